@@ -1,0 +1,176 @@
+"""The collective over torch.distributed: any backend, any device."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from psengine.collectives.base import Collective, CompletedWork, Work
+from psengine.collectives.roll_call import RollCall
+from psengine.errors import CollectiveError, PeerLostError
+
+# How long a wait stays inside the transport before it looks whether another rank raised the alarm.
+WAIT_SLICE_S = 1.0
+# Native DDP's coalescing size for broadcasts (torch/nn/parallel/distributed.py, broadcast_bucket_size).
+BROADCAST_BUCKET_BYTES = 250 * 1024 * 1024
+
+
+class C10dCollective(Collective):
+    """Collective operations of a ``torch.distributed`` process group.
+
+    Args:
+        process_group: the group; None means the default group, which must be initialised.
+        timeout_s: deadline of every wait; None takes the process group's own timeout.
+
+    Scaling: ``all_reduce`` multiplies the addends by ``scale`` and sums, as native DDP does, so results agree bitwise.
+    """
+
+    def __init__(self, process_group: dist.ProcessGroup | None = None, timeout_s: float | None = None) -> None:
+        self.process_group: dist.ProcessGroup = process_group or dist.distributed_c10d._get_default_group()
+        self.rank = self.process_group.rank()
+        self.world_size = self.process_group.size()
+        self.timeout_s = timeout_s if timeout_s is not None else _group_timeout_s(self.process_group)
+        self._roll_call = _start_roll_call(self.process_group)
+
+    def all_reduce(self, flat: torch.Tensor, scale: float = 1.0, *, what: str = "tensor") -> Work:
+        """See ``Collective.all_reduce``; complex tensors are reduced through their real view."""
+        if scale != 1.0:
+            flat.mul_(scale)
+        if self.world_size == 1:
+            return CompletedWork()
+        # Transports reduce real numbers; handing complex storage over as if it were real loses the imaginary half
+        # (https://github.com/pytorch/pytorch/issues/158753).
+        payload = torch.view_as_real(flat) if flat.is_complex() else flat
+        try:
+            work = self.process_group.allreduce([payload])
+        except RuntimeError as error:
+            raise self.diagnose(error, f"all-reduce of {what}") from error
+        return C10dWork(self, work, f"all-reduce of {what}", is_cpu=flat.device.type == "cpu")
+
+    def broadcast(self, tensors: Sequence[torch.Tensor], source_rank: int = 0, *, what: str = "tensors") -> None:
+        """See ``Collective.broadcast``; tensors of one dtype and device travel together."""
+        if self.world_size == 1 or not tensors:
+            return
+        payload = [torch.view_as_real(t.detach()) if t.is_complex() else t.detach() for t in tensors]
+        try:
+            dist._broadcast_coalesced(self.process_group, payload, BROADCAST_BUCKET_BYTES, source_rank)
+        except RuntimeError as error:
+            raise self.diagnose(error, f"broadcast of {what} from rank {source_rank}") from error
+
+    def all_gather(self, tensor: torch.Tensor, *, what: str = "tensor") -> list[torch.Tensor]:
+        """See ``Collective.all_gather``."""
+        gathered = [torch.empty_like(tensor) for _ in range(self.world_size)]
+        try:
+            work = self.process_group.allgather([gathered], [tensor.contiguous()])
+        except RuntimeError as error:
+            raise self.diagnose(error, f"all-gather of {what}") from error
+        C10dWork(self, work, f"all-gather of {what}", is_cpu=tensor.device.type == "cpu").wait()
+        return gathered
+
+    def barrier(self, timeout_s: float | None = None) -> None:
+        """See ``Collective.barrier``."""
+        work = self.process_group.barrier()
+        C10dWork(self, work, "barrier", is_cpu=True, timeout_s=timeout_s).wait()
+
+    def alarm_raised(self) -> bool:
+        """Whether another rank reported a failed operation; False where there is no store to ask."""
+        return self._roll_call is not None and self._roll_call.alarm_raised()
+
+    def diagnose(self, error: BaseException, what: str) -> Exception:
+        """Hold a roll call and return the error that names the missing ranks, else ``CollectiveError``."""
+        if isinstance(error, CollectiveError):
+            return error
+        failure = f"{what} failed on rank {self.rank} of {self.world_size}: {str(error).strip()}"
+        if self._roll_call is None:
+            return CollectiveError(failure)
+        try:
+            missing = self._roll_call.missing_ranks()
+        except Exception as store_error:
+            missing = self._roll_call.lost_processes()
+            failure += (
+                f"\nThe rendezvous store does not answer either ({store_error}); the process that hosts it"
+                " (rank 0, or torchrun's agent) is gone."
+            )
+            missing = missing or ((0,) if self.rank != 0 else ())
+        if not missing:
+            return CollectiveError(f"{failure}\nEvery rank answered the roll call, so the fault lies in the transport.")
+        return PeerLostError(
+            f"Lost {self._roll_call.describe(missing)}. {failure}\n"
+            "Look at the first error in the output of the ranks named above; restart the job from its last checkpoint.",
+            missing,
+        )
+
+
+class C10dWork(Work):
+    """A c10d work whose wait has a deadline, watches for other ranks' alarms and names who is missing."""
+
+    def __init__(
+        self, collective: C10dCollective, work: dist.Work, what: str, *, is_cpu: bool, timeout_s: float | None = None
+    ) -> None:
+        self._collective = collective
+        self._work = work
+        self._what = what
+        self._is_cpu = is_cpu
+        self._timeout_s = collective.timeout_s if timeout_s is None else timeout_s
+
+    def wait(self) -> None:
+        """See ``Work.wait``."""
+        if not self._is_cpu:
+            # Only orders streams; a wait with a timeout would block the host. NCCL's watchdog keeps the deadline.
+            self._guarded_wait(None)
+            return
+        deadline = time.monotonic() + self._timeout_s
+        slice_s = min(WAIT_SLICE_S, self._timeout_s)
+        while not self._guarded_wait(slice_s):
+            if time.monotonic() >= deadline:
+                late = TimeoutError(f"no result within {self._timeout_s:g} s")
+                raise self._collective.diagnose(late, self._what)
+            self._look_for_alarm()
+
+    def _guarded_wait(self, timeout_s: float | None) -> bool:
+        """Wait; False when ``timeout_s`` passed and the operation is still under way."""
+        try:
+            if timeout_s is None:
+                self._work.wait()
+            else:
+                self._work.wait(timedelta(seconds=timeout_s))
+        except RuntimeError as error:
+            # A timed-out wait leaves the operation running; only a completed one has failed.
+            if timeout_s is not None and not self._work.is_completed():
+                return False
+            raise self._collective.diagnose(error, self._what) from error
+        return True
+
+    def _look_for_alarm(self) -> None:
+        try:
+            alarm = self._collective.alarm_raised()
+        except Exception as store_error:
+            raise self._collective.diagnose(store_error, self._what) from store_error
+        if not alarm or self._work.is_completed():
+            return
+        error = self._collective.diagnose(RuntimeError("another rank reported a failure"), self._what)
+        # Everybody answered: a false alarm for this operation, which may yet complete.
+        if isinstance(error, PeerLostError):
+            raise error
+
+
+def _group_timeout_s(process_group: dist.ProcessGroup) -> float:
+    device = torch.device("cpu") if "cpu" in str(process_group._device_types) else process_group._device_types[0]
+    try:
+        return float(process_group._get_backend(device).options._timeout.total_seconds())
+    except (RuntimeError, AttributeError):
+        return dist.distributed_c10d.default_pg_timeout.total_seconds()
+
+
+def _start_roll_call(process_group: dist.ProcessGroup) -> RollCall | None:
+    if process_group.size() == 1:
+        return None
+    try:
+        store = dist.distributed_c10d._get_default_store()
+        return RollCall(store, process_group.group_name, process_group.rank(), process_group.size())
+    except (RuntimeError, ValueError, NotImplementedError):
+        return None  # a group made without a store (threaded and fake backends) goes without
