@@ -41,3 +41,11 @@ class PeerLostError(CollectiveError):
     def __init__(self, message: str, ranks: tuple[int, ...] = ()) -> None:
         super().__init__(message)
         self.ranks = ranks
+
+
+class ArgumentTypeError(PSEngineError, TypeError):
+    """An argument has a type that psengine cannot work with."""
+
+
+class ModuleError(PSEngineError, RuntimeError):
+    """The module cannot be trained data-parallel as it is."""

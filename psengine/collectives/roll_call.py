@@ -25,9 +25,9 @@ POLL_INTERVAL_S = 0.1
 class Store(Protocol):
     """The part of ``torch.distributed.Store`` that a roll call needs."""
 
-    def set(self, key: str, value: str) -> None: ...  # noqa: D102
-    def get(self, key: str) -> bytes: ...  # noqa: D102
-    def check(self, keys: list[str]) -> bool: ...  # noqa: D102
+    def set(self, key: str, value: str) -> None: ...
+    def get(self, key: str) -> bytes: ...
+    def check(self, keys: list[str]) -> bool: ...
 
 
 def is_process_running(process_id: int) -> bool:

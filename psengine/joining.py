@@ -1,0 +1,48 @@
+"""``join``: ranks that ran out of data shadow the collectives of those that still have some.
+
+One iteration of a rank with data, and what a joined rank does beside it, in this order::
+
+    with data    notify (counted by Join)   rebuild   buffers: who is the source?   sync this time?   buckets, used-map
+    joined       (Join counts)              rebuild   buffers: who is the source?   sync this time?   zeros,   zeros
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch.distributed.algorithms.join import JoinHook
+
+if TYPE_CHECKING:
+    from psengine.parallel import DistributedDataParallel
+
+
+class ShadowHook(JoinHook):
+    """What ``torch.distributed.algorithms.join.Join`` calls on ranks that have no data left.
+
+    Args:
+        replica: the wrapped model of this rank.
+        divide_by_initial_world_size: divide gradients by all ranks, so that each sample weighs the same; else by
+            those that still have data.
+    """
+
+    def __init__(self, replica: DistributedDataParallel, *, divide_by_initial_world_size: bool) -> None:
+        replica.logger._set_uneven_input_join()
+        replica._divide_by_initial_world_size = divide_by_initial_world_size
+        self._replica = replica
+        super().__init__()
+
+    def main_hook(self) -> None:
+        """Shadow one forward and backward."""
+        replica = self._replica
+        replica.reducer._rebuild_buckets()
+        replica._shadow_buffer_sync()
+        should_sync = replica._any_rank_syncs_gradients(this_rank_syncs=False)
+        # After an iteration without gradient exchange the next forward exchanges no buffers either.
+        replica.require_forward_param_sync = should_sync
+        if should_sync:
+            replica.reducer.shadow_backward()
+            replica.reducer._push_all_rebuilt_params()
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        """Give everybody the model of the rank that trained longest."""
+        self._replica._broadcast_final_model(is_last_joiner=is_last_joiner)

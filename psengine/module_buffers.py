@@ -1,0 +1,64 @@
+"""The module's buffers (running statistics), and their broadcast before a forward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+Broadcast = Callable[[Sequence[torch.Tensor]], None]
+Signature = tuple[tuple[torch.Size, torch.dtype, torch.device], ...]
+
+# The widest element (complex128) decides the alignment of every buffer's place in the packed bytes.
+ALIGNMENT_BYTES = 16
+
+
+class BufferBroadcast:
+    """Broadcasts many small buffers of mixed dtypes as one message per device.
+
+    Native DDP sends one message per dtype and flattens anew each time; BatchNorm alone has two dtypes, and a message
+    of a few KB costs 0.3 ms and more. Here the packed bytes and the views into them are kept between forwards.
+    """
+
+    def __init__(self) -> None:
+        self._signature: Signature = ()
+        self._packed: list[torch.Tensor] = []
+        self._views: list[torch.Tensor] = []
+
+    def run(self, buffers: Sequence[torch.Tensor], broadcast: Broadcast, *, is_source: bool) -> None:
+        """Overwrite ``buffers`` by the source's.
+
+        Args:
+            buffers: dense tensors; the same shapes and dtypes in the same order on every rank.
+            broadcast: overwrites a list of tensors on all ranks by the source's.
+            is_source: whether this rank's buffers are the ones everybody gets.
+        """
+        signature = tuple((b.shape, b.dtype, b.device) for b in buffers)
+        if signature != self._signature:
+            self._lay_out(buffers)
+            self._signature = signature
+        if is_source:
+            torch._foreach_copy_(self._views, list(buffers))
+        broadcast(self._packed)
+        if not is_source:
+            torch._foreach_copy_(list(buffers), self._views)
+
+    def _lay_out(self, buffers: Sequence[torch.Tensor]) -> None:
+        offsets: list[int] = []
+        ends: dict[torch.device, int] = {}
+        for buffer in buffers:
+            offset = ends.get(buffer.device, 0)
+            offsets.append(offset)
+            size_bytes = buffer.numel() * buffer.element_size()
+            ends[buffer.device] = offset + -(-size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        packed = {device: torch.zeros(end, dtype=torch.uint8, device=device) for device, end in ends.items()}
+        self._packed = list(packed.values())
+        self._views = [
+            packed[b.device][offset : offset + b.numel() * b.element_size()].view(b.dtype).view(b.shape)
+            for b, offset in zip(buffers, offsets, strict=True)
+        ]
+
+
+def named_buffers(module: torch.nn.Module, ignored: set[str]) -> dict[str, torch.Tensor]:
+    """Name to buffer, without those whose names are ``ignored`` and without duplicates."""
+    return {name: buffer for name, buffer in module.named_buffers() if name not in ignored}

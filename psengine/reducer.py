@@ -1,0 +1,565 @@
+"""From autograd's hooks to the strategy: which gradients are ready, which bucket is full, when backward is over.
+
+The life of one backward pass; every rank reduces the same buckets in the same order::
+
+    forward      prepare_for_forward  rebuild_buckets (once)  prepare_for_backward ── which parameters are unused?
+    backward     hook(p9) hook(p8) │ bucket 0 full ─► strategy.reduce(0)
+                 hook(p7) ...      │ bucket 1 full ─► strategy.reduce(1)          exchange overlaps with backward
+    end          _finalize: reduction 0.wait() ─ unpack ─ reduction 1.wait() ─ unpack ─ strategy.finish()
+
+The rules (when buckets are rebuilt, what counts as unused, which error says what) are native DDP's:
+torch/csrc/distributed/c10d/reducer.cpp. Methods with a leading underscore that others call carry the names that
+Lightning, Join and torch's communication hooks call on native DDP's reducer.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.autograd.graph import get_gradient_edge
+
+from psengine.backward_timer import BackwardTimer
+from psengine.buckets import Bucket, BucketPlan, plan_buckets
+from psengine.collectives.base import Work
+from psengine.errors import ReductionError
+from psengine.messages import (
+    graph_changed_message,
+    marked_twice_message,
+    newly_used_message,
+    unfinished_reduction_message,
+)
+from psengine.strategies.base import Reduction, Strategy
+
+logger = logging.getLogger(__name__)
+
+
+class Reducer:
+    """Exchanges the gradients of ``parameters`` through ``strategy`` while backward runs.
+
+    Args:
+        parameters: those that require gradients, without duplicates, in model order.
+        names: their names, for errors.
+        expects_sparse: per parameter, whether its gradient is sparse.
+        strategy: already prepared.
+        collective_rank: this rank, for errors; ``world_size`` likewise.
+        initial_limits_bytes: bucket caps before the first rebuild; see ``plan_buckets``.
+        rebuild_limits_bytes: bucket caps when buckets are rebuilt in the order gradients arrive.
+        find_unused_parameters: walk the graph from the outputs to find parameters that will get no gradient.
+        gradient_as_bucket_view: let gradients be views of the buckets.
+        skip_all_reduce_unused_params: agree before backward which parameters no rank uses, and skip buckets that hold
+            no others; only with ``find_unused_parameters``.
+        run_allreduce_hook: sums a communication hook's bucket over ranks; a future of its buffer.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[torch.nn.Parameter],
+        names: Sequence[str],
+        expects_sparse: Sequence[bool],
+        strategy: Strategy,
+        *,
+        rank: int,
+        world_size: int,
+        initial_limits_bytes: Sequence[int],
+        rebuild_limits_bytes: Sequence[int],
+        find_unused_parameters: bool,
+        gradient_as_bucket_view: bool,
+        skip_all_reduce_unused_params: bool = False,
+        run_allreduce_hook: Callable[[Any], Any] | None = None,
+    ) -> None:
+        self.parameters = list(parameters)
+        self.names = list(names)
+        self.strategy = strategy
+        self.timer = BackwardTimer()
+        self._expects_sparse = list(expects_sparse)
+        self._rank = rank
+        self._world_size = world_size
+        self._rebuild_limits_bytes = list(rebuild_limits_bytes)
+        self._find_unused = find_unused_parameters
+        self._as_view = gradient_as_bucket_view
+        self._skip_unused_buckets = skip_all_reduce_unused_params and find_unused_parameters
+        self._static_graph = False
+        self._optimizer_in_backward = False
+        self._mixed_precision_dtype: torch.dtype | None = None
+        self._run_allreduce_hook = run_allreduce_hook
+        # Models split over several devices run backward, and so the hooks, in one thread per device.
+        self._lock = threading.RLock()
+
+        self.iteration = 0
+        self.has_rebuilt_buckets = False
+        self.buckets: list[Bucket] = []
+        self.buckets_reduced = 0
+        self._locators: list[tuple[Bucket, int]] = [None] * len(self.parameters)  # type: ignore[list-item]
+        self._create_buckets(self._plan(initial_limits_bytes))
+        self.initial_bucket_sizes = ", ".join(str(bucket.size_bytes) for bucket in self.buckets)
+        self._is_packing = True
+
+        self._expect_hooks = False
+        self._require_finalize = False
+        self._next_bucket = 0
+        self._reductions: list[Reduction | None] = []
+        self._ready = bytearray(len(self.parameters))
+        self._divisor: int | None = None
+        self._arrival_order: list[int] = []
+        self._ready_order: list[int] = []
+        self._used = bytearray(len(self.parameters))
+        self._usage: torch.Tensor | None = None
+        self._usage_work: Work | None = None
+        self._unused: list[int] = []
+        self._globally_unused: bytearray | None = None
+        self._has_marked_unused = False
+        self._warned_none_unused = False
+        self._warned_create_graph = False
+        self._hook_counts = [0] * len(self.parameters)
+        self._hook_counts_left: list[int] = []
+        self._live_ranks_work: tuple[Any, bool] | None = None
+        self._post_backward_futures: list[torch.futures.Future[Any]] = []
+
+        # The nodes must be kept alive: autograd holds them weakly, and a new node would lack our hook.
+        self._nodes = [get_gradient_edge(p).node for p in self.parameters]
+        self._index_of_node = {node: index for index, node in enumerate(self._nodes)}
+        # Post-hooks of the accumulation node fire for undefined gradients too (an output that is not part of the
+        # loss); Tensor.register_post_accumulate_grad_hook does not.
+        self._handles = [
+            node.register_hook(functools.partial(self._autograd_hook, index)) for index, node in enumerate(self._nodes)
+        ]
+
+    # ---- layout ------------------------------------------------------------------------------------------------
+
+    def _plan(self, limits_bytes: Sequence[int], order: Sequence[int] | None = None) -> list[BucketPlan]:
+        plans = plan_buckets(self.parameters, limits_bytes, self._expects_sparse, order)
+        # The first layout guesses that gradients arrive in reverse; a measured order needs no guess.
+        return plans[::-1] if order is None else plans
+
+    def _create_buckets(self, plans: Sequence[BucketPlan]) -> None:
+        self.buckets = [
+            Bucket(
+                index,
+                plan,
+                self.parameters,
+                self.names,
+                sparse=self._expects_sparse[plan.parameter_indices[0]],
+                allocate=self.strategy.allocate,
+            )
+            for index, plan in enumerate(plans)
+        ]
+        for bucket in self.buckets:
+            for position, index in enumerate(bucket.parameter_indices):
+                self._locators[index] = (bucket, position)
+        if self._as_view:
+            self._adopt_gradients()
+
+    def _adopt_gradients(self) -> None:
+        """Move gradients that exist already (accumulated, not yet stepped) into the buckets' views."""
+        for bucket in self.buckets:
+            for parameter, view in zip(bucket.parameters, bucket.views, strict=False):
+                if parameter.grad is not None and not parameter.grad.is_sparse:
+                    with torch.no_grad():
+                        view.copy_(parameter.grad)
+                    parameter.grad = view
+
+    def _should_rebuild(self) -> bool:
+        return (self._static_graph or not self._find_unused) and not self.has_rebuilt_buckets
+
+    def _rebuild_buckets(self) -> bool:
+        """Once, between the first and the second iteration: lay out buckets in the order gradients arrived on rank 0.
+
+        Returns whether buckets were rebuilt; then every rank did. Call it before forward, when no gradient is under
+        way, on every rank.
+
+        Raises:
+            ReductionError: the previous backward did not reach every parameter.
+        """
+        self._ensure_prior_reduction_finished()
+        if not self._should_rebuild() or not self._arrival_order:
+            return False
+        order = self._agree_on_order(self._arrival_order)
+        self.has_rebuilt_buckets = True
+        self._arrival_order = []
+        self._create_buckets(self._plan(self._rebuild_limits_bytes, order))
+        logger.info("Reducer buckets have been rebuilt in this iteration: %s", self.buckets)
+        return True
+
+    def _agree_on_order(self, order: Sequence[int]) -> list[int]:
+        assert len(order) == len(self.parameters), f"{len(order)} of {len(self.parameters)} gradients arrived"
+        agreed = torch.tensor(order, dtype=torch.int64, device=self.parameters[0].device)
+        self.strategy.broadcast([agreed], 0)
+        return [int(index) for index in agreed.tolist()]
+
+    # ---- around forward ----------------------------------------------------------------------------------------
+
+    def set_static_graph(self) -> None:
+        """Promise that every iteration uses the same parameters equally often; the first one finds out which and how.
+
+        Raises:
+            ReductionError: training has begun.
+        """
+        if self.iteration > 0:
+            raise ReductionError(
+                "set_static_graph() should be called before training loop starts and after DistributedDataParallel is"
+                f" constructed. (expected iteration 0, got {self.iteration})"
+            )
+        self._static_graph = True
+
+    _set_static_graph = set_static_graph
+
+    def prepare_for_forward(self) -> None:
+        """Count an iteration whose gradients will be exchanged."""
+        self.iteration += 1
+        self.timer.start_forward(self.iteration)
+
+    def prepare_for_backward(self, outputs: Sequence[torch.Tensor] = ()) -> None:
+        """Expect one gradient for each parameter; with ``find_unused_parameters``, for those ``outputs`` depend on."""
+        self.timer.start_backward()
+        self._expect_hooks = True
+        self._next_bucket = 0
+        self._reductions = []
+        self._divisor = None
+        self._is_packing = self._as_view or self.strategy.needs_packing
+        self._ready = bytearray(len(self.parameters))
+        self._ready_order = []
+        self._has_marked_unused = False
+        for bucket in self.buckets:
+            bucket.pending = len(bucket.parameters)
+        if self._static_graph:
+            self._hook_counts_left = list(self._hook_counts)
+        elif self._find_unused:
+            self._unused = self._search_unused(outputs)
+            if self._skip_unused_buckets:
+                self._globally_unused = self._agree_on_unused()
+
+    def _search_unused(self, outputs: Sequence[torch.Tensor]) -> list[int]:
+        """Indices of parameters that the graph behind ``outputs`` does not reach."""
+        stack = [output.grad_fn for output in outputs if output.grad_fn is not None]
+        seen = set(stack)
+        missing = set(self._index_of_node)
+        while stack and missing:
+            for node, _ in stack.pop().next_functions:
+                if node is not None and node not in seen:
+                    seen.add(node)
+                    missing.discard(node)
+                    stack.append(node)
+        if not missing and not self._warned_none_unused:
+            self._warned_none_unused = True
+            warnings.warn(
+                "find_unused_parameters=True was specified in DDP constructor, but did not find any unused parameters"
+                " in the forward pass. This flag results in an extra traversal of the autograd graph every iteration,"
+                " which can adversely affect performance. If your model indeed never has any unused parameters in the"
+                " forward pass, consider turning this flag off. Note that this warning may be a false positive if your"
+                " model has flow control causing later iterations to have unused parameters.",
+                stacklevel=2,
+            )
+        return sorted(self._index_of_node[node] for node in missing)
+
+    def _agree_on_unused(self) -> bytearray:
+        used = torch.ones(len(self.parameters), dtype=torch.int32)
+        used[self._unused] = 0
+        used = used.to(self.parameters[0].device)
+        self.strategy.reduce_usage(used).wait()
+        return bytearray(used.eq(0).to(torch.uint8).tolist())
+
+    def _ensure_prior_reduction_finished(self) -> None:
+        if not self._require_finalize:
+            return
+        if self._static_graph:
+            raise ReductionError(graph_changed_message())
+        missing = [index for index, is_ready in enumerate(self._ready) if not is_ready]
+        raise ReductionError(
+            unfinished_reduction_message(
+                self._rank, {index: self.names[index] for index in missing}, find_unused=self._find_unused
+            )
+        )
+
+    def _check_reducer_finalized(self) -> None:
+        """Raise unless the last backward was finished (``_check_reducer_finalized`` of the wrapper)."""
+        self._ensure_prior_reduction_finished()
+
+    # ---- during backward ---------------------------------------------------------------------------------------
+
+    def _autograd_hook(self, index: int, *_: Any) -> None:
+        """A parameter's gradient was accumulated (or is undefined). Runs in autograd's thread."""
+        with self._lock:
+            if not self._expect_hooks:
+                return
+            if self._static_graph:
+                self._count_static_hook(index)
+                return
+            if self._find_unused:
+                if self.parameters[index].grad is not None:
+                    self._used[index] = 1
+                if not self._has_marked_unused:
+                    self._has_marked_unused = True
+                    for unused_index in self._unused:
+                        self._mark_ready(unused_index)
+            elif not self.has_rebuilt_buckets:
+                self._arrival_order.append(index)
+            self._mark_ready(index)
+
+    def _count_static_hook(self, index: int) -> None:
+        if self.iteration == 1:
+            if self.parameters[index].grad is not None:
+                self._used[index] = 1
+            self._hook_counts[index] += 1
+            return
+        if self._hook_counts_left[index] <= 0:
+            raise ReductionError(newly_used_message(self.names[index], self._rank))
+        self._hook_counts_left[index] -= 1
+        if self._hook_counts_left[index] == 0:
+            if not self.has_rebuilt_buckets:
+                self._arrival_order.append(index)
+            self._mark_ready(index)
+
+    def _mark_ready(self, index: int) -> None:
+        if self._ready[index]:
+            raise ReductionError(
+                marked_twice_message(index, self.names[index], has_marked_unused=self._has_marked_unused)
+            )
+        self._ready[index] = 1
+        self._ready_order.append(index)
+        self._require_finalize = True
+        bucket, position = self._locators[index]
+        if self._is_packing and bucket.is_eager[position]:
+            self._pack_one(bucket, position)
+        bucket.pending -= 1
+        if bucket.pending == 0 and bucket.index == self._next_bucket:
+            self._reduce_full_buckets()
+
+    def _pack_one(self, bucket: Bucket, position: int) -> None:
+        if torch.is_grad_enabled():
+            self._warn_create_graph()
+            with torch.no_grad():
+                bucket.pack_one(position, self._get_divisor(), as_view=self._as_view)
+        else:
+            bucket.pack_one(position, self._get_divisor(), as_view=self._as_view)
+
+    def _warn_create_graph(self) -> None:
+        if not self._warned_create_graph:
+            self._warned_create_graph = True
+            warnings.warn(
+                "Using DistributedDataParallel with create_graph=True is not well-supported. The higher-order gradient"
+                " will not be synchronized across ranks, and backpropagation through all_reduce operations will not"
+                " occur. If you require DDP to work with higher-order gradients for your use case, please ping"
+                " https://github.com/pytorch/pytorch/issues/63929",
+                stacklevel=2,
+            )
+
+    def _reduce_full_buckets(self) -> None:
+        """Start every bucket whose turn it is; buckets start in index order on all ranks, or the ranks would differ."""
+        if self._next_bucket == 0:
+            self.timer.start_communication()
+        while self._next_bucket < len(self.buckets) and self.buckets[self._next_bucket].pending == 0:
+            self._reductions.append(self._reduce(self.buckets[self._next_bucket]))
+            self._next_bucket += 1
+        if self._next_bucket == len(self.buckets):
+            if self._find_unused and not self._static_graph:
+                self._reduce_usage()
+            torch.autograd.Variable._execution_engine.queue_callback(self._finalize_from_engine)
+
+    def _reduce(self, bucket: Bucket) -> Reduction | None:
+        """Pack what is not packed yet and hand the bucket over; None where there is nothing to exchange."""
+        if self._globally_unused is not None and all(self._globally_unused[i] for i in bucket.parameter_indices):
+            return None
+        divisor = self._get_divisor()
+        if not self._is_packing:
+            return None
+        if torch.is_grad_enabled():
+            self._warn_create_graph()
+        with torch.no_grad():
+            if bucket.sparse:
+                bucket.pack_sparse(divisor)
+            else:
+                bucket.pack_rest(divisor, as_view=self._as_view)
+        return self.strategy.reduce(bucket)
+
+    def _get_divisor(self) -> int:
+        """By what this backward's gradients are divided; ranks that ran out of data may be left out of the count."""
+        if self._divisor is None:
+            live_world_size = self._world_size
+            if self._live_ranks_work is not None:
+                work, use_initial_world_size = self._live_ranks_work
+                if not use_initial_world_size:
+                    work.wait()
+                    live_world_size = int(work.result()[0].item())
+            self._divisor = self.strategy.begin(live_world_size)
+        return self._divisor
+
+    def _reduce_usage(self) -> None:
+        usage = torch.frombuffer(bytearray(self._used), dtype=torch.uint8).to(torch.int32)
+        self._usage = usage.to(self.parameters[0].device)
+        self._usage_work = self.strategy.reduce_usage(self._usage)
+
+    def _delay_all_reduce(self) -> None:
+        """End of static graph's first backward: only now is known who is used how often, so everything goes now."""
+        with self._lock:
+            self._reduce_usage()
+            self._unused = [index for index, count in enumerate(self._hook_counts) if count == 0]
+            if self._unused:
+                logger.info(
+                    "Parameter(s) %s is(are) unused during first iteration. Since static_graph=True is enabled for DDP,"
+                    " we expect this set of unused parameters to remain consistent on this rank throughout the"
+                    " training.",
+                    ", ".join(f"{{{self.names[i]}, {i}}}" for i in self._unused),
+                )
+            self._require_finalize = True
+            with torch.no_grad():
+                for bucket in self.buckets:
+                    for position in range(len(bucket.parameters)):
+                        if self._is_packing and bucket.is_eager[position]:
+                            self._pack_one(bucket, position)
+            self.timer.start_communication()
+            self._reductions = [self._reduce(bucket) for bucket in self.buckets]
+            self._next_bucket = len(self.buckets)
+            self._finalize()
+
+    # ---- the end of backward -----------------------------------------------------------------------------------
+
+    def _finalize_from_engine(self) -> None:
+        with self._lock:
+            if self._static_graph and self._should_rebuild():
+                self._arrival_order.extend(self._unused)
+            self._finalize()
+
+    def _finalize(self) -> None:
+        """Wait for every bucket in order and write the results to the gradients."""
+        self.timer.end_backward()
+        # Cleared first: after an error the next forward must not report an unfinished reduction instead of it.
+        self._expect_hooks = False
+        self._require_finalize = False
+        reductions, self._reductions = self._reductions, []
+        self.buckets_reduced = 0
+        with torch.no_grad():
+            for bucket, reduction in zip(self.buckets, reductions, strict=True):
+                if reduction is None:
+                    continue
+                self.buckets_reduced += 1
+                result = reduction.wait()
+                if result is not None and not self._optimizer_in_backward:
+                    self._unpack(bucket, result)
+        for future in self._post_backward_futures:
+            future.wait()
+        self._post_backward_futures = []
+        self.strategy.finish()
+        self._settle_usage()
+        self._live_ranks_work = None
+        self._globally_unused = None
+        self.timer.end_communication()
+
+    def _unpack(self, bucket: Bucket, result: torch.Tensor) -> None:
+        skip = self._positions_to_skip(bucket)
+        if bucket.sparse:
+            bucket.unpack_sparse(result, skip)
+        elif self._as_view:
+            bucket.unpack_as_views(result, skip, adopt=self._mixed_precision_dtype is not None)
+        else:
+            bucket.unpack(result, skip)
+
+    def _positions_to_skip(self, bucket: Bucket) -> list[bool] | None:
+        """Which of the bucket's parameters no rank used; None when all are used here, which needs no agreement."""
+        if not (self._find_unused or self._static_graph):
+            return None
+        if all(self._used[index] for index in bucket.parameter_indices):
+            return None
+        if self._usage_work is not None:
+            self._usage_work.wait()
+            self._usage_work = None
+            assert self._usage is not None
+            self._used = bytearray(self._usage.ne(0).to(torch.uint8).tolist())
+        return [not self._used[index] for index in bucket.parameter_indices]
+
+    def _settle_usage(self) -> None:
+        if self._usage_work is not None:
+            self._usage_work.wait()  # the next backward overwrites the tensor it sums
+            self._usage_work = None
+        if not self._static_graph:
+            # A static graph's map is the first iteration's, for good.
+            self._used = bytearray(len(self.parameters))
+
+    # ---- for join, communication hooks and frameworks ----------------------------------------------------------
+
+    def set_live_ranks_work(self, work: Any, *, use_initial_world_size: bool) -> None:
+        """Inside ``join``: ``work`` will count the ranks that still have data, to divide by unless told otherwise."""
+        self._live_ranks_work = (work, use_initial_world_size)
+
+    def _set_forward_pass_work_handle(self, work: Any, use_static_world_size: bool) -> None:
+        self.set_live_ranks_work(work, use_initial_world_size=use_static_world_size)
+
+    def shadow_backward(self) -> None:
+        """Take part in one backward of ranks that still have data, contributing zeros."""
+        reductions = []
+        self.strategy.begin(self._world_size)
+        with torch.no_grad():
+            for bucket in self.buckets:
+                if bucket.sparse:
+                    shape = bucket.parameters[0].shape
+                    bucket.flat = torch.sparse_coo_tensor(size=shape, dtype=bucket.dtype, device=bucket.device)
+                else:
+                    bucket.flat.zero_()
+                reductions.append(self.strategy.reduce(bucket))
+            for reduction in reductions:
+                reduction.wait()
+        if self._find_unused and not self._static_graph:
+            usage = torch.zeros(len(self.parameters), dtype=torch.int32, device=self.parameters[0].device)
+            self.strategy.reduce_usage(usage).wait()
+
+    def _push_all_rebuilt_params(self) -> None:
+        """A rank without data takes part in the rebuild too; its own order is overwritten by rank 0's."""
+        if self._should_rebuild() and not self._arrival_order:
+            self._arrival_order = list(range(len(self.parameters)))
+
+    def _install_post_backward_futures(self, futures: Sequence[torch.futures.Future[Any]]) -> None:
+        """Wait for ``futures`` (of a buffer communication hook) before backward returns."""
+        self._post_backward_futures.extend(futures)
+
+    def _get_local_used_map(self) -> torch.Tensor:
+        """Which parameters this rank used so far in this backward: int32, by index."""
+        return torch.frombuffer(bytearray(self._used), dtype=torch.uint8).to(torch.int32)
+
+    def _set_optimizer_in_backward(self) -> None:
+        """The communication hook steps optimizers itself; gradients are not written back."""
+        self._optimizer_in_backward = True
+
+    def _set_mixed_precision_param_dtype(self, dtype: torch.dtype) -> None:
+        self._mixed_precision_dtype = dtype
+
+    def _ddp_graph_static(self) -> bool:
+        """After the first iteration of a static graph: whether every parameter was used as often as in the first."""
+        return all(count == 0 for count in self._hook_counts_left)
+
+    def _remove_autograd_hooks(self) -> None:
+        """Stop listening to autograd; gradients stay local from now on."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def _reset_state(self) -> None:
+        """Forget a half-finished iteration and rebuild buckets anew, for a changed group of ranks."""
+        self._expect_hooks = False
+        self._require_finalize = False
+        self.has_rebuilt_buckets = False
+        self._arrival_order = []
+        self._reductions = []
+        self._used = bytearray(len(self.parameters))
+        self._usage_work = None
+        self._live_ranks_work = None
+
+    def update_group(self, rank: int, world_size: int) -> None:
+        """Go on in another group of ranks, to which the strategy has been moved already."""
+        self._rank, self._world_size = rank, world_size
+
+    def bucket_sizes_bytes(self) -> Iterator[int]:
+        """Sizes of the buckets in reduction order."""
+        return (bucket.size_bytes for bucket in self.buckets)
+
+    def previous_ready_order(self) -> list[int]:
+        """Indices of parameters in the order the last backward made them ready."""
+        return list(self._ready_order)
+
+    def unused_bytes(self) -> int:
+        """Bytes of the parameters that the last search, or a static graph's first iteration, found unused."""
+        return sum(self.parameters[i].numel() * self.parameters[i].element_size() for i in self._unused)

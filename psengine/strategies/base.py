@@ -1,0 +1,117 @@
+"""The seam between a replica and the way replicas agree: a strategy.
+
+One backward pass, seen from here (the reducer calls, the strategy answers)::
+
+    reducer    ready(bucket 0)      ready(bucket 1)   used-map      end of backward
+    strategy   reduce(bucket 0) ──► reduce(bucket 1)  reduce_usage  reduction 0 .wait() ─ 1 .wait() ─ finish()
+    optimizer                                                                             step() ──► step(local_step)
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+
+from psengine.buckets import Bucket
+from psengine.collectives.base import Collective, Work
+
+
+@dataclass(frozen=True, kw_only=True)
+class Replica:
+    """One process's copy of the model, as a strategy sees it.
+
+    Attributes:
+        parameters: name to parameter, for every parameter whose gradient is exchanged, in model order.
+        buffers: name to buffer (such as running statistics), in model order.
+        state: everything that has to be equal at the start: all parameters, frozen ones too, and the buffers to share.
+        collective: the group of replicas.
+        device: where the parameters live; of several devices the first.
+    """
+
+    parameters: Mapping[str, torch.nn.Parameter]
+    buffers: Mapping[str, torch.Tensor]
+    state: Sequence[torch.Tensor]
+    collective: Collective
+    device: torch.device
+
+
+class Reduction(ABC):
+    """A bucket's gradients on their way."""
+
+    @abstractmethod
+    def wait(self) -> torch.Tensor | None:
+        """Return the reduced gradients, laid out like ``Bucket.flat`` (often that very tensor).
+
+        None means that gradients stay what this process computed: the strategy applies them elsewhere.
+
+        Raises:
+            CollectiveError: the exchange failed or passed its deadline; the message names who is missing.
+        """
+
+
+class Strategy(ABC):
+    """How replicas agree. One object serves one replica; nothing outside ``strategies/`` asks which kind it is."""
+
+    name: ClassVar[str]
+
+    @abstractmethod
+    def prepare(self, replica: Replica, *, synchronize: bool) -> None:
+        """Take the replica into service; with ``synchronize`` make all replicas start equal, after verifying that they
+        can be. Mutates ``replica.state`` in place.
+
+        Raises:
+            ReplicaMismatchError: the replicas' parameters differ in number, name order, shape, stride or dtype.
+        """
+
+    def begin(self, live_world_size: int) -> int:
+        """The first gradient of a backward is ready, and ``live_world_size`` ranks contribute to this one.
+
+        Returns by what the reducer divides gradients while it packs them; 1 leaves them as they are.
+        """
+        return 1
+
+    @property
+    def needs_packing(self) -> bool:
+        """False where gradients are final as they are (one replica), so that the reducer copies nothing."""
+        return True
+
+    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Return an uninitialised flat tensor for a bucket, in the memory this strategy exchanges best."""
+        return torch.empty(numel, dtype=dtype, device=device)
+
+    @abstractmethod
+    def reduce(self, bucket: Bucket) -> Reduction:
+        """A bucket is packed on this rank: begin exchanging it. Buckets come in the same order on every rank.
+
+        Must not block. ``bucket.flat`` belongs to the strategy until the reduction was waited for.
+        """
+
+    @abstractmethod
+    def reduce_usage(self, used: torch.Tensor) -> Work:
+        """Begin summing over ranks, in place, which parameters this backward used (int32, 1 or 0 by index)."""
+
+    def finish(self) -> None:  # noqa: B027 - most strategies are done once their reductions are
+        """The end of backward, after every reduction: returns when gradients are what ``step`` may use."""
+
+    def step(self, local_step: Callable[[], Any]) -> Any:
+        """``optimizer.step()``: return what it returns. Default: this worker steps itself."""
+        return local_step()
+
+    @abstractmethod
+    def broadcast(self, tensors: Sequence[torch.Tensor], source_rank: int = 0) -> None:
+        """Overwrite ``tensors`` on every replica by those of ``source_rank`` (buffers before a forward)."""
+
+    def register_comm_hook(self, hook: Callable[[Bucket], torch.futures.Future[Any]]) -> None:
+        """Let ``hook`` exchange buckets in the strategy's place; raises where a strategy has no room for one."""
+        from psengine.errors import ConfigurationError
+
+        raise ConfigurationError(
+            f"strategy {self.name!r} exchanges gradients itself and takes no communication hook; use strategy='sync'"
+        )
+
+    def close(self) -> None:  # noqa: B027 - most strategies hold nothing
+        """Release what the strategy holds. Safe to call twice."""

@@ -1,0 +1,141 @@
+"""Strategy "sync": every step, a collective averages the gradients of all replicas. Native DDP's semantics."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from psengine.buckets import Bucket
+from psengine.collectives.base import Collective, CompletedWork, Work
+from psengine.errors import CollectiveError, ReductionError
+from psengine.strategies.base import Reduction, Replica, Strategy
+from psengine.strategies.verification import verify_replicas
+
+CommHook = Callable[[Bucket], "torch.futures.Future[Any]"]
+
+
+class SyncAllReduce(Strategy):
+    """Average each bucket over all ranks by one all-reduce; staleness 0, each worker steps its own optimizer."""
+
+    name = "sync"
+
+    def __init__(self) -> None:
+        self._collective: Collective | None = None
+        self._hook: CommHook | None = None
+        self._scale = 1.0
+
+    def __repr__(self) -> str:
+        return "SyncAllReduce()"
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {}  # a copy of the model is prepared anew, and registers its own hooks, as with native DDP
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__()  # type: ignore[misc]
+
+    @property
+    def collective(self) -> Collective:
+        """The group of replicas; set by ``prepare``."""
+        if self._collective is None:
+            raise ReductionError("strategy 'sync' was not prepared; DistributedDataParallel does so when constructed")
+        return self._collective
+
+    def prepare(self, replica: Replica, *, synchronize: bool) -> None:
+        """See ``Strategy.prepare``; rank 0's parameters and buffers overwrite everybody's."""
+        self._collective = replica.collective
+        if synchronize:
+            verify_replicas(replica.collective, replica.parameters, replica.device)
+            replica.collective.broadcast(replica.state, 0, what="initial parameters and buffers")
+
+    def begin(self, live_world_size: int) -> int:
+        """Divide by the number of contributing ranks while packing, unless a hook or the collective does the scaling.
+
+        Dividing before summing keeps low-precision sums from overflowing, and is what native DDP does.
+        """
+        if self._hook is not None:
+            return 1
+        if self.collective.scales_for_free:
+            self._scale = 1.0 / live_world_size
+            return 1
+        return live_world_size
+
+    @property
+    def needs_packing(self) -> bool:
+        """False for a single replica without a hook: its gradients are their own average."""
+        return self.collective.world_size > 1 or self._hook is not None
+
+    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """See ``Strategy.allocate``."""
+        return self.collective.allocate(numel, dtype, device)
+
+    def reduce(self, bucket: Bucket) -> Reduction:
+        """See ``Strategy.reduce``."""
+        if self._hook is not None:
+            return _HookReduction(self.collective, bucket, self._hook(bucket))
+        work = self.collective.all_reduce(bucket.flat, self._scale, what=bucket.describe())
+        return _SumReduction(bucket.flat, work)
+
+    def reduce_usage(self, used: torch.Tensor) -> Work:
+        """See ``Strategy.reduce_usage``."""
+        if self.collective.world_size == 1:
+            return CompletedWork()
+        return self.collective.all_reduce(used, what="used-parameter map")
+
+    def broadcast(self, tensors: Sequence[torch.Tensor], source_rank: int = 0) -> None:
+        """See ``Strategy.broadcast``."""
+        self.collective.broadcast(tensors, source_rank, what="buffers")
+
+    def register_comm_hook(self, hook: CommHook) -> None:
+        """Let ``hook`` replace the all-reduce; gradients then reach it undivided, as with native DDP."""
+        if self._hook is not None:
+            raise ReductionError("register_comm_hook or register_builtin_comm_hook can only be called once.")
+        self._hook = hook
+
+    def close(self) -> None:
+        """See ``Strategy.close``; the process group belongs to the caller and stays open."""
+        self._collective = None
+
+
+class _SumReduction(Reduction):
+    """An all-reduce in place."""
+
+    def __init__(self, flat: torch.Tensor, work: Work) -> None:
+        self._flat = flat
+        self._work = work
+
+    def wait(self) -> torch.Tensor:
+        self._work.wait()
+        return self._flat
+
+
+class _HookReduction(Reduction):
+    """Whatever a communication hook's future will hold."""
+
+    def __init__(self, collective: Collective, bucket: Bucket, future: torch.futures.Future[Any]) -> None:
+        self._collective = collective
+        self._bucket = bucket
+        self._future = future
+
+    def wait(self) -> torch.Tensor:
+        try:
+            value = self._future.wait()
+        except RuntimeError as error:
+            failure = self._collective.diagnose(error, f"communication hook for {self._bucket.describe()}")
+            if type(failure) is CollectiveError:
+                raise  # everybody is there, so the fault is the hook's own
+            raise failure from error
+        return tensor_of_future(value)
+
+
+def tensor_of_future(value: Any) -> torch.Tensor:
+    """The single tensor a communication hook's future must hold: itself, or the only element of a list."""
+    if isinstance(value, torch.Tensor):
+        return value
+    if isinstance(value, (list, tuple)) and len(value) == 1 and isinstance(value[0], torch.Tensor):
+        return value[0]
+    raise ReductionError(
+        "a communication hook's future must hold a single tensor shaped like the bucket's buffer"
+        f" (expected torch.Tensor, got {type(value).__name__})"
+    )
