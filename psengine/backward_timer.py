@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-# The first iterations are all timed, later ones sparsely: native DDP's rule (reducer.hpp, kDDPRuntimeLoggingSampleRate).
+# The first iterations are all timed, later ones sparsely: native DDP's rule (kDDPRuntimeLoggingSampleRate).
 ALWAYS_SAMPLED_ITERATIONS = 10
 DEFAULT_SAMPLE_RATE = 100
 
@@ -18,7 +18,7 @@ class BackwardTimer:
     def __init__(self) -> None:
         self.sample_rate = DEFAULT_SAMPLE_RATE
         self.iteration = 0
-        self._sampling = False
+        self.is_sampling = False
         self._marks_ns: dict[str, int] = {}
         self._totals_ns: dict[str, int] = {}
         self._samples = 0
@@ -27,8 +27,8 @@ class BackwardTimer:
     def start_forward(self, iteration: int) -> None:
         """A forward begins; publishes the times of the one before, if it was sampled."""
         self._publish()
-        self._sampling = iteration <= ALWAYS_SAMPLED_ITERATIONS or iteration % self.sample_rate == 0
-        if self._sampling:
+        self.is_sampling = iteration <= ALWAYS_SAMPLED_ITERATIONS or iteration % self.sample_rate == 0
+        if self.is_sampling:
             self.iteration = iteration
             self._marks_ns = {"forward_compute_time_start": time.time_ns()}
 
@@ -49,12 +49,12 @@ class BackwardTimer:
         self._mark("backward_comm_time_end")
 
     def _mark(self, name: str) -> None:
-        if self._sampling:
+        if self.is_sampling:
             self._marks_ns[name] = time.time_ns()
 
     def _publish(self) -> None:
         marks = self._marks_ns
-        if not self._sampling or "backward_comm_time_end" not in marks:
+        if not self.is_sampling or "backward_comm_time_end" not in marks:
             return
         forward_start, backward_start = marks["forward_compute_time_start"], marks["backward_compute_time_start"]
         backward_end, communication_end = marks["backward_compute_time_end"], marks["backward_comm_time_end"]

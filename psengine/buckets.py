@@ -6,6 +6,7 @@ the two copies of a step: ``pack`` (gradients into the flat tensor, divided on t
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -224,23 +225,23 @@ class Bucket:
                     self.pack_one(position, divisor, as_view=as_view)
 
     def _pack_batch(self, first: int, last: int, flat_slice: torch.Tensor, divisor: int, *, as_view: bool) -> bool:
-        """Pack a run of plain gradients; False, with nothing written, where one needs ``pack_one``'s care."""
-        gradients = []
-        dtype = self.dtype
-        for position in range(first, last):
-            gradient = self.parameters[position].grad
-            if gradient is None or gradient.dtype is not dtype or gradient.requires_grad or gradient.is_sparse:
-                return False
-            if as_view and gradient is self.views[position]:
-                return False
-            gradients.append(gradient)
-        views = self.views[first:last]
-        torch._foreach_copy_(views, gradients)
+        """Pack a run of plain gradients; False, with no gradient changed, where one needs ``pack_one``'s care."""
+        parameters, views = self.parameters[first:last], self.views[first:last]
+        gradients = [parameter.grad for parameter in parameters]
+        if any(gradient is None for gradient in gradients):
+            return False
+        if as_view and any(map(operator.is_, gradients, views)):
+            return False
+        try:
+            torch._foreach_copy_(views, gradients)
+        except RuntimeError:
+            return False  # a sparse gradient among them: pack_one names it
         if divisor != 1:
             flat_slice.mul_(1.0 / divisor)
         if as_view:
-            for position in range(first, last):
-                self.parameters[position].grad = self.views[position]
+            for parameter, view, gradient in zip(parameters, views, gradients, strict=True):
+                if gradient.dtype == view.dtype:  # type: ignore[union-attr]
+                    parameter.grad = view
         return True
 
     def pack_sparse(self, divisor: int) -> None:
@@ -248,7 +249,7 @@ class Bucket:
         parameter = self.parameters[0]
         gradient = parameter.grad
         if gradient is None:
-            self._flat = torch.sparse_coo_tensor(size=parameter.shape, dtype=self.dtype, device=self.device)
+            self.fill_with_zeros()
             return
         if not gradient.is_sparse:
             raise ReductionError(
@@ -258,6 +259,15 @@ class Bucket:
         self._flat = gradient
         if divisor != 1:
             gradient.div_(divisor)
+
+    def fill_with_zeros(self) -> None:
+        """Let the payload be what a rank without data contributes."""
+        if self.sparse:
+            self._flat = torch.sparse_coo_tensor(
+                size=self.parameters[0].shape, dtype=self.dtype, device=self.device, check_invariants=False
+            )
+        else:
+            self.flat.zero_()
 
     def _check_gradient(self, position: int, gradient: torch.Tensor) -> None:
         if gradient.is_sparse:

@@ -15,6 +15,8 @@ from psengine.errors import CollectiveError, PeerLostError
 
 # How long a wait stays inside the transport before it looks whether another rank raised the alarm.
 WAIT_SLICE_S = 1.0
+# How long a rank that has not exited may take to answer a roll call; see RollCall.
+ROLL_CALL_GRACE_S = 10.0
 # Native DDP's coalescing size for broadcasts (torch/nn/parallel/distributed.py, broadcast_bucket_size).
 BROADCAST_BUCKET_BYTES = 250 * 1024 * 1024
 
@@ -34,7 +36,7 @@ class C10dCollective(Collective):
         self.rank = self.process_group.rank()
         self.world_size = self.process_group.size()
         self.timeout_s = timeout_s if timeout_s is not None else _group_timeout_s(self.process_group)
-        self._roll_call = _start_roll_call(self.process_group)
+        self._roll_call = _start_roll_call(self.process_group, self.timeout_s)
 
     def all_reduce(self, flat: torch.Tensor, scale: float = 1.0, *, what: str = "tensor") -> Work:
         """See ``Collective.all_reduce``; complex tensors are reduced through their real view."""
@@ -53,13 +55,22 @@ class C10dCollective(Collective):
 
     def broadcast(self, tensors: Sequence[torch.Tensor], source_rank: int = 0, *, what: str = "tensors") -> None:
         """See ``Collective.broadcast``; tensors of one dtype and device travel together."""
-        if self.world_size == 1 or not tensors:
+        if self.world_size == 1:
             return
-        payload = [torch.view_as_real(t.detach()) if t.is_complex() else t.detach() for t in tensors]
-        try:
-            dist._broadcast_coalesced(self.process_group, payload, BROADCAST_BUCKET_BYTES, source_rank)
-        except RuntimeError as error:
-            raise self.diagnose(error, f"broadcast of {what} from rank {source_rank}") from error
+        what = f"broadcast of {what} from rank {source_rank}"
+        options = dist.BroadcastOptions()
+        options.rootRank = source_rank
+        for group in _coalesce(tensors):
+            is_alone = len(group) == 1 and group[0].is_contiguous()
+            payload = group[0] if is_alone else torch.cat([t.reshape(-1) for t in group])
+            try:
+                work = self.process_group.broadcast([payload], options)
+            except RuntimeError as error:
+                raise self.diagnose(error, what) from error
+            C10dWork(self, work, what, is_cpu=payload.device.type == "cpu").wait()
+            if not is_alone and self.rank != source_rank:
+                parts = payload.split([t.numel() for t in group])
+                torch._foreach_copy_(group, [part.view(t.shape) for part, t in zip(parts, group, strict=True)])
 
     def all_gather(self, tensor: torch.Tensor, *, what: str = "tensor") -> list[torch.Tensor]:
         """See ``Collective.all_gather``."""
@@ -158,6 +169,22 @@ class C10dWork(Work):
             raise error
 
 
+def _coalesce(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """Group tensors, real and detached, by dtype and device into messages of at most ``BROADCAST_BUCKET_BYTES``."""
+    groups: list[list[torch.Tensor]] = []
+    open_groups: dict[tuple[torch.dtype, torch.device], tuple[list[torch.Tensor], int]] = {}
+    for tensor in tensors:
+        real = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
+        size_bytes = real.numel() * real.element_size()
+        group, group_bytes = open_groups.get((real.dtype, real.device), ([], 0))
+        if not group or group_bytes + size_bytes > BROADCAST_BUCKET_BYTES:
+            group, group_bytes = [], 0
+            groups.append(group)
+        group.append(real)
+        open_groups[real.dtype, real.device] = (group, group_bytes + size_bytes)
+    return groups
+
+
 def _group_timeout_s(process_group: dist.ProcessGroup) -> float:
     device = torch.device("cpu") if "cpu" in str(process_group._device_types) else process_group._device_types[0]
     try:
@@ -166,11 +193,17 @@ def _group_timeout_s(process_group: dist.ProcessGroup) -> float:
         return dist.distributed_c10d.default_pg_timeout.total_seconds()
 
 
-def _start_roll_call(process_group: dist.ProcessGroup) -> RollCall | None:
+def _start_roll_call(process_group: dist.ProcessGroup, timeout_s: float) -> RollCall | None:
     if process_group.size() == 1:
         return None
     try:
         store = dist.distributed_c10d._get_default_store()
-        return RollCall(store, process_group.group_name, process_group.rank(), process_group.size())
+        return RollCall(
+            store,
+            process_group.group_name,
+            process_group.rank(),
+            process_group.size(),
+            grace_s=min(ROLL_CALL_GRACE_S, timeout_s),
+        )
     except (RuntimeError, ValueError, NotImplementedError):
         return None  # a group made without a store (threaded and fake backends) goes without

@@ -21,7 +21,7 @@ _SAME_WIDTH_INTEGER = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.i
 
 @dataclass(frozen=True)
 class Cell:
-    """One way to train a case: ``optimizer`` is "sgd" or "adamw"; ``accumulate`` splits a step into two micro-batches."""
+    """One way to train: ``optimizer`` is "sgd" or "adamw"; ``accumulate`` splits a step into two micro-batches."""
 
     optimizer: str
     accumulate: bool
@@ -32,7 +32,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one rank saw in one cell; equal to the reference if both texts are None and ``tensors_compared`` is not 0."""
+    """What one rank saw in one cell; it equals the reference if both texts are None."""
 
     tensors_compared: int
     final_loss: float

@@ -11,16 +11,16 @@ import itertools
 from collections.abc import Iterator
 
 import pytest
+from _pytest.mark import ParameterSet
 from parity.comparison import CELLS, STEPS, Cell, Outcome, compare_cells
 from parity.models import CASES, CASES_BY_NAME, Case
-from _pytest.mark import ParameterSet
 from processes import RankResult, run_ranks_to_any_end
 
 WORLD_SIZES = (2, 4)
 
 
 def quick_cells(case: Case, world_size: int) -> tuple[Cell, ...]:
-    """The cells outside ``slow``: both optimizers with and without accumulation for every case, fewer at world size 4."""
+    """The cells that are not ``slow``: every case meets both optimizers and accumulation; fewer at world size 4."""
     if case.core and world_size == 2:
         return CELLS
     diagonal = (Cell("sgd", accumulate=True), Cell("adamw", accumulate=False))
@@ -62,7 +62,7 @@ def outcomes(
     return found
 
 
-@pytest.mark.parametrize(("case_name", "world_size", "cell"), parameters_of_every_cell())
+@pytest.mark.parametrize(("case_name", "world_size", "cell"), tuple(parameters_of_every_cell()))
 def test_every_bit_equals_native_ddp(case_name: str, world_size: int, cell: Cell) -> None:
     cells = cells_run_together(CASES_BY_NAME[case_name], world_size, cell)
     failures = []

@@ -1,0 +1,154 @@
+"""The four models whose step is measured, each with a batch that makes it last tens of milliseconds on one core."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """A model, one batch for it and how many ranks train it.
+
+    Attributes:
+        what: one line for the table.
+        build: makes the model; the caller seeds torch's generator.
+        batch: makes (inputs, targets).
+        world_size: number of ranks.
+    """
+
+    what: str
+    build: Callable[[], nn.Module]
+    batch: Callable[[], tuple[Tensor, Tensor]]
+    world_size: int
+
+
+class ManySmall(nn.Sequential):
+    """200 linear layers of 16 x 16: next to no arithmetic, so what is left is the cost of a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__(*(nn.Linear(16, 16) for _ in range(200)))
+
+
+class MultilayerPerceptron(nn.Sequential):
+    """Few large matrices: the exchange is bound by bandwidth."""
+
+    def __init__(self) -> None:
+        widths = [1024, 1536, 1536, 1536, 1536, 1000]
+        layers: list[nn.Module] = []
+        for inputs, outputs in itertools.pairwise(widths):
+            layers += [nn.Linear(inputs, outputs), nn.ReLU()]
+        super().__init__(*layers[:-1])
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.first_norm = nn.LayerNorm(width)
+        self.query_key_value = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
+        self.second_norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, width = x.shape
+        split = self.query_key_value(self.first_norm(x)).view(batch, length, 3, self.heads, width // self.heads)
+        query, key, value = split.permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        x = x + self.out(mixed.transpose(1, 2).reshape(batch, length, width))
+        return x + self.down(F.gelu(self.up(self.second_norm(x))))
+
+
+class GPT(nn.Module):
+    """Causal language model: 4 blocks of width 384, 6 heads, vocabulary 4096, tied embeddings."""
+
+    def __init__(self, vocabulary: int = 4096, width: int = 384, blocks: int = 4, context: int = 64) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(vocabulary, width)
+        self.positions = nn.Parameter(torch.randn(1, context, width) * 0.02)
+        self.blocks = nn.Sequential(*(Block(width, 6) for _ in range(blocks)))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, vocabulary, bias=False)
+        self.head.weight = self.tokens.weight
+
+    def forward(self, text: Tensor) -> Tensor:
+        return self.head(self.norm(self.blocks(self.tokens(text) + self.positions))).flatten(0, 1)
+
+
+class ResidualBlock(nn.Module):
+    def __init__(self, inputs: int, outputs: int, stride: int) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(inputs, outputs, 3, stride, padding=1, bias=False)
+        self.first_norm = nn.BatchNorm2d(outputs)
+        self.second = nn.Conv2d(outputs, outputs, 3, padding=1, bias=False)
+        self.second_norm = nn.BatchNorm2d(outputs)
+        self.shortcut = (
+            nn.Identity()
+            if inputs == outputs
+            else nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs))
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.second_norm(self.second(F.relu(self.first_norm(self.first(x)))))
+        return F.relu(y + self.shortcut(x))
+
+
+class ResidualNet(nn.Sequential):
+    """ResNet-18 (He et al. 2016) with 20 batch norms, so 60 buffers are broadcast before each forward."""
+
+    def __init__(self) -> None:
+        layers: list[nn.Module] = [
+            nn.Conv2d(3, 64, 7, stride=2, padding=3, bias=False),
+            nn.BatchNorm2d(64),
+            nn.ReLU(),
+            nn.MaxPool2d(3, stride=2, padding=1),
+        ]
+        inputs = 64
+        for outputs, stride in ((64, 1), (128, 2), (256, 2), (512, 2)):
+            layers += [ResidualBlock(inputs, outputs, stride), ResidualBlock(outputs, outputs, 1)]
+            inputs = outputs
+        super().__init__(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(512, 100))
+
+
+def _vectors(rows: int, width: int, classes: int) -> Callable[[], tuple[Tensor, Tensor]]:
+    return lambda: (torch.randn(rows, width), torch.randint(classes, (rows,)))
+
+
+def _text(rows: int, length: int, vocabulary: int) -> tuple[Tensor, Tensor]:
+    text = torch.randint(vocabulary, (rows, length + 1))
+    return text[:, :-1].contiguous(), text[:, 1:].flatten()
+
+
+WORKLOADS = {
+    "small": Workload(
+        what="400 small parameters",
+        build=ManySmall,
+        batch=_vectors(8, 16, 16),
+        world_size=1,
+    ),
+    "mlp": Workload(
+        what="MLP, 10 M parameters in 10 tensors",
+        build=MultilayerPerceptron,
+        batch=_vectors(64, 1024, 1000),
+        world_size=2,
+    ),
+    "gpt": Workload(
+        what="GPT, 9 M parameters in 52 tensors",
+        build=GPT,
+        batch=lambda: _text(1, 64, 4096),
+        world_size=2,
+    ),
+    "cnn": Workload(
+        what="ResNet-18, 11 M parameters, 60 buffers",
+        build=ResidualNet,
+        batch=lambda: (torch.randn(4, 3, 64, 64), torch.randint(100, (4,))),
+        world_size=2,
+    ),
+}

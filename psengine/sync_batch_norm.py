@@ -1,0 +1,2 @@
+def adopt_sync_batchnorm(module):
+    return 0

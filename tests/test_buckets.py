@@ -1,0 +1,202 @@
+"""Bucket layout against native DDP's own function, and the two copies against plain arithmetic."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from psengine.bucket_caps import BucketCaps
+from psengine.buckets import EAGER_PACK_BYTES, Bucket, BucketPlan, is_non_overlapping_and_dense, plan_buckets
+from psengine.errors import ConfigurationError, ReductionError
+
+DTYPES = [torch.float32, torch.float64, torch.float16]
+
+
+@st.composite
+def layouts(draw):
+    count = draw(st.integers(1, 40))
+    sizes = draw(st.lists(st.integers(0, 3000), min_size=count, max_size=count))
+    kinds = draw(st.lists(st.sampled_from(DTYPES), min_size=count, max_size=count))
+    sparse = draw(st.lists(st.booleans(), min_size=count, max_size=count))
+    limits = draw(st.lists(st.integers(1, 9000), min_size=1, max_size=4))
+    order = draw(st.none() | st.permutations(range(count)))
+    return [torch.empty(n, dtype=d) for n, d in zip(sizes, kinds, strict=True)], limits, sparse, order
+
+
+@given(layouts())
+@settings(max_examples=200, deadline=None)
+def test_plan_equals_native(layout):
+    tensors, limits, sparse, order = layout
+    plans = plan_buckets(tensors, limits, sparse, order)
+    if order is None:
+        expected, _ = dist._compute_bucket_assignment_by_size(tensors, limits, sparse)
+        assert [list(p.parameter_indices) for p in plans] == expected
+    else:
+        # With an order native takes tensors in that order; what is left over at the end it emits in the order of a
+        # hash table, so only the set of buckets is defined.
+        in_order = [tensors[i] for i in order]
+        expected, _ = dist._compute_bucket_assignment_by_size(in_order, limits, sparse, list(order))
+        assert sorted(list(p.parameter_indices) for p in plans) == sorted(expected)
+
+
+def test_every_parameter_stands_in_exactly_one_bucket():
+    tensors = [torch.empty(n) for n in (1, 2, 3, 4)]
+    plans = plan_buckets(tensors, [8], [False] * 4, order=[3, 1, 0, 2])
+    assert sorted(i for plan in plans for i in plan.parameter_indices) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("cap", "caps", "initial", "rebuilt"),
+    [
+        (None, None, [2**20, 25 * 2**20], [2**20, 25 * 2**20]),
+        (1, None, [2**20], [2**20, 2**20]),
+        (0.5, None, [2**19], [2**19, 2**19]),
+        (7, [1, 2], [2**20, 2 * 2**20], [2**20, 2 * 2**20]),
+    ],
+)
+def test_caps(cap, caps, initial, rebuilt):
+    bucket_caps = BucketCaps.from_arguments(cap, caps)
+    assert bucket_caps.initial_limits_bytes(may_rebuild=False) == initial
+    assert bucket_caps.rebuild_limits_bytes() == rebuilt
+
+
+def test_negative_cap_is_refused():
+    with pytest.raises(ConfigurationError, match=r"expected a number >= 0, got -1"):
+        BucketCaps.from_arguments(-1, None)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "expected"),
+    [
+        (torch.empty(2, 3, 4), True),
+        (torch.empty(2, 3, 4, 5).to(memory_format=torch.channels_last), True),
+        (torch.empty(3, 4).t(), True),
+        (torch.empty(4, 4)[:, :2], False),
+        (torch.empty(1).expand(5), False),
+        (torch.empty(0, 3), True),
+        (torch.empty(()), True),
+        (torch.empty(1, 5, 1), True),
+    ],
+)
+def test_is_non_overlapping_and_dense(tensor, expected):
+    assert is_non_overlapping_and_dense(tensor) is expected
+
+
+def make_bucket(parameters, *, sparse=False, dtype=None):
+    plan = BucketPlan(parameter_indices=tuple(range(len(parameters))), size_limit_bytes=0)
+    names = [f"p{i}" for i in range(len(parameters))]
+
+    def allocate(numel, dtype, device):
+        return torch.full((numel,), torch.nan, dtype=dtype, device=device)  # poisoned: all must be written
+
+    return Bucket(0, plan, parameters, names, sparse=sparse, allocate=allocate)
+
+
+def random_parameters(dtype=torch.float32):
+    large = EAGER_PACK_BYTES // 4
+    shapes = [(3,), (2, 3, 4, 5), (large,), (), (0,), (7, 1), (large // 8, 8), (5,)]
+    parameters = []
+    for shape in shapes:
+        p = torch.nn.Parameter(torch.randn(shape).to(dtype))
+        if len(shape) == 4:
+            p = torch.nn.Parameter(p.detach().to(memory_format=torch.channels_last))
+        p.grad = torch.randn_like(p)
+        parameters.append(p)
+    return parameters
+
+
+def pack_all(bucket, divisor, *, as_view=False):
+    for position, is_eager in enumerate(bucket.is_eager):
+        if is_eager:
+            bucket.pack_one(position, divisor, as_view=as_view)
+    bucket.pack_rest(divisor, as_view=as_view)
+
+
+@pytest.mark.parametrize("as_view", [False, True])
+@pytest.mark.parametrize("divisor", [1, 2, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.complex64])
+def test_pack_multiplies_by_the_reciprocal_like_native(as_view, divisor, dtype):
+    parameters = random_parameters(dtype)
+    expected = [p.grad * (1.0 / divisor) if divisor != 1 else p.grad.clone() for p in parameters]
+    bucket = make_bucket(parameters)
+    pack_all(bucket, divisor, as_view=as_view)
+    assert not bucket.flat.isnan().any()
+    for parameter, view, want in zip(parameters, bucket.views, expected, strict=True):
+        assert torch.equal(view, want)
+        assert view.stride() == parameter.stride()
+        assert (parameter.grad is view) == as_view
+
+
+def test_gradient_that_is_the_view_is_divided_in_place():
+    # Division and multiplication by the reciprocal differ in the last bit for 3; native divides here.
+    parameter = torch.nn.Parameter(torch.randn(1000))
+    parameter.grad = torch.randn(1000)
+    original = parameter.grad.clone()
+    bucket = make_bucket([parameter])
+    pack_all(bucket, 1, as_view=True)
+    pack_all(bucket, 3, as_view=True)
+    assert torch.equal(parameter.grad, original / 3)
+    assert not torch.equal(original / 3, original * (1.0 / 3))
+
+
+@pytest.mark.parametrize("missing", [0, 2])  # one of a batch, one packed eagerly
+def test_undefined_gradient_counts_as_zero_and_is_created(missing):
+    parameters = random_parameters()
+    parameters[missing].grad = None
+    bucket = make_bucket(parameters)
+    pack_all(bucket, 2)
+    assert torch.equal(bucket.views[missing], torch.zeros_like(parameters[missing]))
+    result = torch.randn_like(bucket.flat)
+    bucket.unpack(result, None)
+    for parameter, want in zip(parameters, bucket.views_of(result), strict=True):
+        assert torch.equal(parameter.grad, want)
+        assert parameter.grad.untyped_storage().data_ptr() != result.untyped_storage().data_ptr() or want.numel() == 0
+
+
+def test_unpack_leaves_skipped_parameters_alone():
+    parameters = random_parameters()
+    parameters[3].grad = None
+    bucket = make_bucket(parameters)
+    pack_all(bucket, 1)
+    before = copy.deepcopy(parameters[0].grad)
+    skip = [i in (0, 3) for i in range(len(parameters))]
+    bucket.unpack(torch.zeros_like(bucket.flat), skip)
+    assert parameters[3].grad is None
+    assert torch.equal(parameters[0].grad, before)
+    assert parameters[1].grad.abs().sum() == 0
+
+
+def test_a_replaced_view_is_an_error():
+    parameters = random_parameters()
+    bucket = make_bucket(parameters)
+    pack_all(bucket, 1, as_view=True)
+    parameters[1].grad = torch.zeros_like(parameters[1])
+    with pytest.raises(ReductionError, match=r"not the expected DDP bucket view.*'p1'"):
+        bucket.unpack_as_views(bucket.flat, None)
+
+
+def test_sparse_gradient_in_a_dense_bucket_is_named():
+    parameters = random_parameters()
+    parameters[0].grad = torch.sparse_coo_tensor([[0]], [1.0], (3,), check_invariants=True)
+    bucket = make_bucket(parameters)
+    with pytest.raises(ReductionError, match=r"'p0' received a sparse gradient"):
+        pack_all(bucket, 2)
+
+
+def test_sparse_bucket():
+    parameter = torch.nn.Parameter(torch.randn(4, 2))
+    bucket = make_bucket([parameter], sparse=True)
+    bucket.pack_sparse(2)
+    assert bucket.flat.is_sparse
+    assert bucket.flat.coalesce().indices().numel() == 0
+    parameter.grad = torch.sparse_coo_tensor([[1, 3]], [[2.0, 2.0], [4.0, 4.0]], (4, 2), check_invariants=True)
+    bucket.pack_sparse(2)
+    assert torch.equal(bucket.flat.to_dense()[3], torch.tensor([2.0, 2.0]))
+    parameter.grad = torch.zeros(4, 2)
+    with pytest.raises(ReductionError, match="Expected variable to have sparse gradient"):
+        bucket.pack_sparse(2)

@@ -1,0 +1,117 @@
+"""Runs torch's GPU tests of DistributedDataParallel on the CPU: their subject is the reducer, not the device."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.testing._internal import common_distributed
+
+CPU = torch.device("cpu")
+
+
+def ignore_gpu_demands() -> None:
+    """Make the suite's decorators that skip for want of GPUs do nothing; before ``distributed_test`` is imported."""
+    common_distributed.skip_if_no_gpu = _undecorated
+    common_distributed.skip_if_lt_x_gpu = lambda x, *, allow_cpu=False: _undecorated
+
+
+def pretend_gpus(device_count: int, wrapper_class: type[torch.nn.Module]) -> None:
+    """Make this process's ``torch.cuda`` harmless and ``wrapper_class`` deaf to ``device_ids`` and ``output_device``.
+
+    Tensors stay on the CPU while ``CudaMeansCpu`` is active. ``torch.cuda.is_available()`` keeps telling the truth.
+    """
+    torch.cuda.device_count = lambda: device_count
+    torch.cuda.current_device = lambda: 0
+    torch.cuda.set_device = lambda device: None
+    torch.cuda.synchronize = lambda device=None: None
+    torch.cuda.manual_seed = torch.manual_seed
+    torch.cuda.device = contextlib.nullcontext
+    torch.cuda.stream = contextlib.nullcontext
+    torch.accelerator.current_stream = lambda device=None: InstantStream()
+    torch.cuda.Stream = InstantStream
+    torch.Stream = InstantStream
+    torch.Event = InstantEvent
+    _drop_devices(wrapper_class)
+
+
+class CudaMeansCpu(TorchFunctionMode):
+    """Turns every CUDA device in this thread's torch calls into the CPU; where a device may stand, so may a number."""
+
+    def __torch_function__(
+        self, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if function is torch.Tensor.cuda:
+            return args[0]
+        if function is torch.Tensor.to:
+            args = (args[0], *(_on_cpu(argument) for argument in args[1:]))
+        if function is torch._C._nn._parse_to:  # Module.to's arguments
+            args = tuple(_on_cpu(argument) for argument in args)
+        if "device" in kwargs:
+            kwargs["device"] = _on_cpu(kwargs["device"])
+        return function(*args, **kwargs)
+
+
+class InstantStream(contextlib.nullcontext):
+    """A stream on which everything is done as soon as it is asked for."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        super().__init__()
+
+    def wait_stream(self, stream: object) -> None:
+        """Nothing is pending."""
+
+    def wait_event(self, event: object) -> None:
+        """Nothing is pending."""
+
+    def synchronize(self) -> None:
+        """Nothing is pending."""
+
+
+class InstantEvent:
+    """An event of an ``InstantStream``."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def record(self, stream: object = None) -> None:
+        """Nothing is pending."""
+
+    def wait(self, stream: object = None) -> None:
+        """Nothing is pending."""
+
+
+def _on_cpu(device: Any) -> Any:
+    names_gpu = (
+        (isinstance(device, int) and not isinstance(device, bool))
+        or (isinstance(device, str) and device.startswith("cuda"))
+        or (isinstance(device, torch.device) and device.type == "cuda")
+    )
+    return CPU if names_gpu else device
+
+
+def _drop_devices(wrapper_class: type[torch.nn.Module]) -> None:
+    # In place, because the class's identity matters to isinstance, pickle and its own class attributes.
+    construct = wrapper_class.__init__
+
+    @functools.wraps(construct)
+    def construct_on_cpu(
+        self: torch.nn.Module,
+        module: torch.nn.Module,
+        device_ids: object = None,
+        output_device: object = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        construct(self, module, None, None, *args, **kwargs)
+
+    wrapper_class.__init__ = construct_on_cpu
+
+
+def _undecorated(test: Callable[..., None]) -> Callable[..., None]:
+    return test
