@@ -68,19 +68,26 @@ def check_comm_hook(hook: Any) -> None:
     """
     if not callable(hook):
         raise ArgumentTypeError(f"Communication hook must be callable. (got {type(hook).__name__})")
-    signature = inspect.signature(hook)
+    signature = _signature(hook)
     if "bucket" not in signature.parameters:
         raise ConfigurationError(
             f"Communication hook: expected parameters (state, bucket), got {tuple(signature.parameters)}"
         )
     annotation = signature.parameters["bucket"].annotation
-    if annotation not in (inspect.Parameter.empty, dist.GradBucket, GradBucket, "dist.GradBucket", "GradBucket"):
+    if annotation not in (inspect.Parameter.empty, dist.GradBucket, GradBucket):
         raise ConfigurationError(f"Communication hook: bucket annotation should be dist.GradBucket. (got {annotation})")
     returned = signature.return_annotation
-    if returned not in (inspect.Signature.empty, torch.futures.Future[torch.Tensor]) and not isinstance(returned, str):
+    if returned not in (inspect.Signature.empty, torch.futures.Future[torch.Tensor]):
         raise ConfigurationError(
             f"Communication hook: return annotation should be torch.futures.Future[torch.Tensor]. (got {returned})"
         )
+
+
+def _signature(hook: Any) -> inspect.Signature:
+    try:
+        return inspect.signature(hook, eval_str=True)  # ``from __future__ import annotations`` leaves text
+    except (NameError, SyntaxError, TypeError):
+        return inspect.signature(hook)
 
 
 def bucket_hook(state: object, hook: UserHook, bucket_count: Callable[[], int]) -> Callable[[Bucket], Any]:

@@ -521,7 +521,7 @@ def _as_tensor(leaf: Leaf) -> torch.Tensor:
 
 
 def _as_bytes(leaf: Leaf) -> torch.Tensor:
-    flat = _as_tensor(leaf).resolve_conj().resolve_neg().reshape(-1)
+    flat = _as_tensor(leaf).resolve_conj().resolve_neg().reshape(-1).contiguous()
     return (torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat).view(torch.uint8)
 
 
@@ -529,6 +529,6 @@ def _from_bytes(leaf: Leaf, part: torch.Tensor, shape: Sequence[int]) -> Any:
     """Undo ``_as_bytes``; a copy, because a view of wider elements needs memory that is aligned for them."""
     like = _as_tensor(leaf)
     if like.is_complex():
-        return torch.view_as_complex(part.clone().view(like.dtype.to_real()).view(*shape, 2))
-    result = part.clone().view(like.dtype).view(*shape)
+        return torch.view_as_complex(part.clone().view(like.dtype.to_real()).view([*shape, 2]))
+    result = part.clone().view(like.dtype).view(list(shape))
     return result if isinstance(leaf, torch.Tensor) else type(leaf)(result.item())

@@ -412,6 +412,17 @@ class TestSingleProcess:
         assert init() == context
         dist.all_reduce(torch.ones(1))
 
+    def test_after_the_user_replaced_our_group(self, bare_environment):
+        init()
+        dist.destroy_process_group()
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        group = dist.group.WORLD
+        shutdown()
+        assert dist.group.WORLD is group
+        init()
+        shutdown()
+        assert dist.group.WORLD is group
+
     def test_adopts_a_group(self, bare_environment):
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         group = dist.group.WORLD
@@ -562,6 +573,8 @@ def init_again_and_again(rank: int, world_size: int, port: int) -> list[float]:
             time.sleep(0.2)  # each rank is the late one in turn
         init("gloo", timeout_s=30)
         totals.append(sum_of_ranks(rank))
+        if rank == 0:
+            time.sleep(0.3)  # rank 1 is back already when the store's host shuts down
         shutdown()
         assert not dist.is_initialized()
     time.sleep(0.5)  # rank 0 hosts the store
@@ -709,6 +722,22 @@ def start_two(folder: Path, more: str) -> list[subprocess.Popen[str]]:
         )
         for rank in range(2)
     ]
+
+
+@pytest.mark.parametrize(("ending", "group_is_left"), [("", False), ("raise RuntimeError('boom')", True)])
+def test_end_of_the_interpreter_closes_the_group(tmp_path, ending, group_is_left):
+    """Unless an exception ended it: peers may be waiting within a collective then."""
+    path = tmp_path / "script.py"
+    path.write_text(
+        "import atexit, torch.distributed as dist\n"
+        "from psengine import environment\n"
+        "atexit.register(lambda: print(dist.is_initialized()))  # runs last\n"
+        f"environment.init()\n{ending}\n"
+    )
+    run = subprocess.run(
+        [sys.executable, str(path)], env=script_environment(), capture_output=True, text=True, timeout=60
+    )
+    assert run.stdout.split() == [str(group_is_left)], run.stderr
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,105 @@
+"""Uneven inputs: ranks with different numbers of batches, against native DDP's join."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from processes import run_ranks
+from test_parallel import Net, pair, raises, seeded
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as Native
+
+from psengine import DistributedDataParallel
+
+
+def with_buffers():
+    return nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5), nn.Linear(5, 2))
+
+
+class Optional(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.never = nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def forward(self, x):
+        y = self.a(x)
+        return self.b(y) if x.sum() > 0 else y
+
+
+CASES = {
+    "plain": (with_buffers, {}),
+    "small buckets": (with_buffers, {"bucket_cap_mb": 1e-5}),
+    "views": (with_buffers, {"gradient_as_bucket_view": True}),
+    "unused": (Optional, {"find_unused_parameters": True}),
+}
+
+
+def uneven(rank: int, world_size: int, case: str, by_initial: bool) -> list[torch.Tensor]:
+    build, options = CASES[case]
+    models = pair(build, **options)
+    for model in models:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        generator = torch.Generator().manual_seed(rank)
+        with model.join(divide_by_initial_world_size=by_initial):
+            for step in range(4 + 3 * rank):
+                optimizer.zero_grad()
+                x = torch.randn(4, 3, generator=generator)
+                if step % 3 == 1:
+                    with model.no_sync():
+                        model(x).pow(2).sum().backward()
+                model(x).pow(2).sum().backward()
+                optimizer.step()
+    ours, native = models
+    for p, q in zip(ours.state_dict().values(), native.state_dict().values(), strict=True):
+        assert torch.equal(p, q)
+    assert ours._get_ddp_logging_data()["join_uneven_inputs"]
+    return [p.detach().clone() for p in ours.parameters()]
+
+
+@pytest.mark.parametrize("by_initial", [True, False])
+@pytest.mark.parametrize("case", CASES)
+def test_uneven_inputs_equal_native(case, by_initial):
+    results = run_ranks(uneven, 3, case, by_initial)
+    for result in results[1:]:
+        for p, q in zip(result, results[0], strict=True):
+            assert torch.equal(p, q), "everybody ends with the last joiner's model"
+
+
+def no_batches_at_all(rank: int, world_size: int) -> None:
+    for cls in (DistributedDataParallel, Native):
+        model = cls(seeded(with_buffers))
+        with model.join():
+            for _ in range(3 * rank):
+                model.zero_grad()
+                model(torch.randn(4, 3)).sum().backward()
+
+
+def test_a_rank_without_any_batch():
+    run_ranks(no_batches_at_all, 2)
+
+
+def early_termination(rank: int, world_size: int) -> str:
+    model = DistributedDataParallel(seeded(Net))
+    steps = 0
+    text = "exhausted" if rank == 0 else "Detected at least one rank"
+    with raises(RuntimeError, text), model.join(throw_on_early_termination=True):
+        for _ in range(2 + rank):
+            model.zero_grad()
+            model(torch.ones(1, 4), use_spare=True).sum().backward()
+            steps += 1
+    return steps
+
+
+def test_throw_on_early_termination():
+    assert run_ranks(early_termination, 2) == [2, 2]
+
+
+def disabled(rank: int, world_size: int) -> None:
+    model = DistributedDataParallel(seeded(Net))
+    with model.join(enable=False):
+        model(torch.ones(1, 4), use_spare=True).sum().backward()
+    assert model.module.spare.weight.grad is not None
+
+
+def test_join_can_be_disabled():
+    run_ranks(disabled, 2)

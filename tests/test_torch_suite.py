@@ -1,0 +1,118 @@
+"""torch's own tests of DistributedDataParallel pass with psengine's class in its place.
+
+``PSENGINE_SUITE_CLASS=torch`` runs the same list with torch's class: the oracle of the list itself. What runs, how and
+why the rest does not: ``torch_suite/selection.py``.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from torch_suite import selection
+from torch_suite.suite import NOT_IN_THIS_TORCH, Outcome, Request, serve
+
+TEST_TIMEOUT_S = 100.0
+# Importing the suite takes 4 s; then a test ends by itself or by TEST_TIMEOUT_S.
+DEADLINE_S = TEST_TIMEOUT_S + 50.0
+
+pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="the suite's ranks speak gloo")
+
+
+class SuiteProcess:
+    """The process that has imported torch's suite; started by the first request, and again if it died."""
+
+    def __init__(self, wrapper: str, directory: Path) -> None:
+        self._wrapper = wrapper
+        self._directory = directory
+        self._process: multiprocessing.process.BaseProcess | None = None
+
+    def run(self, request: Request) -> Outcome:
+        if self._process is None:
+            self._start()
+        try:
+            self._connection.send(request)
+            if self._connection.poll(DEADLINE_S):
+                return self._connection.recv()
+            problem = f"no answer within {DEADLINE_S:g} s"
+        except (EOFError, OSError) as error:
+            problem = f"the suite process ended: {error!r}"
+        self.close()
+        printed = (self._directory / "log").read_text(errors="replace")
+        return Outcome(
+            verdict="failed", detail=f"{problem}\n--- printed ---\n{printed[-20_000:]}", duration_s=DEADLINE_S
+        )
+
+    def _start(self) -> None:
+        # Spawned, because the class must be replaced before anything imports the suite, and this process keeps its own.
+        context = multiprocessing.get_context("spawn")
+        self._connection, theirs = context.Pipe()
+        self._process = context.Process(
+            target=serve, args=(theirs, self._wrapper, self._directory / "log", TEST_TIMEOUT_S)
+        )
+        self._process.start()
+        theirs.close()
+
+    def close(self) -> None:
+        process, self._process = self._process, None
+        if process is None:
+            return
+        self._connection.close()
+        process.join(timeout=5)
+        if process.is_alive():
+            os.killpg(process.pid, signal.SIGKILL)  # it leads a group of its own, its ranks among it
+            process.join()
+        process.close()
+
+
+def wrapper_under_test() -> str:
+    return os.environ.get("PSENGINE_SUITE_CLASS", "psengine")
+
+
+@pytest.fixture(scope="module")
+def suite(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SuiteProcess]:
+    process = SuiteProcess(wrapper_under_test(), tmp_path_factory.mktemp("torch_suite"))
+    try:
+        yield process
+    finally:
+        process.close()
+
+
+def each(names: tuple[str, ...], world_size: int) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize(
+        "name",
+        [pytest.param(n, marks=pytest.mark.slow if (n, world_size) in selection.SLOW else ()) for n in names],
+    )
+
+
+def check(suite: SuiteProcess, name: str, world_size: int) -> None:
+    outcome = suite.run(Request(test=name, world_size=world_size, cpu_for_gpu=name not in selection.ON_CPU))
+    if outcome.detail.startswith(NOT_IN_THIS_TORCH):
+        pytest.skip(outcome.detail)
+    assert outcome.verdict == "passed", f"{name} on {world_size} ranks {outcome.verdict}\n{outcome.detail}"
+
+
+@each(selection.ON_CPU, world_size=2)
+def test_cpu(suite: SuiteProcess, name: str) -> None:
+    check(suite, name, world_size=2)
+
+
+@each(selection.FOR_GPU, world_size=2)
+def test_gpu_on_cpu(suite: SuiteProcess, name: str) -> None:
+    check(suite, name, world_size=2)
+
+
+@pytest.mark.skipif(wrapper_under_test() == "torch", reason="torch has no SyncBatchNorm on the CPU")
+@each(selection.WITH_SYNC_BATCHNORM, world_size=2)
+def test_sync_batch_norm(suite: SuiteProcess, name: str) -> None:
+    check(suite, name, world_size=2)
+
+
+@each(selection.ALSO_ON_FOUR_RANKS, world_size=4)
+def test_four_ranks(suite: SuiteProcess, name: str) -> None:
+    check(suite, name, world_size=4)
