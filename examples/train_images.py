@@ -111,12 +111,9 @@ def train(options: argparse.Namespace, context: psengine.Context) -> None:
             on_all_ranks(lambda: save(network, options.checkpoint), only_rank=0)
         differences = [largest_differences(replicas[0].model, native.model) for native in replicas[1:]]
         if context.rank == 0:
-            print(
-                f"epoch {epoch}/{options.epochs}  step {step}  loss {mean_loss:.4f}  {describe_accuracy(correct, count)}",
-                *map(describe_differences, differences),
-                sep="  ",
-                flush=True,
-            )
+            results = [f"epoch {epoch}/{options.epochs}", f"step {step}", f"loss {mean_loss:.4f}"]
+            results += [describe_accuracy(correct, count), *map(describe_differences, differences)]
+            print(*results, sep="  ", flush=True)
         for difference in differences:
             if any(value != 0 for value in difference.values()):
                 raise TrainingError(
@@ -148,7 +145,7 @@ def train_step(replica: Replica, micro_batches: list[Batch], device: torch.devic
 
 @dataclass
 class Replica:
-    """This rank's copy of the network, and what trains it."""
+    """One copy of the network on this rank, and what trains it."""
 
     model: nn.parallel.DistributedDataParallel  # psengine's is one too
     optimizer: torch.optim.Optimizer
@@ -282,18 +279,20 @@ class EpochLosses:
         """Stop all ranks if one had a loss that is not finite; show the mean loss of the latest step."""
         losses = torch.stack(self.unchecked).double().cpu()
         position = int((~losses.isfinite()).int().argmax())  # the first such loss, or the first loss
-        ours = torch.stack([torch.tensor(position, dtype=torch.float64), losses[position], losses[-1]])
-        everyones = [row.tolist() for row in psengine.gather(ours)]
-        bad = [(int(first), rank, loss) for rank, (first, loss, _) in enumerate(everyones) if not math.isfinite(loss)]
-        if bad:
-            position, rank, loss = min(bad)
+        everyones = psengine.gather(
+            {"position": position, "loss": losses[position].item(), "latest": losses[-1].item()}
+        )
+        bad_ranks = [rank for rank, loss in enumerate(everyones["loss"]) if not math.isfinite(loss)]
+        if bad_ranks:
+            position, rank = min((everyones["position"][rank], rank) for rank in bad_ranks)
+            loss = everyones["loss"][rank]
             step = self.step - len(losses) + position + 1
             raise TrainingError(
                 f"the loss is not finite (expected a finite number on all ranks, got {loss} on rank {rank}, epoch"
                 f" {self.epoch}, step {step}). Try a smaller --learning-rate"
             )
         self.unchecked = []
-        mean_loss = sum(latest for _, _, latest in everyones) / len(everyones)
+        mean_loss = sum(everyones["latest"]) / len(everyones["latest"])
         if self.bar is not None:
             self.bar.set_postfix(loss=f"{mean_loss:.4f}")
         elif self.speaks and self.step < self.steps:
@@ -330,9 +329,8 @@ def evaluate_together(network: nn.Module, dataset: TensorDataset, context: pseng
         dist.broadcast(tensor, src=0)
     images, labels = (tensor[context.rank :: context.world_size] for tensor in dataset.tensors)
     correct = count_correct(network, images, labels, context.device)
-    counts = psengine.sum(torch.tensor([correct, len(labels)], device=context.device))
-    correct, count = counts.tolist()
-    return correct, count
+    totals = psengine.sum({"correct": correct, "count": len(labels)})
+    return totals["correct"], totals["count"]
 
 
 def evaluate(options: argparse.Namespace, speaks: bool) -> None:

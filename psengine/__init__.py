@@ -13,10 +13,12 @@ from psengine.errors import (
     ReductionError,
     ReplicaMismatchError,
 )
+from psengine.metrics import gather, mean, sum
 from psengine.optimizer import DistributedOptimizer
 from psengine.parallel import DistributedDataParallel
 from psengine.strategies.base import Strategy
 from psengine.strategies.sync_all_reduce import SyncAllReduce
+from psengine.sync_batch_norm import SyncBatchNorm, convert_sync_batchnorm
 
 __version__ = "0.1.0"
 
@@ -36,7 +38,12 @@ __all__ = [
     "ReplicaMismatchError",
     "Strategy",
     "SyncAllReduce",
+    "SyncBatchNorm",
+    "convert_sync_batchnorm",
+    "gather",
     "init",
     "is_main_process",
+    "mean",
     "shutdown",
+    "sum",
 ]

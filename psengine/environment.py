@@ -141,6 +141,11 @@ def default_strategy() -> str:
     return os.environ.get("PSENGINE_STRATEGY", "").strip() or "sync"
 
 
+def read_variable(name: str) -> str | None:
+    """The environment variable ``name``, or None; for the parts of the package that report or honour torch's own."""
+    return os.environ.get(name)
+
+
 def choose_device(local_rank: int, device_count: int) -> torch.device:
     """Return the device of ``local_rank`` where ``device_count`` CUDA devices are visible.
 
@@ -346,10 +351,7 @@ def _live_session() -> _Session | None:
 
 def _shutdown_at_exit() -> None:
     # After an uncaught exception the peers may be waiting within a collective, and nccl's farewell would wait for it.
-    if getattr(sys, "last_value", None) is None:
+    # gloo's does not; left to the interpreter's teardown instead, its threads may abort the process.
+    failed = getattr(sys, "last_value", None) is not None
+    if not (failed and dist.is_initialized() and "nccl" in dist.get_backend_config()):
         shutdown()
-
-
-def read_variable(name: str) -> str | None:
-    """The environment variable ``name``, or None; for the parts of the package that report or honour torch's own."""
-    return os.environ.get(name)

@@ -521,7 +521,8 @@ def _as_tensor(leaf: Leaf) -> torch.Tensor:
 
 
 def _as_bytes(leaf: Leaf) -> torch.Tensor:
-    flat = _as_tensor(leaf).resolve_conj().resolve_neg().reshape(-1).contiguous()
+    flat = _as_tensor(leaf).resolve_conj().resolve_neg().reshape(-1)
+    flat = flat.clone(memory_format=torch.contiguous_format)  # contiguous() leaves one element its odd stride
     return (torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat).view(torch.uint8)
 
 

@@ -321,12 +321,14 @@ class DistributedDataParallel(NativeDistributedDataParallel):
         if self._check_sync_bufs_post_fwd():
             self._sync_buffers()
         searches_graph = self.find_unused_parameters and not self.static_graph
-        if torch.is_grad_enabled() and self.require_backward_grad_sync:
-            self.require_forward_param_sync = True
+        will_exchange = torch.is_grad_enabled() and self.require_backward_grad_sync
+        self.require_forward_param_sync = will_exchange
+        if will_exchange:
             self.reducer.prepare_for_backward(list(find_tensors(output)) if searches_graph else ())
-        else:
-            self.require_forward_param_sync = False
-        if searches_graph or (self.static_graph and not self._static_graph_delay_allreduce_enqueued):
+        # A static graph's first exchange may come after backwards inside no_sync, which must not start it
+        # (https://github.com/pytorch/pytorch/issues/143580).
+        counts_graph = self.static_graph and will_exchange and not self._static_graph_delay_allreduce_enqueued
+        if searches_graph or counts_graph:
             on_start = functools.partial(_start_backward, weakref.ref(self))
             output = watch_backward(output, on_start, clone=self._ddp_sink_clone)
         self._attach_delayed()

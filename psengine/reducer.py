@@ -264,7 +264,7 @@ class Reducer:
 
     def _agree_on_unused(self) -> bytearray:
         used = torch.ones(len(self.parameters), dtype=torch.int32)
-        used[self._unused] = 0
+        used[[index for index in self._unused if not self._used[index]]] = 0
         used = used.to(self.parameters[0].device)
         self.strategy.reduce_usage(used).wait()
         return bytearray(used.eq(0).to(torch.uint8).tolist())
@@ -325,14 +325,15 @@ class Reducer:
     def _autograd_hook(self, index: int, *_: Any) -> None:
         """A parameter's gradient was accumulated (or is undefined). Runs in autograd's thread."""
         with self._lock:
+            # Inside no_sync too: what a micro-batch accumulates has to be exchanged, whoever uses the parameter last.
+            if self._is_recording_usage() and self.parameters[index].grad is not None:
+                self._used[index] = 1
             if not self._expect_hooks:
                 return
             if self._static_graph:
                 self._count_static_hook(index)
                 return
             if self._find_unused:
-                if self.parameters[index].grad is not None:
-                    self._used[index] = 1
                 if not self._has_marked_unused:
                     self._has_marked_unused = True
                     for unused_index in self._unused:
@@ -341,10 +342,12 @@ class Reducer:
                 self._arrival_order.append(index)
             self._mark_ready(index)
 
+    def _is_recording_usage(self) -> bool:
+        """A static graph's usage is that of its first iteration; otherwise it is recorded where it may vary."""
+        return self.iteration <= 1 if self._static_graph else self._find_unused
+
     def _count_static_hook(self, index: int) -> None:
         if self.iteration == 1:
-            if self.parameters[index].grad is not None:
-                self._used[index] = 1
             self._hook_counts[index] += 1
             return
         if self._hook_counts_left[index] <= 0:

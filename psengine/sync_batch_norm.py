@@ -179,13 +179,11 @@ def _compute_dtype(input: Tensor) -> torch.dtype:
 def _global_statistics(input: Tensor, collective: Collective) -> tuple[Tensor, Tensor, int]:
     """Return mean and biased variance per channel over all ranks, in float64, and the number of values of each."""
     channels = input.size(1)
-    count = input.numel() // channels
     # float64 carries counts beyond 2**24 as well, and a few kilobytes more do not show in the time of a collective.
     local = torch.zeros(2 * channels + 1, dtype=torch.float64, device=input.device)
-    if count > 0:
-        dense = _dense(input, _memory_format(input)).to(_compute_dtype(input))
-        mean, variance = torch.batch_norm_update_stats(dense, None, None, 0.0)
-        local = torch.cat([mean.to(local.dtype), variance.to(local.dtype), local.new_tensor([count])])
+    if input.numel() > 0:
+        mean, variance = _local_statistics(input.to(_compute_dtype(input)))
+        local = torch.cat([mean, variance, local.new_tensor([input.numel() // channels])])
     gathered = torch.stack(collective.all_gather(local, what="batch normalisation statistics"))
     means, variances, counts = torch.split(gathered, [channels, channels, 1], dim=1)
     total = int(counts.sum())
@@ -193,6 +191,22 @@ def _global_statistics(input: Tensor, collective: Collective) -> tuple[Tensor, T
     mean = (shares * means).sum(0)
     variance = (shares * (variances + (means - mean).square())).sum(0)
     return mean, variance, total
+
+
+def _local_statistics(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return mean and biased variance per channel, in float64, by two passes over ``x`` in its own dtype.
+
+    The second pass also measures by how much rounding put the first mean off: differences between the ranks' means
+    enter the variance, so an error relative to the mean instead of the deviation would show. On CPU this takes a
+    quarter of the time of ``torch.var_mean`` or the kernel of ``torch.nn.BatchNorm2d``, channels-last input aside.
+    """
+    count = x.numel() // x.size(1)
+    axes = [dimension for dimension in range(x.dim()) if dimension != 1]
+    mean = x.mean(axes)
+    centred = x - mean.view(_per_channel(x))
+    offset = centred.sum(axes).to(torch.float64) / count
+    variance = centred.square_().sum(axes).to(torch.float64) / count - offset.square()
+    return mean.to(torch.float64) + offset, variance
 
 
 class _Normalize(torch.autograd.Function):
@@ -249,10 +263,15 @@ def _grad_input(ctx: Any, dy: Tensor, x: Tensor, sum_dy: Tensor, sum_dy_xhat: Te
     mean_dy, mean_dy_xhat = sums.div_(ctx.count).to(mean.dtype).chunk(2)
     inverse_deviation = torch.rsqrt(variance + ctx.eps)
     factor = inverse_deviation if weight is None else inverse_deviation * weight.to(mean.dtype)
-    shape = [1, -1] + [1] * (x.dim() - 2)
+    shape = _per_channel(x)
     result = x - mean.view(shape)
     result.mul_((-inverse_deviation * mean_dy_xhat).view(shape))
     return cast(Tensor, result.add_(dy).sub_(mean_dy.view(shape)).mul_(factor.view(shape)))
+
+
+def _per_channel(x: Tensor) -> list[int]:
+    """The shape in which a vector of one number per channel meets ``x``."""
+    return [1, -1] + [1] * (x.dim() - 2)
 
 
 def _memory_format(input: Tensor) -> torch.memory_format:

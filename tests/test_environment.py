@@ -724,15 +724,25 @@ def start_two(folder: Path, more: str) -> list[subprocess.Popen[str]]:
     ]
 
 
-@pytest.mark.parametrize(("ending", "group_is_left"), [("", False), ("raise RuntimeError('boom')", True)])
-def test_end_of_the_interpreter_closes_the_group(tmp_path, ending, group_is_left):
-    """Unless an exception ended it: peers may be waiting within a collective then."""
+@pytest.mark.parametrize(
+    ("backends", "ending", "group_is_left"),
+    [
+        ("cpu:gloo", "", False),
+        ("cpu:gloo", "raise RuntimeError('boom')", False),
+        ("cuda:nccl", "", False),
+        ("cuda:nccl", "raise RuntimeError('boom')", True),
+    ],
+)
+def test_end_of_the_interpreter_closes_the_group(tmp_path, backends, ending, group_is_left):
+    """Unless an exception ended it and nccl's peers may be waiting within a collective."""
     path = tmp_path / "script.py"
     path.write_text(
         "import atexit, torch.distributed as dist\n"
         "from psengine import environment\n"
         "atexit.register(lambda: print(dist.is_initialized()))  # runs last\n"
-        f"environment.init()\n{ending}\n"
+        "environment.init()\n"
+        f"dist.get_backend_config = lambda: {backends!r}\n"
+        f"{ending}\n"
     )
     run = subprocess.run(
         [sys.executable, str(path)], env=script_environment(), capture_output=True, text=True, timeout=60

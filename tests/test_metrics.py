@@ -171,9 +171,12 @@ def exact_integers(rank: int, world_size: int) -> None:
     assert_identical(metrics.sum(-(2**63)), -(2**63) * n)
     assert_identical(metrics.sum(2**53 + 1), (2**53 + 1) * n)
     assert_identical(metrics.sum(-1 if rank else 2**40), 2**40 - (n - 1))
-    assert_identical(
-        metrics.sum(torch.tensor([-(2**62), 3])) if n == 2 else torch.tensor([-(2**63), 6]), torch.tensor([-(2**63), 6])
-    )
+    # Carries between the halves, both signs, up to the limits of the dtype.
+    halves = torch.tensor([2**32 - 1, -1, -(2**33) - 5, 0])
+    assert_identical(metrics.sum(halves), halves * n)
+    limits = torch.tensor([torch.iinfo(torch.int64).min, torch.iinfo(torch.int64).max])
+    assert_identical(metrics.sum(limits if rank == 0 else torch.zeros_like(limits)), limits)
+    assert_identical(metrics.sum(limits // n), limits // n * n)
     with raises(ConfigurationError, "value['count'] does not fit", "torch.int64"):
         metrics.sum({"count": torch.tensor([1, 2**62])})
     with raises(ConfigurationError, "value does not fit", "-128 <= sum <= 127", "torch.int8"):

@@ -765,3 +765,48 @@ def shrink(rank: int, world_size: int) -> float | None:
 
 def test_update_process_group():
     assert run_ranks(shrink, 3) == [1.0, None, 1.0]
+
+
+def static_graph_starts_in_no_sync(rank: int, world_size: int) -> None:
+    """Native DDP fails here (pytorch#143580); the oracle is a model without static_graph."""
+    static = psengine.DistributedDataParallel(seeded(Net), static_graph=True)
+    reference = Native(seeded(Net))
+    for _ in range(4):
+        batches = torch.randn(2, 2, 4)
+        for model in (static, reference):
+            model.zero_grad()
+            with model.no_sync():
+                model(batches[0], use_spare=True).sum().backward()
+            model(batches[1], use_spare=True).sum().backward()
+        assert_same_gradients(static, reference)
+
+
+def test_static_graph_may_start_in_no_sync():
+    run_ranks(static_graph_starts_in_no_sync, 2)
+
+
+def used_only_inside_no_sync(rank: int, world_size: int) -> None:
+    ours, native = pair(Net, find_unused_parameters=True)
+    for step in range(4):
+        x = torch.randn(2, 4)
+        for model in (ours, native):
+            model.zero_grad()
+            with model.no_sync():
+                model(x, use_spare=rank == step % 2).sum().backward()
+            model(x).sum().backward()
+        assert_same_gradients(ours, native)
+        assert ours.module.spare.weight.grad is not None, "rank 0 or 1 used it, so everybody gets it"
+    # Skipping buckets must not forget it either (native DDP does: its ranks drift apart).
+    skipping = psengine.DistributedDataParallel(
+        seeded(Net), find_unused_parameters=True, skip_all_reduce_unused_params=True, bucket_cap_mb=1e-5
+    )
+    with skipping.no_sync():
+        skipping(torch.ones(1, 4) * (rank + 1), use_spare=True).sum().backward()
+    skipping(torch.ones(1, 4)).sum().backward()
+    gathered = [torch.empty(4, 4) for _ in range(world_size)]
+    dist.all_gather(gathered, skipping.module.spare.weight.grad)
+    assert torch.equal(*gathered)
+
+
+def test_what_no_sync_accumulates_is_exchanged():
+    run_ranks(used_only_inside_no_sync, 2)

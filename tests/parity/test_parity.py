@@ -19,27 +19,30 @@ from processes import RankResult, run_ranks_to_any_end
 WORLD_SIZES = (2, 4)
 
 
+def cells_of(case: Case) -> tuple[Cell, ...]:
+    return tuple(cell for cell in CELLS if case.accumulates or not cell.accumulate)
+
+
 def quick_cells(case: Case, world_size: int) -> tuple[Cell, ...]:
-    """The cells that are not ``slow``: every case meets both optimizers and accumulation; fewer at world size 4."""
-    if case.core and world_size == 2:
-        return CELLS
-    diagonal = (Cell("sgd", accumulate=True), Cell("adamw", accumulate=False))
-    if case.core or world_size == 2:
-        return diagonal
-    return (diagonal[CASES.index(case) % 2],)
+    """The cells that are not ``slow``: core cases meet both optimizers and accumulation at both world sizes."""
+    cells = cells_of(case)
+    if case.core:
+        return cells if world_size == 2 else (Cell("sgd", accumulate=True), Cell("adamw", accumulate=False))
+    return (cells[CASES.index(case) % len(cells)],) if world_size == 2 else ()
 
 
 def cells_run_together(case: Case, world_size: int, cell: Cell) -> tuple[Cell, ...]:
     """Cells that share one start of the ranks: the quick ones, or the others."""
     quick = quick_cells(case, world_size)
-    return quick if cell in quick else tuple(other for other in CELLS if other not in quick)
+    return quick if cell in quick else tuple(other for other in cells_of(case) if other not in quick)
 
 
 def parameters_of_every_cell() -> Iterator[ParameterSet]:
-    for case, world_size, cell in itertools.product(CASES, WORLD_SIZES, CELLS):
-        name = case.name.replace(", ", "+").replace(" ", "_")
-        marks = () if cell in quick_cells(case, world_size) else pytest.mark.slow
-        yield pytest.param(case.name, world_size, cell, id=f"{name}-{world_size}-{cell}", marks=marks)
+    for case, world_size in itertools.product(CASES, WORLD_SIZES):
+        for cell in cells_of(case):
+            name = case.name.replace(", ", "+").replace(" ", "_")
+            marks = () if cell in quick_cells(case, world_size) else pytest.mark.slow
+            yield pytest.param(case.name, world_size, cell, id=f"{name}-{world_size}-{cell}", marks=marks)
 
 
 @functools.cache

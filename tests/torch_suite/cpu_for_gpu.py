@@ -52,6 +52,8 @@ class CudaMeansCpu(TorchFunctionMode):
             args = (args[0], *(_on_cpu(argument) for argument in args[1:]))
         if function is torch._C._nn._parse_to:  # Module.to's arguments
             args = tuple(_on_cpu(argument) for argument in args)
+        if function is torch.device and len(args) == 1 and not kwargs:
+            return _on_cpu(function(*args) if isinstance(args[0], str) else args[0])
         if "device" in kwargs:
             kwargs["device"] = _on_cpu(kwargs["device"])
         return function(*args, **kwargs)

@@ -94,7 +94,6 @@ def load(wrapper: str) -> Any:
     torch.set_num_threads(1)
     wrapper_class = replace_native_class(wrapper)
     from torch.testing._internal import common_distributed
-
     from torch_suite import cpu_for_gpu
 
     common_distributed.TIMEOUT_OVERRIDE.clear()

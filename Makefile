@@ -1,0 +1,65 @@
+# make demo         two ranks train on real images, native DistributedDataParallel beside them
+# make test         what must pass before a change is merged
+# make test-slow    also the soak and exhaustive tests
+# make lint, format, bench, clean
+#
+# PYTHON names the interpreter for the virtual environment: make PYTHON=python3.12 test
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+DEMO := examples/train_images.py --compare --epochs 10 --scheduler cosine --threads 1
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-slow lint format bench clean
+.DELETE_ON_ERROR:
+
+help:
+	@sed -n 's/^# //p' Makefile
+
+# One thread per rank; torchrun would choose the same, with a warning.
+demo: export OMP_NUM_THREADS := 1
+demo: $(STAMP)
+	$(BIN)/torchrun --standalone --nproc-per-node=2 $(DEMO)
+
+test: lint
+	$(BIN)/python -m pytest -m "not slow"
+
+test-slow: lint
+	$(BIN)/python -m pytest
+
+lint: $(STAMP)
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+
+format: $(STAMP)
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+bench: $(STAMP)
+	$(BIN)/python benchmarks/step_overhead/run.py --quick
+
+# The stamp goes too, so that what was built is built again; the packages in the environment stay.
+clean:
+	rm -rf build dist psengine.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage $(STAMP)
+	find psengine csrc tests examples benchmarks -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true
+	find psengine -name '*.so' -delete
+
+# torch comes first and alone: an exact pin takes a CPU build where one is offered. The build requirements are installed
+# because the package is built against that torch, not in an environment of its own.
+$(STAMP): pyproject.toml constraints.txt setup.py $(wildcard csrc/*)
+	@command -v $(PYTHON) >/dev/null || { echo "make: expected Python 3.10 or later as $(PYTHON), got no such command." \
+	  "Name one: make PYTHON=/path/to/python3" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { echo "make: expected Python 3.10 or later," \
+	  "got $$($(PYTHON) --version 2>&1). Name another: make PYTHON=/path/to/python3" >&2; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' || { echo "make: $(PYTHON) lacks the modules venv and ensurepip" \
+	  "(Debian: the package python3-venv)" >&2; exit 1; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv --clear $(VENV)
+	$(PIP) install -c constraints.txt torch
+	$(PIP) install -c constraints.txt 'setuptools>=77' wheel
+	$(PIP) install -c constraints.txt --no-build-isolation -e '.[dev]'
+	@touch $@
