@@ -227,8 +227,8 @@ class Bucket:
     def _pack_batch(self, first: int, last: int, flat_slice: torch.Tensor, divisor: int, *, as_view: bool) -> bool:
         """Pack a run of plain gradients; False, with no gradient changed, where one needs ``pack_one``'s care."""
         parameters, views = self.parameters[first:last], self.views[first:last]
-        gradients = [parameter.grad for parameter in parameters]
-        if any(gradient is None for gradient in gradients):
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        if len(gradients) < len(parameters):
             return False
         if as_view and any(map(operator.is_, gradients, views)):
             return False
@@ -240,7 +240,7 @@ class Bucket:
             flat_slice.mul_(1.0 / divisor)
         if as_view:
             for parameter, view, gradient in zip(parameters, views, gradients, strict=True):
-                if gradient.dtype == view.dtype:  # type: ignore[union-attr]
+                if gradient.dtype == view.dtype:
                     parameter.grad = view
         return True
 
@@ -263,9 +263,10 @@ class Bucket:
     def fill_with_zeros(self) -> None:
         """Let the payload be what a rank without data contributes."""
         if self.sparse:
-            self._flat = torch.sparse_coo_tensor(
-                size=self.parameters[0].shape, dtype=self.dtype, device=self.device, check_invariants=False
-            )
+            shape = self.parameters[0].shape
+            indices = torch.empty(len(shape), 0, dtype=torch.int64, device=self.device)
+            values = torch.empty(0, dtype=self.dtype, device=self.device)
+            self._flat = torch.sparse_coo_tensor(indices, values, shape, check_invariants=False)
         else:
             self.flat.zero_()
 

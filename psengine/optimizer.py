@@ -70,17 +70,13 @@ class _StrategyStep(torch.optim.Optimizer):
 
     _psengine_strategy: Strategy
 
-    def step(self, closure: Callable[[], float] | None = None, **options: Any) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], float] | None = None, **options: Any) -> Any:
         """Step as the strategy says; arguments and result are the wrapped class's."""
         local_step = super().step
         return self._psengine_strategy.step(lambda: local_step(closure, **options))
 
-    def __getstate__(self) -> dict[str, Any]:
-        # A copy belongs to no model: it is a plain optimizer again (see __reduce__).
-        state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]
-        return state
-
     def __reduce__(self) -> tuple[Any, ...]:
+        # A copy belongs to no model: it is a plain optimizer again.
         plain_class = type(self).__mro__[2]
         return object.__new__, (plain_class,), self.__getstate__()
 

@@ -63,7 +63,7 @@ def watch_backward(output: Any, on_start: Callable[[], None], *, clone: bool) ->
     """
     local_value = output.local_value() if _is_owned_rref(output) else output
     leaves, structure = pytree.tree_flatten(local_value)
-    watched = BackwardStart.apply(on_start, clone, *leaves)
+    watched = BackwardStart.apply(on_start, clone, *leaves)  # type: ignore[no-untyped-call]
     # Tensors without history must come back as they went in (https://github.com/pytorch/pytorch/issues/60733).
     kept = [
         leaf if isinstance(leaf, torch.Tensor) and leaf.grad_fn is None else new

@@ -35,11 +35,12 @@ from psengine.strategies.base import Replica, Strategy
 from psengine.strategies.registry import resolve_strategy
 from psengine.sync_batch_norm import adopt_sync_batchnorm
 
-# Captured at import: a program may replace the native class by ours under its own name.
-NativeDistributedDataParallel = native.DistributedDataParallel
+# Captured at import: a program may replace the native class by ours under its own name. Any: the types of the native
+# class's attributes (its Reducer, its Logger) are not ours.
+NativeDistributedDataParallel: Any = native.DistributedDataParallel
 
 
-class DistributedDataParallel(NativeDistributedDataParallel):
+class DistributedDataParallel(NativeDistributedDataParallel):  # type: ignore[misc]
     """Wrap ``module`` so that its replicas agree after each backward, in the way ``strategy`` names.
 
     With ``strategy="sync"`` this is ``torch.nn.parallel.DistributedDataParallel``: the same arguments, numbers (to
@@ -247,7 +248,7 @@ class DistributedDataParallel(NativeDistributedDataParallel):
         native._setup_mixed_precision_params(self.mixed_precision, self.module)
         native._cast_buffers(self.mixed_precision, self.module)
         self._mp_stream = torch.Stream()
-        self._submodule_to_event = defaultdict(deque)
+        self._submodule_to_event: dict[torch.nn.Module, deque[Any]] = defaultdict(deque)
         self.module.register_forward_pre_hook(self._root_copy_hook, prepend=False, with_kwargs=True)
         for module in self.module.modules():
             module.register_forward_pre_hook(self._module_wait_for_copy_hook, prepend=False, with_kwargs=True)

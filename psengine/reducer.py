@@ -14,7 +14,6 @@ Lightning, Join and torch's communication hooks call on native DDP's reducer.
 
 from __future__ import annotations
 
-import functools
 import logging
 import threading
 import warnings

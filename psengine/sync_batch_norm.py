@@ -49,7 +49,7 @@ class SyncBatchNorm(torch.nn.SyncBatchNorm):
         if torch.compiler.is_compiling():
             # Statistics travel in the middle of forward and backward, where no graph can follow: break it here. Only
             # while compiling, for the decorator would import torch._dynamo, which takes seconds, in every program.
-            return cast(Tensor, torch.compiler.disable(self._forward_on_cpu)(input))  # type: ignore[no-untyped-call]
+            return cast(Tensor, torch.compiler.disable(self._forward_on_cpu)(input))
         return self._forward_on_cpu(input)
 
     @classmethod
