@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import gc
 import math
 import os
 import sys
@@ -21,6 +22,7 @@ from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn.functional  # imported later, as optimizers do, it would keep the process group for ever
 from idx_images import IdxError, read_split
 from torch import nn
 from torch.nn import functional as F
@@ -45,11 +47,7 @@ def main() -> int:
         if options.evaluate is not None:
             evaluate(options, speaks)
             return 0
-        context = psengine.init()
-        try:
-            train(options, context)
-        finally:
-            psengine.shutdown()
+        train(options, psengine.init())
     except UserError as error:
         if speaks:
             print_error(error)
@@ -569,4 +567,7 @@ def checked(text: str, kind: type[T], is_allowed: Callable[[T], bool], expected:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_code = main()
+    gc.collect()  # a model is a cycle of references and would keep gloo's threads beyond the interpreter's end
+    psengine.shutdown()
+    sys.exit(exit_code)

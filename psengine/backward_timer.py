@@ -69,10 +69,12 @@ class BackwardTimer:
         for name, duration_ns in durations.items():
             self._totals_ns[name] = self._totals_ns.get(name, 0) + duration_ns
         averages = {f"avg_{name}": total // self._samples for name, total in self._totals_ns.items()}
-        self._last = {**averages, **durations, **marks, "iteration": self.iteration - 1}
+        self._last = {**averages, **durations, **marks, "iteration": self.iteration}
         self._marks_ns = {}
 
     def snapshot(self) -> dict[str, int]:
-        """The most recent sampled iteration's times and the averages over all sampled ones, in nanoseconds."""
-        self._publish()
+        """The last but one sampled iteration's times and the averages over all until then, in nanoseconds.
+
+        An iteration is published when the next one begins, as native DDP does.
+        """
         return dict(self._last)

@@ -310,8 +310,11 @@ class Bucket:
                 continue
             gradient = parameter.grad
             view = self.views[position]
-            if gradient is None or adopt:
+            if gradient is None:
                 parameter.grad = view
+            elif adopt:
+                # An alias: native's mixed precision exchanges a gradient's data in place, and the view must stay ours.
+                parameter.grad = view.detach()
             elif gradient is not view and gradient.data_ptr() != view.data_ptr() and view.numel() > 0:
                 raise ReductionError(
                     "Detected at least one parameter gradient is not the expected DDP bucket view with"

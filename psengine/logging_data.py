@@ -79,11 +79,16 @@ def _describe_group(process_group: dist.ProcessGroup) -> dict[str, Any]:
         "rank": process_group.rank(),
         "backend_name": backend,
     }
-    facts.update({name.lower(): read_variable(name) or "N/A" for name in _VARIABLES})
-    facts.update({key: read_variable(name) or "N/A" for key, name in _BACKEND_VARIABLES.get(backend, {}).items()})
+    facts.update({name.lower(): _variable(name) for name in _VARIABLES})
+    facts.update({key: _variable(name) for key, name in _BACKEND_VARIABLES.get(backend, {}).items()})
     if backend == "gloo":
         facts["gloo_num_threads"] = _GLOO_THREADS
     return facts
+
+
+def _variable(name: str) -> str:
+    value = read_variable(name)
+    return "N/A" if value is None else value
 
 
 def _describe_arguments(replica: DistributedDataParallel) -> dict[str, Any]:

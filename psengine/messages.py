@@ -23,8 +23,6 @@ def unfinished_reduction_message(rank: int, missing: Mapping[int, str], *, find_
             "You can enable unused parameter detection by passing the keyword argument `find_unused_parameters=True` to"
             " `torch.nn.parallel.DistributedDataParallel`, and by \n"
         )
-    names = ", ".join(missing.values())
-    indices = " ".join(str(index) for index in missing)
     return (
         f"{_PRIOR_REDUCTION}This error indicates that your module has parameters that were not used in producing loss. "
         f"{advice}making sure all `forward` function outputs participate in calculating loss. \n"
@@ -32,17 +30,27 @@ def unfinished_reduction_message(rank: int, missing: Mapping[int, str], *, find_
         " tensors in the return value of your module's `forward` function. Please include the loss function and the"
         " structure of the return value of `forward` of your module when reporting this issue (e.g. list, dict,"
         " iterable).\n"
-        f"Parameters which did not receive grad for rank {rank}: {names}\n"
-        f"Parameter indices which did not receive grad for rank {rank}: {indices}"
+        f"{_describe_missing(rank, missing)}\n"
+        "In addition, you can set the environment variable TORCH_DISTRIBUTED_DEBUG to either INFO or DETAIL to have"
+        " torch report its collectives too."
     )
 
 
-def graph_changed_message() -> str:
-    """A parameter of a static graph was not used this time."""
+def _describe_missing(rank: int, missing: Mapping[int, str]) -> str:
+    indices = " ".join(str(index) for index in missing)
+    names = ", ".join(missing.values())
+    return (
+        f"Parameter indices which did not receive grad for rank {rank}: {indices}\n"
+        f"Parameters which did not receive grad for rank {rank}: {names}"
+    )
+
+
+def graph_changed_message(rank: int, missing: Mapping[int, str]) -> str:
+    """Parameters (index to name) of a static graph were not used this time."""
     return (
         f"{_PRIOR_REDUCTION}This error indicates that your training graph has changed in this iteration, e.g., one"
         " parameter is used in first iteration, but then got unused in the second iteration. this is not compatible"
-        " with static_graph set to True."
+        f" with static_graph set to True.\n{_describe_missing(rank, missing)}"
     )
 
 

@@ -198,6 +198,7 @@ class DistributedDataParallel(NativeDistributedDataParallel):  # type: ignore[mi
 
     def _start(self, *, init_sync: bool, init_sync_buffers: bool, static_graph: bool) -> None:
         """Make replicas start equal and begin to listen to autograd."""
+        self.logger = LoggingData()
         reducible = self._reducible()
         self._assign_modules_buffers()
         parameters = {name: parameter for name, parameter, _ in reducible}
@@ -223,8 +224,8 @@ class DistributedDataParallel(NativeDistributedDataParallel):  # type: ignore[mi
             gradient_as_bucket_view=self.gradient_as_bucket_view,
             skip_all_reduce_unused_params=self.skip_all_reduce_unused_params,
             run_allreduce_hook=functools.partial(all_reduce_sum_hook, self.process_group),
+            on_error=self.logger.set_error_and_log,
         )
-        self.logger = LoggingData()
         # The hooks keep the reducer alive; it must go when this wrapper goes, or a module that is wrapped again would
         # answer to both.
         weakref.finalize(self, self.reducer._remove_autograd_hooks).atexit = False
@@ -529,7 +530,7 @@ class DistributedDataParallel(NativeDistributedDataParallel):  # type: ignore[mi
     def __getstate__(self) -> dict[str, Any]:
         self._check_default_group()
         attributes = copy.copy(self.__dict__)
-        for name in ("process_group", "reducer", "logger", "_collective"):
+        for name in ("process_group", "reducer", "logger", "_collective", "_buffer_broadcast"):
             attributes.pop(name, None)
         return attributes
 
@@ -539,6 +540,7 @@ class DistributedDataParallel(NativeDistributedDataParallel):  # type: ignore[mi
         if not isinstance(self._collective_choice, str):
             self._collective_choice = "auto"
         self._collective = resolve_collective(self._collective_choice, self.process_group)
+        self._buffer_broadcast = BufferBroadcast()
         static_graph = self.static_graph
         self._start(init_sync=False, init_sync_buffers=False, static_graph=static_graph)
         if static_graph:

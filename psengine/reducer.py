@@ -18,7 +18,7 @@ import logging
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch.autograd.graph import get_gradient_edge
@@ -54,6 +54,7 @@ class Reducer:
         skip_all_reduce_unused_params: agree before backward which parameters no rank uses, and skip buckets that hold
             no others; only with ``find_unused_parameters``.
         run_allreduce_hook: sums a communication hook's bucket over ranks; a future of its buffer.
+        on_error: told the text of each error before it is raised.
     """
 
     def __init__(
@@ -71,6 +72,7 @@ class Reducer:
         gradient_as_bucket_view: bool,
         skip_all_reduce_unused_params: bool = False,
         run_allreduce_hook: Callable[[Any], Any] | None = None,
+        on_error: Callable[[str], None] | None = None,
     ) -> None:
         self.parameters = list(parameters)
         self.names = list(names)
@@ -87,6 +89,7 @@ class Reducer:
         self._optimizer_in_backward = False
         self._mixed_precision_dtype: torch.dtype | None = None
         self._run_allreduce_hook = run_allreduce_hook
+        self._on_error = on_error
         # Models split over several devices run backward, and so the hooks, in one thread per device.
         self._lock = threading.RLock()
 
@@ -118,6 +121,8 @@ class Reducer:
         self._has_marked_unused = False
         self._warned_none_unused = False
         self._warned_create_graph = False
+        self._knows_static_graph = False
+        self._unused_stays_the_same = True
         self._hook_counts = [0] * len(self.parameters)
         self._hook_counts_left: list[int] = []
         self._live_ranks_work: tuple[Any, bool] | None = None
@@ -165,7 +170,8 @@ class Reducer:
                 if parameter.grad is not None and not parameter.grad.is_sparse:
                     with torch.no_grad():
                         view.copy_(parameter.grad)
-                    parameter.grad = view
+                    # Mixed precision's hook exchanges a gradient's data in place; the view itself must stay ours.
+                    parameter.grad = view if self._mixed_precision_dtype is None else view.detach()
 
     def _should_rebuild(self) -> bool:
         return (self._static_graph or not self._find_unused) and not self.has_rebuilt_buckets
@@ -204,7 +210,7 @@ class Reducer:
             ReductionError: training has begun.
         """
         if self.iteration > 0:
-            raise ReductionError(
+            self._fail(
                 "set_static_graph() should be called before training loop starts and after DistributedDataParallel is"
                 f" constructed. (expected iteration 0, got {self.iteration})"
             )
@@ -234,7 +240,11 @@ class Reducer:
         if self._static_graph:
             self._hook_counts_left = list(self._hook_counts)
         elif self._find_unused:
-            self._unused = self._search_unused(outputs)
+            previously_unused = self._unused
+            with torch.autograd.profiler.record_function("torch.distributed.ddp.reducer::search_unused_parameters"):
+                self._unused = self._search_unused(outputs)
+            if self.iteration > 1 and self._unused != previously_unused:
+                self._unused_stays_the_same = False
             if self._skip_unused_buckets:
                 self._globally_unused = self._agree_on_unused()
 
@@ -271,14 +281,15 @@ class Reducer:
     def _ensure_prior_reduction_finished(self) -> None:
         if not (self._expect_hooks and any(self._ready)):
             return
+        missing = {index: self.names[index] for index, is_ready in enumerate(self._ready) if not is_ready}
         if self._static_graph:
-            raise ReductionError(graph_changed_message())
-        missing = [index for index, is_ready in enumerate(self._ready) if not is_ready]
-        raise ReductionError(
-            unfinished_reduction_message(
-                self._rank, {index: self.names[index] for index in missing}, find_unused=self._find_unused
-            )
-        )
+            self._fail(graph_changed_message(self._rank, missing))
+        self._fail(unfinished_reduction_message(self._rank, missing, find_unused=self._find_unused))
+
+    def _fail(self, message: str) -> NoReturn:
+        if self._on_error is not None:
+            self._on_error(message)
+        raise ReductionError(message)
 
     def _check_reducer_finalized(self) -> None:
         """Raise unless the last backward was finished (``_check_reducer_finalized`` of the wrapper)."""
@@ -333,24 +344,29 @@ class Reducer:
                 self._count_static_hook(index)
                 return
             if self._find_unused:
-                if not self._has_marked_unused:
-                    self._has_marked_unused = True
-                    for unused_index in self._unused:
-                        self._mark_ready(unused_index)
+                self._mark_unused_ready()
             elif not self.has_rebuilt_buckets:
                 self._arrival_order.append(index)
             self._mark_ready(index)
 
+    def _mark_unused_ready(self) -> None:
+        """At the first hook of a backward: parameters that will get no gradient must not hold up their buckets."""
+        if not self._has_marked_unused:
+            self._has_marked_unused = True
+            for unused_index in self._unused:
+                self._mark_ready(unused_index)
+
     def _is_recording_usage(self) -> bool:
         """A static graph's usage is that of its first iteration; otherwise it is recorded where it may vary."""
-        return self.iteration <= 1 if self._static_graph else self._find_unused
+        return not self._knows_static_graph if self._static_graph else self._find_unused
 
     def _count_static_hook(self, index: int) -> None:
-        if self.iteration == 1:
+        if not self._knows_static_graph:
             self._hook_counts[index] += 1
             return
+        self._mark_unused_ready()
         if self._hook_counts_left[index] <= 0:
-            raise ReductionError(newly_used_message(self.names[index], self._rank))
+            self._fail(newly_used_message(self.names[index], self._rank))
         self._hook_counts_left[index] -= 1
         if self._hook_counts_left[index] == 0:
             if not self.has_rebuilt_buckets:
@@ -359,9 +375,7 @@ class Reducer:
 
     def _mark_ready(self, index: int) -> None:
         if self._ready[index]:
-            raise ReductionError(
-                marked_twice_message(index, self.names[index], has_marked_unused=self._has_marked_unused)
-            )
+            self._fail(marked_twice_message(index, self.names[index], has_marked_unused=self._has_marked_unused))
         self._ready[index] = 1
         self._ready_order.append(index)
         bucket, position = self._locators[index]
@@ -440,6 +454,7 @@ class Reducer:
     def _delay_all_reduce(self) -> None:
         """End of static graph's first backward: only now is known who is used how often, so everything goes now."""
         with self._lock:
+            self._knows_static_graph = True
             self._reduce_usage()
             self._unused = [index for index, count in enumerate(self._hook_counts) if count == 0]
             if self._unused:
@@ -558,8 +573,10 @@ class Reducer:
         self._post_backward_futures.extend(futures)
 
     def _get_local_used_map(self) -> torch.Tensor:
-        """Which parameters this rank used so far in this backward: int32, by index."""
-        return torch.frombuffer(bytearray(self._used), dtype=torch.uint8).to(torch.int32)
+        """By index, how many ranks used each parameter in the last backward that agreed on it: int32."""
+        if self._usage is None:
+            return torch.zeros(len(self.parameters), dtype=torch.int32, device=self.parameters[0].device)
+        return self._usage
 
     def _set_optimizer_in_backward(self) -> None:
         """The communication hook steps optimizers itself; gradients are not written back."""
@@ -569,8 +586,8 @@ class Reducer:
         self._mixed_precision_dtype = dtype
 
     def _ddp_graph_static(self) -> bool:
-        """After the first iteration of a static graph: whether every parameter was used as often as in the first."""
-        return all(count == 0 for count in self._hook_counts_left)
+        """Whether every search so far found the same parameters unused, so that ``static_graph`` would have served."""
+        return self._unused_stays_the_same
 
     def _remove_autograd_hooks(self) -> None:
         """Stop listening to autograd; gradients stay local from now on."""
