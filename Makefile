@@ -18,10 +18,11 @@ DEMO := examples/train_images.py --compare --epochs 10 --scheduler cosine --thre
 .DELETE_ON_ERROR:
 
 help:
-	@sed -n 's/^# //p' Makefile
+	@sed -n '/^#/!q; s/^# \{0,1\}//p' Makefile
 
-# One thread per rank; torchrun would choose the same, with a warning.
+# One thread per rank: torchrun would choose the same, with a warning. No GPU: two ranks would need two.
 demo: export OMP_NUM_THREADS := 1
+demo: export CUDA_VISIBLE_DEVICES :=
 demo: $(STAMP)
 	$(BIN)/torchrun --standalone --nproc-per-node=2 $(DEMO)
 

@@ -51,12 +51,14 @@ def main() -> int:
     except UserError as error:
         if speaks:
             print_error(error)
+        wait_for_all_ranks()
         return 2
     except (psengine.ConfigurationError, psengine.EnvironmentVariableError) as error:
         print_error(error)
         return 2
     except TrainingError as error:
         print_error(error)
+        wait_for_all_ranks()
         return 1
     return 0
 
@@ -82,13 +84,14 @@ def train(options: argparse.Namespace, context: psengine.Context) -> None:
     steps_per_epoch = math.ceil(len(loader) / options.accumulate)
     last_step = min(options.epochs * steps_per_epoch, options.max_steps or math.inf)
 
-    replicas = [make_replica(copy.deepcopy(network), options, context, last_step)]
+    replicas = [on_all_ranks(lambda: make_replica(copy.deepcopy(network), options, context, last_step))]
     if options.compare:
         replicas.append(make_native_replica(copy.deepcopy(network), options, context, last_step))
     if context.rank == 0:
         print(
             f"{len(data.train)} training and {len(data.test)} test images of {data.classes} classes;"
-            f" {context.world_size} ranks, on rank 0 {context.device}"
+            f" world size {context.world_size}, on {context.device}",
+            flush=True,
         )
 
     step = 0
@@ -448,12 +451,12 @@ class TrainingError(Exception):
 
 
 def on_all_ranks(prepare: Callable[[], T], only_rank: int | None = None) -> T | None:
-    """Return ``prepare()``, called on all ranks or one; a UserError of any is raised on all, so that nobody waits."""
+    """Return ``prepare()``, called on all ranks or one; what is wrong on any is raised on all, so that nobody waits."""
     result, problem = None, None
     try:
         if only_rank in (None, dist.get_rank()):
             result = prepare()
-    except UserError as error:
+    except (UserError, psengine.ConfigurationError) as error:
         problem = str(error)
     problems: list[str | None] = [None] * dist.get_world_size()
     dist.all_gather_object(problems, problem)
@@ -464,7 +467,14 @@ def on_all_ranks(prepare: Callable[[], T], only_rank: int | None = None) -> T | 
 
 
 def print_error(error: Exception) -> None:
-    print(f"{Path(__file__).name}: error: {error}", file=sys.stderr, flush=True)
+    # One write, so that ranks' lines stay whole; print() makes two where Python is unbuffered, as under torchrun.
+    sys.stderr.write(f"{Path(__file__).name}: error: {error}\n")
+
+
+def wait_for_all_ranks() -> None:
+    """Wait until all ranks have spoken: torchrun ends the others as soon as one has left."""
+    if dist.is_initialized():
+        dist.barrier()
 
 
 def first_line(error: Exception) -> str:
