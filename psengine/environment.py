@@ -7,6 +7,7 @@ group; where the user made one already, it adopts that.
 from __future__ import annotations
 
 import atexit
+import gc
 import logging
 import math
 import os
@@ -19,6 +20,10 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+
+# Its default arguments hold the default group. Imported later, as optimizers do through torch._dynamo, it would keep that
+# group, and gloo's threads, until the interpreter is torn down, which then aborts the process now and then.
+import torch.distributed.nn.functional
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
@@ -122,6 +127,8 @@ def shutdown() -> None:
     session, _session = _live_session(), None
     # A forked child inherits the group, but not the threads that serve it.
     if session is not None and session.is_ours and session.process_id == os.getpid():
+        # A wrapped model may sit in a cycle of references, and whatever holds the group keeps its threads alive.
+        gc.collect()
         dist.destroy_process_group()
 
 

@@ -228,7 +228,8 @@ class DistributedDataParallel(NativeDistributedDataParallel):  # type: ignore[mi
         )
         # The hooks keep the reducer alive; it must go when this wrapper goes, or a module that is wrapped again would
         # answer to both.
-        weakref.finalize(self, self.reducer._remove_autograd_hooks).atexit = False
+        owned_collective = self._collective if isinstance(self._collective_choice, str) else None
+        weakref.finalize(self, _release, self.reducer, self.strategy, owned_collective).atexit = False
 
     def _state_tensors(self, *, with_buffers: bool) -> list[torch.Tensor]:
         """What replicas must have in common: all parameters that are not ignored, and the buffers."""
@@ -508,6 +509,7 @@ class DistributedDataParallel(NativeDistributedDataParallel):  # type: ignore[mi
             collective=self._collective,
             device=self.device,
         )
+        self.strategy.close()
         self.strategy.prepare(replica, synchronize=False)
         self.reducer.update_group(self._collective.rank, self._collective.world_size)
 
@@ -558,6 +560,13 @@ class DistributedDataParallel(NativeDistributedDataParallel):  # type: ignore[mi
                 " when you have called init_process_group and have not passed process_group argument to DDP"
                 " constructor"
             )
+
+
+def _release(reducer: Reducer, strategy: Strategy, collective: Collective | None) -> None:
+    reducer._remove_autograd_hooks()
+    strategy.close()
+    if collective is not None:
+        collective.close()
 
 
 def _start_backward(replica_reference: weakref.ref[DistributedDataParallel]) -> None:

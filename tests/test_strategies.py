@@ -67,7 +67,11 @@ def synchronous_contract(rank: int, world_size: int, name: str) -> dict[str, Any
     received = [torch.full((2,), float(rank)), torch.full((1,), rank)]
     strategy.broadcast(received, source_rank=world_size - 1)
     averaged = {k: p.grad.clone() for k, p in parameters.items()}
+    with pytest.raises(ConfigurationError, match="serves one wrapped model"):
+        strategy.prepare(make_replica(parameters), synchronize=False)
     strategy.close()
+    strategy.close()
+    strategy.prepare(make_replica(parameters), synchronize=False)
     strategy.close()
     return {"start": start, "sent": gradients[-1], "averaged": averaged, "usage": usage, "received": received}
 

@@ -106,15 +106,15 @@ class RollCall:
             time.sleep(POLL_INTERVAL_S)
 
     def describe(self, ranks: tuple[int, ...]) -> str:
-        """Where ``ranks`` ran, as far as they told: "rank 1 (process 4711 on host, which has exited)"."""
+        """Where ``ranks`` ran, as far as they told, and their fate: "rank 1 (process 4711 on host, which has exited)"."""
         return ", ".join(self._describe_one(rank) for rank in ranks)
 
     def _describe_one(self, rank: int) -> str:
         if rank not in self._members:
             return f"rank {rank}"
         host, process_id = self._members[rank]
-        fate = ", which has exited" if self._has_exited(rank) else ""
-        return f"rank {rank} (process {process_id} on {host}{fate})"
+        fate = "has exited" if self._has_exited(rank) else f"did not answer within {self._grace_s:g} s"
+        return f"rank {rank} (process {process_id} on {host}, which {fate})"
 
     def _is_present(self, rank: int) -> bool:
         return self._store.check([f"{self._prefix}present/{rank}"])

@@ -64,6 +64,7 @@ class Strategy(ABC):
         can be. Mutates ``replica.state`` in place.
 
         Raises:
+            ConfigurationError: the strategy serves another replica already, and was not closed.
             ReplicaMismatchError: the replicas' parameters differ in number, name order, shape, stride or dtype.
         """
 

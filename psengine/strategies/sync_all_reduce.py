@@ -9,7 +9,7 @@ import torch
 
 from psengine.buckets import Bucket
 from psengine.collectives.base import Collective, CompletedWork, Work
-from psengine.errors import CollectiveError, ReductionError
+from psengine.errors import CollectiveError, ConfigurationError, ReductionError
 from psengine.strategies.base import Reduction, Replica, Strategy
 from psengine.strategies.verification import verify_replicas
 
@@ -44,6 +44,10 @@ class SyncAllReduce(Strategy):
 
     def prepare(self, replica: Replica, *, synchronize: bool) -> None:
         """See ``Strategy.prepare``; rank 0's parameters and buffers overwrite everybody's."""
+        if self._collective is not None:
+            raise ConfigurationError(
+                "a strategy object serves one wrapped model (got a second one); make a psengine.SyncAllReduce() for each"
+            )
         self._collective = replica.collective
         if synchronize:
             verify_replicas(replica.collective, replica.parameters, replica.device)
