@@ -21,8 +21,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-# Its default arguments hold the default group. Imported later, as optimizers do through torch._dynamo, it would keep that
-# group, and gloo's threads, until the interpreter is torn down, which then aborts the process now and then.
+# Its default arguments hold the default group. Imported later, as optimizers do through torch._dynamo, it would keep
+# that group, and gloo's threads, until the interpreter is torn down, which then aborts the process now and then.
 import torch.distributed.nn.functional
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous

@@ -106,7 +106,7 @@ class RollCall:
             time.sleep(POLL_INTERVAL_S)
 
     def describe(self, ranks: tuple[int, ...]) -> str:
-        """Where ``ranks`` ran, as far as they told, and their fate: "rank 1 (process 4711 on host, which has exited)"."""
+        """Where ``ranks`` ran and what became of them: "rank 1 (process 4711 on host, which has exited)"."""
         return ", ".join(self._describe_one(rank) for rank in ranks)
 
     def _describe_one(self, rank: int) -> str:

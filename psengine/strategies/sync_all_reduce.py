@@ -46,7 +46,7 @@ class SyncAllReduce(Strategy):
         """See ``Strategy.prepare``; rank 0's parameters and buffers overwrite everybody's."""
         if self._collective is not None:
             raise ConfigurationError(
-                "a strategy object serves one wrapped model (got a second one); make a psengine.SyncAllReduce() for each"
+                "a strategy object serves one wrapped model (got a second); make a psengine.SyncAllReduce() for each"
             )
         self._collective = replica.collective
         if synchronize:
