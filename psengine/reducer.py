@@ -18,7 +18,7 @@ import logging
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 import torch
 from torch.autograd.graph import get_gradient_edge
@@ -106,9 +106,11 @@ class Reducer:
         self._next_bucket = 0
         self._reductions: list[Reduction | None] = []
         self._ready = bytearray(len(self.parameters))
-        # By parameter: the bucket to count down in a hook's short way, or None for the long way (see _make_hook).
-        self._short_way: list[Bucket | None] = [None] * len(self.parameters)
-        self._no_short_way = list(self._short_way)
+        # By parameter: the bucket to count down in a hook's short way, None for the long way, False for no way at all
+        # (see _make_hook).
+        self._no_short_way: list[Bucket | Literal[False] | None] = [None] * len(self.parameters)
+        self._no_way: list[Bucket | Literal[False] | None] = [False] * len(self.parameters)
+        self._short_way = list(self._no_short_way if find_unused_parameters else self._no_way)
         self._is_multi_device = len({p.device for p in self.parameters}) > 1
         self._divisor: int | None = None
         self._arrival_order: list[int] = []
@@ -215,6 +217,7 @@ class Reducer:
                 f" constructed. (expected iteration 0, got {self.iteration})"
             )
         self._static_graph = True
+        self._short_way[:] = self._no_short_way  # usage is recorded from now on
 
     _set_static_graph = set_static_graph
 
@@ -301,7 +304,7 @@ class Reducer:
         """The function autograd calls for one parameter: a few hundred of them make up the cost of a small model.
 
         Most calls only count their bucket down; they take the short way, about 0.3 µs. The long way is for whatever
-        needs more: recording, searching, packing a large gradient, errors, or a hook nobody expects.
+        needs more: recording, searching, packing a large gradient, errors. Inside no_sync there may be nothing to do.
         """
         short_way, ready, long_way, reduce_full_buckets = (
             self._short_way,
@@ -312,7 +315,11 @@ class Reducer:
 
         def hook(_inputs: Any, _outputs: Any) -> None:
             bucket = short_way[index]
-            if bucket is None or ready[index]:
+            if not bucket:
+                if bucket is None:
+                    long_way(index)
+                return
+            if ready[index]:
                 long_way(index)
                 return
             ready[index] = 1
@@ -508,7 +515,7 @@ class Reducer:
 
     def _stop_expecting_hooks(self) -> None:
         self._expect_hooks = False
-        self._short_way[:] = self._no_short_way
+        self._short_way[:] = self._no_short_way if self._is_recording_usage() else self._no_way
 
     def _unpack(self, bucket: Bucket, result: torch.Tensor) -> None:
         skip = self._positions_to_skip(bucket)

@@ -133,6 +133,12 @@ WORKLOADS = {
         batch=_vectors(8, 16, 16),
         world_size=1,
     ),
+    "small2": Workload(
+        what="400 small parameters",
+        build=ManySmall,
+        batch=_vectors(8, 16, 16),
+        world_size=2,
+    ),
     "mlp": Workload(
         what="MLP, 10 M parameters in 10 tensors",
         build=MultilayerPerceptron,
