@@ -25,7 +25,6 @@ from torch.autograd.graph import get_gradient_edge
 
 from psengine.backward_timer import BackwardTimer
 from psengine.buckets import Bucket, BucketPlan, plan_buckets
-from psengine.collectives.base import Work
 from psengine.errors import ReductionError
 from psengine.messages import (
     graph_changed_message,
@@ -34,6 +33,7 @@ from psengine.messages import (
     unfinished_reduction_message,
 )
 from psengine.strategies.base import Reduction, Strategy
+from psengine.usage import ParameterUsage
 
 logger = logging.getLogger(__name__)
 
@@ -115,16 +115,9 @@ class Reducer:
         self._divisor: int | None = None
         self._arrival_order: list[int] = []
         self._ready_order: list[int] = []
-        self._used = bytearray(len(self.parameters))
-        self._usage: torch.Tensor | None = None
-        self._usage_work: Work | None = None
-        self._unused: list[int] = []
-        self._globally_unused: bytearray | None = None
         self._has_marked_unused = False
-        self._warned_none_unused = False
         self._warned_create_graph = False
         self._knows_static_graph = False
-        self._unused_stays_the_same = True
         self._hook_counts = [0] * len(self.parameters)
         self._hook_counts_left: list[int] = []
         self._live_ranks_work: tuple[Any, bool] | None = None
@@ -132,7 +125,7 @@ class Reducer:
 
         # The nodes must be kept alive: autograd holds them weakly, and a new node would lack our hook.
         self._nodes = [get_gradient_edge(p).node for p in self.parameters]
-        self._index_of_node = {node: index for index, node in enumerate(self._nodes)}
+        self.usage = ParameterUsage(self._nodes, self.parameters[0].device, strategy)
         # Post-hooks of the accumulation node fire for undefined gradients too (an output that is not part of the
         # loss); Tensor.register_post_accumulate_grad_hook does not.
         self._handles = [node.register_hook(self._make_hook(index)) for index, node in enumerate(self._nodes)]
@@ -243,43 +236,9 @@ class Reducer:
         if self._static_graph:
             self._hook_counts_left = list(self._hook_counts)
         elif self._find_unused:
-            previously_unused = self._unused
-            with torch.autograd.profiler.record_function("torch.distributed.ddp.reducer::search_unused_parameters"):
-                self._unused = self._search_unused(outputs)
-            if self.iteration > 1 and self._unused != previously_unused:
-                self._unused_stays_the_same = False
+            self.usage.search(outputs)
             if self._skip_unused_buckets:
-                self._globally_unused = self._agree_on_unused()
-
-    def _search_unused(self, outputs: Sequence[torch.Tensor]) -> list[int]:
-        """Indices of parameters that the graph behind ``outputs`` does not reach."""
-        stack = [output.grad_fn for output in outputs if output.grad_fn is not None]
-        seen = set(stack)
-        missing = set(self._index_of_node)
-        while stack and missing:
-            for node, _ in stack.pop().next_functions:
-                if node is not None and node not in seen:
-                    seen.add(node)
-                    missing.discard(node)
-                    stack.append(node)
-        if not missing and not self._warned_none_unused:
-            self._warned_none_unused = True
-            warnings.warn(
-                "find_unused_parameters=True was specified in DDP constructor, but did not find any unused parameters"
-                " in the forward pass. This flag results in an extra traversal of the autograd graph every iteration,"
-                " which can adversely affect performance. If your model indeed never has any unused parameters in the"
-                " forward pass, consider turning this flag off. Note that this warning may be a false positive if your"
-                " model has flow control causing later iterations to have unused parameters.",
-                stacklevel=2,
-            )
-        return sorted(self._index_of_node[node] for node in missing)
-
-    def _agree_on_unused(self) -> bytearray:
-        used = torch.ones(len(self.parameters), dtype=torch.int32)
-        used[[index for index in self._unused if not self._used[index]]] = 0
-        used = used.to(self.parameters[0].device)
-        self.strategy.reduce_usage(used).wait()
-        return bytearray(used.eq(0).to(torch.uint8).tolist())
+                self.usage.agree_before_backward()
 
     def _ensure_prior_reduction_finished(self) -> None:
         if not (self._expect_hooks and any(self._ready)):
@@ -344,7 +303,7 @@ class Reducer:
         with self._lock:
             # Inside no_sync too: what a micro-batch accumulates has to be exchanged, whoever uses the parameter last.
             if self._is_recording_usage() and self.parameters[index].grad is not None:
-                self._used[index] = 1
+                self.usage.used[index] = 1
             if not self._expect_hooks:
                 return
             if self._static_graph:
@@ -360,7 +319,7 @@ class Reducer:
         """At the first hook of a backward: parameters that will get no gradient must not hold up their buckets."""
         if not self._has_marked_unused:
             self._has_marked_unused = True
-            for unused_index in self._unused:
+            for unused_index in self.usage.unused:
                 self._mark_ready(unused_index)
 
     def _is_recording_usage(self) -> bool:
@@ -422,12 +381,12 @@ class Reducer:
             self._next_bucket += 1
         if self._next_bucket == len(self.buckets):
             if self._find_unused and not self._static_graph:
-                self._reduce_usage()
+                self.usage.reduce()
             torch.autograd.Variable._execution_engine.queue_callback(self._finalize_from_engine)
 
     def _reduce(self, bucket: Bucket) -> Reduction | None:
         """Pack what is not packed yet and hand the bucket over; None where there is nothing to exchange."""
-        if self._globally_unused is not None and all(self._globally_unused[i] for i in bucket.parameter_indices):
+        if self.usage.is_unused_everywhere(bucket.parameter_indices):
             return None
         divisor = self._get_divisor()
         if not self._is_packing:
@@ -453,23 +412,18 @@ class Reducer:
             self._divisor = self.strategy.begin(live_world_size)
         return self._divisor
 
-    def _reduce_usage(self) -> None:
-        usage = torch.frombuffer(bytearray(self._used), dtype=torch.uint8).to(torch.int32)
-        self._usage = usage.to(self.parameters[0].device)
-        self._usage_work = self.strategy.reduce_usage(self._usage)
-
     def _delay_all_reduce(self) -> None:
         """End of static graph's first backward: only now is known who is used how often, so everything goes now."""
         with self._lock:
             self._knows_static_graph = True
-            self._reduce_usage()
-            self._unused = [index for index, count in enumerate(self._hook_counts) if count == 0]
-            if self._unused:
+            self.usage.reduce()
+            self.usage.unused = [index for index, count in enumerate(self._hook_counts) if count == 0]
+            if self.usage.unused:
                 logger.info(
                     "Parameter(s) %s is(are) unused during first iteration. Since static_graph=True is enabled for DDP,"
                     " we expect this set of unused parameters to remain consistent on this rank throughout the"
                     " training.",
-                    ", ".join(f"{{{self.names[i]}, {i}}}" for i in self._unused),
+                    ", ".join(f"{{{self.names[i]}, {i}}}" for i in self.usage.unused),
                 )
             with torch.no_grad():
                 for bucket in self.buckets:
@@ -486,7 +440,7 @@ class Reducer:
     def _finalize_from_engine(self) -> None:
         with self._lock:
             if self._static_graph and self._should_rebuild():
-                self._arrival_order.extend(self._unused)
+                self._arrival_order.extend(self.usage.unused)
             self._finalize()
 
     def _finalize(self) -> None:
@@ -508,9 +462,8 @@ class Reducer:
             future.wait()
         self._post_backward_futures = []
         self.strategy.finish()
-        self._settle_usage()
+        self.usage.settle(forget=not self._static_graph)
         self._live_ranks_work = None
-        self._globally_unused = None
         self.timer.end_communication()
 
     def _stop_expecting_hooks(self) -> None:
@@ -518,34 +471,15 @@ class Reducer:
         self._short_way[:] = self._no_short_way if self._is_recording_usage() else self._no_way
 
     def _unpack(self, bucket: Bucket, result: torch.Tensor) -> None:
-        skip = self._positions_to_skip(bucket)
+        skip = None
+        if self._find_unused or self._static_graph:
+            skip = self.usage.unused_positions(bucket.parameter_indices)
         if bucket.sparse:
             bucket.unpack_sparse(result, skip)
         elif self._as_view:
             bucket.unpack_as_views(result, skip, adopt=self._mixed_precision_dtype is not None)
         else:
             bucket.unpack(result, skip)
-
-    def _positions_to_skip(self, bucket: Bucket) -> list[bool] | None:
-        """Which of the bucket's parameters no rank used; None when all are used here, which needs no agreement."""
-        if not (self._find_unused or self._static_graph):
-            return None
-        if all(self._used[index] for index in bucket.parameter_indices):
-            return None
-        if self._usage_work is not None:
-            self._usage_work.wait()
-            self._usage_work = None
-            assert self._usage is not None
-            self._used = bytearray(self._usage.ne(0).to(torch.uint8).tolist())
-        return [not self._used[index] for index in bucket.parameter_indices]
-
-    def _settle_usage(self) -> None:
-        if self._usage_work is not None:
-            self._usage_work.wait()  # the next backward overwrites the tensor it sums
-            self._usage_work = None
-        if not self._static_graph:
-            # A static graph's map is the first iteration's, for good.
-            self._used = bytearray(len(self.parameters))
 
     # ---- for join, communication hooks and frameworks ----------------------------------------------------------
 
@@ -567,8 +501,7 @@ class Reducer:
             for reduction in reductions:
                 reduction.wait()
         if self._find_unused and not self._static_graph:
-            usage = torch.zeros(len(self.parameters), dtype=torch.int32, device=self.parameters[0].device)
-            self.strategy.reduce_usage(usage).wait()
+            self.usage.shadow()
 
     def _push_all_rebuilt_params(self) -> None:
         """A rank without data takes part in the rebuild too; its own order is overwritten by rank 0's."""
@@ -581,9 +514,7 @@ class Reducer:
 
     def _get_local_used_map(self) -> torch.Tensor:
         """By index, how many ranks used each parameter in the last backward that agreed on it: int32."""
-        if self._usage is None:
-            return torch.zeros(len(self.parameters), dtype=torch.int32, device=self.parameters[0].device)
-        return self._usage
+        return self.usage.summed()
 
     def _set_optimizer_in_backward(self) -> None:
         """The communication hook steps optimizers itself; gradients are not written back."""
@@ -594,7 +525,7 @@ class Reducer:
 
     def _ddp_graph_static(self) -> bool:
         """Whether every search so far found the same parameters unused, so that ``static_graph`` would have served."""
-        return self._unused_stays_the_same
+        return self.usage.never_changed
 
     def _remove_autograd_hooks(self) -> None:
         """Stop listening to autograd; gradients stay local from now on."""
@@ -608,8 +539,7 @@ class Reducer:
         self.has_rebuilt_buckets = False
         self._arrival_order = []
         self._reductions = []
-        self._used = bytearray(len(self.parameters))
-        self._usage_work = None
+        self.usage = ParameterUsage(self._nodes, self.parameters[0].device, self.strategy)
         self._live_ranks_work = None
 
     def update_group(self, rank: int, world_size: int) -> None:
@@ -626,4 +556,4 @@ class Reducer:
 
     def unused_bytes(self) -> int:
         """Bytes of the parameters that the last search, or a static graph's first iteration, found unused."""
-        return sum(self.parameters[i].numel() * self.parameters[i].element_size() for i in self._unused)
+        return sum(self.parameters[i].numel() * self.parameters[i].element_size() for i in self.usage.unused)

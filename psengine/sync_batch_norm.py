@@ -23,8 +23,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.lazy import LazyModuleMixin
 
 from psengine.collectives.base import Collective
+from psengine.collectives.cache import collective_for
 from psengine.errors import ArgumentTypeError, ConfigurationError, ModuleError
-from psengine.metrics import collective_for
 
 
 class SyncBatchNorm(torch.nn.SyncBatchNorm):

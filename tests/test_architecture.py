@@ -18,6 +18,7 @@ LAYERS = [
     {
         "environment",
         "launchers",
+        "slurm_lists",
         "buckets",
         "bucket_caps",
         "backward_timer",
@@ -26,13 +27,23 @@ LAYERS = [
         "module_buffers",
     },
     {"collectives"},
-    {"strategies", "sync_batch_norm", "metrics"},
-    {"reducer", "comm_hooks", "joining", "delayed_all_reduce", "logging_data", "constructor_checks", "parallel"},
+    {"strategies", "sync_batch_norm", "metrics", "metric_leaves"},
+    {
+        "reducer",
+        "usage",
+        "comm_hooks",
+        "joining",
+        "delayed_all_reduce",
+        "logging_data",
+        "constructor_checks",
+        "parallel",
+    },
     {"optimizer"},
     {"__init__"},
 ]
 MAY_USE_TORCH_DISTRIBUTED = {
     "collectives/c10d",
+    "collectives/cache",
     "comm_hooks",
     "constructor_checks",
     "environment",
@@ -40,7 +51,6 @@ MAY_USE_TORCH_DISTRIBUTED = {
     "logging_data",
     "metrics",
     "parallel",
-    "sync_batch_norm",
 }
 MAY_READ_ENVIRONMENT = {"environment"}
 
@@ -113,6 +123,6 @@ def test_nothing_unpickles_or_evaluates(module):
 
 
 def test_modules_stay_small():
-    # House style: past 400 lines look for the second noun. The wrapper and the reducer mirror one native class each.
+    # House style: past 400 lines look for the second noun. The wrapper and the reducer mirror a native class each.
     too_long = {m: n for m, p in MODULES.items() if (n := len(p.read_text().splitlines())) > 620}
     assert not too_long

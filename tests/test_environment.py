@@ -21,7 +21,8 @@ from processes import run_ranks, run_ranks_to_any_end
 from psengine import environment
 from psengine.environment import Context, choose_device, default_strategy, init, is_main_process, shutdown
 from psengine.errors import CollectiveError, ConfigurationError, EnvironmentVariableError
-from psengine.launchers import Master, Placement, detect, expand_node_list, expand_task_counts
+from psengine.launchers import Master, Placement, detect
+from psengine.slurm_lists import expand_node_list, expand_task_counts
 
 LAUNCHER_VARIABLE = re.compile(
     r"(SLURM|OMPI|PMIX|TORCHELASTIC|MASTER)_|(LOCAL_)?(RANK|WORLD_SIZE)$|GROUP_RANK|PSENGINE_STRATEGY"

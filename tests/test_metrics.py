@@ -17,6 +17,8 @@ import torch.distributed as dist
 from processes import run_ranks
 
 from psengine import metrics
+from psengine.collectives import cache
+from psengine.collectives.c10d import C10dCollective
 from psengine.errors import ArgumentTypeError, ConfigurationError, ReplicaMismatchError
 
 Scores = collections.namedtuple("Scores", ["loss", "correct"])
@@ -52,7 +54,7 @@ def raises(error_type, *texts):
 def counted_collectives():
     """Yield a list of what travels: (operation, numel, dtype)."""
     calls: list[tuple[str, int, torch.dtype]] = []
-    transport = metrics.C10dCollective
+    transport = C10dCollective
     all_reduce, all_gather = transport.all_reduce, transport.all_gather
 
     def counting_all_reduce(self, flat, *args, **kwargs):
@@ -314,7 +316,7 @@ def economy(rank: int, world_size: int) -> None:
         metrics.gather({**value, "i": [1, True]})
         assert calls == [header, ("all_gather", 8 + 12 + 4 + 8 + 8 + 8, torch.uint8)]
     # One collective for the group, however many calls.
-    with mock.patch.object(metrics, "C10dCollective", side_effect=AssertionError("made a second collective")):
+    with mock.patch.object(cache, "C10dCollective", side_effect=AssertionError("made a second collective")):
         metrics.mean(1.0)
         metrics.sum(1, dist.group.WORLD)
 
@@ -421,7 +423,7 @@ def check_alone() -> None:
         metrics.mean(1.0, weight=0)
     with pytest.raises(ConfigurationError, match="int64"):
         metrics.sum(2**63)
-    assert metrics.collective_for() is None
+    assert cache.collective_for() is None
 
 
 def test_without_a_process_group():
@@ -462,11 +464,11 @@ def a_group_after_another(rank: int, world_size: int, port: int) -> None:
         dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world_size)
         assert metrics.sum(generation) == generation * world_size
         assert metrics.mean(torch.tensor(float(rank))).item() == (world_size - 1) / 2
-        assert len(metrics._collectives) == 1
+        assert len(cache._collectives) == 1
         dist.barrier()
         dist.destroy_process_group()
         assert metrics.sum(7) == 7
-        assert len(metrics._collectives) == 0
+        assert len(cache._collectives) == 0
 
 
 def test_destroyed_groups_are_let_go():

@@ -1,0 +1,262 @@
+"""The leaves of a metric: numbers and tensors, found in a value and turned into flat buffers and back.
+
+Pure: nothing here knows of other ranks::
+
+    value ── Walk ──┬── description: what there is at every path
+                    └── leaves ──┬── as_float64 ──┐              ┌── from_float64 ──┐
+                                 ├── as_halves ───┼─ pack/unpack ┼── from_halves ───┼── rebuild ── the value's structure
+                                 └── as_bytes ────┘              └── from_bytes ────┘
+
+Each ``from_*`` takes the leaf whose type, dtype and device the result is to have, beside what arrived for it.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import numbers
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import Any
+
+import torch
+
+from psengine.errors import ArgumentTypeError, ConfigurationError, PSEngineError
+
+INTEGER_DTYPES = frozenset(
+    {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32}
+)
+FLOATING_DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
+COMPLEX_DTYPES = frozenset({torch.complex32, torch.complex64, torch.complex128})
+CPU = torch.device("cpu")
+LOW_HALF = 2**32 - 1
+
+Leaf = torch.Tensor | bool | int | float
+# Path of every container and leaf ("value['loss']") to what is there ("float").
+Description = dict[str, str]
+
+
+@dataclass
+class Walk:
+    """A value taken apart: its leaves, and what there is at every path, in an order that all ranks share."""
+
+    leaves: list[Leaf] = field(default_factory=list)
+    paths: list[str] = field(default_factory=list)
+    description: Description = field(default_factory=dict)
+    faults: list[PSEngineError] = field(default_factory=list)
+
+    def visit(self, value: Any, path: str) -> None:
+        """Take ``value`` apart; what cannot be exchanged becomes a fault, to be raised when the others know."""
+        if isinstance(value, dict):
+            self.description[path] = "a dict"
+            for key in _keys(value):
+                self.visit(value[key], f"{path}[{key!r}]")
+        elif isinstance(value, (list, tuple)):
+            self.description[path] = "a list" if isinstance(value, list) else "a tuple"
+            for index, item in enumerate(value):
+                self.visit(item, f"{path}[{index}]")
+        elif isinstance(value, torch.Tensor):
+            if _is_dense(value):
+                self._add(path, value.detach())
+            else:
+                kind = f"a tensor of {value.dtype} and layout {value.layout} on {value.device.type}"
+                self.add_fault(path, kind, _leaf_error(path, kind))
+        elif isinstance(value, bool):
+            self._add(path, value)
+        elif isinstance(value, numbers.Integral):
+            if -(2**63) <= int(value) < 2**63:
+                self._add(path, int(value))
+            else:
+                rule = f"{path} does not fit int64 (expected -2**63 <= value < 2**63, got {value})"
+                self.add_fault(path, "an int beyond int64", ConfigurationError(f"{rule}. Pass a float instead."))
+        elif isinstance(value, numbers.Real):
+            self._add(path, to_float(value))
+        else:
+            self.add_fault(path, type(value).__name__, _leaf_error(path, type(value).__name__))
+
+    def add_fault(self, path: str, kind: str, error: PSEngineError) -> None:
+        """Note that ``error`` is to be raised here, and what the other ranks are to be told instead."""
+        self.description[path] = kind
+        self.faults.append(error)
+
+    def _add(self, path: str, leaf: Leaf) -> None:
+        self.description[path] = ""  # the verb decides what has to agree
+        self.leaves.append(leaf)
+        self.paths.append(path)
+
+
+def _leaf_error(path: str, kind: str) -> ArgumentTypeError:
+    return ArgumentTypeError(
+        f"{path} is no metric (expected a number, a dense tensor of numbers, or a dict, list or tuple of them, got"
+        f" {kind}). Leave it out, or turn it into a float or a tensor."
+    )
+
+
+def _keys(value: dict[Any, Any]) -> list[Any]:
+    """The keys in an order that does not depend on when each was added, which may differ from rank to rank."""
+    return sorted(value, key=lambda key: (type(key).__name__, repr(key)))
+
+
+def rebuild(value: Any, leaves: Iterator[Any]) -> Any:
+    """Undo ``Walk.visit``: ``value``'s structure, in new containers, around ``leaves``."""
+    if isinstance(value, dict):
+        items = {key: rebuild(value[key], leaves) for key in _keys(value)}
+        # A subclass may have more to it than its items (a default factory, say); assigning keeps the order of its keys.
+        result = copy.copy(value) if type(value) is not dict else dict.fromkeys(value)
+        for key, item in items.items():
+            result[key] = item
+        return result
+    if isinstance(value, tuple):
+        parts = [rebuild(item, leaves) for item in value]
+        return value._make(parts) if hasattr(value, "_make") else tuple(parts)
+    if isinstance(value, list):
+        return [rebuild(item, leaves) for item in value]
+    return next(leaves)
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    known = tensor.dtype in INTEGER_DTYPES | FLOATING_DTYPES | COMPLEX_DTYPES
+    return known and tensor.layout is torch.strided and not tensor.is_meta
+
+
+def is_real_scalar(value: Any) -> bool:
+    """Whether ``value`` is a tensor that holds one real number."""
+    return isinstance(value, torch.Tensor) and _is_dense(value) and value.numel() == 1 and not value.is_complex()
+
+
+def is_integral(leaf: Leaf) -> bool:
+    """Whether the leaf holds integers or bools, which are added exactly."""
+    return leaf.dtype in INTEGER_DTYPES if isinstance(leaf, torch.Tensor) else isinstance(leaf, int)
+
+
+def to_float(number: Any) -> float:
+    """The number as a float, infinite where it is too large for one."""
+    try:
+        return float(number.detach() if isinstance(number, torch.Tensor) else number)
+    except OverflowError:
+        return math.inf if number > 0 else -math.inf
+
+
+def kind_for_sum(leaf: Leaf) -> str:
+    """What ranks must agree on to add the leaf: its type, or its dtype and shape."""
+    if isinstance(leaf, torch.Tensor):
+        return f"a tensor of {leaf.dtype} with shape {list(leaf.shape)}"
+    return f"a Python {type(leaf).__name__}"
+
+
+def kind_for_mean(leaf: Leaf) -> str:
+    """As ``kind_for_sum``, but all Python numbers are of one kind.
+
+    A rank without data says 0 where the others say 0.5; their mean is a float either way.
+    """
+    return kind_for_sum(leaf) if isinstance(leaf, torch.Tensor) else "a Python number"
+
+
+def kind_for_gather(leaf: Leaf) -> str:
+    """As ``kind_for_sum``, but a tensor's sizes are its rank's own affair."""
+    if isinstance(leaf, torch.Tensor):
+        return f"a tensor of {leaf.dtype} with {leaf.dim()} dimensions"
+    return kind_for_sum(leaf)
+
+
+def as_float64(leaf: Leaf) -> torch.Tensor:
+    """The leaf as real float64 numbers; a complex one has a last dimension of 2 more."""
+    if not isinstance(leaf, torch.Tensor):
+        return torch.tensor(float(leaf), dtype=torch.float64, device=CPU)
+    if leaf.is_complex():
+        return torch.view_as_real(leaf.to(torch.complex128).resolve_conj())
+    return leaf.to(torch.float64)
+
+
+def from_float64(leaf: Leaf, result: torch.Tensor) -> Any:
+    """Undo ``as_float64``: ``result`` as what ``leaf`` is, an integer tensor's in the default dtype; a copy."""
+    if not isinstance(leaf, torch.Tensor):
+        return result.item()
+    if leaf.is_complex():
+        return torch.view_as_complex(result.clone()).to(leaf.dtype)
+    dtype = torch.get_default_dtype() if is_integral(leaf) else leaf.dtype
+    return result.to(dtype, copy=True)
+
+
+def as_halves(leaf: Leaf) -> torch.Tensor:
+    """The leaf's integers as int64 high and low halves: 32 bits each, so 2**31 ranks add up without overflow."""
+    whole = leaf if isinstance(leaf, torch.Tensor) else torch.tensor(int(leaf), dtype=torch.int64, device=CPU)
+    whole = whole.to(torch.int64)
+    return torch.stack([whole >> 32, whole & LOW_HALF])
+
+
+def from_halves(leaf: Leaf, halves: torch.Tensor, path: str) -> Any:
+    """Undo ``as_halves`` on sums of them."""
+    high, low = halves
+    if not isinstance(leaf, torch.Tensor):
+        return (int(high) << 32) + int(low)
+    dtype = torch.int64 if leaf.dtype is torch.bool else leaf.dtype
+    high = high + (low >> 32)
+    total = (high << 32) | (low & LOW_HALF)
+    limits = torch.iinfo(dtype)
+    if bool(((high < -(2**31)) | (high >= 2**31) | (total < limits.min) | (total > limits.max)).any()):
+        raise ConfigurationError(
+            f"the sum of {path} does not fit its dtype (expected {limits.min} <= sum <= {limits.max} for {dtype}, got"
+            " more). Convert it to a larger integer dtype or to torch.float64 before the call."
+        )
+    return total.to(dtype, copy=True)
+
+
+def tensor_sizes(leaves: Sequence[Leaf]) -> list[int]:
+    """The sizes of all tensors' dimensions, one after the other."""
+    return [size for leaf in leaves if isinstance(leaf, torch.Tensor) for size in leaf.shape]
+
+
+def shapes_from_sizes(leaves: Sequence[Leaf], sizes: Sequence[int]) -> list[tuple[int, ...]]:
+    """Undo ``tensor_sizes``: give each leaf its dimensions' share of ``sizes``; numbers have none."""
+    remaining = iter(sizes)
+    dimensions = [leaf.dim() if isinstance(leaf, torch.Tensor) else 0 for leaf in leaves]
+    return [tuple(next(remaining) for _ in range(count)) for count in dimensions]
+
+
+def byte_counts(leaves: Sequence[Leaf], shapes: Sequence[Sequence[int]]) -> list[int]:
+    """How many bytes ``as_bytes`` makes of each leaf on the rank where the leaves have these ``shapes``."""
+    return [math.prod(shape) * _as_tensor(leaf).element_size() for leaf, shape in zip(leaves, shapes, strict=True)]
+
+
+def _as_tensor(leaf: Leaf) -> torch.Tensor:
+    if isinstance(leaf, torch.Tensor):
+        return leaf
+    dtype = torch.int64 if isinstance(leaf, int) else torch.float64
+    return torch.tensor(leaf, dtype=dtype, device=CPU)
+
+
+def as_bytes(leaf: Leaf) -> torch.Tensor:
+    """The leaf's elements as a flat uint8 copy."""
+    flat = _as_tensor(leaf).resolve_conj().resolve_neg().reshape(-1)
+    flat = flat.clone(memory_format=torch.contiguous_format)  # contiguous() leaves one element its odd stride
+    return (torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat).view(torch.uint8)
+
+
+def from_bytes(leaf: Leaf, part: torch.Tensor, shape: Sequence[int]) -> Any:
+    """Undo ``as_bytes``; a copy, because a view of wider elements needs memory that is aligned for them."""
+    like = _as_tensor(leaf)
+    if like.is_complex():
+        return torch.view_as_complex(part.clone().view(like.dtype.to_real()).view([*shape, 2]))
+    result = part.clone().view(like.dtype).view(list(shape))
+    return result if isinstance(leaf, torch.Tensor) else type(leaf)(result.item())
+
+
+def pack(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
+    """One flat copy on ``device``; neighbours on one device move there together.
+
+    In the order of the leaves, not by device: which leaf lies where may differ from rank to rank.
+    """
+    runs = [list(run) for _, run in groupby(tensors, key=lambda t: t.device)]
+    return torch.cat([torch.cat([t.reshape(-1) for t in run]).to(device) for run in runs])
+
+
+def unpack(flat: torch.Tensor, devices: Sequence[torch.device], counts: Sequence[int]) -> list[torch.Tensor]:
+    """Undo ``pack``: flat parts of ``counts`` elements, each on its device; they may be views of ``flat``."""
+    parts: list[torch.Tensor] = []
+    for device, run in groupby(zip(devices, counts, strict=True), key=lambda pair: pair[0]):
+        run_counts = [count for _, count in run]
+        run_flat, flat = flat.tensor_split([sum(run_counts)])
+        parts += torch.split(run_flat.to(device), run_counts)
+    return parts
