@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gzip
-import importlib.util
+import importlib
 import os
 import re
 import signal
@@ -13,7 +13,7 @@ import sys
 import tracemalloc
 from contextlib import nullcontext
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -29,16 +29,10 @@ FASHION_MNIST = Path("/usr/share/datasets/fashion-mnist")  # where Debian's data
 DEADLINE_S = 150
 
 
-def _load(name: str) -> ModuleType:
-    specification = importlib.util.spec_from_file_location(name, EXAMPLE.with_name(f"{name}.py"))
-    module = importlib.util.module_from_spec(specification)
-    sys.modules[name] = module  # train_images imports idx_images by its name, as it does when run
-    specification.loader.exec_module(module)
-    return module
-
-
-idx_images = _load("idx_images")
-train_images = _load("train_images")
+sys.path.append(str(EXAMPLE.parent))  # its modules import each other by name, as they do when it is run
+idx_images = importlib.import_module("idx_images")
+epoch_losses = importlib.import_module("epoch_losses")
+train_images = importlib.import_module("train_images")
 
 
 # ------------------------------------------------------------------------------------------------- as users start it
@@ -237,7 +231,7 @@ def test_missing_scikit_learn_names_the_extra(monkeypatch):
 def test_missing_tqdm_names_the_extra(monkeypatch, capsys):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     monkeypatch.setitem(sys.modules, "tqdm", None)
-    assert train_images.progress_bar("epoch 1", 3) is None
+    assert epoch_losses.progress_bar("epoch 1", 3) is None
     assert "pip install 'psengine[examples]'" in capsys.readouterr().err
 
 

@@ -1,0 +1,42 @@
+"""The errors that end a run in one line, and how ranks share them, so that none waits for one that has left."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch.distributed as dist
+
+import psengine
+
+T = TypeVar("T")
+
+
+class UserError(Exception):
+    """Something that the user can put right: one line on rank 0, exit code 2."""
+
+
+class TrainingError(Exception):
+    """Training went wrong; raised on all ranks alike: one line on each, exit code 1."""
+
+
+def on_all_ranks(prepare: Callable[[], T], only_rank: int | None = None) -> T | None:
+    """Return ``prepare()``, called on all ranks or one; what is wrong on any is raised on all, so that nobody waits."""
+    result, problem = None, None
+    try:
+        if only_rank in (None, dist.get_rank()):
+            result = prepare()
+    except (UserError, psengine.ConfigurationError) as error:
+        problem = str(error)
+    problems: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(problems, problem)
+    for rank, problem in enumerate(problems):
+        if problem is not None:
+            raise UserError(problem if rank == 0 else f"rank {rank}: {problem}")
+    return result
+
+
+def wait_for_all_ranks() -> None:
+    """Wait until all ranks have spoken: torchrun ends the others as soon as one has left."""
+    if dist.is_initialized():
+        dist.barrier()
