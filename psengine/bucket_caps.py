@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import numbers
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -33,11 +35,13 @@ class BucketCaps:
         """Read ``bucket_cap_mb`` and ``bucket_cap_mb_list`` (MiB); the list wins, None means the default.
 
         Raises:
-            ConfigurationError: a cap is negative.
+            ConfigurationError: a cap is not a size.
         """
+        if caps_mib is not None and not isinstance(caps_mib, (list, tuple)):
+            raise ConfigurationError(f"bucket_cap_mb_list is a list of sizes in MiB (got {caps_mib!r})")
         for cap in [*(caps_mib or ()), *([] if cap_mib is None else [cap_mib])]:
-            if cap < 0:
-                raise ConfigurationError(f"bucket caps are sizes in MiB (expected a number >= 0, got {cap})")
+            if not isinstance(cap, numbers.Real) or not 0 <= float(cap) < math.inf:
+                raise ConfigurationError(f"bucket caps are sizes in MiB (expected a number >= 0, got {cap!r})")
         if caps_mib:
             cap_bytes = int(max(caps_mib) * MIB_BYTES)
             per_bucket_bytes = tuple(int(cap * MIB_BYTES) for cap in caps_mib)
@@ -55,13 +59,8 @@ class BucketCaps:
         """
         if self.per_bucket_bytes:
             return list(self.per_bucket_bytes)
-        return [sys.maxsize] if may_rebuild else self._default_limits_bytes()
+        return [sys.maxsize] if may_rebuild else self.rebuild_limits_bytes()
 
     def rebuild_limits_bytes(self) -> list[int]:
         """Limits for the layout in arrival order."""
         return list(self.per_bucket_bytes) or [self.first_cap_bytes, self.cap_bytes]
-
-    def _default_limits_bytes(self) -> list[int]:
-        if self.first_cap_bytes < self.cap_bytes:
-            return [self.first_cap_bytes, self.cap_bytes]
-        return [self.cap_bytes]

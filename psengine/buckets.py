@@ -6,7 +6,6 @@ the two copies of a step: ``pack`` (gradients into the flat tensor, divided on t
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -230,8 +229,8 @@ class Bucket:
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         if len(gradients) < len(parameters):
             return False
-        if as_view and any(map(operator.is_, gradients, views)):
-            return False
+        if as_view and any(g is v or g.data_ptr() == v.data_ptr() for g, v in zip(gradients, views, strict=True)):
+            return False  # divided in place, not multiplied: see pack_one
         try:
             torch._foreach_copy_(views, gradients)
         except RuntimeError:
@@ -245,7 +244,7 @@ class Bucket:
         return True
 
     def pack_sparse(self, divisor: int) -> None:
-        """Take the parameter's sparse gradient, divided in place, as the payload; an undefined one counts as zero."""
+        """Take the parameter's sparse gradient, divided, as the payload; an undefined one counts as zero."""
         parameter = self.parameters[0]
         gradient = parameter.grad
         if gradient is None:
@@ -256,16 +255,16 @@ class Bucket:
                 f"Expected variable to have sparse gradient. (parameter {self.names[0]!r}: expected torch.sparse_coo,"
                 f" got {gradient.layout})"
             )
-        self._flat = gradient
-        if divisor != 1:
-            gradient.div_(divisor)
+        # Not in place: the gradients of two embeddings may share their values.
+        self._flat = gradient if divisor == 1 else gradient / divisor
 
     def fill_with_zeros(self) -> None:
         """Let the payload be what a rank without data contributes."""
         if self.sparse:
+            # One sparse dimension, rows, like the gradients of embeddings: gloo sizes its messages by that number.
             shape = self.parameters[0].shape
-            indices = torch.empty(len(shape), 0, dtype=torch.int64, device=self.device)
-            values = torch.empty(0, dtype=self.dtype, device=self.device)
+            indices = torch.empty(1, 0, dtype=torch.int64, device=self.device)
+            values = torch.empty(0, *shape[1:], dtype=self.dtype, device=self.device)
             self._flat = torch.sparse_coo_tensor(indices, values, shape, check_invariants=False)
         else:
             self.flat.zero_()
@@ -327,10 +326,7 @@ class Bucket:
         if skip is not None and skip[0]:
             return
         parameter = self.parameters[0]
-        if parameter.grad is None:
-            parameter.grad = result
-        elif parameter.grad is not result:
-            parameter.grad.copy_(result)
+        parameter.grad = result
 
     def _create_gradient(self, parameter: torch.Tensor, view: torch.Tensor) -> None:
         gradient = torch.empty_strided(view.shape, view.stride(), dtype=parameter.dtype, device=view.device)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,6 +60,11 @@ def choose_process_group(
         raise ModuleError("Cannot specify both process_group and device_mesh arguments.")
     if device_mesh is None:
         if process_group is not None:
+            if not isinstance(process_group, dist.ProcessGroup):
+                raise ConfigurationError(
+                    "process_group must be a ProcessGroup this rank belongs to, made by torch.distributed.new_group"
+                    f" (got {process_group!r})"
+                )
             return process_group
         if not dist.is_initialized():
             raise ModuleError(
@@ -97,6 +102,8 @@ def check_devices(
     output_device: int | torch.device | None,
 ) -> Placement:
     """Work out where the module lives and whether ``device_ids`` and ``output_device`` agree with that."""
+    if device_ids is not None and not isinstance(device_ids, (list, tuple)):
+        raise ConfigurationError(f"device_ids is a list of at most one device (got {device_ids!r})")
     if device_ids is not None and len(device_ids) > 1:
         raise ConfigurationError(f"device_ids can only be None or contain a single element. (got {list(device_ids)})")
     devices = {p.device for p in parameters}
@@ -122,6 +129,22 @@ def check_devices(
         device_ids=[_get_device_index(d, True) for d in device_ids],
         output_device=_get_device_index(device_ids[0] if output_device is None else output_device, True),
     )
+
+
+def check_state(state: Mapping[str, torch.Tensor]) -> None:
+    """Every tensor to share must be one that can be received into, on every rank alike."""
+    for name, tensor in state.items():
+        if tensor.device.type == "meta":
+            raise ModuleError(
+                f"{name!r} is on the meta device; materialise the module first (module.to_empty(device=...))"
+            )
+        if tensor.layout is not torch.strided:
+            raise ModuleError(f"No support for sparse tensors. ({name!r}: expected torch.strided, got {tensor.layout})")
+        if torch._debug_has_internal_overlap(tensor) == 1:
+            raise ModuleError(
+                f"{name!r} is expanded: several elements share one place in memory, so it cannot be received into"
+                f" (shape {tuple(tensor.shape)}, strides {tensor.stride()}). Use .clone() or .contiguous()."
+            )
 
 
 def choose_buffer_sync(broadcast_buffers: bool | None, forward_sync_buffers: bool | None) -> tuple[bool, bool]:

@@ -41,8 +41,7 @@ class ShadowHook(JoinHook):
         replica.require_forward_param_sync = should_sync
         if should_sync:
             replica.reducer.shadow_backward()
-            replica.reducer._push_all_rebuilt_params()
 
     def post_hook(self, is_last_joiner: bool) -> None:
         """Give everybody the model of the rank that trained longest."""
-        self._replica._broadcast_final_model(is_last_joiner=is_last_joiner)
+        self._replica._sync_final_model(is_last_joiner)

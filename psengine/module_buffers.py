@@ -35,7 +35,8 @@ class BufferBroadcast:
         """
         signature = tuple((b.shape, b.dtype, b.device) for b in buffers)
         if signature != self._signature:
-            self._lay_out(buffers)
+            with torch.inference_mode(False):  # tensors made inside inference mode could never be written outside
+                self._lay_out(buffers)
             self._signature = signature
         if is_source:
             torch._foreach_copy_(self._views, list(buffers))

@@ -19,7 +19,7 @@ from torch.nn.parallel import distributed as native
 from psengine import constructor_checks as checks
 from psengine.bucket_caps import BucketCaps
 from psengine.collectives.base import Collective
-from psengine.collectives.c10d import C10dCollective
+from psengine.collectives.c10d import BROADCAST_BUCKET_BYTES
 from psengine.collectives.registry import resolve_collective
 from psengine.comm_hooks import all_reduce_sum_hook, bucket_hook, builtin_hook, check_comm_hook
 from psengine.compilation import stay_out_of_graphs, traces_gradient_exchange
@@ -140,7 +140,7 @@ class DistributedDataParallel(NativeDistributedDataParallel):  # type: ignore[mi
         self.require_backward_grad_sync = True
         self.require_forward_param_sync = True
         self.use_side_stream_for_tensor_copies = checks.uses_side_stream()
-        self.broadcast_bucket_size = 250 * 1024 * 1024
+        self.broadcast_bucket_size = BROADCAST_BUCKET_BYTES  # read by code written for native DDP
         self._comm_hooks: list[tuple[Callable[..., Any], object]] = []
         self._accum_grad_hooks: list[Any] = []
         self._has_rebuilt_buckets = False
@@ -166,10 +166,12 @@ class DistributedDataParallel(NativeDistributedDataParallel):  # type: ignore[mi
         self._collective = resolve_collective(collective, self.process_group)
         self.strategy = resolve_strategy(default_strategy() if strategy is None else strategy)
         self._buffer_broadcast = BufferBroadcast()
+        self.logger = LoggingData()
         self._delayed: DelayedAllReduce | None = None
         if delayed:
             assert param_to_hook_all_reduce is not None
             self._delayed = DelayedAllReduce(self._delay_all_reduce_params, param_to_hook_all_reduce, self._collective)
+            weakref.finalize(self, self._delayed.close).atexit = False
         self._delay_all_reduce_all_params = self._delayed is not None and not self._reducible()
         if self._delay_all_reduce_all_params:
             return
@@ -198,7 +200,6 @@ class DistributedDataParallel(NativeDistributedDataParallel):  # type: ignore[mi
 
     def _start(self, *, init_sync: bool, init_sync_buffers: bool, static_graph: bool) -> None:
         """Make replicas start equal and begin to listen to autograd."""
-        self.logger = LoggingData()
         reducible = self._reducible()
         self._assign_modules_buffers()
         parameters = {name: parameter for name, parameter, _ in reducible}
@@ -209,6 +210,7 @@ class DistributedDataParallel(NativeDistributedDataParallel):  # type: ignore[mi
             collective=self._collective,
             device=self.device,
         )
+        checks.check_state(replica.state)
         self.strategy.prepare(replica, synchronize=init_sync)
         may_rebuild = static_graph or not self.find_unused_parameters
         self.reducer = Reducer(
@@ -223,7 +225,7 @@ class DistributedDataParallel(NativeDistributedDataParallel):  # type: ignore[mi
             find_unused_parameters=self.find_unused_parameters,
             gradient_as_bucket_view=self.gradient_as_bucket_view,
             skip_all_reduce_unused_params=self.skip_all_reduce_unused_params,
-            run_allreduce_hook=functools.partial(all_reduce_sum_hook, self.process_group),
+            run_allreduce_hook=functools.partial(_sum_over_group, weakref.ref(self)),
             on_error=self.logger.set_error_and_log,
         )
         # The hooks keep the reducer alive; it must go when this wrapper goes, or a module that is wrapped again would
@@ -231,11 +233,11 @@ class DistributedDataParallel(NativeDistributedDataParallel):  # type: ignore[mi
         owned_collective = self._collective if isinstance(self._collective_choice, str) else None
         weakref.finalize(self, _release, self.reducer, self.strategy, owned_collective).atexit = False
 
-    def _state_tensors(self, *, with_buffers: bool) -> list[torch.Tensor]:
-        """What replicas must have in common: all parameters that are not ignored, and the buffers."""
-        state = [p.detach() for n, p in self.module.named_parameters() if n not in self.parameters_to_ignore]
+    def _state_tensors(self, *, with_buffers: bool) -> dict[str, torch.Tensor]:
+        """What replicas must have in common: all parameters that are not ignored, and the buffers, by name."""
+        state = {n: p.detach() for n, p in self.module.named_parameters() if n not in self.parameters_to_ignore}
         if with_buffers:
-            state.extend(b.detach() for b in named_buffers(self.module, self.parameters_to_ignore).values())
+            state.update({n: b.detach() for n, b in named_buffers(self.module, self.parameters_to_ignore).items()})
         return state
 
     def _set_up_mixed_precision(self) -> None:
@@ -330,7 +332,9 @@ class DistributedDataParallel(NativeDistributedDataParallel):  # type: ignore[mi
             self.reducer.prepare_for_backward(list(find_tensors(output)) if searches_graph else ())
         # A static graph's first exchange may come after backwards inside no_sync, which must not start it
         # (https://github.com/pytorch/pytorch/issues/143580).
-        counts_graph = self.static_graph and will_exchange and not self._static_graph_delay_allreduce_enqueued
+        counts_graph = self.static_graph and will_exchange and not self.reducer.knows_static_graph
+        # A backward that raised has dropped what it had queued.
+        self._static_graph_delay_allreduce_enqueued = not counts_graph
         if searches_graph or counts_graph:
             on_start = functools.partial(_start_backward, weakref.ref(self))
             output = watch_backward(output, on_start, clone=self._ddp_sink_clone)
@@ -368,7 +372,7 @@ class DistributedDataParallel(NativeDistributedDataParallel):  # type: ignore[mi
         self.modules_buffers = list(self.named_module_buffers.values())
 
     def _sync_buffers(self) -> None:
-        source_rank = self._find_common_rank(True) if self._join_config.enable else 0
+        source_rank = self._highest_rank(True) if self._join_config.enable else 0
         with torch.no_grad():
             self._assign_modules_buffers()
             # Forwards that came before may still need the overwritten values' version for their backward.
@@ -398,7 +402,7 @@ class DistributedDataParallel(NativeDistributedDataParallel):  # type: ignore[mi
 
     def _shadow_buffer_sync(self) -> None:
         if self._check_sync_bufs_pre_fwd():
-            self._sync_module_buffers(self._find_common_rank(False))
+            self._sync_module_buffers(self._highest_rank(False))
 
     # ---- uneven inputs -----------------------------------------------------------------------------------------
 
@@ -442,7 +446,7 @@ class DistributedDataParallel(NativeDistributedDataParallel):  # type: ignore[mi
         self._collective.all_reduce(flag, what="join: does anybody synchronise gradients").wait()
         return flag.item() != 0
 
-    def _find_common_rank(self, is_candidate: bool) -> int:
+    def _highest_rank(self, is_candidate: bool) -> int:
         """The highest rank of those that are candidates; the same answer on every rank."""
         mine = torch.tensor([self._collective.rank if is_candidate else -1], dtype=torch.int64, device=self.device)
         highest = max(int(t.item()) for t in self._collective.all_gather(mine, what="join: source of the model"))
@@ -450,10 +454,11 @@ class DistributedDataParallel(NativeDistributedDataParallel):  # type: ignore[mi
             raise ModuleError("join: expected at least one rank to offer its model, got none")
         return highest
 
-    def _broadcast_final_model(self, *, is_last_joiner: bool) -> None:
-        self._authoritative_rank = self._find_common_rank(is_last_joiner)
+    def _sync_final_model(self, is_last_joiner: bool) -> None:
+        """Everybody takes the model of the highest rank among those that trained longest."""
+        self._authoritative_rank = self._highest_rank(is_last_joiner)
         state = self._state_tensors(with_buffers=self.forward_sync_buffers)
-        self.strategy.broadcast(state, self._authoritative_rank)
+        self.strategy.broadcast(list(state.values()), self._authoritative_rank)
 
     # ---- hooks and switches ------------------------------------------------------------------------------------
 
@@ -477,6 +482,8 @@ class DistributedDataParallel(NativeDistributedDataParallel):  # type: ignore[mi
         self._install_hook(self.process_group, builtin_hook(comm_hook_type), str(comm_hook_type))
 
     def _install_hook(self, state: object, hook: Callable[..., Any], name: str) -> None:
+        if self._delay_all_reduce_all_params:
+            raise ModuleError("all parameters are in delay_all_reduce_named_params; there is no bucket for a hook")
         reducer = self.reducer
         self.strategy.register_comm_hook(bucket_hook(state, hook, lambda: len(reducer.buckets)))
         self._comm_hooks.append((hook, state))
@@ -487,9 +494,9 @@ class DistributedDataParallel(NativeDistributedDataParallel):  # type: ignore[mi
         if self.static_graph:
             checks.warn_static_graph_again()
             return
+        self.reducer.set_static_graph()
         self.static_graph = True
         self._static_graph_delay_allreduce_enqueued = False
-        self.reducer.set_static_graph()
         self.logger._set_static_graph()
         if self.find_unused_parameters:
             checks.warn_static_graph_finds_unused()
@@ -500,8 +507,10 @@ class DistributedDataParallel(NativeDistributedDataParallel):  # type: ignore[mi
         self.reducer._reset_state()
         if dist.distributed_c10d._rank_not_in_group(new_process_group):
             return
+        if not isinstance(self._collective_choice, str):
+            raise ConfigurationError("the collective object that was passed as collective= cannot change its group")
         self.process_group = new_process_group
-        self._collective = C10dCollective(new_process_group)
+        self._collective = resolve_collective(self._collective_choice, new_process_group)
         replica = Replica(
             parameters=dict(zip(self.reducer.names, self.reducer.parameters, strict=True)),
             buffers=self.named_module_buffers,
@@ -534,13 +543,14 @@ class DistributedDataParallel(NativeDistributedDataParallel):  # type: ignore[mi
         attributes = copy.copy(self.__dict__)
         for name in ("process_group", "reducer", "logger", "_collective", "_buffer_broadcast"):
             attributes.pop(name, None)
+        if not isinstance(self._collective_choice, str):
+            attributes["_collective_choice"] = "auto"  # the object belongs to this process
         return attributes
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.process_group = dist.distributed_c10d._get_default_group()
         torch.nn.Module.__setstate__(self, state)
-        if not isinstance(self._collective_choice, str):
-            self._collective_choice = "auto"
+        self.logger = LoggingData()
         self._collective = resolve_collective(self._collective_choice, self.process_group)
         self._buffer_broadcast = BufferBroadcast()
         static_graph = self.static_graph
@@ -560,6 +570,12 @@ class DistributedDataParallel(NativeDistributedDataParallel):  # type: ignore[mi
                 " when you have called init_process_group and have not passed process_group argument to DDP"
                 " constructor"
             )
+
+
+def _sum_over_group(replica_reference: weakref.ref[DistributedDataParallel], bucket: Any) -> Any:
+    replica = replica_reference()
+    assert replica is not None, "a backward outlived its model"
+    return all_reduce_sum_hook(replica.process_group, bucket)
 
 
 def _release(reducer: Reducer, strategy: Strategy, collective: Collective | None) -> None:

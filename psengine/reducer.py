@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, NoReturn
 
@@ -46,7 +45,8 @@ class Reducer:
         names: their names, for errors.
         expects_sparse: per parameter, whether its gradient is sparse.
         strategy: already prepared.
-        collective_rank: this rank, for errors; ``world_size`` likewise.
+        rank: this rank, for errors.
+        world_size: how many ranks contribute, outside ``join``.
         initial_limits_bytes: bucket caps before the first rebuild; see ``plan_buckets``.
         rebuild_limits_bytes: bucket caps when buckets are rebuilt in the order gradients arrive.
         find_unused_parameters: walk the graph from the outputs to find parameters that will get no gradient.
@@ -117,7 +117,7 @@ class Reducer:
         self._ready_order: list[int] = []
         self._has_marked_unused = False
         self._warned_create_graph = False
-        self._knows_static_graph = False
+        self.knows_static_graph = False
         self._hook_counts = [0] * len(self.parameters)
         self._hook_counts_left: list[int] = []
         self._live_ranks_work: tuple[Any, bool] | None = None
@@ -228,12 +228,17 @@ class Reducer:
         self._divisor = None
         self._is_packing = self._as_view or self.strategy.needs_packing
         self._ready[:] = bytes(len(self.parameters))
-        self._ready_order = []
         self._has_marked_unused = False
-        self._short_way[:] = self._no_short_way if self._must_take_long_way() else self._small_parameter_buckets
+        if self._must_take_long_way():
+            self._ready_order = []
+            self._short_way[:] = self._no_short_way
+        else:
+            self._short_way[:] = self._small_parameter_buckets
         for bucket in self.buckets:
             bucket.pending = len(bucket.parameters)
         if self._static_graph:
+            if not self.knows_static_graph:
+                self._hook_counts = [0] * len(self.parameters)  # an earlier attempt may have raised half-way
             self._hook_counts_left = list(self._hook_counts)
         elif self._find_unused:
             self.usage.search(outputs)
@@ -324,10 +329,10 @@ class Reducer:
 
     def _is_recording_usage(self) -> bool:
         """A static graph's usage is that of its first iteration; otherwise it is recorded where it may vary."""
-        return not self._knows_static_graph if self._static_graph else self._find_unused
+        return not self.knows_static_graph if self._static_graph else self._find_unused
 
     def _count_static_hook(self, index: int) -> None:
-        if not self._knows_static_graph:
+        if not self.knows_static_graph:
             self._hook_counts[index] += 1
             return
         self._mark_unused_ready()
@@ -343,7 +348,8 @@ class Reducer:
         if self._ready[index]:
             self._fail(marked_twice_message(index, self.names[index], has_marked_unused=self._has_marked_unused))
         self._ready[index] = 1
-        self._ready_order.append(index)
+        if self._short_way[index] is None and len(self._ready_order) < len(self.parameters):
+            self._ready_order.append(index)
         bucket, position = self._locators[index]
         if self._is_packing and bucket.is_eager[position]:
             self._pack_one(bucket, position)
@@ -362,12 +368,12 @@ class Reducer:
     def _warn_create_graph(self) -> None:
         if not self._warned_create_graph:
             self._warned_create_graph = True
-            warnings.warn(
+            # Logged, not warned: native DDP's comes from C++, which no warnings filter turns into an error.
+            logger.warning(
                 "Using DistributedDataParallel with create_graph=True is not well-supported. The higher-order gradient"
                 " will not be synchronized across ranks, and backpropagation through all_reduce operations will not"
                 " occur. If you require DDP to work with higher-order gradients for your use case, please ping"
-                " https://github.com/pytorch/pytorch/issues/63929",
-                stacklevel=2,
+                " https://github.com/pytorch/pytorch/issues/63929"
             )
 
     def _reduce_full_buckets(self) -> None:
@@ -415,7 +421,7 @@ class Reducer:
     def _delay_all_reduce(self) -> None:
         """End of static graph's first backward: only now is known who is used how often, so everything goes now."""
         with self._lock:
-            self._knows_static_graph = True
+            self.knows_static_graph = True
             self.usage.reduce()
             self.usage.unused = [index for index, count in enumerate(self._hook_counts) if count == 0]
             if self.usage.unused:
@@ -453,27 +459,40 @@ class Reducer:
         with torch.no_grad():
             for bucket, reduction in zip(self.buckets, reductions, strict=True):
                 if reduction is None:
+                    self._create_missing_gradients(bucket)
                     continue
                 self.buckets_reduced += 1
                 result = reduction.wait()
                 if result is not None and not self._optimizer_in_backward:
                     self._unpack(bucket, result)
         for future in self._post_backward_futures:
-            future.wait()
+            self.strategy.wait_for(future, "buffer communication hook")
         self._post_backward_futures = []
         self.strategy.finish()
         self.usage.settle(forget=not self._static_graph)
         self._live_ranks_work = None
         self.timer.end_communication()
 
+    def _create_missing_gradients(self, bucket: Bucket) -> None:
+        """Of a bucket that had nobody to go to: an undefined gradient counts as zero, as it does among several."""
+        if self._is_packing or bucket.sparse or all(p.grad is not None for p in bucket.parameters):
+            return
+        skip = self._unused_positions(bucket) or [False] * len(bucket.parameters)
+        for position, parameter in enumerate(bucket.parameters):
+            if parameter.grad is None and not skip[position]:
+                parameter.grad = torch.zeros_like(bucket.views[position])
+
+    def _unused_positions(self, bucket: Bucket) -> list[bool] | None:
+        if self._find_unused or self._static_graph:
+            return self.usage.unused_positions(bucket.parameter_indices)
+        return None
+
     def _stop_expecting_hooks(self) -> None:
         self._expect_hooks = False
         self._short_way[:] = self._no_short_way if self._is_recording_usage() else self._no_way
 
     def _unpack(self, bucket: Bucket, result: torch.Tensor) -> None:
-        skip = None
-        if self._find_unused or self._static_graph:
-            skip = self.usage.unused_positions(bucket.parameter_indices)
+        skip = self._unused_positions(bucket)
         if bucket.sparse:
             bucket.unpack_sparse(result, skip)
         elif self._as_view:
@@ -491,17 +510,27 @@ class Reducer:
         self.set_live_ranks_work(work, use_initial_world_size=use_static_world_size)
 
     def shadow_backward(self) -> None:
-        """Take part in one backward of ranks that still have data, contributing zeros."""
+        """Take part in one backward of ranks that still have data, contributing zeros, in the order they exchange."""
+        is_first_of_static_graph = self._static_graph and not self.knows_static_graph
+        if self._skip_unused_buckets:
+            self.usage.shadow_agreement()
+        if is_first_of_static_graph:
+            self.usage.shadow()
+            self.knows_static_graph = True
         reductions = []
         self.strategy.begin(self._world_size)
         with torch.no_grad():
             for bucket in self.buckets:
-                bucket.fill_with_zeros()
-                reductions.append(self.strategy.reduce(bucket))
+                if not self.usage.is_unused_everywhere(bucket.parameter_indices):
+                    bucket.fill_with_zeros()
+                    reductions.append(self.strategy.reduce(bucket))
+            if self._find_unused and not self._static_graph:
+                self.usage.shadow()
             for reduction in reductions:
                 reduction.wait()
-        if self._find_unused and not self._static_graph:
-            self.usage.shadow()
+        self.usage.settle(forget=not self._static_graph)
+        if not is_first_of_static_graph:
+            self._push_all_rebuilt_params()
 
     def _push_all_rebuilt_params(self) -> None:
         """A rank without data takes part in the rebuild too; its own order is overwritten by rank 0's."""
@@ -551,7 +580,7 @@ class Reducer:
         return (bucket.size_bytes for bucket in self.buckets)
 
     def previous_ready_order(self) -> list[int]:
-        """Indices of parameters in the order the last backward made them ready."""
+        """Indices of parameters in the order they became ready in the last backward that recorded it, a sampled one."""
         return list(self._ready_order)
 
     def unused_bytes(self) -> int:

@@ -5,7 +5,7 @@ A parameter that some rank used is averaged everywhere; one that no rank used ke
 
 from __future__ import annotations
 
-import warnings
+import logging
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -13,6 +13,8 @@ import torch
 
 from psengine.collectives.base import Work
 from psengine.strategies.base import Strategy
+
+logger = logging.getLogger(__name__)
 
 
 class ParameterUsage:
@@ -70,7 +72,13 @@ class ParameterUsage:
         """Settle now which parameters no rank uses, counting what was used inside no_sync; blocks."""
         used = torch.ones(len(self.used), dtype=torch.int32)
         used[[index for index in self.unused if not self.used[index]]] = 0
-        used = used.to(self._device)
+        self._agree(used.to(self._device))
+
+    def shadow_agreement(self) -> None:
+        """Take part in ``agree_before_backward`` as a rank that will use nothing; blocks."""
+        self._agree(torch.zeros_like(self._summed))
+
+    def _agree(self, used: torch.Tensor) -> None:
         self._strategy.reduce_usage(used).wait()
         self._unused_everywhere = {index for index, count in enumerate(used.tolist()) if count == 0}
 
@@ -112,11 +120,11 @@ class ParameterUsage:
 
 
 def _warn_none_unused() -> None:
-    warnings.warn(
+    # Logged, not warned: native DDP's comes from C++, which no warnings filter turns into an error.
+    logger.warning(
         "find_unused_parameters=True was specified in DDP constructor, but did not find any unused parameters in the"
         " forward pass. This flag results in an extra traversal of the autograd graph every iteration, which can"
         " adversely affect performance. If your model indeed never has any unused parameters in the forward pass,"
         " consider turning this flag off. Note that this warning may be a false positive if your model has flow control"
-        " causing later iterations to have unused parameters.",
-        stacklevel=2,
+        " causing later iterations to have unused parameters."
     )

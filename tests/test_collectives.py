@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import time
+from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
-from processes import run_ranks, run_ranks_to_any_end
+from processes import RanksFailedError, run_ranks, run_ranks_to_any_end
 
 from psengine.collectives.base import Collective
 from psengine.collectives.c10d import C10dCollective
@@ -144,6 +146,55 @@ def late_but_alive(rank: int, world_size: int) -> float:
 
 def test_a_late_rank_is_waited_for():
     assert run_ranks(late_but_alive, 2) == [2.0, 2.0]
+
+
+def two_alarms(rank: int, world_size: int) -> tuple[str, tuple[int, ...]]:
+    collective = C10dCollective(timeout_s=5)
+    failure = None
+    if rank == 0:
+        failure = collective.diagnose(RuntimeError("a false alarm"), "something")
+    flat = torch.ones(3)
+    collective.all_reduce(flat).wait() if rank == 0 else (time.sleep(0.5), collective.all_reduce(flat).wait())
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        collective.all_reduce(flat).wait()
+    except PeerLostError as error:
+        return type(failure).__name__, error.ranks
+    raise AssertionError("went on without rank 1")
+
+
+def test_a_false_alarm_does_not_answer_for_the_next_one():
+    results = run_ranks_to_any_end(two_alarms, 2, group_timeout_s=20)
+    assert results[0].value[1] == (1,), results[0]
+
+
+def host_a_store_and_stop(rank: int, world_size: int, port: int) -> tuple[float, str]:
+    """Rank 0 hosts the store and is stopped: neither its collectives nor its store answer."""
+    store = torch.distributed.TCPStore("127.0.0.1", port, is_master=rank == 0, wait_for_workers=False)
+    torch.distributed.init_process_group(
+        "gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=4)
+    )
+    collective = C10dCollective()
+    collective.barrier()
+    if rank == 0:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    started = time.monotonic()
+    try:
+        collective.all_reduce(torch.ones(3)).wait()
+    except CollectiveError as error:
+        return time.monotonic() - started, str(error)
+    raise AssertionError("went on without rank 0")
+
+
+def test_a_stopped_store_does_not_hang_the_others():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    with pytest.raises(RanksFailedError, match=r"ranks \[0\] still ran") as caught:
+        run_ranks_to_any_end(host_a_store_and_stop, 2, port, init_group=False, deadline_s=20)
+    assert "store does not answer" in str(caught.value)
+    assert "Lost rank 0" in str(caught.value)
 
 
 def mismatched_sizes(rank: int, world_size: int) -> str:

@@ -32,6 +32,14 @@ CASES = {
     "views": (with_buffers, {"gradient_as_bucket_view": True}),
     "unused": (Optional, {"find_unused_parameters": True}),
 }
+# Native aborts the process in these.
+OURS_ONLY = {
+    "unused, reduction skipped": (
+        Optional,
+        {"find_unused_parameters": True, "skip_all_reduce_unused_params": True, "bucket_cap_mb": 1e-5},
+    ),
+    "static graph": (with_buffers, {"static_graph": True, "bucket_cap_mb": 1e-5}),
+}
 
 
 def uneven(rank: int, world_size: int, case: str, by_initial: bool) -> list[torch.Tensor]:
@@ -63,6 +71,26 @@ def test_uneven_inputs_equal_native(case, by_initial):
     for result in results[1:]:
         for p, q in zip(result, results[0], strict=True):
             assert torch.equal(p, q), "everybody ends with the last joiner's model"
+
+
+def uneven_without_oracle(rank: int, world_size: int, case: str) -> list[torch.Tensor]:
+    build, options = OURS_ONLY[case]
+    model = DistributedDataParallel(seeded(build), **options)
+    with model.join():
+        for _ in range(4 * rank):  # rank 0 has no batch at all
+            model.zero_grad()
+            model(torch.ones(4, 3)).pow(2).sum().backward()
+    return [p.grad.clone() if p.grad is not None else torch.zeros_like(p) for p in model.parameters()]
+
+
+@pytest.mark.parametrize("case", OURS_ONLY)
+def test_uneven_inputs_where_native_aborts(case):
+    _, second = run_ranks(uneven_without_oracle, 2, case)
+    build, _ = OURS_ONLY[case]
+    reference = seeded(build)
+    (reference(torch.ones(4, 3)).pow(2).sum() / 2).backward()
+    for p, gradient in zip(reference.parameters(), second, strict=True):
+        assert torch.allclose(torch.zeros_like(p) if p.grad is None else p.grad, gradient, rtol=1e-5, atol=1e-6)
 
 
 def no_batches_at_all(rank: int, world_size: int) -> None:

@@ -22,7 +22,7 @@ def make_replica(parameters: dict[str, torch.nn.Parameter]) -> Replica:
     return Replica(
         parameters=parameters,
         buffers={},
-        state=[p.detach() for p in parameters.values()],
+        state={name: p.detach() for name, p in parameters.items()},
         collective=C10dCollective(),
         device=torch.device("cpu"),
     )
@@ -136,7 +136,8 @@ def test_registry():
     [
         ("gossip", r"unknown strategy \(expected one of \[.*'sync'.*\], got 'gossip'\)"),
         ("sync:quorum=3", r"expected some of no options, got 'quorum=3'"),
-        (3, r"got int"),
+        (3, r"got 3\)"),
+        (SyncAllReduce, "call it to make an object"),
         ("", r"got ''"),
     ],
 )

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import Any
 
 import torch
+
+from psengine.errors import CollectiveError
 
 
 class Work(ABC):
@@ -58,7 +61,7 @@ class Collective(ABC):
 
         Args:
             flat: dense contiguous tensor, or a sparse COO one where the transport covers it.
-            scale: factor applied once to the sum (transports may apply it to the addends).
+            scale: factor applied once to the sum (transports may apply it to the addends); the same on every rank.
             what: name used in error messages, such as "gradient bucket 3".
         """
 
@@ -74,10 +77,18 @@ class Collective(ABC):
     def barrier(self, timeout_s: float | None = None) -> None:
         """Return when every rank has called it; ``timeout_s`` overrides the collective's own deadline."""
 
+    def wait_for(self, future: torch.futures.Future[Any], what: str) -> Any:
+        """Return the value of somebody else's exchange (a communication hook's) once it is there.
+
+        Raises:
+            PeerLostError: ranks died meanwhile.
+            CollectiveError: the deadline passed.
+            Exception: what the future failed with, where nobody is missing.
+        """
+        return future.wait()
+
     def diagnose(self, error: BaseException, what: str) -> Exception:
         """Return the exception to raise for ``error``, which ``what`` failed with: who is missing, and what to do."""
-        from psengine.errors import CollectiveError
-
         return CollectiveError(f"{what} failed on rank {self.rank}: {error}")
 
     def close(self) -> None:  # noqa: B027 - most transports hold nothing

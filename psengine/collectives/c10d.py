@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,6 +24,8 @@ ROLL_CALL_GRACE_S = 10.0
 # the whole (benchmarks/step_overhead). Each element is one sum of two numbers either way, so no bit changes; with more
 # ranks the order of additions depends on an element's place in its message, so there nothing is split.
 SPLIT_FROM_BYTES = 4 * 1024 * 1024
+# What errors of a transport have in their text.
+TRANSPORT_NAMES = ("gloo", "NCCL", "Connection closed", "Connection reset", "Broken pipe")
 # Native DDP's coalescing size for broadcasts (torch/nn/parallel/distributed.py, broadcast_bucket_size).
 BROADCAST_BUCKET_BYTES = 250 * 1024 * 1024
 
@@ -52,11 +57,11 @@ class C10dCollective(Collective):
         # Transports reduce real numbers; handing complex storage over as if it were real loses the imaginary half
         # (https://github.com/pytorch/pytorch/issues/158753).
         payload = torch.view_as_real(flat) if flat.is_complex() else flat
-        try:
-            works = [self.process_group.allreduce([part]) for part in self._messages(payload)]
-        except RuntimeError as error:
-            raise self.diagnose(error, f"all-reduce of {what}") from error
-        return C10dWork(self, works, f"all-reduce of {what}", is_cpu=flat.device.type == "cpu")
+        return self._begin(
+            lambda: [self.process_group.allreduce([part]) for part in self._messages(payload)],
+            f"all-reduce of {what}",
+            flat.device,
+        )
 
     def _messages(self, payload: torch.Tensor) -> Sequence[torch.Tensor]:
         """The tensors to send for one: halves where that is faster and adds nothing in another order."""
@@ -75,11 +80,7 @@ class C10dCollective(Collective):
         for group in _coalesce(tensors):
             is_alone = len(group) == 1 and group[0].is_contiguous()
             payload = group[0] if is_alone else torch.cat([t.reshape(-1) for t in group])
-            try:
-                work = self.process_group.broadcast([payload], options)
-            except RuntimeError as error:
-                raise self.diagnose(error, what) from error
-            C10dWork(self, [work], what, is_cpu=payload.device.type == "cpu").wait()
+            self._begin(functools.partial(self._broadcast_one, payload, options), what, payload.device).wait()
             if not is_alone and self.rank != source_rank:
                 parts = payload.split([t.numel() for t in group])
                 torch._foreach_copy_(group, [part.view(t.shape) for part, t in zip(parts, group, strict=True)])
@@ -87,17 +88,75 @@ class C10dCollective(Collective):
     def all_gather(self, tensor: torch.Tensor, *, what: str = "tensor") -> list[torch.Tensor]:
         """See ``Collective.all_gather``."""
         gathered = [torch.empty_like(tensor) for _ in range(self.world_size)]
-        try:
-            work = self.process_group.allgather([gathered], [tensor.contiguous()])
-        except RuntimeError as error:
-            raise self.diagnose(error, f"all-gather of {what}") from error
-        C10dWork(self, [work], f"all-gather of {what}", is_cpu=tensor.device.type == "cpu").wait()
+        what = f"all-gather of {what}"
+        self._begin(
+            lambda: [self.process_group.allgather([gathered], [tensor.contiguous()])], what, tensor.device
+        ).wait()
         return gathered
 
     def barrier(self, timeout_s: float | None = None) -> None:
         """See ``Collective.barrier``."""
-        work = self.process_group.barrier()
-        C10dWork(self, [work], "barrier", is_cpu=True, timeout_s=timeout_s).wait()
+        self._begin(lambda: [self.process_group.barrier()], "barrier", None, timeout_s).wait()
+
+    def _broadcast_one(self, payload: torch.Tensor, options: dist.BroadcastOptions) -> list[dist.Work]:
+        return [self.process_group.broadcast([payload], options)]
+
+    def _begin(
+        self,
+        start: Callable[[], list[dist.Work]],
+        what: str,
+        device: torch.device | None,
+        timeout_s: float | None = None,
+    ) -> C10dWork:
+        """Start an operation on tensors of ``device`` (None: on the host); failing to start is diagnosed too."""
+        try:
+            works = start()
+        except RuntimeError as error:
+            raise self.diagnose(error, what) from error
+        # NCCL orders streams and keeps deadlines itself; everything else, gloo on CUDA tensors too, blocks the host.
+        is_stream_ordered = device is not None and device.type != "cpu" and not self._is_gloo
+        return C10dWork(self, works, what, is_stream_ordered=is_stream_ordered, timeout_s=timeout_s)
+
+    def wait_for(self, future: torch.futures.Future[Any], what: str) -> Any:
+        """See ``Collective.wait_for``."""
+        is_done = threading.Event()
+        future.add_done_callback(lambda _: is_done.set())
+        self.watch(is_done.wait, is_done.is_set, what, self.timeout_s)
+        try:
+            return future.wait()
+        except Exception as error:
+            # A hook may fail for reasons of its own: only a death that is certain, or the transport's word, is news.
+            if self._roll_call is not None and self._roll_call.lost_processes():
+                raise self.diagnose(error, what) from error
+            if isinstance(error, RuntimeError) and any(name in str(error) for name in TRANSPORT_NAMES):
+                raise self.diagnose(error, what) from error
+            raise
+
+    def watch(
+        self, wait_for_s: Callable[[float], bool], is_done: Callable[[], bool], what: str, timeout_s: float
+    ) -> None:
+        """Wait until ``wait_for_s(seconds)`` says it is over, in slices, with an eye on other ranks' alarms.
+
+        Raises:
+            PeerLostError, CollectiveError: ranks are missing, or ``timeout_s`` passed.
+        """
+        deadline = time.monotonic() + timeout_s
+        while not wait_for_s(min(WAIT_SLICE_S, timeout_s)):
+            if time.monotonic() >= deadline:
+                raise self.diagnose(TimeoutError(f"no result within {timeout_s:g} s"), what)
+            self._look_for_alarm(is_done, what)
+
+    def _look_for_alarm(self, is_done: Callable[[], bool], what: str) -> None:
+        try:
+            alarm = self.alarm_raised()
+        except Exception as store_error:
+            raise self.diagnose(store_error, what) from store_error
+        if not alarm or is_done():
+            return
+        error = self.diagnose(_AlarmError("another rank reported a failure"), what)
+        # Everybody answered: a false alarm for this operation, which may yet complete.
+        if isinstance(error, PeerLostError):
+            raise error
 
     def alarm_raised(self) -> bool:
         """Whether another rank reported a failed operation; False where there is no store to ask."""
@@ -111,7 +170,7 @@ class C10dCollective(Collective):
         if self._roll_call is None:
             return CollectiveError(failure)
         try:
-            missing = self._roll_call.missing_ranks()
+            missing = self._roll_call.missing_ranks(begin=not isinstance(error, _AlarmError))
         except Exception as store_error:
             missing = self._roll_call.lost_processes()
             failure += (
@@ -128,8 +187,12 @@ class C10dCollective(Collective):
         )
 
 
+class _AlarmError(RuntimeError):
+    """Nothing failed here, but another rank called the roll."""
+
+
 class C10dWork(Work):
-    """A c10d work whose wait has a deadline, watches for other ranks' alarms and names who is missing."""
+    """c10d works whose wait has a deadline, watches for other ranks' alarms and names who is missing."""
 
     def __init__(
         self,
@@ -137,32 +200,25 @@ class C10dWork(Work):
         works: Sequence[dist.Work],
         what: str,
         *,
-        is_cpu: bool,
+        is_stream_ordered: bool,
         timeout_s: float | None = None,
     ) -> None:
         self._collective = collective
         self._works = works
         self._what = what
-        self._is_cpu = is_cpu
+        self._is_stream_ordered = is_stream_ordered
         self._timeout_s = collective.timeout_s if timeout_s is None else timeout_s
 
     def wait(self) -> None:
         """See ``Work.wait``."""
-        if not self._is_cpu:
-            # Only orders streams; a wait with a timeout would block the host. NCCL's watchdog keeps the deadline.
-            for work in self._works:
-                self._guarded_wait(work, None)
-            return
-        deadline = time.monotonic() + self._timeout_s
-        slice_s = min(WAIT_SLICE_S, self._timeout_s)
         for work in self._works:
-            while not self._guarded_wait(work, slice_s):
-                if time.monotonic() >= deadline:
-                    late = TimeoutError(f"no result within {self._timeout_s:g} s")
-                    raise self._collective.diagnose(late, self._what)
-                self._look_for_alarm(work)
+            if self._is_stream_ordered:
+                self._wait_once(work, None)
+            else:
+                wait_for_s = functools.partial(self._wait_once, work)
+                self._collective.watch(wait_for_s, work.is_completed, self._what, self._timeout_s)
 
-    def _guarded_wait(self, work: dist.Work, timeout_s: float | None) -> bool:
+    def _wait_once(self, work: dist.Work, timeout_s: float | None) -> bool:
         """Wait; False when ``timeout_s`` passed and the operation is still under way."""
         try:
             if timeout_s is None:
@@ -175,18 +231,6 @@ class C10dWork(Work):
                 return False
             raise self._collective.diagnose(error, self._what) from error
         return True
-
-    def _look_for_alarm(self, work: dist.Work) -> None:
-        try:
-            alarm = self._collective.alarm_raised()
-        except Exception as store_error:
-            raise self._collective.diagnose(store_error, self._what) from store_error
-        if not alarm or work.is_completed():
-            return
-        error = self._collective.diagnose(RuntimeError("another rank reported a failure"), self._what)
-        # Everybody answered: a false alarm for this operation, which may yet complete.
-        if isinstance(error, PeerLostError):
-            raise error
 
 
 def _coalesce(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:

@@ -6,20 +6,27 @@ ranks that wait look for the alarm once a second and answer it; whoever does not
 
 ::
 
-    rank 0   all_reduce ── error ── alarm! present/0 ── collect ── PeerLostError(ranks=(2,))
-    rank 1   all_reduce ──────── 1 s ── alarm? present/1 ── collect ── PeerLostError(ranks=(2,))
+    rank 0   all_reduce ── error ── call 1! present/1/0 ── collect ── PeerLostError(ranks=(2,))
+    rank 1   all_reduce ──────── 1 s ── a call? present/1/1 ── collect ── PeerLostError(ranks=(2,))
     rank 2   killed
+
+Calls are numbered, so that an answer to one is none to the next. The store may be as dead as a peer: it is asked from a
+thread that can be left behind.
 """
 
 from __future__ import annotations
 
 import os
 import socket
+import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 POLL_INTERVAL_S = 0.1
+
+Result = TypeVar("Result")
 
 
 class Store(Protocol):
@@ -28,6 +35,11 @@ class Store(Protocol):
     def set(self, key: str, value: str) -> None: ...
     def get(self, key: str) -> bytes: ...
     def check(self, keys: list[str]) -> bool: ...
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes: ...
+
+
+class StoreSilentError(Exception):
+    """The store did not answer within the grace."""
 
 
 def is_process_running(process_id: int) -> bool:
@@ -77,31 +89,50 @@ class RollCall:
         self._grace_s = grace_s
         self._host = socket.gethostname()
         self._members: dict[int, tuple[str, int]] = {}
+        self._settled_call = 0
+        self._began_call = 0
+        self._is_store_silent = False
         self._store.set(f"{self._prefix}member/{rank}", f"{os.getpid()} {self._host}")
 
     def alarm_raised(self) -> bool:
-        """Whether some rank's operation failed; never blocks for long, and remembers where the others live."""
-        self._look_up_members()
-        return self._store.check([self._prefix + "alarm"])
+        """Whether a call is on that this rank has not answered; also remembers where the others live.
+
+        Raises:
+            StoreSilentError: the store does not answer.
+            RuntimeError, OSError: whatever the store raises when its host is gone.
+        """
+
+        def look() -> bool:
+            self._look_up_members()
+            return self._current_call() > self._settled_call
+
+        return self._ask(look)
 
     def lost_processes(self) -> tuple[int, ...]:
         """Ranks of this host whose process has ended, ascending; needs no answer from anybody."""
         return tuple(rank for rank in range(self._world_size) if self._has_exited(rank))
 
-    def missing_ranks(self) -> tuple[int, ...]:
-        """Raise the alarm, wait for the others' answers up to the grace, and return who is missing, ascending.
+    def missing_ranks(self, *, begin: bool) -> tuple[int, ...]:
+        """Answer the call that is on, and return who did not within the grace, ascending.
+
+        Args:
+            begin: this rank's own operation failed, so where no call is on, or that one found everybody, begin another.
 
         Raises:
+            StoreSilentError: the store does not answer.
             RuntimeError, OSError: whatever the store raises when its host is gone.
         """
-        self._store.set(self._prefix + "alarm", "raised")
-        self._store.set(f"{self._prefix}present/{self._rank}", "yes")
-        self._look_up_members()
+        self._settled_call = call = self._ask(lambda: self._join_call(begin=begin))
+        silent = self._silent_ranks(call)
+        if not silent and begin and self._began_call != call:
+            return self.missing_ranks(begin=True)
+        return silent
+
+    def _silent_ranks(self, call: int) -> tuple[int, ...]:
         deadline = time.monotonic() + self._grace_s
         while True:
-            silent = tuple(rank for rank in range(self._world_size) if not self._is_present(rank))
-            everybody_silent_exited = all(self._has_exited(rank) for rank in silent)
-            if everybody_silent_exited or time.monotonic() > deadline:
+            silent = self._ask(lambda: tuple(r for r in range(self._world_size) if not self._is_present(call, r)))
+            if all(self._has_exited(rank) for rank in silent) or time.monotonic() > deadline:
                 return silent
             time.sleep(POLL_INTERVAL_S)
 
@@ -116,8 +147,46 @@ class RollCall:
         fate = "has exited" if self._has_exited(rank) else f"did not answer within {self._grace_s:g} s"
         return f"rank {rank} (process {process_id} on {host}, which {fate})"
 
-    def _is_present(self, rank: int) -> bool:
-        return self._store.check([f"{self._prefix}present/{rank}"])
+    def _ask(self, question: Callable[[], Result]) -> Result:
+        """Put ``question`` to the store, for at most the grace; a store that kept silent once is not asked again."""
+        if self._is_store_silent:
+            raise StoreSilentError("it kept silent before")
+        answers: list[Result] = []
+        errors: list[BaseException] = []
+
+        def ask() -> None:
+            try:
+                answers.append(question())
+            except BaseException as error:
+                errors.append(error)
+
+        thread = threading.Thread(target=ask, name="psengine-roll-call", daemon=True)
+        thread.start()
+        thread.join(self._grace_s)
+        if thread.is_alive():
+            self._is_store_silent = True
+            raise StoreSilentError(f"no answer within {self._grace_s:g} s")
+        if errors:
+            raise errors[0]
+        return answers[0]
+
+    def _current_call(self) -> int:
+        key = self._prefix + "call"
+        return int(self._store.get(key)) if self._store.check([key]) else 0
+
+    def _join_call(self, *, begin: bool) -> int:
+        call = self._current_call()
+        if call <= self._settled_call and begin:
+            # Ranks that fail at the same moment must begin the same call.
+            expected = str(call) if call else ""
+            call = int(self._store.compare_set(self._prefix + "call", expected, str(call + 1)))
+            self._began_call = call
+        self._store.set(f"{self._prefix}present/{call}/{self._rank}", "yes")
+        self._look_up_members()
+        return call
+
+    def _is_present(self, call: int, rank: int) -> bool:
+        return self._store.check([f"{self._prefix}present/{call}/{rank}"])
 
     def _has_exited(self, rank: int) -> bool:
         if rank not in self._members:

@@ -18,6 +18,7 @@ import torch
 
 from psengine.buckets import Bucket
 from psengine.collectives.base import Collective, Work
+from psengine.errors import ConfigurationError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,14 +28,15 @@ class Replica:
     Attributes:
         parameters: name to parameter, for every parameter whose gradient is exchanged, in model order.
         buffers: name to buffer (such as running statistics), in model order.
-        state: everything that has to be equal at the start: all parameters, frozen ones too, and the buffers to share.
+        state: name to tensor of everything that has to be equal at the start: all parameters, frozen ones too, and the
+            buffers to share.
         collective: the group of replicas.
         device: where the parameters live; of several devices the first.
     """
 
     parameters: Mapping[str, torch.nn.Parameter]
     buffers: Mapping[str, torch.Tensor]
-    state: Sequence[torch.Tensor]
+    state: Mapping[str, torch.Tensor]
     collective: Collective
     device: torch.device
 
@@ -65,7 +67,7 @@ class Strategy(ABC):
 
         Raises:
             ConfigurationError: the strategy serves another replica already, and was not closed.
-            ReplicaMismatchError: the replicas' parameters differ in number, name order, shape, stride or dtype.
+            ReplicaMismatchError: the replicas' parameters or buffers differ in number, shape, stride or dtype.
         """
 
     def begin(self, live_world_size: int) -> int:
@@ -106,10 +108,12 @@ class Strategy(ABC):
     def broadcast(self, tensors: Sequence[torch.Tensor], source_rank: int = 0) -> None:
         """Overwrite ``tensors`` on every replica by those of ``source_rank`` (buffers before a forward)."""
 
+    def wait_for(self, future: torch.futures.Future[Any], what: str) -> Any:
+        """Return the value of an exchange that user code began during this backward (a buffer hook's)."""
+        return future.wait()
+
     def register_comm_hook(self, hook: Callable[[Bucket], torch.futures.Future[Any]]) -> None:
         """Let ``hook`` exchange buckets in the strategy's place; raises where a strategy has no room for one."""
-        from psengine.errors import ConfigurationError
-
         raise ConfigurationError(
             f"strategy {self.name!r} exchanges gradients itself and takes no communication hook; use strategy='sync'"
         )

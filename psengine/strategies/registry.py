@@ -12,7 +12,7 @@ from psengine.strategies.sync_all_reduce import SyncAllReduce
 STRATEGIES: dict[str, type[Strategy]] = {cls.name: cls for cls in (SyncAllReduce,)}
 
 
-def resolve_strategy(specification: str | Strategy) -> Strategy:
+def resolve_strategy(specification: Any) -> Strategy:
     """Return the strategy that ``specification`` names: an object, "sync", or "name:option=value,option=value".
 
     Option values are read as int, float, true/false, none, else text.
@@ -23,9 +23,8 @@ def resolve_strategy(specification: str | Strategy) -> Strategy:
     if isinstance(specification, Strategy):
         return specification
     if not isinstance(specification, str):
-        raise ConfigurationError(
-            f"strategy must be a name or a psengine.Strategy object (got {type(specification).__name__})"
-        )
+        hint = "; call it to make an object" if isinstance(specification, type) else ""
+        raise ConfigurationError(f"strategy must be a name or a psengine.Strategy object (got {specification!r}{hint})")
     name, _, options = specification.partition(":")
     if name not in STRATEGIES:
         raise ConfigurationError(f"unknown strategy (expected one of {sorted(STRATEGIES)}, got {name!r})")

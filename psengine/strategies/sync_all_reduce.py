@@ -9,7 +9,7 @@ import torch
 
 from psengine.buckets import Bucket
 from psengine.collectives.base import Collective, CompletedWork, Work
-from psengine.errors import CollectiveError, ConfigurationError, ReductionError
+from psengine.errors import ConfigurationError, ReductionError
 from psengine.strategies.base import Reduction, Replica, Strategy
 from psengine.strategies.verification import verify_replicas
 
@@ -48,10 +48,10 @@ class SyncAllReduce(Strategy):
             raise ConfigurationError(
                 "a strategy object serves one wrapped model (got a second); make a psengine.SyncAllReduce() for each"
             )
-        self._collective = replica.collective
         if synchronize:
-            verify_replicas(replica.collective, replica.parameters, replica.device)
-            replica.collective.broadcast(replica.state, 0, what="initial parameters and buffers")
+            verify_replicas(replica.collective, replica.parameters, replica.state, replica.device)
+            replica.collective.broadcast(list(replica.state.values()), 0, what="initial parameters and buffers")
+        self._collective = replica.collective
 
     def begin(self, live_world_size: int) -> int:
         """Divide by the number of contributing ranks while packing, unless a hook or the collective does the scaling.
@@ -91,6 +91,10 @@ class SyncAllReduce(Strategy):
         """See ``Strategy.broadcast``."""
         self.collective.broadcast(tensors, source_rank, what="buffers")
 
+    def wait_for(self, future: torch.futures.Future[Any], what: str) -> Any:
+        """See ``Strategy.wait_for``."""
+        return self.collective.wait_for(future, what)
+
     def register_comm_hook(self, hook: CommHook) -> None:
         """Let ``hook`` replace the all-reduce; gradients then reach it undivided, as with native DDP."""
         if self._hook is not None:
@@ -123,14 +127,8 @@ class _HookReduction(Reduction):
         self._future = future
 
     def wait(self) -> torch.Tensor:
-        try:
-            value = self._future.wait()
-        except RuntimeError as error:
-            failure = self._collective.diagnose(error, f"communication hook for {self._bucket.describe()}")
-            if type(failure) is CollectiveError:
-                raise  # everybody is there, so the fault is the hook's own
-            raise failure from error
-        return tensor_of_future(value)
+        what = f"communication hook for {self._bucket.describe()}"
+        return tensor_of_future(self._collective.wait_for(self._future, what))
 
 
 def tensor_of_future(value: Any) -> torch.Tensor:

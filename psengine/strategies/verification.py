@@ -16,35 +16,44 @@ from psengine.errors import ReplicaMismatchError
 Description = list[list[Any]]
 
 
-def verify_replicas(collective: Collective, parameters: Mapping[str, torch.nn.Parameter], device: torch.device) -> None:
-    """Compare number, shape, strides and dtype of the parameters across ranks; every rank calls it.
+def verify_replicas(
+    collective: Collective,
+    parameters: Mapping[str, torch.nn.Parameter],
+    state: Mapping[str, torch.Tensor],
+    device: torch.device,
+) -> None:
+    """Compare number, shape, strides and dtype of the tensors across ranks; every rank calls it.
 
     Costs one all-gather of 32 bytes where all agree; only otherwise the descriptions travel (as JSON), so that the
-    error, which every rank raises, names the first parameter that differs and the rank it differs on.
+    error, which every rank raises, names the first tensor that differs and the rank it differs on.
 
     Args:
         collective: the group of replicas.
-        parameters: name to parameter in model order.
+        parameters: name to parameter, for those whose gradients are exchanged, in model order.
+        state: name to tensor, for all that will be broadcast.
         device: where to put the tensors of the comparison.
 
     Raises:
-        ReplicaMismatchError: some rank's parameters differ from rank 0's.
+        ReplicaMismatchError: some rank's tensors differ from rank 0's.
     """
     if collective.world_size == 1:
         return
-    description = _describe(parameters)
-    # Names are for the message only: native DDP pairs parameters by position.
-    identity = json.dumps([entry[1:] for entry in description]).encode()
+    description = [_describe(parameters), _describe({n: t for n, t in state.items() if n not in parameters})]
+    # Names are for the message only: native DDP pairs tensors by position.
+    identity = json.dumps([[entry[1:] for entry in part] for part in description]).encode()
     digest = torch.frombuffer(bytearray(hashlib.sha256(identity).digest()), dtype=torch.int64).to(device)
     digests = [d.tolist() for d in collective.all_gather(digest, what="model description digest")]
     if all(d == digests[0] for d in digests):
         return
     descriptions = _gather_descriptions(collective, description, device)
-    raise ReplicaMismatchError(_first_difference(descriptions, collective.rank))
+    for index, kind in enumerate(("params", "buffers and frozen parameters")):
+        difference = _first_difference([d[index] for d in descriptions], kind, collective.rank)
+        if difference:
+            raise ReplicaMismatchError(difference)
 
 
-def _describe(parameters: Mapping[str, torch.nn.Parameter]) -> Description:
-    return [[name, list(p.shape), list(p.stride()), str(p.dtype)] for name, p in parameters.items()]
+def _describe(tensors: Mapping[str, torch.Tensor]) -> Description:
+    return [[name, list(t.shape), list(t.stride()), str(t.dtype)] for name, t in tensors.items()]
 
 
 def _gather_descriptions(collective: Collective, description: Description, device: torch.device) -> list[Description]:
@@ -57,14 +66,14 @@ def _gather_descriptions(collective: Collective, description: Description, devic
     return [json.loads(bytes(t[:n].tolist())) for t, n in zip(gathered, lengths, strict=True)]
 
 
-def _first_difference(descriptions: list[Description], this_rank: int) -> str:
-    """What to tell: the first rank whose model is not rank 0's, and where."""
+def _first_difference(descriptions: list[Description], kind: str, this_rank: int) -> str:
+    """What to tell: the first rank whose tensors of this kind are not rank 0's, and where; empty if there is none."""
     reference = descriptions[0]
     for rank, description in enumerate(descriptions):
         if len(description) != len(reference):
             return (
-                f"DDP expects same model across all ranks, but Rank 0 has {len(reference)} params, while rank {rank}"
-                f" has inconsistent {len(description)} params. {_extra_names(reference, description, rank)}"
+                f"DDP expects same model across all ranks, but Rank 0 has {len(reference)} {kind}, while rank {rank}"
+                f" has inconsistent {len(description)} {kind}. {_extra_names(reference, description, rank)}"
                 f" (seen on rank {this_rank}). Build the model from the same code and configuration on every rank."
             )
         for index, (expected, got) in enumerate(zip(reference, description, strict=True)):
@@ -73,12 +82,12 @@ def _first_difference(descriptions: list[Description], this_rank: int) -> str:
             for what, e, g in zip(("sizes", "strides", "dtype"), expected[1:], got[1:], strict=True):
                 if e != g:
                     return (
-                        f"[{rank}]: params[{index}] ({got[0]!r}) in this process with {what} {g} appears not to match"
+                        f"[{rank}]: {kind}[{index}] ({got[0]!r}) in this process with {what} {g} appears not to match"
                         f" {what} of the same param in process 0. (rank 0: {expected[0]!r} with {what} {e};"
                         f" rank {rank}: {g}; seen on rank {this_rank}). Build the model from the same code and"
                         " configuration on every rank."
                     )
-    return f"the ranks' models differ, though not in what can be shown (seen on rank {this_rank})"
+    return ""
 
 
 def _extra_names(reference: Description, description: Description, rank: int) -> str:
