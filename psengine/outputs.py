@@ -9,6 +9,8 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 
+from psengine.errors import ModuleError
+
 
 def find_tensors(value: Any) -> Iterator[torch.Tensor]:
     """Yield the tensors in nested lists, tuples, named tuples, dicts and dataclasses (and RRefs this process owns)."""
@@ -53,16 +55,30 @@ class BackwardStart(torch.autograd.Function):
         return (None, None, *gradients)
 
 
-def watch_backward(output: Any, on_start: Callable[[], None], *, clone: bool) -> Any:
+def _has_history(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.grad_fn is not None
+
+
+def watch_backward(output: Any, on_start: Callable[[], None], *, clone: bool, required: bool) -> Any:
     """Return ``output`` with every differentiable tensor of it passed through one ``BackwardStart`` node.
 
     Args:
         output: what forward returned; structures that torch's pytree knows are rebuilt around the new tensors.
         on_start: called when backward reaches the node.
         clone: whether the tensors may be modified in place afterwards.
+        required: whether everything depends on it, so that tensors hidden from pytree are an error.
+
+    Raises:
+        ModuleError: ``required``, and the only differentiable tensors stand in classes that pytree does not know.
     """
     local_value = output.local_value() if _is_owned_rref(output) else output
     leaves, structure = pytree.tree_flatten(local_value)
+    if required and not any(map(_has_history, leaves)) and any(map(_has_history, find_tensors(output))):
+        raise ModuleError(
+            f"static_graph=True must see backward begin, but the tensors of the output ({type(local_value).__name__})"
+            " stand in a class that torch.utils._pytree does not know. Return a tuple or dict, or register the class"
+            " with torch.utils._pytree.register_dataclass or register_pytree_node."
+        )
     watched = BackwardStart.apply(on_start, clone, *leaves)  # type: ignore[no-untyped-call]
     # Tensors without history must come back as they went in (https://github.com/pytorch/pytorch/issues/60733).
     kept = [

@@ -337,7 +337,7 @@ class DistributedDataParallel(NativeDistributedDataParallel):  # type: ignore[mi
         self._static_graph_delay_allreduce_enqueued = not counts_graph
         if searches_graph or counts_graph:
             on_start = functools.partial(_start_backward, weakref.ref(self))
-            output = watch_backward(output, on_start, clone=self._ddp_sink_clone)
+            output = watch_backward(output, on_start, clone=self._ddp_sink_clone, required=counts_graph)
         self._attach_delayed()
         return output
 

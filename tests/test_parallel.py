@@ -985,3 +985,13 @@ def kill_with_hook(rank: int, world_size: int) -> tuple[int, ...]:
 def test_only_the_dead_rank_is_named_with_a_hook_registered():
     results = run_ranks_to_any_end(kill_with_hook, 4, group_timeout_s=30)
     assert [r.value for r in results[:3]] == [(3,)] * 3, results
+
+
+def hidden_outputs(rank: int, world_size: int) -> None:
+    ddp = psengine.DistributedDataParallel(seeded(lambda: Nested("dataclass")), static_graph=True)
+    with raises(RuntimeError, "static_graph=True must see backward begin", "Output"):
+        ddp(torch.ones(1, 3))
+
+
+def test_static_graph_refuses_outputs_it_cannot_watch():
+    run_ranks(hidden_outputs, 1)
