@@ -7,7 +7,6 @@ the two copies of a step: ``pack`` (gradients into the flat tensor, divided on t
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 
@@ -20,20 +19,12 @@ Allocator = Callable[[int, torch.dtype, torch.device], torch.Tensor]
 EAGER_PACK_BYTES = 64 * 1024
 
 
-@dataclass(frozen=True, kw_only=True)
-class BucketPlan:
-    """One bucket of a layout: positions into the list of parameters, in packing order, and the cap it was cut at."""
-
-    parameter_indices: tuple[int, ...]
-    size_limit_bytes: int
-
-
 def plan_buckets(
     parameters: Sequence[torch.Tensor],
     size_limits_bytes: Sequence[int],
     is_sparse: Sequence[bool],
     order: Sequence[int] | None = None,
-) -> list[BucketPlan]:
+) -> list[tuple[int, ...]]:
     """Assign parameters to buckets by native DDP's rule, so that sums associate alike and results agree bitwise.
 
     Walks the parameters in ``order`` (default: as given), keeps one open bucket per (dtype, device) and closes it as
@@ -47,30 +38,27 @@ def plan_buckets(
         order: indices in the order their gradients become ready. Without it buckets are sorted by their lowest index.
 
     Returns:
-        Buckets in which every index of ``order`` stands exactly once.
+        The buckets, each as the indices of its parameters in packing order; every index stands in exactly one.
     """
     open_indices: dict[tuple[torch.dtype, torch.device], list[int]] = {}
     open_bytes: dict[tuple[torch.dtype, torch.device], int] = {}
     limit_index: dict[tuple[torch.dtype, torch.device], int] = {}
-    plans: list[BucketPlan] = []
+    plans: list[tuple[int, ...]] = []
     for index in range(len(parameters)) if order is None else order:
         parameter = parameters[index]
         if is_sparse[index]:
-            plans.append(BucketPlan(parameter_indices=(index,), size_limit_bytes=0))
+            plans.append((index,))
             continue
         kind = (parameter.dtype, parameter.device)
         open_indices.setdefault(kind, []).append(index)
         open_bytes[kind] = open_bytes.get(kind, 0) + parameter.numel() * parameter.element_size()
-        limit_bytes = size_limits_bytes[limit_index.setdefault(kind, 0)]
-        if open_bytes[kind] >= limit_bytes:
-            plans.append(BucketPlan(parameter_indices=tuple(open_indices.pop(kind)), size_limit_bytes=limit_bytes))
+        if open_bytes[kind] >= size_limits_bytes[limit_index.setdefault(kind, 0)]:
+            plans.append(tuple(open_indices.pop(kind)))
             open_bytes[kind] = 0
             limit_index[kind] = min(limit_index[kind] + 1, len(size_limits_bytes) - 1)
-    for kind, indices in open_indices.items():
-        limit_bytes = size_limits_bytes[limit_index[kind]]
-        plans.append(BucketPlan(parameter_indices=tuple(indices), size_limit_bytes=limit_bytes))
+    plans.extend(tuple(indices) for indices in open_indices.values())
     if order is None:
-        plans.sort(key=lambda plan: min(plan.parameter_indices))
+        plans.sort(key=min)
     return plans
 
 
@@ -102,7 +90,7 @@ class Bucket:
 
     Args:
         index: place in the order of reduction, 0 first; the same bucket on every rank.
-        plan: which parameters.
+        parameter_indices: which of ``parameters``, in packing order.
         parameters: all of the model's reducible parameters.
         names: their names, for errors.
         sparse: whether the only parameter's gradient is a sparse COO tensor; then there is no flat memory.
@@ -117,7 +105,7 @@ class Bucket:
     def __init__(
         self,
         index: int,
-        plan: BucketPlan,
+        parameter_indices: tuple[int, ...],
         parameters: Sequence[torch.Tensor],
         names: Sequence[str],
         *,
@@ -125,10 +113,9 @@ class Bucket:
         allocate: Allocator,
     ) -> None:
         self.index = index
-        self.parameter_indices = plan.parameter_indices
-        self.size_limit_bytes = plan.size_limit_bytes
-        self.parameters = [parameters[i] for i in plan.parameter_indices]
-        self.names = [names[i] for i in plan.parameter_indices]
+        self.parameter_indices = parameter_indices
+        self.parameters = [parameters[i] for i in parameter_indices]
+        self.names = [names[i] for i in parameter_indices]
         self.sparse = sparse
         self.dtype = self.parameters[0].dtype
         self.device = self.parameters[0].device

@@ -23,7 +23,7 @@ import torch
 from torch.autograd.graph import get_gradient_edge
 
 from psengine.backward_timer import BackwardTimer
-from psengine.buckets import Bucket, BucketPlan, plan_buckets
+from psengine.buckets import Bucket, plan_buckets
 from psengine.errors import ReductionError
 from psengine.messages import (
     graph_changed_message,
@@ -132,19 +132,19 @@ class Reducer:
 
     # ---- layout ------------------------------------------------------------------------------------------------
 
-    def _plan(self, limits_bytes: Sequence[int], order: Sequence[int] | None = None) -> list[BucketPlan]:
+    def _plan(self, limits_bytes: Sequence[int], order: Sequence[int] | None = None) -> list[tuple[int, ...]]:
         plans = plan_buckets(self.parameters, limits_bytes, self._expects_sparse, order)
         # The first layout guesses that gradients arrive in reverse; a measured order needs no guess.
         return plans[::-1] if order is None else plans
 
-    def _create_buckets(self, plans: Sequence[BucketPlan]) -> None:
+    def _create_buckets(self, plans: Sequence[tuple[int, ...]]) -> None:
         self.buckets = [
             Bucket(
                 index,
                 plan,
                 self.parameters,
                 self.names,
-                sparse=self._expects_sparse[plan.parameter_indices[0]],
+                sparse=self._expects_sparse[plan[0]],
                 allocate=self.strategy.allocate,
             )
             for index, plan in enumerate(plans)

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from psengine.bucket_caps import BucketCaps
-from psengine.buckets import EAGER_PACK_BYTES, Bucket, BucketPlan, is_non_overlapping_and_dense, plan_buckets
+from psengine.buckets import EAGER_PACK_BYTES, Bucket, is_non_overlapping_and_dense, plan_buckets
 from psengine.errors import ConfigurationError, ReductionError
 
 DTYPES = [torch.float32, torch.float64, torch.float16]
@@ -35,19 +35,19 @@ def test_plan_equals_native(layout):
     plans = plan_buckets(tensors, limits, sparse, order)
     if order is None:
         expected, _ = dist._compute_bucket_assignment_by_size(tensors, limits, sparse)
-        assert [list(p.parameter_indices) for p in plans] == expected
+        assert [list(p) for p in plans] == expected
     else:
         # With an order native takes tensors in that order; what is left over at the end it emits in the order of a
         # hash table, so only the set of buckets is defined.
         in_order = [tensors[i] for i in order]
         expected, _ = dist._compute_bucket_assignment_by_size(in_order, limits, sparse, list(order))
-        assert sorted(list(p.parameter_indices) for p in plans) == sorted(expected)
+        assert sorted(list(p) for p in plans) == sorted(expected)
 
 
 def test_every_parameter_stands_in_exactly_one_bucket():
     tensors = [torch.empty(n) for n in (1, 2, 3, 4)]
     plans = plan_buckets(tensors, [8], [False] * 4, order=[3, 1, 0, 2])
-    assert sorted(i for plan in plans for i in plan.parameter_indices) == [0, 1, 2, 3]
+    assert sorted(i for plan in plans for i in plan) == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize(
@@ -88,7 +88,7 @@ def test_is_non_overlapping_and_dense(tensor, expected):
 
 
 def make_bucket(parameters, *, sparse=False, dtype=None):
-    plan = BucketPlan(parameter_indices=tuple(range(len(parameters))), size_limit_bytes=0)
+    plan = tuple(range(len(parameters)))
     names = [f"p{i}" for i in range(len(parameters))]
 
     def allocate(numel, dtype, device):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from processes import run_ranks
 
-from psengine.buckets import Bucket, BucketPlan
+from psengine.buckets import Bucket
 from psengine.collectives.c10d import C10dCollective
 from psengine.errors import ConfigurationError, ReductionError, ReplicaMismatchError
 from psengine.strategies.base import Replica, Strategy
@@ -30,7 +30,7 @@ def make_replica(parameters: dict[str, torch.nn.Parameter]) -> Replica:
 
 def make_buckets(strategy: Strategy, parameters: dict[str, torch.nn.Parameter]) -> list[Bucket]:
     names, tensors = list(parameters), list(parameters.values())
-    plans = [BucketPlan(parameter_indices=indices, size_limit_bytes=0) for indices in ((2, 1), (0,))]
+    plans = [(2, 1), (0,)]
     return [Bucket(i, plan, tensors, names, sparse=False, allocate=strategy.allocate) for i, plan in enumerate(plans)]
 
 
