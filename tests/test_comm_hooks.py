@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
+from expectations import raises
 from processes import run_ranks
-from test_parallel import Net, assert_same_gradients, pair, raises, seeded
+from test_parallel import Net, assert_same_gradients, pair, seeded
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import (
     debugging_hooks,

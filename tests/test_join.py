@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from expectations import raises
 from processes import run_ranks
-from test_parallel import Net, pair, raises, seeded
+from test_parallel import Net, pair, seeded
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as Native
 

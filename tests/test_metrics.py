@@ -14,6 +14,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from expectations import raises
 from processes import run_ranks
 
 from psengine import metrics
@@ -35,19 +36,6 @@ DTYPES = [
     torch.int64,
     torch.bool,
 ]
-
-
-@contextmanager
-def raises(error_type, *texts):
-    """Like pytest.raises, for code in ranks; all ``texts`` must stand in the message."""
-    try:
-        yield
-    except error_type as error:
-        message = str(error)
-    else:
-        raise AssertionError(f"{error_type.__name__} was not raised")
-    for text in texts:
-        assert text in message, f"{text!r} is missing in: {message}"
 
 
 @contextmanager

@@ -7,8 +7,9 @@ import io
 
 import pytest
 import torch
+from expectations import raises
 from processes import run_ranks
-from test_parallel import Net, raises, seeded
+from test_parallel import Net, seeded
 
 from psengine import DistributedDataParallel, DistributedOptimizer
 

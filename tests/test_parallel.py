@@ -12,7 +12,6 @@ import time
 import unittest
 import warnings
 import weakref
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -20,6 +19,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from expectations import raises
 from processes import run_ranks, run_ranks_to_any_end
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as Native
@@ -44,19 +44,6 @@ class Net(nn.Module):
 def seeded(build, seed=0):
     torch.manual_seed(seed)
     return build()
-
-
-@contextmanager
-def raises(error_type, *texts):
-    """Like pytest.raises, for code in ranks; all ``texts`` must stand in the message."""
-    try:
-        yield
-    except error_type as error:
-        message = str(error)
-    else:
-        raise AssertionError(f"{error_type.__name__} was not raised")
-    for text in texts:
-        assert text in message, f"{text!r} is missing in: {message}"
 
 
 def assert_same_gradients(ours, native):

@@ -13,6 +13,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from expectations import raises
 from processes import run_ranks
 from torch import nn
 
@@ -23,19 +24,6 @@ from psengine.sync_batch_norm import SyncBatchNorm, adopt_sync_batchnorm, conver
 CHANNELS = 3
 SHAPES = {2: (), 3: (5,), 4: (4, 2), 5: (2, 3, 2)}
 PLAIN = {2: nn.BatchNorm1d, 3: nn.BatchNorm1d, 4: nn.BatchNorm2d, 5: nn.BatchNorm3d}
-
-
-@contextmanager
-def raises(error_type, *texts):
-    """Like pytest.raises, for code in ranks; all ``texts`` must stand in the message."""
-    try:
-        yield
-    except error_type as error:
-        message = str(error)
-    else:
-        raise AssertionError(f"{error_type.__name__} was not raised")
-    for text in texts:
-        assert text in message, f"{text!r} is missing in: {message}"
 
 
 @contextmanager
