@@ -43,8 +43,8 @@ class LoggingData:
     Stands in for ``torch.distributed.Logger``, with the methods of it that frameworks call.
     """
 
-    def __init__(self, **facts: Any) -> None:
-        self.facts: dict[str, Any] = dict(facts)
+    def __init__(self) -> None:
+        self.facts: dict[str, Any] = {}
 
     def set_error_and_log(self, message: str) -> None:
         """Keep the newest error."""
