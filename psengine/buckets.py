@@ -127,6 +127,8 @@ class Bucket:
         self._flat: torch.Tensor | None = None
         # Runs of small parameters that stand next to each other: (first position, last position + 1, flat slice).
         self._batches: list[tuple[int, int, torch.Tensor]] = []
+        # Where results land when not in ``flat``, and its views: strategies use the same memory every step.
+        self._result: tuple[torch.Tensor, list[torch.Tensor]] | None = None
         self.is_eager = [False] * len(self.parameters)
         if not sparse:
             self._lay_out(allocate(self.numel, self.dtype, self.device))
@@ -270,7 +272,7 @@ class Bucket:
             result: the reduced gradients; ``flat`` itself, or a tensor that a communication hook returned.
             skip: positions that stay untouched, because no rank used the parameter; None skips nothing.
         """
-        views = self.views if result is self._flat else self.views_of(result)
+        views = self._views_of_result(result)
         targets, sources = [], []
         for position, parameter in enumerate(self.parameters):
             if skip is not None and skip[position]:
@@ -283,6 +285,13 @@ class Bucket:
                 sources.append(views[position])
         if targets:
             torch._foreach_copy_(targets, sources)
+
+    def _views_of_result(self, result: torch.Tensor) -> list[torch.Tensor]:
+        if result is self._flat:
+            return self.views
+        if self._result is None or self._result[0] is not result:
+            self._result = (result, self.views_of(result))
+        return self._result[1]
 
     def unpack_as_views(self, result: torch.Tensor, skip: Sequence[bool] | None, *, adopt: bool = False) -> None:
         """Like ``unpack`` where gradients are the bucket's views: only a foreign ``result`` is copied.

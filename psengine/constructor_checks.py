@@ -49,9 +49,16 @@ def check_delay_arguments(named_parameters: Any, trigger: Any) -> None:
 
 
 def choose_process_group(
-    wrapper: Any, module: torch.nn.Module, process_group: dist.ProcessGroup | None, device_mesh: Any
-) -> dist.ProcessGroup:
+    wrapper: Any,
+    module: torch.nn.Module,
+    process_group: dist.ProcessGroup | None,
+    device_mesh: Any,
+    *,
+    required: bool = True,
+) -> dist.ProcessGroup | None:
     """The group of replicas, from the group, the 1-D mesh or the default; records the mesh on ``wrapper``.
+
+    None only where no group is ``required`` and there is no default one.
 
     A mesh that is a slice of a larger one means tensor parallelism inside the replica; its parameters are turned into
     local tensors for the exchange, as native DDP does.
@@ -66,12 +73,7 @@ def choose_process_group(
                     f" (got {process_group!r})"
                 )
             return process_group
-        if not dist.is_initialized():
-            raise ModuleError(
-                "Default process group has not been initialized, please make sure to call init_process_group (or"
-                " psengine.init()) before wrapping a model."
-            )
-        return dist.distributed_c10d._get_default_group()
+        return default_group(required=required)
     if device_mesh.ndim != 1:
         raise ModuleError(f"Only 1D device mesh is supported, but got {device_mesh}.")
     wrapper.device_mesh = device_mesh
@@ -81,6 +83,18 @@ def choose_process_group(
         _pre_dp_module_transform(module)
     group: dist.ProcessGroup = device_mesh.get_group(mesh_dim=0)
     return group
+
+
+def default_group(*, required: bool) -> dist.ProcessGroup | None:
+    """The default process group; None where there is none and none is ``required``."""
+    if dist.is_initialized():
+        return dist.distributed_c10d._get_default_group()
+    if required:
+        raise ModuleError(
+            "Default process group has not been initialized, please make sure to call init_process_group (or"
+            " psengine.init()) before wrapping a model."
+        )
+    return None
 
 
 def check_parameters(parameters: Sequence[torch.nn.Parameter], delayed: Sequence[torch.nn.Parameter]) -> None:

@@ -49,3 +49,51 @@ class ArgumentTypeError(PSEngineError, TypeError):
 
 class ModuleError(PSEngineError, RuntimeError):
     """The module cannot be trained data-parallel as it is."""
+
+
+class MissingExtraError(PSEngineError, ImportError):
+    """A package that an optional part of psengine needs is not installed; the message names the extra."""
+
+
+class ServerError(PSEngineError, RuntimeError):
+    """Something between a worker and its parameter servers failed."""
+
+
+class ServerLostError(ServerError):
+    """A server did not answer within the deadline; the message names its address, what was asked and for how long."""
+
+
+class ServerRefusedError(ServerError):
+    """A server understood a request and refused it.
+
+    Attributes:
+        code: one of ``psengine.protocol.messages.ErrorCode``.
+    """
+
+    def __init__(self, message: str, code: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+class FencedError(ServerRefusedError):
+    """This worker's lease ran out, or a newer process took its rank; what it had under way no longer counts."""
+
+
+class AuthenticationError(ServerError):
+    """The CURVE handshake failed: a wrong or missing key."""
+
+
+class ProtocolError(ServerError):
+    """A peer sent bytes that the protocol does not allow.
+
+    Attributes:
+        code: the ``psengine.protocol.messages.ErrorCode`` to answer with.
+    """
+
+    def __init__(self, message: str, code: str = "bad_message") -> None:
+        super().__init__(message)
+        self.code = code
+
+
+class SnapshotError(PSEngineError, RuntimeError):
+    """A snapshot could not be written, or none could be read."""

@@ -72,7 +72,9 @@ def describe_replica(replica: DistributedDataParallel) -> dict[str, Any]:
     return facts
 
 
-def _describe_group(process_group: dist.ProcessGroup) -> dict[str, Any]:
+def _describe_group(process_group: dist.ProcessGroup | None) -> dict[str, Any]:
+    if process_group is None:
+        return {"world_size": 1, "rank": 0, "backend_name": "none"}
     backend = dist.get_backend(process_group)
     facts: dict[str, Any] = {
         "world_size": process_group.size(),

@@ -50,6 +50,7 @@ def DistributedOptimizer(  # noqa: N802 - reads as the class it returns an insta
     distributed = object.__new__(_distributed_class(type(optimizer)))
     distributed.__dict__ = optimizer.__dict__
     distributed._psengine_strategy = model.strategy  # type: ignore[attr-defined]
+    model.strategy.bind_optimizer(distributed)
     return distributed
 
 
@@ -73,7 +74,17 @@ class _StrategyStep(torch.optim.Optimizer):
     def step(self, closure: Callable[[], float] | None = None, **options: Any) -> Any:
         """Step as the strategy says; arguments and result are the wrapped class's."""
         local_step = super().step
-        return self._psengine_strategy.step(lambda: local_step(closure, **options))
+        return self._psengine_strategy.step(lambda: local_step(closure, **options), closure)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The wrapped class's, with the state that servers keep."""
+        self._psengine_strategy.fetch_optimizer_state(self)
+        return super().state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """The wrapped class's; state that servers keep goes there."""
+        super().load_state_dict(state_dict)
+        self._psengine_strategy.store_optimizer_state(self)
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A copy belongs to no model: it is a plain optimizer again.

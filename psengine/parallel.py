@@ -112,9 +112,16 @@ class DistributedDataParallel(NativeDistributedDataParallel):  # type: ignore[mi
         Joinable.__init__(self)
         checks.check_module(module)
         checks.check_delay_arguments(delay_all_reduce_named_params, param_to_hook_all_reduce)
-        self.process_group = checks.choose_process_group(self, module, process_group, device_mesh)
+        self.strategy = resolve_strategy(default_strategy() if strategy is None else strategy)
+        self.process_group = checks.choose_process_group(
+            self, module, process_group, device_mesh, required=self.strategy.needs_process_group
+        )
         self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
         delayed = list(delay_all_reduce_named_params or ())
+        if delayed and not self.strategy.needs_process_group:
+            raise ConfigurationError(
+                f"delay_all_reduce_named_params is for strategies over collectives (got strategy={self.strategy.name!r})"
+            )
         self.parameters_to_ignore.update(name for name, _ in delayed)
         self._module_parameters = [p for n, p in module.named_parameters() if n not in self.parameters_to_ignore]
         self._delay_all_reduce_params = [parameter for _, parameter in delayed]
@@ -164,7 +171,6 @@ class DistributedDataParallel(NativeDistributedDataParallel):  # type: ignore[mi
             adopt_sync_batchnorm(module)
         self._collective_choice = collective
         self._collective = resolve_collective(collective, self.process_group)
-        self.strategy = resolve_strategy(default_strategy() if strategy is None else strategy)
         self._buffer_broadcast = BufferBroadcast()
         self.logger = LoggingData()
         self._delayed: DelayedAllReduce | None = None
@@ -205,14 +211,14 @@ class DistributedDataParallel(NativeDistributedDataParallel):  # type: ignore[mi
         parameters = {name: parameter for name, parameter, _ in reducible}
         replica = Replica(
             parameters=parameters,
-            buffers=self.named_module_buffers,
+            buffers=self._buffers_to_share(),
             state=self._state_tensors(with_buffers=init_sync_buffers),
             collective=self._collective,
             device=self.device,
         )
         checks.check_state(replica.state)
         self.strategy.prepare(replica, synchronize=init_sync)
-        may_rebuild = static_graph or not self.find_unused_parameters
+        may_rebuild = (static_graph or not self.find_unused_parameters) and not self.strategy.keeps_first_layout
         self.reducer = Reducer(
             list(parameters.values()),
             list(parameters),
@@ -232,6 +238,12 @@ class DistributedDataParallel(NativeDistributedDataParallel):  # type: ignore[mi
         # answer to both.
         owned_collective = self._collective if isinstance(self._collective_choice, str) else None
         weakref.finalize(self, _release, self.reducer, self.strategy, owned_collective).atexit = False
+
+    def _buffers_to_share(self) -> Callable[[], dict[str, torch.Tensor]]:
+        """For the strategy: the module's buffers as they are when asked; without a reference to this wrapper."""
+        if not self.forward_sync_buffers:
+            return dict
+        return functools.partial(named_buffers, self.module, set(self.parameters_to_ignore))
 
     def _state_tensors(self, *, with_buffers: bool) -> dict[str, torch.Tensor]:
         """What replicas must have in common: all parameters that are not ignored, and the buffers, by name."""
@@ -372,6 +384,8 @@ class DistributedDataParallel(NativeDistributedDataParallel):  # type: ignore[mi
         self.modules_buffers = list(self.named_module_buffers.values())
 
     def _sync_buffers(self) -> None:
+        if self.strategy.carries_buffers:
+            return
         source_rank = self._highest_rank(True) if self._join_config.enable else 0
         with torch.no_grad():
             self._assign_modules_buffers()
@@ -421,6 +435,11 @@ class DistributedDataParallel(NativeDistributedDataParallel):  # type: ignore[mi
             throw_on_early_termination: raise on every rank as soon as one is done; needed where the model has other
                 collectives, such as SyncBatchNorm.
         """
+        if enable and not self.strategy.needs_process_group:
+            raise ConfigurationError(
+                f"join is for strategies over collectives (got strategy={self.strategy.name!r}). A worker without data"
+                " leaves the servers instead: call model.strategy.close(), and the others go on without it."
+            )
         return Join(
             [self], enable, throw_on_early_termination, divide_by_initial_world_size=divide_by_initial_world_size
         )
@@ -438,6 +457,7 @@ class DistributedDataParallel(NativeDistributedDataParallel):  # type: ignore[mi
     @property
     def join_process_group(self) -> dist.ProcessGroup:
         """The group ``Join`` counts in."""
+        assert self.process_group is not None, "join refuses strategies without a group"
         return self.process_group
 
     def _any_rank_syncs_gradients(self, *, this_rank_syncs: bool) -> bool:
@@ -513,7 +533,7 @@ class DistributedDataParallel(NativeDistributedDataParallel):  # type: ignore[mi
         self._collective = resolve_collective(self._collective_choice, new_process_group)
         replica = Replica(
             parameters=dict(zip(self.reducer.names, self.reducer.parameters, strict=True)),
-            buffers=self.named_module_buffers,
+            buffers=self._buffers_to_share(),
             state=self._state_tensors(with_buffers=True),
             collective=self._collective,
             device=self.device,
@@ -548,7 +568,7 @@ class DistributedDataParallel(NativeDistributedDataParallel):  # type: ignore[mi
         return attributes
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.process_group = dist.distributed_c10d._get_default_group()
+        self.process_group = checks.default_group(required=state["strategy"].needs_process_group)
         torch.nn.Module.__setstate__(self, state)
         self.logger = LoggingData()
         self._collective = resolve_collective(self._collective_choice, self.process_group)
@@ -560,6 +580,8 @@ class DistributedDataParallel(NativeDistributedDataParallel):  # type: ignore[mi
             self._static_graph_delay_allreduce_enqueued = False
 
     def _check_default_group(self) -> None:
+        if self.process_group is None and not self.strategy.needs_process_group:
+            return
         try:
             is_default = self.process_group is dist.distributed_c10d._get_default_group()
         except (RuntimeError, ValueError):
@@ -575,6 +597,7 @@ class DistributedDataParallel(NativeDistributedDataParallel):  # type: ignore[mi
 def _sum_over_group(replica_reference: weakref.ref[DistributedDataParallel], bucket: Any) -> Any:
     replica = replica_reference()
     assert replica is not None, "a backward outlived its model"
+    assert replica.process_group is not None, "strategies without a group take no communication hook"
     return all_reduce_sum_hook(replica.process_group, bucket)
 
 

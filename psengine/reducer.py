@@ -95,6 +95,7 @@ class Reducer:
 
         self.iteration = 0
         self.has_rebuilt_buckets = False
+        self._layout_is_final = strategy.keeps_first_layout
         self.buckets: list[Bucket] = []
         self.buckets_reduced = 0
         self._locators: list[tuple[Bucket, int]] = [None] * len(self.parameters)  # type: ignore[list-item]
@@ -157,6 +158,7 @@ class Reducer:
         ]
         if self._as_view:
             self._adopt_gradients()
+        self.strategy.lay_out(self.buckets)
 
     def _adopt_gradients(self) -> None:
         """Move gradients that exist already (accumulated, not yet stepped) into the buckets' views."""
@@ -169,7 +171,7 @@ class Reducer:
                     parameter.grad = view if self._mixed_precision_dtype is None else view.detach()
 
     def _should_rebuild(self) -> bool:
-        return (self._static_graph or not self._find_unused) and not self.has_rebuilt_buckets
+        return (self._static_graph or not self._find_unused) and not self._layout_is_final
 
     def _rebuild_buckets(self) -> bool:
         """Once, between the first and the second iteration: lay out buckets in the order gradients arrived on rank 0.
@@ -184,7 +186,7 @@ class Reducer:
         if not self._should_rebuild() or not self._arrival_order:
             return False
         order = self._agree_on_order(self._arrival_order)
-        self.has_rebuilt_buckets = True
+        self.has_rebuilt_buckets = self._layout_is_final = True
         self._arrival_order = []
         self._create_buckets(self._plan(self._rebuild_limits_bytes, order))
         logger.info("Reducer buckets have been rebuilt in this iteration: %s", self.buckets)
@@ -298,7 +300,7 @@ class Reducer:
         return (
             self._static_graph
             or self._find_unused
-            or not self.has_rebuilt_buckets
+            or not self._layout_is_final
             or self.timer.is_sampling
             or self._is_multi_device
         )
@@ -316,7 +318,7 @@ class Reducer:
                 return
             if self._find_unused:
                 self._mark_unused_ready()
-            elif not self.has_rebuilt_buckets:
+            elif not self._layout_is_final:
                 self._arrival_order.append(index)
             self._mark_ready(index)
 
@@ -340,7 +342,7 @@ class Reducer:
             self._fail(newly_used_message(self.names[index], self._rank))
         self._hook_counts_left[index] -= 1
         if self._hook_counts_left[index] == 0:
-            if not self.has_rebuilt_buckets:
+            if not self._layout_is_final:
                 self._arrival_order.append(index)
             self._mark_ready(index)
 
@@ -566,6 +568,7 @@ class Reducer:
         """Forget a half-finished iteration and rebuild buckets anew, for a changed group of ranks."""
         self._stop_expecting_hooks()
         self.has_rebuilt_buckets = False
+        self._layout_is_final = self.strategy.keeps_first_layout
         self._arrival_order = []
         self._reductions = []
         self.usage = ParameterUsage(self._nodes, self.parameters[0].device, self.strategy)

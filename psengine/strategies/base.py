@@ -27,7 +27,8 @@ class Replica:
 
     Attributes:
         parameters: name to parameter, for every parameter whose gradient is exchanged, in model order.
-        buffers: name to buffer (such as running statistics), in model order.
+        buffers: returns name to buffer (such as running statistics), in model order, of those to keep equal; asked anew
+            each time, because a module may assign new ones. Empty where the user keeps buffers apart.
         state: name to tensor of everything that has to be equal at the start: all parameters, frozen ones too, and the
             buffers to share.
         collective: the group of replicas.
@@ -35,7 +36,7 @@ class Replica:
     """
 
     parameters: Mapping[str, torch.nn.Parameter]
-    buffers: Mapping[str, torch.Tensor]
+    buffers: Callable[[], Mapping[str, torch.Tensor]]
     state: Mapping[str, torch.Tensor]
     collective: Collective
     device: torch.device
@@ -56,9 +57,21 @@ class Reduction(ABC):
 
 
 class Strategy(ABC):
-    """How replicas agree. One object serves one replica; nothing outside ``strategies/`` asks which kind it is."""
+    """How replicas agree. One object serves one replica; nothing outside ``strategies/`` asks which kind it is.
+
+    Attributes:
+        name: what users write to get it.
+        needs_process_group: False where workers meet elsewhere, so that a process may be a world of its own.
+        keeps_first_layout: True where buckets must stay as they were first laid out, and are not rebuilt in the order
+            gradients arrive.
+        carries_buffers: True where running statistics travel with the gradients, so that no broadcast comes before a
+            forward.
+    """
 
     name: ClassVar[str]
+    needs_process_group: ClassVar[bool] = True
+    keeps_first_layout: ClassVar[bool] = False
+    carries_buffers: ClassVar[bool] = False
 
     @abstractmethod
     def prepare(self, replica: Replica, *, synchronize: bool) -> None:
@@ -86,6 +99,9 @@ class Strategy(ABC):
         """Return an uninitialised flat tensor for a bucket, in the memory this strategy exchanges best."""
         return torch.empty(numel, dtype=dtype, device=device)
 
+    def lay_out(self, buckets: Sequence[Bucket]) -> None:  # noqa: B027 - most strategies take buckets as they come
+        """The reducer has made its buckets, before the first forward or when it remakes them."""
+
     @abstractmethod
     def reduce(self, bucket: Bucket) -> Reduction:
         """A bucket is packed on this rank: begin exchanging it. Buckets come in the same order on every rank.
@@ -100,9 +116,27 @@ class Strategy(ABC):
     def finish(self) -> None:  # noqa: B027 - most strategies are done once their reductions are
         """The end of backward, after every reduction: returns when gradients are what ``step`` may use."""
 
-    def step(self, local_step: Callable[[], Any]) -> Any:
-        """``optimizer.step()``: return what it returns. Default: this worker steps itself."""
+    def bind_optimizer(self, optimizer: torch.optim.Optimizer) -> None:  # noqa: B027 - most leave it alone
+        """``optimizer`` will step through this strategy.
+
+        Raises:
+            ConfigurationError: the strategy cannot apply this kind of optimizer.
+        """
+
+    def step(self, local_step: Callable[[], Any], closure: Callable[[], Any] | None = None) -> Any:
+        """``optimizer.step(closure)``: return what it returns. Default: this worker steps itself.
+
+        Args:
+            local_step: the optimizer's own step, closure included.
+            closure: what the user passed, for strategies that do not call ``local_step``.
+        """
         return local_step()
+
+    def fetch_optimizer_state(self, optimizer: torch.optim.Optimizer) -> None:  # noqa: B027 - most have it here
+        """Before ``optimizer.state_dict()``: bring its state here from wherever it is kept."""
+
+    def store_optimizer_state(self, optimizer: torch.optim.Optimizer) -> None:  # noqa: B027 - most have it here
+        """After ``optimizer.load_state_dict()``: take the new state to wherever it is kept."""
 
     @abstractmethod
     def broadcast(self, tensors: Sequence[torch.Tensor], source_rank: int = 0) -> None:
