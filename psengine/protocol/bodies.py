@@ -1,0 +1,509 @@
+"""The bodies of the messages: one schema per message type, built from small checks; and strict msgpack.
+
+A check takes a value and says what is wrong with it in words, or "" where it is right. The words begin with the place
+inside the value, so that a container only puts its own name in front: ``.rule`` + ``.quorum must be ...``.
+"""
+
+from __future__ import annotations
+
+import math
+import reprlib
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import msgpack  # type: ignore[import-untyped]
+
+from psengine.errors import ProtocolError
+from psengine.protocol.layout import ChunkKind
+from psengine.protocol.messages import (
+    DTYPES,
+    MAX_BODY_BYTES,
+    MAX_BODY_DEPTH,
+    MAX_NAME_BYTES,
+    MAX_SEGMENTS,
+    NO_KEY,
+    NOBODY,
+    MessageType,
+)
+
+# (value, is the sender newer than we are) -> what is wrong, "" if nothing. A newer sender's unknown fields are dropped
+# from the value in place.
+Check = Callable[[Any, bool], str]
+
+MAX_TEXT_CHARS = 4000
+# CHUNKS lists whole chunks; its sender is the server.
+_DEPTHS = {MessageType.CHUNKS: 6}
+_INT64_MAX = 2**63 - 1
+_UINT64_MAX = 2**64 - 1
+_MAX_DIMENSIONS = 64
+# PUSH and UPDATED bodies of at most this size are remembered, decoded: a step's pushes carry equal ones.
+_REMEMBERED_BYTES = 4096
+
+
+def integer(least: int = 0, most: int = _INT64_MAX) -> Check:
+    """An int within bounds; a bool is none."""
+
+    def check(value: Any, newer: bool) -> str:
+        if type(value) is int and least <= value <= most:
+            return ""
+        return f" must be an integer (expected {least} to {most}, got {_shown(value)})"
+
+    return check
+
+
+def number(least: float = -math.inf) -> Check:
+    """A finite int or float, no bool."""
+
+    def check(value: Any, newer: bool) -> str:
+        if type(value) in (int, float) and math.isfinite(value) and value >= least:
+            return ""
+        bound = "" if least == -math.inf else f", at least {least}"
+        return f" must be a finite number (expected an int or float{bound}, got {_shown(value)})"
+
+    return check
+
+
+def text(most_bytes: int, *, least_bytes: int = 1, printable: bool = False) -> Check:
+    """A str, its size counted in UTF-8 bytes; ``printable``: without control characters."""
+
+    def check(value: Any, newer: bool) -> str:
+        if type(value) is not str:
+            return f" must be a string (got {_shown(value)})"
+        size_bytes = len(value.encode())
+        if not least_bytes <= size_bytes <= most_bytes:
+            return f" has a bad length (expected {least_bytes} to {most_bytes} bytes in UTF-8, got {size_bytes})"
+        if printable and not value.isprintable():
+            return f" must have printable characters only (got {_shown(value)})"
+        return ""
+
+    return check
+
+
+def short_text(most_chars: int, *, least_chars: int = 1, printable: bool = True) -> Check:
+    """A str, its size counted in characters."""
+
+    def check(value: Any, newer: bool) -> str:
+        if type(value) is str and not least_chars <= len(value) <= most_chars:
+            return f" has a bad length (expected {least_chars} to {most_chars} characters, got {len(value)})"
+        return text(4 * most_chars, least_bytes=0, printable=printable)(value, newer)
+
+    return check
+
+
+def one_of(*words: str | None) -> Check:
+    """One of these words."""
+
+    def check(value: Any, newer: bool) -> str:
+        if (value is None or type(value) is str) and value in words:
+            return ""
+        return f" is unknown (expected one of {', '.join(repr(word) for word in words)}, got {_shown(value)})"
+
+    return check
+
+
+def boolean(value: Any, newer: bool) -> str:
+    """True or False."""
+    return "" if type(value) is bool else f" must be true or false (got {_shown(value)})"
+
+
+def nullable(check: Check) -> Check:
+    """None, or what ``check`` wants."""
+    return lambda value, newer: "" if value is None else check(value, newer)
+
+
+def listing(check: Check, most: int = MAX_BODY_BYTES) -> Check:
+    """A list of at most ``most`` items that all pass ``check``."""
+
+    def check_list(value: Any, newer: bool) -> str:
+        if type(value) is not list:
+            return f" must be a list (got {_shown(value)})"
+        if len(value) > most:
+            return f" is too long (expected at most {most} items, got {len(value)})"
+        for index, item in enumerate(value):
+            if complaint := check(item, newer):
+                return f"[{index}]{complaint}"
+        return ""
+
+    return check_list
+
+
+def row(*checks: Check) -> Check:
+    """A list of fixed length; each place has its own check."""
+
+    def check_row(value: Any, newer: bool) -> str:
+        if type(value) is not list or len(value) != len(checks):
+            return f" must be a list of {len(checks)} items (got {_shown(value)})"
+        for index, (check, item) in enumerate(zip(checks, value, strict=True)):
+            if complaint := check(item, newer):
+                return f"[{index}]{complaint}"
+        return ""
+
+    return check_row
+
+
+def record(required: dict[str, Check], optional: dict[str, Check] | None = None) -> Check:
+    """A map with these fields. Others are an error, or dropped if the sender is newer."""
+    known = {**required, **(optional or {})}
+
+    def check_record(value: Any, newer: bool) -> str:
+        if type(value) is not dict:
+            return f" must be a map (got {_shown(value)})"
+        for name in required:
+            if name not in value:
+                return f" lacks the field {name!r}"
+        for name in list(value):
+            check = known.get(name)
+            if check is None and newer:
+                del value[name]
+            elif check is None:
+                return f" has the unknown field {_shown(name)} (expected {', '.join(known) or 'none'})"
+            elif complaint := check(value[name], newer):
+                return f".{name}{complaint}"
+        return ""
+
+    return check_record
+
+
+def also(check: Check, rule: Callable[[Any], str]) -> Check:
+    """``check``, then ``rule`` over the value as a whole."""
+    return lambda value, newer: check(value, newer) or rule(value)
+
+
+def dictionary(check: Check, most: int) -> Check:
+    """A map from short names to values that all pass ``check``."""
+
+    def check_dictionary(value: Any, newer: bool) -> str:
+        if type(value) is not dict or len(value) > most:
+            return f" must be a map of at most {most} fields (got {_shown(value)})"
+        for name, item in value.items():
+            if not name.isidentifier() or len(name) > 64:
+                return f" has a bad name (expected an identifier of at most 64 characters, got {_shown(name)})"
+            if complaint := check(item, newer):
+                return f".{name}{complaint}"
+        return ""
+
+    return check_dictionary
+
+
+def _hyperparameter(value: Any, newer: bool) -> str:
+    if value is None or type(value) is bool:
+        return ""
+    return _two_numbers(value, newer) if type(value) is list else _finite(value, newer)
+
+
+def _rule(value: Any, newer: bool) -> str:
+    name = value.get("name") if type(value) is dict else None
+    schema = _RULES.get(name) if type(name) is str else None
+    if schema is None:
+        return f" must be an update rule (expected a map whose name is one of {', '.join(_RULES)}, got {_shown(value)})"
+    return schema(value, newer)
+
+
+def _dense_segment(value: list[Any]) -> str:
+    _, shape, strides, start, numel = value
+    if len(shape) != len(strides):
+        return f" needs a stride per dimension (expected {len(shape)}, got {len(strides)})"
+    total = math.prod(shape)
+    if start + numel > total:
+        return f" reaches past its tensor's end (expected at most {total} elements, got {start} + {numel})"
+    if total and 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True)) != total:
+        return f" must fill its memory without gaps (got shape {_shown(shape)}, strides {_shown(strides)})"
+    return ""
+
+
+def _sums_up(chunk: dict[str, Any]) -> str:
+    total = sum(segment[4] for segment in chunk["segments"])
+    if "numel" not in chunk or total == chunk["numel"]:
+        return ""
+    return f".segments must add up to the chunk (expected {chunk['numel']} elements, got {total})"
+
+
+def _tiles(body: dict[str, Any]) -> str:
+    reached = 0
+    for index, (start, end, group) in enumerate(body["runs"]):
+        if start != reached or end <= start:
+            return f".runs[{index}] must begin where the last one ended (expected {reached}, got {start} to {end})"
+        if group >= len(body["groups"]):
+            return f".runs[{index}] names a group that is not there (expected below {len(body['groups'])}, got {group})"
+        reached = end
+    return ""
+
+
+def _worker_counts(body: dict[str, Any]) -> str:
+    return " lacks the field 'world_size'" if body["role"] == "worker" and "world_size" not in body else ""
+
+
+def _slot_or_blob(body: dict[str, Any]) -> str:
+    return " names both a slot and a blob (expected one of them)" if "slot" in body and "blob" in body else ""
+
+
+_unsigned = integer(0)
+_any_64_bits = integer(0, _UINT64_MAX)
+_finite = number()
+_rank = integer(0, NOBODY - 1)
+_ranks = listing(_rank)
+_two_numbers = row(_finite, _finite)
+_name = text(MAX_NAME_BYTES)
+_label = short_text(255, least_chars=0)
+_groups = listing(dictionary(_hyperparameter, most=64), most=1024)
+_sizes = listing(_unsigned, _MAX_DIMENSIONS)
+_segments = listing(also(row(_name, _sizes, _sizes, _unsigned, _unsigned), _dense_segment), MAX_SEGMENTS)
+_chunk_key = integer(0, NO_KEY - 1)
+_kind = one_of(*(kind.value for kind in ChunkKind))
+_dtype_number = integer(1, max(DTYPES))
+_worker_life = record({"rank": _rank, "incarnation": _any_64_bits})
+_answer = record({}, {"contributors": _unsigned, "refused": one_of("non_finite", "stale", "abstained")})
+_empty = record({})
+
+_RULES: dict[str, Check] = {
+    "average": record({"name": one_of("average"), "quorum": nullable(integer(1, NOBODY))}),
+    "apply": record(
+        {
+            "name": one_of("apply"),
+            "max_staleness": nullable(_unsigned),
+            "staleness_scaling": one_of(None, "inverse"),
+            "delay_compensation": number(0.0),
+        }
+    ),
+}
+
+SCHEMAS: dict[MessageType, Check] = {
+    MessageType.HELLO: also(
+        record(
+            {
+                "job": short_text(200),
+                "role": one_of("worker", "reader"),
+                "nonce": _any_64_bits,
+                "rule": _rule,
+                "host": _label,
+                "pid": _unsigned,
+                "software": _label,
+            },
+            {
+                "rank": nullable(_rank),
+                "world_size": integer(1, NOBODY),
+                "fingerprint": nullable(_any_64_bits),
+                "members": _ranks,
+            },
+        ),
+        _worker_counts,
+    ),
+    MessageType.WELCOME: record(
+        {
+            "state": one_of("initialise", "wait", "ready", "join"),
+            "shards": listing(text(MAX_NAME_BYTES, printable=True)),
+            "shard_index": _unsigned,
+            "lease_s": number(0.0),
+            "heartbeat_s": number(0.0),
+            "credit_bytes": _unsigned,
+            "members": _ranks,
+            "fingerprint": nullable(_any_64_bits),
+            "chunks": _unsigned,
+            "started": boolean,
+            "durable_version": nullable(_unsigned),
+            "rule": nullable(_rule),
+            "software": _label,
+        }
+    ),
+    # key, dtype and numel stand in the header; in the body they may be repeated.
+    MessageType.REGISTER: also(
+        record({"kind": _kind, "segments": _segments}, {"key": _chunk_key, "dtype": _dtype_number, "numel": _unsigned}),
+        _sums_up,
+    ),
+    MessageType.SEAL: record({"chunks": _unsigned, "fingerprint": _any_64_bits}),
+    MessageType.CONFIGURE: also(
+        record(
+            {
+                "optimizer": one_of("SGD", "Adam", "AdamW", "Adagrad", "RMSprop"),
+                "groups": _groups,
+                "runs": listing(row(_unsigned, _unsigned, integer(-1))),
+            }
+        ),
+        _tiles,
+    ),
+    MessageType.LIST: record({"after": integer(-1, NO_KEY - 1)}),
+    MessageType.CHUNKS: record(
+        {
+            "chunks": listing(
+                also(
+                    record(
+                        {
+                            "key": _chunk_key,
+                            "kind": _kind,
+                            "dtype": _dtype_number,
+                            "numel": _unsigned,
+                            "segments": _segments,
+                        }
+                    ),
+                    _sums_up,
+                )
+            ),
+            "more": boolean,
+            "total": _unsigned,
+        }
+    ),
+    MessageType.PUSH: record({}, {"groups": _groups, "absent": listing(integer(0, MAX_SEGMENTS - 1), MAX_SEGMENTS)}),
+    MessageType.UPDATED: _answer,
+    MessageType.PROBE: _empty,
+    MessageType.PENDING: record({}, {"waiting_for": _ranks}),
+    MessageType.MISSING: _empty,
+    MessageType.PULL: also(record({}, {"slot": _name, "blob": _name}), _slot_or_blob),
+    MessageType.VALUES: record({}, {"slot": _name, "steps": listing(_finite), "pieces": _unsigned}),
+    MessageType.STORE: also(
+        record(
+            {},
+            {"slot": _name, "steps": listing(_finite), "blob": _name, "pieces": _unsigned, "sequence": _unsigned},
+        ),
+        _slot_or_blob,
+    ),
+    MessageType.HEARTBEAT: _empty,
+    MessageType.HEARTBEAT_ACK: record({"members": _ranks, "durable_version": nullable(_unsigned)}),
+    MessageType.JOIN: _empty,
+    MessageType.STATE_WANTED: _worker_life,
+    MessageType.ADMIT: _worker_life,
+    MessageType.RESULT_WANTED: _empty,
+    MessageType.RESULT: _answer,
+    MessageType.STATUS: _empty,
+    MessageType.STATUS_REPORT: _empty,
+    MessageType.SNAPSHOT: _empty,
+    MessageType.BYE: _empty,
+    MessageType.OK: record({}, {"generation": _unsigned, "slots": listing(_name)}),
+    MessageType.ERROR: record({"code": short_text(64), "text": short_text(MAX_TEXT_CHARS, printable=False)}),
+}
+
+
+def unpack(kind: MessageType, raw: bytes, *, newer: bool = False) -> dict[str, Any]:
+    """Decode and check a body. Bodies of PUSH and UPDATED may be shared between messages: do not change them.
+
+    Args:
+        kind: the message's type.
+        raw: the body's bytes.
+        newer: whether the sender's protocol version is higher than ours: its unknown fields are dropped.
+
+    Raises:
+        ProtocolError: the bytes are no msgpack that we allow, or break the type's schema.
+    """
+    if kind in _REPEATING and len(raw) <= _REMEMBERED_BYTES:
+        return _remembered(kind, raw, newer)
+    return _unpack(kind, raw, newer)
+
+
+def pack(kind: MessageType, body: dict[str, Any], *, newer: bool = False) -> bytes:
+    """Inverse of ``unpack``, with the same checks.
+
+    Raises:
+        ProtocolError: the body breaks the type's schema.
+        TypeError, ValueError, OverflowError: msgpack has no form for a value.
+    """
+    raw: bytes = msgpack.packb(body)
+    unpack(kind, raw, newer=newer)
+    return raw
+
+
+def check_empty(kind: MessageType) -> str:
+    """What is wrong with a message of this type that has no body; "" if nothing."""
+    return _WITHOUT_BODY[kind]
+
+
+_REPEATING = frozenset({MessageType.PUSH, MessageType.UPDATED})
+_WITHOUT_BODY = {kind: schema({}, False) for kind, schema in SCHEMAS.items()}
+
+
+def _unpack(kind: MessageType, raw: bytes, newer: bool) -> dict[str, Any]:
+    complaint = _scan(raw, _DEPTHS.get(kind, MAX_BODY_DEPTH))
+    if not complaint:
+        try:
+            body: dict[str, Any] = msgpack.unpackb(raw, strict_map_key=True, object_pairs_hook=_without_duplicates)
+        except (ValueError, msgpack.UnpackException) as error:
+            complaint = f" is no valid msgpack: {error}"
+        else:
+            complaint = SCHEMAS[kind](body, newer)
+            if not complaint:
+                return body
+    raise ProtocolError(f"{kind.name} body{complaint}")
+
+
+_remembered = lru_cache(maxsize=64)(_unpack)
+
+
+def _without_duplicates(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        seen: set[Any] = set()
+        repeated = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+        raise ValueError(f"the key {_shown(repeated)} stands twice in a map")
+    return found
+
+
+def _shown(value: Any) -> str:
+    return reprlib.repr(value)
+
+
+# ---- The scan: msgpack's structure, before anything is allocated. https://github.com/msgpack/msgpack/blob/master/spec.md
+# By first byte: (bytes that follow, of which a big-endian count; items per count; or 0 where the count is of bytes).
+_FIXED, _BYTES, _ITEMS, _REFUSED = range(4)
+_Token = tuple[int, int, str]
+
+
+def _tokens() -> list[_Token]:
+    table: list[_Token] = [(_FIXED, 0, "")] * 256
+    for size, first in ((1, 0xCC), (2, 0xCD), (4, 0xCE), (8, 0xCF), (1, 0xD0), (2, 0xD1), (4, 0xD2), (8, 0xD3)):
+        table[first] = (_FIXED, size, "")
+    table[0xCA], table[0xCB] = (_FIXED, 4, ""), (_FIXED, 8, "")
+    for power, first in enumerate((0xD9, 0xDA, 0xDB)):
+        table[first] = (_BYTES, 1 << power, "")
+    for power, (array, mapping) in enumerate(((0xDC, 0xDE), (0xDD, 0xDF)), start=1):
+        table[array], table[mapping] = (_ITEMS, 1 << power, "array"), (_ITEMS, 1 << power, "map")
+    for first in (0xC7, 0xC8, 0xC9, 0xD4, 0xD5, 0xD6, 0xD7, 0xD8):
+        table[first] = (_REFUSED, 0, "an extension type or timestamp")
+    for first in (0xC4, 0xC5, 0xC6):
+        table[first] = (_REFUSED, 0, "a byte string")
+    table[0xC1] = (_REFUSED, 0, "the unused byte 0xc1")
+    return table
+
+
+_TOKENS = _tokens()
+_MAPS = frozenset({*range(0x80, 0x90), 0xDE, 0xDF})
+
+
+def _scan(raw: bytes, most_depth: int) -> str:
+    """What is wrong with the structure: too deep, cut short, with something after it, of a type not allowed; or ""."""
+    end = len(raw)
+    if end > MAX_BODY_BYTES:
+        return f" is too large (expected at most {MAX_BODY_BYTES} bytes, got {end})"
+    if not raw or raw[0] not in _MAPS:
+        return " must be a msgpack map (got something else)"
+    at = 0
+    open_items = [1]  # per level: values that are still to come
+    while open_items:
+        if not open_items[-1]:
+            open_items.pop()
+            continue
+        open_items[-1] -= 1
+        if at >= end:
+            return f" is cut short: a value is missing at byte {at}"
+        first = raw[at]
+        at += 1
+        if 0xA0 <= first <= 0xBF:
+            at += first & 0x1F
+        elif 0x80 <= first <= 0x9F:
+            open_items.append((first & 0x0F) * (1 if first & 0x10 else 2))
+        else:
+            kind, size, words = _TOKENS[first]
+            if kind == _FIXED:
+                at += size
+            elif kind == _REFUSED:
+                return f" holds {words} at byte {at - 1}, which the protocol does not allow"
+            else:
+                count = int.from_bytes(raw[at : at + size], "big")
+                at += size
+                if kind == _BYTES:
+                    at += count
+                else:
+                    open_items.append(count * (2 if words == "map" else 1))
+        if at > end:
+            return f" is cut short: a value reaches {at - end} bytes past its end"
+        if len(open_items) > most_depth + 1:
+            return f" is nested too deeply (expected at most {most_depth} levels, got more at byte {at - 1})"
+    return "" if at == end else f" is followed by {end - at} bytes that do not belong to it"

@@ -1,0 +1,389 @@
+"""Messages to frames and back: strict, without copying payloads. No sockets, no clock.
+
+    frames:  | header, 88 bytes | body (msgpack), if any | payload (raw bytes of one tensor), if any |
+
+``docs/protocol.md`` gives the header field by field. Whatever a peer sends, ``decode`` returns a message whose fields
+agree with each other, or raises ``ProtocolError``; nothing else comes out, and nothing is allocated by a declared size.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+import xxhash
+
+from psengine.errors import ConfigurationError, ProtocolError
+from psengine.protocol import bodies
+from psengine.protocol.layout import job_number
+from psengine.protocol.messages import (
+    DTYPE_NUMBERS,
+    DTYPES,
+    MAGIC,
+    MAX_BODY_BYTES,
+    MAX_PAYLOAD_BYTES,
+    NO_KEY,
+    PROTOCOL_VERSION,
+    ErrorCode,
+    Message,
+    MessageType,
+)
+
+# magic, protocol version, type, flags, job, epoch, worker, key, incarnation, sequence, version, numel, payload_bytes,
+# body_bytes, dtype, three zero bytes, checksum
+_HEADER = struct.Struct("<4sHBBQQIIQQQQQIB3sQ")
+HEADER_BYTES = _HEADER.size
+_PREFIX = struct.Struct("<4sHB")  # never moves, whatever the version
+
+FLAG_CHECKSUM = 1
+FLAG_BODY = 2
+FLAG_PAYLOAD = 4
+_FLAGS = FLAG_CHECKSUM | FLAG_BODY | FLAG_PAYLOAD
+_ZEROS = b"\0\0\0"
+
+# Readable by every version, for ever: how two that are too far apart tell each other so.
+_TIMELESS = frozenset({MessageType.ERROR})
+_PAYLOAD_REQUIRED = frozenset(
+    {
+        MessageType.REGISTER,
+        MessageType.UPDATED,
+        MessageType.STORE,
+        MessageType.RESULT,
+        MessageType.STATUS_REPORT,
+    }
+)
+# PUSH without one abstains; VALUES without one: that slot holds nothing yet.
+_PAYLOAD_OPTIONAL = frozenset({MessageType.PUSH, MessageType.VALUES})
+_EXCHANGES = frozenset(
+    {
+        MessageType.PUSH,
+        MessageType.UPDATED,
+        MessageType.PROBE,
+        MessageType.PENDING,
+        MessageType.MISSING,
+        MessageType.RESULT_WANTED,
+        MessageType.RESULT,
+    }
+)
+_KEYED = _EXCHANGES | {
+    MessageType.REGISTER,
+    MessageType.CONFIGURE,
+    MessageType.PULL,
+    MessageType.VALUES,
+    MessageType.STORE,
+}
+_TYPES = {int(kind): kind for kind in MessageType}
+_NAMED_IN_BODY = frozenset({MessageType.HELLO, MessageType.REGISTER})
+# dtype number -> (dtype, bytes per element)
+_WIRE_DTYPES = {number: (dtype, dtype.itemsize) for number, dtype in DTYPES.items()}
+
+
+def encode(message: Message, *, checksum: bool = False, version: int = PROTOCOL_VERSION) -> list[Any]:
+    """The frames of a message: bytes-like objects.
+
+    Args:
+        message: its payload is a contiguous CPU tensor (whose dtype and numel are then taken) or a bytes-like object
+            (``message.dtype`` and ``message.numel`` say of what). It is not copied, so it must not change until the
+            frames are sent; the frames keep it alive.
+        checksum: add the payload's xxh3-64.
+        version: protocol version to write.
+
+    Raises:
+        ConfigurationError: the message is not one that the protocol allows: a mistake on our side.
+    """
+    kind, dtype, numel, payload = message.type, message.dtype, message.numel, message.payload
+    flags = payload_bytes = dtype_number = body_bytes = digest = 0
+    frames: list[Any] = [b""]
+    try:
+        if message.body:
+            body = bodies.pack(kind, message.body, newer=version > PROTOCOL_VERSION)
+            frames.append(body)
+            flags, body_bytes = FLAG_BODY, len(body)
+        if payload is not None:
+            if isinstance(payload, torch.Tensor):
+                if (dtype is not None and dtype != payload.dtype) or (numel and numel != payload.numel()):
+                    raise ConfigurationError(
+                        f"{kind.name} contradicts its payload (expected {payload.numel()} elements of "
+                        f"{payload.dtype}, got {numel} of {dtype})"
+                    )
+                dtype, numel = payload.dtype, payload.numel()
+                payload = buffer_of(payload)
+            else:
+                payload = memoryview(payload).cast("B")
+            payload_bytes = payload.nbytes
+            frames.append(payload)
+            flags |= FLAG_PAYLOAD
+            if checksum:
+                flags |= FLAG_CHECKSUM
+                digest = xxhash.xxh3_64_intdigest(payload)
+        if dtype is not None:
+            if dtype not in DTYPE_NUMBERS:
+                raise ConfigurationError(f"{kind.name}: {dtype} has no number on the wire")
+            dtype_number = DTYPE_NUMBERS[dtype]
+        _check(kind, flags, message.key, message.sequence, numel, payload_bytes, dtype_number)
+        if kind in _NAMED_IN_BODY:
+            _check_body_agrees(message, dtype_number, numel)
+        frames[0] = _HEADER.pack(
+            MAGIC, version, kind, flags, message.job, message.epoch, message.worker, message.key, message.incarnation,
+            message.sequence, message.version, numel, payload_bytes, body_bytes, dtype_number, _ZEROS, digest,
+        )  # fmt: skip
+    except ConfigurationError:
+        raise
+    except (ProtocolError, TypeError, ValueError, OverflowError, struct.error) as error:
+        raise ConfigurationError(f"cannot encode {kind.name}: {error}") from error
+    return frames
+
+
+def decode(frames: Sequence[Any], *, version: int = PROTOCOL_VERSION) -> Message:
+    """The message in a list of frames (without a routing id).
+
+    Args:
+        frames: bytes-like objects, ``zmq.Frame`` among them. The payload stays a view of its frame. Bodies of PUSH and
+            UPDATED may be shared between messages: do not change them.
+        version: the protocol version we speak.
+
+    Raises:
+        ProtocolError: the frames break the protocol; ``code`` says how to answer.
+    """
+    if not frames or len(frames[0]) != HEADER_BYTES:
+        raise _not_a_header(frames, version)
+    (
+        magic, peer_version, number, flags, job, epoch, worker, key, incarnation, sequence, chunk_version, numel,
+        payload_bytes, body_bytes, dtype_number, zeros, digest,
+    ) = _HEADER.unpack(frames[0])  # fmt: skip
+    if magic != MAGIC:
+        raise ProtocolError(f"this is no psengine message (expected it to begin with {MAGIC!r}, got {magic!r})")
+    kind = _TYPES.get(number)
+    if peer_version != version and not _understands(version, peer_version) and kind not in _TIMELESS:
+        raise _too_far_apart(version, peer_version)
+    if kind is None:
+        raise ProtocolError(f"unknown message type (expected 1 to {max(_TYPES)}, got {number})")
+    if flags & ~_FLAGS or zeros != _ZEROS:
+        raise ProtocolError(
+            f"{kind.name} has reserved bits set (expected flags up to {_FLAGS} and zeros, got {flags} and {zeros!r})"
+        )
+    has_body, has_payload = flags >> 1 & 1, flags >> 2
+    if len(frames) != 1 + has_body + has_payload:
+        raise ProtocolError(
+            f"{kind.name} has a wrong number of frames (expected {1 + has_body + has_payload} by its flags, "
+            f"got {len(frames)})"
+        )
+    _check(kind, flags, key, sequence, numel, payload_bytes, dtype_number)
+
+    body: dict[str, Any] = {}
+    if has_body:
+        raw = frames[1]
+        if len(raw) != body_bytes or body_bytes > MAX_BODY_BYTES:
+            raise ProtocolError(
+                f"{kind.name} body has a wrong size (expected {body_bytes} bytes by the header, at most "
+                f"{MAX_BODY_BYTES}, got {len(raw)})"
+            )
+        body = bodies.unpack(kind, bytes(raw), newer=peer_version > version or kind in _TIMELESS)
+    elif body_bytes:
+        raise ProtocolError(f"{kind.name} declares {body_bytes} bytes of body and has none")
+
+    payload = dtype = None
+    if has_payload:
+        payload = memoryview(frames[-1])
+        if payload.nbytes != payload_bytes:
+            raise ProtocolError(
+                f"{kind.name} payload has a wrong size (expected {payload_bytes} bytes by the header, "
+                f"got {payload.nbytes})"
+            )
+        dtype = DTYPES[dtype_number]
+        if flags & FLAG_CHECKSUM and (actual := xxhash.xxh3_64_intdigest(payload)) != digest:
+            raise ProtocolError(
+                f"{kind.name} payload of key {key} was corrupted (expected checksum {digest:016x}, got {actual:016x})"
+            )
+    if digest and not flags & FLAG_CHECKSUM:
+        raise ProtocolError(f"{kind.name} has a checksum without its flag (expected 0, got {digest:016x})")
+    message = Message(
+        kind, job, epoch, worker, incarnation, key, sequence, chunk_version, dtype, numel, body, payload, peer_version
+    )
+    if kind in _NAMED_IN_BODY:
+        _check_body_agrees(message, dtype_number, numel)
+    return message
+
+
+def refusal(frames: Sequence[Any], error: ProtocolError, *, version: int = PROTOCOL_VERSION) -> Message | None:
+    """The ERROR that answers frames which ``decode`` refused; None where they are an ERROR themselves.
+
+    It names the request's job, worker, key and sequence where the frames have a header that we can read.
+    """
+    answer = Message(MessageType.ERROR, body={"code": error.code, "text": str(error)[: bodies.MAX_TEXT_CHARS]})
+    if frames and len(frames[0]) == HEADER_BYTES:
+        (
+            magic, peer_version, number, _, job, _, worker, key, incarnation, sequence, *_,
+        ) = _HEADER.unpack(frames[0])  # fmt: skip
+        if magic == MAGIC and number == MessageType.ERROR:
+            return None
+        if magic == MAGIC and (number == MessageType.HELLO or _understands(version, peer_version)):
+            answer.job, answer.worker, answer.incarnation = job, worker, incarnation
+            answer.key, answer.sequence = key, sequence
+    return answer
+
+
+def payload_tensor(message: Message) -> torch.Tensor:
+    """The payload as a 1-D tensor of the message's dtype and numel: a view, which must not be written to.
+
+    The memory belongs to the frame, which the tensor keeps alive. A small payload at an odd address is copied.
+    """
+    payload, dtype = message.payload, message.dtype
+    if payload is None or dtype is None:
+        raise ConfigurationError(f"{message.type.name} has no payload")
+    if isinstance(payload, torch.Tensor):
+        return payload.detach().view(-1)
+    view = payload if type(payload) is memoryview else memoryview(payload)
+    if view.nbytes != message.numel * dtype.itemsize:
+        raise ConfigurationError(
+            f"{message.type.name} payload does not fit its header (expected {message.numel * dtype.itemsize} bytes, "
+            f"got {view.nbytes})"
+        )
+    if not view.nbytes:
+        return torch.empty(0, dtype=dtype)
+    # torch warns of read-only memory; pyzmq's frames are writable, bytes are not.
+    tensor = torch.frombuffer(_writable(view) if view.readonly else view, dtype=dtype)
+    # libzmq packs small frames behind each other; kernels may count on aligned elements.
+    return tensor.clone() if tensor.data_ptr() % min(dtype.itemsize, 8) else tensor
+
+
+def buffer_of(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a contiguous CPU tensor of any dtype, without a copy; the view keeps the tensor alive.
+
+    Raises:
+        ConfigurationError: the tensor is elsewhere, has gaps, or is a lazy conjugate or negative.
+    """
+    if tensor.device.type != "cpu" or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
+        raise ConfigurationError(
+            f"a payload must be a contiguous CPU tensor (got shape {tuple(tensor.shape)}, strides {tensor.stride()} on "
+            f"{tensor.device}); use tensor.contiguous().cpu()"
+        )
+    return _bytes_at(tensor.data_ptr(), tensor.nbytes, tensor)
+
+
+def _check(
+    kind: MessageType, flags: int, key: int, sequence: int, numel: int, payload_bytes: int, dtype_number: int
+) -> None:
+    """Raise ProtocolError unless a header's fields agree with each other and the message's type."""
+    if flags & FLAG_PAYLOAD:
+        if kind not in _PAYLOAD_REQUIRED and kind not in _PAYLOAD_OPTIONAL:
+            raise ProtocolError(f"{kind.name} has a payload (expected none)")
+        if payload_bytes > MAX_PAYLOAD_BYTES:
+            raise ProtocolError(
+                f"{kind.name} payload is too large (expected at most {MAX_PAYLOAD_BYTES} bytes, got {payload_bytes})"
+            )
+        if dtype_number not in _WIRE_DTYPES:
+            raise ProtocolError(f"{kind.name} has an unknown dtype (expected 1 to {max(DTYPES)}, got {dtype_number})")
+        dtype, itemsize = _WIRE_DTYPES[dtype_number]
+        if numel * itemsize != payload_bytes:
+            raise ProtocolError(
+                f"{kind.name} payload does not match its numel (expected {numel} elements of {dtype} in "
+                f"{numel * itemsize} bytes, got {payload_bytes})"
+            )
+        if kind is MessageType.STATUS_REPORT and dtype is not torch.uint8:
+            raise ProtocolError(f"STATUS_REPORT must carry bytes (expected torch.uint8, got {dtype})")
+    else:
+        if kind in _PAYLOAD_REQUIRED:
+            raise ProtocolError(f"{kind.name} lacks its payload")
+        if numel or payload_bytes or dtype_number or flags & FLAG_CHECKSUM:
+            raise ProtocolError(
+                f"{kind.name} describes a payload and has none (expected zeros, got numel {numel}, {payload_bytes} "
+                f"bytes, dtype {dtype_number}, flags {flags})"
+            )
+    if not flags & FLAG_BODY and (complaint := bodies.check_empty(kind)):
+        raise ProtocolError(f"{kind.name} has no body, and so{complaint}")
+    if kind in _KEYED and key == NO_KEY:
+        raise ProtocolError(f"{kind.name} names no chunk (expected a key below {NO_KEY})")
+    if kind in _EXCHANGES and sequence == 0:
+        raise ProtocolError(f"{kind.name} has no exchange number (expected a sequence of 1 or more, got 0)")
+
+
+def _check_body_agrees(message: Message, dtype_number: int, numel: int) -> None:
+    """Raise ProtocolError where header and body say the same thing differently."""
+    body = message.body
+    if message.type is MessageType.HELLO:
+        pairs = [("job", job_number(body["job"]), message.job)]
+    else:
+        segments = sum(segment[4] for segment in body["segments"])
+        own = {"key": message.key, "dtype": dtype_number, "numel": numel}
+        pairs = [("numel, as the sum of the segments,", segments, numel)]
+        pairs += [(name, body[name], value) for name, value in own.items() if name in body]
+    for name, in_body, in_header in pairs:
+        if in_body != in_header:
+            raise ProtocolError(
+                f"{message.type.name} contradicts itself: {name} of the body is not the header's "
+                f"(expected {in_header}, got {in_body})"
+            )
+
+
+def _understands(own: int, peer: int) -> bool:
+    return peer > 0 and abs(own - peer) <= 1
+
+
+def _too_far_apart(own: int, peer: int) -> ProtocolError:
+    return ProtocolError(
+        f"protocol versions are too far apart (expected {max(own - 1, 1)} to {own + 1}, because this side speaks "
+        f"version {own}; got version {peer}); install neighbouring versions of psengine",
+        ErrorCode.VERSION,
+    )
+
+
+def _not_a_header(frames: Sequence[Any], version: int) -> ProtocolError:
+    if not frames:
+        return ProtocolError("a message without frames (expected a header)")
+    first = bytes(memoryview(frames[0])[: _PREFIX.size])
+    if len(first) == _PREFIX.size:
+        magic, peer_version, _ = _PREFIX.unpack(first)
+        if magic != MAGIC:
+            return ProtocolError(f"this is no psengine message (expected it to begin with {MAGIC!r}, got {magic!r})")
+        if not _understands(version, peer_version):
+            return _too_far_apart(version, peer_version)
+    return ProtocolError(f"the header has a wrong size (expected {HEADER_BYTES} bytes, got {len(frames[0])})")
+
+
+@lru_cache(maxsize=256)
+def _array_type(size_bytes: int) -> Any:
+    """An array class per size: multiplying makes a new one each time, which takes longer than the rest."""
+
+    class Bytes(ctypes.c_ubyte * size_bytes):  # type: ignore[misc]
+        owner: Any
+
+    return Bytes
+
+
+def _bytes_at(address: int, size_bytes: int, owner: Any) -> memoryview:
+    if not size_bytes:
+        return memoryview(b"")
+    array = _array_type(size_bytes).from_address(address)
+    array.owner = owner
+    return memoryview(array).cast("B")
+
+
+class _PyBuffer(ctypes.Structure):
+    """Py_buffer of CPython's C API."""
+
+    _fields_ = [
+        ("buf", ctypes.c_void_p), ("obj", ctypes.c_void_p), ("len", ctypes.c_ssize_t), ("itemsize", ctypes.c_ssize_t),
+        ("readonly", ctypes.c_int), ("ndim", ctypes.c_int), ("format", ctypes.c_char_p), ("shape", ctypes.c_void_p),
+        ("strides", ctypes.c_void_p), ("suboffsets", ctypes.c_void_p), ("internal", ctypes.c_void_p),
+    ]  # fmt: skip
+
+
+_get_buffer = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.py_object, ctypes.POINTER(_PyBuffer), ctypes.c_int)(
+    ("PyObject_GetBuffer", ctypes.pythonapi)
+)
+_release_buffer = ctypes.PYFUNCTYPE(None, ctypes.POINTER(_PyBuffer))(("PyBuffer_Release", ctypes.pythonapi))
+
+
+def _writable(view: memoryview) -> memoryview:
+    """The same bytes as memory that claims to be writable; the result keeps ``view`` alive, which pins the address."""
+    buffer = _PyBuffer()
+    _get_buffer(view, ctypes.byref(buffer), 0)
+    try:
+        return _bytes_at(buffer.buf, view.nbytes, view)
+    finally:
+        _release_buffer(ctypes.byref(buffer))

@@ -1,0 +1,194 @@
+"""CURVE keys in files: how they are written, read and refused. No zmq, no key generation.
+
+    NAME.key   public <40 characters> NAME      ours alone (mode 0600): who we are
+               secret <40 characters>
+    NAME.pub   public <40 characters> NAME      for the other side
+
+Keys are Z85 text (https://rfc.zeromq.org/spec/32). Lines that begin with ``#`` are comments; a file of public keys may
+hold many lines.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from psengine.errors import ConfigurationError
+
+KEY_CHARACTERS = 40
+_Z85 = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ.-:+=^!/*?&<>()[]{}@%$#"
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,99}")
+_LARGEST_FILE_BYTES = 1024 * 1024
+
+
+@dataclass(frozen=True)
+class KeyPair:
+    """A public key and its secret, as Z85 text; the secret does not show in ``repr``."""
+
+    public: str
+    secret: str = field(repr=False)
+
+
+@dataclass(frozen=True)
+class CurveClientKeys:
+    """What a client needs to talk to a server with CURVE.
+
+    Attributes:
+        own: the client's key pair; the server knows its public half.
+        server_public: the server's public key.
+    """
+
+    own: KeyPair
+    server_public: str
+
+    @classmethod
+    def load(cls, own_key: str | Path, server_public: str | Path) -> CurveClientKeys:
+        """Read the client's NAME.key and the server's NAME.pub.
+
+        Raises:
+            ConfigurationError: a file is missing or malformed, or others could read the secret.
+        """
+        return cls(read_key_pair(own_key), read_public_key(server_public))
+
+
+def is_key(text: str) -> bool:
+    """Whether ``text`` is the Z85 form of 32 bytes."""
+    if len(text) != KEY_CHARACTERS or any(character not in _Z85 for character in text):
+        return False
+    values = [_Z85.index(character) for character in text]
+    groups = (values[start : start + 5] for start in range(0, KEY_CHARACTERS, 5))
+    return all(sum(value * 85 ** (4 - place) for place, value in enumerate(group)) < 2**32 for group in groups)
+
+
+def write_key_pair(directory: str | Path, name: str, pair: KeyPair) -> tuple[Path, Path]:
+    """Write ``NAME.key`` (mode 0600) and ``NAME.pub`` into ``directory``, which is made; never overwrites.
+
+    Returns:
+        The two paths.
+
+    Raises:
+        ConfigurationError: the name is no file name, a file exists already, or the directory cannot be written.
+    """
+    if not _NAME.fullmatch(name):
+        raise ConfigurationError(
+            "A key's name becomes a file name (expected up to 100 letters, digits and ._@-, beginning with a letter or"
+            f" digit, got {name!r})."
+        )
+    folder = Path(directory)
+    secret_path, public_path = folder / f"{name}.key", folder / f"{name}.pub"
+    public_line = f"public {pair.public} {name}\n"
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if public_path.exists():
+            raise FileExistsError(17, "File exists", str(public_path))
+        _write_new(secret_path, f"# Secret: for the owner's eyes only.\n{public_line}secret {pair.secret}\n", 0o600)
+        _write_new(public_path, public_line, 0o644)
+    except OSError as error:
+        raise ConfigurationError(
+            f"Keys could not be written to {folder} (expected a directory we can write to, without {name}.key and"
+            f" {name}.pub; got {error}). Fix: choose another directory or name; keys are never overwritten."
+        ) from error
+    return secret_path, public_path
+
+
+def _write_new(path: Path, text: str, mode: int) -> None:
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
+    with os.fdopen(descriptor, "w") as file:
+        file.write(text)
+
+
+def read_key_pair(path: str | Path) -> KeyPair:
+    """Read a ``NAME.key``.
+
+    Raises:
+        ConfigurationError: the file is missing or malformed, is not ours, or others may read or write it.
+    """
+    text = _read(path, is_secret=True)
+    found: dict[str, str] = {}
+    for number, words in _lines(text):
+        if words[0] not in ("public", "secret") or words[0] in found or len(words) < 2 or not is_key(words[1]):
+            raise _malformed(path, number)
+        found[words[0]] = words[1]
+    if len(found) != 2:
+        raise ConfigurationError(
+            f"{path} is no key pair (expected one line 'public KEY' and one line 'secret KEY', got"
+            f" {sorted(found) or 'neither'}). Fix: name the .key file that psengine-server keygen wrote."
+        )
+    return KeyPair(found["public"], found["secret"])
+
+
+def read_public_key(path: str | Path) -> str:
+    """Read the only key of a ``NAME.pub``.
+
+    Raises:
+        ConfigurationError: the file is missing or malformed, or holds several keys.
+    """
+    keys = _public_keys(path)
+    if len(keys) != 1:
+        raise ConfigurationError(f"{path} must hold one public key (expected 1, got {len(keys)}).")
+    return next(iter(keys))
+
+
+def read_allowed(path: str | Path) -> dict[str, str]:
+    """Public key to name: of all ``*.pub`` in a directory, or of a file with one ``public KEY NAME`` a line.
+
+    Raises:
+        ConfigurationError: nothing is there, or a file is malformed.
+    """
+    folder = Path(path)
+    files = sorted(folder.glob("*.pub")) if folder.is_dir() else [folder]
+    keys: dict[str, str] = {}
+    for file in files:
+        keys.update(_public_keys(file))
+    return keys
+
+
+def _public_keys(path: str | Path) -> dict[str, str]:
+    keys: dict[str, str] = {}
+    for number, words in _lines(_read(path)):
+        if words[0] != "public" or not 2 <= len(words) <= 3 or not is_key(words[1]):
+            raise _malformed(path, number)
+        keys[words[1]] = words[2] if len(words) == 3 else Path(path).stem
+    return keys
+
+
+def _read(path: str | Path, *, is_secret: bool = False) -> str:
+    try:
+        # Not blocking: a path may name a pipe.
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        with os.fdopen(descriptor, "rb") as file:
+            status = os.fstat(descriptor)
+            if not stat.S_ISREG(status.st_mode) or status.st_size > _LARGEST_FILE_BYTES:
+                raise ConfigurationError(f"{path} is no key file (expected a small regular file).")
+            if is_secret:
+                _check_private(path, status)
+            return file.read().decode("ascii")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigurationError(
+            f"The key file {path} cannot be read (expected a file of psengine-server keygen, got: {error})."
+        ) from error
+
+
+def _check_private(path: str | Path, status: os.stat_result) -> None:
+    mode = stat.S_IMODE(status.st_mode)
+    if mode & 0o077 or status.st_uid != os.geteuid():
+        raise ConfigurationError(
+            f"The secret key file {path} must be ours alone (expected owner {os.geteuid()} and mode 0600, got owner"
+            f" {status.st_uid} and mode {mode:04o}). Fix: chown it to the user that runs this, and chmod 600 {path};"
+            " if others could read it, make a new key."
+        )
+
+
+def _lines(text: str) -> list[tuple[int, list[str]]]:
+    lines = ((number, line.strip()) for number, line in enumerate(text.splitlines(), start=1))
+    return [(number, line.split()) for number, line in lines if line and not line.startswith("#")]
+
+
+def _malformed(path: str | Path, line: int) -> ConfigurationError:
+    return ConfigurationError(
+        f"{path}, line {line}, is not understood (expected 'public KEY NAME' or, in a .key file, 'secret KEY', where"
+        f" KEY is {KEY_CHARACTERS} characters of Z85)."
+    )

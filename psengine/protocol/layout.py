@@ -1,0 +1,146 @@
+"""Chunks: how a model's tensors are cut for the servers. Pure descriptions; the same on every worker of a job.
+
+parameters   | fc1.weight                  | fc1.bias | fc2.weight      |
+one flat     |______________________________________________________ ...|
+chunks       |  key 0          |  key 1          |  key 2             ...|      at most CHUNK_BYTES each
+segments     | fc1.weight[0:a] | fc1.weight[a:] fc1.bias fc2.weight[0:b] | ...
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import torch
+import xxhash
+
+from psengine.protocol.messages import DTYPE_NUMBERS, DTYPES
+
+
+class ChunkKind(str, Enum):
+    """What a chunk's tensors are to the job."""
+
+    PARAMETER = "parameter"  # trained: gradients are pushed
+    BUFFER = "buffer"  # running statistics: values are pushed
+    CONSTANT = "constant"  # frozen parameters: never pushed
+    USAGE = "usage"  # which parameters a backward used: int32, summed
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """A run of one tensor's elements inside a chunk, in the order they lie in memory.
+
+    Attributes:
+        name: the tensor's name.
+        shape: the whole tensor's shape.
+        strides: the whole tensor's strides in elements; they tell which element comes when (channels_last differs from
+            row-major). The tensor fills its memory without gaps.
+        start: place of the run's first element among the tensor's elements.
+        numel: number of elements in the run.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    start: int
+    numel: int
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkSpec:
+    """One chunk.
+
+    Attributes:
+        key: its number, 0 <= key < number of chunks of the job.
+        kind: what its tensors are.
+        dtype: of all its elements.
+        numel: elements; the sum of its segments'.
+        segments: what it is made of, in order.
+    """
+
+    key: int
+    kind: ChunkKind
+    dtype: torch.dtype
+    numel: int
+    segments: tuple[Segment, ...]
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of its values."""
+        return self.numel * self.dtype.itemsize
+
+    def describe(self) -> str:
+        """What error messages call this chunk."""
+        names = [segment.name for segment in self.segments]
+        shown = names if len(names) <= 3 else [names[0], f"{len(names) - 2} more", names[-1]]
+        return f"chunk {self.key} ({', '.join(shown)})"
+
+    def to_body(self) -> dict[str, Any]:
+        """As it stands in REGISTER's body and CHUNKS' entries."""
+        return {
+            "key": self.key,
+            "kind": self.kind.value,
+            "dtype": DTYPE_NUMBERS[self.dtype],
+            "numel": self.numel,
+            "segments": [[s.name, list(s.shape), list(s.strides), s.start, s.numel] for s in self.segments],
+        }
+
+    @classmethod
+    def from_body(cls, body: dict[str, Any]) -> ChunkSpec:
+        """Inverse of ``to_body``; the codec has checked types and bounds."""
+        segments = tuple(
+            Segment(name, tuple(shape), tuple(strides), start, numel)
+            for name, shape, strides, start, numel in body["segments"]
+        )
+        return cls(body["key"], ChunkKind(body["kind"]), DTYPES[body["dtype"]], body["numel"], segments)
+
+
+def job_number(name: str) -> int:
+    """A job's name as it stands in the header: xxh3-64 of its UTF-8 bytes."""
+    return xxhash.xxh3_64_intdigest(name.encode())
+
+
+def layout_fingerprint(specs: Sequence[ChunkSpec]) -> int:
+    """xxh3-64 over all chunks in key order: equal on two workers whose models and cuts are the same."""
+    state = xxhash.xxh3_64()
+    for spec in sorted(specs, key=lambda spec: spec.key):
+        state.update(repr(spec.to_body()).encode())
+    return state.intdigest()
+
+
+def first_difference(mine: Sequence[ChunkSpec], theirs: Sequence[ChunkSpec]) -> str:
+    """Say in words where two layouts first differ: the parameter and both descriptions; "" where they are equal."""
+    for name, (own, other) in _paired_tensors(mine, theirs).items():
+        if own != other:
+            return f"{name!r}: here {own or 'absent'}, there {other or 'absent'}"
+    for own_spec, other_spec in zip(mine, theirs, strict=False):
+        if own_spec != other_spec:
+            return f"{own_spec.describe()} is cut differently there, as {other_spec.describe()}; use equal bucket sizes"
+    return "" if len(mine) == len(theirs) else f"{len(mine)} chunks here, {len(theirs)} there"
+
+
+def _paired_tensors(mine: Sequence[ChunkSpec], theirs: Sequence[ChunkSpec]) -> dict[str, tuple[str, str]]:
+    pairs: dict[str, tuple[str, str]] = {}
+    for side, specs in enumerate((mine, theirs)):
+        for spec in specs:
+            for segment in spec.segments:
+                pair = list(pairs.get(segment.name, ("", "")))
+                pair[side] = f"{spec.kind.value} of shape {segment.shape}, strides {segment.strides}, {spec.dtype}"
+                pairs[segment.name] = (pair[0], pair[1])
+    return pairs
+
+
+def balance(sizes_bytes: Sequence[int], bins: int) -> list[int]:
+    """Assign sizes to ``bins`` so that their sums are even: largest first, each to the emptiest; the bin by index.
+
+    Deterministic: equal sizes keep their order, of equally full bins the first is taken.
+    """
+    filled = [0] * bins
+    assigned = [0] * len(sizes_bytes)
+    for index in sorted(range(len(sizes_bytes)), key=lambda i: -sizes_bytes[i]):
+        target = min(range(bins), key=filled.__getitem__)
+        filled[target] += sizes_bytes[index]
+        assigned[index] = target
+    return assigned
