@@ -82,6 +82,7 @@ class ErrorCode:
     STATE_LOST = "state_lost"  # the server lost the job's weights
     SHUTTING_DOWN = "shutting_down"
     SNAPSHOT_FAILED = "snapshot_failed"
+    INTERNAL = "internal"  # the server failed; its log has the traceback
 
 
 # Number on the wire -> dtype. Never renumber; add at the end.

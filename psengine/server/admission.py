@@ -1,0 +1,85 @@
+"""Workers that wait for another's state before they take part in an averaging job: who gives it, and who has it.
+
+    joiner   JOIN ──► (not waited for) ──────────────────────── OK ─► PULL ... PUSH
+    shard         STATE_WANTED ─► donor            ADMIT ──────┘
+    donor                             STORE ... ───┘
+
+JOIN comes again each second until it is answered, so that a donor that dies is replaced by another. Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True)
+class _Admission:
+    """A worker was let in: as which incarnation, by which ADMIT, and in answer to which JOIN (None: it is to come)."""
+
+    incarnation: int
+    admit: tuple[int, int]
+    join: int | None
+
+
+@dataclass
+class Admissions:
+    """See the module's text; ranks and ids of requests only.
+
+    Attributes:
+        one_at_a_time: do not ask for state while an earlier joiner may still be reading its own. With a quorum a donor
+            need not wait for that joiner, and would overwrite what it reads.
+    """
+
+    one_at_a_time: bool = False
+    _joins: dict[int, int] = field(default_factory=dict)
+    _donors: dict[int, int] = field(default_factory=dict)
+    _admitted: dict[int, _Admission] = field(default_factory=dict)
+    _reading: set[int] = field(default_factory=set)
+
+    def is_admitted(self, rank: int, incarnation: int, request: int) -> bool:
+        """Whether this JOIN is answered already: its OK was lost, or ADMIT came before it."""
+        admission = self._admitted.get(rank)
+        if admission is None or admission.incarnation != incarnation or admission.join not in (None, request):
+            return False
+        admission.join = request
+        return True
+
+    def join(self, rank: int, request: int, live: Sequence[int]) -> int | None:
+        """A worker waits for state; the rank to ask for it, None if it has to wait for its turn."""
+        self._joins[rank] = request
+        self._reading.discard(rank)
+        if self.one_at_a_time and self._reading:
+            return None
+        # The same donor as long as it lives: two might deposit states of different steps.
+        if self._donors.get(rank) not in live:
+            self._donors[rank] = next(other for other in live if other != rank)
+        return self._donors[rank]
+
+    def admit(self, rank: int, incarnation: int, admit: tuple[int, int]) -> bool:
+        """ADMIT, by (donor's rank, id of the request); False where it is a repetition."""
+        admission = self._admitted.get(rank)
+        if admission is not None and admission.incarnation == incarnation and admission.admit == admit:
+            return False
+        self._admitted[rank] = _Admission(incarnation, admit, None)
+        self._reading.add(rank)
+        return True
+
+    def answer(self, rank: int) -> int | None:
+        """Id of the JOIN that an ADMIT answers; None if it is to come yet."""
+        request = self._joins.pop(rank, None)
+        self._donors.pop(rank, None)
+        if request is not None:
+            self._admitted[rank].join = request
+        return request
+
+    def pushed(self, rank: int) -> None:
+        """A worker that pushes has read what was deposited for it."""
+        self._reading.discard(rank)
+
+    def forget(self, rank: int) -> None:
+        """The worker is gone, or has to join anew."""
+        self._joins.pop(rank, None)
+        self._donors.pop(rank, None)
+        self._admitted.pop(rank, None)
+        self._reading.discard(rank)

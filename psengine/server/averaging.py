@@ -1,0 +1,261 @@
+"""Rule "average": the answer to a push is the average over workers of one exchange, added up in rank order.
+
+    rank 0   push 7 ─────────┐                    ┌─► average 7
+    rank 1        push 7 ──┐ │                    ├─► average 7
+    rank 2              push 7: everybody is here ┴─► average 7
+
+Contributions are kept until everybody who is live has contributed (or ``quorum`` workers have), and only then added,
+in the order of ranks and in float32 at least: the same bits whatever order they arrived in. A worker that dies in
+between is left out of the sum and of the denominator.
+
+An exchange has one result. It is kept until every live worker has it, so nobody is told two different ones. A server
+that restarted has none, and does not know how far workers are (no ``last_sequence``): where one turns out to be further
+on, it has the result, and is asked for it (RESULT_WANTED).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from psengine.errors import ProtocolError
+from psengine.protocol.layout import ChunkKind, ChunkSpec
+from psengine.protocol.messages import ErrorCode, MessageType
+from psengine.server.consistency import ChunkRule, Push, Reply, RuleContext
+from psengine.server.optimizers import is_finite
+
+# With a quorum: how many exchanges the fastest may be ahead of the slowest, whose averages have to be kept for it.
+HISTORY = 8
+# A worker has at most this many contributions to unfinished exchanges of a chunk: it numbers them one after the other,
+# and sends the next when it has the answer.
+MOST_OPEN = 2
+MOST_SHOWN_RANKS = 256
+
+Contributions = dict[int, torch.Tensor | None]
+
+
+class AveragingRule(ChunkRule):
+    """See the module's text.
+
+    Args:
+        quorum: end an exchange with this many contributions (backup workers, Chen et al. 2016,
+            https://arxiv.org/abs/1604.00981); None waits for everybody.
+
+    ``version`` is the number of the last exchange that ended; ``values`` are whatever a worker deposited last.
+    """
+
+    def __init__(
+        self, spec: ChunkSpec, values: torch.Tensor | None, context: RuleContext, *, quorum: int | None = None
+    ) -> None:
+        super().__init__(spec, values, context)
+        self.values_version = 0
+        self._quorum = quorum
+        self._open: dict[int, Contributions] = {}
+        # Averages that some live worker may still ask for: exchange -> (average, number of gradients in it).
+        self._results: dict[int, tuple[torch.Tensor, int]] = {}
+
+    def push(self, push: Push) -> list[Reply]:
+        """See ``ChunkRule.push``."""
+        rank, sequence = push.rank, push.sequence
+        last = self.last_sequence.get(rank, 0)
+        if sequence < last:
+            self.context.statistics.duplicates += 1
+            return []  # answered long ago
+        if sequence in self._results:
+            return self._answer_late(push)
+        if sequence <= last or rank in self._open.get(sequence, {}):
+            self.context.statistics.duplicates += 1
+            return []
+        if sum(rank in contributions for contributions in self._open.values()) >= MOST_OPEN:
+            raise ProtocolError(
+                f"{self.spec.describe()}: worker {rank} has contributions to {MOST_OPEN} unfinished exchanges already"
+                f" (expected no more, got exchange {sequence})",
+                ErrorCode.CREDIT,
+            )
+        if push.values is None:
+            self.context.statistics.abstained += 1
+        elif not is_finite(push.values):
+            self.context.statistics.non_finite += 1
+        self._open.setdefault(sequence, {})[rank] = push.values
+        self.last_sequence[rank] = sequence
+        return self.complete_all()
+
+    def probe(self, rank: int, sequence: int) -> list[Reply]:
+        """See ``ChunkRule.probe``."""
+        if sequence in self._results:
+            self.last_sequence[rank] = max(sequence, self.last_sequence.get(rank, 0))
+            return [self._answer(rank, sequence), *self.complete_all()]
+        if rank in self._open.get(sequence, {}):
+            waited_for = self._missing_from(sequence)
+            pending = self.reply(MessageType.PENDING, rank, sequence, self.version, None, {"waiting_for": waited_for})
+            return [pending, *self._complete(sequence)]
+        return [self.reply(MessageType.MISSING, rank, sequence, self.version)]
+
+    def supply_result(self, rank: int, sequence: int, average: torch.Tensor, contributors: int | None) -> list[Reply]:
+        """Worker ``rank`` returns the average of an exchange that ended before this server started.
+
+        Raises:
+            ProtocolError: nobody who is waited for has it.
+        """
+        waiting = self._open.get(sequence)
+        if not waiting:
+            return []  # others were asked too
+        if self.last_sequence.get(rank, 0) <= sequence or rank in waiting:
+            raise ProtocolError(f"{self.spec.describe()}: the result of exchange {sequence} was not asked for")
+        del self._open[sequence]
+        self._results[sequence] = (average.clone(), len(waiting) if contributors is None else contributors)
+        self.version = max(self.version, sequence)
+        replies = [self._answer(other, sequence) for other in sorted(waiting)]
+        return [*replies, *self.complete_all()]
+
+    def worker_came(self, rank: int, *, is_new_process: bool) -> list[Reply]:
+        """See ``ChunkRule.worker_came``; a new process that comes without state begins where the chunk stands."""
+        if is_new_process:
+            self.last_sequence[rank] = self.version
+        return self.complete_all()
+
+    def continue_from(self, rank: int, donor: int, *, was_live: bool) -> None:
+        """A joiner has the state of ``donor`` after its last exchange; it takes part in the next.
+
+        ``was_live``: it never left at this shard, or was admitted twice, and may be further on already.
+        """
+        reached, own = self.last_sequence.get(donor), self.last_sequence.get(rank)
+        if reached is not None:
+            self.last_sequence[rank] = min(reached, own) if was_live and own is not None else reached
+        elif not was_live:
+            self.last_sequence.pop(rank, None)
+
+    def worker_left(self, rank: int) -> list[Reply]:
+        """See ``ChunkRule.worker_left``; what it contributed to unfinished exchanges it has to send again."""
+        for sequence in sorted(self._open):
+            contributions = self._open[sequence]
+            if rank in contributions:
+                del contributions[rank]
+                self.last_sequence[rank] = min(self.last_sequence[rank], sequence - 1)
+            if not contributions:
+                del self._open[sequence]
+        return self.complete_all()
+
+    def complete_all(self) -> list[Reply]:
+        """End what can end now."""
+        if len(self._open) == 1:
+            return self._complete(next(iter(self._open)))
+        return [reply for sequence in sorted(self._open) for reply in self._complete(sequence)]
+
+    def reset(self) -> None:
+        """Forget exchanges, and values of long ago: the job goes on from the only worker there is."""
+        self.values = None
+        self._open.clear()
+        self._results.clear()
+        self.last_sequence.clear()
+        self.version = 0
+
+    def waiting(self) -> dict[int, list[int]]:
+        """See ``ChunkRule.waiting``."""
+        return {
+            rank: self._missing_from(sequence)
+            for sequence, contributions in self._open.items()
+            for rank in contributions
+        }
+
+    def _missing_from(self, sequence: int) -> list[int]:
+        contributions = self._open.get(sequence, {})
+        absent = [rank for rank in self.context.live_ranks() if rank not in contributions]
+        # Who is further on has the average already.
+        behind = [rank for rank in absent if self.last_sequence.get(rank, 0) < sequence]
+        return sorted({*behind, *self.context.missing_ranks()})[:MOST_SHOWN_RANKS]
+
+    def _complete(self, sequence: int) -> list[Reply]:
+        contributions = self._open.get(sequence)
+        if not contributions or self.context.missing_ranks():
+            return []
+        live = self.context.live_ranks()
+        missing = [rank for rank in live if rank not in contributions]
+        if missing:
+            if any(self.last_sequence.get(rank, 0) > sequence for rank in missing):
+                return self._ask_for_result(sequence)
+            if self._quorum is None or len(contributions) < min(self._quorum, len(live)):
+                return []
+            if any(rank not in self.last_sequence for rank in missing):
+                return []  # since a restart of this server it was not heard from, and may have the result
+            if sequence - min(self.last_sequence[rank] for rank in missing) > HISTORY:
+                return []
+        del self._open[sequence]
+        self._results[sequence] = (self._combine(contributions), sum(v is not None for v in contributions.values()))
+        self.version = max(self.version, sequence)
+        self.context.statistics.averaged += 1
+        self.context.statistics.applied += self._results[sequence][1]
+        self._forget_results(live)
+        return [self._answer(rank, sequence) for rank in sorted(contributions)]
+
+    def _forget_results(self, live: tuple[int, ...]) -> None:
+        """A worker that pushes exchange n + 1 has the average of exchange n."""
+        needed = min((self.last_sequence.get(rank, 0) for rank in live), default=self.version)
+        for sequence in [s for s in self._results if s < needed]:
+            del self._results[sequence]
+
+    def _combine(self, contributions: Contributions) -> torch.Tensor:
+        ordered = [contributions[rank] for rank in sorted(contributions)]
+        given = [values for values in ordered if values is not None]
+        if not given:
+            return torch.zeros(self.spec.numel, dtype=self.spec.dtype)
+        if self.spec.kind is ChunkKind.BUFFER:
+            return given[0].clone()
+        total = given[0].to(_accumulation_dtype(self.spec.dtype), copy=True)
+        for values in given[1:]:
+            total += values
+        if self.spec.kind is not ChunkKind.USAGE and len(given) > 1:
+            total /= len(given)
+        return total.to(self.spec.dtype)
+
+    def _answer(self, rank: int, sequence: int) -> Reply:
+        average, contributors = self._results[sequence]
+        return self.reply(MessageType.UPDATED, rank, sequence, sequence, average, {"contributors": contributors})
+
+    def _answer_late(self, push: Push) -> list[Reply]:
+        if self.last_sequence.get(push.rank, 0) < push.sequence:
+            self.last_sequence[push.rank] = push.sequence
+            self.context.statistics.late += 1
+        else:
+            self.context.statistics.duplicates += 1
+        # The slowest has moved on, and others may be waiting for that.
+        return [self._answer(push.rank, push.sequence), *self.complete_all()]
+
+    def _ask_for_result(self, sequence: int) -> list[Reply]:
+        """The exchange ended before this server started. Who is one further on has its average still."""
+        live = self.context.live_ranks()
+        one_ahead = [rank for rank in live if self.last_sequence.get(rank, 0) == sequence + 1]
+        if one_ahead:
+            return [self.reply(MessageType.RESULT_WANTED, one_ahead[0], sequence)]
+        # Nobody has it: who waits for it has to start from somebody else's state.
+        behind = sorted(self._open.pop(sequence))
+        text = f"{self.spec.describe()}: the average of exchange {sequence} is gone, the others are further on"
+        return [
+            self.reply(MessageType.ERROR, rank, sequence, body={"code": ErrorCode.FENCED, "text": text})
+            for rank in behind
+        ]
+
+    def extra_bytes(self) -> int:
+        """See ``ChunkRule.extra_bytes``."""
+        held = sum(v is not None for contributions in self._open.values() for v in contributions.values())
+        return (held + len(self._results)) * self.spec.size_bytes
+
+    def to_meta(self) -> dict[str, Any]:
+        """See ``ChunkRule.to_meta``; exchanges under way are not kept, because workers send them again."""
+        return {"version": self.version, "values_version": self.values_version}
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """See ``ChunkRule.tensors``."""
+        return {} if self.values is None else {"values": self.values}
+
+    def restore(self, meta: dict[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
+        """See ``ChunkRule.restore``. Exchanges go on at whatever number workers say."""
+        self.version = 0
+        self.values_version = meta["values_version"]
+        self.values = tensors.get("values")
+
+
+def _accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype

@@ -1,0 +1,400 @@
+"""A server process: start-up, main loop, shutdown.
+
+    main thread      signals, watchdog, health ──────────────────────────────────────────┐
+    shard threads    one each: socket ► shard ► socket                                   ├─ nothing shared but queues
+    snapshot thread  asks the shards for copies, writes a generation                     │
+    authenticator    who may connect (with CURVE)        monitor    HTTP for people ─────┘
+
+The first SIGTERM or SIGINT ends it in order: what is queued is answered, newcomers are refused, a snapshot is written.
+The second ends it at once, which costs what came after the last snapshot and harms none that was written.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from queue import Empty, SimpleQueue
+from types import FrameType
+from typing import Any
+
+import torch
+import zmq
+
+from psengine.errors import AuthenticationError, ConfigurationError, SnapshotError
+from psengine.freed_memory import keep_freed_memory
+from psengine.protocol.messages import ErrorCode, Message, MessageType
+from psengine.server import systemd
+from psengine.server.authentication import Authenticator
+from psengine.server.durability import Outcome, Restored, SnapshotThread, restore
+from psengine.server.memory_guard import ACCOUNTED_FACTOR, MemoryGuard, machine_memory_bytes
+from psengine.server.monitor import Monitor
+from psengine.server.settings import ServerSettings
+from psengine.server.shard import Outgoing, Shard, ShardSettings
+from psengine.server.shard_thread import LAST_MESSAGES_S, ShardThread, answer, error_answer
+from psengine.server.snapshot import SnapshotStore
+from psengine.server.transport import LINGER_MS, BindError, Endpoint, Received
+
+logger = logging.getLogger(__name__)
+
+EXIT_OK = 0
+EXIT_CONFIGURATION = 2
+EXIT_BIND = 3
+EXIT_SNAPSHOT = 4
+EXIT_INTERNAL = 5
+_EXIT_CODES: tuple[tuple[type[Exception], int], ...] = (
+    (ConfigurationError, EXIT_CONFIGURATION),
+    (AuthenticationError, EXIT_CONFIGURATION),
+    (BindError, EXIT_BIND),
+    (SnapshotError, EXIT_SNAPSHOT),
+)
+
+LOOP_S = 0.1
+# A shard that does not tick for so long is not healthy; copying a large model for a snapshot takes a second.
+HEALTHY_S = 10.0
+STATUS_DEADLINE_S = 3.0
+LAST_SNAPSHOT_S = 600.0
+_REPORT_S = 10.0
+
+
+class Server:
+    """One server process; ``run`` is its life.
+
+    Args:
+        settings: see ``ServerSettings``.
+        until_stdin_closes: an embedded server's way to end: once standard input is at its end and no worker is a
+            member any more. SIGINT is left to the process that started it.
+
+    Attributes:
+        epoch: random number of this life.
+        addresses: of all shards, as clients reach them; [] before start-up.
+        status_url: of the monitor; "" without one.
+    """
+
+    def __init__(self, settings: ServerSettings, *, until_stdin_closes: bool = False) -> None:
+        self.settings = settings
+        self.epoch = secrets.randbits(63) or 1
+        self.addresses: list[str] = []
+        self.status_url = ""
+        self._until_stdin_closes = until_stdin_closes
+        self._stdin_closed = threading.Event()
+        self._events: SimpleQueue[str | None] = SimpleQueue()
+        self._signals = 0
+        self._threads: list[ShardThread] = []
+        self._dead: list[ShardThread] = []
+        self._snapshots: SnapshotThread | None = None
+        self._authenticator: Authenticator | None = None
+        self._started_s = time.monotonic()
+
+    def run(self, announce: Callable[[str], None] | None = None) -> int:
+        """Serve until a signal; the process's exit code.
+
+        Args:
+            announce: takes the lines of start-up, which are logged too; the last one is ``psengine-server ready
+                ADDRESS ...``.
+        """
+        try:
+            with ExitStack() as stack:
+                stack.enter_context(self._handle_signals())
+                self._start(stack, announce or (lambda line: None))
+                is_good = self._serve()
+                return self._stop() if is_good else EXIT_INTERNAL
+        except Exception as error:
+            code = next((code for kind, code in _EXIT_CODES if isinstance(error, kind)), EXIT_INTERNAL)
+            logger.critical("psengine-server ends: %s", error, exc_info=code == EXIT_INTERNAL)
+            return code
+
+    # ---- start-up ----------------------------------------------------------------------------------------------
+
+    def _start(self, stack: ExitStack, announce: Callable[[str], None]) -> None:
+        settings = self.settings
+        torch.set_num_threads(1)
+        keep_freed_memory()
+        if settings.insecure and not settings.is_local:
+            logger.warning(
+                "INSECURE: %s takes anybody who reaches it, without keys and in the clear; whoever does can read and"
+                " overwrite every model here. Use psengine-server keygen, --curve-key and --allow.",
+                settings.bind,
+            )
+        store = None
+        if settings.snapshot_dir is not None:
+            store = stack.enter_context(SnapshotStore(settings.snapshot_dir))
+        # One serves about one TCP stream at full speed, a third of one with CURVE. On two cores two were no faster.
+        io_threads = max(1, min(settings.shards, (os.cpu_count() or 1) // 2))
+        context: zmq.Context[Any] = zmq.Context(io_threads)
+        stack.callback(self._end_context, context)
+        if settings.curve_key is not None and settings.allow is not None:
+            self._authenticator = Authenticator(context, settings.curve_key, settings.allow)
+            self._authenticator.start()
+            stack.callback(self._authenticator.end)
+        shard_settings = self._shard_settings()
+        shards = [Shard(index, self.epoch, shard_settings) for index in range(settings.shards)]
+        restored = Restored(None, "not durable: no --snapshot-dir", [])
+        if store is not None:
+            restored = restore(store, shards)
+            for note in restored.notes:
+                logger.warning("%s", note)
+                announce(note)
+        secure = None if self._authenticator is None else self._authenticator.secure
+        endpoints: list[Endpoint] = []
+        for address in settings.bind_addresses():
+            endpoints.append(Endpoint(context, address, secure))
+            stack.callback(self._close_unless_used, endpoints[-1])
+        if self._authenticator is not None:
+            self._authenticator.probe([_reachable(endpoint.address) for endpoint in endpoints])
+        self.addresses = [self._known_as(endpoint.address, socket.gethostname()) for endpoint in endpoints]
+        advertised = [self._known_as(endpoint.address, "*") for endpoint in endpoints]
+        stack.callback(self._end_threads)
+        for shard, endpoint in zip(shards, endpoints, strict=True):
+            shard.shard_addresses = advertised
+            self._threads.append(ShardThread(shard, endpoint, self._on_snapshot, self._on_death))
+            self._threads[-1].start()
+        if store is not None:
+            interval_s = settings.snapshot_interval_s
+            self._snapshots = SnapshotThread(store, self._threads, interval_s, restored.generation)
+            self._snapshots.start()
+        if settings.status_port is not None:
+            monitor = stack.enter_context(self._monitor(settings.status_port))
+            self.status_url = monitor.url
+        if self._until_stdin_closes:
+            threading.Thread(target=self._await_stdin, name="psengine-stdin", daemon=True).start()
+        self._announce_start(announce, restored.summary)
+
+    def _shard_settings(self) -> ShardSettings:
+        from psengine import __version__  # the package imports its parts
+
+        total_bytes = self.settings.max_memory_bytes or int(0.8 * machine_memory_bytes())
+        return ShardSettings(
+            lease_s=self.settings.lease_s,
+            heartbeat_s=self.settings.heartbeat_s,
+            max_memory_bytes=max(1, total_bytes // self.settings.shards),
+            software=__version__,
+        )
+
+    def _known_as(self, address: str, host: str) -> str:
+        """A wildcard's address under a host name; "*" tells clients to put in the host by which they came."""
+        return f"tcp://{host}:{address.rpartition(':')[2]}" if self.settings.is_wildcard else address
+
+    def _monitor(self, port: int) -> Monitor:
+        try:
+            return Monitor(port, self.status, self.is_healthy)
+        except OSError as error:
+            raise BindError(
+                f"The status port 127.0.0.1:{port} could not be bound (expected a free one, got: {error.strerror})."
+                " Fix: choose another with --status-port, or 0."
+            ) from error
+
+    def _announce_start(self, announce: Callable[[str], None], durability: str) -> None:
+        count = len(self.addresses)
+        lines = [f"{count} {'shard' if count == 1 else 'shards'} at {' '.join(self.addresses)}", durability]
+        if self._authenticator is not None:
+            lines.append(f"CURVE: {self._authenticator.client_count} keys allowed; strangers were refused in a test")
+        if self.status_url:
+            lines.append(f"status at {self.status_url}")
+        lines.append(f"psengine-server ready {' '.join(self.addresses)}")
+        for line in lines:
+            logger.info("%s", line)
+            announce(line)
+        systemd.notify("READY=1", f"STATUS={lines[0]}; {durability}")
+
+    # ---- main loop ---------------------------------------------------------------------------------------------
+
+    def _serve(self) -> bool:
+        """Until a signal or the end of an embedded server's purpose (True), or a failure (False)."""
+        watchdog_s = systemd.watchdog_interval_s()
+        next_beat_s = next_report_s = time.monotonic()
+        guard = MemoryGuard(min(1 << 30, self.settings.max_memory_bytes or 1 << 30), self._expected_bytes)
+        while True:
+            try:
+                reason = self._events.get(timeout=LOOP_S)
+                if reason is not None:
+                    logger.info("shutting down: %s", reason)
+                    return True
+            except Empty:
+                pass
+            if self._dead or not all(thread.is_alive() for thread in self._threads):
+                return False
+            if self._authenticator is not None and not self._authenticator.is_alive():
+                return False
+            if guard.is_exceeded():
+                for thread in self._threads:
+                    thread.ask(thread.endpoint.reset)
+            now_s = time.monotonic()
+            if watchdog_s is not None and now_s >= next_beat_s and self.is_healthy():
+                systemd.notify("WATCHDOG=1")
+                next_beat_s = now_s + watchdog_s
+            if now_s >= next_report_s:
+                systemd.notify(f"STATUS={self._summary()}")
+                next_report_s = now_s + _REPORT_S
+            if self._stdin_closed.is_set() and self._member_count() == 0:
+                logger.info("shutting down: standard input is at its end and no worker is left")
+                return True
+
+    def _summary(self) -> str:
+        generation = None if self._snapshots is None else self._snapshots.generation
+        durable = "not durable" if self._snapshots is None else f"durable to generation {generation}"
+        return f"{len(self._threads)} shards at {' '.join(self.addresses)}; {durable}"
+
+    def _member_count(self) -> int:
+        """Workers at the shard that has most of them; 1 where a shard does not say."""
+        try:
+            return max(self._ask_all(lambda shard: shard.member_count))
+        except FutureTimeoutError:
+            return 1
+
+    def _expected_bytes(self) -> int:
+        """What the shards hold, with the copies a snapshot takes, and what their workers may have under way."""
+
+        def expected(shard: Shard) -> int:
+            return int(ACCOUNTED_FACTOR * shard.memory_bytes()) + shard.member_count * shard.settings.credit_bytes
+
+        try:
+            return sum(self._ask_all(expected))
+        except FutureTimeoutError:
+            return machine_memory_bytes()  # no verdict now
+
+    def _ask_all(self, function: Callable[[Shard], int]) -> list[int]:
+        """``function`` of every shard, called in its thread.
+
+        Raises:
+            concurrent.futures.TimeoutError: one did not answer.
+        """
+        futures = [thread.ask(partial(function, thread.shard)) for thread in self._threads]
+        return [future.result(STATUS_DEADLINE_S) for future in futures]
+
+    def _on_snapshot(self, thread: ShardThread, received: Received, message: Message) -> None:
+        """SNAPSHOT arrived at a shard; its answer leaves once the snapshot is durable."""
+
+        def done(outcome: Outcome) -> None:
+            reply = answer(message, self.epoch, MessageType.OK, {"generation": outcome.generation})
+            if outcome.error:
+                reply = error_answer(message, self.epoch, ErrorCode.SNAPSHOT_FAILED, outcome.error)
+            thread.post(Outgoing(received.route, reply))
+
+        if self._snapshots is None:
+            done(Outcome(None, "this server keeps no snapshots; start it with --snapshot-dir"))
+        else:
+            self._snapshots.request(done)
+
+    def _on_death(self, thread: ShardThread) -> None:
+        self._dead.append(thread)
+        self._events.put(None)
+
+    def is_healthy(self) -> bool:
+        """Whether every thread lives and ticks."""
+        now_s = time.monotonic()
+        guarded = self._authenticator is None or self._authenticator.is_alive()
+        return guarded and all(t.is_alive() and now_s - t.last_tick_s < HEALTHY_S for t in self._threads)
+
+    def status(self) -> dict[str, Any]:
+        """JSON-able; asks the shards' threads. Callable from any thread."""
+        futures = [(thread, thread.ask(thread.status)) for thread in self._threads]
+        last_s = time.monotonic() + STATUS_DEADLINE_S
+        shards = []
+        for thread, future in futures:
+            try:
+                shards.append(future.result(max(0.0, last_s - time.monotonic())))
+            except FutureTimeoutError:
+                future.cancel()
+                shards.append({"index": thread.shard.index, "error": f"no answer within {STATUS_DEADLINE_S:g} s"})
+        return {
+            "software": self._threads[0].shard.settings.software if self._threads else "",
+            "pid": os.getpid(),
+            "epoch": self.epoch,
+            "uptime_s": round(time.monotonic() - self._started_s, 3),
+            "healthy": self.is_healthy(),
+            "addresses": self.addresses,
+            "refused_connections": 0 if self._authenticator is None else self._authenticator.refused,
+            "snapshot": None if self._snapshots is None else self._snapshots.status(),
+            "shards": shards,
+        }
+
+    # ---- shutdown ----------------------------------------------------------------------------------------------
+
+    def _stop(self) -> int:
+        systemd.notify("STOPPING=1", "STATUS=shutting down")
+        for thread in self._threads:
+            thread.drain()
+        for thread in self._threads:
+            if not thread.drained.wait(LAST_MESSAGES_S + 1.0):
+                logger.warning("shard %d did not answer all that was queued", thread.shard.index)
+        if self._snapshots is None:
+            return EXIT_OK
+        written: Future[Outcome] = Future()
+        self._snapshots.request(written.set_result)
+        last_s = time.monotonic() + LAST_SNAPSHOT_S
+        while True:
+            try:
+                outcome = written.result(2.0)
+                break
+            except FutureTimeoutError:
+                if time.monotonic() > last_s:
+                    logger.critical("the last snapshot was not written within %g s", LAST_SNAPSHOT_S)
+                    return EXIT_SNAPSHOT
+                systemd.notify("EXTEND_TIMEOUT_USEC=10000000")
+        return EXIT_SNAPSHOT if outcome.error and not outcome.is_empty else EXIT_OK
+
+    def _end_threads(self) -> None:
+        if self._snapshots is not None:
+            self._snapshots.end()
+            self._snapshots.join(timeout=5.0)
+        for thread in self._threads:
+            thread.end()
+        for thread in self._threads:
+            thread.join(timeout=2.0)
+
+    def _close_unless_used(self, endpoint: Endpoint) -> None:
+        if not self._threads:
+            endpoint.close(0)
+
+    def _end_context(self, context: zmq.Context[Any]) -> None:
+        if any(thread.is_alive() for thread in self._threads):
+            logger.error("a shard is busy still; the process ends without it")  # its socket is its own
+        else:
+            context.destroy(linger=LINGER_MS)
+
+    @contextmanager
+    def _handle_signals(self) -> Iterator[None]:
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        interrupt = signal.SIG_IGN if self._until_stdin_closes else self._on_signal
+        previous = {
+            signal.SIGTERM: signal.signal(signal.SIGTERM, self._on_signal),
+            signal.SIGINT: signal.signal(signal.SIGINT, interrupt),
+        }
+        try:
+            yield
+        finally:
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self._signals += 1
+        if self._signals > 1:
+            # Logging may hold a lock here.
+            os.write(2, b"psengine-server: second signal, ending at once\n")
+            os._exit(128 + number)
+        self._events.put(signal.Signals(number).name)
+
+    def _await_stdin(self) -> None:
+        try:
+            while os.read(0, 4096):
+                pass
+        except OSError as error:
+            logger.warning("standard input cannot be read (%s): taken for closed", error)
+        self._stdin_closed.set()
+
+
+def _reachable(address: str) -> str:
+    """Where the process itself reaches an address that it bound."""
+    return address.replace("tcp://0.0.0.0:", "tcp://127.0.0.1:").replace("tcp://[::]:", "tcp://[::1]:")

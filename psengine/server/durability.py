@@ -1,0 +1,173 @@
+"""How a server survives its end: the snapshot it starts from, and the thread that writes them, one at a time.
+
+A failure is logged and shown, and never ends the server: the older generation stays what it is durable to.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from queue import Empty, SimpleQueue
+from typing import Any
+
+from psengine.errors import ProtocolError, SnapshotError
+from psengine.server.shard import Shard, merge_job_meta
+from psengine.server.shard_thread import ShardThread
+from psengine.server.snapshot import JobState, SnapshotStore, distribute
+
+logger = logging.getLogger(__name__)
+
+# A shard copies everything it holds while it captures.
+CAPTURE_DEADLINE_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What came of a wish for a snapshot.
+
+    Attributes:
+        generation: what the server is durable to now; None where it is to nothing.
+        error: why no new one was written; "" where one was.
+        is_empty: there was nothing to write.
+    """
+
+    generation: int | None
+    error: str = ""
+    is_empty: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """What a start found.
+
+    Attributes:
+        generation: what was taken over; None where there was none.
+        summary: how durable the server is, for people.
+        notes: newer generations that were skipped, and why.
+    """
+
+    generation: int | None
+    summary: str
+    notes: list[str]
+
+
+def restore(store: SnapshotStore, shards: Sequence[Shard]) -> Restored:
+    """Have ``shards``, which are empty and whose threads have not started, take over the newest intact generation.
+
+    Raises:
+        SnapshotError: there are generations and none can be read, or it does not fit these shards.
+    """
+    loaded = store.load()
+    if loaded is None:
+        return Restored(None, f"durable to {store.directory}, no generation yet", [])
+    try:
+        parts = distribute(loaded.shards, len(shards), merge_job_meta)
+        for shard, jobs in zip(shards, parts, strict=True):
+            shard.restore(jobs, time.monotonic())
+            shard.note_durable(loaded.generation)
+    except (ProtocolError, LookupError, TypeError, ValueError) as error:
+        raise SnapshotError(
+            f"Generation {loaded.generation} in {store.directory} cannot be taken over (expected one of this version of"
+            f" psengine that fits --max-memory-bytes, got: {error!r})."
+        ) from error
+    versions: dict[str, int] = {}
+    for shard in shards:
+        for name, job in shard.status(time.monotonic())["jobs"].items():
+            versions[name] = max(versions.get(name, 0), job["version_max"])
+    shown = ", ".join(f"{name} version {version}" for name, version in versions.items())
+    summary = f"durable to {store.directory}, generation {loaded.generation} ({shown})"
+    return Restored(loaded.generation, summary, loaded.notes)
+
+
+class SnapshotThread(threading.Thread):
+    """Writes generations of what all shards hold.
+
+    Args:
+        store: open; used by this thread alone from its start on.
+        threads: the shards, started.
+        interval_s: seconds between snapshots; 0: only on wish.
+        generation: what the server is durable to at the start.
+    """
+
+    def __init__(
+        self, store: SnapshotStore, threads: Sequence[ShardThread], interval_s: float, generation: int | None
+    ) -> None:
+        super().__init__(name="psengine-snapshots", daemon=True)
+        self.store = store
+        self.generation = generation
+        self.failures = 0
+        self.last_error = ""
+        self.last_seconds = 0.0
+        self._threads = threads
+        self._interval_s = interval_s
+        self._written_s: float | None = None
+        self._wishes: SimpleQueue[Callable[[Outcome], None] | None] = SimpleQueue()
+
+    def request(self, done: Callable[[Outcome], None]) -> None:
+        """Write a snapshot of what is there now or later; ``done`` is called in this thread."""
+        self._wishes.put(done)
+
+    def end(self) -> None:
+        """Write what was wished for, then end; join afterwards."""
+        self._wishes.put(None)
+
+    def status(self) -> dict[str, Any]:
+        """JSON-able."""
+        return {
+            "directory": str(self.store.directory),
+            "interval_s": self._interval_s,
+            "generation": self.generation,
+            "age_s": None if self._written_s is None else round(time.monotonic() - self._written_s, 3),
+            "last_seconds": round(self.last_seconds, 3),
+            "failures": self.failures,
+            "last_error": self.last_error,
+        }
+
+    def run(self) -> None:
+        """The loop."""
+        due_s = time.monotonic() + self._interval_s
+        while True:
+            try:
+                wish = self._wishes.get(timeout=max(0.0, due_s - time.monotonic()) if self._interval_s else None)
+            except Empty:
+                self.write()
+                due_s = time.monotonic() + self._interval_s
+                continue
+            if wish is None:
+                return
+            outcome = self.write()
+            try:
+                wish(outcome)
+            except Exception:
+                logger.exception("nobody could be told that a snapshot is done")
+
+    def write(self) -> Outcome:
+        """Capture and write one generation; call it in this thread, or once this thread has ended."""
+        started_s = time.monotonic()
+        try:
+            futures = [thread.ask(thread.shard.capture) for thread in self._threads]
+            shards: list[list[JobState]] = [future.result(CAPTURE_DEADLINE_S) for future in futures]
+            if not any(shards):
+                return Outcome(self.generation, "there is no job with values yet", is_empty=True)
+            generation = self.store.save(shards)
+        except Exception as error:
+            self.failures += 1
+            self.last_error = str(error) or repr(error)
+            logger.error(
+                "no snapshot was written, the server stays durable to %s: %s",
+                "nothing" if self.generation is None else f"generation {self.generation}",
+                self.last_error,
+                exc_info=not isinstance(error, SnapshotError),
+            )
+            return Outcome(self.generation, self.last_error)
+        self.generation, self.last_error = generation, ""
+        self._written_s = time.monotonic()
+        self.last_seconds = self._written_s - started_s
+        for thread in self._threads:
+            thread.ask(partial(thread.shard.note_durable, generation))
+        logger.info("durable to %s, generation %d, after %.2f s", self.store.directory, generation, self.last_seconds)
+        return Outcome(generation)

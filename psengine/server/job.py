@@ -1,0 +1,395 @@
+"""One job at one shard: its workers, its chunks, and when it begins.
+
+unsealed ──rank 0 registers, seals──► sealed ──first exchange ends──► started
+   ▲                                                                     │
+   └──────── averaging: every worker is gone and new ones come ──────────┘
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from psengine.errors import ProtocolError
+from psengine.protocol.codec import payload_tensor
+from psengine.protocol.layout import ChunkKind, job_number
+from psengine.protocol.messages import ErrorCode, Message, MessageType
+from psengine.server.admission import Admissions
+from psengine.server.applying import ApplyingRule
+from psengine.server.averaging import AveragingRule
+from psengine.server.chunk_store import ChunkStore, absent_ranges
+from psengine.server.consistency import Push, Reply, RuleContext
+from psengine.server.membership import MOST_WORKERS, Greeting, Member, Membership
+from psengine.server.statistics import JobStatistics
+
+logger = logging.getLogger(__name__)
+
+
+class Job:
+    """The workers and chunks of one job at one shard.
+
+    Args:
+        name: as in HELLO.
+        rule: as in HELLO: "average" with a quorum, or "apply" with its options.
+        lease_s: silence after which a worker is evicted.
+        take_memory: see ``ChunkStore``.
+    """
+
+    def __init__(self, name: str, rule: Mapping[str, Any], lease_s: float, take_memory: Any) -> None:
+        self.name = name
+        self.number = job_number(name)
+        self.rule = dict(rule)
+        self.is_sealed = False
+        self.expected_workers = 1
+        self.fingerprint = 0
+        # Whether it had started before this server did, or since it began anew; and the exchanges of before.
+        self._has_started = False
+        self._averaged_before = 0
+        # The server may know less of the job than its workers do: when it heard of that, and what was averaged then.
+        self._is_restored = False
+        self._resumed: tuple[float, int] | None = None
+        self.statistics = JobStatistics()
+        self.membership = Membership(lease_s)
+        context = RuleContext(
+            live_ranks=lambda: self.membership.live_ranks, missing_ranks=self.missing_ranks, statistics=self.statistics
+        )
+        self.chunks = ChunkStore(self.rule, context, take_memory)
+        self._admissions = Admissions(one_at_a_time=self.rule.get("quorum") is not None)
+
+    @property
+    def averages(self) -> bool:
+        """Whether answers are averages; else the server applies updates to weights it holds."""
+        return bool(self.rule["name"] == "average")
+
+    @property
+    def has_started(self) -> bool:
+        """Whether an exchange has ended, here or before this server started."""
+        if not self.averages:
+            return self._has_started or self.statistics.applied > 0
+        return self._has_started or self.statistics.averaged > self._averaged_before
+
+    def missing_ranks(self) -> tuple[int, ...]:
+        """Who has to come before the first exchange may end."""
+        if self.has_started or not self.averages:
+            return ()
+        live = self.membership.live_ranks
+        return tuple(rank for rank in range(self.expected_workers) if rank not in live)
+
+    @property
+    def initialiser(self) -> int:
+        """The rank that registers the chunks: 0, or the lowest that is left of a job that is under way."""
+        live = self.membership.live_ranks
+        return live[0] if self._resumed is not None and live else 0
+
+    # ---- coming and going --------------------------------------------------------------------------------------
+
+    def greet(
+        self, message: Message, user_id: str, route: bytes, now_s: float
+    ) -> tuple[str, Member | None, list[Reply]]:
+        """HELLO of a worker: (state of WELCOME, the member, answers that may leave now).
+
+        Raises:
+            ProtocolError: the rank is taken, or belongs to another key, or is out of bounds.
+        """
+        body = message.body
+        rank, members = body.get("rank"), body.get("members") or []
+        largest = max(rank or 0, body["world_size"] - 1, *members, 0)
+        if largest >= MOST_WORKERS:
+            raise ProtocolError(
+                f"a job has at most {MOST_WORKERS} workers (expected ranks below that, got {largest})",
+                ErrorCode.BAD_VALUE,
+            )
+        if self.averages and members:
+            self._resume(members, now_s)
+        greeting = self.membership.greet(
+            rank=rank,
+            nonce=body["nonce"],
+            incarnation=message.incarnation,
+            user_id=user_id,
+            route=route,
+            host=body["host"],
+            pid=body["pid"],
+            progress=self.statistics.averaged,
+            now_s=now_s,
+            knows_members=rank in members,
+        )
+        if greeting.verdict == "wait":
+            return "wait", None, []
+        if greeting.member is None:
+            raise self._rank_taken(rank, greeting)
+        if not self.has_started:
+            self.expected_workers = max(self.expected_workers, body["world_size"])
+        replies = []
+        if greeting.replaced_live:
+            self._admissions.forget(greeting.member.rank)
+            replies = self._left(greeting.member.rank)
+        state, member, more = self._place(greeting, greeting.member, now_s)
+        return state, member, [*replies, *more]
+
+    def _resume(self, members: list[int], now_s: float) -> None:
+        """A worker of a job that is under way: if this server is new to it, wait one lease for all who were in it.
+
+        Workers' lists may differ by who came last; those named once an exchange has ended have missed it, and join.
+        """
+        if self._resumed is None:
+            if self.is_sealed and not self._is_restored:
+                return
+            logger.warning("job %r is under way already; waiting for its workers %s", self.name, sorted(members))
+            self._has_started = True
+            self._resumed = (now_s, self.statistics.averaged)
+        since_s, averaged = self._resumed
+        if now_s - since_s <= self.membership.lease_s and self.statistics.averaged == averaged:
+            self.membership.expect(members, now_s)
+
+    def _rank_taken(self, rank: int | None, greeting: Greeting) -> ProtocolError:
+        holder = self.membership.members.get(rank if rank is not None else -1)
+        where = f"process {holder.pid} on {holder.host}" if holder is not None else "another process"
+        if greeting.verdict == "denied":
+            return ProtocolError(f"rank {rank} of job {self.name!r} belongs to another key", ErrorCode.DUPLICATE_RANK)
+        return ProtocolError(
+            f"rank {rank} of job {self.name!r} is held by {where}, which is alive. Every worker needs a rank of its"
+            " own: check RANK, or give this run a job of its own (PSENGINE_JOB).",
+            ErrorCode.DUPLICATE_RANK,
+        )
+
+    def _place(self, greeting: Greeting, member: Member, now_s: float) -> tuple[str, Member, list[Reply]]:
+        if not self.is_sealed:
+            return ("initialise" if member.rank == self.initialiser else "wait"), member, []
+        if member.is_live:
+            return "ready", member, []
+        if not self.averages or not self.has_started or (greeting.missed_nothing and member.was_live):
+            return "ready", member, self._admit(member)
+        if self.membership.live_ranks:
+            self._admissions.forget(member.rank)
+            return "join", member, []
+        if member.was_live:
+            return self._go_on_from(member)
+        if self.membership.has_survivor(member.rank, now_s):
+            return "wait", member, []  # it has the state that this one lacks
+        return self._begin_anew(member)
+
+    def _go_on_from(self, member: Member) -> tuple[str, Member, list[Reply]]:
+        logger.warning("job %r goes on from worker %d, the only one left", self.name, member.rank)
+        for rule in self.chunks.rules.values():
+            assert isinstance(rule, AveragingRule)
+            rule.reset()
+        return "ready", member, self._admit(member)
+
+    def _begin_anew(self, member: Member) -> tuple[str, Member, list[Reply]]:
+        """Nobody is left who knows where an averaging job stood."""
+        logger.warning("job %r begins anew: all its workers are gone", self.name)
+        self.is_sealed = self._has_started = self._is_restored = False
+        self._averaged_before = self.statistics.averaged
+        self._resumed = None
+        self.chunks.clear()
+        return ("initialise" if member.rank == self.initialiser else "wait"), member, []
+
+    def _admit(self, member: Member) -> list[Reply]:
+        is_new_process = not member.was_live
+        self.membership.admit(member.rank)
+        return [
+            reply
+            for rule in self.chunks.rules.values()
+            for reply in rule.worker_came(member.rank, is_new_process=is_new_process)
+        ]
+
+    def check_initialiser(self, member: Member, what: str) -> None:
+        """Raise ProtocolError unless this worker may register chunks and seal them now."""
+        if self.is_sealed or member.rank != self.initialiser:
+            raise ProtocolError(
+                f"{what}: job {self.name!r} takes chunks from worker {self.initialiser} before it is sealed (got worker"
+                f" {member.rank}, {'sealed' if self.is_sealed else 'not sealed'})"
+            )
+
+    def seal(self, message: Message, member: Member) -> list[Reply]:
+        """SEAL: all chunks of this shard are here."""
+        chunks, fingerprint = message.body["chunks"], message.body["fingerprint"]
+        if self.is_sealed and (chunks, fingerprint) == (len(self.chunks), self.fingerprint):
+            return []  # the OK was lost
+        self.check_initialiser(member, "SEAL")
+        if chunks != len(self.chunks):
+            raise ProtocolError(
+                f"job {self.name!r} is sealed with all its chunks (expected {len(self.chunks)}, got {chunks})"
+            )
+        self.fingerprint = fingerprint
+        self.is_sealed = True
+        return [] if member.is_live else self._admit(member)
+
+    def join(self, member: Member, request: int) -> list[Reply]:
+        """JOIN: a worker that comes late wants the state of one that was there; OK is held until it is admitted."""
+        self._check_averages("JOIN")
+        rank = member.rank
+        if self._admissions.is_admitted(rank, member.incarnation, request):
+            return [Reply(MessageType.OK, rank, request)]
+        others = [other for other in self.membership.live_ranks if other != rank]
+        if not others:
+            raise ProtocolError(f"job {self.name!r} has no live worker with state to give", ErrorCode.NOT_MEMBER)
+        donor = self._admissions.join(rank, request, others)
+        replies: list[Reply] = []
+        if member.is_live:
+            self.membership.demote(rank)
+            replies = self._left(rank)
+        if donor is not None:
+            wanted = {"rank": rank, "incarnation": member.incarnation}
+            replies.append(Reply(MessageType.STATE_WANTED, donor, 0, body=wanted))
+        return replies
+
+    def admit(self, message: Message, donor: Member) -> list[Reply]:
+        """ADMIT: the donor has deposited its state; the joiner takes part from the donor's next exchange on."""
+        self._check_averages("ADMIT")
+        if not donor.is_live:
+            raise ProtocolError(f"worker {donor.rank} is not live and has no state to give", ErrorCode.FENCED)
+        rank = message.body["rank"]
+        joiner = self.membership.members.get(rank)
+        if joiner is None or joiner.incarnation != message.body["incarnation"]:
+            return []  # gone meanwhile
+        if not self._admissions.admit(rank, joiner.incarnation, (donor.rank, message.sequence)):
+            return []  # its OK was lost
+        was_live = joiner.is_live
+        self.membership.admit(rank)
+        for rule in self.chunks.rules.values():
+            assert isinstance(rule, AveragingRule)
+            rule.continue_from(rank, donor.rank, was_live=was_live)
+        request = self._admissions.answer(rank)
+        return [] if request is None else [Reply(MessageType.OK, rank, request)]
+
+    def _check_averages(self, what: str) -> None:
+        if not self.averages or not self.is_sealed:
+            raise ProtocolError(f"{what} is for averaging jobs that have begun (job {self.name!r} is none)")
+
+    def remove(self, rank: int, now_s: float, *, forget: bool = False, must_join: bool = False) -> list[Reply]:
+        """A worker left (``forget``), or was evicted; answers that may leave now.
+
+        ``must_join``: it lacks what nobody can tell it any more, even if the job does nothing until it returns.
+        """
+        if not forget:
+            self.statistics.evicted += 1
+            logger.warning("job %r: worker %d is out", self.name, rank)
+        self._admissions.forget(rank)
+        self.membership.remove(rank, progress=-1 if must_join else self.statistics.averaged, now_s=now_s, forget=forget)
+        return self._left(rank)
+
+    def _left(self, rank: int) -> list[Reply]:
+        """Exchanges do not wait for this worker any more, or not for the process that had its rank."""
+        return [reply for rule in self.chunks.rules.values() for reply in rule.worker_left(rank)]
+
+    # ---- exchanges ---------------------------------------------------------------------------------------------
+
+    def push(self, message: Message, member: Member) -> list[Reply]:
+        """PUSH: hand it to the chunk's rule."""
+        rule = self.chunks.find(message.key)
+        if not member.is_live:
+            raise ProtocolError(
+                f"worker {member.rank} was not admitted to job {self.name!r} yet; it has to JOIN first",
+                ErrorCode.FENCED,
+            )
+        spec = rule.spec
+        if spec.kind is ChunkKind.CONSTANT or (spec.kind is ChunkKind.USAGE and not self.averages):
+            raise ProtocolError(f"{spec.describe()} is a {spec.kind.value}, which is not pushed in this job")
+        if message.payload is None:
+            values = None
+        elif message.numel != spec.numel or message.dtype is not spec.dtype:
+            raise ProtocolError(
+                f"{spec.describe()}: expected {spec.numel} values of {spec.dtype}, got {message.numel} of"
+                f" {message.dtype}"
+            )
+        else:
+            values = payload_tensor(message)
+        member.pushes += 1
+        self.statistics.bytes_in += message.numel * spec.dtype.itemsize
+        body = message.body
+        push = Push(
+            member.rank,
+            message.sequence,
+            message.version,
+            values,
+            body.get("groups") if isinstance(rule, ApplyingRule) else None,
+            absent_ranges(spec.segments, body["absent"]) if body.get("absent") else (),
+        )
+        refused_before = sum(self.statistics.refused.values())
+        late_before = self.statistics.late
+        replies = rule.push(push)
+        member.refused += sum(self.statistics.refused.values()) - refused_before
+        member.late += self.statistics.late - late_before
+        self._admissions.pushed(member.rank)
+        return replies
+
+    def supply_result(self, message: Message, member: Member) -> list[Reply]:
+        """RESULT: an average that ended before this server started."""
+        rule = self.chunks.find(message.key)
+        fits = (message.dtype, message.numel) == (rule.spec.dtype, rule.spec.numel)
+        if not isinstance(rule, AveragingRule) or message.payload is None or not fits or not member.is_live:
+            raise ProtocolError(f"{rule.spec.describe()}: this RESULT was not asked for")
+        contributors = message.body.get("contributors")
+        return rule.supply_result(member.rank, message.sequence, payload_tensor(message), contributors)
+
+    def probe(self, message: Message, member: Member) -> list[Reply]:
+        """PROBE: what became of a push?"""
+        if not member.is_live:
+            raise ProtocolError(f"worker {member.rank} was not admitted to job {self.name!r}", ErrorCode.FENCED)
+        return self.chunks.find(message.key).probe(member.rank, message.sequence)
+
+    def note_pull(self, message: Message, member: Member) -> None:
+        """A worker reads weights: with delay compensation these are what its next gradient is computed from."""
+        rule = self.chunks.rules.get(message.key)
+        if isinstance(rule, ApplyingRule) and not message.body:
+            rule.back_up(member.rank)
+
+    # ---- for snapshots and status ------------------------------------------------------------------------------
+
+    def to_meta(self) -> dict[str, Any]:
+        """What a snapshot keeps of the job itself."""
+        return {
+            "rule": self.rule,
+            "expected_workers": self.expected_workers,
+            "has_started": self.has_started,
+            "fingerprint": self.fingerprint,
+            **self.membership.to_meta(),
+        }
+
+    def restore_meta(self, meta: dict[str, Any], now_s: float) -> None:
+        """Take over a snapshot's; its workers get a fresh lease."""
+        self.expected_workers = meta["expected_workers"]
+        self._has_started = meta["has_started"]
+        self.fingerprint = meta["fingerprint"]
+        self.membership.restore(meta, now_s)
+        self.is_sealed = self._is_restored = True
+
+    def status(self, now_s: float) -> dict[str, Any]:
+        """JSON-able: workers, versions, counters."""
+        rules = list(self.chunks.rules.values())
+        waiting: dict[int, set[int]] = {}
+        for rule in rules:
+            for rank, missing in rule.waiting().items():
+                waiting.setdefault(rank, set()).update(missing)
+        clocks = next((rule.clocks() for rule in rules if isinstance(rule, ApplyingRule)), {})
+        return {
+            "rule": self.rule,
+            "sealed": self.is_sealed,
+            "started": self.has_started,
+            "expected_workers": self.expected_workers,
+            "chunks": len(rules),
+            "values_bytes": sum(rule.spec.size_bytes for rule in rules),
+            "memory_bytes": self.chunks.size_bytes(),
+            "version_min": min((rule.version for rule in rules), default=0),
+            "version_max": max((rule.version for rule in rules), default=0),
+            "members": len(self.membership.members),
+            "workers": [
+                {
+                    "rank": m.rank,
+                    "incarnation": m.incarnation,
+                    "state": "live" if m.is_live else "joining",
+                    "host": m.host,
+                    "pid": m.pid,
+                    "silent_s": round(now_s - m.last_heard_s, 3),
+                    "pushes": m.pushes,
+                    "refused": m.refused,
+                    "late": m.late,
+                    "clock": clocks.get(m.rank, 0),
+                    "waiting_for": sorted(waiting.get(m.rank, ())),
+                }
+                for m in sorted(self.membership.members.values(), key=lambda m: m.rank)
+            ],
+            **self.statistics.to_status(),
+        }

@@ -1,0 +1,434 @@
+"""A shard: some of the chunks of every job, and the answers to every message about them. No sockets, no clock.
+
+bytes ─ codec ─► handle(sender, message, now) ─► [Outgoing] ─ codec ─► bytes
+several times a second: tick(now) ─► [Outgoing], for leases that ran out
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from psengine.errors import ProtocolError
+from psengine.protocol.layout import ChunkSpec, job_number
+from psengine.protocol.messages import NOBODY, ErrorCode, Message, MessageType
+from psengine.server.consistency import Reply
+from psengine.server.job import Job
+from psengine.server.membership import Member, merge_members
+from psengine.server.snapshot import ChunkState, JobState
+
+logger = logging.getLogger(__name__)
+
+MOST_JOBS = 256
+READER_MAY_SEND = frozenset(
+    {MessageType.LIST, MessageType.PULL, MessageType.STATUS, MessageType.HEARTBEAT, MessageType.BYE}
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardSettings:
+    """What a shard needs to know.
+
+    Attributes:
+        lease_s: silence after which a worker is evicted.
+        heartbeat_s: how often workers should send HEARTBEAT.
+        max_memory_bytes: what this shard may hold.
+        credit_bytes: payload bytes a worker may have in flight to this shard.
+        software: version of psengine, for WELCOME.
+    """
+
+    lease_s: float = 5.0
+    heartbeat_s: float = 1.0
+    max_memory_bytes: int = 8 << 30
+    credit_bytes: int = 256 << 20
+    software: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Sender:
+    """Where a message came from: its connection's routing id, and its public key ("" without CURVE)."""
+
+    route: bytes
+    user_id: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Outgoing:
+    """A message to send; its payload may change once ``handle`` or ``tick`` is called again."""
+
+    route: bytes
+    message: Message
+
+
+class Shard:
+    """See the module's text.
+
+    Args:
+        index: of this shard in its server process, 0 first.
+        epoch: random number of the server process's life.
+        settings: see there.
+
+    Attributes:
+        shard_addresses: of all shards of the process, told to clients; set before the first message.
+    """
+
+    def __init__(self, index: int, epoch: int, settings: ShardSettings) -> None:
+        self.index = index
+        self.epoch = epoch
+        self.settings = settings
+        self.shard_addresses: list[str] = []
+        self.is_draining = False
+        self._now_s = 0.0
+        self._jobs: dict[int, Job] = {}
+        self._durable_generation: int | None = None
+        self._durable_version: dict[int, int] = {}
+        self._captured_version: dict[int, int] = {}
+        self._handlers: dict[MessageType, Callable[[Job, Member, Message], list[Reply]]] = {
+            MessageType.PUSH: lambda job, member, message: job.push(message, member),
+            MessageType.PROBE: lambda job, member, message: job.probe(message, member),
+            MessageType.RESULT: lambda job, member, message: job.supply_result(message, member),
+            MessageType.REGISTER: self._register,
+            MessageType.SEAL: lambda job, member, message: [*_ok(member, message), *job.seal(message, member)],
+            MessageType.CONFIGURE: self._configure,
+            MessageType.LIST: self._list,
+            MessageType.PULL: self._pull,
+            MessageType.STORE: self._store,
+            MessageType.HEARTBEAT: self._heartbeat,
+            MessageType.JOIN: lambda job, member, message: job.join(member, message.sequence),
+            MessageType.ADMIT: lambda job, member, message: [*_ok(member, message), *job.admit(message, member)],
+            MessageType.STATUS: self._status,
+        }
+
+    # ---- messages ----------------------------------------------------------------------------------------------
+
+    def handle(self, sender: Sender, message: Message, now_s: float) -> list[Outgoing]:
+        """Take in one message; what it leads to, for whomever. A refused message changes nothing."""
+        self._now_s = now_s
+        try:
+            if message.type is MessageType.HELLO:
+                return self._hello(sender, message, now_s)
+            if message.worker == NOBODY:
+                return self._answer_reader(sender, message)
+            job, member = self._authenticate(sender, message, now_s)
+            if message.type is MessageType.BYE:
+                # Answered first: afterwards there is no member to send to.
+                goodbye = self._outgoing(job, _ok(member, message))
+                return [*goodbye, *self._outgoing(job, job.remove(member.rank, now_s, forget=True))]
+            handler = self._handlers.get(message.type)
+            if handler is None:
+                raise ProtocolError(f"a server does not take {message.type.name}")
+            return self._outgoing(job, handler(job, member, message))
+        except ProtocolError as error:
+            return [Outgoing(sender.route, self._error(message, error))]
+
+    def tick(self, now_s: float) -> list[Outgoing]:
+        """Evict workers whose lease ran out; answers that may leave because of it."""
+        self._now_s = now_s
+        outgoing: list[Outgoing] = []
+        for job in self._jobs.values():
+            for rank in job.membership.expired(now_s):
+                outgoing.extend(self._outgoing(job, job.remove(rank, now_s)))
+        return outgoing
+
+    def _hello(self, sender: Sender, message: Message, now_s: float) -> list[Outgoing]:
+        body = message.body
+        if job_number(body["job"]) != message.job:
+            raise ProtocolError(f"the header's job is not the number of {body['job']!r}")
+        if self.is_draining:
+            raise ProtocolError("the server is shutting down", ErrorCode.SHUTTING_DOWN)
+        if body["role"] == "reader":
+            return [Outgoing(sender.route, self._welcome_reader(message))]
+        job = self._jobs.get(message.job) or self._new_job(body)
+        if job.name != body["job"]:
+            raise ProtocolError(f"jobs {job.name!r} and {body['job']!r} have the same number; rename one")
+        if job.rule != body["rule"]:
+            raise ProtocolError(
+                f"job {job.name!r} runs under another rule (expected {_rule_text(job.rule)}, got"
+                f" {_rule_text(body['rule'])}). Every worker of a job needs the same strategy and options.",
+                ErrorCode.RULE_MISMATCH,
+            )
+        state, member, replies = job.greet(message, sender.user_id, sender.route, now_s)
+        welcome = self._welcome(job, message, state)
+        if member is not None:
+            welcome.worker, welcome.incarnation = member.rank, member.incarnation
+        return [Outgoing(sender.route, welcome), *self._outgoing(job, replies)]
+
+    def _new_job(self, body: dict[str, Any]) -> Job:
+        if len(self._jobs) >= MOST_JOBS:
+            self._drop_finished_jobs()
+        if len(self._jobs) >= MOST_JOBS:
+            raise ProtocolError(f"this server has its most jobs already ({MOST_JOBS})", ErrorCode.MEMORY)
+        job = Job(body["job"], body["rule"], self.settings.lease_s, self._take_memory)
+        self._jobs[job_number(job.name)] = job
+        return job
+
+    def _drop_finished_jobs(self) -> None:
+        """Forget jobs without workers whose values are nobody's: averaging ones, and those that never had any."""
+        for number, job in list(self._jobs.items()):
+            if (job.averages or not job.is_sealed) and not job.membership.is_remembered(self._now_s):
+                del self._jobs[number]
+
+    def _welcome(self, job: Job | None, message: Message, state: str) -> Message:
+        return self._message(
+            MessageType.WELCOME,
+            message,
+            body={
+                "state": state,
+                "shards": self.shard_addresses,
+                "shard_index": self.index,
+                "lease_s": self.settings.lease_s,
+                "heartbeat_s": self.settings.heartbeat_s,
+                "credit_bytes": self.settings.credit_bytes,
+                "members": list(job.membership.live_ranks) if job is not None else [],
+                "fingerprint": job.fingerprint if job is not None else None,
+                "chunks": len(job.chunks) if job is not None else 0,
+                "started": job is not None and job.has_started,
+                "durable_version": self._durable_version.get(message.job),
+                "rule": job.rule if job is not None else None,
+                "software": self.settings.software,
+            },
+        )
+
+    def _welcome_reader(self, message: Message) -> Message:
+        job = self._jobs.get(message.job)
+        if job is not None and job.name != message.body["job"]:
+            raise ProtocolError(f"jobs {job.name!r} and {message.body['job']!r} have the same number; rename one")
+        return self._welcome(job, message, "ready" if job is not None and job.is_sealed else "wait")
+
+    def _authenticate(self, sender: Sender, message: Message, now_s: float) -> tuple[Job, Member]:
+        job = self._jobs.get(message.job)
+        if job is None or (message.epoch and message.epoch != self.epoch):
+            raise ProtocolError("this server has restarted since; say HELLO again", ErrorCode.NOT_MEMBER)
+        member = job.membership.find(message.worker, message.incarnation, sender.user_id, sender.route, now_s)
+        if isinstance(member, str):
+            if member == "stranger":
+                raise ProtocolError(f"worker {message.worker} has not said HELLO", ErrorCode.NOT_MEMBER)
+            raise ProtocolError(
+                f"worker {message.worker} of job {job.name!r} was fenced: silent for more than its lease of"
+                f" {self.settings.lease_s:g} s, or replaced by a newer process, or the rank belongs to another key",
+                ErrorCode.FENCED,
+            )
+        return job, member
+
+    def _answer_reader(self, sender: Sender, message: Message) -> list[Outgoing]:
+        if message.type not in READER_MAY_SEND:
+            raise ProtocolError(f"a reader may not send {message.type.name}", ErrorCode.NOT_MEMBER)
+        if message.type is MessageType.STATUS:
+            return [Outgoing(sender.route, self._status_report(message))]
+        if message.type is MessageType.BYE:
+            return [Outgoing(sender.route, self._message(MessageType.OK, message))]
+        job = self._jobs.get(message.job)
+        if job is None or not job.is_sealed:
+            raise ProtocolError("the job has no values yet", ErrorCode.NOT_READY)
+        if message.type is MessageType.HEARTBEAT:
+            body = self._heartbeat_body(job, message)
+            return [Outgoing(sender.route, self._message(MessageType.HEARTBEAT_ACK, message, body=body))]
+        if message.type is MessageType.LIST:
+            page = job.chunks.page(message.body["after"])
+            return [Outgoing(sender.route, self._message(MessageType.CHUNKS, message, body=page))]
+        if job.averages and job.has_started:
+            raise ProtocolError(
+                f"job {job.name!r} averages gradients; its weights are in its workers, not here", ErrorCode.NOT_READY
+            )
+        type, version, payload, body = job.chunks.read(message)
+        return [Outgoing(sender.route, self._message(type, message, version=version, payload=payload, body=body))]
+
+    def _register(self, job: Job, member: Member, message: Message) -> list[Reply]:
+        job.check_initialiser(member, f"REGISTER of chunk {message.key}")
+        job.chunks.register(message)
+        return _ok(member, message)
+
+    def _configure(self, job: Job, member: Member, message: Message) -> list[Reply]:
+        slots = job.chunks.configure(message)
+        return [Reply(MessageType.OK, member.rank, message.sequence, body={"slots": slots})]
+
+    def _list(self, job: Job, member: Member, message: Message) -> list[Reply]:
+        page = job.chunks.page(message.body["after"])
+        return [Reply(MessageType.CHUNKS, member.rank, message.sequence, body=page)]
+
+    def _pull(self, job: Job, member: Member, message: Message) -> list[Reply]:
+        type, version, payload, body = job.chunks.read(message)
+        job.note_pull(message, member)
+        return [Reply(type, member.rank, message.sequence, version, payload, body, message.key)]
+
+    def _store(self, job: Job, member: Member, message: Message) -> list[Reply]:
+        job.chunks.store(message)
+        return _ok(member, message)
+
+    def _heartbeat(self, job: Job, member: Member, message: Message) -> list[Reply]:
+        body = self._heartbeat_body(job, message)
+        return [Reply(MessageType.HEARTBEAT_ACK, member.rank, message.sequence, body=body)]
+
+    def _heartbeat_body(self, job: Job, message: Message) -> dict[str, Any]:
+        return {
+            "members": list(job.membership.live_ranks),
+            "durable_version": self._durable_version.get(message.job),
+        }
+
+    def _status(self, job: Job, member: Member, message: Message) -> list[Reply]:
+        report = self._status_report(message)
+        return [Reply(MessageType.STATUS_REPORT, member.rank, message.sequence, payload=report.payload)]
+
+    def _status_report(self, message: Message) -> Message:
+        text = json.dumps(self.status(self._now_s)).encode()
+        payload = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        return self._message(MessageType.STATUS_REPORT, message, payload=payload)
+
+    # ---- answers -----------------------------------------------------------------------------------------------
+
+    def _outgoing(self, job: Job, replies: Iterable[Reply]) -> list[Outgoing]:
+        outgoing: list[Outgoing] = []
+        for reply in replies:
+            member = job.membership.members.get(reply.rank)
+            if member is None or not member.route:
+                continue  # it will ask again when it is back
+            payload = reply.payload
+            if payload is not None:
+                job.statistics.bytes_out += payload.numel() * payload.element_size()
+            message = Message(
+                reply.type,
+                job=job.number,
+                epoch=self.epoch,
+                worker=reply.rank,
+                incarnation=member.incarnation,
+                key=reply.key,
+                sequence=reply.sequence,
+                version=reply.version,
+                dtype=None if payload is None else payload.dtype,
+                numel=0 if payload is None else payload.numel(),
+                body=reply.body,
+                payload=payload,
+            )
+            outgoing.append(Outgoing(member.route, message))
+            if reply.type is MessageType.ERROR and reply.body["code"] == ErrorCode.FENCED:
+                outgoing.extend(self._outgoing(job, job.remove(reply.rank, self._now_s, must_join=True)))
+        return outgoing
+
+    def _message(
+        self,
+        type: MessageType,
+        request: Message,
+        *,
+        version: int = 0,
+        payload: torch.Tensor | None = None,
+        body: dict[str, Any] | None = None,
+    ) -> Message:
+        """An answer to ``request``, to whoever sent it."""
+        return Message(
+            type,
+            job=request.job,
+            epoch=self.epoch,
+            worker=request.worker,
+            incarnation=request.incarnation,
+            key=request.key,
+            sequence=request.sequence,
+            version=version,
+            dtype=None if payload is None else payload.dtype,
+            numel=0 if payload is None else payload.numel(),
+            body=body or {},
+            payload=payload,
+        )
+
+    def _error(self, request: Message, error: ProtocolError) -> Message:
+        return self._message(MessageType.ERROR, request, body={"code": error.code, "text": str(error)[:4000]})
+
+    def _take_memory(self, size_bytes: int, what: str) -> None:
+        used_bytes = self.memory_bytes()
+        if used_bytes + size_bytes > self.settings.max_memory_bytes:
+            raise ProtocolError(
+                f"{what} needs {size_bytes} bytes (expected at most"
+                f" {max(0, self.settings.max_memory_bytes - used_bytes)} free of max_memory_bytes ="
+                f" {self.settings.max_memory_bytes} on this shard). Raise --max-memory-bytes, or add servers.",
+                ErrorCode.MEMORY,
+            )
+
+    def memory_bytes(self) -> int:
+        """What all jobs hold."""
+        return sum(job.chunks.size_bytes() for job in self._jobs.values())
+
+    # ---- for the daemon ----------------------------------------------------------------------------------------
+
+    @property
+    def member_count(self) -> int:
+        """Workers of all jobs."""
+        return sum(len(job.membership.members) for job in self._jobs.values())
+
+    def status(self, now_s: float) -> dict[str, Any]:
+        """JSON-able."""
+        return {
+            "index": self.index,
+            "epoch": self.epoch,
+            "durable_generation": self._durable_generation,
+            "memory_bytes": self.memory_bytes(),
+            "max_memory_bytes": self.settings.max_memory_bytes,
+            "jobs": {job.name: job.status(now_s) for job in self._jobs.values()},
+        }
+
+    def capture(self) -> list[JobState]:
+        """Copies of everything a snapshot keeps."""
+        self._captured_version = {
+            number: min((rule.version for rule in job.chunks.rules.values()), default=0)
+            for number, job in self._jobs.items()
+            if job.is_sealed
+        }
+        return [
+            JobState(
+                job.name,
+                job.to_meta(),
+                [
+                    ChunkState(
+                        key,
+                        {"spec": rule.spec.to_body(), **rule.to_meta()},
+                        {name: tensor.clone() for name, tensor in rule.tensors().items()},
+                    )
+                    for key, rule in job.chunks.rules.items()
+                ],
+            )
+            for job in self._jobs.values()
+            if job.is_sealed
+        ]
+
+    def note_durable(self, generation: int) -> None:
+        """What ``capture`` returned last is on disk."""
+        self._durable_generation = generation
+        self._durable_version = dict(self._captured_version)
+
+    def restore(self, jobs: Sequence[JobState], now_s: float) -> None:
+        """Take over a snapshot's state, before the first message."""
+        for state in jobs:
+            job = Job(state.name, state.meta["rule"], self.settings.lease_s, self._take_memory)
+            job.restore_meta(state.meta, now_s)
+            for chunk in state.chunks:
+                spec = ChunkSpec.from_body(chunk.meta["spec"])
+                values = chunk.tensors.get("values")
+                rule = job.chunks.make_rule(spec, None if values is None else torch.empty_like(values))
+                rule.restore(chunk.meta, chunk.tensors)
+                job.chunks.rules[chunk.key] = rule
+            self._jobs[job_number(job.name)] = job
+        self._captured_version = {
+            number: min((rule.version for rule in job.chunks.rules.values()), default=0)
+            for number, job in self._jobs.items()
+        }
+
+
+def merge_job_meta(metas: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """One job's meta from those of several shards: everybody's members, each with its newest incarnation."""
+    return {
+        **metas[0],
+        **merge_members(metas),
+        "has_started": any(meta["has_started"] for meta in metas),
+        "expected_workers": max(meta["expected_workers"] for meta in metas),
+    }
+
+
+def _ok(member: Member, message: Message) -> list[Reply]:
+    return [Reply(MessageType.OK, member.rank, message.sequence, key=message.key)]
+
+
+def _rule_text(rule: dict[str, Any]) -> str:
+    return ", ".join(f"{name}={value}" for name, value in rule.items() if value is not None)

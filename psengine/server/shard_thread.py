@@ -1,0 +1,258 @@
+"""The thread of one shard: socket in, shard, socket out.
+
+    ┌► wait for a message, at most until the next tick ─► take up to DRAIN_MESSAGES ─► answers ─► what others asked ─┐
+    └──────────────────────────── tick (leases), ten times a second ◄────────────────────────────────────────────────┘
+
+Nothing else touches the shard or its socket: others ``ask`` for a function to be called in this thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from queue import Empty, SimpleQueue
+from typing import Any, TypeVar
+
+import torch
+
+from psengine.errors import ProtocolError
+from psengine.protocol.bodies import MAX_TEXT_CHARS
+from psengine.protocol.codec import decode, encode, refusal
+from psengine.protocol.messages import ErrorCode, Message, MessageType
+from psengine.server.logging_format import RateLimit
+from psengine.server.shard import Outgoing, Sender, Shard
+from psengine.server.transport import Endpoint, Received
+
+logger = logging.getLogger(__name__)
+_Result = TypeVar("_Result")
+
+TICK_S = 0.1
+DRAIN_MESSAGES = 64
+# While a peer does not read, its queue is looked at this often.
+FLUSH_S = 0.002
+# What is queued when the server is told to end gets this long to be answered.
+LAST_MESSAGES_S = 2.0
+
+
+class ShardThread(threading.Thread):
+    """Runs ``shard`` on ``endpoint`` until ``end``.
+
+    Args:
+        shard: used by this thread only once it started.
+        endpoint: closed by this thread.
+        on_snapshot: called with SNAPSHOT messages; answers through ``post``.
+        on_death: called where this thread fails, which it should never do.
+
+    Attributes:
+        last_tick_s: monotonic time of the last tick.
+        drained: set once every queued message was answered after ``drain``.
+    """
+
+    def __init__(
+        self,
+        shard: Shard,
+        endpoint: Endpoint,
+        on_snapshot: Callable[[ShardThread, Received, Message], None],
+        on_death: Callable[[ShardThread], None],
+    ) -> None:
+        super().__init__(name=f"psengine-shard-{shard.index}", daemon=True)
+        self.shard = shard
+        self.endpoint = endpoint
+        self.last_tick_s = time.monotonic()
+        self.drained = threading.Event()
+        self._on_snapshot = on_snapshot
+        self._on_death = on_death
+        self._asked: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._ends = False
+        self._drain_until_s: float | None = None
+        self._complaints = RateLimit()
+        self._traces = RateLimit()
+        self.bad_messages = 0
+        self.failures = 0
+
+    # ---- for other threads -------------------------------------------------------------------------------------
+
+    def ask(self, function: Callable[[], _Result]) -> Future[_Result]:
+        """Have ``function`` called in this thread, within a tick; wait for the result with a timeout."""
+        future: Future[_Result] = Future()
+
+        def call() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
+            try:
+                future.set_result(function())
+            except BaseException as error:
+                future.set_exception(error)
+
+        self._asked.put(call)
+        return future
+
+    def post(self, outgoing: Outgoing) -> None:
+        """Send a message from this thread."""
+        self._asked.put(lambda: self._send([outgoing]))
+
+    def drain(self) -> None:
+        """Refuse newcomers, answer what is queued, then take no more; sets ``drained``."""
+
+        def begin() -> None:
+            self.shard.is_draining = True
+            self._drain_until_s = time.monotonic() + LAST_MESSAGES_S
+
+        self._asked.put(begin)
+
+    def end(self) -> None:
+        """Leave the loop and close the socket; join afterwards."""
+
+        def stop() -> None:
+            self._ends = True
+
+        self._asked.put(stop)
+
+    def status(self) -> dict[str, Any]:
+        """The shard's, and what went over the socket; call it in this thread."""
+        endpoint = self.endpoint
+        return {
+            **self.shard.status(time.monotonic()),
+            "address": endpoint.address,
+            "transport": {
+                "received_messages": endpoint.received_messages,
+                "received_bytes": endpoint.received_bytes,
+                "sent_bytes": endpoint.sent_bytes,
+                "backlog_bytes": endpoint.backlog_bytes,
+                "dropped": endpoint.dropped,
+                "unreachable": endpoint.unreachable,
+                "bad_messages": self.bad_messages,
+                "failures": self.failures,
+            },
+        }
+
+    # ---- in this thread ----------------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """The loop."""
+        torch.set_num_threads(1)  # the setting is this thread's own in OpenMP builds
+        try:
+            while not self._ends:
+                self._turn()
+        except BaseException:
+            logger.critical("shard %d failed; the server ends", self.shard.index, exc_info=True)
+            self._on_death(self)
+        finally:
+            self.endpoint.close()
+
+    def _turn(self) -> None:
+        wait_s = self.last_tick_s + TICK_S - time.monotonic()
+        if self.drained.is_set():
+            time.sleep(0.005)
+        else:
+            self._receive(min(wait_s, FLUSH_S) if self.endpoint.flush() else wait_s)
+        self._answer_asked()
+        now_s = time.monotonic()
+        if now_s >= self.last_tick_s + TICK_S:
+            self.last_tick_s = now_s
+            if not self.drained.is_set():
+                self._guarded(lambda: self._send(self.shard.tick(now_s)))
+
+    def _receive(self, wait_s: float) -> None:
+        is_draining = self._drain_until_s is not None
+        if not self.endpoint.poll(0.0 if is_draining else wait_s):
+            if is_draining:
+                self.drained.set()
+            return
+        for _ in range(DRAIN_MESSAGES):
+            received = self.endpoint.receive()
+            if received is None:
+                break
+            self._take(received)
+            if time.monotonic() >= self.last_tick_s + TICK_S:
+                break  # large messages take their time, and others wait for the rest of the turn
+        if self._drain_until_s is not None and time.monotonic() > self._drain_until_s:
+            self.drained.set()
+
+    def _take(self, received: Received) -> None:
+        try:
+            message = decode(received.frames)
+        except ProtocolError as error:
+            self._refuse(received, error)
+            return
+        except Exception as error:
+            self._report_failure("a message could not be decoded")
+            self._refuse(received, ProtocolError(f"the server failed: {error!r}", ErrorCode.INTERNAL))
+            return
+        try:
+            if message.type is MessageType.SNAPSHOT:
+                self._on_snapshot(self, received, message)
+                return
+            sender = Sender(received.route, received.user_id)
+            self._send(self.shard.handle(sender, message, time.monotonic()))
+        except Exception as error:
+            self._report_failure(f"{message.type.name} of worker {message.worker}")
+            text = f"the server failed on {message.type.name}: {error!r}; its log has more"
+            self._send([Outgoing(received.route, error_answer(message, self.shard.epoch, ErrorCode.INTERNAL, text))])
+
+    def _refuse(self, received: Received, error: ProtocolError) -> None:
+        self.bad_messages += 1
+        suppressed = self._complaints.allows(time.monotonic())
+        if suppressed is not None:
+            sizes = [frame.nbytes for frame in received.frames[:4]]
+            logger.warning(
+                "shard %d refused a message from peer %s%s: %s (frames of %s bytes%s; %d like it unmentioned)",
+                self.shard.index,
+                received.route.hex(),
+                f" with key {received.user_id}" if received.user_id else "",
+                error,
+                sizes,
+                ", ..." if len(received.frames) > 4 else "",
+                suppressed,
+            )
+        answer = refusal(received.frames, error)
+        if answer is not None:
+            answer.epoch = self.shard.epoch
+            self._send([Outgoing(received.route, answer)])
+
+    def _send(self, outgoing: list[Outgoing]) -> None:
+        for one in outgoing:
+            self.endpoint.send(one.route, encode(one.message))
+
+    def _answer_asked(self) -> None:
+        while True:
+            try:
+                call = self._asked.get_nowait()
+            except Empty:
+                return
+            self._guarded(call)
+
+    def _guarded(self, call: Callable[[], None]) -> None:
+        try:
+            call()
+        except Exception:
+            self._report_failure("between messages")
+
+    def _report_failure(self, what: str) -> None:
+        """A bug of ours: say so, and go on serving the others."""
+        self.failures += 1
+        suppressed = self._traces.allows(time.monotonic())
+        if suppressed is not None:
+            logger.exception("shard %d: %s (%d more unmentioned)", self.shard.index, what, suppressed)
+
+
+def answer(request: Message, epoch: int, type: MessageType, body: dict[str, Any]) -> Message:
+    """A message without payload that carries the numbers of the request it answers."""
+    return Message(
+        type,
+        job=request.job,
+        epoch=epoch,
+        worker=request.worker,
+        incarnation=request.incarnation,
+        key=request.key,
+        sequence=request.sequence,
+        body=body,
+    )
+
+
+def error_answer(request: Message, epoch: int, code: str, text: str) -> Message:
+    """The ERROR that answers a request."""
+    return answer(request, epoch, MessageType.ERROR, {"code": code, "text": text[:MAX_TEXT_CHARS]})

@@ -1,0 +1,72 @@
+"""What a job's rules count, for status pages and metrics."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+# Larger values are counted together under this one.
+LARGEST_BUCKET = 64
+
+
+@dataclass
+class JobStatistics:
+    """Counters of one job at one shard, since the server started.
+
+    Attributes:
+        applied: pushes that changed weights, or were part of an average.
+        averaged: exchanges of chunks that ended in an average.
+        refused: pushes refused, by reason.
+        duplicates: repeats that were recognised and not applied again.
+        late: contributions that came after their exchange had ended with the others' (quorum).
+        abstained: exchanges a worker took part in without a gradient.
+        non_finite: contributions with NaN or infinity that an average passed on, as native DDP does.
+        bytes_in, bytes_out: payload.
+        staleness: how many pushes were how many updates old.
+        lead: how many answers left while their worker was how many steps ahead of the slowest.
+    """
+
+    applied: int = 0
+    averaged: int = 0
+    duplicates: int = 0
+    late: int = 0
+    abstained: int = 0
+    non_finite: int = 0
+    bytes_in: int = 0
+    bytes_out: int = 0
+    evicted: int = 0
+    refused: Counter[str] = field(default_factory=Counter)
+    staleness: Counter[int] = field(default_factory=Counter)
+    lead: Counter[int] = field(default_factory=Counter)
+    max_staleness: int = 0
+    max_lead: int = 0
+
+    def count_staleness(self, staleness: int) -> None:
+        """A push was computed from weights ``staleness`` updates ago."""
+        self.staleness[min(staleness, LARGEST_BUCKET)] += 1
+        self.max_staleness = max(self.max_staleness, staleness)
+
+    def count_lead(self, lead: int) -> None:
+        """An answer left for a worker ``lead`` steps ahead of the slowest."""
+        self.lead[min(lead, LARGEST_BUCKET)] += 1
+        self.max_lead = max(self.max_lead, lead)
+
+    def to_status(self) -> dict[str, Any]:
+        """JSON-able."""
+        return {
+            "applied": self.applied,
+            "averaged": self.averaged,
+            "refused": dict(self.refused),
+            "duplicates": self.duplicates,
+            "late": self.late,
+            "abstained": self.abstained,
+            "non_finite": self.non_finite,
+            "evicted": self.evicted,
+            "bytes_in": self.bytes_in,
+            "bytes_out": self.bytes_out,
+            "staleness": {str(key): count for key, count in sorted(self.staleness.items())},
+            "lead": {str(key): count for key, count in sorted(self.lead.items())},
+            "max_staleness": self.max_staleness,
+            "max_lead": self.max_lead,
+        }

@@ -1,0 +1,239 @@
+"""A shard's socket: frames in, frames out, and never a wait for a peer that does not read.
+
+    peer ══ ROUTER ── receive() ─► route, key, frames
+                  ◄── send()       full peer: kept in a bounded queue of its own; peer that is gone: dropped
+
+Nothing dropped is lost: clients ask again for what they miss.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import zmq
+
+from psengine.errors import ServerError
+from psengine.protocol.messages import MAX_PAYLOAD_BYTES
+
+MAX_FRAME_BYTES = MAX_PAYLOAD_BYTES + 64 * 1024
+# Messages, per peer and direction: zmq counts no bytes.
+HIGH_WATER_MARK = 64
+# Per peer, beyond the high-water mark.
+BACKLOG_BYTES = 64 * 1024 * 1024
+BACKLOG_MESSAGES = 1024
+# Answers that still leave after the end.
+LINGER_MS = 1000
+
+
+class BindError(ServerError):
+    """An address could not be bound."""
+
+
+@dataclass(slots=True)
+class _Backlog:
+    messages: deque[list[bytes]] = field(default_factory=deque)
+    size_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Received:
+    """One message as it came: the connection's routing id, its key ("" without CURVE), and the frames."""
+
+    route: bytes
+    user_id: str
+    frames: list[memoryview]
+
+
+class Endpoint:
+    """One ROUTER socket, bound; used by one thread at a time.
+
+    Args:
+        context: of the process.
+        address: to bind, as ``ServerSettings.bind_addresses`` has it.
+        secure: sets CURVE on the socket before it is bound; None without CURVE.
+
+    Attributes:
+        address: as bound, with the real port.
+        dropped: messages not sent, because their peer was gone or did not read.
+        unreachable: of these, how many whose peer was gone.
+
+    Raises:
+        BindError: the address is taken, or is none of this machine's.
+    """
+
+    def __init__(
+        self, context: zmq.Context[Any], address: str, secure: Callable[[zmq.Socket[bytes]], None] | None = None
+    ) -> None:
+        self._context = context
+        self._secure = secure
+        self._backlogs: dict[bytes, _Backlog] = {}
+        self.dropped = 0
+        self.unreachable = 0
+        self.sent_bytes = 0
+        self.received_bytes = 0
+        self.received_messages = 0
+        self._socket = self._open(address)
+        self.address = _bound_address(self._socket, address)
+        self._file = _file_of(self.address)
+
+    def _open(self, address: str) -> zmq.Socket[bytes]:
+        if address.startswith("ipc://"):
+            _refuse_living_server(address)
+        router: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
+        try:
+            _configure(router, is_ipv6="[" in address)
+            if self._secure is not None:
+                self._secure(router)
+            # An ipc path's mode is what keeps other users out.
+            mask = os.umask(0o077) if address.startswith("ipc://") else None
+            try:
+                router.bind(address)
+            finally:
+                if mask is not None:
+                    os.umask(mask)
+        except zmq.ZMQError as error:
+            router.close(linger=0)
+            raise BindError(
+                f"The address {address} could not be bound (expected a free one of this machine, got:"
+                f" {error.strerror}). Fix: choose another with --bind, or port 0; a host must be an IP address or the"
+                " name of a network interface."
+            ) from error
+        return router
+
+    def reset(self, deadline_s: float = 5.0) -> None:
+        """Cut every connection and bind again; clients reconnect and ask for what they miss."""
+        self._backlogs.clear()
+        self._socket.close(linger=0)
+        last_s = time.monotonic() + deadline_s
+        while True:
+            try:
+                self._socket = self._open(self.address)
+                self._file = _file_of(self.address)
+                return
+            except BindError:
+                # zmq closes in the background.
+                if time.monotonic() > last_s:
+                    raise
+                time.sleep(0.02)
+
+    def poll(self, timeout_s: float) -> bool:
+        """Whether a message is there, after at most ``timeout_s``."""
+        return bool(self._socket.poll(max(0, int(timeout_s * 1000 + 0.999)), zmq.POLLIN))
+
+    def receive(self) -> Received | None:
+        """The next message; None where there is none yet. Its frames live as long as they are referenced."""
+        try:
+            parts: Sequence[zmq.Frame] = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+        except zmq.Again:
+            return None
+        frames = [part.buffer for part in parts[1:]]
+        self.received_messages += 1
+        self.received_bytes += sum(frame.nbytes for frame in frames)
+        user_id = "" if self._secure is None else str(parts[-1].get("User-Id"))
+        return Received(parts[0].bytes, user_id, frames)
+
+    def send(self, route: bytes, frames: Sequence[Any]) -> None:
+        """Send, or keep a copy until the peer reads, or drop; never waits. The frames may change afterwards."""
+        if route not in self._backlogs:
+            if self._try(route, frames):
+                return
+            self._backlogs[route] = _Backlog()
+        backlog = self._backlogs[route]
+        size_bytes = sum(memoryview(frame).nbytes for frame in frames)
+        if len(backlog.messages) >= BACKLOG_MESSAGES or backlog.size_bytes + size_bytes > BACKLOG_BYTES:
+            self.dropped += 1
+            return
+        backlog.messages.append([bytes(frame) for frame in frames])
+        backlog.size_bytes += size_bytes
+
+    def _try(self, route: bytes, frames: Sequence[Any]) -> bool:
+        """Whether nothing is left to do for this message."""
+        try:
+            self._socket.send_multipart([route, *frames], zmq.NOBLOCK, copy=True)
+        except zmq.Again:
+            return False
+        except zmq.ZMQError as error:
+            if error.errno != errno.EHOSTUNREACH:
+                raise
+            self.dropped += 1
+            self.unreachable += 1
+            return True
+        self.sent_bytes += sum(memoryview(frame).nbytes for frame in frames)
+        return True
+
+    def flush(self) -> bool:
+        """Send what peers that read again have waiting; whether something is left."""
+        for route, backlog in list(self._backlogs.items()):
+            while backlog.messages and self._try(route, backlog.messages[0]):
+                sent = backlog.messages.popleft()
+                backlog.size_bytes -= sum(len(frame) for frame in sent)
+            if not backlog.messages:
+                del self._backlogs[route]
+        return bool(self._backlogs)
+
+    @property
+    def backlog_bytes(self) -> int:
+        """What is kept for peers that do not read."""
+        return sum(backlog.size_bytes for backlog in self._backlogs.values())
+
+    def close(self, linger_ms: int = LINGER_MS) -> None:
+        """Close; answers already sent get ``linger_ms`` to leave."""
+        self._backlogs.clear()
+        self._socket.close(linger=linger_ms)
+        if self._file is not None and self._file == _file_of(self.address):
+            os.unlink(self.address.removeprefix("ipc://"))
+            self._file = None
+
+
+def _configure(router: zmq.Socket[bytes], *, is_ipv6: bool) -> None:
+    router.setsockopt(zmq.LINGER, LINGER_MS)
+    router.setsockopt(zmq.ROUTER_MANDATORY, 1)  # without it, answers to a slow peer vanish and every send succeeds
+    router.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
+    router.setsockopt(zmq.HANDSHAKE_IVL, 2000)
+    router.setsockopt(zmq.SNDHWM, HIGH_WATER_MARK)
+    router.setsockopt(zmq.RCVHWM, HIGH_WATER_MARK)
+    router.setsockopt(zmq.HEARTBEAT_IVL, 2000)
+    router.setsockopt(zmq.HEARTBEAT_TIMEOUT, 10000)
+    router.setsockopt(zmq.HEARTBEAT_TTL, 10000)
+    router.setsockopt(zmq.TCP_KEEPALIVE, 1)
+    router.setsockopt(zmq.TCP_KEEPALIVE_IDLE, 30)
+    router.setsockopt(zmq.BACKLOG, 1024)
+    if is_ipv6:
+        router.setsockopt(zmq.IPV6, 1)
+
+
+def _bound_address(router: zmq.Socket[bytes], requested: str) -> str:
+    bound = router.getsockopt(zmq.LAST_ENDPOINT)
+    return bound.rstrip(b"\0").decode() if isinstance(bound, bytes) else requested
+
+
+def _file_of(address: str) -> tuple[int, int] | None:
+    """Device and inode of an ipc address's file: zmq leaves it behind, and its name may be another's by then."""
+    try:
+        status = os.stat(address.removeprefix("ipc://")) if address.startswith("ipc:///") else None
+    except OSError:
+        return None
+    return None if status is None else (status.st_dev, status.st_ino)
+
+
+def _refuse_living_server(address: str) -> None:
+    """Raise where a process listens at an ipc path: zmq would take the path away from it without a word."""
+    path = address.removeprefix("ipc://")
+    target = "\0" + path[1:] if path.startswith("@") else path
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.settimeout(1.0)
+        try:
+            probe.connect(target)
+        except OSError:
+            return
+    raise BindError(
+        f"The address {address} could not be bound (expected a free one, got a path at which another process listens)."
+        " Fix: choose another with --bind, or stop that process."
+    )

@@ -1,0 +1,567 @@
+"""Server-side optimizers: a chunk steps like torch.optim steps the parameters it is made of, bit for bit."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import itertools
+import json
+import math
+import mmap
+
+import numpy as np
+import pytest
+import torch
+
+from psengine.errors import ConfigurationError, ProtocolError
+from psengine.protocol.hyperparameters import (
+    HYPERPARAMETERS,
+    OPTIMIZERS,
+    SLOTS,
+    check_groups,
+    optimizer_name,
+    slot_names,
+    wire_groups,
+)
+from psengine.protocol.messages import ErrorCode
+from psengine.server.optimizers import ChunkOptimizer, OptimizerSpec, compensate, is_finite, staleness_factor
+
+IMPLEMENTATION_CHOICES = {"params", "foreach", "fused", "capturable", "differentiable"}
+
+VARIANTS = {
+    "sgd": ("SGD", {"lr": 0.1}),
+    "sgd-decay-maximize": ("SGD", {"lr": 0.1, "weight_decay": 0.01, "maximize": True}),
+    "sgd-momentum": ("SGD", {"lr": 0.1, "momentum": 0.9}),
+    "sgd-dampening": ("SGD", {"lr": 0.1, "momentum": 0.9, "dampening": 0.3, "weight_decay": 0.01}),
+    "sgd-nesterov": ("SGD", {"lr": 0.1, "momentum": 0.8, "nesterov": True, "weight_decay": 0.01, "maximize": True}),
+    "adam": ("Adam", {"lr": 0.01}),
+    "adam-decay": ("Adam", {"lr": 0.01, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.1, "maximize": True}),
+    "adam-amsgrad": ("Adam", {"lr": 0.01, "amsgrad": True}),
+    "adam-decoupled": ("Adam", {"lr": 0.01, "weight_decay": 0.1, "decoupled_weight_decay": True}),
+    "adamw": ("AdamW", {"lr": 0.01}),
+    "adamw-amsgrad": ("AdamW", {"lr": 0.01, "amsgrad": True, "weight_decay": 0.2, "maximize": True}),
+    "adagrad": ("Adagrad", {"lr": 0.05}),
+    "adagrad-decay": (
+        "Adagrad",
+        {"lr": 0.05, "lr_decay": 0.1, "weight_decay": 0.1, "initial_accumulator_value": 0.3, "maximize": True},
+    ),
+    "rmsprop": ("RMSprop", {"lr": 0.01}),
+    "rmsprop-centered": ("RMSprop", {"lr": 0.01, "centered": True, "alpha": 0.9, "eps": 1e-6}),
+    "rmsprop-momentum": (
+        "RMSprop",
+        {"lr": 0.01, "momentum": 0.9, "centered": True, "weight_decay": 0.1, "maximize": True},
+    ),
+}
+SHAPES = [(3, 5), (1,), (127,), (8, 9), (31,), (1001,), (2, 2, 2)]
+NUMEL = sum(math.prod(shape) for shape in SHAPES)
+# Of seven parameters two have a group of their own, and one (the shape (31,)) is not trained.
+GROUPS = [0, 1, 1, 0, -1, 0, 0]
+# In the middle of parameters, and of a chunk with one element.
+CUTS = [0, 7, 100, 101, 800, NUMEL]
+
+
+def same(tensor, expected):
+    # NaN too: centered RMSprop takes roots of numbers below 0 in float16.
+    torch.testing.assert_close(tensor, expected, rtol=0, atol=0, equal_nan=True)
+
+
+class Twin:
+    """A torch optimizer over parameters, and chunks of the same values."""
+
+    def __init__(self, name, options, *, dtype=torch.float32, cuts=CUTS, shapes=SHAPES, groups=GROUPS, seed=0):
+        self.generator = torch.Generator().manual_seed(seed)
+        self.dtype, self.groups, self.cuts = dtype, groups, cuts
+        self.parameters = [torch.nn.Parameter(self.random(shape)) for shape in shapes]
+        members = [[p for p, g in zip(self.parameters, groups, strict=True) if g == group] for group in (0, 1)]
+        second = {"params": members[1], "lr": options["lr"] / 2, "weight_decay": 0.03}
+        self.optimizer = OPTIMIZERS[name]([{"params": members[0]}, *([second] if members[1] else [])], **options)
+        flat = self.flat(self.parameters)
+        ends = np.cumsum([0] + [p.numel() for p in self.parameters]).tolist()
+        self.spans = list(itertools.pairwise(ends))
+        self.chunks = []
+        for start, end in itertools.pairwise(cuts):
+            runs = [
+                [max(a, start) - start, min(b, end) - start, group]
+                for (a, b), group in zip(self.spans, groups, strict=True)
+                if max(a, start) < min(b, end)
+            ]
+            body = {"optimizer": name, "groups": wire_groups(self.optimizer), "runs": runs}
+            spec = OptimizerSpec.from_body(json.loads(json.dumps(body)), end - start)
+            self.chunks.append(ChunkOptimizer(flat[start:end].clone(), spec))
+
+    def random(self, shape):
+        return torch.randn(shape, generator=self.generator, dtype=torch.float64).to(self.dtype)
+
+    def flat(self, tensors):
+        return torch.cat([t.detach().reshape(-1) for t in tensors])
+
+    def step(self, without=(), *, send_groups=True, scale=1.0):
+        gradients = [self.random(p.shape) for p in self.parameters]
+        for index, (p, g) in enumerate(zip(self.parameters, gradients, strict=True)):
+            p.grad = None if index in without else g
+        rates = [group["lr"] for group in self.optimizer.param_groups]
+        for group in self.optimizer.param_groups:
+            group["lr"] *= scale
+        self.optimizer.step()
+        for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
+        flat = self.flat(gradients)
+        sent = flat.clone()
+        for chunk, start, end in zip(self.chunks, self.cuts, self.cuts[1:], strict=False):
+            absent = [
+                (max(self.spans[i][0], start) - start, min(self.spans[i][1], end) - start)
+                for i in without
+                if max(self.spans[i][0], start) < min(self.spans[i][1], end)
+            ]
+            groups = wire_groups(self.optimizer) if send_groups else None
+            chunk.apply(sent[start:end], groups=groups, learning_rate_scale=scale, absent=absent)
+        assert torch.equal(sent, flat), "a gradient was written to"
+
+    def check(self):
+        """Values, slots and steps are torch's."""
+        same(torch.cat([c._values for c in self.chunks]), self.flat(self.parameters))
+        for chunk, start in zip(self.chunks, self.cuts, strict=False):
+            assert chunk.size_bytes == sum(slot.nbytes for slot in chunk.slots().values())
+            steps = chunk.steps()
+            for (run_start, run_end, group), count in zip(chunk.spec.runs, steps, strict=True):
+                index = next(i for i, (a, b) in enumerate(self.spans) if a <= start + run_start < b)
+                state = self.optimizer.state.get(self.parameters[index], {})
+                if group < 0:
+                    assert count == 0
+                    continue
+                offset = start + run_start - self.spans[index][0]
+                for name, slot in chunk.slots().items():
+                    expected = state.get(name)
+                    if expected is None:
+                        assert count == 0 or name not in slot_names(chunk.spec.name, [chunk.spec.groups[group]])
+                        continue
+                    expected = expected.reshape(-1)[offset : offset + run_end - run_start]
+                    same(slot[run_start:run_end], expected)
+                if "step" in state:
+                    assert count == state["step"].item()
+                else:
+                    assert (count > 0) == (state.get("momentum_buffer") is not None)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.complex64], ids=str)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_cut_model_steps_like_the_whole_one(variant, dtype):
+    twin = Twin(*VARIANTS[variant], dtype=dtype)
+    for step in range(5):
+        for group in twin.optimizer.param_groups:
+            group["lr"] *= 0.9
+        twin.step()
+        twin.check()
+        if step == 2:
+            twin.optimizer.param_groups[1]["weight_decay"] = 0.0
+    assert len(twin.chunks) == 5
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_whole_parameters_of_sixteen_bits(variant, dtype):
+    # torch's kernels round the end of a 16-bit tensor otherwise than the rest, so a cut parameter cannot be the same.
+    twin = Twin(*VARIANTS[variant], dtype=dtype, cuts=[0, 15, 143, NUMEL])
+    for _ in range(4):
+        twin.step()
+        twin.check()
+
+
+@pytest.mark.parametrize("variant", ["sgd-momentum", "adam", "adagrad", "rmsprop-momentum"])
+def test_large_odd_sizes(variant):
+    shapes = [(65537,), (3, 40001), (5,)]
+    twin = Twin(*VARIANTS[variant], shapes=shapes, groups=[0, 0, 0], cuts=[0, 33333, 150001, 185545])
+    for _ in range(2):
+        twin.step()
+        twin.check()
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_parameters_without_gradient_stay(variant):
+    twin = Twin(*VARIANTS[variant])
+    for without in ([0, 2], [], [0, 2], [1, 3, 4, 5], [], range(7), [6]):
+        twin.step(without)
+        twin.check()
+    if not variant.startswith("sgd"):
+        assert twin.chunks[1].steps() == [4.0, 5.0, 4.0]
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_restored_chunk_goes_on_alike(variant):
+    twin = Twin(*VARIANTS[variant])
+    for without in ([0], [2, 3], []):
+        twin.step(without)
+    restored = []
+    for chunk in twin.chunks:
+        meta = json.loads(json.dumps({"optimizer": chunk.spec.to_body(), "steps": chunk.steps()}))
+        spec = OptimizerSpec.from_body(meta["optimizer"], chunk._values.numel())
+        assert spec == chunk.spec
+        copy_of_chunk = ChunkOptimizer(chunk._values.clone(), spec)
+        for name, slot in chunk.slots().items():
+            copy_of_chunk.load_slot(name, slot, meta["steps"])
+        assert copy_of_chunk.steps() == chunk.steps()
+        assert copy_of_chunk.size_bytes == chunk.size_bytes
+        restored.append(copy_of_chunk)
+    twin.chunks = restored
+    for without in ([], [5], []):
+        twin.step(without, send_groups=False)
+        twin.check()
+
+
+def test_state_of_a_worker_goes_on_at_the_server():
+    """From optimizer.state_dict() into chunks, and back."""
+    twin = Twin("AdamW", {"lr": 0.01}, cuts=[0, NUMEL])
+    (chunk,) = twin.chunks
+    for _ in range(3):
+        for p in twin.parameters:
+            p.grad = twin.random(p.shape)
+        twin.optimizer.step()
+    chunk._values.copy_(twin.flat(twin.parameters))
+    states = [twin.optimizer.state.get(p) for p in twin.parameters]
+    for name in chunk.spec.slot_names:
+        slot = twin.flat([s[name] if s else torch.zeros_like(p) for s, p in zip(states, twin.parameters, strict=True)])
+        chunk.load_slot(name, slot, [s["step"].item() if s else 0.0 for s in states])
+    twin.step()
+    twin.check()
+
+
+def test_momentum_begins_with_the_gradient():
+    """torch's buffer is None before the first step with momentum, and dampening does not apply to that step."""
+    twin = Twin("SGD", {"lr": 0.1, "dampening": 0.5})
+    twin.step()
+    twin.check()
+    assert [c.size_bytes for c in twin.chunks] == [0] * 5
+    for momentum in (0.9, 0.9, 0.0, 0.5):
+        for group in twin.optimizer.param_groups:
+            group["momentum"] = momentum
+        twin.step([0])
+        twin.check()
+    assert twin.chunks[0].steps() == [0.0]
+    assert twin.chunks[1].steps() == [0.0, 1.0, 1.0]
+    twin.step()
+    twin.check()
+    assert twin.chunks[0].steps() == [1.0]
+
+    spec = OptimizerSpec("SGD", tuple(check_groups("SGD", wire_groups(twin.optimizer))), ((0, 2, 0), (2, 3, 0)))
+    chunk = ChunkOptimizer(torch.zeros(3), spec)
+    assert chunk.steps() == [0.0, 0.0]
+    chunk.load_slot("momentum_buffer", torch.tensor([4.0, 4.0, 4.0]), [7.0, 0.0])
+    chunk.apply(torch.ones(3))  # 4 * 0.5 + 1 * 0.5, and no buffer: the gradient
+    assert chunk.slots()["momentum_buffer"].tolist() == [2.5, 2.5, 1.0]
+
+
+def test_slots_may_begin_later():
+    twin = Twin("Adam", {"lr": 0.01}, groups=[0] * 7)
+    twin.step()
+    bytes_before = twin.chunks[0].size_bytes
+    reference = twin.optimizer
+    reference.param_groups[0]["amsgrad"] = True
+    for p in twin.parameters:
+        reference.state[p]["max_exp_avg_sq"] = torch.zeros_like(p)  # torch itself ends in a KeyError
+    twin.step()
+    twin.check()
+    assert twin.chunks[0].size_bytes == bytes_before * 3 // 2
+
+
+def test_learning_rate_scale_is_for_one_step():
+    twin = Twin("SGD", {"lr": 0.1, "momentum": 0.9})
+    twin.step(scale=staleness_factor(3))
+    twin.step(scale=1.0)
+    twin.step(scale=staleness_factor(1))
+    twin.check()
+    assert twin.chunks[0].spec.groups[0]["lr"] == 0.1
+
+
+def test_hyperparameters_last_until_they_change():
+    twin = Twin("SGD", {"lr": 0.1})
+    twin.optimizer.param_groups[0]["lr"] = 0.3
+    twin.step()
+    twin.step(send_groups=False)
+    twin.check()
+    assert twin.chunks[0].spec.groups[0]["lr"] == 0.3
+
+
+@pytest.mark.filterwarnings("ignore:The given buffer is not writable")
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_gradients_may_lie_in_read_only_memory(variant):
+    name, options = VARIANTS[variant]
+    parameter = torch.nn.Parameter(torch.randn(300))
+    groups = check_groups(name, wire_groups(OPTIMIZERS[name]([parameter], **options)))
+    chunk = ChunkOptimizer(parameter.detach(), OptimizerSpec(name, tuple(groups), ((0, 300, 0),)))
+    memory = mmap.mmap(-1, 1200, prot=mmap.PROT_READ)  # a write ends the process
+    gradient = torch.frombuffer(memory, dtype=torch.float32)
+    for _ in range(2):
+        chunk.apply(compensate(gradient, gradient, gradient, 0.1))
+        chunk.apply(gradient)
+        assert is_finite(gradient)
+
+
+def spec(runs=((0, 4, 0),), name="SGD", **changes):
+    group = wire_groups(OPTIMIZERS[name]([torch.nn.Parameter(torch.zeros(1))]))[0] | changes
+    return {"optimizer": name, "groups": [group], "runs": [list(run) for run in runs]}
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "words"),
+    [
+        ("SGD", {"lr": -0.5}, "'lr' of SGD is out of bounds (expected -1e-09 <= lr < 1e+06, got -0.5 in group 0)"),
+        ("SGD", {"lr": 1e6}, "got 1000000.0 in group 0"),
+        ("SGD", {"lr": math.nan}, "got nan"),
+        ("SGD", {"lr": math.inf}, "got inf"),
+        ("SGD", {"lr": True}, "got True"),
+        ("SGD", {"lr": "0.1"}, "got '0.1'"),
+        ("SGD", {"lr": None}, "got None"),
+        ("SGD", {"lr": 10**400}, "'lr' of SGD is out of bounds"),
+        ("SGD", {"lr": "9" * 60000}, "got '999999"),
+        ("SGD", {"momentum": 1.5}, "'momentum' of SGD is out of bounds (expected 0 <= momentum <= 1, got 1.5"),
+        ("SGD", {"dampening": -0.1}, "expected 0 <= dampening <= 1, got -0.1"),
+        ("SGD", {"weight_decay": -1}, "expected 0 <= weight_decay < 1e+06, got -1"),
+        ("SGD", {"nesterov": 1}, "'nesterov' of SGD is out of bounds (expected nesterov true or false, got 1"),
+        ("SGD", {"nesterov": True}, "nesterov needs a momentum and no dampening"),
+        ("SGD", {"nesterov": True, "momentum": 0.5, "dampening": 0.5}, "got momentum 0.5 and dampening 0.5"),
+        ("SGD", {"maximize": None}, "expected maximize true or false, got None"),
+        ("SGD", {"eps": 1e-8}, "SGD has no such hyperparameter (expected lr, momentum, "),
+        ("SGD", {"foreach": True}, "got 'foreach' in group 0"),
+        (
+            "Adam",
+            {"betas": [0.9, 1.0]},
+            "'betas' of Adam is out of bounds (expected two numbers, 0 <= betas < 1, got [0.9",
+        ),
+        ("Adam", {"betas": [0.9]}, "expected two numbers"),
+        ("Adam", {"betas": 0.9}, "expected two numbers"),
+        ("Adam", {"betas": [0.9, False]}, "got [0.9, False]"),
+        ("Adam", {"betas": [[0.9], 0.9]}, "got [[0.9], 0.9]"),
+        ("AdamW", {"eps": -1e-8}, "'eps' of AdamW is out of bounds (expected 0 <= eps < 1e+06, got -1e-08"),
+        ("AdamW", {"amsgrad": 1}, "expected amsgrad true or false, got 1"),
+        ("AdamW", {"decoupled_weight_decay": "yes"}, "got 'yes'"),
+        ("Adagrad", {"lr_decay": -1.0}, "'lr_decay' of Adagrad"),
+        ("Adagrad", {"initial_accumulator_value": -1.0}, "'initial_accumulator_value' of Adagrad"),
+        ("RMSprop", {"alpha": 1.01}, "expected 0 <= alpha <= 1, got 1.01"),
+        ("RMSprop", {"centered": 1.0}, "expected centered true or false, got 1.0"),
+    ],
+)
+def test_bad_hyperparameters_are_refused(name, changes, words):
+    with pytest.raises(ProtocolError) as refused:
+        OptimizerSpec.from_body(spec(name=name, **changes), 4)
+    assert words in str(refused.value)
+    assert refused.value.code == ErrorCode.BAD_VALUE
+    assert len(str(refused.value)) < 400
+
+    chunk = ChunkOptimizer(torch.zeros(4), OptimizerSpec.from_body(spec(name=name), 4))
+    before = copy.deepcopy((chunk._values, chunk.slots(), chunk.steps(), chunk.spec))
+    with pytest.raises(ProtocolError):
+        chunk.apply(torch.ones(4), groups=spec(name=name, **changes)["groups"])
+    assert str((chunk._values, chunk.slots(), chunk.steps(), chunk.spec)) == str(before)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"optimizer": "LBFGS"}, "expected one of SGD, Adam, AdamW, Adagrad, RMSprop, got 'LBFGS'"),
+        ({"optimizer": ["SGD"]}, "got ['SGD']"),
+        ({"optimizer": None}, "got None"),
+        ({"groups": []}, "expected a list of at least one map, got []"),
+        ({"groups": {"lr": 0.1}}, "expected a list of at least one map"),
+        ({"groups": [3]}, "group 0 of SGD is a map of hyperparameters"),
+        (
+            {"groups": [{"lr": 0.1}]},
+            "'momentum' of SGD is missing (expected 0 <= momentum <= 1, got nothing in group 0)",
+        ),
+        ({"runs": None}, "expected a list, got NoneType"),
+        ({"runs": [[0, 4]]}, "run 0 is a start, an end and a group"),
+        ({"runs": [[0, 4, False]]}, "expected three integers"),
+        ({"runs": [[0, 4.0, 0]]}, "expected three integers"),
+        ({"runs": [[1, 4, 0]]}, "expected run 0 to begin at 0 and end by 4, got [1, 4)"),
+        ({"runs": [[0, 2, 0], [3, 4, 0]]}, "expected run 1 to begin at 2 and end by 4, got [3, 4)"),
+        ({"runs": [[0, 2, 0], [1, 4, 0]]}, "expected run 1 to begin at 2"),
+        ({"runs": [[0, 0, 0], [0, 4, 0]]}, "got [0, 0)"),
+        ({"runs": [[0, 5, 0]]}, "end by 4, got [0, 5)"),
+        ({"runs": [[0, 3, 0]]}, "expected the last to end at 4, got 3"),
+        ({"runs": []}, "expected the last to end at 4, got 0"),
+        ({"runs": [[0, 4, 1]]}, "expected -1 <= group < 1, got 1"),
+        ({"runs": [[0, 4, -2]]}, "got -2"),
+    ],
+)
+def test_bad_bodies_are_refused(changes, words):
+    with pytest.raises(ProtocolError) as refused:
+        OptimizerSpec.from_body(spec() | changes, 4)
+    assert words in str(refused.value)
+    assert refused.value.code == ErrorCode.BAD_VALUE
+
+
+def refuses(words):
+    return pytest.raises(ProtocolError, match=words)
+
+
+def test_what_a_chunk_refuses():
+    body = spec(((0, 2, 0), (2, 3, -1), (3, 4, 0)), momentum=0.9)
+    with refuses(r"such a dtype, got torch\.int32"):
+        ChunkOptimizer(torch.zeros(4, dtype=torch.int32), OptimizerSpec.from_body(body, 4))
+    chunk = ChunkOptimizer(torch.zeros(4), OptimizerSpec.from_body(body, 4))
+    with refuses(r"expected 4 of torch\.float32, got 3 of torch\.float32"):
+        chunk.apply(torch.ones(3))
+    with refuses(r"got 4 of torch\.float64"):
+        chunk.apply(torch.ones(4, dtype=torch.float64))
+    with refuses(r"expected 1, got 2\)"):
+        chunk.apply(torch.ones(4), groups=body["groups"] * 2)
+    for cut in ((0, 1), (1, 2), (1, 4)):
+        with refuses(r"absent ranges of whole runs, got one that cuts \[0, 2\)"):
+            chunk.apply(torch.ones(4), absent=[cut])
+    with refuses(r"expected one of momentum_buffer, got 'exp_avg'"):
+        chunk.load_slot("exp_avg", torch.zeros(4), [1.0, 0.0, 1.0])
+    with refuses(r"slot 'momentum_buffer' is like its chunk \(expected 4 .* got 5"):
+        chunk.load_slot("momentum_buffer", torch.zeros(5), [1.0, 0.0, 1.0])
+    with refuses(r"expected 3 numbers, got 2"):
+        chunk.load_slot("momentum_buffer", torch.zeros(4), [1.0, 0.0])
+    for bad in (-1.0, math.nan, math.inf, "1"):
+        with refuses(r"expected 0 <= steps < 2\*\*53, got"):
+            chunk.load_slot("momentum_buffer", torch.zeros(4), [1.0, 0.0, bad])
+    assert chunk._values.tolist() == [0.0] * 4
+    assert chunk.steps() == [0.0] * 3
+    chunk.apply(torch.ones(4), absent=[(2, 4), (2, 3), (1, 1)])
+    assert chunk.steps() == [1.0, 0.0, 0.0]
+    rate = chunk.spec.groups[0]["lr"]
+    assert torch.equal(chunk._values, torch.tensor([-rate, -rate, 0.0, 0.0]))
+
+
+def test_an_untrained_chunk_keeps_its_values():
+    chunk = ChunkOptimizer(torch.ones(4), OptimizerSpec.from_body(spec(((0, 4, -1),)), 4))
+    chunk.apply(torch.ones(4), absent=[(1, 2)])
+    assert chunk._values.tolist() == [1.0] * 4
+    empty = ChunkOptimizer(torch.ones(0), OptimizerSpec.from_body(spec(()), 0))
+    empty.apply(torch.ones(0))
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_the_tables_are_torchs(name):
+    """A torch with another hyperparameter, or other state, shows here."""
+    parameters = inspect.signature(OPTIMIZERS[name]).parameters
+    expected = set(parameters) - IMPLEMENTATION_CHOICES
+    if name == "AdamW":
+        expected.add("decoupled_weight_decay")  # in its groups
+    assert set(HYPERPARAMETERS[name]) == expected
+    parameter = torch.nn.Parameter(torch.zeros(3))
+    switches = {switch: 0.5 if switch == "momentum" else True for switch in SLOTS[name].values() if switch}
+    optimizer = OPTIMIZERS[name]([parameter], **switches)
+    assert set(optimizer.param_groups[0]) - IMPLEMENTATION_CHOICES == expected
+    parameter.grad = torch.ones(3)
+    optimizer.step()
+    assert set(optimizer.state[parameter]) - {"step"} == set(SLOTS[name])
+    assert slot_names(name, wire_groups(optimizer)) == tuple(SLOTS[name])
+    plain = wire_groups(OPTIMIZERS[name]([parameter]))
+    assert slot_names(name, plain) == tuple(slot for slot, switch in SLOTS[name].items() if not switch)
+
+
+def test_wire_groups_reads_what_torch_accepts():
+    parameters = [torch.nn.Parameter(torch.zeros(3)) for _ in range(2)]
+    optimizer = torch.optim.Adam(
+        [{"params": parameters[:1]}, {"params": parameters[1:], "lr": 1, "note": object()}],
+        lr=torch.tensor(0.5, requires_grad=True),
+        betas=(torch.tensor(0.5), torch.tensor(0.25)),
+        eps=np.float32(0.5),
+        fused=True,
+    )
+    optimizer.param_groups[0]["initial_lr"] = 0.5  # as schedulers do
+    groups = wire_groups(optimizer)
+    assert [group["lr"] for group in groups] == [0.5, 1.0]
+    assert set(groups[0]) == set(HYPERPARAMETERS["Adam"])
+    assert (groups[0]["betas"], groups[0]["eps"]) == ([0.5, 0.25], 0.5)
+    assert json.loads(json.dumps(groups)) == groups == check_groups("Adam", groups)
+
+    adagrad = torch.optim.Adagrad(
+        [{"params": parameters, "initial_accumulator_value": 9.0}], initial_accumulator_value=0.25
+    )
+    assert adagrad.state[parameters[0]]["sum"].tolist() == [0.25] * 3
+    assert wire_groups(adagrad)[0]["initial_accumulator_value"] == 0.25
+
+
+def test_a_learning_rate_may_end_a_hair_below_zero():
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+    scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=0.7, end_factor=0.0, total_iters=299)
+    for _ in range(299):
+        optimizer.step()
+        scheduler.step()
+        wire_groups(optimizer)
+    assert optimizer.param_groups[0]["lr"] < 0
+
+
+def test_names_of_optimizers():
+    parameters = [torch.nn.Parameter(torch.zeros(1))]
+
+    class Logged(torch.optim.AdamW):
+        def zero_grad(self, set_to_none=True):
+            super().zero_grad(set_to_none)
+
+    class OwnStep(torch.optim.SGD):
+        def step(self, closure=None):
+            return None
+
+    class OwnState(torch.optim.Adam):
+        def _init_group(self, *arguments):
+            return super()._init_group(*arguments)
+
+    # As psengine.DistributedOptimizer makes them.
+    distributed = type("DistributedSGD", (torch.optim.SGD,), {"step": OwnStep.step, "__module__": "psengine.optimizer"})
+    for cls in OPTIMIZERS.values():
+        assert optimizer_name(cls(parameters)) == cls.__name__
+    assert optimizer_name(Logged(parameters)) == "AdamW"
+    assert optimizer_name(distributed(parameters, lr=0.1)) == "SGD"
+    with pytest.raises(ConfigurationError, match=r"SGD's, got OwnStep\.step\)\. Use torch\.optim\.SGD, or strategy"):
+        optimizer_name(OwnStep(parameters))
+    with pytest.raises(ConfigurationError, match=r"got OwnState\._init_group"):
+        wire_groups(OwnState(parameters))
+    with pytest.raises(ConfigurationError, match=r"got LBFGS\)\. Use one of them, or strategy \"sync-server\""):
+        wire_groups(torch.optim.LBFGS(parameters))
+    with pytest.raises(ConfigurationError, match=r"expected differentiable=False, got True in group 0"):
+        wire_groups(torch.optim.SGD(parameters, differentiable=True))
+    with pytest.raises(ConfigurationError, match=r"0 <= momentum <= 1, got 3.*Change it, or use strategy"):
+        wire_groups(torch.optim.SGD(parameters, momentum=3))
+
+
+def test_a_subclass_whose_base_was_never_instantiated():
+    """torch then puts its own wrapper of the inherited step into the subclass."""
+    for base in OPTIMIZERS.values():
+        subclass = type("Sub", (base,), {})
+        subclass.step = torch.optim.Optimizer.profile_hook_step(base.step)
+        assert optimizer_name(subclass([torch.nn.Parameter(torch.zeros(1))])) == base.__name__
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_delay_compensation(dtype):
+    gradient, values, backup = (torch.randn(1001, dtype=dtype) for _ in range(3))
+    g, w, b = (t.double().numpy() for t in (gradient, values, backup))
+    before = [t.clone() for t in (gradient, values, backup)]
+    result = compensate(gradient, values, backup, 0.04)
+    np.testing.assert_allclose(result.numpy(), g + 0.04 * g * g * (w - b), rtol=1e-5, atol=1e-6)
+    assert result.dtype == dtype
+    assert all(torch.equal(x, y) for x, y in zip(before, (gradient, values, backup), strict=True))
+    assert torch.equal(compensate(gradient, values, values, 0.04), gradient)
+    assert torch.equal(compensate(gradient, values, backup, 0.0), gradient)
+
+
+def test_staleness_factor():
+    assert [staleness_factor(s) for s in range(4)] == (1 / np.arange(1, 5)).tolist()
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64], ids=str
+)
+def test_is_finite(dtype):
+    gradient = torch.randn(1001, dtype=torch.float64).to(dtype)
+    assert is_finite(gradient)
+    for bad in (math.nan, math.inf, -math.inf, *([complex(0, math.inf)] if dtype.is_complex else [])):
+        for place in (0, 500, 1000):
+            poisoned = gradient.clone()
+            poisoned[place] = bad
+            assert not is_finite(poisoned)
+    both = gradient.clone()
+    both[0], both[-1] = math.inf, -math.inf
+    assert not is_finite(both)
+    assert is_finite(torch.full((1000,), torch.finfo(dtype).max, dtype=dtype)), "finite, though their sum is not"
+    assert is_finite(torch.full((0,), math.nan, dtype=dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.uint8, torch.bool], ids=str)
+def test_integers_are_finite(dtype):
+    assert is_finite(torch.ones(5, dtype=dtype))
