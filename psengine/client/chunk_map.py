@@ -1,0 +1,76 @@
+"""Where a job's chunks are, and whether tensors fit them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from psengine.errors import ConfigurationError
+from psengine.protocol.layout import ChunkSpec, layout_fingerprint
+
+
+class ChunkMap:
+    """The job's chunks and their shards.
+
+    Attributes:
+        specs: key -> chunk.
+        shard_of: key -> index of the shard that holds it.
+        fingerprint: of all chunks.
+    """
+
+    def __init__(self) -> None:
+        self.specs: dict[int, ChunkSpec] = {}
+        self.shard_of: dict[int, int] = {}
+        self.fingerprint = 0
+
+    def place(self, specs: Sequence[ChunkSpec], shards: Sequence[int]) -> None:
+        """Replace the map."""
+        self.shard_of = {spec.key: shard for spec, shard in zip(specs, shards, strict=True)}
+        self.specs = {spec.key: spec for spec in specs}
+        self.fingerprint = layout_fingerprint(specs)
+
+    def at(self, shard: int) -> list[ChunkSpec]:
+        """The chunks of one shard."""
+        return [spec for key, spec in self.specs.items() if self.shard_of[key] == shard]
+
+    def spec(self, key: int) -> ChunkSpec:
+        """One chunk.
+
+        Raises:
+            ConfigurationError: there is no such chunk.
+        """
+        spec = self.specs.get(key)
+        if spec is None:
+            raise ConfigurationError(
+                f"there is no chunk {key} (expected one of {len(self.specs)}; enter the job first, or call layout())"
+            )
+        return spec
+
+
+def check_tensor(tensor: torch.Tensor, spec: ChunkSpec, what: str) -> None:
+    """Raise ConfigurationError unless ``tensor`` holds the chunk's elements, contiguous on the CPU."""
+    fits = tensor.dtype is spec.dtype and tensor.numel() == spec.numel
+    if not fits or tensor.device.type != "cpu" or not tensor.is_contiguous():
+        raise ConfigurationError(
+            f"the {what} does not fit {spec.describe()} (expected {spec.numel} contiguous elements of {spec.dtype} on"
+            f" cpu, got shape {tuple(tensor.shape)} of {tensor.dtype} on {tensor.device}, strides {tensor.stride()})"
+        )
+
+
+def check_destinations(destinations: Sequence[torch.Tensor], spec: ChunkSpec) -> None:
+    """Raise ConfigurationError unless the chunk's elements fit ``destinations`` exactly; none at all is allowed."""
+    if not destinations:
+        return
+    numel = 0
+    for tensor in destinations:
+        numel += tensor.numel()
+        if tensor.dtype is not spec.dtype or tensor.device.type != "cpu" or not tensor.is_contiguous():
+            raise ConfigurationError(
+                f"a destination does not fit {spec.describe()} (expected contiguous elements of {spec.dtype} on cpu,"
+                f" got shape {tuple(tensor.shape)} of {tensor.dtype} on {tensor.device}, strides {tensor.stride()})"
+            )
+    if numel != spec.numel:
+        raise ConfigurationError(
+            f"the destinations of {spec.describe()} do not add up (expected {spec.numel} elements, got {numel})"
+        )

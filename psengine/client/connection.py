@@ -1,0 +1,361 @@
+"""Sockets to the shards and the thread that owns them. The only module of the client that knows ZeroMQ.
+
+    workers' threads                        I/O thread
+      do(function, argument) ── deque ──►   run what was queued ─► poll ─► receive all there is ─► tick every 100 ms
+                       └─ wake-up byte, only if it may be asleep ──┘
+
+Nothing here knows what messages mean: they go to a ``Receiver``.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import socket as sockets
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from psengine.client.operation import forked_error
+from psengine.errors import AuthenticationError, MissingExtraError, ProtocolError, PSEngineError, ServerError
+from psengine.freed_memory import keep_freed_memory
+from psengine.protocol.codec import decode, encode
+from psengine.protocol.keys import CurveClientKeys
+from psengine.protocol.messages import MAX_PAYLOAD_BYTES, Message
+
+try:
+    import zmq
+    from zmq.utils.monitor import recv_monitor_message
+except ImportError as error:
+    raise MissingExtraError("parameter servers need pyzmq: pip install 'psengine[server]'") from error
+
+logger = logging.getLogger(__name__)
+
+TICK_S = 0.1
+HANDSHAKE_MS = 2000
+RECONNECT_MS = 50
+RECONNECT_MOST_MS = 500
+TRANSPORT_HEARTBEAT_MS = 5000
+TRANSPORT_TIMEOUT_MS = 30000
+LINGER_MS = 500
+# Below this a copy is cheaper than the bookkeeping of none: 50 µs a chunk of 64 KiB against 63, of 256 KiB 110 against 85.
+ZERO_COPY_BYTES = 128 * 1024
+# Then other sockets, and what workers queued, get their turn.
+RECEIVES_PER_TURN = 64
+MOST_FRAMES = 3
+# Handshakes that are cut off this often, for this long, and never succeeded, are so for a reason. Those that run into
+# HANDSHAKE_MS come slower: a server that is stopped or busy is none that refuses.
+MOST_CUT_HANDSHAKES = 4
+CUT_HANDSHAKES_S = 1.0
+SLOW_CUT_S = 1.5
+
+_EVENTS = (
+    zmq.EVENT_HANDSHAKE_SUCCEEDED
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+)
+_monitor_numbers = itertools.count()
+
+
+class Receiver(Protocol):
+    """What the I/O thread calls; none of these may raise or block."""
+
+    def received(self, index: int, message: Message, now_s: float) -> None:
+        """A message came from the socket with this index."""
+
+    def garbled(self, index: int, error: ProtocolError, now_s: float) -> None:
+        """Something came that is no message."""
+
+    def rejected(self, index: int, error: AuthenticationError, now_s: float) -> None:
+        """The other side does not let this client in."""
+
+    def tick(self, now_s: float) -> None:
+        """100 ms have passed."""
+
+    def crashed(self, error: PSEngineError) -> None:
+        """The I/O thread ends; nothing will be answered."""
+
+
+class Connection:
+    """DEALER sockets and their thread.
+
+    Args:
+        receiver: gets what arrives.
+        keys: CURVE keys; None speaks in the clear.
+        checksum: add xxh3 checksums to payloads.
+
+    A context manager; ``close`` is idempotent and works in a child after fork, where it does nothing.
+    """
+
+    def __init__(self, receiver: Receiver, *, keys: CurveClientKeys | None = None, checksum: bool = False) -> None:
+        self._receiver = receiver
+        self._keys = keys
+        self._checksum = checksum
+        self._process_id = os.getpid()
+        self._context: Any = zmq.Context()
+        self._sockets: list[Any] = []
+        self._monitors: list[_HandshakeMonitor] = []
+        self._poller: Any = zmq.Poller()
+        self._tasks: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
+        self._wake_reader, self._wake_writer = sockets.socketpair()
+        self._wake_reader.setblocking(False)
+        self._wake_writer.setblocking(False)
+        self._may_sleep = False
+        self._is_stopping = False
+        self._failure: PSEngineError | None = None
+        self._indices: dict[Any, int] = {}
+        keep_freed_memory()
+        self._thread = threading.Thread(target=self._run, name="psengine-client", daemon=True)
+        self._thread.start()
+
+    def __enter__(self) -> Connection:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    # ---- any thread --------------------------------------------------------------------------------------------
+
+    def do(self, function: Callable[..., None], *arguments: Any) -> None:
+        """Call ``function(*arguments)`` on the I/O thread, in the order of calls.
+
+        Raises:
+            ServerError: the thread has ended, or this is a child process.
+        """
+        if os.getpid() != self._process_id:
+            raise forked_error()
+        if self._failure is not None:
+            raise self._failure.with_traceback(None)
+        self._tasks.append((function, arguments))
+        if self._may_sleep:
+            self._wake()
+        self._run_leftovers_if_over()
+
+    def open(self, address: str) -> None:
+        """Connect one more socket; its index is the number of those before it. I/O thread, or through ``do``."""
+        socket = self._context.socket(zmq.DEALER)
+        for option, value in (
+            (zmq.LINGER, LINGER_MS),
+            (zmq.MAXMSGSIZE, MAX_PAYLOAD_BYTES),
+            (zmq.HANDSHAKE_IVL, HANDSHAKE_MS),
+            (zmq.RECONNECT_IVL, RECONNECT_MS),
+            (zmq.RECONNECT_IVL_MAX, RECONNECT_MOST_MS),
+            (zmq.HEARTBEAT_IVL, TRANSPORT_HEARTBEAT_MS),
+            (zmq.HEARTBEAT_TIMEOUT, TRANSPORT_TIMEOUT_MS),
+            # Credits bound what is under way. While there is no connection nothing is queued: it is asked again.
+            (zmq.SNDHWM, 0),
+            (zmq.RCVHWM, 0),
+            (zmq.IMMEDIATE, 1),
+            (zmq.IPV6, int("[" in address)),
+        ):
+            socket.setsockopt(option, value)
+        if self._keys is not None:
+            socket.curve_serverkey = self._keys.server_public.encode()
+            socket.curve_publickey = self._keys.own.public.encode()
+            socket.curve_secretkey = self._keys.own.secret.encode()
+        self._monitors.append(_HandshakeMonitor(socket, address, has_keys=self._keys is not None))
+        self._indices[socket] = len(self._sockets)
+        self._sockets.append(socket)
+        self._poller.register(socket, zmq.POLLIN)
+        socket.connect(address)
+
+    @property
+    def is_own_thread(self) -> bool:
+        """Whether the caller is the I/O thread itself, which must not wait for answers."""
+        return self._thread is threading.current_thread()
+
+    def close(self, timeout_s: float = 5.0) -> None:
+        """Stop the thread, close sockets; what was sent last gets half a second to leave."""
+        self._is_stopping = True
+        if os.getpid() != self._process_id or self.is_own_thread:
+            return
+        self._wake()
+        self._thread.join(timeout_s)
+
+    def _wake(self) -> None:
+        try:
+            self._wake_writer.send(b"w")
+        except (BlockingIOError, OSError):  # full: it will wake up; closed: it has ended
+            return
+
+    # ---- I/O thread --------------------------------------------------------------------------------------------
+
+    def send(self, index: int, message: Message) -> bool:
+        """Send now; False where there is no connection. A payload is not copied and must stay as it is."""
+        socket = self._sockets[index]
+        frames = encode(message, checksum=self._checksum)
+        last = len(frames) - 1
+        try:
+            for position, frame in enumerate(frames):
+                flags = zmq.NOBLOCK if position == last else zmq.NOBLOCK | zmq.SNDMORE
+                size_bytes = frame.nbytes if isinstance(frame, memoryview) else len(frame)
+                socket.send(frame, flags, copy=size_bytes < ZERO_COPY_BYTES)
+        except zmq.Again:
+            return False
+        return True
+
+    def _run(self) -> None:
+        failure: PSEngineError = ServerError("the connection to the parameter servers is closed")
+        try:
+            self._poller.register(self._wake_reader.fileno(), zmq.POLLIN)
+            self._loop()
+        except BaseException as error:
+            logger.exception("the client's I/O thread failed")
+            failure = ServerError(f"the client's I/O thread failed: {type(error).__name__}: {error}")
+            failure.__cause__ = error
+        finally:
+            self._failure = failure
+            try:
+                self._receiver.crashed(failure)
+                self._run_leftovers()
+            finally:
+                self._close_sockets()
+
+    def _run_leftovers_if_over(self) -> None:
+        if self._failure is not None:
+            self._run_leftovers()
+
+    def _run_leftovers(self) -> None:
+        """What was queued and never ran: the receiver has failed, and lets it fail."""
+        while self._tasks:
+            function, arguments = self._tasks.popleft()
+            try:
+                function(*arguments)
+            except (PSEngineError, zmq.ZMQError):
+                continue  # there are no sockets any more
+
+    def _loop(self) -> None:
+        tasks = self._tasks
+        wake_descriptor = self._wake_reader.fileno()
+        next_tick_s = time.monotonic() + TICK_S
+        while not self._is_stopping:
+            while tasks:
+                function, arguments = tasks.popleft()
+                function(*arguments)
+            now_s = time.monotonic()
+            if now_s >= next_tick_s:
+                next_tick_s = now_s + TICK_S
+                self._read_monitors(now_s)
+                self._receiver.tick(now_s)
+            # Set before the deque is looked at: who appends after that look sees it set, and wakes this thread.
+            self._may_sleep = True
+            timeout_ms = 0 if tasks or self._is_stopping else max(0, int((next_tick_s - now_s) * 1000) + 1)
+            ready = self._poller.poll(timeout_ms)
+            self._may_sleep = False
+            for source, _ in ready:
+                if source == wake_descriptor:
+                    self._drain_wake_ups()
+                else:
+                    self._receive(source)
+
+    def _drain_wake_ups(self) -> None:
+        try:
+            self._wake_reader.recv(4096)
+        except BlockingIOError:
+            return
+
+    def _receive(self, socket: Any) -> None:
+        index = self._indices[socket]
+        for _ in range(RECEIVES_PER_TURN):
+            try:
+                frame = socket.recv(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                return
+            frames = [frame.buffer]
+            surplus = 0
+            while frame.more:
+                frame = socket.recv(copy=False)
+                if len(frames) < MOST_FRAMES:
+                    frames.append(frame.buffer)
+                else:
+                    surplus += 1
+            now_s = time.monotonic()
+            try:
+                if surplus:
+                    raise ProtocolError(f"a message has too many frames (expected {MOST_FRAMES}, got {surplus} more)")
+                message = decode(frames)
+            except ProtocolError as error:
+                self._receiver.garbled(index, error, now_s)
+            else:
+                self._receiver.received(index, message, now_s)
+
+    def _read_monitors(self, now_s: float) -> None:
+        for index, monitor in enumerate(self._monitors):
+            error = monitor.read(now_s)
+            if error is not None:
+                self._receiver.rejected(index, error, now_s)
+
+    def _close_sockets(self) -> None:
+        for monitor in self._monitors:
+            monitor.close()
+        for socket in self._sockets:
+            socket.close()
+        self._context.term()  # waits for the linger of the sockets
+        self._wake_reader.close()
+        self._wake_writer.close()
+
+
+class _HandshakeMonitor:
+    """Watches one socket's handshakes: a refused client would else try for ever and say nothing."""
+
+    def __init__(self, socket: Any, address: str, *, has_keys: bool) -> None:
+        self._socket = socket
+        self._address = address
+        self._keys_text = "with the CURVE keys it was given" if has_keys else "without CURVE keys"
+        # pyzmq's own name for it is taken from the descriptor, whose number may be in use again.
+        name = f"inproc://psengine-monitor-{next(_monitor_numbers)}"
+        socket.monitor(name, _EVENTS)
+        self._events: Any = socket.context.socket(zmq.PAIR)
+        self._events.setsockopt(zmq.LINGER, 0)
+        self._events.connect(name)
+        self._has_keys = has_keys
+        self._has_succeeded = False
+        self._cut_off = 0
+        self._first_cut_s = 0.0
+        self._last_cut_s = 0.0
+
+    def read(self, now_s: float) -> AuthenticationError | None:
+        """What the events since the last call amount to."""
+        found: AuthenticationError | None = None
+        while self._events.getsockopt(zmq.EVENTS) & zmq.POLLIN:
+            event = recv_monitor_message(self._events, zmq.NOBLOCK)
+            kind = event["event"]
+            if kind == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                self._has_succeeded = True
+            elif kind == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+                found = self._error("the server does not know this client's public key")
+            elif kind == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
+                found = self._error("one side expects CURVE keys and the other has none, or it is no psengine-server")
+            elif not self._has_succeeded:
+                self._count_cut(now_s)
+        if self._cut_off >= MOST_CUT_HANDSHAKES and now_s - self._first_cut_s >= CUT_HANDSHAKES_S:
+            self._cut_off = 0
+            found = self._error(
+                "the server's public key is not the one expected, or it is no psengine-server"
+                if self._has_keys
+                else "it expects CURVE keys, or it is no psengine-server"
+            )
+        return found
+
+    def _count_cut(self, now_s: float) -> None:
+        if self._cut_off == 0 or now_s - self._last_cut_s > SLOW_CUT_S:
+            self._cut_off, self._first_cut_s = 0, now_s
+        self._cut_off += 1
+        self._last_cut_s = now_s
+
+    def _error(self, reason: str) -> AuthenticationError:
+        return AuthenticationError(
+            f"{self._address} does not let this client in {self._keys_text}: {reason}. Give client and server the keys"
+            " that psengine-server keygen wrote, and add the client's public key to the server's allow-list."
+        )
+
+    def close(self) -> None:
+        """End watching."""
+        try:
+            self._socket.disable_monitor()
+        finally:
+            self._events.close()

@@ -1,0 +1,123 @@
+"""How a worker comes to take part: it gives the job its values, compares models, or joins a job that is under way.
+
+lead says     what follows
+initialise    REGISTER every chunk at its shard, SEAL every shard, the lead last
+ready         LIST every shard, compare the model
+join          JOIN every shard: held until another worker has deposited its state; then as ready
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import torch
+
+from psengine.client.chunk_map import check_tensor
+from psengine.client.greeting import Welcome
+from psengine.client.operation import Request, wait_all
+from psengine.client.partition import assign
+from psengine.client.presence import Presence
+from psengine.errors import ReplicaMismatchError, ServerRefusedError
+from psengine.protocol.layout import ChunkSpec, first_difference, layout_fingerprint
+from psengine.protocol.messages import ErrorCode, Message, MessageType
+
+logger = logging.getLogger(__name__)
+
+# Values on their way while a job is registered: enough to keep the servers busy, little enough to be answered soon.
+REGISTERS_UNDER_WAY = 16
+
+
+def greet(presence: Presence) -> Welcome:
+    """Say HELLO to all servers, and let traffic flow.
+
+    Raises:
+        ServerRefusedError: some servers have the job's values and others lost theirs ("state_lost").
+        ServerLostError, AuthenticationError, ConfigurationError: see ``Greeting.greet``.
+    """
+    welcome = presence.greet()
+    if welcome.lost and welcome.state in ("ready", "join") and presence.options.role == "worker":
+        raise ServerRefusedError(
+            f"{presence.links[welcome.lost[0]].address} has lost its part of job {presence.options.job!r}, and other"
+            " servers have theirs. Start all of the job's servers with --snapshot-dir, or all of them and the workers"
+            " anew.",
+            ErrorCode.STATE_LOST,
+        )
+    presence.resume()
+    return welcome
+
+
+def initialise(presence: Presence, layout: Sequence[ChunkSpec], initial: Callable[[ChunkSpec], torch.Tensor]) -> None:
+    """Give the job its values."""
+    presence.chunks.place(layout, assign(layout, len(presence.links)))
+    under_way: deque[Request] = deque()
+    for spec in layout:
+        values = initial(spec)
+        check_tensor(values, spec, "initial values")
+        link = presence.links[presence.chunks.shard_of[spec.key]]
+        under_way.append(presence.register(link, spec, values.detach()))
+        if len(under_way) >= REGISTERS_UNDER_WAY:
+            under_way.popleft().wait()
+    wait_all(under_way)
+    # The lead last: it is the one that tells other workers that values are there.
+    wait_all([presence.seal(link) for link in presence.links[1:]])
+    presence.seal(presence.links[0]).wait()
+
+
+def fetch_layout(presence: Presence) -> list[ChunkSpec]:
+    """The job's chunks by key, from the servers, which know best where each is; remembered in ``presence.chunks``."""
+    found: list[tuple[ChunkSpec, int]] = []
+    for link in presence.links:
+        after, more = -1, True
+        while more:
+            reply = presence.ask(link, Message(MessageType.LIST, body={"after": after})).reply()
+            page = [ChunkSpec.from_body(entry) for entry in reply.body["chunks"]]
+            found.extend((spec, link.index) for spec in page)
+            more = reply.body["more"] and bool(page)
+            after = max([after, *(spec.key for spec in page)])
+    found.sort(key=lambda place: place[0].key)
+    specs = [spec for spec, _ in found]
+    presence.chunks.place(specs, [index for _, index in found])
+    return specs
+
+
+def compare(presence: Presence, mine: Sequence[ChunkSpec], theirs: Sequence[ChunkSpec]) -> None:
+    """Raise ReplicaMismatchError, naming the first parameter that differs, unless the models are the same."""
+    if layout_fingerprint(mine) == layout_fingerprint(theirs):
+        return
+    raise ReplicaMismatchError(
+        f"job {presence.options.job!r} holds another model than this worker's: {first_difference(mine, theirs)}. Every"
+        " worker of a job needs the same model; another model needs another job (PSENGINE_JOB), or servers that were"
+        " started anew."
+    )
+
+
+def join(presence: Presence) -> str:
+    """Wait until another worker has deposited its state, and every shard lets us take part.
+
+    Returns:
+        "joined", or "ready" or "initialise" where all others went away meanwhile.
+    """
+    options = presence.options
+    deadline_s = time.monotonic() + options.timeout_s
+    while True:
+        what = f"JOIN of worker {presence.identity.worker} to job {options.job!r}"
+        timeout_s = deadline_s - time.monotonic()
+        requests = [
+            presence.ask(link, Message(MessageType.JOIN), what=what, timeout_s=timeout_s, handles_refusal=True)
+            for link in presence.links
+        ]
+        try:
+            wait_all(requests)
+            return "joined"
+        except ServerRefusedError as error:
+            lost_meanwhile = error.code in (ErrorCode.NOT_MEMBER, ErrorCode.FENCED)
+            if not lost_meanwhile or time.monotonic() >= deadline_s:
+                raise
+            logger.warning("joining job %r again: %s", options.job, error)
+        presence.pause()
+        state = greet(presence).state
+        if state != "join":
+            return state

@@ -1,0 +1,354 @@
+"""What is under way between this worker and one shard: what was sent, what to send again, what may be sent now.
+
+Pure: messages in, calls to ``transmit`` out, the caller brings the time. Lives on the connection's I/O thread.
+
+    request   sent ── 1 s ── sent again ── 1 s ── ... ── answer | deadline
+    push      in line (one per key) ── credit ── sent ── 1 s ── PROBE ┬ MISSING ── sent again
+                                                     ▲                ├ PENDING ── 1 s ── PROBE
+                                                     └────────────────┴ answer | deadline
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from psengine.client.operation import Operation, Push, Request
+from psengine.errors import FencedError, ProtocolError, PSEngineError, ServerLostError, ServerRefusedError
+from psengine.protocol.messages import NO_KEY, NOBODY, ErrorCode, Message, MessageType
+
+logger = logging.getLogger(__name__)
+
+RESEND_S = 1.0
+# The socket had no connection; look again at the next tick.
+RETRY_S = 0.05
+DEFAULT_CREDIT_BYTES = 64 * 1024 * 1024
+# So many answers in a row that nobody can read, and waiting on is pointless.
+MOST_GARBLED = 3
+# A push that outlives so many recoveries is itself what is refused.
+MOST_FENCED = 4
+
+ANSWERS = {
+    MessageType.HELLO: MessageType.WELCOME,
+    MessageType.REGISTER: MessageType.OK,
+    MessageType.SEAL: MessageType.OK,
+    MessageType.CONFIGURE: MessageType.OK,
+    MessageType.LIST: MessageType.CHUNKS,
+    MessageType.PULL: MessageType.VALUES,
+    MessageType.STORE: MessageType.OK,
+    MessageType.JOIN: MessageType.OK,
+    MessageType.ADMIT: MessageType.OK,
+    MessageType.STATUS: MessageType.STATUS_REPORT,
+    MessageType.SNAPSHOT: MessageType.OK,
+    MessageType.BYE: MessageType.OK,
+}
+_LOST_MEMBERSHIP = (ErrorCode.FENCED, ErrorCode.NOT_MEMBER)
+
+
+@dataclass(slots=True)
+class Identity:
+    """Who this client is to the servers; one object for all its links.
+
+    Attributes:
+        job: number of the job.
+        worker: rank, NOBODY for readers and before WELCOME.
+        incarnation: which life of the rank; 0 before WELCOME.
+    """
+
+    job: int
+    worker: int = NOBODY
+    incarnation: int = 0
+
+
+class Link:
+    """One shard.
+
+    Args:
+        index: place among all the job's shards; 0 is the lead.
+        address: for people.
+        identity: who asks.
+        transmit: hands a message to the socket; False where there is no connection now.
+        lost_membership: called with a text when the shard says "fenced" or "not_member".
+
+    Attributes:
+        epoch: which life of the server this link knows; 0 none yet.
+        versions: key -> version of the values that came last.
+        last_heard_s: when the last message came; None never.
+        is_paused: only what introduces this worker is sent.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        address: str,
+        identity: Identity,
+        transmit: Callable[[Message], bool],
+        lost_membership: Callable[[str], None],
+    ) -> None:
+        self.index = index
+        self.address = address
+        self.epoch = 0
+        self.credit_bytes = DEFAULT_CREDIT_BYTES
+        self.versions: dict[int, int] = {}
+        self.last_heard_s: float | None = None
+        self.is_paused = True
+        self._identity = identity
+        self._transmit = transmit
+        self._lost_membership = lost_membership
+        self._requests: dict[int, Request] = {}
+        self._sent: dict[int, Push] = {}
+        self._answered: dict[int, Push] = {}
+        self._lines: dict[int, deque[Push]] = {}
+        self._waiting: deque[Push] = deque()
+        self._in_flight_bytes = 0
+        self._garbled = 0
+        self._last_problem = ""
+
+    # ---- asking ------------------------------------------------------------------------------------------------
+
+    def begin(self, operation: Operation, now_s: float) -> None:
+        """A worker's thread asks for something."""
+        if isinstance(operation, Push):
+            line = self._lines.setdefault(operation.message.key, deque())
+            line.append(operation)
+            if len(line) == 1:
+                self._waiting.append(operation)
+                self._pump(now_s)
+            return
+        assert isinstance(operation, Request)
+        self._requests[operation.message.sequence] = operation
+        if not self.is_paused or operation.is_urgent:
+            self._send_request(operation, now_s)
+
+    def send(self, message: Message) -> bool:
+        """Send something that has no answer to wait for."""
+        message.job = self._identity.job
+        message.epoch = self.epoch
+        message.worker = self._identity.worker
+        message.incarnation = self._identity.incarnation
+        return self._transmit(message)
+
+    def _send_request(self, request: Request, now_s: float) -> None:
+        try:
+            if request.message.type is MessageType.HELLO:  # says itself who it is from
+                request.is_sent = self._transmit(request.message)
+            else:
+                request.is_sent = self.send(request.message)
+        except PSEngineError as error:
+            self._fail(request, error, now_s)
+        request.next_at_s = now_s + (RESEND_S if request.is_sent else RETRY_S)
+
+    def _send_push(self, push: Push, now_s: float) -> None:
+        try:
+            push.is_sent = self.send(push.message)
+        except PSEngineError as error:
+            self._fail(push, error, now_s)
+        push.next_at_s = now_s + (RESEND_S if push.is_sent else RETRY_S)
+
+    def _probe(self, push: Push, now_s: float) -> None:
+        message = push.message
+        sent = self.send(Message(MessageType.PROBE, key=message.key, sequence=message.sequence))
+        push.next_at_s = now_s + (RESEND_S if sent else RETRY_S)
+
+    def _pump(self, now_s: float) -> None:
+        """Send what credit allows; one push always may go."""
+        waiting = self._waiting
+        while waiting and not self.is_paused:
+            size_bytes = waiting[0].size_bytes
+            if self._in_flight_bytes and self._in_flight_bytes + size_bytes > self.credit_bytes:
+                return
+            push = waiting.popleft()
+            self._sent[push.message.key] = push
+            self._in_flight_bytes += size_bytes
+            self._send_push(push, now_s)
+
+    # ---- time --------------------------------------------------------------------------------------------------
+
+    def tick(self, now_s: float) -> None:
+        """Ask again for what is due, and give up what is overdue."""
+        for request in tuple(self._requests.values()):
+            if now_s >= request.deadline_s:
+                self._fail(request, self._lost_error(request, now_s), now_s)
+            elif now_s >= request.next_at_s and (request.is_urgent or not self.is_paused):
+                self._send_request(request, now_s)
+        for line in tuple(self._lines.values()):
+            for push in tuple(line):
+                if now_s >= push.deadline_s:
+                    self._fail(push, self._lost_error(push, now_s), now_s)
+        if self.is_paused:
+            return
+        for push in tuple(self._sent.values()):
+            if now_s < push.next_at_s:
+                continue
+            if push.is_sent:
+                self._probe(push, now_s)
+            else:
+                self._send_push(push, now_s)
+
+    def pause(self) -> None:
+        """Membership is in doubt: hold everything but what is urgent."""
+        self.is_paused = True
+
+    def resume(self, now_s: float) -> None:
+        """Membership is confirmed: whatever is under way is asked for again, pushes by PROBE."""
+        self.is_paused = False
+        for request in self._requests.values():
+            request.next_at_s = now_s
+        for push in self._sent.values():
+            push.next_at_s = now_s
+        self.tick(now_s)
+        self._pump(now_s)
+
+    def fail_pushes(self, error: PSEngineError, now_s: float) -> None:
+        """End all pushes."""
+        for line in tuple(self._lines.values()):
+            for push in reversed(tuple(line)):
+                self._fail(push, error, now_s)
+
+    def fail_all(self, error: PSEngineError, now_s: float) -> None:
+        """End everything."""
+        was_paused, self.is_paused = self.is_paused, True
+        for request in tuple(self._requests.values()):
+            self._fail(request, error, now_s)
+        self.fail_pushes(error, now_s)
+        self.is_paused = was_paused
+
+    # ---- answers -----------------------------------------------------------------------------------------------
+
+    def receive(self, message: Message, now_s: float) -> None:
+        """An answer came; repeats, and answers to what nobody asks any more, are ignored."""
+        self._garbled = 0
+        kind = message.type
+        if kind is MessageType.UPDATED:
+            push = self._sent.get(message.key)
+            if push is not None and push.message.sequence == message.sequence:
+                self.versions[message.key] = message.version
+                if push.finish(message, now_s) is None:
+                    self._answered[message.key] = push
+                self._remove_push(push, now_s)
+        elif kind is MessageType.PENDING or kind is MessageType.MISSING:
+            self._receive_probed(message, now_s)
+        elif kind is MessageType.ERROR:
+            self._receive_error(message, now_s)
+        else:
+            self._receive_answer(message, now_s)
+
+    def _receive_answer(self, message: Message, now_s: float) -> None:
+        request = self._requests.pop(message.sequence, None)
+        if request is None:
+            return
+        asked = request.message
+        if ANSWERS.get(asked.type) is not message.type or (asked.key != message.key and message.key != NO_KEY):
+            text = f"{self.address} answered {request.describe()} with {message.type.name} of key {message.key}"
+            request.fail(ProtocolError(text))
+            return
+        if message.type is MessageType.VALUES and not asked.body:
+            self.versions[message.key] = message.version
+        request.finish(message, now_s)
+
+    def _receive_probed(self, message: Message, now_s: float) -> None:
+        push = self._sent.get(message.key)
+        if push is None or push.message.sequence != message.sequence:
+            return
+        if message.type is MessageType.MISSING:
+            self._send_push(push, now_s)
+        else:
+            push.waiting_for = message.body.get("waiting_for", [])
+
+    def _receive_error(self, message: Message, now_s: float) -> None:
+        code, text = message.body.get("code", ""), message.body.get("text", "")
+        operation = self._find(message)
+        if code == ErrorCode.VERSION and operation is None:
+            self.fail_all(self._refusal(None, code, text), now_s)
+        elif code in _LOST_MEMBERSHIP and not (isinstance(operation, Request) and operation.handles_refusal):
+            self._receive_lost_membership(operation, code, text, now_s)
+        elif operation is None:
+            self._last_problem = f"it refused something ({code}): {text}"
+            logger.warning("%s refused what nobody waits for (%s): %s", self.address, code, text)
+        elif code == ErrorCode.SHUTTING_DOWN:
+            operation.last_refusal = text
+            operation.next_at_s = now_s + RESEND_S
+        else:
+            self._fail(operation, self._refusal(operation, code, text), now_s)
+
+    def _receive_lost_membership(self, operation: Operation | None, code: str, text: str, now_s: float) -> None:
+        if self.is_paused:
+            return
+        if isinstance(operation, Push) and code == ErrorCode.FENCED:
+            operation.fenced_count += 1
+            if operation.fenced_count > MOST_FENCED:  # in good standing, and fenced again: this exchange is over
+                self._fail(operation, self._refusal(operation, code, text), now_s)
+                return
+        self._lost_membership(f"{self.address}: {text}")
+
+    def receive_garbled(self, error: ProtocolError, now_s: float) -> None:
+        """Something came that is no message."""
+        self._garbled += 1
+        self._last_problem = str(error)
+        if error.code == ErrorCode.VERSION or self._garbled >= MOST_GARBLED:
+            text = f"{self.address} does not speak this protocol: {error}"
+            self.fail_all(ProtocolError(text, error.code), now_s)
+            self._garbled = 0
+
+    def _find(self, message: Message) -> Operation | None:
+        if message.key != NO_KEY:
+            push = self._sent.get(message.key)
+            if push is not None and push.message.sequence == message.sequence:
+                return push
+        return self._requests.get(message.sequence)
+
+    def last_push(self, key: int) -> Push | None:
+        """The chunk's push that was answered last."""
+        return self._answered.get(key)
+
+    # ---- endings -----------------------------------------------------------------------------------------------
+
+    def _fail(self, operation: Operation, error: PSEngineError, now_s: float) -> None:
+        operation.fail(error)
+        if isinstance(operation, Push):
+            self._remove_push(operation, now_s)
+        else:
+            self._requests.pop(operation.message.sequence, None)
+
+    def _remove_push(self, push: Push, now_s: float) -> None:
+        key = push.message.key
+        if self._sent.get(key) is push:
+            del self._sent[key]
+            self._in_flight_bytes -= push.size_bytes
+        elif push in self._waiting:
+            self._waiting.remove(push)
+        line = self._lines[key]
+        was_first = line[0] is push
+        line.remove(push)
+        if not line:
+            del self._lines[key]
+        elif was_first:
+            self._waiting.append(line[0])
+        if self._waiting:
+            self._pump(now_s)
+
+    def _refusal(self, operation: Operation | None, code: str, text: str) -> ServerRefusedError:
+        kind = FencedError if code == ErrorCode.FENCED else ServerRefusedError
+        asked = f" {operation.describe()}" if operation is not None else ""
+        return kind(f"{self.address} refused{asked} ({code}): {text}", code)
+
+    def _lost_error(self, operation: Operation, now_s: float) -> ServerLostError:
+        waited = f"{now_s - operation.submitted_s:.1f} s"
+        if self.last_heard_s is None:
+            heard = "it was never heard from"
+        else:
+            heard = f"last heard from {now_s - self.last_heard_s:.1f} s ago"
+        problem = operation.last_refusal or self._last_problem
+        remark = f" The last problem was: {problem}." if problem else ""
+        if isinstance(operation, Push) and operation.waiting_for is not None:
+            whom = f"workers {operation.waiting_for}" if operation.waiting_for else "other workers"
+            return ServerLostError(
+                f"{self.address} holds {operation.describe()} since {waited} and waits for {whom} ({heard}).{remark} Is"
+                " a worker stuck, or much slower than the others? Raise timeout_s if it is slow."
+            )
+        return ServerLostError(
+            f"{self.address} did not answer {operation.describe()} for {waited} ({heard}).{remark} Is psengine-server"
+            " running there, and is the port reachable from this host? Raise timeout_s if it is slow."
+        )

@@ -1,0 +1,429 @@
+"""The client against a scripted peer: losses, delays, repeats and nonsense, which a real server does not produce."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+from collections import Counter
+
+import pytest
+import torch
+import zmq
+
+from psengine.client import link as link_module
+from psengine.client.partition import cut
+from psengine.client.session import SessionOptions, WorkerSession, wait_all
+from psengine.errors import AuthenticationError, ProtocolError, ServerError, ServerLostError, ServerRefusedError
+from psengine.protocol.codec import decode, encode, payload_tensor
+from psengine.protocol.layout import ChunkKind
+from psengine.protocol.messages import Message, MessageType
+
+RULE = {"name": "apply", "max_staleness": None, "staleness_scaling": None, "delay_compensation": 0.0}
+SPECS = cut(ChunkKind.PARAMETER, [("weight", (100,), (1,), 100)], torch.float32, 0, 256)
+T = MessageType
+
+
+class Peer:
+    """A ROUTER that answers as a server would, except where ``script`` says otherwise.
+
+    ``script[type]`` is called with (peer, route, message) and returns the answer, frames, a list of those, or None.
+    """
+
+    def __init__(self):
+        self.script = {}
+        self.seen = Counter()
+        self.epoch = 1
+        self.incarnation = 0
+        self.messages = []
+        self.context = zmq.Context()
+        self.router = self.context.socket(zmq.ROUTER)
+        self.router.linger = 0
+        self.address = f"tcp://127.0.0.1:{self.router.bind_to_random_port('tcp://127.0.0.1')}"
+        self.error = None
+        self._is_stopping = False
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _run(self):
+        try:
+            while not self._is_stopping:
+                if not self.router.poll(20):
+                    continue
+                route, *frames = self.router.recv_multipart(copy=False)
+                message = decode(frames)
+                self.seen[message.type] += 1
+                self.messages.append(message)
+                handler = self.script.get(message.type, lambda peer, route, m: peer.answer(m))
+                answers = handler(self, route.bytes, message)
+                for answer in answers if isinstance(answers, list) else [answers]:
+                    if answer is not None:
+                        frames = encode(answer) if isinstance(answer, Message) else answer
+                        self.router.send_multipart([route.bytes, *frames])
+        except Exception as error:
+            self.error = error
+        finally:
+            self.router.close()
+
+    def reply(self, request, kind, **fields):
+        usual = {"job": request.job, "key": request.key, "sequence": request.sequence}
+        usual |= {"worker": 0, "incarnation": self.incarnation, "epoch": self.epoch}
+        return Message(kind, **{**usual, **fields})
+
+    def answer(self, message):
+        kind = message.type
+        if kind is T.HELLO:
+            self.incarnation += 1
+            return self.reply(message, T.WELCOME, body=self.welcome())
+        if kind is T.PUSH:
+            return self.reply(message, T.UPDATED, version=message.sequence, payload=payload_tensor(message) * 2)
+        if kind is T.PROBE:
+            return self.reply(message, T.MISSING)
+        if kind is T.PULL:
+            return self.reply(message, T.VALUES, payload=torch.ones(SPECS[message.key].numel))
+        if kind is T.LIST:
+            chunks = [spec.to_body() for spec in SPECS]
+            return self.reply(message, T.CHUNKS, body={"chunks": chunks, "more": False, "total": len(chunks)})
+        if kind is T.HEARTBEAT:
+            return self.reply(message, T.HEARTBEAT_ACK, body={"members": [0], "durable_version": None})
+        return self.reply(message, T.OK)
+
+    def welcome(self):
+        return {
+            "state": "ready",
+            "shards": [self.address],
+            "shard_index": 0,
+            "lease_s": 5.0,
+            "heartbeat_s": 0.2,
+            "credit_bytes": 1 << 20,
+            "members": [0],
+            "fingerprint": 0,
+            "chunks": len(SPECS),
+            "started": False,
+            "durable_version": None,
+            "rule": RULE,
+            "software": "test",
+        }
+
+    def close(self):
+        self._is_stopping = True
+        self._thread.join()
+        self.context.term()
+
+
+@pytest.fixture(autouse=True)
+def _impatient(monkeypatch):
+    monkeypatch.setattr(link_module, "RESEND_S", 0.2)
+
+
+@contextlib.contextmanager
+def connected(timeout_s=5.0, **options):
+    peer = Peer()
+    try:
+        options = {"addresses": [peer.address], "rule": RULE, "rank": 0, "timeout_s": timeout_s, **options}
+        with WorkerSession(SessionOptions(**options)) as session:
+            session.enter(SPECS, lambda spec: torch.zeros(spec.numel))
+            yield peer, session
+    finally:
+        peer.close()
+    assert peer.error is None
+
+
+def push(session, key=0, value=1.0):
+    numel = SPECS[key].numel
+    out = torch.zeros(numel)
+    return session.push(key, torch.full((numel,), float(value)), [out]), out
+
+
+def lose(count, kind):
+    """Drop the first ``count`` messages, then answer."""
+    return lambda peer, route, m: None if peer.seen[kind] <= count else peer.answer(m)
+
+
+def test_a_lost_push_is_sent_again_after_a_probe():
+    with connected() as (peer, session):
+        peer.script[T.PUSH] = lose(1, T.PUSH)
+        pushed, out = push(session)
+        assert pushed.wait().version == 1
+        assert bool((out == 2).all())
+        assert peer.seen[T.PUSH] == 2
+        assert peer.seen[T.PROBE] == 1
+        assert pushed.wait().seconds < 1
+
+
+def test_a_held_answer_costs_probes_and_no_second_payload():
+    with connected() as (peer, session):
+        peer.script[T.PUSH] = lambda *_: None
+
+        def probe(peer, route, message):
+            if peer.seen[T.PROBE] < 4:
+                return peer.reply(message, T.PENDING)
+            return peer.reply(message, T.UPDATED, version=9, payload=torch.full((SPECS[0].numel,), 4.0))
+
+        peer.script[T.PROBE] = probe
+        pushed, out = push(session)
+        assert pushed.wait().version == 9
+        assert bool((out == 4).all())
+        assert peer.seen[T.PUSH] == 1
+
+
+def test_a_lost_request_is_asked_again_under_its_id():
+    with connected() as (peer, session):
+        peer.script[T.PULL] = lose(2, T.PULL)
+        session.pull(1, [torch.empty(SPECS[1].numel)]).wait()
+        ids = {m.sequence for m in peer.messages if m.type is T.PULL}
+        assert peer.seen[T.PULL] == 3
+        assert len(ids) == 1
+
+
+def test_repeated_and_late_answers_are_ignored():
+    with connected() as (peer, session):
+        peer.script[T.PUSH] = lambda peer, route, m: [
+            peer.reply(m, T.UPDATED, version=7, payload=torch.full((m.numel,), 3.0), sequence=m.sequence + 5),
+            peer.answer(m),
+            peer.answer(m),
+            peer.reply(m, T.UPDATED, version=99, payload=torch.full((m.numel,), 9.0)),
+        ]
+        for step in (1, 2, 3):
+            pushed, out = push(session, value=step)
+            assert pushed.wait().version == step
+            time.sleep(0.05)
+            assert bool((out == 2 * step).all())
+            assert session.version(0) == step
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"payload": torch.zeros(3)}, "expected 64 of torch.float32, got 3 of torch.float32"),
+        ({"payload": torch.zeros(64, dtype=torch.float64)}, "got 64 of torch.float64"),
+        ({"payload": torch.zeros(128, dtype=torch.int16)}, "got 128 of torch.int16"),
+    ],
+)
+def test_answers_that_do_not_fit_are_errors_and_write_nothing(fields, words):
+    with connected() as (peer, session):
+        peer.script[T.PUSH] = lambda peer, route, m: peer.reply(m, T.UPDATED, **fields)
+        peer.script[T.PULL] = lambda peer, route, m: peer.reply(m, T.VALUES, **fields)
+        pushed, out = push(session)
+        for operation in (pushed, session.pull(0, [out])):
+            with pytest.raises(ProtocolError, match=words):
+                operation.wait()
+        assert not out.any()
+        del peer.script[T.PUSH]
+        assert push(session)[0].wait().version == 2
+
+
+def test_an_answer_of_another_kind_is_an_error():
+    with connected() as (peer, session):
+        peer.script[T.PULL] = lambda peer, route, m: peer.reply(m, T.OK)
+        with pytest.raises(ProtocolError, match="OK"):
+            session.pull(0).wait()
+
+
+@pytest.mark.parametrize(
+    "nonsense",
+    [
+        [b"x" * 88],
+        [b""],
+        [b"PSEN"],
+        [b"a", b"b", b"c", b"d", b"e"],
+        [encode(Message(T.OK))[0][:87] + b"\xff"],
+        [encode(Message(T.UPDATED, sequence=1, key=0, payload=torch.zeros(4)))[0], b"short"],
+    ],
+)
+def test_nonsense_harms_nobody(nonsense):
+    with connected() as (peer, session):
+        peer.script[T.PUSH] = lambda peer, route, m: [nonsense, nonsense, peer.answer(m)]
+        for step in (1, 2):
+            pushed, out = push(session)
+            assert pushed.wait().version == step
+            assert bool((out == 2).all())
+
+
+def test_nothing_but_nonsense_is_an_error_that_says_so():
+    with connected() as (peer, session):
+        peer.script[T.PUSH] = lambda *_: [[b"y" * 88]]
+        peer.script[T.PROBE] = lambda *_: [[b"y" * 88]]
+        peer.script[T.HEARTBEAT] = lambda *_: None
+        begun = time.monotonic()
+        with pytest.raises(ProtocolError, match=r"does not speak this protocol.*no psengine message"):
+            push(session)[0].wait()
+        assert time.monotonic() - begun < 3
+
+
+def test_an_unknown_key_or_anything_refused_names_the_push():
+    with connected() as (peer, session):
+        body = {"code": "unknown_key", "text": "no such chunk"}
+        peer.script[T.PUSH] = lambda peer, route, m: peer.reply(m, T.ERROR, body=body) if m.key == 0 else peer.answer(m)
+        bad, good = push(session, 0)[0], push(session, 1)[0]
+        with pytest.raises(
+            ServerRefusedError, match=r"push 1 of chunk 0 \(weight\) \(unknown_key\): no such"
+        ) as caught:
+            wait_all([bad, good])
+        assert caught.value.code == "unknown_key"
+        good.wait()
+
+
+def test_a_failure_wakes_who_waits_for_something_slower():
+    with connected() as (peer, session):
+        body = {"code": "memory", "text": "full"}
+        peer.script[T.PUSH] = lambda peer, route, m: peer.reply(m, T.ERROR, body=body) if m.key == 0 else None
+        peer.script[T.PROBE] = lambda peer, route, m: peer.reply(m, T.PENDING)
+        begun = time.monotonic()
+        with pytest.raises(ServerRefusedError, match="full"):
+            wait_all([push(session, 0)[0], push(session, 1)[0]])
+        assert time.monotonic() - begun < 2
+
+
+def test_no_answer_until_the_deadline_names_everything():
+    with connected(timeout_s=0.8) as (peer, session):
+        peer.script[T.PUSH] = peer.script[T.PROBE] = lambda *_: None
+        first, second = push(session)[0], push(session)[0]
+        with pytest.raises(ServerLostError) as caught:
+            first.wait()
+        for text in (peer.address, "push 1 of chunk 0 (weight)", "last heard from", "psengine-server", "timeout_s"):
+            assert text in str(caught.value)
+        with pytest.raises(ServerLostError, match="push 2"):
+            second.wait()
+
+
+def test_fenced_says_hello_again_and_probes_under_the_new_incarnation():
+    with connected() as (peer, session):
+
+        def fenced_once(peer, route, message):
+            if message.incarnation == 1:
+                return peer.reply(message, T.ERROR, body={"code": "fenced", "text": "lease ran out"})
+            return peer.answer(message)
+
+        peer.script[T.PUSH] = peer.script[T.PROBE] = fenced_once
+        pushes = [push(session, key)[0] for key in range(len(SPECS))]
+        wait_all(pushes)
+        assert peer.seen[T.HELLO] == 2
+        assert {m.incarnation for m in peer.messages if m.type is T.PROBE} == {2}
+        assert {m.sequence for m in peer.messages if m.type is T.PUSH} == {1}
+
+
+def test_a_new_epoch_says_hello_again():
+    with connected() as (peer, session):
+        push(session)[0].wait()
+        peer.epoch = 2
+        deadline = time.monotonic() + 5
+        while peer.seen[T.HELLO] < 2 and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert peer.seen[T.HELLO] == 2
+        assert [m for m in peer.messages if m.type is T.HELLO][1].body["members"] == [0]
+        push(session)[0].wait()
+        assert [m.epoch for m in peer.messages if m.type is T.PUSH] == [1, 2]
+
+
+def test_a_restarted_server_gets_the_last_average_of_a_kept_chunk_only():
+    with connected() as (peer, session):
+        peer.script[T.PUSH] = lambda peer, route, m: [peer.answer(m), peer.reply(m, T.RESULT_WANTED)]
+        peer.script[T.RESULT] = lambda *_: None
+        push(session, 0)[0].wait()
+        time.sleep(0.2)
+        session.keep_result(0)
+        out = torch.zeros(64)
+        session.push(0, torch.ones(64), [out[:30], out[30:]]).wait()
+        deadline = time.monotonic() + 5
+        while not peer.seen[T.RESULT] and time.monotonic() < deadline:
+            time.sleep(0.02)
+        results = [m for m in peer.messages if m.type is T.RESULT]
+        assert [(m.key, m.sequence) for m in results] == [(0, 2)]
+        assert bool((payload_tensor(results[0]) == 2).all())
+
+
+def test_a_state_request_is_taken_once_and_again_only_if_it_was_not_admitted():
+    with connected() as (peer, session):
+        wanted = {"rank": 3, "incarnation": 8}
+        peer.script[T.HEARTBEAT] = lambda peer, route, m: peer.reply(m, T.STATE_WANTED, body=wanted)
+        deadline = time.monotonic() + 5
+        while (request := session.take_state_request()) is None and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert (request.rank, request.incarnation) == (3, 8)
+        time.sleep(0.5)
+        assert session.take_state_request() is None
+        peer.script[T.ADMIT] = lambda peer, route, m: peer.reply(m, T.ERROR, body={"code": "bad_value", "text": "no"})
+        with pytest.raises(ServerRefusedError):
+            session.admit(request)
+        time.sleep(0.5)
+        assert session.take_state_request() == request
+        del peer.script[T.ADMIT]
+        session.admit(request)
+        assert [m.body for m in peer.messages if m.type is T.ADMIT] == [wanted, wanted]
+
+
+def test_one_push_per_chunk_is_out_and_credit_bounds_the_rest():
+    most, open_now = [0], set()
+    with connected() as (peer, session):
+        session._presence.links[0].credit_bytes = 1
+
+        def count(peer, route, message):
+            open_now.add(message.key)
+            most[0] = max(most[0], len(open_now))
+            time.sleep(0.02)
+            open_now.discard(message.key)
+            return peer.answer(message)
+
+        peer.script[T.PUSH] = count
+        wait_all([push(session, key)[0] for _ in range(3) for key in range(len(SPECS))])
+        assert most == [1]
+        sequences = [m.sequence for m in peer.messages if m.type is T.PUSH and m.key == 0]
+        assert sequences == [1, 2, 3]
+
+
+def test_a_crash_of_the_thread_fails_every_waiter(monkeypatch, caplog):
+    with connected() as (peer, session):
+        peer.script[T.PUSH] = lambda *_: None
+        waiting = push(session)[0]
+        monkeypatch.setattr(session._presence, "tick", lambda now_s: 1 / 0)
+        with pytest.raises(ServerError, match=r"I/O thread failed: ZeroDivisionError") as caught:
+            waiting.wait()
+        assert isinstance(caught.value.__cause__, ZeroDivisionError)
+        with pytest.raises(ServerError, match="ZeroDivisionError"):
+            push(session)
+    assert "ZeroDivisionError" in caplog.text
+
+
+def test_large_payloads_are_not_copied_and_arrive_whole():
+    specs = cut(ChunkKind.PARAMETER, [("w", (1 << 20,), (1,), 1 << 20)], torch.float32, 0, 1 << 20)
+    with connected(checksum=True) as (_, session):
+        session._presence.chunks.place(specs, [0] * len(specs))
+        values = torch.randn(1 << 20)
+        out = torch.zeros(1 << 20)
+        pushes = []
+        for spec in specs:
+            part = slice(spec.key * spec.numel, (spec.key + 1) * spec.numel)
+            parts = [out[part][:1000], out[part][1000:]]
+            pushes.append(session.push(spec.key, values[part], parts))
+        wait_all(pushes)
+        assert torch.equal(out, values * 2)
+
+
+def test_a_peer_that_cuts_every_connection_off_is_no_server():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        stop = threading.Event()
+
+        def cut_off():
+            listener.settimeout(0.1)
+            while not stop.is_set():
+                with contextlib.suppress(TimeoutError):
+                    listener.accept()[0].close()
+
+        thread = threading.Thread(target=cut_off)
+        thread.start()
+        try:
+            address = f"tcp://127.0.0.1:{listener.getsockname()[1]}"
+            with pytest.raises(AuthenticationError, match="no psengine-server"):
+                WorkerSession(SessionOptions(addresses=[address], rule=RULE, rank=0)).start()
+        finally:
+            stop.set()
+            thread.join()
+
+
+def test_a_peer_that_accepts_and_says_nothing_is_lost_not_hostile():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = f"tcp://127.0.0.1:{listener.getsockname()[1]}"
+        with pytest.raises(ServerLostError, match="never heard"):
+            WorkerSession(SessionOptions(addresses=[address], rule=RULE, rank=0, connect_timeout_s=5)).start()

@@ -1,0 +1,82 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from psengine.client.partition import CHUNK_BYTES, MAX_DESCRIPTION_BYTES, assign, cut
+from psengine.errors import ConfigurationError
+from psengine.protocol.codec import decode, encode
+from psengine.protocol.layout import ChunkKind
+from psengine.protocol.messages import MAX_SEGMENTS, Message, MessageType
+
+
+def described(*numels, prefix="w"):
+    return [(f"{prefix}{i}", (n,), (1,), n) for i, n in enumerate(numels)]
+
+
+def total_of(specs, name):
+    return sum(s.numel for spec in specs for s in spec.segments if s.name == name)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.integers(0, 5000), max_size=30), st.integers(8, 20_000), st.sampled_from(["float32", "bfloat16"]))
+def test_every_element_lies_in_exactly_one_chunk_in_order(numels, chunk_bytes, dtype):
+    dtype = getattr(torch, dtype)
+    tensors = described(*numels)
+    specs = cut(ChunkKind.PARAMETER, tensors, dtype, 7, chunk_bytes)
+    row = [(s.name, s.start + i) for spec in specs for s in spec.segments for i in range(s.numel)]
+    assert row == [(name, i) for name, _, _, numel in tensors for i in range(numel)]
+    assert [spec.key for spec in specs] == list(range(7, 7 + len(specs)))
+    for spec in specs:
+        assert 0 < spec.size_bytes <= max(chunk_bytes, dtype.itemsize)
+        assert spec.numel == sum(segment.numel for segment in spec.segments)
+
+
+def test_inner_cuts_are_aligned_and_chunks_about_equal():
+    specs = cut(ChunkKind.PARAMETER, described(3_000_000, 10), torch.float32, 0)
+    assert len(specs) == -(-3_000_010 * 4 // CHUNK_BYTES)
+    assert all(spec.numel % 64 == 0 for spec in specs[:-1])
+    assert min(spec.numel for spec in specs) > 0.99 * max(spec.numel for spec in specs)
+
+
+def test_many_small_tensors_respect_the_bounds_of_a_message():
+    long_names = [("x" * 500 + str(i), (2, 2), (2, 1), 4) for i in range(200)]
+    specs = cut(ChunkKind.PARAMETER, [*long_names, *described(*[1] * 2000)], torch.float32, 0)
+    for spec in specs:
+        assert len(spec.segments) <= MAX_SEGMENTS
+        body = spec.to_body()
+        message = Message(
+            MessageType.REGISTER,
+            key=spec.key,
+            body={"kind": body["kind"], "segments": body["segments"]},
+            payload=torch.zeros(spec.numel),
+        )
+        frames = encode(message)
+        assert len(frames[1]) <= MAX_DESCRIPTION_BYTES + 1024
+        assert decode(frames).numel == spec.numel
+
+
+def test_tensors_without_elements_are_left_out():
+    assert cut(ChunkKind.BUFFER, described(0, 0), torch.int64, 0) == []
+    specs = cut(ChunkKind.BUFFER, described(0, 3, 0), torch.int64, 0)
+    assert [s.name for s in specs[0].segments] == ["w1"]
+
+
+def test_what_cannot_travel_is_refused_by_name():
+    with pytest.raises(ConfigurationError, match="twice"):
+        cut(ChunkKind.PARAMETER, [*described(3), *described(3)], torch.float32, 0)
+    with pytest.raises(ConfigurationError, match="name does not fit"):
+        cut(ChunkKind.PARAMETER, described(3, prefix="n" * 600), torch.float32, 0)
+    with pytest.raises(ConfigurationError, match="float8_e4m3fn"):
+        cut(ChunkKind.PARAMETER, described(3), torch.float8_e4m3fn, 0)
+    with pytest.raises(ConfigurationError, match="chunk_bytes"):
+        cut(ChunkKind.PARAMETER, described(3), torch.float32, 0, 1 << 40)
+
+
+def test_shards_hold_about_equal_bytes():
+    specs = cut(ChunkKind.PARAMETER, described(5_000_000, 100), torch.float32, 0)
+    shards = assign(specs, 3)
+    filled = [sum(s.size_bytes for s, shard in zip(specs, shards, strict=True) if shard == k) for k in range(3)]
+    assert max(filled) - min(filled) <= CHUNK_BYTES
