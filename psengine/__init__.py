@@ -1,29 +1,47 @@
 """psengine: data-parallel training for PyTorch in which how replicas agree is one argument."""
 
+from typing import TYPE_CHECKING, Any
+
 from psengine.collectives.base import Collective
 from psengine.environment import Context, init, is_main_process, shutdown
 from psengine.errors import (
     ArgumentTypeError,
+    AuthenticationError,
     CollectiveError,
     ConfigurationError,
     EnvironmentVariableError,
+    FencedError,
+    MissingExtraError,
     ModuleError,
     PeerLostError,
+    ProtocolError,
     PSEngineError,
     ReductionError,
     ReplicaMismatchError,
+    ServerError,
+    ServerLostError,
+    ServerRefusedError,
+    SnapshotError,
 )
 from psengine.metrics import gather, mean, sum
 from psengine.optimizer import DistributedOptimizer
 from psengine.parallel import DistributedDataParallel
+from psengine.strategies.async_server import AsyncServer
 from psengine.strategies.base import Strategy
 from psengine.strategies.sync_all_reduce import SyncAllReduce
+from psengine.strategies.sync_server import SyncServer
 from psengine.sync_batch_norm import SyncBatchNorm, convert_sync_batchnorm
+
+if TYPE_CHECKING:
+    from psengine.client.client import Client, connect
 
 __version__ = "0.1.0"
 
 __all__ = [
     "ArgumentTypeError",
+    "AsyncServer",
+    "AuthenticationError",
+    "Client",
     "Collective",
     "CollectiveError",
     "ConfigurationError",
@@ -31,14 +49,23 @@ __all__ = [
     "DistributedDataParallel",
     "DistributedOptimizer",
     "EnvironmentVariableError",
+    "FencedError",
+    "MissingExtraError",
     "ModuleError",
     "PSEngineError",
     "PeerLostError",
+    "ProtocolError",
     "ReductionError",
     "ReplicaMismatchError",
+    "ServerError",
+    "ServerLostError",
+    "ServerRefusedError",
+    "SnapshotError",
     "Strategy",
     "SyncAllReduce",
     "SyncBatchNorm",
+    "SyncServer",
+    "connect",
     "convert_sync_batchnorm",
     "gather",
     "init",
@@ -47,3 +74,15 @@ __all__ = [
     "shutdown",
     "sum",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """``connect`` and ``Client`` need the packages of ``psengine[server]``; everything else needs torch alone."""
+    if name in ("Client", "connect"):
+        from psengine.strategies.meeting import require_extra
+
+        require_extra()
+        from psengine.client import client
+
+        return getattr(client, name)
+    raise AttributeError(f"module 'psengine' has no attribute {name!r}")

@@ -76,7 +76,7 @@ class ServerRefusedError(ServerError):
 
 
 class FencedError(ServerRefusedError):
-    """This worker's lease ran out, or a newer process took its rank; what it had under way no longer counts."""
+    """The lease of this worker ran out, or a newer process took its rank; what it had under way no longer counts."""
 
 
 class AuthenticationError(ServerError):

@@ -1,9 +1,9 @@
 """Keep megabyte-sized blocks in the process when they are freed, instead of giving them back to the kernel.
 
-Messages and temporaries of a chunk's size come and go thousands of times a second. glibc hands blocks above 128 KiB back
-when they are freed, and the next one's pages are faulted in and zeroed anew: with 1 MiB chunks that took 4 times as long
-as the arithmetic on them. Its thresholds rise to the largest block that was ever freed (mallopt(3), M_MMAP_THRESHOLD),
-up to 32 MiB, so freeing one large block once is enough; its pages are never touched.
+Messages and temporaries of a chunk's size come and go thousands of times a second. glibc hands blocks above 128 KiB
+back when they are freed, and the next one's pages are faulted in and zeroed anew: with 1 MiB chunks that took 4 times
+as long as the arithmetic on them. Its thresholds rise to the largest block that was ever freed (mallopt(3),
+M_MMAP_THRESHOLD), up to 32 MiB, so freeing one large block once is enough; its pages are never touched.
 """
 
 from __future__ import annotations

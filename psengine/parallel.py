@@ -120,7 +120,8 @@ class DistributedDataParallel(NativeDistributedDataParallel):  # type: ignore[mi
         delayed = list(delay_all_reduce_named_params or ())
         if delayed and not self.strategy.needs_process_group:
             raise ConfigurationError(
-                f"delay_all_reduce_named_params is for strategies over collectives (got strategy={self.strategy.name!r})"
+                "delay_all_reduce_named_params is for strategies over collectives"
+                f" (got strategy={self.strategy.name!r})"
             )
         self.parameters_to_ignore.update(name for name, _ in delayed)
         self._module_parameters = [p for n, p in module.named_parameters() if n not in self.parameters_to_ignore]

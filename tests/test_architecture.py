@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -21,12 +23,14 @@ LAYERS = [
         "slurm_lists",
         "buckets",
         "bucket_caps",
+        "freed_memory",
         "backward_timer",
         "compilation",
         "outputs",
         "module_buffers",
     },
-    {"collectives"},
+    {"collectives", "protocol"},
+    {"client", "server"},
     {"strategies", "sync_batch_norm", "metrics", "metric_leaves"},
     {
         "reducer",
@@ -39,7 +43,7 @@ LAYERS = [
         "parallel",
     },
     {"optimizer"},
-    {"__init__"},
+    {"__init__", "cli"},
 ]
 MAY_USE_TORCH_DISTRIBUTED = {
     "collectives/c10d",
@@ -53,6 +57,7 @@ MAY_USE_TORCH_DISTRIBUTED = {
     "parallel",
 }
 MAY_READ_ENVIRONMENT = {"environment"}
+MAY_USE_ZMQ = {"client/connection", "server/authentication", "server/daemon", "server/transport"}
 
 
 def imports(path: Path) -> set[str]:
@@ -102,6 +107,40 @@ def test_torch_distributed_stays_behind_its_line(module):
     assert not used
 
 
+@pytest.mark.parametrize("module", sorted(set(MODULES) - MAY_USE_ZMQ))
+def test_sockets_stay_behind_their_line(module):
+    # The strategies' check that zmq is installed imports nothing of it.
+    used = {name for name in imports(MODULES[module]) if name.split(".")[0] == "zmq"}
+    assert not used or module == "strategies/meeting"
+
+
+@pytest.mark.parametrize("module", [m for m in MODULES if m.startswith(("client/", "server/"))])
+def test_client_and_server_meet_only_in_the_protocol(module):
+    other = "psengine.server" if module.startswith("client/") else "psengine.client"
+    assert not {name for name in imports(MODULES[module]) if name.startswith(other)}
+
+
+@pytest.mark.parametrize("module", [m for m in MODULES if m.startswith("protocol/")])
+def test_the_protocol_knows_no_sockets_and_no_clock(module):
+    assert not {"socket", "time", "zmq", "threading"} & {n.split(".")[0] for n in imports(MODULES[module])}
+
+
+def test_importing_psengine_needs_torch_alone():
+    program = (
+        "import sys\n"
+        "for name in ('zmq', 'msgpack', 'safetensors', 'xxhash', 'typer', 'prometheus_client'):\n"
+        "    sys.modules[name] = None\n"
+        "import psengine\n"
+        "try:\n"
+        "    psengine.connect('tcp://127.0.0.1:7077')\n"
+        "except psengine.errors.MissingExtraError as error:\n"
+        "    print(error)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert "pip install 'psengine[server]'" in done.stdout
+
+
 @pytest.mark.parametrize("module", sorted(set(MODULES) - MAY_READ_ENVIRONMENT))
 def test_only_one_module_reads_the_environment(module):
     tree = ast.parse(MODULES[module].read_text())
@@ -119,7 +158,12 @@ def test_nothing_unpickles_or_evaluates(module):
         if isinstance(node, ast.Call):
             name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
             assert name not in {"eval", "exec"}, f"{module}:{node.lineno}"
-            assert not name.endswith(("_object", "_object_list")), f"{module}:{node.lineno}"
+            # torch.distributed's object collectives pickle; ctypes.py_object does not.
+            is_collective = name.endswith(("_object", "_object_list")) and name != "py_object"
+            assert not is_collective, f"{module}:{node.lineno}"
+            assert ast.unparse(node.func) != "torch.load" or "weights_only=True" in ast.unparse(node), (
+                f"{module}:{node.lineno}: torch.load without weights_only=True"
+            )
 
 
 def test_modules_stay_small():

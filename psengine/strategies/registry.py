@@ -6,10 +6,12 @@ import inspect
 from typing import Any
 
 from psengine.errors import ConfigurationError
+from psengine.strategies.async_server import AsyncServer
 from psengine.strategies.base import Strategy
 from psengine.strategies.sync_all_reduce import SyncAllReduce
+from psengine.strategies.sync_server import SyncServer
 
-STRATEGIES: dict[str, type[Strategy]] = {cls.name: cls for cls in (SyncAllReduce,)}
+STRATEGIES: dict[str, type[Strategy]] = {cls.name: cls for cls in (SyncAllReduce, SyncServer, AsyncServer)}
 
 
 def resolve_strategy(specification: Any) -> Strategy:

@@ -1,0 +1,238 @@
+"""How fast a model goes to a parameter server and back, against a raw pyzmq echo of the same chunks in the same run.
+
+python benchmarks/server_throughput/run.py [--sizes-mb 25,100] [--workers 1,2] [--rounds 15] [--optimizer SGD]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from multiprocessing.synchronize import Barrier
+from pathlib import Path
+from typing import Any
+
+import torch
+import zmq
+
+from psengine.client.partition import CHUNK_BYTES, cut
+from psengine.client.session import SessionOptions, WorkerSession, wait_all
+from psengine.protocol.codec import buffer_of
+from psengine.protocol.layout import ChunkKind
+
+DEADLINE_S = 120.0
+WARM_UP_ROUNDS = 2
+OPTIMIZERS = {
+    "SGD": lambda parameters: torch.optim.SGD(parameters, lr=1e-3),
+    "momentum": lambda parameters: torch.optim.SGD(parameters, lr=1e-3, momentum=0.9),
+    "Adam": lambda parameters: torch.optim.Adam(parameters, lr=1e-3),
+}
+APPLY = {"name": "apply", "max_staleness": None, "staleness_scaling": None, "delay_compensation": 0.0}
+AVERAGE = {"name": "average", "quorum": None}
+
+
+def echo_server(port: Any) -> None:
+    """The least a ROUTER can do with a message: send it back, without copying it."""
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as socket:
+        socket.linger = 0
+        port.value = socket.bind_to_random_port("tcp://127.0.0.1")
+        while True:
+            frames = socket.recv_multipart(copy=False)
+            if len(frames) < 3:
+                return
+            socket.send_multipart(frames, copy=False)
+
+
+class Echo:
+    """A DEALER that sends every chunk and takes every chunk back; nothing is copied in Python."""
+
+    def __init__(self, port: int) -> None:
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        self._socket.linger = 0
+        self._socket.rcvtimeo = int(DEADLINE_S * 1000)
+        self._socket.connect(f"tcp://127.0.0.1:{port}")
+
+    def push_pull(self, chunks: list[torch.Tensor]) -> None:
+        for chunk in chunks:
+            self._socket.send_multipart([b"header", buffer_of(chunk)], copy=False)
+        for _ in chunks:
+            self._socket.recv_multipart(copy=False)
+
+    def close(self) -> None:
+        self._context.destroy(linger=0)
+
+
+class Psengine:
+    """A worker of a job: gradients go out, weights (or averages) land in their tensors."""
+
+    def __init__(
+        self, address: str, job: str, rule: dict[str, Any], rank: int, world_size: int, size: int, optimizer: str
+    ) -> None:
+        from psengine.protocol.hyperparameters import optimizer_name, wire_groups
+
+        self._specs = cut(ChunkKind.PARAMETER, [("weight", (size,), (1,), size)], torch.float32, 0)
+        self.weights = torch.zeros(size)
+        self._parts = list(self.weights.split([spec.numel for spec in self._specs]))
+        self._session = WorkerSession(
+            SessionOptions(
+                addresses=[address], job=job, rule=rule, rank=rank, world_size=world_size, timeout_s=DEADLINE_S
+            )
+        )
+        self._session.start()
+        self._session.enter(self._specs, lambda spec: self._parts[spec.key])
+        self._groups = None
+        if rule["name"] == "apply":
+            made = OPTIMIZERS[optimizer]([torch.nn.Parameter(torch.zeros(1))])
+            self._groups = wire_groups(made)
+            wait_all(
+                [
+                    self._session.configure(
+                        spec.key,
+                        {"optimizer": optimizer_name(made), "groups": self._groups, "runs": [[0, spec.numel, 0]]},
+                    )
+                    for spec in self._specs
+                ]
+            )
+
+    def push_pull(self, chunks: list[torch.Tensor]) -> None:
+        wait_all(
+            [
+                self._session.push(spec.key, chunk, [part], groups=self._groups)
+                for spec, chunk, part in zip(self._specs, chunks, self._parts, strict=True)
+            ]
+        )
+
+    @property
+    def chunk_numels(self) -> list[int]:
+        return [spec.numel for spec in self._specs]
+
+    def close(self) -> None:
+        self._session.close()
+
+
+def worker(
+    rank: int,
+    workers: int,
+    size: int,
+    options: argparse.Namespace,
+    ports: dict[str, Any],
+    barrier: Barrier,
+    results: Any,
+) -> None:
+    torch.set_num_threads(1)
+    candidates: dict[str, Any] = {"echo": Echo(ports["echo"])}
+    for name, rule in (("async", APPLY), ("sync-server", AVERAGE)):
+        job = f"{name}-{workers}-{size}"
+        candidates[name] = Psengine(ports["psengine"], job, rule, rank, workers, size, options.optimizer)
+    gradient = torch.randn(size, generator=torch.Generator().manual_seed(rank))
+    chunks = list(gradient.split(candidates["async"].chunk_numels))
+    seconds: dict[str, list[float]] = {name: [] for name in candidates}
+    order = list(candidates)
+    for round_index in range(WARM_UP_ROUNDS + options.rounds):
+        for name in order[round_index % len(order) :] + order[: round_index % len(order)]:
+            barrier.wait(DEADLINE_S)
+            started_s = time.perf_counter()
+            candidates[name].push_pull(chunks)
+            barrier.wait(DEADLINE_S)
+            if round_index >= WARM_UP_ROUNDS:
+                seconds[name].append(time.perf_counter() - started_s)
+    for candidate in candidates.values():
+        candidate.close()
+    results.put((rank, seconds))
+
+
+def measure(workers: int, size: int, options: argparse.Namespace, ports: dict[str, Any]) -> dict[str, list[float]]:
+    """Seconds per round of each candidate, from the first worker's start to the last one's end."""
+    context = multiprocessing.get_context("spawn")
+    barrier, results = context.Barrier(workers), context.Queue()
+    processes = [
+        context.Process(target=worker, args=(rank, workers, size, options, ports, barrier, results), daemon=True)
+        for rank in range(workers)
+    ]
+    try:
+        for process in processes:
+            process.start()
+        gathered = [results.get(timeout=DEADLINE_S * 3) for _ in processes]
+    finally:
+        for process in processes:
+            process.join(10)
+            if process.is_alive():
+                process.kill()
+    return dict(min(gathered)[1])
+
+
+def start_psengine_server() -> tuple[subprocess.Popen[str], str]:
+    server = subprocess.Popen(
+        [sys.executable, "-m", "psengine.cli.server", "--bind", "tcp://127.0.0.1:0"], stdout=subprocess.PIPE, text=True
+    )
+    assert server.stdout is not None
+    for line in server.stdout:
+        if line.startswith("psengine-server ready"):
+            return server, line.split()[2]
+    raise RuntimeError("psengine-server did not start")
+
+
+def table(measured: dict[tuple[int, int], dict[str, list[float]]]) -> str:
+    lines = [
+        "| workers | size | candidate | median ms | one way, all workers | of the echo's throughput |",
+        "|---|---|---|---|---|---|",
+    ]
+    for (workers, megabytes), seconds in measured.items():
+        echo = statistics.median(seconds["echo"])
+        for name, values in seconds.items():
+            median = statistics.median(values)
+            rate = workers * megabytes / median / 1000
+            paired = statistics.median(e / v for e, v in zip(seconds["echo"], values, strict=True))
+            lines.append(
+                f"| {workers} | {megabytes} MB | {name} | {median * 1000:.1f} | {rate:.2f} GB/s |"
+                f" {paired:.2f} (of medians {echo / median:.2f}) |"
+            )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sizes-mb", default="25,100")
+    parser.add_argument("--workers", default="1,2")
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--optimizer", choices=sorted(OPTIMIZERS), default="SGD")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    os.environ["OMP_NUM_THREADS"] = "1"
+    context = multiprocessing.get_context("spawn")
+    port = context.Value("i", 0)
+    echo = context.Process(target=echo_server, args=(port,), daemon=True)
+    echo.start()
+    server, address = start_psengine_server()
+    try:
+        while not port.value:
+            time.sleep(0.05)
+        ports = {"echo": port.value, "psengine": address}
+        measured = {
+            (workers, megabytes): measure(workers, megabytes * 1_000_000 // 4, options, ports)
+            for megabytes in map(int, options.sizes_mb.split(","))
+            for workers in map(int, options.workers.split(","))
+        }
+    finally:
+        echo.kill()
+        server.terminate()
+        server.wait(15)
+    print(
+        f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}, torch {torch.__version__},"
+        f" pyzmq {zmq.__version__}, chunks of {CHUNK_BYTES // 1024} KiB, {options.optimizer} applied,"
+        f" {options.rounds} rounds\n"
+    )
+    print(table(measured))
+    if options.json:
+        options.json.write_text(json.dumps({f"{w} workers, {m} MB": s for (w, m), s in measured.items()}, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,336 @@
+"""Strategy "async": the servers apply each worker's gradients when they arrive, and weights come back.
+
+    worker 0   backward ─ step: gradients ──► servers: apply ──► weights ─ forward ...
+    worker 1        backward ─ step: gradients ──► servers: apply ──► weights ─ forward ...
+
+Nobody waits for anybody (or, with ``max_staleness``, only for those too far behind); the price is that gradients are
+computed from weights that others have moved on from.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from psengine.buckets import Bucket
+from psengine.collectives.base import CompletedWork, Work
+from psengine.errors import ConfigurationError, ReductionError
+from psengine.strategies.base import Reduction
+from psengine.strategies.server_strategy import DEFAULT_TIMEOUT_S, ServerStrategy
+
+if TYPE_CHECKING:
+    from psengine.client.operation import Push
+    from psengine.protocol.layout import ChunkSpec
+
+logger = logging.getLogger(__name__)
+
+
+class AsyncServer(ServerStrategy):
+    """Push gradients in ``optimizer.step()``, get the servers' weights back; needs ``psengine.DistributedOptimizer``.
+
+    Args:
+        max_staleness: hold a worker that is more than this many steps ahead of the slowest (stale-synchronous
+            parallel, Ho et al. 2013); None never does.
+        staleness_scaling: "inverse" divides the learning rate of a gradient that is s updates old by s + 1 (Zhang et
+            al. 2016, https://arxiv.org/abs/1511.05950); None does not.
+        delay_compensation: strength of DC-ASGD's correction g + strength * g * g * (w_now - w_then) (Zheng et al.
+            2017, https://arxiv.org/abs/1609.08326); costs the servers a copy of the model for each worker. 0 is off.
+        push: "step" sends gradients in ``optimizer.step()``, so that whatever happens to them after backward (clipping,
+            unscaling) counts. "backward" sends each bucket as soon as it is full, while backward goes on; changing
+            gradients afterwards is an error.
+        servers, job, timeout_s, checksum: see ``ServerStrategy``.
+
+    Attributes:
+        completed_steps: how many steps this worker took.
+        refused_pushes: how many chunks the servers refused (not finite, or too stale after this worker was away).
+    """
+
+    name = "async"
+
+    def __init__(
+        self,
+        max_staleness: int | None = None,
+        staleness_scaling: str | None = None,
+        delay_compensation: float = 0.0,
+        *,
+        push: str = "step",
+        servers: str | Sequence[str] | None = None,
+        job: str | None = None,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+        checksum: bool = False,
+    ) -> None:
+        _check_options(max_staleness, staleness_scaling, delay_compensation, push)
+        super().__init__(servers=servers, job=job, timeout_s=timeout_s, checksum=checksum)
+        self._options.update(
+            max_staleness=max_staleness,
+            staleness_scaling=staleness_scaling,
+            delay_compensation=float(delay_compensation),
+            push=push,
+        )
+
+    def _forget(self) -> None:
+        super()._forget()
+        self.refused_pushes = 0
+        self._optimizer: torch.optim.Optimizer | None = None
+        self._groups: list[dict[str, Any]] = []
+        # Chunks without a trained parameter are never pushed.
+        self._trained: set[int] = set()
+        self._pushes: list[tuple[ChunkSpec, Push]] = []
+        self._pushed_gradients: list[tuple[torch.Tensor, torch.Tensor | None, int]] = []
+        self._weight_versions = 0
+
+    @property
+    def rule(self) -> dict[str, Any]:
+        """See ``ServerStrategy.rule``."""
+        options = self._options
+        return {
+            "name": "apply",
+            "max_staleness": options["max_staleness"],
+            "staleness_scaling": options["staleness_scaling"],
+            "delay_compensation": options["delay_compensation"],
+        }
+
+    def _entered(self, state: str) -> None:
+        self._note_weights()
+
+    # ---- the optimizer -----------------------------------------------------------------------------------------
+
+    def bind_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """See ``Strategy.bind_optimizer``: the servers get the optimizer's class, groups and hyperparameters.
+
+        Raises:
+            ConfigurationError: the servers cannot run this optimizer.
+            ServerRefusedError: the job's other workers use another one.
+        """
+        from psengine.client.operation import wait_all
+        from psengine.protocol.hyperparameters import optimizer_name, wire_groups
+        from psengine.protocol.layout import ChunkKind
+
+        name, groups = optimizer_name(optimizer), wire_groups(optimizer)
+        group_of = self._groups_by_name(optimizer)
+        requests = []
+        for spec in self.chunks.specs:
+            if spec.kind is not ChunkKind.PARAMETER:
+                continue
+            runs, start = [], 0
+            for segment in spec.segments:
+                runs.append([start, start + segment.numel, group_of.get(segment.name, -1)])
+                start += segment.numel
+            if any(group >= 0 for _, _, group in runs):
+                self._trained.add(spec.key)
+                body = {"optimizer": name, "groups": groups, "runs": runs}
+                requests.append(self.session.configure(spec.key, body))
+        wait_all(requests)
+        self._optimizer = optimizer
+
+    def _groups_by_name(self, optimizer: torch.optim.Optimizer) -> dict[str, int]:
+        assert self._replica is not None
+        names = {parameter: name for name, parameter in self._replica.parameters.items()}
+        return {
+            names[parameter]: index
+            for index, group in enumerate(optimizer.param_groups)
+            for parameter in group["params"]
+            if parameter in names
+        }
+
+    def _bound_optimizer(self) -> torch.optim.Optimizer:
+        if self._optimizer is None:
+            raise ConfigurationError(
+                "strategy 'async' applies gradients at the servers (expected optimizer ="
+                " psengine.DistributedOptimizer(optimizer, model) before the first backward, got a plain optimizer)"
+            )
+        return self._optimizer
+
+    # ---- a step ------------------------------------------------------------------------------------------------
+
+    @property
+    def needs_packing(self) -> bool:
+        """Gradients stay where they are until ``step``, unless they leave during backward."""
+        return bool(self._options["push"] == "backward")
+
+    def begin(self, live_world_size: int) -> int:
+        """See ``Strategy.begin``; nothing is divided, because nothing is added up."""
+        self._bound_optimizer()
+        if self._pushes:
+            raise ReductionError(
+                "a second backward came before optimizer.step(), while the gradients of the first are with the servers"
+                " already (push='backward'). Fix: accumulate inside model.no_sync(), or use push='step'."
+            )
+        return 1
+
+    def reduce(self, bucket: Bucket) -> Reduction:
+        """See ``Strategy.reduce``; called with push='backward' only."""
+        if self._options["push"] == "backward":
+            if not self._pushed_gradients:
+                self._store_edited_weights()
+            self._push(bucket)
+            self._pushed_gradients += [
+                (parameter, parameter.grad, -1 if parameter.grad is None else parameter.grad._version)
+                for parameter in bucket.parameters
+            ]
+        return _AppliedElsewhere()
+
+    def reduce_usage(self, used: torch.Tensor) -> Work:
+        """See ``Strategy.reduce_usage``: what this worker used is what counts."""
+        return CompletedWork()
+
+    def step(self, local_step: Callable[[], Any], closure: Callable[[], Any] | None = None) -> Any:
+        """Push what was not pushed during backward, and return once the servers' weights are here."""
+        optimizer = self._bound_optimizer()
+        result = None
+        if closure is not None:
+            with torch.enable_grad():
+                result = closure()
+        with torch.no_grad():
+            if self._options["push"] == "backward":
+                self._check_gradients_unchanged()
+            else:
+                self._store_edited_weights()
+                for bucket in self._buckets:
+                    for position, is_eager in enumerate(bucket.is_eager):
+                        if is_eager:
+                            bucket.pack_one(position, 1, as_view=False)
+                    bucket.pack_rest(1, as_view=False)
+                    self._push(bucket)
+            self._push_buffers()
+            self._await_weights()
+        optimizer._opt_called = True  # type: ignore[attr-defined]  # what learning-rate schedulers look for
+        self.completed_steps += 1
+        return result
+
+    def _push(self, bucket: Bucket) -> None:
+        from psengine.protocol.hyperparameters import wire_groups
+
+        self._groups = wire_groups(self._bound_optimizer())
+        missing = {
+            name for name, parameter in zip(bucket.names, bucket.parameters, strict=True) if parameter.grad is None
+        }
+        if len(missing) == len(bucket.names):
+            return
+        payload = bucket.flat if bucket.device.type == "cpu" else bucket.flat.cpu()
+        for spec, start, end in self.chunks.of_bucket[bucket.index]:
+            absent = self.chunks.segment_indices(spec, missing) if missing else []
+            if spec.key in self._trained and len(absent) < len(spec.segments):
+                push = self.session.push(
+                    spec.key, payload[start:end], self.chunks.parts(spec), groups=self._groups, absent=absent
+                )
+                self._pushes.append((spec, push))
+
+    def _push_buffers(self) -> None:
+        self.chunks.follow_buffers()
+        for key in self.chunks.buffers:
+            spec = self.chunks.specs[key]
+            self._pushes.append((spec, self.session.push(key, self.chunks.values(spec), self.chunks.parts(spec))))
+
+    def _await_weights(self) -> None:
+        from psengine.client.operation import wait_all
+
+        pushes, self._pushes = self._pushes, []
+        self._pushed_gradients = []
+        wait_all([push for _, push in pushes])
+        self.chunks.write_back([spec for spec, _ in pushes])
+        self._note_weights()
+        for spec, push in pushes:
+            refused = push.wait().refused
+            if refused:
+                self._report_refusal(spec, refused)
+
+    def _report_refusal(self, spec: ChunkSpec, reason: str) -> None:
+        self.refused_pushes += 1
+        # The first, second, fourth, eighth ... time: often enough to be seen, rarely enough to be read.
+        if self.refused_pushes & (self.refused_pushes - 1) == 0:
+            logger.warning(
+                "the servers refused the gradient of %s (%s); the weights stay as they were. %d refused so far",
+                spec.describe(),
+                {"non_finite": "it holds NaN or infinity", "stale": "computed before this worker was away"}.get(
+                    reason, reason
+                ),
+                self.refused_pushes,
+            )
+
+    def _check_gradients_unchanged(self) -> None:
+        for parameter, gradient, version in self._pushed_gradients:
+            if parameter.grad is not gradient or (gradient is not None and gradient._version != version):
+                self._await_weights()
+                raise ReductionError(
+                    "gradients were changed between backward and optimizer.step(), after they had left for the servers"
+                    " (push='backward'). Fix: use AsyncServer(push='step'), which sends them in step()."
+                )
+
+    # ---- weights and state that are changed here ---------------------------------------------------------------
+
+    def _note_weights(self) -> None:
+        """Remember the parameters as the servers sent them."""
+        self._weight_versions = self._count_writes()
+
+    def _count_writes(self) -> int:
+        assert self._replica is not None
+        return sum(parameter._version for parameter in self._replica.parameters.values())
+
+    def _store_edited_weights(self) -> None:
+        """Where parameters were written to (``load_state_dict``): worker 0's go to the servers, others' are lost."""
+        if self._count_writes() == self._weight_versions:
+            return
+        from psengine.client.operation import wait_all
+        from psengine.protocol.layout import ChunkKind
+
+        if self.session.rank != 0:
+            logger.warning(
+                "parameters were written on worker %d; the servers' weights count, and overwrite them with this step."
+                " Only worker 0's writes (load_state_dict) reach the servers.",
+                self.session.rank,
+            )
+        else:
+            logger.warning("parameters were written on worker 0; they become the servers' weights")
+            specs = [spec for spec in self.chunks.specs if spec.kind is not ChunkKind.USAGE]
+            wait_all([self.session.store(spec.key, self.chunks.values(spec)) for spec in specs])
+        self._note_weights()
+
+    def fetch_optimizer_state(self, optimizer: torch.optim.Optimizer) -> None:
+        """See ``Strategy.fetch_optimizer_state``: fills ``optimizer.state`` from the servers."""
+        from psengine.strategies.server_optimizer_state import fetch
+
+        if self._optimizer is not None and self._session is not None:
+            fetch(self.session, self.chunks, optimizer, self._parameters(), self._trained)
+
+    def store_optimizer_state(self, optimizer: torch.optim.Optimizer) -> None:
+        """See ``Strategy.store_optimizer_state``: worker 0's state becomes the servers'."""
+        from psengine.strategies.server_optimizer_state import store
+
+        if self._optimizer is None or self._session is None:
+            return
+        if self.session.rank == 0:
+            store(self.session, self.chunks, optimizer, self._parameters(), self._trained)
+        else:
+            logger.info("worker %d loaded optimizer state; the servers' (worker 0's) counts", self.session.rank)
+
+    def _parameters(self) -> dict[str, torch.nn.Parameter]:
+        assert self._replica is not None
+        return dict(self._replica.parameters)
+
+
+class _AppliedElsewhere(Reduction):
+    """Gradients stay what this worker computed; the servers apply them."""
+
+    def wait(self) -> None:
+        return None
+
+
+def _check_options(max_staleness: Any, staleness_scaling: Any, delay_compensation: Any, push: Any) -> None:
+    is_count = isinstance(max_staleness, int) and not isinstance(max_staleness, bool) and max_staleness >= 0
+    if max_staleness is not None and not is_count:
+        raise ConfigurationError(
+            f"max_staleness is a number of steps (expected None or 0, 1, ..., got {max_staleness!r})"
+        )
+    if staleness_scaling not in (None, "inverse"):
+        raise ConfigurationError(f"staleness_scaling (expected None or 'inverse', got {staleness_scaling!r})")
+    is_number = isinstance(delay_compensation, int | float) and not isinstance(delay_compensation, bool)
+    if not is_number or not 0 <= delay_compensation < 1e6:
+        raise ConfigurationError(
+            f"delay_compensation is a strength (expected 0 <= value < 1e6, got {delay_compensation!r})"
+        )
+    if push not in ("step", "backward"):
+        raise ConfigurationError(f"push says when gradients leave (expected 'step' or 'backward', got {push!r})")

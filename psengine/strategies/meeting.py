@@ -1,0 +1,140 @@
+"""Where a worker's parameter servers are: the argument, else PSENGINE_SERVERS, else one that rank 0 starts here."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from psengine.collectives.base import Collective
+from psengine.environment import read_variable
+from psengine.errors import ConfigurationError, EnvironmentVariableError, MissingExtraError, ServerError
+
+if TYPE_CHECKING:
+    from psengine.client.embedded import EmbeddedServer
+
+_ADDRESS_BYTES = 512
+
+# Models that this process wraps with server strategies get jobs of their own, in the order they are wrapped.
+_job_numbers = itertools.count()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Meeting:
+    """Where and as whom a worker meets the others.
+
+    Attributes:
+        addresses: of the servers, the lead first.
+        job: name of the job at the servers.
+        rank: this worker's; None lets the servers give one.
+        world_size: how many workers the first exchange waits for.
+        embedded: the server this process started, which it has to stop.
+    """
+
+    addresses: tuple[str, ...]
+    job: str
+    rank: int | None
+    world_size: int
+    embedded: EmbeddedServer | None
+
+
+def meet(servers: str | Sequence[str] | None, job: str | None, collective: Collective, device: torch.device) -> Meeting:
+    """Find or start the servers; every rank of ``collective`` calls it.
+
+    Raises:
+        ConfigurationError: no servers are named, and the ranks are on several hosts.
+        EnvironmentVariableError: PSENGINE_WORKER is no rank.
+        MissingExtraError: the packages that servers need are not installed.
+        ServerError: the embedded server did not start.
+    """
+    require_extra()
+    number = next(_job_numbers)
+    base_name = job or read_variable("PSENGINE_JOB") or "default"
+    addresses = addresses_of(servers if servers is not None else read_variable("PSENGINE_SERVERS"))
+    embedded = None
+    if not addresses:
+        embedded, addresses = _embed(collective, device)
+    rank, world_size = (collective.rank, collective.world_size) if collective.world_size > 1 else (_named_rank(), 1)
+    return Meeting(
+        addresses=addresses,
+        job=f"{base_name}.{number}" if number and job is None else base_name,
+        rank=rank,
+        world_size=world_size,
+        embedded=embedded,
+    )
+
+
+def require_extra() -> None:
+    """Say what to install where a package is missing that servers and their clients need."""
+    try:
+        import msgpack  # type: ignore[import-untyped]  # noqa: F401
+        import safetensors  # noqa: F401
+        import xxhash  # noqa: F401
+        import zmq  # noqa: F401
+    except ImportError as error:
+        raise MissingExtraError(
+            f"strategies over parameter servers need {error.name} (expected it installed, got {error})."
+            " Fix: pip install 'psengine[server]'"
+        ) from error
+
+
+def addresses_of(servers: str | Sequence[str] | None) -> tuple[str, ...]:
+    """``servers`` as a tuple: a list, or a text with commas as in PSENGINE_SERVERS."""
+    if servers is None:
+        return ()
+    parts = servers.split(",") if isinstance(servers, str) else list(servers)
+    return tuple(part.strip() for part in parts if part.strip())
+
+
+def _named_rank() -> int | None:
+    """PSENGINE_WORKER: the rank of a worker that is a job of its own; without it the servers give one."""
+    text = read_variable("PSENGINE_WORKER")
+    if not text:
+        return None
+    if not text.isdecimal() or int(text) > 0xFFFF:
+        raise EnvironmentVariableError(f"PSENGINE_WORKER is a rank (expected 0 to 65535, got {text!r})")
+    return int(text)
+
+
+def _embed(collective: Collective, device: torch.device) -> tuple[EmbeddedServer | None, tuple[str, ...]]:
+    """Rank 0 starts a server on loopback and tells the others where."""
+    _check_one_host(collective, device)
+    embedded, text = None, b""
+    error: ServerError | None = None
+    if collective.rank == 0:
+        from psengine.client.embedded import EmbeddedServer
+
+        try:
+            embedded = EmbeddedServer.start()
+            text = ",".join(embedded.addresses).encode()
+        except ServerError as failure:
+            error = failure  # the others must not wait for an address
+    packed = torch.zeros(_ADDRESS_BYTES, dtype=torch.uint8)
+    packed[: len(text)] = torch.tensor(list(text), dtype=torch.uint8)
+    packed = packed.to(device)
+    collective.broadcast([packed], 0, what="address of the embedded server")
+    if error is not None:
+        raise error
+    addresses = addresses_of(bytes(packed.tolist()).rstrip(b"\0").decode())
+    if not addresses:
+        raise ServerError("rank 0 could not start the embedded parameter server; its error says why")
+    return embedded, addresses
+
+
+def _check_one_host(collective: Collective, device: torch.device) -> None:
+    if collective.world_size == 1:
+        return
+    digest = hashlib.blake2b(socket.gethostname().encode(), digest_size=8).digest()
+    mine = torch.tensor(list(digest), dtype=torch.uint8, device=device)
+    hosts = {tuple(other.tolist()) for other in collective.all_gather(mine, what="host names")}
+    if len(hosts) > 1:
+        raise ConfigurationError(
+            f"no parameter server is named, and the workers are on {len(hosts)} hosts (expected one, where rank 0 can"
+            " start one itself). Fix: start psengine-server on a machine that all reach, and set"
+            " PSENGINE_SERVERS=tcp://host:port, or pass servers= to the strategy."
+        )

@@ -1,0 +1,217 @@
+"""What the strategies over parameter servers share: meet the servers, put the model there or take it from there, leave.
+
+    prepare     find servers, say HELLO
+    lay_out     buckets become chunks; the first worker's values go to the servers, everybody else's come from there
+    close       say goodbye; stop the server that this process started
+
+Importing this module needs torch alone; the packages of ``psengine[server]`` are needed from ``prepare`` on.
+"""
+
+from __future__ import annotations
+
+import logging
+from abc import abstractmethod
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from psengine.buckets import Bucket
+from psengine.environment import read_variable
+from psengine.errors import ConfigurationError, ReductionError
+from psengine.strategies.base import Replica, Strategy
+from psengine.strategies.meeting import meet
+
+if TYPE_CHECKING:
+    from psengine.client.embedded import EmbeddedServer
+    from psengine.client.session import WorkerSession
+    from psengine.protocol.layout import ChunkSpec
+    from psengine.strategies.chunked_replica import ChunkedReplica
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_TIMEOUT_S = 300.0
+
+
+class ServerStrategy(Strategy):
+    """A strategy over parameter servers.
+
+    Args:
+        servers: addresses, as a list or with commas; None takes ``PSENGINE_SERVERS``, else rank 0 starts a server on
+            this host and stops it at the end.
+        job: name under which workers find each other at the servers; None takes ``PSENGINE_JOB``, else "default",
+            and numbers the models that one process wraps.
+        timeout_s: deadline of every wait for a server.
+        checksum: protect payloads by a hash on the way (TCP's own checks miss one error in some terabytes).
+    """
+
+    needs_process_group = False
+    keeps_first_layout = True
+    carries_buffers = True
+    counts_usage = False
+
+    def __init__(
+        self,
+        *,
+        servers: str | Sequence[str] | None = None,
+        job: str | None = None,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+        checksum: bool = False,
+    ) -> None:
+        if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float) or not 0 < timeout_s < float("inf"):
+            raise ConfigurationError(f"timeout_s is a positive number of seconds (got {timeout_s!r})")
+        self._options: dict[str, Any] = {
+            "servers": servers,
+            "job": job,
+            "timeout_s": float(timeout_s),
+            "checksum": bool(checksum),
+        }
+        self._forget()
+
+    def _forget(self) -> None:
+        """The state of a strategy that serves no replica."""
+        self._replica: Replica | None = None
+        self._session: WorkerSession | None = None
+        self._embedded: EmbeddedServer | None = None
+        self._chunks: ChunkedReplica | None = None
+        self._buckets: list[Bucket] = []
+        self.completed_steps = 0
+
+    def __repr__(self) -> str:
+        given = {name: value for name, value in self._options.items() if value is not None}
+        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in given.items())})"
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self._options  # a copy of the model is prepared anew
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(**state)  # type: ignore[misc]
+
+    @property
+    @abstractmethod
+    def rule(self) -> dict[str, Any]:
+        """How the servers treat pushes, as HELLO says it."""
+
+    @property
+    def session(self) -> WorkerSession:
+        """The connection to the servers; set by ``prepare``."""
+        if self._session is None:
+            raise ReductionError(
+                f"strategy {self.name!r} is not connected (expected it prepared and not closed); wrap a model with"
+                " psengine.DistributedDataParallel first"
+            )
+        return self._session
+
+    @property
+    def chunks(self) -> ChunkedReplica:
+        """The replica as chunks; set by ``lay_out``."""
+        assert self._chunks is not None, "buckets are laid out when a model is wrapped"
+        return self._chunks
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """Ranks of the workers that are live, as the servers said last."""
+        return tuple(self.session.members)
+
+    # ---- coming ------------------------------------------------------------------------------------------------
+
+    def prepare(self, replica: Replica, *, synchronize: bool) -> None:
+        """See ``Strategy.prepare``. Values are synchronised in ``lay_out``, whatever ``synchronize`` says: where
+        servers hold a model already, theirs is the one that counts.
+        """
+        if self._replica is not None:
+            raise ConfigurationError(
+                "a strategy object serves one wrapped model (got a second);"
+                f" make a psengine.{type(self).__name__}() for each"
+            )
+        options = self._options
+        meeting = meet(options["servers"], options["job"], replica.collective, replica.device)
+        from psengine.client.session import SessionOptions, WorkerSession
+
+        self._replica, self._embedded = replica, meeting.embedded
+        try:
+            self._session = WorkerSession(
+                SessionOptions(
+                    addresses=meeting.addresses,
+                    job=meeting.job,
+                    rule=self.rule,
+                    rank=meeting.rank,
+                    world_size=meeting.world_size,
+                    timeout_s=options["timeout_s"],
+                    checksum=options["checksum"],
+                    keys=_client_keys(),
+                )
+            )
+            self._session.start()
+        except BaseException:
+            self.close()
+            raise
+
+    def lay_out(self, buckets: Sequence[Bucket]) -> None:
+        """See ``Strategy.lay_out``: the model goes to the servers, or comes from there.
+
+        Raises:
+            ReplicaMismatchError: the servers hold another model; the first difference is named.
+        """
+        from psengine.strategies.chunked_replica import ChunkedReplica
+
+        assert self._replica is not None
+        self._buckets = list(buckets)
+        self._chunks = ChunkedReplica(self._replica, buckets, counts_usage=self.counts_usage)
+        try:
+            state = self.session.enter(self._chunks.specs, self._chunks.values)
+            if state != "initialised":
+                self.pull_values(self._chunks.specs)
+            self._entered(state)
+        except BaseException:
+            self.close()
+            raise
+        logger.info(
+            "worker %d of job %r: %s, %d chunks at %d shards",
+            self.session.rank,
+            self.session.options.job,
+            state,
+            len(self._chunks.specs),
+            self.session.shard_count,
+        )
+
+    def _entered(self, state: str) -> None:
+        """The values are equal to the servers'; ``state`` is what ``WorkerSession.enter`` returned."""
+
+    def pull_values(self, specs: Iterable[ChunkSpec]) -> None:
+        """Overwrite this replica's tensors by the servers' values."""
+        from psengine.client.operation import wait_all
+
+        specs = list(specs)
+        wait_all([self.session.pull(spec.key, self.chunks.parts(spec)) for spec in specs])
+        self.chunks.write_back(specs)
+
+    def broadcast(self, tensors: Sequence[torch.Tensor], source_rank: int = 0) -> None:
+        """Nothing to do: buffers travel with the gradients, and the bucket layout is never agreed on anew."""
+
+    # ---- leaving -----------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Say goodbye to the servers, so that nobody waits for this worker; stop an embedded server. Safe twice."""
+        session, embedded = self._session, self._embedded
+        self._forget()
+        if session is not None:
+            session.close()
+        if embedded is not None:
+            embedded.stop()
+
+
+def _client_keys() -> Any:
+    """The CURVE keys that PSENGINE_SERVER_KEY and PSENGINE_CLIENT_KEY name, or None."""
+    server_key, client_key = read_variable("PSENGINE_SERVER_KEY"), read_variable("PSENGINE_CLIENT_KEY")
+    if not server_key and not client_key:
+        return None
+    if not (server_key and client_key):
+        raise ConfigurationError(
+            "CURVE needs both keys (expected PSENGINE_SERVER_KEY, the server's public key file, and"
+            f" PSENGINE_CLIENT_KEY, this worker's own key file; got only"
+            f" {'the first' if server_key else 'the second'})"
+        )
+    from psengine.protocol.keys import CurveClientKeys
+
+    return CurveClientKeys.load(client_key, server_key)

@@ -1,0 +1,286 @@
+"""Strategy "sync-server": every step, the servers average the gradients of all workers, in rank order.
+
+DDP's semantics without a process group: after backward every worker has the same gradients, and steps by itself.
+Workers may join and leave at any time. A worker that comes late, or was silent for longer than its lease, gets the
+others' state through the servers::
+
+    joiner    JOIN ─────────────► servers ──STATE_WANTED──► donor (any live worker)
+    donor     at its next backward: values, buffers, optimizer ──► servers; ADMIT; then its own gradients
+    joiner    ◄── values, buffers, optimizer; takes part in that very exchange
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from psengine.buckets import Bucket
+from psengine.collectives.base import Work
+from psengine.errors import ConfigurationError, FencedError, ServerError
+from psengine.strategies.base import Reduction
+from psengine.strategies.server_strategy import DEFAULT_TIMEOUT_S, ServerStrategy
+
+if TYPE_CHECKING:
+    from psengine.client.operation import Push
+
+logger = logging.getLogger(__name__)
+
+STATE_BLOB = "worker_state"
+# In one step; who is fenced more often than this is too slow for its lease.
+MOST_REJOINS = 8
+
+
+class SyncServer(ServerStrategy):
+    """Average each bucket over all workers at parameter servers; staleness 0, each worker steps its own optimizer.
+
+    Args:
+        quorum: go on with the first ``quorum`` gradients of a step, N - b with b backup workers (Chen et al. 2016,
+            https://arxiv.org/abs/1604.00981); late ones are dropped. None waits for every live worker.
+        servers, job, timeout_s, checksum: see ``ServerStrategy``.
+
+    Attributes:
+        completed_steps: how many steps this worker's model has seen; a worker that joined late starts with the others'.
+    """
+
+    name = "sync-server"
+    counts_usage = True
+
+    def __init__(
+        self,
+        quorum: int | None = None,
+        *,
+        servers: str | Sequence[str] | None = None,
+        job: str | None = None,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+        checksum: bool = False,
+    ) -> None:
+        if quorum is not None and (isinstance(quorum, bool) or not isinstance(quorum, int) or quorum < 1):
+            raise ConfigurationError(
+                f"quorum is a number of workers (expected an integer of at least 1, got {quorum!r})"
+            )
+        super().__init__(servers=servers, job=job, timeout_s=timeout_s, checksum=checksum)
+        self._options["quorum"] = quorum
+
+    def _forget(self) -> None:
+        super()._forget()
+        self._optimizer: torch.optim.Optimizer | None = None
+        self._arrived_state: Any = None
+        self._payloads: list[torch.Tensor] = []
+        self._results: list[torch.Tensor] = []
+        # The step under way: per key its exchange, and what is sent and where the answer lands.
+        self._is_open = False
+        self._sits_out = False
+        self._pushes: dict[int, Push] = {}
+        self._memory: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._has_pushed_buffers = False
+
+    @property
+    def rule(self) -> dict[str, Any]:
+        """See ``ServerStrategy.rule``."""
+        return {"name": "average", "quorum": self._options["quorum"]}
+
+    def lay_out(self, buckets: Sequence[Bucket]) -> None:
+        """See ``ServerStrategy.lay_out``."""
+        # Averages land apart from what was sent: until everybody has an average, a worker may be asked for it.
+        self._results = [torch.empty(bucket.numel, dtype=bucket.dtype) for bucket in buckets if not bucket.sparse]
+        self._payloads = [
+            bucket.flat if bucket.device.type == "cpu" else torch.empty(bucket.numel, dtype=bucket.dtype)
+            for bucket in buckets
+            if not bucket.sparse
+        ]
+        super().lay_out(buckets)
+
+    def _entered(self, state: str) -> None:
+        self._continue()
+        if state == "joined":
+            self._take_state()
+
+    def _continue(self) -> None:
+        """Go on with the exchange after the one that the values belong to."""
+        for spec in self.chunks.specs:
+            self.session.set_sequence(spec.key, self.session.version(spec.key))
+
+    # ---- a step ------------------------------------------------------------------------------------------------
+
+    def begin(self, live_world_size: int) -> int:
+        """Gradients travel undivided, because only the servers know how many workers contribute.
+
+        A worker that waits to join gets this one's state now, while the weights are those before the step.
+        """
+        self._open_step()
+        return 1
+
+    def _open_step(self) -> None:
+        if self._is_open:
+            return
+        self._is_open = True
+        self._sits_out = self._has_pushed_buffers = False
+        self._pushes, self._memory = {}, {}
+        try:
+            self._donate()
+        except FencedError:
+            self._rejoin()
+
+    def reduce(self, bucket: Bucket) -> Reduction:
+        """See ``Strategy.reduce``: the bucket's chunks leave for their shards."""
+        payload, result = self._payloads[bucket.index], self._results[bucket.index]
+        if payload is not bucket.flat:
+            payload.copy_(bucket.flat)
+        for spec, start, end in self.chunks.of_bucket[bucket.index]:
+            self._exchange(spec.key, payload[start:end], result[start:end])
+        return _Average(self, bucket, result)
+
+    def _exchange(self, key: int, payload: torch.Tensor, landing: torch.Tensor) -> None:
+        if key in self._pushes:  # the step before ended by an error
+            self._is_open = False
+        self._open_step()
+        self._memory[key] = payload, landing
+        self.session.keep_result(key, [landing])
+        try:
+            self._pushes[key] = self._begin_exchange(key)
+        except FencedError:
+            self._rejoin()
+
+    def _begin_exchange(self, key: int) -> Push:
+        payload, landing = self._memory[key]
+        return self.session.push(key, None if self._sits_out else payload, [landing])
+
+    def reduce_usage(self, used: torch.Tensor) -> Work:
+        """See ``Strategy.reduce_usage``."""
+        assert self.chunks.usage is not None
+        landing = torch.empty(used.numel(), dtype=used.dtype)
+        self._exchange(self.chunks.usage, used.cpu().contiguous().clone(), landing)
+        return _UsageSum(self, used, landing)
+
+    def await_exchanges(self) -> None:
+        """Wait for all exchanges of this step. A worker that was fenced rejoins, and sits the step out: what it
+        computed belongs to weights that the others have left behind.
+
+        All, not one bucket's: a worker that rejoins takes part in a later step than it was in, with every bucket.
+        """
+        from psengine.client.operation import wait_all
+
+        for _ in range(MOST_REJOINS):
+            try:
+                return wait_all(list(self._pushes.values()))
+            except FencedError:
+                self._rejoin()
+        return wait_all(list(self._pushes.values()))
+
+    def finish_exchanges(self) -> None:
+        """The end of backward: buffers travel too, and everything is waited for."""
+        if not self._has_pushed_buffers:
+            self._has_pushed_buffers = True
+            self.chunks.follow_buffers()
+            for key in self.chunks.buffers:
+                spec = self.chunks.specs[key]
+                self._exchange(key, self.chunks.values(spec), torch.empty(spec.numel, dtype=spec.dtype))
+        self.await_exchanges()
+
+    def finish(self) -> None:
+        """See ``Strategy.finish``: buffers become those of the lowest rank, as native DDP's broadcast makes them."""
+        self.finish_exchanges()
+        for key in self.chunks.buffers:
+            self.chunks.assign(self.chunks.specs[key], self._memory[key][1])
+        self._is_open = False
+        self.completed_steps += 1
+
+    # ---- joining late ------------------------------------------------------------------------------------------
+
+    def bind_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """See ``Strategy.bind_optimizer``: its state goes to workers that join, and comes from others if we do."""
+        self._optimizer = optimizer
+        self._load_arrived_state()
+
+    def _donate(self) -> None:
+        """Leave this worker's state at the servers for each worker that waits to join."""
+        from psengine.client.operation import wait_all
+
+        request = self.session.take_state_request()
+        if request is None:
+            return
+        from psengine.strategies.worker_state import pack
+
+        if self._optimizer is None:
+            logger.warning(
+                "a worker joins, but this one's optimizer is unknown, so the joiner starts without its state. Fix:"
+                " optimizer = psengine.DistributedOptimizer(optimizer, model)"
+            )
+        stores = [self.session.store(spec.key, self.chunks.values(spec)) for spec in self.chunks.specs]
+        pieces = pack(self.completed_steps, self._optimizer)
+        stores += [
+            self.session.store(index, piece, blob=STATE_BLOB, pieces=len(pieces)) for index, piece in enumerate(pieces)
+        ]
+        wait_all(stores)
+        self.session.admit(request)
+
+    def _rejoin(self) -> None:
+        """The others went on after this worker's lease ran out: take their state, and sit this step out.
+
+        Where nobody else is left, this worker's state is the job's, and its step goes on.
+        """
+        logger.warning("worker %d was away for longer than its lease; rejoining", self.session.rank)
+        if self.session.rejoin() == "joined":
+            self._sits_out = True
+            with torch.no_grad():
+                self.pull_values(self.chunks.specs)
+            self._continue()
+            self._take_state()
+        self._pushes = {key: self._begin_exchange(key) for key in self._memory}
+
+    def _take_state(self) -> None:
+        from psengine.strategies.worker_state import unpack
+
+        first = self.session.pull(0, blob=STATE_BLOB).wait()
+        rest = [self.session.pull(index, blob=STATE_BLOB) for index in range(1, first.body["pieces"])]
+        pieces = [answer.values for answer in (first, *(request.wait() for request in rest))]
+        self._arrived_state = unpack([piece for piece in pieces if piece is not None])
+        self.completed_steps = self._arrived_state.steps
+        self._load_arrived_state()
+
+    def _load_arrived_state(self) -> None:
+        """Load what a donor left, once there is an optimizer to load it into."""
+        state = self._arrived_state
+        if state is None or self._optimizer is None:
+            return
+        self._arrived_state = None
+        if state.optimizer is not None:
+            try:
+                self._optimizer.load_state_dict(state.optimizer)
+            except (ValueError, KeyError) as error:
+                raise ServerError(
+                    f"the optimizer state of the other workers does not fit this one's {type(self._optimizer).__name__}"
+                    f" ({error}). Fix: give every worker the same optimizer and parameter groups."
+                ) from error
+
+
+class _Average(Reduction):
+    """A bucket whose chunks are being averaged."""
+
+    def __init__(self, strategy: SyncServer, bucket: Bucket, result: torch.Tensor) -> None:
+        self._strategy = strategy
+        self._bucket = bucket
+        self._result = result
+
+    def wait(self) -> torch.Tensor:
+        self._strategy.finish_exchanges()
+        if self._result.device == self._bucket.device:
+            return self._result
+        self._bucket.flat.copy_(self._result)
+        return self._bucket.flat
+
+
+class _UsageSum(Work):
+    """The map of used parameters on its way."""
+
+    def __init__(self, strategy: SyncServer, used: torch.Tensor, landing: torch.Tensor) -> None:
+        self._strategy = strategy
+        self._used = used
+        self._landing = landing
+
+    def wait(self) -> None:
+        self._strategy.await_exchanges()
+        self._used.copy_(self._landing)
