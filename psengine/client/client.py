@@ -12,23 +12,20 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 
+from psengine.client.addresses import parse_addresses
 from psengine.client.named_tensors import Landing, NamedTensors, describe
 from psengine.client.operation import Push, wait_all
-from psengine.client.options import SessionOptions
+from psengine.client.options import SessionOptions, keys_from_environment
 from psengine.client.session import WorkerSession
-from psengine.environment import read_variable
 from psengine.errors import ConfigurationError
 from psengine.protocol.keys import CurveClientKeys
 from psengine.protocol.layout import ChunkKind, ChunkSpec
-
-_ADDRESS = re.compile(r"tcp://(\[[0-9A-Fa-f:.%\w]+\]|[^\s\[\]/:*]+):([0-9]{1,5})|ipc://\S+")
 
 
 def connect(
@@ -63,7 +60,7 @@ def connect(
         timeout_s: deadline of everything that is asked.
         connect_timeout_s: deadline of a server's first answer.
         checksum: add a checksum to every payload.
-        keys: CURVE keys.
+        keys: CURVE keys; by default those that PSENGINE_SERVER_KEY and PSENGINE_CLIENT_KEY name, if any.
 
     Raises:
         ConfigurationError: no server is named, or an address is malformed.
@@ -71,7 +68,7 @@ def connect(
     """
     client = Client(
         SessionOptions(
-            addresses=parse_addresses(servers),
+            addresses=_named_servers(servers),
             job=job,
             rule={"name": "average", "quorum": quorum},
             rank=rank,
@@ -80,7 +77,7 @@ def connect(
             timeout_s=timeout_s,
             connect_timeout_s=connect_timeout_s,
             checksum=checksum,
-            keys=keys,
+            keys=keys_from_environment() if keys is None else keys,
         ),
         {
             "name": "apply",
@@ -94,27 +91,13 @@ def connect(
     return client
 
 
-def parse_addresses(servers: str | Sequence[str] | None) -> tuple[str, ...]:
-    """Addresses from an argument, else from PSENGINE_SERVERS, checked.
-
-    Raises:
-        ConfigurationError: there is none, or one is malformed.
-    """
-    if servers is None:
-        servers = read_variable("PSENGINE_SERVERS") or ""
-    parts = servers.split(",") if isinstance(servers, str) else list(servers)
-    addresses = tuple(part.strip() for part in parts if part.strip())
+def _named_servers(servers: str | Sequence[str] | None) -> tuple[str, ...]:
+    addresses = parse_addresses(servers)
     if not addresses:
         raise ConfigurationError(
             "no parameter server is named (expected an address such as tcp://host:7077, got none). Pass servers=, or"
             " set PSENGINE_SERVERS; start one with: psengine-server"
         )
-    for address in addresses:
-        match = _ADDRESS.fullmatch(address)
-        if match is None or not (match[2] is None or 0 < int(match[2]) < 65536):
-            raise ConfigurationError(
-                f"a server's address is malformed (expected tcp://host:port or ipc:///path, got {address!r})"
-            )
     return addresses
 
 

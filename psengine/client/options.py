@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from psengine.environment import read_variable
 from psengine.errors import ConfigurationError
 from psengine.protocol.keys import CurveClientKeys
 
@@ -62,3 +63,21 @@ class SessionOptions:
                 f"timeouts must be positive and finite (got timeout_s={self.timeout_s},"
                 f" connect_timeout_s={self.connect_timeout_s})"
             )
+
+
+def keys_from_environment() -> CurveClientKeys | None:
+    """The CURVE keys that PSENGINE_SERVER_KEY (a .pub file) and PSENGINE_CLIENT_KEY (a .key file) name, or None.
+
+    Raises:
+        ConfigurationError: only one is named, or a file is missing, malformed or readable by others.
+    """
+    server_key, client_key = read_variable("PSENGINE_SERVER_KEY"), read_variable("PSENGINE_CLIENT_KEY")
+    if not server_key and not client_key:
+        return None
+    if not (server_key and client_key):
+        raise ConfigurationError(
+            "CURVE needs both keys (expected PSENGINE_SERVER_KEY, the server's public key file, and"
+            " PSENGINE_CLIENT_KEY, this worker's own key file; got only"
+            f" {'the first' if server_key else 'the second'})"
+        )
+    return CurveClientKeys.load(client_key, server_key)

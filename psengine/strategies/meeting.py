@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from psengine.client.addresses import parse_addresses
 from psengine.collectives.base import Collective
 from psengine.environment import read_variable
 from psengine.errors import ConfigurationError, EnvironmentVariableError, MissingExtraError, ServerError
@@ -55,7 +56,7 @@ def meet(servers: str | Sequence[str] | None, job: str | None, collective: Colle
     require_extra()
     number = next(_job_numbers)
     base_name = job or read_variable("PSENGINE_JOB") or "default"
-    addresses = addresses_of(servers if servers is not None else read_variable("PSENGINE_SERVERS"))
+    addresses = parse_addresses(servers)
     embedded = None
     if not addresses:
         embedded, addresses = _embed(collective, device)
@@ -81,14 +82,6 @@ def require_extra() -> None:
             f"strategies over parameter servers need {error.name} (expected it installed, got {error})."
             " Fix: pip install 'psengine[server]'"
         ) from error
-
-
-def addresses_of(servers: str | Sequence[str] | None) -> tuple[str, ...]:
-    """``servers`` as a tuple: a list, or a text with commas as in PSENGINE_SERVERS."""
-    if servers is None:
-        return ()
-    parts = servers.split(",") if isinstance(servers, str) else list(servers)
-    return tuple(part.strip() for part in parts if part.strip())
 
 
 def _named_rank() -> int | None:
@@ -120,7 +113,7 @@ def _embed(collective: Collective, device: torch.device) -> tuple[EmbeddedServer
     collective.broadcast([packed], 0, what="address of the embedded server")
     if error is not None:
         raise error
-    addresses = addresses_of(bytes(packed.tolist()).rstrip(b"\0").decode())
+    addresses = parse_addresses(bytes(packed.tolist()).rstrip(b"\0").decode())
     if not addresses:
         raise ServerError("rank 0 could not start the embedded parameter server; its error says why")
     return embedded, addresses

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from psengine.buckets import Bucket
-from psengine.environment import read_variable
 from psengine.errors import ConfigurationError, ReductionError
 from psengine.strategies.base import Replica, Strategy
 from psengine.strategies.meeting import meet
@@ -126,7 +125,8 @@ class ServerStrategy(Strategy):
             )
         options = self._options
         meeting = meet(options["servers"], options["job"], replica.collective, replica.device)
-        from psengine.client.session import SessionOptions, WorkerSession
+        from psengine.client.options import SessionOptions, keys_from_environment
+        from psengine.client.session import WorkerSession
 
         self._replica, self._embedded = replica, meeting.embedded
         try:
@@ -139,7 +139,7 @@ class ServerStrategy(Strategy):
                     world_size=meeting.world_size,
                     timeout_s=options["timeout_s"],
                     checksum=options["checksum"],
-                    keys=_client_keys(),
+                    keys=keys_from_environment(),
                 )
             )
             self._session.start()
@@ -199,19 +199,3 @@ class ServerStrategy(Strategy):
             session.close()
         if embedded is not None:
             embedded.stop()
-
-
-def _client_keys() -> Any:
-    """The CURVE keys that PSENGINE_SERVER_KEY and PSENGINE_CLIENT_KEY name, or None."""
-    server_key, client_key = read_variable("PSENGINE_SERVER_KEY"), read_variable("PSENGINE_CLIENT_KEY")
-    if not server_key and not client_key:
-        return None
-    if not (server_key and client_key):
-        raise ConfigurationError(
-            "CURVE needs both keys (expected PSENGINE_SERVER_KEY, the server's public key file, and"
-            f" PSENGINE_CLIENT_KEY, this worker's own key file; got only"
-            f" {'the first' if server_key else 'the second'})"
-        )
-    from psengine.protocol.keys import CurveClientKeys
-
-    return CurveClientKeys.load(client_key, server_key)
