@@ -176,8 +176,12 @@ class Greeting:
         rank = options.rank if presence.identity.worker == NOBODY else presence.identity.worker
         if rank is not None:
             body["rank"] = rank
-        if presence.is_welcome and presence.members:
-            body["members"] = sorted({*presence.members, presence.identity.worker})
+        # A restarted server waits for these. Who is still to be given the others' state has nothing to go on from.
+        members = {*presence.members} - {presence.identity.worker}
+        if presence.takes_part:
+            members.add(presence.identity.worker)
+        if presence.is_welcome and members:
+            body["members"] = sorted(members)
         return body
 
     def restore(self, lost: Sequence[int]) -> None:

@@ -52,6 +52,7 @@ class Presence:
         links: one per shard, the lead first.
         chunks: where the job's chunks are.
         members: live workers, as the lead last said.
+        takes_part: whether this worker has the job's state; set by the session.
         lease_s, heartbeat_s: as the lead said.
         is_welcome: the servers let us in once.
         fenced: why exchanges cannot go on before a rejoin; None while they can.
@@ -66,6 +67,7 @@ class Presence:
         self.links: list[Link] = []
         self.chunks = ChunkMap()
         self.members: tuple[int, ...] = ()
+        self.takes_part = False
         self.lease_s = 5.0
         self.heartbeat_s = 1.0
         self.is_welcome = False
@@ -177,6 +179,7 @@ class Presence:
     def _resume(self, fenced: FencedError | None) -> None:
         now_s = time.monotonic()
         self.fenced = fenced
+        self.takes_part = self.takes_part and fenced is None
         self.is_welcome = True
         self._is_recovering = False
         self._next_heartbeat_s = 0.0

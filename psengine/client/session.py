@@ -109,8 +109,10 @@ class WorkerSession:
             state = entrance.join(presence)
         if state == "initialise":
             entrance.initialise(presence, layout, initial)
-            return "initialised"
-        entrance.compare(presence, layout, self.layout())
+            state = "initialised"
+        else:
+            entrance.compare(presence, layout, self.layout())
+        presence.takes_part = True
         return state
 
     def rejoin(self) -> str:
@@ -131,6 +133,7 @@ class WorkerSession:
             state = entrance.join(presence)
         presence.fenced = None
         self.layout()
+        presence.takes_part = True
         return state
 
     def layout(self) -> list[ChunkSpec]:
@@ -340,9 +343,8 @@ class WorkerSession:
         try:
             wait_all([self._admit(link, request) for link in links[1:]])
             self._admit(links[0], request).wait()
-        except PSEngineError:
-            self._presence.forget_state_request(request)
-            raise
+        finally:
+            self._presence.forget_state_request(request)  # the same worker may come back and ask again
 
     def _admit(self, link: Link, request: StateRequest) -> Request:
         body = {"rank": request.rank, "incarnation": request.incarnation}

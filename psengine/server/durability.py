@@ -55,6 +55,12 @@ class Restored:
     notes: list[str]
 
 
+def _without_unfinished(stored: Sequence[list[JobState]]) -> list[list[JobState]]:
+    """Leave out jobs that were being registered when the snapshot was taken: some shards had their part already."""
+    complete = set.intersection(*({job.name for job in jobs} for jobs in stored)) if stored else set()
+    return [[job for job in jobs if job.name in complete] for jobs in stored]
+
+
 def restore(store: SnapshotStore, shards: Sequence[Shard]) -> Restored:
     """Have ``shards``, which are empty and whose threads have not started, take over the newest intact generation.
 
@@ -65,7 +71,7 @@ def restore(store: SnapshotStore, shards: Sequence[Shard]) -> Restored:
     if loaded is None:
         return Restored(None, f"durable to {store.directory}, no generation yet", [])
     try:
-        parts = distribute(loaded.shards, len(shards), merge_job_meta)
+        parts = distribute(_without_unfinished(loaded.shards), len(shards), merge_job_meta)
         for shard, jobs in zip(shards, parts, strict=True):
             shard.restore(jobs, time.monotonic())
             shard.note_durable(loaded.generation)

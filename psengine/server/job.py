@@ -48,6 +48,7 @@ class Job:
         self._averaged_before = 0
         # The server may know less of the job than its workers do: when it heard of that, and what was averaged then.
         self._is_restored = False
+        self._began_anew = False
         self._resumed: tuple[float, int] | None = None
         self.statistics = JobStatistics()
         self.membership = Membership(lease_s)
@@ -133,7 +134,7 @@ class Job:
         Workers' lists may differ by who came last; those named once an exchange has ended have missed it, and join.
         """
         if self._resumed is None:
-            if self.is_sealed and not self._is_restored:
+            if self._began_anew or (self.is_sealed and not self._is_restored):
                 return
             logger.warning("job %r is under way already; waiting for its workers %s", self.name, sorted(members))
             self._has_started = True
@@ -158,6 +159,8 @@ class Job:
             return ("initialise" if member.rank == self.initialiser else "wait"), member, []
         if member.is_live:
             return "ready", member, []
+        if self.averages and not self.has_started and member.is_survivor:
+            return self._go_on_from(member)
         if not self.averages or not self.has_started or (greeting.missed_nothing and member.was_live):
             return "ready", member, self._admit(member)
         if self.membership.live_ranks:
@@ -170,11 +173,16 @@ class Job:
         return self._begin_anew(member)
 
     def _go_on_from(self, member: Member) -> tuple[str, Member, list[Reply]]:
+        """It alone has state; others, if any, are of a life of the job in which nothing happened yet."""
         logger.warning("job %r goes on from worker %d, the only one left", self.name, member.rank)
+        text = f"job {self.name!r} goes on from worker {member.rank}, which returned with its state"
+        fenced = {"code": ErrorCode.FENCED, "text": text}
+        replies = [Reply(MessageType.ERROR, rank, 0, body=fenced) for rank in self.membership.live_ranks]
+        self._has_started = True
         for rule in self.chunks.rules.values():
             assert isinstance(rule, AveragingRule)
             rule.reset()
-        return "ready", member, self._admit(member)
+        return "ready", member, [*replies, *self._admit(member)]
 
     def _begin_anew(self, member: Member) -> tuple[str, Member, list[Reply]]:
         """Nobody is left who knows where an averaging job stood."""
@@ -182,6 +190,8 @@ class Job:
         self.is_sealed = self._has_started = self._is_restored = False
         self._averaged_before = self.statistics.averaged
         self._resumed = None
+        self._began_anew = True
+        self.membership.begin_anew()
         self.chunks.clear()
         return ("initialise" if member.rank == self.initialiser else "wait"), member, []
 
@@ -214,6 +224,8 @@ class Job:
             )
         self.fingerprint = fingerprint
         self.is_sealed = True
+        if self.averages and member.is_survivor:
+            self._has_started = True  # it goes on where it was; who comes now has to join
         return [] if member.is_live else self._admit(member)
 
     def join(self, member: Member, request: int) -> list[Reply]:
@@ -222,12 +234,15 @@ class Job:
         rank = member.rank
         if self._admissions.is_admitted(rank, member.incarnation, request):
             return [Reply(MessageType.OK, rank, request)]
+        if not self.has_started and not member.is_live:
+            raise ProtocolError(f"job {self.name!r} has begun anew; say HELLO again", ErrorCode.NOT_MEMBER)
         others = [other for other in self.membership.live_ranks if other != rank]
         if not others:
             raise ProtocolError(f"job {self.name!r} has no live worker with state to give", ErrorCode.NOT_MEMBER)
         donor = self._admissions.join(rank, request, others)
         replies: list[Reply] = []
         if member.is_live:
+            self._has_started = True  # another shard says so, where this worker missed something
             self.membership.demote(rank)
             replies = self._left(rank)
         if donor is not None:
@@ -255,8 +270,10 @@ class Job:
         return [] if request is None else [Reply(MessageType.OK, rank, request)]
 
     def _check_averages(self, what: str) -> None:
-        if not self.averages or not self.is_sealed:
-            raise ProtocolError(f"{what} is for averaging jobs that have begun (job {self.name!r} is none)")
+        if not self.averages:
+            raise ProtocolError(f"{what} is for averaging jobs (job {self.name!r} is none)")
+        if not self.is_sealed:
+            raise ProtocolError(f"job {self.name!r} has begun anew; say HELLO again", ErrorCode.NOT_MEMBER)
 
     def remove(self, rank: int, now_s: float, *, forget: bool = False, must_join: bool = False) -> list[Reply]:
         """A worker left (``forget``), or was evicted; answers that may leave now.

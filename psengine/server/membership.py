@@ -36,6 +36,7 @@ class Member:
         last_heard_s: when its last message came.
         host, pid: where it runs, for people.
         was_live: it has been live; what it has of an averaging job's state is worth something.
+        is_survivor: it was, but not in this life of the job.
     """
 
     rank: int
@@ -51,6 +52,7 @@ class Member:
     refused: int = 0
     late: int = 0
     was_live: bool = False
+    is_survivor: bool = False
 
     @property
     def is_expected(self) -> bool:
@@ -75,6 +77,7 @@ class _Absence:
     progress: int
     since_s: float
     was_live: bool
+    is_survivor: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,9 +166,9 @@ class Membership:
         missed_nothing = same_process and absence is not None and absence.progress == progress
         member = Member(rank, incarnation, nonce, user_id, route, False, now_s, host, pid)
         if previous is None:
-            member.was_live = knows_members
+            member.was_live = member.is_survivor = knows_members
         elif same_process:
-            member.was_live = previous.was_live
+            member.was_live, member.is_survivor = previous.was_live, previous.is_survivor
         if holder is not None and is_present:
             member.is_live = holder.is_live
             member.pushes, member.refused, member.late = holder.pushes, holder.refused, holder.late
@@ -211,7 +214,8 @@ class Membership:
 
     def admit(self, rank: int) -> None:
         """From here on exchanges wait for this worker."""
-        self.members[rank].is_live = self.members[rank].was_live = True
+        member = self.members[rank]
+        member.is_live, member.was_live, member.is_survivor = True, True, False
         self._recount()
 
     def demote(self, rank: int) -> None:
@@ -225,7 +229,9 @@ class Membership:
         if member is not None:
             self._claims.pop(rank, None)
             if not forget and not member.is_expected:
-                self._absent[rank] = _Absence(member.nonce, member.incarnation, progress, now_s, member.was_live)
+                self._absent[rank] = _Absence(
+                    member.nonce, member.incarnation, progress, now_s, member.was_live, member.is_survivor
+                )
             self._recount()
 
     def has_survivor(self, rank: int, now_s: float) -> bool:
@@ -233,6 +239,13 @@ class Membership:
         return any(m.was_live for r, m in self.members.items() if r != rank) or any(
             gone.was_live and now_s - gone.since_s <= self.lease_s for r, gone in self._absent.items() if r != rank
         )
+
+    def begin_anew(self) -> None:
+        """The job begins anew: whoever was live is a survivor of its former life."""
+        for member in self.members.values():
+            member.is_survivor = member.was_live
+        for gone in self._absent.values():
+            gone.is_survivor = gone.was_live
 
     def is_remembered(self, now_s: float) -> bool:
         """Whether anybody is here, or has not been gone for a lease."""
