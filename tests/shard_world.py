@@ -79,7 +79,7 @@ class World:
                 for name, tensor in sorted(chunk.tensors.items()):
                     digest.update(name.encode() + bytes(tensor.contiguous().view(torch.uint8).numpy()))
         for number, job in sorted(self.shard._jobs.items()):
-            digest.update(repr((number, job.is_sealed, job.has_started, job.expected_workers)).encode())
+            digest.update(repr((number, job.is_sealed, job.has_started, job.missing_ranks())).encode())
             digest.update(repr((job.membership.live_ranks, sorted(job.membership.members))).encode())
             digest.update(repr(sorted((k, len(v)) for k, v in job.chunks.blobs.items())).encode())
             for key, rule in sorted(job.chunks.rules.items()):

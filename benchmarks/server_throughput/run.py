@@ -73,7 +73,16 @@ class Psengine:
     """A worker of a job: gradients go out, weights (or averages) land in their tensors."""
 
     def __init__(
-        self, address: str, job: str, rule: dict[str, Any], rank: int, world_size: int, size: int, optimizer: str
+        self,
+        address: str,
+        job: str,
+        rule: dict[str, Any],
+        rank: int,
+        world_size: int,
+        size: int,
+        optimizer: str,
+        *,
+        uses_local_socket: bool,
     ) -> None:
         from psengine.protocol.hyperparameters import optimizer_name, wire_groups
 
@@ -82,7 +91,13 @@ class Psengine:
         self._parts = list(self.weights.split([spec.numel for spec in self._specs]))
         self._session = WorkerSession(
             SessionOptions(
-                addresses=[address], job=job, rule=rule, rank=rank, world_size=world_size, timeout_s=DEADLINE_S
+                addresses=[address],
+                job=job,
+                rule=rule,
+                rank=rank,
+                world_size=world_size,
+                timeout_s=DEADLINE_S,
+                uses_local_socket=uses_local_socket,
             )
         )
         self._session.start()
@@ -128,9 +143,21 @@ def worker(
 ) -> None:
     torch.set_num_threads(1)
     candidates: dict[str, Any] = {"echo": Echo(ports["echo"])}
-    for name, rule in (("async", APPLY), ("sync-server", AVERAGE)):
-        job = f"{name}-{workers}-{size}"
-        candidates[name] = Psengine(ports["psengine"], job, rule, rank, workers, size, options.optimizer)
+    for name, rule, moves in (
+        ("async", APPLY, True),
+        ("sync-server", AVERAGE, True),
+        ("async, TCP only", APPLY, False),
+    ):
+        candidates[name] = Psengine(
+            ports["psengine"],
+            f"{name} {workers} {size}",
+            rule,
+            rank,
+            workers,
+            size,
+            options.optimizer,
+            uses_local_socket=moves,
+        )
     gradient = torch.randn(size, generator=torch.Generator().manual_seed(rank))
     chunks = list(gradient.split(candidates["async"].chunk_numels))
     seconds: dict[str, list[float]] = {name: [] for name in candidates}

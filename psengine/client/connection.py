@@ -57,7 +57,10 @@ _EVENTS = (
     | zmq.EVENT_HANDSHAKE_FAILED_AUTH
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
     | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.EVENT_DISCONNECTED
+    | zmq.EVENT_CONNECT_RETRIED
 )
+_NO_CONNECTION = (zmq.EVENT_DISCONNECTED, zmq.EVENT_CONNECT_RETRIED)
 _monitor_numbers = itertools.count()
 
 
@@ -108,6 +111,9 @@ class Connection:
         self._is_stopping = False
         self._failure: PSEngineError | None = None
         self._indices: dict[Any, int] = {}
+        self._addresses: list[str] = []
+        # By index the Unix socket that a connection was moved to.
+        self._local: dict[int, str] = {}
         keep_freed_memory()
         self._thread = threading.Thread(target=self._run, name="psengine-client", daemon=True)
         self._thread.start()
@@ -161,7 +167,27 @@ class Connection:
         self._indices[socket] = len(self._sockets)
         self._sockets.append(socket)
         self._poller.register(socket, zmq.POLLIN)
+        self._addresses.append(address)
         socket.connect(address)
+
+    def move(self, index: int, local_address: str) -> None:
+        """I/O thread: go on over a Unix socket of the same server, which costs the kernel less than loopback TCP.
+
+        Nothing may be under way. Where the socket cannot be reached, or closes, the old address is taken again.
+        """
+        current = self._local.get(index)
+        if current == local_address:
+            return
+        self._sockets[index].disconnect(current or self._addresses[index])
+        self._sockets[index].connect(local_address)
+        self._local[index] = local_address
+        self._monitors[index].lost = ""
+
+    def _move_back(self, index: int) -> None:
+        local_address = self._local.pop(index, None)
+        if local_address is not None:
+            self._sockets[index].disconnect(local_address)
+            self._sockets[index].connect(self._addresses[index])
 
     @property
     def is_own_thread(self) -> bool:
@@ -286,6 +312,8 @@ class Connection:
     def _read_monitors(self, now_s: float) -> None:
         for index, monitor in enumerate(self._monitors):
             error = monitor.read(now_s)
+            if index in self._local and monitor.lost == self._local[index]:
+                self._move_back(index)
             if error is not None:
                 self._receiver.rejected(index, error, now_s)
 
@@ -317,6 +345,8 @@ class _HandshakeMonitor:
         self._cut_off = 0
         self._first_cut_s = 0.0
         self._last_cut_s = 0.0
+        # The address that has no connection any more, or got none.
+        self.lost = ""
 
     def read(self, now_s: float) -> AuthenticationError | None:
         """What the events since the last call amount to."""
@@ -324,7 +354,9 @@ class _HandshakeMonitor:
         while self._events.getsockopt(zmq.EVENTS) & zmq.POLLIN:
             event = recv_monitor_message(self._events, zmq.NOBLOCK)
             kind = event["event"]
-            if kind == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+            if kind in _NO_CONNECTION:
+                self.lost = event["endpoint"].decode(errors="replace")
+            elif kind == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 self._has_succeeded = True
             elif kind == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
                 found = self._error("the server does not know this client's public key")

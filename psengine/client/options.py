@@ -29,6 +29,7 @@ class SessionOptions:
         connect_timeout_s: deadline of the first answer of each server.
         checksum: add a checksum to every payload.
         keys: CURVE keys; None speaks in the clear.
+        uses_local_socket: move from loopback TCP to the server's Unix socket, where it offers one.
     """
 
     addresses: Sequence[str]
@@ -42,6 +43,7 @@ class SessionOptions:
     checksum: bool = False
     keys: CurveClientKeys | None = None
     software: str = ""
+    uses_local_socket: bool = True
 
     @property
     def averages(self) -> bool:

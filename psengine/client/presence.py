@@ -52,7 +52,8 @@ class Presence:
         links: one per shard, the lead first.
         chunks: where the job's chunks are.
         members: live workers, as the lead last said.
-        takes_part: whether this worker has the job's state; set by the session.
+        takes_part: whether this worker has the job's values, or gave them; set by the session. Before, a restarted
+            server must not take it for one that has.
         lease_s, heartbeat_s: as the lead said.
         is_welcome: the servers let us in once.
         fenced: why exchanges cannot go on before a rejoin; None while they can.
@@ -252,6 +253,7 @@ class Presence:
         if kind is MessageType.WELCOME:
             link.epoch = message.epoch
             link.credit_bytes = message.body["credit_bytes"]
+            self._take_short_way(link, message)
             if index == 0:
                 self.lease_s, self.heartbeat_s = message.body["lease_s"], message.body["heartbeat_s"]
         elif message.epoch != link.epoch and message.epoch and link.epoch:
@@ -269,6 +271,14 @@ class Presence:
             self._send_result(link, message)
         else:
             link.receive(message, now_s)
+
+    def _take_short_way(self, link: Link, welcome: Message) -> None:
+        """Move to the server's Unix socket, where it has one and nothing stands between it and this client."""
+        if not self.options.uses_local_socket:
+            return
+        addresses, index = welcome.body["shards"], welcome.body["shard_index"]
+        if "local" in welcome.body and index < len(addresses) and addresses[index] == link.address:
+            self.connection.move(link.index, welcome.body["local"])
 
     def garbled(self, index: int, error: ProtocolError, now_s: float) -> None:
         """Something came that is no message."""

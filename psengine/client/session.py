@@ -109,10 +109,9 @@ class WorkerSession:
             state = entrance.join(presence)
         if state == "initialise":
             entrance.initialise(presence, layout, initial)
-            state = "initialised"
-        else:
-            entrance.compare(presence, layout, self.layout())
-        presence.takes_part = True
+            presence.takes_part = True
+            return "initialised"
+        entrance.compare(presence, layout, self.layout())
         return state
 
     def rejoin(self) -> str:
@@ -133,7 +132,7 @@ class WorkerSession:
             state = entrance.join(presence)
         presence.fenced = None
         self.layout()
-        presence.takes_part = True
+        presence.takes_part = state != "joined"
         return state
 
     def layout(self) -> list[ChunkSpec]:
@@ -190,8 +189,9 @@ class WorkerSession:
         return self._sequences.get(key, 0)
 
     def set_sequence(self, key: int, sequence: int) -> None:
-        """The next push of this chunk is exchange ``sequence`` + 1."""
+        """The next push of this chunk is exchange ``sequence`` + 1; its values are here."""
         self._sequences[key] = sequence
+        self._presence.takes_part = True
 
     # ---- exchanges ---------------------------------------------------------------------------------------------
 
@@ -233,6 +233,7 @@ class WorkerSession:
         if payload is not None:
             check_tensor(payload, spec, "payload")
         link = self._link(key)
+        presence.takes_part = True
         self._sequences[key] = sequence = self._sequences.get(key, 0) + 1
         body: dict[str, Any] = {}
         if groups is not None:

@@ -304,7 +304,8 @@ SCHEMAS: dict[MessageType, Check] = {
             "durable_version": nullable(_unsigned),
             "rule": nullable(_rule),
             "software": _label,
-        }
+        },
+        {"local": text(MAX_NAME_BYTES, printable=True)},
     ),
     # key, dtype and numel stand in the header; in the body they may be repeated.
     MessageType.REGISTER: also(

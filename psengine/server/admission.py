@@ -77,6 +77,10 @@ class Admissions:
         """A worker that pushes has read what was deposited for it."""
         self._reading.discard(rank)
 
+    def unread_from(self, donor: int) -> list[int]:
+        """Workers that this one let in, and that have not pushed yet."""
+        return [rank for rank in sorted(self._reading) if self._admitted[rank].admit[0] == donor]
+
     def forget(self, rank: int) -> None:
         """The worker is gone, or has to join anew."""
         self._joins.pop(rank, None)

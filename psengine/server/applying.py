@@ -18,6 +18,7 @@ import torch
 from psengine.protocol.layout import ChunkKind, ChunkSpec
 from psengine.protocol.messages import ErrorCode, MessageType
 from psengine.server.consistency import ChunkRule, Push, Reply, RuleContext
+from psengine.server.loans import Loans
 from psengine.server.optimizers import ChunkOptimizer, OptimizerSpec, compensate, is_finite, staleness_factor
 
 
@@ -45,6 +46,7 @@ class ApplyingRule(ChunkRule):
     ) -> None:
         super().__init__(spec, values, context)
         self.values: torch.Tensor = values
+        self._loans = Loans()
         self.optimizer: ChunkOptimizer | None = None
         self.optimizer_spec: OptimizerSpec | None = None
         self._max_staleness = max_staleness
@@ -107,10 +109,11 @@ class ApplyingRule(ChunkRule):
     def _apply(self, push: Push) -> None:
         assert push.values is not None
         if self.spec.kind is not ChunkKind.PARAMETER:
-            self.values.copy_(push.values)
+            self.writable_values().copy_(push.values)
             self.version += 1
             return
         assert self.optimizer is not None
+        self.writable_values()
         # After a restart workers may be ahead of the restored weights for one push.
         staleness = max(0, self.version - push.base_version)
         gradient = push.values
@@ -126,6 +129,15 @@ class ApplyingRule(ChunkRule):
         self.version += 1
         self.context.statistics.applied += 1
         self.context.statistics.count_staleness(staleness)
+
+    def writable_values(self) -> torch.Tensor:
+        """``values``, in other memory if the old is still being sent."""
+        if self._loans.are_out():
+            self._loans = Loans()
+            self.values = self.values.clone()
+            if self.optimizer is not None:
+                self.optimizer.move_to(self.values)
+        return self.values
 
     def _repeat(self, rank: int, sequence: int) -> list[Reply]:
         if sequence < self.last_sequence.get(rank, 0):
@@ -149,7 +161,9 @@ class ApplyingRule(ChunkRule):
         )
 
     def _lead(self, rank: int) -> int:
-        """How many steps this worker is ahead of the slowest live one."""
+        """How many steps this worker is ahead of the slowest live one, or of one that has yet to come."""
+        if self.context.missing_ranks():
+            return self._clocks.get(rank, 0)
         slowest = min((self._clocks.get(r, 0) for r in self.context.live_ranks()), default=0)
         return self._clocks.get(rank, 0) - slowest
 
@@ -165,14 +179,14 @@ class ApplyingRule(ChunkRule):
         return replies
 
     def _answer(self, rank: int, *, repeated: bool = False) -> Reply:
-        version, values = self.version, self.values
+        version, values, loans = self.version, self.values, self._loans
         if self._delay_compensation and self.spec.kind is ChunkKind.PARAMETER:
             # A repeat must bring what the first answer brought: the worker may have received that one.
             if not repeated or rank not in self._backups:
                 self.back_up(rank)
-            version, values = self._backups[rank]
+            (version, values), loans = self._backups[rank], Loans()
         body = {"refused": self._refused[rank]} if rank in self._refused else {}
-        return self.reply(MessageType.UPDATED, rank, self.last_sequence[rank], version, values, body)
+        return self.reply(MessageType.UPDATED, rank, self.last_sequence[rank], version, values, body, loans)
 
     def back_up(self, rank: int) -> None:
         """Remember the weights as this worker is getting them now (an answer, or its first pull)."""
@@ -200,9 +214,10 @@ class ApplyingRule(ChunkRule):
         """See ``ChunkRule.waiting``."""
         if self._max_staleness is None:
             return {}
-        live = self.context.live_ranks()
+        clocks = {rank: self._clocks.get(rank, 0) for rank in self.context.live_ranks()}
+        clocks.update(dict.fromkeys(self.context.missing_ranks(), 0))
         return {
-            rank: [r for r in live if self._clocks.get(rank, 0) - self._clocks.get(r, 0) > self._max_staleness]
+            rank: sorted(r for r in clocks if self._clocks.get(rank, 0) - clocks[r] > self._max_staleness)
             for rank in self._held
         }
 

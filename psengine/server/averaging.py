@@ -24,6 +24,7 @@ from psengine.errors import ProtocolError
 from psengine.protocol.layout import ChunkKind, ChunkSpec
 from psengine.protocol.messages import ErrorCode, MessageType
 from psengine.server.consistency import ChunkRule, Push, Reply, RuleContext
+from psengine.server.loans import Loans
 from psengine.server.optimizers import is_finite
 
 # With a quorum: how many exchanges the fastest may be ahead of the slowest, whose averages have to be kept for it.
@@ -173,6 +174,8 @@ class AveragingRule(ChunkRule):
             return []
         live = self.context.live_ranks()
         missing = [rank for rank in live if rank not in contributions]
+        if len(missing) == len(live):
+            return []  # who contributed is on its way out
         if missing:
             if any(self.last_sequence.get(rank, 0) > sequence for rank in missing):
                 return self._ask_for_result(sequence)
@@ -212,7 +215,9 @@ class AveragingRule(ChunkRule):
 
     def _answer(self, rank: int, sequence: int) -> Reply:
         average, contributors = self._results[sequence]
-        return self.reply(MessageType.UPDATED, rank, sequence, sequence, average, {"contributors": contributors})
+        body = {"contributors": contributors}
+        # An average is made once and never changed.
+        return self.reply(MessageType.UPDATED, rank, sequence, sequence, average, body, Loans())
 
     def _answer_late(self, push: Push) -> list[Reply]:
         if self.last_sequence.get(push.rank, 0) < push.sequence:

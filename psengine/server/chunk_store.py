@@ -203,8 +203,8 @@ class ChunkStore:
             rule.values = values.clone()
             rule.values_version = message.version
         else:
-            assert rule.values is not None
-            rule.values.copy_(values)
+            assert isinstance(rule, ApplyingRule)
+            rule.writable_values().copy_(values)
             rule.version += 1
         self._last_stores[place] = request
 

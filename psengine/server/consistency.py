@@ -18,6 +18,7 @@ import torch
 
 from psengine.protocol.layout import ChunkSpec
 from psengine.protocol.messages import NO_KEY, MessageType
+from psengine.server.loans import Loans
 from psengine.server.statistics import JobStatistics
 
 
@@ -44,7 +45,12 @@ class Push:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """What a rule wants sent to a worker; ``payload`` is sent before the rule is called again, or copied."""
+    """What a rule wants sent to a worker.
+
+    Attributes:
+        payload: its memory may change once the rule is called again, unless there are ``loans``.
+        loans: told when the payload's memory is sent as it is, without a copy; None has it copied.
+    """
 
     type: MessageType
     rank: int
@@ -53,6 +59,7 @@ class Reply:
     payload: torch.Tensor | None = None
     body: dict[str, Any] = field(default_factory=dict)
     key: int = NO_KEY
+    loans: Loans | None = None
 
 
 @dataclass(kw_only=True)
@@ -61,7 +68,7 @@ class RuleContext:
 
     Attributes:
         live_ranks: who exchanges wait for, ascending.
-        missing_ranks: who has to come before the first exchange may end, ascending.
+        missing_ranks: expected workers that have yet to come, ascending: see ``Job.missing_ranks``.
         statistics: counters, mutated by the rules.
     """
 
@@ -94,9 +101,10 @@ class ChunkRule(ABC):
         version: int = 0,
         payload: torch.Tensor | None = None,
         body: dict[str, Any] | None = None,
+        loans: Loans | None = None,
     ) -> Reply:
         """A reply about this chunk."""
-        return Reply(type, rank, sequence, version, payload, body or {}, self.spec.key)
+        return Reply(type, rank, sequence, version, payload, body or {}, self.spec.key, loans)
 
     @abstractmethod
     def push(self, push: Push) -> list[Reply]:

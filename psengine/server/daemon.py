@@ -148,14 +148,19 @@ class Server:
         endpoints: list[Endpoint] = []
         for address in settings.bind_addresses():
             endpoints.append(Endpoint(context, address, secure))
+            if settings.is_local and address.startswith("tcp://"):
+                # Named after this process's life: nobody can wait at a name that is not known yet.
+                endpoints[-1].open_local(f"psengine-{self.epoch:016x}-{len(endpoints) - 1}")
             stack.callback(self._close_unless_used, endpoints[-1])
         if self._authenticator is not None:
-            self._authenticator.probe([_reachable(endpoint.address) for endpoint in endpoints])
+            doors = [*(_reachable(e.address) for e in endpoints), *(e.local_address for e in endpoints)]
+            self._authenticator.probe([door for door in doors if door])
         self.addresses = [self._known_as(endpoint.address, socket.gethostname()) for endpoint in endpoints]
         advertised = [self._known_as(endpoint.address, "*") for endpoint in endpoints]
         stack.callback(self._end_threads)
         for shard, endpoint in zip(shards, endpoints, strict=True):
             shard.shard_addresses = advertised
+            shard.local_address = endpoint.local_address
             self._threads.append(ShardThread(shard, endpoint, self._on_snapshot, self._on_death))
             self._threads[-1].start()
         if store is not None:

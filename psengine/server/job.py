@@ -8,7 +8,7 @@ unsealed ──rank 0 registers, seals──► sealed ──first exchange ends
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from psengine.errors import ProtocolError
@@ -42,6 +42,7 @@ class Job:
         self.rule = dict(rule)
         self.is_sealed = False
         self.expected_workers = 1
+        self._came: set[int] = set()
         self.fingerprint = 0
         # Whether it had started before this server did, or since it began anew; and the exchanges of before.
         self._has_started = False
@@ -71,11 +72,16 @@ class Job:
         return self._has_started or self.statistics.averaged > self._averaged_before
 
     def missing_ranks(self) -> tuple[int, ...]:
-        """Who has to come before the first exchange may end."""
-        if self.has_started or not self.averages:
+        """Expected workers that are not here: an averaging job's first exchange waits for them.
+
+        Where updates are applied: those that never were here yet; their clocks stand at 0.
+        """
+        if self.averages and self.has_started:
             return ()
-        live = self.membership.live_ranks
-        return tuple(rank for rank in range(self.expected_workers) if rank not in live)
+        here = self.membership.live_ranks if self.averages else self._came
+        if len(here) >= self.expected_workers:
+            return ()
+        return tuple(rank for rank in range(self.expected_workers) if rank not in here)
 
     @property
     def initialiser(self) -> int:
@@ -190,6 +196,7 @@ class Job:
         self.is_sealed = self._has_started = self._is_restored = False
         self._averaged_before = self.statistics.averaged
         self._resumed = None
+        self._came.clear()
         self._began_anew = True
         self.membership.begin_anew()
         self.chunks.clear()
@@ -197,6 +204,7 @@ class Job:
 
     def _admit(self, member: Member) -> list[Reply]:
         is_new_process = not member.was_live
+        self._came.add(member.rank)
         self.membership.admit(member.rank)
         return [
             reply
@@ -276,7 +284,7 @@ class Job:
             raise ProtocolError(f"job {self.name!r} has begun anew; say HELLO again", ErrorCode.NOT_MEMBER)
 
     def remove(self, rank: int, now_s: float, *, forget: bool = False, must_join: bool = False) -> list[Reply]:
-        """A worker left (``forget``), or was evicted; answers that may leave now.
+        """A worker left (``forget``), or is not as far as it should be; answers that may leave now.
 
         ``must_join``: it lacks what nobody can tell it any more, even if the job does nothing until it returns.
         """
@@ -287,9 +295,32 @@ class Job:
         self.membership.remove(rank, progress=-1 if must_join else self.statistics.averaged, now_s=now_s, forget=forget)
         return self._left(rank)
 
+    def evict(self, ranks: Sequence[int], now_s: float) -> list[Reply]:
+        """Workers whose leases ran out together; answers that may leave now.
+
+        All are out before an exchange ends for want of them: else those evicted last would not seem to have missed it.
+        """
+        averaged = self.statistics.averaged
+        for rank in ranks:
+            self.statistics.evicted += 1
+            logger.warning("job %r: worker %d is out", self.name, rank)
+            self._admissions.forget(rank)
+            self.membership.remove(rank, progress=averaged, now_s=now_s)
+        return [reply for rank in ranks for reply in self._left(rank)]
+
     def _left(self, rank: int) -> list[Reply]:
-        """Exchanges do not wait for this worker any more, or not for the process that had its rank."""
-        return [reply for rule in self.chunks.rules.values() for reply in rule.worker_left(rank)]
+        """Exchanges do not wait for this worker any more, or not for the process that had its rank.
+
+        Nor for joiners that it was letting in: perhaps it did so at this shard alone, and then they wait elsewhere for
+        another donor, who can give no state before this exchange has ended.
+        """
+        replies = []
+        for joiner in self._admissions.unread_from(rank):
+            self._admissions.forget(joiner)
+            if joiner in self.membership.live_ranks:
+                self.membership.demote(joiner)
+                replies += self._left(joiner)
+        return replies + [reply for rule in self.chunks.rules.values() for reply in rule.worker_left(rank)]
 
     # ---- exchanges ---------------------------------------------------------------------------------------------
 
@@ -361,6 +392,7 @@ class Job:
             "rule": self.rule,
             "expected_workers": self.expected_workers,
             "has_started": self.has_started,
+            "came": sorted(self._came),
             "fingerprint": self.fingerprint,
             **self.membership.to_meta(),
         }
@@ -368,6 +400,7 @@ class Job:
     def restore_meta(self, meta: dict[str, Any], now_s: float) -> None:
         """Take over a snapshot's; its workers get a fresh lease."""
         self.expected_workers = meta["expected_workers"]
+        self._came = set(meta["came"])
         self._has_started = meta["has_started"]
         self.fingerprint = meta["fingerprint"]
         self.membership.restore(meta, now_s)

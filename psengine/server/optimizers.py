@@ -210,6 +210,13 @@ class ChunkOptimizer:
         self._steps = [float(count) for count in steps]
         self._stretches, self._absent = [], None
 
+    def move_to(self, values: Tensor) -> None:
+        """Go on with ``values``, a copy of the old ones in other memory."""
+        assert values.shape == self._values.shape
+        self._settle()
+        self._values = values
+        self._stretches, self._absent = [], None
+
     def _check_change(self, groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         checked = check_groups(self._spec.name, groups)
         if len(checked) != len(self._groups):

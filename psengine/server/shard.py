@@ -19,6 +19,7 @@ from psengine.protocol.layout import ChunkSpec, job_number
 from psengine.protocol.messages import NOBODY, ErrorCode, Message, MessageType
 from psengine.server.consistency import Reply
 from psengine.server.job import Job
+from psengine.server.loans import Loans
 from psengine.server.membership import Member, merge_members
 from psengine.server.snapshot import ChunkState, JobState
 
@@ -59,10 +60,17 @@ class Sender:
 
 @dataclass(frozen=True, slots=True)
 class Outgoing:
-    """A message to send; its payload may change once ``handle`` or ``tick`` is called again."""
+    """A message to send.
+
+    Attributes:
+        route: the connection it goes to.
+        message: its payload may change once ``handle`` or ``tick`` is called again, unless there are ``loans``.
+        loans: to be told when the payload is sent without a copy; None has it copied.
+    """
 
     route: bytes
     message: Message
+    loans: Loans | None = None
 
 
 class Shard:
@@ -75,6 +83,7 @@ class Shard:
 
     Attributes:
         shard_addresses: of all shards of the process, told to clients; set before the first message.
+        local_address: a faster way in for clients of the same machine; "" without one.
     """
 
     def __init__(self, index: int, epoch: int, settings: ShardSettings) -> None:
@@ -82,6 +91,7 @@ class Shard:
         self.epoch = epoch
         self.settings = settings
         self.shard_addresses: list[str] = []
+        self.local_address = ""
         self.is_draining = False
         self._now_s = 0.0
         self._jobs: dict[int, Job] = {}
@@ -131,8 +141,9 @@ class Shard:
         self._now_s = now_s
         outgoing: list[Outgoing] = []
         for job in self._jobs.values():
-            for rank in job.membership.expired(now_s):
-                outgoing.extend(self._outgoing(job, job.remove(rank, now_s)))
+            expired = job.membership.expired(now_s)
+            if expired:
+                outgoing.extend(self._outgoing(job, job.evict(expired, now_s)))
         return outgoing
 
     def _hello(self, sender: Sender, message: Message, now_s: float) -> list[Outgoing]:
@@ -191,6 +202,7 @@ class Shard:
                 "durable_version": self._durable_version.get(message.job),
                 "rule": job.rule if job is not None else None,
                 "software": self.settings.software,
+                **({"local": self.local_address} if self.local_address else {}),
             },
         )
 
@@ -304,7 +316,7 @@ class Shard:
                 body=reply.body,
                 payload=payload,
             )
-            outgoing.append(Outgoing(member.route, message))
+            outgoing.append(Outgoing(member.route, message, reply.loans))
             if reply.type is MessageType.ERROR and reply.body["code"] == ErrorCode.FENCED:
                 outgoing.extend(self._outgoing(job, job.remove(reply.rank, self._now_s, must_join=True)))
         return outgoing
@@ -422,6 +434,7 @@ def merge_job_meta(metas: Sequence[dict[str, Any]]) -> dict[str, Any]:
         **metas[0],
         **merge_members(metas),
         "has_started": any(meta["has_started"] for meta in metas),
+        "came": sorted({rank for meta in metas for rank in meta["came"]}),
         "expected_workers": max(meta["expected_workers"] for meta in metas),
     }
 

@@ -215,7 +215,12 @@ class ShardThread(threading.Thread):
 
     def _send(self, outgoing: list[Outgoing]) -> None:
         for one in outgoing:
-            self.endpoint.send(one.route, encode(one.message))
+            frames = encode(one.message)
+            if one.loans is None or one.message.payload is None:
+                self.endpoint.send(one.route, frames)
+            else:
+                self.endpoint.send(one.route, frames, copies=False)
+                one.loans.lend(frames[-1])
 
     def _answer_asked(self) -> None:
         while True:
