@@ -8,12 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from psengine.errors import ProtocolError, PSEngineError
+from psengine.errors import MisuseError, ProtocolError, PSEngineError
 from psengine.protocol.messages import ErrorCode, Message, MessageType
 from psengine.protocol.session import (
     CLIENT_SENDS,
     SERVER_SENDS,
-    MisuseError,
     Phase,
     from_client,
     from_server,

@@ -317,7 +317,7 @@ class TestReaders:
             [reader.configure(0, 4)],
             reader.send(MessageType.JOIN),
         ]
-        assert [codes(answers) for answers in refused] == [[ErrorCode.NOT_MEMBER]] * len(refused)
+        assert [codes(answers) for answers in refused] == [[ErrorCode.BAD_MESSAGE]] * len(refused)
         assert reader.ask(MessageType.BYE).type is MessageType.OK
         assert world.state_hash() == before
         assert worker.push(0, 1, torch.ones(4))

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from enum import Enum
 
-from psengine.errors import ProtocolError, PSEngineError
+from psengine.errors import MisuseError, ProtocolError
 from psengine.protocol.messages import NOBODY, ErrorCode, Message, MessageType
 
 
@@ -27,10 +27,6 @@ class Phase(str, Enum):
     MEMBER = "member"  # takes part
     READER = "reader"  # looks, never pushes
     GONE = "gone"  # said BYE
-
-
-class MisuseError(PSEngineError, RuntimeError):
-    """Our side was about to send what is not legal now: a mistake of ours, not of the peer's."""
 
 
 _HELLO, _LIST, _STATUS, _BYE = MessageType.HELLO, MessageType.LIST, MessageType.STATUS, MessageType.BYE

@@ -17,6 +17,7 @@ import torch
 from psengine.errors import ProtocolError
 from psengine.protocol.layout import ChunkSpec, job_number
 from psengine.protocol.messages import NOBODY, ErrorCode, Message, MessageType
+from psengine.protocol.session import Phase, from_client
 from psengine.server.consistency import Reply
 from psengine.server.job import Job
 from psengine.server.loans import Loans
@@ -26,9 +27,6 @@ from psengine.server.snapshot import ChunkState, JobState
 logger = logging.getLogger(__name__)
 
 MOST_JOBS = 256
-READER_MAY_SEND = frozenset(
-    {MessageType.LIST, MessageType.PULL, MessageType.STATUS, MessageType.HEARTBEAT, MessageType.BYE}
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,6 +127,9 @@ class Shard:
                 # Answered first: afterwards there is no member to send to.
                 goodbye = self._outgoing(job, _ok(member, message))
                 return [*goodbye, *self._outgoing(job, job.remove(member.rank, now_s, forget=True))]
+            # What a worker that is no member yet pushes is left to the job, which has it come back through JOIN.
+            if message.type not in (MessageType.PUSH, MessageType.PROBE):
+                from_client(Phase.MEMBER if member.is_live and job.is_sealed else Phase.GREETED, message)
             handler = self._handlers.get(message.type)
             if handler is None:
                 raise ProtocolError(f"a server does not take {message.type.name}")
@@ -228,8 +229,7 @@ class Shard:
         return job, member
 
     def _answer_reader(self, sender: Sender, message: Message) -> list[Outgoing]:
-        if message.type not in READER_MAY_SEND:
-            raise ProtocolError(f"a reader may not send {message.type.name}", ErrorCode.NOT_MEMBER)
+        from_client(Phase.READER, message)
         if message.type is MessageType.STATUS:
             return [Outgoing(sender.route, self._status_report(message))]
         if message.type is MessageType.BYE:
