@@ -43,6 +43,7 @@ format: $(STAMP)
 
 bench: $(STAMP)
 	$(BIN)/python benchmarks/step_overhead/run.py --quick
+	$(BIN)/python benchmarks/server_throughput/run.py --sizes-mb 25 --rounds 5
 
 # The stamp goes too, so that what was built is built again; the packages in the environment stay.
 clean:

@@ -359,6 +359,32 @@ def test_gradients_changed_after_they_left(server):
     run_ranks(changed_gradients, 1, server.addresses[0], init_group=False)
 
 
+def step_hooks(rank: int, world_size: int, address: str) -> list[str]:
+    use(address)
+    wrapped = wrap(psengine.AsyncServer(job="hooks"))
+    optimizer = psengine.DistributedOptimizer(torch.optim.SGD(wrapped.parameters(), lr=0.1), wrapped)
+    seen = []
+    optimizer.register_step_pre_hook(lambda *_: seen.append("before"))
+    optimizer.register_step_post_hook(lambda *_: seen.append("after"))
+
+    def closure() -> torch.Tensor:
+        seen.append("closure")
+        optimizer.zero_grad()
+        loss = F.cross_entropy(wrapped(batches(0)[0][0]), batches(0)[0][1])
+        loss.backward()
+        return loss
+
+    losses = [optimizer.step(closure).item() for _ in range(4)]
+    assert losses[-1] < losses[0]
+    wrapped.strategy.close()
+    return seen
+
+
+def test_step_hooks_and_closures(server):
+    [seen] = run_ranks(step_hooks, 1, server.addresses[0], init_group=False)
+    assert seen == ["before", "closure", "after"] * 4
+
+
 def poison(rank: int, world_size: int, address: str) -> Any:
     use(address)
     wrapped = wrap(psengine.AsyncServer(job="poison"))

@@ -220,10 +220,14 @@ class Shard:
         member = job.membership.find(message.worker, message.incarnation, sender.user_id, sender.route, now_s)
         if isinstance(member, str):
             if member == "stranger":
-                raise ProtocolError(f"worker {message.worker} has not said HELLO", ErrorCode.NOT_MEMBER)
+                raise ProtocolError(
+                    f"worker {message.worker} of job {job.name!r} has not said HELLO to this server",
+                    ErrorCode.NOT_MEMBER,
+                )
             raise ProtocolError(
                 f"worker {message.worker} of job {job.name!r} was fenced: silent for more than its lease of"
-                f" {self.settings.lease_s:g} s, or replaced by a newer process, or the rank belongs to another key",
+                f" {self.settings.lease_s:g} s, or replaced by a newer process, or the rank belongs to another key. It has"
+                " to say HELLO again; where that happens often, raise --lease-s.",
                 ErrorCode.FENCED,
             )
         return job, member

@@ -10,7 +10,7 @@ computed from weights that others have moved on from.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -180,6 +180,8 @@ class AsyncServer(ServerStrategy):
     def step(self, local_step: Callable[[], Any], closure: Callable[[], Any] | None = None) -> Any:
         """Push what was not pushed during backward, and return once the servers' weights are here."""
         optimizer = self._bound_optimizer()
+        # The optimizer's own step, which would call these, never runs.
+        _call_hooks(optimizer, optimizer._optimizer_step_pre_hooks)
         result = None
         if closure is not None:
             with torch.enable_grad():
@@ -199,6 +201,7 @@ class AsyncServer(ServerStrategy):
             self._await_weights()
         optimizer._opt_called = True  # type: ignore[attr-defined]  # what learning-rate schedulers look for
         self.completed_steps += 1
+        _call_hooks(optimizer, optimizer._optimizer_step_post_hooks)
         return result
 
     def _push(self, bucket: Bucket) -> None:
@@ -310,6 +313,11 @@ class AsyncServer(ServerStrategy):
     def _parameters(self) -> dict[str, torch.nn.Parameter]:
         assert self._replica is not None
         return dict(self._replica.parameters)
+
+
+def _call_hooks(optimizer: torch.optim.Optimizer, hooks: Mapping[int, Callable[..., Any]]) -> None:
+    for hook in tuple(hooks.values()):
+        hook(optimizer, (), {})
 
 
 class _AppliedElsewhere(Reduction):
