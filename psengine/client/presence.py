@@ -209,8 +209,8 @@ class Presence:
             if "join" in welcome.states:
                 fenced = FencedError(
                     f"worker {self.identity.worker} of job {self.options.job!r} was away for longer than its lease, and"
-                    f" the others went on without it ({reason}). It has to take over their state first (rejoin). Where that"
-                    " happens often, raise the servers' --lease-s.",
+                    f" the others went on without it ({reason}). It has to take over their state first (rejoin). Where"
+                    " that happens often, raise the servers' --lease-s.",
                     ErrorCode.FENCED,
                 )
             self._recovered_s = time.monotonic()

@@ -226,8 +226,8 @@ class Shard:
                 )
             raise ProtocolError(
                 f"worker {message.worker} of job {job.name!r} was fenced: silent for more than its lease of"
-                f" {self.settings.lease_s:g} s, or replaced by a newer process, or the rank belongs to another key. It has"
-                " to say HELLO again; where that happens often, raise --lease-s.",
+                f" {self.settings.lease_s:g} s, or replaced by a newer process, or the rank belongs to another key. It"
+                " has to say HELLO again; where that happens often, raise --lease-s.",
                 ErrorCode.FENCED,
             )
         return job, member
