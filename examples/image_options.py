@@ -35,11 +35,11 @@ def parse_options(description: str) -> argparse.Namespace:
     add("--pretrained", type=Path, metavar="PATH", help="start from these weights; the head may be for other classes")
     add("--checkpoint", type=Path, metavar="PATH", help="save the weights there after each epoch")
     add("--evaluate", type=Path, metavar="PATH", help="print a checkpoint's accuracy, train nothing")
-    add("--compare", action="store_true", help="train native DDP beside it; fail if the models are not exactly equal")
+    add("--compare", action="store_true", help="train native DDP beside it; fail unless the models are equal")
     add(
         "--strategy",
         metavar="NAME",
-        help="how ranks agree: sync, sync-server, async (default: PSENGINE_STRATEGY, sync)",
+        help="how ranks agree: sync, sync-server, async, async:max_staleness=4 ... (default: PSENGINE_STRATEGY, sync)",
     )
     add("--sync-batchnorm", action="store_true", help="normalise over the batches of all ranks")
     add("--epochs", type=positive_int, default=5, metavar="N")

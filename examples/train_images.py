@@ -3,7 +3,15 @@
 python examples/train_images.py                                        one process
 torchrun --nproc-per-node=2 examples/train_images.py                   two
 torchrun --nproc-per-node=2 examples/train_images.py --compare         native DistributedDataParallel trains beside it
+torchrun --nproc-per-node=2 examples/train_images.py --strategy async  gradients go to a server, which rank 0 starts
 python examples/train_images.py --evaluate digits.pt                   a checkpoint's accuracy, in plain PyTorch
+
+Workers that know each other only through a parameter server, and may come and go. --seed also says in which order a
+worker takes the images: give each another.
+
+psengine-server                                                                                    a server
+PSENGINE_SERVERS=tcp://127.0.0.1:7077 python examples/train_images.py --strategy async --seed 1    a worker
+PSENGINE_SERVERS=tcp://127.0.0.1:7077 python examples/train_images.py --strategy async --seed 2    another
 """
 
 from __future__ import annotations
@@ -34,6 +42,10 @@ import psengine
 Batch = list[torch.Tensor]  # images, labels
 
 EVALUATION_BATCH_SIZE = 256
+
+# By strategy, how far --compare lets weights differ from native's. A server adds gradients up in another order, and
+# what that changes in the last bit grows from step to step.
+TOLERANCES = {"sync": 0.0, "sync-server": 0.05}
 
 
 def main() -> int:
@@ -84,6 +96,13 @@ def train(options: argparse.Namespace, context: psengine.Context) -> None:
 
     replicas = [on_all_ranks(lambda: make_replica(copy.deepcopy(network), options, context, last_step))]
     if options.compare:
+        strategy = replicas[0].model.strategy.name
+        if strategy not in TOLERANCES:
+            raise UserError(
+                f"--compare: native DistributedDataParallel takes the same steps as some strategies only (expected"
+                f" {' or '.join(TOLERANCES)}, got {strategy})"
+            )
+        tolerance = TOLERANCES[strategy]
         replicas.append(make_native_replica(copy.deepcopy(network), options, context, last_step))
     if context.rank == 0:
         print(
@@ -114,15 +133,17 @@ def train(options: argparse.Namespace, context: psengine.Context) -> None:
             results += [describe_accuracy(correct, count), *map(describe_differences, differences)]
             print(*results, sep="  ", flush=True)
         for difference in differences:
-            if any(value != 0 for value in difference.values()):
+            if any(not value <= tolerance for value in difference.values()):
+                expected = f"at most {tolerance:g}" if tolerance else "no difference"
                 raise TrainingError(
-                    f"psengine and native DistributedDataParallel differ after epoch {epoch}, step {step} (expected no"
-                    f" difference, got {describe_differences(difference)})"
+                    f"psengine and native DistributedDataParallel differ after epoch {epoch}, step {step} (expected"
+                    f" {expected}, got {describe_differences(difference)})"
                 )
         if step == last_step:
             break
     if options.compare and context.rank == 0:
-        print(f"psengine and native DistributedDataParallel are equal to the last bit after {step} steps")
+        how = f"within {tolerance:g}" if tolerance else "to the last bit"
+        print(f"psengine and native DistributedDataParallel are equal {how} after {step} steps")
 
 
 def train_step(replica: Replica, micro_batches: list[Batch], device: torch.device) -> torch.Tensor:
@@ -250,7 +271,9 @@ def describe_accuracy(correct: int, count: int) -> str:
 
 
 @torch.no_grad()
-def largest_differences(model: nn.Module, other: nn.Module) -> dict[str, float]:
+def largest_differences(
+    model: psengine.DistributedDataParallel, other: nn.parallel.DistributedDataParallel
+) -> dict[str, float]:
     """Return the largest absolute difference over all ranks, of parameters and of buffers."""
     ours = []
     for tensors, others in ((model.parameters(), other.parameters()), (model.buffers(), other.buffers())):
@@ -258,6 +281,9 @@ def largest_differences(model: nn.Module, other: nn.Module) -> dict[str, float]:
         ours.append(max((a.double() - b.double()).abs().max() for a, b in pairs))
     everyones = torch.stack(list(psengine.gather(torch.stack(ours))))
     parameters, buffers = everyones.amax(dim=0).tolist()
+    if model.strategy.carries_buffers:
+        # All ranks have rank 0's already, which native DDP will give them before the next forward.
+        buffers = everyones[0, 1].item()
     return {"parameters": parameters, "buffers": buffers}
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import importlib
+import io
 import os
 import re
 import signal
@@ -11,13 +12,14 @@ import struct
 import subprocess
 import sys
 import tracemalloc
-from contextlib import nullcontext
+from contextlib import nullcontext, redirect_stderr, redirect_stdout
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from processes import run_ranks
+from server_process import running_server
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -53,12 +55,16 @@ def run_example(*options: object, ranks: int | None = None) -> subprocess.Comple
     return run_command([*launcher, *map(str, options)])
 
 
-def run_command(command: list[str]) -> subprocess.CompletedProcess[str]:
+def start_command(command: list[str], **variables: str) -> subprocess.Popen[str]:
     kept = {name: value for name, value in os.environ.items() if name in ("PATH", "HOME", "TMPDIR", "LANG")}
-    environment = {**kept, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    with subprocess.Popen(
+    environment = {**kept, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **variables}
+    return subprocess.Popen(
         command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as process:
+    )
+
+
+def run_command(command: list[str]) -> subprocess.CompletedProcess[str]:
+    with start_command(command) as process:
         try:
             output, errors = process.communicate(timeout=DEADLINE_S)
         except subprocess.TimeoutExpired:
@@ -142,6 +148,76 @@ def test_fashion_mnist():
     assert "60000 training and 10000 test images of 10 classes" in finished.stdout
     assert "largest difference: parameters 0, buffers 0" in finished.stdout
     assert "/10000)" in finished.stdout
+
+
+# ------------------------------------------------------------------------------------------------- parameter servers
+
+
+@pytest.fixture(scope="module")
+def server():
+    with running_server() as running:
+        yield running
+
+
+def test_compare_with_an_embedded_server():
+    finished = run_example("--strategy", "sync-server", "--compare", "--epochs", 1, "--max-steps", 6, ranks=2)
+    assert finished.returncode == 0, finished.stderr
+    assert "Warning" not in finished.stderr
+    # A sum of two has one order only.
+    assert "largest difference: parameters 0, buffers 0" in finished.stdout
+    assert "are equal within 0.05 after 6 steps" in finished.stdout
+
+
+def _train(rank: int, world_size: int, *options: str) -> tuple[int, str, str]:
+    sys.argv = [str(EXAMPLE), *options]
+    with redirect_stdout(io.StringIO()) as output, redirect_stderr(io.StringIO()) as errors:
+        exit_code = train_images.main()
+    return exit_code, output.getvalue(), errors.getvalue()
+
+
+def test_ranks_train_through_an_embedded_server():
+    first, second = run_ranks(_train, 2, "--strategy", "async", "--epochs", "2")
+    exit_code, output, errors = first
+    assert (exit_code, errors) == (0, "")
+    assert second == (0, "", "")
+    assert re.findall(r"epoch (\d)/2  step (\d+)  loss", output) == [("1", "23"), ("2", "46")]
+    assert float(re.findall(r"accuracy (.*?)%", output)[-1]) > 80
+
+
+def test_compare_is_refused_where_native_takes_other_steps(server):
+    [(exit_code, _, errors)] = run_ranks(_compare_with_async, 1, server.addresses[0])
+    assert exit_code == 2
+    assert errors.count("\n") == 1
+    assert "--compare: " in errors
+    assert "(expected sync or sync-server, got async)" in errors
+
+
+def _compare_with_async(rank: int, world_size: int, servers: str) -> tuple[int, str, str]:
+    os.environ["PSENGINE_SERVERS"] = servers
+    return _train(rank, world_size, "--strategy", "async", "--compare")
+
+
+@pytest.mark.parametrize("strategy", ["sync-server", "async:max_staleness=4"])
+def test_processes_that_only_a_server_joins(server, strategy):
+    job = f"single-{strategy}"
+    variables = {"PSENGINE_SERVERS": server.addresses[0], "PSENGINE_JOB": job}
+    command = [sys.executable, str(EXAMPLE), "--epochs", "1", "--strategy", strategy, "--seed"]
+    workers = [start_command([*command, seed], **variables) for seed in ("1", "2")]
+    try:
+        for worker in workers:
+            output, errors = worker.communicate(timeout=DEADLINE_S)
+            assert worker.returncode == 0, errors
+            assert "world size 1" in output
+            assert "step 45  loss" in output
+            assert float(re.findall(r"accuracy (.*?)%", output)[-1]) > 80
+    finally:
+        for worker in workers:
+            worker.kill()
+            worker.wait()
+    [status] = server.job(job)
+    assert status["members"] == 0
+    if strategy.startswith("async"):
+        assert status["version_max"] == 2 * 45
 
 
 # ------------------------------------------------------------------------------------------------------------ options

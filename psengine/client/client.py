@@ -23,6 +23,7 @@ from psengine.client.named_tensors import Landing, NamedTensors, describe
 from psengine.client.operation import Push, wait_all
 from psengine.client.options import SessionOptions, keys_from_environment
 from psengine.client.session import WorkerSession
+from psengine.environment import read_variable
 from psengine.errors import ConfigurationError
 from psengine.protocol.keys import CurveClientKeys
 from psengine.protocol.layout import ChunkKind, ChunkSpec
@@ -31,7 +32,7 @@ from psengine.protocol.layout import ChunkKind, ChunkSpec
 def connect(
     servers: str | Sequence[str] | None = None,
     *,
-    job: str = "default",
+    job: str | None = None,
     role: str = "worker",
     rank: int | None = None,
     world_size: int = 1,
@@ -49,7 +50,7 @@ def connect(
     Args:
         servers: one address or several, the lead first, such as "tcp://a:7077,tcp://b:7077"; by default
             PSENGINE_SERVERS.
-        job: name of the job; clients of one job share its values.
+        job: name of the job; clients of one job share its values. By default PSENGINE_JOB, else "default".
         role: "worker", or "reader", which looks and changes nothing.
         rank: this worker's number; by default the servers give the lowest free one.
         world_size: workers that the first exchange of an averaging job waits for.
@@ -69,7 +70,7 @@ def connect(
     client = Client(
         SessionOptions(
             addresses=_named_servers(servers),
-            job=job,
+            job=job or read_variable("PSENGINE_JOB") or "default",
             rule={"name": "average", "quorum": quorum},
             rank=rank,
             world_size=world_size,

@@ -1,0 +1,491 @@
+"""What a slow worker costs the others: four workers, one of them four times slower, under each strategy in turn.
+
+python benchmarks/straggler/run.py [--quick] [--candidates sync,async] [--straggler turns] [--plot FILE] [--json FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import multiprocessing
+import os
+import platform
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+
+import psengine
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
+
+from idx_images import IdxError, read_split
+
+FASHION_MNIST = Path("/usr/share/datasets/fashion-mnist")  # where Debian's dataset-fashion-mnist puts it
+PIXEL_MEAN, PIXEL_DEVIATION = 0.286, 0.353
+WORLD_SIZE = 4
+BATCH_SIZE = 128  # of each worker
+WARM_UP_STEPS = 5
+SNAPSHOT_S = 0.5
+SMOOTHED = 5  # snapshots
+GROUP_TIMEOUT_S = 60
+START_S = 60
+SERVER_READY = "psengine-server ready "
+
+# name -> Adam's learning rate and beta1, the best of a sweep. Synchronous: the gradient of four times as many samples
+# stands a larger step. Asynchronous: old gradients act like momentum, so that there has to be less of it (Mitliagkas
+# et al. 2016, https://arxiv.org/abs/1605.09774).
+SYNCHRONOUS = (0.006, 0.9)
+ASYNCHRONOUS = (0.001, 0.0)
+CANDIDATES = {
+    "native": SYNCHRONOUS,
+    "sync": SYNCHRONOUS,
+    "sync-server": SYNCHRONOUS,
+    "sync-server:quorum=3": SYNCHRONOUS,
+    "async:max_staleness=4": ASYNCHRONOUS,
+    "async:max_staleness=16": ASYNCHRONOUS,
+    "async": ASYNCHRONOUS,
+}
+REFERENCE = "sync"
+# Ranks of these cannot leave one by one.
+IN_A_GROUP = ("native", "sync")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """One run of one candidate.
+
+    Attributes:
+        straggler: "one": the last rank is slow in every step; "turns": each is in every fourth of its steps.
+        step_s: how long a worker that is not slow computes; ``slowdown`` times that where it is.
+    """
+
+    candidate: str
+    learning_rate: float
+    beta1: float
+    seed: int
+    duration_s: float
+    straggler: str
+    step_s: float
+    slowdown: float
+
+
+@dataclass(kw_only=True)
+class Run:
+    """What came of a plan.
+
+    Attributes:
+        samples_per_s: of all workers, those whose gradient came too late for a quorum left out.
+        steps: of each worker, in rank order.
+        curve: [seconds, test accuracy] of rank 0's weights.
+        dropped: part of the gradients that came too late for a quorum.
+        staleness: how many updates old the weights of an applied gradient were, on average; None where there is none.
+    """
+
+    candidate: str
+    samples_per_s: float
+    steps: list[int]
+    curve: list[tuple[float, float]]
+    dropped: float
+    staleness: float | None
+
+    def seconds_to(self, accuracy: float) -> float:
+        """When the median of ``SMOOTHED`` successive accuracies was reached first; infinite if it was not.
+
+        The first single one would flatter a curve that swings.
+        """
+        windows = zip(*(self.curve[start:] for start in range(SMOOTHED)), strict=False)
+        reached = (w[-1][0] for w in windows if statistics.median(value for _, value in w) >= accuracy)
+        return next(reached, float("inf"))
+
+    def final_accuracy(self) -> float:
+        """Mean over the last tenth of the run, at least ``SMOOTHED`` snapshots."""
+        return statistics.mean(value for _, value in self.curve[-max(SMOOTHED, len(self.curve) // 10) :])
+
+
+# ---- on a worker ---------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Data:
+    """Float images, shape (count, 784), and labels."""
+
+    images: torch.Tensor
+    labels: torch.Tensor
+
+    @classmethod
+    def load(cls, directory: Path, split: str, every: slice = slice(None)) -> Data:
+        images, labels = read_split(directory, split)
+        return cls((images[every].flatten(1) / 255 - PIXEL_MEAN) / PIXEL_DEVIATION, labels[every].long())
+
+
+def build() -> nn.Module:
+    """100 000 parameters: under 2 ms of computing, so that two cores are enough for four workers."""
+    return nn.Sequential(nn.Linear(784, 128), nn.ReLU(), nn.Linear(128, 10))
+
+
+def wrap(plan: Plan) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(plan.seed)
+    network = build()
+    optimizer = torch.optim.Adam(network.parameters(), lr=plan.learning_rate, betas=(plan.beta1, 0.999))
+    if plan.candidate == "native":
+        return nn.parallel.DistributedDataParallel(network), optimizer
+    model = psengine.DistributedDataParallel(network, strategy=plan.candidate)
+    return model, psengine.DistributedOptimizer(optimizer, model)
+
+
+def compute_s(plan: Plan, rank: int, step: int) -> float:
+    """How long this step's computing is to take."""
+    slow_rank = WORLD_SIZE - 1 if plan.straggler == "one" else step % WORLD_SIZE
+    return plan.step_s * (plan.slowdown if rank == slow_rank else 1)
+
+
+@dataclass
+class Timed:
+    """What one worker did within the measured time."""
+
+    steps: int = 0
+    snapshots: list[tuple[float, list[torch.Tensor]]] = field(default_factory=list)
+
+
+def train(plan: Plan, rank: int, data: Data, last_step: Any) -> tuple[Timed, dict[str, Any]]:
+    """Train for ``plan.duration_s``; return what was done, and the servers' statistics of the job (on rank 0)."""
+    model, optimizer = wrap(plan)
+    generator = torch.Generator().manual_seed(1000 * plan.seed + rank)
+    timed, started_s = Timed(), 0.0
+    for step in itertools.count():
+        if step == WARM_UP_STEPS:
+            last_step.value = -1
+            dist.barrier()
+            started_s = next_snapshot_s = time.monotonic()
+        is_timed = step >= WARM_UP_STEPS
+        if is_timed and rank == 0 and time.monotonic() - started_s >= plan.duration_s:
+            # Nobody in a group is further than this step, because rank 0 has not taken part in it.
+            last_step.value = step
+        take_step(plan, rank, step, model, optimizer, data, generator)
+        now_s = time.monotonic()
+        if is_timed and now_s - started_s < plan.duration_s:
+            timed.steps += 1
+            if rank == 0 and now_s >= next_snapshot_s:
+                next_snapshot_s += SNAPSHOT_S
+                weights = [parameter.detach().clone() for parameter in model.parameters()]
+                timed.snapshots.append((now_s - started_s, weights))
+        if plan.candidate in IN_A_GROUP:
+            if 0 <= last_step.value <= step:
+                break
+        elif is_timed and now_s - started_s >= plan.duration_s:
+            break
+    statistics_of_job: dict[str, Any] = {}
+    if plan.candidate not in IN_A_GROUP and rank == 0:
+        session = model.strategy.session
+        statistics_of_job = session.status()[0]["jobs"][session.job]
+    if plan.candidate != "native":
+        model.strategy.close()
+    return timed, statistics_of_job
+
+
+def take_step(
+    plan: Plan,
+    rank: int,
+    step: int,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    data: Data,
+    generator: torch.Generator,
+) -> None:
+    """A step whose forward takes as long as the plan says. The backward is real, because it exchanges gradients."""
+    ready_s = time.monotonic() + compute_s(plan, rank, step)
+    picked = torch.randint(len(data.labels), (BATCH_SIZE,), generator=generator)
+    optimizer.zero_grad()
+    loss = F.cross_entropy(model(data.images[picked]), data.labels[picked])
+    time.sleep(max(0.0, ready_s - time.monotonic()))
+    loss.backward()
+    optimizer.step()
+
+
+@torch.no_grad()
+def curve_of(snapshots: list[tuple[float, list[torch.Tensor]]], test: Data) -> list[tuple[float, float]]:
+    """Seconds and test accuracy of each snapshot."""
+    model, curve = build(), []
+    for second, weights in snapshots:
+        for parameter, values in zip(model.parameters(), weights, strict=True):
+            parameter.copy_(values)
+        correct = (model(test.images).argmax(dim=1) == test.labels).float().mean()
+        curve.append((second, correct.item()))
+    return curve
+
+
+def rank_main(rank: int, port: int, server: str, directory: Path, last_step: Any, pipe: Connection) -> None:
+    torch.set_num_threads(1)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    os.environ["PSENGINE_SERVERS"] = server
+    train_data = Data.load(directory, "train", slice(rank, None, WORLD_SIZE))
+    test_data = Data.load(directory, "test") if rank == 0 else None
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    timeout = timedelta(seconds=GROUP_TIMEOUT_S)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD_SIZE, timeout=timeout)
+    try:
+        while (plan := pipe.recv()) is not None:
+            timed, statistics_of_job = train(plan, rank, train_data, last_step)
+            # The clock has stopped: now there is time to evaluate.
+            curve = [] if test_data is None else curve_of(timed.snapshots, test_data)
+            pipe.send((timed.steps, curve, statistics_of_job))
+    finally:
+        dist.destroy_process_group()
+
+
+# ---- here ----------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def running_server() -> Iterator[str]:
+    """A parameter server on a free loopback port: its address."""
+    command = [sys.executable, "-m", "psengine.cli.server", "--bind", "tcp://127.0.0.1:0"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    try:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.startswith(SERVER_READY):
+                yield line.removeprefix(SERVER_READY).strip()
+                return
+        raise RuntimeError(f"the parameter server ended before it was ready, with exit code {process.wait()}")
+    finally:
+        process.terminate()
+        try:
+            process.wait(timeout=10)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+class Workers:
+    """Four processes that carry out one plan after the other; a context manager."""
+
+    def __init__(self, directory: Path, server: str) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._last_step = context.Value("q", -1)  # kept: children unpickle it by name
+        self._processes, self._pipes = [], []
+        for rank in range(WORLD_SIZE):
+            pipe, theirs = context.Pipe()
+            arguments = (rank, self._store.port, server, directory, self._last_step, theirs)
+            process = context.Process(target=rank_main, args=arguments, daemon=True)
+            process.start()
+            theirs.close()
+            self._processes.append(process)
+            self._pipes.append(pipe)
+
+    def __enter__(self) -> Workers:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:
+        for process, pipe in zip(self._processes, self._pipes, strict=True):
+            if kind is None:
+                pipe.send(None)
+                process.join(timeout=10)
+            if process.is_alive():
+                process.kill()
+            process.join(timeout=10)
+            process.close()
+            pipe.close()
+
+    def run(self, plan: Plan) -> Run:
+        """Raises TimeoutError, or RuntimeError where a worker died."""
+        for pipe in self._pipes:
+            pipe.send(plan)
+        deadline_s = time.monotonic() + plan.duration_s + START_S
+        answers = []
+        for rank, pipe in enumerate(self._pipes):
+            if not wait([pipe], timeout=max(0.0, deadline_s - time.monotonic())):
+                raise TimeoutError(f"{plan.candidate}: rank {rank} did not finish in time")
+            try:
+                answers.append(pipe.recv())
+            except (EOFError, ConnectionError):
+                raise RuntimeError(f"{plan.candidate}: rank {rank} died; its traceback is above") from None
+        steps = [count for count, _, _ in answers]
+        _, curve, job = answers[0]
+        dropped, staleness = 0.0, None
+        if job and job["rule"]["name"] == "average":
+            dropped = job["late"] / max(1, job["late"] + job["applied"])
+        elif job:
+            counts = {int(age): count for age, count in job["staleness"].items()}
+            staleness = sum(age * count for age, count in counts.items()) / max(1, sum(counts.values()))
+        samples_per_s = sum(steps) * BATCH_SIZE * (1 - dropped) / plan.duration_s
+        return Run(
+            candidate=plan.candidate,
+            samples_per_s=samples_per_s,
+            steps=steps,
+            curve=curve,
+            dropped=dropped,
+            staleness=staleness,
+        )
+
+
+def table_of(runs: Sequence[Run], target: float) -> str:
+    """Medians over each candidate's runs, as Markdown."""
+    lines = [
+        f"| candidate | samples/s (lowest-highest) | of {REFERENCE} | seconds to {target:.0%} | accuracy at the end"
+        " | steps of each worker | notes |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    rates = {name: [run.samples_per_s for run in runs if run.candidate == name] for name in candidates_of(runs)}
+    for name, own_rates in rates.items():
+        own = [run for run in runs if run.candidate == name]
+        rate = f"{statistics.median(own_rates):.0f} ({min(own_rates):.0f}-{max(own_rates):.0f})"
+        ratio = "-"
+        if REFERENCE in rates and name != REFERENCE:
+            ratio = f"{statistics.median(own_rates) / statistics.median(rates[REFERENCE]):.2f}"
+        seconds = statistics.median(run.seconds_to(target) for run in own)
+        reached = f"{seconds:.1f}" if seconds < float("inf") else "not reached"
+        accuracy = statistics.median(run.final_accuracy() for run in own)
+        steps = ", ".join(
+            f"{statistics.median(counts):.0f}" for counts in zip(*(run.steps for run in own), strict=True)
+        )
+        notes = []
+        if own[0].staleness is not None:
+            notes.append(f"staleness {statistics.mean(run.staleness or 0 for run in own):.1f}")
+        if any(run.dropped for run in own):
+            notes.append(f"{statistics.mean(run.dropped for run in own):.0%} dropped")
+        lines.append(f"| {name} | {rate} | {ratio} | {reached} | {accuracy:.1%} | {steps} | {', '.join(notes)} |")
+    return "\n".join(lines)
+
+
+def candidates_of(runs: Sequence[Run]) -> list[str]:
+    return list(dict.fromkeys(run.candidate for run in runs))
+
+
+def plot(runs: Sequence[Run], target: float, path: Path) -> None:
+    """Test accuracy against wall time: the median over a candidate's runs, and between which it lay."""
+    pyplot = require_matplotlib()
+    import numpy as np
+
+    figure, axes = pyplot.subplots(figsize=(8, 4.5), dpi=120)
+    for name in candidates_of(runs):
+        curves = [np.array(run.curve) for run in runs if run.candidate == name]
+        seconds = np.arange(0, min(curve[-1, 0] for curve in curves), SNAPSHOT_S)
+        values = np.stack([np.interp(seconds, *curve.T) for curve in curves])
+        (line,) = axes.plot(seconds, np.median(values, axis=0), label=name, linewidth=1.5)
+        axes.fill_between(seconds, values.min(axis=0), values.max(axis=0), color=line.get_color(), alpha=0.15)
+    axes.axhline(target, color="grey", linewidth=0.8, linestyle=":")
+    axes.set(xlabel="seconds", ylabel="test accuracy", ylim=(0.6, 0.9), title="Fashion-MNIST, one worker of four slow")
+    axes.set_xlim(left=0)
+    axes.grid(alpha=0.3)
+    axes.legend(loc="lower right")
+    figure.tight_layout()
+    figure.savefig(path)
+    pyplot.close(figure)
+
+
+def require_matplotlib() -> Any:
+    try:
+        import matplotlib
+    except ImportError:
+        sys.exit("--plot needs matplotlib: pip install 'psengine[examples]'")
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    return pyplot
+
+
+def machine() -> str:
+    """Describe CPU, cores, load and versions in one line."""
+    model = platform.processor() or platform.machine()
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        names = [line.split(":", 1)[1].strip() for line in cpuinfo.read_text().splitlines() if "model name" in line]
+        model = names[0] if names else model
+    return (
+        f"{model}, {len(os.sched_getaffinity(0))} cores, load {os.getloadavg()[0]:.1f} at the start;"
+        f" Python {platform.python_version()}, torch {torch.__version__}, loopback, one thread per worker"
+    )
+
+
+def candidate_names(text: str) -> tuple[str, ...]:
+    """Names separated by commas."""
+    chosen = tuple(text.split(","))
+    if unknown := [name for name in chosen if name not in CANDIDATES]:
+        raise argparse.ArgumentTypeError(f"unknown {', '.join(unknown)} (expected some of {', '.join(CANDIDATES)})")
+    return chosen
+
+
+def parse_options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add = parser.add_argument
+    add("--candidates", type=candidate_names, default=tuple(CANDIDATES), help="comma-separated")
+    add("--repetitions", type=int, default=3, help="runs of each candidate (default: %(default)s)")
+    add("--seconds", type=float, default=30.0, help="length of a run (default: %(default)s)")
+    add("--quick", action="store_true", help="one run of 6 seconds of each: about a minute; accuracy means little")
+    add("--straggler", choices=("one", "turns"), default="one", help="the last worker is slow, or each now and then")
+    add("--step-ms", type=float, default=40.0, help="computing time of a step (default: %(default)s)")
+    add("--slowdown", type=float, default=4.0, help="how many times slower a slow step is (default: %(default)s)")
+    add("--target", type=float, default=0.85, help="test accuracy to be reached (default: %(default)s)")
+    add("--learning-rate", type=float, help="the same for all, for sweeps (default: see CANDIDATES)")
+    add("--beta1", type=float, help="the same for all")
+    add("--data", type=Path, default=FASHION_MNIST, help="IDX files (default: %(default)s)")
+    add("--plot", type=Path, metavar="FILE", help="draw accuracy against time, as PNG")
+    add("--json", type=Path, metavar="FILE", help="also write all runs there")
+    options = parser.parse_args()
+    if options.quick:
+        options.repetitions, options.seconds = 1, 6.0
+    return options
+
+
+def main() -> None:
+    options = parse_options()
+    if options.plot is not None:
+        require_matplotlib()  # before minutes of measuring
+    try:
+        Data.load(options.data, "test")
+    except IdxError as error:
+        sys.exit(f"--data {error}\nDebian and Ubuntu: apt install dataset-fashion-mnist")
+    description = machine()
+    print(f"{description}\n", flush=True)
+    runs: list[Run] = []
+    with running_server() as server, Workers(options.data, server) as workers:
+        for repetition in range(options.repetitions):
+            # Who comes after whom changes from one repetition to the next.
+            turn = repetition % len(options.candidates)
+            for name in options.candidates[turn:] + options.candidates[:turn]:
+                learning_rate, beta1 = CANDIDATES[name]
+                plan = Plan(
+                    candidate=name,
+                    learning_rate=learning_rate if options.learning_rate is None else options.learning_rate,
+                    beta1=beta1 if options.beta1 is None else options.beta1,
+                    seed=repetition,
+                    duration_s=options.seconds,
+                    straggler=options.straggler,
+                    step_s=options.step_ms / 1000,
+                    slowdown=options.slowdown,
+                )
+                run = workers.run(plan)
+                runs.append(run)
+                print(
+                    f"repetition {repetition + 1}  {name}: {run.samples_per_s:.0f} samples/s, {options.target:.0%}"
+                    f" after {run.seconds_to(options.target):.1f} s, steps {run.steps}",
+                    flush=True,
+                )
+    runs.sort(key=lambda run: options.candidates.index(run.candidate))
+    print(f"\n{table_of(runs, options.target)}")
+    if options.json is not None:
+        rows = [asdict(run) for run in runs]
+        options.json.write_text(json.dumps({"machine": description, "target": options.target, "runs": rows}))
+    if options.plot is not None:
+        plot(runs, options.target, options.plot)
+
+
+if __name__ == "__main__":
+    main()
