@@ -575,7 +575,8 @@ class DistributedDataParallel(NativeDistributedDataParallel):  # type: ignore[mi
         self._collective = resolve_collective(self._collective_choice, self.process_group)
         self._buffer_broadcast = BufferBroadcast()
         static_graph = self.static_graph
-        self._start(init_sync=False, init_sync_buffers=False, static_graph=static_graph)
+        with_buffers = self.forward_sync_buffers and self.strategy.carries_buffers
+        self._start(init_sync=False, init_sync_buffers=with_buffers, static_graph=static_graph)
         if static_graph:
             self.reducer.set_static_graph()
             self._static_graph_delay_allreduce_enqueued = False

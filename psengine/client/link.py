@@ -244,7 +244,9 @@ class Link:
             text = f"{self.address} answered {request.describe()} with {message.type.name} of key {message.key}"
             request.fail(ProtocolError(text))
             return
-        if message.type is MessageType.VALUES and not asked.body:
+        # Read or written, these are the values that the next gradient is computed from.
+        is_stored = asked.type is MessageType.STORE and message.version > 0
+        if (message.type is MessageType.VALUES or is_stored) and not asked.body:
             self.versions[message.key] = message.version
         request.finish(message, now_s)
 

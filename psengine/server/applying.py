@@ -104,7 +104,9 @@ class ApplyingRule(ChunkRule):
             return "abstained"
         if push.base_version < self._oldest_base.get(push.rank, 0):
             return "stale"
-        return None if is_finite(push.values) else "non_finite"
+        # A buffer may hold infinities on purpose, such as an attention mask.
+        is_fine = self.spec.kind is not ChunkKind.PARAMETER or is_finite(push.values)
+        return None if is_fine else "non_finite"
 
     def _apply(self, push: Push) -> None:
         assert push.values is not None

@@ -274,7 +274,12 @@ class Shard:
 
     def _store(self, job: Job, member: Member, message: Message) -> list[Reply]:
         job.chunks.store(message)
-        return _ok(member, message)
+        if message.body or job.averages:
+            return _ok(member, message)
+        # What was stored is what this worker computes its next gradient from.
+        job.note_pull(message, member)
+        version = job.chunks.find(message.key).version
+        return [Reply(MessageType.OK, member.rank, message.sequence, version, key=message.key)]
 
     def _heartbeat(self, job: Job, member: Member, message: Message) -> list[Reply]:
         body = self._heartbeat_body(job, message)

@@ -74,13 +74,14 @@ class AsyncServer(ServerStrategy):
     def _forget(self) -> None:
         super()._forget()
         self.refused_pushes = 0
-        self._optimizer: torch.optim.Optimizer | None = None
         self._groups: list[dict[str, Any]] = []
         # Chunks without a trained parameter are never pushed.
         self._trained: set[int] = set()
         self._pushes: list[tuple[ChunkSpec, Push]] = []
+        self._buffer_pushes: list[Push] = []
+        self._landings: dict[int, torch.Tensor] = {}
         self._pushed_gradients: list[tuple[torch.Tensor, torch.Tensor | None, int]] = []
-        self._weight_versions = 0
+        self._weight_versions = (0, 0)
 
     @property
     def rule(self) -> dict[str, Any]:
@@ -109,6 +110,7 @@ class AsyncServer(ServerStrategy):
         from psengine.protocol.hyperparameters import optimizer_name, wire_groups
         from psengine.protocol.layout import ChunkKind
 
+        self._only_one(optimizer)
         name, groups = optimizer_name(optimizer), wire_groups(optimizer)
         group_of = self._groups_by_name(optimizer)
         requests = []
@@ -125,6 +127,9 @@ class AsyncServer(ServerStrategy):
                 requests.append(self.session.configure(spec.key, body))
         wait_all(requests)
         self._optimizer = optimizer
+        if optimizer.state:
+            # State that was loaded before wrapping counts like one that is loaded afterwards.
+            self.store_optimizer_state(optimizer)
 
     def _groups_by_name(self, optimizer: torch.optim.Optimizer) -> dict[str, int]:
         assert self._replica is not None
@@ -137,6 +142,7 @@ class AsyncServer(ServerStrategy):
         }
 
     def _bound_optimizer(self) -> torch.optim.Optimizer:
+        _ = self.session  # a closed strategy says so
         if self._optimizer is None:
             raise ConfigurationError(
                 "strategy 'async' applies gradients at the servers (expected optimizer ="
@@ -211,34 +217,60 @@ class AsyncServer(ServerStrategy):
         missing = {
             name for name, parameter in zip(bucket.names, bucket.parameters, strict=True) if parameter.grad is None
         }
-        if len(missing) == len(bucket.names):
-            return
         payload = bucket.flat if bucket.device.type == "cpu" else bucket.flat.cpu()
+        if self._copies_payloads:
+            payload = payload.clone()
         for spec, start, end in self.chunks.of_bucket[bucket.index]:
+            if spec.key not in self._trained:
+                continue
             absent = self.chunks.segment_indices(spec, missing) if missing else []
-            if spec.key in self._trained and len(absent) < len(spec.segments):
-                push = self.session.push(
-                    spec.key, payload[start:end], self.chunks.parts(spec), groups=self._groups, absent=absent
-                )
-                self._pushes.append((spec, push))
+            # Without any gradient this worker only asks for the weights; others must not wait for a gradient of it.
+            gradient = payload[start:end] if len(absent) < len(spec.segments) else None
+            push = self.session.push(
+                spec.key,
+                gradient,
+                self._landing(spec),
+                groups=self._groups,
+                absent=absent if gradient is not None else (),
+            )
+            self._pushes.append((spec, push))
+
+    def _landing(self, spec: ChunkSpec) -> list[torch.Tensor]:
+        """Where weights land: in the parameters, but beside them while a backward may still read those."""
+        if self._options["push"] == "step":
+            return self.chunks.parts(spec)
+        if spec.key not in self._landings:
+            self._landings[spec.key] = torch.empty(spec.numel, dtype=spec.dtype)
+        return [self._landings[spec.key]]
 
     def _push_buffers(self) -> None:
         self.chunks.follow_buffers()
         for key in self.chunks.buffers:
             spec = self.chunks.specs[key]
-            self._pushes.append((spec, self.session.push(key, self.chunks.values(spec), self.chunks.parts(spec))))
+            # No landing: a worker keeps its own running statistics.
+            self._buffer_pushes.append(self.session.push(key, self.chunks.values(spec), ()))
 
     def _await_weights(self) -> None:
         from psengine.client.operation import wait_all
 
         pushes, self._pushes = self._pushes, []
+        buffer_pushes, self._buffer_pushes = self._buffer_pushes, []
         self._pushed_gradients = []
-        wait_all([push for _, push in pushes])
-        self.chunks.write_back([spec for spec, _ in pushes])
+        try:
+            wait_all([*(push for _, push in pushes), *buffer_pushes])
+        except BaseException:
+            # What was sent may still be on its way from memory that the next step packs anew.
+            self._copies_payloads = True
+            raise
+        if self._options["push"] == "backward":
+            for spec, _ in pushes:
+                self.chunks.assign(spec, self._landings[spec.key])
+        else:
+            self.chunks.write_back([spec for spec, _ in pushes])
         self._note_weights()
         for spec, push in pushes:
             refused = push.wait().refused
-            if refused:
+            if refused and refused != "abstained":
                 self._report_refusal(spec, refused)
 
     def _report_refusal(self, spec: ChunkSpec, reason: str) -> None:
@@ -269,9 +301,11 @@ class AsyncServer(ServerStrategy):
         """Remember the parameters as the servers sent them."""
         self._weight_versions = self._count_writes()
 
-    def _count_writes(self) -> int:
+    def _count_writes(self) -> tuple[int, int]:
+        """Changes with every write that torch counts, and when a parameter is given other memory."""
         assert self._replica is not None
-        return sum(parameter._version for parameter in self._replica.parameters.values())
+        parameters = self._replica.parameters.values()
+        return sum(p._version for p in parameters), hash(tuple(p.data_ptr() for p in parameters))
 
     def _store_edited_weights(self) -> None:
         """Where parameters were written to (``load_state_dict``): worker 0's go to the servers, others' are lost."""
@@ -296,15 +330,12 @@ class AsyncServer(ServerStrategy):
         """See ``Strategy.fetch_optimizer_state``: fills ``optimizer.state`` from the servers."""
         from psengine.strategies.server_optimizer_state import fetch
 
-        if self._optimizer is not None and self._session is not None:
-            fetch(self.session, self.chunks, optimizer, self._parameters(), self._trained)
+        fetch(self.session, self.chunks, optimizer, self._parameters(), self._trained)
 
     def store_optimizer_state(self, optimizer: torch.optim.Optimizer) -> None:
         """See ``Strategy.store_optimizer_state``: worker 0's state becomes the servers'."""
         from psengine.strategies.server_optimizer_state import store
 
-        if self._optimizer is None or self._session is None:
-            return
         if self.session.rank == 0:
             store(self.session, self.chunks, optimizer, self._parameters(), self._trained)
         else:

@@ -8,7 +8,7 @@ import torch
 
 from psengine.buckets import Bucket, is_non_overlapping_and_dense
 from psengine.client.partition import CHUNK_BYTES, cut
-from psengine.errors import ConfigurationError
+from psengine.errors import ConfigurationError, ReplicaMismatchError
 from psengine.protocol.layout import ChunkKind, ChunkSpec
 from psengine.strategies.base import Replica
 
@@ -16,52 +16,57 @@ USAGE_NAME = "psengine/used parameters"
 
 
 class TensorImage:
-    """A tensor's elements in the order they lie in memory, as a flat CPU tensor that bytes can be sent from or land in.
+    """A tensor's elements in the order the servers keep them, as a flat CPU tensor to send from or to land in.
 
-    A dense CPU tensor is its own image. Others (on a GPU, or with gaps) have a copy: ``refresh`` before reading it,
-    ``write_back`` after bytes landed.
+    That order is the one in which they lay in memory when the model was wrapped (``strides``). As long as a CPU tensor
+    lies so, it is its own image. Others (on a GPU, with gaps, moved to another memory format since) have a copy:
+    ``refresh`` before reading it, ``write_back`` after bytes landed.
     """
 
-    def __init__(self, tensor: torch.Tensor) -> None:
+    def __init__(self, tensor: torch.Tensor, strides: tuple[int, ...] | None = None) -> None:
         self.tensor = tensor
-        self._is_dense = is_non_overlapping_and_dense(tensor)
-        self.strides = tuple(tensor.stride()) if self._is_dense else tuple(torch.empty(tensor.shape).stride())
+        if strides is None:
+            is_dense = is_non_overlapping_and_dense(tensor)
+            strides = tuple(tensor.stride()) if is_dense else tuple(torch.empty(tensor.shape).stride())
+        self.strides = strides
         self._address = -1
         self._flat = torch.empty(0)
+
+    @property
+    def _is_alias(self) -> bool:
+        tensor = self.tensor
+        lies_alike = all(
+            size == 1 or now == then
+            for size, now, then in zip(tensor.shape, tensor.stride(), self.strides, strict=True)
+        )
+        return lies_alike and tensor.device.type == "cpu"
 
     def flat(self) -> torch.Tensor:
         """1-D, on the CPU, of the tensor's numel."""
         tensor = self.tensor
-        if tensor.data_ptr() != self._address:
+        if not self._is_alias:
+            if self._address != -2:
+                self._address, self._flat = -2, torch.empty(tensor.numel(), dtype=tensor.dtype)
+        elif tensor.data_ptr() != self._address:
             # First asked, or somebody gave the parameter other memory.
             self._address = tensor.data_ptr()
-            if self._is_alias:
-                self._flat = self._in_memory_order()
-            else:
-                self._flat = torch.empty(tensor.numel(), dtype=tensor.dtype)
+            self._flat = tensor.detach().as_strided((tensor.numel(),), (1,))
         return self._flat
 
-    @property
-    def _is_alias(self) -> bool:
-        return self._is_dense and self.tensor.device.type == "cpu"
-
-    def _in_memory_order(self) -> torch.Tensor:
-        return self.tensor.detach().as_strided((self.tensor.numel(),), (1,))
+    def _ordered(self) -> torch.Tensor:
+        """The copy, seen in the tensor's shape."""
+        return self._flat.as_strided(self.tensor.shape, self.strides)
 
     def refresh(self) -> None:
         """Let the image be what the tensor is."""
-        flat = self.flat()
+        self.flat()
         if not self._is_alias:
-            flat.copy_(self._in_memory_order() if self._is_dense else self.tensor.detach().reshape(-1))
+            self._ordered().copy_(self.tensor.detach())
 
     def write_back(self) -> None:
         """Let the tensor be what the image is."""
-        if self._is_alias:
-            return
-        if self._is_dense:
-            self._in_memory_order().copy_(self._flat)
-        else:
-            self.tensor.detach().copy_(self._flat.view(self.tensor.shape))
+        if not self._is_alias:
+            self.tensor.detach().copy_(self._ordered())
 
 
 class ChunkedReplica:
@@ -123,11 +128,23 @@ class ChunkedReplica:
         return [spec.key for spec in specs]
 
     def follow_buffers(self) -> None:
-        """Look buffers up anew: a module may have assigned others."""
-        for name, tensor in self._replica.buffers().items():
+        """Look buffers up anew: a module may have assigned others.
+
+        Raises:
+            ReplicaMismatchError: one has another shape or dtype than when the model was wrapped.
+        """
+        for name, buffer in self._replica.buffers().items():
             image = self._images.get(name)
-            if image is not None and image.tensor is not tensor:
-                self._images[name] = TensorImage(tensor.detach())
+            if image is None:
+                continue
+            known = image.tensor
+            if (buffer.shape, buffer.dtype) != (known.shape, known.dtype):
+                raise ReplicaMismatchError(
+                    f"buffer {name!r} changed since the model was wrapped (expected shape {tuple(known.shape)},"
+                    f" {known.dtype}, got {tuple(buffer.shape)}, {buffer.dtype})"
+                )
+            if buffer.data_ptr() != known.data_ptr() or buffer.stride() != known.stride():
+                self._images[name] = TensorImage(buffer.detach(), image.strides)
 
     def parts(self, spec: ChunkSpec) -> list[torch.Tensor]:
         """The memory of a chunk's values: flat CPU tensors that tile it in order, to read from or land in."""

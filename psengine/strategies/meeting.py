@@ -13,6 +13,7 @@ import torch
 
 from psengine.client.addresses import parse_addresses
 from psengine.collectives.base import Collective
+from psengine.collectives.solo import SoloCollective
 from psengine.environment import read_variable
 from psengine.errors import ConfigurationError, EnvironmentVariableError, MissingExtraError, ServerError
 
@@ -21,8 +22,8 @@ if TYPE_CHECKING:
 
 _ADDRESS_BYTES = 512
 
-# Models that this process wraps with server strategies get jobs of their own, in the order they are wrapped.
-_job_numbers = itertools.count()
+# Models that this process has wrapped get jobs of their own, by the lowest number that is free.
+_job_numbers: set[int] = set()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +36,7 @@ class Meeting:
         rank: this worker's; None lets the servers give one.
         world_size: how many workers the first exchange waits for.
         embedded: the server this process started, which it has to stop.
+        number: of the model among those this process has wrapped; None where the job was named.
     """
 
     addresses: tuple[str, ...]
@@ -42,6 +44,7 @@ class Meeting:
     rank: int | None
     world_size: int
     embedded: EmbeddedServer | None
+    number: int | None
 
 
 def meet(servers: str | Sequence[str] | None, job: str | None, collective: Collective, device: torch.device) -> Meeting:
@@ -54,20 +57,35 @@ def meet(servers: str | Sequence[str] | None, job: str | None, collective: Colle
         ServerError: the embedded server did not start.
     """
     require_extra()
-    number = next(_job_numbers)
-    base_name = job or read_variable("PSENGINE_JOB") or "default"
     addresses = parse_addresses(servers)
+    rank, world_size = _place(collective)
     embedded = None
     if not addresses:
+        if world_size != collective.world_size:
+            raise ConfigurationError(
+                f"this process was launched as one of {world_size}, but there is no process group through which to find"
+                " the server that rank 0 would start. Fix: call psengine.init() before wrapping the model, or name a"
+                " server in PSENGINE_SERVERS."
+            )
         embedded, addresses = _embed(collective, device)
-    rank, world_size = (collective.rank, collective.world_size) if collective.world_size > 1 else (_named_rank(), 1)
+    base_name = job or read_variable("PSENGINE_JOB") or "default"
+    number = None if job else next(n for n in itertools.count() if n not in _job_numbers)
+    if number is not None:
+        _job_numbers.add(number)
     return Meeting(
         addresses=addresses,
-        job=f"{base_name}.{number}" if number and job is None else base_name,
+        job=f"{base_name}.{number}" if number else base_name,
         rank=rank,
         world_size=world_size,
         embedded=embedded,
+        number=number,
     )
+
+
+def leave(meeting: Meeting) -> None:
+    """The meeting is over, or never came about: its job's number is free."""
+    if meeting.number is not None:
+        _job_numbers.discard(meeting.number)
 
 
 def require_extra() -> None:
@@ -84,6 +102,16 @@ def require_extra() -> None:
         ) from error
 
 
+def _place(collective: Collective) -> tuple[int | None, int]:
+    """(rank, workers the job begins with): of the process group, else of the launcher, else what the servers give."""
+    if not isinstance(collective, SoloCollective):
+        return (collective.rank, collective.world_size) if collective.world_size > 1 else (_named_rank(), 1)
+    rank, world_size = read_variable("RANK"), read_variable("WORLD_SIZE")
+    if rank and world_size and rank.isdecimal() and world_size.isdecimal() and int(world_size) > 1:
+        return int(rank), int(world_size)
+    return _named_rank(), 1
+
+
 def _named_rank() -> int | None:
     """PSENGINE_WORKER: the rank of a worker that is a job of its own; without it the servers give one."""
     text = read_variable("PSENGINE_WORKER")
@@ -98,14 +126,14 @@ def _embed(collective: Collective, device: torch.device) -> tuple[EmbeddedServer
     """Rank 0 starts a server on loopback and tells the others where."""
     _check_one_host(collective, device)
     embedded, text = None, b""
-    error: ServerError | None = None
+    error: Exception | None = None
     if collective.rank == 0:
         from psengine.client.embedded import EmbeddedServer
 
         try:
             embedded = EmbeddedServer.start()
             text = ",".join(embedded.addresses).encode()
-        except ServerError as failure:
+        except (ServerError, OSError) as failure:
             error = failure  # the others must not wait for an address
     packed = torch.zeros(_ADDRESS_BYTES, dtype=torch.uint8)
     packed[: len(text)] = torch.tensor(list(text), dtype=torch.uint8)

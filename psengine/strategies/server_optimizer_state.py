@@ -47,6 +47,8 @@ def fetch(
     for spec, segment, index, start in _segments(specs):
         parameter = parameters[segment.name]
         steps = steps_of[spec.key]
+        if segment.start == 0:
+            optimizer.state.pop(parameter, None)
         if not steps or not steps[index]:
             continue
         state: dict[str, Any] = optimizer.state[parameter]
@@ -56,7 +58,7 @@ def fetch(
             if segment.start == 0 or slot not in state:
                 state[slot] = torch.empty_strided(
                     segment.shape, segment.strides, dtype=parameter.dtype, device=parameter.device
-                )
+                ).zero_()
             _elements(state[slot], segment).copy_(landed[spec.key, slot][start : start + segment.numel])
 
 

@@ -19,10 +19,9 @@ import torch
 from psengine.buckets import Bucket
 from psengine.errors import ConfigurationError, ReductionError
 from psengine.strategies.base import Replica, Strategy
-from psengine.strategies.meeting import meet
+from psengine.strategies.meeting import Meeting, leave, meet
 
 if TYPE_CHECKING:
-    from psengine.client.embedded import EmbeddedServer
     from psengine.client.session import WorkerSession
     from psengine.protocol.layout import ChunkSpec
     from psengine.strategies.chunked_replica import ChunkedReplica
@@ -71,9 +70,12 @@ class ServerStrategy(Strategy):
         """The state of a strategy that serves no replica."""
         self._replica: Replica | None = None
         self._session: WorkerSession | None = None
-        self._embedded: EmbeddedServer | None = None
+        self._meeting: Meeting | None = None
         self._chunks: ChunkedReplica | None = None
         self._buckets: list[Bucket] = []
+        self._optimizer: torch.optim.Optimizer | None = None
+        # True once a wait has failed: a payload sent without a copy may still be read then.
+        self._copies_payloads = False
         self.completed_steps = 0
 
     def __repr__(self) -> str:
@@ -128,7 +130,7 @@ class ServerStrategy(Strategy):
         from psengine.client.options import SessionOptions, keys_from_environment
         from psengine.client.session import WorkerSession
 
-        self._replica, self._embedded = replica, meeting.embedded
+        self._replica, self._meeting = replica, meeting
         try:
             self._session = WorkerSession(
                 SessionOptions(
@@ -156,9 +158,9 @@ class ServerStrategy(Strategy):
         from psengine.strategies.chunked_replica import ChunkedReplica
 
         assert self._replica is not None
-        self._buckets = list(buckets)
-        self._chunks = ChunkedReplica(self._replica, buckets, counts_usage=self.counts_usage)
         try:
+            self._buckets = list(buckets)
+            self._chunks = ChunkedReplica(self._replica, buckets, counts_usage=self.counts_usage)
             state = self.session.enter(self._chunks.specs, self._chunks.values)
             if state != "initialised":
                 self.pull_values(self._chunks.specs)
@@ -178,6 +180,14 @@ class ServerStrategy(Strategy):
     def _entered(self, state: str) -> None:
         """The values are equal to the servers'; ``state`` is what ``WorkerSession.enter`` returned."""
 
+    def _only_one(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        if self._optimizer is not None and self._optimizer is not optimizer:
+            raise ConfigurationError(
+                f"strategy {self.name!r} steps one optimizer for each model (got a second). Give one optimizer several"
+                " parameter groups."
+            )
+        return optimizer
+
     def pull_values(self, specs: Iterable[ChunkSpec]) -> None:
         """Overwrite this replica's tensors by the servers' values."""
         from psengine.client.operation import wait_all
@@ -193,9 +203,12 @@ class ServerStrategy(Strategy):
 
     def close(self) -> None:
         """Say goodbye to the servers, so that nobody waits for this worker; stop an embedded server. Safe twice."""
-        session, embedded = self._session, self._embedded
+        session, meeting, steps = self._session, self._meeting, self.completed_steps
         self._forget()
+        self.completed_steps = steps
         if session is not None:
             session.close()
-        if embedded is not None:
-            embedded.stop()
+        if meeting is not None:
+            leave(meeting)
+            if meeting.embedded is not None:
+                meeting.embedded.stop()

@@ -66,16 +66,16 @@ class SyncServer(ServerStrategy):
 
     def _forget(self) -> None:
         super()._forget()
-        self._optimizer: torch.optim.Optimizer | None = None
         self._arrived_state: Any = None
         self._payloads: list[torch.Tensor] = []
         self._results: list[torch.Tensor] = []
-        # The step under way: per key its exchange, and what is sent and where the answer lands.
+        # The step under way: its exchanges in order, as (key, what is sent, where the answer lands). A chunk may have
+        # several: the usage map is exchanged twice where buckets that nobody uses are skipped.
         self._is_open = False
         self._sits_out = False
-        self._pushes: dict[int, Push] = {}
-        self._memory: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        self._has_pushed_buffers = False
+        self._exchanges: list[tuple[int, torch.Tensor, torch.Tensor]] = []
+        self._pushes: list[Push] = []
+        self._buffer_landings: dict[int, torch.Tensor] | None = None
 
     @property
     def rule(self) -> dict[str, Any]:
@@ -117,8 +117,8 @@ class SyncServer(ServerStrategy):
         if self._is_open:
             return
         self._is_open = True
-        self._sits_out = self._has_pushed_buffers = False
-        self._pushes, self._memory = {}, {}
+        self._sits_out = False
+        self._exchanges, self._pushes, self._buffer_landings = [], [], None
         try:
             self._donate()
         except FencedError:
@@ -134,18 +134,17 @@ class SyncServer(ServerStrategy):
         return _Average(self, bucket, result)
 
     def _exchange(self, key: int, payload: torch.Tensor, landing: torch.Tensor) -> None:
-        if key in self._pushes:  # the step before ended by an error
-            self._is_open = False
         self._open_step()
-        self._memory[key] = payload, landing
+        if self._copies_payloads:
+            payload = payload.clone()
+        self._exchanges.append((key, payload, landing))
         self.session.keep_result(key, [landing])
         try:
-            self._pushes[key] = self._begin_exchange(key)
+            self._pushes.append(self._begin_exchange(key, payload, landing))
         except FencedError:
             self._rejoin()
 
-    def _begin_exchange(self, key: int) -> Push:
-        payload, landing = self._memory[key]
+    def _begin_exchange(self, key: int, payload: torch.Tensor, landing: torch.Tensor) -> Push:
         return self.session.push(key, None if self._sits_out else payload, [landing])
 
     def reduce_usage(self, used: torch.Tensor) -> Work:
@@ -163,28 +162,33 @@ class SyncServer(ServerStrategy):
         """
         from psengine.client.operation import wait_all
 
-        for _ in range(MOST_REJOINS):
-            try:
-                return wait_all(list(self._pushes.values()))
-            except FencedError:
-                self._rejoin()
-        return wait_all(list(self._pushes.values()))
+        try:
+            for _ in range(MOST_REJOINS):
+                try:
+                    return wait_all(self._pushes)
+                except FencedError:
+                    self._rejoin()
+            return wait_all(self._pushes)
+        except BaseException:
+            # What was sent may still be on its way from memory that the next step packs anew.
+            self._is_open, self._copies_payloads = False, True
+            raise
 
     def finish_exchanges(self) -> None:
         """The end of backward: buffers travel too, and everything is waited for."""
-        if not self._has_pushed_buffers:
-            self._has_pushed_buffers = True
+        if self._buffer_landings is None:
             self.chunks.follow_buffers()
-            for key in self.chunks.buffers:
-                spec = self.chunks.specs[key]
-                self._exchange(key, self.chunks.values(spec), torch.empty(spec.numel, dtype=spec.dtype))
+            specs = [self.chunks.specs[key] for key in self.chunks.buffers]
+            self._buffer_landings = {spec.key: torch.empty(spec.numel, dtype=spec.dtype) for spec in specs}
+            for spec in specs:
+                self._exchange(spec.key, self.chunks.values(spec), self._buffer_landings[spec.key])
         self.await_exchanges()
 
     def finish(self) -> None:
         """See ``Strategy.finish``: buffers become those of the lowest rank, as native DDP's broadcast makes them."""
         self.finish_exchanges()
-        for key in self.chunks.buffers:
-            self.chunks.assign(self.chunks.specs[key], self._memory[key][1])
+        for key, landing in (self._buffer_landings or {}).items():
+            self.chunks.assign(self.chunks.specs[key], landing)
         self._is_open = False
         self.completed_steps += 1
 
@@ -192,7 +196,7 @@ class SyncServer(ServerStrategy):
 
     def bind_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """See ``Strategy.bind_optimizer``: its state goes to workers that join, and comes from others if we do."""
-        self._optimizer = optimizer
+        self._optimizer = self._only_one(optimizer)
         self._load_arrived_state()
 
     def _donate(self) -> None:
@@ -210,7 +214,15 @@ class SyncServer(ServerStrategy):
                 " optimizer = psengine.DistributedOptimizer(optimizer, model)"
             )
         stores = [self.session.store(spec.key, self.chunks.values(spec)) for spec in self.chunks.specs]
-        pieces = pack(self.completed_steps, self._optimizer)
+        try:
+            pieces = pack(self.completed_steps, self._optimizer)
+        except (TypeError, ValueError, KeyError) as error:
+            logger.warning(
+                "the state of %s cannot travel to a worker that joins (%s); it starts without",
+                type(self._optimizer).__name__,
+                error,
+            )
+            pieces = pack(self.completed_steps, None)
         stores += [
             self.session.store(index, piece, blob=STATE_BLOB, pieces=len(pieces)) for index, piece in enumerate(pieces)
         ]
@@ -229,15 +241,12 @@ class SyncServer(ServerStrategy):
                 self.pull_values(self.chunks.specs)
             self._continue()
             self._take_state()
-        self._pushes = {key: self._begin_exchange(key) for key in self._memory}
+        self._pushes = [self._begin_exchange(*exchange) for exchange in self._exchanges]
 
     def _take_state(self) -> None:
         from psengine.strategies.worker_state import unpack
 
-        first = self.session.pull(0, blob=STATE_BLOB).wait()
-        rest = [self.session.pull(index, blob=STATE_BLOB) for index in range(1, first.body["pieces"])]
-        pieces = [answer.values for answer in (first, *(request.wait() for request in rest))]
-        self._arrived_state = unpack([piece for piece in pieces if piece is not None])
+        self._arrived_state = unpack(self.session.pull_blob(STATE_BLOB))
         self.completed_steps = self._arrived_state.steps
         self._load_arrived_state()
 

@@ -1,0 +1,153 @@
+"""Corners of the server strategies in which numbers could go wrong without a word."""
+
+from __future__ import annotations
+
+import copy
+import os
+from typing import Any
+
+import pytest
+import torch
+from expectations import raises
+from processes import run_ranks
+from server_process import running_server
+from test_server_strategies import assert_equal, batches, build, state_of, use
+from torch import nn
+from torch.nn import functional as F
+
+import psengine
+from psengine.errors import ConfigurationError, ReductionError, ServerLostError
+
+
+@pytest.fixture(scope="module")
+def server():
+    with running_server(shards=2) as running:
+        yield running
+
+
+class Branches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(300, 300), nn.Linear(300, 300)
+        self.register_buffer("mask", torch.full((5, 5), float("-inf")).triu(1))
+        self.register_buffer("seen", torch.zeros(1))
+
+    def forward(self, x: torch.Tensor, use_left: bool = True) -> torch.Tensor:
+        self.seen += 1
+        return self.left(x) if use_left else self.right(x)
+
+
+def branches(rank: int, world_size: int, address: str, name: str, options: dict[str, Any]) -> Any:
+    use(address)
+    torch.manual_seed(0)
+    model = Branches()
+    strategies = {"sync": psengine.SyncAllReduce, "sync-server": psengine.SyncServer, "async": psengine.AsyncServer}
+    wrapped = psengine.DistributedDataParallel(
+        model,
+        find_unused_parameters=True,
+        skip_all_reduce_unused_params=True,
+        bucket_cap_mb=0.1,
+        strategy=strategies[name](**options),
+    )
+    optimizer = psengine.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.01), wrapped)
+    generator = torch.Generator().manual_seed(rank)
+    for step in range(6):
+        optimizer.zero_grad()
+        # On both ranks the same branch, then one each: nobody may wait for a gradient that never comes.
+        wrapped(torch.randn(4, 300, generator=generator), step % 2 == (rank if step > 3 else 0)).sum().backward()
+        optimizer.step()
+    state = state_of(model)
+    wrapped.strategy.close()
+    return state
+
+
+def test_buckets_that_nobody_uses_are_skipped_alike(server):
+    ours = run_ranks(branches, 2, server.addresses[0], "sync-server", {"job": "skip"})
+    # Native DDP itself aborts where ranks use different branches.
+    oracle = run_ranks(branches, 2, "", "sync", {})
+    for name, tensor in oracle[0].items():
+        if name != "seen":  # on rank 1 the last forward's, until the next begins
+            assert torch.equal(ours[0][name], tensor)
+            assert torch.equal(ours[1][name], tensor)
+
+
+def test_a_bound_does_not_wait_for_branches_that_a_worker_does_not_use(server):
+    options = {"job": "heads", "max_staleness": 0, "timeout_s": 20}
+    first, second = run_ranks(branches, 2, server.addresses[0], "async", options)
+    # Infinite buffers are nobody's mistake, and every worker keeps its own, from what it found when it came.
+    assert first["seen"].item() == 6
+    assert second["seen"].item() >= 6
+    assert first["mask"].isinf().sum() == second["mask"].isinf().sum() == 10
+
+
+def one_worker(rank: int, world_size: int, address: str) -> None:
+    use(address)
+    data = batches(0)
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> None:
+        optimizer.zero_grad()
+        F.cross_entropy(model(batch[0]), batch[1]).backward()
+        optimizer.step()
+
+    # Optimizer state that was loaded before wrapping; weights written by load_state_dict are not stale.
+    plain = build(0)
+    plain_optimizer = torch.optim.SGD(plain.parameters(), lr=0.05, momentum=0.9)
+    for batch in data[:3]:
+        step(plain, plain_optimizer, batch)
+    saved = copy.deepcopy((plain.state_dict(), plain_optimizer.state_dict()))
+    strategy = psengine.AsyncServer(job="preloaded", staleness_scaling="inverse", delay_compensation=0.5)
+    wrapped = psengine.DistributedDataParallel(build(1), strategy=strategy)
+    inner = torch.optim.SGD(wrapped.parameters(), lr=0.05, momentum=0.9)
+    inner.load_state_dict(saved[1])
+    optimizer = psengine.DistributedOptimizer(inner, wrapped)
+    wrapped.module.load_state_dict(saved[0])
+    for batch in data[3:6]:
+        step(plain, plain_optimizer, batch)
+        step(wrapped, optimizer, batch)
+    assert_equal(state_of(wrapped.module), state_of(plain))
+
+    # Another memory format after wrapping, and other memory.
+    wrapped.module.to(memory_format=torch.channels_last)
+    plain.to(memory_format=torch.channels_last)
+    for parameter in wrapped.module.parameters():
+        parameter.data = parameter.data.clone(memory_format=torch.preserve_format)
+    for batch in data[6:]:
+        step(plain, plain_optimizer, batch)
+        step(wrapped, optimizer, batch)
+    for (name, ours), theirs in zip(wrapped.module.state_dict().items(), plain.state_dict().values(), strict=True):
+        # Kernels for another layout add in another order.
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5, msg=name)
+
+    with raises(ConfigurationError, "steps one optimizer", "parameter groups"):
+        psengine.DistributedOptimizer(torch.optim.SGD(wrapped.parameters(), lr=0.1), wrapped)
+    strategy.close()
+    with raises(ReductionError, "is not connected"):
+        optimizer.state_dict()
+    assert strategy.completed_steps == len(data) - 3
+
+
+def test_one_worker_in_odd_circumstances(server):
+    run_ranks(one_worker, 1, server.addresses[0], init_group=False)
+
+
+def launched_without_a_group(rank: int, world_size: int, address: str) -> Any:
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size))
+    with raises(ConfigurationError, "psengine.init()", "PSENGINE_SERVERS"):
+        psengine.DistributedDataParallel(nn.Linear(2, 2), strategy="async")
+    use("tcp://127.0.0.1:1")
+    strategy = psengine.AsyncServer(timeout_s=0.5)
+    with raises(ServerLostError, "tcp://127.0.0.1:1"):
+        psengine.DistributedDataParallel(nn.Linear(2, 2), strategy=strategy)
+    use(address)
+    os.environ["PSENGINE_JOB"] = "retried"
+    wrapped = psengine.DistributedDataParallel(nn.Linear(2, 2), strategy=strategy)
+    second = psengine.DistributedDataParallel(nn.Linear(3, 2), strategy="async")
+    found = wrapped.strategy.session.rank, strategy.session.options.job, second.strategy.session.options.job
+    wrapped.strategy.close()
+    second.strategy.close()
+    return found
+
+
+def test_ranks_of_a_launcher_without_a_group(server):
+    results = run_ranks(launched_without_a_group, 2, server.addresses[0], init_group=False)
+    assert results == [(0, "retried", "retried.1"), (1, "retried", "retried.1")]
