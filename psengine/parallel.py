@@ -524,6 +524,10 @@ class DistributedDataParallel(NativeDistributedDataParallel):  # type: ignore[mi
 
     def _update_process_group(self, new_process_group: dist.ProcessGroup) -> None:
         """Go on with another group of replicas; buckets are rebuilt. Communication hooks must be moved separately."""
+        if not self.strategy.needs_process_group:
+            raise ConfigurationError(
+                f"strategy {self.strategy.name!r} has no process group to change; workers join and leave its servers"
+            )
         self._has_rebuilt_buckets = False
         self.reducer._reset_state()
         if dist.distributed_c10d._rank_not_in_group(new_process_group):

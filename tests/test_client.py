@@ -288,6 +288,7 @@ def await_exchange(session, number):
         time.sleep(0.001)
 
 
+@pytest.mark.slow
 def test_exchanges_of_two_workers_survive_restarts_exactly():
     steps, specs = 400, layout(NUMEL, 1024)
 

@@ -187,6 +187,7 @@ def host_a_store_and_stop(rank: int, world_size: int, port: int) -> tuple[float,
     raise AssertionError("went on without rank 0")
 
 
+@pytest.mark.slow
 def test_a_stopped_store_does_not_hang_the_others():
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

@@ -485,6 +485,7 @@ def test_the_monitor_only_reads_and_only_what_it_has():
         assert "Traceback" not in server.log()
 
 
+@pytest.mark.slow
 def test_slow_readers_of_the_monitor_are_cut_and_do_not_block_it():
     with running_server() as server:
         host, port = server.status_url.removeprefix("http://").split(":")

@@ -178,8 +178,12 @@ class Connection:
         current = self._local.get(index)
         if current == local_address:
             return
+        try:
+            self._sockets[index].connect(local_address)
+        except zmq.ZMQError as error:
+            logger.warning("%s offers an address that is none: %s", self._addresses[index], error)
+            return
         self._sockets[index].disconnect(current or self._addresses[index])
-        self._sockets[index].connect(local_address)
         self._local[index] = local_address
         self._monitors[index].lost = ""
 

@@ -338,6 +338,10 @@ class WorkerSession:
         """A worker that waits for this worker's state (STORE it, then ``admit``), each once; None without one."""
         return self._presence.take_state_request()
 
+    def decline(self, request: StateRequest) -> None:
+        """The state could not be deposited; the joiner may ask again."""
+        self._presence.forget_state_request(request)
+
     def admit(self, request: StateRequest) -> None:
         """The state is deposited: the joiner takes part from this worker's next exchange on; waits for all shards."""
         links = self._presence.links

@@ -201,11 +201,27 @@ class SyncServer(ServerStrategy):
 
     def _donate(self) -> None:
         """Leave this worker's state at the servers for each worker that waits to join."""
-        from psengine.client.operation import wait_all
-
         request = self.session.take_state_request()
         if request is None:
             return
+        try:
+            self._deposit_state()
+        except BaseException:
+            self.session.decline(request)
+            raise
+        self.session.admit(request)
+
+    def _deposit_state(self) -> None:
+        from psengine.client.operation import wait_all
+
+        stores = [self.session.store(spec.key, self.chunks.values(spec)) for spec in self.chunks.specs]
+        pieces = self._packed_state()
+        stores += [
+            self.session.store(index, piece, blob=STATE_BLOB, pieces=len(pieces)) for index, piece in enumerate(pieces)
+        ]
+        wait_all(stores)
+
+    def _packed_state(self) -> list[torch.Tensor]:
         from psengine.strategies.worker_state import pack
 
         if self._optimizer is None:
@@ -213,21 +229,15 @@ class SyncServer(ServerStrategy):
                 "a worker joins, but this one's optimizer is unknown, so the joiner starts without its state. Fix:"
                 " optimizer = psengine.DistributedOptimizer(optimizer, model)"
             )
-        stores = [self.session.store(spec.key, self.chunks.values(spec)) for spec in self.chunks.specs]
         try:
-            pieces = pack(self.completed_steps, self._optimizer)
+            return pack(self.completed_steps, self._optimizer)
         except (TypeError, ValueError, KeyError) as error:
             logger.warning(
                 "the state of %s cannot travel to a worker that joins (%s); it starts without",
                 type(self._optimizer).__name__,
                 error,
             )
-            pieces = pack(self.completed_steps, None)
-        stores += [
-            self.session.store(index, piece, blob=STATE_BLOB, pieces=len(pieces)) for index, piece in enumerate(pieces)
-        ]
-        wait_all(stores)
-        self.session.admit(request)
+            return pack(self.completed_steps, None)
 
     def _rejoin(self) -> None:
         """The others went on after this worker's lease ran out: take their state, and sit this step out.
