@@ -148,7 +148,7 @@ def test_chunks_spread_over_the_shards_of_two_servers(job):
         with worker(addresses, job + "2", rule=None, role="reader", timeout_s=3) as reader:
             assert reader.state == "wait"
             assert len(reader.status()) == 4
-            with pytest.raises(ServerRefusedError, match="no values yet"):
+            with pytest.raises(ServerRefusedError, match="no values of the job yet"):
                 reader.layout()
         with pytest.raises(ConfigurationError, match="same process"):
             worker([one.addresses[0], one.addresses[1]], job + "3").start()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import os
+import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -151,3 +153,41 @@ def launched_without_a_group(rank: int, world_size: int, address: str) -> Any:
 def test_ranks_of_a_launcher_without_a_group(server):
     results = run_ranks(launched_without_a_group, 2, server.addresses[0], init_group=False)
     assert results == [(0, "retried", "retried.1"), (1, "retried", "retried.1")]
+
+
+def configured_after_the_snapshot(rank: int, world_size: int, address: str, taken: Any, restarted: Any) -> None:
+    use(address)
+    wrapped = psengine.DistributedDataParallel(build(0), strategy=psengine.AsyncServer(timeout_s=30))
+    wrapped.strategy.session.snapshot()
+    optimizer = psengine.DistributedOptimizer(torch.optim.SGD(wrapped.parameters(), lr=0.05, momentum=0.9), wrapped)
+    open(taken, "w").close()
+    deadline_s = time.monotonic() + 30
+    while not os.path.exists(restarted):
+        assert time.monotonic() < deadline_s
+        time.sleep(0.05)
+    plain = build(0)
+    plain_optimizer = torch.optim.SGD(plain.parameters(), lr=0.05, momentum=0.9)
+    for x, y in batches(0, 3):
+        for model, own in ((wrapped, optimizer), (plain, plain_optimizer)):
+            own.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            own.step()
+    assert_equal(state_of(wrapped.module), state_of(plain))
+    wrapped.strategy.close()
+
+
+def test_a_snapshot_may_be_older_than_the_optimizer(tmp_path):
+    taken, restarted = tmp_path / "taken", tmp_path / "restarted"
+    options = {"snapshot_dir": str(tmp_path / "snapshots"), "snapshot_interval_s": 0}
+    with running_server(**options) as server:
+        address = server.addresses[0]
+        with ThreadPoolExecutor(1) as pool:
+            ranks = pool.submit(
+                run_ranks, configured_after_the_snapshot, 1, address, str(taken), str(restarted), init_group=False
+            )
+            while not taken.exists() and not ranks.done():
+                time.sleep(0.05)
+            server.kill()
+            with running_server(bind=address, **options):
+                restarted.touch()
+                ranks.result(timeout=60)

@@ -104,6 +104,7 @@ class Link:
         self._waiting: deque[Push] = deque()
         self._in_flight_bytes = 0
         self._garbled = 0
+        self._rolled_back_epoch = 0
         self._last_problem = ""
 
     # ---- asking ------------------------------------------------------------------------------------------------
@@ -224,7 +225,7 @@ class Link:
         if kind is MessageType.UPDATED:
             push = self._sent.get(message.key)
             if push is not None and push.message.sequence == message.sequence:
-                self.versions[message.key] = message.version
+                self._note_version(message)
                 if push.finish(message, now_s) is None:
                     self._answered[message.key] = push
                 self._remove_push(push, now_s)
@@ -234,6 +235,19 @@ class Link:
             self._receive_error(message, now_s)
         else:
             self._receive_answer(message, now_s)
+
+    def _note_version(self, answer: Message) -> None:
+        before = self.versions.get(answer.key, 0)
+        self.versions[answer.key] = answer.version
+        if answer.version < before and self.epoch != self._rolled_back_epoch:
+            self._rolled_back_epoch = self.epoch
+            logger.warning(
+                "%s went back to its last snapshot: chunk %d from version %d to %d; the updates between are lost",
+                self.address,
+                answer.key,
+                before,
+                answer.version,
+            )
 
     def _receive_answer(self, message: Message, now_s: float) -> None:
         request = self._requests.pop(message.sequence, None)

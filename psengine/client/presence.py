@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -22,7 +23,7 @@ from psengine.client.chunk_map import ChunkMap
 from psengine.client.connection import Connection
 from psengine.client.greeting import Greeting, Welcome
 from psengine.client.link import Identity, Link
-from psengine.client.operation import Operation, Parking, Push, Request
+from psengine.client.operation import Operation, Parking, Push, Request, wait_all
 from psengine.client.options import SessionOptions
 from psengine.errors import AuthenticationError, FencedError, ProtocolError, PSEngineError
 from psengine.protocol.layout import ChunkSpec, job_number
@@ -52,6 +53,7 @@ class Presence:
         links: one per shard, the lead first.
         chunks: where the job's chunks are.
         members: live workers, as the lead last said.
+        configured: key -> CONFIGURE's body; a server restored from a snapshot may be older than it.
         takes_part: whether this worker has the job's values, or gave them; set by the session. Before, a restarted
             server must not take it for one that has.
         lease_s, heartbeat_s: as the lead said.
@@ -69,6 +71,7 @@ class Presence:
         self.chunks = ChunkMap()
         self.members: tuple[int, ...] = ()
         self.takes_part = False
+        self.configured: dict[int, dict[str, Any]] = {}
         self.lease_s = 5.0
         self.heartbeat_s = 1.0
         self.is_welcome = False
@@ -205,6 +208,7 @@ class Presence:
             welcome = self.greet()
             if welcome.lost and self.options.role == "worker":
                 self.greeting.restore(welcome.lost)
+            self._configure_again()
             fenced = None
             if "join" in welcome.states:
                 fenced = FencedError(
@@ -220,6 +224,20 @@ class Presence:
         except Exception as error:
             logger.exception("the client's recovery failed")
             self._give_up(PSEngineError(f"the client's recovery failed: {type(error).__name__}: {error}"))
+
+    def _configure_again(self) -> None:
+        """The snapshot that a server came back with may be older than its optimizers."""
+        wait_all(
+            [
+                self.ask(
+                    self.links[self.chunks.shard_of[key]],
+                    Message(MessageType.CONFIGURE, key=key, body=body),
+                    what=f"CONFIGURE of chunk {key}",
+                    is_urgent=True,
+                )
+                for key, body in self.configured.items()
+            ]
+        )
 
     def _give_up(self, error: PSEngineError) -> None:
         if not self.closing.is_set():

@@ -198,6 +198,7 @@ class WorkerSession:
     def configure(self, key: int, body: Mapping[str, Any]) -> Request:
         """Attach the server-side optimizer to a chunk; ``body`` as in CONFIGURE: optimizer, groups, runs."""
         spec = self._presence.chunks.spec(key)
+        self._presence.configured[key] = dict(body)
         message = Message(MessageType.CONFIGURE, key=key, body=dict(body))
         return self._presence.ask(self._link(key), message, what=f"CONFIGURE of {spec.describe()}")
 

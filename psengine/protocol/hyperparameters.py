@@ -206,9 +206,14 @@ def optimizer_name(optimizer: torch.optim.Optimizer) -> str:
                 _check_subclass(subclass, base)
             return base.__name__
     raise ConfigurationError(
-        f"servers do not run this optimizer (expected one of {', '.join(OPTIMIZERS)}, got {type(optimizer).__name__})."
+        f"servers do not run this optimizer (expected one of {', '.join(OPTIMIZERS)}, got {_users_class(mro)})."
         ' Use one of them, or strategy "sync-server", where every worker steps by itself.'
     )
+
+
+def _users_class(mro: tuple[type, ...]) -> str:
+    """The name of the class that the user wrote, under psengine's own."""
+    return next(base.__name__ for base in mro if base.__module__.partition(".")[0] != "psengine")
 
 
 def _check_subclass(subclass: type, base: type[torch.optim.Optimizer]) -> None:

@@ -290,7 +290,7 @@ class Job:
         """
         if not forget:
             self.statistics.evicted += 1
-            logger.warning("job %r: worker %d is out", self.name, rank)
+            self._warn_out(rank)
         self._admissions.forget(rank)
         self.membership.remove(rank, progress=-1 if must_join else self.statistics.averaged, now_s=now_s, forget=forget)
         return self._left(rank)
@@ -303,10 +303,23 @@ class Job:
         averaged = self.statistics.averaged
         for rank in ranks:
             self.statistics.evicted += 1
-            logger.warning("job %r: worker %d is out", self.name, rank)
+            self._warn_out(rank)
             self._admissions.forget(rank)
             self.membership.remove(rank, progress=averaged, now_s=now_s)
         return [reply for rank in ranks for reply in self._left(rank)]
+
+    def _warn_out(self, rank: int) -> None:
+        member = self.membership.members.get(rank)
+        if member is None:
+            return
+        logger.warning(
+            "job %r: worker %d (process %d on %s) is out: silent for its lease, or behind what can be told; the others"
+            " go on without it",
+            self.name,
+            rank,
+            member.pid,
+            member.host,
+        )
 
     def _left(self, rank: int) -> list[Reply]:
         """Exchanges do not wait for this worker any more, or not for the process that had its rank.

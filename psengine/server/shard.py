@@ -160,8 +160,9 @@ class Shard:
             raise ProtocolError(f"jobs {job.name!r} and {body['job']!r} have the same number; rename one")
         if job.rule != body["rule"]:
             raise ProtocolError(
-                f"job {job.name!r} runs under another rule (expected {_rule_text(job.rule)}, got"
-                f" {_rule_text(body['rule'])}). Every worker of a job needs the same strategy and options.",
+                f"job {job.name!r} runs under another rule (expected strategy {_rule_text(job.rule)}, got"
+                f" {_rule_text(body['rule'])}). Every worker of a job needs the same strategy and options; give another"
+                " run another job (PSENGINE_JOB).",
                 ErrorCode.RULE_MISMATCH,
             )
         state, member, replies = job.greet(message, sender.user_id, sender.route, now_s)
@@ -240,7 +241,12 @@ class Shard:
             return [Outgoing(sender.route, self._message(MessageType.OK, message))]
         job = self._jobs.get(message.job)
         if job is None or not job.is_sealed:
-            raise ProtocolError("the job has no values yet", ErrorCode.NOT_READY)
+            sealed = sorted(known.name for known in self._jobs.values() if known.is_sealed)
+            raise ProtocolError(
+                f"there are no values of the job yet (jobs with values here: {sealed or 'none'}). Name another"
+                " (job=, PSENGINE_JOB), or wait for its first worker.",
+                ErrorCode.NOT_READY,
+            )
         if message.type is MessageType.HEARTBEAT:
             body = self._heartbeat_body(job, message)
             return [Outgoing(sender.route, self._message(MessageType.HEARTBEAT_ACK, message, body=body))]
@@ -453,4 +459,9 @@ def _ok(member: Member, message: Message) -> list[Reply]:
 
 
 def _rule_text(rule: dict[str, Any]) -> str:
-    return ", ".join(f"{name}={value}" for name, value in rule.items() if value is not None)
+    """The rule as users write it: the strategy's name and options."""
+    name = {"average": "sync-server", "apply": "async"}[rule["name"]]
+    options = [f"{key}={value}" for key, value in rule.items() if key != "name" and value]
+    if rule.get("max_staleness") == 0:
+        options.append("max_staleness=0")
+    return repr(":".join([name, ",".join(options)]) if options else name)
