@@ -11,6 +11,8 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 PIP := $(BIN)/python -m pip --disable-pip-version-check
+# Two files at a time: half of the tests compute, the other half wait for leases and deadlines to run out.
+PARALLEL := -n 2 --dist loadfile
 DEMO := examples/train_images.py --compare --epochs 10 --scheduler cosine --threads 1
 
 .DEFAULT_GOAL := help
@@ -27,7 +29,7 @@ demo: $(STAMP)
 	$(BIN)/torchrun --standalone --nproc-per-node=2 $(DEMO)
 
 test: lint
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest -m "not slow" $(PARALLEL)
 
 test-slow: lint
 	$(BIN)/python -m pytest

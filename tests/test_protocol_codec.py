@@ -193,7 +193,11 @@ def test_a_buffer_keeps_its_tensor_alive():
     assert len(others) == 8
 
 
-@pytest.mark.parametrize("wrap", [bytes, bytearray, lambda raw: memoryview(bytes(raw)), memoryview], ids=str)
+@pytest.mark.parametrize(
+    "wrap",
+    [bytes, bytearray, lambda raw: memoryview(bytes(raw)), memoryview],
+    ids=["bytes", "bytearray", "read-only view", "view"],
+)
 def test_payload_tensor_keeps_its_memory_alive(wrap):
     message = Message(MessageType.PUSH, dtype=torch.uint8, numel=1 << 20, payload=wrap(bytearray(b"\7" * (1 << 20))))
     tensor = payload_tensor(message)
@@ -205,7 +209,9 @@ def test_payload_tensor_keeps_its_memory_alive(wrap):
 
 
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=str)
-@pytest.mark.parametrize("wrap", [bytes, bytearray, lambda raw: memoryview(bytes(raw))], ids=str)
+@pytest.mark.parametrize(
+    "wrap", [bytes, bytearray, lambda raw: memoryview(bytes(raw))], ids=["bytes", "bytearray", "read-only view"]
+)
 def test_payload_tensor_of_every_dtype_without_a_warning(dtype, wrap):
     tensor = torch.tensor([1, 0, 1, 1, 0]).to(dtype)
     frames = [wrap(frame) for frame in encode(Message(MessageType.PUSH, key=0, sequence=1, payload=tensor))]
