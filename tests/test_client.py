@@ -407,6 +407,38 @@ def test_a_late_worker_joins_an_averaging_job(server, job):
             donor.result(20)
 
 
+def test_a_joiner_asks_again_where_a_donor_failed(server, job, monkeypatch):
+    class StoreFailedError(Exception):
+        pass
+
+    def fail_once(*args, **options):
+        monkeypatch.undo()
+        raise StoreFailedError
+
+    def join():
+        with connect(server.addresses, job=job, timeout_s=20) as late:
+            values = {"a": torch.zeros(4)}
+            entered = late.register(values)
+            late.push(values).wait()
+            return entered, values["a"].tolist()
+
+    tensors, failures = {"a": torch.full((4,), 7.0)}, 0
+    with connect(server.addresses, job=job, timeout_s=20) as client, ThreadPoolExecutor(1) as pool:
+        client.register(tensors)
+        client.push(tensors).wait()
+        monkeypatch.setattr(WorkerSession, "store", fail_once)
+        joining = pool.submit(join)
+        deadline = time.monotonic() + 10
+        while not joining.done() and time.monotonic() < deadline:
+            try:
+                client.push(tensors).wait()
+            except StoreFailedError:
+                failures += 1
+            time.sleep(0.01)
+        assert joining.done(), "the joiner was not heard again"
+        assert (failures, joining.result()) == (1, ("joined", [7.0] * 4))
+
+
 def test_a_fenced_averaging_worker_rejoins(server, job):
     stop = threading.Event()
     with pair(server, job) as (first, second):
@@ -562,6 +594,24 @@ def test_a_client_trains_like_the_optimizer_itself(server, job):
             with pytest.raises(ServerRefusedError, match="another optimizer"):
                 second.register(dict(other.named_parameters()), torch.optim.SGD(other.parameters(), lr=0.1))
             assert torch.equal(other.weight, model.weight)
+
+
+def test_a_push_by_name_may_leave_out_one_of_several_tensors_of_a_group(server, job):
+    torch.manual_seed(1)
+    tensors = {name: torch.nn.Parameter(torch.randn(numel)) for name, numel in (("a", 3), ("b", 5), ("c", 2))}
+    twins = {name: torch.nn.Parameter(tensor.detach().clone()) for name, tensor in tensors.items()}
+    optimizer, oracle = (torch.optim.SGD(each.values(), lr=0.1, momentum=0.9) for each in (tensors, twins))
+    with connect(server.addresses, job=job, timeout_s=20) as client:
+        client.register(tensors, optimizer)
+        assert len(client.layout()) == 1
+        for missing in (None, "b", "a", None):
+            gradients = {name: torch.randn(tensor.shape) for name, tensor in tensors.items() if name != missing}
+            for name, twin in twins.items():
+                twin.grad = gradients[name].clone() if name in gradients else None
+            oracle.step()
+            client.push_pull(gradients)
+            for name, values in client.pull().items():
+                torch.testing.assert_close(values, twins[name].detach(), rtol=0, atol=0)
 
 
 def test_a_client_without_optimizer_averages(server, job):

@@ -22,6 +22,7 @@ from psengine.client.addresses import parse_addresses
 from psengine.client.named_tensors import Landing, NamedTensors, describe
 from psengine.client.operation import Push, wait_all
 from psengine.client.options import SessionOptions, keys_from_environment
+from psengine.client.partition import runs_of
 from psengine.client.session import WorkerSession
 from psengine.environment import read_variable
 from psengine.errors import ConfigurationError
@@ -190,7 +191,7 @@ class Client:
         requests = []
         for spec in self._require_named().specs:
             if spec.kind is ChunkKind.PARAMETER:
-                body = {"optimizer": name, "groups": wire, "runs": _runs(spec, groups)}
+                body = {"optimizer": name, "groups": wire, "runs": runs_of(spec, groups)}
                 requests.append(self.session.configure(spec.key, body))
         wait_all(requests)
 
@@ -233,7 +234,7 @@ class Client:
             )
         last, self._last = self._last, []
         wait_all(last)
-        self._donate()
+        self.session.serve_joiner(self._deposit_state)
         names = [name for name in gradients if name in named.descriptions]
         landing = named.landing(names, into)
         groups = None
@@ -252,11 +253,8 @@ class Client:
         absent = [i for i, segment in enumerate(spec.segments) if is_trained and segment.name not in gradients]
         return self.session.push(spec.key, payload, landing.destinations(spec), groups if is_trained else None, absent)
 
-    def _donate(self) -> None:
+    def _deposit_state(self) -> None:
         """A worker that joins an averaging job starts from this worker's tensors."""
-        request = self.session.take_state_request()
-        if request is None:
-            return
         named, session = self._require_named(), self.session
         wait_all(
             [
@@ -264,7 +262,6 @@ class Client:
                 for spec in named.specs
             ]
         )
-        session.admit(request)
 
     def pull(self, into: Mapping[str, torch.Tensor] | None = None) -> dict[str, torch.Tensor]:
         """Read the servers' values.
@@ -356,17 +353,3 @@ def _kind(
 ) -> ChunkKind:
     is_trained = name in groups if optimizer is not None else tensor.is_floating_point() or tensor.is_complex()
     return ChunkKind.PARAMETER if is_trained else ChunkKind.BUFFER
-
-
-def _runs(spec: ChunkSpec, groups: Mapping[str, int]) -> list[list[int]]:
-    """[start, end, group] over the chunk's elements, neighbours of one group joined."""
-    runs: list[list[int]] = []
-    start = 0
-    for segment in spec.segments:
-        group, end = groups[segment.name], start + segment.numel
-        if runs and runs[-1][2] == group:
-            runs[-1][1] = end
-        else:
-            runs.append([start, end, group])
-        start = end
-    return runs

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -77,6 +77,23 @@ def cut(
 def assign(specs: Sequence[ChunkSpec], shard_count: int) -> list[int]:
     """The shard of each chunk, by index, so that the shards hold about equally many bytes."""
     return balance([spec.size_bytes for spec in specs], shard_count)
+
+
+def runs_of(spec: ChunkSpec, groups: Mapping[str, int]) -> list[list[int]]:
+    """A chunk's runs as CONFIGURE wants them: [start, end, group] over its elements, one for each segment.
+
+    Neighbours of one group stay apart, because a push leaves out whole runs, and a tensor may lack a gradient alone.
+
+    Args:
+        spec: the chunk.
+        groups: tensor name -> index of its optimizer group; tensors that are not in it are not trained (group -1).
+    """
+    runs, start = [], 0
+    for segment in spec.segments:
+        end = start + segment.numel
+        runs.append([start, end, groups.get(segment.name, -1)])
+        start = end
+    return runs
 
 
 def _even_limit(total_numel: int, most_numel: int) -> int:

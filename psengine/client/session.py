@@ -307,7 +307,6 @@ class WorkerSession:
         steps: Sequence[float] | None = None,
         blob: str | None = None,
         pieces: int | None = None,
-        sequence: int | None = None,
         version: int | None = None,
     ) -> Request:
         """Begin to overwrite what ``pull`` reads.
@@ -319,11 +318,10 @@ class WorkerSession:
             steps: its step count per run.
             blob: name of the blob.
             pieces: how many the blob has.
-            sequence: exchange number the chunk continues from.
             version: what ``pull`` will say; by default that of the values this session saw last.
         """
         counts = None if steps is None else list(steps)
-        fields = _named(slot=slot, steps=counts, blob=blob, pieces=pieces, sequence=sequence)
+        fields = _named(slot=slot, steps=counts, blob=blob, pieces=pieces)
         message = Message(MessageType.STORE, key=key, version=version or 0, body=fields, payload=payload.detach())
         if blob is not None:
             return self._presence.ask(self._presence.links[0], message, what=f"STORE of piece {key} of {blob!r}")
@@ -334,6 +332,25 @@ class WorkerSession:
         return self._presence.ask(self._link(key), message, what=f"STORE of {_slot_of(slot)}{spec.describe()}")
 
     # ---- joiners -----------------------------------------------------------------------------------------------
+
+    def serve_joiner(self, deposit: Callable[[], None]) -> None:
+        """Give this worker's state to a worker that waits for it, and let it take part; nothing where none waits.
+
+        Args:
+            deposit: STOREs the state, and returns once it is there. What it raises is raised; the joiner asks again.
+
+        Raises:
+            ServerLostError, ServerRefusedError: the joiner could not be admitted; it asks again.
+        """
+        request = self.take_state_request()
+        if request is None:
+            return
+        try:
+            deposit()
+        except BaseException:
+            self.decline(request)
+            raise
+        self.admit(request)
 
     def take_state_request(self) -> StateRequest | None:
         """A worker that waits for this worker's state (STORE it, then ``admit``), each once; None without one."""

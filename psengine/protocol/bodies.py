@@ -352,10 +352,7 @@ SCHEMAS: dict[MessageType, Check] = {
     MessageType.PULL: also(record({}, {"slot": _name, "blob": _name}), _slot_or_blob),
     MessageType.VALUES: record({}, {"slot": _name, "steps": listing(_finite), "pieces": _unsigned}),
     MessageType.STORE: also(
-        record(
-            {},
-            {"slot": _name, "steps": listing(_finite), "blob": _name, "pieces": _unsigned, "sequence": _unsigned},
-        ),
+        record({}, {"slot": _name, "steps": listing(_finite), "blob": _name, "pieces": _unsigned}),
         _slot_or_blob,
     ),
     MessageType.HEARTBEAT: _empty,

@@ -24,6 +24,7 @@ from psengine.strategies.server_strategy import DEFAULT_TIMEOUT_S, ServerStrateg
 if TYPE_CHECKING:
     from psengine.client.operation import Push
     from psengine.protocol.layout import ChunkSpec
+    from psengine.strategies.server_optimizer_state import ServerOptimizerState
 
 logger = logging.getLogger(__name__)
 
@@ -74,6 +75,7 @@ class AsyncServer(ServerStrategy):
     def _forget(self) -> None:
         super()._forget()
         self.refused_pushes = 0
+        # The hyperparameters of the step under way, as its pushes carry them.
         self._groups: list[dict[str, Any]] = []
         # Chunks without a trained parameter are never pushed.
         self._trained: set[int] = set()
@@ -107,6 +109,7 @@ class AsyncServer(ServerStrategy):
             ServerRefusedError: the job's other workers use another one.
         """
         from psengine.client.operation import wait_all
+        from psengine.client.partition import runs_of
         from psengine.protocol.hyperparameters import optimizer_name, wire_groups
         from psengine.protocol.layout import ChunkKind
 
@@ -117,10 +120,7 @@ class AsyncServer(ServerStrategy):
         for spec in self.chunks.specs:
             if spec.kind is not ChunkKind.PARAMETER:
                 continue
-            runs, start = [], 0
-            for segment in spec.segments:
-                runs.append([start, start + segment.numel, group_of.get(segment.name, -1)])
-                start += segment.numel
+            runs = runs_of(spec, group_of)
             if any(group >= 0 for _, _, group in runs):
                 self._trained.add(spec.key)
                 body = {"optimizer": name, "groups": groups, "runs": runs}
@@ -159,16 +159,25 @@ class AsyncServer(ServerStrategy):
 
     def begin(self, live_world_size: int) -> int:
         """See ``Strategy.begin``; nothing is divided, because nothing is added up."""
-        self._bound_optimizer()
+        optimizer = self._bound_optimizer()
         if self._pushes:
             raise ReductionError(
                 "a second backward came before optimizer.step(), while the gradients of the first are with the servers"
                 " already (push='backward'). Fix: accumulate inside model.no_sync(), or use push='step'."
             )
+        if self._options["push"] == "backward":
+            self._note_hyperparameters(optimizer)
         return 1
 
+    def _note_hyperparameters(self, optimizer: torch.optim.Optimizer) -> None:
+        from psengine.protocol.hyperparameters import wire_groups
+
+        self._groups = wire_groups(optimizer)
+
     def reduce(self, bucket: Bucket) -> Reduction:
-        """See ``Strategy.reduce``; called with push='backward' only."""
+        """See ``Strategy.reduce``. With push='step' nothing leaves here: it is called only because the reducer packs
+        buckets for ``gradient_as_bucket_view``.
+        """
         if self._options["push"] == "backward":
             if not self._pushed_gradients:
                 self._store_edited_weights()
@@ -197,6 +206,7 @@ class AsyncServer(ServerStrategy):
                 self._check_gradients_unchanged()
             else:
                 self._store_edited_weights()
+                self._note_hyperparameters(optimizer)
                 for bucket in self._buckets:
                     for position, is_eager in enumerate(bucket.is_eager):
                         if is_eager:
@@ -211,9 +221,6 @@ class AsyncServer(ServerStrategy):
         return result
 
     def _push(self, bucket: Bucket) -> None:
-        from psengine.protocol.hyperparameters import wire_groups
-
-        self._groups = wire_groups(self._bound_optimizer())
         missing = {
             name for name, parameter in zip(bucket.names, bucket.parameters, strict=True) if parameter.grad is None
         }
@@ -328,22 +335,26 @@ class AsyncServer(ServerStrategy):
 
     def fetch_optimizer_state(self, optimizer: torch.optim.Optimizer) -> None:
         """See ``Strategy.fetch_optimizer_state``: fills ``optimizer.state`` from the servers."""
-        from psengine.strategies.server_optimizer_state import fetch
-
-        fetch(self.session, self.chunks, optimizer, self._parameters(), self._trained)
+        self._server_state(optimizer).fetch()
 
     def store_optimizer_state(self, optimizer: torch.optim.Optimizer) -> None:
         """See ``Strategy.store_optimizer_state``: worker 0's state becomes the servers'."""
-        from psengine.strategies.server_optimizer_state import store
-
         if self.session.rank == 0:
-            store(self.session, self.chunks, optimizer, self._parameters(), self._trained)
+            self._server_state(optimizer).store()
         else:
             logger.info("worker %d loaded optimizer state; the servers' (worker 0's) counts", self.session.rank)
 
-    def _parameters(self) -> dict[str, torch.nn.Parameter]:
+    def _server_state(self, optimizer: torch.optim.Optimizer) -> ServerOptimizerState:
+        from psengine.strategies.server_optimizer_state import ServerOptimizerState
+
+        session = self.session  # a closed strategy says so
         assert self._replica is not None
-        return dict(self._replica.parameters)
+        return ServerOptimizerState(
+            session=session,
+            optimizer=optimizer,
+            parameters=self._replica.parameters,
+            specs=[spec for spec in self.chunks.specs if spec.key in self._trained],
+        )
 
 
 def _call_hooks(optimizer: torch.optim.Optimizer, hooks: Mapping[int, Callable[..., Any]]) -> None:

@@ -84,14 +84,13 @@ class SyncServer(ServerStrategy):
 
     def lay_out(self, buckets: Sequence[Bucket]) -> None:
         """See ``ServerStrategy.lay_out``."""
+        super().lay_out(buckets)
         # Averages land apart from what was sent: until everybody has an average, a worker may be asked for it.
-        self._results = [torch.empty(bucket.numel, dtype=bucket.dtype) for bucket in buckets if not bucket.sparse]
+        self._results = [torch.empty(bucket.numel, dtype=bucket.dtype) for bucket in buckets]
         self._payloads = [
             bucket.flat if bucket.device.type == "cpu" else torch.empty(bucket.numel, dtype=bucket.dtype)
             for bucket in buckets
-            if not bucket.sparse
         ]
-        super().lay_out(buckets)
 
     def _entered(self, state: str) -> None:
         self._continue()
@@ -120,7 +119,7 @@ class SyncServer(ServerStrategy):
         self._sits_out = False
         self._exchanges, self._pushes, self._buffer_landings = [], [], None
         try:
-            self._donate()
+            self.session.serve_joiner(self._deposit_state)
         except FencedError:
             self._rejoin()
 
@@ -165,14 +164,17 @@ class SyncServer(ServerStrategy):
         try:
             for _ in range(MOST_REJOINS):
                 try:
-                    return wait_all(self._pushes)
+                    wait_all(self._pushes)
+                    break
                 except FencedError:
                     self._rejoin()
-            return wait_all(self._pushes)
+            else:
+                wait_all(self._pushes)
         except BaseException:
             # What was sent may still be on its way from memory that the next step packs anew.
             self._is_open, self._copies_payloads = False, True
             raise
+        self._pushes = []  # the next bucket's wait need not look at them again; a rejoin goes by _exchanges
 
     def finish_exchanges(self) -> None:
         """The end of backward: buffers travel too, and everything is waited for."""
@@ -199,19 +201,8 @@ class SyncServer(ServerStrategy):
         self._optimizer = self._only_one(optimizer)
         self._load_arrived_state()
 
-    def _donate(self) -> None:
-        """Leave this worker's state at the servers for each worker that waits to join."""
-        request = self.session.take_state_request()
-        if request is None:
-            return
-        try:
-            self._deposit_state()
-        except BaseException:
-            self.session.decline(request)
-            raise
-        self.session.admit(request)
-
     def _deposit_state(self) -> None:
+        """Leave this worker's state at the servers for a worker that waits to join."""
         from psengine.client.operation import wait_all
 
         stores = [self.session.store(spec.key, self.chunks.values(spec)) for spec in self.chunks.specs]
