@@ -79,9 +79,9 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     """``connect`` and ``Client`` need the packages of ``psengine[server]``; everything else needs torch alone."""
     if name in ("Client", "connect"):
-        from psengine.strategies.meeting import require_extra
+        from psengine.extras import require_server_packages
 
-        require_extra()
+        require_server_packages("clients of parameter servers")
         from psengine.client import client
 
         return getattr(client, name)

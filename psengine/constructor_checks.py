@@ -1,4 +1,4 @@
-"""What DistributedDataParallel's constructor accepts, and the words in which it refuses the rest (native DDP's own)."""
+"""What DistributedDataParallel accepts, above all its constructor, and the words in which it refuses the rest."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from torch.nn.parameter import UninitializedParameter
 
 from psengine.environment import read_variable
 from psengine.errors import ConfigurationError, ModuleError
+from psengine.strategies.base import Strategy
 
 # As the caller of DistributedDataParallel(...) sees it: check -> __init__ -> caller.
 _CALLER = 3
@@ -95,6 +96,14 @@ def default_group(*, required: bool) -> dist.ProcessGroup | None:
             " psengine.init()) before wrapping a model."
         )
     return None
+
+
+def check_has_group(strategy: Strategy, what: str, instead: str) -> None:
+    """Refuse ``what`` needs a process group where the strategy has none; ``instead`` says what to do."""
+    if not strategy.needs_process_group:
+        raise ConfigurationError(
+            f"{what} is for strategies over collectives (got strategy={strategy.name!r}). {instead}"
+        )
 
 
 def check_parameters(parameters: Sequence[torch.nn.Parameter], delayed: Sequence[torch.nn.Parameter]) -> None:

@@ -143,6 +143,15 @@ def is_main_process() -> bool:
     return detect(os.environ).rank == 0
 
 
+def launched_as() -> Placement:
+    """Return what the launcher told this process, for workers that meet elsewhere than at a master.
+
+    Raises:
+        EnvironmentVariableError: the launcher's variables are incomplete or contradict each other.
+    """
+    return detect(os.environ, needs_master=False)
+
+
 def default_strategy() -> str:
     """Return the strategy to use where no argument names one: PSENGINE_STRATEGY, else "sync"."""
     return os.environ.get("PSENGINE_STRATEGY", "").strip() or "sync"

@@ -57,7 +57,7 @@ class Placement:
         local_rank: this process among those of its host.
         world_size: number of processes.
         local_world_size: number of processes on this host; None where the launcher does not say.
-        master: where to meet; None exactly when there is nobody to meet (world size 1).
+        master: where to meet; None where there is nobody to meet (world size 1), or no master was asked for.
         note: something the user may not have meant, to be logged; usually empty.
     """
 
@@ -70,22 +70,26 @@ class Placement:
     note: str = ""
 
 
-def detect(environment: Mapping[str, str]) -> Placement:
+def detect(environment: Mapping[str, str], *, needs_master: bool = True) -> Placement:
     """Return the placement that ``environment`` describes.
+
+    Args:
+        environment: its variables.
+        needs_master: False where the ranks meet elsewhere: then ``master`` is None, and nothing about it is required.
 
     Raises:
         EnvironmentVariableError: a launcher's variables are incomplete, malformed or contradict each other.
     """
     variables = {name: value.strip() for name, value in environment.items() if value.strip()}
     if "RANK" in variables:
-        return _detect_torchrun(variables)
+        return _detect_torchrun(variables, needs_master)
     if any(name in variables for name in _OPEN_MPI_VARIABLES):
-        return _detect_open_mpi(variables)
+        return _detect_open_mpi(variables, needs_master)
     if _is_slurm_step(variables):
-        return _detect_slurm(variables)
+        return _detect_slurm(variables, needs_master)
     # Not sooner: batch scripts often export WORLD_SIZE, for their own use, before they call srun or mpirun.
     if "WORLD_SIZE" in variables or "LOCAL_RANK" in variables:
-        return _detect_torchrun(variables)
+        return _detect_torchrun(variables, needs_master)
     return Placement(
         launcher="none",
         rank=0,
@@ -97,9 +101,9 @@ def detect(environment: Mapping[str, str]) -> Placement:
     )
 
 
-def _detect_torchrun(variables: Mapping[str, str]) -> Placement:
+def _detect_torchrun(variables: Mapping[str, str], needs_master: bool) -> Placement:
     needed = ["RANK", "WORLD_SIZE", "LOCAL_RANK"]
-    if variables.get("WORLD_SIZE") != "1":
+    if needs_master and variables.get("WORLD_SIZE") != "1":
         needed += ["MASTER_ADDR", "MASTER_PORT"]
     _require(
         variables,
@@ -119,11 +123,11 @@ def _detect_torchrun(variables: Mapping[str, str]) -> Placement:
         local_rank=_local_rank(variables, "LOCAL_RANK", local_world_size, world_size),
         world_size=world_size,
         local_world_size=local_world_size,
-        master=_master(variables, world_size, address=None, port_seed=None),
+        master=_master(variables, world_size, address=None, port_seed=None) if needs_master else None,
     )
 
 
-def _detect_open_mpi(variables: Mapping[str, str]) -> Placement:
+def _detect_open_mpi(variables: Mapping[str, str], needs_master: bool) -> Placement:
     rank_name, world_size_name, local_rank_name, local_world_size_name = _OPEN_MPI_VARIABLES
     _require(
         variables,
@@ -135,7 +139,7 @@ def _detect_open_mpi(variables: Mapping[str, str]) -> Placement:
     )
     world_size = _integer(variables, world_size_name, 1)
     local_world_size = _integer(variables, local_world_size_name, 1, world_size, world_size_name)
-    if local_world_size < world_size and "MASTER_ADDR" not in variables:
+    if needs_master and local_world_size < world_size and "MASTER_ADDR" not in variables:
         raise EnvironmentVariableError(
             "An Open MPI launch over several hosts needs MASTER_ADDR, because Open MPI does not tell where rank 0 runs"
             f" (expected MASTER_ADDR to be set, got {local_world_size_name}={local_world_size} of"
@@ -150,7 +154,7 @@ def _detect_open_mpi(variables: Mapping[str, str]) -> Placement:
         local_rank=_local_rank(variables, local_rank_name, local_world_size, world_size),
         world_size=world_size,
         local_world_size=local_world_size,
-        master=_master(variables, world_size, address=lambda: "127.0.0.1", port_seed=seed),
+        master=_master(variables, world_size, address=lambda: "127.0.0.1", port_seed=seed) if needs_master else None,
     )
 
 
@@ -159,7 +163,7 @@ def _is_slurm_step(variables: Mapping[str, str]) -> bool:
     return _INTEGER.fullmatch(step) is not None and 0 <= int(step) <= _SLURM_MAX_NORMAL_STEP_ID
 
 
-def _detect_slurm(variables: Mapping[str, str]) -> Placement:
+def _detect_slurm(variables: Mapping[str, str], needs_master: bool) -> Placement:
     # With --preserve-env SLURM_NTASKS stays the job's, so the step's own count goes first.
     world_size_name = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in variables else "SLURM_NTASKS"
     _require(
@@ -183,7 +187,9 @@ def _detect_slurm(variables: Mapping[str, str]) -> Placement:
         # The step's number is part of the seed, so that steps of one job may run side by side.
         master=_master(
             variables, world_size, lambda: _slurm_first_host(variables), f"slurm {job}.{step}" if job else None
-        ),
+        )
+        if needs_master
+        else None,
     )
 
 

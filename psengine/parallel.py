@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 import weakref
-from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -28,6 +27,7 @@ from psengine.environment import default_strategy
 from psengine.errors import ConfigurationError, ModuleError
 from psengine.joining import ShadowHook
 from psengine.logging_data import LoggingData, describe_replica
+from psengine.mixed_precision import set_up_mixed_precision
 from psengine.module_buffers import BufferBroadcast, named_buffers
 from psengine.outputs import find_tensors, watch_backward
 from psengine.reducer import Reducer
@@ -118,11 +118,8 @@ class DistributedDataParallel(NativeDistributedDataParallel):  # type: ignore[mi
         )
         self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
         delayed = list(delay_all_reduce_named_params or ())
-        if delayed and not self.strategy.needs_process_group:
-            raise ConfigurationError(
-                "delay_all_reduce_named_params is for strategies over collectives"
-                f" (got strategy={self.strategy.name!r})"
-            )
+        if delayed:
+            checks.check_has_group(self.strategy, "delay_all_reduce_named_params", "Fix: leave it out.")
         self.parameters_to_ignore.update(name for name, _ in delayed)
         self._module_parameters = [p for n, p in module.named_parameters() if n not in self.parameters_to_ignore]
         self._delay_all_reduce_params = [parameter for _, parameter in delayed]
@@ -184,7 +181,7 @@ class DistributedDataParallel(NativeDistributedDataParallel):  # type: ignore[mi
             return
         self._start(init_sync=init_sync, init_sync_buffers=init_sync_buffers, static_graph=static_graph)
         if mixed_precision is not None:
-            self._set_up_mixed_precision()
+            set_up_mixed_precision(self)
         if static_graph:
             self._set_static_graph()
         if self._use_python_reducer:
@@ -252,26 +249,6 @@ class DistributedDataParallel(NativeDistributedDataParallel):  # type: ignore[mi
         if with_buffers:
             state.update({n: b.detach() for n, b in named_buffers(self.module, self.parameters_to_ignore).items()})
         return state
-
-    def _set_up_mixed_precision(self) -> None:
-        """Native DDP's experimental casts around forward, and the hook that reduces in the lower precision."""
-        from torch.distributed.algorithms.ddp_comm_hooks.mixed_precision_hooks import (
-            _AllreduceUpcastHookState,
-            _reducer_allreduce_and_upcast_hook,
-        )
-
-        for index, parameter in enumerate(self.reducer.parameters):
-            parameter._idx = index  # type: ignore[attr-defined]
-        native._setup_mixed_precision_params(self.mixed_precision, self.module)
-        native._cast_buffers(self.mixed_precision, self.module)
-        self._mp_stream = torch.Stream()
-        self._submodule_to_event: dict[torch.nn.Module, deque[Any]] = defaultdict(deque)
-        self.module.register_forward_pre_hook(self._root_copy_hook, prepend=False, with_kwargs=True)
-        for module in self.module.modules():
-            module.register_forward_pre_hook(self._module_wait_for_copy_hook, prepend=False, with_kwargs=True)
-        state = _AllreduceUpcastHookState(ddp_weakref=weakref.ref(self), upcast_stream=torch.Stream())
-        self.register_comm_hook(state, _reducer_allreduce_and_upcast_hook)
-        self.reducer._set_mixed_precision_param_dtype(self.mixed_precision.param_dtype)
 
     def _set_up_python_reducer(self) -> None:
         """Under compiled autograd, dynamo traces one functional all-reduce per parameter instead of our buckets."""
@@ -436,10 +413,12 @@ class DistributedDataParallel(NativeDistributedDataParallel):  # type: ignore[mi
             throw_on_early_termination: raise on every rank as soon as one is done; needed where the model has other
                 collectives, such as SyncBatchNorm.
         """
-        if enable and not self.strategy.needs_process_group:
-            raise ConfigurationError(
-                f"join is for strategies over collectives (got strategy={self.strategy.name!r}). A worker without data"
-                " leaves the servers instead: call model.strategy.close(), and the others go on without it."
+        if enable:
+            checks.check_has_group(
+                self.strategy,
+                "join",
+                "A worker without data leaves the servers instead: call model.strategy.close(), and the others go on"
+                " without it.",
             )
         return Join(
             [self], enable, throw_on_early_termination, divide_by_initial_world_size=divide_by_initial_world_size
@@ -524,10 +503,7 @@ class DistributedDataParallel(NativeDistributedDataParallel):  # type: ignore[mi
 
     def _update_process_group(self, new_process_group: dist.ProcessGroup) -> None:
         """Go on with another group of replicas; buckets are rebuilt. Communication hooks must be moved separately."""
-        if not self.strategy.needs_process_group:
-            raise ConfigurationError(
-                f"strategy {self.strategy.name!r} has no process group to change; workers join and leave its servers"
-            )
+        checks.check_has_group(self.strategy, "_update_process_group", "Workers join and leave the servers instead.")
         self._has_rebuilt_buckets = False
         self.reducer._reset_state()
         if dist.distributed_c10d._rank_not_in_group(new_process_group):

@@ -18,6 +18,7 @@ MODULES = {str(p.relative_to(PACKAGE).with_suffix("")): p for p in sorted(PACKAG
 LAYERS = [
     {"errors", "messages"},
     {
+        "extras",
         "environment",
         "launchers",
         "slurm_lists",
@@ -39,6 +40,7 @@ LAYERS = [
         "joining",
         "delayed_all_reduce",
         "logging_data",
+        "mixed_precision",
         "constructor_checks",
         "parallel",
     },
@@ -54,6 +56,7 @@ MAY_USE_TORCH_DISTRIBUTED = {
     "joining",
     "logging_data",
     "metrics",
+    "mixed_precision",
     "parallel",
 }
 MAY_READ_ENVIRONMENT = {"environment"}
@@ -109,9 +112,8 @@ def test_torch_distributed_stays_behind_its_line(module):
 
 @pytest.mark.parametrize("module", sorted(set(MODULES) - MAY_USE_ZMQ))
 def test_sockets_stay_behind_their_line(module):
-    # The strategies' check that zmq is installed imports nothing of it.
     used = {name for name in imports(MODULES[module]) if name.split(".")[0] == "zmq"}
-    assert not used or module == "strategies/meeting"
+    assert not used
 
 
 @pytest.mark.parametrize("module", [m for m in MODULES if m.startswith(("client/", "server/"))])
@@ -168,5 +170,5 @@ def test_nothing_unpickles_or_evaluates(module):
 
 def test_modules_stay_small():
     # House style: past 400 lines look for the second noun. The wrapper and the reducer mirror a native class each.
-    too_long = {m: n for m, p in MODULES.items() if (n := len(p.read_text().splitlines())) > 630}
+    too_long = {m: n for m, p in MODULES.items() if (n := len(p.read_text().splitlines())) > 620}
     assert not too_long

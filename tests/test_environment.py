@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import re
@@ -198,6 +199,13 @@ class TestDetect:
     def test_placement(self, variables, launcher, expected):
         placement = detect(variables)
         assert (placement.launcher, summary(placement)) == (launcher, expected)
+
+    @pytest.mark.parametrize("variables", [TORCHRUN, SLURM, OPEN_MPI | {"OMPI_COMM_WORLD_SIZE": "4"}])
+    def test_who_needs_no_master_needs_none_of_its_variables(self, variables):
+        about_master = ("MASTER_ADDR", "MASTER_PORT", "SLURM_JOB_ID", "PMIX_NAMESPACE")
+        found = detect(without(variables, *about_master), needs_master=False)
+        expected = detect(variables | {"MASTER_ADDR": "a", "MASTER_PORT": "1"})
+        assert found == dataclasses.replace(expected, master=None)
 
     @pytest.mark.parametrize(
         ("variables", "words"),

@@ -132,8 +132,28 @@ def test_one_worker_in_odd_circumstances(server):
     run_ranks(one_worker, 1, server.addresses[0], init_group=False)
 
 
-def launched_without_a_group(rank: int, world_size: int, address: str) -> Any:
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size))
+def torchrun_variables(rank: int, world_size: int) -> dict[str, str]:
+    # No MASTER_ADDR: those who meet at servers need none.
+    return {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(rank)}
+
+
+def slurm_variables(rank: int, world_size: int) -> dict[str, str]:
+    return {
+        "SLURM_STEP_ID": "0",
+        "SLURM_STEP_NUM_TASKS": str(world_size),
+        "SLURM_PROCID": str(rank),
+        "SLURM_LOCALID": str(rank),
+    }
+
+
+def open_mpi_variables(rank: int, world_size: int) -> dict[str, str]:
+    """Of ranks on a host each."""
+    names = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
+    return {f"OMPI_COMM_WORLD_{n}": str(v) for n, v in zip(names, (rank, world_size, 0, 1), strict=True)}
+
+
+def launched_without_a_group(rank: int, world_size: int, address: str, launcher: Any) -> Any:
+    os.environ.update(launcher(rank, world_size))
     with raises(ConfigurationError, "psengine.init()", "PSENGINE_SERVERS"):
         psengine.DistributedDataParallel(nn.Linear(2, 2), strategy="async")
     use("tcp://127.0.0.1:1")
@@ -150,8 +170,9 @@ def launched_without_a_group(rank: int, world_size: int, address: str) -> Any:
     return found
 
 
-def test_ranks_of_a_launcher_without_a_group(server):
-    results = run_ranks(launched_without_a_group, 2, server.addresses[0], init_group=False)
+@pytest.mark.parametrize("launcher", [torchrun_variables, slurm_variables, open_mpi_variables])
+def test_ranks_of_a_launcher_without_a_group(server, launcher):
+    results = run_ranks(launched_without_a_group, 2, server.addresses[0], launcher, init_group=False)
     assert results == [(0, "retried", "retried.1"), (1, "retried", "retried.1")]
 
 

@@ -14,32 +14,21 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 from psengine import __version__
 from psengine.errors import MissingExtraError, PSEngineError
+from psengine.extras import require_server_packages
 
 if TYPE_CHECKING:
     import typer
 
 EXIT_USAGE = 2
-_NEEDED = ("typer", "zmq", "msgpack", "safetensors", "xxhash")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line; ends the process with the server's exit code."""
     try:
-        _check_extra()
+        require_server_packages("parameter servers", "typer")
     except MissingExtraError as error:
         _end(error)
     _build()(args=None if arguments is None else list(arguments), prog_name="psengine-server")
-
-
-def _check_extra() -> None:
-    from importlib.util import find_spec
-
-    missing = [name for name in _NEEDED if find_spec(name) is None]
-    if missing:
-        raise MissingExtraError(
-            f"psengine-server needs packages that are not installed (expected {', '.join(_NEEDED)}, got none of"
-            f" {', '.join(missing)}). Fix: pip install psengine[server]"
-        )
 
 
 def _build() -> typer.Typer:

@@ -20,7 +20,8 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from psengine.client.operation import forked_error
-from psengine.errors import AuthenticationError, MissingExtraError, ProtocolError, PSEngineError, ServerError
+from psengine.errors import AuthenticationError, ProtocolError, PSEngineError, ServerError
+from psengine.extras import missing_extra
 from psengine.freed_memory import keep_freed_memory
 from psengine.protocol.codec import decode, encode
 from psengine.protocol.keys import CurveClientKeys
@@ -30,7 +31,7 @@ try:
     import zmq
     from zmq.utils.monitor import recv_monitor_message
 except ImportError as error:
-    raise MissingExtraError("parameter servers need pyzmq: pip install 'psengine[server]'") from error
+    raise missing_extra("clients of parameter servers", error) from error
 
 logger = logging.getLogger(__name__)
 

@@ -13,6 +13,7 @@ from types import TracebackType
 from typing import Any
 
 from psengine.errors import MissingExtraError
+from psengine.extras import missing_extra
 
 logger = logging.getLogger(__name__)
 
@@ -168,7 +169,7 @@ def render_metrics(status: dict[str, Any]) -> tuple[str, bytes]:
         from prometheus_client.exposition import CONTENT_TYPE_LATEST
         from prometheus_client.registry import Collector
     except ImportError as error:
-        raise MissingExtraError("Metrics need prometheus-client. Fix: pip install psengine[server]") from error
+        raise missing_extra("metrics", error) from error
 
     class StatusCollector(Collector):
         def collect(self) -> Iterable[Any]:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from psengine.errors import ProtocolError
+from psengine.protocol.bodies import MAX_TEXT_CHARS
 from psengine.protocol.layout import ChunkSpec, job_number
 from psengine.protocol.messages import NOBODY, ErrorCode, Message, MessageType
 from psengine.protocol.session import Phase, from_client
@@ -177,7 +178,7 @@ class Shard:
         if len(self._jobs) >= MOST_JOBS:
             raise ProtocolError(f"this server has its most jobs already ({MOST_JOBS})", ErrorCode.MEMORY)
         job = Job(body["job"], body["rule"], self.settings.lease_s, self._take_memory)
-        self._jobs[job_number(job.name)] = job
+        self._jobs[job.number] = job
         return job
 
     def _drop_finished_jobs(self) -> None:
@@ -362,7 +363,7 @@ class Shard:
         )
 
     def _error(self, request: Message, error: ProtocolError) -> Message:
-        return self._message(MessageType.ERROR, request, body={"code": error.code, "text": str(error)[:4000]})
+        return self._message(MessageType.ERROR, request, body={"code": error.code, "text": str(error)[:MAX_TEXT_CHARS]})
 
     def _take_memory(self, size_bytes: int, what: str) -> None:
         used_bytes = self.memory_bytes()
@@ -398,11 +399,7 @@ class Shard:
 
     def capture(self) -> list[JobState]:
         """Copies of everything a snapshot keeps."""
-        self._captured_version = {
-            number: min((rule.version for rule in job.chunks.rules.values()), default=0)
-            for number, job in self._jobs.items()
-            if job.is_sealed
-        }
+        self._captured_version = self._versions()
         return [
             JobState(
                 job.name,
@@ -420,6 +417,14 @@ class Shard:
             if job.is_sealed
         ]
 
+    def _versions(self) -> dict[int, int]:
+        """By job that has values: the version all its chunks have reached."""
+        return {
+            job.number: min((rule.version for rule in job.chunks.rules.values()), default=0)
+            for job in self._jobs.values()
+            if job.is_sealed
+        }
+
     def note_durable(self, generation: int) -> None:
         """What ``capture`` returned last is on disk."""
         self._durable_generation = generation
@@ -436,11 +441,8 @@ class Shard:
                 rule = job.chunks.make_rule(spec, None if values is None else torch.empty_like(values))
                 rule.restore(chunk.meta, chunk.tensors)
                 job.chunks.rules[chunk.key] = rule
-            self._jobs[job_number(job.name)] = job
-        self._captured_version = {
-            number: min((rule.version for rule in job.chunks.rules.values()), default=0)
-            for number, job in self._jobs.items()
-        }
+            self._jobs[job.number] = job
+        self._captured_version = self._versions()
 
 
 def merge_job_meta(metas: Sequence[dict[str, Any]]) -> dict[str, Any]:

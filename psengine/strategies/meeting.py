@@ -14,8 +14,9 @@ import torch
 from psengine.client.addresses import parse_addresses
 from psengine.collectives.base import Collective
 from psengine.collectives.solo import SoloCollective
-from psengine.environment import read_variable
-from psengine.errors import ConfigurationError, EnvironmentVariableError, MissingExtraError, ServerError
+from psengine.environment import launched_as, read_variable
+from psengine.errors import ConfigurationError, EnvironmentVariableError, ServerError
+from psengine.extras import require_server_packages
 
 if TYPE_CHECKING:
     from psengine.client.embedded import EmbeddedServer
@@ -52,11 +53,11 @@ def meet(servers: str | Sequence[str] | None, job: str | None, collective: Colle
 
     Raises:
         ConfigurationError: no servers are named, and the ranks are on several hosts.
-        EnvironmentVariableError: PSENGINE_WORKER is no rank.
+        EnvironmentVariableError: PSENGINE_WORKER is no rank, or the launcher's variables are incomplete.
         MissingExtraError: the packages that servers need are not installed.
         ServerError: the embedded server did not start.
     """
-    require_extra()
+    require_server_packages("strategies over parameter servers")
     addresses = parse_addresses(servers)
     rank, world_size = _place(collective)
     embedded = None
@@ -88,28 +89,12 @@ def leave(meeting: Meeting) -> None:
         _job_numbers.discard(meeting.number)
 
 
-def require_extra() -> None:
-    """Say what to install where a package is missing that servers and their clients need."""
-    try:
-        import msgpack  # type: ignore[import-untyped]  # noqa: F401
-        import safetensors  # noqa: F401
-        import xxhash  # noqa: F401
-        import zmq  # noqa: F401
-    except ImportError as error:
-        raise MissingExtraError(
-            f"strategies over parameter servers need {error.name} (expected it installed, got {error})."
-            " Fix: pip install 'psengine[server]'"
-        ) from error
-
-
 def _place(collective: Collective) -> tuple[int | None, int]:
     """(rank, workers the job begins with): of the process group, else of the launcher, else what the servers give."""
     if not isinstance(collective, SoloCollective):
         return (collective.rank, collective.world_size) if collective.world_size > 1 else (_named_rank(), 1)
-    rank, world_size = read_variable("RANK"), read_variable("WORLD_SIZE")
-    if rank and world_size and rank.isdecimal() and world_size.isdecimal() and int(world_size) > 1:
-        return int(rank), int(world_size)
-    return _named_rank(), 1
+    placement = launched_as()
+    return (placement.rank, placement.world_size) if placement.world_size > 1 else (_named_rank(), 1)
 
 
 def _named_rank() -> int | None:
