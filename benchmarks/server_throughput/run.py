@@ -9,7 +9,6 @@ import argparse
 import json
 import multiprocessing
 import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -25,6 +24,10 @@ from psengine.client.partition import CHUNK_BYTES, cut
 from psengine.client.session import SessionOptions, WorkerSession, wait_all
 from psengine.protocol.codec import buffer_of
 from psengine.protocol.layout import ChunkKind
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from machine import describe_machine
 
 DEADLINE_S = 120.0
 WARM_UP_ROUNDS = 2
@@ -232,6 +235,12 @@ def main() -> None:
     parser.add_argument("--optimizer", choices=sorted(OPTIMIZERS), default="SGD")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
+    description = describe_machine(
+        f"pyzmq {zmq.__version__}",
+        f"chunks of {CHUNK_BYTES // 1024} KiB",
+        f"{options.optimizer} applied",
+        f"{options.rounds} rounds",
+    )
     os.environ["OMP_NUM_THREADS"] = "1"
     context = multiprocessing.get_context("spawn")
     port = context.Value("i", 0)
@@ -251,11 +260,7 @@ def main() -> None:
         echo.kill()
         server.terminate()
         server.wait(15)
-    print(
-        f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}, torch {torch.__version__},"
-        f" pyzmq {zmq.__version__}, chunks of {CHUNK_BYTES // 1024} KiB, {options.optimizer} applied,"
-        f" {options.rounds} rounds\n"
-    )
+    print(f"{description}\n")
     print(table(measured))
     if options.json:
         options.json.write_text(json.dumps({f"{w} workers, {m} MB": s for (w, m), s in measured.items()}, indent=1))

@@ -9,8 +9,6 @@ import argparse
 import gc
 import json
 import multiprocessing
-import os
-import platform
 import statistics
 import sys
 import time
@@ -28,8 +26,10 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # ranks import this file under another name
 
+from machine import describe_machine
 from models import WORKLOADS
 
 GROUP_TIMEOUT_S = 60
@@ -255,19 +255,6 @@ def table_of(rows: list[Row]) -> str:
     return "\n".join(lines)
 
 
-def machine() -> str:
-    """Describe CPU, cores, load and versions in one line."""
-    model = platform.processor() or platform.machine()
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        names = [line.split(":", 1)[1].strip() for line in cpuinfo.read_text().splitlines() if "model name" in line]
-        model = names[0] if names else model
-    return (
-        f"{model}, {len(os.sched_getaffinity(0))} cores, load {os.getloadavg()[0]:.1f} at the start;"
-        f" Python {platform.python_version()}, torch {torch.__version__}, gloo over loopback, one thread per rank"
-    )
-
-
 def names(allowed: Sequence[str]) -> Callable[[str], tuple[str, ...]]:
     def parse(text: str) -> tuple[str, ...]:
         chosen = tuple(text.split(","))
@@ -296,7 +283,7 @@ def main() -> None:
     options = parser.parse_args()
     repetitions = 10 if options.quick else options.repetitions
 
-    description = machine()
+    description = describe_machine("gloo over loopback", "one thread per rank")
     print(f"{description}\n", flush=True)
     rows: list[Row] = []
     for workload in options.models:

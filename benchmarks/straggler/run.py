@@ -10,7 +10,6 @@ import itertools
 import json
 import multiprocessing
 import os
-import platform
 import signal
 import statistics
 import subprocess
@@ -32,8 +31,10 @@ from torch.nn import functional as F
 import psengine
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from idx_images import IdxError, read_split
+from machine import describe_machine
 
 FASHION_MNIST = Path("/usr/share/datasets/fashion-mnist")  # where Debian's dataset-fashion-mnist puts it
 PIXEL_MEAN, PIXEL_DEVIATION = 0.286, 0.353
@@ -401,19 +402,6 @@ def require_matplotlib() -> Any:
     return pyplot
 
 
-def machine() -> str:
-    """Describe CPU, cores, load and versions in one line."""
-    model = platform.processor() or platform.machine()
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        names = [line.split(":", 1)[1].strip() for line in cpuinfo.read_text().splitlines() if "model name" in line]
-        model = names[0] if names else model
-    return (
-        f"{model}, {len(os.sched_getaffinity(0))} cores, load {os.getloadavg()[0]:.1f} at the start;"
-        f" Python {platform.python_version()}, torch {torch.__version__}, loopback, one thread per worker"
-    )
-
-
 def candidate_names(text: str) -> tuple[str, ...]:
     """Names separated by commas."""
     chosen = tuple(text.split(","))
@@ -452,7 +440,7 @@ def main() -> None:
         Data.load(options.data, "test")
     except IdxError as error:
         sys.exit(f"--data {error}\nDebian and Ubuntu: apt install dataset-fashion-mnist")
-    description = machine()
+    description = describe_machine("loopback", "one thread per worker")
     print(f"{description}\n", flush=True)
     runs: list[Run] = []
     with running_server() as server, Workers(options.data, server) as workers:
