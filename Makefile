@@ -1,6 +1,7 @@
 # make demo         two ranks train on real images, native DistributedDataParallel beside them
 # make test         what must pass before a change is merged
 # make test-slow    also the soak and exhaustive tests
+# make cuda         compile the CUDA kernels, where there is an nvcc; part of make test
 # make lint, format, bench, clean
 #
 # PYTHON names the interpreter for the virtual environment: make PYTHON=python3.12 test
@@ -10,13 +11,14 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
+NVCC := $(shell command -v nvcc)
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 # Two files at a time: half of the tests compute, the other half wait for leases and deadlines to run out.
 PARALLEL := -n 2 --dist loadfile
 DEMO := examples/train_images.py --compare --epochs 10 --scheduler cosine --threads 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow lint format bench clean
+.PHONY: help demo test test-slow cuda lint format bench clean
 .DELETE_ON_ERROR:
 
 help:
@@ -28,8 +30,16 @@ demo: export CUDA_VISIBLE_DEVICES :=
 demo: $(STAMP)
 	$(BIN)/torchrun --standalone --nproc-per-node=2 $(DEMO)
 
-test: lint
+test: lint cuda
 	$(BIN)/python -m pytest -m "not slow" $(PARALLEL)
+
+# csrc/fusion_cuda.cu at least compiles, wherever there is a compiler for it; setup.py says what is linked.
+cuda: $(if $(NVCC),build/cuda/.compiled)
+	@$(if $(NVCC),,echo "make: no nvcc on PATH: csrc/fusion_cuda.cu was not compiled")
+
+build/cuda/.compiled: $(STAMP) $(wildcard csrc/*.cu csrc/*.h)
+	PSENGINE_CUDA=1 $(BIN)/python setup.py -q build_ext --build-lib build/cuda --build-temp build/cuda
+	@touch $@
 
 test-slow: lint
 	$(BIN)/python -m pytest
@@ -46,6 +56,7 @@ format: $(STAMP)
 bench: $(STAMP)
 	$(BIN)/python benchmarks/step_overhead/run.py --quick
 	$(BIN)/python benchmarks/server_throughput/run.py --sizes-mb 25 --rounds 5
+	$(BIN)/python benchmarks/all_reduce/run.py --quick
 
 # The stamp goes too, so that what was built is built again; the packages in the environment stay.
 clean:

@@ -1,5 +1,165 @@
-"""Build script; the metadata lives in pyproject.toml and the native extension is added here."""
+"""Build script: adds the optional native extension, ``psengine._native``; the metadata lives in pyproject.toml.
 
-from setuptools import setup
+The extension is built against the torch that is installed, through LibTorch's stable ABI and Python's limited API: one
+binary serves torch 2.11 and later and CPython 3.10 and later. Where it cannot be built (no torch in the build
+environment, no compiler) one line says why, and the package installs without it; psengine/ops.py then runs its
+pure-torch references.
 
-setup()
+PSENGINE_CUDA=1 asks for the CUDA kernels and makes a missing nvcc an error; 0 builds without them. A torch built for
+CUDA gets them without asking where there is an nvcc. A CPU-only torch lacks the functions that they call
+(aoti_torch_get_current_cuda_stream), so with it csrc/fusion_cuda.cu is compiled, to see that it does, but not linked.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+
+SOURCES = sorted(str(path) for path in Path("csrc").glob("*.cpp"))
+CUDA_SOURCES = sorted(str(path) for path in Path("csrc").glob("*.cu"))
+TORCH_TARGET = "TORCH_TARGET_VERSION=0x020b000000000000"  # 2.11
+# No -march: kernels_avx*.cpp name their own instruction sets, and are chosen when the processor is known. No fused
+# multiply-add: the kernels' bits must not depend on the processor.
+COMPILE_FLAGS = ["-O3", "-g0", "-std=c++17", "-fvisibility=hidden", "-ffp-contract=off", "-Wall", "-Wextra"]
+CUDA_ARCHITECTURES = ["80", "90", "100"]
+
+
+class CannotBuildError(Exception):
+    """What the native extension lacks here."""
+
+
+def torch_directory() -> Path:
+    """Where torch is installed, without importing it."""
+    specification = importlib.util.find_spec("torch")
+    if specification is None or specification.origin is None:
+        raise CannotBuildError("torch is not installed in the build environment (pip install --no-build-isolation .)")
+    return Path(specification.origin).parent
+
+
+def has_cuda(torch: Path) -> bool:
+    """Whether that torch was built for CUDA."""
+    return any((torch / "lib").glob("libtorch_cuda.*"))
+
+
+def find_nvcc() -> str | None:
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    return shutil.which("nvcc", path=str(Path(home, "bin"))) if home else shutil.which("nvcc")
+
+
+def cudart_directory(nvcc: str) -> str:
+    """Where the CUDA runtime lies that belongs to this nvcc, which may be a wrapper script."""
+    command = [nvcc, "--dryrun", "-c", CUDA_SOURCES[0]]
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    tops = [line.split("TOP=", 1)[1].strip() for line in said.splitlines() if "TOP=" in line]
+    for top in tops:
+        for directory in (Path(top, "lib64"), Path(top, "lib"), *Path(top).glob("targets/*/lib")):
+            if (directory / "libcudart_static.a").exists():
+                return str(directory.resolve())
+    raise CannotBuildError(f"no libcudart_static.a belongs to {nvcc} (looked below {tops})")
+
+
+class BuildNative(build_ext):
+    """Compiles the sources side by side; in place of an error there is a warning."""
+
+    def build_extension(self, extension: Extension) -> None:
+        try:
+            self._build(extension)
+        except CannotBuildError as reason:
+            self._say_without(str(reason))
+        except Exception as error:  # compilers fail in many ways, each with an exception of its own
+            if os.environ.get("PSENGINE_CUDA") == "1":
+                raise
+            self._say_without(f"the compiler failed ({type(error).__name__}: {error})")
+
+    def copy_extensions_to_source(self) -> None:
+        """Skip what was not built, which setuptools itself would stumble over."""
+        self.extensions = [extension for extension in self.extensions if self._was_built(extension)]
+        super().copy_extensions_to_source()
+
+    def get_outputs(self) -> list[str]:
+        return [output for output in super().get_outputs() if Path(output).exists()]
+
+    def _was_built(self, extension: Extension) -> bool:
+        return Path(self.build_lib, self.get_ext_filename(self.get_ext_fullname(extension.name))).exists()
+
+    def _say_without(self, reason: str) -> None:
+        print(f"warning: psengine is built without its native extension: {reason}", file=sys.stderr)
+
+    def _build(self, extension: Extension) -> None:
+        torch = torch_directory()
+        nvcc = self._nvcc(torch)
+        include = torch / "include"
+        output = self.get_ext_fullpath(extension.name)
+        Path(output).parent.mkdir(parents=True, exist_ok=True)
+        Path(self.build_temp).mkdir(parents=True, exist_ok=True)
+
+        def compile_source(source: str) -> list[str]:
+            if source.endswith(".cu"):
+                return [self._compile_cuda(nvcc, source, include)]
+            return self.compiler.compile(
+                [source],
+                output_dir=self.build_temp,
+                macros=[("Py_LIMITED_API", "0x030a0000"), tuple(TORCH_TARGET.split("="))],
+                # Another's header is not ours to keep free of warnings.
+                extra_postargs=["-isystem", str(include), *COMPILE_FLAGS],
+            )
+
+        sources = extension.sources + (CUDA_SOURCES if nvcc else [])
+        with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
+            objects = [name for names in pool.map(compile_source, sources) for name in names]
+        link_flags = ["-Wl,-z,now"] if sys.platform == "linux" else []
+        libraries, directories = ["torch_cpu"], [str(torch / "lib")]
+        if nvcc and has_cuda(torch):
+            libraries += ["torch_cuda", "cudart_static", "dl", "rt", "pthread"]
+            directories.append(cudart_directory(nvcc))
+            link_flags.append("-Wl,--exclude-libs,ALL")
+        elif nvcc:
+            objects = [name for name in objects if not name.endswith(".cu.o")]
+        self.compiler.link_shared_object(
+            objects,
+            output,
+            libraries=libraries,
+            library_dirs=directories,
+            extra_postargs=link_flags,
+            build_temp=self.build_temp,
+            target_lang="c++",
+        )
+
+    def _nvcc(self, torch: Path) -> str | None:
+        """The CUDA compiler, where CUDA kernels are to be compiled."""
+        is_asked = os.environ.get("PSENGINE_CUDA") == "1"
+        if os.environ.get("PSENGINE_CUDA") == "0" or not (is_asked or has_cuda(torch)):
+            return None
+        nvcc = find_nvcc()
+        if nvcc is None and is_asked:
+            raise RuntimeError("PSENGINE_CUDA=1 needs nvcc (expected it in CUDA_HOME/bin or on PATH, got neither)")
+        if nvcc is None:
+            print(
+                "warning: psengine is built without CUDA kernels: no nvcc in CUDA_HOME/bin or on PATH", file=sys.stderr
+            )
+        return nvcc
+
+    def _compile_cuda(self, nvcc: str, source: str, include: Path) -> str:
+        target = str(Path(self.build_temp, Path(source).name + ".o"))
+        command = [nvcc, "-c", source, "-o", target, "-std=c++17", "-O3", f"-D{TORCH_TARGET}", "-DUSE_CUDA"]
+        command += ["-isystem", str(include), "-Xcompiler", "-fPIC,-fvisibility=hidden", "--fmad=false"]
+        for architecture in CUDA_ARCHITECTURES:
+            command += ["-gencode", f"arch=compute_{architecture},code=sm_{architecture}"]
+        print(" ".join(command))
+        subprocess.run(command, check=True)
+        return target
+
+
+setup(
+    ext_modules=[Extension("psengine._native", SOURCES, language="c++", py_limited_api=True, optional=True)],
+    cmdclass={"build_ext": BuildNative},
+    options={"bdist_wheel": {"py_limited_api": "cp310"}},
+)

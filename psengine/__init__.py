@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
+from psengine.collectives import torch_backend
 from psengine.collectives.base import Collective
 from psengine.environment import Context, init, is_main_process, shutdown
 from psengine.errors import (
@@ -13,6 +14,7 @@ from psengine.errors import (
     FencedError,
     MissingExtraError,
     ModuleError,
+    NonFiniteGradientError,
     PeerLostError,
     ProtocolError,
     PSEngineError,
@@ -23,6 +25,7 @@ from psengine.errors import (
     ServerRefusedError,
     SnapshotError,
 )
+from psengine.gradient_norms import clip_grad_norm_
 from psengine.metrics import gather, mean, sum
 from psengine.optimizer import DistributedOptimizer
 from psengine.parallel import DistributedDataParallel
@@ -36,6 +39,8 @@ if TYPE_CHECKING:
     from psengine.client.client import Client, connect
 
 __version__ = "0.1.0"
+
+torch_backend.register()
 
 __all__ = [
     "ArgumentTypeError",
@@ -52,6 +57,7 @@ __all__ = [
     "FencedError",
     "MissingExtraError",
     "ModuleError",
+    "NonFiniteGradientError",
     "PSEngineError",
     "PeerLostError",
     "ProtocolError",
@@ -65,6 +71,7 @@ __all__ = [
     "SyncAllReduce",
     "SyncBatchNorm",
     "SyncServer",
+    "clip_grad_norm_",
     "connect",
     "convert_sync_batchnorm",
     "gather",

@@ -7,9 +7,11 @@ the two copies of a step: ``pack`` (gradients into the flat tensor, divided on t
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 
+from psengine import ops
 from psengine.errors import ReductionError
 
 Allocator = Callable[[int, torch.dtype, torch.device], torch.Tensor]
@@ -64,14 +66,7 @@ def plan_buckets(
 
 def is_non_overlapping_and_dense(tensor: torch.Tensor) -> bool:
     """Whether the elements fill their memory span exactly once in some order (contiguous, channels_last, permuted)."""
-    expected_stride = 1
-    for size, stride in sorted(zip(tensor.shape, tensor.stride(), strict=True), key=lambda pair: pair[1]):
-        if size == 1:
-            continue
-        if stride != expected_stride:
-            return tensor.numel() == 0
-        expected_stride *= size
-    return True
+    return ops.is_dense(tensor.shape, tensor.stride())
 
 
 def view_like(flat: torch.Tensor, offset: int, parameter: torch.Tensor) -> torch.Tensor:
@@ -85,6 +80,22 @@ def view_like(flat: torch.Tensor, offset: int, parameter: torch.Tensor) -> torch
     return flat[offset : offset + parameter.numel()].view(parameter.shape)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """Parameters that stand next to each other and are packed in one call.
+
+    Attributes:
+        first, last: positions in the bucket; ``last`` is the first that no longer belongs.
+        flat: their part of the bucket's flat tensor.
+        layout: where in it each gradient belongs; see ``ops.layout_of``.
+    """
+
+    first: int
+    last: int
+    flat: torch.Tensor
+    layout: torch.Tensor
+
+
 class Bucket:
     """Parameters whose gradients are exchanged in one operation.
 
@@ -95,11 +106,14 @@ class Bucket:
         names: their names, for errors.
         sparse: whether the only parameter's gradient is a sparse COO tensor; then there is no flat memory.
         allocate: makes the flat tensor; see ``Collective.allocate``.
+        flat_dtype: what gradients are exchanged in; None: their own dtype.
+        counts_non_finite: whether packing counts values that are not finite (``non_finite_counts``).
 
     Attributes:
         flat: the packed gradients: 1-D dense, or the sparse gradient itself (None until packed).
         views: per parameter its part of ``flat``, shaped and strided like its gradient.
         pending: how many gradients of this backward are not yet ready.
+        square_sum: of the gradients as they were last unpacked, float64 on their device; None where nobody computed it.
     """
 
     def __init__(
@@ -111,6 +125,8 @@ class Bucket:
         *,
         sparse: bool,
         allocate: Allocator,
+        flat_dtype: torch.dtype | None = None,
+        counts_non_finite: bool = False,
     ) -> None:
         self.index = index
         self.parameter_indices = parameter_indices
@@ -118,20 +134,26 @@ class Bucket:
         self.names = [names[i] for i in parameter_indices]
         self.sparse = sparse
         self.dtype = self.parameters[0].dtype
+        self.flat_dtype = self.dtype if flat_dtype is None else flat_dtype
         self.device = self.parameters[0].device
         self.numel = sum(p.numel() for p in self.parameters)
         self.size_bytes = self.numel * self.parameters[0].element_size()
         self.pending = len(self.parameters)
         self.offsets: list[int] = []
         self.views: list[torch.Tensor] = []
+        self.square_sum: torch.Tensor | float | None = None
         self._flat: torch.Tensor | None = None
-        # Runs of small parameters that stand next to each other: (first position, last position + 1, flat slice).
-        self._batches: list[tuple[int, int, torch.Tensor]] = []
+        self._runs: list[Run] = []
+        # By position, for eager parameters: their own run.
+        self._eager_runs: dict[int, Run] = {}
+        # What packing found, as it came: the position of the first parameter, and a count for each from there on.
+        self._counts_non_finite = counts_non_finite
+        self._non_finite: list[tuple[int, torch.Tensor]] = []
         # Where results land when not in ``flat``, and its views: strategies use the same memory every step.
         self._result: tuple[torch.Tensor, list[torch.Tensor]] | None = None
         self.is_eager = [False] * len(self.parameters)
         if not sparse:
-            self._lay_out(allocate(self.numel, self.dtype, self.device))
+            self._lay_out(allocate(self.numel, self.flat_dtype, self.device))
 
     def __repr__(self) -> str:
         return f"Bucket({self.index}, {len(self.parameters)} parameters, {self.size_bytes} bytes, {self.dtype})"
@@ -158,16 +180,29 @@ class Bucket:
             self.offsets.append(offset)
             offset += parameter.numel()
         self.views = self.views_of(flat)
+        self._layout = ops.layout_of(self.parameters)
+        self._is_native = ops.covers(flat, self.dtype)
         self.is_eager = [p.numel() * p.element_size() >= EAGER_PACK_BYTES for p in self.parameters]
         first = 0
         while first < len(self.parameters):
-            last = first
-            while last < len(self.parameters) and not self.is_eager[last]:
+            last = first + 1
+            while not self.is_eager[first] and last < len(self.parameters) and not self.is_eager[last]:
                 last += 1
-            if last > first:
-                end = self.offsets[last] if last < len(self.parameters) else offset
-                self._batches.append((first, last, flat[self.offsets[first] : end]))
-            first = last + 1
+            run = self._make_run(first, last)
+            if self.is_eager[first]:
+                self._eager_runs[first] = run
+            else:
+                self._runs.append(run)
+            first = last
+
+    def _make_run(self, first: int, last: int) -> Run:
+        end = self.offsets[last] if last < len(self.parameters) else self.numel
+        return Run(
+            first=first,
+            last=last,
+            flat=self.flat[self.offsets[first] : end],
+            layout=ops.layout_of(self.parameters[first:last]),
+        )
 
     def views_of(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Per parameter its part of another flat tensor with this bucket's layout."""
@@ -175,8 +210,19 @@ class Bucket:
             view_like(flat, offset, parameter) for offset, parameter in zip(self.offsets, self.parameters, strict=True)
         ]
 
+    def pack(self, divisor: int, *, as_view: bool) -> None:
+        """Pack every gradient; see ``pack_one``."""
+        for position in self._eager_runs:
+            self.pack_one(position, divisor, as_view=as_view)
+        self.pack_rest(divisor, as_view=as_view)
+
+    def pack_rest(self, divisor: int, *, as_view: bool) -> None:
+        """Pack what ``is_eager`` leaves: runs of small gradients, each in one call."""
+        for run in self._runs:
+            self._pack_run(run, divisor, as_view=as_view)
+
     def pack_one(self, position: int, divisor: int, *, as_view: bool) -> None:
-        """Copy one parameter's gradient, divided by ``divisor``, into its view; an undefined gradient counts as zero.
+        """Copy an eager parameter's gradient, divided by ``divisor``, into its view; an undefined one counts as zero.
 
         Args:
             position: the parameter's place in this bucket.
@@ -185,12 +231,50 @@ class Bucket:
 
         Division follows native DDP to the bit: the copy multiplies by 1/divisor, in place it divides.
         """
+        self._pack_run(self._eager_runs[position], divisor, as_view=as_view)
+
+    def _pack_run(self, run: Run, divisor: int, *, as_view: bool) -> None:
+        parameters = self.parameters[run.first : run.last]
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        is_plain = len(gradients) == len(parameters)
+        if is_plain and as_view:
+            views = self.views[run.first : run.last]
+            is_plain = not any(g is v or g.data_ptr() == v.data_ptr() for g, v in zip(gradients, views, strict=True))
+        if not is_plain or not self._copy_run(run, gradients, divisor):
+            for position in range(run.first, run.last):
+                self._pack_with_care(position, divisor, as_view=as_view)
+        elif as_view:
+            for parameter, view, gradient in zip(parameters, views, gradients, strict=True):
+                if gradient.dtype == view.dtype:
+                    parameter.grad = view
+
+    def _copy_run(self, run: Run, gradients: list[torch.Tensor], divisor: int) -> bool:
+        """Copy a run's gradients in one call; False, with nothing counted, where one is not a dense tensor."""
+        try:
+            if self._counts_non_finite:
+                counts, _ = ops.pack_stats_(run.flat, gradients, 1.0 / divisor, run.layout)
+                self._non_finite.append((run.first, counts))
+            elif self._is_native:
+                ops.pack_(run.flat, gradients, 1.0 / divisor, run.layout)
+            else:
+                torch._foreach_copy_(self.views[run.first : run.last], gradients)
+                if divisor != 1:
+                    run.flat.mul_(1.0 / divisor)
+        except RuntimeError:
+            return False  # a sparse gradient among them: _pack_with_care names it
+        return True
+
+    def _pack_with_care(self, position: int, divisor: int, *, as_view: bool) -> None:
+        """Pack one gradient that may be undefined, or the view already."""
         parameter = self.parameters[position]
         gradient = parameter.grad
         view = self.views[position]
         if gradient is None:
             view.zero_()
             return
+        if self._counts_non_finite and not gradient.is_sparse:
+            # A read of its own, which the usual way does without.
+            self._non_finite.append((position, gradient.isfinite().logical_not_().sum().view(1)))
         if gradient is view or (as_view and gradient.data_ptr() == view.data_ptr() and view.numel() > 0):
             if divisor != 1:
                 view.div_(divisor)
@@ -205,32 +289,10 @@ class Bucket:
         if as_view and gradient.dtype == view.dtype:
             parameter.grad = view
 
-    def pack_rest(self, divisor: int, *, as_view: bool) -> None:
-        """Pack what ``is_eager`` leaves: runs of small gradients, each with one copy call and one division."""
-        for first, last, flat_slice in self._batches:
-            if not self._pack_batch(first, last, flat_slice, divisor, as_view=as_view):
-                for position in range(first, last):
-                    self.pack_one(position, divisor, as_view=as_view)
-
-    def _pack_batch(self, first: int, last: int, flat_slice: torch.Tensor, divisor: int, *, as_view: bool) -> bool:
-        """Pack a run of plain gradients; False, with no gradient changed, where one needs ``pack_one``'s care."""
-        parameters, views = self.parameters[first:last], self.views[first:last]
-        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        if len(gradients) < len(parameters):
-            return False
-        if as_view and any(g is v or g.data_ptr() == v.data_ptr() for g, v in zip(gradients, views, strict=True)):
-            return False  # divided in place, not multiplied: see pack_one
-        try:
-            torch._foreach_copy_(views, gradients)
-        except RuntimeError:
-            return False  # a sparse gradient among them: pack_one names it
-        if divisor != 1:
-            flat_slice.mul_(1.0 / divisor)
-        if as_view:
-            for parameter, view, gradient in zip(parameters, views, gradients, strict=True):
-                if gradient.dtype == view.dtype:
-                    parameter.grad = view
-        return True
+    def take_non_finite_counts(self) -> list[tuple[int, torch.Tensor]]:
+        """What the last packing found, as pairs: a position, and int64 counts for the parameters from there on."""
+        found, self._non_finite = self._non_finite, []
+        return found
 
     def pack_sparse(self, divisor: int) -> None:
         """Take the parameter's sparse gradient, divided, as the payload; an undefined one counts as zero."""
@@ -244,6 +306,8 @@ class Bucket:
                 f"Expected variable to have sparse gradient. (parameter {self.names[0]!r}: expected torch.sparse_coo,"
                 f" got {gradient.layout})"
             )
+        if self._counts_non_finite:
+            self._non_finite.append((0, gradient._values().isfinite().logical_not_().sum().view(1)))
         # Not in place: the gradients of two embeddings may share their values.
         self._flat = gradient if divisor == 1 else gradient / divisor
 
@@ -265,26 +329,35 @@ class Bucket:
                 " are expected from torch.nn.Embedding and torch.nn.EmbeddingBag with sparse=True only."
             )
 
-    def unpack(self, result: torch.Tensor, skip: Sequence[bool] | None) -> None:
+    def unpack(self, result: torch.Tensor, skip: Sequence[bool] | None, *, sums_squares: bool = False) -> None:
         """Write ``result`` (same layout as ``flat``) to the gradients; missing ones are created.
 
         Args:
             result: the reduced gradients; ``flat`` itself, or a tensor that a communication hook returned.
             skip: positions that stay untouched, because no rank used the parameter; None skips nothing.
+            sums_squares: whether to set ``square_sum``, where the pass that writes them can yield it.
         """
-        views = self._views_of_result(result)
-        targets, sources = [], []
-        for position, parameter in enumerate(self.parameters):
-            if skip is not None and skip[position]:
-                continue
-            gradient = parameter.grad
-            if gradient is None:
-                self._create_gradient(parameter, views[position])
+        self.square_sum = None
+        if skip is None or not any(skip):
+            for parameter, view in zip(self.parameters, self.views, strict=True):
+                if parameter.grad is None:
+                    parameter.grad = torch.empty_strided(
+                        view.shape, view.stride(), dtype=parameter.dtype, device=view.device
+                    )
+            gradients = [_detached(parameter.grad) for parameter in self.parameters]
+            if self._is_native and result.is_contiguous() and result.dtype.is_floating_point:
+                result = result.view(-1)
+                if sums_squares:
+                    self.square_sum = ops.unpack_stats_(gradients, result, 1.0, self._layout)[1].sum()
+                else:
+                    ops.unpack_(gradients, result, 1.0, self._layout)
             else:
-                targets.append(gradient.detach() if gradient.requires_grad else gradient)
-                sources.append(views[position])
-        if targets:
-            torch._foreach_copy_(targets, sources)
+                torch._foreach_copy_(gradients, self._views_of_result(result))
+            return
+        views = self._views_of_result(result)
+        for position, parameter in enumerate(self.parameters):
+            if not skip[position]:
+                self._copy_to_gradient(parameter, views[position])
 
     def _views_of_result(self, result: torch.Tensor) -> list[torch.Tensor]:
         if result is self._flat:
@@ -324,6 +397,12 @@ class Bucket:
         parameter = self.parameters[0]
         parameter.grad = result
 
-    def _create_gradient(self, parameter: torch.Tensor, view: torch.Tensor) -> None:
-        gradient = torch.empty_strided(view.shape, view.stride(), dtype=parameter.dtype, device=view.device)
-        parameter.grad = gradient.copy_(view)
+    def _copy_to_gradient(self, parameter: torch.Tensor, view: torch.Tensor) -> None:
+        if parameter.grad is None:
+            parameter.grad = torch.empty_strided(view.shape, view.stride(), dtype=parameter.dtype, device=view.device)
+        _detached(parameter.grad).copy_(view)
+
+
+def _detached(gradient: torch.Tensor | None) -> torch.Tensor:
+    assert gradient is not None
+    return gradient.detach() if gradient.requires_grad else gradient

@@ -157,6 +157,11 @@ def default_strategy() -> str:
     return os.environ.get("PSENGINE_STRATEGY", "").strip() or "sync"
 
 
+def default_collective() -> str:
+    """Return the collective to use where no argument names one: PSENGINE_COLLECTIVE, else "auto"."""
+    return os.environ.get("PSENGINE_COLLECTIVE", "").strip() or "auto"
+
+
 def read_variable(name: str) -> str | None:
     """The environment variable ``name``, or None; for the parts of the package that report or honour torch's own."""
     return os.environ.get(name)
@@ -203,6 +208,9 @@ def _create(backend: str, timeout: timedelta) -> Context:
             # Ties the group to the device: fails early, and barrier() need not guess (it warns when it does).
             device_id=device if backend.lower() == "nccl" else None,
         )
+    except ConfigurationError:
+        _meeting_point = None
+        raise  # of backend "psengine", which says what to do
     except (RuntimeError, ValueError, OSError) as error:
         _meeting_point = None
         raise _unreachable(placement, timeout, time.monotonic() - started_s, error) from error

@@ -27,6 +27,20 @@ class ReductionError(PSEngineError, RuntimeError):
     """The order of forward, backward and gradient reduction was broken (unused or reused parameters)."""
 
 
+class NonFiniteGradientError(PSEngineError, RuntimeError):
+    """A gradient holds NaN or infinity, and ``check_finite=True`` was asked for.
+
+    Attributes:
+        ranks: ranks whose gradients are at fault, ascending; of strategies over servers this worker's own.
+        parameters: names of the first parameter at fault on each of them.
+    """
+
+    def __init__(self, message: str, *, ranks: tuple[int, ...], parameters: tuple[str, ...]) -> None:
+        super().__init__(message)
+        self.ranks = ranks
+        self.parameters = parameters
+
+
 class CollectiveError(PSEngineError, RuntimeError):
     """A collective operation failed or ran past its deadline."""
 

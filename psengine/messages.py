@@ -11,6 +11,13 @@ from collections.abc import Mapping
 _PRIOR_REDUCTION = "Expected to have finished reduction in the prior iteration before starting a new one. "
 
 
+CREATE_GRAPH_MESSAGE = (
+    "Using DistributedDataParallel with create_graph=True is not well-supported. The higher-order gradient will not be"
+    " synchronized across ranks, and backpropagation through all_reduce operations will not occur. If you require DDP"
+    " to work with higher-order gradients for your use case, please ping https://github.com/pytorch/pytorch/issues/63929"
+)
+
+
 def unfinished_reduction_message(rank: int, missing: Mapping[int, str], *, find_unused: bool) -> str:
     """Some parameters (index to name) got no gradient, so their buckets never filled."""
     if find_unused:

@@ -23,7 +23,7 @@ from psengine.collectives.registry import resolve_collective
 from psengine.comm_hooks import all_reduce_sum_hook, bucket_hook, builtin_hook, check_comm_hook
 from psengine.compilation import stay_out_of_graphs, traces_gradient_exchange
 from psengine.delayed_all_reduce import DelayedAllReduce
-from psengine.environment import default_strategy
+from psengine.environment import default_collective, default_strategy
 from psengine.errors import ConfigurationError, ModuleError
 from psengine.joining import ShadowHook
 from psengine.logging_data import LoggingData, describe_replica
@@ -73,7 +73,12 @@ class DistributedDataParallel(NativeDistributedDataParallel):  # type: ignore[mi
         forward_sync_buffers: broadcast rank 0's buffers before each forward; default True.
         strategy: how replicas agree: a name, "name:option=value", or a ``psengine.Strategy``. Default:
             ``PSENGINE_STRATEGY``, else "sync".
-        collective: what carries "sync": "auto", "c10d" or a ``psengine.Collective``.
+        collective: what carries "sync": "auto" (shared memory where ranks share a host and the module is on the CPU,
+            else torch.distributed), "shared_memory", "c10d" or a ``psengine.Collective``. Default:
+            ``PSENGINE_COLLECTIVE``, else "auto".
+        check_finite: raise ``NonFiniteGradientError`` from ``backward()`` on every rank, naming parameter and rank,
+            where a gradient is NaN or infinite, before its average is written. Found while packing, at no further read,
+            and told to the others in one small exchange a step.
 
     Raises:
         ConfigurationError, ArgumentTypeError: arguments that contradict each other (ValueError, TypeError).
@@ -105,7 +110,8 @@ class DistributedDataParallel(NativeDistributedDataParallel):  # type: ignore[mi
         forward_sync_buffers: bool | None = None,
         *,
         strategy: str | Strategy | None = None,
-        collective: str | Collective = "auto",
+        collective: str | Collective | None = None,
+        check_finite: bool = False,
     ) -> None:
         stay_out_of_graphs()
         torch.nn.Module.__init__(self)
@@ -142,6 +148,7 @@ class DistributedDataParallel(NativeDistributedDataParallel):  # type: ignore[mi
         self.batched_grad_copy = batched_grad_copy
         self.skip_all_reduce_unused_params = skip_all_reduce_unused_params
         self.mixed_precision = mixed_precision
+        self.check_finite = check_finite
         self.require_backward_grad_sync = True
         self.require_forward_param_sync = True
         self.use_side_stream_for_tensor_copies = checks.uses_side_stream()
@@ -167,8 +174,8 @@ class DistributedDataParallel(NativeDistributedDataParallel):  # type: ignore[mi
 
         if self.device_type == "cpu":
             adopt_sync_batchnorm(module)
-        self._collective_choice = collective
-        self._collective = resolve_collective(collective, self.process_group)
+        self._collective_choice = default_collective() if collective is None else collective
+        self._collective = resolve_collective(self._collective_choice, self.process_group, self.device)
         self._buffer_broadcast = BufferBroadcast()
         self.logger = LoggingData()
         self._delayed: DelayedAllReduce | None = None
@@ -229,6 +236,7 @@ class DistributedDataParallel(NativeDistributedDataParallel):  # type: ignore[mi
             find_unused_parameters=self.find_unused_parameters,
             gradient_as_bucket_view=self.gradient_as_bucket_view,
             skip_all_reduce_unused_params=self.skip_all_reduce_unused_params,
+            check_finite=self.check_finite,
             run_allreduce_hook=functools.partial(_sum_over_group, weakref.ref(self)),
             on_error=self.logger.set_error_and_log,
         )
@@ -511,7 +519,7 @@ class DistributedDataParallel(NativeDistributedDataParallel):  # type: ignore[mi
         if not isinstance(self._collective_choice, str):
             raise ConfigurationError("the collective object that was passed as collective= cannot change its group")
         self.process_group = new_process_group
-        self._collective = resolve_collective(self._collective_choice, new_process_group)
+        self._collective = resolve_collective(self._collective_choice, new_process_group, self.device)
         replica = Replica(
             parameters=dict(zip(self.reducer.names, self.reducer.parameters, strict=True)),
             buffers=self._buffers_to_share(),
@@ -552,7 +560,7 @@ class DistributedDataParallel(NativeDistributedDataParallel):  # type: ignore[mi
         self.process_group = checks.default_group(required=state["strategy"].needs_process_group)
         torch.nn.Module.__setstate__(self, state)
         self.logger = LoggingData()
-        self._collective = resolve_collective(self._collective_choice, self.process_group)
+        self._collective = resolve_collective(self._collective_choice, self.process_group, self.device)
         self._buffer_broadcast = BufferBroadcast()
         static_graph = self.static_graph
         with_buffers = self.forward_sync_buffers and self.strategy.carries_buffers

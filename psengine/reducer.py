@@ -25,12 +25,16 @@ from torch.autograd.graph import get_gradient_edge
 from psengine.backward_timer import BackwardTimer
 from psengine.buckets import Bucket, plan_buckets
 from psengine.errors import ReductionError
+from psengine.finite_check import FiniteCheck
+from psengine.gradient_norms import GradientNorms
 from psengine.messages import (
+    CREATE_GRAPH_MESSAGE,
     graph_changed_message,
     marked_twice_message,
     newly_used_message,
     unfinished_reduction_message,
 )
+from psengine.static_graph import UNEXPECTED, StaticGraph
 from psengine.strategies.base import Reduction, Strategy
 from psengine.usage import ParameterUsage
 
@@ -53,6 +57,7 @@ class Reducer:
         gradient_as_bucket_view: let gradients be views of the buckets.
         skip_all_reduce_unused_params: agree before backward which parameters no rank uses, and skip buckets that hold
             no others; only with ``find_unused_parameters``.
+        check_finite: raise at the end of backward where a gradient of some rank is not finite.
         run_allreduce_hook: sums a communication hook's bucket over ranks; a future of its buffer.
         on_error: told the text of each error before it is raised.
     """
@@ -71,6 +76,7 @@ class Reducer:
         find_unused_parameters: bool,
         gradient_as_bucket_view: bool,
         skip_all_reduce_unused_params: bool = False,
+        check_finite: bool = False,
         run_allreduce_hook: Callable[[Any], Any] | None = None,
         on_error: Callable[[str], None] | None = None,
     ) -> None:
@@ -78,6 +84,8 @@ class Reducer:
         self.names = list(names)
         self.strategy = strategy
         self.timer = BackwardTimer()
+        self.norms = GradientNorms()
+        self._finite_check = FiniteCheck(self.names, strategy, rank) if check_finite else None
         self._expects_sparse = list(expects_sparse)
         self._rank = rank
         self._world_size = world_size
@@ -85,7 +93,7 @@ class Reducer:
         self._find_unused = find_unused_parameters
         self._as_view = gradient_as_bucket_view
         self._skip_unused_buckets = skip_all_reduce_unused_params and find_unused_parameters
-        self._static_graph = False
+        self._static_graph = StaticGraph(self.names)
         self._optimizer_in_backward = False
         self._mixed_precision_dtype: torch.dtype | None = None
         self._run_allreduce_hook = run_allreduce_hook
@@ -118,9 +126,6 @@ class Reducer:
         self._ready_order: list[int] = []
         self._has_marked_unused = False
         self._warned_create_graph = False
-        self.knows_static_graph = False
-        self._hook_counts = [0] * len(self.parameters)
-        self._hook_counts_left: list[int] = []
         self._live_ranks_work: tuple[Any, bool] | None = None
         self._post_backward_futures: list[torch.futures.Future[Any]] = []
 
@@ -147,6 +152,8 @@ class Reducer:
                 self.names,
                 sparse=self._expects_sparse[plan[0]],
                 allocate=self.strategy.allocate,
+                flat_dtype=self._flat_dtype(self.parameters[plan[0]].dtype),
+                counts_non_finite=self._finite_check is not None,
             )
             for index, plan in enumerate(plans)
         ]
@@ -160,6 +167,10 @@ class Reducer:
             self._adopt_gradients()
         self.strategy.lay_out(self.buckets)
 
+    def _flat_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """Gradients that are views of the flat tensor keep their dtype; the strategy then converts on the way out."""
+        return dtype if self._as_view else self.strategy.communication_dtype(dtype)
+
     def _adopt_gradients(self) -> None:
         """Move gradients that exist already (accumulated, not yet stepped) into the buckets' views."""
         for bucket in self.buckets:
@@ -171,7 +182,7 @@ class Reducer:
                     parameter.grad = view if self._mixed_precision_dtype is None else view.detach()
 
     def _should_rebuild(self) -> bool:
-        return (self._static_graph or not self._find_unused) and not self._layout_is_final
+        return (self._static_graph.is_promised or not self._find_unused) and not self._layout_is_final
 
     def _rebuild_buckets(self) -> bool:
         """Once, between the first and the second iteration: lay out buckets in the order gradients arrived on rank 0.
@@ -211,10 +222,15 @@ class Reducer:
                 "set_static_graph() should be called before training loop starts and after DistributedDataParallel is"
                 f" constructed. (expected iteration 0, got {self.iteration})"
             )
-        self._static_graph = True
+        self._static_graph.is_promised = True
         self._short_way[:] = self._no_short_way  # usage is recorded from now on
 
     _set_static_graph = set_static_graph
+
+    @property
+    def knows_static_graph(self) -> bool:
+        """Whether a static graph's first iteration is over."""
+        return self._static_graph.is_known
 
     def prepare_for_forward(self) -> None:
         """Count an iteration whose gradients will be exchanged."""
@@ -228,7 +244,10 @@ class Reducer:
         self._next_bucket = 0
         self._reductions = []
         self._divisor = None
-        self._is_packing = self._as_view or self.strategy.needs_packing
+        self._is_packing = self._as_view or self.strategy.needs_packing or self._finite_check is not None
+        self.norms.begin()
+        if self._finite_check is not None:
+            self._finite_check.begin(self.buckets)
         self._ready[:] = bytes(len(self.parameters))
         self._has_marked_unused = False
         if self._must_take_long_way():
@@ -238,10 +257,8 @@ class Reducer:
             self._short_way[:] = self._small_parameter_buckets
         for bucket in self.buckets:
             bucket.pending = len(bucket.parameters)
-        if self._static_graph:
-            if not self.knows_static_graph:
-                self._hook_counts = [0] * len(self.parameters)  # an earlier attempt may have raised half-way
-            self._hook_counts_left = list(self._hook_counts)
+        if self._static_graph.is_promised:
+            self._static_graph.begin()
         elif self._find_unused:
             self.usage.search(outputs)
             if self._skip_unused_buckets:
@@ -251,7 +268,7 @@ class Reducer:
         if not (self._expect_hooks and any(self._ready)):
             return
         missing = {index: self.names[index] for index, is_ready in enumerate(self._ready) if not is_ready}
-        if self._static_graph:
+        if self._static_graph.is_promised:
             self._fail(graph_changed_message(self._rank, missing))
         self._fail(unfinished_reduction_message(self._rank, missing, find_unused=self._find_unused))
 
@@ -298,7 +315,7 @@ class Reducer:
     def _must_take_long_way(self) -> bool:
         """Whether this backward's hooks have more to do than to count."""
         return (
-            self._static_graph
+            self._static_graph.is_promised
             or self._find_unused
             or not self._layout_is_final
             or self.timer.is_sampling
@@ -313,7 +330,7 @@ class Reducer:
                 self.usage.used[index] = 1
             if not self._expect_hooks:
                 return
-            if self._static_graph:
+            if self._static_graph.is_promised:
                 self._count_static_hook(index)
                 return
             if self._find_unused:
@@ -331,17 +348,17 @@ class Reducer:
 
     def _is_recording_usage(self) -> bool:
         """A static graph's usage is that of its first iteration; otherwise it is recorded where it may vary."""
-        return not self.knows_static_graph if self._static_graph else self._find_unused
+        return not self._static_graph.is_known if self._static_graph.is_promised else self._find_unused
 
     def _count_static_hook(self, index: int) -> None:
-        if not self.knows_static_graph:
-            self._hook_counts[index] += 1
+        if not self._static_graph.is_known:
+            self._static_graph.count(index)
             return
         self._mark_unused_ready()
-        if self._hook_counts_left[index] <= 0:
+        left = self._static_graph.expect(index)
+        if left == UNEXPECTED:
             self._fail(newly_used_message(self.names[index], self._rank))
-        self._hook_counts_left[index] -= 1
-        if self._hook_counts_left[index] == 0:
+        if left == 0:
             if not self._layout_is_final:
                 self._arrival_order.append(index)
             self._mark_ready(index)
@@ -371,12 +388,7 @@ class Reducer:
         if not self._warned_create_graph:
             self._warned_create_graph = True
             # Logged, not warned: native DDP's comes from C++, which no warnings filter turns into an error.
-            logger.warning(
-                "Using DistributedDataParallel with create_graph=True is not well-supported. The higher-order gradient"
-                " will not be synchronized across ranks, and backpropagation through all_reduce operations will not"
-                " occur. If you require DDP to work with higher-order gradients for your use case, please ping"
-                " https://github.com/pytorch/pytorch/issues/63929"
-            )
+            logger.warning(CREATE_GRAPH_MESSAGE)
 
     def _reduce_full_buckets(self) -> None:
         """Start every bucket whose turn it is; buckets start in index order on all ranks, or the ranks would differ."""
@@ -388,7 +400,7 @@ class Reducer:
             self._reductions.append(self._reduce(self.buckets[self._next_bucket]))
             self._next_bucket += 1
         if self._next_bucket == len(self.buckets):
-            if self._find_unused and not self._static_graph:
+            if self._find_unused and not self._static_graph.is_promised:
                 self.usage.reduce()
             torch.autograd.Variable._execution_engine.queue_callback(self._finalize_from_engine)
 
@@ -406,33 +418,28 @@ class Reducer:
                 bucket.pack_sparse(divisor)
             else:
                 bucket.pack_rest(divisor, as_view=self._as_view)
+        if self._finite_check is not None:
+            self._finite_check.note(bucket)
         return self.strategy.reduce(bucket)
 
     def _get_divisor(self) -> int:
         """By what this backward's gradients are divided; ranks that ran out of data may be left out of the count."""
         if self._divisor is None:
             live_world_size = self._world_size
+            in_join = self._live_ranks_work is not None
             if self._live_ranks_work is not None:
                 work, use_initial_world_size = self._live_ranks_work
                 if not use_initial_world_size:
                     work.wait()
                     live_world_size = int(work.result()[0].item())
-            self._divisor = self.strategy.begin(live_world_size)
+            self._divisor = self.strategy.begin(live_world_size, in_join=in_join)
         return self._divisor
 
     def _delay_all_reduce(self) -> None:
         """End of static graph's first backward: only now is known who is used how often, so everything goes now."""
         with self._lock:
-            self.knows_static_graph = True
             self.usage.reduce()
-            self.usage.unused = [index for index, count in enumerate(self._hook_counts) if count == 0]
-            if self.usage.unused:
-                logger.info(
-                    "Parameter(s) %s is(are) unused during first iteration. Since static_graph=True is enabled for DDP,"
-                    " we expect this set of unused parameters to remain consistent on this rank throughout the"
-                    " training.",
-                    ", ".join(f"{{{self.names[i]}, {i}}}" for i in self.usage.unused),
-                )
+            self.usage.unused = self._static_graph.learn()
             with torch.no_grad():
                 for bucket in self.buckets:
                     for position in range(len(bucket.parameters)):
@@ -447,7 +454,7 @@ class Reducer:
 
     def _finalize_from_engine(self) -> None:
         with self._lock:
-            if self._static_graph and self._should_rebuild():
+            if self._static_graph.is_promised and self._should_rebuild():
                 self._arrival_order.extend(self.usage.unused)
             self._finalize()
 
@@ -458,6 +465,8 @@ class Reducer:
         self._stop_expecting_hooks()
         reductions, self._reductions = self._reductions, []
         self.buckets_reduced = 0
+        if self._finite_check is not None:
+            self._check_finite(reductions)
         with torch.no_grad():
             for bucket, reduction in zip(self.buckets, reductions, strict=True):
                 if reduction is None:
@@ -466,14 +475,29 @@ class Reducer:
                 self.buckets_reduced += 1
                 result = reduction.wait()
                 if result is not None and not self._optimizer_in_backward:
-                    self._unpack(bucket, result)
+                    self._unpack(bucket, result, reduction.square_sum)
         for future in self._post_backward_futures:
             self.strategy.wait_for(future, "buffer communication hook")
         self._post_backward_futures = []
         self.strategy.finish()
-        self.usage.settle(forget=not self._static_graph)
+        self.usage.settle(forget=not self._static_graph.is_promised)
         self._live_ranks_work = None
         self.timer.end_communication()
+
+    def _check_finite(self, reductions: Sequence[Reduction | None]) -> None:
+        """Before any average is written: raise on every rank alike where a gradient of one is not finite."""
+        assert self._finite_check is not None
+        error = self._finite_check.agree(self.parameters[0].device)
+        if error is None:
+            return
+        for reduction in reductions:
+            if reduction is not None:
+                reduction.wait()  # the ranks stay in step, for those who catch the error and go on
+        self.usage.settle(forget=not self._static_graph.is_promised)
+        self._live_ranks_work = None
+        if self._on_error is not None:
+            self._on_error(str(error))
+        raise error
 
     def _create_missing_gradients(self, bucket: Bucket) -> None:
         """Of a bucket that had nobody to go to: an undefined gradient counts as zero, as it does among several."""
@@ -485,7 +509,7 @@ class Reducer:
                 parameter.grad = torch.zeros_like(bucket.views[position])
 
     def _unused_positions(self, bucket: Bucket) -> list[bool] | None:
-        if self._find_unused or self._static_graph:
+        if self._find_unused or self._static_graph.is_promised:
             return self.usage.unused_positions(bucket.parameter_indices)
         return None
 
@@ -493,14 +517,17 @@ class Reducer:
         self._expect_hooks = False
         self._short_way[:] = self._no_short_way if self._is_recording_usage() else self._no_way
 
-    def _unpack(self, bucket: Bucket, result: torch.Tensor) -> None:
+    def _unpack(self, bucket: Bucket, result: torch.Tensor, square_sum: float | None) -> None:
         skip = self._unused_positions(bucket)
         if bucket.sparse:
             bucket.unpack_sparse(result, skip)
-        elif self._as_view:
+            return
+        if self._as_view:
             bucket.unpack_as_views(result, skip, adopt=self._mixed_precision_dtype is not None)
         else:
-            bucket.unpack(result, skip)
+            bucket.unpack(result, skip, sums_squares=self.norms.are_wanted and square_sum is None)
+        if skip is None or not any(skip):
+            self.norms.note(bucket, bucket.square_sum if square_sum is None else square_sum)
 
     # ---- for join, communication hooks and frameworks ----------------------------------------------------------
 
@@ -513,24 +540,26 @@ class Reducer:
 
     def shadow_backward(self) -> None:
         """Take part in one backward of ranks that still have data, contributing zeros, in the order they exchange."""
-        is_first_of_static_graph = self._static_graph and not self.knows_static_graph
+        is_first_of_static_graph = self._static_graph.is_first_iteration
         if self._skip_unused_buckets:
             self.usage.shadow_agreement()
         if is_first_of_static_graph:
             self.usage.shadow()
-            self.knows_static_graph = True
+            self._static_graph.is_known = True
         reductions = []
-        self.strategy.begin(self._world_size)
+        self.strategy.begin(self._world_size, in_join=True)
         with torch.no_grad():
             for bucket in self.buckets:
                 if not self.usage.is_unused_everywhere(bucket.parameter_indices):
                     bucket.fill_with_zeros()
                     reductions.append(self.strategy.reduce(bucket))
-            if self._find_unused and not self._static_graph:
+            if self._find_unused and not self._static_graph.is_promised:
                 self.usage.shadow()
+            if self._finite_check is not None:
+                self._finite_check.add_shadow(self.parameters[0].device)
             for reduction in reductions:
                 reduction.wait()
-        self.usage.settle(forget=not self._static_graph)
+        self.usage.settle(forget=not self._static_graph.is_promised)
         if not is_first_of_static_graph:
             self._push_all_rebuilt_params()
 

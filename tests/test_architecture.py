@@ -16,7 +16,8 @@ MODULES = {str(p.relative_to(PACKAGE).with_suffix("")): p for p in sorted(PACKAG
 
 # Lower may not import higher.
 LAYERS = [
-    {"errors", "messages"},
+    {"errors", "messages", "native"},
+    {"ops"},
     {
         "extras",
         "environment",
@@ -36,6 +37,9 @@ LAYERS = [
     {
         "reducer",
         "usage",
+        "finite_check",
+        "gradient_norms",
+        "static_graph",
         "comm_hooks",
         "joining",
         "delayed_all_reduce",
@@ -50,6 +54,9 @@ LAYERS = [
 MAY_USE_TORCH_DISTRIBUTED = {
     "collectives/c10d",
     "collectives/cache",
+    "collectives/group_work",
+    "collectives/process_group",
+    "collectives/torch_backend",
     "comm_hooks",
     "constructor_checks",
     "environment",

@@ -17,9 +17,10 @@ from psengine.collectives.base import Collective
 from psengine.collectives.c10d import C10dCollective
 from psengine.collectives.registry import resolve_collective
 from psengine.collectives.roll_call import is_process_running
+from psengine.collectives.shared_memory import SharedMemoryCollective
 from psengine.errors import CollectiveError, ConfigurationError, PeerLostError
 
-COLLECTIVES = {"c10d": C10dCollective}
+COLLECTIVES = {"c10d": C10dCollective, "shared_memory": SharedMemoryCollective}
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.complex64]
 
 
@@ -89,7 +90,7 @@ def test_contract(name, world_size):
 
 def lose_a_rank(rank: int, world_size: int, name: str, fate: str, operation: str) -> tuple[Any, ...]:
     collective: Collective = COLLECTIVES[name]()
-    collective.barrier()
+    collective.all_reduce(torch.ones(1)).wait()
     if rank == 1:
         if fate == "stopped":
             time.sleep(8)
@@ -227,5 +228,6 @@ def test_process_states():
 
 
 def test_unknown_collective_is_refused():
-    with pytest.raises(ConfigurationError, match=r"\('auto', 'c10d'\) or an object, got 'carrier-pigeon'"):
-        resolve_collective("carrier-pigeon", None)
+    expected = r"\('auto', 'c10d', 'shared_memory'\) or an object, got 'carrier-pigeon'"
+    with pytest.raises(ConfigurationError, match=expected):
+        resolve_collective("carrier-pigeon", None, torch.device("cpu"))

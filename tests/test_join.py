@@ -43,9 +43,9 @@ OURS_ONLY = {
 }
 
 
-def uneven(rank: int, world_size: int, case: str, by_initial: bool) -> list[torch.Tensor]:
+def uneven(rank: int, world_size: int, case: str, by_initial: bool, collective: str) -> list[torch.Tensor]:
     build, options = CASES[case]
-    models = pair(build, **options)
+    models = pair(build, **options, collective=collective)
     for model in models:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
         generator = torch.Generator().manual_seed(rank)
@@ -60,15 +60,17 @@ def uneven(rank: int, world_size: int, case: str, by_initial: bool) -> list[torc
                 optimizer.step()
     ours, native = models
     for p, q in zip(ours.state_dict().values(), native.state_dict().values(), strict=True):
-        assert torch.equal(p, q)
+        # Three ranks: in shared memory sums associate in rank order, over gloo round a ring.
+        assert torch.equal(p, q) if collective == "c10d" else torch.allclose(p, q, rtol=1e-5, atol=1e-6)
     assert ours._get_ddp_logging_data()["join_uneven_inputs"]
     return [p.detach().clone() for p in ours.parameters()]
 
 
 @pytest.mark.parametrize("by_initial", [True, False])
 @pytest.mark.parametrize("case", CASES)
-def test_uneven_inputs_equal_native(case, by_initial):
-    results = run_ranks(uneven, 3, case, by_initial)
+@pytest.mark.parametrize("collective", ["c10d", "shared_memory"])
+def test_uneven_inputs_equal_native(collective, case, by_initial):
+    results = run_ranks(uneven, 3, case, by_initial, collective)
     for result in results[1:]:
         for p, q in zip(result, results[0], strict=True):
             assert torch.equal(p, q), "everybody ends with the last joiner's model"

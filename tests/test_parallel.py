@@ -58,7 +58,9 @@ def assert_same_gradients(ours, native):
 
 def pair(build, **options):
     """The same model under psengine and under native DDP."""
-    return psengine.DistributedDataParallel(seeded(build), **options), Native(seeded(build), **options)
+    collective = options.pop("collective", None)
+    ours = psengine.DistributedDataParallel(seeded(build), **options, collective=collective)
+    return ours, Native(seeded(build), **options)
 
 
 # ---- what the issue promises in numbers ------------------------------------------------------------------------
@@ -852,7 +854,8 @@ def test_a_first_forward_in_inference_mode():
 
 
 def aliased_gradients(rank: int, world_size: int) -> None:
-    ours, native = pair(Net, gradient_as_bucket_view=True)
+    # Three ranks: in shared memory sums associate in rank order, over gloo round a ring.
+    ours, native = pair(Net, gradient_as_bucket_view=True, collective="c10d")
     for _ in range(3):
         x = torch.randn(2, 4)
         for model in (ours, native):

@@ -150,7 +150,7 @@ def test_registry():
     ("specification", "message"),
     [
         ("gossip", r"unknown strategy \(expected one of \[.*'sync'.*\], got 'gossip'\)"),
-        ("sync:quorum=3", r"expected some of no options, got 'quorum=3'"),
+        ("sync:quorum=3", r"expected some of \['dtype'\], got 'quorum=3'"),
         (3, r"got 3\)"),
         (SyncAllReduce, "call it to make an object"),
         ("", r"got ''"),

@@ -12,7 +12,14 @@ from psengine.errors import CollectiveError
 
 
 class Work(ABC):
-    """An operation under way."""
+    """An operation under way.
+
+    Attributes:
+        square_sum: after ``wait``, the sum of squares of an all-reduce's result, the same bits on every rank; None
+            where nobody asked (``Collective.collects_square_sums``) or the transport does not see it.
+    """
+
+    square_sum: float | None = None
 
     @abstractmethod
     def wait(self) -> None:
@@ -43,12 +50,14 @@ class Collective(ABC):
         timeout_s: seconds after which a wait is an error.
         scales_for_free: True where ``all_reduce`` multiplies by ``scale`` without another pass over memory, so that
             callers should leave the scaling to it; False where they should scale while packing.
+        collects_square_sums: set to let works yield ``square_sum`` where that costs no further pass.
     """
 
     rank: int
     world_size: int
     timeout_s: float
     scales_for_free: bool = False
+    collects_square_sums: bool = False
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Return an uninitialised flat tensor of ``numel`` elements in memory this collective reduces best."""

@@ -45,7 +45,7 @@ class C10dCollective(Collective):
         self.rank = self.process_group.rank()
         self.world_size = self.process_group.size()
         self.timeout_s = timeout_s if timeout_s is not None else _group_timeout_s(self.process_group)
-        self._is_gloo = "gloo" in dist.get_backend_config(self.process_group)
+        self._is_gloo = "gloo" in _backends(self.process_group)
         self._roll_call = _start_roll_call(self.process_group, self.timeout_s)
 
     def all_reduce(self, flat: torch.Tensor, scale: float = 1.0, *, what: str = "tensor") -> Work:
@@ -247,6 +247,12 @@ def _coalesce(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
         group.append(real)
         open_groups[real.dtype, real.device] = (group, group_bytes + size_bytes)
     return groups
+
+
+def _backends(process_group: dist.ProcessGroup) -> str:
+    """Such as "cpu:gloo,cuda:nccl"; the backend's name where torch.distributed knows nothing of the group."""
+    noted: str | None = dist.distributed_c10d._world.pg_backend_config.get(process_group)
+    return noted or process_group.name()
 
 
 def _group_timeout_s(process_group: dist.ProcessGroup) -> float:

@@ -4,24 +4,42 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
+from psengine import native
 from psengine.collectives.base import Collective
 from psengine.collectives.c10d import C10dCollective
+from psengine.collectives.shared_memory import SharedMemoryCollective
 from psengine.collectives.solo import SoloCollective
 from psengine.errors import ConfigurationError
 
-NAMES = ("auto", "c10d")
+NAMES = ("auto", "c10d", "shared_memory")
 
 
-def resolve_collective(specification: str | Collective, process_group: Any) -> Collective:
-    """Return the collective that ``specification`` names ("auto", "c10d") for ``process_group``, or the object itself.
+def resolve_collective(specification: str | Collective, process_group: Any, device: torch.device) -> Collective:
+    """Return the collective that ``specification`` names for tensors on ``device``, or the object itself.
 
-    "auto" picks the fastest that works here: torch.distributed, or, without a group, a collective of one.
+    "auto" picks the fastest that works: shared memory where all ranks of ``process_group`` share this host and the
+    tensors are on the CPU, else torch.distributed ("c10d"). Without a group it is a collective of one.
 
     Raises:
-        ConfigurationError: an unknown name.
+        ConfigurationError: an unknown name, or shared memory for tensors that are not on the CPU.
     """
     if isinstance(specification, Collective):
         return specification
     if specification not in NAMES:
         raise ConfigurationError(f"unknown collective (expected one of {NAMES} or an object, got {specification!r})")
-    return SoloCollective() if process_group is None else C10dCollective(process_group)
+    if process_group is None:
+        return SoloCollective()
+    if specification == "shared_memory":
+        if device.type != "cpu":
+            raise ConfigurationError(
+                f"collective 'shared_memory' exchanges CPU tensors (expected a model on the CPU, got {device}). Use"
+                " collective='auto' or 'c10d'."
+            )
+        return SharedMemoryCollective(process_group)
+    if specification == "auto" and device.type == "cpu" and process_group.size() > 1:
+        native.say_if_missing()
+        if native.has_shared_memory():
+            return SharedMemoryCollective(process_group, required=False)
+    return C10dCollective(process_group)

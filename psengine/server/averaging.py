@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from psengine import ops
 from psengine.errors import ProtocolError
 from psengine.protocol.layout import ChunkKind, ChunkSpec
 from psengine.protocol.messages import ErrorCode, MessageType
@@ -208,7 +209,10 @@ class AveragingRule(ChunkRule):
             return given[0].clone()
         total = given[0].to(_accumulation_dtype(self.spec.dtype), copy=True)
         for values in given[1:]:
-            total += values
+            if total.is_floating_point():
+                ops.accumulate_(total, values)  # 16-bit values are widened in the same pass
+            else:
+                total += values
         if self.spec.kind is not ChunkKind.USAGE and len(given) > 1:
             total /= len(given)
         return total.to(self.spec.dtype)

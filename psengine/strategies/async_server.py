@@ -157,7 +157,7 @@ class AsyncServer(ServerStrategy):
         """Gradients stay where they are until ``step``, unless they leave during backward."""
         return bool(self._options["push"] == "backward")
 
-    def begin(self, live_world_size: int) -> int:
+    def begin(self, live_world_size: int, *, in_join: bool = False) -> int:
         """See ``Strategy.begin``; nothing is divided, because nothing is added up."""
         optimizer = self._bound_optimizer()
         if self._pushes:
@@ -208,10 +208,7 @@ class AsyncServer(ServerStrategy):
                 self._store_edited_weights()
                 self._note_hyperparameters(optimizer)
                 for bucket in self._buckets:
-                    for position, is_eager in enumerate(bucket.is_eager):
-                        if is_eager:
-                            bucket.pack_one(position, 1, as_view=False)
-                    bucket.pack_rest(1, as_view=False)
+                    bucket.pack(1, as_view=False)
                     self._push(bucket)
             self._push_buffers()
             self._await_weights()

@@ -43,7 +43,14 @@ class Replica:
 
 
 class Reduction(ABC):
-    """A bucket's gradients on their way."""
+    """A bucket's gradients on their way.
+
+    Attributes:
+        square_sum: after ``wait``, where the exchange yielded it: the sum of squares of the result, the same bits on
+            every replica.
+    """
+
+    square_sum: float | None = None
 
     @abstractmethod
     def wait(self) -> torch.Tensor | None:
@@ -66,12 +73,14 @@ class Strategy(ABC):
             gradients arrive.
         carries_buffers: True where running statistics travel with the gradients, so that no broadcast comes before a
             forward.
+        gathers: True where ``gather`` reaches the other replicas.
     """
 
     name: ClassVar[str]
     needs_process_group: ClassVar[bool] = True
     keeps_first_layout: ClassVar[bool] = False
     carries_buffers: ClassVar[bool] = False
+    gathers: ClassVar[bool] = False
 
     @abstractmethod
     def prepare(self, replica: Replica, *, synchronize: bool) -> None:
@@ -83,12 +92,18 @@ class Strategy(ABC):
             ReplicaMismatchError: the replicas' parameters or buffers differ in number, shape, stride or dtype.
         """
 
-    def begin(self, live_world_size: int) -> int:
+    def begin(self, live_world_size: int, *, in_join: bool = False) -> int:
         """The first gradient of a backward is ready, and ``live_world_size`` ranks contribute to this one.
+
+        ``in_join``: ranks without data may take part with zeros, and do not know how many have some.
 
         Returns by what the reducer divides gradients while it packs them; 1 leaves them as they are.
         """
         return 1
+
+    def communication_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """Return what gradients of ``dtype`` are exchanged in; the reducer converts them while packing."""
+        return dtype
 
     @property
     def needs_packing(self) -> bool:
@@ -112,6 +127,13 @@ class Strategy(ABC):
     @abstractmethod
     def reduce_usage(self, used: torch.Tensor) -> Work:
         """Begin summing over ranks, in place, which parameters this backward used (int32, 1 or 0 by index)."""
+
+    def gather(self, tensor: torch.Tensor, what: str) -> list[torch.Tensor]:
+        """Return every replica's ``tensor``, by rank, where ``gathers``; all call it at the same place."""
+        return [tensor]
+
+    def collect_square_sums(self) -> None:  # noqa: B027 - most do not see a bucket once it is averaged
+        """From the next backward on, let reductions yield ``square_sum`` where that costs no further pass."""
 
     def finish(self) -> None:  # noqa: B027 - most strategies are done once their reductions are
         """The end of backward, after every reduction: returns when gradients are what ``step`` may use."""

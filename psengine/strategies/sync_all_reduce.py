@@ -7,33 +7,50 @@ from typing import Any
 
 import torch
 
+from psengine import ops
 from psengine.buckets import Bucket
 from psengine.collectives.base import Collective, CompletedWork, Work
 from psengine.errors import ConfigurationError, ReductionError
 from psengine.strategies.base import Reduction, Replica, Strategy
 from psengine.strategies.verification import verify_replicas
 
+COMMUNICATION_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
 CommHook = Callable[[Bucket], "torch.futures.Future[Any]"]
 
 
 class SyncAllReduce(Strategy):
-    """Average each bucket over all ranks by one all-reduce; staleness 0, each worker steps its own optimizer."""
+    """Average each bucket over all ranks by one all-reduce; staleness 0, each worker steps its own optimizer.
+
+    Args:
+        dtype: exchange wider gradients in this dtype (``torch.bfloat16``, ``torch.float16`` or ``torch.float32``, or
+            its name), converted in the pass that packs and in the one that unpacks. Halves what travels and costs
+            precision: each addend and the average are rounded once. None keeps the gradients' own.
+
+    Raises:
+        ConfigurationError: another dtype.
+    """
 
     name = "sync"
+    gathers = True
 
-    def __init__(self) -> None:
+    def __init__(self, *, dtype: torch.dtype | str | None = None) -> None:
+        self._dtype = _checked_dtype(dtype)
         self._collective: Collective | None = None
         self._hook: CommHook | None = None
         self._scale = 1.0
+        # By bucket: where gradients that stay views of their bucket are converted to on the way out.
+        self._converted: dict[int, torch.Tensor] = {}
 
     def __repr__(self) -> str:
-        return "SyncAllReduce()"
+        return "SyncAllReduce()" if self._dtype is None else f"SyncAllReduce(dtype={self._dtype})"
 
     def __getstate__(self) -> dict[str, Any]:
-        return {}  # a copy of the model is prepared anew, and registers its own hooks, as with native DDP
+        # A copy of the model is prepared anew, and registers its own hooks, as with native DDP.
+        return {"dtype": self._dtype}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__()  # type: ignore[misc]
+        self.__init__(dtype=state["dtype"])  # type: ignore[misc]
 
     @property
     def collective(self) -> Collective:
@@ -53,17 +70,25 @@ class SyncAllReduce(Strategy):
             replica.collective.broadcast(list(replica.state.values()), 0, what="initial parameters and buffers")
         self._collective = replica.collective
 
-    def begin(self, live_world_size: int) -> int:
+    def begin(self, live_world_size: int, *, in_join: bool = False) -> int:
         """Divide by the number of contributing ranks while packing, unless a hook or the collective does the scaling.
 
-        Dividing before summing keeps low-precision sums from overflowing, and is what native DDP does.
+        Dividing before summing keeps low-precision sums from overflowing, and is what native DDP does. A narrower dtype
+        is scaled while packing, so that addends are rounded once; and so it is in ``join``, where ranks without data do
+        not know the factor.
         """
+        self._scale = 1.0
         if self._hook is not None:
             return 1
-        if self.collective.scales_for_free:
+        if self._dtype is None and not in_join and self.collective.scales_for_free:
             self._scale = 1.0 / live_world_size
             return 1
         return live_world_size
+
+    def communication_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """See ``Strategy.communication_dtype``; only wider floats are converted."""
+        is_wider = self._dtype is not None and dtype.is_floating_point and dtype.itemsize > self._dtype.itemsize
+        return self._dtype if self._dtype is not None and is_wider else dtype
 
     @property
     def needs_packing(self) -> bool:
@@ -74,18 +99,37 @@ class SyncAllReduce(Strategy):
         """See ``Strategy.allocate``."""
         return self.collective.allocate(numel, dtype, device)
 
+    def lay_out(self, buckets: Sequence[Bucket]) -> None:
+        """See ``Strategy.lay_out``."""
+        self._converted = {}
+        for bucket in buckets:
+            if not bucket.sparse and bucket.flat_dtype != self.communication_dtype(bucket.flat_dtype):
+                dtype = self.communication_dtype(bucket.flat_dtype)
+                self._converted[bucket.index] = self.allocate(bucket.numel, dtype, bucket.device)
+
     def reduce(self, bucket: Bucket) -> Reduction:
         """See ``Strategy.reduce``."""
         if self._hook is not None:
             return _HookReduction(self.collective, bucket, self._hook(bucket))
-        work = self.collective.all_reduce(bucket.flat, self._scale, what=bucket.describe())
-        return _SumReduction(bucket.flat, work)
+        payload = self._converted.get(bucket.index, bucket.flat) if self._converted else bucket.flat
+        if payload is not bucket.flat:
+            ops.pack_(payload, [bucket.flat])
+        work = self.collective.all_reduce(payload, self._scale, what=bucket.describe())
+        return _SumReduction(payload, work)
 
     def reduce_usage(self, used: torch.Tensor) -> Work:
         """See ``Strategy.reduce_usage``."""
         if self.collective.world_size == 1:
             return CompletedWork()
         return self.collective.all_reduce(used, what="used-parameter map")
+
+    def gather(self, tensor: torch.Tensor, what: str) -> list[torch.Tensor]:
+        """See ``Strategy.gather``."""
+        return self.collective.all_gather(tensor, what=what)
+
+    def collect_square_sums(self) -> None:
+        """See ``Strategy.collect_square_sums``."""
+        self.collective.collects_square_sums = True
 
     def broadcast(self, tensors: Sequence[torch.Tensor], source_rank: int = 0) -> None:
         """See ``Strategy.broadcast``."""
@@ -97,6 +141,11 @@ class SyncAllReduce(Strategy):
 
     def register_comm_hook(self, hook: CommHook) -> None:
         """Let ``hook`` replace the all-reduce; gradients then reach it undivided, as with native DDP."""
+        if self._dtype is not None:
+            raise ConfigurationError(
+                f"a communication hook decides itself what travels (expected SyncAllReduce() without dtype, got"
+                f" {self._dtype}). Leave out dtype=, or the hook."
+            )
         if self._hook is not None:
             raise ReductionError("register_comm_hook or register_builtin_comm_hook can only be called once.")
         self._hook = hook
@@ -115,6 +164,7 @@ class _SumReduction(Reduction):
 
     def wait(self) -> torch.Tensor:
         self._work.wait()
+        self.square_sum = self._work.square_sum
         return self._flat
 
 
@@ -129,6 +179,16 @@ class _HookReduction(Reduction):
     def wait(self) -> torch.Tensor:
         what = f"communication hook for {self._bucket.describe()}"
         return tensor_of_future(self._collective.wait_for(self._future, what))
+
+
+def _checked_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
+    names = {str(choice).removeprefix("torch."): choice for choice in COMMUNICATION_DTYPES}
+    chosen = names.get(dtype) if isinstance(dtype, str) else dtype
+    if chosen is not None and chosen in COMMUNICATION_DTYPES:
+        return chosen
+    if dtype is None:
+        return None
+    raise ConfigurationError(f"SyncAllReduce: dtype must be None or one of {sorted(names)} (got {dtype!r})")
 
 
 def tensor_of_future(value: Any) -> torch.Tensor:

@@ -104,7 +104,7 @@ class SyncServer(ServerStrategy):
 
     # ---- a step ------------------------------------------------------------------------------------------------
 
-    def begin(self, live_world_size: int) -> int:
+    def begin(self, live_world_size: int, *, in_join: bool = False) -> int:
         """Gradients travel undivided, because only the servers know how many workers contribute.
 
         A worker that waits to join gets this one's state now, while the weights are those before the step.

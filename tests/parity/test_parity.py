@@ -85,6 +85,7 @@ def test_every_bit_equals_native_ddp(case_name: str, world_size: int, cell: Cell
     ("candidate", "case_name", "world_size", "cell", "expected"),
     [
         ("native", "batch norm", 2, Cell("adamw", accumulate=True), None),
+        ("psengine over gloo", "transformer", 2, Cell("adamw", accumulate=True), None),
         ("one ulp off", "mlp", 2, Cell("sgd", accumulate=False), "step 56, gradient, 4.bias: 1 of 10 elements"),
         ("without buffer exchange", "batch norm", 2, Cell("sgd", accumulate=False), "features.1.running_mean"),
         ("with other buckets", "mlp", 4, Cell("sgd", accumulate=False), "gradient"),

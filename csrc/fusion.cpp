@@ -1,0 +1,482 @@
+// The checks that every device's kernels share; see fusion.h.
+#include "fusion.h"
+
+#include <algorithm>
+#include <sstream>
+#include <stdexcept>
+#include <string>
+#include <utility>
+
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
+#include <torch/csrc/stable/c/shim.h>
+
+namespace psengine {
+namespace {
+
+using torch::stable::Tensor;
+
+// Messages are thrown as they are: STD_TORCH_CHECK would put the source file in front. psengine/ops.py raises the same.
+template <class... Values>
+[[noreturn]] void fail(const Values&... values) {
+  std::ostringstream message;
+  ((message << values), ...);
+  throw std::runtime_error(message.str());
+}
+
+// What the checks need of a tensor, read straight from the C interface: each call counts, a bucket has hundreds of
+// tensors.
+struct Facts {
+  char* data;
+  int64_t numel;
+  int64_t dim;
+  const int64_t* sizes;
+  const int64_t* strides;
+  int32_t dtype;
+  int32_t device_type;
+  int32_t device_index;
+};
+
+Facts facts_of(const Tensor& tensor, bool is_written) {
+  const AtenTensorHandle handle = tensor.get();
+  Facts facts;
+  int64_t* sizes = nullptr;
+  int64_t* strides = nullptr;
+  void* data = nullptr;
+  const void* const_data = nullptr;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_dim(handle, &facts.dim));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_sizes(handle, &sizes));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_strides(handle, &strides));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(handle, &facts.dtype));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(handle, &facts.device_type));
+  facts.device_index = 0;
+  if (facts.device_type != aoti_torch_device_type_cpu())
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_index(handle, &facts.device_index));
+  // Reading must not unshare copy-on-write memory.
+  if (is_written) {
+    TORCH_ERROR_CODE_CHECK(torch_get_mutable_data_ptr(handle, &data));
+  } else {
+    TORCH_ERROR_CODE_CHECK(torch_get_const_data_ptr(handle, &const_data));
+    data = const_cast<void*>(const_data);
+  }
+  facts.numel = 1;
+  for (int64_t i = 0; i < facts.dim; ++i) facts.numel *= sizes[i];
+  facts.sizes = sizes;
+  facts.strides = strides;
+  facts.data = static_cast<char*>(data);
+  return facts;
+}
+
+std::string device_name(const Facts& facts) {
+  std::string name = facts.device_type == aoti_torch_device_type_cpu()    ? "cpu"
+                     : facts.device_type == aoti_torch_device_type_cuda() ? "cuda"
+                     : facts.device_type == aoti_torch_device_type_meta() ? "meta"
+                                                                          : "type " + std::to_string(facts.device_type);
+  if (facts.device_type != aoti_torch_device_type_cpu()) name += ":" + std::to_string(facts.device_index);
+  return name;
+}
+
+std::string dtype_name(int32_t dtype) {
+  const std::pair<int32_t, const char*> names[] = {
+      {aoti_torch_dtype_float32(), "torch.float32"},     {aoti_torch_dtype_float64(), "torch.float64"},
+      {aoti_torch_dtype_float16(), "torch.float16"},     {aoti_torch_dtype_bfloat16(), "torch.bfloat16"},
+      {aoti_torch_dtype_uint8(), "torch.uint8"},         {aoti_torch_dtype_int8(), "torch.int8"},
+      {aoti_torch_dtype_int16(), "torch.int16"},         {aoti_torch_dtype_int32(), "torch.int32"},
+      {aoti_torch_dtype_int64(), "torch.int64"},         {aoti_torch_dtype_bool(), "torch.bool"},
+      {aoti_torch_dtype_complex32(), "torch.complex32"}, {aoti_torch_dtype_complex64(), "torch.complex64"},
+      {aoti_torch_dtype_complex128(), "torch.complex128"}};
+  for (const auto& [code, name] : names)
+    if (code == dtype) return name;
+  return "dtype number " + std::to_string(dtype);
+}
+
+std::string list(const int64_t* values, int64_t count) {
+  std::string text = "[";
+  for (int64_t i = 0; i < count; ++i) text += (i > 0 ? ", " : "") + std::to_string(values[i]);
+  return text + "]";
+}
+
+// The dtypes' numbers are libtorch's to choose, so they are asked for: once a call.
+struct KindTable {
+  int32_t float32 = aoti_torch_dtype_float32();
+  int32_t float64 = aoti_torch_dtype_float64();
+  int32_t float16 = aoti_torch_dtype_float16();
+  int32_t bfloat16 = aoti_torch_dtype_bfloat16();
+
+  bool find(int32_t dtype, ScalarKind* kind) const {
+    if (dtype == float32) {
+      *kind = ScalarKind::float32;
+    } else if (dtype == bfloat16) {
+      *kind = ScalarKind::bfloat16;
+    } else if (dtype == float16) {
+      *kind = ScalarKind::float16;
+    } else if (dtype == float64) {
+      *kind = ScalarKind::float64;
+    } else {
+      return false;
+    }
+    return true;
+  }
+
+  // ops.py knows the phrase "is not covered" and turns to the reference, which covers every dtype.
+  ScalarKind kind_of(int32_t dtype, const std::string& who) const {
+    ScalarKind kind;
+    if (!find(dtype, &kind)) fail(who, ": dtype is not covered (expected a 16-, 32- or 64-bit float, got ",
+                                  dtype_name(dtype), ")");
+    return kind;
+  }
+};
+
+bool is_row_major(const Facts& facts) {
+  int64_t expected = 1;
+  for (int64_t i = facts.dim - 1; i >= 0; --i) {
+    if (facts.sizes[i] == 1) continue;
+    if (facts.strides[i] != expected) return false;
+    expected *= facts.sizes[i];
+  }
+  return true;
+}
+
+struct Dimension {
+  int64_t size;
+  int64_t place_stride;
+  int64_t stride;
+};
+
+constexpr int64_t kMostDimensions = 64;  // torch's own limit
+
+// The dimensions with more than one index, from the longest stride of the place to the shortest; returns how many.
+int64_t sorted_dimensions(const Facts& facts, const int64_t* place_strides, Dimension* dimensions) {
+  int64_t count = 0;
+  for (int64_t i = 0; i < facts.dim; ++i) {
+    if (facts.sizes[i] == 1) continue;
+    const Dimension dimension{facts.sizes[i], place_strides[i], facts.strides[i]};
+    int64_t at = count++;
+    for (; at > 0 && dimensions[at - 1].place_stride < dimension.place_stride; --at)
+      dimensions[at] = dimensions[at - 1];
+    dimensions[at] = dimension;
+  }
+  return count;
+}
+
+bool is_dense(const Facts& facts, const int64_t* strides) {
+  Dimension dimensions[kMostDimensions];
+  int64_t expected = 1;
+  for (int64_t i = sorted_dimensions(facts, strides, dimensions) - 1; i >= 0; --i) {
+    if (dimensions[i].place_stride != expected) return false;
+    expected *= dimensions[i].size;
+  }
+  return true;
+}
+
+// Fill in how to walk the tensor in the order of its place. Neighbouring dimensions that one stride covers are merged.
+void plan_walk(const Facts& facts, const int64_t* place_strides, Part* part) {
+  Dimension dimensions[kMostDimensions];
+  const int64_t count = sorted_dimensions(facts, place_strides, dimensions);
+  int64_t merged = 0;
+  for (int64_t i = 0; i < count; ++i) {
+    if (merged > 0 && dimensions[merged - 1].stride == dimensions[i].stride * dimensions[i].size) {
+      dimensions[merged - 1].size *= dimensions[i].size;
+      dimensions[merged - 1].stride = dimensions[i].stride;
+    } else {
+      dimensions[merged++] = dimensions[i];
+    }
+  }
+  if (merged == 0 || (merged == 1 && dimensions[0].stride == 1)) return;
+  part->sizes.reserve(merged);
+  part->strides.reserve(merged);
+  for (int64_t i = 0; i < merged; ++i) {
+    part->sizes.push_back(dimensions[i].size);
+    part->strides.push_back(dimensions[i].stride);
+  }
+}
+
+// The memory from a part's first element to behind its last; all of it where the part is dense.
+struct Span {
+  const char* begin;
+  const char* end;
+  const Part* part;
+  size_t index;
+
+  bool is_dense() const { return part->sizes.empty(); }
+};
+
+Span span_of(const Part& part, size_t index) {
+  int64_t last = part.numel - 1;
+  if (!part.sizes.empty()) {
+    last = 0;
+    for (size_t i = 0; i < part.sizes.size(); ++i) last += (part.sizes[i] - 1) * part.strides[i];
+  }
+  return {part.data, part.data + (last + 1) * int64_t(element_bytes(part.kind)), &part, index};
+}
+
+// Visits the address of every byte of every element until `visit` returns false; false where it did.
+template <class Visit>
+bool each_byte(const Part& part, Visit visit) {
+  const int64_t bytes = int64_t(element_bytes(part.kind));
+  std::vector<int64_t> index(part.sizes.size(), 0);
+  int64_t offset = 0;
+  for (int64_t i = 0; i < part.numel; ++i) {
+    const char* const element = part.data + (part.sizes.empty() ? i : offset) * bytes;
+    for (int64_t b = 0; b < bytes; ++b)
+      if (!visit(element + b)) return false;
+    for (size_t d = part.sizes.size(); d-- > 0;) {
+      offset += part.strides[d];
+      if (++index[d] < part.sizes[d]) break;
+      offset -= part.sizes[d] * part.strides[d];
+      index[d] = 0;
+    }
+  }
+  return true;
+}
+
+// One bit a byte of the memory from begin to end. Exact, and slow: only for tensors that lie between each other's
+// elements, such as the columns of a matrix.
+class ByteSet {
+ public:
+  ByteSet(const char* begin, const char* end) : begin_(begin), bits_(size_t(end - begin), false) {}
+  bool contains(const char* byte) const { return bits_[size_t(byte - begin_)]; }
+  bool add(const char* byte) {
+    if (contains(byte)) return false;
+    bits_[size_t(byte - begin_)] = true;
+    return true;
+  }
+  bool covers(const char* byte) const { return byte >= begin_ && byte < begin_ + bits_.size(); }
+
+ private:
+  const char* begin_;
+  std::vector<bool> bits_;
+};
+
+bool share_memory(const Span& a, const Span& b) {
+  if (a.end <= b.begin || b.end <= a.begin) return false;
+  if (a.is_dense() && b.is_dense()) return true;
+  ByteSet bytes(a.begin, a.end);
+  each_byte(*a.part, [&](const char* byte) { return bytes.add(byte), true; });
+  return !each_byte(*b.part, [&](const char* byte) { return !bytes.covers(byte) || !bytes.contains(byte); });
+}
+
+// Whether two indices of a strided part are the same element.
+bool overlaps_itself(const Part& part) {
+  if (part.sizes.empty()) return false;
+  std::vector<std::pair<int64_t, int64_t>> by_stride;
+  for (size_t i = 0; i < part.sizes.size(); ++i) by_stride.emplace_back(part.strides[i], part.sizes[i]);
+  std::sort(by_stride.begin(), by_stride.end());
+  int64_t last = 0;
+  bool is_nested = true;  // every stride is longer than all that the shorter ones span
+  for (const auto& [stride, size] : by_stride) {
+    if (stride == 0) return true;
+    is_nested = is_nested && stride > last;
+    last += stride * (size - 1);
+  }
+  if (is_nested) return false;
+  const Span span = span_of(part, 0);
+  ByteSet bytes(span.begin, span.end);
+  return !each_byte(part, [&](const char* byte) { return bytes.add(byte); });
+}
+
+std::string span_name(const Span& span) {
+  std::ostringstream text;
+  text << "[" << static_cast<const void*>(span.begin) << ", " << static_cast<const void*>(span.end) << ")";
+  return text.str();
+}
+
+void check_apart_from_flat(const Fusion& fusion, Direction direction) {
+  const Part flat_part{fusion.flat, 0, fusion.flat_numel, fusion.flat_kind, {}, {}};
+  const Span flat = span_of(flat_part, 0);
+  for (size_t i = 0; i < fusion.parts.size(); ++i) {
+    const Part& part = fusion.parts[i];
+    if (part.numel == 0) continue;
+    const Span span = span_of(part, i);
+    if (share_memory(flat, span))
+      fail("tensor ", i, " and flat must not share memory, because ",
+           direction == Direction::pack ? "flat" : "the tensor", " is written (got addresses ", span_name(span),
+           " and ", span_name(flat), ")");
+  }
+}
+
+// The spans of a chain overlap, each with one before it.
+void check_apart(const std::vector<Span>& chain) {
+  const char* begin = chain.front().begin;
+  const char* end = begin;
+  for (const Span& span : chain) end = std::max(end, span.end);
+  ByteSet bytes(begin, end);
+  for (size_t j = 0; j < chain.size(); ++j) {
+    if (each_byte(*chain[j].part, [&](const char* byte) { return bytes.add(byte); })) continue;
+    size_t i = 0;
+    while (!share_memory(chain[i], chain[j])) ++i;
+    const Span& a = chain[i].index < chain[j].index ? chain[i] : chain[j];
+    const Span& b = chain[i].index < chain[j].index ? chain[j] : chain[i];
+    fail("tensor ", a.index, " and tensor ", b.index,
+         " must not share memory, because both are written (got addresses ", span_name(a), " and ", span_name(b), ")");
+  }
+}
+
+void check_targets_apart(const Fusion& fusion) {
+  struct Range {
+    const char* begin;
+    const char* end;
+    size_t index;
+  };
+  std::vector<Range> ranges;
+  ranges.reserve(fusion.parts.size());
+  bool is_ascending = true;
+  bool is_descending = true;
+  for (size_t i = 0; i < fusion.parts.size(); ++i) {
+    if (fusion.parts[i].numel == 0) continue;
+    const Span span = span_of(fusion.parts[i], i);
+    if (!ranges.empty()) {
+      is_ascending = is_ascending && ranges.back().end <= span.begin;
+      is_descending = is_descending && span.end <= ranges.back().begin;
+    }
+    ranges.push_back({span.begin, span.end, i});
+  }
+  if (is_ascending || is_descending) return;  // allocated one after another, or parts of one flat tensor
+  std::sort(ranges.begin(), ranges.end(), [](const Range& a, const Range& b) { return a.begin < b.begin; });
+  for (size_t i = 0; i < ranges.size();) {
+    const char* end = ranges[i].end;
+    size_t behind = i + 1;
+    for (; behind < ranges.size() && ranges[behind].begin < end; ++behind) end = std::max(end, ranges[behind].end);
+    if (behind > i + 1) {
+      std::vector<Span> chain;
+      for (size_t j = i; j < behind; ++j) chain.push_back(span_of(fusion.parts[ranges[j].index], ranges[j].index));
+      check_apart(chain);
+    }
+    i = behind;
+  }
+}
+
+// Reads the numbers of ops.layout_of() in turn.
+class LayoutReader {
+ public:
+  explicit LayoutReader(const std::optional<Tensor>& layout) {
+    if (!layout.has_value()) return;
+    const Facts facts = facts_of(*layout, /*is_written=*/false);
+    if (facts.dtype != aoti_torch_dtype_int64() || facts.device_type != aoti_torch_device_type_cpu() ||
+        facts.dim != 1 || !is_row_major(facts))
+      fail("layout must come from psengine.ops.layout_of (expected contiguous torch.int64 of one dimension on cpu",
+           ", got ", dtype_name(facts.dtype), " of ", facts.dim, " dimensions on ", device_name(facts), ")");
+    next_ = reinterpret_cast<const int64_t*>(facts.data);
+    rest_ = numel_ = facts.numel;
+  }
+
+  bool is_given() const { return next_ != nullptr; }
+
+  // The strides of the next tensor's place; null where there is no layout.
+  const int64_t* next_strides(const Facts& facts, size_t index) {
+    const int64_t count = 1 + 2 * facts.dim;
+    if (rest_ < 1 || *next_ != facts.dim || rest_ < count)
+      fail("layout must have been made for these tensors (tensor ", index, ": expected ",
+           rest_ < 1 ? std::string("no such tensor") : std::to_string(*next_) + " dimensions", ", got ", facts.dim,
+           ")");
+    const int64_t* const sizes = next_ + 1;
+    if (!std::equal(sizes, sizes + facts.dim, facts.sizes))
+      fail("layout must have been made for these tensors (tensor ", index, ": expected sizes ",
+           list(sizes, facts.dim), ", got ", list(facts.sizes, facts.dim), ")");
+    next_ += count;
+    rest_ -= count;
+    return sizes + facts.dim;
+  }
+
+  void expect_end(size_t tensor_count) const {
+    if (rest_ != 0)
+      fail("layout must have been made for these tensors (expected ", numel_, " numbers, got ", numel_ - rest_,
+           " for ", tensor_count, " tensors)");
+  }
+
+ private:
+  const int64_t* next_ = nullptr;
+  int64_t rest_ = 0;
+  int64_t numel_ = 0;
+};
+
+}  // namespace
+
+Fusion check_fusion(const Tensor& flat, const std::vector<Tensor>& tensors, const std::optional<Tensor>& layout,
+                    Direction direction) {
+  const KindTable kinds;
+  const bool is_packing = direction == Direction::pack;
+  const Facts flat_facts = facts_of(flat, is_packing);
+  if (flat_facts.dim != 1 || !is_row_major(flat_facts))
+    fail("flat must be contiguous and of one dimension (got sizes ", list(flat_facts.sizes, flat_facts.dim),
+         " and strides ", list(flat_facts.strides, flat_facts.dim), ")");
+
+  Fusion fusion;
+  fusion.flat = flat_facts.data;
+  fusion.flat_numel = flat_facts.numel;
+  fusion.flat_kind = kinds.kind_of(flat_facts.dtype, "flat");
+  fusion.parts.resize(tensors.size());
+  LayoutReader places(layout);
+  const char* const flat_end = fusion.flat + flat_facts.numel * int64_t(element_bytes(fusion.flat_kind));
+  int64_t offset = 0;
+  bool may_share_with_flat = false;
+  int64_t row_major_strides[kMostDimensions];
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    const Facts facts = facts_of(tensors[i], !is_packing);
+    Part& part = fusion.parts[i];
+    if (facts.device_type != flat_facts.device_type || facts.device_index != flat_facts.device_index)
+      fail("tensor ", i, " must be on flat's device (expected ", device_name(flat_facts), ", got ", device_name(facts),
+           ")");
+    if (!kinds.find(facts.dtype, &part.kind)) kinds.kind_of(facts.dtype, "tensor " + std::to_string(i));
+    part.data = facts.data;
+    part.flat_offset = offset;
+    part.numel = facts.numel;
+    offset += facts.numel;
+
+    const int64_t* place_strides = places.is_given() ? places.next_strides(facts, i) : nullptr;
+    if (facts.numel == 0) continue;
+    if (place_strides != nullptr) {
+      if (!is_dense(facts, place_strides))
+        fail("layout: the place of tensor ", i, " must be dense (got sizes ", list(facts.sizes, facts.dim),
+             " and strides ", list(place_strides, facts.dim), ")");
+      plan_walk(facts, place_strides, &part);
+    } else if (!is_row_major(facts) && !is_dense(facts, facts.strides)) {
+      int64_t stride = 1;
+      for (int64_t d = facts.dim - 1; d >= 0; stride *= facts.sizes[d--]) row_major_strides[d] = stride;
+      plan_walk(facts, row_major_strides, &part);
+    }
+    if (!part.sizes.empty()) {
+      if (!is_packing && overlaps_itself(part))
+        fail("tensor ", i, " must not overlap itself, because it is written (got sizes ", list(facts.sizes, facts.dim),
+             " and strides ", list(facts.strides, facts.dim), ")");
+    }
+    const Span span = span_of(part, i);
+    may_share_with_flat = may_share_with_flat || (span.begin < flat_end && fusion.flat < span.end);
+  }
+  places.expect_end(tensors.size());
+  if (offset != flat_facts.numel)
+    fail("tensors must fill flat (expected ", flat_facts.numel, " elements, got ", offset, " in ", tensors.size(),
+         " tensors)");
+  if (may_share_with_flat) check_apart_from_flat(fusion, direction);
+  if (!is_packing) check_targets_apart(fusion);
+  return fusion;
+}
+
+Accumulation check_accumulation(const Tensor& destination, const Tensor& source) {
+  const KindTable kinds;
+  const Facts to = facts_of(destination, /*is_written=*/true);
+  const Facts from = facts_of(source, /*is_written=*/false);
+  if (to.device_type != from.device_type || to.device_index != from.device_index)
+    fail("source must be on destination's device (expected ", device_name(to), ", got ", device_name(from), ")");
+  Accumulation accumulation{to.data, from.data, to.numel, kinds.kind_of(to.dtype, "destination"),
+                            kinds.kind_of(from.dtype, "source")};
+  if (to.dim != from.dim || !std::equal(to.sizes, to.sizes + to.dim, from.sizes))
+    fail("source must have destination's shape (expected ", list(to.sizes, to.dim), ", got ",
+         list(from.sizes, from.dim), ")");
+  if (to.numel == 0) return accumulation;
+  bool has_same_order = is_dense(to, to.strides);
+  for (int64_t i = 0; i < to.dim; ++i)
+    has_same_order = has_same_order && (to.sizes[i] == 1 || to.strides[i] == from.strides[i]);
+  if (!has_same_order)
+    fail("destination and source must be dense in the same order (got strides ", list(to.strides, to.dim), " and ",
+         list(from.strides, from.dim), " of sizes ", list(to.sizes, to.dim), ")");
+  const Part to_part{to.data, 0, to.numel, accumulation.destination_kind, {}, {}};
+  const Part from_part{from.data, 0, to.numel, accumulation.source_kind, {}, {}};
+  const Span to_span = span_of(to_part, 0);
+  const Span from_span = span_of(from_part, 0);
+  if (share_memory(to_span, from_span))
+    fail("destination and source must not share memory (got addresses ", span_name(to_span), " and ",
+         span_name(from_span), ")");
+  return accumulation;
+}
+
+}  // namespace psengine

@@ -1,0 +1,252 @@
+// The fused operators on the CPU.
+//
+// Work is cut into blocks of kBlock elements of one tensor, whatever the number of threads: statistics are taken a
+// block at a time and combined in the order of the blocks, so that they have the same bits on every rank.
+#include "fusion.h"
+
+#include <algorithm>
+#include <cstring>
+#include <tuple>
+
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+
+namespace psengine {
+namespace {
+
+using torch::stable::Tensor;
+using Tensors = std::vector<Tensor>;
+
+constexpr int64_t kBlock = 4096;
+// Waking the other threads costs some 10 us, in which one core moves about this much.
+constexpr int64_t kParallelBytes = 512 * 1024;
+constexpr int64_t kBlocksPerThread = 16;  // 256 KiB of float32
+
+// From here on memory is written past the caches, which could not hold source and destination together. Measured on
+// one core with 32 MiB of third-level cache, pack and then a sum that reads what was packed: 4 MB 0.23 ms (past the
+// caches 0.32), 8 MB 0.75 (0.74), 12 MB 1.6 (1.4), 25 MB 5.6 (3.9).
+constexpr int64_t kStreamBytes = 16 * 1024 * 1024;
+
+int64_t blocks_of(int64_t numel) { return (numel + kBlock - 1) / kBlock; }
+
+template <class Element>
+void copy_run(Element* packed, Element* strided, int64_t count, int64_t stride, Direction direction) {
+  if (direction == Direction::pack) {
+    for (int64_t i = 0; i < count; ++i) packed[i] = strided[i * stride];
+  } else {
+    for (int64_t i = 0; i < count; ++i) strided[i * stride] = packed[i];
+  }
+}
+
+// Copy elements [begin, begin + count) of a strided part, counted in the order of its place, to or from `packed`.
+template <class Element>
+void copy_strided(const Part& part, char* packed_bytes, int64_t begin, int64_t count, Direction direction) {
+  Element* packed = reinterpret_cast<Element*>(packed_bytes);
+  Element* const data = reinterpret_cast<Element*>(part.data);
+  const size_t outer = part.sizes.size() - 1;
+  const int64_t inner_size = part.sizes[outer];
+  const int64_t inner_stride = part.strides[outer];
+  int64_t row = begin / inner_size;
+  int64_t column = begin % inner_size;
+  while (count > 0) {
+    int64_t offset = column * inner_stride;
+    int64_t rest = row;
+    for (size_t d = outer; d-- > 0; rest /= part.sizes[d]) offset += rest % part.sizes[d] * part.strides[d];
+    const int64_t run = std::min(count, inner_size - column);
+    copy_run(packed, data + offset, run, inner_stride, direction);
+    packed += run;
+    count -= run;
+    column = 0;
+    ++row;
+  }
+}
+
+void copy_strided(const Part& part, char* packed, int64_t begin, int64_t count, Direction direction) {
+  switch (element_bytes(part.kind)) {
+    case 8:
+      return copy_strided<uint64_t>(part, packed, begin, count, direction);
+    case 4:
+      return copy_strided<uint32_t>(part, packed, begin, count, direction);
+    default:
+      return copy_strided<uint16_t>(part, packed, begin, count, direction);
+  }
+}
+
+// One direction of one call.
+struct Pass {
+  const Fusion& fusion;
+  const Kernels& kernels;
+  Direction direction;
+  double scale;
+  bool may_stream;
+
+  Pass(const Fusion& of, Direction to, double by, bool with_statistics)
+      : fusion(of),
+        kernels(psengine::kernels()),
+        direction(to),
+        scale(by),
+        may_stream(!with_statistics && of.flat_kind == ScalarKind::float32 &&
+                   of.flat_numel * int64_t(sizeof(float)) >= kStreamBytes) {}
+
+  // Elements [begin, begin + count) of a part.
+  void run(const Part& part, int64_t begin, int64_t count, Statistics* statistics) const {
+    const size_t part_bytes = element_bytes(part.kind);
+    char* const flat = fusion.flat + (part.flat_offset + begin) * int64_t(element_bytes(fusion.flat_kind));
+    if (part.sizes.empty()) {
+      convert(flat, part.data + begin * int64_t(part_bytes), part.kind, count, statistics);
+      return;
+    }
+    alignas(64) char staged[kBlock * sizeof(double)];
+    if (direction == Direction::pack) {
+      copy_strided(part, staged, begin, count, direction);
+      convert(flat, staged, part.kind, count, statistics);
+    } else {
+      kernels.convert(staged, part.kind, flat, fusion.flat_kind, size_t(count), scale, statistics);
+      copy_strided(part, staged, begin, count, direction);
+    }
+  }
+
+  void run_block(const Part& part, int64_t block, Statistics* statistics) const {
+    const int64_t begin = block * kBlock;
+    run(part, begin, std::min(kBlock, part.numel - begin), statistics);
+  }
+
+ private:
+  void convert(char* flat, char* memory, ScalarKind kind, int64_t count, Statistics* statistics) const {
+    if (may_stream && kind == ScalarKind::float32) {
+      float* const in_flat = reinterpret_cast<float*>(flat);
+      float* const in_tensor = reinterpret_cast<float*>(memory);
+      const bool is_packing = direction == Direction::pack;
+      kernels.stream(is_packing ? in_flat : in_tensor, is_packing ? in_tensor : in_flat, size_t(count), scale);
+    } else if (direction == Direction::pack) {
+      kernels.convert(flat, fusion.flat_kind, memory, kind, size_t(count), scale, statistics);
+    } else {
+      kernels.convert(memory, kind, flat, fusion.flat_kind, size_t(count), scale, statistics);
+    }
+  }
+};
+
+bool is_worth_threads(const Fusion& fusion) {
+  return fusion.flat_numel * int64_t(element_bytes(fusion.flat_kind)) >= kParallelBytes &&
+         torch::stable::get_num_threads() > 1;
+}
+
+// Calls visit(part's index, block of the part, number of the block in the call) from several threads.
+template <class Visit>
+void each_block_in_parallel(const std::vector<Part>& parts, const Visit& visit) {
+  std::vector<int64_t> first_block(parts.size() + 1, 0);
+  for (size_t i = 0; i < parts.size(); ++i) first_block[i + 1] = first_block[i] + blocks_of(parts[i].numel);
+  torch::stable::parallel_for(0, first_block.back(), kBlocksPerThread, [&](int64_t begin, int64_t end) {
+    size_t i = size_t(std::upper_bound(first_block.begin(), first_block.end(), begin) - first_block.begin()) - 1;
+    for (int64_t block = begin; block < end; ++block) {
+      while (block >= first_block[i + 1]) ++i;
+      visit(i, block - first_block[i], block);
+    }
+    finish_streaming();
+  });
+}
+
+void move(const Fusion& fusion, Direction direction, double scale) {
+  const Pass pass(fusion, direction, scale, /*with_statistics=*/false);
+  if (is_worth_threads(fusion)) {
+    each_block_in_parallel(fusion.parts, [&](size_t i, int64_t block, int64_t) {
+      pass.run_block(fusion.parts[i], block, nullptr);
+    });
+    return;
+  }
+  for (const Part& part : fusion.parts) {
+    if (part.sizes.empty()) {
+      if (part.numel > 0) pass.run(part, 0, part.numel, nullptr);
+    } else {
+      for (int64_t block = 0; block < blocks_of(part.numel); ++block) pass.run_block(part, block, nullptr);
+    }
+  }
+  if (pass.may_stream) finish_streaming();
+}
+
+void add(const Statistics& block, Statistics* total) {
+  total->non_finite_count += block.non_finite_count;
+  total->square_sum += block.square_sum;
+}
+
+std::tuple<Tensor, Tensor> move_with_statistics(const Fusion& fusion, const Tensor& flat, Direction direction,
+                                                double scale) {
+  const Pass pass(fusion, direction, scale, /*with_statistics=*/true);
+  const int64_t count = int64_t(fusion.parts.size());
+  Tensor non_finite_counts = torch::stable::new_empty(flat, {count}, torch::headeronly::ScalarType::Long);
+  Tensor square_sums = torch::stable::new_empty(flat, {count}, torch::headeronly::ScalarType::Double);
+  int64_t* const counts = static_cast<int64_t*>(non_finite_counts.mutable_data_ptr());
+  double* const sums = static_cast<double*>(square_sums.mutable_data_ptr());
+
+  std::vector<Statistics> by_block;
+  if (is_worth_threads(fusion)) {
+    int64_t block_count = 0;
+    for (const Part& part : fusion.parts) block_count += blocks_of(part.numel);
+    by_block.resize(size_t(block_count));
+    each_block_in_parallel(fusion.parts, [&](size_t i, int64_t block, int64_t number) {
+      pass.run_block(fusion.parts[i], block, &by_block[size_t(number)]);
+    });
+  }
+  size_t number = 0;
+  for (int64_t i = 0; i < count; ++i) {
+    const Part& part = fusion.parts[size_t(i)];
+    Statistics total;
+    for (int64_t block = 0; block < blocks_of(part.numel); ++block, ++number) {
+      Statistics statistics;
+      if (by_block.empty()) {
+        pass.run_block(part, block, &statistics);
+      } else {
+        statistics = by_block[number];
+      }
+      add(statistics, &total);
+    }
+    counts[i] = total.non_finite_count;
+    sums[i] = total.square_sum;
+  }
+  return {non_finite_counts, square_sums};
+}
+
+void pack_(const Tensor& flat, const Tensors& tensors, double scale, const std::optional<Tensor>& layout) {
+  move(check_fusion(flat, tensors, layout, Direction::pack), Direction::pack, scale);
+}
+
+void unpack_(const Tensors& tensors, const Tensor& flat, double scale, const std::optional<Tensor>& layout) {
+  move(check_fusion(flat, tensors, layout, Direction::unpack), Direction::unpack, scale);
+}
+
+std::tuple<Tensor, Tensor> pack_stats_(const Tensor& flat, const Tensors& tensors, double scale,
+                                       const std::optional<Tensor>& layout) {
+  return move_with_statistics(check_fusion(flat, tensors, layout, Direction::pack), flat, Direction::pack, scale);
+}
+
+std::tuple<Tensor, Tensor> unpack_stats_(const Tensors& tensors, const Tensor& flat, double scale,
+                                         const std::optional<Tensor>& layout) {
+  return move_with_statistics(check_fusion(flat, tensors, layout, Direction::unpack), flat, Direction::unpack, scale);
+}
+
+void accumulate_(const Tensor& destination, const Tensor& source, double scale) {
+  const Accumulation accumulation = check_accumulation(destination, source);
+  const auto run = [&](int64_t begin, int64_t end) {
+    kernels().accumulate(accumulation.destination + begin * int64_t(element_bytes(accumulation.destination_kind)),
+                         accumulation.destination_kind,
+                         accumulation.source + begin * int64_t(element_bytes(accumulation.source_kind)),
+                         accumulation.source_kind, size_t(end - begin), scale);
+  };
+  if (accumulation.numel * int64_t(element_bytes(accumulation.destination_kind)) >= kParallelBytes &&
+      torch::stable::get_num_threads() > 1) {
+    torch::stable::parallel_for(0, accumulation.numel, kBlock * kBlocksPerThread, run);
+  } else if (accumulation.numel > 0) {
+    run(0, accumulation.numel);
+  }
+}
+
+STABLE_TORCH_LIBRARY_IMPL(psengine, CPU, m) {
+  m.impl("pack_", TORCH_BOX(&pack_));
+  m.impl("unpack_", TORCH_BOX(&unpack_));
+  m.impl("pack_stats_", TORCH_BOX(&pack_stats_));
+  m.impl("unpack_stats_", TORCH_BOX(&unpack_stats_));
+  m.impl("accumulate_", TORCH_BOX(&accumulate_));
+}
+
+}  // namespace
+}  // namespace psengine

@@ -1,0 +1,71 @@
+// Elementwise kernels over contiguous memory: one table of functions per instruction set, chosen at run time.
+//
+// kernels.inl holds the code once; kernels_<instruction set>.cpp compile it. Every table computes the same bits: the
+// order of each sum is fixed (see SumOfSquares in kernels.inl), and multiplications are never fused with additions.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace psengine {
+
+// The order is known to psengine/ops.py and psengine/collectives/shared_memory.py.
+enum class ScalarKind : int32_t { float32 = 0, float64 = 1, float16 = 2, bfloat16 = 3, int32 = 4, int64 = 5 };
+
+constexpr size_t element_bytes(ScalarKind kind) {
+  switch (kind) {
+    case ScalarKind::float64:
+    case ScalarKind::int64:
+      return 8;
+    case ScalarKind::float32:
+    case ScalarKind::int32:
+      return 4;
+    default:
+      return 2;
+  }
+}
+
+// What a pass saw of the values it wrote.
+struct Statistics {
+  int64_t non_finite_count = 0;
+  double square_sum = 0.0;
+};
+
+struct Kernels {
+  const char* name;
+
+  // destination[i] = source[i] * scale, rounded once to the destination's kind. Floating kinds only. The product is
+  // taken in float64 where either side is float64, else in float32; float64 goes to a 16-bit kind through float32, as
+  // in torch's casts. Memory must not overlap, except that source and
+  // destination may be the same memory of the same kind. `statistics`, unless null, is overwritten.
+  void (*convert)(void* destination, ScalarKind destination_kind, const void* source, ScalarKind source_kind,
+                  size_t numel, double scale, Statistics* statistics);
+
+  // destination[i] += source[i] * scale, product and sum as in convert, rounded once. Floating kinds only.
+  void (*accumulate)(void* destination, ScalarKind destination_kind, const void* source, ScalarKind source_kind,
+                     size_t numel, double scale);
+
+  // Every destinations[d][i] = ((sources[0][i]*scale + sources[1][i]*scale) + sources[2][i]*scale) + ...
+  // 16-bit kinds: each product is rounded to the kind, as if the addend had been scaled by a copy of its own, and the
+  // sum is carried in float32 and rounded once. Integer kinds: scale must be 1. A destination may be one of the
+  // sources' memory. `square_sum`, unless null, is overwritten by the sum of the squares of what was written.
+  void (*sum)(void* const* destinations, size_t destination_count, const void* const* sources, size_t source_count,
+              ScalarKind kind, size_t numel, double scale, double* square_sum);
+
+  // convert from float32 to float32 past the caches, where the processor can: for more memory than they hold. Before
+  // another thread reads the destination, call finish_streaming on this one.
+  void (*stream)(float* destination, const float* source, size_t numel, double scale);
+};
+
+void finish_streaming();
+
+// The table for this processor.
+const Kernels& kernels();
+
+// A table by name ("baseline", "avx2", "avx512"); null where it was not compiled or this processor cannot run it.
+const Kernels* kernels_named(const char* name);
+
+// Let kernels() be the table of this name from now on, for tests; false, and nothing changes, where there is none.
+bool use_kernels(const char* name);
+
+}  // namespace psengine

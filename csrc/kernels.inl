@@ -1,0 +1,662 @@
+// The kernels, once. kernels_<instruction set>.cpp includes this inside `namespace psengine { namespace {`, after every
+// header and after the pragma that names the instruction set, and then defines its table from the names at the end.
+//
+// Two rules keep code for a newer processor from running on an older one: everything here has internal linkage, and
+// nothing here uses a template or an inline function of the standard library, whose one copy in the whole program might
+// otherwise be the one that was compiled here.
+//
+// PSENGINE_VECTOR_BYTES: width of a vector register. PSENGINE_F16C, PSENGINE_AVX512: whether intrinsics may be used.
+//
+// No header guard: one inclusion per translation unit.
+
+// Memory either does not overlap or is the same, element by element.
+#if defined(__clang__)
+#define PSENGINE_LOOP _Pragma("clang loop vectorize(assume_safety)")
+#else
+#define PSENGINE_LOOP _Pragma("GCC ivdep")
+#endif
+
+struct Half {
+  uint16_t bits;
+};
+struct BFloat16 {
+  uint16_t bits;
+};
+
+template <class A, class B>
+constexpr bool is_same = false;
+template <class A>
+constexpr bool is_same<A, A> = true;
+template <class T>
+constexpr bool is_double = is_same<T, double>;
+template <class T>
+constexpr bool is_half = is_same<T, Half>;
+template <class T>
+constexpr bool is_16_bit = is_same<T, Half> || is_same<T, BFloat16>;
+
+template <bool Wide>
+struct Choose {
+  using type = float;
+};
+template <>
+struct Choose<true> {
+  using type = double;
+};
+// What products and sums of these kinds are taken in.
+template <class A, class B>
+using Work = typename Choose<is_double<A> || is_double<B>>::type;
+
+// Blocks of this many elements are staged in the first-level cache: a multiple of SumOfSquares::lanes.
+constexpr size_t kStage = 1024;
+
+inline size_t smaller(size_t a, size_t b) { return a < b ? a : b; }
+
+inline uint32_t float_bits(float value) {
+  uint32_t bits;
+  __builtin_memcpy(&bits, &value, sizeof(bits));
+  return bits;
+}
+
+inline float bits_float(uint32_t bits) {
+  float value;
+  __builtin_memcpy(&value, &bits, sizeof(value));
+  return value;
+}
+
+// ---- one element
+
+inline float widen(float value) { return value; }
+inline double widen(double value) { return value; }
+inline float widen(BFloat16 value) { return bits_float(uint32_t(value.bits) << 16); }
+
+template <class T>
+inline T narrow(double value);
+template <class T>
+inline T narrow(float value);
+
+template <>
+inline float narrow<float>(float value) {
+  return value;
+}
+template <>
+inline float narrow<float>(double value) {
+  return float(value);
+}
+template <>
+inline double narrow<double>(double value) {
+  return value;
+}
+template <>
+inline double narrow<double>(float value) {
+  return double(value);
+}
+// Round to nearest even; a NaN, which rounding could turn into infinity, becomes the quiet one.
+template <>
+inline BFloat16 narrow<BFloat16>(float value) {
+  const uint32_t bits = float_bits(value);
+  const uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+  return BFloat16{uint16_t((bits & 0x7fffffff) > 0x7f800000 ? 0x7fc0 : rounded)};
+}
+// Through float32, as torch's casts go.
+template <>
+inline BFloat16 narrow<BFloat16>(double value) {
+  return narrow<BFloat16>(float(value));
+}
+
+// ---- half precision: whole blocks, because the processors' conversions are vector instructions
+
+#if defined(PSENGINE_AVX512)
+
+// Masked even where the mask is full: gcc 12 takes the unmasked intrinsics' ignored operand for an uninitialized one
+// (GCC bug 105593).
+inline __mmask16 first_lanes(size_t count) { return __mmask16(count >= 16 ? 0xffff : (1u << count) - 1); }
+
+void widen_block(float* destination, const Half* source, size_t numel) {
+  for (size_t i = 0; i < numel; i += 16) {
+    const __mmask16 lanes = first_lanes(numel - i);
+    _mm512_mask_storeu_ps(destination + i, lanes,
+                          _mm512_maskz_cvtph_ps(lanes, _mm256_maskz_loadu_epi16(lanes, source + i)));
+  }
+}
+
+void narrow_block(Half* destination, const float* source, size_t numel) {
+  for (size_t i = 0; i < numel; i += 16) {
+    const __mmask16 lanes = first_lanes(numel - i);
+    const __m512 loaded = _mm512_maskz_loadu_ps(lanes, source + i);
+    _mm256_mask_storeu_epi16(destination + i, lanes,
+                             _mm512_maskz_cvtps_ph(lanes, loaded, _MM_FROUND_TO_NEAREST_INT));
+  }
+}
+
+#elif defined(PSENGINE_F16C)
+
+void widen_block(float* destination, const Half* source, size_t numel) {
+  size_t i = 0;
+  for (; i + 8 <= numel; i += 8)
+    _mm256_storeu_ps(destination + i, _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(source + i))));
+  for (; i < numel; ++i) destination[i] = _mm_cvtss_f32(_mm_cvtph_ps(_mm_cvtsi32_si128(source[i].bits)));
+}
+
+void narrow_block(Half* destination, const float* source, size_t numel) {
+  size_t i = 0;
+  for (; i + 8 <= numel; i += 8)
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(destination + i),
+                     _mm256_cvtps_ph(_mm256_loadu_ps(source + i), _MM_FROUND_TO_NEAREST_INT));
+  for (; i < numel; ++i)
+    destination[i].bits =
+        uint16_t(_mm_cvtsi128_si32(_mm_cvtps_ph(_mm_set_ss(source[i]), _MM_FROUND_TO_NEAREST_INT)));
+}
+
+#elif defined(__aarch64__)
+
+void widen_block(float* destination, const Half* source, size_t numel) {
+  for (size_t i = 0; i < numel; ++i) {
+    __fp16 value;
+    __builtin_memcpy(&value, &source[i], sizeof(value));
+    destination[i] = float(value);
+  }
+}
+
+void narrow_block(Half* destination, const float* source, size_t numel) {
+  for (size_t i = 0; i < numel; ++i) {
+    const __fp16 value = __fp16(source[i]);
+    __builtin_memcpy(&destination[i], &value, sizeof(value));
+  }
+}
+
+#else
+
+// Without branches, so that the compiler can use vectors. The method is Fabian Giesen's (float->half variants): moving
+// the exponent's bias does normal numbers; an addition lets the floating-point unit shift and round subnormal ones.
+inline float widen_in_software(Half value) {
+  const uint32_t shifted = uint32_t(value.bits & 0x7fff) << 13;
+  const uint32_t exponent = shifted & 0x0f800000;
+  const uint32_t rebiased = shifted + ((127 - 15) << 23);
+  const uint32_t special = (rebiased + ((128 - 16) << 23)) | ((shifted & 0x7fffff) != 0 ? 0x400000 : 0);
+  const uint32_t subnormal = float_bits(bits_float(rebiased + (1 << 23)) - bits_float(113 << 23));
+  const uint32_t magnitude = exponent == 0x0f800000 ? special : exponent == 0 ? subnormal : rebiased;
+  return bits_float(magnitude | (uint32_t(value.bits & 0x8000) << 16));
+}
+
+inline Half narrow_in_software(float value) {
+  const uint32_t bits = float_bits(value);
+  const uint32_t magnitude = bits & 0x7fffffff;
+  const uint32_t quiet_nan = 0x7e00 | ((magnitude >> 13) & 0x3ff);
+  const uint32_t special = magnitude > 0x7f800000 ? quiet_nan : 0x7c00;
+  constexpr uint32_t kMagic = (127 - 15 + 23 - 10 + 1) << 23;
+  const uint32_t subnormal = float_bits(bits_float(magnitude) + bits_float(kMagic)) - kMagic;
+  const uint32_t normal = (magnitude + ((magnitude >> 13) & 1) + 0xfff - ((127u - 15) << 23)) >> 13;
+  const uint32_t result = magnitude >= ((127 + 16) << 23) ? special : magnitude < (113 << 23) ? subnormal : normal;
+  return Half{uint16_t(result | ((bits >> 16) & 0x8000))};
+}
+
+void widen_block(float* __restrict destination, const Half* __restrict source, size_t numel) {
+  for (size_t i = 0; i < numel; ++i) destination[i] = widen_in_software(source[i]);
+}
+
+void narrow_block(Half* __restrict destination, const float* __restrict source, size_t numel) {
+  for (size_t i = 0; i < numel; ++i) destination[i] = narrow_in_software(source[i]);
+}
+
+#endif
+
+// ---- statistics
+
+typedef double DoubleVector __attribute__((vector_size(PSENGINE_VECTOR_BYTES)));
+typedef float HalfFloatVector __attribute__((vector_size(PSENGINE_VECTOR_BYTES / 2)));
+
+// The sum of the squares in float64 (the square of a float32 is exact there). Element i goes to lane i % 16 and the
+// lanes are added pairwise, so every vector width gives the same bits.
+struct SumOfSquares {
+  static constexpr int lanes = 16;
+  static constexpr int width = PSENGINE_VECTOR_BYTES / sizeof(double);
+  static constexpr int vectors = lanes / width;
+
+  alignas(64) double lane[lanes] = {};
+
+  // numel must be a multiple of `lanes` in all calls but the last.
+  void add(const float* values, size_t numel) { add_vectors<HalfFloatVector>(values, numel); }
+  void add(const double* values, size_t numel) { add_vectors<DoubleVector>(values, numel); }
+  void add(const Half* values, size_t numel) {
+    float stage[kStage];
+    for (size_t i = 0; i < numel; i += kStage) {
+      const size_t count = smaller(kStage, numel - i);
+      widen_block(stage, values + i, count);
+      add(stage, count);
+    }
+  }
+  void add(const BFloat16* values, size_t numel) {
+    float stage[kStage];
+    for (size_t i = 0; i < numel; i += kStage) {
+      const size_t count = smaller(kStage, numel - i);
+      for (size_t j = 0; j < count; ++j) stage[j] = widen(values[i + j]);
+      add(stage, count);
+    }
+  }
+  void add(const int32_t* values, size_t numel) { add_scalars(values, numel); }
+  void add(const int64_t* values, size_t numel) { add_scalars(values, numel); }
+
+  double total() const {
+    double sums[lanes];
+    for (int i = 0; i < lanes; ++i) sums[i] = lane[i];
+    for (int step = lanes / 2; step > 0; step /= 2)
+      for (int i = 0; i < step; ++i) sums[i] += sums[i + step];
+    return sums[0];
+  }
+
+ private:
+  template <class Vector, class T>
+  void add_vectors(const T* values, size_t numel) {
+    DoubleVector sums[vectors];
+    __builtin_memcpy(sums, lane, sizeof(lane));
+    size_t i = 0;
+    for (; i + lanes <= numel; i += lanes) {
+      for (int k = 0; k < vectors; ++k) {
+        Vector loaded;
+        __builtin_memcpy(&loaded, values + i + k * width, sizeof(loaded));
+        const DoubleVector wide = __builtin_convertvector(loaded, DoubleVector);
+        sums[k] += wide * wide;
+      }
+    }
+    __builtin_memcpy(lane, sums, sizeof(lane));
+    for (int k = 0; i < numel; ++i, ++k) lane[k] += double(values[i]) * double(values[i]);
+  }
+
+  template <class T>
+  void add_scalars(const T* values, size_t numel) {
+    for (size_t i = 0; i < numel; ++i) lane[i % lanes] += double(values[i]) * double(values[i]);
+  }
+};
+
+inline bool is_non_finite(float value) { return (float_bits(value) & 0x7f800000) == 0x7f800000; }
+inline bool is_non_finite(Half value) { return (value.bits & 0x7c00) == 0x7c00; }
+inline bool is_non_finite(BFloat16 value) { return (value.bits & 0x7f80) == 0x7f80; }
+inline bool is_non_finite(double value) {
+  uint64_t bits;
+  __builtin_memcpy(&bits, &value, sizeof(bits));
+  return (bits & 0x7ff0000000000000) == 0x7ff0000000000000;
+}
+
+// Watches what a pass writes, block by block, while the block is still in the first-level cache.
+struct Observer {
+  SumOfSquares squares;
+  int64_t non_finite_count = 0;
+
+  template <class T>
+  void observe(const T* values, size_t numel) {
+    squares.add(values, numel);
+    // Squares are not negative: a finite sum says that every value so far was finite, and counting can be spared.
+    if (!is_non_finite(squares.total())) return;
+    int64_t count = 0;
+    for (size_t i = 0; i < numel; ++i) count += is_non_finite(values[i]);
+    non_finite_count += count;
+  }
+};
+
+// ---- convert
+
+template <class D, class S>
+void convert_run(D* destination, const S* source, size_t numel, Work<D, S> scale) {
+  using W = Work<D, S>;
+  if constexpr (is_same<D, S>) {
+    if (scale == W(1)) {
+      if (static_cast<const void*>(destination) != static_cast<const void*>(source))
+        __builtin_memcpy(destination, source, numel * sizeof(D));
+      return;
+    }
+  }
+  if constexpr (is_half<D> || is_half<S>) {
+    float staged_source[kStage];
+    float staged_destination[kStage];
+    for (size_t begin = 0; begin < numel; begin += kStage) {
+      const size_t count = smaller(kStage, numel - begin);
+      D* const to = destination + begin;
+      const S* const from = source + begin;
+      if constexpr (is_half<S>) {
+        widen_block(staged_source, from, count);
+        if constexpr (is_half<D>) {
+          for (size_t i = 0; i < count; ++i) staged_destination[i] = staged_source[i] * scale;
+          narrow_block(to, staged_destination, count);
+        } else {
+          PSENGINE_LOOP
+          for (size_t i = 0; i < count; ++i) to[i] = narrow<D>(W(staged_source[i]) * scale);
+        }
+      } else {
+        PSENGINE_LOOP
+        for (size_t i = 0; i < count; ++i) staged_destination[i] = float(W(widen(from[i])) * scale);
+        narrow_block(to, staged_destination, count);
+      }
+    }
+  } else {
+    PSENGINE_LOOP
+    for (size_t i = 0; i < numel; ++i) destination[i] = narrow<D>(W(widen(source[i])) * scale);
+  }
+}
+
+template <class D, class S>
+void convert_pair(void* destination, const void* source, size_t numel, double scale, Statistics* statistics) {
+  D* const to = static_cast<D*>(destination);
+  const S* const from = static_cast<const S*>(source);
+  const auto work_scale = Work<D, S>(scale);
+  if (statistics == nullptr) {
+    convert_run<D, S>(to, from, numel, work_scale);
+    return;
+  }
+  Observer observer;
+  for (size_t begin = 0; begin < numel; begin += kStage) {
+    const size_t count = smaller(kStage, numel - begin);
+    convert_run<D, S>(to + begin, from + begin, count, work_scale);
+    observer.observe(to + begin, count);
+  }
+  statistics->non_finite_count = observer.non_finite_count;
+  statistics->square_sum = observer.squares.total();
+}
+
+// ---- stream
+
+void stream(float* destination, const float* source, size_t numel, double double_scale) {
+  const float scale = float(double_scale);
+#if defined(__SSE2__)
+  // Whole cache lines, which need not be read before they are overwritten.
+  constexpr size_t kLine = 64 / sizeof(float);
+  typedef float Line __attribute__((vector_size(PSENGINE_VECTOR_BYTES)));
+  constexpr size_t kVector = PSENGINE_VECTOR_BYTES / sizeof(float);
+  const uintptr_t address = reinterpret_cast<uintptr_t>(destination);
+  size_t i = numel;  // all, where not even elements are aligned: memory that no allocator gave
+  if (address % sizeof(float) == 0) i = smaller(numel, (0 - address / sizeof(float)) % kLine);
+  convert_run<float, float>(destination, source, i, scale);
+  for (; i + kLine <= numel; i += kLine) {
+    for (size_t k = 0; k < kLine; k += kVector) {
+      Line values;
+      __builtin_memcpy(&values, source + i + k, sizeof(values));
+      values *= scale;
+#if defined(PSENGINE_AVX512)
+      _mm512_stream_ps(destination + i + k, reinterpret_cast<__m512>(values));
+#elif defined(PSENGINE_F16C)
+      _mm256_stream_ps(destination + i + k, reinterpret_cast<__m256>(values));
+#else
+      _mm_stream_ps(destination + i + k, reinterpret_cast<__m128>(values));
+#endif
+    }
+  }
+  convert_run<float, float>(destination + i, source + i, numel - i, scale);
+#else
+  convert_run<float, float>(destination, source, numel, scale);
+#endif
+}
+
+// ---- accumulate
+
+template <class D, class S>
+void accumulate_pair(void* destination, const void* source, size_t numel, double double_scale) {
+  using W = Work<D, S>;
+  D* const to = static_cast<D*>(destination);
+  const S* const from = static_cast<const S*>(source);
+  const W scale = W(double_scale);
+  if constexpr (is_half<D> || is_half<S>) {
+    float addend[kStage];
+    float sum[kStage];
+    for (size_t begin = 0; begin < numel; begin += kStage) {
+      const size_t count = smaller(kStage, numel - begin);
+      D* const block = to + begin;
+      if constexpr (is_half<S>) widen_block(addend, from + begin, count);
+      const auto addend_at = [&](size_t i) {
+        if constexpr (is_half<S>) {
+          return W(addend[i]) * scale;
+        } else {
+          return W(widen(from[begin + i])) * scale;
+        }
+      };
+      if constexpr (is_half<D>) {
+        widen_block(sum, block, count);
+        PSENGINE_LOOP
+        for (size_t i = 0; i < count; ++i) sum[i] = float(W(sum[i]) + addend_at(i));
+        narrow_block(block, sum, count);
+      } else {
+        PSENGINE_LOOP
+        for (size_t i = 0; i < count; ++i) block[i] = narrow<D>(W(widen(block[i])) + addend_at(i));
+      }
+    }
+  } else {
+    PSENGINE_LOOP
+    for (size_t i = 0; i < numel; ++i) to[i] = narrow<D>(W(widen(to[i])) + W(widen(from[i])) * scale);
+  }
+}
+
+// ---- sum
+
+// An addend as it enters the sum: a 16-bit kind's product is rounded to the kind first.
+template <bool is_scaled, class T>
+inline Work<T, T> product(T value, Work<T, T> scale) {
+  if constexpr (!is_scaled) {
+    return widen(value);
+  } else if constexpr (is_16_bit<T>) {
+    return widen(narrow<T>(widen(value) * scale));
+  } else {
+    return widen(value) * scale;
+  }
+}
+
+// As many destinations as sources, few enough for their pointers and values to stay in registers.
+template <bool is_scaled, int count, class T>
+void sum_in_registers(T* const* destinations, const T* const* sources, size_t numel, Work<T, T> scale) {
+  const T* source[count];
+  T* destination[count];
+  for (int k = 0; k < count; ++k) source[k] = sources[k];
+  for (int k = 0; k < count; ++k) destination[k] = destinations[k];
+  PSENGINE_LOOP
+  for (size_t i = 0; i < numel; ++i) {
+    Work<T, T> sum = product<is_scaled>(source[0][i], scale);
+    for (int k = 1; k < count; ++k) sum += product<is_scaled>(source[k][i], scale);
+    for (int k = 0; k < count; ++k) destination[k][i] = narrow<T>(sum);
+  }
+}
+
+template <int count, class T>
+void sum_counted(T* const* destinations, const T* const* sources, size_t numel, Work<T, T> scale) {
+  if (is_16_bit<T> && scale == 1) {
+    sum_in_registers<false, count>(destinations, sources, numel, scale);
+  } else {
+    sum_in_registers<true, count>(destinations, sources, numel, scale);
+  }
+}
+
+template <class T>
+void add_scaled(T* __restrict sum, const T* __restrict source, size_t numel, T scale, bool first) {
+  if (first) {
+    for (size_t i = 0; i < numel; ++i) sum[i] = source[i] * scale;
+  } else {
+    for (size_t i = 0; i < numel; ++i) sum[i] += source[i] * scale;
+  }
+}
+
+void add_scaled(float* __restrict sum, const BFloat16* __restrict source, size_t numel, float scale, bool first) {
+  if (first) {
+    for (size_t i = 0; i < numel; ++i) sum[i] = product<true>(source[i], scale);
+  } else {
+    for (size_t i = 0; i < numel; ++i) sum[i] += product<true>(source[i], scale);
+  }
+}
+
+void add_scaled(float* __restrict sum, const Half* __restrict source, size_t numel, float scale, bool first) {
+  float addend[kStage];
+  Half rounded[kStage];
+  float* const widened = first ? sum : addend;
+  widen_block(widened, source, numel);
+  if (scale != 1.0f) {
+    for (size_t i = 0; i < numel; ++i) widened[i] *= scale;
+    narrow_block(rounded, widened, numel);
+    widen_block(widened, rounded, numel);
+  }
+  if (first) return;
+  for (size_t i = 0; i < numel; ++i) sum[i] += addend[i];
+}
+
+template <class T>
+struct SumStage {
+  using type = T;
+};
+template <>
+struct SumStage<Half> {
+  using type = float;
+};
+template <>
+struct SumStage<BFloat16> {
+  using type = float;
+};
+
+// Any counts: a block of the sum is built in the first-level cache, then written to every destination.
+template <class T>
+void sum_staged(T* const* destinations, size_t destination_count, const T* const* sources, size_t source_count,
+                size_t offset, size_t numel, double scale) {
+  using Stage = typename SumStage<T>::type;
+  Stage sum[kStage];
+  T rounded[kStage];
+  for (size_t begin = offset; begin < offset + numel; begin += kStage) {
+    const size_t count = smaller(kStage, offset + numel - begin);
+    for (size_t k = 0; k < source_count; ++k) add_scaled(sum, sources[k] + begin, count, Stage(scale), k == 0);
+    const void* result = sum;
+    if constexpr (is_16_bit<T>) {
+      result = rounded;
+      if constexpr (is_half<T>) {
+        narrow_block(rounded, sum, count);
+      } else {
+        for (size_t i = 0; i < count; ++i) rounded[i] = narrow<T>(sum[i]);
+      }
+    }
+    for (size_t k = 0; k < destination_count; ++k)
+      __builtin_memcpy(destinations[k] + begin, result, count * sizeof(T));
+  }
+}
+
+template <class T>
+void sum_run(T* const* destinations, size_t destination_count, const T* const* sources, size_t source_count,
+             size_t offset, size_t numel, double scale) {
+  if constexpr (is_same<T, float> || is_double<T> || is_same<T, BFloat16>) {
+    constexpr size_t kMost = 4;
+    if (destination_count == source_count && source_count <= kMost) {
+      T* to[kMost];
+      const T* from[kMost];
+      for (size_t k = 0; k < source_count; ++k) {
+        to[k] = destinations[k] + offset;
+        from[k] = sources[k] + offset;
+      }
+      const auto work_scale = Work<T, T>(scale);
+      switch (source_count) {
+        case 1:
+          return sum_counted<1>(to, from, numel, work_scale);
+        case 2:
+          return sum_counted<2>(to, from, numel, work_scale);
+        case 3:
+          return sum_counted<3>(to, from, numel, work_scale);
+        case 4:
+          return sum_counted<4>(to, from, numel, work_scale);
+      }
+    }
+  }
+  sum_staged<T>(destinations, destination_count, sources, source_count, offset, numel, scale);
+}
+
+template <class T>
+void sum_kind(void* const* destinations, size_t destination_count, const void* const* sources, size_t source_count,
+              size_t numel, double scale, double* square_sum) {
+  T* const* const to = reinterpret_cast<T* const*>(destinations);
+  const T* const* const from = reinterpret_cast<const T* const*>(sources);
+  if (square_sum == nullptr) {
+    sum_run<T>(to, destination_count, from, source_count, 0, numel, scale);
+    return;
+  }
+  SumOfSquares squares;
+  for (size_t begin = 0; begin < numel; begin += kStage) {
+    const size_t count = smaller(kStage, numel - begin);
+    sum_run<T>(to, destination_count, from, source_count, begin, count, scale);
+    squares.add(to[0] + begin, count);
+  }
+  *square_sum = squares.total();
+}
+
+// ---- by kind: what the table holds
+
+// The branch for the integer kinds is not reached: callers check kinds.
+template <class D>
+void convert_from(void* destination, const void* source, ScalarKind source_kind, size_t numel, double scale,
+                  Statistics* statistics) {
+  switch (source_kind) {
+    case ScalarKind::float32:
+      return convert_pair<D, float>(destination, source, numel, scale, statistics);
+    case ScalarKind::float64:
+      return convert_pair<D, double>(destination, source, numel, scale, statistics);
+    case ScalarKind::float16:
+      return convert_pair<D, Half>(destination, source, numel, scale, statistics);
+    case ScalarKind::bfloat16:
+      return convert_pair<D, BFloat16>(destination, source, numel, scale, statistics);
+    default:
+      __builtin_trap();
+  }
+}
+
+void convert(void* destination, ScalarKind destination_kind, const void* source, ScalarKind source_kind, size_t numel,
+             double scale, Statistics* statistics) {
+  switch (destination_kind) {
+    case ScalarKind::float32:
+      return convert_from<float>(destination, source, source_kind, numel, scale, statistics);
+    case ScalarKind::float64:
+      return convert_from<double>(destination, source, source_kind, numel, scale, statistics);
+    case ScalarKind::float16:
+      return convert_from<Half>(destination, source, source_kind, numel, scale, statistics);
+    case ScalarKind::bfloat16:
+      return convert_from<BFloat16>(destination, source, source_kind, numel, scale, statistics);
+    default:
+      __builtin_trap();
+  }
+}
+
+template <class D>
+void accumulate_from(void* destination, const void* source, ScalarKind source_kind, size_t numel, double scale) {
+  switch (source_kind) {
+    case ScalarKind::float32:
+      return accumulate_pair<D, float>(destination, source, numel, scale);
+    case ScalarKind::float64:
+      return accumulate_pair<D, double>(destination, source, numel, scale);
+    case ScalarKind::float16:
+      return accumulate_pair<D, Half>(destination, source, numel, scale);
+    case ScalarKind::bfloat16:
+      return accumulate_pair<D, BFloat16>(destination, source, numel, scale);
+    default:
+      __builtin_trap();
+  }
+}
+
+void accumulate(void* destination, ScalarKind destination_kind, const void* source, ScalarKind source_kind,
+                size_t numel, double scale) {
+  switch (destination_kind) {
+    case ScalarKind::float32:
+      return accumulate_from<float>(destination, source, source_kind, numel, scale);
+    case ScalarKind::float64:
+      return accumulate_from<double>(destination, source, source_kind, numel, scale);
+    case ScalarKind::float16:
+      return accumulate_from<Half>(destination, source, source_kind, numel, scale);
+    case ScalarKind::bfloat16:
+      return accumulate_from<BFloat16>(destination, source, source_kind, numel, scale);
+    default:
+      __builtin_trap();
+  }
+}
+
+void sum(void* const* destinations, size_t destination_count, const void* const* sources, size_t source_count,
+         ScalarKind kind, size_t numel, double scale, double* square_sum) {
+  switch (kind) {
+    case ScalarKind::float32:
+      return sum_kind<float>(destinations, destination_count, sources, source_count, numel, scale, square_sum);
+    case ScalarKind::float64:
+      return sum_kind<double>(destinations, destination_count, sources, source_count, numel, scale, square_sum);
+    case ScalarKind::float16:
+      return sum_kind<Half>(destinations, destination_count, sources, source_count, numel, scale, square_sum);
+    case ScalarKind::bfloat16:
+      return sum_kind<BFloat16>(destinations, destination_count, sources, source_count, numel, scale, square_sum);
+    case ScalarKind::int32:
+      return sum_kind<int32_t>(destinations, destination_count, sources, source_count, numel, scale, square_sum);
+    case ScalarKind::int64:
+      return sum_kind<int64_t>(destinations, destination_count, sources, source_count, numel, scale, square_sum);
+  }
+}

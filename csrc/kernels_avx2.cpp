@@ -1,0 +1,31 @@
+// The kernels for x86-64 processors with AVX2 (and no FMA: products are rounded before they are added).
+#include "kernels.h"
+
+#if defined(__x86_64__) && defined(__GNUC__)
+#include <immintrin.h>
+
+// From here to the end of the file; kernels.inl says why no header may follow. Not popped: templates are instantiated
+// at the end of the file.
+#if defined(__clang__)
+#pragma clang attribute push(__attribute__((target("avx2,f16c"))), apply_to = function)
+#else
+#pragma GCC target("avx2,f16c")
+#endif
+
+#define PSENGINE_VECTOR_BYTES 32
+#define PSENGINE_F16C
+
+namespace psengine {
+namespace {
+#include "kernels.inl"
+}  // namespace
+
+extern const Kernels avx2_kernels;
+const Kernels avx2_kernels = {"avx2", convert, accumulate, sum, stream};
+
+}  // namespace psengine
+
+#if defined(__clang__)
+#pragma clang attribute pop
+#endif
+#endif

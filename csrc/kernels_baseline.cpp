@@ -1,0 +1,18 @@
+// The kernels for every processor of the target architecture.
+#include "kernels.h"
+
+#if defined(__SSE2__)
+#include <emmintrin.h>
+#endif
+
+#define PSENGINE_VECTOR_BYTES 16
+
+namespace psengine {
+namespace {
+#include "kernels.inl"
+}  // namespace
+
+extern const Kernels baseline_kernels;
+const Kernels baseline_kernels = {"baseline", convert, accumulate, sum, stream};
+
+}  // namespace psengine

@@ -1,0 +1,80 @@
+// The operators' schemas and the Python module; csrc/fusion_cpu.cpp and csrc/fusion_cuda.cu implement the operators.
+#include "shared_memory_python.h"
+
+#include <vector>
+
+#include <torch/csrc/stable/library.h>
+
+#include "kernels.h"
+
+// layout: int64 on the CPU, from psengine.ops.layout_of(). The statistics are, for each tensor, the number of values
+// written that are not finite (int64) and the sum of the squares of what was written (float64), on flat's device.
+STABLE_TORCH_LIBRARY(psengine, m) {
+  m.def("pack_(Tensor(a!) flat, Tensor[] tensors, float scale, Tensor? layout=None) -> ()");
+  m.def("unpack_(Tensor(a!)[] tensors, Tensor flat, float scale, Tensor? layout=None) -> ()");
+  m.def("pack_stats_(Tensor(a!) flat, Tensor[] tensors, float scale, Tensor? layout=None) -> (Tensor, Tensor)");
+  m.def("unpack_stats_(Tensor(a!)[] tensors, Tensor flat, float scale, Tensor? layout=None) -> (Tensor, Tensor)");
+  m.def("accumulate_(Tensor(a!) destination, Tensor source, float scale) -> ()");
+}
+
+namespace {
+
+PyObject* kernels_in_use(PyObject*, PyObject*) { return PyUnicode_FromString(psengine::kernels().name); }
+
+PyObject* use_kernels(PyObject*, PyObject* argument) {
+  PyObject* const bytes = PyUnicode_AsUTF8String(argument);
+  if (bytes == nullptr) return nullptr;
+  const bool is_known = psengine::use_kernels(PyBytes_AsString(bytes));
+  Py_DECREF(bytes);
+  return PyBool_FromLong(is_known);
+}
+
+// Reads a list of addresses; an empty result with an exception set where it is not one.
+std::vector<void*> addresses_of(PyObject* list) {
+  std::vector<void*> addresses;
+  const Py_ssize_t count = PyList_Size(list);
+  for (Py_ssize_t i = 0; i < count; ++i) addresses.push_back(PyLong_AsVoidPtr(PyList_GetItem(list, i)));
+  if (PyErr_Occurred() != nullptr) addresses.clear();
+  return addresses;
+}
+
+PyObject* sum(PyObject*, PyObject* arguments) {
+  PyObject* destination_list = nullptr;
+  PyObject* source_list = nullptr;
+  int kind = 0;
+  Py_ssize_t numel = 0;
+  double scale = 1.0;
+  int wants_square_sum = 0;
+  if (PyArg_ParseTuple(arguments, "OOindp", &destination_list, &source_list, &kind, &numel, &scale,
+                       &wants_square_sum) == 0)
+    return nullptr;
+  const std::vector<void*> destinations = addresses_of(destination_list);
+  const std::vector<void*> sources = addresses_of(source_list);
+  if (PyErr_Occurred() != nullptr) return nullptr;
+  double square_sum = 0.0;
+  psengine::kernels().sum(destinations.data(), destinations.size(), sources.data(), sources.size(),
+                          psengine::ScalarKind(kind), size_t(numel), scale, wants_square_sum ? &square_sum : nullptr);
+  return PyFloat_FromDouble(square_sum);
+}
+
+PyMethodDef kernel_methods[] = {
+    {"kernels", kernels_in_use, METH_NOARGS, "The name of the table of CPU kernels in use."},
+    {"_use_kernels", use_kernels, METH_O, "Use a table by name, for tests; False where this processor cannot run it."},
+    {"_sum", sum, METH_VARARGS,
+     "Kernels::sum, for tests: lists of addresses, kind, numel, scale, whether the sum of squares is wanted."},
+    {nullptr, nullptr, 0, nullptr}};
+
+PyModuleDef module_definition = {PyModuleDef_HEAD_INIT, "psengine._native", nullptr, -1, nullptr,
+                                 nullptr, nullptr, nullptr, nullptr};
+
+}  // namespace
+
+PyMODINIT_FUNC PyInit__native() {
+  module_definition.m_methods = psengine::shared_memory_methods();
+  PyObject* const module = PyModule_Create(&module_definition);
+  if (module != nullptr && PyModule_AddFunctions(module, kernel_methods) != 0) {
+    Py_DECREF(module);
+    return nullptr;
+  }
+  return module;
+}

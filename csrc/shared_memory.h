@@ -1,0 +1,191 @@
+// An all-reduce (and broadcast, all-gather, reduce-scatter, barrier) between processes of one host, at memory speed.
+//
+// Every rank maps one control block: counters, descriptions of what each rank has called, and staging slots. Operations
+// are cut into numbered rounds, the same on every rank, and each rank moves through them with three cursors:
+//
+//   enter   describe the round (and copy a piece into this rank's staging slot)            -> arrived = round
+//   reduce  once everybody arrived: claim chunks of the round and sum them, in rank order  -> done += 1 a chunk
+//   finish  once every chunk is done: copy the piece out                                   -> finished = round
+//
+// Nothing here has a thread of its own: cursors move whenever a rank begins or waits for an operation. Because chunks
+// are claimed, whoever waits does the summing, and a rank that still computes holds nobody up once it has arrived.
+//
+// Tensors in memory that ranks adopted (adopt_segment) are reduced in place, in everybody's memory at once; others pass
+// through staging slots, in pieces that stay in the cache. Small ones pass through a slot and are summed by every rank
+// for itself, which saves a round trip. Sums have the same bits on every rank whoever computes them.
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <map>
+#include <mutex>
+#include <string>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include "kernels.h"
+
+namespace psengine {
+
+constexpr size_t kMaxWorldSize = 64;  // ranks are bits of a word
+constexpr size_t kTokenBytes = 16;
+
+using Token = std::array<uint8_t, kTokenBytes>;
+
+enum class Operation : uint32_t { all_reduce = 1, broadcast, all_gather, reduce_scatter, barrier };
+
+enum class WaitStatus : int { done = 0, lost, timed_out, mismatched, closed, interrupted };
+
+struct WaitResult {
+  WaitStatus status = WaitStatus::done;
+  uint64_t ranks = 0;  // bit r: rank r died, is late, or closed its end
+  std::string detail;  // what differs, for mismatched
+};
+
+struct RankState {
+  int64_t process_id;
+  uint64_t arrived;   // last round this rank has entered
+  uint64_t finished;  // last round it is through with
+  bool is_closed;
+  bool is_running;
+};
+
+// The layout of the control block; see shared_memory.cpp.
+struct Header;
+struct RankRegion;
+struct Round;
+struct Descriptor;
+
+// A mapping of this process.
+class Mapping {
+ public:
+  Mapping() = default;
+  Mapping(int file_descriptor, size_t bytes);
+  Mapping(Mapping&& other) noexcept;
+  Mapping& operator=(Mapping&& other) noexcept;
+  ~Mapping();
+  char* data() const { return data_; }
+  size_t bytes() const { return bytes_; }
+
+ private:
+  char* data_ = nullptr;
+  size_t bytes_ = 0;
+};
+
+class SharedMemoryGroup {
+ public:
+  // Make the control block of a group; returns its file descriptor, which the caller closes once everybody has joined.
+  static int create_control(size_t world_size, size_t slot_bytes, const Token& token);
+
+  // Map the control block at `path` (such as /proc/<process>/fd/<descriptor>) as `rank`.
+  // Throws std::runtime_error where it cannot be opened or is not the one of this token and size.
+  SharedMemoryGroup(const std::string& path, size_t rank, size_t world_size, const Token& token);
+  ~SharedMemoryGroup();
+  SharedMemoryGroup(const SharedMemoryGroup&) = delete;
+  SharedMemoryGroup& operator=(const SharedMemoryGroup&) = delete;
+
+  // After every rank has joined: begin to watch their processes. Throws where one cannot be seen.
+  void watch_peers();
+
+  // Tell the others of this rank's anonymous memory at `address`, which they may map: the file and its size. The first
+  // page is ours. Returns an index for release_segment, which the caller calls before the memory goes.
+  // Throws std::runtime_error where there are too many.
+  size_t adopt_segment(int file_descriptor, size_t bytes, char* address);
+  void release_segment(size_t index);
+
+  // Each begins an operation and returns its number, without waiting. Memory must stay as it is until the operation
+  // was waited for. `scale` multiplies the addends.
+  uint64_t all_reduce(char* data, size_t numel, ScalarKind kind, double scale, bool wants_square_sum);
+  uint64_t broadcast(char* data, size_t bytes, size_t source_rank);
+  uint64_t all_gather(const char* input, char* output, size_t bytes);
+  uint64_t reduce_scatter(const char* input, char* output, size_t numel, ScalarKind kind, double scale);
+  uint64_t barrier();
+
+  // Do what can be done without waiting; returns the last operation of which all before it are complete too.
+  uint64_t progress();
+
+  // Wait for an operation. `is_interrupted` is asked now and then whether to give up.
+  WaitResult wait(uint64_t operation, double timeout_s, const std::function<bool()>& is_interrupted);
+
+  // The sum of squares of a complete all_reduce's result, once; NaN where nobody computed it.
+  double take_square_sum(uint64_t operation);
+
+  std::vector<RankState> states() const;
+
+  // Tell the others that this rank will not come again. Safe to call twice.
+  void close();
+
+ private:
+  struct Call;  // an operation under way on this rank
+  struct Cursor {
+    uint64_t round;  // the next one
+    uint64_t call;   // whose round it is
+  };
+  struct Peer {
+    int process_fd = -1;
+    uint64_t releases = 0;                 // as many of its releases are reflected in `segments`
+    std::map<uint32_t, Mapping> segments;  // by segment id
+  };
+
+  uint64_t begin(Call call);
+  Call& call_at(uint64_t number);
+  bool advance();
+  bool enter_rounds();
+  bool reduce_rounds();
+  bool finish_rounds();
+  void enter(const Call& call, uint64_t round);
+  void reduce_claimed_chunks(Call& call, uint64_t round);
+  void finish(Call& call, uint64_t round);
+  void move_on(Cursor& cursor);
+  bool have_all(std::atomic<uint64_t> RankRegion::* counter, uint64_t round) const;
+  bool have_arrived(const Call& call, uint64_t round) const;
+  bool check_agreement(const Call& call, uint64_t round);
+  std::string describe_difference(uint64_t round) const;
+  bool find_memory(const Call& call, uint64_t round, std::array<char*, kMaxWorldSize>* memory);
+  char* peer_data(size_t rank, const Call& call, uint64_t round);
+  Mapping& peer_segment(size_t rank, uint32_t slot, uint32_t id);
+  void drop_released_segments();
+  const char* own_segment_of(const char* data, size_t bytes, uint32_t* slot) const;
+  void notify();
+  void sleep_until_notified(uint64_t operation, double longest_s);
+  uint64_t ranks_waited_for() const;
+  bool is_running(size_t rank, int patience_ms = 0) const;
+  void fail(WaitStatus status, uint64_t ranks, uint64_t round = 0);
+  WaitResult failure() const;
+  bool is_forked() const;
+  void check_process() const;
+  void check_usable() const;
+
+  RankRegion& region(size_t rank) const;
+  Round& round_state(uint64_t round) const;
+  Descriptor& descriptor(size_t rank, uint64_t round) const;
+  char* slot(size_t rank, uint64_t round) const;
+  Header& header() const;
+
+  size_t rank_;
+  size_t world_size_;
+  Token token_;
+  Mapping control_;
+  size_t slot_bytes_ = 0;
+  bool may_spin_ = false;
+  int64_t process_id_;
+  std::vector<Peer> peers_;
+  std::mutex mutex_;
+  std::deque<Call> calls_;
+  uint64_t first_call_ = 1;  // the number of calls_.front()
+  uint64_t next_round_ = 1;
+  Cursor enter_{1, 1}, reduce_{1, 1}, finish_{1, 1};
+  std::unordered_map<uint64_t, double> square_sums_;
+  std::vector<char*> own_segments_;
+  uint32_t last_segment_id_ = 0;
+  std::string own_error_;  // why this rank cannot go on, if it threw
+  bool is_closed_ = false;
+};
+
+}  // namespace psengine

@@ -1,0 +1,696 @@
+"""The fused operators against their references, against torch, and against float64."""
+
+from __future__ import annotations
+
+import math
+import random
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from psengine import native, ops
+
+needs_native = pytest.mark.skipif(not ops.native_available(), reason="psengine._native was not built")
+
+FLOATS = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
+PAIRS = [(a, b) for a in FLOATS for b in FLOATS]
+TABLES = ["baseline", "avx2", "avx512"]
+BITS = {8: torch.int64, 4: torch.int32, 2: torch.int16}
+# Below, at and above a vector, a cache block (1,024) and a block of a thread's work (4,096).
+SIZES = [0, 1, 3, 15, 16, 17, 31, 0, 1023, 1025, 4096, 4097, 10_001]
+SCALES = [1.0, 0.5, 1 / 3]
+
+
+@pytest.fixture
+def generator():
+    seed = random.randrange(2**31)
+    print(f"seed {seed}")  # shown where a test fails
+    return torch.Generator().manual_seed(seed)
+
+
+@pytest.fixture(params=TABLES if ops.native_available() else ["references"])
+def table(request):
+    """Run the test with each table of kernels that this processor can run."""
+    if request.param == "references":
+        yield request.param
+        return
+    best = ops.native_kernels()
+    if not native.extension._use_kernels(request.param):
+        pytest.skip("this processor cannot run them")
+    yield request.param
+    assert native.extension._use_kernels(best)
+
+
+@pytest.fixture(autouse=True)
+def threads():
+    """One thread, unless a test says otherwise: several would wait for each other on a busy machine."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+def work_dtype(*dtypes):
+    return torch.float64 if torch.float64 in dtypes else torch.float32
+
+
+def poisoned(*shape, dtype):
+    return torch.full(shape, math.nan, dtype=dtype)
+
+
+def unaligned(numel, dtype, generator, lead=1):
+    """Values that begin `lead` elements into their memory."""
+    return torch.randn(numel + lead, generator=generator, dtype=torch.float64).to(dtype)[lead:]
+
+
+def assert_same_bits(got, expected):
+    """Equal to the last bit, zeros' signs included; of NaNs only the places must agree."""
+    assert got.dtype == expected.dtype
+    assert got.shape == expected.shape
+    nan = expected.isnan()
+    assert torch.equal(got.isnan(), nan)
+    kind = BITS[got.element_size()]
+    zero = torch.zeros((), dtype=got.dtype)
+    got_bits, expected_bits = (torch.where(nan, zero, t).contiguous().view(kind) for t in (got, expected))
+    differing = (got_bits != expected_bits).nonzero()
+    assert not len(differing), (
+        f"at {differing[0].tolist()}: {got[tuple(differing[0])]}, {expected[tuple(differing[0])]}"
+    )
+
+
+def assert_near(got, expected):
+    """As near to float64 values as the dtype can be, twice rounded."""
+    info = torch.finfo(got.dtype)
+    torch.testing.assert_close(got.double(), expected, rtol=2 * info.eps, atol=2 * info.smallest_normal * info.eps)
+
+
+# ---- values ----
+
+
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize(("flat_dtype", "dtype"), PAIRS)
+def test_pack_gathers_scaled(flat_dtype, dtype, scale, table, generator):
+    tensors = [unaligned(numel, dtype, generator, lead=i % 3) for i, numel in enumerate(SIZES)]
+    numel = sum(SIZES)
+    memory = poisoned(numel + 5, dtype=flat_dtype)
+    flat = memory[3:-2]
+
+    ops.pack_(flat, tensors, scale)
+
+    given = torch.cat(tensors)
+    assert_same_bits(flat, (given.to(work_dtype(flat_dtype, dtype)) * scale).to(flat_dtype))
+    if flat_dtype == dtype:
+        assert_same_bits(flat, torch.mul(given, scale))
+    assert_near(flat, given.double() * scale)
+    reference = poisoned(numel, dtype=flat_dtype)
+    ops.pack_reference_(reference, tensors, scale)
+    assert_same_bits(flat, reference)
+    assert memory[:3].isnan().all()
+    assert memory[-2:].isnan().all()
+
+
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize(("flat_dtype", "dtype"), PAIRS)
+def test_unpack_spreads_scaled(flat_dtype, dtype, scale, table, generator):
+    flat = unaligned(sum(SIZES), flat_dtype, generator, lead=3)
+    memories = [poisoned(numel + 2, dtype=dtype) for numel in SIZES]
+    tensors = [memory[1:-1] for memory in memories]
+    given = flat.clone()
+
+    ops.unpack_(tensors, flat, scale)
+
+    got = torch.cat(tensors)
+    assert_same_bits(got, (flat.to(work_dtype(flat_dtype, dtype)) * scale).to(dtype))
+    assert_near(got, flat.double() * scale)
+    references = [poisoned(numel, dtype=dtype) for numel in SIZES]
+    ops.unpack_reference_(references, flat, scale)
+    assert_same_bits(got, torch.cat(references))
+    assert all(memory[0].isnan() and memory[-1].isnan() for memory in memories)
+    assert_same_bits(flat, given)
+
+
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize(("dtype", "source_dtype"), PAIRS)
+def test_accumulate_adds_scaled(dtype, source_dtype, scale, table, generator):
+    for numel in SIZES:
+        memory = torch.cat([poisoned(1, dtype=dtype), unaligned(numel, dtype, generator), poisoned(1, dtype=dtype)])
+        destination = memory[1:-1]
+        source = unaligned(numel, source_dtype, generator, lead=numel % 5)
+        before = destination.clone()
+        reference = destination.clone()
+
+        ops.accumulate_(destination, source, scale)
+
+        work = work_dtype(dtype, source_dtype)
+        assert_same_bits(destination, (before.to(work) + source.to(work) * scale).to(dtype))
+        ops.accumulate_reference_(reference, source, scale)
+        assert_same_bits(destination, reference)
+        exact = before.double() + source.double() * scale
+        error = (destination.double() - exact).abs()
+        # Sums cancel: the error is relative to the addends.
+        assert (error <= 2 * torch.finfo(dtype).eps * (before.double().abs() + source.double().abs() + 1e-30)).all()
+        assert memory[0].isnan()
+        assert memory[-1].isnan()
+
+
+def special_values(dtype, generator):
+    """Every 16-bit value, or random bits and the neighbourhood of every border of the narrower kinds."""
+    kind = BITS[dtype.itemsize]
+    if dtype.itemsize == 2:
+        return torch.arange(-(2**15), 2**15).to(kind).view(dtype)
+    bits = torch.randint(
+        -(2 ** (8 * dtype.itemsize - 1)), 2 ** (8 * dtype.itemsize - 1) - 1, (50_000,), generator=generator
+    )
+    halves = torch.arange(-(2**15), 2**15).to(torch.int16)
+    exact = torch.cat([halves.view(torch.float16).to(dtype), halves.view(torch.bfloat16).to(dtype)])
+    exact = exact[exact.isfinite()]
+    between = torch.cat([(exact + exact.roll(1)) / 2, (exact + exact.roll(-1)) / 2])  # ties of rounding, among others
+    near = between.view(kind)
+    edges = torch.tensor([math.inf, -math.inf, math.nan, 65504, 65519.99, 65520, 3.3895e38, 3.4028e38, 0.0, -0.0])
+    return torch.cat(
+        [bits.to(kind).view(dtype), exact, between, (near + 1).view(dtype), (near - 1).view(dtype), edges.to(dtype)]
+    )
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.5, 1 / 3, 1e-6, 65536.0])
+@pytest.mark.parametrize(("flat_dtype", "dtype"), PAIRS)
+def test_special_values_are_torchs(flat_dtype, dtype, scale, table, generator):
+    values = special_values(dtype, generator)
+    flat = torch.zeros(len(values), dtype=flat_dtype)
+    ops.pack_(flat, [values], scale)
+    expected = values.to(work_dtype(flat_dtype, dtype)) * scale if scale != 1 else values
+    assert_same_bits(flat, expected.to(flat_dtype))
+    start = special_values(flat_dtype, generator)[: len(values)]
+    sums, addends = start.clone(), values[: len(start)]
+    ops.accumulate_(sums, addends, scale)
+    work = work_dtype(flat_dtype, dtype)
+    assert_same_bits(sums, (start.to(work) + addends.to(work) * scale).to(flat_dtype))
+
+
+# ---- the order of elements ----
+
+
+def strided_tensors(dtype, generator):
+    """Tensors in every kind of memory that a gradient may have; none shares memory with another."""
+
+    def randn(*shape):
+        return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
+
+    columns = randn(9, 12)
+    return [
+        randn(4, 3, 5, 7).to(memory_format=torch.channels_last),
+        randn(6, 5, 4).permute(2, 0, 1),
+        randn(11, 8).t(),
+        randn(13, 30)[:, 3:20],
+        randn(40)[1::3],
+        randn(3, 4, 50, 6)[:, 1:3, ::7].permute(3, 1, 0, 2),
+        columns[:, :5],
+        columns[:, 5:],
+        randn(()),
+        randn(5, 1, 3).as_strided((5, 1, 3), (3, 77, 1)),
+        randn(0, 4),
+        randn(2, 3000)[:, :2500],
+        randn(6000, 2)[:, 1],
+        randn(129, 65).t()[:, ::2],
+    ]
+
+
+def in_place_order(tensor, like):
+    """The elements of `tensor` in the order of the memory of `like`, or in row-major order where that is not dense."""
+    if not ops.is_dense(like.shape, like.stride()):
+        return tensor.reshape(-1)
+    order = sorted(range(tensor.dim()), key=lambda d: (like.stride(d), d), reverse=True)
+    return tensor.permute(order).reshape(-1)
+
+
+@pytest.mark.parametrize("with_layout", [False, True])
+@pytest.mark.parametrize(
+    ("flat_dtype", "dtype"), [(torch.float32,) * 2, (torch.float64, torch.bfloat16), (torch.float16,) * 2]
+)
+def test_strided_tensors_travel_in_the_order_of_their_places(flat_dtype, dtype, with_layout, table, generator):
+    tensors = strided_tensors(dtype, generator)
+    # Gradients whose strides are not those of their places: contiguous for channels_last and the other way round.
+    likes = [t.contiguous() for t in reversed(tensors)] + list(tensors) if with_layout else tensors
+    tensors = (
+        list(reversed(tensors)) + [t.contiguous() for t in strided_tensors(dtype, generator)]
+        if with_layout
+        else tensors
+    )
+    expanded = torch.randn(3, 1, 5, generator=generator).to(dtype).expand(3, 4, 5)
+    tensors.append(expanded)
+    likes = [*likes, expanded] if with_layout else tensors
+    layout = ops.layout_of(likes) if with_layout else None
+    flat = poisoned(sum(t.numel() for t in tensors), dtype=flat_dtype)
+    ops.pack_(flat, tensors, 0.5, layout)
+    expected = torch.cat([in_place_order(t, like) for t, like in zip(tensors, likes, strict=True)])
+    assert_same_bits(flat, (expected.to(work_dtype(flat_dtype, dtype)) * 0.5).to(flat_dtype))
+    reference = poisoned(flat.numel(), dtype=flat_dtype)
+    ops.pack_reference_(reference, tensors, 0.5, layout)
+    assert_same_bits(flat, reference)
+
+    # And back, into memory of the same strides; an expanded tensor cannot be written.
+    targets = strided_tensors(dtype, generator)
+    if with_layout:
+        targets = list(reversed(targets)) + [t.contiguous() for t in strided_tensors(dtype, generator)]
+    if layout is not None:
+        layout = ops.layout_of(likes[:-1])
+    flat = flat[: -expanded.numel()]
+    ops.unpack_(targets, flat, 2.0, layout)
+    for target, tensor in zip(targets, tensors[:-1], strict=True):
+        assert_same_bits(
+            target.contiguous(), tensor.contiguous() if flat_dtype != dtype else (tensor * 0.5 * 2).contiguous()
+        )
+    for target in targets:
+        target.fill_(math.nan)
+    ops.unpack_reference_(targets, flat, 2.0, layout)
+    for target, tensor in zip(targets, tensors[:-1], strict=True):
+        assert_same_bits(
+            target.contiguous(), tensor.contiguous() if flat_dtype != dtype else (tensor * 0.5 * 2).contiguous()
+        )
+
+
+def test_only_elements_of_sliced_targets_are_written(table, generator):
+    matrix = poisoned(7, 9, dtype=torch.float32)
+    ops.unpack_([matrix[:, 2:5], matrix[1:6, 7]], torch.arange(26.0), 1.0)
+    assert torch.equal(matrix[:, 2:5].flatten(), torch.arange(21.0))
+    assert torch.equal(matrix[1:6, 7], torch.arange(21.0, 26.0))
+    assert matrix.isnan().sum() == 63 - 26
+
+
+def test_layout_matches_the_views_of_buckets(generator):
+    tensors = strided_tensors(torch.float32, generator)
+    flat = torch.arange(float(sum(t.numel() for t in tensors)))
+    from psengine.buckets import view_like
+
+    targets = [torch.zeros(t.shape) for t in tensors]
+    ops.unpack_(targets, flat, 1.0, ops.layout_of(tensors))
+    offset = 0
+    for target, tensor in zip(targets, tensors, strict=True):
+        assert torch.equal(target, view_like(flat, offset, tensor))
+        offset += tensor.numel()
+
+
+def test_dtypes_may_differ_within_a_call(table, generator):
+    tensors = [unaligned(100 + i, dtype, generator) for i, dtype in enumerate(FLOATS)]
+    flat = poisoned(406, dtype=torch.float32)
+    ops.pack_(flat, tensors, 0.25)
+    reference = poisoned(406, dtype=torch.float32)
+    ops.pack_reference_(reference, tensors, 0.25)
+    assert_same_bits(flat, reference)
+
+
+# ---- statistics ----
+
+
+@pytest.mark.parametrize(("flat_dtype", "dtype"), PAIRS)
+def test_statistics_are_of_what_was_written(flat_dtype, dtype, table, generator):
+    tensors = [unaligned(numel, dtype, generator) for numel in SIZES] + strided_tensors(dtype, generator)
+    tensors[8][5] = math.inf
+    tensors[10][[0, 4000, 4095]] = math.nan
+    numel = sum(t.numel() for t in tensors)
+    flat, reference = poisoned(numel, dtype=flat_dtype), poisoned(numel, dtype=flat_dtype)
+
+    counts, sums = ops.pack_stats_(flat, tensors, 1 / 3)
+    expected_counts, expected_sums = ops.pack_stats_reference_(reference, tensors, 1 / 3)
+
+    assert_same_bits(flat, reference)
+    assert counts.dtype == torch.int64
+    assert counts.tolist() == [{8: 1, 10: 3}.get(i, 0) for i in range(len(tensors))]
+    assert torch.equal(counts, expected_counts)
+    torch.testing.assert_close(sums, expected_sums, rtol=1e-13, atol=0, equal_nan=True)
+    exact = torch.stack([p.double().square().sum() for p in flat.split([t.numel() for t in tensors])])
+    torch.testing.assert_close(sums, exact, rtol=1e-13, atol=0, equal_nan=True)
+
+    targets = [torch.full_like(t, math.nan) for t in tensors]
+    counts, sums = ops.unpack_stats_(targets, flat, 3.0)
+    expected_targets = [torch.full_like(t, math.nan) for t in tensors]
+    expected_counts, expected_sums = ops.unpack_stats_reference_(expected_targets, flat, 3.0)
+    assert torch.equal(counts, expected_counts)
+    torch.testing.assert_close(sums, expected_sums, rtol=1e-13, atol=0, equal_nan=True)
+    for target, expected in zip(targets, expected_targets, strict=True):
+        assert_same_bits(target.contiguous(), expected.contiguous())
+
+
+def test_non_finite_values_are_counted_one_by_one(table):
+    for dtype in FLOATS:
+        values = torch.ones(5000, dtype=dtype)
+        values[::7] = math.inf
+        values[1::7] = -math.inf
+        values[2::7] = math.nan
+        values[3::7] = torch.finfo(dtype).max
+        flat = torch.empty_like(values)
+        counts, _ = ops.pack_stats_(flat, [values], 1.0)
+        assert counts.tolist() == [(~values.isfinite()).sum()]
+        # The square of a finite float64 may overflow.
+        counts, _ = ops.pack_stats_(flat[:10], [torch.full((10,), torch.finfo(dtype).max, dtype=dtype)], 1.0)
+        assert counts.tolist() == [0]
+
+
+@needs_native
+@pytest.mark.parametrize(("flat_dtype", "dtype"), PAIRS)
+def test_every_table_and_any_number_of_threads_give_the_same_bits(flat_dtype, dtype, threads, generator):
+    tensors = [unaligned(numel, dtype, generator) for numel in (200_001, 100, 0, 120_000)]
+    tensors += strided_tensors(dtype, generator)
+    numel = sum(t.numel() for t in tensors)
+    best = ops.native_kernels()
+    results = []
+    for name in TABLES:
+        if not native.extension._use_kernels(name):
+            continue
+        for count in (1, 2):
+            threads(count)
+            flat = poisoned(numel, dtype=flat_dtype)
+            plain = poisoned(numel, dtype=flat_dtype)
+            counts, sums = ops.pack_stats_(flat, tensors, 1 / 3)
+            ops.pack_(plain, tensors, 1 / 3)
+            targets = [torch.full_like(t, math.nan) for t in tensors]
+            target_counts, target_sums = ops.unpack_stats_(targets, flat, 1 / 3)
+            plain_targets = [torch.full_like(t, math.nan) for t in tensors]
+            ops.unpack_(plain_targets, flat, 1 / 3)
+            total = tensors[0].clone()
+            ops.accumulate_(total, flat[: total.numel()], 1 / 3)
+            back = torch.cat([t.flatten() for t in targets])
+            plain_back = torch.cat([t.flatten() for t in plain_targets])
+            results.append((flat, plain, back, plain_back, sums, target_sums, counts, target_counts, total))
+    assert native.extension._use_kernels(best)
+    for result in results:
+        for got, expected in zip(result, results[0], strict=True):
+            assert torch.equal(got.contiguous().view(torch.uint8), expected.contiguous().view(torch.uint8))
+        assert torch.equal(result[0], result[1])
+        assert torch.equal(result[2], result[3])
+
+
+@pytest.mark.parametrize("thread_count", [1, 2])
+def test_calls_larger_than_the_caches(thread_count, table, threads, generator):
+    threads(thread_count)
+    dense = torch.randn(4_500_001, generator=generator)
+    tensors = [dense[1:2_000_000], dense[:3], dense[2_300_000:], torch.randn(300, 400, generator=generator).t()[1:]]
+    numel = sum(t.numel() for t in tensors)
+    memory = poisoned(numel + 9, dtype=torch.float32)
+    flat = memory[5:-4]
+    assert flat.nbytes >= 16 * 2**20
+    ops.pack_(flat, tensors, 1 / 3)
+    assert_same_bits(flat, torch.cat([t.flatten() for t in tensors]) * (1 / 3))
+    targets = [poisoned(t.numel() + 3, dtype=torch.float32)[2:-1].view(t.shape) for t in tensors]
+    ops.unpack_(targets, flat, 0.7)
+    assert_same_bits(torch.cat([t.flatten() for t in targets]), flat * 0.7)
+    assert memory.isnan().sum() == 9
+
+
+@needs_native
+def test_statistics_do_not_depend_on_strides(table, generator):
+    dense = torch.randn(150, 100, generator=generator)
+    strided = torch.zeros(150, 130)[:, 7:107].copy_(dense)
+    flat = torch.empty(15_000)
+    first = ops.pack_stats_(flat, [dense], 1 / 3)
+    second = ops.pack_stats_(flat, [strided], 1 / 3)
+    assert torch.equal(first[1], second[1])
+
+
+# ---- the sum of a shared-memory all-reduce ----
+
+
+@needs_native
+@pytest.mark.parametrize("scale", [1.0, 1 / 3])
+@pytest.mark.parametrize("kind", range(6))
+def test_sum_adds_in_order_into_every_destination(kind, scale, table, generator):
+    dtype = [*FLOATS, torch.int32, torch.int64][kind]
+    if not dtype.is_floating_point:
+        scale = 1.0
+    bits = []
+    for source_count in (1, 2, 3, 4, 5, 8):
+        for destination_count in {1, 2, source_count}:
+            for numel in (0, 1, 17, 1024, 5003):
+                sources = [
+                    (unaligned(numel, torch.float64, generator, lead=k % 3) * 100).to(dtype)
+                    for k in range(source_count)
+                ]
+                work = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+                products = [(s.to(work) * scale).to(dtype).to(work) if scale != 1 else s.to(work) for s in sources]
+                expected = products[0]
+                for product in products[1:]:
+                    expected = expected + product
+                expected = expected.to(dtype)
+                # In place, as the all-reduce has it, as far as there are sources.
+                targets = (sources + [torch.zeros(numel, dtype=dtype) for _ in range(destination_count)])[
+                    :destination_count
+                ]
+                square_sum = native.extension._sum(
+                    [t.data_ptr() for t in targets], [s.data_ptr() for s in sources], kind, numel, scale, numel % 2 == 1
+                )
+                for target in targets:
+                    assert torch.equal(target, expected)
+                if numel % 2 == 1:
+                    assert square_sum == pytest.approx(expected.double().square().sum().item(), rel=1e-13)
+                bits.append(square_sum)
+
+
+@needs_native
+def test_sums_of_squares_have_the_same_bits_from_every_table(generator):
+    values = torch.randn(10_003, generator=generator)
+    best = ops.native_kernels()
+    found = set()
+    for name in TABLES:
+        if native.extension._use_kernels(name):
+            sources = [values.clone(), values.clone()]
+            addresses = [s.data_ptr() for s in sources]
+            found.add(native.extension._sum(addresses, addresses, 0, len(values), 1 / 3, True))
+    assert native.extension._use_kernels(best)
+    assert len(found) == 1
+
+
+# ---- what is refused ----
+
+
+def flat_of(numel=10, **options):
+    return torch.full((numel,), 7.0, **options)
+
+
+def bad_calls():
+    """name -> (function's stem, arguments, what the message says)"""
+    shared = torch.zeros(20)
+    matrix = torch.zeros(6, 4)
+    short_layout = ops.layout_of([torch.zeros(5)])
+    crooked = torch.tensor([1, 10, 2])
+    return {
+        "numel": ("pack", (flat_of(), [torch.zeros(4), torch.zeros(5)]), r"expected 10 elements, got 9 in 2 tensors"),
+        "numel, unpack": ("unpack", ([torch.zeros(4)], flat_of()), r"expected 10 elements, got 4 in 1 tensors"),
+        "no tensors": ("pack", (flat_of(), []), r"expected 10 elements, got 0 in 0 tensors"),
+        "flat of two dimensions": (
+            "pack",
+            (torch.zeros(2, 5), [torch.zeros(10)]),
+            r"one dimension \(got sizes \[2, 5\]",
+        ),
+        "strided flat": ("unpack", ([torch.zeros(10)], torch.zeros(20)[::2]), r"contiguous.* strides \[2\]"),
+        "flat among sources": (
+            "pack",
+            (shared[:10], [shared[5:15]]),
+            r"tensor 0 and flat must not share memory, because flat",
+        ),
+        "flat among targets": (
+            "unpack",
+            ([torch.zeros(4), shared[9:15]], shared[:10]),
+            r"tensor 1 and flat must not share memory, because the tensor",
+        ),
+        "targets overlap": (
+            "unpack",
+            ([shared[:4], torch.zeros(2), shared[3:7]], flat_of()),
+            r"tensor 0 and tensor 2 must not share memory, because both are written \(got addresses \[0x\w+, 0x",
+        ),
+        "columns overlap": (
+            "unpack",
+            ([matrix[:, 1:3], matrix[:, 2:4]], flat_of(24)),
+            r"tensor 0 and tensor 1 must not share",
+        ),
+        "expanded target": (
+            "unpack",
+            ([torch.zeros(1, 5).expand(2, 5)], flat_of()),
+            r"tensor 0 must not overlap itself.*\[0, 1\]",
+        ),
+        "woven target": (
+            "unpack",
+            ([torch.zeros(20).as_strided((2, 5), (2, 2))], flat_of()),
+            r"tensor 0 must not overlap itself",
+        ),
+        "foreign layout": (
+            "pack",
+            (flat_of(), [torch.zeros(10)], 1.0, ops.layout_of([torch.zeros(5, 2)])),
+            r"tensor 0: expected 2 dimensions, got 1",
+        ),
+        "layout of other sizes": (
+            "pack",
+            (flat_of(), [torch.zeros(10)], 1.0, short_layout),
+            r"expected sizes \[5\], got \[10\]",
+        ),
+        "short layout": (
+            "unpack",
+            ([torch.zeros(5), torch.zeros(5)], flat_of(), 1.0, short_layout),
+            r"tensor 1: expected no such tensor, got 1",
+        ),
+        "long layout": (
+            "pack",
+            (flat_of(), [torch.zeros(10)], 1.0, ops.layout_of([torch.zeros(10)] * 2)),
+            r"expected 6 numbers, got 3 for 1 tensors",
+        ),
+        "layout not dense": (
+            "pack",
+            (flat_of(), [torch.zeros(10)], 1.0, crooked),
+            r"place of tensor 0 must be dense.*strides \[2\]",
+        ),
+        "layout of floats": (
+            "pack",
+            (flat_of(), [torch.zeros(10)], 1.0, torch.zeros(3)),
+            r"layout_of .*got torch.float32 of 1",
+        ),
+        "shapes": ("accumulate", (torch.zeros(4), torch.zeros(2, 2)), r"expected \[4\], got \[2, 2\]"),
+        "orders": (
+            "accumulate",
+            (torch.zeros(4, 2), torch.zeros(2, 4).t()),
+            r"strides \[2, 1\] and \[1, 4\] of sizes \[4, 2\]",
+        ),
+        "not dense": ("accumulate", (torch.zeros(4, 4)[:, :2], torch.zeros(4, 4)[:, :2]), r"dense in the same order"),
+        "shared": ("accumulate", (shared[:4], shared[2:6]), r"must not share memory \(got addresses"),
+    }
+
+
+@pytest.mark.parametrize("name", bad_calls())
+def test_bad_calls_are_refused_and_nothing_is_written(name):
+    stem, arguments, message = bad_calls()[name]
+    tensors = [t for a in arguments for t in (a if isinstance(a, list) else [a]) if isinstance(t, torch.Tensor)]
+    before = [t.clone() for t in tensors]
+    stems = [stem] if stem == "accumulate" else [stem, f"{stem}_stats"]
+    messages = set()
+    for function in [f for s in stems for f in (f"{s}_", f"{s}_reference_")]:
+        with pytest.raises(RuntimeError, match=message) as raised:
+            getattr(ops, function)(*arguments)
+        messages.add(str(raised.value))
+        assert all(torch.equal(t, b) for t, b in zip(tensors, before, strict=True))
+    assert len(messages) == 1  # native and reference say the same
+
+
+@pytest.mark.parametrize("function", [ops.pack_, ops.pack_reference_])
+def test_devices_must_agree(function):
+    with pytest.raises(RuntimeError, match=r"tensor 1 must be on flat's device \(expected cpu, got meta"):
+        function(flat_of(), [torch.zeros(4), torch.zeros(6, device="meta")])
+    with pytest.raises(RuntimeError, match=r"expected meta, got cpu"):
+        function(flat_of(device="meta"), [torch.zeros(10)])
+
+
+# ---- what is none of the native extension's business ----
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.int32, torch.float8_e4m3fn])
+def test_other_dtypes_run_on_the_references(dtype):
+    tensors = [torch.arange(-3, 5).to(dtype), torch.full((2, 3), 6).to(dtype)]
+    flat = torch.zeros(14, dtype=dtype)
+    ops.pack_(flat, tensors, 2.0)
+    expected = torch.cat([t.flatten().to(torch.complex64) for t in tensors])
+    assert torch.equal(flat.to(torch.complex64), expected * 2)
+    counts, sums = ops.unpack_stats_(tensors, flat, 0.5)
+    assert torch.equal(torch.cat([t.flatten().to(torch.complex64) for t in tensors]), expected)
+    assert counts.tolist() == [0, 0]
+    assert sums.tolist() == [44.0, 216.0]
+    total = torch.ones(14, dtype=dtype)
+    ops.accumulate_(total, flat, 0.5)
+    assert torch.equal(total.to(torch.complex64), expected + 1)
+
+
+def test_autograd_sees_nothing():
+    parameters = [torch.ones(3, requires_grad=True), torch.ones(2, requires_grad=True)]
+    flat = torch.zeros(5)
+    ops.pack_(flat, parameters, 2.0)
+    ops.unpack_(parameters, flat, 2.0)
+    ops.accumulate_(parameters[0], flat[:3], 1.0)
+    assert not flat.requires_grad
+    assert parameters[0].is_leaf
+    assert parameters[0].tolist() == [6.0] * 3
+    assert parameters[1].tolist() == [4.0] * 2
+
+
+def test_meta_tensors_have_shapes():
+    flat = torch.empty(10, device="meta")
+    counts, sums = ops.pack_stats_(flat, [torch.empty(4, device="meta"), torch.empty(2, 3, device="meta")])
+    assert (counts.shape, counts.dtype, sums.shape, sums.dtype) == ((2,), torch.int64, (2,), torch.float64)
+
+
+@needs_native
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_the_operators_keep_torchs_contract():
+    tensors = [torch.randn(4, 3), torch.randn(5, 2).t(), torch.randn(0)]
+    flat = torch.zeros(22)
+    layout = ops.layout_of(tensors)
+    for name, first, second in (("pack", flat, tensors), ("unpack", tensors, flat)):
+        for suffix in ("_", "_stats_"):
+            operator = getattr(torch.ops.psengine, name + suffix).default
+            for given in (None, layout):
+                torch.library.opcheck(operator, (first, second, 0.5, given))
+    torch.library.opcheck(torch.ops.psengine.accumulate_.default, (torch.zeros(4, 3), tensors[0], 0.5))
+
+
+@needs_native
+def test_operators_compile():
+    def step(flat, first, second):
+        ops.pack_(flat, [first, second], 0.5)
+        counts, sums = ops.pack_stats_(flat, [first, second], 0.5)
+        ops.accumulate_(second, first.sum().expand(3).clone(), 2.0)
+        return counts.sum() + sums.sum()
+
+    def inputs():
+        return torch.zeros(7), torch.arange(4.0), torch.arange(3.0)
+
+    eager, traced = inputs(), inputs()
+    compiled = torch.compile(step, backend="aot_eager", fullgraph=True)
+    assert torch.equal(step(*eager), compiled(*traced))
+    for a, b in zip(eager, traced, strict=True):
+        assert torch.equal(a, b)
+
+
+WITHOUT_EXTENSION = """
+import logging
+import sys
+
+records = []
+
+
+class Keep(logging.Handler):
+    def emit(self, record):
+        records.append(record)
+
+
+class NoExtension:
+    def find_spec(self, name, path=None, target=None):
+        if name == "psengine._native":
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+
+sys.meta_path.insert(0, NoExtension())
+logging.getLogger("psengine").addHandler(Keep())
+logging.getLogger("psengine").setLevel(logging.DEBUG)
+import torch
+import psengine
+from psengine import ops
+
+assert "psengine._native" not in sys.modules
+assert not ops.native_available()
+assert ops.native_kernels() is None
+flat = torch.zeros(6)
+tensors = [torch.ones(2), torch.full((2, 2), 3.0)]
+for _ in range(3):
+    ops.pack_(flat, tensors, 0.5)
+assert flat.tolist() == [0.5, 0.5, 1.5, 1.5, 1.5, 1.5]
+counts, sums = ops.unpack_stats_(tensors, flat, 2.0, ops.layout_of(tensors))
+assert (counts.tolist(), sums.tolist()) == ([0, 0], [2.0, 36.0])
+ops.accumulate_(flat, torch.ones(6), 2.0)
+assert flat.tolist() == [2.5, 2.5, 3.5, 3.5, 3.5, 3.5]
+said = [r for r in records if "native extension" in r.getMessage()]
+assert [r.levelname for r in said] == ["INFO"], said
+assert said[0].getMessage().startswith("psengine runs without its native extension"), said[0].getMessage()
+"""
+
+
+def test_without_the_extension_the_references_run_and_one_line_says_so():
+    command = [sys.executable, "-W", "error::RuntimeWarning", "-c", WITHOUT_EXTENSION]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr

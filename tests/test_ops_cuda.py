@@ -1,0 +1,474 @@
+"""The fused operators on CUDA, against the pure-torch references on the CPU: the same bits."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from psengine import ops
+
+DEVICE = "cuda"
+
+
+def has_cuda_kernels() -> bool:
+    return ops.native_available() and torch._C._dispatch_has_kernel_for_dispatch_key("psengine::pack_", "CUDA")
+
+
+pytestmark = [
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+    pytest.mark.skipif(not has_cuda_kernels(), reason="psengine was built without CUDA kernels"),
+]
+
+KINDS = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
+PAIRS = list(itertools.product(KINDS, KINDS))
+BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+# Around the lengths of packs (2 to 8 elements) and chunks (2048, 4096, 8192).
+SIZES = [1, 3, 16, 17, 0, 255, 2047, 2048, 4096, 4097, 8193, 12289, 5, 100_003, 0]
+SCALE = 1 / 3
+
+
+def name_of(value):
+    return str(value).removeprefix("torch.")
+
+
+def values(numel, dtype=torch.float32, seed=0):
+    """On the CPU: many magnitudes, some of which overflow or vanish in 16 bits, and a NaN and infinities."""
+    generator = torch.Generator().manual_seed(seed + numel)
+    exponents = torch.randint(-30, 20, (numel,), generator=generator)
+    made = torch.randn(numel, dtype=torch.float64, generator=generator) * torch.exp2(exponents.double())
+    made[7::1013] = torch.inf
+    made[11::2003] = -torch.inf
+    made[13::3001] = torch.nan
+    return made.to(dtype)
+
+
+def tensors_of(sizes, dtype, device, seed=0):
+    return [values(numel, dtype, seed + index).to(device) for index, numel in enumerate(sizes)]
+
+
+def assert_same_bits(actual, expected):
+    actual, expected = actual.cpu().contiguous(), expected.cpu().contiguous()
+    assert (actual.shape, actual.dtype) == (expected.shape, expected.dtype)
+    is_nan = expected.isnan()
+    assert torch.equal(actual.isnan(), is_nan)
+    bits = BITS[expected.element_size()]
+    same = (actual.view(bits) == expected.view(bits)) | is_nan
+    assert same.all(), f"{(~same).sum()} of {same.numel()} differ, first at {(~same).nonzero()[0].tolist()}"
+
+
+def assert_same_statistics(actual, expected):
+    """Counts are exact; sums are float64 but added in another order."""
+    for result, dtype in zip(actual, (torch.int64, torch.float64), strict=True):
+        assert (result.device.type, result.dtype) == (DEVICE, dtype)
+    assert torch.equal(actual[0].cpu(), expected[0])
+    torch.testing.assert_close(actual[1].cpu(), expected[1], rtol=1e-13, atol=0, equal_nan=True)
+
+
+def check(build, flat_dtype, layout=None, scale=SCALE, flat_lead=0, directions=("pack", "unpack")):
+    """Every list operator on ``build(device)``'s tensors; the flat tensor begins ``flat_lead`` elements into memory."""
+    ours, theirs = build(DEVICE), build("cpu")
+    numel = sum(tensor.numel() for tensor in ours)
+    if "pack" in directions:
+        for with_statistics in (False, True):
+            flat = torch.full((flat_lead + numel + 8,), 7.0, dtype=flat_dtype, device=DEVICE)
+            expected = torch.zeros(numel, dtype=flat_dtype)
+            inner = flat[flat_lead : flat_lead + numel]
+            if with_statistics:
+                statistics = ops.pack_stats_(inner, ours, scale, layout)
+                assert_same_statistics(statistics, ops.pack_stats_reference_(expected, theirs, scale, layout))
+            else:
+                ops.pack_(inner, ours, scale, layout)
+                ops.pack_reference_(expected, theirs, scale, layout)
+            assert_same_bits(inner, expected)
+            assert (flat[:flat_lead] == 7).all()
+            assert (flat[flat_lead + numel :] == 7).all()
+    if "unpack" in directions:
+        source = values(flat_lead + numel, flat_dtype, seed=99)
+        for with_statistics in (False, True):
+            ours, theirs = build(DEVICE), build("cpu")
+            arguments = source.to(DEVICE)[flat_lead:], scale, layout
+            reference_arguments = source[flat_lead:], scale, layout
+            if with_statistics:
+                statistics = ops.unpack_stats_(ours, *arguments)
+                assert_same_statistics(statistics, ops.unpack_stats_reference_(theirs, *reference_arguments))
+            else:
+                ops.unpack_(ours, *arguments)
+                ops.unpack_reference_(theirs, *reference_arguments)
+            for tensor, expected in zip(ours, theirs, strict=True):
+                assert_same_bits(tensor, expected)
+
+
+@pytest.mark.parametrize(("dtype", "flat_dtype"), PAIRS, ids=name_of)
+def test_every_pair_of_kinds(dtype, flat_dtype):
+    check(lambda device: tensors_of(SIZES, dtype, device), flat_dtype)
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.0, -0.5, 1e-30, 1e300, float("inf")])
+@pytest.mark.parametrize(
+    ("dtype", "flat_dtype"), [(torch.float32, torch.float32), (torch.float64, torch.bfloat16)], ids=name_of
+)
+def test_scales(dtype, flat_dtype, scale):
+    check(lambda device: tensors_of([1000, 31], dtype, device), flat_dtype, scale=scale)
+
+
+def test_kinds_are_mixed_in_one_call():
+    def build(device):
+        return [values(numel, KINDS[i % 4], i).to(device) for i, numel in enumerate(SIZES)]
+
+    for flat_dtype in KINDS:
+        check(build, flat_dtype)
+
+
+@pytest.mark.parametrize(("dtype", "flat_dtype"), PAIRS, ids=name_of)
+def test_ties_are_rounded_to_even(dtype, flat_dtype):
+    # In the middle of two neighbours of either 16-bit kind, and a little beside the middle, which float32 cannot hold.
+    middles = torch.tensor([1 + 2.0**-8, 1 + 3 * 2.0**-8, 1 + 2.0**-11, 1 + 3 * 2.0**-11], dtype=torch.float64)
+    nearly = torch.cat([middles, middles + 2.0**-40, middles - 2.0**-40, -middles - 2.0**-40])
+    subnormals = torch.arange(1, 40, dtype=torch.float64) * torch.tensor([2.0**-134, 2.0**-25, 2.0**-150])[:, None]
+    made = torch.cat([nearly, subnormals.flatten()]).to(dtype)
+    check(lambda device: [made.to(device)], flat_dtype, scale=1.0)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "flat_dtype"),
+    [(torch.float32,) * 2, (torch.bfloat16,) * 2, (torch.float16, torch.float32), (torch.float64, torch.bfloat16)],
+    ids=name_of,
+)
+@pytest.mark.parametrize("flat_lead", [0, 1, 4, 7])
+def test_memory_that_is_not_aligned(dtype, flat_dtype, flat_lead):
+    def build(device):
+        return [values(9000, dtype, lead).to(device)[lead : lead + 8200] for lead in range(9)]
+
+    check(build, flat_dtype, flat_lead=flat_lead)
+
+
+VIEWS = {
+    "transposed": lambda base: base.view(60, 70).t(),
+    "columns": lambda base: base.view(60, 70)[:, 3:40:2],
+    "every third": lambda base: base[::3],
+    "a corner": lambda base: base.view(3, 4, 5, 7, 10)[1:, :3, 1:4, 2:, ::3],
+    "channels last": lambda base: base.view(4, 5, 21, 10).permute(0, 3, 1, 2),
+    "one element": lambda base: base.view(60, 70)[5:6, 6:7],
+    "nothing": lambda base: base.view(60, 70)[:0, ::2],
+    "a scalar": lambda base: base[17],
+}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "flat_dtype"), [(torch.float32,) * 2, (torch.float16, torch.float64), (torch.bfloat16,) * 2], ids=name_of
+)
+@pytest.mark.parametrize("view", VIEWS)
+def test_strides(view, dtype, flat_dtype):
+    def build(device):
+        bases = tensors_of([4200] * 3, dtype, device)
+        return [bases[0], VIEWS[view](bases[1]), bases[2]]
+
+    check(build, flat_dtype)
+
+
+def test_many_strided_tensors():
+    def build(device):
+        bases = tensors_of([600] * 60, torch.float32, device)
+        return [base.view(20, 30)[:, 5 : 6 + index % 20] for index, base in enumerate(bases)]
+
+    check(build, torch.float32)
+
+
+def test_a_large_strided_tensor():
+    check(lambda device: [values(600_000).to(device).view(600, 1000).t()[::2]], torch.float16)
+
+
+def test_an_expanded_source():
+    check(
+        lambda device: [values(5).to(device).expand(1000, 5), values(9).to(device)], torch.float32, directions=["pack"]
+    )
+
+
+@pytest.mark.parametrize("flat_dtype", [torch.float32, torch.bfloat16], ids=name_of)
+def test_layout(flat_dtype):
+    shape = (8, 6, 5, 7)
+    parameters = [
+        torch.empty(shape).to(memory_format=torch.channels_last),
+        torch.empty(30),
+        torch.empty(shape),
+        torch.empty(12, 34).t(),
+    ]
+
+    def build(device):
+        first, second, third, fourth = tensors_of([1680, 30, 1680, 408], torch.float32, device)
+        return [
+            first.view(shape),
+            second,
+            third.view(8, 5, 7, 6).permute(0, 3, 1, 2),
+            fourth.view(34, 12),
+        ]
+
+    check(build, flat_dtype, layout=ops.layout_of(parameters))
+
+
+def test_too_many_dimensions():
+    def build(device, dimensions):
+        return values(3**dimensions).to(device).view((3,) * dimensions)[(slice(0, 2),) * dimensions]
+
+    check(lambda device: [values(4).to(device), build(device, 8)], torch.float32)
+    flat = torch.zeros(4 + 2**9, device=DEVICE)
+    with pytest.raises(RuntimeError, match=r"tensor 1 .*expected at most 8 .*got 9"):
+        ops.pack_(flat, [values(4).to(DEVICE), build(DEVICE, 9)])
+    assert (flat == 0).all()
+
+
+@pytest.mark.parametrize("count", [126, 127, 400, 1000, 1022, 2500])
+def test_many_tensors(count):
+    """As many as one launch takes (126 or 1021), one more, and several launches."""
+    sizes = [index * 37 % 101 for index in range(count)]
+    sizes[count // 2] = 50_000
+    check(lambda device: tensors_of(sizes, torch.float32, device), torch.float32)
+
+
+@pytest.mark.parametrize("sizes", [[], [0], [0, 0, 0]])
+def test_nothing_to_move(sizes):
+    check(lambda device: tensors_of(sizes, torch.float32, device), torch.float32)
+
+
+@pytest.mark.parametrize(("dtype", "source_dtype"), PAIRS, ids=name_of)
+@pytest.mark.parametrize(("destination_lead", "source_lead"), [(0, 0), (1, 1), (0, 1), (3, 2)])
+def test_accumulate(dtype, source_dtype, destination_lead, source_lead):
+    for numel in (0, 1, 7, 4096, 100_003):
+        source = values(numel + source_lead, source_dtype, seed=1)
+        expected = values(numel + destination_lead, dtype, seed=2)
+        actual = expected.to(DEVICE)
+        ops.accumulate_(actual[destination_lead:], source.to(DEVICE)[source_lead:], SCALE)
+        ops.accumulate_reference_(expected[destination_lead:], source[source_lead:], SCALE)
+        assert_same_bits(actual, expected)
+
+
+def test_accumulate_walks_both_in_the_order_of_memory():
+    expected = values(1680, seed=1).view(8, 5, 7, 6).permute(0, 3, 1, 2)
+    source = values(1680, torch.bfloat16, seed=2).view(8, 5, 7, 6).permute(0, 3, 1, 2)
+    actual = expected.to(DEVICE)
+    ops.accumulate_(actual, source.to(DEVICE), -2.5)
+    ops.accumulate_reference_(expected, source, -2.5)
+    assert_same_bits(actual, expected)
+
+
+@pytest.mark.parametrize("dtype", KINDS, ids=name_of)
+def test_statistics_have_the_same_bits_every_time(dtype):
+    tensors = [torch.randn(numel, device=DEVICE).to(dtype) for numel in (1_000_003, *SIZES)]
+    flat = torch.empty(sum(tensor.numel() for tensor in tensors), dtype=torch.float32, device=DEVICE)
+    first = ops.pack_stats_(flat, tensors, SCALE)
+    for _ in range(20):
+        again = ops.pack_stats_(flat, tensors, SCALE)
+        assert torch.equal(again[0], first[0])
+        assert torch.equal(again[1].view(torch.int64), first[1].view(torch.int64))
+
+
+@pytest.mark.slow
+def test_more_elements_than_32_bits_count():
+    numel = 2**32 + 4099
+    if torch.cuda.mem_get_info()[0] < 5 * numel:
+        pytest.skip(f"needs {5 * numel >> 30} GiB of free device memory")
+    tensor = torch.rand(numel, dtype=torch.float16, device=DEVICE)
+    flat = torch.empty(numel + 3, dtype=torch.float16, device=DEVICE)
+    tail = torch.ones(3, dtype=torch.float16, device=DEVICE)
+    counts, _ = ops.pack_stats_(flat, [tensor, tail])
+    assert counts.tolist() == [0, 0]
+    for begin in range(0, numel, 2**30):
+        assert torch.equal(flat[begin : begin + 2**30][: numel - begin], tensor[begin : begin + 2**30])
+    assert flat[-3:].tolist() == [1, 1, 1]
+
+
+def arguments_of(operator):
+    flat = torch.randn(26, device=DEVICE)
+    tensors = [torch.randn(20, device=DEVICE), torch.randn(3, 4, device=DEVICE)[:, ::2]]
+    packing, unpacking = (flat, tensors, SCALE), (tensors, flat, SCALE)
+    return {
+        "pack_": packing,
+        "pack_stats_": packing,
+        "unpack_": unpacking,
+        "unpack_stats_": unpacking,
+        "accumulate_": (flat, torch.randn(26, device=DEVICE), SCALE),
+    }[operator]
+
+
+OPERATORS = ["pack_", "unpack_", "pack_stats_", "unpack_stats_", "accumulate_"]
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_opcheck(operator):
+    torch.library.opcheck(getattr(torch.ops.psengine, operator).default, arguments_of(operator))
+
+
+@pytest.mark.parametrize("count", [5, 400])
+def test_a_captured_graph_reads_what_lies_at_its_addresses_when_replayed(count):
+    sizes = [1000 + index for index in range(count)]
+    tensors = tensors_of(sizes, torch.float32, DEVICE)
+    tensors[1] = tensors[1].view(-1, 7)[:, ::2] if tensors[1].numel() % 7 == 0 else tensors[1]
+    numel = sum(tensor.numel() for tensor in tensors)
+    flat = torch.zeros(numel, device=DEVICE)
+    results = [torch.zeros_like(tensor) for tensor in tensors]
+    total = torch.zeros(numel, dtype=torch.float64, device=DEVICE)
+
+    def step():
+        statistics = ops.pack_stats_(flat, tensors, SCALE)
+        ops.unpack_(results, flat, 2.0)
+        ops.accumulate_(total, flat, 1.0)
+        return statistics
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        statistics = step()
+    total.zero_()
+    expected_total = torch.zeros(numel, dtype=torch.float64)
+    for seed in range(3):
+        for index, tensor in enumerate(tensors):
+            tensor.copy_(torch.randn(tensor.shape, generator=torch.Generator().manual_seed(10 * seed + index)))
+        graph.replay()
+        expected = torch.zeros(numel)
+        theirs = ops.pack_stats_reference_(expected, [tensor.cpu() for tensor in tensors], SCALE)
+        assert_same_bits(flat, expected)
+        assert_same_statistics(statistics, theirs)
+        expected_results = [torch.zeros(tensor.shape) for tensor in tensors]
+        ops.unpack_reference_(expected_results, expected, 2.0)
+        for result, wanted in zip(results, expected_results, strict=True):
+            assert_same_bits(result, wanted)
+        ops.accumulate_reference_(expected_total, expected, 1.0)
+        assert_same_bits(total, expected_total)
+
+
+def sleep():
+    """Keep the current stream busy for some tenths of a second."""
+    torch.cuda._sleep(500_000_000)
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_work_is_ordered_by_the_current_stream(operator):
+    arguments = arguments_of(operator)
+    targets, sources = [part if isinstance(part, list) else [part] for part in arguments[:2]]
+    for tensor in (*targets, *sources):
+        tensor.fill_(1.0)
+    call = getattr(torch.ops.psengine, operator)
+    call(*arguments)  # loads the kernels
+    for tensor in targets:
+        tensor.fill_(1.0)
+    side = torch.cuda.Stream()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(side):
+        sleep()
+        for tensor in sources:
+            tensor.fill_(5.0)
+        call(*arguments)
+    side.synchronize()
+    # On another stream it would have run ahead, and met ones.
+    expected = (1.0 if operator == "accumulate_" else 0.0) + 5.0 * SCALE
+    for tensor in targets:
+        torch.testing.assert_close(tensor, torch.full_like(tensor, expected))
+
+
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_nothing_waits_for_the_device(operator):
+    arguments = arguments_of(operator)
+    call = getattr(torch.ops.psengine, operator)
+    call(*arguments)  # loads the kernels
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        sleep()
+        call(*arguments)
+        assert not torch.cuda.current_stream().query()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_the_device_of_the_tensors_is_used():
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two CUDA devices")
+    device = torch.device("cuda", 1)
+    tensors = tensors_of(SIZES, torch.float32, device)
+    flat = torch.zeros(sum(SIZES), device=device)
+    with torch.cuda.device(0):
+        statistics = ops.pack_stats_(flat, tensors, SCALE)
+        assert torch.cuda.current_device() == 0
+    expected = torch.zeros(sum(SIZES))
+    ops.pack_stats_reference_(expected, [tensor.cpu() for tensor in tensors], SCALE)
+    assert {result.device for result in statistics} == {device}
+    assert_same_bits(flat, expected)
+
+
+def test_kinds_that_are_not_covered_go_through_the_reference():
+    tensors = [torch.arange(5, device=DEVICE), torch.arange(3, device=DEVICE)]
+    flat = torch.zeros(8, dtype=torch.int64, device=DEVICE)
+    ops.pack_(flat, tensors)
+    assert flat.tolist() == [0, 1, 2, 3, 4, 0, 1, 2]
+
+
+def bad_calls():
+    flat = torch.zeros(6, device=DEVICE)
+    pair = [torch.ones(2, device=DEVICE), torch.ones(4, device=DEVICE)]
+    wide = torch.zeros(3, 2, device=DEVICE)
+    return {
+        "other device": (lambda: ops.pack_(flat, [pair[0], torch.ones(4)]), r"tensor 1 must be on flat's device"),
+        "too few elements": (lambda: ops.pack_(flat, pair[:1]), r"tensors must fill flat \(expected 6 elements, got 2"),
+        "too many elements": (lambda: ops.unpack_([*pair, pair[0].clone()], flat), r"tensors must fill flat"),
+        "flat of two dimensions": (lambda: ops.pack_(wide, pair), r"flat must be contiguous and of one dimension"),
+        "flat with gaps": (lambda: ops.pack_(torch.zeros(12, device=DEVICE)[::2], pair), r"flat must be contiguous"),
+        "tensor in flat": (lambda: ops.pack_(flat, [flat[:2], pair[1]]), r"tensor 0 and flat must not share memory"),
+        "tensor twice": (
+            lambda: ops.unpack_([pair[1], pair[1][:2]], flat),
+            r"tensor 0 and tensor 1 must not share memory",
+        ),
+        "tensor in itself": (
+            lambda: ops.unpack_([torch.ones(1, device=DEVICE).expand(6)], flat),
+            r"tensor 0 must not overlap itself",
+        ),
+        "layout of others": (
+            lambda: ops.pack_(flat, pair, 1.0, ops.layout_of([torch.ones(3), torch.ones(3)])),
+            r"layout must have been made for these tensors",
+        ),
+        "layout on the device": (
+            lambda: ops.pack_(flat, pair, 1.0, ops.layout_of(pair).to(DEVICE)),
+            r"layout must come from psengine.ops.layout_of",
+        ),
+        "accumulate: shape": (lambda: ops.accumulate_(flat, pair[0]), r"source must have destination's shape"),
+        "accumulate: device": (lambda: ops.accumulate_(flat, torch.ones(6)), r"source must be on destination's device"),
+        "accumulate: itself": (lambda: ops.accumulate_(flat, flat), r"must not share memory"),
+        "accumulate: order": (
+            lambda: ops.accumulate_(wide, torch.ones(2, 3, device=DEVICE).t()),
+            r"dense in the same order",
+        ),
+    }, [flat, wide]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "other device",
+        "too few elements",
+        "too many elements",
+        "flat of two dimensions",
+        "flat with gaps",
+        "tensor in flat",
+        "tensor twice",
+        "tensor in itself",
+        "layout of others",
+        "layout on the device",
+        "accumulate: shape",
+        "accumulate: device",
+        "accumulate: itself",
+        "accumulate: order",
+    ],
+)
+def test_bad_inputs_are_refused_before_anything_is_written(name):
+    calls, written = bad_calls()
+    call, message = calls[name]
+    with pytest.raises(RuntimeError, match=message):
+        call()
+    for tensor in written:
+        assert (tensor == 0).all()
