@@ -19,7 +19,7 @@ from processes import run_ranks
 
 from psengine import metrics
 from psengine.collectives import cache
-from psengine.collectives.c10d import C10dCollective
+from psengine.collectives.shared_memory import SharedMemoryCollective
 from psengine.errors import ArgumentTypeError, ConfigurationError, ReplicaMismatchError
 
 Scores = collections.namedtuple("Scores", ["loss", "correct"])
@@ -42,7 +42,7 @@ DTYPES = [
 def counted_collectives():
     """Yield a list of what travels: (operation, numel, dtype)."""
     calls: list[tuple[str, int, torch.dtype]] = []
-    transport = C10dCollective
+    transport = SharedMemoryCollective
     all_reduce, all_gather = transport.all_reduce, transport.all_gather
 
     def counting_all_reduce(self, flat, *args, **kwargs):

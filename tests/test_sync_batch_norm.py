@@ -17,7 +17,7 @@ from expectations import raises
 from processes import run_ranks
 from torch import nn
 
-from psengine.collectives.c10d import C10dCollective
+from psengine.collectives.shared_memory import SharedMemoryCollective
 from psengine.errors import ModuleError
 from psengine.sync_batch_norm import SyncBatchNorm, adopt_sync_batchnorm, convert_sync_batchnorm
 
@@ -29,7 +29,7 @@ PLAIN = {2: nn.BatchNorm1d, 3: nn.BatchNorm1d, 4: nn.BatchNorm2d, 5: nn.BatchNor
 @contextmanager
 def counted_collectives():
     calls: list[str] = []
-    all_reduce, all_gather = C10dCollective.all_reduce, C10dCollective.all_gather
+    all_reduce, all_gather = SharedMemoryCollective.all_reduce, SharedMemoryCollective.all_gather
 
     def counting_all_reduce(self, *args, **kwargs):
         calls.append("all_reduce")
@@ -40,8 +40,8 @@ def counted_collectives():
         return all_gather(self, *args, **kwargs)
 
     with (
-        mock.patch.object(C10dCollective, "all_reduce", counting_all_reduce),
-        mock.patch.object(C10dCollective, "all_gather", counting_all_gather),
+        mock.patch.object(SharedMemoryCollective, "all_reduce", counting_all_reduce),
+        mock.patch.object(SharedMemoryCollective, "all_gather", counting_all_gather),
     ):
         yield calls
 

@@ -11,11 +11,14 @@ from typing import Any
 
 import torch.distributed as dist
 
+from psengine import native
 from psengine.collectives.base import Collective
 from psengine.collectives.c10d import C10dCollective
+from psengine.collectives.shared_memory import SharedMemoryCollective
+from psengine.environment import default_collective
 from psengine.errors import ArgumentTypeError
 
-_collectives: weakref.WeakKeyDictionary[Any, C10dCollective] = weakref.WeakKeyDictionary()
+_collectives: weakref.WeakKeyDictionary[Any, Collective] = weakref.WeakKeyDictionary()
 
 
 def collective_for(process_group: Any = None) -> Collective | None:
@@ -37,9 +40,15 @@ def collective_for(process_group: Any = None) -> Collective | None:
         return None
     collective = _collectives.get(process_group)
     if collective is None:
-        collective = C10dCollective(process_group)
-        # The cache must not keep a destroyed group alive: its store would go on holding the rendezvous port, and the
-        # next init_process_group() on that port would fail.
-        collective.process_group = weakref.proxy(process_group)
-        _collectives[process_group] = collective
+        _collectives[process_group] = collective = _make(process_group)
     return collective
+
+
+def _make(process_group: dist.ProcessGroup) -> Collective:
+    over_torch = C10dCollective(process_group)
+    # The cache must not keep a destroyed group alive: its store would go on holding the rendezvous port, and the next
+    # init_process_group() on that port would fail.
+    over_torch.process_group = weakref.proxy(process_group)
+    if default_collective() == "c10d" or not native.has_shared_memory():
+        return over_torch
+    return SharedMemoryCollective(over_torch, required=False)
