@@ -64,7 +64,8 @@ class SharedMemoryCollective(Collective):
     devices, of rarer dtypes) go through the process group.
 
     Args:
-        process_group: the group; None means the default group. For CPU tensors it needs a backend that takes them.
+        process_group: the group, or a collective over it; None means the default group. For CPU tensors it needs a
+            backend that takes them.
         timeout_s: deadline of every wait; None takes the process group's own timeout.
         required: False to go on over the process group where ranks cannot share memory, saying so at info level.
 
@@ -80,7 +81,8 @@ class SharedMemoryCollective(Collective):
     """
 
     def __init__(self, process_group: Any = None, timeout_s: float | None = None, *, required: bool = True) -> None:
-        self._c10d = C10dCollective(process_group, timeout_s)
+        is_collective = isinstance(process_group, C10dCollective)
+        self._c10d = process_group if is_collective else C10dCollective(process_group, timeout_s)
         self.rank = self._c10d.rank
         self.world_size = self._c10d.world_size
         self.timeout_s = self._c10d.timeout_s
