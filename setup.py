@@ -29,7 +29,7 @@ TORCH_TARGET = "TORCH_TARGET_VERSION=0x020b000000000000"  # 2.11
 # No -march: kernels_avx*.cpp name their own instruction sets, and are chosen when the processor is known. No fused
 # multiply-add: the kernels' bits must not depend on the processor.
 COMPILE_FLAGS = ["-O3", "-g0", "-std=c++17", "-fvisibility=hidden", "-ffp-contract=off", "-Wall", "-Wextra"]
-CUDA_ARCHITECTURES = ["80", "90", "100"]
+CUDA_ARCHITECTURES = ["75", "80", "90", "100"]
 
 
 class CannotBuildError(Exception):
@@ -64,6 +64,15 @@ def cudart_directory(nvcc: str) -> str:
             if (directory / "libcudart_static.a").exists():
                 return str(directory.resolve())
     raise CannotBuildError(f"no libcudart_static.a belongs to {nvcc} (looked below {tops})")
+
+
+def known_architectures(nvcc: str) -> list[str]:
+    """Those of ``CUDA_ARCHITECTURES`` that this nvcc knows; sm_100 came with CUDA 12.8."""
+    listed = subprocess.run([nvcc, "--list-gpu-arch"], capture_output=True, text=True, check=True).stdout.split()
+    known = [architecture for architecture in CUDA_ARCHITECTURES if f"compute_{architecture}" in listed]
+    if not known:
+        raise CannotBuild(f"{nvcc} knows none of the GPU architectures {CUDA_ARCHITECTURES} (it lists {listed})")
+    return known
 
 
 class BuildNative(build_ext):
@@ -151,8 +160,11 @@ class BuildNative(build_ext):
         target = str(Path(self.build_temp, Path(source).name + ".o"))
         command = [nvcc, "-c", source, "-o", target, "-std=c++17", "-O3", f"-D{TORCH_TARGET}", "-DUSE_CUDA"]
         command += ["-isystem", str(include), "-Xcompiler", "-fPIC,-fvisibility=hidden", "--fmad=false"]
-        for architecture in CUDA_ARCHITECTURES:
+        architectures = known_architectures(nvcc)
+        for architecture in architectures:
             command += ["-gencode", f"arch=compute_{architecture},code=sm_{architecture}"]
+        # For newer GPUs, which compile it when they first meet it.
+        command += ["-gencode", f"arch=compute_{architectures[-1]},code=compute_{architectures[-1]}"]
         print(" ".join(command))
         subprocess.run(command, check=True)
         return target
