@@ -20,12 +20,13 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo
 
+from psengine.collectives.arguments import copying, describe, given, have_cuda, plain, real
 from psengine.collectives.group_work import GroupWork, OrdinaryWork, Waiter
 from psengine.collectives.shared_host import SharedMemoryUnavailableError
 from psengine.collectives.shared_memory import SCALAR_KINDS, SharedMemoryCollective
+from psengine.collectives.torch_backend import NAME
 from psengine.errors import CollectiveError
 
-NAME = "psengine"
 # How long the end of a group waits for operations that nobody waited for; those that still miss a rank then fail.
 DRAIN_S = 2.0
 # How long the others then take to notice.
@@ -67,7 +68,6 @@ class SharedMemoryProcessGroup(dist.ProcessGroup):
         super().__init__(rank, size)  # type: ignore[call-arg]
         self._store = store
         self._timeout = timeout
-        self._timeout_s = timeout.total_seconds()
         self._name = name
         self._global_ranks = list(global_ranks)
         self._nccl_options = nccl_options
@@ -83,7 +83,7 @@ class SharedMemoryProcessGroup(dist.ProcessGroup):
             group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
         ordinary_name: Any = f"{name}/ordinary"
         self._ordinary._set_group_name(ordinary_name)
-        self._shared = SharedMemoryCollective(self._ordinary, self._timeout_s)
+        self._shared = SharedMemoryCollective(self._ordinary, timeout.total_seconds())
         try:
             self._shared.connect()
         except SharedMemoryUnavailableError as error:
@@ -111,50 +111,50 @@ class SharedMemoryProcessGroup(dist.ProcessGroup):
     def allreduce(self, tensors: Any, opts: Any = None, *arguments: Any, **options: Any) -> dist.Work:  # type: ignore[override]
         """Sum ``tensors``, a list of one, over ranks in place."""
         if not self._is_covered(tensors, opts, dist.AllreduceOptions) or arguments or options:
-            return self._delegate("all_reduce", ("allreduce",), tensors, *_given(opts), *arguments, **options)
+            return self._delegate("all_reduce", ("allreduce",), tensors, *given(opts), *arguments, **options)
         return self._all_reduce(tensors, opts)
 
     def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> dist.Work:
         """Sum each of ``tensors`` over ranks in place."""
         if not self._is_covered(tensors, opts, dist.AllreduceCoalescedOptions, count=None):
-            return self._delegate("all_reduce", ("allreduce_coalesced",), tensors, *_given(opts))
+            return self._delegate("all_reduce", ("allreduce_coalesced",), tensors, *given(opts))
         return self._all_reduce(tensors, opts)
 
     def _all_reduce(self, tensors: list[torch.Tensor], opts: Any) -> dist.Work:
         scale = self._scale(opts)
-        flats = [_plain(tensor) for tensor in tensors]
+        flats = [plain(tensor) for tensor in tensors]
         operation = None
         for flat in flats:
             operation = self._shared.all_reduce(flat, scale)
-        return self._begun(operation, tensors, opts, _copying(tensors, flats))
+        return self._begun(operation, tensors, opts, copying(tensors, flats))
 
     def broadcast(self, tensors: Any, opts: Any = None, *arguments: Any, **options: Any) -> dist.Work:  # type: ignore[override]
         """Overwrite ``tensors``, a list of one, by that of ``opts.rootRank``."""
         is_ours = self._is_covered(tensors, opts, dist.BroadcastOptions, any_dtype=True) and opts is not None
         if not is_ours or arguments or options:
-            return self._delegate("broadcast", ("broadcast",), tensors, *_given(opts), *arguments, **options)
-        flat = _plain(tensors[0])
+            return self._delegate("broadcast", ("broadcast",), tensors, *given(opts), *arguments, **options)
+        flat = plain(tensors[0])
         operation = self._shared.start_broadcast(flat, opts.rootRank, what=f"broadcast from rank {opts.rootRank}")
         has_news = opts.rootRank != self.rank()
-        return self._begun(operation, tensors, opts, _copying(tensors, [flat]) if has_news else None)
+        return self._begun(operation, tensors, opts, copying(tensors, [flat]) if has_news else None)
 
     def barrier(self, opts: Any = None, **options: Any) -> dist.Work:  # type: ignore[override]
         """Wait until every rank has called it."""
         device = getattr(opts, "device", None)
         if options or isinstance(opts, timedelta) or (device is not None and device.type != "cpu"):
-            return self._delegate("barrier", ("barrier",), *_given(opts), device=device, **options)
+            return self._delegate("barrier", ("barrier",), *given(opts), device=device, **options)
         return self._begun(self._shared.start_barrier(), (), opts)
 
     def allgather(self, output_tensors: Any, input_tensors: Any, opts: Any = None, **options: Any) -> dist.Work:  # type: ignore[override]
         """Fill ``output_tensors``, a list of one list, with every rank's tensor, in rank order."""
         is_ours = self._is_covered(input_tensors, opts, _AllgatherOptions, any_dtype=True) and not options
         if not is_ours or not self._are_parts(output_tensors, input_tensors[0]):
-            return self._delegate("all_gather", ("allgather",), output_tensors, input_tensors, *_given(opts), **options)
-        payload = _plain(input_tensors[0])
+            return self._delegate("all_gather", ("allgather",), output_tensors, input_tensors, *given(opts), **options)
+        payload = plain(input_tensors[0])
         gathered = payload.new_empty((self.size(), *payload.shape))
         operation = self._shared.start_all_gather(gathered, payload, what="all-gather")
         outputs = output_tensors[0]
-        return self._begun(operation, outputs, opts, _copying(outputs, gathered.unbind()))
+        return self._begun(operation, outputs, opts, copying(outputs, gathered.unbind()))
 
     def all_gather_single(self, output: Any, input: Any, opts: Any = None) -> dist.Work:
         """Fill ``output`` with every rank's ``input``, in rank order."""
@@ -171,21 +171,21 @@ class SharedMemoryProcessGroup(dist.ProcessGroup):
             and self._is_covered(outputs, opts, _AllgatherOptions, any_dtype=True, count=None)
             and self._are_multiples(outputs, inputs)
         ):
-            return self._delegate("all_gather", names, *arguments, *_given(opts))
-        gathered = [_plain(output) for output in outputs]
+            return self._delegate("all_gather", names, *arguments, *given(opts))
+        gathered = [plain(output) for output in outputs]
         operation = None
         for whole, part in zip(gathered, inputs, strict=True):
-            operation = self._shared.start_all_gather(whole, _plain(part), what="all-gather")
-        return self._begun(operation, outputs, opts, _copying(outputs, gathered))
+            operation = self._shared.start_all_gather(whole, plain(part), what="all-gather")
+        return self._begun(operation, outputs, opts, copying(outputs, gathered))
 
     def reduce_scatter(self, output_tensors: Any, input_tensors: Any, opts: Any = None, **options: Any) -> dist.Work:  # type: ignore[override]
         """Sum the lists of ``input_tensors``, a list of one, over ranks; rank r keeps the sum of their r-th tensor."""
         is_ours = self._is_covered(output_tensors, opts, _ReduceScatterOptions) and not options
         if not is_ours or not self._are_parts(input_tensors, output_tensors[0]):
             return self._delegate(
-                "reduce_scatter", ("reduce_scatter",), output_tensors, input_tensors, *_given(opts), **options
+                "reduce_scatter", ("reduce_scatter",), output_tensors, input_tensors, *given(opts), **options
             )
-        whole = torch.cat([_plain(part).reshape(-1) for part in input_tensors[0]])
+        whole = torch.cat([plain(part).reshape(-1) for part in input_tensors[0]])
         return self._reduce_scatter(output_tensors, [whole], opts)
 
     def reduce_scatter_single(self, output: Any, input: Any, opts: Any = None) -> dist.Work:
@@ -204,16 +204,16 @@ class SharedMemoryProcessGroup(dist.ProcessGroup):
             and self._is_covered(outputs, opts, _ReduceScatterOptions, count=None)
             and self._are_multiples(inputs, outputs)
         ):
-            return self._delegate("reduce_scatter", names, *arguments, *_given(opts))
-        return self._reduce_scatter(outputs, [_plain(whole) for whole in inputs], opts)
+            return self._delegate("reduce_scatter", names, *arguments, *given(opts))
+        return self._reduce_scatter(outputs, [plain(whole) for whole in inputs], opts)
 
     def _reduce_scatter(self, outputs: list[torch.Tensor], wholes: list[torch.Tensor], opts: Any) -> dist.Work:
         scale = self._scale(opts)
-        parts = [_plain(output) for output in outputs]
+        parts = [plain(output) for output in outputs]
         operation = None
         for part, whole in zip(parts, wholes, strict=True):
-            operation = self._shared.reduce_scatter(_real(part), _real(whole), scale)
-        return self._begun(operation, outputs, opts, _copying(outputs, parts))
+            operation = self._shared.reduce_scatter(real(part), real(whole), scale)
+        return self._begun(operation, outputs, opts, copying(outputs, parts))
 
     # The names before torch 2.13, and those that C++ looks up.
     _allgather_base = all_gather_single
@@ -281,7 +281,8 @@ class SharedMemoryProcessGroup(dist.ProcessGroup):
 
     def _deadline_s(self, opts: Any) -> float:
         timeout_s: float = opts.timeout.total_seconds() if opts is not None else 0.0
-        return timeout_s if timeout_s > 0 else self._timeout_s
+        # gloo's, because set_timeout() and torch's own ways to change a group's timeout change it there.
+        return timeout_s if timeout_s > 0 else float(self._gloo.options._timeout.total_seconds())
 
     # ---- everything else ----
 
@@ -289,21 +290,19 @@ class SharedMemoryProcessGroup(dist.ProcessGroup):
         self, what: str, names: Sequence[str], *arguments: Any, device: torch.device | None = None, **options: Any
     ) -> dist.Work:
         """Have the ordinary group do it, under the first of ``names`` that this torch knows."""
-        is_cuda = (
-            (device is not None and device.type == "cuda") or _have_cuda(arguments) or _have_cuda(options.values())
-        )
+        is_cuda = (device is not None and device.type == "cuda") or have_cuda(arguments) or have_cuda(options.values())
         if is_cuda:
             self._add_cuda()
         function = next(getattr(self._ordinary, name) for name in names if hasattr(self._ordinary, name))
 
-        def describe(error: RuntimeError) -> Exception:
+        def explain(error: RuntimeError) -> Exception:
             return self._describe_failure(error, what, arguments)
 
         try:
             work: dist.Work = function(*arguments, **options)
         except RuntimeError as error:
-            raise describe(error) from error
-        return OrdinaryWork(work, describe) if what in OPERATIONS and not is_cuda else work
+            raise explain(error) from error
+        return OrdinaryWork(work, explain) if what in OPERATIONS and not is_cuda else work
 
     def _describe_failure(self, error: RuntimeError, what: str, arguments: Any) -> Exception:
         message = str(error).strip()
@@ -313,7 +312,7 @@ class SharedMemoryProcessGroup(dist.ProcessGroup):
                 return lost
         return CollectiveError(
             f"{what} failed on rank {self.rank()} of {self.size()}: shared memory does not cover"
-            f" {_describe(arguments)}, and the transport that does it instead says: {message}"
+            f" {describe(arguments)}, and the transport that does it instead says: {message}"
         )
 
     def send(self, *arguments: Any, **options: Any) -> dist.Work:
@@ -404,52 +403,3 @@ def _end_group(waiter: Waiter, shared: SharedMemoryCollective, process_id: int, 
 
 _AllgatherOptions = torch._C._distributed_c10d.AllgatherOptions
 _ReduceScatterOptions = torch._C._distributed_c10d.ReduceScatterOptions
-
-
-def _plain(tensor: torch.Tensor) -> torch.Tensor:
-    """``tensor`` itself where its memory is its elements in order, else such a copy."""
-    tensor = tensor.detach()
-    if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
-        return tensor
-    return torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor)
-
-
-def _real(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
-
-
-def _copying(places: Sequence[torch.Tensor], results: Sequence[torch.Tensor]) -> Callable[[], None] | None:
-    """What copies ``results`` to their places, or None where they are there."""
-    pairs = [(p.detach(), r) for p, r in zip(places, results, strict=True) if p.data_ptr() != r.data_ptr()]
-    if not pairs:
-        return None
-
-    def copy() -> None:
-        for place, result in pairs:
-            place.copy_(result)
-
-    return copy
-
-
-def _given(opts: Any) -> tuple[Any, ...]:
-    return () if opts is None else (opts,)
-
-
-def _tensors(values: Any) -> list[torch.Tensor]:
-    found = []
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            found.append(value)
-        elif isinstance(value, list | tuple):
-            found.extend(_tensors(value))
-    return found
-
-
-def _have_cuda(values: Any) -> bool:
-    return any(tensor.device.type == "cuda" for tensor in _tensors(values))
-
-
-def _describe(arguments: Any) -> str:
-    kinds = {f"{str(t.layout).removeprefix('torch.')} {t.dtype} on {t.device}" for t in _tensors(arguments)}
-    operation = next((str(a.reduceOp.op) for a in arguments if hasattr(a, "reduceOp")), "")
-    return ", ".join(sorted(kinds) + ([operation] if operation else []))
