@@ -71,7 +71,7 @@ def known_architectures(nvcc: str) -> list[str]:
     listed = subprocess.run([nvcc, "--list-gpu-arch"], capture_output=True, text=True, check=True).stdout.split()
     known = [architecture for architecture in CUDA_ARCHITECTURES if f"compute_{architecture}" in listed]
     if not known:
-        raise CannotBuild(f"{nvcc} knows none of the GPU architectures {CUDA_ARCHITECTURES} (it lists {listed})")
+        raise CannotBuildError(f"{nvcc} knows none of the GPU architectures {CUDA_ARCHITECTURES} (it lists {listed})")
     return known
 
 

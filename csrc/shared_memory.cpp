@@ -511,12 +511,16 @@ uint64_t SharedMemoryGroup::progress() {
 bool SharedMemoryGroup::advance() {
   bool has_moved = false;
   try {
-    while (header().failure.load(std::memory_order_acquire) == 0 &&
-           (enter_rounds() | reduce_rounds() | finish_rounds()))
+    // After a failure nobody enters another round, but one that all had entered still ends, on every rank alike:
+    // whether an operation succeeds must not depend on who looked before the failure and who after.
+    while (own_error_.empty()) {
+      bool may_enter = header().failure.load(std::memory_order_acquire) == 0;
+      if (!((may_enter && enter_rounds()) | reduce_rounds() | finish_rounds())) break;
       has_moved = true;
+    }
   } catch (const std::exception& error) {
-    // The others need not wait for this rank; and after a failure no cursor moves, so that nothing touches memory whose
-    // owner has seen the exception.
+    // The others need not wait for this rank; and from here on no cursor of its own moves, so that nothing touches
+    // memory whose owner has seen the exception.
     own_error_ = error.what();
     fail(WaitStatus::closed, uint64_t{1} << rank_);
     throw;

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch.distributed as dist
 
-from psengine import native
 from psengine.collectives.base import Collective
 from psengine.collectives.c10d import C10dCollective
 from psengine.collectives.shared_memory import SharedMemoryCollective
@@ -49,6 +48,6 @@ def _make(process_group: dist.ProcessGroup) -> Collective:
     # The cache must not keep a destroyed group alive: its store would go on holding the rendezvous port, and the next
     # init_process_group() on that port would fail.
     over_torch.process_group = weakref.proxy(process_group)
-    if default_collective() == "c10d" or not native.has_shared_memory():
+    if default_collective() == "c10d":
         return over_torch
     return SharedMemoryCollective(over_torch, required=False)

@@ -40,6 +40,6 @@ def resolve_collective(specification: str | Collective, process_group: Any, devi
         return SharedMemoryCollective(process_group)
     if specification == "auto" and device.type == "cpu" and process_group.size() > 1:
         native.say_if_missing()
-        if native.has_shared_memory():
-            return SharedMemoryCollective(process_group, required=False)
+        # Also where this rank lacks the extension: the others learn it when they connect.
+        return SharedMemoryCollective(process_group, required=False)
     return C10dCollective(process_group)

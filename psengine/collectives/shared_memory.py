@@ -25,6 +25,7 @@ from __future__ import annotations
 import logging
 import math
 import socket
+import threading
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -92,6 +93,7 @@ class SharedMemoryCollective(Collective):
         self._host = socket.gethostname()
         self._group: Any = None
         self._is_unavailable = False
+        self._connecting = threading.Lock()
         self._segments = SharedSegments(self._extension) if native.has_shared_memory() else None
         # By operation, what it works on: kept until the native side is done, whoever drops the work.
         self._outstanding: dict[int, tuple[torch.Tensor, ...]] = {}
@@ -107,7 +109,9 @@ class SharedMemoryCollective(Collective):
     def _is_connected(self) -> bool:
         """Whether ranks share memory; the first call, which all ranks make at the same place, connects them."""
         if self._group is None and not self._is_unavailable:
-            self._connect()
+            with self._connecting:
+                if self._group is None and not self._is_unavailable:
+                    self._connect()
         return self._group is not None
 
     def connect(self) -> None:
@@ -308,7 +312,7 @@ class SharedMemoryCollective(Collective):
     def _keep(self, operation: int, *tensors: torch.Tensor) -> None:
         self._outstanding[operation] = tensors
         if len(self._outstanding) > FORGET_FROM:
-            self._forget(self._extension.shared_memory_progress(self._group))
+            self._forget(self._begin("an earlier operation", self._extension.shared_memory_progress))
 
     def _forget(self, complete: int) -> None:
         for operation in list(self._outstanding):

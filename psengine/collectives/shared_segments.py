@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
+import threading
 import weakref
 from typing import Any
 
@@ -14,8 +15,6 @@ import torch
 HEADER_BYTES = 4096
 ALIGNMENT_BYTES = 64
 SMALLEST_SEGMENT_BYTES = 1024 * 1024
-# A segment costs a file descriptor, so new ones grow with what was asked for so far; at this size they stop.
-LARGEST_SHARED_SEGMENT_BYTES = 1024 * 1024 * 1024
 # fcntl.F_ADD_SEALS and its seals: a file that shrank under its readers would kill them (man 2 fcntl).
 ADD_SEALS, SEAL_SEAL_SHRINK_GROW = 1033, 1 | 2 | 4
 
@@ -36,7 +35,7 @@ class SharedSegments:
         self._live: weakref.WeakKeyDictionary[mmap.mmap, _Segment] = weakref.WeakKeyDictionary()
         self._open_segment: weakref.ref[mmap.mmap] | None = None
         self._next_byte = 0
-        self._total_bytes = 0
+        self._lock = threading.Lock()
 
     def allocate(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Return an uninitialised flat tensor.
@@ -47,22 +46,25 @@ class SharedSegments:
         if numel == 0:
             return torch.empty(0, dtype=dtype)
         needed_bytes = numel * dtype.itemsize
-        memory = self._open_segment() if self._open_segment is not None else None
-        if memory is None or self._next_byte + needed_bytes > len(memory):
-            memory = self._create_segment(needed_bytes)
-        flat = torch.frombuffer(memory, dtype=dtype, count=numel, offset=self._next_byte)
-        self._next_byte += -(-needed_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        with self._lock:
+            memory = self._open_segment() if self._open_segment is not None else None
+            if memory is None or self._next_byte + needed_bytes > len(memory):
+                memory = self._create_segment(needed_bytes)
+            flat = torch.frombuffer(memory, dtype=dtype, count=numel, offset=self._next_byte)
+            self._next_byte += -(-needed_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
         return flat
 
     def attach(self, group: Any) -> None:
         """Tell the ranks of ``group``, the native handle, of all segments, those to come too."""
-        self._group = group
-        for segment in list(self._live.values()):
-            segment.attach(self._extension, group)
+        with self._lock:
+            self._group = group
+            for segment in list(self._live.values()):
+                segment.attach(self._extension, group)
 
     def _create_segment(self, needed_bytes: int) -> mmap.mmap:
-        growing_bytes = min(max(self._total_bytes, SMALLEST_SEGMENT_BYTES), LARGEST_SHARED_SEGMENT_BYTES)
-        segment = _Segment(HEADER_BYTES + max(needed_bytes, growing_bytes))
+        # A segment costs a file descriptor, so each new one has room for as much as all that are in use.
+        live_bytes = sum(segment.size_bytes for segment in list(self._live.values()))
+        segment = _Segment(HEADER_BYTES + max(needed_bytes, live_bytes, SMALLEST_SEGMENT_BYTES))
         try:
             memory = mmap.mmap(segment.file_descriptor, segment.size_bytes)
             segment.address = torch.frombuffer(memory, dtype=torch.uint8, count=1).data_ptr()
@@ -75,7 +77,6 @@ class SharedSegments:
         self._live[memory] = segment
         self._open_segment = weakref.ref(memory)
         self._next_byte = HEADER_BYTES
-        self._total_bytes += segment.size_bytes
         return memory
 
 
