@@ -25,6 +25,7 @@ from psengine.compilation import stay_out_of_graphs, traces_gradient_exchange
 from psengine.delayed_all_reduce import DelayedAllReduce
 from psengine.environment import default_collective, default_strategy
 from psengine.errors import ConfigurationError, ModuleError
+from psengine.freed_memory import keep_freed_memory
 from psengine.joining import ShadowHook
 from psengine.logging_data import LoggingData, describe_replica
 from psengine.mixed_precision import set_up_mixed_precision
@@ -173,6 +174,7 @@ class DistributedDataParallel(NativeDistributedDataParallel):  # type: ignore[mi
         self.bucket_bytes_cap_list = list(self._caps.per_bucket_bytes)
 
         if self.device_type == "cpu":
+            keep_freed_memory()
             adopt_sync_batchnorm(module)
         self._collective_choice = default_collective() if collective is None else collective
         self._collective = resolve_collective(self._collective_choice, self.process_group, self.device)
