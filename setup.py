@@ -5,15 +5,17 @@ binary serves torch 2.11 and later and CPython 3.10 and later. Where it cannot b
 environment, no compiler) one line says why, and the package installs without it; psengine/ops.py then runs its
 pure-torch references.
 
-PSENGINE_CUDA=1 asks for the CUDA kernels and makes a missing nvcc an error; 0 builds without them. A torch built for
-CUDA gets them without asking where there is an nvcc. A CPU-only torch lacks the functions that they call
-(aoti_torch_get_current_cuda_stream), so with it csrc/fusion_cuda.cu is compiled, to see that it does, but not linked.
+PSENGINE_CUDA=1 asks for the CUDA kernels and makes every failure an error; 0 builds without them. A torch built for
+CUDA gets them without asking where there is an nvcc of its major version. A CPU-only torch lacks the functions that
+they call (aoti_torch_get_current_cuda_stream), so with it csrc/fusion_cuda.cu is compiled, to see that it does, but not
+linked.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -30,6 +32,7 @@ TORCH_TARGET = "TORCH_TARGET_VERSION=0x020b000000000000"  # 2.11
 # multiply-add: the kernels' bits must not depend on the processor.
 COMPILE_FLAGS = ["-O3", "-g0", "-std=c++17", "-fvisibility=hidden", "-ffp-contract=off", "-Wall", "-Wextra"]
 CUDA_ARCHITECTURES = ["75", "80", "90", "100"]
+IS_CUDA_ASKED = os.environ.get("PSENGINE_CUDA") == "1"
 
 
 class CannotBuildError(Exception):
@@ -47,6 +50,20 @@ def torch_directory() -> Path:
 def has_cuda(torch: Path) -> bool:
     """Whether that torch was built for CUDA."""
     return any((torch / "lib").glob("libtorch_cuda.*"))
+
+
+def cuda_major_of(torch: Path) -> str | None:
+    """The major version of CUDA that torch was built for, without importing it; None where its version.py has none."""
+    found = re.search(r"^cuda\b[^=\n]*=\s*['\"](\d+)", (torch / "version.py").read_text(), re.MULTILINE)
+    return found.group(1) if found else None
+
+
+def cuda_major_of_nvcc(nvcc: str) -> str:
+    said = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True).stdout
+    found = re.search(r"release (\d+)\.", said)
+    if found is None:
+        raise CannotBuildError(f"{nvcc} --version names no release (got {said!r})")
+    return found.group(1)
 
 
 def find_nvcc() -> str | None:
@@ -76,15 +93,17 @@ def known_architectures(nvcc: str) -> list[str]:
 
 
 class BuildNative(build_ext):
-    """Compiles the sources side by side; in place of an error there is a warning."""
+    """Compiles the sources side by side; in place of an error there is a warning, unless PSENGINE_CUDA=1."""
 
     def build_extension(self, extension: Extension) -> None:
         try:
             self._build(extension)
         except CannotBuildError as reason:
+            if IS_CUDA_ASKED:
+                raise
             self._say_without(str(reason))
         except Exception as error:  # compilers fail in many ways, each with an exception of its own
-            if os.environ.get("PSENGINE_CUDA") == "1":
+            if IS_CUDA_ASKED:
                 raise
             self._say_without(f"the compiler failed ({type(error).__name__}: {error})")
 
@@ -144,17 +163,21 @@ class BuildNative(build_ext):
 
     def _nvcc(self, torch: Path) -> str | None:
         """The CUDA compiler, where CUDA kernels are to be compiled."""
-        is_asked = os.environ.get("PSENGINE_CUDA") == "1"
-        if os.environ.get("PSENGINE_CUDA") == "0" or not (is_asked or has_cuda(torch)):
+        if os.environ.get("PSENGINE_CUDA") == "0" or not (IS_CUDA_ASKED or has_cuda(torch)):
             return None
         nvcc = find_nvcc()
-        if nvcc is None and is_asked:
-            raise RuntimeError("PSENGINE_CUDA=1 needs nvcc (expected it in CUDA_HOME/bin or on PATH, got neither)")
+        expected = cuda_major_of(torch)  # None: nothing is linked with torch's CUDA libraries
         if nvcc is None:
-            print(
-                "warning: psengine is built without CUDA kernels: no nvcc in CUDA_HOME/bin or on PATH", file=sys.stderr
-            )
-        return nvcc
+            reason = "no nvcc (expected it in CUDA_HOME/bin or on PATH, got neither)"
+        elif expected is not None and (got := cuda_major_of_nvcc(nvcc)) != expected:
+            # As torch.utils.cpp_extension: streams pass between torch's CUDA runtime and ours.
+            reason = f"no nvcc of torch's major CUDA version (expected {expected}, got {got} from {nvcc})"
+        else:
+            return nvcc
+        if IS_CUDA_ASKED:
+            raise CannotBuildError(f"PSENGINE_CUDA=1 asks for CUDA kernels, but there is {reason}")
+        print(f"warning: psengine is built without CUDA kernels: {reason}", file=sys.stderr)
+        return None
 
     def _compile_cuda(self, nvcc: str, source: str, include: Path) -> str:
         target = str(Path(self.build_temp, Path(source).name + ".o"))
@@ -171,7 +194,10 @@ class BuildNative(build_ext):
 
 
 setup(
-    ext_modules=[Extension("psengine._native", SOURCES, language="c++", py_limited_api=True, optional=True)],
+    # Of an optional extension setuptools itself would swallow a compiler's error.
+    ext_modules=[
+        Extension("psengine._native", SOURCES, language="c++", py_limited_api=True, optional=not IS_CUDA_ASKED)
+    ],
     cmdclass={"build_ext": BuildNative},
     options={"bdist_wheel": {"py_limited_api": "cp310"}},
 )

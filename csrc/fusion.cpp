@@ -142,9 +142,12 @@ struct Dimension {
   int64_t stride;
 };
 
-constexpr int64_t kMostDimensions = 64;  // torch's own limit
+// Of a tensor that is not empty, dimensions with more than one index: with 63 of them numel would not fit into an
+// int64, and torch makes no such tensor. Dimensions with one index there may be any number of.
+constexpr int64_t kMostDimensions = 62;
 
 // The dimensions with more than one index, from the longest stride of the place to the shortest; returns how many.
+// The tensor must not be empty; `dimensions` holds kMostDimensions.
 int64_t sorted_dimensions(const Facts& facts, const int64_t* place_strides, Dimension* dimensions) {
   int64_t count = 0;
   for (int64_t i = 0; i < facts.dim; ++i) {
@@ -409,7 +412,6 @@ Fusion check_fusion(const Tensor& flat, const std::vector<Tensor>& tensors, cons
   const char* const flat_end = fusion.flat + flat_facts.numel * int64_t(element_bytes(fusion.flat_kind));
   int64_t offset = 0;
   bool may_share_with_flat = false;
-  int64_t row_major_strides[kMostDimensions];
   for (size_t i = 0; i < tensors.size(); ++i) {
     const Facts facts = facts_of(tensors[i], !is_packing);
     Part& part = fusion.parts[i];
@@ -430,9 +432,10 @@ Fusion check_fusion(const Tensor& flat, const std::vector<Tensor>& tensors, cons
              " and strides ", list(place_strides, facts.dim), ")");
       plan_walk(facts, place_strides, &part);
     } else if (!is_row_major(facts) && !is_dense(facts, facts.strides)) {
+      std::vector<int64_t> row_major_strides(size_t(facts.dim));
       int64_t stride = 1;
-      for (int64_t d = facts.dim - 1; d >= 0; stride *= facts.sizes[d--]) row_major_strides[d] = stride;
-      plan_walk(facts, row_major_strides, &part);
+      for (int64_t d = facts.dim - 1; d >= 0; stride *= facts.sizes[d--]) row_major_strides[size_t(d)] = stride;
+      plan_walk(facts, row_major_strides.data(), &part);
     }
     if (!part.sizes.empty()) {
       if (!is_packing && overlaps_itself(part))

@@ -1,9 +1,9 @@
 // The fused passes on CUDA: one launch for as many tensors as fit into a kernel's arguments (see fusion_cuda.h).
 //
-// The bits are those of `convert` and `accumulate` in kernels.h. Products and sums are written as __fmul_rn and
-// __fadd_rn (__dmul_rn, __dadd_rn), which the compiler never contracts; --use_fast_math must not be passed, because it
-// flushes subnormals. Statistics are summed in an order of their own, that of threads and chunks: it depends on sizes,
-// kinds and the alignment of memory, and on nothing else.
+// The bits are those of `convert` and `accumulate` in kernels.h, except for the payloads of NaNs. Products and sums are
+// written as __fmul_rn and __fadd_rn (__dmul_rn, __dadd_rn), which the compiler never contracts; --use_fast_math must
+// not be passed, because it flushes subnormals. Statistics are summed in an order of their own, that of threads and
+// chunks: it depends on sizes, kinds and the alignment of memory, and on nothing else.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
@@ -180,7 +180,7 @@ __device__ __forceinline__ Tally write_chunk_to(ScalarKind destination_kind, con
 
 template <Mode mode>
 __device__ __forceinline__ Tally write_item(const Item& item, ScalarKind source_kind, ScalarKind destination_kind,
-                                            int64_t begin, uint32_t numel, const Header& header) {
+                                            int64_t begin, uint32_t numel, const BatchHeader& header) {
   const char* source = header.to_flat ? item.tensor : item.flat;
   char* destination = header.to_flat ? item.flat : item.tensor;
   const Work work{source + begin * static_cast<int64_t>(floating_bytes(source_kind)),
@@ -232,7 +232,7 @@ __device__ __forceinline__ void store(char* address, ScalarKind kind, WideValue 
 template <Mode mode>
 __device__ __forceinline__ Tally write_item(const StridedItem& item, ScalarKind source_kind,
                                             ScalarKind destination_kind, int64_t begin, uint32_t numel,
-                                            const Header& header) {
+                                            const BatchHeader& header) {
   static_assert(mode != Mode::accumulate);
   const bool in_double = source_kind == ScalarKind::float64 || destination_kind == ScalarKind::float64;
   const int64_t source_bytes = static_cast<int64_t>(floating_bytes(source_kind));
@@ -286,7 +286,7 @@ __device__ __forceinline__ Partial sum_of_block(double square_sum, Count non_fin
 // One block a chunk.
 template <Mode mode, class BatchType>
 __global__ void __launch_bounds__(kThreads) write_kernel(const __grid_constant__ BatchType batch) {
-  const Header& header = batch.header;
+  const BatchHeader& header = batch.header;
   const uint32_t chunk = blockIdx.x;
   const int32_t number = find_item(batch.first_chunks, header.item_count, chunk);
   const auto& item = batch.items[number];
@@ -306,7 +306,7 @@ __global__ void __launch_bounds__(kThreads) write_kernel(const __grid_constant__
 // One block a tensor: its chunks' statistics, always added in the same order.
 template <class BatchType>
 __global__ void __launch_bounds__(kThreads) combine_kernel(const __grid_constant__ BatchType batch) {
-  const Header& header = batch.header;
+  const BatchHeader& header = batch.header;
   const int32_t number = static_cast<int32_t>(blockIdx.x);
   const uint32_t end = number + 1 < header.item_count ? batch.first_chunks[number + 1] : header.chunk_count;
   double square_sum = 0.0;
@@ -327,7 +327,7 @@ __global__ void __launch_bounds__(kThreads) combine_kernel(const __grid_constant
 
 cudaStream_t current_stream(int32_t device_index) {
   void* stream = nullptr;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device_index, &stream));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device_index, &stream));
   return static_cast<cudaStream_t>(stream);
 }
 
@@ -347,7 +347,7 @@ bool takes_large_arguments(int32_t device_index) {
 template <Mode mode, class BatchType>
 class Launches {
  public:
-  Launches(const Header& header, cudaStream_t stream) : stream_(stream) { batch_.header = header; }
+  Launches(const BatchHeader& header, cudaStream_t stream) : stream_(stream) { batch_.header = header; }
 
   void add(const typename BatchType::item_type& item, uint32_t label, int64_t chunk_count) {
     if (!has_room(batch_, chunk_count)) flush();
@@ -355,7 +355,7 @@ class Launches {
   }
 
   void flush() {
-    Header& header = batch_.header;
+    BatchHeader& header = batch_.header;
     if (header.chunk_count > 0) {
       write_kernel<mode, BatchType><<<header.chunk_count, kThreads, 0, stream_>>>(batch_);
       STD_CUDA_KERNEL_LAUNCH_CHECK();
@@ -428,7 +428,7 @@ Plan plan_of(const Fusion& fusion) {
 }
 
 template <Mode mode, class BatchType>
-void launch_dense(const Fusion& fusion, const Plan& plan, Header& header, cudaStream_t stream) {
+void launch_dense(const Fusion& fusion, const Plan& plan, BatchHeader& header, cudaStream_t stream) {
   Launches<mode, BatchType> launches(header, stream);
   for (const size_t index : plan.dense) {
     const Part& part = fusion.parts[index];
@@ -441,7 +441,7 @@ void launch_dense(const Fusion& fusion, const Plan& plan, Header& header, cudaSt
 }
 
 template <Mode mode>
-void launch_all(const Fusion& fusion, const Plan& plan, Header header, int32_t device_index) {
+void launch_all(const Fusion& fusion, const Plan& plan, BatchHeader header, int32_t device_index) {
   const cudaStream_t stream = current_stream(device_index);
   const auto launch_dense_parts = [&] {
 #if CUDART_VERSION >= 12010
@@ -461,8 +461,8 @@ void launch_all(const Fusion& fusion, const Plan& plan, Header header, int32_t d
   launches.flush();
 }
 
-Header header_of(const Fusion& fusion, Direction direction, double scale) {
-  Header header{};
+BatchHeader header_of(const Fusion& fusion, Direction direction, double scale) {
+  BatchHeader header{};
   header.scale = scale;
   header.flat_kind = fusion.flat_kind;
   header.to_flat = direction == Direction::pack;
@@ -494,7 +494,7 @@ std::tuple<Tensor, Tensor> convert_and_measure(const Tensor& flat, const std::ve
   // Freed on return, while kernels may still run: the allocator gives it out again only to later work on this stream.
   static_assert(sizeof(Partial) == 2 * sizeof(double));
   const Tensor partials = empty_on(flat, 2 * plan.chunk_count, ScalarType::Double);
-  Header header = header_of(fusion, direction, scale);
+  BatchHeader header = header_of(fusion, direction, scale);
   header.partials = static_cast<Partial*>(partials.mutable_data_ptr());
   header.non_finite_counts = static_cast<int64_t*>(non_finite_counts.mutable_data_ptr());
   header.square_sums = static_cast<double*>(square_sums.mutable_data_ptr());
@@ -529,7 +529,7 @@ void accumulate_(const Tensor& destination, const Tensor& source, double scale) 
   const int32_t device_index = destination.get_device_index();
   const torch::stable::accelerator::DeviceGuard guard(device_index);
   // A pack of one tensor that adds.
-  Header header{};
+  BatchHeader header{};
   header.scale = scale;
   header.flat_kind = accumulation.destination_kind;
   header.to_flat = true;

@@ -64,7 +64,7 @@ struct StridedItem {
   int64_t strides[kMaximumDimensions];  // elements
 };
 
-struct Header {
+struct BatchHeader {
   double scale;
   Partial* partials;           // one for each chunk of the batch; null: no statistics
   int64_t* non_finite_counts;  // one for each tensor of the whole call
@@ -80,7 +80,7 @@ struct Batch {
   static constexpr int capacity = item_capacity;
   using item_type = ItemType;
 
-  Header header;
+  BatchHeader header;
   uint32_t first_chunks[capacity];
   uint32_t labels[capacity];  // index of the tensor in the call << 2 | its kind (the four floating kinds come first)
   ItemType items[capacity];
@@ -157,7 +157,7 @@ PSENGINE_HOST_DEVICE inline int64_t strided_offset(const StridedItem& item, int6
 // Add one tensor at the end.
 template <class BatchType>
 void append(BatchType& batch, const typename BatchType::item_type& item, uint32_t label, int64_t chunk_count) {
-  Header& header = batch.header;
+  BatchHeader& header = batch.header;
   batch.first_chunks[header.item_count] = header.chunk_count;
   batch.labels[header.item_count] = label;
   batch.items[header.item_count] = item;

@@ -1,7 +1,8 @@
 // Elementwise kernels over contiguous memory: one table of functions per instruction set, chosen at run time.
 //
-// kernels.inl holds the code once; kernels_<instruction set>.cpp compile it. Every table computes the same bits: the
-// order of each sum is fixed (see SumOfSquares in kernels.inl), and multiplications are never fused with additions.
+// kernels.inl holds the code once; kernels_<instruction set>.cpp compile it. Every table computes the same bits, except
+// for NaN payloads: the order of each sum is fixed (see SumOfSquares in kernels.inl), and multiplications are never
+// fused with additions.
 #pragma once
 
 #include <cstddef>
@@ -36,8 +37,8 @@ struct Kernels {
 
   // destination[i] = source[i] * scale, rounded once to the destination's kind. Floating kinds only. The product is
   // taken in float64 where either side is float64, else in float32; float64 goes to a 16-bit kind through float32, as
-  // in torch's casts. Memory must not overlap, except that source and
-  // destination may be the same memory of the same kind. `statistics`, unless null, is overwritten.
+  // in torch's casts. Memory must not overlap, except that source and destination may be the same memory of the same
+  // kind. `statistics`, unless null, is overwritten.
   void (*convert)(void* destination, ScalarKind destination_kind, const void* source, ScalarKind source_kind,
                   size_t numel, double scale, Statistics* statistics);
 

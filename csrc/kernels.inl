@@ -461,12 +461,18 @@ void sum_counted(T* const* destinations, const T* const* sources, size_t numel, 
   }
 }
 
+// Integers wrap around, as torch's do: a signed overflow would be undefined.
+inline float plus(float a, float b) { return a + b; }
+inline double plus(double a, double b) { return a + b; }
+inline int32_t plus(int32_t a, int32_t b) { return int32_t(uint32_t(a) + uint32_t(b)); }
+inline int64_t plus(int64_t a, int64_t b) { return int64_t(uint64_t(a) + uint64_t(b)); }
+
 template <class T>
 void add_scaled(T* __restrict sum, const T* __restrict source, size_t numel, T scale, bool first) {
   if (first) {
     for (size_t i = 0; i < numel; ++i) sum[i] = source[i] * scale;
   } else {
-    for (size_t i = 0; i < numel; ++i) sum[i] += source[i] * scale;
+    for (size_t i = 0; i < numel; ++i) sum[i] = plus(sum[i], source[i] * scale);
   }
 }
 

@@ -29,11 +29,16 @@ PyObject* use_kernels(PyObject*, PyObject* argument) {
   return PyBool_FromLong(is_known);
 }
 
-// Reads a list of addresses; an empty result with an exception set where it is not one.
+// Reads a list of at least one address; an empty result with an exception set where it is not one.
 std::vector<void*> addresses_of(PyObject* list) {
   std::vector<void*> addresses;
+  if (PyList_Check(list) == 0) {
+    PyErr_SetString(PyExc_TypeError, "expected a list of addresses");
+    return addresses;
+  }
   const Py_ssize_t count = PyList_Size(list);
   for (Py_ssize_t i = 0; i < count; ++i) addresses.push_back(PyLong_AsVoidPtr(PyList_GetItem(list, i)));
+  if (count == 0) PyErr_SetString(PyExc_ValueError, "expected at least one address, got an empty list");
   if (PyErr_Occurred() != nullptr) addresses.clear();
   return addresses;
 }
@@ -49,8 +54,17 @@ PyObject* sum(PyObject*, PyObject* arguments) {
                        &wants_square_sum) == 0)
     return nullptr;
   const std::vector<void*> destinations = addresses_of(destination_list);
+  if (destinations.empty()) return nullptr;
   const std::vector<void*> sources = addresses_of(source_list);
-  if (PyErr_Occurred() != nullptr) return nullptr;
+  if (sources.empty()) return nullptr;
+  if (kind < 0 || kind > int(psengine::ScalarKind::int64)) {
+    PyErr_Format(PyExc_ValueError, "kind must be a number of ScalarKind (expected 0 to 5, got %d)", kind);
+    return nullptr;
+  }
+  if (numel < 0) {
+    PyErr_Format(PyExc_ValueError, "numel must not be negative (got %zd)", numel);
+    return nullptr;
+  }
   double square_sum = 0.0;
   psengine::kernels().sum(destinations.data(), destinations.size(), sources.data(), sources.size(),
                           psengine::ScalarKind(kind), size_t(numel), scale, wants_square_sum ? &square_sum : nullptr);

@@ -2,229 +2,37 @@
 
 #include "shared_memory.h"
 
-#include <fcntl.h>
-#include <linux/futex.h>
-#include <poll.h>
 #include <sched.h>
-#include <signal.h>
-#include <sys/mman.h>
 #include <sys/stat.h>
-#include <sys/syscall.h>
 #include <unistd.h>
 
 #include <algorithm>
-#include <cerrno>
-#include <climits>
-#include <cmath>
-#include <cstdio>
 #include <cstring>
+#include <iterator>
 #include <limits>
-#include <memory>
 #include <stdexcept>
 
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif
 
+#include "shared_memory_call.h"
+#include "shared_memory_layout.h"
+
 namespace psengine {
 
-static_assert(std::atomic<uint64_t>::is_always_lock_free && std::atomic<uint32_t>::is_always_lock_free,
-              "processes share these");
-
-// ---- the control block -------------------------------------------------------------------------------------------
-
-constexpr uint64_t kMagic = 0x31766d68736e6570;  // the layout's name and version
-constexpr size_t kCacheLineBytes = 64;
-constexpr size_t kPageBytes = 4096;
-// How many rounds a rank may be ahead of the slowest.
-constexpr uint64_t kRingRounds = 32;
-// Rounds that have a staging slot at the same time: one being filled, one summed, one emptied, one to spare.
-constexpr uint64_t kSlots = 4;
-constexpr size_t kMaxSegments = 64;
-constexpr size_t kMaxChunks = 1024;
-// A claim costs a hundred nanoseconds; this much summing takes over ten times as long.
-constexpr size_t kChunkBytes = 128 * 1024;
-// Up to this size every rank sums everything for itself: reading W times this is cheaper than another round trip.
-constexpr size_t kSmallBytes = 16 * 1024;
-constexpr auto kSpinTime = std::chrono::microseconds(50);
-constexpr int kYields = 16;
-constexpr double kWatchIntervalS = 0.1;
 // A process that is being killed loses its files before it counts as ended; this long is waited for the latter.
 constexpr int kDyingMs = 1000;
-// Past its deadline, a wait in which nobody is missing goes on for this long, because it is about to end.
-constexpr double kGraceS = 0.2;
-constexpr double kShortestSleepS = 0.001;
-
-// What one rank called, as the others compare and use it.
-struct alignas(kCacheLineBytes) Descriptor {
-  uint64_t numel;  // elements, or bytes for operations that do not compute
-  double scale;
-  Operation operation;
-  ScalarKind kind;
-  uint32_t source_rank;
-  uint32_t is_staged;
-  uint32_t segment_slot;
-  uint32_t segment_id;
-  uint64_t offset_bytes;  // of the tensor in its segment
-};
-
-struct Segment {
-  std::atomic<uint32_t> id;  // 0: none
-  std::atomic<int32_t> file_descriptor;
-  std::atomic<uint64_t> bytes;
-};
-
-struct alignas(kCacheLineBytes) RankRegion {
-  // Written by their rank alone, read by all.
-  std::atomic<uint64_t> arrived;
-  std::atomic<uint64_t> finished;
-  std::atomic<uint64_t> summing;   // the round of which it may hold a claimed chunk; 0: none
-  std::atomic<uint64_t> releases;  // segments released so far
-  std::atomic<uint32_t> is_closed;
-  std::atomic<int64_t> process_id;
-  alignas(kCacheLineBytes) Segment segments[kMaxSegments];
-  Descriptor descriptors[kRingRounds];
-};
-
-// A round in which chunks are claimed. Each word holds the round in its upper half and a count in its lower, so that a
-// word left over from the round that used this place before counts as zero.
-struct alignas(kCacheLineBytes) Round {
-  std::atomic<uint64_t> claimed;
-  alignas(kCacheLineBytes) std::atomic<uint64_t> done;
-  alignas(kCacheLineBytes) std::atomic<double> square_sums[kMaxChunks];
-};
-
-struct alignas(kPageBytes) Header {
-  uint64_t magic;
-  uint64_t world_size;
-  uint64_t slot_bytes;
-  Token token;
-  alignas(kCacheLineBytes) std::atomic<uint32_t> notifications;  // the word sleepers sleep on
-  std::atomic<uint32_t> sleepers;
-  alignas(kCacheLineBytes) std::atomic<uint64_t> failed_ranks;
-  std::atomic<uint64_t> failed_round;  // in which ranks called different operations; 0: none
-  std::atomic<int32_t> failure;        // a WaitStatus; done: none
-};
-
-struct alignas(kPageBytes) SegmentHeader {
-  uint64_t magic;
-  uint64_t id;
-  Token token;
-};
-
-static size_t round_up(size_t value, size_t multiple) { return (value + multiple - 1) / multiple * multiple; }
-
-static size_t slots_offset(size_t world_size) {
-  return round_up(sizeof(Header) + kRingRounds * sizeof(Round) + world_size * sizeof(RankRegion), kPageBytes);
-}
-
-static size_t control_bytes(size_t world_size, size_t slot_bytes) {
-  return slots_offset(world_size) + world_size * kSlots * slot_bytes;
-}
-
-// ---- files and mappings ------------------------------------------------------------------------------------------
-
-static std::runtime_error system_error(const std::string& what) {
-  return std::runtime_error(what + ": " + std::strerror(errno));
-}
-
-// Anonymous memory that goes when its last user goes, whatever becomes of the processes, and does not count against
-// the size of /dev/shm. Sealed: a peer that shrank it would make our reads of it fatal.
-static int create_anonymous_file(const char* name, size_t bytes) {
-  int file_descriptor = static_cast<int>(syscall(SYS_memfd_create, name, 1U /* CLOEXEC */ | 2U /* ALLOW_SEALING */));
-  if (file_descriptor < 0) throw system_error("memfd_create");
-  if (ftruncate(file_descriptor, static_cast<off_t>(bytes)) != 0) {
-    auto error = system_error("ftruncate of " + std::to_string(bytes) + " bytes of shared memory");
-    ::close(file_descriptor);
-    throw error;
-  }
-  constexpr int kAddSeals = 1033, kSealSeal = 1, kSealShrink = 2, kSealGrow = 4;
-  fcntl(file_descriptor, kAddSeals, kSealSeal | kSealShrink | kSealGrow);  // old kernels do without
-  return file_descriptor;
-}
-
-Mapping::Mapping(int file_descriptor, size_t bytes) : bytes_(bytes) {
-  void* address = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, file_descriptor, 0);
-  if (address == MAP_FAILED) throw system_error("mmap of " + std::to_string(bytes) + " bytes of shared memory");
-  data_ = static_cast<char*>(address);
-  madvise(data_, bytes, MADV_HUGEPAGE);  // where the machine offers it for shared memory
-}
-
-Mapping::Mapping(Mapping&& other) noexcept : data_(other.data_), bytes_(other.bytes_) { other.data_ = nullptr; }
-
-Mapping& Mapping::operator=(Mapping&& other) noexcept {
-  std::swap(data_, other.data_);
-  std::swap(bytes_, other.bytes_);
-  return *this;
-}
-
-Mapping::~Mapping() {
-  if (data_ != nullptr) munmap(data_, bytes_);
-}
-
-// Map a file that another process made; `is_ours` looks at its first page before anything else is believed.
-static Mapping map_path(const std::string& path, size_t bytes, const std::function<bool(const char*)>& is_ours) {
-  int file_descriptor = open(path.c_str(), O_RDWR | O_CLOEXEC);
-  if (file_descriptor < 0) throw system_error("cannot open a peer's shared memory " + path);
-  struct stat status {};
-  if (fstat(file_descriptor, &status) != 0 || static_cast<uint64_t>(status.st_size) != bytes) {
-    ::close(file_descriptor);
-    throw std::runtime_error(path + " is not a peer's shared memory (expected " + std::to_string(bytes) +
-                             " bytes, got " + std::to_string(status.st_size) + ")");
-  }
-  Mapping mapping;
-  try {
-    mapping = Mapping(file_descriptor, bytes);
-  } catch (...) {
-    ::close(file_descriptor);
-    throw;
-  }
-  ::close(file_descriptor);
-  if (!is_ours(mapping.data())) throw std::runtime_error(path + " is not this group's shared memory");
-  return mapping;
-}
-
-// ---- operations --------------------------------------------------------------------------------------------------
-
-struct SharedMemoryGroup::Call {
-  Operation operation;
-  ScalarKind kind = ScalarKind::float32;
-  uint64_t numel = 0;       // elements (bytes where nothing is computed) of this rank's input
-  size_t element_bytes = 1;
-  double scale = 1.0;
-  uint32_t source_rank = 0;
-  const char* input = nullptr;
-  char* output = nullptr;
-  bool is_staged = true;
-  bool is_summed_by_all = false;  // small: no chunks
-  bool wants_square_sum = false;
-  uint32_t segment_slot = 0;
-  const char* segment = nullptr;  // where the tensor's own segment begins, if it is not staged
-  uint64_t first_round = 0;
-  uint64_t rounds = 1;
-  uint64_t numel_per_round = 0;
-  double square_sum = 0.0;
-
-  bool has_chunks() const { return operation == Operation::all_reduce && !is_summed_by_all; }
-  uint64_t begin_of(uint64_t round) const { return (round - first_round) * numel_per_round; }
-  uint64_t numel_of(uint64_t round) const { return std::min(numel_per_round, numel - begin_of(round)); }
-  uint64_t chunk_numel(uint64_t round) const {
-    // A multiple of 64, so that chunks begin at cache lines and sums of squares have the same lanes.
-    uint64_t fitting = (numel_of(round) + kMaxChunks - 1) / kMaxChunks;
-    return round_up(std::max<uint64_t>(kChunkBytes / element_bytes, fitting), 64);
-  }
-  uint64_t chunks(uint64_t round) const { return (numel_of(round) + chunk_numel(round) - 1) / chunk_numel(round); }
-};
 
 SharedMemoryGroup::Call& SharedMemoryGroup::call_at(uint64_t number) { return calls_[number - first_call_]; }
 
 RankRegion& SharedMemoryGroup::region(size_t rank) const {
-  auto* regions = reinterpret_cast<RankRegion*>(control_.data() + sizeof(Header) + kRingRounds * sizeof(Round));
+  auto* regions = reinterpret_cast<RankRegion*>(control_.data() + sizeof(ControlHeader) + kRingRounds * sizeof(Round));
   return regions[rank];
 }
 
 Round& SharedMemoryGroup::round_state(uint64_t round) const {
-  return reinterpret_cast<Round*>(control_.data() + sizeof(Header))[round % kRingRounds];
+  return reinterpret_cast<Round*>(control_.data() + sizeof(ControlHeader))[round % kRingRounds];
 }
 
 Descriptor& SharedMemoryGroup::descriptor(size_t rank, uint64_t round) const {
@@ -235,7 +43,7 @@ char* SharedMemoryGroup::slot(size_t rank, uint64_t round) const {
   return control_.data() + slots_offset(world_size_) + (rank * kSlots + round % kSlots) * slot_bytes_;
 }
 
-Header& SharedMemoryGroup::header() const { return *reinterpret_cast<Header*>(control_.data()); }
+ControlHeader& SharedMemoryGroup::header() const { return *reinterpret_cast<ControlHeader*>(control_.data()); }
 
 // ---- joining and leaving -----------------------------------------------------------------------------------------
 
@@ -248,8 +56,8 @@ int SharedMemoryGroup::create_control(size_t world_size, size_t slot_bytes, cons
   size_t bytes = control_bytes(world_size, slot_bytes);
   int file_descriptor = create_anonymous_file("psengine-control", bytes);
   try {
-    Mapping mapping(file_descriptor, sizeof(Header));
-    auto* header = reinterpret_cast<Header*>(mapping.data());
+    Mapping mapping(file_descriptor, sizeof(ControlHeader));
+    auto* header = reinterpret_cast<ControlHeader*>(mapping.data());
     header->world_size = world_size;
     header->slot_bytes = slot_bytes;
     header->token = token;
@@ -275,47 +83,14 @@ SharedMemoryGroup::SharedMemoryGroup(const std::string& path, size_t rank, size_
   if (stat(path.c_str(), &status) != 0) throw system_error("cannot see a peer's shared memory " + path);
   auto bytes = static_cast<size_t>(status.st_size);
   control_ = map_path(path, bytes, [&](const char* page) {
-    const auto* found = reinterpret_cast<const Header*>(page);
-    return bytes >= sizeof(Header) && found->magic == kMagic && found->token == token &&
+    const auto* found = reinterpret_cast<const ControlHeader*>(page);
+    return bytes >= sizeof(ControlHeader) && found->magic == kMagic && found->token == token &&
            found->world_size == world_size && bytes == control_bytes(world_size, found->slot_bytes);
   });
   slot_bytes_ = header().slot_bytes;
   may_spin_ = has_core_for_each(world_size);
   own_segments_.assign(kMaxSegments, nullptr);
   region(rank).process_id.store(process_id_);
-}
-
-void SharedMemoryGroup::watch_peers() {
-  for (size_t rank = 0; rank < world_size_; ++rank) {
-    if (rank == rank_) continue;
-    auto process_id = static_cast<pid_t>(region(rank).process_id.load());
-    if (process_id <= 0) throw std::runtime_error("rank " + std::to_string(rank) + " has not joined");
-    // Held open, so that another process that gets the same id later is not mistaken for this one.
-    peers_[rank].process_fd = static_cast<int>(syscall(434 /* pidfd_open */, process_id, 0));
-    if (!is_running(rank)) throw std::runtime_error("rank " + std::to_string(rank) + " cannot be seen from here");
-  }
-}
-
-// Whether a rank's process still runs, or at least has not ended within `patience_ms`.
-bool SharedMemoryGroup::is_running(size_t rank, int patience_ms) const {
-  if (rank == rank_) return true;
-  int process_fd = peers_[rank].process_fd;
-  if (process_fd >= 0) {
-    struct pollfd status = {process_fd, POLLIN, 0};
-    // Readable once the process has ended, reaped or not. A signal makes poll fail, which says nothing of the peer.
-    return poll(&status, 1, patience_ms) <= 0 || (status.revents & POLLIN) == 0;
-  }
-  // Kernels before 5.3: a zombie still answers signals, so its state is read (man 5 proc).
-  char path[64];
-  auto process_id = static_cast<long>(region(rank).process_id.load());
-  std::snprintf(path, sizeof(path), "/proc/%ld/stat", process_id);
-  std::unique_ptr<FILE, int (*)(FILE*)> file(std::fopen(path, "r"), &std::fclose);
-  if (!file) return kill(static_cast<pid_t>(process_id), 0) == 0;
-  char text[1024];
-  size_t length = std::fread(text, 1, sizeof(text) - 1, file.get());
-  text[length] = '\0';
-  const char* name_end = std::strrchr(text, ')');
-  return name_end != nullptr && name_end[1] == ' ' && std::strchr("ZX", name_end[2]) == nullptr;
 }
 
 // A forked child holds its parent's object: not to be touched, nor its lock, which another thread of the parent may
@@ -508,14 +283,43 @@ uint64_t SharedMemoryGroup::progress() {
   return first_call_ - 1;
 }
 
+// Sums with the default rounding and with subnormal numbers, whatever the calling thread has chosen: ranks with another
+// torch.set_flush_denormal would sum their chunks, or their copies of a small tensor, to other bits.
+class DefaultFloatingPoint {
+#if defined(__x86_64__)
+ public:
+  DefaultFloatingPoint() : chosen_(_mm_getcsr()) {
+    if ((chosen_ & kControl) != kDefault) _mm_setcsr(kDefault);
+  }
+  ~DefaultFloatingPoint() {
+    if ((chosen_ & kControl) != kDefault) _mm_setcsr(chosen_);
+  }
+  DefaultFloatingPoint(const DefaultFloatingPoint&) = delete;
+  DefaultFloatingPoint& operator=(const DefaultFloatingPoint&) = delete;
+
+ private:
+  static constexpr unsigned kControl = 0xffc0;  // of MXCSR, without the flags of what has happened
+  static constexpr unsigned kDefault = 0x1f80;  // no exceptions, to nearest even
+  unsigned chosen_;
+#else
+ public:
+  DefaultFloatingPoint() {}  // not trivial, or its only variable would be called unused
+#endif
+};
+
 bool SharedMemoryGroup::advance() {
+  DefaultFloatingPoint during_sums;
   bool has_moved = false;
   try {
-    // After a failure nobody enters another round, but one that all had entered still ends, on every rank alike:
-    // whether an operation succeeds must not depend on who looked before the failure and who after.
+    // After a failure nobody enters another round, but one that all had entered still ends: whether an operation
+    // succeeds should not depend on who looked before the failure and who after. It still may: a rank that is told of
+    // the failure while another sums the last chunk reports it, where the other reports success.
     while (own_error_.empty()) {
       bool may_enter = header().failure.load(std::memory_order_acquire) == 0;
-      if (!((may_enter && enter_rounds()) | reduce_rounds() | finish_rounds())) break;
+      bool has_entered = may_enter && enter_rounds();
+      bool has_reduced = reduce_rounds();
+      bool has_finished = finish_rounds();
+      if (!has_entered && !has_reduced && !has_finished) break;
       has_moved = true;
     }
   } catch (const std::exception& error) {
@@ -724,6 +528,7 @@ void SharedMemoryGroup::finish(Call& call, uint64_t round) {
 }
 
 double SharedMemoryGroup::take_square_sum(uint64_t operation) {
+  check_process();
   std::lock_guard<std::mutex> lock(mutex_);
   auto found = square_sums_.find(operation);
   if (found == square_sums_.end()) return std::numeric_limits<double>::quiet_NaN();
@@ -787,154 +592,6 @@ bool SharedMemoryGroup::check_agreement(const Call& call, uint64_t round) {
     return false;
   }
   return true;
-}
-
-// ---- waiting -----------------------------------------------------------------------------------------------------
-
-static long futex(std::atomic<uint32_t>* word, int operation, uint32_t value, const struct timespec* timeout) {
-  return syscall(SYS_futex, reinterpret_cast<uint32_t*>(word), operation, value, timeout, nullptr, 0);
-}
-
-// After each change of a counter. Either the sleeper sees the change when it looks a last time, or we see the sleeper.
-void SharedMemoryGroup::notify() {
-  std::atomic_thread_fence(std::memory_order_seq_cst);
-  if (header().sleepers.load(std::memory_order_relaxed) == 0) return;
-  header().notifications.fetch_add(1);
-  futex(&header().notifications, FUTEX_WAKE, INT_MAX, nullptr);
-}
-
-static void relax() {
-#if defined(__x86_64__)
-  _mm_pause();
-#elif defined(__aarch64__)
-  asm volatile("yield");
-#endif
-}
-
-void SharedMemoryGroup::sleep_until_notified(uint64_t operation, double longest_s) {
-  uint32_t seen = header().notifications.load();
-  header().sleepers.fetch_add(1);
-  std::atomic_thread_fence(std::memory_order_seq_cst);
-  bool is_over;
-  try {
-    std::lock_guard<std::mutex> lock(mutex_);
-    is_over = advance() || first_call_ > operation;  // another thread of this rank may have completed it
-  } catch (...) {
-    header().sleepers.fetch_sub(1);
-    throw;
-  }
-  if (!is_over && header().failure.load() == 0) {
-    struct timespec timeout {};
-    timeout.tv_sec = static_cast<time_t>(longest_s);
-    timeout.tv_nsec = static_cast<long>((longest_s - std::floor(longest_s)) * 1e9);
-    futex(&header().notifications, FUTEX_WAIT, seen, &timeout);
-  }
-  header().sleepers.fetch_sub(1);
-}
-
-// The ranks that keep this rank's first unfinished round from going on.
-uint64_t SharedMemoryGroup::ranks_waited_for() const {
-  uint64_t ranks = 0;
-  if (finish_.round >= next_round_) return 0;
-  for (size_t rank = 0; rank < world_size_; ++rank) {
-    if (rank == rank_) continue;
-    const RankRegion& other = region(rank);
-    const Call& call = calls_[finish_.call - first_call_];
-    bool is_needed = call.operation != Operation::broadcast || rank == call.source_rank;
-    bool is_behind = is_needed && other.arrived.load() < finish_.round;
-    if (finish_.round == enter_.round) {
-      // Not entered yet: a place is missing, which those hold who have not finished an old round.
-      uint64_t reused_after = call.is_staged ? kSlots : kRingRounds;
-      is_behind = enter_.round > reused_after && other.finished.load() < enter_.round - reused_after;
-    } else if (call.has_chunks() && have_arrived(call, finish_.round)) {
-      is_behind = other.summing.load() == finish_.round;  // it holds the chunk that is missing
-    }
-    if (is_behind) ranks |= uint64_t{1} << rank;
-  }
-  return ranks;
-}
-
-// The first failure stays; `round`, where ranks differ in one.
-void SharedMemoryGroup::fail(WaitStatus status, uint64_t ranks, uint64_t round) {
-  int32_t none = 0;
-  uint64_t no_round = 0;
-  header().failed_ranks.fetch_or(ranks);
-  if (round != 0) header().failed_round.compare_exchange_strong(no_round, round);
-  header().failure.compare_exchange_strong(none, static_cast<int32_t>(status));
-  header().notifications.fetch_add(1);
-  futex(&header().notifications, FUTEX_WAKE, INT_MAX, nullptr);
-}
-
-WaitResult SharedMemoryGroup::failure() const {
-  if (!own_error_.empty()) throw std::runtime_error(own_error_);
-  WaitResult result;
-  result.status = static_cast<WaitStatus>(header().failure.load());
-  result.ranks = header().failed_ranks.load();
-  if (result.status == WaitStatus::mismatched) result.detail = describe_difference(header().failed_round.load());
-  return result;
-}
-
-WaitResult SharedMemoryGroup::wait(uint64_t operation, double timeout_s, const std::function<bool()>& is_interrupted) {
-  check_process();
-  using Clock = std::chrono::steady_clock;
-  auto started = Clock::now();
-  auto last_moved = started;
-  int yields = 0;
-  while (true) {
-    bool has_moved;
-    {
-      std::lock_guard<std::mutex> lock(mutex_);
-      has_moved = advance();
-      if (first_call_ > operation) return {};
-      if (header().failure.load() != 0) return failure();
-    }
-    auto now = Clock::now();
-    if (has_moved) {
-      last_moved = now;
-      yields = 0;
-      continue;
-    }
-    if (may_spin_ && now - last_moved < kSpinTime) {
-      for (int pause = 0; pause < 8; ++pause) relax();
-      continue;
-    }
-    if (yields < kYields) {
-      ++yields;
-      sched_yield();
-      continue;
-    }
-    double left_s = timeout_s - std::chrono::duration<double>(now - started).count();
-    sleep_until_notified(operation, std::clamp(left_s, kShortestSleepS, kWatchIntervalS));
-    {
-      std::lock_guard<std::mutex> lock(mutex_);
-      advance();
-      if (first_call_ > operation) return {};
-      if (header().failure.load() != 0) return failure();
-      uint64_t late = ranks_waited_for(), gone = 0, closed = 0;
-      for (size_t rank = 0; rank < world_size_; ++rank) {
-        if ((late >> rank & 1) == 0) continue;
-        if (!is_running(rank)) gone |= uint64_t{1} << rank;
-        else if (region(rank).is_closed.load() != 0) closed |= uint64_t{1} << rank;
-      }
-      // Once more: a rank may have done its part between our look at it and its leaving.
-      late &= ranks_waited_for();
-      if ((gone & late) != 0) fail(WaitStatus::lost, gone & late);
-      else if ((closed & late) != 0) fail(WaitStatus::closed, closed & late);
-      else if (late != 0 ? left_s <= 0 : left_s <= -kGraceS) fail(WaitStatus::timed_out, late);
-    }
-    // Without our lock: it takes the interpreter's, whose holder may be waiting for ours.
-    if (is_interrupted()) return {WaitStatus::interrupted, 0, ""};
-  }
-}
-
-std::vector<RankState> SharedMemoryGroup::states() const {
-  std::vector<RankState> states;
-  for (size_t rank = 0; rank < world_size_; ++rank) {
-    const RankRegion& other = region(rank);
-    states.push_back({other.process_id.load(), other.arrived.load(), other.finished.load(),
-                      other.is_closed.load() != 0, is_running(rank)});
-  }
-  return states;
 }
 
 }  // namespace psengine

@@ -30,6 +30,7 @@
 #include <vector>
 
 #include "kernels.h"
+#include "shared_memory_mapping.h"
 
 namespace psengine {
 
@@ -56,27 +57,11 @@ struct RankState {
   bool is_running;
 };
 
-// The layout of the control block; see shared_memory.cpp.
-struct Header;
+// The layout of the control block; see shared_memory_layout.h.
+struct ControlHeader;
 struct RankRegion;
 struct Round;
 struct Descriptor;
-
-// A mapping of this process.
-class Mapping {
- public:
-  Mapping() = default;
-  Mapping(int file_descriptor, size_t bytes);
-  Mapping(Mapping&& other) noexcept;
-  Mapping& operator=(Mapping&& other) noexcept;
-  ~Mapping();
-  char* data() const { return data_; }
-  size_t bytes() const { return bytes_; }
-
- private:
-  char* data_ = nullptr;
-  size_t bytes_ = 0;
-};
 
 class SharedMemoryGroup {
  public:
@@ -166,7 +151,7 @@ class SharedMemoryGroup {
   Round& round_state(uint64_t round) const;
   Descriptor& descriptor(size_t rank, uint64_t round) const;
   char* slot(size_t rank, uint64_t round) const;
-  Header& header() const;
+  ControlHeader& header() const;
 
   size_t rank_;
   size_t world_size_;

@@ -7,10 +7,13 @@
 
 #include <cstdint>
 #include <cstring>
+#include <exception>
 #include <limits>
 #include <new>
 #include <stdexcept>
 #include <string>
+#include <type_traits>
+#include <vector>
 
 #if defined(__linux__)
 
@@ -38,14 +41,29 @@ PyObject* guarded(Body body) {
   }
 }
 
-class WithoutInterpreterLock {
- public:
-  WithoutInterpreterLock() : state_(PyEval_SaveThread()) {}
-  ~WithoutInterpreterLock() { PyEval_RestoreThread(state_); }
-
- private:
-  PyThreadState* state_;
-};
+// Run `body` without the interpreter's lock, which is taken back before its result or exception goes on.
+//
+// Not a destructor's work: while the interpreter finalizes, CPython before 3.14 ends a daemon thread that asks for the
+// lock by pthread_exit, which unwinds the stack. That must not happen in a destructor (which may not throw, and not at
+// all while another exception is under way) nor meet a catch (...) without a `throw`: both end in std::terminate.
+template <typename Body>
+auto without_interpreter_lock(Body body) {
+  std::exception_ptr error;
+  if constexpr (std::is_void_v<decltype(body())>) {
+    PyThreadState* state = PyEval_SaveThread();
+    try {
+      body();
+    } catch (const std::exception&) {
+      error = std::current_exception();
+    }
+    PyEval_RestoreThread(state);
+    if (error) std::rethrow_exception(error);
+  } else {
+    decltype(body()) result{};
+    without_interpreter_lock([&]() -> void { result = body(); });
+    return result;
+  }
+}
 
 struct Arguments {
   PyObject* const* values;
@@ -125,7 +143,8 @@ PyObject* watch_peers(PyObject*, PyObject* const* values, Py_ssize_t count) {
   return guarded([&] {
     Arguments arguments{values, count};
     arguments.expect(1);
-    arguments.group().watch_peers();
+    SharedMemoryGroup& group = arguments.group();
+    without_interpreter_lock([&] { group.watch_peers(); });
     return Py_BuildValue("");
   });
 }
@@ -134,9 +153,12 @@ PyObject* adopt_segment(PyObject*, PyObject* const* values, Py_ssize_t count) {
   return guarded([&] {
     Arguments arguments{values, count};
     arguments.expect(4);
-    size_t index = arguments.group().adopt_segment(static_cast<int>(arguments.integer(1)), arguments.integer(2),
-                                                   arguments.address(3));
-    return PyLong_FromSize_t(index);
+    SharedMemoryGroup& group = arguments.group();
+    auto file_descriptor = static_cast<int>(arguments.integer(1));
+    size_t bytes = arguments.integer(2);
+    char* address = arguments.address(3);
+    return PyLong_FromSize_t(
+        without_interpreter_lock([&] { return group.adopt_segment(file_descriptor, bytes, address); }));
   });
 }
 
@@ -144,7 +166,9 @@ PyObject* release_segment(PyObject*, PyObject* const* values, Py_ssize_t count) 
   return guarded([&] {
     Arguments arguments{values, count};
     arguments.expect(2);
-    arguments.group().release_segment(arguments.integer(1));
+    SharedMemoryGroup& group = arguments.group();
+    size_t index = arguments.integer(1);
+    without_interpreter_lock([&] { group.release_segment(index); });
     return Py_BuildValue("");
   });
 }
@@ -155,12 +179,7 @@ PyObject* begin(PyObject* const* values, Py_ssize_t count, Py_ssize_t expected, 
     Arguments arguments{values, count};
     arguments.expect(expected);
     auto start = operation(arguments);
-    uint64_t number;
-    {
-      WithoutInterpreterLock unlocked;
-      number = start();
-    }
-    return PyLong_FromUnsignedLongLong(number);
+    return PyLong_FromUnsignedLongLong(without_interpreter_lock(start));
   });
 }
 
@@ -209,16 +228,14 @@ PyObject* wait(PyObject*, PyObject* const* values, Py_ssize_t count) {
     SharedMemoryGroup& group = arguments.group();
     uint64_t operation = arguments.integer(1);
     double timeout_s = arguments.real(2);
-    WaitResult result;
-    {
-      WithoutInterpreterLock unlocked;
-      result = group.wait(operation, timeout_s, [] {
+    WaitResult result = without_interpreter_lock([&] {
+      return group.wait(operation, timeout_s, [] {
         PyGILState_STATE state = PyGILState_Ensure();
         bool has_signal = PyErr_CheckSignals() != 0;
         PyGILState_Release(state);
         return has_signal;
       });
-    }
+    });
     if (result.status == WaitStatus::interrupted) throw PythonError();
     if (result.status == WaitStatus::done) return Py_BuildValue("");
     return Py_BuildValue("(iKs)", static_cast<int>(result.status), static_cast<unsigned long long>(result.ranks),
@@ -230,7 +247,9 @@ PyObject* take_square_sum(PyObject*, PyObject* const* values, Py_ssize_t count) 
   return guarded([&] {
     Arguments arguments{values, count};
     arguments.expect(2);
-    return PyFloat_FromDouble(arguments.group().take_square_sum(arguments.integer(1)));
+    SharedMemoryGroup& group = arguments.group();
+    uint64_t operation = arguments.integer(1);
+    return PyFloat_FromDouble(without_interpreter_lock([&] { return group.take_square_sum(operation); }));
   });
 }
 
@@ -238,9 +257,11 @@ PyObject* states(PyObject*, PyObject* const* values, Py_ssize_t count) {
   return guarded([&]() -> PyObject* {
     Arguments arguments{values, count};
     arguments.expect(1);
+    SharedMemoryGroup& group = arguments.group();
+    std::vector<RankState> states = without_interpreter_lock([&] { return group.states(); });
     PyObject* list = PyList_New(0);
     if (list == nullptr) throw PythonError();
-    for (const RankState& state : arguments.group().states()) {
+    for (const RankState& state : states) {
       PyObject* entry =
           Py_BuildValue("(LKKOO)", static_cast<long long>(state.process_id),
                         static_cast<unsigned long long>(state.arrived), static_cast<unsigned long long>(state.finished),
@@ -260,7 +281,8 @@ PyObject* close(PyObject*, PyObject* const* values, Py_ssize_t count) {
   return guarded([&] {
     Arguments arguments{values, count};
     arguments.expect(1);
-    arguments.group().close();
+    SharedMemoryGroup& group = arguments.group();
+    without_interpreter_lock([&] { group.close(); });
     return Py_BuildValue("");
   });
 }

@@ -23,6 +23,7 @@ from psengine.errors import (
     ServerError,
     ServerLostError,
     ServerRefusedError,
+    SharedMemoryUnavailableError,
     SnapshotError,
 )
 from psengine.gradient_norms import clip_grad_norm_
@@ -66,6 +67,7 @@ __all__ = [
     "ServerError",
     "ServerLostError",
     "ServerRefusedError",
+    "SharedMemoryUnavailableError",
     "SnapshotError",
     "Strategy",
     "SyncAllReduce",

@@ -249,7 +249,9 @@ class Bucket:
                     parameter.grad = view
 
     def _copy_run(self, run: Run, gradients: list[torch.Tensor], divisor: int) -> bool:
-        """Copy a run's gradients in one call; False, with nothing counted, where one is not a dense tensor."""
+        """Copy a run's gradients in one call; False where one of them needs care: sparse, or in the flat memory."""
+        if any(gradient.is_sparse for gradient in gradients):
+            return False
         try:
             if self._counts_non_finite:
                 counts, _ = ops.pack_stats_(run.flat, gradients, 1.0 / divisor, run.layout)
@@ -260,8 +262,10 @@ class Bucket:
                 torch._foreach_copy_(self.views[run.first : run.last], gradients)
                 if divisor != 1:
                     run.flat.mul_(1.0 / divisor)
-        except RuntimeError:
-            return False  # a sparse gradient among them: _pack_with_care names it
+        except RuntimeError as error:
+            if "must not share memory" not in str(error):
+                raise
+            return False
         return True
 
     def _pack_with_care(self, position: int, divisor: int, *, as_view: bool) -> None:
@@ -272,12 +276,10 @@ class Bucket:
         if gradient is None:
             view.zero_()
             return
-        if self._counts_non_finite and not gradient.is_sparse:
-            # A read of its own, which the usual way does without.
-            self._non_finite.append((position, gradient.isfinite().logical_not_().sum().view(1)))
         if gradient is view or (as_view and gradient.data_ptr() == view.data_ptr() and view.numel() > 0):
             if divisor != 1:
                 view.div_(divisor)
+            self._count_view(position)
             return
         self._check_gradient(position, gradient)
         if divisor == 1 or gradient.dtype != view.dtype:
@@ -286,8 +288,22 @@ class Bucket:
                 view.mul_(1.0 / divisor)
         else:
             torch.mul(gradient.detach(), 1.0 / divisor, out=view)
+        self._count_view(position)
         if as_view and gradient.dtype == view.dtype:
             parameter.grad = view
+
+    def _count_view(self, position: int) -> None:
+        """Count what is not finite by a read of its own, which a run of plain gradients does without."""
+        if self._counts_non_finite:
+            self._non_finite.append((position, self.views[position].isfinite().logical_not_().sum().view(1)))
+
+    def convert_to(self, payload: torch.Tensor) -> None:
+        """Write ``flat`` to ``payload``, of another dtype; what overflows in it counts as not finite."""
+        if self._counts_non_finite:
+            parts = self.flat.split([parameter.numel() for parameter in self.parameters])
+            self._non_finite.append((0, ops.pack_stats_(payload, parts)[0]))
+        else:
+            ops.pack_(payload, [self.flat])
 
     def take_non_finite_counts(self) -> list[tuple[int, torch.Tensor]]:
         """What the last packing found, as pairs: a position, and int64 counts for the parameters from there on."""
@@ -309,7 +325,11 @@ class Bucket:
         if self._counts_non_finite:
             self._non_finite.append((0, gradient._values().isfinite().logical_not_().sum().view(1)))
         # Not in place: the gradients of two embeddings may share their values.
-        self._flat = gradient if divisor == 1 else gradient / divisor
+        if divisor != 1:
+            gradient = gradient / divisor
+        elif self._counts_non_finite:
+            gradient = gradient.clone()  # it is to stay what it is where another rank's is not finite
+        self._flat = gradient
 
     def fill_with_zeros(self) -> None:
         """Let the payload be what a rank without data contributes."""

@@ -98,6 +98,15 @@ def default_group(*, required: bool) -> dist.ProcessGroup | None:
     return None
 
 
+def check_finite_covers(check_finite: bool, delayed: Sequence[tuple[str, torch.nn.Parameter]]) -> None:
+    """Refuse ``check_finite`` where some gradients do not pass through buckets."""
+    if check_finite and delayed:
+        raise ConfigurationError(
+            "check_finite=True looks at buckets, which delayed gradients do not pass through (expected no"
+            f" delay_all_reduce_named_params, got {[name for name, _ in delayed]})"
+        )
+
+
 def check_has_group(strategy: Strategy, what: str, instead: str) -> None:
     """Refuse ``what`` needs a process group where the strategy has none; ``instead`` says what to do."""
     if not strategy.needs_process_group:

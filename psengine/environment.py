@@ -27,7 +27,12 @@ import torch.distributed.nn.functional
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
-from psengine.errors import CollectiveError, ConfigurationError, EnvironmentVariableError
+from psengine.errors import (
+    CollectiveError,
+    ConfigurationError,
+    EnvironmentVariableError,
+    SharedMemoryUnavailableError,
+)
 from psengine.launchers import Placement, detect
 
 logger = logging.getLogger(__name__)
@@ -208,7 +213,7 @@ def _create(backend: str, timeout: timedelta) -> Context:
             # Ties the group to the device: fails early, and barrier() need not guess (it warns when it does).
             device_id=device if backend.lower() == "nccl" else None,
         )
-    except ConfigurationError:
+    except SharedMemoryUnavailableError:
         _meeting_point = None
         raise  # of backend "psengine", which says what to do
     except (RuntimeError, ValueError, OSError) as error:

@@ -45,6 +45,10 @@ class CollectiveError(PSEngineError, RuntimeError):
     """A collective operation failed or ran past its deadline."""
 
 
+class SharedMemoryUnavailableError(CollectiveError):
+    """Shared memory was insisted on and cannot connect these ranks; the message says why. Every rank raises it."""
+
+
 class PeerLostError(CollectiveError):
     """Other ranks died or stopped answering; ``ranks`` holds their numbers in the process group.
 

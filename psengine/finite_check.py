@@ -36,7 +36,7 @@ class FiniteCheck:
             bucket.take_non_finite_counts()
 
     def note(self, bucket: Bucket) -> None:
-        """``bucket`` is packed and about to leave.
+        """``bucket`` is packed and about to leave, or was converted when it left.
 
         Raises:
             NonFiniteGradientError: it holds the fault, and the other ranks cannot be told.
@@ -87,9 +87,9 @@ class FiniteCheck:
         ]
         names = tuple(dict.fromkeys(self._names[first] for _, _, first in faulty.values()))
         return NonFiniteGradientError(
-            "gradients must be finite (check_finite=True), got NaN or infinity on "
+            "gradients must be finite, as they travel (check_finite=True), got NaN or infinity on "
             + "; ".join(lines)
-            + ". No average was written. torch.autograd.set_detect_anomaly(True) finds the operation.",
+            + ". No average was copied to a gradient. torch.autograd.set_detect_anomaly(True) finds the operation.",
             ranks=tuple(faulty),
             parameters=names,
         )

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
@@ -40,12 +41,27 @@ class GradientNorms:
         """Return the known sum of squares, and the gradients among those of ``parameters`` that it does not cover."""
         unread = {id(parameter): parameter for parameter in parameters if parameter.grad is not None}
         square_sum = 0.0
-        for noted in self._noted:
-            if all(id(parameter) in unread for parameter in noted.parameters) and noted.is_current():
-                square_sum += float(noted.square_sum)
-                for parameter in noted.parameters:
-                    del unread[id(parameter)]
+        for noted, known in self._current_square_sums(unread):
+            square_sum += known
+            for parameter in noted.parameters:
+                del unread[id(parameter)]
         return square_sum, [parameter.grad for parameter in unread.values() if parameter.grad is not None]
+
+    def _current_square_sums(self, asked: Mapping[int, torch.Tensor]) -> list[tuple[_NotedBucket, float]]:
+        """The buckets among those asked for whose gradients are unchanged, with one look at each device."""
+        by_device: dict[torch.device, list[tuple[_NotedBucket, torch.Tensor]]] = {}
+        for noted in self._noted:
+            if all(id(parameter) in asked for parameter in noted.parameters):
+                verdict = noted.verdict()
+                if verdict is not None:
+                    by_device.setdefault(verdict.device, []).append((noted, verdict))
+        current = []
+        for pairs in by_device.values():
+            values = torch.stack([verdict for _, verdict in pairs]).tolist()
+            current += [
+                (noted, square_sum) for (noted, _), (is_same, square_sum) in zip(pairs, values, strict=True) if is_same
+            ]
+        return current
 
 
 class _NotedBucket:
@@ -61,15 +77,20 @@ class _NotedBucket:
         self._sampled = [index for index in by_numel[-SAMPLED_GRADIENTS:] if gradients[index].numel() > 0]
         self._samples = self._sample(gradients)
 
-    def is_current(self) -> bool:
-        """Whether every gradient is the tensor it was, with the values it had, as far as versions and samples tell."""
+    def verdict(self) -> torch.Tensor | None:
+        """Whether gradients have the values they had, as far as samples tell, and the sum: float64, on their device.
+
+        None where one is another tensor, or its version has gone up.
+        """
         gradients: list[torch.Tensor] = []
         for parameter, (reference, version) in zip(self.parameters, self._gradients, strict=True):
             gradient = parameter.grad
             if gradient is None or reference() is not gradient or gradient._version != version:
-                return False
+                return None
             gradients.append(gradient)
-        return bool(self._samples.any()) and torch.equal(self._samples, self._sample(gradients))
+        is_same = (self._samples == self._sample(gradients)).all() & self._samples.any()
+        square_sum = torch.as_tensor(self.square_sum, dtype=torch.float64, device=is_same.device)
+        return torch.stack((is_same.double(), square_sum))
 
     def _sample(self, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
         """A few values of the largest gradients, which are dense."""
@@ -104,8 +125,9 @@ def clip_grad_norm_(
         foreach: see ``torch.nn.utils.clip_grad_norm_``.
 
     Returns:
-        The norm before clipping, a scalar of the first gradient's dtype and device. It is summed in float64, so it may
-        differ from torch's in the last bits; it has the same bits on every rank.
+        The norm before clipping, a scalar on the first gradient's device, of the dtype that all gradients promote to.
+        It is summed in float64, so it may differ from torch's in the last bits; it has the same bits on every rank. On
+        a GPU the host waits for it.
 
     Raises:
         RuntimeError: the norm is not finite, and ``error_if_nonfinite``.
@@ -128,12 +150,11 @@ def clip_grad_norm_(
 
 
 def _total_norm(parameters: Sequence[torch.Tensor], norms: GradientNorms, foreach: bool | None) -> torch.Tensor:
-    first = parameters[0].grad
-    assert first is not None
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     square_sum, unread = norms.split(parameters)
-    if not unread:
-        return torch.tensor(math.sqrt(square_sum), dtype=first.dtype, device=first.device)
-    unread_norm = torch.nn.utils.get_total_norm(unread, 2.0, False, foreach)
-    if square_sum == 0.0:
-        return unread_norm
-    return (unread_norm.double().square() + square_sum).sqrt().to(first.device, first.dtype)
+    if len(unread) == len(gradients):
+        return torch.nn.utils.get_total_norm(unread, 2.0, False, foreach)
+    if unread:
+        square_sum += torch.nn.utils.get_total_norm(unread, 2.0, False, foreach).double().item() ** 2
+    dtype = functools.reduce(torch.promote_types, {gradient.dtype.to_real() for gradient in gradients})
+    return torch.tensor(math.sqrt(square_sum), dtype=dtype, device=gradients[0].device)

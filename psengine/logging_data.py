@@ -109,18 +109,22 @@ def _describe_arguments(replica: DistributedDataParallel) -> dict[str, Any]:
     }
 
 
+def _size_bytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
 def _describe_buckets(replica: DistributedDataParallel) -> dict[str, Any]:
     reducer = replica.reducer
-    sizes = ", ".join(str(size) for size in reducer.bucket_sizes_bytes())
+    sizes = ", ".join(str(bucket.size_bytes) for bucket in reducer.buckets)
     kinds = sorted({_DTYPE_NAMES.get(p.dtype, str(p.dtype)) for p in reducer.parameters})
     facts: dict[str, Any] = {
         "num_parameter_tensors": len(reducer.parameters),
-        "total_parameter_size_bytes": sum(p.numel() * p.element_size() for p in reducer.parameters),
+        "total_parameter_size_bytes": sum(_size_bytes(p) for p in reducer.parameters),
         "dtypes": ", ".join(kinds),
         "bucket_sizes": reducer.initial_bucket_sizes,
         "has_rebuilt_buckets": int(reducer.has_rebuilt_buckets),
         "num_buckets_reduced": reducer.buckets_reduced,
-        "unused_parameter_size": reducer.unused_bytes(),
+        "unused_parameter_size": sum(_size_bytes(reducer.parameters[index]) for index in reducer.usage.unused),
         "prev_iteration_grad_ready_order_indices": ", ".join(str(i) for i in reducer.previous_ready_order()),
     }
     if reducer.has_rebuilt_buckets:

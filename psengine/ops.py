@@ -24,6 +24,9 @@ from psengine import native
 # csrc/kernels.h, the floating kinds of ScalarKind
 NATIVE_DTYPES = frozenset({torch.float32, torch.float64, torch.float16, torch.bfloat16})
 
+# setup.py, CUDA_ARCHITECTURES
+OLDEST_CUDA_CAPABILITY = (7, 5)
+
 Strides = tuple[int, ...]
 Statistics = tuple[torch.Tensor, torch.Tensor]
 
@@ -40,7 +43,7 @@ def native_kernels() -> str | None:
 
 def covers(flat: torch.Tensor, dtype: torch.dtype) -> bool:
     """Whether native kernels pack tensors of ``dtype`` into ``flat``, and unpack them; else torch's own are faster."""
-    return flat.device.type in _NATIVE_DEVICES and flat.dtype in NATIVE_DTYPES and dtype in NATIVE_DTYPES
+    return _runs_natively(flat.device) and flat.dtype in NATIVE_DTYPES and dtype in NATIVE_DTYPES
 
 
 def layout_of(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -122,8 +125,15 @@ def accumulate_(destination: torch.Tensor, source: torch.Tensor, scale: float = 
     _call(_accumulate, accumulate_reference_, destination, (destination, source, scale))
 
 
+def _runs_natively(device: torch.device) -> bool:
+    """Whether the extension has kernels for this device: on CUDA, for GPUs of its oldest architecture and later."""
+    if device.type not in _NATIVE_DEVICES:
+        return False
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= OLDEST_CUDA_CAPABILITY
+
+
 def _call(operator: Any, reference: Callable[..., Any], flat: torch.Tensor, arguments: tuple[Any, ...]) -> Any:
-    if flat.device.type not in _NATIVE_DEVICES:
+    if not _runs_natively(flat.device):
         native.say_if_missing()
         return reference(*arguments)
     try:

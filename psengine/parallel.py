@@ -45,9 +45,10 @@ class DistributedDataParallel(NativeDistributedDataParallel):  # type: ignore[mi
     """Wrap ``module`` so that its replicas agree after each backward, in the way ``strategy`` names.
 
     With ``strategy="sync"`` this is ``torch.nn.parallel.DistributedDataParallel``: the same arguments, numbers (to
-    the last bit), error messages and attributes. It derives from that class so that ``isinstance`` tests of Lightning,
-    accelerate, dynamo and checkpoint code hold, and inherits its experimental corners (mixed precision's casts,
-    overlapped optimizers); native DDP's constructor, Reducer and Logger are never used.
+    the last bit; three ranks and more add in rank order in shared memory, see ``collective``), error messages and
+    attributes. It derives from that class so that ``isinstance`` tests of Lightning, accelerate, dynamo and checkpoint
+    code hold, and inherits its experimental corners (mixed precision's casts, overlapped optimizers); native DDP's
+    constructor, Reducer and Logger are never used.
 
     Args:
         module: the model. Its parameters and buffers are overwritten by rank 0's; on the CPU its
@@ -78,8 +79,8 @@ class DistributedDataParallel(NativeDistributedDataParallel):  # type: ignore[mi
             else torch.distributed), "shared_memory", "c10d" or a ``psengine.Collective``. Default:
             ``PSENGINE_COLLECTIVE``, else "auto".
         check_finite: raise ``NonFiniteGradientError`` from ``backward()`` on every rank, naming parameter and rank,
-            where a gradient is NaN or infinite, before its average is written. Found while packing, at no further read,
-            and told to the others in one small exchange a step.
+            where a gradient is NaN or infinite as it travels, before an average is copied to a gradient. Found while
+            packing, and told to the others in one small exchange a step; see docs/native.md.
 
     Raises:
         ConfigurationError, ArgumentTypeError: arguments that contradict each other (ValueError, TypeError).
@@ -125,6 +126,7 @@ class DistributedDataParallel(NativeDistributedDataParallel):  # type: ignore[mi
         )
         self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
         delayed = list(delay_all_reduce_named_params or ())
+        checks.check_finite_covers(check_finite, delayed)
         if delayed:
             checks.check_has_group(self.strategy, "delay_all_reduce_named_params", "Fix: leave it out.")
         self.parameters_to_ignore.update(name for name, _ in delayed)
@@ -244,8 +246,8 @@ class DistributedDataParallel(NativeDistributedDataParallel):  # type: ignore[mi
         )
         # The hooks keep the reducer alive; it must go when this wrapper goes, or a module that is wrapped again would
         # answer to both.
-        owned_collective = self._collective if isinstance(self._collective_choice, str) else None
-        weakref.finalize(self, _release, self.reducer, self.strategy, owned_collective).atexit = False
+        self._owned_collectives = [self._collective] if isinstance(self._collective_choice, str) else []
+        weakref.finalize(self, _release, self.reducer, self.strategy, self._owned_collectives).atexit = False
 
     def _buffers_to_share(self) -> Callable[[], dict[str, torch.Tensor]]:
         """For the strategy: the module's buffers as they are when asked; without a reference to this wrapper."""
@@ -521,7 +523,9 @@ class DistributedDataParallel(NativeDistributedDataParallel):  # type: ignore[mi
         if not isinstance(self._collective_choice, str):
             raise ConfigurationError("the collective object that was passed as collective= cannot change its group")
         self.process_group = new_process_group
+        self._collective.close()
         self._collective = resolve_collective(self._collective_choice, new_process_group, self.device)
+        self._owned_collectives[:] = [self._collective]
         replica = Replica(
             parameters=dict(zip(self.reducer.names, self.reducer.parameters, strict=True)),
             buffers=self._buffers_to_share(),
@@ -552,7 +556,7 @@ class DistributedDataParallel(NativeDistributedDataParallel):  # type: ignore[mi
     def __getstate__(self) -> dict[str, Any]:
         self._check_default_group()
         attributes = copy.copy(self.__dict__)
-        for name in ("process_group", "reducer", "logger", "_collective", "_buffer_broadcast"):
+        for name in ("process_group", "reducer", "logger", "_collective", "_owned_collectives", "_buffer_broadcast"):
             attributes.pop(name, None)
         if not isinstance(self._collective_choice, str):
             attributes["_collective_choice"] = "auto"  # the object belongs to this process
@@ -593,10 +597,10 @@ def _sum_over_group(replica_reference: weakref.ref[DistributedDataParallel], buc
     return all_reduce_sum_hook(replica.process_group, bucket)
 
 
-def _release(reducer: Reducer, strategy: Strategy, collective: Collective | None) -> None:
+def _release(reducer: Reducer, strategy: Strategy, collectives: list[Collective]) -> None:
     reducer._remove_autograd_hooks()
     strategy.close()
-    if collective is not None:
+    for collective in collectives:
         collective.close()
 
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NoReturn
 
 import torch
@@ -418,9 +418,12 @@ class Reducer:
                 bucket.pack_sparse(divisor)
             else:
                 bucket.pack_rest(divisor, as_view=self._as_view)
-        if self._finite_check is not None:
-            self._finite_check.note(bucket)
-        return self.strategy.reduce(bucket)
+        if self._finite_check is None:
+            return self.strategy.reduce(bucket)
+        self._finite_check.note(bucket)
+        reduction = self.strategy.reduce(bucket)
+        self._finite_check.note(bucket)  # what overflowed where the strategy converted it
+        return reduction
 
     def _get_divisor(self) -> int:
         """By what this backward's gradients are divided; ranks that ran out of data may be left out of the count."""
@@ -607,14 +610,6 @@ class Reducer:
         """Go on in another group of ranks, to which the strategy has been moved already."""
         self._rank, self._world_size = rank, world_size
 
-    def bucket_sizes_bytes(self) -> Iterator[int]:
-        """Sizes of the buckets in reduction order."""
-        return (bucket.size_bytes for bucket in self.buckets)
-
     def previous_ready_order(self) -> list[int]:
         """Indices of parameters in the order they became ready in the last backward that recorded it, a sampled one."""
         return list(self._ready_order)
-
-    def unused_bytes(self) -> int:
-        """Bytes of the parameters that the last search, or a static graph's first iteration, found unused."""
-        return sum(self.parameters[i].numel() * self.parameters[i].element_size() for i in self.usage.unused)

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from native_extension import SHARED_MEMORY
 from processes import RanksFailedError, run_ranks, run_ranks_to_any_end
 
 from psengine.collectives.base import Collective
@@ -60,7 +61,7 @@ def contract(rank: int, world_size: int, name: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
-@pytest.mark.parametrize("name", COLLECTIVES)
+@pytest.mark.parametrize("name", ["c10d", SHARED_MEMORY])
 def test_contract(name, world_size):
     results = run_ranks(contract, world_size, name)
     for dtype in DTYPES:
@@ -89,11 +90,14 @@ def test_contract(name, world_size):
 
 
 def lose_a_rank(rank: int, world_size: int, name: str, fate: str, operation: str) -> tuple[Any, ...]:
+    if fate == "silent":
+        C10dCollective().barrier()  # to start may take a rank longer than this timeout
+        torch.distributed.distributed_c10d._set_pg_timeout(timedelta(seconds=1))
     collective: Collective = COLLECTIVES[name]()
     collective.all_reduce(torch.ones(1)).wait()
     if rank == 1:
-        if fate == "stopped":
-            time.sleep(8)
+        if fate == "silent":
+            time.sleep(4)
         os.kill(os.getpid(), signal.SIGKILL)
     started = time.monotonic()
     flat = torch.ones(50_000)
@@ -112,7 +116,7 @@ def lose_a_rank(rank: int, world_size: int, name: str, fate: str, operation: str
 
 
 @pytest.mark.parametrize("operation", ["all_reduce", "broadcast", "all_gather", "barrier"])
-@pytest.mark.parametrize("name", COLLECTIVES)
+@pytest.mark.parametrize("name", ["c10d", SHARED_MEMORY])
 def test_killed_rank_is_named_by_all_others(name, operation):
     results = run_ranks_to_any_end(lose_a_rank, 4, name, "killed", operation, group_timeout_s=30)
     assert results[1].exit_code == -signal.SIGKILL
@@ -127,13 +131,13 @@ def test_killed_rank_is_named_by_all_others(name, operation):
         assert "gradient bucket 3 (layer.weight)" in results[0].value[1]
 
 
-@pytest.mark.parametrize("name", COLLECTIVES)
+@pytest.mark.parametrize("name", ["c10d", SHARED_MEMORY])
 def test_silent_rank_is_named_within_the_timeout(name):
-    results = run_ranks_to_any_end(lose_a_rank, 2, name, "stopped", "all_reduce", group_timeout_s=2, deadline_s=40)
+    results = run_ranks_to_any_end(lose_a_rank, 2, name, "silent", "all_reduce", deadline_s=40)
     seconds, message, ranks = results[0].value
     assert ranks == (1,)
     assert "Lost rank 1" in message
-    assert 1.9 <= seconds < 7.5  # before rank 1 wakes up
+    assert 0.9 <= seconds < 3.9  # before rank 1 wakes up
 
 
 def late_but_alive(rank: int, world_size: int) -> float:

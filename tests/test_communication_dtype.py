@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from native_extension import SHARED_MEMORY
 from processes import run_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as Native
@@ -54,7 +55,7 @@ def train(rank: int, world_size: int, dtype: str, options: dict[str, Any]) -> No
 
 
 @pytest.mark.parametrize("options", [{}, {"gradient_as_bucket_view": True}], ids=["copies", "views"])
-@pytest.mark.parametrize("collective", ["shared_memory", "c10d"])
+@pytest.mark.parametrize("collective", [SHARED_MEMORY, "c10d"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_equals_native_with_a_compression_hook(dtype, collective, options):
     if dtype == "float16":

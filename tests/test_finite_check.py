@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+from native_extension import SHARED_MEMORY
 from processes import run_ranks
 from torch import nn
 
 import psengine
-from psengine.errors import NonFiniteGradientError
+from psengine.errors import ConfigurationError, NonFiniteGradientError
 
 
 class Poisonable(nn.Module):
@@ -51,7 +52,7 @@ def poisoned(
     return found
 
 
-@pytest.mark.parametrize("collective", ["shared_memory", "c10d"])
+@pytest.mark.parametrize("collective", [SHARED_MEMORY, "c10d"])
 @pytest.mark.parametrize("width", [4, 200])  # small gradients are packed together, large ones each on its own
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_every_rank_names_the_guilty_one(value, width, collective):
@@ -82,6 +83,10 @@ def test_under_other_options(options):
         assert result["ranks"] == (0, 1)
         assert "rank 0: 2 values" in result["message"]
         assert "rank 1: 2 values" in result["message"]
+        # Bucket views are overwritten by the average, poisoned or not; other gradients stay this rank's own.
+        is_view = "gradient_as_bucket_view" in options
+        for name, gradient in result["own"].items():
+            assert is_view or gradient.isfinite().all() == (name != "module.middle.weight")
 
 
 def alone(rank: int, world_size: int) -> tuple[int, ...]:
@@ -92,7 +97,7 @@ def test_a_single_rank_is_told_too():
     assert run_ranks(alone, 1) == [(0,)]
 
 
-def sparse_and_undefined(rank: int, world_size: int) -> str:
+def sparse_and_undefined(rank: int, world_size: int) -> tuple[str, bool]:
     torch.manual_seed(0)
     embedding = nn.Embedding(5, 2, sparse=True)
     unused = nn.Linear(2, 2)
@@ -105,13 +110,48 @@ def sparse_and_undefined(rank: int, world_size: int) -> str:
     try:
         (model.forward(torch.tensor([0, 3])) * scale).sum().backward()
     except NonFiniteGradientError as error:
+        return str(error), bool(embedding.weight.grad.to_dense().isfinite().all())
+    raise AssertionError("nothing was raised")
+
+
+def overflowing(rank: int, world_size: int, views: bool) -> str:
+    model = psengine.DistributedDataParallel(
+        Poisonable(), strategy="sync:dtype=float16", check_finite=True, gradient_as_bucket_view=views
+    )
+    try:
+        model(torch.ones(2, 4), 1e6 if rank == 1 else 0.0).backward()
+    except NonFiniteGradientError as error:
         return str(error)
     raise AssertionError("nothing was raised")
 
 
+@pytest.mark.parametrize("views", [False, True], ids=["copies", "views"])
+def test_what_overflows_as_it_travels_counts(views):
+    for message in run_ranks(overflowing, 2, views):
+        assert "as they travel" in message
+        assert "rank 1: 2 values, first in parameter 'middle.weight'" in message
+
+
+def delayed(rank: int, world_size: int) -> None:
+    module = Poisonable()
+    with pytest.raises(ConfigurationError, match=r"got \['last.weight'\]"):
+        psengine.DistributedDataParallel(
+            module,
+            check_finite=True,
+            delay_all_reduce_named_params=[("last.weight", module.last.weight)],
+            param_to_hook_all_reduce=module.first.weight,
+        )
+
+
+def test_delayed_gradients_are_refused():
+    run_ranks(delayed, 1)
+
+
 def test_sparse_gradients_are_counted():
-    for message in run_ranks(sparse_and_undefined, 2):
+    results = run_ranks(sparse_and_undefined, 2)
+    for message, _ in results:
         assert "rank 1: 4 values, first in parameter 'embedding.weight'" in message
+    assert results[0][1], "the healthy rank's gradient became the average"
 
 
 def uneven(rank: int, world_size: int) -> str:

@@ -7,6 +7,7 @@ from unittest import mock
 
 import pytest
 import torch
+from native_extension import needs_shared_memory
 from processes import run_ranks
 from torch import nn
 
@@ -56,6 +57,7 @@ def clip(rank: int, world_size: int, options: dict[str, Any], max_norm: float) -
     return {"reads": reads, "norms": norms}
 
 
+@needs_shared_memory  # and the kernels that come with it
 @pytest.mark.parametrize("max_norm", [1e-3, 1e6])
 @pytest.mark.parametrize(
     ("options", "reads"),
@@ -72,6 +74,49 @@ def test_equals_torch_without_reading_again(options, reads, max_norm):
     results = run_ranks(clip, 2, options, max_norm)
     assert results[0] == results[1], "the norm has the same bits on every rank"
     assert results[0]["reads"] == reads
+
+
+class Mixed(nn.Module):
+    """Parameters of several dtypes; the first one's is the narrowest."""
+
+    def __init__(self, dtypes: tuple[torch.dtype, ...]) -> None:
+        super().__init__()
+        self.values = nn.ParameterList([nn.Parameter(torch.zeros(300, dtype=dtype)) for dtype in dtypes])
+
+    def forward(self, factor: float) -> torch.Tensor:
+        products = [(p * torch.full((300,), factor, dtype=p.dtype)).sum() for p in self.values]
+        return sum((p.real if p.is_complex() else p).float() for p in products)
+
+
+def mixed(rank: int, world_size: int, dtypes: tuple[torch.dtype, ...]) -> None:
+    model, twin = (psengine.DistributedDataParallel(Mixed(dtypes)) for _ in range(2))
+    for factor in (1.0, 2000.0, 3000.0):
+        for m in (model, twin):
+            m.zero_grad()
+            m(factor).backward()
+        exact = sum(p.grad.abs().double().square().sum() for p in twin.parameters()).sqrt()
+        norm = psengine.clip_grad_norm_(model, 1.0)
+        expected = torch.nn.utils.clip_grad_norm_(twin.parameters(), 1.0)
+        assert norm.dtype == expected.dtype
+        # torch rounds the norm of a bfloat16 gradient to bfloat16, on its way to the others' too.
+        assert torch.allclose(norm.double(), exact, rtol=2**-8)
+        assert torch.allclose(norm, expected, rtol=2**-7)
+        for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+            assert torch.allclose(p.grad, q.grad, rtol=1e-2)
+
+
+@pytest.mark.parametrize(
+    "dtypes",
+    [
+        (torch.float16, torch.float32),
+        (torch.bfloat16, torch.float64),
+        (torch.complex64, torch.float32),
+        (torch.float32, torch.complex64),
+    ],
+    ids=str,
+)
+def test_models_of_several_dtypes(dtypes):
+    run_ranks(mixed, 2, dtypes)
 
 
 def changed_gradients(rank: int, world_size: int) -> None:

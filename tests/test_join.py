@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from expectations import raises
+from native_extension import SHARED_MEMORY
 from processes import run_ranks
 from test_parallel import Net, pair, seeded
 from torch import nn
@@ -68,7 +69,7 @@ def uneven(rank: int, world_size: int, case: str, by_initial: bool, collective: 
 
 @pytest.mark.parametrize("by_initial", [True, False])
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("collective", ["c10d", "shared_memory"])
+@pytest.mark.parametrize("collective", ["c10d", SHARED_MEMORY])
 def test_uneven_inputs_equal_native(collective, case, by_initial):
     results = run_ranks(uneven, 3, case, by_initial, collective)
     for result in results[1:]:

@@ -26,6 +26,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from expectations import raises
+from native_extension import needs_shared_memory
 from processes import run_ranks, run_ranks_to_any_end
 
 import psengine
@@ -37,7 +38,7 @@ from psengine.collectives.shared_host import SharedMemoryUnavailableError
 from psengine.collectives.shared_memory import SCALAR_KINDS, SharedMemoryCollective
 from psengine.errors import CollectiveError, PeerLostError
 
-pytestmark = pytest.mark.skipif(not native.has_shared_memory(), reason="needs the native extension, on Linux")
+pytestmark = needs_shared_memory
 
 CPU = torch.device("cpu")
 MIB = 1024 * 1024

@@ -1,4 +1,4 @@
-"""The tensors an operation of a process group is called with: what they are, and how to work on their memory."""
+"""The tensors a collective operation is called with: what they are, and how to work on their memory."""
 
 from __future__ import annotations
 
@@ -8,17 +8,43 @@ from typing import Any
 import torch
 
 
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether the tensor's elements lie on the CPU one after another, as they are."""
+    is_dense = tensor.device.type == "cpu" and tensor.layout == torch.strided and tensor.is_contiguous()
+    return is_dense and not tensor.is_conj() and not tensor.is_neg()
+
+
 def plain(tensor: torch.Tensor) -> torch.Tensor:
-    """``tensor`` itself where its memory is its elements in order, else such a copy."""
+    """The dense CPU tensor, detached: its own memory where that holds its elements in order, else a copy."""
     tensor = tensor.detach()
-    if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
-        return tensor
-    return torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor)
+    return tensor if is_plain(tensor) else tensor.contiguous().resolve_conj().resolve_neg()
 
 
 def real(tensor: torch.Tensor) -> torch.Tensor:
     """``tensor``, a complex one as pairs of real numbers."""
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+def are_parts(lists: Any, part: torch.Tensor, world_size: int) -> bool:
+    """Whether ``lists`` is one list with a tensor such as ``part`` for each rank."""
+    return (
+        isinstance(lists, list)
+        and len(lists) == 1
+        and isinstance(lists[0], list)
+        and len(lists[0]) == world_size
+        and all(
+            t.shape == part.shape and t.dtype == part.dtype and t.device == part.device and t.layout == part.layout
+            for t in lists[0]
+        )
+    )
+
+
+def are_multiples(wholes: list[torch.Tensor], parts: list[torch.Tensor], world_size: int) -> bool:
+    """Whether each of ``wholes`` has room for every rank's part, such as that of ``parts``."""
+    return len(wholes) == len(parts) and all(
+        whole.numel() == part.numel() * world_size and whole.dtype == part.dtype
+        for whole, part in zip(wholes, parts, strict=True)
+    )
 
 
 def copying(places: Sequence[torch.Tensor], results: Sequence[torch.Tensor]) -> Callable[[], None] | None:

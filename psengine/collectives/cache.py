@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from psengine.collectives.base import Collective
 from psengine.collectives.c10d import C10dCollective
+from psengine.collectives.registry import check_name
 from psengine.collectives.shared_memory import SharedMemoryCollective
 from psengine.environment import default_collective
 from psengine.errors import ArgumentTypeError
@@ -48,6 +49,8 @@ def _make(process_group: dist.ProcessGroup) -> Collective:
     # The cache must not keep a destroyed group alive: its store would go on holding the rendezvous port, and the next
     # init_process_group() on that port would fail.
     over_torch.process_group = weakref.proxy(process_group)
-    if default_collective() == "c10d":
+    name = default_collective()
+    check_name(name)
+    if name == "c10d":
         return over_torch
-    return SharedMemoryCollective(over_torch, required=False)
+    return SharedMemoryCollective(over_torch, required=name == "shared_memory")

@@ -58,9 +58,10 @@ class GroupWork(dist.Work):
     def complete(self) -> None:
         """Work on the operation until it is done or has failed, and tell everybody; raises only interrupts."""
         error = None
-        if not self._is_done and self._operation is not None:
+        operation = self._operation  # once: another thread may settle meanwhile
+        if operation is not None:
             try:
-                self._operation.wait(self._timeout_s)
+                operation.wait(self._timeout_s)
             except Exception as failure:
                 error = failure
         self._settle(error)

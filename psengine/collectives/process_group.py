@@ -20,22 +20,31 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo
 
-from psengine.collectives.arguments import copying, describe, given, have_cuda, plain, real
+from psengine.collectives.arguments import are_multiples, are_parts, copying, describe, given, have_cuda, plain, real
 from psengine.collectives.group_work import GroupWork, OrdinaryWork, Waiter
-from psengine.collectives.shared_host import SharedMemoryUnavailableError
 from psengine.collectives.shared_memory import SCALAR_KINDS, SharedMemoryCollective
 from psengine.collectives.torch_backend import NAME
-from psengine.errors import CollectiveError
+from psengine.errors import CollectiveError, SharedMemoryUnavailableError
 
 # How long the end of a group waits for operations that nobody waited for; those that still miss a rank then fail.
 DRAIN_S = 2.0
 # How long the others then take to notice.
 LEAVE_S = 0.5
-# What shared memory does, for the arguments it covers.
-OPERATIONS = ("all_reduce", "broadcast", "barrier", "all_gather", "reduce_scatter")
+# Whose works explain their errors; those of others stay torch's own, of which recv's knows the source rank.
+EXPLAINED = ("all_reduce", "broadcast", "barrier", "all_gather", "reduce_scatter")
 # What gloo's errors say where a peer died, and how long after its connections a process may take to end.
 DEATH_SIGNS = ("Connection closed", "Connection reset", "Broken pipe")
 DEATH_S = 0.5
+
+
+def _over_gloo(what: str, *names: str) -> Callable[..., dist.Work]:
+    """The method ``names[0]`` of a group that has its ordinary group do ``what``."""
+
+    def operation(self: SharedMemoryProcessGroup, *arguments: Any, **options: Any) -> dist.Work:
+        return self._delegate(what, names, *arguments, **options)
+
+    operation.__name__, operation.__doc__ = names[0], "Over the ordinary group."
+    return operation
 
 
 class SharedMemoryProcessGroup(dist.ProcessGroup):
@@ -148,7 +157,7 @@ class SharedMemoryProcessGroup(dist.ProcessGroup):
     def allgather(self, output_tensors: Any, input_tensors: Any, opts: Any = None, **options: Any) -> dist.Work:  # type: ignore[override]
         """Fill ``output_tensors``, a list of one list, with every rank's tensor, in rank order."""
         is_ours = self._is_covered(input_tensors, opts, _AllgatherOptions, any_dtype=True) and not options
-        if not is_ours or not self._are_parts(output_tensors, input_tensors[0]):
+        if not is_ours or not are_parts(output_tensors, input_tensors[0], self.size()):
             return self._delegate("all_gather", ("allgather",), output_tensors, input_tensors, *given(opts), **options)
         payload = plain(input_tensors[0])
         gathered = payload.new_empty((self.size(), *payload.shape))
@@ -169,7 +178,7 @@ class SharedMemoryProcessGroup(dist.ProcessGroup):
         if not (
             self._is_covered(inputs, opts, _AllgatherOptions, any_dtype=True, count=None)
             and self._is_covered(outputs, opts, _AllgatherOptions, any_dtype=True, count=None)
-            and self._are_multiples(outputs, inputs)
+            and are_multiples(outputs, inputs, self.size())
         ):
             return self._delegate("all_gather", names, *arguments, *given(opts))
         gathered = [plain(output) for output in outputs]
@@ -181,7 +190,7 @@ class SharedMemoryProcessGroup(dist.ProcessGroup):
     def reduce_scatter(self, output_tensors: Any, input_tensors: Any, opts: Any = None, **options: Any) -> dist.Work:  # type: ignore[override]
         """Sum the lists of ``input_tensors``, a list of one, over ranks; rank r keeps the sum of their r-th tensor."""
         is_ours = self._is_covered(output_tensors, opts, _ReduceScatterOptions) and not options
-        if not is_ours or not self._are_parts(input_tensors, output_tensors[0]):
+        if not is_ours or not are_parts(input_tensors, output_tensors[0], self.size()):
             return self._delegate(
                 "reduce_scatter", ("reduce_scatter",), output_tensors, input_tensors, *given(opts), **options
             )
@@ -202,7 +211,7 @@ class SharedMemoryProcessGroup(dist.ProcessGroup):
         if not (
             self._is_covered(inputs, opts, _ReduceScatterOptions, count=None)
             and self._is_covered(outputs, opts, _ReduceScatterOptions, count=None)
-            and self._are_multiples(inputs, outputs)
+            and are_multiples(inputs, outputs, self.size())
         ):
             return self._delegate("reduce_scatter", names, *arguments, *given(opts))
         return self._reduce_scatter(outputs, [plain(whole) for whole in inputs], opts)
@@ -257,25 +266,6 @@ class SharedMemoryProcessGroup(dist.ProcessGroup):
             t.is_floating_point() and t.dtype in SCALAR_KINDS for t in tensors
         )
 
-    def _are_parts(self, lists: Any, part: torch.Tensor) -> bool:
-        """Whether ``lists`` is one list with a tensor such as ``part`` for each rank."""
-        return (
-            isinstance(lists, list)
-            and len(lists) == 1
-            and isinstance(lists[0], list)
-            and len(lists[0]) == self.size()
-            and all(
-                t.shape == part.shape and t.dtype == part.dtype and t.device == part.device and t.layout == part.layout
-                for t in lists[0]
-            )
-        )
-
-    def _are_multiples(self, wholes: list[torch.Tensor], parts: list[torch.Tensor]) -> bool:
-        return len(wholes) == len(parts) and all(
-            whole.numel() == part.numel() * self.size() and whole.dtype == part.dtype
-            for whole, part in zip(wholes, parts, strict=True)
-        )
-
     def _scale(self, opts: Any) -> float:
         return 1.0 / self.size() if opts is not None and opts.reduceOp == dist.ReduceOp.AVG else 1.0
 
@@ -302,7 +292,7 @@ class SharedMemoryProcessGroup(dist.ProcessGroup):
             work: dist.Work = function(*arguments, **options)
         except RuntimeError as error:
             raise explain(error) from error
-        return OrdinaryWork(work, explain) if what in OPERATIONS and not is_cuda else work
+        return OrdinaryWork(work, explain) if what in EXPLAINED and not is_cuda else work
 
     def _describe_failure(self, error: RuntimeError, what: str, arguments: Any) -> Exception:
         message = str(error).strip()
@@ -315,43 +305,15 @@ class SharedMemoryProcessGroup(dist.ProcessGroup):
             f" {describe(arguments)}, and the transport that does it instead says: {message}"
         )
 
-    def send(self, *arguments: Any, **options: Any) -> dist.Work:
-        """Over the ordinary group."""
-        return self._delegate("send", ("send",), *arguments, **options)
-
-    def recv(self, *arguments: Any, **options: Any) -> dist.Work:
-        """Over the ordinary group."""
-        return self._delegate("recv", ("recv",), *arguments, **options)
-
-    def recv_anysource(self, *arguments: Any, **options: Any) -> dist.Work:
-        """Over the ordinary group."""
-        return self._delegate("recv", ("recv_anysource",), *arguments, **options)
-
-    def gather(self, *arguments: Any, **options: Any) -> dist.Work:
-        """Over the ordinary group."""
-        return self._delegate("gather", ("gather",), *arguments, **options)
-
-    def scatter(self, *arguments: Any, **options: Any) -> dist.Work:
-        """Over the ordinary group."""
-        return self._delegate("scatter", ("scatter",), *arguments, **options)
-
-    def reduce(self, *arguments: Any, **options: Any) -> dist.Work:
-        """Over the ordinary group."""
-        return self._delegate("reduce", ("reduce",), *arguments, **options)
-
-    def alltoall(self, *arguments: Any, **options: Any) -> dist.Work:
-        """Over the ordinary group."""
-        return self._delegate("all_to_all", ("alltoall",), *arguments, **options)
-
-    def all_to_all_single(self, *arguments: Any, **options: Any) -> dist.Work:
-        """Over the ordinary group."""
-        return self._delegate("all_to_all", ("all_to_all_single", "alltoall_base"), *arguments, **options)
-
-    alltoall_base = all_to_all_single
-
-    def allgather_coalesced(self, *arguments: Any, **options: Any) -> dist.Work:
-        """Over the ordinary group."""
-        return self._delegate("all_gather", ("allgather_coalesced",), *arguments, **options)
+    send = _over_gloo("send", "send")
+    recv = _over_gloo("recv", "recv")
+    recv_anysource = _over_gloo("recv", "recv_anysource")
+    gather = _over_gloo("gather", "gather")
+    scatter = _over_gloo("scatter", "scatter")
+    reduce = _over_gloo("reduce", "reduce")
+    alltoall = _over_gloo("all_to_all", "alltoall")
+    all_to_all_single = alltoall_base = _over_gloo("all_to_all", "all_to_all_single", "alltoall_base")
+    allgather_coalesced = _over_gloo("all_gather", "allgather_coalesced")
 
     def _get_backend(self, device: torch.device) -> Any:
         if device.type == "cuda":

@@ -16,6 +16,12 @@ from psengine.errors import ConfigurationError
 NAMES = ("auto", "c10d", "shared_memory")
 
 
+def check_name(name: Any) -> None:
+    """Raise ``ConfigurationError`` unless a collective has this name."""
+    if name not in NAMES:
+        raise ConfigurationError(f"unknown collective (expected one of {NAMES} or an object, got {name!r})")
+
+
 def resolve_collective(specification: str | Collective, process_group: Any, device: torch.device) -> Collective:
     """Return the collective that ``specification`` names for tensors on ``device``, or the object itself.
 
@@ -27,8 +33,7 @@ def resolve_collective(specification: str | Collective, process_group: Any, devi
     """
     if isinstance(specification, Collective):
         return specification
-    if specification not in NAMES:
-        raise ConfigurationError(f"unknown collective (expected one of {NAMES} or an object, got {specification!r})")
+    check_name(specification)
     if process_group is None:
         return SoloCollective()
     if specification == "shared_memory":

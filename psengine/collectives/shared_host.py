@@ -12,7 +12,7 @@ import torch
 
 from psengine import native
 from psengine.collectives.c10d import C10dCollective
-from psengine.errors import ConfigurationError
+from psengine.errors import SharedMemoryUnavailableError
 
 # csrc/shared_memory.h, kMaxWorldSize
 MAX_WORLD_SIZE = 64
@@ -20,12 +20,8 @@ MAX_WORLD_SIZE = 64
 # step costs a change of process instead, so there are fewer and larger ones.
 SLOT_BYTES = 512 * 1024
 SLOT_BYTES_WHERE_CORES_ARE_SHARED = 1024 * 1024
-# csrc/shared_memory.cpp, kSmallBytes
+# csrc/shared_memory_layout.h, kSmallBytes
 SLOT_BYTES_PER_RANK = 16 * 1024
-
-
-class SharedMemoryUnavailableError(ConfigurationError):
-    """Shared memory cannot connect these ranks; the message says why. Every rank of the group raises it."""
 
 
 def join_host_group(c10d: C10dCollective) -> Any:

@@ -33,11 +33,12 @@ from typing import Any
 import torch
 
 from psengine import native
+from psengine.collectives.arguments import copying, is_plain, plain
 from psengine.collectives.base import Collective, Work
 from psengine.collectives.c10d import C10dCollective
-from psengine.collectives.shared_host import SharedMemoryUnavailableError, join_host_group
+from psengine.collectives.shared_host import join_host_group
 from psengine.collectives.shared_segments import SharedSegments
-from psengine.errors import CollectiveError, PeerLostError
+from psengine.errors import CollectiveError, PeerLostError, SharedMemoryUnavailableError
 
 logger = logging.getLogger(__name__)
 
@@ -148,7 +149,7 @@ class SharedMemoryCollective(Collective):
         if flat.is_complex():
             flat = torch.view_as_real(flat)
         kind = SCALAR_KINDS.get(flat.dtype)
-        if kind is None or not _is_plain(flat) or not self._is_connected():
+        if kind is None or not is_plain(flat) or not self._is_connected():
             return self._c10d.all_reduce(flat, scale, what=what)
         self._check_scale(f"all-reduce of {what}", flat, scale)
         what = f"all-reduce of {what}"
@@ -173,12 +174,12 @@ class SharedMemoryCollective(Collective):
         what = f"broadcast of {what} from rank {source_rank}"
         work = None
         for tensor in tensors:
-            bytes_of = tensor.detach()
-            payload = _as_plain(bytes_of)
+            payload = plain(tensor)
             work = self.start_broadcast(payload, source_rank, what=what)
-            if payload is not bytes_of and self.rank != source_rank:
+            copy = copying([tensor], [payload])
+            if copy is not None and self.rank != source_rank:
                 work.wait()
-                bytes_of.copy_(payload)
+                copy()
         if work is not None:
             work.wait()
 
@@ -198,7 +199,7 @@ class SharedMemoryCollective(Collective):
         """See ``Collective.all_gather``."""
         if tensor.device.type != "cpu" or tensor.layout != torch.strided or not self._is_connected():
             return self._c10d.all_gather(tensor, what=what)
-        payload = _as_plain(tensor.detach())
+        payload = plain(tensor)
         gathered = payload.new_empty((self.world_size, *payload.shape))
         self.start_all_gather(gathered, payload, what=f"all-gather of {what}").wait()
         return list(gathered.unbind())
@@ -235,7 +236,7 @@ class SharedMemoryCollective(Collective):
                 f"reduce-scatter of {what}: every rank gets an equal part (expected {output.numel() * self.world_size}"
                 f" elements of {output.dtype}, got {flat.numel()} of {flat.dtype})"
             )
-        if flat.dtype not in SCALAR_KINDS or not _is_plain(flat) or not _is_plain(output):
+        if flat.dtype not in SCALAR_KINDS or not is_plain(flat) or not is_plain(output):
             raise CollectiveError(
                 f"reduce-scatter of {what}: only contiguous CPU tensors of {', '.join(map(str, SCALAR_KINDS))} are"
                 f" covered (got {flat.dtype} on {flat.device} and {output.device})"
@@ -382,14 +383,3 @@ class SharedMemoryWork(Work):
         if self._wants_square_sum:
             self._wants_square_sum = False
             self.square_sum = self._collective.take_square_sum(self._operation)
-
-
-def _is_plain(tensor: torch.Tensor) -> bool:
-    """Whether the tensor's elements lie on the CPU one after another, as they are."""
-    is_dense = tensor.device.type == "cpu" and tensor.layout == torch.strided and tensor.is_contiguous()
-    return is_dense and not tensor.is_conj() and not tensor.is_neg()
-
-
-def _as_plain(tensor: torch.Tensor) -> torch.Tensor:
-    """The dense CPU tensor itself where its memory holds its elements in order, else a copy."""
-    return tensor if _is_plain(tensor) else tensor.contiguous().resolve_conj().resolve_neg()

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from psengine import ops
 from psengine.buckets import Bucket
 from psengine.collectives.base import Collective, CompletedWork, Work
 from psengine.errors import ConfigurationError, ReductionError
@@ -113,7 +112,7 @@ class SyncAllReduce(Strategy):
             return _HookReduction(self.collective, bucket, self._hook(bucket))
         payload = self._converted.get(bucket.index, bucket.flat) if self._converted else bucket.flat
         if payload is not bucket.flat:
-            ops.pack_(payload, [bucket.flat])
+            bucket.convert_to(payload)
         work = self.collective.all_reduce(payload, self._scale, what=bucket.describe())
         return _SumReduction(payload, work)
 

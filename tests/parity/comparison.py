@@ -45,10 +45,12 @@ CELLS = tuple(Cell(optimizer, accumulate) for optimizer in ("sgd", "adamw") for 
 
 def psengine_ddp(module: nn.Module, **options: object) -> nn.Module:
     import psengine
+    from psengine import native
 
     # Over two ranks every transport adds the same two numbers; over more, gloo's order goes round a ring, and only over
     # gloo are the bits native's.
-    collective = "shared_memory" if dist.get_world_size() == 2 else "c10d"
+    for_two = "shared_memory" if native.has_shared_memory() else "auto"
+    collective = for_two if dist.get_world_size() == 2 else "c10d"
     return psengine.DistributedDataParallel(module, **options, collective=collective)
 
 

@@ -129,6 +129,9 @@ SKIPPED_BY_TORCH = {
     "test_ddp_sync_bn_training_vs_eval": "CUDA profiler events (pytorch#113620)",
 }
 
+# They count the events that gloo leaves in a profile.
+LOOKS_FOR_GLOO = ("test_ddp_profiling_autograd_profiler", "test_ddp_profiling_torch_profiler")
+
 # What they do depends on the world size: groups of groups, a 2-D mesh, ranks that leave one after the other.
 ALSO_ON_FOUR_RANKS = (
     "test_DistributedDataParallelCPU",

@@ -22,7 +22,7 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
-from torch_suite.selection import SKIPPED_BY_TORCH
+from torch_suite.selection import LOOKS_FOR_GLOO, SKIPPED_BY_TORCH
 
 MAX_WORLD_SIZE = 4
 NOT_IN_THIS_TORCH = "this version of torch has no such test"
@@ -185,6 +185,7 @@ def run(test_class: Any, request: Request) -> Outcome:
     if not hasattr(test_class, request.test):
         return Outcome(verdict="skipped", detail=f"{NOT_IN_THIS_TORCH}: {request.test}", duration_s=0.0)
     os.environ["WORLD_SIZE"] = str(request.world_size)
+    os.environ["PSENGINE_COLLECTIVE"] = "c10d" if request.test in LOOKS_FOR_GLOO else "auto"
     test_class.shows_gpus = request.cpu_for_gpu
     test_class.exit_codes = []
     started = monotonic()

@@ -1,0 +1,99 @@
+// The control block of a shared-memory group, as every rank maps it.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+
+#include "shared_memory.h"
+
+namespace psengine {
+
+static_assert(std::atomic<uint64_t>::is_always_lock_free && std::atomic<uint32_t>::is_always_lock_free &&
+                  std::atomic<int64_t>::is_always_lock_free && std::atomic<int32_t>::is_always_lock_free &&
+                  std::atomic<double>::is_always_lock_free,
+              "processes share these");
+
+constexpr uint64_t kMagic = 0x32766d68736e6570;  // the layout's name and version
+constexpr size_t kCacheLineBytes = 64;
+constexpr size_t kPageBytes = 4096;
+// How many rounds a rank may be ahead of the slowest.
+constexpr uint64_t kRingRounds = 32;
+// Rounds that have a staging slot at the same time: one being filled, one summed, one emptied, one to spare.
+constexpr uint64_t kSlots = 4;
+constexpr size_t kMaxSegments = 64;
+constexpr size_t kMaxChunks = 1024;
+constexpr size_t kStatuses = static_cast<size_t>(WaitStatus::interrupted);  // those that ranks tell each other
+// A claim costs a hundred nanoseconds; this much summing takes over ten times as long.
+constexpr size_t kChunkBytes = 128 * 1024;
+// Up to this size every rank sums everything for itself: reading W times this is cheaper than another round trip.
+constexpr size_t kSmallBytes = 16 * 1024;
+
+// What one rank called, as the others compare and use it.
+struct alignas(kCacheLineBytes) Descriptor {
+  uint64_t numel;  // elements, or bytes for operations that do not compute
+  double scale;
+  Operation operation;
+  ScalarKind kind;
+  uint32_t source_rank;
+  uint32_t is_staged;
+  uint32_t segment_slot;
+  uint32_t segment_id;
+  uint64_t offset_bytes;  // of the tensor in its segment
+};
+
+struct Segment {
+  std::atomic<uint32_t> id;  // 0: none
+  std::atomic<int32_t> file_descriptor;
+  std::atomic<uint64_t> bytes;
+};
+
+struct alignas(kCacheLineBytes) RankRegion {
+  // Written by their rank alone, read by all.
+  std::atomic<uint64_t> arrived;
+  std::atomic<uint64_t> finished;
+  std::atomic<uint64_t> summing;   // the round of which it may hold a claimed chunk; 0: none
+  std::atomic<uint64_t> releases;  // segments released so far
+  std::atomic<uint32_t> is_closed;
+  std::atomic<int64_t> process_id;
+  alignas(kCacheLineBytes) Segment segments[kMaxSegments];
+  Descriptor descriptors[kRingRounds];
+};
+
+// A round in which chunks are claimed. Each word holds the round in its upper half and a count in its lower, so that a
+// word left over from the round that used this place before counts as zero.
+struct alignas(kCacheLineBytes) Round {
+  std::atomic<uint64_t> claimed;
+  alignas(kCacheLineBytes) std::atomic<uint64_t> done;
+  alignas(kCacheLineBytes) std::atomic<double> square_sums[kMaxChunks];
+};
+
+struct alignas(kPageBytes) ControlHeader {
+  uint64_t magic;
+  uint64_t world_size;
+  uint64_t slot_bytes;
+  Token token;
+  alignas(kCacheLineBytes) std::atomic<uint32_t> notifications;  // the word sleepers sleep on
+  std::atomic<uint32_t> sleepers;
+  alignas(kCacheLineBytes) std::atomic<uint64_t> failed_ranks[kStatuses];  // by WaitStatus
+  std::atomic<uint64_t> failed_round;  // in which ranks called different operations; 0: none
+  std::atomic<int32_t> failure;        // a WaitStatus; done: none
+};
+
+struct alignas(kPageBytes) SegmentHeader {
+  uint64_t magic;
+  uint64_t id;
+  Token token;
+};
+
+inline size_t round_up(size_t value, size_t multiple) { return (value + multiple - 1) / multiple * multiple; }
+
+inline size_t slots_offset(size_t world_size) {
+  return round_up(sizeof(ControlHeader) + kRingRounds * sizeof(Round) + world_size * sizeof(RankRegion), kPageBytes);
+}
+
+inline size_t control_bytes(size_t world_size, size_t slot_bytes) {
+  return slots_offset(world_size) + world_size * kSlots * slot_bytes;
+}
+
+}  // namespace psengine
