@@ -82,7 +82,7 @@ class Barrier:
 
     Each rank counts its arrivals in a cache line of its own; nothing else is exchanged, so the order in which
     processors make stores visible does not matter. Ranks meet asleep first: one that spun at once would keep a core
-    from the threads with which gloo finishes on another rank, and gloo took five times as long.
+    from the threads with which gloo finishes on another rank.
     """
 
     def __init__(self, path: str, rank: int, world_size: int) -> None:
