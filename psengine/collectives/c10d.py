@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import functools
 import threading
 import time
@@ -24,6 +25,11 @@ ROLL_CALL_GRACE_S = 10.0
 # the whole (benchmarks/step_overhead). Each element is one sum of two numbers either way, so no bit changes; with more
 # ranks the order of additions depends on an element's place in its message, so there nothing is split.
 SPLIT_FROM_BYTES = 4 * 1024 * 1024
+# So many operations are held on to when they are over. A transport's thread may let go of one late, under load after
+# the process has begun to exit; were it the last to do so, it would free Python's tensors, for which it asks for the
+# interpreter's lock, and a thread that does so while the interpreter finalizes is ended in a way that aborts the
+# process.
+LATEST_WORKS = 4
 # What errors of a transport have in their text.
 TRANSPORT_NAMES = ("gloo", "NCCL", "Connection closed", "Connection reset", "Broken pipe")
 # Native DDP's coalescing size for broadcasts (torch/nn/parallel/distributed.py, broadcast_bucket_size).
@@ -46,6 +52,7 @@ class C10dCollective(Collective):
         self.world_size = self.process_group.size()
         self.timeout_s = timeout_s if timeout_s is not None else _group_timeout_s(self.process_group)
         self._is_gloo = "gloo" in _backends(self.process_group)
+        self._latest_works: collections.deque[list[dist.Work]] = collections.deque(maxlen=LATEST_WORKS)
         self._roll_call = _start_roll_call(self.process_group, self.timeout_s)
 
     def all_reduce(self, flat: torch.Tensor, scale: float = 1.0, *, what: str = "tensor") -> Work:
@@ -113,6 +120,7 @@ class C10dCollective(Collective):
             works = start()
         except RuntimeError as error:
             raise self.diagnose(error, what) from error
+        self._latest_works.append(works)
         # NCCL orders streams and keeps deadlines itself; everything else, gloo on CUDA tensors too, blocks the host.
         is_stream_ordered = device is not None and device.type != "cpu" and not self._is_gloo
         return C10dWork(self, works, what, is_stream_ordered=is_stream_ordered, timeout_s=timeout_s)
