@@ -26,9 +26,11 @@ def require_server_packages(what: str, *more: str) -> None:
             raise missing_extra(what, error) from error
 
 
-def missing_extra(what: str, error: ImportError) -> MissingExtraError:
-    """Return the error to raise where ``error`` kept a package from being imported that ``what`` (plural) need."""
+def missing_extra(what: str, error: ImportError, *, extra: str = "server") -> MissingExtraError:
+    """Return the error to raise where ``error`` kept a package of ``extra`` from being imported that ``what`` (plural)
+    need.
+    """
     return MissingExtraError(
         f"{what} need {error.name or 'a package'} (expected it installed, got: {error})."
-        " Fix: pip install 'psengine[server]'"
+        f" Fix: pip install 'psengine[{extra}]'"
     )

@@ -30,10 +30,14 @@ LAYERS = [
         "compilation",
         "outputs",
         "module_buffers",
+        "overview",
+        "stall_inspector",
+        "timeline",
+        "timeline_files",
     },
     {"collectives", "protocol"},
     {"client", "server"},
-    {"strategies", "sync_batch_norm", "metrics", "metric_leaves"},
+    {"strategies", "sync_batch_norm", "metrics", "metric_leaves", "samplers"},
     {
         "reducer",
         "usage",
@@ -49,6 +53,7 @@ LAYERS = [
         "parallel",
     },
     {"optimizer"},
+    {"comparison", "integrations"},
     {"__init__", "cli"},
 ]
 MAY_USE_TORCH_DISTRIBUTED = {
