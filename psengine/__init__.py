@@ -30,11 +30,13 @@ from psengine.gradient_norms import clip_grad_norm_
 from psengine.metrics import gather, mean, sum
 from psengine.optimizer import DistributedOptimizer
 from psengine.parallel import DistributedDataParallel
+from psengine.samplers import EvaluationSampler, ProportionalSampler
 from psengine.strategies.async_server import AsyncServer
 from psengine.strategies.base import Strategy
 from psengine.strategies.sync_all_reduce import SyncAllReduce
 from psengine.strategies.sync_server import SyncServer
 from psengine.sync_batch_norm import SyncBatchNorm, convert_sync_batchnorm
+from psengine.timeline import timeline
 
 if TYPE_CHECKING:
     from psengine.client.client import Client, connect
@@ -55,12 +57,14 @@ __all__ = [
     "DistributedDataParallel",
     "DistributedOptimizer",
     "EnvironmentVariableError",
+    "EvaluationSampler",
     "FencedError",
     "MissingExtraError",
     "ModuleError",
     "NonFiniteGradientError",
     "PSEngineError",
     "PeerLostError",
+    "ProportionalSampler",
     "ProtocolError",
     "ReductionError",
     "ReplicaMismatchError",
@@ -82,6 +86,7 @@ __all__ = [
     "mean",
     "shutdown",
     "sum",
+    "timeline",
 ]
 
 

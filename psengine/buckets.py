@@ -6,8 +6,11 @@ the two copies of a step: ``pack`` (gradients into the flat tensor, divided on t
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -168,6 +171,17 @@ class Bucket:
     def flat(self, value: torch.Tensor) -> None:
         self._flat = value
 
+    @functools.cached_property
+    def facts(self) -> dict[str, Any]:
+        """What timelines say of it."""
+        return {"bucket": self.index, "bytes": self.size_bytes, "parameters": self.names[:4]}
+
+    def facts_of(self, position: int) -> dict[str, Any]:
+        """What timelines say of one of its parameters."""
+        parameter = self.parameters[position]
+        size_bytes = parameter.numel() * parameter.element_size()
+        return {"bucket": self.index, "bytes": size_bytes, "parameters": [self.names[position]]}
+
     def describe(self) -> str:
         """What error messages call this bucket."""
         names = self.names if len(self.names) <= 4 else [*self.names[:2], f"{len(self.names) - 3} more", self.names[-1]]
@@ -210,30 +224,34 @@ class Bucket:
             view_like(flat, offset, parameter) for offset, parameter in zip(self.offsets, self.parameters, strict=True)
         ]
 
-    def pack(self, divisor: int, *, as_view: bool) -> None:
+    def pack(self, divisor: float, *, as_view: bool) -> None:
         """Pack every gradient; see ``pack_one``."""
         for position in self._eager_runs:
             self.pack_one(position, divisor, as_view=as_view)
         self.pack_rest(divisor, as_view=as_view)
 
-    def pack_rest(self, divisor: int, *, as_view: bool) -> None:
+    def pack_rest(self, divisor: float, *, as_view: bool) -> None:
         """Pack what ``is_eager`` leaves: runs of small gradients, each in one call."""
         for run in self._runs:
             self._pack_run(run, divisor, as_view=as_view)
 
-    def pack_one(self, position: int, divisor: int, *, as_view: bool) -> None:
+    def pack_one(self, position: int, divisor: float, *, as_view: bool) -> None:
         """Copy an eager parameter's gradient, divided by ``divisor``, into its view; an undefined one counts as zero.
 
         Args:
             position: the parameter's place in this bucket.
-            divisor: how many ranks the sum of the gradients is averaged over; 1 copies unchanged.
+            divisor: how many ranks the sum of the gradients is averaged over; 1 copies unchanged, infinity packs zeros
+                whatever the gradient is.
             as_view: afterwards let ``parameter.grad`` be the view itself.
 
         Division follows native DDP to the bit: the copy multiplies by 1/divisor, in place it divides.
         """
         self._pack_run(self._eager_runs[position], divisor, as_view=as_view)
 
-    def _pack_run(self, run: Run, divisor: int, *, as_view: bool) -> None:
+    def _pack_run(self, run: Run, divisor: float, *, as_view: bool) -> None:
+        if divisor == math.inf:
+            self._pack_zeros(run, as_view=as_view)
+            return
         parameters = self.parameters[run.first : run.last]
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         is_plain = len(gradients) == len(parameters)
@@ -248,7 +266,17 @@ class Bucket:
                 if gradient.dtype == view.dtype:
                     parameter.grad = view
 
-    def _copy_run(self, run: Run, gradients: list[torch.Tensor], divisor: int) -> bool:
+    def _pack_zeros(self, run: Run, *, as_view: bool) -> None:
+        """Of a replica that has no say: its gradients may be NaN, which no factor makes zero."""
+        run.flat.zero_()
+        if as_view:
+            for parameter, view in zip(
+                self.parameters[run.first : run.last], self.views[run.first : run.last], strict=True
+            ):
+                if parameter.grad is not None and parameter.grad.dtype == view.dtype:
+                    parameter.grad = view
+
+    def _copy_run(self, run: Run, gradients: list[torch.Tensor], divisor: float) -> bool:
         """Copy a run's gradients in one call; False where one of them needs care: sparse, or in the flat memory."""
         if any(gradient.is_sparse for gradient in gradients):
             return False
@@ -268,7 +296,7 @@ class Bucket:
             return False
         return True
 
-    def _pack_with_care(self, position: int, divisor: int, *, as_view: bool) -> None:
+    def _pack_with_care(self, position: int, divisor: float, *, as_view: bool) -> None:
         """Pack one gradient that may be undefined, or the view already."""
         parameter = self.parameters[position]
         gradient = parameter.grad
@@ -310,11 +338,11 @@ class Bucket:
         found, self._non_finite = self._non_finite, []
         return found
 
-    def pack_sparse(self, divisor: int) -> None:
+    def pack_sparse(self, divisor: float) -> None:
         """Take the parameter's sparse gradient, divided, as the payload; an undefined one counts as zero."""
         parameter = self.parameters[0]
         gradient = parameter.grad
-        if gradient is None:
+        if gradient is None or divisor == math.inf:
             self.fill_with_zeros()
             return
         if not gradient.is_sparse:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -129,3 +130,11 @@ def all_reduce_sum_hook(process_group: dist.ProcessGroup, bucket: Any) -> Any:
     """Sum the bucket's buffer over ranks, undivided; a future of the buffer. What ``_run_allreduce_hook`` is for."""
     work = process_group.allreduce([bucket.buffer()])
     return work.get_future().then(lambda future: future.value()[0])
+
+
+def sum_over_group(replica_reference: weakref.ref[Any], bucket: Any) -> Any:
+    """``all_reduce_sum_hook`` over the group of the wrapped model that is referred to."""
+    replica = replica_reference()
+    assert replica is not None, "a backward outlived its model"
+    assert replica.process_group is not None, "strategies without a group take no communication hook"
+    return all_reduce_sum_hook(replica.process_group, bucket)

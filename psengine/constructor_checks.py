@@ -98,6 +98,30 @@ def default_group(*, required: bool) -> dist.ProcessGroup | None:
     return None
 
 
+def check_default_group(wrapper: Any) -> None:
+    """Refuse to copy or pickle a wrapper whose copy would not find its group again."""
+    if wrapper.process_group is None and not wrapper.strategy.needs_process_group:
+        return
+    try:
+        is_default = wrapper.process_group is dist.distributed_c10d._get_default_group()
+    except (RuntimeError, ValueError):
+        is_default = False
+    if not is_default:
+        raise ModuleError(
+            "DDP Pickling/Unpickling are only supported when using DDP with the default process group. That is, when"
+            " you have called init_process_group and have not passed process_group argument to DDP constructor"
+        )
+
+
+def check_weighable(wrapper: Any) -> None:
+    """Refuse ``batch_weight`` where some gradients do not pass through buckets."""
+    if wrapper._delayed is not None or wrapper._use_python_reducer:
+        raise ConfigurationError(
+            "batch_weight weighs what passes through psengine's buckets (expected no delay_all_reduce_named_params, and"
+            " torch._dynamo.config.optimize_ddp other than 'python_reducer', got one of them)"
+        )
+
+
 def check_finite_covers(check_finite: bool, delayed: Sequence[tuple[str, torch.nn.Parameter]]) -> None:
     """Refuse ``check_finite`` where some gradients do not pass through buckets."""
     if check_finite and delayed:

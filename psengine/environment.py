@@ -84,6 +84,7 @@ _session: _Session | None = None
 # Kept after shutdown(): ranks that initialise again meet at once, and nobody reaches a store about to close.
 _meeting_point: _MeetingPoint | None = None
 _generation = 0
+_before_shutdown: list[Callable[[], None]] = []
 
 
 def init(backend: str | None = None, *, timeout_s: float = 600.0) -> Context:
@@ -125,9 +126,16 @@ def init(backend: str | None = None, *, timeout_s: float = 600.0) -> Context:
     return context
 
 
+def before_shutdown(callback: Callable[[], None]) -> None:
+    """Call ``callback`` whenever ``shutdown`` is, first of all; it must not raise."""
+    _before_shutdown.append(callback)
+
+
 def shutdown() -> None:
     """Destroy the process group that ``init()`` made; one that it adopted stays. ``init()`` works again afterwards."""
     global _session
+    for callback in tuple(_before_shutdown):
+        callback()
     atexit.unregister(_shutdown_at_exit)
     session, _session = _live_session(), None
     # A forked child inherits the group, but not the threads that serve it.
@@ -146,6 +154,11 @@ def is_main_process() -> bool:
     if dist.is_initialized():
         return dist.get_rank() == 0
     return detect(os.environ).rank == 0
+
+
+def world_place() -> tuple[int, int]:
+    """Return this process's rank in the default group and that group's size; (0, 1) where there is no group."""
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
 def launched_as() -> Placement:
@@ -170,6 +183,11 @@ def default_collective() -> str:
 def read_variable(name: str) -> str | None:
     """The environment variable ``name``, or None; for the parts of the package that report or honour torch's own."""
     return os.environ.get(name)
+
+
+def inherited_variables() -> dict[str, str]:
+    """A copy of this process's environment variables, for a process that it starts with others."""
+    return dict(os.environ)
 
 
 def choose_device(local_rank: int, device_count: int) -> torch.device:

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 
 from psengine.buckets import Bucket
+from psengine.errors import ArgumentTypeError
 
 # Not every write counts up a tensor's version: torch.amp.GradScaler.unscale_ does not, nor do writes through ``.data``.
 # What rescales gradients shows in any value that is not zero, so a few of the largest gradients' are compared.
@@ -130,8 +131,14 @@ def clip_grad_norm_(
         a GPU the host waits for it.
 
     Raises:
+        ArgumentTypeError: ``model`` is no module, such as the parameters that torch's function takes.
         RuntimeError: the norm is not finite, and ``error_if_nonfinite``.
     """
+    if not isinstance(model, torch.nn.Module):
+        raise ArgumentTypeError(
+            f"psengine.clip_grad_norm_ takes the model itself (expected a torch.nn.Module, got {type(model).__name__})."
+            " Fix: psengine.clip_grad_norm_(model, max_norm), without .parameters()."
+        )
     parameters = [parameter for parameter in model.parameters() if parameter.grad is not None]
     norms = getattr(getattr(model, "reducer", None), "norms", None)
     if not isinstance(norms, GradientNorms) or float(norm_type) != 2.0 or not parameters:

@@ -10,7 +10,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
 from torch.distributed.algorithms.join import JoinHook
+
+from psengine.collectives.base import Collective
+from psengine.errors import ModuleError
 
 if TYPE_CHECKING:
     from psengine.parallel import DistributedDataParallel
@@ -45,3 +49,12 @@ class ShadowHook(JoinHook):
     def post_hook(self, is_last_joiner: bool) -> None:
         """Give everybody the model of the rank that trained longest."""
         self._replica._sync_final_model(is_last_joiner)
+
+
+def highest_rank(collective: Collective, device: torch.device, is_candidate: bool) -> int:
+    """The highest rank of those that are candidates; the same answer on every rank, and all ask."""
+    mine = torch.tensor([collective.rank if is_candidate else -1], dtype=torch.int64, device=device)
+    highest = max(int(t.item()) for t in collective.all_gather(mine, what="join: source of the model"))
+    if highest == -1:
+        raise ModuleError("join: expected at least one rank to offer its model, got none")
+    return highest

@@ -33,6 +33,13 @@ _INTEGER = re.compile(r"-?[0-9]{1,18}")
 
 _TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _OPEN_MPI_VARIABLES = tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))
+_SLURM_VARIABLES = (
+    *("SLURM_STEP_ID", "SLURM_STEPID", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID"),
+    *("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_STEP_NUM_NODES", "SLURM_NNODES"),
+    *("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE", "SLURM_NTASKS_PER_NODE"),
+)
+# A process without them is placed nowhere. Names of jobs and hosts are not among them: those place nobody.
+PLACEMENT_VARIABLES = (*_TORCHRUN_VARIABLES, *_OPEN_MPI_VARIABLES, *_SLURM_VARIABLES)
 
 
 @dataclass(frozen=True, kw_only=True)

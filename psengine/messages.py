@@ -17,6 +17,13 @@ CREATE_GRAPH_MESSAGE = (
     " to work with higher-order gradients for your use case, please ping https://github.com/pytorch/pytorch/issues/63929"
 )
 
+LOCAL_BACKWARD_MESSAGE = (
+    "The model was called twice before its first backward, and backward runs a second time now: these gradients stay on"
+    " this rank, because a backward exchanges gradients only where it is the first one after a forward (native DDP"
+    " does the same and does not say so). Fix: call backward once, on the sum of the losses, or after each forward; use"
+    " no_sync() around a forward and backward that are meant to stay local. This is said once."
+)
+
 
 def unfinished_reduction_message(rank: int, missing: Mapping[int, str], *, find_unused: bool) -> str:
     """Some parameters (index to name) got no gradient, so their buckets never filled."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +12,7 @@ import torch
 from psengine.errors import ArgumentTypeError, ConfigurationError
 from psengine.parallel import DistributedDataParallel
 from psengine.strategies.base import Strategy
+from psengine.timeline import recorder
 
 _classes: dict[type[torch.optim.Optimizer], type[torch.optim.Optimizer]] = {}
 
@@ -21,7 +24,8 @@ def DistributedOptimizer(  # noqa: N802 - reads as the class it returns an insta
 
     The result shares parameter groups, state and hooks with ``optimizer``, which should no longer be used by itself.
     It is a true instance of that class, so learning-rate schedulers and ``GradScaler`` accept it, and its state_dict
-    is interchangeable with the plain optimizer's. Where workers step themselves ("sync"), so does it.
+    is interchangeable with the plain optimizer's. Where workers step themselves ("sync"), so does it. Schedulers may
+    have been made before, from ``optimizer``, which is mutated: they set the result's learning rates.
 
     Args:
         optimizer: any ``torch.optim.Optimizer`` over parameters of ``model``.
@@ -29,8 +33,8 @@ def DistributedOptimizer(  # noqa: N802 - reads as the class it returns an insta
 
     Raises:
         ArgumentTypeError: another type was given.
-        ConfigurationError: ``optimizer`` is distributed already, has parameters that the model has not, or a scheduler
-            was attached to it before.
+        ConfigurationError: ``optimizer`` is distributed already, has parameters that the model has not, or its ``step``
+            was replaced by something else than a scheduler.
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ArgumentTypeError(f"expected a torch.optim.Optimizer (got {type(optimizer).__name__})")
@@ -40,18 +44,52 @@ def DistributedOptimizer(  # noqa: N802 - reads as the class it returns an insta
         )
     if isinstance(optimizer, _StrategyStep):
         raise ConfigurationError("the optimizer is a psengine.DistributedOptimizer already; use it as it is")
-    if "step" in vars(optimizer):
-        # A scheduler replaced the instance's step by a wrapper around the class's own, which would bypass ours.
-        raise ConfigurationError(
-            "a learning-rate scheduler is attached to the optimizer; create psengine.DistributedOptimizer first and"
-            " the scheduler from it"
-        )
+    has_scheduler = _has_scheduler(optimizer)
     _check_parameters(optimizer, model)
     distributed = object.__new__(_distributed_class(type(optimizer)))
     distributed.__dict__ = optimizer.__dict__
     distributed._psengine_strategy = model.strategy  # type: ignore[attr-defined]
     model.strategy.bind_optimizer(distributed)
+    if has_scheduler:
+        _replace_scheduled_step(distributed)
     return distributed
+
+
+def _has_scheduler(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a scheduler has replaced ``step`` by a wrapper around the class's own, to notice when it is called first.
+
+    Raises:
+        ConfigurationError: something else replaced it.
+    """
+    if "step" not in vars(optimizer):
+        return False
+    replaced = vars(optimizer)["step"]
+    # Both: whoever wraps the scheduler's wrapper with functools.wraps copies its mark.
+    is_scheduler = hasattr(replaced, "_wrapped_by_lr_sched") and replaced.__wrapped__ is type(optimizer).step
+    if not is_scheduler:
+        raise ConfigurationError(
+            f"the optimizer's step was replaced (expected {type(optimizer).__name__}.step or a scheduler's, got"
+            f" {replaced!r}), and would bypass the strategy. Fix: replace the step of psengine.DistributedOptimizer."
+        )
+    return True
+
+
+def _replace_scheduled_step(distributed: torch.optim.Optimizer) -> None:
+    """Let ``step`` notice its calls as the scheduler's own would, which is bound to the plain class."""
+    reference = weakref.ref(distributed)
+
+    @functools.wraps(type(distributed).step)
+    def step(*arguments: Any, **options: Any) -> Any:
+        target = reference()
+        if target is None:
+            raise ConfigurationError(
+                "the optimizer that psengine.DistributedOptimizer returned is gone. Fix: keep it, and step that one."
+            )
+        target._opt_called = True  # type: ignore[attr-defined]
+        return type(target).step(target, *arguments, **options)
+
+    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+    distributed.step = step  # type: ignore[method-assign]
 
 
 def _check_parameters(optimizer: torch.optim.Optimizer, model: DistributedDataParallel) -> None:
@@ -74,6 +112,9 @@ class _StrategyStep(torch.optim.Optimizer):
     def step(self, closure: Callable[[], float] | None = None, **options: Any) -> Any:
         """Step as the strategy says; arguments and result are the wrapped class's."""
         local_step = super().step
+        if recorder.is_on:
+            with recorder.span("optimizer step"):
+                return self._psengine_strategy.step(lambda: local_step(closure, **options), closure)
         return self._psengine_strategy.step(lambda: local_step(closure, **options), closure)
 
     def state_dict(self) -> dict[str, Any]:

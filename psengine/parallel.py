@@ -16,25 +16,30 @@ from torch.distributed.utils import _cast_forward_inputs, _to_kwargs
 from torch.nn.parallel import distributed as native
 
 from psengine import constructor_checks as checks
+from psengine.batch_weights import checked_weight
 from psengine.bucket_caps import BucketCaps
 from psengine.collectives.base import Collective
 from psengine.collectives.c10d import BROADCAST_BUCKET_BYTES
 from psengine.collectives.registry import resolve_collective
-from psengine.comm_hooks import all_reduce_sum_hook, bucket_hook, builtin_hook, check_comm_hook
+from psengine.collectives.timeline_group import attach as attach_timeline
+from psengine.comm_hooks import bucket_hook, builtin_hook, check_comm_hook, sum_over_group
 from psengine.compilation import stay_out_of_graphs, traces_gradient_exchange
 from psengine.delayed_all_reduce import DelayedAllReduce
 from psengine.environment import default_collective, default_strategy
 from psengine.errors import ConfigurationError, ModuleError
 from psengine.freed_memory import keep_freed_memory
-from psengine.joining import ShadowHook
+from psengine.joining import ShadowHook, highest_rank
 from psengine.logging_data import LoggingData, describe_replica
 from psengine.mixed_precision import set_up_mixed_precision
 from psengine.module_buffers import BufferBroadcast, named_buffers
+from psengine.module_state import reducible_parameters, shared_state
 from psengine.outputs import find_tensors, watch_backward
 from psengine.reducer import Reducer
 from psengine.strategies.base import Replica, Strategy
 from psengine.strategies.registry import resolve_strategy
 from psengine.sync_batch_norm import adopt_sync_batchnorm
+from psengine.timeline import now_ns, recorder
+from psengine.timeline_spans import record_forward
 
 # Captured at import: a program may replace the native class by ours under its own name. Any: the types of the native
 # class's attributes (its Reducer, its Logger) are not ours.
@@ -187,7 +192,9 @@ class DistributedDataParallel(NativeDistributedDataParallel):  # type: ignore[mi
             assert param_to_hook_all_reduce is not None
             self._delayed = DelayedAllReduce(self._delay_all_reduce_params, param_to_hook_all_reduce, self._collective)
             weakref.finalize(self, self._delayed.close).atexit = False
-        self._delay_all_reduce_all_params = self._delayed is not None and not self._reducible()
+        self._delay_all_reduce_all_params = self._delayed is not None and not reducible_parameters(
+            module, self.parameters_to_ignore
+        )
         if self._delay_all_reduce_all_params:
             return
         self._start(init_sync=init_sync, init_sync_buffers=init_sync_buffers, static_graph=static_graph)
@@ -200,30 +207,18 @@ class DistributedDataParallel(NativeDistributedDataParallel):  # type: ignore[mi
 
     # ---- construction ------------------------------------------------------------------------------------------
 
-    def _reducible(self) -> list[tuple[str, torch.nn.Parameter, bool]]:
-        """(name, parameter, has sparse gradients) for each parameter whose gradient is exchanged, in model order."""
-        found: list[tuple[str, torch.nn.Parameter, bool]] = []
-        seen: set[torch.nn.Parameter] = set()
-        for module_name, module in self.module.named_modules():
-            is_sparse = isinstance(module, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and module.sparse
-            for short_name, parameter in module.named_parameters(recurse=False):
-                name = f"{module_name}.{short_name}" if module_name else short_name
-                if parameter.requires_grad and name not in self.parameters_to_ignore and parameter not in seen:
-                    seen.add(parameter)
-                    found.append((name, parameter, is_sparse))
-        return found
-
     def _start(self, *, init_sync: bool, init_sync_buffers: bool, static_graph: bool) -> None:
         """Make replicas start equal and begin to listen to autograd."""
-        reducible = self._reducible()
+        reducible = reducible_parameters(self.module, self.parameters_to_ignore)
         self._assign_modules_buffers()
         parameters = {name: parameter for name, parameter, _ in reducible}
         replica = Replica(
             parameters=parameters,
             buffers=self._buffers_to_share(),
-            state=self._state_tensors(with_buffers=init_sync_buffers),
+            state=shared_state(self.module, self.parameters_to_ignore, with_buffers=init_sync_buffers),
             collective=self._collective,
             device=self.device,
+            sparse=[name for name, _, is_sparse in reducible if is_sparse],
         )
         checks.check_state(replica.state)
         self.strategy.prepare(replica, synchronize=init_sync)
@@ -241,12 +236,13 @@ class DistributedDataParallel(NativeDistributedDataParallel):  # type: ignore[mi
             gradient_as_bucket_view=self.gradient_as_bucket_view,
             skip_all_reduce_unused_params=self.skip_all_reduce_unused_params,
             check_finite=self.check_finite,
-            run_allreduce_hook=functools.partial(_sum_over_group, weakref.ref(self)),
+            run_allreduce_hook=functools.partial(sum_over_group, weakref.ref(self)),
             on_error=self.logger.set_error_and_log,
         )
         # The hooks keep the reducer alive; it must go when this wrapper goes, or a module that is wrapped again would
         # answer to both.
         self._owned_collectives = [self._collective] if isinstance(self._collective_choice, str) else []
+        attach_timeline(self._collective, self.device, self.strategy.worker_rank)
         weakref.finalize(self, _release, self.reducer, self.strategy, self._owned_collectives).atexit = False
 
     def _buffers_to_share(self) -> Callable[[], dict[str, torch.Tensor]]:
@@ -254,13 +250,6 @@ class DistributedDataParallel(NativeDistributedDataParallel):  # type: ignore[mi
         if not self.forward_sync_buffers:
             return dict
         return functools.partial(named_buffers, self.module, set(self.parameters_to_ignore))
-
-    def _state_tensors(self, *, with_buffers: bool) -> dict[str, torch.Tensor]:
-        """What replicas must have in common: all parameters that are not ignored, and the buffers, by name."""
-        state = {n: p.detach() for n, p in self.module.named_parameters() if n not in self.parameters_to_ignore}
-        if with_buffers:
-            state.update({n: b.detach() for n, b in named_buffers(self.module, self.parameters_to_ignore).items()})
-        return state
 
     def _set_up_python_reducer(self) -> None:
         """Under compiled autograd, dynamo traces one functional all-reduce per parameter instead of our buckets."""
@@ -273,10 +262,16 @@ class DistributedDataParallel(NativeDistributedDataParallel):  # type: ignore[mi
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module; gradients of its outputs will be exchanged by the next backward (see ``no_sync``)."""
         stay_out_of_graphs()
+        started_ns = now_ns() if recorder.is_on else 0
         with torch.autograd.profiler.record_function("DistributedDataParallel.forward"):
             inputs, kwargs = self._pre_forward(*inputs, **kwargs)
             output = self._run_ddp_forward(*inputs, **kwargs)
-            return self._post_forward(output)
+            output = self._post_forward(output)
+        if started_ns and not self._delay_all_reduce_all_params:
+            # What is accumulated, or evaluated, before the next exchange belongs to that one.
+            is_exchanged = torch.is_grad_enabled() and self.require_backward_grad_sync
+            record_forward(started_ns, self.reducer.iteration + (not is_exchanged), (inputs, kwargs), output)
+        return output
 
     def _run_ddp_forward(self, *inputs: Any, **kwargs: Any) -> Any:
         if self._use_python_reducer or self._delay_all_reduce_all_params:
@@ -332,6 +327,8 @@ class DistributedDataParallel(NativeDistributedDataParallel):  # type: ignore[mi
         self.require_forward_param_sync = will_exchange
         if will_exchange:
             self.reducer.prepare_for_backward(list(find_tensors(output)) if searches_graph else ())
+        elif torch.is_grad_enabled():
+            self.reducer.expect_local_backward()
         # A static graph's first exchange may come after backwards inside no_sync, which must not start it
         # (https://github.com/pytorch/pytorch/issues/143580).
         counts_graph = self.static_graph and will_exchange and not self.reducer.knows_static_graph
@@ -357,6 +354,22 @@ class DistributedDataParallel(NativeDistributedDataParallel):  # type: ignore[mi
         finally:
             self.require_backward_grad_sync = previous
 
+    @property
+    def batch_weight(self) -> float | None:
+        """How many samples (or tokens) the mean loss of this rank's next batch is over; None: as many as everybody's.
+
+        Set before forward, on every rank or on none, it makes gradients those of one process over all ranks' samples:
+        sum(weight * gradient) / sum(weight). It stays until it is set anew, counts for all that ``no_sync``
+        accumulated, and 0 means no say (where all ranks have none, gradients are zeros). docs/recipes/uneven_devices.md
+        """
+        reducer = self.__dict__.get("reducer")
+        return None if reducer is None else reducer.batch_weight
+
+    @batch_weight.setter
+    def batch_weight(self, weight: float | None) -> None:
+        checks.check_weighable(self)
+        self.reducer.batch_weight = checked_weight(weight)
+
     # ---- buffers -----------------------------------------------------------------------------------------------
 
     @property
@@ -376,7 +389,7 @@ class DistributedDataParallel(NativeDistributedDataParallel):  # type: ignore[mi
     def _sync_buffers(self) -> None:
         if self.strategy.carries_buffers:
             return
-        source_rank = self._highest_rank(True) if self._join_config.enable else 0
+        source_rank = highest_rank(self._collective, self.device, True) if self._join_config.enable else 0
         with torch.no_grad():
             self._assign_modules_buffers()
             # Forwards that came before may still need the overwritten values' version for their backward.
@@ -406,7 +419,7 @@ class DistributedDataParallel(NativeDistributedDataParallel):  # type: ignore[mi
 
     def _shadow_buffer_sync(self) -> None:
         if self._check_sync_bufs_pre_fwd():
-            self._sync_module_buffers(self._highest_rank(False))
+            self._sync_module_buffers(highest_rank(self._collective, self.device, False))
 
     # ---- uneven inputs -----------------------------------------------------------------------------------------
 
@@ -454,22 +467,17 @@ class DistributedDataParallel(NativeDistributedDataParallel):  # type: ignore[mi
 
     def _any_rank_syncs_gradients(self, *, this_rank_syncs: bool) -> bool:
         """Whether any rank's next backward exchanges gradients; every rank asks once per iteration inside join."""
-        flag = torch.full((1,), float(this_rank_syncs), device=self.device)
-        self._collective.all_reduce(flag, what="join: does anybody synchronise gradients").wait()
-        return flag.item() != 0
-
-    def _highest_rank(self, is_candidate: bool) -> int:
-        """The highest rank of those that are candidates; the same answer on every rank."""
-        mine = torch.tensor([self._collective.rank if is_candidate else -1], dtype=torch.int64, device=self.device)
-        highest = max(int(t.item()) for t in self._collective.all_gather(mine, what="join: source of the model"))
-        if highest == -1:
-            raise ModuleError("join: expected at least one rank to offer its model, got none")
-        return highest
+        weighs = this_rank_syncs and self.batch_weight is not None
+        flags = torch.tensor([float(this_rank_syncs), float(weighs)], device=self.device)
+        self._collective.all_reduce(flags, what="join: does anybody synchronise gradients").wait()
+        syncing_ranks, weighing_ranks = flags.tolist()
+        self.reducer.shadows_weights = weighing_ranks != 0
+        return bool(syncing_ranks != 0)
 
     def _sync_final_model(self, is_last_joiner: bool) -> None:
         """Everybody takes the model of the highest rank among those that trained longest."""
-        self._authoritative_rank = self._highest_rank(is_last_joiner)
-        state = self._state_tensors(with_buffers=self.forward_sync_buffers)
+        self._authoritative_rank = highest_rank(self._collective, self.device, is_last_joiner)
+        state = shared_state(self.module, self.parameters_to_ignore, with_buffers=self.forward_sync_buffers)
         self.strategy.broadcast(list(state.values()), self._authoritative_rank)
 
     # ---- hooks and switches ------------------------------------------------------------------------------------
@@ -529,13 +537,24 @@ class DistributedDataParallel(NativeDistributedDataParallel):  # type: ignore[mi
         replica = Replica(
             parameters=dict(zip(self.reducer.names, self.reducer.parameters, strict=True)),
             buffers=self._buffers_to_share(),
-            state=self._state_tensors(with_buffers=True),
+            state=shared_state(self.module, self.parameters_to_ignore, with_buffers=True),
             collective=self._collective,
             device=self.device,
         )
         self.strategy.close()
         self.strategy.prepare(replica, synchronize=False)
         self.reducer.update_group(self._collective.rank, self._collective.world_size)
+
+    def report(self, loss: float | torch.Tensor | None = None, samples: int | None = None) -> None:
+        """Tell the parameter servers how training goes here, for their dashboard; strategies without any tell nobody.
+
+        It costs no message of its own: what was reported last travels with the next heartbeat.
+
+        Args:
+            loss: of this worker's latest step; a tensor of one element, on a device too, is read later.
+            samples: how many samples that step took.
+        """
+        self.strategy.report(loss=loss, samples=samples)
 
     def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
         if sample_rate < 1:
@@ -554,7 +573,7 @@ class DistributedDataParallel(NativeDistributedDataParallel):  # type: ignore[mi
     # ---- copies ------------------------------------------------------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
-        self._check_default_group()
+        checks.check_default_group(self)
         attributes = copy.copy(self.__dict__)
         for name in ("process_group", "reducer", "logger", "_collective", "_owned_collectives", "_buffer_broadcast"):
             attributes.pop(name, None)
@@ -575,31 +594,10 @@ class DistributedDataParallel(NativeDistributedDataParallel):  # type: ignore[mi
             self.reducer.set_static_graph()
             self._static_graph_delay_allreduce_enqueued = False
 
-    def _check_default_group(self) -> None:
-        if self.process_group is None and not self.strategy.needs_process_group:
-            return
-        try:
-            is_default = self.process_group is dist.distributed_c10d._get_default_group()
-        except (RuntimeError, ValueError):
-            is_default = False
-        if not is_default:
-            raise ModuleError(
-                "DDP Pickling/Unpickling are only supported when using DDP with the default process group. That is,"
-                " when you have called init_process_group and have not passed process_group argument to DDP"
-                " constructor"
-            )
-
-
-def _sum_over_group(replica_reference: weakref.ref[DistributedDataParallel], bucket: Any) -> Any:
-    replica = replica_reference()
-    assert replica is not None, "a backward outlived its model"
-    assert replica.process_group is not None, "strategies without a group take no communication hook"
-    return all_reduce_sum_hook(replica.process_group, bucket)
-
 
 def _release(reducer: Reducer, strategy: Strategy, collectives: list[Collective]) -> None:
     reducer._remove_autograd_hooks()
-    strategy.close()
+    strategy.abandon()
     for collective in collectives:
         collective.close()
 

@@ -14,21 +14,25 @@ Lightning, Join and torch's communication hooks call on native DDP's reducer.
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch.autograd.graph import get_gradient_edge
 
 from psengine.backward_timer import BackwardTimer
-from psengine.buckets import Bucket, plan_buckets
+from psengine.bucket_layout import BucketLayout
+from psengine.buckets import Bucket
 from psengine.errors import ReductionError
 from psengine.finite_check import FiniteCheck
+from psengine.gradient_hooks import ShortWay, counting_hook
 from psengine.gradient_norms import GradientNorms
 from psengine.messages import (
     CREATE_GRAPH_MESSAGE,
+    LOCAL_BACKWARD_MESSAGE,
     graph_changed_message,
     marked_twice_message,
     newly_used_message,
@@ -36,6 +40,8 @@ from psengine.messages import (
 )
 from psengine.static_graph import UNEXPECTED, StaticGraph
 from psengine.strategies.base import Reduction, Strategy
+from psengine.timeline import now_ns, recorder
+from psengine.timeline_spans import ExchangeSpans
 from psengine.usage import ParameterUsage
 
 logger = logging.getLogger(__name__)
@@ -86,7 +92,6 @@ class Reducer:
         self.timer = BackwardTimer()
         self.norms = GradientNorms()
         self._finite_check = FiniteCheck(self.names, strategy, rank) if check_finite else None
-        self._expects_sparse = list(expects_sparse)
         self._rank = rank
         self._world_size = world_size
         self._rebuild_limits_bytes = list(rebuild_limits_bytes)
@@ -104,82 +109,62 @@ class Reducer:
         self.iteration = 0
         self.has_rebuilt_buckets = False
         self._layout_is_final = strategy.keeps_first_layout
-        self.buckets: list[Bucket] = []
         self.buckets_reduced = 0
-        self._locators: list[tuple[Bucket, int]] = [None] * len(self.parameters)  # type: ignore[list-item]
-        self._create_buckets(self._plan(initial_limits_bytes))
+        self._layout = BucketLayout(
+            self.parameters,
+            self.names,
+            expects_sparse,
+            strategy,
+            as_view=gradient_as_bucket_view,
+            counts_non_finite=check_finite,
+        )
+        self._create_buckets(initial_limits_bytes)
         self.initial_bucket_sizes = ", ".join(str(bucket.size_bytes) for bucket in self.buckets)
         self._is_packing = True
 
         self._expect_hooks = False
         self._next_bucket = 0
         self._reductions: list[Reduction | None] = []
+        self._spans = ExchangeSpans(strategy.exchange_name)
         self._ready = bytearray(len(self.parameters))
         # By parameter: the bucket to count down in a hook's short way, None for the long way, False for no way at all
-        # (see _make_hook).
-        self._no_short_way: list[Bucket | Literal[False] | None] = [None] * len(self.parameters)
-        self._no_way: list[Bucket | Literal[False] | None] = [False] * len(self.parameters)
+        # (see counting_hook).
+        self._no_short_way: ShortWay = [None] * len(self.parameters)
+        self._no_way: ShortWay = [False] * len(self.parameters)
         self._short_way = list(self._no_short_way if find_unused_parameters else self._no_way)
         self._is_multi_device = len({p.device for p in self.parameters}) > 1
-        self._divisor: int | None = None
+        self._divisor: float | None = None
         self._arrival_order: list[int] = []
         self._ready_order: list[int] = []
         self._has_marked_unused = False
         self._warned_create_graph = False
+        # Forwards came twice without a backward: where two backwards follow, the second one is not exchanged.
+        self._may_forget_a_backward = False
+        self._warned_local_backward = False
         self._live_ranks_work: tuple[Any, bool] | None = None
+        self._batch_weight: float | None = None
+        self._has_weighed = False
+        self.shadows_weights = False  # inside join: whether the others weigh this iteration's gradients
         self._post_backward_futures: list[torch.futures.Future[Any]] = []
 
         # The nodes must be kept alive: autograd holds them weakly, and a new node would lack our hook.
         self._nodes = [get_gradient_edge(p).node for p in self.parameters]
         self.usage = ParameterUsage(self._nodes, self.parameters[0].device, strategy)
+        make_hook = functools.partial(
+            counting_hook, self._short_way, self._ready, self._autograd_hook, self._reduce_full_buckets
+        )
         # Post-hooks of the accumulation node fire for undefined gradients too (an output that is not part of the
         # loss); Tensor.register_post_accumulate_grad_hook does not.
-        self._handles = [node.register_hook(self._make_hook(index)) for index, node in enumerate(self._nodes)]
+        self._handles = [node.register_hook(make_hook(index)) for index, node in enumerate(self._nodes)]
 
     # ---- layout ------------------------------------------------------------------------------------------------
 
-    def _plan(self, limits_bytes: Sequence[int], order: Sequence[int] | None = None) -> list[tuple[int, ...]]:
-        plans = plan_buckets(self.parameters, limits_bytes, self._expects_sparse, order)
-        # The first layout guesses that gradients arrive in reverse; a measured order needs no guess.
-        return plans[::-1] if order is None else plans
-
-    def _create_buckets(self, plans: Sequence[tuple[int, ...]]) -> None:
-        self.buckets = [
-            Bucket(
-                index,
-                plan,
-                self.parameters,
-                self.names,
-                sparse=self._expects_sparse[plan[0]],
-                allocate=self.strategy.allocate,
-                flat_dtype=self._flat_dtype(self.parameters[plan[0]].dtype),
-                counts_non_finite=self._finite_check is not None,
-            )
-            for index, plan in enumerate(plans)
-        ]
-        for bucket in self.buckets:
-            for position, index in enumerate(bucket.parameter_indices):
-                self._locators[index] = (bucket, position)
-        self._small_parameter_buckets = [
-            None if bucket.is_eager[position] or bucket.sparse else bucket for bucket, position in self._locators
-        ]
-        if self._as_view:
-            self._adopt_gradients()
-        self.strategy.lay_out(self.buckets)
-
-    def _flat_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """Gradients that are views of the flat tensor keep their dtype; the strategy then converts on the way out."""
-        return dtype if self._as_view else self.strategy.communication_dtype(dtype)
-
-    def _adopt_gradients(self) -> None:
-        """Move gradients that exist already (accumulated, not yet stepped) into the buckets' views."""
-        for bucket in self.buckets:
-            for parameter, view in zip(bucket.parameters, bucket.views, strict=False):
-                if parameter.grad is not None and not parameter.grad.is_sparse:
-                    with torch.no_grad():
-                        view.copy_(parameter.grad)
-                    # Mixed precision's hook exchanges a gradient's data in place; the view itself must stay ours.
-                    parameter.grad = view if self._mixed_precision_dtype is None else view.detach()
+    def _create_buckets(self, limits_bytes: Sequence[int], order: Sequence[int] | None = None) -> None:
+        # Mixed precision's hook exchanges a gradient's data in place; the views themselves must stay ours.
+        self.buckets = self._layout.create(
+            limits_bytes, order, detached_gradients=self._mixed_precision_dtype is not None
+        )
+        self._locators = self._layout.locators
 
     def _should_rebuild(self) -> bool:
         return (self._static_graph.is_promised or not self._find_unused) and not self._layout_is_final
@@ -199,7 +184,7 @@ class Reducer:
         order = self._agree_on_order(self._arrival_order)
         self.has_rebuilt_buckets = self._layout_is_final = True
         self._arrival_order = []
-        self._create_buckets(self._plan(self._rebuild_limits_bytes, order))
+        self._create_buckets(self._rebuild_limits_bytes, order)
         logger.info("Reducer buckets have been rebuilt in this iteration: %s", self.buckets)
         return True
 
@@ -235,15 +220,20 @@ class Reducer:
     def prepare_for_forward(self) -> None:
         """Count an iteration whose gradients will be exchanged."""
         self.iteration += 1
+        if recorder.is_on:
+            recorder.begin_step(self.iteration)
         self.timer.start_forward(self.iteration)
 
     def prepare_for_backward(self, outputs: Sequence[torch.Tensor] = ()) -> None:
         """Expect one gradient for each parameter; with ``find_unused_parameters``, for those ``outputs`` depend on."""
         self.timer.start_backward()
+        self._may_forget_a_backward = self._expect_hooks and not self._warned_local_backward
         self._expect_hooks = True
         self._next_bucket = 0
         self._reductions = []
         self._divisor = None
+        if self._has_weighed:
+            self.strategy.weigh(self._batch_weight)
         self._is_packing = self._as_view or self.strategy.needs_packing or self._finite_check is not None
         self.norms.begin()
         if self._finite_check is not None:
@@ -254,7 +244,7 @@ class Reducer:
             self._ready_order = []
             self._short_way[:] = self._no_short_way
         else:
-            self._short_way[:] = self._small_parameter_buckets
+            self._short_way[:] = self._layout.small_parameter_buckets
         for bucket in self.buckets:
             bucket.pending = len(bucket.parameters)
         if self._static_graph.is_promised:
@@ -283,35 +273,6 @@ class Reducer:
 
     # ---- during backward ---------------------------------------------------------------------------------------
 
-    def _make_hook(self, index: int) -> Callable[..., None]:
-        """The function autograd calls for one parameter: a few hundred of them make up the cost of a small model.
-
-        Most calls only count their bucket down; they take the short way, about 0.3 µs. The long way is for whatever
-        needs more: recording, searching, packing a large gradient, errors. Inside no_sync there may be nothing to do.
-        """
-        short_way, ready, long_way, reduce_full_buckets = (
-            self._short_way,
-            self._ready,
-            self._autograd_hook,
-            self._reduce_full_buckets,
-        )
-
-        def hook(_inputs: Any, _outputs: Any) -> None:
-            bucket = short_way[index]
-            if not bucket:
-                if bucket is None:
-                    long_way(index)
-                return
-            if ready[index]:
-                long_way(index)
-                return
-            ready[index] = 1
-            bucket.pending -= 1
-            if not bucket.pending:
-                reduce_full_buckets()
-
-        return hook
-
     def _must_take_long_way(self) -> bool:
         """Whether this backward's hooks have more to do than to count."""
         return (
@@ -329,6 +290,7 @@ class Reducer:
             if self._is_recording_usage() and self.parameters[index].grad is not None:
                 self.usage.used[index] = 1
             if not self._expect_hooks:
+                self._warn_local_backward()
                 return
             if self._static_graph.is_promised:
                 self._count_static_hook(index)
@@ -377,18 +339,31 @@ class Reducer:
             self._reduce_full_buckets()
 
     def _pack_one(self, bucket: Bucket, position: int) -> None:
+        started_ns = now_ns() if recorder.is_on else 0
         if torch.is_grad_enabled():
             self._warn_create_graph()
             with torch.no_grad():
                 bucket.pack_one(position, self._get_divisor(), as_view=self._as_view)
         else:
             bucket.pack_one(position, self._get_divisor(), as_view=self._as_view)
+        if started_ns:
+            recorder.add("pack", started_ns, step=self.iteration, args=bucket.facts_of(position))
 
     def _warn_create_graph(self) -> None:
         if not self._warned_create_graph:
             self._warned_create_graph = True
             # Logged, not warned: native DDP's comes from C++, which no warnings filter turns into an error.
             logger.warning(CREATE_GRAPH_MESSAGE)
+
+    def expect_local_backward(self) -> None:
+        """A forward inside no_sync: what its backward leaves local is meant to be."""
+        self._may_forget_a_backward = False
+
+    def _warn_local_backward(self) -> None:
+        if self._may_forget_a_backward:
+            self._may_forget_a_backward = False
+            self._warned_local_backward = True
+            logger.warning(LOCAL_BACKWARD_MESSAGE)
 
     def _reduce_full_buckets(self) -> None:
         """Start every bucket whose turn it is; buckets start in index order on all ranks, or the ranks would differ."""
@@ -413,11 +388,14 @@ class Reducer:
             return None
         if torch.is_grad_enabled():
             self._warn_create_graph()
+        started_ns = now_ns() if recorder.is_on else 0
         with torch.no_grad():
             if bucket.sparse:
                 bucket.pack_sparse(divisor)
             else:
                 bucket.pack_rest(divisor, as_view=self._as_view)
+        if started_ns:
+            self._spans.packed(bucket, started_ns, self.iteration)
         if self._finite_check is None:
             return self.strategy.reduce(bucket)
         self._finite_check.note(bucket)
@@ -425,7 +403,7 @@ class Reducer:
         self._finite_check.note(bucket)  # what overflowed where the strategy converted it
         return reduction
 
-    def _get_divisor(self) -> int:
+    def _get_divisor(self) -> float:
         """By what this backward's gradients are divided; ranks that ran out of data may be left out of the count."""
         if self._divisor is None:
             live_world_size = self._world_size
@@ -476,9 +454,14 @@ class Reducer:
                     self._create_missing_gradients(bucket)
                     continue
                 self.buckets_reduced += 1
+                started_ns = now_ns() if recorder.is_on else 0
                 result = reduction.wait()
+                if started_ns and result is not None:
+                    started_ns = self._spans.waited(bucket, started_ns, self.iteration)
                 if result is not None and not self._optimizer_in_backward:
                     self._unpack(bucket, result, reduction.square_sum)
+                    if started_ns:
+                        recorder.add("unpack", started_ns, step=self.iteration, args=bucket.facts)
         for future in self._post_backward_futures:
             self.strategy.wait_for(future, "buffer communication hook")
         self._post_backward_futures = []
@@ -518,7 +501,8 @@ class Reducer:
 
     def _stop_expecting_hooks(self) -> None:
         self._expect_hooks = False
-        self._short_way[:] = self._no_short_way if self._is_recording_usage() else self._no_way
+        takes_long_way = self._is_recording_usage() or self._may_forget_a_backward
+        self._short_way[:] = self._no_short_way if takes_long_way else self._no_way
 
     def _unpack(self, bucket: Bucket, result: torch.Tensor, square_sum: float | None) -> None:
         skip = self._unused_positions(bucket)
@@ -534,6 +518,16 @@ class Reducer:
 
     # ---- for join, communication hooks and frameworks ----------------------------------------------------------
 
+    @property
+    def batch_weight(self) -> float | None:
+        """By what the strategy weighs the gradients of the next exchanged backward; see ``Strategy.weigh``."""
+        return self._batch_weight
+
+    @batch_weight.setter
+    def batch_weight(self, weight: float | None) -> None:
+        self._batch_weight = weight
+        self._has_weighed = self._has_weighed or weight is not None
+
     def set_live_ranks_work(self, work: Any, *, use_initial_world_size: bool) -> None:
         """Inside ``join``: ``work`` will count the ranks that still have data, to divide by unless told otherwise."""
         self._live_ranks_work = (work, use_initial_world_size)
@@ -544,6 +538,8 @@ class Reducer:
     def shadow_backward(self) -> None:
         """Take part in one backward of ranks that still have data, contributing zeros, in the order they exchange."""
         is_first_of_static_graph = self._static_graph.is_first_iteration
+        if self.shadows_weights or self._has_weighed:
+            self.strategy.weigh(0.0 if self.shadows_weights else None)
         if self._skip_unused_buckets:
             self.usage.shadow_agreement()
         if is_first_of_static_graph:

@@ -110,6 +110,44 @@ def test_two_workers_average(server, job):
             assert a.sequence(0) == b.sequence(0) == a.version(0) == step
 
 
+def test_two_workers_average_by_weight(server, job):
+    generator = torch.Generator().manual_seed(3)
+    with pair(server, job) as workers, ThreadPoolExecutor(2) as pool:
+
+        def push(session, gradient, weight):
+            out = torch.empty(NUMEL)
+            result = session.push(0, gradient, [out], weight=weight).wait()
+            return out, result.contributors
+
+        for weights in ((32, 7), (0.25, 1e6), (5, 5)):
+            grads = [torch.randn(NUMEL, generator=generator) for _ in workers]
+            (first, _), (second, contributors) = pool.map(push, workers, grads, weights)
+            expected = sum(w * g.double().numpy() for w, g in zip(weights, grads, strict=True)) / sum(weights)
+            assert torch.equal(first, second)
+            assert torch.allclose(first.double(), torch.from_numpy(expected), rtol=1e-6, atol=1e-7)
+            assert contributors == 2
+        grads = [None, torch.ones(NUMEL)]
+        (first, _), (second, contributors) = pool.map(push, workers, grads, (0, 3))
+        assert contributors == 1
+        assert torch.equal(first, grads[1])
+        assert torch.equal(second, grads[1])
+
+
+def test_a_worker_without_a_weight_among_weighted_ones_is_told(server, job):
+    with pair(server, job) as (a, b), ThreadPoolExecutor(1) as pool:
+        first = pool.submit(exchange, a, 1)  # the first exchange waits for everybody who was announced
+        exchange(b, 1)
+        first.result(20)
+        held = a.push(0, torch.ones(NUMEL), [torch.empty(NUMEL)], weight=2.0)
+        a.status()  # asked behind the push, so that it was taken
+        with pytest.raises(
+            ServerRefusedError, match=r"worker 0 weighs its gradient and worker 1 does not.*batch_weight"
+        ):
+            exchange(b, 1)
+        b.close()
+        assert held.wait().contributors == 1
+
+
 def test_the_second_worker_waits_for_the_first_ones_values(server, job):
     with ThreadPoolExecutor(1) as pool, worker(server.addresses, job, 0) as first:
         second = worker(server.addresses, job, 1)
@@ -612,6 +650,18 @@ def test_a_push_by_name_may_leave_out_one_of_several_tensors_of_a_group(server, 
             client.push_pull(gradients)
             for name, values in client.pull().items():
                 torch.testing.assert_close(values, twins[name].detach(), rtol=0, atol=0)
+
+
+def test_a_client_says_how_its_exchanges_go(server, job):
+    with connect(server.addresses[0], job=job, timeout_s=20.0) as client:
+        client.register({"w": torch.zeros(3)})
+        for _ in range(3):
+            exchange = client.push({"w": torch.ones(3)})
+            exchange.wait()
+            exchange.wait()  # is no second step
+        said = client.session.telemetry.to_body()
+        assert said["steps"] == 3
+        assert said["blocked_s"] > 0
 
 
 def test_a_client_without_optimizer_averages(server, job):

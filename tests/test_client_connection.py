@@ -13,9 +13,18 @@ import torch
 import zmq
 
 from psengine.client import link as link_module
+from psengine.client.operation import Parking
 from psengine.client.partition import cut
-from psengine.client.session import SessionOptions, WorkerSession, wait_all
-from psengine.errors import AuthenticationError, ProtocolError, ServerError, ServerLostError, ServerRefusedError
+from psengine.client.session import Request, SessionOptions, WorkerSession, wait_all
+from psengine.client.stalls import StallWatch
+from psengine.errors import (
+    AuthenticationError,
+    ConfigurationError,
+    ProtocolError,
+    ServerError,
+    ServerLostError,
+    ServerRefusedError,
+)
 from psengine.protocol.codec import decode, encode, payload_tensor
 from psengine.protocol.layout import ChunkKind
 from psengine.protocol.messages import Message, MessageType
@@ -427,3 +436,131 @@ def test_a_peer_that_accepts_and_says_nothing_is_lost_not_hostile():
         address = f"tcp://127.0.0.1:{listener.getsockname()[1]}"
         with pytest.raises(ServerLostError, match="never heard"):
             WorkerSession(SessionOptions(addresses=[address], rule=RULE, rank=0, connect_timeout_s=5)).start()
+
+
+# ---- what takes long is said ---------------------------------------------------------------------------------------
+
+
+def lines_of(caplog):
+    return [record.getMessage() for record in caplog.records if record.name == "psengine.client.stalls"]
+
+
+def test_a_stall_is_one_line_however_many_chunks_and_one_when_it_ends(monkeypatch, caplog):
+    monkeypatch.setenv("PSENGINE_STALL_S", "0.6")
+    is_held = threading.Event()
+
+    def pending(peer, route, message):
+        if is_held.is_set():
+            return peer.reply(message, T.UPDATED, version=1, payload=torch.ones(SPECS[message.key].numel))
+        return peer.reply(message, T.PENDING, body={"waiting_for": [2, 5]})
+
+    with connected() as (peer, session):
+        peer.script[T.PUSH] = lambda peer, route, message: None
+        peer.script[T.PROBE] = pending
+        pushes = [push(session, key)[0] for key in range(len(SPECS))]
+        while len(lines_of(caplog)) < 1:
+            time.sleep(0.01)
+        time.sleep(0.3)
+        assert len(lines_of(caplog)) == 1
+        is_held.set()
+        wait_all(pushes)
+        while len(lines_of(caplog)) < 2:
+            time.sleep(0.01)
+        (begun, ended) = lines_of(caplog)
+        assert begun.startswith("worker 0 of job 'default' has waited 0.")
+        assert f"for {peer.address}: push 1 of chunk 0 (weight) (and 1 more there)" in begun
+        assert "waits for workers [2, 5]" in begun
+        assert ended.startswith(
+            f"worker 0 of job 'default' waits no longer for {peer.address}: push 1 of chunk 0 (weight)"
+        )
+
+
+class TestStallsByAClockOfOurs:
+    @pytest.fixture
+    def link(self):
+        link = link_module.Link(0, "tcp://a:1", link_module.Identity(1, 0), lambda message: True, lambda text: None)
+        link.is_paused = False
+        return link
+
+    def begin(self, link, now_s):
+        request = Request(Message(T.PULL, key=0, sequence=1), lambda: "PULL of something", Parking(), 1e6)
+        request.submitted_s = now_s
+        link.begin(request, now_s)
+        return request
+
+    def looked(self, watch, links, until_s, caplog):
+        """The whole seconds at which a line came."""
+        found = []
+        for second in range(until_s + 1):
+            before = len(lines_of(caplog))
+            watch.look("worker 0", links, float(second))
+            found += [second] * (len(lines_of(caplog)) - before)
+        return found
+
+    def test_lines_come_at_doubling_intervals(self, link, caplog):
+        self.begin(link, 0.0)
+        assert self.looked(StallWatch(30.0), [link], 500, caplog) == [30, 60, 120, 240, 480]
+        assert "the server was never heard from" in lines_of(caplog)[0].lower()
+
+    def test_zero_says_nothing(self, link, caplog):
+        self.begin(link, 0.0)
+        assert self.looked(StallWatch(0.0), [link], 100, caplog) == []
+
+    def test_what_is_answered_in_time_is_no_stall(self, link, caplog):
+        watch = StallWatch(30.0)
+        for second in range(0, 200, 20):
+            request = self.begin(link, float(second))
+            watch.look("worker 0", [link], second + 19.0)
+            link.receive(Message(T.VALUES, key=0, sequence=1, payload=None), second + 19.5)
+            assert request.is_done
+        assert lines_of(caplog) == []
+
+    def test_two_servers_are_one_line(self, link, caplog):
+        other = link_module.Link(1, "tcp://b:2", link_module.Identity(1, 0), lambda message: True, lambda text: None)
+        self.begin(link, 3.0)
+        self.begin(other, 1.0)
+        assert self.looked(StallWatch(30.0), [link, other], 40, caplog) == [31]
+        # Only what is late too is named; the first server's is asked later.
+        assert "tcp://b:2: PULL of something." in lines_of(caplog)[0]
+
+    def test_a_second_stall_is_a_new_one(self, link, caplog):
+        watch = StallWatch(10.0)
+        self.begin(link, 0.0)
+        watch.look("worker 0", [link], 10.0)
+        link.receive(Message(T.VALUES, key=0, sequence=1), 12.0)
+        watch.look("worker 0", [link], 13.0)
+        self.begin(link, 14.0)
+        watch.look("worker 0", [link], 20.0)
+        watch.look("worker 0", [link], 25.0)
+        assert [line.split(" ")[2:5] for line in lines_of(caplog)] == [
+            ["has", "waited", "10.0"],
+            ["waits", "no", "longer"],
+            ["has", "waited", "11.0"],
+        ]
+
+
+# ---- servers of older versions -------------------------------------------------------------------------------------
+
+
+def test_weights_never_go_to_a_server_that_would_ignore_them():
+    with connected() as (peer, session):
+        session.push(0, torch.ones(SPECS[0].numel), (), weight=2.0).wait()
+        assert next(m for m in peer.messages if m.type is T.PUSH).body == {"weight": 2.0}
+        for link in session._presence.links:
+            link.peer_version = 1
+        with pytest.raises(ConfigurationError, match=r"too old for weighted averages \(expected protocol version 2"):
+            session.push(0, torch.ones(SPECS[0].numel), (), weight=2.0)
+        assert session.sequence(0) == 1
+
+
+def test_heartbeats_say_how_training_goes():
+    with connected() as (peer, session):
+        session.telemetry.step_ended()
+        session.telemetry.report(loss=0.5, samples=3)
+        deadline = time.monotonic() + 5
+        while time.monotonic() < deadline:
+            said = [m.body for m in peer.messages if m.type is T.HEARTBEAT and m.body.get("steps")]
+            if said:
+                break
+            time.sleep(0.02)
+        assert said[0] == {"steps": 1, "step_s": 0.0, "blocked_s": 0.0, "samples": 3, "loss": 0.5}

@@ -189,3 +189,8 @@ def other_calls(rank: int, world_size: int) -> None:
 
 def test_other_norms_errors_and_modules():
     run_ranks(other_calls, 2)
+
+
+def test_parameters_in_the_place_of_the_model_are_refused_with_the_fix():
+    with pytest.raises(psengine.ArgumentTypeError, match=r"got generator\).*clip_grad_norm_\(model, max_norm\)"):
+        psengine.clip_grad_norm_(nn.Linear(2, 2).parameters(), 1.0)

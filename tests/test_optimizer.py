@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import functools
 import io
+import warnings
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from processes import run_ranks
 from test_parallel import Net, seeded
 
 from psengine import DistributedDataParallel, DistributedOptimizer
+from psengine.timeline import recorder
 
 CLASSES = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True),
@@ -72,6 +75,44 @@ def test_wrapped_equals_unwrapped(name):
     run_ranks(wrapped_equals_unwrapped, 2, name)
 
 
+def scheduler_comes_first(rank: int, world_size: int) -> None:
+    """As torch's tutorials write it: model, optimizer, scheduler; then what is distributed."""
+    plain, module = seeded(Net), seeded(Net)
+    pairs = []
+    for network in (plain, module):
+        optimizer = torch.optim.SGD(network.parameters(), lr=0.1, momentum=0.9)
+        warm_up = torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=0.25, total_iters=2)
+        decay = torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.5)
+        pairs.append((optimizer, torch.optim.lr_scheduler.SequentialLR(optimizer, [warm_up, decay], milestones=[2])))
+    native, ours = torch.nn.parallel.DistributedDataParallel(plain), DistributedDataParallel(module)
+    (reference, reference_scheduler), (inner, scheduler) = pairs
+    optimizer = DistributedOptimizer(inner, ours)
+    first = recorder.begin()
+    rates = []
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*lr_scheduler.step")
+        for step in range(5):
+            for model, opt, schedule in ((native, reference, reference_scheduler), (ours, optimizer, scheduler)):
+                torch.manual_seed(10 * rank + step)
+                opt.zero_grad()
+                model(torch.randn(2, 4), use_spare=True).pow(2).mean().backward()
+                opt.step()
+                schedule.step()
+            rates.append(scheduler.get_last_lr())
+            assert rates[-1] == reference_scheduler.get_last_lr() == [optimizer.param_groups[0]["lr"]]
+            for p, q in zip(module.parameters(), plain.parameters(), strict=True):
+                assert torch.equal(p, q)
+    assert len({rate for (rate,) in rates}) > 3
+    steps = [name for name, *_ in recorder.end(first) if name == "optimizer step"]
+    assert len(steps) == 5, "the scheduler's step bypassed the strategy"
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)  # as does a second one, whose first step would warn
+    assert type(copy.copy(optimizer)) is torch.optim.SGD
+
+
+def test_a_scheduler_may_be_made_before():
+    run_ranks(scheduler_comes_first, 2)
+
+
 def errors(rank: int, world_size: int) -> None:
     model = DistributedDataParallel(seeded(Net))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -86,10 +127,18 @@ def errors(rank: int, world_size: int) -> None:
     )
     with raises(ValueError, "parameter 0 of group 1 (shape (3,)) is not one of the model's"):
         DistributedOptimizer(stranger, model)
+    for with_scheduler in (False, True):
+        patched = torch.optim.SGD(model.parameters(), lr=0.1)
+        if with_scheduler:
+            torch.optim.lr_scheduler.StepLR(patched, 1)
+        patched.step = functools.wraps(patched.step)(lambda *_: None)  # carries the scheduler's mark
+        with raises(ValueError, "step was replaced (expected SGD.step or a scheduler's"):
+            DistributedOptimizer(patched, model)
     scheduled = torch.optim.SGD(model.parameters(), lr=0.1)
     torch.optim.lr_scheduler.StepLR(scheduled, 1)
-    with raises(ValueError, "create psengine.DistributedOptimizer first"):
-        DistributedOptimizer(scheduled, model)
+    DistributedOptimizer(scheduled, model)
+    with raises(ValueError, "is gone. Fix: keep it"):
+        scheduled.step()
 
 
 def test_errors():

@@ -419,6 +419,40 @@ def test_several_forwards_before_one_backward():
     run_ranks(several_forwards, 2)
 
 
+def forgotten_backward(rank: int, world_size: int) -> None:
+    ours, native = pair(Net)
+    x = torch.ones(2, 4) * (rank + 1)
+
+    def loss(ddp, scale):
+        return ddp(x * scale, use_spare=True).pow(2).sum()
+
+    with unittest.TestCase().assertNoLogs("psengine.reducer", "WARNING"):
+        for _ in range(2):
+            loss(ours, 1)  # as in a validation without no_grad()
+            with torch.no_grad():
+                loss(ours, 1)
+            loss(ours, 1).backward()
+        with ours.no_sync():
+            loss(ours, 1).backward()
+        (loss(ours, 1) + loss(ours, 2)).backward()
+    ours.zero_grad()
+    with unittest.TestCase().assertLogs("psengine.reducer", "WARNING") as caught:
+        for _ in range(2):
+            for ddp in (ours, native):
+                losses = loss(ddp, 1), loss(ddp, 2)
+                for one in losses:
+                    one.backward()
+            assert_same_gradients(ours, native)
+    (said,) = caught.output
+    assert "called twice before its first backward" in said
+    gradient = ours.module.body.weight.grad
+    assert not all(torch.equal(gradient, other) for other in psengine.gather(gradient)), "nothing stayed local"
+
+
+def test_a_second_backward_that_exchanges_nothing_is_pointed_out():
+    run_ranks(forgotten_backward, 2)
+
+
 def accumulation(rank: int, world_size: int) -> None:
     for as_view in (False, True):
         for to_none in (False, True):

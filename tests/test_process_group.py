@@ -280,7 +280,7 @@ def begin_and_wait_in_any_order(rank: int, world_size: int) -> dict[str, Any]:
         future = dist.all_reduce(torch.full((5,), float(number)), group=group, async_op=True).get_future()
         futures.append(future.then(lambda done, number=number: order.append(number) or done.value()[0] + 1))
     heard = [float(future.wait()[0]) for future in futures]
-    names = [thread.name for thread in threading.enumerate() if thread.name.startswith("psengine")]
+    names = [thread.name for thread in threading.enumerate() if thread.name.startswith("psengine-group")]
     return {
         "began_s": began_s,
         "late": str(late),
@@ -469,7 +469,7 @@ def start_as_default(rank: int, world_size: int, backend: str, port: int) -> dic
         del halves
         group = None
         gc.collect()
-    threads = [thread.name for thread in threading.enumerate() if thread.name.startswith("psengine")]
+    threads = [thread.name for thread in threading.enumerate() if thread.name.startswith("psengine-group")]
     leaked = {d for d in set(os.listdir("/proc/self/fd")) - before if "memfd" in descriptor_of(d)}
     return {
         "names": names,
@@ -656,7 +656,7 @@ def leave_with_work_under_way(rank: int, world_size: int, how: str) -> tuple[flo
         group.abort() if how == "abort" else dist.destroy_process_group(group)
     left_s = time.monotonic() - started
     dist.barrier()
-    return left_s, [thread.name for thread in threading.enumerate() if thread.name.startswith("psengine")]
+    return left_s, [thread.name for thread in threading.enumerate() if thread.name.startswith("psengine-group")]
 
 
 @pytest.mark.parametrize("how", ["abort", "destroy"])

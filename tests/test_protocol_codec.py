@@ -104,7 +104,7 @@ def test_the_header_lies_as_documented():
         return int.from_bytes(header[start:end], "little")
 
     assert header[:4] == b"PSEN"
-    assert (at(4, 6), header[6], header[7]) == (1, 8, 0b101)
+    assert (at(4, 6), header[6], header[7]) == (2, 8, 0b101)
     assert (at(8, 16), at(16, 24), at(24, 28), at(28, 32)) == (xxhash.xxh3_64_intdigest(b"demo"), 7, 1, 0)
     assert (at(32, 40), at(40, 48), at(48, 56)) == (5, 1, 41)  # incarnation, sequence, version
     assert (at(56, 64), at(64, 72), at(72, 76), header[76], header[77:80]) == (2, 8, 0, 1, b"\0\0\0")
@@ -315,8 +315,8 @@ HUGE = 2**40
         ([FRAMES["push"][0] + b"\0"], "expected 88 bytes, got 89"),
         ([b"GET / HTTP/1.1"], "no psengine message"),
         (with_fields(FRAMES["push"], magic=b"PSEM"), "no psengine message (expected it to begin with b'PSEN'"),
-        (with_fields(FRAMES["push"], type=0), "unknown message type (expected 1 to 28, got 0)"),
-        (with_fields(FRAMES["push"], type=29), "unknown message type (expected 1 to 28, got 29)"),
+        (with_fields(FRAMES["push"], type=0), "unknown message type (expected 1 to 30, got 0)"),
+        (with_fields(FRAMES["push"], type=31), "unknown message type (expected 1 to 30, got 31)"),
         (with_fields(FRAMES["push"], dtype=0), "unknown dtype (expected 1 to 12, got 0)"),
         (with_fields(FRAMES["push"], dtype=13), "unknown dtype (expected 1 to 12, got 13)"),
         (with_fields(FRAMES["push"], dtype=2), "expected 2 elements of torch.float64 in 16 bytes, got 8"),
@@ -406,7 +406,7 @@ SIXTEEN_CHARACTERS = b"\xb0" + b"x" * 16
         (msgpack.packb({None: 2}), "no valid msgpack"),
         (b"\x81\x90\x01", "no valid msgpack"),
         (b"\x81\xa6groups\xa1\xff", "no valid msgpack: 'utf-8'"),
-        (msgpack.packb({"groups": [], "colour": 1}), "unknown field 'colour' (expected groups, absent)"),
+        (msgpack.packb({"groups": [], "colour": 1}), "unknown field 'colour' (expected groups, absent, weight)"),
         (msgpack.packb({"groups": 5}), "groups must be a list (got 5)"),
         (msgpack.packb({"groups": [5]}), "groups[0] must be a map"),
         (msgpack.packb({"groups": [{"lr": math.nan}]}), "groups[0].lr must be a finite number"),
@@ -490,6 +490,17 @@ def without(body, name):
         ("register", register("a", [2**62] * 64, [1] * 64, 0, 2), "without gaps"),
         ("register", register("a", [1] * 65, [1] * 65, 0, 1), "too long (expected at most 64 items"),
         ("register", register("a", [-2], [1], 0, 2), "[1][0] must be an integer"),
+        ("push", {"weight": -1}, "at least 0.0, at most 1e+12,"),
+        ("push", {"weight": 1.1e12}, "weight must be a finite number"),
+        ("push", {"weight": math.nan}, "weight must be a finite number"),
+        ("push", {"weight": True}, "weight must be a finite number"),
+        ("heartbeat", {"steps": -1}, "steps must be an integer"),
+        ("heartbeat", {"steps": 2**53 + 1}, "steps must be an integer"),
+        ("heartbeat", {"step_s": math.inf}, "step_s must be a finite number"),
+        ("heartbeat", {"blocked_s": 1e300}, "blocked_s must be a finite number"),
+        ("heartbeat", {"samples": 1.5}, "samples must be an integer"),
+        ("heartbeat", {"loss": math.nan}, "loss must be a finite number"),
+        ("heartbeat", {"mood": 1}, "unknown field 'mood'"),
         ("register", register(*SEGMENT[:4], 1), "sum of the segments"),
         ("register", register(*SEGMENT) | {"kind": "magic"}, "kind is unknown"),
         ("register", register(*SEGMENT) | {"key": 4}, "key of the body is not the header's (expected 0, got 4)"),
@@ -506,7 +517,7 @@ def without(body, name):
         ("values", {"steps": [math.nan]}, "steps[0] must be a finite number"),
         ("welcome", body_of("welcome") | {"lease_s": math.inf}, "lease_s must be a finite number"),
         ("welcome", body_of("welcome") | {"state": None}, "state is unknown"),
-        ("heartbeat", {"x": 1}, "unknown field 'x' (expected none)"),
+        ("join", {"x": 1}, "unknown field 'x' (expected none)"),
         ("error", {"code": "memory", "text": "x" * 4001}, "text has a bad length"),
         ("updated", {"refused": "mood"}, "refused is unknown"),
     ],
@@ -593,16 +604,22 @@ def test_unknown_fields_are_an_error_of_an_equal_or_older_peer_and_dropped_of_a_
             decode(with_body("hello", body, protocol=peer), version=2)
     groups = {"groups": [{"lr": 0.1}], "later": True}
     for _ in range(2):  # also where bodies are remembered
-        assert decode(with_body("push", groups, protocol=2)).body == {"groups": [{"lr": 0.1}]}
+        assert decode(with_body("push", groups, protocol=3)).body == {"groups": [{"lr": 0.1}]}
         with raises(ProtocolError, "unknown field 'later'"):
-            decode(with_body("push", groups, protocol=1))
+            decode(with_body("push", groups, protocol=2))
+
+
+def test_a_heartbeat_of_an_older_or_newer_peer_is_one_too():
+    assert decode(with_fields(FRAMES["heartbeat"], protocol=1)).body == {}
+    body = body_of("heartbeat_telemetry")
+    assert decode(with_body("heartbeat", body | {"mood": "good"}, protocol=3)).body == body
 
 
 def test_a_newer_peer_may_add_fields_but_not_break_rules():
     with raises(ProtocolError, "nonce must be an integer"):
-        decode(with_body("hello", hello(nonce="x"), protocol=2))
+        decode(with_body("hello", hello(nonce="x"), protocol=3))
     with raises(ProtocolError, "nested too deeply"):
-        decode(with_body("hello", hello(extra=[[[[1]]]]), protocol=2))
+        decode(with_body("hello", hello(extra=[[[[1]]]]), protocol=3))
 
 
 def test_encode_writes_the_version_it_is_told():
@@ -685,7 +702,7 @@ def test_bodies_with_one_wrong_value(vector, value, rng, newer):
             break
         place = place[key]
     place[key] = value
-    check(with_body(vector["name"], body, protocol=1 + newer))
+    check(with_body(vector["name"], body, protocol=PROTOCOL_VERSION + newer))
 
 
 @given(st.integers(0, 2**32))

@@ -274,3 +274,13 @@ class TestOnce:
         assert workers[1].hello() == "ready"
         workers[1].push(0, 1, torch.ones(6))
         assert rule_of(world).version == 1
+
+
+@pytest.mark.parametrize(("weight", "values"), [(2, torch.ones(6)), (0, None)])
+def test_an_asynchronous_gradient_has_no_weight(weight, values):
+    world, (worker,) = fleet(1)
+    before = world.state_hash()
+    (refusal,) = worker.push(0, 1, values, body={"weight": weight})
+    assert refusal.body["code"] == ErrorCode.BAD_VALUE
+    assert "an asynchronous job averages nothing" in refusal.body["text"]
+    assert world.state_hash() == before

@@ -19,7 +19,10 @@ from shard_world import AVERAGE, Worker, World, codes, rule_of, spec, team
 from psengine.protocol.codec import payload_tensor
 from psengine.protocol.layout import ChunkKind
 from psengine.protocol.messages import ErrorCode, MessageType
-from psengine.server.averaging import HISTORY
+from psengine.server.applying import ApplyingRule
+from psengine.server.averaging import HISTORY, AveragingRule
+from psengine.server.consistency import Push, RuleContext
+from psengine.server.statistics import JobStatistics
 
 QUORUM_1 = {"name": "average", "quorum": 1}
 QUORUM_2 = {"name": "average", "quorum": 2}
@@ -45,6 +48,185 @@ def reference(grads):
 
 def equal(left, right):
     return left.dtype is right.dtype and torch.equal(left, right)
+
+
+def weighted_reference(grads, weights):
+    """By NumPy, in float64."""
+    total = sum(weight * gradient.double().numpy() for gradient, weight in zip(grads, weights, strict=True))
+    return torch.from_numpy(total / sum(weights))
+
+
+def push_weighted(worker, sequence, gradient, weight, key=0):
+    return worker.push(key, sequence, gradient, body={} if weight is None else {"weight": weight})
+
+
+class TestWeights:
+    @pytest.mark.parametrize("weights", [[3, 1], [0.1, 1e12], [1, 2, 4.5], [1e12, 1e12, 1], [2.5]])
+    def test_the_mean_is_weighted_and_the_same_for_every_order_of_arrival(self, weights):
+        world = World()
+        size = len(weights)
+        workers = team(world, size, [spec(0, 37)])
+        grads = gradients(size, 37)
+        found = []
+        for sequence, order in enumerate(itertools.permutations(range(size)), start=1):
+            for rank in order:
+                push_weighted(workers[rank], sequence, grads[rank], weights[rank])
+            found += [worker.updates()[sequence] for worker in workers]
+        assert all(equal(one, found[0]) for one in found)
+        # Terms cancel: what is lost is lost of the largest.
+        scale = max(g.abs().max() for g in grads)
+        assert torch.allclose(found[0].double(), weighted_reference(grads, weights), rtol=1e-6, atol=1e-7 * scale)
+
+    @pytest.mark.parametrize("weight", [1, 0.3, 7.0, 1e12, 1e-300])
+    @pytest.mark.parametrize("size", [1, 3])
+    def test_equal_weights_are_the_bits_of_no_weights(self, size, weight):
+        world = World()
+        workers = team(world, size, [spec(0, 37)])
+        grads = gradients(size, 37)
+        for worker in workers:
+            push_weighted(worker, 1, grads[worker.rank], weight)
+        for worker in workers:
+            assert equal(worker.updates()[1], reference(grads))
+
+    @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64, torch.complex64])
+    def test_every_dtype(self, dtype):
+        world = World()
+        workers = team(world, 2, [spec(0, 33, dtype)])
+        generator = torch.Generator().manual_seed(1)
+        drawn = torch.complex64 if dtype.is_complex else torch.float32
+        grads = [torch.randn(33, generator=generator, dtype=drawn).to(dtype) for _ in workers]
+        for worker, weight in zip(workers, (5, 3), strict=True):
+            push_weighted(worker, 1, grads[worker.rank], weight)
+        wide = torch.complex128 if dtype.is_complex else torch.float64
+        expected = (5 * grads[0].to(wide) + 3 * grads[1].to(wide)) / 8
+        found = workers[0].updates()[1]
+        tolerance = {torch.float16: 1e-3, torch.bfloat16: 8e-3, torch.complex64: 1e-6, torch.float64: 1e-14}[dtype]
+        assert found.dtype is dtype
+        assert torch.allclose(found.to(wide), expected, rtol=tolerance, atol=tolerance)
+
+    def test_weight_0_takes_part_and_counts_nothing(self):
+        world = World()
+        workers = team(world, 3, [spec(0, 37)])
+        grads = gradients(3, 37)
+        push_weighted(workers[1], 1, None, 0)
+        push_weighted(workers[0], 1, grads[0], 2)
+        assert not workers[1].inbox
+        push_weighted(workers[2], 1, grads[2], 6)
+        (answer,) = workers[1].take(MessageType.UPDATED)
+        assert answer.body == {"contributors": 2}
+        expected = weighted_reference([grads[0], grads[2]], [2, 6])
+        assert torch.allclose(payload_tensor(answer).double(), expected, rtol=1e-6)
+
+    def test_nobody_with_any_weight_gets_zeros(self):
+        world = World()
+        workers = team(world, 2, [spec(0, 5)])
+        for worker in workers:
+            push_weighted(worker, 1, None, 0)
+        (answer,) = workers[0].take(MessageType.UPDATED)
+        assert answer.body == {"contributors": 0}
+        assert equal(payload_tensor(answer), torch.zeros(5))
+
+    @pytest.mark.parametrize(("first", "second"), [(2, None), (None, 2), (0, None)])
+    def test_weighted_and_unweighted_gradients_do_not_mix(self, first, second):
+        world = World()
+        workers = team(world, 2, [spec(0, 5)])
+        push_weighted(workers[0], 1, None if first == 0 else torch.ones(5), first)
+        before = world.state_hash()
+        (refusal,) = push_weighted(workers[1], 1, torch.ones(5), second)
+        assert refusal.body["code"] == ErrorCode.BAD_VALUE
+        weighs, not_ = (0, 1) if second is None else (1, 0)
+        assert f"worker {weighs} weighs its gradient and worker {not_} does not" in refusal.body["text"]
+        assert world.state_hash() == before
+        # Who mends its ways is taken.
+        workers[1].take()
+        push_weighted(workers[1], 1, torch.ones(5), None if first is None else 4)
+        assert equal(workers[0].updates()[1], torch.ones(5))
+
+    def test_the_next_exchange_may_do_without_weights(self):
+        world = World()
+        workers = team(world, 2, [spec(0, 5)])
+        for sequence, weight in ((1, 3), (2, None)):
+            for worker in workers:
+                push_weighted(worker, sequence, torch.ones(5), weight)
+            assert equal(workers[0].updates()[sequence], torch.ones(5))
+
+    def test_who_abstains_without_a_weight_fits_both(self):
+        world = World()
+        workers = team(world, 3, [spec(0, 5)])
+        for sequence, weight in ((1, 3), (2, None)):
+            workers[1].push(0, sequence, None)
+            push_weighted(workers[0], sequence, torch.ones(5), weight)
+            push_weighted(workers[2], sequence, torch.full((5,), 3.0), weight)
+            assert equal(workers[1].updates()[sequence], torch.full((5,), 2.0))
+
+    @pytest.mark.parametrize(
+        ("values", "weight", "words"),
+        [(None, 2, "weight 2 and no gradient"), (torch.ones(5), 0, "weight 0 and a gradient")],
+    )
+    def test_a_weight_and_its_gradient_come_together(self, values, weight, words):
+        world = World()
+        (worker,) = team(world, 1, [spec(0, 5)])
+        (refusal,) = push_weighted(worker, 1, values, weight)
+        assert (refusal.body["code"], words in refusal.body["text"]) == (ErrorCode.BAD_VALUE, True)
+
+    def test_buffers_have_no_weight(self):
+        world = World()
+        (worker,) = team(world, 1, [spec(0, 5, kind=ChunkKind.BUFFER)])
+        assert codes(push_weighted(worker, 1, torch.ones(5), 2)) == [ErrorCode.BAD_VALUE]
+
+    def test_a_quorum_averages_those_that_came(self):
+        world = World()
+        workers = team(world, 3, [spec(0, 5)], rule=QUORUM_2)
+        push_weighted(workers[2], 1, torch.full((5,), 6.0), 3)
+        push_weighted(workers[0], 1, torch.full((5,), 2.0), 1)
+        expected = torch.full((5,), 5.0)
+        assert equal(workers[0].updates()[1], expected)
+        push_weighted(workers[1], 1, torch.full((5,), 100.0), 50)  # late
+        assert equal(workers[1].updates()[1], expected)
+
+    def test_the_weight_of_a_worker_that_dies_goes_with_it(self):
+        world = World()
+        workers = team(world, 3, [spec(0, 5)])
+        for worker in workers:
+            push_weighted(worker, 1, torch.ones(5), 1)
+        for worker, value, weight in zip(workers[:2], (2.0, 6.0), (1, 3), strict=True):
+            push_weighted(worker, 2, torch.full((5,), value), weight)
+        workers[1].send(MessageType.BYE)
+        push_weighted(workers[2], 2, torch.full((5,), 4.0), 2)
+        assert torch.allclose(workers[0].updates()[2], torch.full((5,), 10 / 3))
+
+    def test_a_repeat_does_not_count_twice(self):
+        world = World()
+        workers = team(world, 2, [spec(0, 5)])
+        for _ in range(3):
+            push_weighted(workers[0], 1, torch.full((5,), 2.0), 1)
+        push_weighted(workers[1], 1, torch.full((5,), 6.0), 3)
+        assert equal(workers[0].updates()[1], torch.full((5,), 5.0))
+
+    def test_a_restarted_server_goes_on_with_the_average_that_was_told(self):
+        """One worker has the average of exchange 1 and pushes 2; the other lost its answer with the server."""
+        world = World()
+        workers = team(world, 2, [spec(0, 5)])
+        grads = gradients(2, 5)
+        for worker, weight in zip(workers, (1, 3), strict=True):
+            push_weighted(worker, 1, grads[worker.rank], weight)
+        told = workers[0].updates()[1]
+        workers[1].take()
+        world.start(8)
+        for worker in workers:
+            worker.members = [0, 1]
+            worker.hello(worker.incarnation)
+        workers[0].register(spec(0, 5))
+        workers[0].seal([spec(0, 5)])
+        for worker in workers:
+            worker.hello(worker.incarnation)
+            worker.take()
+        push_weighted(workers[0], 2, grads[0], 1)
+        push_weighted(workers[1], 1, grads[1], 3)
+        (wanted,) = workers[0].take(MessageType.RESULT_WANTED)
+        body = {"contributors": 2}
+        workers[0].send(MessageType.RESULT, key=0, sequence=wanted.sequence, payload=told, body=body)
+        assert equal(workers[1].updates()[1], told)
 
 
 class TestSums:
@@ -299,6 +481,17 @@ class TestQuorum:
         (answer,) = workers[0].push(0, 2, torch.ones(8))
         assert answer.body == {"contributors": 1}
 
+    @pytest.mark.parametrize("weight", [None, 0])
+    def test_who_brings_nothing_does_not_fill_the_quorum(self, weight):
+        world = World()
+        workers = team(world, 3, [spec(0, 8)], rule=QUORUM_2)
+        for worker in workers[:2]:
+            push_weighted(worker, 1, None, weight)
+            assert worker.updates() == {}
+        push_weighted(workers[2], 1, torch.full((8,), 6.0), None if weight is None else 3)
+        assert [worker.updates()[1].tolist() for worker in workers] == [[6.0] * 8] * 3
+        assert world.shard.status(0.0)["jobs"]["demo"]["late"] == 0
+
     def test_the_fastest_is_at_most_history_exchanges_ahead(self):
         world = World()
         fast, slow = team(world, 2, [spec(0, 8)], rule=QUORUM_1)
@@ -342,6 +535,31 @@ class TestQuorum:
         assert (wanted.type, wanted.sequence) == (MessageType.RESULT_WANTED, 2)
         fast.send(MessageType.RESULT, key=0, sequence=2, payload=average)
         assert equal(slow.updates()[2], average)
+
+
+class TestWhoIsWaitedFor:
+    """The status is asked for every second while everybody waits: once per exchange, not per rank, is enough."""
+
+    def context(self, live):
+        asked = []
+        context = RuleContext(
+            live_ranks=lambda: asked.append(1) or live, missing_ranks=tuple, statistics=JobStatistics()
+        )
+        return context, asked
+
+    def test_an_exchange_is_looked_at_once(self):
+        context, asked = self.context(tuple(range(9)))
+        rule = AveragingRule(spec(0, 4), None, context)
+        for rank in range(8):
+            rule.push(Push(rank, 1, 0, torch.ones(4)))
+        asked.clear()
+        assert rule.waiting() == {rank: [8] for rank in range(8)}
+        assert len(asked) == 1
+
+    def test_where_nothing_is_held_nobody_is_asked(self):
+        context, asked = self.context((0, 1))
+        assert ApplyingRule(spec(0, 4), torch.zeros(4), context, max_staleness=1).waiting() == {}
+        assert asked == []
 
 
 class TestRestart:

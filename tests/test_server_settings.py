@@ -57,6 +57,7 @@ def test_every_setting_can_be_given_in_each_way(tmp_path, monkeypatch):
         "snapshot_interval_s": 10.0,
         "lease_s": 2.0,
         "status_port": 9100,
+        "status_token": str(tmp_path / "token"),
         "curve_key": None,
         "allow": None,
         "insecure": True,

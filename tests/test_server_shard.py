@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 
 import pytest
 import torch
@@ -349,7 +350,9 @@ class TestReaders:
             (1, "live", 0, []),
         ]
         assert (job["applied"], job["version_max"], job["chunks"]) == (1, 1, 1)
-        assert json.loads(bytes(workers[0].ask(MessageType.STATUS).payload))["epoch"] == 7
+        report = json.loads(bytes(workers[0].ask(MessageType.STATUS).payload))
+        assert (report["epoch"], report["software"]) == (7, "test")
+        assert abs(report["unix_s"] - time.time()) < 60
 
 
 class TestSnapshots:

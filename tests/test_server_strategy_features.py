@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import os
 import pickle
+import re
 import time
 from typing import Any
 
@@ -18,7 +20,13 @@ from torch import nn
 from torch.nn import functional as F
 
 import psengine
-from psengine.errors import ConfigurationError, ReductionError, ReplicaMismatchError, ServerRefusedError
+from psengine.errors import (
+    ConfigurationError,
+    ReductionError,
+    ReplicaMismatchError,
+    ServerLostError,
+    ServerRefusedError,
+)
 
 
 @pytest.fixture(scope="module")
@@ -329,6 +337,59 @@ def misuse(rank: int, world_size: int, address: str) -> None:
         psengine.DistributedOptimizer(torch.optim.Adam(second.parameters()), second)
     first.strategy.close()
     second.strategy.close()
+
+
+def test_sparse_gradients_are_refused_before_any_server_is_met():
+    """Else the others would meet there, and wait."""
+    for strategy in (
+        psengine.AsyncServer(servers="tcp://127.0.0.1:1"),
+        psengine.SyncServer(servers="tcp://127.0.0.1:1"),
+    ):
+        with pytest.raises(ConfigurationError, match=r"sparse gradients of 'tokens\.weight'.*sparse=False"):
+            psengine.DistributedDataParallel(
+                nn.ModuleDict({"tokens": nn.Embedding(5, 3, sparse=True)}), strategy=strategy
+            )
+
+
+class _FailsToLayOut(psengine.SyncServer):
+    def lay_out(self, buckets: Any) -> None:
+        self.close()
+        raise MemoryError("sabotage of rank 0")
+
+
+def abandoned(rank: int, world_size: int) -> str:
+    os.environ.pop("PSENGINE_SERVERS", None)
+    try:
+        wrap(_FailsToLayOut() if rank == 0 else psengine.SyncServer())
+    except (MemoryError, ServerLostError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def test_who_waits_at_an_embedded_server_that_is_gone_is_told():
+    failed, told = run_ranks(abandoned, 2, deadline_s=60)
+    assert failed == "MemoryError: sabotage of rank 0"
+    assert re.search(r"ServerLostError: the embedded parameter server at tcp://127.*rank 0", told)
+
+
+def numbered(rank: int, world_size: int, address: str) -> list[str]:
+    """Jobs of models that are wrapped in sequence, whether or not and when their wrappers are collected."""
+    use(address)
+    jobs = []
+    for turn in range(4):
+        wrapped = wrap(psengine.SyncServer())
+        jobs.append(wrapped.strategy.session.job)
+        strategy = wrapped.strategy
+        del wrapped
+        if turn != rank:
+            gc.collect()
+        if turn == 2:
+            strategy.close()
+    return jobs
+
+
+def test_the_numbers_of_jobs_do_not_depend_on_garbage_collection(server):
+    assert run_ranks(numbered, 2, server.addresses[0]) == [["default", "default.1", "default.2", "default.2"]] * 2
 
 
 def _hook(state, bucket):

@@ -24,6 +24,7 @@ from psengine.client.operation import Push, wait_all
 from psengine.client.options import SessionOptions, keys_from_environment
 from psengine.client.partition import runs_of
 from psengine.client.session import WorkerSession
+from psengine.client.telemetry import Telemetry
 from psengine.environment import read_variable
 from psengine.errors import ConfigurationError
 from psengine.protocol.keys import CurveClientKeys
@@ -243,7 +244,7 @@ class Client:
 
             groups = wire_groups(self._optimizer)
         self._last = [self._push_chunk(spec, gradients, landing, groups) for spec in named.chunks_of(names)]
-        return Exchange(self._last, landing)
+        return Exchange(self._last, landing, self.session.telemetry)
 
     def _push_chunk(
         self, spec: ChunkSpec, gradients: Mapping[str, torch.Tensor], landing: Landing, groups: Any
@@ -293,6 +294,20 @@ class Client:
         """What every shard says of itself."""
         return self.session.status()
 
+    def echo(self, size_bytes: int = 4 << 20, shard: int = 0) -> float:
+        """Seconds that random bytes take to a shard and back.
+
+        Args:
+            size_bytes: how many; at most 16 MiB.
+            shard: index of the shard, among those of all servers.
+
+        Raises:
+            ConfigurationError: there is no such shard, the size is out of bounds, or the server is too old.
+            ServerLostError: nothing came back within ``timeout_s``.
+            ProtocolError: something else came back.
+        """
+        return self.session.echo(size_bytes, shard)
+
     def layout(self) -> list[ChunkSpec]:
         """The job's chunks."""
         return self.session.layout()
@@ -316,9 +331,10 @@ class Client:
 class Exchange:
     """Gradients on their way."""
 
-    def __init__(self, pushes: Sequence[Push], landing: Landing) -> None:
+    def __init__(self, pushes: Sequence[Push], landing: Landing, telemetry: Telemetry) -> None:
         self._pushes = pushes
         self._landing = landing
+        self._telemetry: Telemetry | None = telemetry
 
     def wait(self) -> dict[str, torch.Tensor]:
         """Wait for what comes back: new weights or averages, by name.
@@ -326,7 +342,13 @@ class Exchange:
         Raises:
             ServerLostError, ServerRefusedError, FencedError: see ``Push.wait``.
         """
-        wait_all(self._pushes)
+        telemetry, self._telemetry = self._telemetry, None
+        if telemetry is None:
+            wait_all(self._pushes)
+        else:
+            with telemetry.blocked():
+                wait_all(self._pushes)
+            telemetry.step_ended()
         return self._landing.finish()
 
 

@@ -39,6 +39,7 @@ class EmbeddedServer:
         self.addresses = addresses
         self.pid = process.pid
         self._process = process
+        self._output = output
         # At exit too.
         self._finalizer = weakref.finalize(self, _stop, process, output)
 
@@ -87,6 +88,23 @@ class EmbeddedServer:
     def is_running(self) -> bool:
         """Whether its process is there."""
         return self._process.poll() is None
+
+    def log(self) -> str:
+        """The last lines it wrote."""
+        return self._output.text()
+
+    def terminate(self, deadline_s: float) -> bool:
+        """Have it end in order, with workers or without; whether it did within ``deadline_s``."""
+        self._process.terminate()
+        try:
+            self._process.wait(deadline_s)
+        except subprocess.TimeoutExpired:
+            return False
+        return True
+
+    def kill(self) -> None:
+        """End it at once."""
+        self._process.kill()
 
     def stop(self) -> None:
         """Let it end: at once, or when the last worker has left. Waits a few seconds, kills nothing. Safe twice."""

@@ -30,6 +30,8 @@ logger = logging.getLogger(__name__)
 
 # How long to wait before asking again whether values are there yet.
 WAIT_S = 0.1
+# An embedded server that is silent for so long is looked for.
+EMBEDDED_SILENCE_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,10 +131,10 @@ class Greeting:
     def _hello(self, link: Link, deadline_s: float) -> Message:
         """One shard's WELCOME; where its values are not there yet, and may come, after waiting for them."""
         presence, options = self._presence, self._options
+        connect_deadline_s = time.monotonic() + options.connect_timeout_s
         while True:
-            timeout_s = deadline_s - time.monotonic()
-            if link.last_heard_s is None:
-                timeout_s = min(timeout_s, options.connect_timeout_s)
+            last_s = deadline_s if link.last_heard_s is not None else min(deadline_s, connect_deadline_s)
+            timeout_s = last_s - time.monotonic()
             message = Message(
                 MessageType.HELLO,
                 job=presence.identity.job,
@@ -141,8 +143,9 @@ class Greeting:
                 incarnation=0 if link.index == 0 else presence.identity.incarnation,
                 body=self._hello_body(),
             )
-            what = f"HELLO to job {options.job!r}"
-            answer = presence.ask(link, message, what=what, timeout_s=timeout_s, is_urgent=True).reply()
+            answer = self._answer(link, message, timeout_s)
+            if answer is None:
+                continue
             if answer.body["state"] != "wait" or not self._may_come():
                 return answer
             if time.monotonic() >= deadline_s:
@@ -152,6 +155,23 @@ class Greeting:
                 )
             if presence.closing.wait(WAIT_S):
                 raise ServerLostError(f"the session was closed while it waited for the values of job {options.job!r}")
+
+    def _answer(self, link: Link, message: Message, timeout_s: float) -> Message | None:
+        """The answer to a HELLO; None where an embedded server has yet to give it."""
+        options = self._options
+        wait_s = min(timeout_s, EMBEDDED_SILENCE_S) if options.is_embedded else timeout_s
+        what = f"HELLO to job {options.job!r}"
+        try:
+            return self._presence.ask(link, message, what=what, timeout_s=wait_s, is_urgent=True).reply()
+        except ServerLostError as error:
+            if options.is_embedded and not is_listening(link.address):
+                raise ServerLostError(
+                    f"the embedded parameter server at {link.address} is gone (expected an answer to {what}, got none):"
+                    " rank 0, which had started it, has failed or closed its strategy. Its output says why."
+                ) from error
+            if wait_s >= timeout_s:
+                raise
+            return None
 
     def _may_come(self) -> bool:
         """Whether a "wait" is worth waiting through: weights that a server had and lost do not come back by it."""
@@ -211,6 +231,18 @@ def _version() -> str:
     from psengine import __version__
 
     return __version__
+
+
+def is_listening(address: str) -> bool:
+    """Whether anything listens at a TCP address of this machine."""
+    parts = urlsplit(address)
+    try:
+        with socket.create_connection((parts.hostname or "", parts.port or 0), timeout=1.0):
+            return True
+    except ConnectionRefusedError:
+        return False
+    except OSError:
+        return True  # busy
 
 
 def shard_addresses(known: str, listed: Sequence[str]) -> list[str]:

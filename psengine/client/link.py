@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from psengine.client.operation import Operation, Push, Request
 from psengine.errors import FencedError, ProtocolError, PSEngineError, ServerLostError, ServerRefusedError
-from psengine.protocol.messages import NO_KEY, NOBODY, ErrorCode, Message, MessageType
+from psengine.protocol.messages import NO_KEY, NOBODY, PROTOCOL_VERSION, ErrorCode, Message, MessageType
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +43,10 @@ ANSWERS = {
     MessageType.STATUS: MessageType.STATUS_REPORT,
     MessageType.SNAPSHOT: MessageType.OK,
     MessageType.BYE: MessageType.OK,
+    MessageType.ECHO: MessageType.ECHOED,
 }
+# Asked once: a second one on a slow line would hold up the first, whose time is taken.
+_NEVER_REPEATED = frozenset({MessageType.ECHO})
 _LOST_MEMBERSHIP = (ErrorCode.FENCED, ErrorCode.NOT_MEMBER)
 
 
@@ -74,6 +77,7 @@ class Link:
 
     Attributes:
         epoch: which life of the server this link knows; 0 none yet.
+        peer_version: protocol version that the shard speaks; our own before WELCOME.
         versions: key -> version of the values that came last.
         last_heard_s: when the last message came; None never.
         is_paused: only what introduces this worker is sent.
@@ -90,6 +94,7 @@ class Link:
         self.index = index
         self.address = address
         self.epoch = 0
+        self.peer_version = PROTOCOL_VERSION
         self.credit_bytes = DEFAULT_CREDIT_BYTES
         self.versions: dict[int, int] = {}
         self.last_heard_s: float | None = None
@@ -140,6 +145,8 @@ class Link:
         except PSEngineError as error:
             self._fail(request, error, now_s)
         request.next_at_s = now_s + (RESEND_S if request.is_sent else RETRY_S)
+        if request.is_sent and request.message.type in _NEVER_REPEATED:
+            request.next_at_s = request.deadline_s
 
     def _send_push(self, push: Push, now_s: float) -> None:
         try:
@@ -314,6 +321,16 @@ class Link:
             if push is not None and push.message.sequence == message.sequence:
                 return push
         return self._requests.get(message.sequence)
+
+    def oldest(self) -> Operation | None:
+        """What was asked longest ago and is not answered yet."""
+        open_operations = [*self._requests.values(), *(line[0] for line in self._lines.values())]
+        return min(open_operations, key=lambda operation: operation.submitted_s, default=None)
+
+    @property
+    def open_count(self) -> int:
+        """How much is not answered yet."""
+        return len(self._requests) + sum(len(line) for line in self._lines.values())
 
     def last_push(self, key: int) -> Push | None:
         """The chunk's push that was answered last."""

@@ -29,6 +29,7 @@ class SessionOptions:
         connect_timeout_s: deadline of the first answer of each server.
         checksum: add a checksum to every payload.
         keys: CURVE keys; None speaks in the clear.
+        is_embedded: the server belongs to a worker on this host: where it refuses connections it is gone for good.
         uses_local_socket: move from loopback TCP to the server's Unix socket, where it offers one.
     """
 
@@ -43,6 +44,7 @@ class SessionOptions:
     checksum: bool = False
     keys: CurveClientKeys | None = None
     software: str = ""
+    is_embedded: bool = False
     uses_local_socket: bool = True
 
     @property

@@ -25,9 +25,12 @@ from psengine.client.greeting import Greeting, Welcome
 from psengine.client.link import Identity, Link
 from psengine.client.operation import Operation, Parking, Push, Request, wait_all
 from psengine.client.options import SessionOptions
+from psengine.client.stalls import StallWatch
+from psengine.client.telemetry import Telemetry
 from psengine.errors import AuthenticationError, FencedError, ProtocolError, PSEngineError
 from psengine.protocol.layout import ChunkSpec, job_number
-from psengine.protocol.messages import ErrorCode, Message, MessageType
+from psengine.protocol.messages import NOBODY, ErrorCode, Message, MessageType
+from psengine.stall_inspector import stall_after_s
 
 logger = logging.getLogger(__name__)
 
@@ -62,6 +65,7 @@ class Presence:
         fatal: why nothing can go on; None while it can.
         kept: keys whose averages stay where they arrived until the next is there.
         closing: set when the session ends.
+        telemetry: what heartbeats say of this worker.
     """
 
     def __init__(self, options: SessionOptions) -> None:
@@ -80,6 +84,8 @@ class Presence:
         self.kept: set[int] = set()
         self.parking = Parking()
         self.closing = threading.Event()
+        self.telemetry = Telemetry()
+        self._stalls = StallWatch(stall_after_s())
         self.greeting = Greeting(self)
         self._ids = itertools.count(FIRST_REQUEST)
         self._next_heartbeat_s = 0.0
@@ -270,7 +276,7 @@ class Presence:
         link.last_heard_s = now_s
         kind = message.type
         if kind is MessageType.WELCOME:
-            link.epoch = message.epoch
+            link.epoch, link.peer_version = message.epoch, message.peer_version
             link.credit_bytes = message.body["credit_bytes"]
             self._take_short_way(link, message)
             if index == 0:
@@ -313,13 +319,21 @@ class Presence:
         beats = self.is_welcome and now_s >= self._next_heartbeat_s and self.options.role == "worker"
         if beats:
             self._next_heartbeat_s = now_s + self.heartbeat_s
+            telemetry = self.telemetry.to_body()
         for link in tuple(self.links):
             link.tick(now_s)
             if beats and not link.is_paused:
-                link.send(Message(MessageType.HEARTBEAT))
+                link.send(Message(MessageType.HEARTBEAT, body=telemetry))
+        self._stalls.look(self._name(), self.links, now_s)
+
+    def _name(self) -> str:
+        """Who this is, for the log."""
+        rank = self.identity.worker
+        return f"{'a reader' if rank == NOBODY else f'worker {rank}'} of job {self.options.job!r}"
 
     def crashed(self, error: PSEngineError) -> None:
         """The I/O thread ends."""
+        self._stalls.look(self._name(), self.links, time.monotonic())  # the end of one may not have been seen yet
         self.fail(error)
 
     # ---- state and averages for others -------------------------------------------------------------------------

@@ -23,14 +23,17 @@ from psengine.client.link import Link
 from psengine.client.operation import Answer, Operation, Push, PushResult, Request, wait_all
 from psengine.client.options import SessionOptions
 from psengine.client.presence import Presence, StateRequest
-from psengine.errors import FencedError, PSEngineError
+from psengine.client.telemetry import Telemetry
+from psengine.errors import ConfigurationError, FencedError, ProtocolError, PSEngineError
 from psengine.protocol.layout import ChunkSpec
-from psengine.protocol.messages import Message, MessageType
+from psengine.protocol.messages import MAX_PAYLOAD_BYTES, Message, MessageType
 
 __all__ = ["Answer", "Push", "PushResult", "Request", "SessionOptions", "StateRequest", "WorkerSession", "wait_all"]
 
 logger = logging.getLogger(__name__)
 GOODBYE_S = 1.0
+# Protocol versions from which servers know these.
+ECHO_VERSION = WEIGHT_VERSION = 2
 
 
 class WorkerSession:
@@ -209,6 +212,7 @@ class WorkerSession:
         destinations: Sequence[torch.Tensor],
         groups: Sequence[Mapping[str, Any]] | None = None,
         absent: Sequence[int] = (),
+        weight: float | None = None,
     ) -> Push:
         """Begin the chunk's next exchange; returns at once.
 
@@ -220,11 +224,13 @@ class WorkerSession:
                 with the answer (weights or average). Empty drops it. They may share the payload's memory.
             groups: the optimizer's hyperparameters now, per group.
             absent: indices of the chunk's segments without a gradient this time.
+            weight: what the gradient counts in an average, up to 1e12: every worker gives one, or none does. 0, which
+                goes without a payload, takes part and counts nothing.
 
         Raises:
             FencedError: see ``rejoin``.
             ServerError: the session failed or is closed.
-            ConfigurationError: a tensor does not fit the chunk.
+            ConfigurationError: a tensor does not fit the chunk, or the server is too old for weights.
         """
         presence = self._presence
         spec = presence.chunks.spec(key)
@@ -234,6 +240,8 @@ class WorkerSession:
         if payload is not None:
             check_tensor(payload, spec, "payload")
         link = self._link(key)
+        if weight is not None:
+            _require_version(link, WEIGHT_VERSION, "weighted averages")
         presence.takes_part = True
         self._sequences[key] = sequence = self._sequences.get(key, 0) + 1
         body: dict[str, Any] = {}
@@ -241,6 +249,8 @@ class WorkerSession:
             body["groups"] = [dict(group) for group in groups]
         if absent:
             body["absent"] = list(absent)
+        if weight is not None:
+            body["weight"] = weight
         message = Message(MessageType.PUSH, key=key, sequence=sequence, version=link.versions.get(key, 0), body=body)
         if payload is not None:
             message.dtype, message.numel, message.payload = spec.dtype, spec.numel, payload.detach()
@@ -376,6 +386,35 @@ class WorkerSession:
 
     # ---- for people --------------------------------------------------------------------------------------------
 
+    @property
+    def telemetry(self) -> Telemetry:
+        """What this worker's heartbeats say of it; strategies fill it."""
+        return self._presence.telemetry
+
+    def echo(self, size_bytes: int, shard: int = 0) -> float:
+        """Seconds that ``size_bytes`` random bytes take to a shard and back; for measuring the way there.
+
+        Raises:
+            ConfigurationError: there is no such shard, the size is out of bounds, or the server is too old.
+            ServerLostError: nothing came back in time.
+            ProtocolError: something else came back.
+        """
+        links = self._presence.links
+        if not 0 <= shard < len(links):
+            raise ConfigurationError(f"there is no shard {shard} (expected 0 to {len(links) - 1})")
+        link = links[shard]
+        most_bytes = min(MAX_PAYLOAD_BYTES, link.credit_bytes)
+        if not 1 <= size_bytes <= most_bytes:
+            raise ConfigurationError(f"size_bytes is out of bounds (expected 1 to {most_bytes}, got {size_bytes})")
+        _require_version(link, ECHO_VERSION, "echoes")
+        payload = torch.frombuffer(bytearray(os.urandom(size_bytes)), dtype=torch.uint8)
+        what = f"ECHO of {size_bytes} bytes"
+        request = self._presence.ask(link, Message(MessageType.ECHO, payload=payload), what=what)
+        answer = request.wait()
+        if answer.values is None or not torch.equal(answer.values, payload):
+            raise ProtocolError(f"{link.address} sent other bytes back than it got ({what})")
+        return request.seconds
+
     def status(self) -> list[dict[str, Any]]:
         """What every shard says of itself."""
         requests = [self._presence.ask(link, Message(MessageType.STATUS)) for link in self._presence.links]
@@ -415,6 +454,15 @@ def _say_goodbye(presence: Presence, process_id: int) -> None:
         logger.debug("no answer to BYE: %s", error)
     finally:
         presence.connection.close()
+
+
+def _require_version(link: Link, version: int, what: str) -> None:
+    """Raise ConfigurationError where a shard's protocol version knows nothing of ``what``."""
+    if link.peer_version < version:
+        raise ConfigurationError(
+            f"{link.address} is too old for {what} (expected protocol version {version} or later, got"
+            f" {link.peer_version}). Fix: install the psengine of the workers where the server runs."
+        )
 
 
 def _named(**fields: Any) -> dict[str, Any]:

@@ -96,6 +96,10 @@ class Collective(ABC):
         """
         return future.wait()
 
+    def hosts(self) -> tuple[str, ...]:
+        """The host of each rank, by name; () where that is not known. Any rank may ask, at any time."""
+        return ()
+
     def diagnose(self, error: BaseException, what: str) -> Exception:
         """Return the exception to raise for ``error``, which ``what`` failed with: who is missing, and what to do."""
         return CollectiveError(f"{what} failed on rank {self.rank}: {error}")

@@ -15,7 +15,10 @@ import torch.distributed as dist
 
 from psengine.collectives.base import Collective, CompletedWork, Work
 from psengine.collectives.roll_call import RollCall
+from psengine.collectives.whereabouts import StoreWhereabouts
 from psengine.errors import CollectiveError, PeerLostError
+from psengine.stall_inspector import inspector, stall_after_s
+from psengine.timeline import now_ns, record_wait, recorder
 
 # How long a wait stays inside the transport before it looks whether another rank raised the alarm.
 WAIT_SLICE_S = 1.0
@@ -53,7 +56,13 @@ class C10dCollective(Collective):
         self.timeout_s = timeout_s if timeout_s is not None else _group_timeout_s(self.process_group)
         self._is_gloo = "gloo" in _backends(self.process_group)
         self._latest_works: collections.deque[list[dist.Work]] = collections.deque(maxlen=LATEST_WORKS)
+        after_s = stall_after_s()
+        self.stall_after_s = after_s if self.world_size > 1 else 0.0  # nobody waits for nobody
+        self._begun = 0
+        self.whereabouts: StoreWhereabouts | None = None
         self._roll_call = _start_roll_call(self.process_group, self.timeout_s)
+        if self._roll_call is not None:
+            self.whereabouts = StoreWhereabouts(self._roll_call.store, self.rank, self.world_size, self._roll_call)
 
     def all_reduce(self, flat: torch.Tensor, scale: float = 1.0, *, what: str = "tensor") -> Work:
         """See ``Collective.all_reduce``; complex tensors are reduced through their real view."""
@@ -121,15 +130,19 @@ class C10dCollective(Collective):
         except RuntimeError as error:
             raise self.diagnose(error, what) from error
         self._latest_works.append(works)
+        self._begun += 1
         # NCCL orders streams and keeps deadlines itself; everything else, gloo on CUDA tensors too, blocks the host.
         is_stream_ordered = device is not None and device.type != "cpu" and not self._is_gloo
-        return C10dWork(self, works, what, is_stream_ordered=is_stream_ordered, timeout_s=timeout_s)
+        return C10dWork(self, works, what, self._begun, is_stream_ordered=is_stream_ordered, timeout_s=timeout_s)
+
+    def late_ranks(self) -> None:
+        """See ``stall_inspector.Watched``: the transport does not know."""
 
     def wait_for(self, future: torch.futures.Future[Any], what: str) -> Any:
         """See ``Collective.wait_for``."""
         is_done = threading.Event()
         future.add_done_callback(lambda _: is_done.set())
-        self.watch(is_done.wait, is_done.is_set, what, self.timeout_s)
+        self.watch(is_done.wait, is_done.is_set, what, self._begun, self.timeout_s)
         try:
             return future.wait()
         except Exception as error:
@@ -141,13 +154,32 @@ class C10dCollective(Collective):
             raise
 
     def watch(
-        self, wait_for_s: Callable[[float], bool], is_done: Callable[[], bool], what: str, timeout_s: float
+        self,
+        wait_for_s: Callable[[float], bool],
+        is_done: Callable[[], bool],
+        what: str,
+        operation: int,
+        timeout_s: float,
     ) -> None:
         """Wait until ``wait_for_s(seconds)`` says it is over, in slices, with an eye on other ranks' alarms.
+
+        ``operation`` is the number of the latest that this rank has begun, for the stall inspector.
 
         Raises:
             PeerLostError, CollectiveError: ranks are missing, or ``timeout_s`` passed.
         """
+        if self.stall_after_s:
+            watched = inspector.enter(self, operation, what, timeout_s, self.stall_after_s)
+            try:
+                self._watch(wait_for_s, is_done, what, timeout_s)
+            finally:
+                inspector.leave(watched)
+        else:
+            self._watch(wait_for_s, is_done, what, timeout_s)
+
+    def _watch(
+        self, wait_for_s: Callable[[float], bool], is_done: Callable[[], bool], what: str, timeout_s: float
+    ) -> None:
         deadline = time.monotonic() + timeout_s
         while not wait_for_s(min(WAIT_SLICE_S, timeout_s)):
             if time.monotonic() >= deadline:
@@ -165,6 +197,20 @@ class C10dCollective(Collective):
         # Everybody answered: a false alarm for this operation, which may yet complete.
         if isinstance(error, PeerLostError):
             raise error
+
+    def hosts(self) -> tuple[str, ...]:
+        """See ``Collective.hosts``."""
+        if self._roll_call is None:
+            return ()
+        try:
+            return self._roll_call.hosts()
+        except Exception as store_error:
+            raise self.diagnose(store_error, "asking the ranks for their hosts") from store_error
+
+    def note_processes(self, process_ids: Sequence[int]) -> None:
+        """See ``RollCall.note_processes``."""
+        if self._roll_call is not None:
+            self._roll_call.note_processes(process_ids)
 
     def alarm_raised(self) -> bool:
         """Whether another rank reported a failed operation; False where there is no store to ask."""
@@ -207,6 +253,7 @@ class C10dWork(Work):
         collective: C10dCollective,
         works: Sequence[dist.Work],
         what: str,
+        operation: int,
         *,
         is_stream_ordered: bool,
         timeout_s: float | None = None,
@@ -214,17 +261,21 @@ class C10dWork(Work):
         self._collective = collective
         self._works = works
         self._what = what
+        self._operation = operation
         self._is_stream_ordered = is_stream_ordered
         self._timeout_s = collective.timeout_s if timeout_s is None else timeout_s
 
     def wait(self) -> None:
         """See ``Work.wait``."""
+        started_ns = now_ns() if recorder.is_on else 0
         for work in self._works:
             if self._is_stream_ordered:
                 self._wait_once(work, None)
             else:
                 wait_for_s = functools.partial(self._wait_once, work)
-                self._collective.watch(wait_for_s, work.is_completed, self._what, self._timeout_s)
+                self._collective.watch(wait_for_s, work.is_completed, self._what, self._operation, self._timeout_s)
+        if started_ns:
+            record_wait(self._what, started_ns)
 
     def _wait_once(self, work: dist.Work, timeout_s: float | None) -> bool:
         """Wait; False when ``timeout_s`` passed and the operation is still under way."""

@@ -20,9 +20,9 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 POLL_INTERVAL_S = 0.1
 
@@ -39,20 +39,59 @@ class Store(Protocol):
 
 
 class StoreSilentError(Exception):
-    """The store did not answer within the grace."""
+    """The store did not answer in time."""
+
+
+class Question(Generic[Result]):
+    """What ``ask`` wants to know from the store, in a thread that can be left behind."""
+
+    def __init__(self, ask: Callable[[], Result]) -> None:
+        self._ask = ask
+        self._answers: list[Result] = []
+        self._errors: list[BaseException] = []
+        self._thread = threading.Thread(target=self._run, name="psengine-roll-call", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._answers.append(self._ask())
+        except BaseException as error:
+            self._errors.append(error)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the store answered, or failed to."""
+        return not self._thread.is_alive()
+
+    def answer(self, within_s: float) -> Result:
+        """Return what ``ask`` returned, or raise what it raised.
+
+        Raises:
+            StoreSilentError: it still asks after ``within_s``.
+        """
+        self._thread.join(within_s)
+        if not self.is_over:
+            raise StoreSilentError(f"no answer within {within_s:g} s")
+        if self._errors:
+            raise self._errors[0]
+        return self._answers[0]
+
+
+def process_state(process_id: int) -> str | None:
+    """The letter of a process's state as Linux gives it, such as "T" for stopped; None where it is not known."""
+    try:
+        # The state follows the command name, which may itself hold spaces and parentheses (man 5 proc).
+        return Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return None
 
 
 def is_process_running(process_id: int) -> bool:
     """Whether a process of this host runs; a zombie (dead, not yet reaped by its parent) does not."""
-    try:
-        # The state follows the command name, which may itself hold spaces and parentheses (man 5 proc).
-        state = Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()[0]
-    except FileNotFoundError:
-        if Path("/proc/self/stat").exists():
-            return False
-        return _answers_signal_zero(process_id)
-    except (OSError, IndexError):
-        return _answers_signal_zero(process_id)
+    state = process_state(process_id)
+    if state is None:
+        has_exited = Path("/proc/self/stat").exists() and not Path(f"/proc/{process_id}").exists()
+        return not has_exited and _answers_signal_zero(process_id)
     return state not in "ZX"
 
 
@@ -82,13 +121,14 @@ class RollCall:
     """
 
     def __init__(self, store: Store, group: str, rank: int, world_size: int, grace_s: float = 10.0) -> None:
-        self._store = store
+        self.store = self._store = store
         self._prefix = f"psengine/{group}/"
         self._rank = rank
         self._world_size = world_size
         self._grace_s = grace_s
         self._host = socket.gethostname()
-        self._members: dict[int, tuple[str, int]] = {}
+        self._members: dict[int, tuple[str, int]] = {rank: (self._host, os.getpid())}
+        self._neighbours: dict[int, tuple[str, int]] = {}
         self._settled_call = 0
         self._began_call = 0
         self._is_store_silent = False
@@ -103,8 +143,24 @@ class RollCall:
         """
 
         def look() -> bool:
-            self._look_up_members()
+            self.look_up_members()
             return self._current_call() > self._settled_call
+
+        return self._ask(look)
+
+    def hosts(self) -> tuple[str, ...]:
+        """The host of each rank, once all have said where they are.
+
+        Raises:
+            StoreSilentError: a rank did not say within the grace, or the store does not answer.
+            RuntimeError, OSError: whatever the store raises when its host is gone.
+        """
+
+        def look() -> tuple[str, ...]:
+            for rank in range(self._world_size):
+                if rank not in self._members:
+                    self._members[rank] = self._member_of(self._store.get(f"{self._prefix}member/{rank}"))
+            return tuple(self._members[rank][0] for rank in range(self._world_size))
 
         return self._ask(look)
 
@@ -136,6 +192,23 @@ class RollCall:
                 return silent
             time.sleep(POLL_INTERVAL_S)
 
+    def note_processes(self, process_ids: Sequence[int]) -> None:
+        """All ranks run on this host, as these processes: to name them even where the store is not heard of again."""
+        self._neighbours = {rank: (self._host, process_id) for rank, process_id in enumerate(process_ids)}
+
+    def place_of(self, rank: int) -> tuple[str, int] | None:
+        """The host and process id of ``rank``, where it is known."""
+        return self._members.get(rank) or self._neighbours.get(rank)
+
+    def describe_place(self, rank: int) -> str:
+        """Where ``rank`` runs: "rank 1 (process 4711 on host)"; says so where a signal has stopped it."""
+        place = self.place_of(rank)
+        if place is None:
+            return f"rank {rank}"
+        host, process_id = place
+        is_stopped = host == self._host and process_state(process_id) == "T"
+        return f"rank {rank} (process {process_id} on {host}{', stopped by a signal' if is_stopped else ''})"
+
     def describe(self, ranks: tuple[int, ...]) -> str:
         """Where ``ranks`` ran and what became of them: "rank 1 (process 4711 on host, which has exited)"."""
         return ", ".join(self._describe_one(rank) for rank in ranks)
@@ -151,24 +224,11 @@ class RollCall:
         """Put ``question`` to the store, for at most the grace; a store that kept silent once is not asked again."""
         if self._is_store_silent:
             raise StoreSilentError("it kept silent before")
-        answers: list[Result] = []
-        errors: list[BaseException] = []
-
-        def ask() -> None:
-            try:
-                answers.append(question())
-            except BaseException as error:
-                errors.append(error)
-
-        thread = threading.Thread(target=ask, name="psengine-roll-call", daemon=True)
-        thread.start()
-        thread.join(self._grace_s)
-        if thread.is_alive():
+        try:
+            return Question(question).answer(self._grace_s)
+        except StoreSilentError:
             self._is_store_silent = True
-            raise StoreSilentError(f"no answer within {self._grace_s:g} s")
-        if errors:
-            raise errors[0]
-        return answers[0]
+            raise
 
     def _current_call(self) -> int:
         key = self._prefix + "call"
@@ -182,7 +242,7 @@ class RollCall:
             call = int(self._store.compare_set(self._prefix + "call", expected, str(call + 1)))
             self._began_call = call
         self._store.set(f"{self._prefix}present/{call}/{self._rank}", "yes")
-        self._look_up_members()
+        self.look_up_members()
         return call
 
     def _is_present(self, call: int, rank: int) -> bool:
@@ -194,9 +254,14 @@ class RollCall:
         host, process_id = self._members[rank]
         return host == self._host and not is_process_running(process_id)
 
-    def _look_up_members(self) -> None:
+    def look_up_members(self) -> None:
+        """Learn where those ranks live that have said so by now."""
         for rank in range(self._world_size):
             key = f"{self._prefix}member/{rank}"
             if rank not in self._members and self._store.check([key]):
-                process_id, _, host = self._store.get(key).decode().partition(" ")
-                self._members[rank] = (host, int(process_id))
+                self._members[rank] = self._member_of(self._store.get(key))
+
+    @staticmethod
+    def _member_of(value: bytes) -> tuple[str, int]:
+        process_id, _, host = value.decode().partition(" ")
+        return host, int(process_id)

@@ -39,6 +39,8 @@ from psengine.collectives.c10d import C10dCollective
 from psengine.collectives.shared_host import join_host_group
 from psengine.collectives.shared_segments import SharedSegments
 from psengine.errors import CollectiveError, PeerLostError, SharedMemoryUnavailableError
+from psengine.stall_inspector import Whereabouts, inspector
+from psengine.timeline import is_profiling, now_ns, profiled, record_wait, recorder
 
 logger = logging.getLogger(__name__)
 
@@ -134,6 +136,7 @@ class SharedMemoryCollective(Collective):
             return
         assert self._segments is not None
         self._segments.attach(self._group)
+        self._c10d.note_processes([state[0] for state in self._extension.shared_memory_states(self._group)])
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """See ``Collective.allocate``: memory in which ``all_reduce`` needs no copies.
@@ -273,6 +276,20 @@ class SharedMemoryCollective(Collective):
         """See ``Collective.wait_for``."""
         return self._c10d.wait_for(future, what)
 
+    @property
+    def whereabouts(self) -> Whereabouts | None:
+        """See ``stall_inspector.Watched``."""
+        return self._c10d.whereabouts
+
+    def late_ranks(self) -> tuple[int, ...] | None:
+        """See ``stall_inspector.Watched``: those that have not come as far as this rank."""
+        arrived = [state[1] for state in self._extension.shared_memory_states(self._group)]
+        return tuple(rank for rank, rounds in enumerate(arrived) if rounds < arrived[self.rank])
+
+    def hosts(self) -> tuple[str, ...]:
+        """See ``Collective.hosts``."""
+        return (self._host,) * self.world_size if self._group is not None else self._c10d.hosts()
+
     def diagnose(self, error: BaseException, what: str) -> Exception:
         """See ``Collective.diagnose``."""
         return self._c10d.diagnose(error, what)
@@ -323,20 +340,36 @@ class SharedMemoryCollective(Collective):
 
     def _begin(self, what: str, begin: Any, *arguments: Any) -> int:
         try:
-            operation: int = begin(self._group, *arguments)
+            if is_profiling():
+                with profiled(what):
+                    operation: int = begin(self._group, *arguments)
+            else:
+                operation = begin(self._group, *arguments)
         except RuntimeError as error:
             raise CollectiveError(f"{what} failed on rank {self.rank} of {self.world_size}: {error}") from error
         return operation
 
     def _wait(self, operation: int, what: str, timeout_s: float | None = None) -> None:
         timeout_s = self.timeout_s if timeout_s is None else timeout_s
+        started_ns = now_ns() if recorder.is_on else 0
+        stall_after_s = self._c10d.stall_after_s
+        watched = inspector.enter(self, operation, what, timeout_s, stall_after_s) if stall_after_s else None
         try:
-            failure = self._extension.shared_memory_wait(self._group, operation, timeout_s)
+            if is_profiling():
+                with profiled(f"wait for {what}"):
+                    failure = self._extension.shared_memory_wait(self._group, operation, timeout_s)
+            else:
+                failure = self._extension.shared_memory_wait(self._group, operation, timeout_s)
         except RuntimeError as error:
             self.close()  # the others need not wait for this rank
             raise CollectiveError(f"{what} failed on rank {self.rank} of {self.world_size}: {error}") from error
+        finally:
+            if watched is not None:
+                inspector.leave(watched)
         if failure is not None:
             raise self._error(what, timeout_s, *failure)
+        if started_ns:
+            record_wait(what, started_ns)
         self._forget(operation)
 
     def _error(self, what: str, timeout_s: float, status: int, rank_bits: int, detail: str) -> CollectiveError:

@@ -22,6 +22,7 @@ from psengine.protocol.messages import (
     MAX_BODY_DEPTH,
     MAX_NAME_BYTES,
     MAX_SEGMENTS,
+    MAX_WEIGHT,
     NO_KEY,
     NOBODY,
     MessageType,
@@ -32,6 +33,8 @@ from psengine.protocol.messages import (
 Check = Callable[[Any, bool], str]
 
 MAX_TEXT_CHARS = 4000
+# What a worker says of itself stays exact as a float: sums and differences of it are taken.
+MOST_COUNTED = 2**53
 # CHUNKS lists whole chunks; its sender is the server.
 _DEPTHS = {MessageType.CHUNKS: 6}
 _INT64_MAX = 2**63 - 1
@@ -52,13 +55,14 @@ def integer(least: int = 0, most: int = _INT64_MAX) -> Check:
     return check
 
 
-def number(least: float = -math.inf) -> Check:
-    """A finite int or float, no bool."""
+def number(least: float = -math.inf, most: float = math.inf) -> Check:
+    """A finite int or float within bounds, no bool."""
 
     def check(value: Any, newer: bool) -> str:
-        if type(value) in (int, float) and math.isfinite(value) and value >= least:
+        if type(value) in (int, float) and math.isfinite(value) and least <= value <= most:
             return ""
         bound = "" if least == -math.inf else f", at least {least}"
+        bound += "" if most == math.inf else f", at most {most:g}"
         return f" must be a finite number (expected an int or float{bound}, got {_shown(value)})"
 
     return check
@@ -344,7 +348,14 @@ SCHEMAS: dict[MessageType, Check] = {
             "total": _unsigned,
         }
     ),
-    MessageType.PUSH: record({}, {"groups": _groups, "absent": listing(integer(0, MAX_SEGMENTS - 1), MAX_SEGMENTS)}),
+    MessageType.PUSH: record(
+        {},
+        {
+            "groups": _groups,
+            "absent": listing(integer(0, MAX_SEGMENTS - 1), MAX_SEGMENTS),
+            "weight": number(0.0, MAX_WEIGHT),
+        },
+    ),
     MessageType.UPDATED: _answer,
     MessageType.PROBE: _empty,
     MessageType.PENDING: record({}, {"waiting_for": _ranks}),
@@ -355,7 +366,16 @@ SCHEMAS: dict[MessageType, Check] = {
         record({}, {"slot": _name, "steps": listing(_finite), "blob": _name, "pieces": _unsigned}),
         _slot_or_blob,
     ),
-    MessageType.HEARTBEAT: _empty,
+    MessageType.HEARTBEAT: record(
+        {},
+        {
+            "steps": integer(0, MOST_COUNTED),
+            "step_s": number(0.0, MOST_COUNTED),
+            "blocked_s": number(0.0, MOST_COUNTED),
+            "samples": integer(0, MOST_COUNTED),
+            "loss": nullable(_finite),
+        },
+    ),
     MessageType.HEARTBEAT_ACK: record({"members": _ranks, "durable_version": nullable(_unsigned)}),
     MessageType.JOIN: _empty,
     MessageType.STATE_WANTED: _worker_life,
@@ -368,6 +388,8 @@ SCHEMAS: dict[MessageType, Check] = {
     MessageType.BYE: _empty,
     MessageType.OK: record({}, {"generation": _unsigned, "slots": listing(_name)}),
     MessageType.ERROR: record({"code": short_text(64), "text": short_text(MAX_TEXT_CHARS, printable=False)}),
+    MessageType.ECHO: _empty,
+    MessageType.ECHOED: _empty,
 }
 
 

@@ -54,6 +54,8 @@ _PAYLOAD_REQUIRED = frozenset(
         MessageType.STORE,
         MessageType.RESULT,
         MessageType.STATUS_REPORT,
+        MessageType.ECHO,
+        MessageType.ECHOED,
     }
 )
 # PUSH without one abstains; VALUES without one: that slot holds nothing yet.

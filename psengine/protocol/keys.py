@@ -19,6 +19,7 @@ from pathlib import Path
 from psengine.errors import ConfigurationError
 
 KEY_CHARACTERS = 40
+TOKEN_CHARACTERS = (16, 1000)
 _Z85 = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ.-:+=^!/*?&<>()[]{}@%$#"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,99}")
 _LARGEST_FILE_BYTES = 1024 * 1024
@@ -106,6 +107,11 @@ def read_key_pair(path: str | Path) -> KeyPair:
     Raises:
         ConfigurationError: the file is missing or malformed, is not ours, or others may read or write it.
     """
+    if Path(path).suffix == ".pub":
+        raise ConfigurationError(
+            f"{path} is the public half of a key pair (expected its .key file, which says who we are). Fix: name"
+            f" {Path(path).with_suffix('.key')}."
+        )
     text = _read(path, is_secret=True)
     found: dict[str, str] = {}
     for number, words in _lines(text):
@@ -118,6 +124,22 @@ def read_key_pair(path: str | Path) -> KeyPair:
             f" {sorted(found) or 'neither'}). Fix: name the .key file that psengine-server keygen wrote."
         )
     return KeyPair(found["public"], found["secret"])
+
+
+def read_token(path: str | Path) -> str:
+    """Read a token, such as the status port's: the one line of a file that is ours alone.
+
+    Raises:
+        ConfigurationError: the file is missing, is not ours, others may read or write it, or it holds no good token.
+    """
+    lines = _read(path, is_secret=True, expected="a file that holds a token").split()
+    if len(lines) != 1 or not TOKEN_CHARACTERS[0] <= len(lines[0]) <= TOKEN_CHARACTERS[1]:
+        raise ConfigurationError(
+            f"{path} holds no token (expected one word of {TOKEN_CHARACTERS[0]} to {TOKEN_CHARACTERS[1]} characters,"
+            f" got words of {[len(word) for word in lines[:4]]}). Fix: python -c 'import secrets;"
+            f" print(secrets.token_urlsafe(32))' > {path}"
+        )
+    return lines[0]
 
 
 def read_public_key(path: str | Path) -> str:
@@ -149,13 +171,18 @@ def read_allowed(path: str | Path) -> dict[str, str]:
 def _public_keys(path: str | Path) -> dict[str, str]:
     keys: dict[str, str] = {}
     for number, words in _lines(_read(path)):
+        if words[0] == "secret":
+            raise ConfigurationError(
+                f"{path} holds a secret key, which stays with its owner (expected public keys: a .pub file, or a"
+                f" directory of them). Fix: name {Path(path).with_suffix('.pub')}."
+            )
         if words[0] != "public" or not 2 <= len(words) <= 3 or not is_key(words[1]):
             raise _malformed(path, number)
         keys[words[1]] = words[2] if len(words) == 3 else Path(path).stem
     return keys
 
 
-def _read(path: str | Path, *, is_secret: bool = False) -> str:
+def _read(path: str | Path, *, is_secret: bool = False, expected: str = "a file of psengine-server keygen") -> str:
     try:
         # Not blocking: a path may name a pipe.
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -167,18 +194,16 @@ def _read(path: str | Path, *, is_secret: bool = False) -> str:
                 _check_private(path, status)
             return file.read().decode("ascii")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigurationError(
-            f"The key file {path} cannot be read (expected a file of psengine-server keygen, got: {error})."
-        ) from error
+        raise ConfigurationError(f"The file {path} cannot be read (expected {expected}, got: {error}).") from error
 
 
 def _check_private(path: str | Path, status: os.stat_result) -> None:
     mode = stat.S_IMODE(status.st_mode)
     if mode & 0o077 or status.st_uid != os.geteuid():
         raise ConfigurationError(
-            f"The secret key file {path} must be ours alone (expected owner {os.geteuid()} and mode 0600, got owner"
+            f"The secret file {path} must be ours alone (expected owner {os.geteuid()} and mode 0600, got owner"
             f" {status.st_uid} and mode {mode:04o}). Fix: chown it to the user that runs this, and chmod 600 {path};"
-            " if others could read it, make a new key."
+            " if others could read it, make a new one."
         )
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 MAGIC = b"PSEN"
 
 MAX_BODY_BYTES = 64 * 1024
@@ -20,6 +20,7 @@ MAX_BODY_DEPTH = 4
 MAX_PAYLOAD_BYTES = 16 * 1024 * 1024
 MAX_NAME_BYTES = 512
 MAX_SEGMENTS = 512
+MAX_WEIGHT = 1e12
 
 # In the header's worker and key fields.
 NOBODY = 0xFFFFFFFF
@@ -61,6 +62,8 @@ class MessageType(IntEnum):
     BYE = 26  # C  I leave; answered by OK
     OK = 27  # S  answers a request
     ERROR = 28  # S  refuses a message: body has the code and the words
+    ECHO = 29  # C  send this back; since protocol version 2
+    ECHOED = 30  # S  answers ECHO: the same payload
 
 
 class ErrorCode:

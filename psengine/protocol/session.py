@@ -31,7 +31,7 @@ class Phase(str, Enum):
 
 _HELLO, _LIST, _STATUS, _BYE = MessageType.HELLO, MessageType.LIST, MessageType.STATUS, MessageType.BYE
 _LOOK = {_HELLO, _LIST, _STATUS}
-_READ = _LOOK | {MessageType.PULL, MessageType.HEARTBEAT, MessageType.SNAPSHOT}
+_READ = _LOOK | {MessageType.PULL, MessageType.HEARTBEAT, MessageType.SNAPSHOT, MessageType.ECHO}
 # May follow in both phases: rank 0 configures before or after it seals; an answer that was lost is asked for again.
 _WORK = _READ | {MessageType.SEAL, MessageType.CONFIGURE, MessageType.STORE, MessageType.JOIN}
 _PUSH = {MessageType.PUSH, MessageType.PROBE, MessageType.ADMIT, MessageType.RESULT}
@@ -70,6 +70,7 @@ SERVER_SENDS = frozenset(
         MessageType.STATUS_REPORT,
         MessageType.OK,
         MessageType.ERROR,
+        MessageType.ECHOED,
     }
 )
 

@@ -91,7 +91,7 @@ class ApplyingRule(ChunkRule):
             self._refused.pop(rank, None)
         else:
             self._refused[rank] = reason
-            self.context.statistics.refused[reason] += 1
+            self.context.statistics.count_refused(reason)
         self.last_sequence[rank] = push.sequence
         self._clocks[rank] = self._clocks.get(rank, 0) + 1
         if self._max_staleness is None:
@@ -130,7 +130,7 @@ class ApplyingRule(ChunkRule):
         )
         self.version += 1
         self.context.statistics.applied += 1
-        self.context.statistics.count_staleness(staleness)
+        self.context.statistics.count_staleness(staleness, push.rank)
 
     def writable_values(self) -> torch.Tensor:
         """``values``, in other memory if the old is still being sent."""
@@ -214,7 +214,7 @@ class ApplyingRule(ChunkRule):
 
     def waiting(self) -> dict[int, list[int]]:
         """See ``ChunkRule.waiting``."""
-        if self._max_staleness is None:
+        if self._max_staleness is None or not self._held:
             return {}
         clocks = {rank: self._clocks.get(rank, 0) for rank in self.context.live_ranks()}
         clocks.update(dict.fromkeys(self.context.missing_ranks(), 0))
@@ -224,7 +224,7 @@ class ApplyingRule(ChunkRule):
         }
 
     def clocks(self) -> dict[int, int]:
-        """Per worker its number of pushes, counted from where it joined."""
+        """See ``ChunkRule.clocks``: the number of a worker's pushes, counted from where it joined."""
         return dict(self._clocks)
 
     def extra_bytes(self) -> int:

@@ -4,9 +4,12 @@
     rank 1        push 7 ──┐ │                    ├─► average 7
     rank 2              push 7: everybody is here ┴─► average 7
 
-Contributions are kept until everybody who is live has contributed (or ``quorum`` workers have), and only then added,
-in the order of ranks and in float32 at least: the same bits whatever order they arrived in. A worker that dies in
-between is left out of the sum and of the denominator.
+Contributions are kept until everybody who is live has contributed (or ``quorum`` gradients are here), and only then
+added, in the order of ranks and in float32 at least: the same bits whatever order they arrived in. A worker that dies
+in between is left out of the sum and of the denominator.
+
+Where workers weigh their gradients (by the sizes of their batches), an average is sum(u g) / sum(u): in the same order
+and type, u being weights scaled by a power of two; for equal weights it is the very bits of no weights.
 
 An exchange has one result. It is kept until every live worker has it, so nobody is told two different ones. A server
 that restarted has none, and does not know how far workers are (no ``last_sequence``): where one turns out to be further
@@ -15,8 +18,9 @@ on, it has the result, and is asked for it (RESULT_WANTED).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -35,14 +39,22 @@ HISTORY = 8
 MOST_OPEN = 2
 MOST_SHOWN_RANKS = 256
 
-Contributions = dict[int, torch.Tensor | None]
+
+class Contribution(NamedTuple):
+    """What one worker brings to an exchange: see ``Push``."""
+
+    values: torch.Tensor | None
+    weight: float | None = None
+
+
+Contributions = dict[int, Contribution]
 
 
 class AveragingRule(ChunkRule):
     """See the module's text.
 
     Args:
-        quorum: end an exchange with this many contributions (backup workers, Chen et al. 2016,
+        quorum: end an exchange with this many gradients (backup workers, Chen et al. 2016,
             https://arxiv.org/abs/1604.00981); None waits for everybody.
 
     ``version`` is the number of the last exchange that ended; ``values`` are whatever a worker deposited last.
@@ -76,13 +88,44 @@ class AveragingRule(ChunkRule):
                 f" (expected no more, got exchange {sequence})",
                 ErrorCode.CREDIT,
             )
+        self._check_weight(push)
         if push.values is None:
             self.context.statistics.abstained += 1
         elif not is_finite(push.values):
             self.context.statistics.non_finite += 1
-        self._open.setdefault(sequence, {})[rank] = push.values
+        self._open.setdefault(sequence, {})[rank] = Contribution(push.values, push.weight)
         self.last_sequence[rank] = sequence
         return self.complete_all()
+
+    def _check_weight(self, push: Push) -> None:
+        """Raise ProtocolError for a weight that makes no sense here, or where one is missing."""
+        weight = push.weight
+        if weight is not None and self.spec.kind is not ChunkKind.PARAMETER:
+            raise ProtocolError(
+                f"{self.spec.describe()} is a {self.spec.kind.value}, of which there is no weighted average (expected"
+                f" no weight, got {weight:g})",
+                ErrorCode.BAD_VALUE,
+            )
+        if weight is not None and (weight == 0) != (push.values is None):
+            raise ProtocolError(
+                f"{self.spec.describe()}: weight 0 goes with no gradient, and every other with one (got weight"
+                f" {weight:g} and {'no' if push.values is None else 'a'} gradient)",
+                ErrorCode.BAD_VALUE,
+            )
+        if weight is None and push.values is None:
+            return  # abstains from either kind
+        for other, given in self._open.get(push.sequence, {}).items():
+            if given.values is None and given.weight is None:
+                continue
+            if (given.weight is None) != (weight is None):
+                weighs, not_ = (push.rank, other) if given.weight is None else (other, push.rank)
+                raise ProtocolError(
+                    f"{self.spec.describe()}: in exchange {push.sequence} worker {weighs} weighs its gradient and"
+                    f" worker {not_} does not (expected a weight of every worker, or of none). Set model.batch_weight"
+                    " on all workers in every step, or on none.",
+                    ErrorCode.BAD_VALUE,
+                )
+            return  # the others are like this one
 
     def probe(self, rank: int, sequence: int) -> list[Reply]:
         """See ``ChunkRule.probe``."""
@@ -156,11 +199,14 @@ class AveragingRule(ChunkRule):
 
     def waiting(self) -> dict[int, list[int]]:
         """See ``ChunkRule.waiting``."""
-        return {
-            rank: self._missing_from(sequence)
-            for sequence, contributions in self._open.items()
-            for rank in contributions
-        }
+        waiting: dict[int, list[int]] = {}
+        for sequence, contributions in self._open.items():
+            waiting.update(dict.fromkeys(contributions, self._missing_from(sequence)))
+        return waiting
+
+    def clocks(self) -> dict[int, int]:
+        """See ``ChunkRule.clocks``: the number of a worker's last exchange."""
+        return dict(self.last_sequence)
 
     def _missing_from(self, sequence: int) -> list[int]:
         contributions = self._open.get(sequence, {})
@@ -177,17 +223,19 @@ class AveragingRule(ChunkRule):
         missing = [rank for rank in live if rank not in contributions]
         if len(missing) == len(live):
             return []  # who contributed is on its way out
+        # Who brings no gradient takes part, but an average is not made of nothing while gradients are on their way.
+        contributors = sum(given.values is not None for given in contributions.values())
         if missing:
             if any(self.last_sequence.get(rank, 0) > sequence for rank in missing):
                 return self._ask_for_result(sequence)
-            if self._quorum is None or len(contributions) < min(self._quorum, len(live)):
+            if self._quorum is None or contributors < min(self._quorum, len(live)):
                 return []
             if any(rank not in self.last_sequence for rank in missing):
                 return []  # since a restart of this server it was not heard from, and may have the result
             if sequence - min(self.last_sequence[rank] for rank in missing) > HISTORY:
                 return []
         del self._open[sequence]
-        self._results[sequence] = (self._combine(contributions), sum(v is not None for v in contributions.values()))
+        self._results[sequence] = (self._combine(contributions), contributors)
         self.version = max(self.version, sequence)
         self.context.statistics.averaged += 1
         self.context.statistics.applied += self._results[sequence][1]
@@ -202,11 +250,14 @@ class AveragingRule(ChunkRule):
 
     def _combine(self, contributions: Contributions) -> torch.Tensor:
         ordered = [contributions[rank] for rank in sorted(contributions)]
-        given = [values for values in ordered if values is not None]
+        given = [one.values for one in ordered if one.values is not None]
         if not given:
             return torch.zeros(self.spec.numel, dtype=self.spec.dtype)
         if self.spec.kind is ChunkKind.BUFFER:
             return given[0].clone()
+        weights = [one.weight for one in ordered if one.values is not None and one.weight is not None]
+        if len(set(weights)) > 1:
+            return self._combine_weighted(given, weights)
         total = given[0].to(_accumulation_dtype(self.spec.dtype), copy=True)
         for values in given[1:]:
             if total.is_floating_point():
@@ -215,6 +266,19 @@ class AveragingRule(ChunkRule):
                 total += values
         if self.spec.kind is not ChunkKind.USAGE and len(given) > 1:
             total /= len(given)
+        return total.to(self.spec.dtype)
+
+    def _combine_weighted(self, given: list[torch.Tensor], weights: list[float]) -> torch.Tensor:
+        # Weights of up to 1e12 would overflow what gradients are added in. By a power of two they are scaled exactly.
+        _, exponent = math.frexp(max(weights))
+        shares = [math.ldexp(weight, -exponent) for weight in weights]
+        total = torch.zeros(self.spec.numel, dtype=_accumulation_dtype(self.spec.dtype))
+        for values, share in zip(given, shares, strict=True):
+            if total.is_floating_point():
+                ops.accumulate_(total, values, share)
+            else:
+                total.add_(values, alpha=share)
+        total /= sum(shares)
         return total.to(self.spec.dtype)
 
     def _answer(self, rank: int, sequence: int) -> Reply:
@@ -248,8 +312,9 @@ class AveragingRule(ChunkRule):
 
     def extra_bytes(self) -> int:
         """See ``ChunkRule.extra_bytes``."""
-        held = sum(v is not None for contributions in self._open.values() for v in contributions.values())
-        return (held + len(self._results)) * self.spec.size_bytes
+        held = [given for contributions in self._open.values() for given in contributions.values()]
+        held_count = sum(given.values is not None for given in held)
+        return (held_count + len(self._results)) * self.spec.size_bytes
 
     def to_meta(self) -> dict[str, Any]:
         """See ``ChunkRule.to_meta``; exchanges under way are not kept, because workers send them again."""

@@ -33,6 +33,7 @@ class Push:
         values: 1-D gradient (or a buffer's values), read-only, valid for as long as it is referenced; None abstains.
         groups: the worker's current hyperparameters by group, checked; None: as configured.
         absent: [start, end) ranges of elements without a gradient.
+        weight: what its gradient counts in an average; 0 abstains. None where the worker weighs nothing.
     """
 
     rank: int
@@ -41,6 +42,7 @@ class Push:
     values: torch.Tensor | None
     groups: Sequence[Mapping[str, Any]] | None = None
     absent: Sequence[tuple[int, int]] = ()
+    weight: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +127,10 @@ class ChunkRule(ABC):
     @abstractmethod
     def waiting(self) -> dict[int, list[int]]:
         """Per rank whose answer is held, the ranks it waits for."""
+
+    @abstractmethod
+    def clocks(self) -> dict[int, int]:
+        """Per worker, how many steps it has taken; for people."""
 
     @abstractmethod
     def extra_bytes(self) -> int:

@@ -19,7 +19,6 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -32,10 +31,15 @@ import zmq
 
 from psengine.errors import AuthenticationError, ConfigurationError, SnapshotError
 from psengine.freed_memory import keep_freed_memory
+from psengine.overview import merge_jobs
+from psengine.protocol.keys import read_token
 from psengine.protocol.messages import ErrorCode, Message, MessageType
 from psengine.server import systemd
+from psengine.server.actions import Actions, Deeds
 from psengine.server.authentication import Authenticator
 from psengine.server.durability import Outcome, Restored, SnapshotThread, restore
+from psengine.server.events import EventLog
+from psengine.server.history import History
 from psengine.server.memory_guard import ACCOUNTED_FACTOR, MemoryGuard, machine_memory_bytes
 from psengine.server.monitor import Monitor
 from psengine.server.settings import ServerSettings
@@ -72,7 +76,8 @@ class Server:
     Args:
         settings: see ``ServerSettings``.
         until_stdin_closes: an embedded server's way to end: once standard input is at its end and no worker is a
-            member any more. SIGINT is left to the process that started it.
+            member any more; those that wait for a job's first values do not count, as the process that started this
+            server would have given them. SIGINT is left to that process.
 
     Attributes:
         epoch: random number of this life.
@@ -88,6 +93,8 @@ class Server:
         self._until_stdin_closes = until_stdin_closes
         self._stdin_closed = threading.Event()
         self._events: SimpleQueue[str | None] = SimpleQueue()
+        self._event_log = EventLog()
+        self._snapshots_noted: tuple[int | None, int] = (None, 0)
         self._signals = 0
         self._threads: list[ShardThread] = []
         self._dead: list[ShardThread] = []
@@ -125,6 +132,7 @@ class Server:
                 " overwrite every model here. Use psengine-server keygen, --curve-key and --allow.",
                 settings.bind,
             )
+        token = self._read_status_token()
         store = None
         if settings.snapshot_dir is not None:
             store = stack.enter_context(SnapshotStore(settings.snapshot_dir))
@@ -138,6 +146,8 @@ class Server:
             stack.callback(self._authenticator.end)
         shard_settings = self._shard_settings()
         shards = [Shard(index, self.epoch, shard_settings) for index in range(settings.shards)]
+        for shard in shards:
+            shard.events = self._event_log
         restored = Restored(None, "not durable: no --snapshot-dir", [])
         if store is not None:
             restored = restore(store, shards)
@@ -166,13 +176,28 @@ class Server:
         if store is not None:
             interval_s = settings.snapshot_interval_s
             self._snapshots = SnapshotThread(store, self._threads, interval_s, restored.generation)
+            self._snapshots_noted = (restored.generation, 0)
+            if restored.generation is not None:
+                self._event_log.note("restored", f"taken over: {restored.summary}")
             self._snapshots.start()
         if settings.status_port is not None:
-            monitor = stack.enter_context(self._monitor(settings.status_port))
+            history = stack.enter_context(History(self.status))
+            monitor = stack.enter_context(self._monitor(settings.status_port, history, token))
             self.status_url = monitor.url
         if self._until_stdin_closes:
             threading.Thread(target=self._await_stdin, name="psengine-stdin", daemon=True).start()
+        self._event_log.note("started", f"psengine-server at {' '.join(self.addresses)} (process {os.getpid()})")
         self._announce_start(announce, restored.summary)
+
+    def _read_status_token(self) -> str:
+        path = self.settings.status_token
+        if path is None:
+            return ""
+        if self.settings.status_port is None:
+            # Servers that a training starts inherit PSENGINE_STATUS_TOKEN, and only one of them may have the port.
+            logger.info("the status token in %s is not used: there is no status port (--status-port)", path)
+            return ""
+        return read_token(path)
 
     def _shard_settings(self) -> ShardSettings:
         from psengine import __version__  # the package imports its parts
@@ -189,9 +214,14 @@ class Server:
         """A wildcard's address under a host name; "*" tells clients to put in the host by which they came."""
         return f"tcp://{host}:{address.rpartition(':')[2]}" if self.settings.is_wildcard else address
 
-    def _monitor(self, port: int) -> Monitor:
+    def _monitor(self, port: int, history: History, token: str) -> Monitor:
+        deeds = Deeds(
+            snapshot=None if self._snapshots is None else self._snapshots.begin,
+            evict=self._evict,
+            shut_down=lambda: self._events.put("POST /actions/shutdown"),
+        )
         try:
-            return Monitor(port, self.status, self.is_healthy)
+            return Monitor(port, self.status, self.is_healthy, history, Actions(token, deeds))
         except OSError as error:
             raise BindError(
                 f"The status port 127.0.0.1:{port} could not be bound (expected a free one, got: {error.strerror})."
@@ -230,7 +260,9 @@ class Server:
                 return False
             if self._authenticator is not None and not self._authenticator.is_alive():
                 return False
+            self._note_snapshots()
             if guard.is_exceeded():
+                self._event_log.note("memory", "a message without end filled the memory; all connections were cut")
                 for thread in self._threads:
                     thread.ask(thread.endpoint.reset)
             now_s = time.monotonic()
@@ -240,19 +272,31 @@ class Server:
             if now_s >= next_report_s:
                 systemd.notify(f"STATUS={self._summary()}")
                 next_report_s = now_s + _REPORT_S
-            if self._stdin_closed.is_set() and self._member_count() == 0:
+            if self._stdin_closed.is_set() and self._training_count() == 0:
                 logger.info("shutting down: standard input is at its end and no worker is left")
                 return True
+
+    def _note_snapshots(self) -> None:
+        """Tell people of snapshots since the last call."""
+        if self._snapshots is None:
+            return
+        generation, failures = self._snapshots.generation, self._snapshots.failures
+        noted_generation, noted_failures = self._snapshots_noted
+        self._snapshots_noted = (generation, failures)
+        if generation != noted_generation:
+            self._event_log.note("snapshot", f"generation {generation} is written")
+        if failures != noted_failures:
+            self._event_log.note("snapshot_failed", f"a snapshot was not written: {self._snapshots.last_error}")
 
     def _summary(self) -> str:
         generation = None if self._snapshots is None else self._snapshots.generation
         durable = "not durable" if self._snapshots is None else f"durable to generation {generation}"
         return f"{len(self._threads)} shards at {' '.join(self.addresses)}; {durable}"
 
-    def _member_count(self) -> int:
+    def _training_count(self) -> int:
         """Workers at the shard that has most of them; 1 where a shard does not say."""
         try:
-            return max(self._ask_all(lambda shard: shard.member_count))
+            return max(self._ask_all(lambda shard: shard.training_count))
         except FutureTimeoutError:
             return 1
 
@@ -275,6 +319,17 @@ class Server:
         """
         futures = [thread.ask(partial(function, thread.shard)) for thread in self._threads]
         return [future.result(STATUS_DEADLINE_S) for future in futures]
+
+    def _evict(self, job: str, rank: int) -> bool:
+        """End a worker's lease at every shard; whether any knew the worker.
+
+        Raises:
+            concurrent.futures.TimeoutError: a shard is busy; it ends the lease as soon as it can.
+        """
+        futures = [thread.ask(partial(thread.evict, job, rank)) for thread in self._threads]
+        last_s = time.monotonic() + STATUS_DEADLINE_S
+        knew = [future.result(max(0.0, last_s - time.monotonic())) for future in futures]
+        return any(knew)
 
     def _on_snapshot(self, thread: ShardThread, received: Received, message: Message) -> None:
         """SNAPSHOT arrived at a shard; its answer leaves once the snapshot is durable."""
@@ -312,6 +367,8 @@ class Server:
                 future.cancel()
                 shards.append({"index": thread.shard.index, "error": f"no answer within {STATUS_DEADLINE_S:g} s"})
         return {
+            "host": socket.gethostname(),
+            "unix_s": round(time.time(), 3),
             "software": self._threads[0].shard.settings.software if self._threads else "",
             "pid": os.getpid(),
             "epoch": self.epoch,
@@ -321,6 +378,9 @@ class Server:
             "refused_connections": 0 if self._authenticator is None else self._authenticator.refused,
             "snapshot": None if self._snapshots is None else self._snapshots.status(),
             "shards": shards,
+            "jobs": merge_jobs(shards),
+            "events": self._event_log.to_status(),
+            "can_act": self.settings.status_token is not None,
         }
 
     # ---- shutdown ----------------------------------------------------------------------------------------------
@@ -334,8 +394,7 @@ class Server:
                 logger.warning("shard %d did not answer all that was queued", thread.shard.index)
         if self._snapshots is None:
             return EXIT_OK
-        written: Future[Outcome] = Future()
-        self._snapshots.request(written.set_result)
+        written = self._snapshots.begin()
         last_s = time.monotonic() + LAST_SNAPSHOT_S
         while True:
             try:

@@ -9,6 +9,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from queue import Empty, SimpleQueue
@@ -116,6 +117,12 @@ class SnapshotThread(threading.Thread):
     def request(self, done: Callable[[Outcome], None]) -> None:
         """Write a snapshot of what is there now or later; ``done`` is called in this thread."""
         self._wishes.put(done)
+
+    def begin(self) -> Future[Outcome]:
+        """``request``, to be waited for."""
+        written: Future[Outcome] = Future()
+        self.request(written.set_result)
+        return written
 
     def end(self) -> None:
         """Write what was wished for, then end; join afterwards."""

@@ -8,7 +8,8 @@ unsealed ──rank 0 registers, seals──► sealed ──first exchange ends
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from psengine.errors import ProtocolError
@@ -19,7 +20,8 @@ from psengine.server.admission import Admissions
 from psengine.server.applying import ApplyingRule
 from psengine.server.averaging import AveragingRule
 from psengine.server.chunk_store import ChunkStore, absent_ranges
-from psengine.server.consistency import Push, Reply, RuleContext
+from psengine.server.consistency import ChunkRule, Push, Reply, RuleContext
+from psengine.server.job_record import JobRecord
 from psengine.server.membership import MOST_WORKERS, Greeting, Member, Membership
 from psengine.server.statistics import JobStatistics
 
@@ -34,9 +36,19 @@ class Job:
         rule: as in HELLO: "average" with a quorum, or "apply" with its options.
         lease_s: silence after which a worker is evicted.
         take_memory: see ``ChunkStore``.
+        note: told of what happens to workers, for people: see ``EventLog.note``.
+        clock_s: measures how long a push takes to apply; nothing depends on it.
     """
 
-    def __init__(self, name: str, rule: Mapping[str, Any], lease_s: float, take_memory: Any) -> None:
+    def __init__(
+        self,
+        name: str,
+        rule: Mapping[str, Any],
+        lease_s: float,
+        take_memory: Any,
+        note: Callable[..., None] | None = None,
+        clock_s: Callable[[], float] = time.perf_counter,
+    ) -> None:
         self.name = name
         self.number = job_number(name)
         self.rule = dict(rule)
@@ -51,8 +63,10 @@ class Job:
         self._is_restored = False
         self._began_anew = False
         self._resumed: tuple[float, int] | None = None
+        self._clock_s = clock_s
         self.statistics = JobStatistics()
         self.membership = Membership(lease_s)
+        self._record = JobRecord(name, note, self.membership.wall_clock_ms)
         context = RuleContext(
             live_ranks=lambda: self.membership.live_ranks, missing_ranks=self.missing_ranks, statistics=self.statistics
         )
@@ -101,6 +115,7 @@ class Job:
         """
         body = message.body
         rank, members = body.get("rank"), body.get("members") or []
+        holder = self.membership.members.get(rank) if rank is not None else None
         largest = max(rank or 0, body["world_size"] - 1, *members, 0)
         if largest >= MOST_WORKERS:
             raise ProtocolError(
@@ -129,6 +144,8 @@ class Job:
             self.expected_workers = max(self.expected_workers, body["world_size"])
         replies = []
         if greeting.replaced_live:
+            if holder is not None:
+                self._departed(holder, "fenced", f"a new process has its rank, {body['pid']} on {body['host']}")
             self._admissions.forget(greeting.member.rank)
             replies = self._left(greeting.member.rank)
         state, member, more = self._place(greeting, greeting.member, now_s)
@@ -206,6 +223,7 @@ class Job:
         is_new_process = not member.was_live
         self._came.add(member.rank)
         self.membership.admit(member.rank)
+        self._record.joined(member)
         return [
             reply
             for rule in self.chunks.rules.values()
@@ -271,6 +289,8 @@ class Job:
             return []  # its OK was lost
         was_live = joiner.is_live
         self.membership.admit(rank)
+        if not was_live:
+            self._record.joined(joiner, donor.rank)
         for rule in self.chunks.rules.values():
             assert isinstance(rule, AveragingRule)
             rule.continue_from(rank, donor.rank, was_live=was_live)
@@ -288,9 +308,13 @@ class Job:
 
         ``must_join``: it lacks what nobody can tell it any more, even if the job does nothing until it returns.
         """
-        if not forget:
+        member = self.membership.members.get(rank)
+        if member is not None and forget:
+            self._departed(member, "left", "it said goodbye")
+        elif member is not None:
             self.statistics.evicted += 1
             self._warn_out(rank)
+            self._departed(member, "fenced", "the others are further on")
         self._admissions.forget(rank)
         self.membership.remove(rank, progress=-1 if must_join else self.statistics.averaged, now_s=now_s, forget=forget)
         return self._left(rank)
@@ -302,8 +326,14 @@ class Job:
         """
         averaged = self.statistics.averaged
         for rank in ranks:
+            member = self.membership.members[rank]
             self.statistics.evicted += 1
             self._warn_out(rank)
+            silent_s = now_s - member.last_heard_s
+            why = f"silent for {silent_s:.1f} s, longer than its lease"
+            self._departed(
+                member, "evicted", why if silent_s > self.membership.lease_s else "its lease was ended by hand"
+            )
             self._admissions.forget(rank)
             self.membership.remove(rank, progress=averaged, now_s=now_s)
         return [reply for rank in ranks for reply in self._left(rank)]
@@ -321,6 +351,18 @@ class Job:
             member.host,
         )
 
+    def _departed(self, member: Member, reason: str, why: str) -> None:
+        """Tell of a worker that goes, before it is forgotten."""
+        self._record.departed(member, reason, why, self._steps().get(member.rank, 0))
+        self.statistics.recent_staleness.pop(member.rank, None)
+
+    def _steps(self) -> dict[int, int]:
+        """Per worker the step it is in, by the first chunk that is trained."""
+        trained = (rule for rule in self.chunks.rules.values() if rule.spec.kind is ChunkKind.PARAMETER)
+        # What a frozen parameter's chunk counts stands still.
+        clocks = (rule.clocks() for rule in trained if not isinstance(rule, ApplyingRule) or rule.optimizer is not None)
+        return next(clocks, {})
+
     def _left(self, rank: int) -> list[Reply]:
         """Exchanges do not wait for this worker any more, or not for the process that had its rank.
 
@@ -337,7 +379,7 @@ class Job:
 
     # ---- exchanges ---------------------------------------------------------------------------------------------
 
-    def push(self, message: Message, member: Member) -> list[Reply]:
+    def push(self, message: Message, member: Member, now_s: float) -> list[Reply]:
         """PUSH: hand it to the chunk's rule."""
         rule = self.chunks.find(message.key)
         if not member.is_live:
@@ -357,9 +399,16 @@ class Job:
             )
         else:
             values = payload_tensor(message)
+        body = message.body
+        weight = body.get("weight")
+        if weight is not None and not self.averages:
+            raise ProtocolError(
+                f"{spec.describe()}: an asynchronous job averages nothing, so that no gradient has a weight (expected"
+                f" none, got {weight:g})",
+                ErrorCode.BAD_VALUE,
+            )
         member.pushes += 1
         self.statistics.bytes_in += message.numel * spec.dtype.itemsize
-        body = message.body
         push = Push(
             member.rank,
             message.sequence,
@@ -367,14 +416,40 @@ class Job:
             values,
             body.get("groups") if isinstance(rule, ApplyingRule) else None,
             absent_ranges(spec.segments, body["absent"]) if body.get("absent") else (),
+            weight,
         )
         refused_before = sum(self.statistics.refused.values())
         late_before = self.statistics.late
+        began_s = self._clock_s()
         replies = rule.push(push)
-        member.refused += sum(self.statistics.refused.values()) - refused_before
-        member.late += self.statistics.late - late_before
+        self._time_push(push, rule, replies, self._clock_s() - began_s, now_s)
+        if sum(self.statistics.refused.values()) != refused_before:
+            self._note_refusal(member, rule)
+        if self.statistics.late != late_before:
+            member.late += 1
+            self._record.late(member, push.sequence)
         self._admissions.pushed(member.rank)
         return replies
+
+    def _note_refusal(self, member: Member, rule: ChunkRule) -> None:
+        reason = self.statistics.last_refusal
+        if reason != "abstained":  # it only asked for weights
+            member.refused += 1
+            self._record.refused(member, rule.spec.describe(), reason)
+
+    def _time_push(self, push: Push, rule: ChunkRule, replies: Sequence[Reply], apply_s: float, now_s: float) -> None:
+        """Whose time it was: that of the worker, or of all whose average this push completed."""
+        members = self.membership.members
+        is_answered = False
+        for reply in replies:
+            if reply.rank == push.rank and reply.type in (MessageType.UPDATED, MessageType.ERROR):
+                is_answered = True
+            elif reply.type is MessageType.UPDATED and self.averages and reply.rank in members:
+                members[reply.rank].telemetry.apply_s += apply_s
+        telemetry = members[push.rank].telemetry
+        telemetry.apply_s += apply_s
+        if not is_answered and rule.spec.kind is ChunkKind.PARAMETER:
+            telemetry.hold(rule.spec.key, push.sequence, now_s)
 
     def supply_result(self, message: Message, member: Member) -> list[Reply]:
         """RESULT: an average that ended before this server started."""
@@ -419,14 +494,23 @@ class Job:
         self.membership.restore(meta, now_s)
         self.is_sealed = self._is_restored = True
 
-    def status(self, now_s: float) -> dict[str, Any]:
+    def hear(self, body: Mapping[str, Any], member: Member, now_s: float) -> None:
+        """HEARTBEAT, and what the worker says of itself."""
+        member.telemetry.hear(body, now_s)
+
+    def _worker_state(self, member: Member, now_s: float, heartbeat_s: float) -> str:
+        if not member.is_live:
+            return "joining"
+        return "silent" if now_s - member.last_heard_s > 2 * heartbeat_s else "live"
+
+    def status(self, now_s: float, heartbeat_s: float) -> dict[str, Any]:
         """JSON-able: workers, versions, counters."""
         rules = list(self.chunks.rules.values())
         waiting: dict[int, set[int]] = {}
         for rule in rules:
             for rank, missing in rule.waiting().items():
                 waiting.setdefault(rank, set()).update(missing)
-        clocks = next((rule.clocks() for rule in rules if isinstance(rule, ApplyingRule)), {})
+        clocks = self._steps()
         return {
             "rule": self.rule,
             "sealed": self.is_sealed,
@@ -442,17 +526,20 @@ class Job:
                 {
                     "rank": m.rank,
                     "incarnation": m.incarnation,
-                    "state": "live" if m.is_live else "joining",
+                    "state": self._worker_state(m, now_s, heartbeat_s),
                     "host": m.host,
                     "pid": m.pid,
                     "silent_s": round(now_s - m.last_heard_s, 3),
                     "pushes": m.pushes,
                     "refused": m.refused,
                     "late": m.late,
-                    "clock": clocks.get(m.rank, 0),
+                    "clock": clocks.get(m.rank),
                     "waiting_for": sorted(waiting.get(m.rank, ())),
+                    "staleness": self.statistics.staleness_of(m.rank),
+                    "telemetry": m.telemetry.to_status(),
                 }
                 for m in sorted(self.membership.members.values(), key=lambda m: m.rank)
             ],
+            "departed": self._record.to_status(),
             **self.statistics.to_status(),
         }

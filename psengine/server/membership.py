@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from psengine.server.telemetry import WorkerTelemetry
+
 # Longer than two heartbeats: a rank that stayed silent since a newcomer claimed it is dead.
 CLAIM_PATIENCE_S = 2.5
 # What a process sent before it died may still arrive after its successor's first message.
@@ -37,6 +39,7 @@ class Member:
         host, pid: where it runs, for people.
         was_live: it has been live; what it has of an averaging job's state is worth something.
         is_survivor: it was, but not in this life of the job.
+        telemetry: what its steps are made of.
     """
 
     rank: int
@@ -53,6 +56,7 @@ class Member:
     late: int = 0
     was_live: bool = False
     is_survivor: bool = False
+    telemetry: WorkerTelemetry = field(default_factory=WorkerTelemetry)
 
     @property
     def is_expected(self) -> bool:
@@ -172,6 +176,7 @@ class Membership:
         if holder is not None and is_present:
             member.is_live = holder.is_live
             member.pushes, member.refused, member.late = holder.pushes, holder.refused, holder.late
+            member.telemetry = holder.telemetry
         self.members[rank] = member
         self._recount()
         return Greeting(

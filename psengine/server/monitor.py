@@ -1,19 +1,30 @@
-"""HTTP for people and for Prometheus, on this machine only, and read-only: health, status, metrics."""
+"""HTTP for people and for Prometheus, on this machine only: dashboard, health, status, history, metrics, actions.
+
+Anybody on this machine may read. A page of another site, in a browser on this machine, may not: no answer carries CORS
+headers, and requests under another host's name are refused, which is what DNS rebinding would come with. Whoever wants
+to change something needs the token (``actions.py``).
+"""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import logging
+import math
+import re
 import socket
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import TracebackType
 from typing import Any
+from urllib.parse import parse_qsl, urlsplit
 
 from psengine.errors import MissingExtraError
-from psengine.extras import missing_extra
+from psengine.server.actions import Actions
+from psengine.server.dashboard_page import NOTHING, dashboard
+from psengine.server.exposition import render_metrics
+from psengine.server.history import LENGTHS, History
 
 logger = logging.getLogger(__name__)
 
@@ -21,17 +32,31 @@ HOST = "127.0.0.1"
 MAX_REQUESTS = 8
 REQUEST_TIMEOUT_S = 5.0
 REQUEST_DEADLINE_S = 10.0
+# Actions have their parameters in the address; a body is read only to be polite.
+MOST_BODY_BYTES = 4096
 _JSON = "application/json; charset=utf-8"
 _TEXT = "text/plain; charset=utf-8"
+_HTML = "text/html; charset=utf-8"
+# Any port: the page may be looked at through a tunnel that ends at another one (ssh -L 8000:127.0.0.1:9100).
+_LOOPBACK = re.compile(r"(localhost|127(\.\d{1,3}){3}|\[::1\])(:\d{1,5})?", re.IGNORECASE)
+_PATHS = "there are /, /status.json, /history.json, /metrics and /healthz\n"
+
+Page = tuple[int, str, bytes]
+
+
+class _BadRequestError(Exception):
+    """The request is not understood; the text is for whoever sent it, and holds nothing that came with it."""
 
 
 class Monitor:
-    """Serves /healthz, /status.json and /metrics from its own threads.
+    """Serves people, Prometheus and the dashboard from its own threads.
 
     Args:
         port: on 127.0.0.1; 0 takes a free one.
         status: what /status.json shows and /metrics counts; called in request threads.
         is_healthy: /healthz is 200 or 503.
+        history: what /history.json shows; started and ended by the caller.
+        actions: what POST /actions/NAME does.
 
     Attributes:
         url: such as ``http://127.0.0.1:9100``.
@@ -40,18 +65,34 @@ class Monitor:
         OSError: the port is taken.
     """
 
-    def __init__(self, port: int, status: Callable[[], dict[str, Any]], is_healthy: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        port: int,
+        status: Callable[[], dict[str, Any]],
+        is_healthy: Callable[[], bool],
+        history: History,
+        actions: Actions,
+    ) -> None:
         slots = threading.BoundedSemaphore(MAX_REQUESTS)
 
         class Handler(_Handler):
-            def page(self) -> tuple[int, str, bytes]:
-                if self.path == "/healthz":
+            def page(self, path: str, query: dict[str, str]) -> Page:
+                if path == "/history.json" and set(query) <= {"resolution", "since"}:
+                    return _history_page(history, query)
+                if query:
+                    return _not_found()
+                if path == "/":
+                    return 200, _HTML, dashboard()[0]
+                if path == "/healthz":
                     return (200, _TEXT, b"ok\n") if is_healthy() else (503, _TEXT, b"a shard does not answer\n")
-                if self.path == "/status.json":
-                    return 200, _JSON, json.dumps(status()).encode()
-                if self.path == "/metrics":
+                if path == "/status.json":
+                    return _json_page(200, status())
+                if path == "/metrics":
                     return 200, *render_metrics(status())
-                return 404, _TEXT, b"there are /healthz, /status.json and /metrics\n"
+                return _not_found()
+
+            def act(self, name: str, query: dict[str, str]) -> Page:
+                return _json_page(*actions.perform(name, query, self.headers.get("Authorization")))
 
         class HTTPServer(ThreadingHTTPServer):
             daemon_threads = True
@@ -62,15 +103,22 @@ class Monitor:
                 if not slots.acquire(blocking=False):
                     self.shutdown_request(request)  # more at once than anybody honest needs
                     return
-                super().process_request(request, client_address)
+                try:
+                    super().process_request(request, client_address)
+                except BaseException:
+                    slots.release()  # there is no thread that would
+                    raise
 
             def process_request_thread(self, request: Any, client_address: Any) -> None:
                 # The handler's timeout is per read: one byte at a time would hold the slot for ever.
                 clock = threading.Timer(REQUEST_DEADLINE_S, _cut, [request])
                 clock.daemon = True
-                clock.start()
                 try:
+                    clock.start()
                     super().process_request_thread(request, client_address)
+                except RuntimeError:  # no thread for the clock; errors of the request are handled inside
+                    self.handle_error(request, client_address)
+                    self.shutdown_request(request)
                 finally:
                     clock.cancel()
                     slots.release()
@@ -106,21 +154,59 @@ class _Handler(BaseHTTPRequestHandler):
     server_version = "psengine"
     sys_version = ""
 
-    def page(self) -> tuple[int, str, bytes]:
-        """Status code, content type and content."""
+    def page(self, path: str, query: dict[str, str]) -> Page:
+        """Status code, content type and content of what is read."""
+        raise NotImplementedError
+
+    def act(self, name: str, query: dict[str, str]) -> Page:
+        """The same of what is done."""
         raise NotImplementedError
 
     def do_GET(self) -> None:
-        self._answer(with_content=True)
+        self._answer(self._read_page)
 
     def do_HEAD(self) -> None:
-        self._answer(with_content=False)
+        self._answer(self._read_page, with_content=False)
 
-    def _answer(self, *, with_content: bool) -> None:
+    def do_POST(self) -> None:
+        self._answer(self._act_page)
+
+    def _read_page(self) -> Page:
+        path, query = self._address()
+        if path.startswith("/actions/"):
+            return 405, _TEXT, b"actions are POST requests\n"
+        return self.page(path, query)
+
+    def _act_page(self) -> Page:
+        length = self.headers.get("Content-Length", "0")
+        if "Transfer-Encoding" in self.headers or not (length.isascii() and length.isdigit()):
+            return 411, _TEXT, b"Content-Length must say how long the body is; it is not needed at all\n"
+        if len(length) > 9 or int(length) > MOST_BODY_BYTES:
+            return 413, _TEXT, f"the body is too long (expected at most {MOST_BODY_BYTES} bytes)\n".encode()
+        self.rfile.read(int(length))
+        path, query = self._address()
+        if not path.startswith("/actions/"):
+            return 405, _TEXT, b"only /actions/NAME takes POST requests\n"
+        return self.act(path.removeprefix("/actions/"), query)
+
+    def _address(self) -> tuple[str, dict[str, str]]:
         try:
-            code, kind, content = self.page()
+            parts = urlsplit(self.path)
+            pairs = parse_qsl(parts.query, keep_blank_values=True, strict_parsing=bool(parts.query), max_num_fields=8)
+        except ValueError as error:
+            raise _BadRequestError("the address is not understood") from error
+        query = dict(pairs)
+        if len(query) != len(pairs):
+            raise _BadRequestError("a parameter is given twice")
+        return parts.path, query
+
+    def _answer(self, make: Callable[[], Page], *, with_content: bool = True) -> None:
+        try:
+            code, kind, content = make() if self._is_for_loopback() else _misdirected()
         except MissingExtraError as error:
             code, kind, content = 501, _TEXT, f"{error}\n".encode()
+        except _BadRequestError as error:
+            code, kind, content = 400, _TEXT, f"{error}\n".encode()
         except Exception:
             logger.exception("no answer to %s", self.path)
             code, kind, content = 500, _TEXT, b"the server's log says why\n"
@@ -130,119 +216,48 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Length", str(len(content)))
         self.send_header("Cache-Control", "no-store")
         self.send_header("X-Content-Type-Options", "nosniff")
+        self.send_header("X-Frame-Options", "DENY")
+        self.send_header("Referrer-Policy", "no-referrer")
+        self.send_header("Cross-Origin-Resource-Policy", "same-origin")
+        self.send_header("Content-Security-Policy", dashboard()[1] if kind == _HTML else NOTHING)
+        if code == 401:
+            self.send_header("WWW-Authenticate", "Bearer")
+        if code == 405:
+            self.send_header("Allow", "GET, HEAD" if self.command == "POST" else "POST")
         self.end_headers()
         if with_content:
             self.wfile.write(content)
+
+    def _is_for_loopback(self) -> bool:
+        """Whether the request was meant for this machine by name: a browser says under which name it came here."""
+        hosts = self.headers.get_all("Host") or []
+        return len(hosts) == 1 and _LOOPBACK.fullmatch(hosts[0].strip()) is not None
 
     def log_message(self, format: str, *arguments: Any) -> None:
         logger.debug("status request: " + format, *arguments)
 
 
-_COUNTERS = {
-    "applied": "Pushes that changed weights, or were part of an average.",
-    "averaged": "Exchanges of chunks that ended in an average.",
-    "duplicates": "Repeats that were recognised and not applied again.",
-    "late": "Contributions that came after their exchange had ended.",
-    "abstained": "Exchanges a worker took part in without a gradient.",
-    "evicted": "Workers whose lease ran out.",
-    "bytes_in": "Payload bytes received.",
-    "bytes_out": "Payload bytes sent.",
-}
-_TRANSPORT = {
-    "received_messages": "Messages received.",
-    "received_bytes": "Bytes received, in frames.",
-    "sent_bytes": "Bytes sent, in frames.",
-    "dropped": "Messages not sent: their peer was gone or did not read.",
-    "bad_messages": "Messages that broke the protocol.",
-    "failures": "Messages on which the server itself failed.",
-}
+def _misdirected() -> Page:
+    return 421, _TEXT, b"this port answers to 127.0.0.1, localhost and [::1] alone\n"
 
 
-def render_metrics(status: dict[str, Any]) -> tuple[str, bytes]:
-    """Content type and text of ``status`` for Prometheus.
+def _not_found() -> Page:
+    return 404, _TEXT, _PATHS.encode()
 
-    Raises:
-        MissingExtraError: prometheus_client is not installed.
-    """
+
+def _history_page(history: History, query: dict[str, str]) -> Page:
+    resolution, since = query.get("resolution", "1"), query.get("since", "0")
+    if resolution not in map(str, LENGTHS):
+        raise _BadRequestError(f"resolution is seconds between samples (expected {' or '.join(map(str, LENGTHS))})")
     try:
-        from prometheus_client import CollectorRegistry, generate_latest
-        from prometheus_client.exposition import CONTENT_TYPE_LATEST
-        from prometheus_client.registry import Collector
-    except ImportError as error:
-        raise missing_extra("metrics", error) from error
-
-    class StatusCollector(Collector):
-        def collect(self) -> Iterable[Any]:
-            return _families(status)
-
-    registry = CollectorRegistry(auto_describe=False)
-    registry.register(StatusCollector())
-    return CONTENT_TYPE_LATEST, generate_latest(registry)
+        since_unix_s = float(since)
+    except ValueError:
+        since_unix_s = math.nan
+    if not math.isfinite(since_unix_s):
+        raise _BadRequestError("since is seconds since 1970 (expected a number)")
+    return _json_page(200, history.to_json(int(resolution), since_unix_s))
 
 
-def _families(status: dict[str, Any]) -> Iterable[Any]:
-    from prometheus_client.core import CounterMetricFamily as Counter
-    from prometheus_client.core import GaugeMetricFamily as Gauge
-
-    shards = [shard for shard in status["shards"] if "jobs" in shard]
-    jobs = [(name, str(shard["index"]), job) for shard in shards for name, job in shard["jobs"].items()]
-    yield Gauge("psengine_healthy", "Whether every shard answers.", value=float(status["healthy"]))
-    yield Gauge("psengine_uptime_seconds", "Since the process started.", value=status["uptime_s"])
-    yield Counter("psengine_refused_connections", "Wrong or no key.", value=status["refused_connections"])
-    memory = Gauge("psengine_memory_bytes", "Held for jobs.", labels=["shard"])
-    limit = Gauge("psengine_memory_limit_bytes", "Most that may be held.", labels=["shard"])
-    for shard in shards:
-        memory.add_metric([str(shard["index"])], shard["memory_bytes"])
-        limit.add_metric([str(shard["index"])], shard["max_memory_bytes"])
-    yield from (memory, limit)
-    for name, text in _TRANSPORT.items():
-        family = Counter(f"psengine_transport_{name}", text, labels=["shard"])
-        for shard in shards:
-            family.add_metric([str(shard["index"])], shard["transport"][name])
-        yield family
-    workers = Gauge("psengine_workers", "Members.", labels=["job", "shard"])
-    version = Gauge("psengine_version", "Updates the newest chunk has seen.", labels=["job", "shard"])
-    pushes = Counter("psengine_pushes", "Pushes that arrived.", labels=["job", "shard", "worker"])
-    refused = Counter("psengine_refused", "Pushes refused.", labels=["job", "shard", "reason"])
-    for name, index, job in jobs:
-        workers.add_metric([name, index], job["members"])
-        version.add_metric([name, index], job["version_max"])
-        for worker in job["workers"]:
-            pushes.add_metric([name, index, str(worker["rank"])], worker["pushes"])
-        for reason, count in job["refused"].items():
-            refused.add_metric([name, index, reason], count)
-    yield from (workers, version, pushes, refused)
-    for name, text in _COUNTERS.items():
-        family = Counter(f"psengine_{name}", text, labels=["job", "shard"])
-        for job_name, index, job in jobs:
-            family.add_metric([job_name, index], job.get(name, 0))
-        yield family
-    yield _histogram("psengine_staleness", "Updates between a push's weights and its application.", "staleness", jobs)
-    yield _histogram("psengine_lead", "Steps an answered worker was ahead of the slowest.", "lead", jobs)
-    yield from _snapshot_families(status["snapshot"])
-
-
-def _histogram(name: str, text: str, field: str, jobs: list[tuple[str, str, dict[str, Any]]]) -> Any:
-    from prometheus_client.core import HistogramMetricFamily
-
-    family = HistogramMetricFamily(name, text, labels=["job", "shard"])
-    for job_name, index, job in jobs:
-        counts = {int(key): count for key, count in job.get(field, {}).items()}
-        bounds = [0, 1, 2, 4, 8, 16, 32, 63]
-        buckets = [(str(float(b)), sum(c for key, c in counts.items() if key <= b)) for b in bounds]
-        buckets.append(("+Inf", sum(counts.values())))
-        family.add_metric([job_name, index], buckets, sum_value=sum(key * count for key, count in counts.items()))
-    return family
-
-
-def _snapshot_families(snapshot: dict[str, Any] | None) -> Iterable[Any]:
-    from prometheus_client.core import CounterMetricFamily as Counter
-    from prometheus_client.core import GaugeMetricFamily as Gauge
-
-    if snapshot is None:
-        return
-    yield Gauge("psengine_snapshot_generation", "Durable to.", value=snapshot["generation"] or 0)
-    if snapshot["age_s"] is not None:
-        yield Gauge("psengine_snapshot_age_seconds", "Since the last was written.", value=snapshot["age_s"])
-    yield Gauge("psengine_snapshot_seconds", "What the last one took.", value=snapshot["last_seconds"])
-    yield Counter("psengine_snapshot_failures", "Snapshots not written.", value=snapshot["failures"])
+def _json_page(code: int, content: Any) -> Page:
+    # Browsers refuse NaN. There is none: heartbeats carry finite numbers alone, and a loss that is none is left out.
+    return code, _JSON, json.dumps(content, allow_nan=False, separators=(",", ":")).encode()

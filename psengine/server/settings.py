@@ -124,7 +124,16 @@ class ServerSettings:
     status_port: int | None = field(
         default=None,
         metadata=_about(
-            _parse_integer, "Port on 127.0.0.1 of /healthz, /status.json and /metrics; 0 takes a free one."
+            _parse_integer,
+            "Port on 127.0.0.1 of the dashboard, /status.json, /metrics and /healthz; 0 takes a free one.",
+        ),
+    )
+    status_token: Path | None = field(
+        default=None,
+        metadata=_about(
+            _parse_path,
+            "File of mode 0600 with the token for what the dashboard can do: snapshot, evict a worker, shut down."
+            " Not used without a status port.",
         ),
     )
     curve_key: Path | None = field(

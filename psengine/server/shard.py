@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,11 +16,14 @@ from typing import Any
 import torch
 
 from psengine.errors import ProtocolError
+from psengine.overview import rule_text
 from psengine.protocol.bodies import MAX_TEXT_CHARS
+from psengine.protocol.codec import payload_tensor
 from psengine.protocol.layout import ChunkSpec, job_number
 from psengine.protocol.messages import NOBODY, ErrorCode, Message, MessageType
 from psengine.protocol.session import Phase, from_client
 from psengine.server.consistency import Reply
+from psengine.server.events import EventLog
 from psengine.server.job import Job
 from psengine.server.loans import Loans
 from psengine.server.membership import Member, merge_members
@@ -28,6 +32,16 @@ from psengine.server.snapshot import ChunkState, JobState
 logger = logging.getLogger(__name__)
 
 MOST_JOBS = 256
+# Refusals that people should hear of; the others are how a worker learns that it has to come back, or wait.
+_NOTABLE_REFUSALS = {
+    ErrorCode.RULE_MISMATCH: "refused",
+    ErrorCode.LAYOUT_MISMATCH: "refused",
+    ErrorCode.DUPLICATE_RANK: "refused",
+    ErrorCode.BAD_VALUE: "refused",
+    ErrorCode.MEMORY: "memory",
+}
+# Every shard sees them; of the others each shard would tell the same.
+_EVENTS_OF_ANY_SHARD = frozenset({"refused", "late", "memory"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,6 +97,8 @@ class Shard:
     Attributes:
         shard_addresses: of all shards of the process, told to clients; set before the first message.
         local_address: a faster way in for clients of the same machine; "" without one.
+        wall_clock_s: dates reports; nothing depends on it.
+        events: what happened, for people; of workers' coming and going only the first shard tells.
     """
 
     def __init__(self, index: int, epoch: int, settings: ShardSettings) -> None:
@@ -91,6 +107,8 @@ class Shard:
         self.settings = settings
         self.shard_addresses: list[str] = []
         self.local_address = ""
+        self.wall_clock_s: Callable[[], float] = time.time
+        self.events = EventLog()
         self.is_draining = False
         self._now_s = 0.0
         self._jobs: dict[int, Job] = {}
@@ -98,7 +116,7 @@ class Shard:
         self._durable_version: dict[int, int] = {}
         self._captured_version: dict[int, int] = {}
         self._handlers: dict[MessageType, Callable[[Job, Member, Message], list[Reply]]] = {
-            MessageType.PUSH: lambda job, member, message: job.push(message, member),
+            MessageType.PUSH: lambda job, member, message: job.push(message, member, self._now_s),
             MessageType.PROBE: lambda job, member, message: job.probe(message, member),
             MessageType.RESULT: lambda job, member, message: job.supply_result(message, member),
             MessageType.REGISTER: self._register,
@@ -111,6 +129,9 @@ class Shard:
             MessageType.JOIN: lambda job, member, message: job.join(member, message.sequence),
             MessageType.ADMIT: lambda job, member, message: [*_ok(member, message), *job.admit(message, member)],
             MessageType.STATUS: self._status,
+            MessageType.ECHO: lambda job, member, message: [
+                Reply(MessageType.ECHOED, member.rank, message.sequence, payload=payload_tensor(message))
+            ],
         }
 
     # ---- messages ----------------------------------------------------------------------------------------------
@@ -136,7 +157,24 @@ class Shard:
                 raise ProtocolError(f"a server does not take {message.type.name}")
             return self._outgoing(job, handler(job, member, message))
         except ProtocolError as error:
+            if error.code in _NOTABLE_REFUSALS:
+                self._note_refusal(message, error)
             return [Outgoing(sender.route, self._error(message, error))]
+
+    def note(self, kind: str, text: str, *, job: str = "", worker: int | None = None) -> None:
+        """Something happened that people may want to know."""
+        if self.index == 0 or kind in _EVENTS_OF_ANY_SHARD:
+            self.events.note(kind, text, job=job, worker=worker)
+
+    def _note_refusal(self, message: Message, error: ProtocolError) -> None:
+        job = self._jobs.get(message.job)
+        worker = message.body.get("rank") if message.type is MessageType.HELLO else message.worker
+        self.note(
+            _NOTABLE_REFUSALS[error.code],
+            f"{message.type.name} was refused: {error}",
+            job=job.name if job is not None else "",
+            worker=None if worker == NOBODY else worker,
+        )
 
     def tick(self, now_s: float) -> list[Outgoing]:
         """Evict workers whose lease ran out; answers that may leave because of it."""
@@ -147,6 +185,14 @@ class Shard:
             if expired:
                 outgoing.extend(self._outgoing(job, job.evict(expired, now_s)))
         return outgoing
+
+    def evict(self, job_name: str, rank: int, now_s: float) -> list[Outgoing] | None:
+        """End a worker's lease before its time; answers that may leave because of it, None where there is none."""
+        self._now_s = now_s
+        job = next((job for job in self._jobs.values() if job.name == job_name), None)
+        if job is None or rank not in job.membership.members:
+            return None
+        return self._outgoing(job, job.evict([rank], now_s))
 
     def _hello(self, sender: Sender, message: Message, now_s: float) -> list[Outgoing]:
         body = message.body
@@ -161,9 +207,9 @@ class Shard:
             raise ProtocolError(f"jobs {job.name!r} and {body['job']!r} have the same number; rename one")
         if job.rule != body["rule"]:
             raise ProtocolError(
-                f"job {job.name!r} runs under another rule (expected strategy {_rule_text(job.rule)}, got"
-                f" {_rule_text(body['rule'])}). Every worker of a job needs the same strategy and options; give another"
-                " run another job (PSENGINE_JOB).",
+                f"job {job.name!r} runs under another rule (expected strategy {rule_text(job.rule)!r}, got"
+                f" {rule_text(body['rule'])!r}). Every worker of a job needs the same strategy and options; give"
+                " another run another job (PSENGINE_JOB).",
                 ErrorCode.RULE_MISMATCH,
             )
         state, member, replies = job.greet(message, sender.user_id, sender.route, now_s)
@@ -177,7 +223,7 @@ class Shard:
             self._drop_finished_jobs()
         if len(self._jobs) >= MOST_JOBS:
             raise ProtocolError(f"this server has its most jobs already ({MOST_JOBS})", ErrorCode.MEMORY)
-        job = Job(body["job"], body["rule"], self.settings.lease_s, self._take_memory)
+        job = Job(body["job"], body["rule"], self.settings.lease_s, self._take_memory, self.note)
         self._jobs[job.number] = job
         return job
 
@@ -240,6 +286,8 @@ class Shard:
             return [Outgoing(sender.route, self._status_report(message))]
         if message.type is MessageType.BYE:
             return [Outgoing(sender.route, self._message(MessageType.OK, message))]
+        if message.type is MessageType.ECHO:
+            return [Outgoing(sender.route, self._message(MessageType.ECHOED, message, payload=payload_tensor(message)))]
         job = self._jobs.get(message.job)
         if job is None or not job.is_sealed:
             sealed = sorted(known.name for known in self._jobs.values() if known.is_sealed)
@@ -289,6 +337,7 @@ class Shard:
         return [Reply(MessageType.OK, member.rank, message.sequence, version, key=message.key)]
 
     def _heartbeat(self, job: Job, member: Member, message: Message) -> list[Reply]:
+        job.hear(message.body, member, self._now_s)
         body = self._heartbeat_body(job, message)
         return [Reply(MessageType.HEARTBEAT_ACK, member.rank, message.sequence, body=body)]
 
@@ -303,7 +352,13 @@ class Shard:
         return [Reply(MessageType.STATUS_REPORT, member.rank, message.sequence, payload=report.payload)]
 
     def _status_report(self, message: Message) -> Message:
-        text = json.dumps(self.status(self._now_s)).encode()
+        report = {
+            **self.status(self._now_s),
+            # Whoever asks has another clock than the one that dates what departed.
+            "unix_s": round(self.wall_clock_s(), 3),
+            "software": self.settings.software,
+        }
+        text = json.dumps(report).encode()
         payload = torch.frombuffer(bytearray(text), dtype=torch.uint8)
         return self._message(MessageType.STATUS_REPORT, message, payload=payload)
 
@@ -316,6 +371,8 @@ class Shard:
             if member is None or not member.route:
                 continue  # it will ask again when it is back
             payload = reply.payload
+            if reply.type is MessageType.UPDATED:
+                member.telemetry.release(reply.key, reply.sequence, self._now_s)
             if payload is not None:
                 job.statistics.bytes_out += payload.numel() * payload.element_size()
             message = Message(
@@ -386,6 +443,11 @@ class Shard:
         """Workers of all jobs."""
         return sum(len(job.membership.members) for job in self._jobs.values())
 
+    @property
+    def training_count(self) -> int:
+        """The same, without those that wait for a job's first values."""
+        return sum(len(job.membership.members) for job in self._jobs.values() if job.is_sealed)
+
     def status(self, now_s: float) -> dict[str, Any]:
         """JSON-able."""
         return {
@@ -394,7 +456,7 @@ class Shard:
             "durable_generation": self._durable_generation,
             "memory_bytes": self.memory_bytes(),
             "max_memory_bytes": self.settings.max_memory_bytes,
-            "jobs": {job.name: job.status(now_s) for job in self._jobs.values()},
+            "jobs": {job.name: job.status(now_s, self.settings.heartbeat_s) for job in self._jobs.values()},
         }
 
     def capture(self) -> list[JobState]:
@@ -433,7 +495,7 @@ class Shard:
     def restore(self, jobs: Sequence[JobState], now_s: float) -> None:
         """Take over a snapshot's state, before the first message."""
         for state in jobs:
-            job = Job(state.name, state.meta["rule"], self.settings.lease_s, self._take_memory)
+            job = Job(state.name, state.meta["rule"], self.settings.lease_s, self._take_memory, self.note)
             job.restore_meta(state.meta, now_s)
             for chunk in state.chunks:
                 spec = ChunkSpec.from_body(chunk.meta["spec"])
@@ -458,12 +520,3 @@ def merge_job_meta(metas: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 def _ok(member: Member, message: Message) -> list[Reply]:
     return [Reply(MessageType.OK, member.rank, message.sequence, key=message.key)]
-
-
-def _rule_text(rule: dict[str, Any]) -> str:
-    """The rule as users write it: the strategy's name and options."""
-    name = {"average": "sync-server", "apply": "async"}[rule["name"]]
-    options = [f"{key}={value}" for key, value in rule.items() if key != "name" and value]
-    if rule.get("max_staleness") == 0:
-        options.append("max_staleness=0")
-    return repr(":".join([name, ",".join(options)]) if options else name)

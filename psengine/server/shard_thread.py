@@ -129,6 +129,12 @@ class ShardThread(threading.Thread):
             },
         }
 
+    def evict(self, job: str, rank: int) -> bool:
+        """End a worker's lease, see ``Shard.evict``; call it in this thread."""
+        outgoing = self.shard.evict(job, rank, time.monotonic())
+        self._send(outgoing or [])
+        return outgoing is not None
+
     # ---- in this thread ----------------------------------------------------------------------------------------
 
     def run(self) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from dataclasses import dataclass, field
 from typing import Any
 
 # Larger values are counted together under this one.
 LARGEST_BUCKET = 64
+# Of one worker: some steps of a model of a hundred chunks, more of a small one.
+RECENT_PUSHES = 256
 
 
 @dataclass
@@ -23,7 +25,10 @@ class JobStatistics:
         abstained: exchanges a worker took part in without a gradient.
         non_finite: contributions with NaN or infinity that an average passed on, as native DDP does.
         bytes_in, bytes_out: payload.
-        staleness: how many pushes were how many updates old.
+        staleness: how many pushes were how many updates old, up to ``LARGEST_BUCKET``.
+        staleness_sum, lead_sum: the exact values, added up.
+        recent_staleness: by worker, of its last ``RECENT_PUSHES`` pushes.
+        last_refusal: the reason why a push was refused last.
         lead: how many answers left while their worker was how many steps ahead of the slowest.
     """
 
@@ -38,19 +43,38 @@ class JobStatistics:
     evicted: int = 0
     refused: Counter[str] = field(default_factory=Counter)
     staleness: Counter[int] = field(default_factory=Counter)
+    staleness_sum: int = 0
     lead: Counter[int] = field(default_factory=Counter)
+    lead_sum: int = 0
     max_staleness: int = 0
     max_lead: int = 0
+    recent_staleness: dict[int, deque[int]] = field(default_factory=dict)
+    last_refusal: str = ""
 
-    def count_staleness(self, staleness: int) -> None:
-        """A push was computed from weights ``staleness`` updates ago."""
+    def count_refused(self, reason: str) -> None:
+        """A push was refused."""
+        self.refused[reason] += 1
+        self.last_refusal = reason
+
+    def count_staleness(self, staleness: int, rank: int) -> None:
+        """A push of worker ``rank`` was computed from weights ``staleness`` updates ago."""
+        recent = self.recent_staleness.get(rank)
+        if recent is None:
+            recent = self.recent_staleness[rank] = deque(maxlen=RECENT_PUSHES)
+        recent.append(staleness)
         self.staleness[min(staleness, LARGEST_BUCKET)] += 1
+        self.staleness_sum += staleness
         self.max_staleness = max(self.max_staleness, staleness)
 
     def count_lead(self, lead: int) -> None:
         """An answer left for a worker ``lead`` steps ahead of the slowest."""
         self.lead[min(lead, LARGEST_BUCKET)] += 1
+        self.lead_sum += lead
         self.max_lead = max(self.max_lead, lead)
+
+    def staleness_of(self, rank: int) -> dict[str, int]:
+        """How many of a worker's recent pushes were how many updates old; JSON-able."""
+        return {str(key): count for key, count in sorted(Counter(self.recent_staleness.get(rank, ())).items())}
 
     def to_status(self) -> dict[str, Any]:
         """JSON-able."""
@@ -66,7 +90,9 @@ class JobStatistics:
             "bytes_in": self.bytes_in,
             "bytes_out": self.bytes_out,
             "staleness": {str(key): count for key, count in sorted(self.staleness.items())},
+            "staleness_sum": self.staleness_sum,
             "lead": {str(key): count for key, count in sorted(self.lead.items())},
+            "lead_sum": self.lead_sum,
             "max_staleness": self.max_staleness,
             "max_lead": self.max_lead,
         }

@@ -20,6 +20,8 @@ from psengine.collectives.base import CompletedWork, Work
 from psengine.errors import ConfigurationError, ReductionError
 from psengine.strategies.base import Reduction
 from psengine.strategies.server_strategy import DEFAULT_TIMEOUT_S, ServerStrategy
+from psengine.timeline import now_ns, recorder
+from psengine.timeline_spans import PushSpans
 
 if TYPE_CHECKING:
     from psengine.client.operation import Push
@@ -84,6 +86,7 @@ class AsyncServer(ServerStrategy):
         self._landings: dict[int, torch.Tensor] = {}
         self._pushed_gradients: list[tuple[torch.Tensor, torch.Tensor | None, int]] = []
         self._weight_versions = (0, 0)
+        self._spans = PushSpans()
 
     @property
     def rule(self) -> dict[str, Any]:
@@ -169,6 +172,19 @@ class AsyncServer(ServerStrategy):
             self._note_hyperparameters(optimizer)
         return 1
 
+    def weigh(self, weight: float | None) -> None:
+        """See ``Strategy.weigh``.
+
+        Raises:
+            ConfigurationError: there is a weight, and no average for it to count in.
+        """
+        if weight is not None:
+            raise ConfigurationError(
+                "an asynchronous server averages nothing: each worker's gradient is applied by itself (expected"
+                f" batch_weight = None, got {weight!r}). Fix: scale the learning rate with the batch, which the servers"
+                " follow for each worker; or use strategy='sync' or 'sync-server'."
+            )
+
     def _note_hyperparameters(self, optimizer: torch.optim.Optimizer) -> None:
         from psengine.protocol.hyperparameters import wire_groups
 
@@ -208,12 +224,16 @@ class AsyncServer(ServerStrategy):
                 self._store_edited_weights()
                 self._note_hyperparameters(optimizer)
                 for bucket in self._buckets:
+                    started_ns = now_ns() if recorder.is_on else 0
                     bucket.pack(1, as_view=False)
+                    if started_ns:
+                        recorder.add("pack", started_ns, args=bucket.facts)
                     self._push(bucket)
             self._push_buffers()
             self._await_weights()
         optimizer._opt_called = True  # type: ignore[attr-defined]  # what learning-rate schedulers look for
         self.completed_steps += 1
+        self.session.telemetry.step_ended()
         _call_hooks(optimizer, optimizer._optimizer_step_post_hooks)
         return result
 
@@ -221,6 +241,8 @@ class AsyncServer(ServerStrategy):
         missing = {
             name for name, parameter in zip(bucket.names, bucket.parameters, strict=True) if parameter.grad is None
         }
+        if recorder.is_on:
+            self._spans.leaves(bucket)
         payload = bucket.flat if bucket.device.type == "cpu" else bucket.flat.cpu()
         if self._copies_payloads:
             payload = payload.clone()
@@ -260,17 +282,23 @@ class AsyncServer(ServerStrategy):
         pushes, self._pushes = self._pushes, []
         buffer_pushes, self._buffer_pushes = self._buffer_pushes, []
         self._pushed_gradients = []
+        started_ns = now_ns() if recorder.is_on else 0
         try:
-            wait_all([*(push for _, push in pushes), *buffer_pushes])
+            with self.session.telemetry.blocked():
+                wait_all([*(push for _, push in pushes), *buffer_pushes])
         except BaseException:
             # What was sent may still be on its way from memory that the next step packs anew.
             self._copies_payloads = True
             raise
+        if started_ns:
+            started_ns = self._spans.all_answered(started_ns)
         if self._options["push"] == "backward":
             for spec, _ in pushes:
                 self.chunks.assign(spec, self._landings[spec.key])
         else:
             self.chunks.write_back([spec for spec, _ in pushes])
+        if started_ns:
+            recorder.add("apply", started_ns)
         self._note_weights()
         for spec, push in pushes:
             refused = push.wait().refused

@@ -33,6 +33,7 @@ class Replica:
             buffers to share.
         collective: the group of replicas.
         device: where the parameters live; of several devices the first.
+        sparse: names of those parameters whose gradients are sparse.
     """
 
     parameters: Mapping[str, torch.nn.Parameter]
@@ -40,6 +41,7 @@ class Replica:
     state: Mapping[str, torch.Tensor]
     collective: Collective
     device: torch.device
+    sparse: Sequence[str] = ()
 
 
 class Reduction(ABC):
@@ -74,6 +76,7 @@ class Strategy(ABC):
         carries_buffers: True where running statistics travel with the gradients, so that no broadcast comes before a
             forward.
         gathers: True where ``gather`` reaches the other replicas.
+        exchange_name: what a timeline calls a bucket on its way.
     """
 
     name: ClassVar[str]
@@ -81,6 +84,12 @@ class Strategy(ABC):
     keeps_first_layout: ClassVar[bool] = False
     carries_buffers: ClassVar[bool] = False
     gathers: ClassVar[bool] = False
+    exchange_name: ClassVar[str] = "reduce"
+
+    @property
+    def worker_rank(self) -> int | None:
+        """The rank of this worker where workers meet elsewhere than in a process group; None: that in the group."""
+        return None
 
     @abstractmethod
     def prepare(self, replica: Replica, *, synchronize: bool) -> None:
@@ -92,12 +101,26 @@ class Strategy(ABC):
             ReplicaMismatchError: the replicas' parameters or buffers differ in number, shape, stride or dtype.
         """
 
-    def begin(self, live_world_size: int, *, in_join: bool = False) -> int:
+    def weigh(self, weight: float | None) -> None:
+        """Before ``begin``, on every rank: in the coming backward this replica's gradients count ``weight`` (its
+        samples, >= 0), so that the result is sum(weight * gradient) / sum(weight). None: all replicas count alike.
+
+        Raises:
+            ConfigurationError: the strategy cannot weigh gradients.
+        """
+        if weight is not None:
+            raise ConfigurationError(
+                f"strategy {self.name!r} does not average gradients by samples (expected batch_weight = None, got"
+                f" {weight:g}). Fix: leave model.batch_weight alone, or use strategy='sync'."
+            )
+
+    def begin(self, live_world_size: int, *, in_join: bool = False) -> float:
         """The first gradient of a backward is ready, and ``live_world_size`` ranks contribute to this one.
 
         ``in_join``: ranks without data may take part with zeros, and do not know how many have some.
 
-        Returns by what the reducer divides gradients while it packs them; 1 leaves them as they are.
+        Returns by what the reducer divides gradients while it packs them; 1 leaves them as they are, infinity makes
+        zeros of them whatever they are.
         """
         return 1
 
@@ -160,6 +183,11 @@ class Strategy(ABC):
     def store_optimizer_state(self, optimizer: torch.optim.Optimizer) -> None:  # noqa: B027 - most have it here
         """After ``optimizer.load_state_dict()``: take the new state to wherever it is kept."""
 
+    def report(  # noqa: B027 - most tell nobody
+        self, loss: torch.Tensor | float | None = None, samples: int | None = None
+    ) -> None:
+        """Tell whoever shows this worker's progress how training goes; see ``DistributedDataParallel.report``."""
+
     @abstractmethod
     def broadcast(self, tensors: Sequence[torch.Tensor], source_rank: int = 0) -> None:
         """Overwrite ``tensors`` on every replica by those of ``source_rank`` (buffers before a forward)."""
@@ -176,3 +204,7 @@ class Strategy(ABC):
 
     def close(self) -> None:  # noqa: B027 - most strategies hold nothing
         """Release what the strategy holds. Safe to call twice."""
+
+    def abandon(self) -> None:
+        """The replica was garbage-collected, on this rank perhaps sooner than on others: release what is held."""
+        self.close()

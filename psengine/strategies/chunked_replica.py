@@ -8,7 +8,7 @@ import torch
 
 from psengine.buckets import Bucket, is_non_overlapping_and_dense
 from psengine.client.partition import CHUNK_BYTES, cut
-from psengine.errors import ConfigurationError, ReplicaMismatchError
+from psengine.errors import ReplicaMismatchError
 from psengine.protocol.layout import ChunkKind, ChunkSpec
 from psengine.strategies.base import Replica
 
@@ -90,11 +90,7 @@ class ChunkedReplica:
         self._replica = replica
         self._images = {name: TensorImage(parameter) for name, parameter in replica.parameters.items()}
         for bucket in buckets:
-            if bucket.sparse:
-                raise ConfigurationError(
-                    f"parameter servers exchange dense gradients (expected sparse=False, got sparse gradients of"
-                    f" {bucket.names[0]!r}). Fix: torch.nn.Embedding(..., sparse=False), or strategy='sync'."
-                )
+            assert not bucket.sparse, "ServerStrategy.prepare refuses sparse gradients"
             specs = self._add(ChunkKind.PARAMETER, bucket.names, bucket.dtype)
             ends = [0]
             for spec in specs:

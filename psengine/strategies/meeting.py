@@ -23,8 +23,9 @@ if TYPE_CHECKING:
 
 _ADDRESS_BYTES = 512
 
-# Models that this process has wrapped get jobs of their own, by the lowest number that is free.
-_job_numbers: set[int] = set()
+# Models that this process has wrapped get jobs of their own, under one name by the lowest number that is free. A number
+# becomes free when its strategy is closed, which scripts do alike on all ranks, and not when garbage is collected.
+_taken_jobs: set[str] = set()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +38,8 @@ class Meeting:
         rank: this worker's; None lets the servers give one.
         world_size: how many workers the first exchange waits for.
         embedded: the server this process started, which it has to stop.
-        number: of the model among those this process has wrapped; None where the job was named.
+        is_embedded: whether this or another process of the group did that.
+        is_named: whether the strategy's argument named the job, so that its name is not this process's to give.
     """
 
     addresses: tuple[str, ...]
@@ -45,7 +47,8 @@ class Meeting:
     rank: int | None
     world_size: int
     embedded: EmbeddedServer | None
-    number: int | None
+    is_embedded: bool
+    is_named: bool
 
 
 def meet(servers: str | Sequence[str] | None, job: str | None, collective: Collective, device: torch.device) -> Meeting:
@@ -60,8 +63,8 @@ def meet(servers: str | Sequence[str] | None, job: str | None, collective: Colle
     require_server_packages("strategies over parameter servers")
     addresses = parse_addresses(servers)
     rank, world_size = _place(collective)
-    embedded = None
-    if not addresses:
+    embedded, is_embedded = None, not addresses
+    if is_embedded:
         if world_size != collective.world_size:
             raise ConfigurationError(
                 f"this process was launched as one of {world_size}, but there is no process group through which to find"
@@ -69,24 +72,29 @@ def meet(servers: str | Sequence[str] | None, job: str | None, collective: Colle
                 " server in PSENGINE_SERVERS."
             )
         embedded, addresses = _embed(collective, device)
-    base_name = job or read_variable("PSENGINE_JOB") or "default"
-    number = None if job else next(n for n in itertools.count() if n not in _job_numbers)
-    if number is not None:
-        _job_numbers.add(number)
+    name = job or _free_job(read_variable("PSENGINE_JOB") or "default")
+    if not job:
+        _taken_jobs.add(name)
     return Meeting(
         addresses=addresses,
-        job=f"{base_name}.{number}" if number else base_name,
+        job=name,
         rank=rank,
         world_size=world_size,
         embedded=embedded,
-        number=number,
+        is_embedded=is_embedded,
+        is_named=bool(job),
     )
 
 
+def _free_job(name: str) -> str:
+    candidates = itertools.chain([name], (f"{name}.{number}" for number in itertools.count(1)))
+    return next(candidate for candidate in candidates if candidate not in _taken_jobs)
+
+
 def leave(meeting: Meeting) -> None:
-    """The meeting is over, or never came about: its job's number is free."""
-    if meeting.number is not None:
-        _job_numbers.discard(meeting.number)
+    """The strategy was closed, or the meeting never came about: its job's name is free."""
+    if not meeting.is_named:
+        _taken_jobs.discard(meeting.job)
 
 
 def _place(collective: Collective) -> tuple[int | None, int]:

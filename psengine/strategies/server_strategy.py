@@ -47,6 +47,7 @@ class ServerStrategy(Strategy):
     keeps_first_layout = True
     carries_buffers = True
     counts_usage = False
+    exchange_name = "push"
 
     def __init__(
         self,
@@ -64,6 +65,8 @@ class ServerStrategy(Strategy):
             "timeout_s": float(timeout_s),
             "checksum": bool(checksum),
         }
+        # Met for a replica that was forgotten without ``close``.
+        self._abandoned: Meeting | None = None
         self._forget()
 
     def _forget(self) -> None:
@@ -110,6 +113,12 @@ class ServerStrategy(Strategy):
         return self._chunks
 
     @property
+    def worker_rank(self) -> int | None:
+        """See ``Strategy.worker_rank``: the servers'."""
+        is_alone = self._replica is not None and self._replica.collective.world_size == 1
+        return self.session.rank if is_alone else None
+
+    @property
     def members(self) -> tuple[int, ...]:
         """Ranks of the workers that are live, as the servers said last."""
         return tuple(self.session.members)
@@ -124,6 +133,12 @@ class ServerStrategy(Strategy):
             raise ConfigurationError(
                 "a strategy object serves one wrapped model (got a second);"
                 f" make a psengine.{type(self).__name__}() for each"
+            )
+        if replica.sparse:
+            # Said before anybody is met: the others would wait there for this worker.
+            raise ConfigurationError(
+                f"parameter servers exchange dense gradients (expected sparse=False, got sparse gradients of"
+                f" {replica.sparse[0]!r}). Fix: torch.nn.Embedding(..., sparse=False), or strategy='sync'."
             )
         options = self._options
         meeting = meet(options["servers"], options["job"], replica.collective, replica.device)
@@ -142,6 +157,7 @@ class ServerStrategy(Strategy):
                     timeout_s=options["timeout_s"],
                     checksum=options["checksum"],
                     keys=keys_from_environment(),
+                    is_embedded=meeting.is_embedded,
                 )
             )
             self._session.start()
@@ -199,16 +215,40 @@ class ServerStrategy(Strategy):
     def broadcast(self, tensors: Sequence[torch.Tensor], source_rank: int = 0) -> None:
         """Nothing to do: buffers travel with the gradients, and the bucket layout is never agreed on anew."""
 
+    # ---- for people --------------------------------------------------------------------------------------------
+
+    def report(self, loss: torch.Tensor | float | None = None, samples: int | None = None) -> None:
+        """See ``Strategy.report``: the servers' status shows it, from this worker's next heartbeat on.
+
+        Args:
+            loss: of this step, one number, perhaps on a GPU; it is read later, so that nothing waits for the device.
+            samples: how many this step had.
+
+        Raises:
+            ConfigurationError: the loss is not one number, or the samples are no number of samples.
+        """
+        self.session.telemetry.report(loss, samples)
+
     # ---- leaving -----------------------------------------------------------------------------------------------
 
     def close(self) -> None:
         """Say goodbye to the servers, so that nobody waits for this worker; stop an embedded server. Safe twice."""
+        self.abandon()
+        meeting, self._abandoned = self._abandoned, None
+        if meeting is not None:
+            leave(meeting)
+
+    def abandon(self) -> None:
+        """See ``Strategy.abandon``: like ``close``, but the number of the job stays taken.
+
+        Else the next model's job would be named by when garbage is collected, and not alike on all ranks.
+        """
         session, meeting, steps = self._session, self._meeting, self.completed_steps
         self._forget()
         self.completed_steps = steps
         if session is not None:
             session.close()
         if meeting is not None:
-            leave(meeting)
+            self._abandoned = meeting
             if meeting.embedded is not None:
                 meeting.embedded.stop()

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from psengine.batch_weights import BatchWeights
 from psengine.buckets import Bucket
 from psengine.collectives.base import Collective, CompletedWork, Work
 from psengine.errors import ConfigurationError, ReductionError
@@ -37,6 +38,7 @@ class SyncAllReduce(Strategy):
         self._dtype = _checked_dtype(dtype)
         self._collective: Collective | None = None
         self._hook: CommHook | None = None
+        self._weights: BatchWeights | None = None
         self._scale = 1.0
         # By bucket: where gradients that stay views of their bucket are converted to on the way out.
         self._converted: dict[int, torch.Tensor] = {}
@@ -68,15 +70,34 @@ class SyncAllReduce(Strategy):
             verify_replicas(replica.collective, replica.parameters, replica.state, replica.device)
             replica.collective.broadcast(list(replica.state.values()), 0, what="initial parameters and buffers")
         self._collective = replica.collective
+        self._weights = BatchWeights(replica.collective, replica.device)
 
-    def begin(self, live_world_size: int, *, in_join: bool = False) -> int:
-        """Divide by the number of contributing ranks while packing, unless a hook or the collective does the scaling.
+    def weigh(self, weight: float | None) -> None:
+        """See ``Strategy.weigh``: the ranks' weights are added up while forward ends and backward begins.
+
+        Raises:
+            ConfigurationError: a communication hook averages in the strategy's place.
+        """
+        if weight is not None and self._hook is not None:
+            raise ConfigurationError(
+                "a communication hook gets gradients as they are and averages them itself (expected batch_weight ="
+                f" None, got {weight:g}). Fix: leave out the hook (strategy='sync:dtype=bfloat16' halves what travels),"
+                " or weigh in the hook."
+            )
+        assert self._weights is not None, "weighed before it was prepared"
+        self._weights.exchange(weight)
+
+    def begin(self, live_world_size: int, *, in_join: bool = False) -> float:
+        """Divide by the number of contributing ranks while packing, unless a hook or the collective does the scaling;
+        by weights, which differ from rank to rank, always while packing.
 
         Dividing before summing keeps low-precision sums from overflowing, and is what native DDP does. A narrower dtype
         is scaled while packing, so that addends are rounded once; and so it is in ``join``, where ranks without data do
         not know the factor.
         """
         self._scale = 1.0
+        if self._weights is not None and self._weights.weight is not None:
+            return self._weights.divisor()
         if self._hook is not None:
             return 1
         if self._dtype is None and not in_join and self.collective.scales_for_free:
@@ -91,8 +112,9 @@ class SyncAllReduce(Strategy):
 
     @property
     def needs_packing(self) -> bool:
-        """False for a single replica without a hook: its gradients are their own average."""
-        return self.collective.world_size > 1 or self._hook is not None
+        """False for a single replica without a hook: its gradients are their own average, unless they count nothing."""
+        has_no_say = self._weights is not None and self._weights.weight == 0
+        return self.collective.world_size > 1 or self._hook is not None or has_no_say
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """See ``Strategy.allocate``."""
@@ -152,6 +174,7 @@ class SyncAllReduce(Strategy):
     def close(self) -> None:
         """See ``Strategy.close``; the process group belongs to the caller and stays open."""
         self._collective = None
+        self._weights = None
 
 
 class _SumReduction(Reduction):

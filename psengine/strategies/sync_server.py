@@ -76,6 +76,8 @@ class SyncServer(ServerStrategy):
         self._exchanges: list[tuple[int, torch.Tensor, torch.Tensor]] = []
         self._pushes: list[Push] = []
         self._buffer_landings: dict[int, torch.Tensor] | None = None
+        self._weight: float | None = None
+        self._gradient_keys: set[int] = set()
 
     @property
     def rule(self) -> dict[str, Any]:
@@ -85,6 +87,7 @@ class SyncServer(ServerStrategy):
     def lay_out(self, buckets: Sequence[Bucket]) -> None:
         """See ``ServerStrategy.lay_out``."""
         super().lay_out(buckets)
+        self._gradient_keys = {spec.key for chunks in self.chunks.of_bucket for spec, _, _ in chunks}
         # Averages land apart from what was sent: until everybody has an average, a worker may be asked for it.
         self._results = [torch.empty(bucket.numel, dtype=bucket.dtype) for bucket in buckets]
         self._payloads = [
@@ -103,6 +106,21 @@ class SyncServer(ServerStrategy):
             self.session.set_sequence(spec.key, self.session.version(spec.key))
 
     # ---- a step ------------------------------------------------------------------------------------------------
+
+    def weigh(self, weight: float | None) -> None:
+        """See ``Strategy.weigh``: the servers average by weight; 0 takes part and counts nothing.
+
+        Raises:
+            ConfigurationError: the weight is none.
+        """
+        from psengine.protocol.messages import MAX_WEIGHT
+
+        if weight is not None and not 0 <= weight <= MAX_WEIGHT:
+            raise ConfigurationError(
+                f"a weight is a number of samples (expected 0 to {MAX_WEIGHT:g}, got {weight!r}); or None, for averages"
+                " in which all workers count alike"
+            )
+        self._weight = None if weight is None else float(weight)
 
     def begin(self, live_world_size: int, *, in_join: bool = False) -> int:
         """Gradients travel undivided, because only the servers know how many workers contribute.
@@ -144,7 +162,10 @@ class SyncServer(ServerStrategy):
             self._rejoin()
 
     def _begin_exchange(self, key: int, payload: torch.Tensor, landing: torch.Tensor) -> Push:
-        return self.session.push(key, None if self._sits_out else payload, [landing])
+        if self._sits_out:
+            return self.session.push(key, None, [landing])
+        weight = self._weight if key in self._gradient_keys else None
+        return self.session.push(key, None if weight == 0 else payload, [landing], weight=weight)
 
     def reduce_usage(self, used: torch.Tensor) -> Work:
         """See ``Strategy.reduce_usage``."""
@@ -164,7 +185,8 @@ class SyncServer(ServerStrategy):
         try:
             for _ in range(MOST_REJOINS):
                 try:
-                    wait_all(self._pushes)
+                    with self.session.telemetry.blocked():
+                        wait_all(self._pushes)
                     break
                 except FencedError:
                     self._rejoin()
@@ -193,6 +215,7 @@ class SyncServer(ServerStrategy):
             self.chunks.assign(self.chunks.specs[key], landing)
         self._is_open = False
         self.completed_steps += 1
+        self.session.telemetry.step_ended()
 
     # ---- joining late ------------------------------------------------------------------------------------------
 

@@ -1,0 +1,97 @@
+"""What happened to a server and its workers, for people: a short list that everybody may add to."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+
+MOST_EVENTS = 200
+# A refused gradient comes with hundreds of chunks a second: one event tells, the next says how many followed.
+REPEAT_S = 30.0
+_REPEATING = frozenset({"refused", "late", "memory"})
+# A long run's log would be nothing else.
+_COLLAPSING = frozenset({"snapshot"})
+_MOST_REMEMBERED = 1024
+
+KINDS = frozenset(
+    {
+        "started",
+        "restored",
+        "joined",
+        "left",
+        "evicted",
+        "fenced",
+        "refused",
+        "late",
+        "snapshot",
+        "snapshot_failed",
+        "memory",
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One thing that happened.
+
+    Attributes:
+        unix_s: when, by the wall clock.
+        kind: one of ``KINDS``.
+        job: name of the job, "" where it concerns none.
+        worker: rank, None where it concerns none.
+        text: for people, without a full stop.
+    """
+
+    unix_s: float
+    kind: str
+    job: str
+    worker: int | None
+    text: str
+
+
+class EventLog:
+    """The last ``MOST_EVENTS`` events; thread-safe.
+
+    Refusals and the like of one worker are let through once in ``REPEAT_S``; of snapshots in a row the last one stays.
+
+    Args:
+        wall_clock_s: the time events carry.
+        clock_s: measures how long ago the last one was.
+    """
+
+    def __init__(
+        self, wall_clock_s: Callable[[], float] = time.time, clock_s: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._wall_clock_s = wall_clock_s
+        self._clock_s = clock_s
+        self._lock = threading.Lock()
+        self._events: deque[Event] = deque(maxlen=MOST_EVENTS)
+        # (kind, job, worker) -> (when the next may follow, how many were left out)
+        self._repeats: dict[tuple[str, str, int | None], tuple[float, int]] = {}
+
+    def note(self, kind: str, text: str, *, job: str = "", worker: int | None = None) -> None:
+        """Something happened."""
+        assert kind in KINDS, kind
+        with self._lock:
+            if kind in _REPEATING:
+                now_s = self._clock_s()
+                next_s, left_out = self._repeats.get((kind, job, worker), (float("-inf"), 0))
+                if now_s < next_s:
+                    self._repeats[kind, job, worker] = (next_s, left_out + 1)
+                    return
+                if len(self._repeats) >= _MOST_REMEMBERED:
+                    self._repeats.clear()
+                self._repeats[kind, job, worker] = (now_s + REPEAT_S, 0)
+                if left_out:
+                    text = f"{text}; {left_out} like it before"
+            elif kind in _COLLAPSING and self._events and self._events[-1].kind == kind:
+                self._events.pop()
+            self._events.append(Event(round(self._wall_clock_s(), 3), kind, job, worker, text))
+
+    def to_status(self) -> list[dict[str, object]]:
+        """JSON-able; the newest last."""
+        with self._lock:
+            return [asdict(event) for event in self._events]

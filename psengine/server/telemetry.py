@@ -1,0 +1,130 @@
+"""What one worker's steps are made of: what it says in heartbeats, and what this shard sees of it. No clock.
+
+    worker   ├─ compute ─────┤├─ blocked: it waits for servers ─────────┤      step_s, blocked_s: heartbeats
+    shard                          ├─ apply ─┤├─ held for others ─┤            apply_s, held_s: seen here
+                             ├wire┤                               ├wire┤
+
+Rates are taken over the last ``WINDOW_S`` between two heartbeats, or for as long as one step takes.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+WINDOW_S = 10.0
+LONGEST_WINDOW_S = 600.0
+
+RATES = ("steps_per_s", "samples_per_s", "step_s", "blocked_s", "apply_s", "held_s")
+
+
+@dataclass(frozen=True, slots=True)
+class _Sample:
+    """Totals at one heartbeat."""
+
+    at_s: float
+    steps: int
+    step_s: float
+    blocked_s: float
+    samples: int
+    apply_s: float
+    held_s: float
+
+
+class WorkerTelemetry:
+    """One worker's, at one shard.
+
+    Attributes:
+        steps: completed ones, as it said last; None where it says nothing of itself.
+        loss: as it said last.
+        apply_s: total time spent on its pushes here.
+        held_s: total time its answers were held for others, of each exchange the longest hold.
+    """
+
+    __slots__ = ("_exchange", "_held", "_longest_s", "_means", "_samples", "apply_s", "held_s", "loss", "steps")
+
+    def __init__(self) -> None:
+        self.steps: int | None = None
+        self.loss: float | None = None
+        self.apply_s = 0.0
+        self.held_s = 0.0
+        self._samples: deque[_Sample] = deque()
+        self._means: dict[str, float | None] = dict.fromkeys(RATES)
+        # key -> (exchange, when its push came) of answers that are held
+        self._held: dict[int, tuple[int, float]] = {}
+        self._exchange = 0
+        self._longest_s = 0.0
+
+    def hold(self, key: int, exchange: int, now_s: float) -> None:
+        """A push came, and its answer cannot leave yet; repeats, late ones of older exchanges too, change nothing."""
+        held = self._held.get(key)
+        if held is None or held[0] < exchange:
+            self._held[key] = (exchange, now_s)
+
+    def release(self, key: int, exchange: int, now_s: float) -> None:
+        """An answer leaves."""
+        held = self._held.get(key)
+        if held is None or held[0] != exchange:
+            return
+        del self._held[key]
+        if exchange != self._exchange:
+            self._exchange, self._longest_s = exchange, 0.0
+        hold_s = now_s - held[1]
+        if hold_s > self._longest_s:
+            self.held_s += hold_s - self._longest_s
+            self._longest_s = hold_s
+
+    def hear(self, body: Mapping[str, Any], now_s: float) -> None:
+        """A heartbeat came; {} of a worker that says nothing of itself."""
+        if "steps" not in body:
+            return
+        sample = _Sample(
+            now_s,
+            body["steps"],
+            float(body.get("step_s", 0.0)),
+            float(body.get("blocked_s", 0.0)),
+            body.get("samples", 0),
+            self.apply_s,
+            self.held_s,
+        )
+        self.steps, self.loss = sample.steps, body.get("loss")
+        samples = self._samples
+        if samples and (sample.steps < samples[-1].steps or now_s < samples[-1].at_s):
+            samples.clear()
+        # A step's seconds are counted from the end of the first step on.
+        if not sample.steps:
+            return
+        # A step that takes long is many heartbeats, of which the first and the last tell all.
+        if len(samples) > 1 and samples[-2].steps == sample.steps:
+            samples.pop()
+        samples.append(sample)
+        while len(samples) > 2 and self._is_dispensable(samples[1], sample):
+            samples.popleft()
+        self._average(samples[0], sample)
+
+    @staticmethod
+    def _is_dispensable(next_first: _Sample, last: _Sample) -> bool:
+        """Whether the window can begin at ``next_first`` and still be long enough, with a step in it."""
+        length_s = last.at_s - next_first.at_s
+        return length_s >= LONGEST_WINDOW_S or (length_s >= WINDOW_S and last.steps > next_first.steps)
+
+    def _average(self, first: _Sample, last: _Sample) -> None:
+        seconds, steps = last.at_s - first.at_s, last.steps - first.steps
+        if seconds <= 0:
+            return
+        means = self._means
+        means["steps_per_s"] = steps / seconds
+        if last.samples:
+            means["samples_per_s"] = (last.samples - first.samples) / seconds
+        if steps:
+            means["step_s"] = (last.step_s - first.step_s) / steps
+            means["blocked_s"] = (last.blocked_s - first.blocked_s) / steps
+            means["apply_s"] = (last.apply_s - first.apply_s) / steps
+            means["held_s"] = (last.held_s - first.held_s) / steps
+
+    def to_status(self) -> dict[str, Any]:
+        """JSON-able: "steps", "loss" and ``RATES``, the last four in seconds a step; None where not known yet."""
+        means = {name: None if mean is None else round(mean, 6) for name, mean in self._means.items()}
+        return {"steps": self.steps, "loss": self.loss, **means}

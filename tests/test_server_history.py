@@ -1,0 +1,187 @@
+"""Rings of samples against what a list of all samples would say."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import time
+
+import pytest
+
+from psengine.server.history import LENGTHS, History, Track
+
+
+def status_of(
+    *,
+    bytes_in=0,
+    applied=0,
+    refused=None,
+    staleness=None,
+    staleness_sum=None,
+    workers=(),
+    job="job",
+    bytes_out=0,
+    has_error=False,
+):
+    shard = {"index": 0, "transport": {"received_bytes": bytes_in, "sent_bytes": bytes_out}}
+    return {
+        "shards": [{"index": 0, "error": "no answer"} if has_error else shard],
+        "jobs": {
+            job: {
+                "applied": applied,
+                "refused": refused or {},
+                "staleness": staleness or {},
+                "staleness_sum": staleness_sum or 0,
+                "workers": [
+                    {"rank": rank, "step": step, "loss": loss, "steps_per_s": None} for rank, step, loss in workers
+                ],
+            }
+        },
+    }
+
+
+def test_rates_are_differences_and_means_of_the_interval():
+    track = Track(1, 10)
+    track.record(status_of(bytes_in=1000, applied=5, staleness={"0": 5}, workers=[(0, 5, 2.5)]), 100.0, 1.0)
+    track.record(
+        status_of(
+            bytes_in=4000,
+            bytes_out=60,
+            applied=15,
+            refused={"not_finite": 4, "abstained": 9},
+            staleness={"0": 7, "64": 8},
+            staleness_sum=1000,
+            workers=[(0, 11, 2.25), (1, 3, None)],
+        ),
+        102.0,
+        3.0,
+    )
+    found = track.to_json()
+    assert found["interval_s"] == 1
+    assert found["unix_s"] == [1.0, 3.0]
+    assert found["shards"] == [{"index": 0, "bytes_in_per_s": [None, 1500], "bytes_out_per_s": [None, 30]}]
+    job = found["jobs"]["job"]
+    assert job["applied_per_s"] == [None, 5]
+    assert job["refused_per_s"] == [None, 2]
+    assert job["staleness_mean"] == [None, 100]  # two of 0, and eight of 64 or more
+    assert job["workers"] == {
+        "0": {"step": [5, 11], "loss": [2.5, 2.25], "steps_per_s": [None, 3]},
+        "1": {"step": [None, 3], "loss": [None, None], "steps_per_s": [None, None]},
+    }
+
+
+def test_a_ring_holds_the_last_samples_of_a_random_run():
+    generator = random.Random(3)
+    track, kept, bytes_in, applied = Track(1, 7), [], 0, 0
+    for number in range(40):
+        more_bytes, more_applied, lost = generator.randrange(9000), generator.randrange(50), generator.random()
+        bytes_in, applied = bytes_in + more_bytes, applied + more_applied
+        is_first = number == 0
+        track.record(status_of(bytes_in=bytes_in, applied=applied, workers=[(4, number, lost)]), number, 100 + number)
+        kept.append(
+            (100 + number, None if is_first else more_bytes, None if is_first else more_applied, float(f"{lost:.6g}"))
+        )
+        found = track.to_json()
+        job = found["jobs"]["job"]
+        columns = (
+            found["unix_s"],
+            found["shards"][0]["bytes_in_per_s"],
+            job["applied_per_s"],
+            job["workers"]["4"]["loss"],
+        )
+        assert list(zip(*columns, strict=True)) == kept[-7:]
+    assert track.to_json(since_unix_s=137.0)["unix_s"] == [138, 139]
+    track.record(status_of(), 40.0, 140.123456789)
+    newest = track.to_json()["unix_s"][-1]
+    assert track.to_json(since_unix_s=newest)["unix_s"] == []
+    assert track.to_json(since_unix_s=1e12)["jobs"]["job"]["workers"]["4"]["loss"] == []
+
+
+def test_what_is_not_known_is_none_and_a_counter_that_begins_anew_is_no_negative_rate():
+    track = Track(1, 10)
+    track.record(status_of(applied=100, bytes_in=100, workers=[(0, 7, math.nan), (1, 7, math.inf)]), 1.0, 1.0)
+    track.record(status_of(applied=3, bytes_in=200, workers=[(0, 2, 1.0)]), 2.0, 2.0)
+    track.record(status_of(applied=4, bytes_in=300, workers=[(0, 3, 1.0)]), 3.0, 3.0)
+    found = track.to_json()
+    assert found["jobs"]["job"]["applied_per_s"] == [None, None, 1]
+    assert found["jobs"]["job"]["workers"]["0"]["loss"] == [None, 1, 1]
+    assert found["jobs"]["job"]["workers"]["1"] == {
+        "step": [7, None, None],
+        "loss": [None, None, None],
+        "steps_per_s": [None, None, None],
+    }
+    json.dumps(found, allow_nan=False)
+    track.record({}, 4.0, 4.0)
+    assert track.to_json()["jobs"]["job"]["applied_per_s"][-1] is None
+
+
+def test_a_shard_that_misses_its_deadline_leaves_a_gap_and_no_peak():
+    """Its share of the job's counters is missing: back again, it would look like all of them in one second."""
+    track = Track(1, 10)
+    track.record(status_of(applied=1_000_000, bytes_in=100, workers=[(0, 7, 1.0)]), 1.0, 1.0)
+    track.record(status_of(applied=500_000, has_error=True, workers=[(0, 3, 1.0)]), 2.0, 2.0)
+    track.record(status_of(applied=1_000_020, bytes_in=300, workers=[(0, 9, 1.0)]), 3.0, 3.0)
+    found = track.to_json()
+    assert found["jobs"]["job"]["applied_per_s"] == [None, None, 10]  # over two seconds
+    assert found["shards"][0]["bytes_in_per_s"] == [None, None, 100]
+    assert found["jobs"]["job"]["workers"]["0"]["step"] == [7, None, 9]
+    assert found["jobs"]["job"]["workers"]["0"]["steps_per_s"] == [None, None, 1]
+
+
+def test_who_is_gone_for_a_whole_ring_is_forgotten():
+    track = Track(1, 3)
+    for number in range(4):
+        track.record(status_of(workers=[(0, number, 1.0)] + ([(1, 0, 1.0)] if number == 0 else [])), number, number)
+        assert ("1" in track.to_json()["jobs"]["job"]["workers"]) == (number < 3)
+    for number in range(4, 8):
+        track.record({"shards": [], "jobs": {}}, number, number)
+    assert track.to_json()["jobs"] == {}
+    assert track.to_json()["shards"] == []
+
+
+def test_a_lap_later_nothing_is_left_of_what_was():
+    track = Track(1, 3)
+    for number in range(6):
+        track.record(status_of(workers=[(0, number, 1.0)] + ([(1, 9, 2.0)] if number < 4 else [])), number, number)
+    assert track.to_json()["jobs"]["job"]["workers"]["1"]["step"] == [9, None, None]
+
+
+def test_memory_is_bounded_whoever_comes():
+    track = Track(1, 5, most_workers=3, most_jobs=2)
+    for number in range(20):
+        track.record(status_of(job=f"job-{number}", workers=[(rank, 1, 1.0) for rank in range(2)]), number, number)
+    found = track.to_json()
+    assert len(found["jobs"]) == 2
+    assert "job-19" in found["jobs"]
+    assert sum(len(job["workers"]) for job in found["jobs"].values()) <= 3
+    # Who is here is not pushed out by who comes.
+    crowd = Track(1, 5, most_workers=3)
+    for number in range(3):
+        crowd.record(status_of(workers=[(rank, 1, 1.0) for rank in range(10)]), number, number)
+        assert set(crowd.to_json()["jobs"]["job"]["workers"]) == {"0", "1", "2"}
+
+
+def test_the_thread_samples_and_survives_a_status_that_fails():
+    calls = []
+
+    def status():
+        calls.append(1)
+        if len(calls) == 1:
+            raise RuntimeError("sabotage of the status")
+        return status_of(applied=len(calls), workers=[(0, len(calls), 0.5)])
+
+    with History(status) as history:
+        deadline_s = time.monotonic() + 20
+        while len(history.to_json(1)["unix_s"]) < 2:
+            assert time.monotonic() < deadline_s
+            time.sleep(0.05)
+        found = history.to_json(1)
+        newest = history.to_json(1, since_unix_s=found["unix_s"][0])
+        assert newest["unix_s"][0] == found["unix_s"][1]
+    before = len(calls)
+    time.sleep(1.2)
+    assert len(calls) == before
+    assert set(LENGTHS) == {1, 60}
+    with pytest.raises(KeyError):
+        history.to_json(7)
