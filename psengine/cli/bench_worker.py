@@ -1,0 +1,218 @@
+"""``python -m psengine.cli.bench_worker``: a rank of ``psengine bench``.
+
+The rules are those of ``benchmarks/``: candidates take turns within one process group, who begins rotates, a repetition
+counts with the slowest rank's time, and every candidate's result is checked.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+
+from psengine import native
+from psengine.collectives.shared_memory import SharedMemoryCollective
+from psengine.comparison.place import Place
+from psengine.comparison.rank import serve
+from psengine.comparison.training import NativeDistributedDataParallel
+from psengine.parallel import DistributedDataParallel
+
+GLOO, IN_PLACE, STAGED = "gloo", "psengine in place", "psengine staged"
+PLAIN, NATIVE, SYNC = "plain backward", "native DDP", "psengine sync"
+COPY, ECHO, PUSH_PULL = "copy in memory", "echo", "push-pull"
+WARM_UP_TURNS = 3
+LARGE_BYTES, SMALL_REPEATS = 2**20, 20
+MODEL_WIDTHS, MODEL_ROWS = (784, 1024, 1024, 1024, 10), 64
+# A power of two, so that weights after n exchanges are known to the bit.
+LEARNING_RATE = 2.0**-10
+CPU = torch.device("cpu")
+
+
+class WrongResultError(ArithmeticError):
+    """A candidate was fast, and wrong."""
+
+
+def run(place: Place, work: dict[str, Any]) -> dict[str, Any]:
+    """Measure each part; seconds of every turn, by candidate."""
+    torch.set_num_threads(1)
+    has_shared_memory = native.has_shared_memory()
+    collective = SharedMemoryCollective() if has_shared_memory else None
+    found: dict[str, Any] = {"has_shared_memory": has_shared_memory, "all_reduce": {}, "step": None, "server": None}
+    try:
+        if collective is not None:
+            collective.connect()
+        barrier = dist.barrier if collective is None else collective.barrier
+        for size_bytes in work["sizes_bytes"]:
+            place.note(f"the all-reduce of {size_bytes} bytes")
+            found["all_reduce"][str(size_bytes)] = measure_all_reduce(
+                place, collective, barrier, size_bytes, work["turns"]
+            )
+        place.note("the training step")
+        found["step"] = measure_step(place, barrier, work["turns"])
+        if work["server"] is not None:
+            place.note("the server's round trip")
+            if place.rank == 0:
+                found["server"] = measure_server(work["server"], work["model_bytes"], work["turns"])
+            dist.barrier()
+    finally:
+        if collective is not None:
+            collective.close()
+    return found
+
+
+def measure_all_reduce(
+    place: Place, collective: SharedMemoryCollective | None, barrier: Callable[[], object], size_bytes: int, turns: int
+) -> dict[str, list[float]]:
+    """Seconds of summing a float32 tensor that its rank has just written, as after a backward.
+
+    A small one is summed many times in a turn: ranks leave a barrier microseconds apart.
+    """
+    repeats = 1 if size_bytes >= LARGE_BYTES else SMALL_REPEATS
+    numel = size_bytes // 4
+    own = torch.empty(numel)
+    candidates: dict[str, tuple[torch.Tensor, Callable[[], object]]] = {GLOO: (own, lambda: dist.all_reduce(own))}
+    if collective is not None:
+        shared, ours = collective.allocate(numel, torch.float32, CPU), collective
+        candidates[IN_PLACE] = (shared, lambda: ours.all_reduce(shared).wait())
+        candidates[STAGED] = (own, lambda: ours.all_reduce(own).wait())
+
+    def prepare(name: str) -> Callable[[], object]:
+        tensor, reduce = candidates[name]
+        tensor.copy_(addends[place.rank])
+        return reduce
+
+    # Small integers: their sum is exact, in whatever order.
+    addends = [
+        torch.arange(numel, dtype=torch.int64).add(3 * rank).remainder(97).float() for rank in range(place.world_size)
+    ]
+    expected = torch.stack(addends).sum(0)
+    for name, (tensor, _) in candidates.items():
+        prepare(name)()
+        _check(place, torch.equal(tensor, expected), f"all-reduce of {size_bytes} bytes by {name}")
+
+    def repeat(name: str) -> Callable[[], object]:
+        reduce = prepare(name)
+        return lambda: [reduce() for _ in range(repeats)]
+
+    seconds = _take_turns(list(candidates), repeat, barrier, turns)
+    return {name: [duration_s / repeats for duration_s in own] for name, own in seconds.items()}
+
+
+def measure_step(place: Place, barrier: Callable[[], object], turns: int) -> dict[str, list[float]]:
+    """Seconds of forward and backward, exchange included; the plain one ends when both ranks are done."""
+    models: dict[str, nn.Module] = {}
+    for name, wrap in ((PLAIN, nn.Sequential), (NATIVE, NativeDistributedDataParallel), (SYNC, _sync)):
+        torch.manual_seed(0)
+        models[name] = wrap(_perceptron())
+    torch.manual_seed(1 + place.rank)
+    inputs, targets = torch.randn(MODEL_ROWS, MODEL_WIDTHS[0]), torch.randint(MODEL_WIDTHS[-1], (MODEL_ROWS,))
+
+    def prepare(name: str) -> Callable[[], object]:
+        model = models[name]
+
+        def step() -> None:
+            model.zero_grad(set_to_none=True)
+            F.cross_entropy(model(inputs), targets).backward()
+            if name == PLAIN:
+                barrier()
+
+        return step
+
+    for name in models:
+        prepare(name)()
+    for plain, averaged, ours in zip(*(model.parameters() for model in models.values()), strict=True):
+        assert plain.grad is not None
+        mean = plain.grad.clone()
+        dist.all_reduce(mean)
+        mean /= place.world_size
+        _check(place, torch.allclose(averaged.grad, mean, rtol=1e-4, atol=1e-7), f"gradients of {NATIVE}")
+        _check(place, torch.equal(ours.grad, averaged.grad), f"gradients of {SYNC}")
+    return _take_turns(list(models), prepare, barrier, turns)
+
+
+def measure_server(address: str, model_bytes: int, turns: int) -> dict[str, list[float]]:
+    """Seconds of a model's way to a server that applies SGD and back, by one worker."""
+    from psengine.client.client import connect
+
+    weights = torch.nn.Parameter(torch.zeros(model_bytes // 4))
+    gradient = torch.arange(weights.numel(), dtype=torch.int64).remainder(5).float()
+    copied = torch.empty_like(gradient)
+    seconds: dict[str, list[float]] = {COPY: [], ECHO: [], PUSH_PULL: []}
+    with connect(address, job="bench") as client, torch.no_grad():
+        client.register({"weights": weights}, optimizer=torch.optim.SGD([weights], lr=LEARNING_RATE))
+
+        def push_pull() -> None:
+            client.push_pull({"weights": gradient}, into={"weights": weights})
+
+        for turn in range(-WARM_UP_TURNS, turns):
+            found = {
+                COPY: _seconds_of(lambda: copied.copy_(gradient)),
+                ECHO: client.echo(64),
+                PUSH_PULL: _seconds_of(push_pull),
+            }
+            if turn >= 0:
+                for name, duration_s in found.items():
+                    seconds[name].append(duration_s)
+        expected = -LEARNING_RATE * (turns + WARM_UP_TURNS) * gradient
+        if not torch.equal(weights, expected):
+            raise WrongResultError("weights from the server: wrong result")
+    return seconds
+
+
+def _take_turns(
+    names: list[str], prepare: Callable[[str], Callable[[], object]], barrier: Callable[[], object], turns: int
+) -> dict[str, list[float]]:
+    """Seconds of the slowest rank in each turn, in which every candidate has its go."""
+    seconds: dict[str, list[float]] = {name: [] for name in names}
+    gc.collect()
+    gc.disable()
+    for turn in range(-WARM_UP_TURNS, turns):
+        order = [names[(turn + place) % len(names)] for place in range(len(names))]
+        for name in order if turn // len(names) % 2 == 0 else reversed(order):
+            work = prepare(name)
+            barrier()
+            duration_s = _seconds_of(work)
+            if turn >= 0:
+                seconds[name].append(duration_s)
+    gc.enable()
+    return _slowest(seconds)
+
+
+def _slowest(seconds: Mapping[str, list[float]]) -> dict[str, list[float]]:
+    durations = torch.tensor(list(seconds.values()), dtype=torch.float64)
+    dist.all_reduce(durations, op=dist.ReduceOp.MAX)
+    return dict(zip(seconds, durations.tolist(), strict=True))
+
+
+def _seconds_of(work: Callable[[], object]) -> float:
+    begin_s = time.perf_counter()
+    work()
+    return time.perf_counter() - begin_s
+
+
+def _perceptron() -> nn.Module:
+    layers: list[nn.Module] = []
+    for inputs, outputs in itertools.pairwise(MODEL_WIDTHS):
+        layers += [nn.Linear(inputs, outputs), nn.ReLU()]
+    return nn.Sequential(*layers[:-1])
+
+
+def _sync(module: nn.Module) -> nn.Module:
+    return DistributedDataParallel(module, strategy="sync")
+
+
+def _check(place: Place, is_right: bool, what: str) -> None:
+    """Raise on every rank where a result is wrong on any."""
+    if place.any_rank(not is_right):
+        raise WrongResultError(f"{what}: wrong result")
+
+
+if __name__ == "__main__":
+    serve(run)

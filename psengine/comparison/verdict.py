@@ -1,0 +1,185 @@
+"""What a comparison found: the ranks' findings put together, the verdict, and what a reader should know about it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from psengine.comparison.differences import KINDS, Difference, finite_or_name
+
+EQUAL, WITHIN, DIFFERENT, REFUSED = "bitwise equal", "within tolerance", "different", "refused"
+
+_SUMS = "gradients are added in another order, which rounds otherwise"
+# By strategy, what to say where a training differs from native DDP's, and more than one worker takes part.
+_EXPECTED = {
+    "sync": "with three ranks and more, shared memory adds in rank order where gloo adds in ring order: "
+    + _SUMS
+    + ". PSENGINE_COLLECTIVE=c10d adds as native DDP does",
+    "sync-server": "the servers add in rank order: with three workers and more " + _SUMS,
+    "async": "async is another algorithm: the servers apply each worker's gradient when it arrives, nobody averages, so"
+    " with two workers and more it takes other steps than native DDP. That is no fault; --rtol and --atol say what"
+    " distance you accept",
+}
+_CONTROL_HINTS = (
+    "state at module level (a generator, an iterator, a counter) is shared by the trainings: make it inside the"
+    " target function",
+    "time, os.urandom, an unseeded generator (numpy.random.default_rng(), random.Random()) or the order of a set"
+    " differ from run to run",
+    "kernels that add in changing order, on CUDA above all: torch.use_deterministic_algorithms(True) finds them",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Control:
+    """The reference, trained twice: whether the target gives the same numbers again.
+
+    Attributes:
+        reproducible: whether the two were bitwise equal.
+        first: their first difference.
+    """
+
+    reproducible: bool
+    first: Difference | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """How a target trains under ``strategy``, against ``against``.
+
+    Attributes:
+        target: what was trained.
+        strategy, against: the candidate and the reference: "native", or a strategy.
+        world_size, steps, seed: of both.
+        verdict: "bitwise equal", "within tolerance", "different"; of the zoo also "refused", where the strategy does
+            not take the model.
+        first: the earliest difference, over steps, then loss, buffers, gradients, parameters; None where there is none.
+        first_beyond: the earliest that is beyond the tolerance.
+        largest_absolute, largest_relative: the largest differences anywhere.
+        history: for each step, and -1 for the start: largest absolute difference of each kind over all ranks, both
+            losses (the mean over ranks), and the distance of the weights: the norm of candidate - reference, divided by
+            that of the reference.
+        counts: how many tensors of each kind were compared after each step.
+        control: where the verdict is "different": the reference against itself.
+        notes: what a reader should know, a sentence each.
+    """
+
+    target: str
+    strategy: str
+    against: str
+    world_size: int
+    steps: int
+    seed: int
+    verdict: str
+    first: Difference | None = None
+    first_beyond: Difference | None = None
+    largest_absolute: Difference | None = None
+    largest_relative: Difference | None = None
+    history: tuple[dict[str, Any], ...] = ()
+    counts: dict[str, int]
+    control: Control | None = None
+    notes: tuple[str, ...] = ()
+
+    @property
+    def agrees(self) -> bool:
+        """Whether the verdict is "bitwise equal" or "within tolerance"."""
+        return self.verdict in (EQUAL, WITHIN)
+
+    def to_json(self) -> dict[str, Any]:
+        """As dicts and lists for ``json.dumps``; numbers that are not finite become "inf", "-inf" and "nan"."""
+        fields = asdict(self)
+        for key in ("first", "first_beyond", "largest_absolute", "largest_relative"):
+            found: Difference | None = getattr(self, key)
+            fields[key] = None if found is None else found.to_json()
+        if self.control is not None:
+            first = self.control.first
+            fields["control"]["first"] = None if first is None else first.to_json()
+        return fields
+
+
+def merge(
+    reports: Sequence[dict[str, Any]],
+    *,
+    target: str,
+    strategy: str,
+    against: str,
+    steps: int,
+    seed: int,
+) -> Comparison:
+    """Put the ranks' reports (``worker.compare_target``) together."""
+    common: dict[str, Any] = {
+        "target": target,
+        "strategy": strategy,
+        "against": against,
+        "world_size": len(reports),
+        "steps": steps,
+        "seed": seed,
+    }
+    refusals = [report["refused"] for report in reports if "refused" in report]
+    if refusals:
+        return Comparison(**common, verdict=REFUSED, counts={}, notes=(refusals[0],))
+    findings = [report["findings"] for report in reports]
+    first = _earliest(findings, "first")
+    first_beyond = _earliest(findings, "first_beyond")
+    verdict = EQUAL if first is None else WITHIN if first_beyond is None else DIFFERENT
+    controls = [report["control"] for report in reports if report["control"] is not None]
+    control = None
+    if controls:
+        control_first = _earliest(controls, "first")
+        control = Control(reproducible=control_first is None, first=control_first)
+    return Comparison(
+        **common,
+        verdict=verdict,
+        first=first,
+        first_beyond=first_beyond,
+        largest_absolute=_largest(findings, "largest_absolute", "absolute"),
+        largest_relative=_largest(findings, "largest_relative", "relative"),
+        history=tuple(_merge_step([finding["history"][i] for finding in findings]) for i in range(steps + 1)),
+        counts=findings[0]["counts"],
+        control=control,
+        notes=tuple(_notes(verdict, control, strategy, against, len(reports))),
+    )
+
+
+def _earliest(findings: Sequence[dict[str, Any]], key: str) -> Difference | None:
+    found = [Difference.from_json(finding[key]) for finding in findings if finding[key] is not None]
+    return min(found, key=lambda difference: difference.order, default=None)
+
+
+def _largest(findings: Sequence[dict[str, Any]], key: str, attribute: str) -> Difference | None:
+    found = [Difference.from_json(finding[key]) for finding in findings if finding[key] is not None]
+    return max(found, key=lambda difference: float(getattr(difference, attribute)), default=None)
+
+
+def _merge_step(entries: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    merged: dict[str, Any] = {"step": entries[0]["step"]}
+    for key in (*KINDS, "distance"):
+        values = [float(entry[key]) for entry in entries if key in entry]
+        if values:
+            merged[key] = finite_or_name(math.nan if any(map(math.isnan, values)) else max(values))
+    for key in ("candidate_loss", "reference_loss"):
+        values = [float(entry[key]) for entry in entries if key in entry]
+        if values:
+            merged[key] = finite_or_name(sum(values) / len(values))
+    return merged
+
+
+def _notes(verdict: str, control: Control | None, strategy: str, against: str, world_size: int) -> list[str]:
+    notes = []
+    if control is not None and not control.reproducible:
+        where = "" if control.first is None else f", first {place_of(control.first)}"
+        notes.append(f"the target itself is not reproducible: {against} differs from itself{where}")
+        notes += [f"a likely cause: {hint}" for hint in _CONTROL_HINTS]
+    elif control is not None:
+        notes.append(f"control: {against} against itself is bitwise equal, so the difference is not the target's")
+    if verdict != EQUAL and world_size > 1:
+        names = dict.fromkeys(exchange.partition(":")[0] for exchange in (strategy, against))
+        notes += [_EXPECTED[name] for name in names if name in _EXPECTED and (name == "async" or world_size > 2)]
+    return notes
+
+
+def place_of(difference: Difference) -> str:
+    """Such as "at step 3, gradient of 0.weight, rank 1"."""
+    step = "before the first step" if difference.step < 0 else f"at step {difference.step}"
+    return f"{step}, {difference.what}, rank {difference.rank}"

@@ -1,0 +1,79 @@
+"""``python -m psengine.comparison.worker``: a rank that trains targets side by side."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+from psengine.comparison.differences import Tolerance
+from psengine.comparison.place import Place
+from psengine.comparison.rank import serve
+from psengine.comparison.side_by_side import RefusedError, train_side_by_side
+from psengine.comparison.target import Target, check_target, load_function
+from psengine.comparison.training import NATIVE, Exchange
+from psengine.comparison.zoo import ZOO
+from psengine.strategies.registry import resolve_strategy
+
+
+def run(place: Place, work: dict[str, Any]) -> dict[str, Any]:
+    """Compare ``work["target"]``, or else each model of ``work["zoo"]``; the result is by name."""
+    if work["target"] is not None:
+        name = work["target"]
+        place.note(f"the import of {name}")
+        return {name: compare_target(load_function(name), name, place, work)}
+    found = {}
+    for name in work["zoo"]:
+        try:
+            found[name] = compare_target(ZOO[name].build, name, place, work)
+        except RefusedError as error:
+            found[name] = {"refused": str(error)}
+    return found
+
+
+def compare_target(function: Callable[[], Any], name: str, place: Place, work: dict[str, Any]) -> dict[str, Any]:
+    """Train candidate and reference; where they differ on any rank, the reference against itself too."""
+
+    def make() -> Target:
+        return check_target(function(), name)
+
+    compare = functools.partial(
+        train_side_by_side,
+        make,
+        name,
+        place=place,
+        steps=work["steps"],
+        seed=work["seed"],
+        tolerance=Tolerance(relative=work["rtol"], absolute=work["atol"]),
+    )
+    candidate, reference = (_exchange(name, work) for name in (work["strategy"], work["against"]))
+    findings = compare(candidate, reference)
+    control = None
+    if place.any_rank(findings["first_beyond"] is not None):
+        control = compare(*(_exchange(work["against"], work) for _ in range(2)))
+    return {"findings": findings, "control": control}
+
+
+# The same on every rank, because ranks make the same trainings in the same order.
+_numbers = itertools.count()
+
+
+def _exchange(name: str, work: dict[str, Any]) -> Exchange:
+    """``name`` with, for a strategy over servers, the server of this comparison and a job of its own there."""
+    if not _is_over_servers(name):
+        return Exchange(name, name)
+    options = [option for option in (name.partition(":")[2],) if option]
+    if work["server"] is not None and "servers=" not in name:
+        options.append(f"servers={work['server']}")
+    if "job=" not in name:
+        options.append(f"job={work['job']}.{next(_numbers)}")
+    return Exchange(name, f"{name.partition(':')[0]}:{','.join(options)}")
+
+
+def _is_over_servers(exchange: str) -> bool:
+    return exchange != NATIVE and not resolve_strategy(exchange).needs_process_group
+
+
+if __name__ == "__main__":
+    serve(run)

@@ -1,0 +1,361 @@
+"""psengine verify: planted differences are found where they were planted, and nothing is found where nothing is."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+import verify_targets
+from processes import run_ranks
+
+from psengine.cli.main import main
+from psengine.comparison import TargetError, compare, compare_zoo
+from psengine.comparison.differences import Difference, Tolerance, find_difference
+from psengine.comparison.place import Place
+from psengine.comparison.target import check_loss, check_name, check_optimizer, check_target, load_function
+from psengine.comparison.verdict import merge
+from psengine.comparison.worker import compare_target
+from psengine.comparison.zoo import ZOO
+from psengine.errors import ConfigurationError
+
+TARGETS = str(Path(verify_targets.__file__))
+WORK = {"steps": 5, "seed": 3, "rtol": None, "atol": None, "strategy": "sync", "against": "native", "server": None}
+
+
+def sparse(indices, values, size):
+    return torch.sparse_coo_tensor(indices, values, size, check_invariants=True)
+
+
+# ---- two tensors -----------------------------------------------------------------------------------------------------
+
+
+def difference_of(candidate, reference, tolerance=None):
+    where = {"step": 0, "rank": 0, "kind": "parameter", "name": "w", "place": 0}
+    return find_difference(candidate, reference, tolerance or Tolerance(), **where)
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.tensor([1.0, math.nan, math.inf, -0.0]),
+        torch.tensor([1 + 2j, complex(math.nan, 1)]),
+        torch.tensor([True, False]),
+        torch.tensor(3),
+        torch.zeros(0),
+        torch.arange(6.0, dtype=torch.bfloat16).view(2, 3).t(),
+        sparse([[1, 1]], [[1.0], [2.0]], (4, 1)),
+    ],
+    ids=str,
+)
+def test_a_tensor_is_bitwise_equal_to_its_copy(tensor):
+    assert difference_of(tensor.clone(), tensor) is None
+
+
+def test_sparse_tensors_are_equal_where_their_sums_are():
+    assert difference_of(sparse([[1, 1]], [1.0, 2.0], (4,)), sparse([[1, 2]], [3.0, 0.0], (4,))) is None
+    found = difference_of(sparse([[1]], [1.0], (4,)), sparse([[1, 3]], [1.0, 2.0], (4,)))
+    assert (found.index, found.absolute, found.differing) == ((3,), 2.0, 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64])
+def test_the_last_bit_of_one_number_is_found(dtype):
+    reference = torch.linspace(1, 2, 12).to(dtype).view(3, 4)
+    candidate = reference.clone()
+    real = torch.view_as_real(candidate)[..., 1] if dtype.is_complex else candidate
+    real[1, 2] += torch.finfo(dtype).eps * 2 if not dtype.is_complex else 1e-7
+    found = difference_of(candidate, reference)
+    assert (found.index, found.differing, found.within) == ((1, 2), 1, True)
+    assert found.absolute == pytest.approx(float((candidate - reference).abs().max()))
+    assert 0 < found.relative <= 1
+
+
+@pytest.mark.parametrize(
+    ("candidate", "reference", "absolute", "within"),
+    [
+        (torch.tensor([1.0, -0.0]), torch.tensor([1.0, 0.0]), 0.0, True),
+        (torch.tensor([1.0, math.nan]), torch.tensor([1.0, 2.0]), math.inf, False),
+        (torch.tensor([1.0, math.inf]), torch.tensor([1.0, -math.inf]), math.inf, False),
+        (torch.tensor([2**53 + 1]), torch.tensor([2**53]), 1.0, False),
+        (torch.tensor([True]), torch.tensor([False]), 1.0, False),
+        (torch.zeros(2), torch.zeros(3), math.inf, False),
+        (torch.zeros(2), torch.zeros(2, dtype=torch.float64), math.inf, False),
+        (None, torch.zeros(2), math.inf, False),
+        (torch.zeros(2), None, math.inf, False),
+    ],
+    ids=str,
+)
+def test_what_is_not_equal(candidate, reference, absolute, within):
+    found = difference_of(candidate, reference)
+    assert (found.absolute, found.within) == (absolute, within)
+    # Reports travel between processes, and reach programs.
+    fields = found.to_json()
+    assert Difference.from_json(json.loads(json.dumps(fields, allow_nan=False))).to_json() == fields
+
+
+def test_tolerances_are_relative_to_the_largest_magnitude():
+    reference = torch.tensor([1e-6, 100.0])
+    candidate = reference + torch.tensor([5e-5, 0.0])
+    assert difference_of(candidate, reference).within
+    assert not difference_of(candidate, reference, Tolerance(absolute=1e-5)).within
+    assert difference_of(candidate, reference, Tolerance(relative=1e-6)).within
+    assert not difference_of(candidate, reference, Tolerance(relative=1e-7)).within
+
+
+# ---- the target ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "texts"),
+    [
+        ("train", ("module:function or path/to/file.py:function", "'train'")),
+        (":target", ("':target'",)),
+        ("nowhere.py:target", ("no such file", "nowhere.py")),
+        (f"{TARGETS}:2nd", ("'2nd' is no function's name",)),
+        ("nowhere_at_all.part:target", ("no module 'nowhere_at_all'",)),
+        ("verify_targets.part:target", ("no module 'verify_targets.part'",)),
+        (f"{TARGETS}:missing", ("no function 'missing'", "plain")),
+        (f"{TARGETS}:not_a_function", ("got int",)),
+        (f"{TARGETS}:with_arguments", ("without arguments", "(width)")),
+    ],
+)
+def test_a_target_that_is_not_there_is_named(name, texts):
+    with pytest.raises(TargetError) as caught:
+        load_function(name)
+    assert all(text in str(caught.value) for text in texts), str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("function", "texts"),
+    [
+        ("three_parts", ("expected 4 or 5 parts", "got 3 parts")),
+        ("a_dict", ("got dict",)),
+        ("no_module", ("model", "got function")),
+        ("odd_batch", ("batch_fn", "(step, rank, world_size)")),
+        ("odd_options", ("'bucket_size'", "find_unused_parameters")),
+    ],
+)
+def test_what_a_target_returns_is_checked(function, texts):
+    with pytest.raises(TargetError) as caught:
+        check_target(getattr(verify_targets, function)(), "t")
+    assert all(text in str(caught.value) for text in texts), str(caught.value)
+
+
+def test_losses_and_optimizers_are_checked():
+    rows = verify_targets.batch(0, 0, 1)
+    for function, text in (("vector_loss", "got shape (4, 3)"), ("detached_loss", "requires grad")):
+        target = check_target(getattr(verify_targets, function)(), "t")
+        with pytest.raises(TargetError) as caught:
+            check_loss(target.loss_fn(target.model, rows), "t")
+        assert text in str(caught.value)
+    with pytest.raises(TargetError, match="got list"):
+        check_optimizer(check_target(verify_targets.no_optimizer(), "t").optimizer_fn([]), "t")
+
+
+def test_a_missing_import_of_the_users_own_module_comes_through(tmp_path):
+    (tmp_path / "broken.py").write_text("import nothing_like_this\n")
+    with pytest.raises(ModuleNotFoundError, match="nothing_like_this"):
+        load_function(f"{tmp_path}/broken.py:target")
+
+
+# ---- trainings in real ranks -----------------------------------------------------------------------------------------
+
+
+def found_on_rank(rank, world_size, names):
+    """Reports of several comparisons, in order, each of a function in verify_targets or a zoo model."""
+
+    def any_rank(flag):
+        total = torch.tensor([int(flag)])
+        torch.distributed.all_reduce(total)
+        return bool(total)
+
+    place = Place(rank=rank, world_size=world_size, device=torch.device("cpu"), any_rank=any_rank)
+    reports = []
+    for name, options in names:
+        function = ZOO[name].build if name in ZOO else getattr(verify_targets, name)
+        try:
+            reports.append(compare_target(function, name, place, {**WORK, **options}))
+        except ConfigurationError as error:
+            reports.append(str(error))
+    return reports
+
+
+def compared(world_size, *names):
+    found = []
+    for (name, _), reports in zip(names, zip(*run_ranks(found_on_rank, world_size, names), strict=True), strict=True):
+        errors = [report for report in reports if isinstance(report, str)]
+        common = {"target": name, "strategy": "sync", "against": "native", "steps": WORK["steps"], "seed": 3}
+        found.append(errors if errors else merge(reports, **common))
+    return found
+
+
+@pytest.fixture(scope="module")
+def two_ranks():
+    """Everything that two ranks are started for, by name."""
+    names = ("plain", "awkward", "lbfgs", "wrong_gradient", "wrong_buffer", "unreproducible", "one_model")
+    found = compared(
+        2,
+        *((name, {}) for name in names),
+        ("wrapped_already", {}),
+        ("wrong_gradient", {"rtol": 0.05, "atol": 0.01}),
+    )
+    return dict(zip([*names, "wrapped_already", "wrong_gradient, tolerated"], found, strict=True))
+
+
+@pytest.mark.parametrize("name", ["plain", "awkward", "lbfgs"])
+def test_what_trains_alike_is_bitwise_equal(two_ranks, name):
+    found = two_ranks[name]
+    assert (found.verdict, found.first, found.control, found.notes) == ("bitwise equal", None, None, ())
+    assert found.counts["gradient"] == len(list(getattr(verify_targets, name)()[0].parameters()))
+    assert [entry["step"] for entry in found.history] == [-1, 0, 1, 2, 3, 4]
+    # It did train: equal, but not because nothing happened.
+    losses = [entry["reference_loss"] for entry in found.history[1:]]
+    assert len(set(losses)) == 5
+    assert losses == [entry["candidate_loss"] for entry in found.history[1:]]
+
+
+def test_a_planted_gradient_is_found(two_ranks):
+    found = two_ranks["wrong_gradient"]
+    assert (found.verdict, found.agrees) == ("different", False)
+    first = found.first
+    assert (first.step, first.kind, first.name, first.index) == (3, "gradient", "3.weight", (1, 2))
+    assert (first.differing, first.numel) == (1, 15)
+    assert first == found.first_beyond
+    assert first.relative == pytest.approx(0.005 / 1.005, rel=1e-3)
+    # The weights differ from that step on.
+    assert [entry["parameter"] > 0 for entry in found.history] == [False, False, False, False, True, True]
+    assert found.largest_absolute.absolute == max(
+        entry.get(kind, 0) for entry in found.history for kind in ("loss", "buffer", "gradient", "parameter")
+    )
+    assert found.control.reproducible
+    assert "control: native against itself is bitwise equal" in found.notes[0]
+    json.dumps(found.to_json(), allow_nan=False)
+
+
+def test_the_same_within_a_tolerance(two_ranks):
+    found = two_ranks["wrong_gradient, tolerated"]
+    assert (found.verdict, found.agrees, found.control, found.first_beyond) == ("within tolerance", True, None, None)
+    assert found.first.name
+
+
+def test_a_planted_buffer_is_found(two_ranks):
+    first = two_ranks["wrong_buffer"].first
+    assert (first.step, first.kind, first.name, first.index) == (2, "buffer", "1.running_mean", (4,))
+    assert first.absolute == pytest.approx(0.5)
+
+
+def test_what_is_not_reproducible_is_said_to_be(two_ranks):
+    found = two_ranks["unreproducible"]
+    assert found.verdict == "different"
+    assert not found.control.reproducible
+    assert (found.control.first.step, found.control.first.kind) == (0, "loss")
+    assert "the target itself is not reproducible: native differs from itself, first at step 0, loss" in found.notes[0]
+
+
+def test_what_cannot_be_wrapped_twice_is_refused(two_ranks):
+    assert all("same object twice" in error for error in two_ranks["one_model"])
+    assert all("the plain module" in error for error in two_ranks["wrapped_already"])
+
+
+def test_three_ranks_round_otherwise_and_stay_within_tolerance():
+    (found,) = compared(3, ("cnn", {}))
+    assert found.agrees
+    if found.verdict == "within tolerance":
+        assert found.first_beyond is None
+        assert "rank order" in found.notes[0]
+
+
+# ---- the command -----------------------------------------------------------------------------------------------------
+
+
+def run_command(*arguments):
+    with pytest.raises(SystemExit) as end:
+        main(["verify", *arguments])
+    return end.value.code
+
+
+def test_the_command_reports_a_planted_gradient_and_fails(capfd):
+    code = run_command(f"{TARGETS}:wrong_gradient", "--steps", "4", "--strategy", "sync-server", "--json")
+    written = capfd.readouterr()
+    assert code == 1, written.err
+    found = json.loads(written.out)
+    assert (found["verdict"], found["strategy"], found["world_size"]) == ("different", "sync-server", 2)
+    first = found["first"]
+    assert (first["step"], first["kind"], first["name"], first["index"]) == (3, "gradient", "3.weight", [1, 2])
+    assert found["control"] == {"reproducible": True, "first": None}
+
+
+def test_a_crash_shows_the_users_traceback(capfd):
+    assert run_command(f"{TARGETS}:crashing") == 3
+    written = capfd.readouterr()
+    assert 'raise KeyError("no such column: price")' in written.err
+    assert "rank 1 of 2 raised KeyError at step 0 of" in written.err
+    assert "psengine/comparison" not in written.err
+    assert written.out == ""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["nothing"], "module:function"),
+        ([f"{TARGETS}:plain", "--strategy", "bogus"], "unknown strategy"),
+        ([f"{TARGETS}:plain", "--strategy", "async:speed=9"], "speed=9"),
+        ([f"{TARGETS}:plain", "--against", "ddp"], "'native'"),
+        ([f"{TARGETS}:plain", "--steps", "0"], "--steps"),
+        ([f"{TARGETS}:plain", "--world-size", "two"], "--world-size"),
+        ([f"{TARGETS}:plain", "--rtol", "-1"], "--rtol"),
+        ([f"{TARGETS}:plain", "--timeout-s", "0"], "timeout_s"),
+        ([f"{TARGETS}:plain", "--device", "tpu"], "device"),
+        ([f"{TARGETS}:plain", "more"], "more"),
+    ],
+)
+def test_wrong_arguments_end_with_2_and_a_message(arguments, text, capfd):
+    assert run_command(*arguments) == 2
+    written = capfd.readouterr()
+    assert text in written.err
+    assert "Traceback" not in written.err
+
+
+def test_wrong_arguments_of_the_functions():
+    for arguments in ({"steps": True}, {"seed": -1}, {"rtol": math.nan}, {"atol": "x"}, {"against": None}):
+        with pytest.raises(ConfigurationError):
+            compare(f"{TARGETS}:plain", **arguments)
+    with pytest.raises(ConfigurationError, match="no such model"):
+        compare_zoo(["lion"])
+    with pytest.raises(TargetError):
+        check_name("train.py")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["sync", "sync-server"])
+def test_the_zoo_is_bitwise_equal_with_two_ranks(strategy):
+    found = compare_zoo(strategy=strategy)
+    assert [comparison.target for comparison in found] == list(ZOO)
+    refused = ["sparse"] if strategy == "sync-server" else []
+    assert [comparison.target for comparison in found if comparison.verdict != "bitwise equal"] == refused
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("target", "timeout_s", "text"),
+    [
+        ("dying", 100, "rank 1 of 2 (process "),
+        ("dying", 100, "was ended by signal SIGKILL"),
+        ("hanging", 15, "rank 1 was at step 0 of"),
+    ],
+)
+def test_a_rank_that_dies_or_hangs_is_named(target, timeout_s, text, capfd):
+    assert run_command(f"{TARGETS}:{target}", "--timeout-s", str(timeout_s)) == 3
+    assert text in capfd.readouterr().err
+
+
+@pytest.mark.slow
+def test_async_with_one_worker_is_plain_training_and_with_two_another_algorithm():
+    target = f"{TARGETS}:plain"
+    assert compare(target, strategy="async", world_size=1, steps=4).verdict == "bitwise equal"
+    found = compare(target, strategy="async:max_staleness=2", against="sync", steps=4)
+    assert found.verdict == "different"
+    assert any("another algorithm" in note for note in found.notes)
+    assert compare(target, strategy="async", steps=2, rtol=1000.0).verdict == "within tolerance"
