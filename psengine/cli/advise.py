@@ -1,9 +1,138 @@
-"""``psengine advise``."""
+"""``psengine advise``: which strategy fits this script on these machines?"""
 
 from __future__ import annotations
 
+import json
+import sys
+import tempfile
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Annotated
+
 import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from psengine.cli.advising.advice import Advice, advise
+from psengine.cli.advising.step_times import StepTimes, step_times
+from psengine.cli.failure_report import show_outcome, speaker
+from psengine.cli.launching.plan import make_plan
+from psengine.cli.run import PARTS, ScriptCommand
+from psengine.errors import ConfigurationError
+
+WARM_UP_STEPS = 5
+FEWEST_STEPS = 8
+
+HELP = """Measure a script's steps on each rank, and say which strategy fits.
+
+Runs the script under strategy "sync" for --steps steps, ends it, and compares the ranks: similar ones stay with sync; \
+a rank that is slow for good gets a smaller share of the samples; passing slowness is bridged by bounded staleness or \
+backup workers. The samples/s of each are predictions, from the measured times; they say nothing \
+about accuracy. Any option of torchrun may stand before the script.
+
+[bold]Examples[/bold]
+
+psengine advise --workers 2 train.py --epochs 1
+
+psengine advise --workers 4 --steps 60 --json -m package.train
+
+Exit codes: 0 advice was given, 1 the script failed, 2 a wrong command line, or too few steps."""
 
 
 def register(app: typer.Typer) -> None:
     """Add the command."""
+    app.command(name="advise", cls=ScriptCommand, help=HELP)(command)
+
+
+def command(
+    context: typer.Context,
+    workers: Annotated[
+        str | None,
+        typer.Option(
+            metavar="N", help="Processes: a number of at least 2, gpu, cpu or auto. Default: one for each GPU."
+        ),
+    ] = None,
+    steps: Annotated[
+        int,
+        typer.Option(min=WARM_UP_STEPS + FEWEST_STEPS, metavar="N", help="Steps to measure; the first 5 are warm-up."),
+    ] = 30,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the advice as JSON, alone on stdout.")] = False,
+) -> None:
+    """Measure, judge, show."""
+    from psengine.cli.launching.run import run_training
+    from psengine.timeline_files import find_parts, merge, read
+
+    plan = make_plan(context.meta[PARTS], workers=workers, strategy="sync")
+    if plan.workers < 2 or plan.is_multi_node:
+        raise ConfigurationError(
+            f"advise compares the ranks of one host (expected --workers 2 or more and one node, got {plan.workers}"
+            f" {'worker' if plan.workers == 1 else 'workers'} and --nnodes {plan.torchrun.nnodes})"
+        )
+    console = Console(stderr=True, highlight=False)
+    with tempfile.TemporaryDirectory(prefix="psengine-advise-") as directory:
+        part = Path(directory) / "timeline.json"
+        # A step ends where the next begins.
+        variables = {**plan.variables, "PSENGINE_TIMELINE": str(part), "PSENGINE_TIMELINE_STEPS": str(steps + 1)}
+        sys.stdout.flush()
+        # What the script prints goes where people look; stdout is for the advice.
+        outcome = run_training(
+            replace(plan, variables=variables),
+            report=speaker(console, "psengine advise"),
+            stdout=sys.stderr.buffer,
+            stderr=sys.stderr.buffer,
+            is_enough=lambda: len(find_parts(part)) == plan.workers,
+        )
+        if outcome.exit_code != 0:
+            show_outcome(console, outcome, independent=False, command="psengine advise")
+            raise typer.Exit(130 if outcome.signal_number else 1)
+        parts = find_parts(part)
+        if len(parts) < plan.workers:
+            raise ConfigurationError(
+                f"{plan.workers - len(parts)} of {plan.workers} ranks recorded no steps (expected a model wrapped by"
+                " psengine.DistributedDataParallel and trained on every rank)"
+            )
+        times = step_times(merge([read(one) for one in parts]), warm_up=WARM_UP_STEPS, fewest=FEWEST_STEPS)
+    advice = advise(times)
+    if as_json:
+        print(json.dumps(describe(advice, times)))
+    else:
+        show(Console(highlight=False), advice, times)
+
+
+def describe(advice: Advice, times: StepTimes) -> dict[str, object]:
+    """The advice for a program."""
+    return {
+        **asdict(advice),
+        "steps": times.steps,
+        "exchange_s": times.exchange_s,
+        "measured_rate": times.measured_rate,
+        "rate_unit": "samples/s" if times.has_samples else "steps/s",
+    }
+
+
+def show(console: Console, advice: Advice, times: StepTimes) -> None:
+    """The advice for people."""
+    ranks = Table(title=f"{times.steps} steps under sync", title_justify="left")
+    for name in ("rank", "host", "compute, median", "compute, p90", "waited"):
+        ranks.add_column(name, justify="left" if name == "host" else "right")
+    for row in advice.ranks:
+        cells = (f"{row.median_s * 1e3:.1f} ms", f"{row.p90_s * 1e3:.1f} ms", f"{row.waited_share:.0%}")
+        ranks.add_row(str(row.rank), row.host, *cells)
+    console.print(ranks)
+    console.print(f"slowest over fastest: {advice.spread:.2f}; an exchange takes {times.exchange_s * 1e3:.1f} ms\n")
+    unit = "samples/s" if times.has_samples else "steps/s of all ranks"
+    rates = Table(title="predicted from these times (speed, not accuracy)", title_justify="left")
+    rates.add_column("strategy")
+    rates.add_column(unit, justify="right")
+    rates.add_column("against sync", justify="right")
+    rates.add_row("sync, as measured", f"{times.measured_rate:.0f}", "", style="dim")
+    for name, rate in advice.predictions.items():
+        rates.add_row(name, f"{rate:.0f}", f"{rate / advice.predictions['sync']:.2f}")
+    console.print(rates)
+    console.print(Text(f"\nAdvice: {advice.reason}"), soft_wrap=not console.is_terminal)
+    if advice.shares:
+        shares = ", ".join(f"{share:g}" for share in advice.shares)
+        console.print(Text(f"  psengine.ProportionalSampler(dataset, shares=[{shares}])"))
+        console.print(Text("  model.batch_weight = len(batch)  # before each forward"))
+    console.print(Text(f"  psengine run --workers {times.world_size} --strategy {advice.strategy} ..."))

@@ -1,9 +1,262 @@
-"""``psengine run``."""
+"""``psengine run``: one line that launches a training, on a laptop and on each node of a cluster."""
 
 from __future__ import annotations
 
+import os
+import shutil
+import socket
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
 import typer
+from rich.console import Console
+from typer.core import TyperCommand
+
+from psengine.cli.failure_report import show_outcome, speaker
+from psengine.cli.launching.plan import make_plan
+from psengine.cli.run_arguments import split_arguments
+from psengine.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from psengine.cli.launching.plan import Plan
+    from psengine.cli.launching.run import Outcome
+
+PARTS = "psengine.run_arguments"
+
+HELP = """Launch a training script: on one machine, or by the same line on every node.
+
+Builds on torchrun: any of its options may stand before the script and means what it means there (--nnodes, \
+--rdzv-endpoint, --max-restarts, --log-dir, ...; torchrun --help). Starts the parameter servers that the strategy \
+needs, says which rank failed first and why, ends everything on Ctrl-C.
+
+[bold]Examples[/bold]
+
+psengine run --workers 2 train.py --epochs 3
+
+psengine run --workers 4 --strategy async:max_staleness=4 --servers 2 train.py
+
+psengine run --workers 4 --strategy async --independent --max-restarts 3 train.py
+
+psengine run --workers 2 --timeline out.json -m package.train
+
+psengine run --nnodes 2 --workers 8 --rdzv-endpoint node-0:29400 train.py  (the same on both nodes)
+
+Exit codes: the failed rank's own (128 + the signal that killed it), 130 after Ctrl-C, 2 for a wrong command line."""
+
+
+class ScriptCommand(TyperCommand):
+    """A command whose line ends in a script and the script's own arguments, which nobody else reads."""
+
+    def parse_args(self, context: Any, args: list[str]) -> list[str]:
+        own = {
+            option: not getattr(parameter, "is_flag", False)
+            for parameter in self.get_params(context)
+            for option in [*parameter.opts, *parameter.secondary_opts]
+            if option.startswith("-")
+        }
+        # Completion, and --help alone, need no launcher.
+        if context.resilient_parsing or args[:1] in ([name] for name in context.help_option_names):
+            return super().parse_args(context, args)
+        from psengine.cli.launching.elastic import torchrun_options
+
+        parts = split_arguments(args, own, torchrun_options(), command=context.command_path)
+        context.meta[PARTS] = parts
+        return super().parse_args(context, parts.own)
+
+    def collect_usage_pieces(self, context: Any) -> list[str]:
+        return ["[OPTIONS]", "[TORCHRUN OPTIONS]", "SCRIPT.py | -m MODULE", "[ARGUMENTS]..."]
 
 
 def register(app: typer.Typer) -> None:
     """Add the command."""
+    app.command(name="run", cls=ScriptCommand, help=HELP)(run)
+
+
+def complete_strategy(incomplete: str) -> list[str]:
+    """Names of strategies, for the shell."""
+    from psengine.strategies.registry import STRATEGIES
+
+    return [name for name in STRATEGIES if name.startswith(incomplete)]
+
+
+def complete_collective(incomplete: str) -> list[str]:
+    """Names of collectives, for the shell."""
+    from psengine.collectives.registry import NAMES
+
+    return [name for name in NAMES if name.startswith(incomplete)]
+
+
+def run(
+    context: typer.Context,
+    workers: Annotated[
+        str | None,
+        typer.Option(
+            metavar="N",
+            help="Processes on this node: a number, gpu, cpu or auto; torchrun's --nproc-per-node. Default: one for"
+            " each GPU, else 1.",
+        ),
+    ] = None,
+    strategy: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME[:OPTION=VALUE,...]",
+            autocompletion=complete_strategy,
+            help="How replicas agree where the script does not say: sync, sync-server, async,"
+            " async:max_staleness=4, ...",
+        ),
+    ] = None,
+    collective: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            autocompletion=complete_collective,
+            help="Who carries the bytes of strategy sync where the script does not say: auto, c10d, shared_memory.",
+        ),
+    ] = None,
+    servers: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            metavar="S",
+            help="Parameter servers to start on loopback, and to start again when one dies. Default: 1 where"
+            " --strategy needs one.",
+        ),
+    ] = None,
+    server_address: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TCP://HOST:PORT,...", help="Servers that run already, instead of own ones; sets PSENGINE_SERVERS."
+        ),
+    ] = None,
+    server_option: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=VALUE",
+            help="A setting of the started servers, as lease_s=10; may be repeated. See psengine-server --help.",
+        ),
+    ] = None,
+    snapshot_dir: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="Keep the servers' snapshots there; a later run goes on from them. Default: a temporary one.",
+        ),
+    ] = None,
+    status_port: Annotated[
+        int,
+        typer.Option(min=0, max=65535, metavar="PORT", help="Of the first server's dashboard; 0 takes a free one."),
+    ] = 0,
+    independent: Annotated[
+        bool,
+        typer.Option(
+            "--independent",
+            help="Workers know each other through the servers alone: one that dies leaves the others running, and is"
+            " started again by itself (--max-restarts). Not for strategy sync.",
+        ),
+    ] = False,
+    first_worker: Annotated[
+        int,
+        typer.Option(
+            min=0, max=65535, metavar="R", help="Rank of this line's first independent worker, where there are others."
+        ),
+    ] = 0,
+    timeline: Annotated[
+        Path | None, typer.Option(metavar="OUT.json", help="Record what each rank does when, for ui.perfetto.dev.")
+    ] = None,
+    prefix: Annotated[
+        bool | None,
+        typer.Option(
+            "--prefix/--no-prefix",
+            show_default=False,
+            help="Each line of output behind its rank; --no-prefix passes rank 0's on as it is. Default: --prefix where"
+            " there are several workers.",
+        ),
+    ] = None,
+) -> None:
+    """Decide, run, report."""
+    plan = make_plan(
+        context.meta[PARTS],
+        workers=workers,
+        strategy=strategy,
+        collective=collective,
+        servers=servers,
+        server_address=server_address,
+        server_options=tuple(server_option or ()),
+        snapshot_dir=snapshot_dir,
+        status_port=status_port,
+        independent=independent,
+        first_worker=first_worker,
+        is_prefixed=prefix,
+    )
+    console = Console(stderr=True, highlight=False)
+    with recorded(plan, timeline, speaker(console)) as plan:
+        outcome = launch(plan, console)
+        show_outcome(console, outcome, independent=independent)
+    raise typer.Exit(outcome.exit_code)
+
+
+def launch(plan: Plan, console: Console) -> Outcome:
+    """Run ``plan``, with the workers' output on our own stdout and stderr."""
+    from psengine.cli.launching.run import run_training
+
+    sys.stdout.flush()
+    is_coloured = (
+        sys.stdout.isatty() and console.is_terminal and console.color_system is not None and not console.no_color
+    )
+    return run_training(
+        plan, report=speaker(console), stdout=sys.stdout.buffer, stderr=sys.stderr.buffer, is_coloured=is_coloured
+    )
+
+
+@contextmanager
+def recorded(plan: Plan, timeline: Path | None, say: Callable[[str], None]) -> Iterator[Plan]:
+    """Have the workers of the block record a timeline; after it their parts are one file.
+
+    A timeline that cannot be written then is said, and its parts are kept: the run itself is not at fault.
+
+    Raises:
+        ConfigurationError: ``timeline`` is no file in an existing folder, or cannot be written there.
+    """
+    if timeline is None:
+        yield plan
+        return
+    from psengine.timeline_files import find_parts, merge_parts
+
+    path = Path(os.path.abspath(timeline))
+    if path.is_dir() or not path.parent.is_dir():
+        raise ConfigurationError(f"--timeline writes to a file in an existing folder (got {timeline})")
+    if plan.is_multi_node:
+        # Each node has the parts of its own ranks; the folder may be shared.
+        path = path.with_name(f"{path.stem}.{socket.gethostname()}{path.suffix}")
+    try:
+        tempfile.TemporaryFile(dir=path.parent).close()
+    except OSError as error:
+        raise ConfigurationError(f"--timeline cannot write in {path.parent}: {error.strerror}") from error
+    directory = tempfile.mkdtemp(prefix="psengine-timeline-")
+    is_kept = False
+    try:
+        part = Path(directory) / "timeline.json"
+        yield replace(plan, variables={**plan.variables, "PSENGINE_TIMELINE": str(part)})
+        parts = find_parts(part)
+        if not parts:
+            say("no rank wrote a timeline (a model must be wrapped, and its process end in order)")
+            return
+        try:
+            merge_parts(parts, path)
+        except (OSError, ConfigurationError) as error:
+            is_kept = True
+            say(
+                f"the timeline could not be written to {path}: {error}. The ranks' parts are kept in {directory};"
+                " psengine.timeline_files.merge_parts joins them"
+            )
+            return
+        ranks = "1 rank" if len(parts) == 1 else f"{len(parts)} ranks"
+        say(f"timeline of {ranks} in {path}; open it at https://ui.perfetto.dev or chrome://tracing")
+    finally:
+        if not is_kept:
+            shutil.rmtree(directory, ignore_errors=True)

@@ -121,8 +121,12 @@ def _serve(options: dict[str, Any]) -> int:
         _end(error)
     _log_to_stderr(settings.log_format)
 
+    # On a terminal the log says the same.
+    is_read_apart = not (sys.stdout.isatty() and sys.stderr.isatty())
+
     def announce(line: str) -> None:
-        _print(line)
+        if is_read_apart:
+            _print(line)
         if announce_fd is not None and line.startswith("psengine-server ready"):
             with os.fdopen(announce_fd, "w") as file:
                 file.write(line + "\n")

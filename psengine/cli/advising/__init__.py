@@ -1,0 +1,1 @@
+"""What ``psengine advise`` makes of a timeline. Pure."""

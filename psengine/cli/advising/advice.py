@@ -1,0 +1,239 @@
+"""Which strategy fits these step times? Pure arithmetic over what was measured under "sync".
+
+With c(r, k) the seconds rank r computes in step k, e the seconds an exchange takes, b(r) the samples of r in a step, N
+ranks and K steps, each strategy is a rule for when a step may begin. f(r, k) is when r has exchanged its step k::
+
+    sync              f(., k) = max over r of [f(., k-1) + c(r, k)] + e
+    sync-server:      arrive(r, k) = start(r, k) + c(r, k) + e;  close(k) = the Q-th smallest arrive(., k), and no
+      quorum=Q        earlier than arrive(r, k-8) of any r; start(r, k+1) = max(arrive(r, k), close(k)); a gradient
+                      counts if arrive(r, k) <= close(k)
+    async             f(r, k) = f(r, k-1) + c(r, k) + e
+    async:            f(r, k) = max(f(r, k-1), max over q of f(q, k-1-S)) + c(r, k) + e
+      max_staleness=S
+
+Samples per second are the samples that counted over the time of the slowest rank (async: the sum of each rank's own
+rate). Measured steps are played again in a loop until the start no longer matters. The exchange through servers is
+taken to cost what the collective cost; what staleness costs in accuracy is not part of it.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from psengine.cli.advising.step_times import StepTimes
+
+# sync-server keeps a late worker's averages for so many steps.
+KEPT_AVERAGES = 8
+MAX_STALENESS = 4
+# Another strategy has to gain so much before it is worth its staleness, or its dropped gradients.
+WORTH_IT = 1.10
+# Medians apart by more than this are ranks that are slow for good.
+SIMILAR = 1.15
+_SIMULATED_STEPS = 400
+
+Times = Sequence[Sequence[float]]  # [rank][step], seconds
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankTimes:
+    """One rank's row: seconds a step, and the share of its time in which it waited."""
+
+    rank: int
+    host: str
+    median_s: float
+    p90_s: float
+    waited_share: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Advice:
+    """What to do, and why.
+
+    Attributes:
+        verdict: "similar" (nothing gains enough: stay with sync), "permanent" (a rank is slow for good, and shares
+            make up for it) or "passing" (now this one is slow, now that).
+        strategy: what to give to ``--strategy``.
+        reason: a sentence or two.
+        shares: for ``psengine.ProportionalSampler``, in order of rank, the slowest 1; () unless the verdict is
+            "permanent".
+        spread: largest over smallest median.
+        predictions: strategy to predicted samples per second; where medians differ, "sync with shares" too.
+        ranks: a row each.
+    """
+
+    verdict: str
+    strategy: str
+    reason: str
+    shares: tuple[float, ...]
+    spread: float
+    predictions: dict[str, float]
+    ranks: tuple[RankTimes, ...]
+
+
+def advise(times: StepTimes) -> Advice:
+    """Judge measured steps; see the module's text for the arithmetic."""
+    exchange_s, samples = times.exchange_s, times.samples
+    medians = [statistics.median(own) for own in times.compute_s]
+    spread = max(medians) / max(min(medians), 1e-9)
+    looped = loop(times.compute_s, _SIMULATED_STEPS)
+    bounded = f"async:max_staleness={MAX_STALENESS}"
+    predictions = {"sync": sync_rate(looped, samples, exchange_s)}
+    if times.world_size > 2:
+        quorum = times.world_size - 1
+        predictions[f"sync-server:quorum={quorum}"] = quorum_rate(looped, samples, exchange_s, quorum)
+    predictions[bounded] = bounded_rate(looped, samples, exchange_s, MAX_STALENESS)
+    predictions["async"] = async_rate(looped, samples, exchange_s)
+    shares: tuple[float, ...] = ()
+    if spread > SIMILAR:
+        shares = sampler_shares(medians, samples)
+        predictions["sync with shares"] = sync_rate(*apply_shares(looped, samples, shares), exchange_s)
+    verdict, strategy, reason = _judge(predictions, spread, medians, exchange_s)
+    return Advice(
+        verdict=verdict,
+        strategy=strategy,
+        reason=reason,
+        shares=shares if verdict == "permanent" else (),
+        spread=spread,
+        predictions=predictions,
+        ranks=tuple(_row(times, rank, medians[rank]) for rank in range(times.world_size)),
+    )
+
+
+def _judge(
+    predictions: dict[str, float], spread: float, medians: Sequence[float], exchange_s: float
+) -> tuple[str, str, str]:
+    """(verdict, strategy, reason)."""
+    # Without a bound there is no limit to what speed may cost in staleness: never the first thing to try.
+    gains = {name: rate / predictions["sync"] for name, rate in predictions.items()}
+    rivals = {name: gain for name, gain in gains.items() if name not in ("sync", "async")}
+    best = max(rivals, key=lambda name: rivals[name])
+    slowest = medians.index(max(medians))
+    if rivals[best] < WORTH_IT:
+        return "similar", "sync", _why_sync(gains, spread, slowest, exchange_s / max(medians))
+    shares = gains.get("sync with shares", 0.0)
+    if shares >= WORTH_IT and shares * WORTH_IT >= rivals[best]:
+        reason = (
+            f"rank {slowest} is slow for good ({spread:.2f} times the fastest). Shares by speed keep what sync"
+            " computes. Where shares must stay equal, async:staleness_scaling=inverse lets the others go on"
+        )
+        others = {name: gain for name, gain in rivals.items() if name != "sync with shares"}
+        if max(others.values()) < WORTH_IT:
+            reason += f"; a bound on staleness would hold them at rank {slowest}'s pace, and so would a quorum"
+        return "permanent", "sync", f"{reason}."
+    how = "Let ranks be some steps apart" if best.startswith("async") else "Let a step go on without the last"
+    if spread > SIMILAR:
+        reason = (
+            f"rank {slowest} is slower than the fastest ({spread:.2f} times), but slowness that passes costs more:"
+            f" shares by speed gain {shares - 1:.0%}, {best} {rivals[best] - 1:.0%}. {how}."
+        )
+    else:
+        reason = f"now this rank is slow, now that, and none for long. {how}."
+    return "passing", best, reason
+
+
+def _why_sync(gains: dict[str, float], spread: float, slowest: int, exchange_share: float) -> str:
+    """Why nothing gains enough; ``exchange_share``: of an exchange in the slowest rank's step."""
+    least = f"{WORTH_IT - 1:.0%}"
+    if spread <= SIMILAR:
+        reason = f"the ranks are similar: waiting for each other costs less than {least}."
+    elif exchange_share > spread - 1:
+        reason = (
+            f"rank {slowest} computes {spread:.2f} times as long as the fastest, but the exchange outweighs the"
+            f" difference: neither shares nor bounded staleness gains {least}. Exchange fewer bytes, or less often."
+        )
+    else:
+        reason = (
+            f"rank {slowest} computes {spread:.2f} times as long as the fastest; the difference is too small for shares"
+            f" or bounded staleness to gain {least}."
+        )
+    if gains["async"] >= WORTH_IT:
+        reason += f" Only async without a bound on staleness gains more ({gains['async'] - 1:.0%})."
+    return reason
+
+
+def _row(times: StepTimes, rank: int, median_s: float) -> RankTimes:
+    compute, waited = times.compute_s[rank], times.waited_s[rank]
+    return RankTimes(
+        rank=rank,
+        host=times.hosts[rank],
+        median_s=median_s,
+        p90_s=percentile(compute, 0.9),
+        waited_share=sum(waited) / max(sum(compute) + sum(waited), 1e-9),
+    )
+
+
+def percentile(values: Sequence[float], fraction: float) -> float:
+    """The value below which ``fraction`` of ``values`` lie, by linear interpolation."""
+    ordered = sorted(values)
+    place = fraction * (len(ordered) - 1)
+    low = int(place)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (place - low) * (ordered[high] - ordered[low])
+
+
+def loop(compute_s: Times, steps: int) -> list[list[float]]:
+    """The measured steps again and again, at least ``steps`` of them, whole rounds."""
+    measured = len(compute_s[0])
+    rounds = -(-steps // measured)
+    return [list(own) * rounds for own in compute_s]
+
+
+def sync_rate(compute_s: Times, samples: Sequence[float], exchange_s: float) -> float:
+    """Samples per second when every step waits for everybody."""
+    total_s = sum(max(column) + exchange_s for column in zip(*compute_s, strict=True))
+    return float(sum(samples) * len(compute_s[0]) / total_s)
+
+
+def async_rate(compute_s: Times, samples: Sequence[float], exchange_s: float) -> float:
+    """Samples per second when nobody waits."""
+    return sum(b * len(own) / (sum(own) + exchange_s * len(own)) for own, b in zip(compute_s, samples, strict=True))
+
+
+def bounded_rate(compute_s: Times, samples: Sequence[float], exchange_s: float, max_staleness: int) -> float:
+    """Samples per second when nobody is more than ``max_staleness`` steps ahead of the slowest."""
+    finished: list[list[float]] = [[0.0] for _ in compute_s]
+    slowest = [0.0]
+    for step in range(len(compute_s[0])):
+        free = slowest[max(0, step - max_staleness)]
+        for own, times in zip(finished, compute_s, strict=True):
+            own.append(max(own[-1], free) + times[step] + exchange_s)
+        slowest.append(max(own[-1] for own in finished))
+    return _rate(finished, samples)
+
+
+def quorum_rate(compute_s: Times, samples: Sequence[float], exchange_s: float, quorum: int) -> float:
+    """Samples per second that count, when a step goes on with its first ``quorum`` gradients."""
+    starts = [0.0] * len(compute_s)
+    arrivals: list[list[float]] = []
+    counted, closed = 0.0, 0.0
+    for step in range(len(compute_s[0])):
+        arrived = [start + times[step] + exchange_s for start, times in zip(starts, compute_s, strict=True)]
+        arrivals.append(arrived)
+        closed = max(closed, sorted(arrived)[quorum - 1])
+        if step >= KEPT_AVERAGES:
+            closed = max(closed, *arrivals[step - KEPT_AVERAGES])
+        counted += sum(b for a, b in zip(arrived, samples, strict=True) if a <= closed)
+        starts = [max(a, closed) for a in arrived]
+    return counted / max(closed, 1e-9)
+
+
+def sampler_shares(medians: Sequence[float], samples: Sequence[float]) -> tuple[float, ...]:
+    """Shares in which all ranks would take as long: by samples per second, the smallest share being 1."""
+    speeds = [b / max(median, 1e-9) for b, median in zip(samples, medians, strict=True)]
+    return tuple(round(speed / min(speeds), 2) for speed in speeds)
+
+
+def apply_shares(compute_s: Times, samples: Sequence[float], shares: Sequence[float]) -> tuple[Times, list[float]]:
+    """(times, samples) if the same samples in all were dealt out by ``shares``, and time went with samples."""
+    unit = sum(samples) / sum(shares)
+    dealt = [share * unit for share in shares]
+    scaled = [[t * new / old for t in own] for own, new, old in zip(compute_s, dealt, samples, strict=True)]
+    return scaled, dealt
+
+
+def _rate(finished: Sequence[Sequence[float]], samples: Sequence[float]) -> float:
+    """Over the second half, where the beginning is forgotten: ranks may have been let run ahead."""
+    half = (len(finished[0]) - 1) // 2
+    return sum(b * (len(own) - 1 - half) / (own[-1] - own[half]) for own, b in zip(finished, samples, strict=True))

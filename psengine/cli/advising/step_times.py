@@ -1,0 +1,135 @@
+"""From a timeline: what each rank computed and waited in each step. Pure."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from psengine.errors import ConfigurationError
+
+# A step in which every rank took so many times the usual holds something else: an evaluation, a checkpoint.
+_UNUSUAL = 4.0
+_WAITING = ("wait", "collective")
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTimes:
+    """Measured steps, the same ones for all ranks.
+
+    Attributes:
+        compute_s: for each rank, what it took from one forward to the next less what it waited, for each step.
+        waited_s: for each rank, how long it waited for others and for the exchange, for each step.
+        samples: for each rank, samples in a step (mean); 1 where the model did not say.
+        hosts: for each rank.
+        has_samples: whether ``samples`` were counted.
+    """
+
+    compute_s: tuple[tuple[float, ...], ...]
+    waited_s: tuple[tuple[float, ...], ...]
+    samples: tuple[float, ...]
+    hosts: tuple[str, ...]
+    has_samples: bool
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks were measured."""
+        return len(self.compute_s)
+
+    @property
+    def steps(self) -> int:
+        """How many steps were measured."""
+        return len(self.compute_s[0])
+
+    @property
+    def exchange_s(self) -> float:
+        """What the exchange itself takes: in each step the rank that waits least comes last, and waits for nobody."""
+        return float(statistics.median(min(column) for column in zip(*self.waited_s, strict=True)))
+
+    @property
+    def measured_rate(self) -> float:
+        """Samples per second of all ranks together, as they were measured."""
+        total_s = max(sum(own) + sum(waits) for own, waits in zip(self.compute_s, self.waited_s, strict=True))
+        return sum(self.samples) * self.steps / total_s
+
+
+def step_times(trace: Mapping[str, Any], *, warm_up: int = 5, fewest: int = 8) -> StepTimes:
+    """Read the steps of a merged timeline of strategy "sync".
+
+    Args:
+        trace: as ``timeline_files.merge`` makes it.
+        warm_up: leave out so many steps at the beginning (buckets are laid out anew, caches are cold).
+        fewest: steps to be left then.
+
+    Raises:
+        ConfigurationError: the script made too few steps, trained with another strategy, or on a GPU.
+    """
+    begins: dict[int, dict[int, float]] = {}
+    waits: dict[int, dict[int, float]] = {}
+    samples: dict[int, dict[int, float]] = {}
+    device = trace["otherData"].get("device") or "cpu"
+    if device != "cpu":
+        raise ConfigurationError(
+            f"advise cannot judge a model on {device} (expected one on the CPU): there a wait is a mark on the device's"
+            " stream, which the process does not stay for, so its spans say nothing of who is slow. Fix: measure with"
+            " the model on the CPU, or compare the ranks' kernels with torch.profiler"
+        )
+    for event in trace["traceEvents"]:
+        if event["ph"] != "X":
+            continue
+        rank, step = event["pid"], event["args"]["step"]
+        if event["name"] == "forward":
+            # A model with several forwards in a step begins it with the first.
+            begins.setdefault(rank, {}).setdefault(step, event["ts"] / 1e6)
+            counted = samples.setdefault(rank, {})
+            counted[step] = counted.get(step, 0.0) + (event["args"].get("samples") or 0)
+        elif event["cat"] in _WAITING:
+            waits.setdefault(rank, {})[step] = waits.setdefault(rank, {}).get(step, 0.0) + event["dur"] / 1e6
+        elif event["name"] in ("push", "apply"):
+            raise ConfigurationError(
+                "advise measures strategy 'sync', and this script chose one over servers by itself (expected spans of a"
+                f" collective, got {event['name']!r}). Fix: leave the script's strategy to PSENGINE_STRATEGY"
+            )
+    ranks = sorted(begins)
+    if not ranks:
+        raise ConfigurationError(
+            "the timeline has no steps (expected forwards of a model wrapped by psengine, got none)"
+        )
+    common = set.intersection(*({step for step in begins[rank] if step + 1 in begins[rank]} for rank in ranks))
+    steps = [step for step in sorted(common) if step - min(common) >= warm_up]
+    if len(steps) < fewest:
+        raise ConfigurationError(
+            f"too few steps to judge (expected {warm_up + fewest} or more on every rank, got {len(common)};"
+            f" the first {warm_up} are left out as warm-up). Fix: let the script train longer"
+        )
+    period = {rank: [begins[rank][step + 1] - begins[rank][step] for step in steps] for rank in ranks}
+    waited = {
+        rank: [min(p, waits.get(rank, {}).get(step, 0.0)) for step, p in zip(steps, period[rank], strict=True)]
+        for rank in ranks
+    }
+    compute = {rank: [p - w for p, w in zip(period[rank], waited[rank], strict=True)] for rank in ranks}
+    kept = _usual([compute[rank] for rank in ranks])
+    hosts = {int(process["rank"]): str(process.get("host", "")) for process in trace["otherData"]["processes"]}
+    has_samples = all(samples[rank][step] > 0 for rank in ranks for step in steps)
+    return StepTimes(
+        compute_s=tuple(tuple(compute[rank][k] for k in kept) for rank in ranks),
+        waited_s=tuple(tuple(waited[rank][k] for k in kept) for rank in ranks),
+        samples=tuple(
+            statistics.fmean(samples[rank][steps[k]] for k in kept) if has_samples else 1.0 for rank in ranks
+        ),
+        hosts=tuple(hosts.get(rank, "") for rank in ranks),
+        has_samples=has_samples,
+    )
+
+
+def _usual(compute: Sequence[Sequence[float]]) -> list[int]:
+    """The steps in which not every rank took unusually long."""
+    medians = [statistics.median(times) for times in compute]
+    count = len(compute[0])
+    usual = [
+        step
+        for step in range(count)
+        if any(times[step] <= _UNUSUAL * median for times, median in zip(compute, medians, strict=True))
+    ]
+    return usual or list(range(count))

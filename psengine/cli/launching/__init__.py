@@ -1,0 +1,1 @@
+"""One launched training: decided, started, watched, ended; for ``psengine run`` and ``psengine advise``."""
