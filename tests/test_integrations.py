@@ -1,0 +1,145 @@
+"""Training libraries over psengine: two ranks of the real library, against the same library over native DDP."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+
+import pytest
+import torch.distributed as dist
+from integration_ranks import STEPS, lightning_rank, transformers_rank
+from processes import run_ranks
+from server_process import running_server
+
+import psengine
+
+WORLD_SIZE = 2
+
+
+@pytest.fixture(scope="module")
+def server():
+    with running_server(shards=2) as running:
+        yield running
+
+
+def ranks(function, *arguments):
+    """Run ``function`` as torchrun would: one store, which the launcher hosts."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    return run_ranks(function, WORLD_SIZE, store.port, *arguments, init_group=False, deadline_s=150)
+
+
+def require(library):
+    if importlib.util.find_spec(library) is None:
+        pytest.skip(f"{library} is not installed")
+
+
+# Importing these libraries takes seconds: the ranks that have done it try everything.
+@pytest.fixture(scope="module")
+def lightning(server, tmp_path_factory):
+    require("lightning")
+    return ranks(lightning_rank, tmp_path_factory.mktemp("lightning"), server.addresses[0])
+
+
+@pytest.fixture(scope="module")
+def transformers(server, tmp_path_factory):
+    require("transformers")
+    return ranks(transformers_rank, tmp_path_factory.mktemp("transformers"), server.addresses[0])
+
+
+def assert_equal(pair, *, buffers=True):
+    """Bitwise. Running statistics of a server's workers are the lowest rank's after backward, native DDP's before
+    the next forward: not compared.
+    """
+    native, ours = pair
+    assert native.keys() == ours.keys()
+    compared = [name for name in native if buffers or "running" not in name]
+    different = {
+        name: (native[name] - ours[name]).abs().max() for name in compared if not native[name].equal(ours[name])
+    }
+    assert not different
+
+
+def updates(server, job):
+    """How often the servers have updated a chunk of ``job``."""
+    with psengine.connect(server.addresses[0], role="reader", job=job) as reader:
+        return max(shard["jobs"][job]["version_max"] for shard in reader.status() if job in shard["jobs"])
+
+
+@pytest.mark.parametrize("case", ["sync", "accumulate", "manual", "again"])
+def test_lightning_trains_as_over_native_ddp(lightning, case):
+    for found in lightning:
+        assert_equal(found["trainer"][case])
+
+
+@pytest.mark.parametrize("case", ["sync-server", "resumed"])
+def test_lightning_trains_over_servers_as_over_native_ddp(lightning, case):
+    for found in lightning:
+        assert_equal(found["trainer"][case], buffers=False)
+
+
+def test_lightning_trains_with_our_wrapper(lightning):
+    for found in lightning:
+        native, ours = found["trainer"]["wrappers"]
+        assert (native, ours) == ({"torch.nn.parallel.distributed"}, {"psengine.parallel"})
+
+
+def test_lightning_steps_through_the_servers(lightning, server):
+    assert updates(server, "lightning-async") == WORLD_SIZE * 2 * STEPS
+    for found in lightning:
+        trainer = found["trainer"]
+        assert all(total > 0 for total in trainer["momentum"])  # the servers', in a checkpoint saved after fit
+        assert trainer["learning_rate"] == ([0.1 * 0.5**STEPS], 0.1 * 0.5 ** (STEPS - 1))
+
+
+def test_lightning_says_which_optimizers_servers_run(lightning):
+    for found in lightning:
+        assert "expected one of SGD" in found["trainer"]["unknown optimizer"]
+
+
+def test_fabric_trains_as_over_native_ddp(lightning, server):
+    for found in lightning:
+        assert_equal(found["fabric"]["sync"])
+        assert_equal(found["fabric"]["sync-server"], buffers=False)
+    assert updates(server, "fabric-async") == WORLD_SIZE * STEPS // 2
+
+
+@pytest.mark.parametrize("case", ["sync", "optimizer first", "accumulate"])
+def test_accelerate_trains_as_over_native_ddp(transformers, case):
+    for found in transformers:
+        assert_equal(found["accelerate"][case])
+
+
+def test_accelerate_trains_over_servers(transformers, server):
+    for found in transformers:
+        accelerate = found["accelerate"]
+        assert accelerate["wrapper"] == "psengine.parallel"
+        assert_equal(accelerate["sync-server"], buffers=False)
+        assert accelerate["steps"] == (STEPS, "DistributedSGD")
+        assert "expected one of SGD" in accelerate["unknown optimizer"]
+    assert updates(server, "accelerate-async") == WORLD_SIZE * STEPS
+
+
+@pytest.mark.parametrize("case", ["sync", "again", "accumulate", "resumed"])
+def test_transformers_trains_as_over_native_ddp(transformers, case):
+    for found in transformers:
+        assert_equal(found["trainer"][case])
+
+
+def test_transformers_evaluates_and_steps_through_the_servers(transformers, server):
+    for found in transformers:
+        trainer = found["trainer"]
+        native, ours = trainer["evaluation"]
+        assert native == ours
+        assert trainer["loss"] < native  # async takes twice as many steps
+        assert "exp_avg" in trainer["state"]
+    assert updates(server, "transformers-async") == WORLD_SIZE * STEPS
+
+
+@pytest.mark.parametrize("library", ["lightning", "accelerate", "transformers"])
+def test_a_missing_library_is_named_with_its_extra(monkeypatch, library):
+    monkeypatch.setitem(sys.modules, library, None)
+    for name in ("lightning", "accelerate", "transformers"):
+        monkeypatch.delitem(sys.modules, f"psengine.integrations.{name}", raising=False)
+    with pytest.raises(psengine.MissingExtraError, match=rf"{library}.*psengine\[integrations\]"):
+        importlib.import_module(f"psengine.integrations.{library}")
