@@ -1,7 +1,8 @@
-# make demo         two ranks train on real images, native DistributedDataParallel beside them
+# make demo         two workers train on real images under each strategy: a table, and a plot of the losses
 # make test         what must pass before a change is merged
 # make test-slow    also the soak and exhaustive tests
 # make cuda         compile the CUDA kernels, where there is an nvcc; part of make test
+# make docs         the documentation, in build/docs; warnings are errors
 # make lint, format, bench, clean
 #
 # PYTHON names the interpreter for the virtual environment: make PYTHON=python3.12 test
@@ -15,10 +16,10 @@ NVCC := $(shell command -v nvcc)
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 # Two files at a time: half of the tests compute, the other half wait for leases and deadlines to run out.
 PARALLEL := -n 2 --dist loadfile
-DEMO := examples/train_images.py --compare --epochs 10 --scheduler cosine --threads 1
+DEMO := examples/compare_strategies.py
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow cuda lint format bench clean
+.PHONY: help demo test test-slow docs cuda lint format bench clean
 .DELETE_ON_ERROR:
 
 help:
@@ -28,10 +29,14 @@ help:
 demo: export OMP_NUM_THREADS := 1
 demo: export CUDA_VISIBLE_DEVICES :=
 demo: $(STAMP)
-	$(BIN)/torchrun --standalone --nproc-per-node=2 $(DEMO)
+	$(BIN)/psengine run --workers 2 --no-prefix $(DEMO)
 
 test: lint cuda
 	$(BIN)/python -m pytest -m "not slow" $(PARALLEL)
+
+docs: $(STAMP)
+	$(BIN)/python -m sphinx -W --keep-going -q -b html docs build/docs
+	@echo "build/docs/index.html"
 
 # csrc/fusion_cuda.cu at least compiles, wherever there is a compiler for it; setup.py says what is linked.
 cuda: $(if $(NVCC),build/cuda/.compiled)

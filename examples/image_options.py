@@ -77,6 +77,10 @@ def positive_float(text: str) -> float:
     return checked(text, float, lambda value: 0 < value < math.inf, "a finite number above 0")
 
 
+def nonnegative_float(text: str) -> float:
+    return checked(text, float, lambda value: 0 <= value < math.inf, "a finite number, at least 0")
+
+
 def fraction(text: str) -> float:
     return checked(text, float, lambda value: 0 <= value < 1, "a number from 0 to below 1")
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import TypeVar
 
 import torch.distributed as dist
@@ -40,3 +42,21 @@ def wait_for_all_ranks() -> None:
     """Wait until all ranks have spoken: torchrun ends the others as soon as one has left."""
     if dist.is_initialized():
         dist.barrier()
+
+
+def run_to_the_end(program: Callable[[], int]) -> int:
+    """Return ``program()``, an exit code; what the user can put right is one line on one rank, and exit code 2."""
+    try:
+        return program()
+    except UserError as error:
+        if psengine.is_main_process():
+            print_error(error)
+        wait_for_all_ranks()
+    except psengine.PSEngineError as error:
+        print_error(error)
+    return 2
+
+
+def print_error(error: Exception) -> None:
+    """Print one line; in one write, so that ranks' lines stay whole."""
+    sys.stderr.write(f"{Path(sys.argv[0]).name}: error: {error}\n")

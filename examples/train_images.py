@@ -23,7 +23,6 @@ import sys
 from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -32,7 +31,7 @@ from image_checkpoint import check_fit, check_writable, load_pretrained, load_we
 from image_data import load_data
 from image_network import ImageClassifier
 from image_options import parse_options
-from rank_errors import TrainingError, UserError, on_all_ranks, wait_for_all_ranks
+from rank_errors import TrainingError, UserError, on_all_ranks, print_error, wait_for_all_ranks
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, TensorDataset
@@ -158,6 +157,8 @@ def train_step(replica: Replica, micro_batches: list[Batch], device: torch.devic
             loss.backward()
         step_loss += loss.detach()
     replica.optimizer.step()
+    if isinstance(replica.model, psengine.DistributedDataParallel):
+        replica.model.report(loss=step_loss, samples=sample_count(micro_batches))  # for the servers' dashboard
     if replica.scheduler is not None:
         replica.scheduler.step()
     return step_loss
@@ -289,11 +290,6 @@ def largest_differences(
 
 def describe_differences(differences: dict[str, float]) -> str:
     return "largest difference: " + ", ".join(f"{name} {value:g}" for name, value in differences.items())
-
-
-def print_error(error: Exception) -> None:
-    # One write, so that ranks' lines stay whole; print() makes two where Python is unbuffered, as under torchrun.
-    sys.stderr.write(f"{Path(__file__).name}: error: {error}\n")
 
 
 if __name__ == "__main__":

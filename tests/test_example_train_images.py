@@ -159,6 +159,7 @@ def server():
         yield running
 
 
+@pytest.mark.slow
 def test_compare_with_an_embedded_server():
     finished = run_example("--strategy", "sync-server", "--compare", "--epochs", 1, "--max-steps", 6, ranks=2)
     assert finished.returncode == 0, finished.stderr
@@ -197,7 +198,7 @@ def _compare_with_async(rank: int, world_size: int, servers: str) -> tuple[int, 
     return _train(rank, world_size, "--strategy", "async", "--compare")
 
 
-@pytest.mark.parametrize("strategy", ["sync-server", "async:max_staleness=4"])
+@pytest.mark.parametrize("strategy", [pytest.param("sync-server", marks=pytest.mark.slow), "async:max_staleness=4"])
 def test_processes_that_only_a_server_joins(server, strategy):
     job = f"single-{strategy}"
     variables = {"PSENGINE_SERVERS": server.addresses[0], "PSENGINE_JOB": job}

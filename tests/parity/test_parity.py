@@ -24,11 +24,11 @@ def cells_of(case: Case) -> tuple[Cell, ...]:
 
 
 def quick_cells(case: Case, world_size: int) -> tuple[Cell, ...]:
-    """The cells that are not ``slow``: core cases meet both optimizers, with and without accumulation, at two ranks."""
+    """The cells that are not ``slow``: core cases meet both optimizers, one with accumulation, one without."""
     cells = cells_of(case)
     if case.core:
         by_turns = (Cell("sgd", accumulate=True), Cell("adamw", accumulate=False))
-        return cells if world_size == 2 else (by_turns[CASES.index(case) % 2],)
+        return by_turns if world_size == 2 else (by_turns[CASES.index(case) % 2],)
     return (cells[CASES.index(case) % len(cells)],) if world_size == 2 else ()
 
 

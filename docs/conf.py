@@ -1,0 +1,61 @@
+"""Sphinx's settings: ``make docs`` builds these pages, and takes warnings for errors."""
+
+import re
+from pathlib import Path
+
+from pygments.lexers.special import TextLexer
+
+import psengine
+
+ROOT = Path(__file__).resolve().parents[1]
+
+project = "psengine"
+author = "The psengine authors"
+copyright = "The psengine authors"
+version = release = psengine.__version__
+
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
+exclude_patterns = ["_build"]
+html_theme = "furo"
+html_title = f"psengine {release}"
+html_static_path = []
+
+myst_enable_extensions = ["colon_fence", "deflist", "fieldlist"]
+myst_heading_anchors = 3
+
+autodoc_member_order = "bysource"
+autodoc_typehints = "description"
+autodoc_typehints_description_target = "documented"
+napoleon_google_docstring = True
+napoleon_numpy_docstring = False
+# "Attributes:" of a class are listed where its docstring has them, and not once more as members.
+napoleon_use_ivar = True
+
+# Links out of docs/ work where the repository is browsed. Here, benchmarks have pages of their own; other files of the
+# repository are named.
+_LINK = re.compile(r"\[([^\]]+)\]\((?:\.\./)+((?:benchmarks|examples|tests|deploy|csrc|psengine)(?:/[^)#\s]*)?)\)")
+
+
+def _point_inside(app, document, content):
+    """Rewrite the links of ``document``, in place."""
+    depth = document.count("/")
+
+    def replace(link):
+        text, path = link.group(1), link.group(2).rstrip("/")
+        page = re.fullmatch(r"benchmarks/(\w+)(?:/README\.md)?", path)
+        if page and (ROOT / "docs" / "benchmarks" / f"{page.group(1)}.md").exists():
+            return f"[{text}]({'../' * depth}benchmarks/{page.group(1)}.md)"
+        if path in ("benchmarks", "benchmarks/README.md"):
+            return f"[{text}]({'../' * depth}benchmarks/index.md)"
+        if not (ROOT / path).exists():
+            raise ValueError(f"docs/{document}.md links to {path}, which is not there")
+        return f"`{path}`" if text.strip("`") == path else f"{text} (`{path}`)"
+
+    content[0] = _LINK.sub(replace, content[0])
+
+
+def setup(app):
+    """Called by Sphinx."""
+    app.add_lexer("hex", TextLexer)
+    app.connect("source-read", _point_inside)
+    app.connect("include-read", lambda app, path, parent, content: _point_inside(app, parent, content))
