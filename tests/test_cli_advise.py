@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from command_process import run_command
 
-from psengine.cli.advise import WARM_UP_STEPS
+from psengine.cli.advise import WARM_UP_STEPS, duration
 from psengine.cli.advising import advice
 from psengine.cli.advising.step_times import StepTimes, step_times
 from psengine.cli.main import main
@@ -185,6 +185,36 @@ def test_an_exchange_outweighs_a_slow_rank():
     assert all(rate < 1.1 * found.predictions["sync"] for rate in found.predictions.values())
 
 
+def test_short_steps_are_not_judged():
+    rng = random.Random(0)
+    found = advice.advise(made(*([rng.uniform(0.001, 0.003) for _ in range(25)] for _ in range(2))))
+    # What it would be, were the times believed.
+    assert found.predictions["async:max_staleness=4"] > 1.1 * found.predictions["sync"]
+    assert (found.verdict, found.strategy, found.shares) == ("short", "sync", ())
+    assert "too short to judge" in found.reason
+
+
+def test_servers_cost_what_was_measured():
+    times = made(*([0.5 if (step + rank) % 4 == 0 else 0.1 for step in range(40)] for rank in range(2)))
+    assert advice.advise(times).strategy == "async:max_staleness=4"
+    found = advice.advise(times, 0.5)
+    assert (found.verdict, found.strategy) == ("similar", "sync")
+    assert found.predictions["sync"] == advice.advise(times).predictions["sync"]
+    assert found.predictions["async"] == pytest.approx(2 * 8 / (0.2 + 0.5))
+
+
+def test_staleness_has_to_gain_clearly():
+    times = [[0.1 * (1.6 if (step + 2 * rank) % 4 == 0 else 1) for step in range(40)] for rank in range(2)]
+    found = advice.advise(made(*times))
+    assert 1.1 < found.predictions["async:max_staleness=4"] / found.predictions["sync"] < 1.25
+    assert (found.verdict, found.strategy) == ("similar", "sync")
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(85e-6, "85 µs"), (0.00127, "1.27 ms"), (0.0213, "21.3 ms")])
+def test_short_times_keep_their_digits(seconds, text):
+    assert duration(seconds) == text
+
+
 def test_a_difference_too_small_to_gain_by_is_said():
     found = advice.advise(made([0.1] * 25, [0.117] * 25))
     assert (found.verdict, found.strategy) == ("similar", "sync")
@@ -213,6 +243,13 @@ def test_times_are_read_from_a_timeline():
     assert (times.samples, times.has_samples) == ((8.0, 8.0), True)
     assert times.measured_rate == pytest.approx(16 / 0.3)
     assert step_times(trace(0.3, 0.3, samples=None)).has_samples is False
+    assert times.exchanged_bytes == 0
+    timeline = trace(0.3, 0.3)
+    for bucket, size_bytes in ((0, 40), (0, 100), (1, 30)):  # the first in parts
+        for rank in range(2):
+            span = {"ph": "X", "pid": rank, "ts": 0.0, "dur": 1.0, "name": "pack", "cat": "pack"}
+            timeline["traceEvents"].append({**span, "args": {"step": 7, "bucket": bucket, "bytes": size_bytes}})
+    assert step_times(timeline).exchanged_bytes == 130
     # Two forwards, as with accumulation: the step has both one's samples.
     assert step_times(trace(0.3, 0.3, forwards=2)).samples == (16.0, 16.0)
 
@@ -236,7 +273,14 @@ def test_what_cannot_be_judged_is_said(found, message):
     ("arguments", "message"),
     [
         ([], "which script"),
-        (["--workers", "1", TRAINING], "expected --workers 2 or more"),
+        (
+            ["--workers", "1", TRAINING, "5"],
+            f"expected --workers 2 or more, got --workers 1). Fix: psengine advise --workers 2 {TRAINING} 5",
+        ),
+        (
+            ["--nnodes", "2", "--rdzv-endpoint", "h:1", TRAINING],
+            f"expected one node, got --nnodes 2). Fix: psengine advise --workers 2 {TRAINING}",
+        ),
         (["--steps", "3", TRAINING], "Invalid value for '--steps'"),
         (["--jsn", TRAINING], "Did you mean --json?"),
     ],
@@ -254,7 +298,7 @@ def test_what_is_wrong_with_the_line_is_one_message(arguments, message, capfd, m
 
 def test_a_slow_rank_of_a_real_script_is_found():
     # It would train for minutes: advise ends it.
-    code, out, err = run_command(["advise", "--workers", "2", "--steps", "13", "--json", TRAINING, "5000", "1", "0.05"])
+    code, out, err = run_command(["advise", "--steps", "13", "--json", TRAINING, "5000", "1", "0.05"])
     assert code == 0, err
     found = json.loads(out)
     assert found["verdict"] == "permanent"
@@ -263,6 +307,8 @@ def test_a_slow_rank_of_a_real_script_is_found():
     assert found["ranks"][0]["waited_share"] > found["ranks"][1]["waited_share"]
     assert found["shares"][0] > found["shares"][1] == 1.0
     assert found["rate_unit"] == "samples/s"
+    assert found["exchanged_bytes"] == 4 * (4 * 2 + 2)
+    assert 0 < found["server_exchange_s"] < 10
     assert found["predictions"]["sync with shares"] > found["predictions"]["sync"]
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import re
 import shutil
 import signal
 import socket
+import tempfile
 import threading
 import time
 import urllib.request
@@ -28,9 +30,10 @@ from psengine.cli.launching.interrupt_filter import InterruptFilter
 from psengine.cli.launching.interruption import REPEAT_S
 from psengine.cli.launching.output import WorkerOutput
 from psengine.cli.launching.plan import Plan
+from psengine.cli.launching.run_directory import LOCK, PREFIX, remove_deserted, run_directory
 from psengine.cli.launching.servers import ServerGroup
 from psengine.cli.main import main
-from psengine.cli.run import recorded
+from psengine.cli.run import recorded, warn_of_silent_servers
 from psengine.cli.run_arguments import split_arguments
 
 TESTS = Path(__file__).parent
@@ -75,7 +78,9 @@ def test_the_line_is_cut_at_the_script(line, own, torchrun, script):
         (["--workers", "2", "--nproc-per-node", "2", WORKER], "give one of them"),
         (["--servers", "-1", WORKER], "Invalid value for '--servers'"),
         (["--strategy", "asink", WORKER], "expected one of ['async', 'sync', 'sync-server'], got 'asink'"),
-        (["--strategy", "async:max_stale=4", WORKER], "max_staleness"),
+        (["--strategy", "async:max_stalenes=4", WORKER], "unknown option 'max_stalenes' (expected some of"),
+        (["--strategy", "async:max_stalenes=4", WORKER], "Did you mean max_staleness?"),
+        (["--strategy", "sync", "--servers", "2", WORKER], "strategy 'sync' uses no servers"),
         (["--collective", "mpi", WORKER], "unknown collective"),
         (["--max-restarts", "many", WORKER], "--max-restarts"),
         (["--max-restarts", "-1", WORKER], "expected 0 or more"),
@@ -117,6 +122,45 @@ def test_arguments_reach_the_script_and_variables_the_workers():
     for rank, line in enumerate(lines):
         assert line.startswith(f"[rank {rank}] worker {rank} has ['--help', '--workers', '9'] RANK={rank}")
         assert "WORLD_SIZE=2 PSENGINE_STRATEGY=sync PSENGINE_SERVERS=None OMP_NUM_THREADS=3" in line
+
+
+def test_servers_that_are_not_there_are_named():
+    with socket.socket() as bound, socket.create_server(("127.0.0.1", 0)) as listening:
+        bound.bind(("127.0.0.1", 0))  # nobody else takes the port meanwhile
+        dead, live = (f"tcp://127.0.0.1:{one.getsockname()[1]}" for one in (bound, listening))
+        said = []
+        warn_of_silent_servers([live, dead, "ipc:///tmp/none"], said.append)
+        assert len(said) == 1
+        assert said[0].startswith(f"nobody answers at {dead}; workers go on trying")
+        warn_of_silent_servers([live], said.append)
+        assert len(said) == 1
+        code, _, err = run_command(["run", "--strategy", "async", "--server-address", dead, WORKER, "well"])
+        assert code == 0
+        assert f"psengine run: nobody answers at {dead};" in err
+
+
+def test_what_a_killed_launcher_left_is_removed(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    made = {}
+    for name in ("deserted", "young", "serving", "without"):
+        made[name] = tmp_path / f"{PREFIX}{name}"
+        (made[name] / "snapshots" / "server-0").mkdir(parents=True)
+        if name != "without":
+            (made[name] / LOCK).touch()
+            os.utime(made[name] / LOCK, (0, 0) if name != "young" else None)
+    (tmp_path / "another").mkdir()
+    with (made["serving"] / "snapshots" / "server-0" / "lock").open("wb") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        with run_directory() as live:
+            os.utime(live / LOCK, (0, 0))
+            assert sorted(tmp_path.iterdir()) == sorted(
+                [live, tmp_path / "another", *(made[name] for name in ("young", "serving", "without"))]
+            )
+            with run_directory() as other:
+                assert live.exists()
+        assert not live.exists()
+        assert not other.exists()
+    assert remove_deserted(tmp_path) == [made["serving"]]
 
 
 def test_one_worker_writes_as_it_would_alone():

@@ -149,6 +149,7 @@ def test_registry():
 @pytest.mark.parametrize(
     ("specification", "message"),
     [
+        ("asinc", r"got 'asinc'\)\. Did you mean async\?"),
         ("gossip", r"unknown strategy \(expected one of \[.*'sync'.*\], got 'gossip'\)"),
         ("sync:quorum=3", r"expected some of \['dtype'\], got 'quorum=3'"),
         (3, r"got 3\)"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 import tempfile
 from dataclasses import asdict, replace
@@ -15,12 +16,14 @@ from rich.table import Table
 from rich.text import Text
 
 from psengine.cli.advising.advice import Advice, advise
+from psengine.cli.advising.server_exchange import server_exchange_s
 from psengine.cli.advising.step_times import StepTimes, step_times
 from psengine.cli.failure_report import show_outcome, speaker
-from psengine.cli.launching.plan import make_plan
+from psengine.cli.launching.plan import Plan, make_plan
 from psengine.cli.run import PARTS, ScriptCommand
-from psengine.errors import ConfigurationError
+from psengine.errors import ConfigurationError, PSEngineError
 
+DEFAULT_WORKERS = 2
 WARM_UP_STEPS = 5
 FEWEST_STEPS = 8
 
@@ -33,7 +36,7 @@ about accuracy. Any option of torchrun may stand before the script.
 
 [bold]Examples[/bold]
 
-psengine advise --workers 2 train.py --epochs 1
+psengine advise train.py --epochs 1  (two workers)
 
 psengine advise --workers 4 --steps 60 --json -m package.train
 
@@ -50,7 +53,7 @@ def command(
     workers: Annotated[
         str | None,
         typer.Option(
-            metavar="N", help="Processes: a number of at least 2, gpu, cpu or auto. Default: one for each GPU."
+            metavar="N", help=f"Processes: at least 2, as a number, gpu, cpu or auto. Default: {DEFAULT_WORKERS}."
         ),
     ] = None,
     steps: Annotated[
@@ -63,12 +66,8 @@ def command(
     from psengine.cli.launching.run import run_training
     from psengine.timeline_files import find_parts, merge, read
 
-    plan = make_plan(context.meta[PARTS], workers=workers, strategy="sync")
-    if plan.workers < 2 or plan.is_multi_node:
-        raise ConfigurationError(
-            f"advise compares the ranks of one host (expected --workers 2 or more and one node, got {plan.workers}"
-            f" {'worker' if plan.workers == 1 else 'workers'} and --nnodes {plan.torchrun.nnodes})"
-        )
+    plan = make_plan(context.meta[PARTS], workers=workers, strategy="sync", default_workers=DEFAULT_WORKERS)
+    check_plan(plan)
     console = Console(stderr=True, highlight=False)
     with tempfile.TemporaryDirectory(prefix="psengine-advise-") as directory:
         part = Path(directory) / "timeline.json"
@@ -93,34 +92,78 @@ def command(
                 " psengine.DistributedDataParallel and trained on every rank)"
             )
         times = step_times(merge([read(one) for one in parts]), warm_up=WARM_UP_STEPS, fewest=FEWEST_STEPS)
-    advice = advise(times)
+    through_s: float | None = None
+    try:
+        if times.exchanged_bytes:
+            through_s = server_exchange_s(times.exchanged_bytes)
+    except PSEngineError as error:
+        speaker(console, "psengine advise")(f"could not measure an exchange through servers: {error}")
+    advice = advise(times, through_s)
     if as_json:
-        print(json.dumps(describe(advice, times)))
+        print(json.dumps(describe(advice, times, through_s)))
     else:
-        show(Console(highlight=False), advice, times)
+        show(Console(highlight=False), advice, times, through_s)
 
 
-def describe(advice: Advice, times: StepTimes) -> dict[str, object]:
-    """The advice for a program."""
+def check_plan(plan: Plan) -> None:
+    """Refuse what cannot be compared.
+
+    Raises:
+        ConfigurationError: one worker, or several nodes; with the line to write instead.
+    """
+    if plan.workers >= 2 and not plan.is_multi_node:
+        return
+    module = "-m " if plan.torchrun.module else ""
+    expected, got = (
+        ("one node", f"--nnodes {plan.torchrun.nnodes}")
+        if plan.is_multi_node
+        else (
+            "--workers 2 or more",
+            "--workers 1",
+        )
+    )
+    raise ConfigurationError(
+        f"advise compares the ranks of one host (expected {expected}, got {got})."
+        f" Fix: psengine advise --workers {max(plan.workers, DEFAULT_WORKERS)} {module}{shlex.join(plan.script)}"
+    )
+
+
+def describe(advice: Advice, times: StepTimes, through_s: float | None) -> dict[str, object]:
+    """The advice for a program; ``server_exchange_s`` is null where it was taken to be ``exchange_s``."""
     return {
         **asdict(advice),
         "steps": times.steps,
         "exchange_s": times.exchange_s,
+        "server_exchange_s": through_s,
+        "exchanged_bytes": times.exchanged_bytes,
         "measured_rate": times.measured_rate,
         "rate_unit": "samples/s" if times.has_samples else "steps/s",
     }
 
 
-def show(console: Console, advice: Advice, times: StepTimes) -> None:
+def duration(seconds: float) -> str:
+    """With three digits or so: 85 µs, 1.27 ms, 310 ms."""
+    if seconds < 1e-3:
+        return f"{seconds * 1e6:.0f} µs"
+    digits = 2 if seconds < 1e-2 else 1 if seconds < 1e-1 else 0
+    return f"{seconds * 1e3:.{digits}f} ms"
+
+
+def show(console: Console, advice: Advice, times: StepTimes, through_s: float | None) -> None:
     """The advice for people."""
     ranks = Table(title=f"{times.steps} steps under sync", title_justify="left")
     for name in ("rank", "host", "compute, median", "compute, p90", "waited"):
         ranks.add_column(name, justify="left" if name == "host" else "right")
     for row in advice.ranks:
-        cells = (f"{row.median_s * 1e3:.1f} ms", f"{row.p90_s * 1e3:.1f} ms", f"{row.waited_share:.0%}")
+        cells = (duration(row.median_s), duration(row.p90_s), f"{row.waited_share:.0%}")
         ranks.add_row(str(row.rank), row.host, *cells)
     console.print(ranks)
-    console.print(f"slowest over fastest: {advice.spread:.2f}; an exchange takes {times.exchange_s * 1e3:.1f} ms\n")
+    through = "taken to be the same, not measured" if through_s is None else f"{duration(through_s)}, on this host"
+    console.print(
+        f"slowest over fastest: {advice.spread:.2f}; an exchange takes {duration(times.exchange_s)}"
+        f" (through servers: {through})\n",
+        soft_wrap=True,
+    )
     unit = "samples/s" if times.has_samples else "steps/s of all ranks"
     rates = Table(title="predicted from these times (speed, not accuracy)", title_justify="left")
     rates.add_column("strategy")
@@ -130,6 +173,10 @@ def show(console: Console, advice: Advice, times: StepTimes) -> None:
     for name, rate in advice.predictions.items():
         rates.add_row(name, f"{rate:.0f}", f"{rate / advice.predictions['sync']:.2f}")
     console.print(rates)
+    console.print(
+        '"sync, as measured" is what the clock said; "sync" is the model\'s, as are the others: compare them with it.',
+        soft_wrap=True,
+    )
     console.print(Text(f"\nAdvice: {advice.reason}"), soft_wrap=not console.is_terminal)
     if advice.shares:
         shares = ", ".join(f"{share:g}" for share in advice.shares)

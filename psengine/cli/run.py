@@ -7,7 +7,7 @@ import shutil
 import socket
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from psengine.cli.launching.run import Outcome
 
 PARTS = "psengine.run_arguments"
+# How long workers try to meet servers: the default of psengine.connect.
+MEET_S = 30.0
 
 HELP = """Launch a training script: on one machine, or by the same line on every node.
 
@@ -194,10 +196,25 @@ def run(
         is_prefixed=prefix,
     )
     console = Console(stderr=True, highlight=False)
-    with recorded(plan, timeline, speaker(console)) as plan:
+    say = speaker(console)
+    if plan.servers and not plan.uses_servers:
+        say("strategy 'sync' uses no servers: those of --servers serve only a script that chooses another itself")
+    with recorded(plan, timeline, say) as plan:
+        warn_of_silent_servers(plan.named_servers, say)
         outcome = launch(plan, console)
         show_outcome(console, outcome, independent=independent)
     raise typer.Exit(outcome.exit_code)
+
+
+def warn_of_silent_servers(addresses: Sequence[str], say: Callable[[str], None]) -> None:
+    """Say which of the servers that should run already do not: workers try for long before they give up."""
+    from psengine.cli.launching.silent_servers import silent_servers
+
+    if silent := silent_servers(addresses):
+        say(
+            f"nobody answers at {', '.join(silent)}; workers go on trying for {MEET_S:g} s."
+            " Is psengine-server running there?"
+        )
 
 
 def launch(plan: Plan, console: Console) -> Outcome:

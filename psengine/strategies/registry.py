@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import inspect
+from collections.abc import Iterable
 from typing import Any
 
 from psengine.errors import ConfigurationError
@@ -29,7 +31,9 @@ def resolve_strategy(specification: Any) -> Strategy:
         raise ConfigurationError(f"strategy must be a name or a psengine.Strategy object (got {specification!r}{hint})")
     name, _, options = specification.partition(":")
     if name not in STRATEGIES:
-        raise ConfigurationError(f"unknown strategy (expected one of {sorted(STRATEGIES)}, got {name!r})")
+        raise ConfigurationError(
+            f"unknown strategy (expected one of {sorted(STRATEGIES)}, got {name!r}){_did_you_mean(name, STRATEGIES)}"
+        )
     strategy_class = STRATEGIES[name]
     return strategy_class(**_parse_options(strategy_class, options, specification))
 
@@ -39,13 +43,24 @@ def _parse_options(strategy_class: type[Strategy], options: str, specification: 
     parsed: dict[str, Any] = {}
     for option in filter(None, options.split(",")):
         key, equals, value = option.partition("=")
-        if not equals or key not in accepted or key in parsed:
+        if key not in accepted:
+            raise ConfigurationError(
+                f"strategy {specification!r}: unknown option {key!r}"
+                f" (expected some of {accepted or 'no options'}, got {option!r})"
+                f"{_did_you_mean(key, accepted)}"
+            )
+        if not equals or key in parsed:
             raise ConfigurationError(
                 f"strategy {specification!r}: options are written option=value, each once"
-                f" (expected some of {accepted or 'no options'}, got {option!r})"
+                f" (expected some of {accepted}, got {option!r})"
             )
         parsed[key] = _parse_value(value)
     return parsed
+
+
+def _did_you_mean(name: str, known: Iterable[str]) -> str:
+    close = difflib.get_close_matches(name, list(known), n=1)
+    return f". Did you mean {close[0]}?" if close else ""
 
 
 def _parse_value(text: str) -> Any:

@@ -1,6 +1,7 @@
 """Which strategy fits these step times? Pure arithmetic over what was measured under "sync".
 
-With c(r, k) the seconds rank r computes in step k, e the seconds an exchange takes, b(r) the samples of r in a step, N
+With c(r, k) the seconds rank r computes in step k, e the seconds an exchange takes (under sync: what the collective
+took; under the others: what servers take), b(r) the samples of r in a step, N
 ranks and K steps, each strategy is a rule for when a step may begin. f(r, k) is when r has exchanged its step k::
 
     sync              f(., k) = max over r of [f(., k-1) + c(r, k)] + e
@@ -12,8 +13,8 @@ ranks and K steps, each strategy is a rule for when a step may begin. f(r, k) is
       max_staleness=S
 
 Samples per second are the samples that counted over the time of the slowest rank (async: the sum of each rank's own
-rate). Measured steps are played again in a loop until the start no longer matters. The exchange through servers is
-taken to cost what the collective cost; what staleness costs in accuracy is not part of it.
+rate). Measured steps are played again in a loop until the start no longer matters. What staleness costs in accuracy is
+not part of it.
 """
 
 from __future__ import annotations
@@ -27,8 +28,12 @@ from psengine.cli.advising.step_times import StepTimes
 # sync-server keeps a late worker's averages for so many steps.
 KEPT_AVERAGES = 8
 MAX_STALENESS = 4
-# Another strategy has to gain so much before it is worth its staleness, or its dropped gradients.
+# Shares have to gain so much; they keep what sync computes.
 WORTH_IT = 1.10
+# Another strategy has to gain so much before it is worth its staleness, or its dropped gradients.
+WORTH_LEAVING = 1.25
+# In shorter steps it is Python and the scheduler that are measured.
+SHORTEST_S = 0.010
 # Medians apart by more than this are ranks that are slow for good.
 SIMILAR = 1.15
 _SIMULATED_STEPS = 400
@@ -53,7 +58,7 @@ class Advice:
 
     Attributes:
         verdict: "similar" (nothing gains enough: stay with sync), "permanent" (a rank is slow for good, and shares
-            make up for it) or "passing" (now this one is slow, now that).
+            make up for it), "passing" (now this one is slow, now that) or "short" (steps too short to judge).
         strategy: what to give to ``--strategy``.
         reason: a sentence or two.
         shares: for ``psengine.ProportionalSampler``, in order of rank, the slowest 1; () unless the verdict is
@@ -72,9 +77,15 @@ class Advice:
     ranks: tuple[RankTimes, ...]
 
 
-def advise(times: StepTimes) -> Advice:
-    """Judge measured steps; see the module's text for the arithmetic."""
+def advise(times: StepTimes, server_exchange_s: float | None = None) -> Advice:
+    """Judge measured steps; see the module's text for the arithmetic.
+
+    Args:
+        times: measured under sync.
+        server_exchange_s: what an exchange through servers takes; None takes what the collective took.
+    """
     exchange_s, samples = times.exchange_s, times.samples
+    through_s = exchange_s if server_exchange_s is None else server_exchange_s
     medians = [statistics.median(own) for own in times.compute_s]
     spread = max(medians) / max(min(medians), 1e-9)
     looped = loop(times.compute_s, _SIMULATED_STEPS)
@@ -82,9 +93,9 @@ def advise(times: StepTimes) -> Advice:
     predictions = {"sync": sync_rate(looped, samples, exchange_s)}
     if times.world_size > 2:
         quorum = times.world_size - 1
-        predictions[f"sync-server:quorum={quorum}"] = quorum_rate(looped, samples, exchange_s, quorum)
-    predictions[bounded] = bounded_rate(looped, samples, exchange_s, MAX_STALENESS)
-    predictions["async"] = async_rate(looped, samples, exchange_s)
+        predictions[f"sync-server:quorum={quorum}"] = quorum_rate(looped, samples, through_s, quorum)
+    predictions[bounded] = bounded_rate(looped, samples, through_s, MAX_STALENESS)
+    predictions["async"] = async_rate(looped, samples, through_s)
     shares: tuple[float, ...] = ()
     if spread > SIMILAR:
         shares = sampler_shares(medians, samples)
@@ -105,50 +116,62 @@ def _judge(
     predictions: dict[str, float], spread: float, medians: Sequence[float], exchange_s: float
 ) -> tuple[str, str, str]:
     """(verdict, strategy, reason)."""
-    # Without a bound there is no limit to what speed may cost in staleness: never the first thing to try.
+    step_s = max(medians) + exchange_s
+    if step_s < SHORTEST_S:
+        return "short", "sync", _why_too_short(step_s)
     gains = {name: rate / predictions["sync"] for name, rate in predictions.items()}
-    rivals = {name: gain for name, gain in gains.items() if name not in ("sync", "async")}
-    best = max(rivals, key=lambda name: rivals[name])
-    slowest = medians.index(max(medians))
-    if rivals[best] < WORTH_IT:
-        return "similar", "sync", _why_sync(gains, spread, slowest, exchange_s / max(medians))
     shares = gains.get("sync with shares", 0.0)
-    if shares >= WORTH_IT and shares * WORTH_IT >= rivals[best]:
+    # Without a bound there is no limit to what speed may cost in staleness: never the first thing to try.
+    others = {name: gain for name, gain in gains.items() if name not in ("sync", "async", "sync with shares")}
+    best = max(others, key=lambda name: others[name])
+    slowest = medians.index(max(medians))
+    is_clear = others[best] >= WORTH_LEAVING
+    if shares >= WORTH_IT and (not is_clear or shares * WORTH_IT >= others[best]):
         reason = (
             f"rank {slowest} is slow for good ({spread:.2f} times the fastest). Shares by speed keep what sync"
             " computes. Where shares must stay equal, async:staleness_scaling=inverse lets the others go on"
         )
-        others = {name: gain for name, gain in rivals.items() if name != "sync with shares"}
-        if max(others.values()) < WORTH_IT:
+        if others[best] < WORTH_IT:
             reason += f"; a bound on staleness would hold them at rank {slowest}'s pace, and so would a quorum"
         return "permanent", "sync", f"{reason}."
+    if not is_clear:
+        return "similar", "sync", _why_sync(gains, spread, slowest, exchange_s / max(medians))
     how = "Let ranks be some steps apart" if best.startswith("async") else "Let a step go on without the last"
     if spread > SIMILAR:
         reason = (
             f"rank {slowest} is slower than the fastest ({spread:.2f} times), but slowness that passes costs more:"
-            f" shares by speed gain {shares - 1:.0%}, {best} {rivals[best] - 1:.0%}. {how}."
+            f" shares by speed gain {shares - 1:.0%}, {best} {others[best] - 1:.0%}. {how}."
         )
     else:
         reason = f"now this rank is slow, now that, and none for long. {how}."
     return "passing", best, reason
 
 
+def _why_too_short(step_s: float) -> str:
+    return (
+        f"steps of {step_s * 1e3:.1f} ms are too short to judge (expected {SHORTEST_S * 1e3:g} ms or more): the"
+        " scheduler's whims weigh more than what ranks differ by. Stay with sync, or measure with the model and the"
+        " batch that you will train."
+    )
+
+
 def _why_sync(gains: dict[str, float], spread: float, slowest: int, exchange_share: float) -> str:
     """Why nothing gains enough; ``exchange_share``: of an exchange in the slowest rank's step."""
-    least = f"{WORTH_IT - 1:.0%}"
+    enough = f"{WORTH_LEAVING - 1:.0%}"
     if spread <= SIMILAR:
-        reason = f"the ranks are similar: waiting for each other costs less than {least}."
+        reason = f"the ranks are similar: no other strategy gains {enough}, which would be worth its staleness."
     elif exchange_share > spread - 1:
         reason = (
             f"rank {slowest} computes {spread:.2f} times as long as the fastest, but the exchange outweighs the"
-            f" difference: neither shares nor bounded staleness gains {least}. Exchange fewer bytes, or less often."
+            f" difference: shares gain less than {WORTH_IT - 1:.0%}, bounded staleness less than {enough}."
+            " Exchange fewer bytes, or less often."
         )
     else:
         reason = (
-            f"rank {slowest} computes {spread:.2f} times as long as the fastest; the difference is too small for shares"
-            f" or bounded staleness to gain {least}."
+            f"rank {slowest} computes {spread:.2f} times as long as the fastest; the difference is too small: shares"
+            f" gain less than {WORTH_IT - 1:.0%}, bounded staleness less than {enough}."
         )
-    if gains["async"] >= WORTH_IT:
+    if gains["async"] >= WORTH_LEAVING:
         reason += f" Only async without a bound on staleness gains more ({gains['async'] - 1:.0%})."
     return reason
 

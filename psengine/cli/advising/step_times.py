@@ -24,6 +24,7 @@ class StepTimes:
         samples: for each rank, samples in a step (mean); 1 where the model did not say.
         hosts: for each rank.
         has_samples: whether ``samples`` were counted.
+        exchanged_bytes: gradients that a rank exchanges in a step; 0 where the timeline does not say.
     """
 
     compute_s: tuple[tuple[float, ...], ...]
@@ -31,6 +32,7 @@ class StepTimes:
     samples: tuple[float, ...]
     hosts: tuple[str, ...]
     has_samples: bool
+    exchanged_bytes: int = 0
 
     @property
     def world_size(self) -> int:
@@ -68,6 +70,8 @@ def step_times(trace: Mapping[str, Any], *, warm_up: int = 5, fewest: int = 8) -
     begins: dict[int, dict[int, float]] = {}
     waits: dict[int, dict[int, float]] = {}
     samples: dict[int, dict[int, float]] = {}
+    # (rank, step) → bucket → bytes.
+    buckets: dict[tuple[int, int], dict[int, int]] = {}
     device = trace["otherData"].get("device") or "cpu"
     if device != "cpu":
         raise ConfigurationError(
@@ -79,6 +83,10 @@ def step_times(trace: Mapping[str, Any], *, warm_up: int = 5, fewest: int = 8) -
         if event["ph"] != "X":
             continue
         rank, step = event["pid"], event["args"]["step"]
+        if "bucket" in event["args"] and "bytes" in event["args"]:
+            # A bucket that is packed in parts has several spans; the last ones hold all of it.
+            held, bucket = buckets.setdefault((rank, step), {}), event["args"]["bucket"]
+            held[bucket] = max(held.get(bucket, 0), event["args"]["bytes"])
         if event["name"] == "forward":
             # A model with several forwards in a step begins it with the first.
             begins.setdefault(rank, {}).setdefault(step, event["ts"] / 1e6)
@@ -120,6 +128,7 @@ def step_times(trace: Mapping[str, Any], *, warm_up: int = 5, fewest: int = 8) -
         ),
         hosts=tuple(hosts.get(rank, "") for rank in ranks),
         has_samples=has_samples,
+        exchanged_bytes=int(statistics.median_high(sum(b.values()) for b in buckets.values())) if buckets else 0,
     )
 
 

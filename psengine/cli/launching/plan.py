@@ -20,6 +20,8 @@ class Plan:
         script: the program and its arguments.
         workers: of this node.
         servers: how many to start; 0 where there are some already, or none are needed.
+        uses_servers: whether ``strategy`` does; a script may choose another.
+        named_servers: addresses of those that run already and are needed.
         server_options, snapshot_dir, status_port: of those.
         variables: PSENGINE_* that workers get besides those of this process.
         independent: workers are worlds of their own.
@@ -33,6 +35,8 @@ class Plan:
     script: tuple[str, ...]
     workers: int
     servers: int = 0
+    uses_servers: bool = False
+    named_servers: tuple[str, ...] = ()
     server_options: tuple[str, ...] = ()
     snapshot_dir: Path | None = None
     status_port: int | None = 0
@@ -57,15 +61,18 @@ def make_plan(
     independent: bool = False,
     first_worker: int = 0,
     is_prefixed: bool | None = None,
+    default_workers: int | None = None,
 ) -> Plan:
     """Decide a run; the arguments are the options of the same names, None where not given.
+
+    ``default_workers`` counts where neither option nor variable says how many; None: one for each GPU, else 1.
 
     Raises:
         ConfigurationError: an option has a wrong value, or contradicts another; there is no such script.
     """
     from psengine.cli.launching.elastic import choose_meeting_point, local_world_size, node_counts, parse_torchrun
 
-    options = parse_torchrun(_with_workers(parts, workers), parts.script or ["-"])
+    options = parse_torchrun(_with_workers(parts, workers, default_workers), parts.script or ["-"])
     check_program(parts.script, is_module=options.module, has_python=not options.no_python)
     nodes = node_counts(options)
     count = local_world_size(options.nproc_per_node)
@@ -81,10 +88,13 @@ def make_plan(
 
         check_name(collective)
         variables["PSENGINE_COLLECTIVE"] = collective
-    if server_address:
+    named_servers: tuple[str, ...] = ()
+    if server_address or needs_servers:
         from psengine.client.addresses import parse_addresses
 
-        variables["PSENGINE_SERVERS"] = ",".join(parse_addresses(server_address))
+        named_servers = parse_addresses(server_address)
+    if server_address:
+        variables["PSENGINE_SERVERS"] = ",".join(named_servers)
     if independent:
         _check_independent(strategy or default_strategy(), needs_servers, is_multi_node=nodes.maximum > 1)
     elif first_worker:
@@ -99,6 +109,12 @@ def make_plan(
         raise ConfigurationError(
             f"--servers starts servers of this run's own (expected no others, got {named} in"
             f" {'--server-address' if server_address else 'PSENGINE_SERVERS'}). Fix: leave one of them out"
+        )
+    uses_servers = needs_servers or "servers=" in (strategy or default_strategy())
+    if servers and strategy and not uses_servers:
+        raise ConfigurationError(
+            f"strategy {strategy!r} uses no servers (expected no --servers, got --servers {servers})."
+            " Fix: leave --servers out, or use --strategy async or sync-server"
         )
     started = 0 if named else (1 if needs_servers else 0) if servers is None else servers
     if started:
@@ -119,6 +135,8 @@ def make_plan(
         script=tuple(parts.script),
         workers=count,
         servers=started,
+        uses_servers=uses_servers,
+        named_servers=named_servers,
         server_options=server_options,
         snapshot_dir=snapshot_dir,
         status_port=status_port,
@@ -142,13 +160,13 @@ def check_strategy(specification: str) -> bool:
     return isinstance(resolve_strategy(specification), ServerStrategy) and "servers=" not in specification
 
 
-def _with_workers(parts: RunArguments, workers: str | None) -> list[str]:
+def _with_workers(parts: RunArguments, workers: str | None, default: int | None) -> list[str]:
     given = any(o.split("=")[0] in ("--nproc-per-node", "--nproc_per_node") for o in parts.torchrun)
     if given and workers is not None:
         raise ConfigurationError("--workers and --nproc-per-node are the same option: give one of them")
     if workers is None and (given or read_variable("PET_NPROC_PER_NODE")):
         return parts.torchrun
-    return [*parts.torchrun, f"--nproc-per-node={workers or _default_workers()}"]
+    return [*parts.torchrun, f"--nproc-per-node={workers or default or _default_workers()}"]
 
 
 def _default_workers() -> int:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import signal
-import tempfile
 import threading
 import uuid
 from collections.abc import Callable, Container, Sequence
@@ -27,6 +26,7 @@ from psengine.cli.launching.interruption import Interruption
 from psengine.cli.launching.left_behind import MARK, end_left_behind
 from psengine.cli.launching.output import WorkerOutput
 from psengine.cli.launching.plan import Plan
+from psengine.cli.launching.run_directory import run_directory
 from psengine.cli.launching.servers import ServerGroup
 from psengine.environment import inherited_variables, read_variable
 from psengine.errors import ConfigurationError
@@ -81,9 +81,7 @@ def run_training(
     names = [name.strip() for name in str(plan.torchrun.signals_to_handle).split(",") if name.strip()]
     mark = uuid.uuid4().hex
     with ExitStack() as stack:
-        directory = Path(
-            stack.enter_context(tempfile.TemporaryDirectory(prefix="psengine-run-", ignore_cleanup_errors=True))
-        )
+        directory = stack.enter_context(run_directory())
         try:
             interruption = stack.enter_context(Interruption(Interrupted, names))
         except KeyError as error:

@@ -1,0 +1,36 @@
+"""What an exchange through parameter servers takes: asked of a server on this host."""
+
+from __future__ import annotations
+
+import statistics
+from contextlib import closing
+
+# The first ones open connections and grow buffers.
+_WARM_UP = 2
+_ROUNDS = 7
+MOST_BYTES = 16 << 20
+CONNECT_S = 10.0
+
+
+def server_exchange_s(size_bytes: int) -> float:
+    """Seconds that ``size_bytes`` take to a server and back, on loopback: as gradients go and weights come.
+
+    One worker's way alone: the server applies nothing, and nobody else is served.
+
+    Raises:
+        MissingExtraError: psengine[server] is not installed.
+        PSEngineError: the server did not start, or did not answer.
+    """
+    from psengine.extras import require_server_packages
+
+    require_server_packages("servers, for measuring what an exchange with them takes,")
+    from psengine.client.client import connect
+    from psengine.client.embedded import EmbeddedServer
+
+    echoed_bytes = max(1, min(size_bytes, MOST_BYTES))
+    with (
+        EmbeddedServer.start() as server,
+        closing(connect(server.addresses, role="reader", timeout_s=CONNECT_S, connect_timeout_s=CONNECT_S)) as client,
+    ):
+        seconds = [client.echo(echoed_bytes) for _ in range(_WARM_UP + _ROUNDS)][_WARM_UP:]
+    return statistics.median(seconds) * max(1.0, size_bytes / echoed_bytes)
