@@ -193,6 +193,7 @@ def _server_main(setup: _Setup, sender: Any, stdin: Any) -> None:
 
     def announce(line: str) -> None:
         lines.append(line)
+        print(line, flush=True)
         if line.startswith("psengine-server ready"):
             ready = {"addresses": server.addresses, "status_url": server.status_url, "lines": lines}
             sender.send_bytes(pickle.dumps(ready))

@@ -168,6 +168,25 @@ def test_importing_psengine_needs_torch_alone():
     assert "pip install 'psengine[server]'" in done.stdout
 
 
+def test_the_command_needs_no_server_packages():
+    program = (
+        "import sys\n"
+        "for name in ('zmq', 'msgpack', 'safetensors', 'xxhash', 'prometheus_client'):\n"
+        "    sys.modules[name] = None\n"
+        "from psengine.cli.main import main\n"
+        "main(sys.argv[1:])\n"
+    )
+    for arguments, code, text in (
+        (["--help"], 0, "doctor"),
+        (["status", "--servers", "tcp://127.0.0.1:1"], 2, "[server]"),
+    ):
+        command = [sys.executable, "-c", program, *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        assert done.returncode == code, done.stderr
+        assert text in done.stdout + done.stderr
+        assert "Traceback" not in done.stderr
+
+
 @pytest.mark.parametrize("module", sorted(set(MODULES) - MAY_READ_ENVIRONMENT))
 def test_only_one_module_reads_the_environment(module):
     tree = ast.parse(MODULES[module].read_text())

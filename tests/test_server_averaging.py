@@ -387,7 +387,7 @@ class TestWhoCounts:
         (answer,) = successor.push(0, 1, torch.full((4,), 3.0))
         assert payload_tensor(answer).tolist() == [2.0] * 4
 
-    def test_an_evicted_workers_gradient_is_dropped(self):
+    def test_an_evicted_workers_gradient_is_dropped(self, caplog):
         world = World()
         workers = team(world, 3, [spec(0, 8)])
         for worker in workers:
@@ -396,6 +396,7 @@ class TestWhoCounts:
         workers[0].push(0, 2, grads[0])
         workers[1].push(0, 2, grads[1])
         world.advance(6, workers[0], workers[2])
+        assert "is out: silent for " in caplog.text
         assert not [m for m in workers[0].inbox if m.sequence == 2]
         (answer,) = workers[2].push(0, 2, grads[2])
         assert answer.body == {"contributors": 2}
@@ -844,7 +845,7 @@ class TestJoining:
         joiners[1].send(MessageType.JOIN, sequence=99)
         assert [m.type for m in workers[0].take(MessageType.STATE_WANTED)] == [MessageType.STATE_WANTED]
 
-    def test_a_fenced_worker_joins_even_if_nothing_happened_meanwhile(self):
+    def test_a_fenced_worker_joins_even_if_nothing_happened_meanwhile(self, caplog):
         """Nobody has the average it lacks: the server tells it so, and must not let it in as it is."""
         world = World()
         workers = team(world, 2, [spec(0, 4)])
@@ -860,6 +861,8 @@ class TestJoining:
         workers[0].push(0, 9, torch.ones(4))
         answers = workers[1].push(0, 3, torch.ones(4))
         assert codes(answers) == [ErrorCode.FENCED]
+        assert "is out: it lacks what nobody can give it any more (" in caplog.text
+        assert "the average of exchange 3 is gone" in caplog.text
         assert workers[0].updates()[9].tolist() == [1.0] * 4, "nobody waits for it"
         assert workers[1].hello() == "join"
 

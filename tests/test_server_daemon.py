@@ -120,8 +120,18 @@ def test_the_command_serves_until_sigterm(tmp_path):
         entries = [json.loads(line) for line in command.stderr().splitlines()]
         assert any(entry["message"] == "not durable: no --snapshot-dir" for entry in entries)
         assert set(entries[0]) == {"time", "level", "logger", "thread", "message"}
+        assert any(entry["message"].startswith("psengine-server ready") for entry in entries)
+        assert command.stdout().splitlines() == [f"psengine-server ready {' '.join(addresses)}"]
         command.terminate()
         assert command.wait() == 0
+
+
+def test_a_line_of_start_up_is_said_once():
+    with run_command(["--bind", "tcp://127.0.0.1:0", "--status-port", "0"]) as command:
+        eventually(lambda: "psengine-server ready" in command.stdout(), 30)
+        lines = command.stdout().splitlines()
+        assert [line.split()[0] for line in lines] == ["1", "not", "status", "psengine-server"]
+        assert not [line for line in lines if line in command.stderr()]
 
 
 @pytest.mark.parametrize(
@@ -350,7 +360,7 @@ def test_a_damaged_generation_is_named_and_the_older_one_taken(tmp_path):
         server.kill()
     (directory / "generation-000000000002" / "manifest.json").write_text("{")
     with running_server(snapshot_dir=directory, snapshot_interval_s=0.0) as server:
-        assert any("generation 2 is skipped" in line for line in server.lines)
+        assert "generation 2 is skipped" in server.log()
         assert any("generation 1 (job version 0)" in line for line in server.lines)
         server.kill()
     for path in directory.glob("generation-*/manifest.json"):

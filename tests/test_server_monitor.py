@@ -367,6 +367,7 @@ def test_a_snapshot_on_demand_and_the_end_of_a_lease(acting):
         assert job["evicted"] == 1
         (gone,) = [event for event in acting.status()["events"] if event["kind"] == "evicted"]
         assert (gone["job"], gone["worker"]) == ("job", 0)
+        assert "is out: its lease was ended by hand; the others go on without it" in acting.log()
         refused = peer.request("PUSH", key=0, sequence=1, payload=torch.ones(10))
         assert refused.body["code"] == "fenced"
         assert peer.hello().type.name == "WELCOME"  # and it comes back

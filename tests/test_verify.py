@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ import verify_targets
 from processes import run_ranks
 
 from psengine.cli.main import main
+from psengine.cli.verify import _print_report
 from psengine.comparison import TargetError, compare, compare_zoo
 from psengine.comparison.differences import Difference, Tolerance, find_difference
 from psengine.comparison.place import Place
@@ -186,9 +188,12 @@ def compared(world_size, *names):
     found = []
     for (name, _), reports in zip(names, zip(*run_ranks(found_on_rank, world_size, names), strict=True), strict=True):
         errors = [report for report in reports if isinstance(report, str)]
-        common = {"target": name, "strategy": "sync", "against": "native", "steps": WORK["steps"], "seed": 3}
-        found.append(errors if errors else merge(reports, **common))
+        found.append(errors if errors else merge(reports, **common(name)))
     return found
+
+
+def common(name):
+    return {"target": name, "strategy": "sync", "against": "native", "steps": WORK["steps"], "seed": 3}
 
 
 @pytest.fixture(scope="module")
@@ -229,8 +234,6 @@ def test_a_planted_gradient_is_found(two_ranks):
     assert found.largest_absolute.absolute == max(
         entry.get(kind, 0) for entry in found.history for kind in ("loss", "buffer", "gradient", "parameter")
     )
-    assert found.control.reproducible
-    assert "control: native against itself is bitwise equal" in found.notes[0]
     json.dumps(found.to_json(), allow_nan=False)
 
 
@@ -246,12 +249,28 @@ def test_a_planted_buffer_is_found(two_ranks):
     assert first.absolute == pytest.approx(0.5)
 
 
-def test_what_is_not_reproducible_is_said_to_be(two_ranks):
-    found = two_ranks["unreproducible"]
+def test_what_has_no_source_but_chance_differs(two_ranks):
+    assert two_ranks["unreproducible"].verdict == "different"
+
+
+def test_the_control_begins_where_the_trainings_began():
+    """In processes that trained already, the count would be past the one that makes the difference."""
+    found = compare(f"{TARGETS}:counts_calls", steps=1, world_size=1)
     assert found.verdict == "different"
     assert not found.control.reproducible
     assert (found.control.first.step, found.control.first.kind) == (0, "loss")
     assert "the target itself is not reproducible: native differs from itself, first at step 0, loss" in found.notes[0]
+    assert "state at module level" in found.notes[1]
+    json.dumps(found.to_json(), allow_nan=False)
+
+
+def test_a_control_that_fails_is_told_beside_the_verdict(two_ranks):
+    zeros = {"first": None, "largest_absolute": None, "largest_relative": None, "counts": {}}
+    findings = {**zeros, "first_beyond": two_ranks["wrong_gradient"].first.to_json(), "history": [{"step": -1}] * 6}
+    findings["first"] = findings["first_beyond"]
+    found = merge([{"findings": findings}], **common("t"), why_no_control="rank 0 raised OSError")
+    assert (found.verdict, found.control) == ("different", None)
+    assert found.notes == ("no control: native against itself could not be tried: rank 0 raised OSError",)
 
 
 def test_what_cannot_be_wrapped_twice_is_refused(two_ranks):
@@ -285,6 +304,17 @@ def test_the_command_reports_a_planted_gradient_and_fails(capfd):
     first = found["first"]
     assert (first["step"], first["kind"], first["name"], first["index"]) == (3, "gradient", "3.weight", [1, 2])
     assert found["control"] == {"reproducible": True, "first": None}
+    assert "native in both places, in fresh processes, is bitwise equal" in found["notes"][0]
+    assert written.err.startswith(f"loading {TARGETS} on each rank")
+
+
+def test_a_difference_that_is_first_and_largest_is_printed_once(two_ranks, capsys):
+    first = two_ranks["wrong_gradient"].first
+    found = replace(two_ranks["wrong_gradient"], largest_absolute=first, largest_relative=first)
+    _print_report(found, 1.0)
+    out = capsys.readouterr().out
+    assert out.count(" under sync, ") == 1
+    assert "first difference, largest absolute difference, largest relative difference: at step 3" in out
 
 
 def test_a_crash_shows_the_users_traceback(capfd):
@@ -303,7 +333,7 @@ def test_a_crash_shows_the_users_traceback(capfd):
         ([f"{TARGETS}:plain", "--strategy", "bogus"], "unknown strategy"),
         ([f"{TARGETS}:plain", "--strategy", "async:speed=9"], "speed=9"),
         ([f"{TARGETS}:plain", "--against", "ddp"], "'native'"),
-        ([f"{TARGETS}:plain", "--steps", "0"], "--steps"),
+        ([f"{TARGETS}:plain", "--steps", "0"], "'--steps': expected at least 1, got 0"),
         ([f"{TARGETS}:plain", "--world-size", "two"], "--world-size"),
         ([f"{TARGETS}:plain", "--rtol", "-1"], "--rtol"),
         ([f"{TARGETS}:plain", "--timeout-s", "0"], "timeout_s"),

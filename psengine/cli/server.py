@@ -105,7 +105,7 @@ def _parameters() -> list[inspect.Parameter]:
 
 
 def _serve(options: dict[str, Any]) -> int:
-    from psengine.server.daemon import Server
+    from psengine.server.daemon import Server, log_start
     from psengine.server.settings import ServerSettings
 
     if options.pop("version"):
@@ -121,13 +121,14 @@ def _serve(options: dict[str, Any]) -> int:
         _end(error)
     _log_to_stderr(settings.log_format)
 
-    # On a terminal the log says the same.
-    is_read_apart = not (sys.stdout.isatty() and sys.stderr.isatty())
-
     def announce(line: str) -> None:
-        if is_read_apart:
+        is_ready = line.startswith("psengine-server ready")
+        # Once, also where one file takes both streams.
+        if settings.log_format == "json":
+            log_start(line)
+        if is_ready or settings.log_format != "json":
             _print(line)
-        if announce_fd is not None and line.startswith("psengine-server ready"):
+        if announce_fd is not None and is_ready:
             with os.fdopen(announce_fd, "w") as file:
                 file.write(line + "\n")
 

@@ -17,17 +17,20 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from psengine.cli.console import printable
 from psengine.client.addresses import parse_addresses
-from psengine.client.client import Client, connect
-from psengine.client.options import keys_from_environment
+from psengine.client.options import SessionOptions, keys_from_environment
 from psengine.environment import read_variable
-from psengine.errors import ConfigurationError, PSEngineError
+from psengine.errors import ConfigurationError, PSEngineError, ServerLostError
+from psengine.extras import require_server_packages
 from psengine.overview import merge_jobs
 from psengine.protocol.keys import CurveClientKeys
+
+if TYPE_CHECKING:
+    from psengine.client.client import Client
 
 MOST_PAGE_BYTES = 64 << 20
 # Of a page that says why there is none.
@@ -176,15 +179,22 @@ class ProtocolSource(Source):
         self._client: Client | None = None
 
     def _ask(self) -> ServerReport:
-        if self._client is None:
-            self._client = connect(
-                self.address,
-                role="reader",
-                timeout_s=self._timeout_s,
-                connect_timeout_s=self._timeout_s,
-                keys=self._keys,
-            )
-        shards = _printable(self._client.status())
+        from psengine.client.client import connect
+
+        try:
+            if self._client is None:
+                self._client = connect(
+                    self.address,
+                    role="reader",
+                    timeout_s=self._timeout_s,
+                    connect_timeout_s=self._timeout_s,
+                    keys=self._keys,
+                )
+            shards = _printable(self._client.status())
+        except ServerLostError as error:
+            # Written for a training, which has a job and an argument; here are neither.
+            told = str(error).replace(f" to job {SessionOptions.job!r}", "")
+            raise ServerLostError(told.replace("Raise timeout_s", "Raise --timeout-s")) from error
         return ServerReport(address=self.address, shards=shards, answered_s=time.monotonic())
 
     def close(self) -> None:
@@ -246,6 +256,7 @@ def open_sources(servers: str | None, timeout_s: float) -> list[Source]:
 
     Raises:
         ConfigurationError: none is named, one is malformed, or CURVE keys are half given.
+        MissingExtraError: an address is to be asked over ZeroMQ, which is not installed.
     """
     text = servers if servers is not None else read_variable("PSENGINE_SERVERS") or ""
     parts = [part.strip() for part in text.split(",") if part.strip()]
@@ -261,6 +272,7 @@ def open_sources(servers: str | None, timeout_s: float) -> list[Source]:
             _check_url(part)
             sources.append(HttpSource(part, timeout_s))
         else:
+            require_server_packages("servers asked over ZeroMQ")
             sources.extend(ProtocolSource(address, keys, timeout_s) for address in parse_addresses(part))
     return sources
 

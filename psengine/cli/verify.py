@@ -44,23 +44,40 @@ def register(app: typer.Typer) -> None:
     app.command(epilog=_EXAMPLES)(verify)
 
 
+def _at_least(least: int) -> Callable[[Any], Any]:
+    # Typer's own message for ``min`` does not say what it got.
+    def check(value: Any) -> Any:
+        if value is not None and not value >= least:
+            raise typer.BadParameter(f"expected at least {least}, got {value}")
+        return value
+
+    return check
+
+
 def verify(
     target: Annotated[
         str | None,
         typer.Argument(help="module:function or path/to/file.py:function; without it, the built-in models."),
     ] = None,
     steps: Annotated[
-        int | None, typer.Option(min=1, help="Training steps (default: 10; of the built-in models 6).")
+        int | None,
+        typer.Option(callback=_at_least(1), help="Training steps (default: 10; of the built-in models 6)."),
     ] = None,
-    world_size: Annotated[int, typer.Option("--world-size", "-w", min=1, max=64, help="Ranks, processes here.")] = 2,
+    world_size: Annotated[
+        int, typer.Option("--world-size", "-w", callback=_at_least(1), help="Ranks, processes here; at most 64.")
+    ] = 2,
     strategy: Annotated[str, typer.Option(help="What is tried: a strategy, or native.")] = "sync",
     against: Annotated[str, typer.Option(help="What it is compared with: native, or a strategy.")] = "native",
-    seed: Annotated[int, typer.Option(min=0, max=2**31, help="Of the model, dropout, ...")] = 0,
+    seed: Annotated[int, typer.Option(callback=_at_least(0), help="Of the model, dropout, ...")] = 0,
     rtol: Annotated[
         float | None,
-        typer.Option(min=0, help="Tolerance relative to a tensor's largest magnitude (default: by dtype)."),
+        typer.Option(
+            callback=_at_least(0), help="Tolerance relative to a tensor's largest magnitude (default: by dtype)."
+        ),
     ] = None,
-    atol: Annotated[float | None, typer.Option(min=0, help="Absolute tolerance (default: by dtype).")] = None,
+    atol: Annotated[
+        float | None, typer.Option(callback=_at_least(0), help="Absolute tolerance (default: by dtype).")
+    ] = None,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     timeout_s: Annotated[float, typer.Option("--timeout-s", help="Deadline of the whole run, in seconds.")] = 300.0,
     as_json: Annotated[bool, typer.Option("--json", help="JSON alone on standard output.")] = False,
@@ -71,6 +88,7 @@ def verify(
     gradients and parameters are compared, to the bit.
     """
     from psengine.comparison import RankFailedError, compare, compare_zoo
+    from psengine.comparison.target import check_name
 
     options: dict[str, Any] = {
         "world_size": world_size,
@@ -84,6 +102,10 @@ def verify(
     }
     if steps is not None:
         options["steps"] = steps
+    if target is not None:
+        check_name(target)
+        place = target.rpartition(":")[0]
+        print(f"loading {place} on each rank, which runs all that stands at its top level", file=sys.stderr)
     begin_s = time.monotonic()
     try:
         with _progress() as on_note:
@@ -127,6 +149,7 @@ def _print_report(found: Comparison, elapsed_s: float) -> None:
         ),
         soft_wrap=True,
     )
+    titles: dict[Difference, list[str]] = {}
     for what, difference in (
         ("first difference", found.first),
         ("first beyond tolerance", found.first_beyond if found.first_beyond != found.first else None),
@@ -134,8 +157,10 @@ def _print_report(found: Comparison, elapsed_s: float) -> None:
         ("largest relative difference", found.largest_relative),
     ):
         if difference is not None:
-            console.print(Text.assemble((f"{what}: ", "bold"), _place(difference)), soft_wrap=True)
-            console.print(Text(f"    {_numbers(difference, found)}"), soft_wrap=True)
+            titles.setdefault(difference, []).append(what)
+    for difference, whats in titles.items():
+        console.print(Text.assemble((f"{', '.join(whats)}: ", "bold"), _place(difference)), soft_wrap=True)
+        console.print(Text(f"    {_numbers(difference, found)}"), soft_wrap=True)
     if found.first is not None:
         _print_history(console, found)
     for note in found.notes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -11,10 +12,10 @@ from typing import Any
 import torch
 
 from psengine.comparison import target as targets
-from psengine.comparison.launch import MOST_RANKS, run_ranks
+from psengine.comparison.launch import MOST_RANKS, RankFailedError, run_ranks
 from psengine.comparison.servers import comparison_server
 from psengine.comparison.training import NATIVE
-from psengine.comparison.verdict import Comparison, merge
+from psengine.comparison.verdict import Comparison, is_different, merge
 from psengine.comparison.zoo import ZOO
 from psengine.errors import ConfigurationError
 from psengine.strategies.registry import STRATEGIES, resolve_strategy
@@ -92,18 +93,47 @@ def compare_zoo(
 def _compare_all(
     target: str | None, zoo: Sequence[str], arguments: dict[str, Any], on_note: Callable[[str], None]
 ) -> list[Comparison]:
+    deadline_s = time.monotonic() + arguments["timeout_s"]
     with _server(arguments["strategy"], arguments["against"]) as address:
-        work = {**arguments, "target": target, "zoo": list(zoo), "server": address, "job": f"verify-{uuid.uuid4().hex}"}
-        reports = run_ranks(
-            WORKER,
-            work,
-            world_size=arguments["world_size"],
-            timeout_s=arguments["timeout_s"],
-            device=arguments["device"],
-            on_note=on_note,
-        )
+        work = {**arguments, "target": target, "zoo": list(zoo), "server": address}
+        reports = _train(work, arguments["timeout_s"], on_note)
+        different = [name for name in reports if is_different(reports[name])]
+        controls, why_no_control = {}, ""
+        if different and arguments["strategy"] == arguments["against"]:
+            controls = {name: reports[name] for name in different}
+        elif different:
+            # In processes that have not trained yet: what the target keeps at module level is as it was for the first
+            # two trainings.
+            control = {**work, "strategy": arguments["against"], "zoo": different}
+            try:
+                left_s = max(0.1, deadline_s - time.monotonic())
+                controls = _train(control, left_s, lambda text: on_note(f"control: {text}"))
+            except RankFailedError as error:
+                why_no_control = str(error)
     common = {key: arguments[key] for key in ("strategy", "against", "steps", "seed")}
-    return [merge([report[name] for report in reports], target=name, **common) for name in reports[0]]
+    return [
+        merge(
+            reports[name],
+            target=name,
+            **common,
+            controls=controls.get(name, ()),
+            why_no_control=why_no_control if name in different else "",
+        )
+        for name in reports
+    ]
+
+
+def _train(work: dict[str, Any], timeout_s: float, on_note: Callable[[str], None]) -> dict[str, list[dict[str, Any]]]:
+    """The ranks' reports, in rank order, by name of the target."""
+    reports = run_ranks(
+        WORKER,
+        {**work, "job": f"verify-{uuid.uuid4().hex}"},
+        world_size=work["world_size"],
+        timeout_s=timeout_s,
+        device=work["device"],
+        on_note=on_note,
+    )
+    return {name: [report[name] for report in reports] for name in reports[0]}
 
 
 @contextmanager

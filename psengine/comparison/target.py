@@ -97,7 +97,10 @@ def check_target(returned: Any, name: str) -> Target:
     what = f"target {name!r} returns {PARTS}"
     if not isinstance(returned, tuple | list) or len(returned) not in (4, 5):
         got = f"{len(returned)} parts" if isinstance(returned, tuple | list) else f"{type(returned).__name__}"
-        raise TargetError(f"{what} (expected 4 or 5 parts, got {got})")
+        raise TargetError(
+            f"{what} (expected 4 or 5 parts, got {got}). Fix: name a function that makes these and returns them, not"
+            " one that trains."
+        )
     model, batch_fn, loss_fn, optimizer_fn = returned[:4]
     if not isinstance(model, torch.nn.Module):
         raise TargetError(f"{what}: model is a module (expected a torch.nn.Module, got {_kind(model)})")

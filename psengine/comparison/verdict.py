@@ -33,7 +33,7 @@ _CONTROL_HINTS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Control:
-    """The reference, trained twice: whether the target gives the same numbers again.
+    """The reference, trained twice in processes of its own: whether the target gives the same numbers again.
 
     Attributes:
         reproducible: whether the two were bitwise equal.
@@ -106,8 +106,14 @@ def merge(
     against: str,
     steps: int,
     seed: int,
+    controls: Sequence[dict[str, Any]] = (),
+    why_no_control: str = "",
 ) -> Comparison:
-    """Put the ranks' reports (``worker.compare_target``) together."""
+    """Put the ranks' reports (``worker.compare_target``) together.
+
+    ``controls`` are their reports of ``against`` in both places, from other processes: empty where that was not tried,
+    or failed, and then ``why_no_control`` says why.
+    """
     common: dict[str, Any] = {
         "target": target,
         "strategy": strategy,
@@ -123,10 +129,9 @@ def merge(
     first = _earliest(findings, "first")
     first_beyond = _earliest(findings, "first_beyond")
     verdict = EQUAL if first is None else WITHIN if first_beyond is None else DIFFERENT
-    controls = [report["control"] for report in reports if report["control"] is not None]
     control = None
     if controls:
-        control_first = _earliest(controls, "first")
+        control_first = _earliest([report["findings"] for report in controls], "first")
         control = Control(reproducible=control_first is None, first=control_first)
     return Comparison(
         **common,
@@ -138,7 +143,7 @@ def merge(
         history=tuple(_merge_step([finding["history"][i] for finding in findings]) for i in range(steps + 1)),
         counts=findings[0]["counts"],
         control=control,
-        notes=tuple(_notes(verdict, control, strategy, against, len(reports))),
+        notes=tuple(_notes(verdict, control, why_no_control, strategy, against, len(reports))),
     )
 
 
@@ -165,14 +170,26 @@ def _merge_step(entries: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return merged
 
 
-def _notes(verdict: str, control: Control | None, strategy: str, against: str, world_size: int) -> list[str]:
+def is_different(reports: Sequence[dict[str, Any]]) -> bool:
+    """Whether the ranks' reports are of a difference beyond the tolerance, which a control should explain."""
+    return any("findings" in report and report["findings"]["first_beyond"] is not None for report in reports)
+
+
+def _notes(
+    verdict: str, control: Control | None, why_no_control: str, strategy: str, against: str, world_size: int
+) -> list[str]:
     notes = []
+    if why_no_control:
+        notes.append(f"no control: {against} against itself could not be tried: {why_no_control}")
     if control is not None and not control.reproducible:
         where = "" if control.first is None else f", first {place_of(control.first)}"
         notes.append(f"the target itself is not reproducible: {against} differs from itself{where}")
         notes += [f"a likely cause: {hint}" for hint in _CONTROL_HINTS]
     elif control is not None:
-        notes.append(f"control: {against} against itself is bitwise equal, so the difference is not the target's")
+        notes.append(
+            f"control: {against} in both places, in fresh processes, is bitwise equal: the target repeats itself, and"
+            f" the difference comes with {strategy}"
+        )
     if verdict != EQUAL and world_size > 1:
         names = dict.fromkeys(exchange.partition(":")[0] for exchange in (strategy, against))
         notes += [_EXPECTED[name] for name in names if name in _EXPECTED and (name == "async" or world_size > 2)]

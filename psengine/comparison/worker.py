@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -33,26 +32,23 @@ def run(place: Place, work: dict[str, Any]) -> dict[str, Any]:
 
 
 def compare_target(function: Callable[[], Any], name: str, place: Place, work: dict[str, Any]) -> dict[str, Any]:
-    """Train candidate and reference; where they differ on any rank, the reference against itself too."""
+    """Train candidate and reference."""
 
     def make() -> Target:
         return check_target(function(), name)
 
-    compare = functools.partial(
-        train_side_by_side,
+    candidate, reference = (_exchange(name, work) for name in (work["strategy"], work["against"]))
+    findings = train_side_by_side(
         make,
         name,
-        place=place,
+        candidate,
+        reference,
+        place,
         steps=work["steps"],
         seed=work["seed"],
         tolerance=Tolerance(relative=work["rtol"], absolute=work["atol"]),
     )
-    candidate, reference = (_exchange(name, work) for name in (work["strategy"], work["against"]))
-    findings = compare(candidate, reference)
-    control = None
-    if place.any_rank(findings["first_beyond"] is not None):
-        control = compare(*(_exchange(work["against"], work) for _ in range(2)))
-    return {"findings": findings, "control": control}
+    return {"findings": findings}
 
 
 # The same on every rank, because ranks make the same trainings in the same order.

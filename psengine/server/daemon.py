@@ -106,13 +106,13 @@ class Server:
         """Serve until a signal; the process's exit code.
 
         Args:
-            announce: takes the lines of start-up, which are logged too; the last one is ``psengine-server ready
-                ADDRESS ...``.
+            announce: takes the lines of start-up; the last one is ``psengine-server ready ADDRESS ...``. Without it
+                they are logged.
         """
         try:
             with ExitStack() as stack:
                 stack.enter_context(self._handle_signals())
-                self._start(stack, announce or (lambda line: None))
+                self._start(stack, announce or log_start)
                 is_good = self._serve()
                 return self._stop() if is_good else EXIT_INTERNAL
         except Exception as error:
@@ -153,7 +153,6 @@ class Server:
             restored = restore(store, shards)
             for note in restored.notes:
                 logger.warning("%s", note)
-                announce(note)
         secure = None if self._authenticator is None else self._authenticator.secure
         endpoints: list[Endpoint] = []
         for address in settings.bind_addresses():
@@ -237,7 +236,6 @@ class Server:
             lines.append(f"status at {self.status_url}")
         lines.append(f"psengine-server ready {' '.join(self.addresses)}")
         for line in lines:
-            logger.info("%s", line)
             announce(line)
         systemd.notify("READY=1", f"STATUS={lines[0]}; {durability}")
 
@@ -457,6 +455,11 @@ class Server:
         except OSError as error:
             logger.warning("standard input cannot be read (%s): taken for closed", error)
         self._stdin_closed.set()
+
+
+def log_start(line: str) -> None:
+    """Log a line of start-up."""
+    logger.info("%s", line)
 
 
 def _reachable(address: str) -> str:

@@ -303,17 +303,26 @@ class Job:
         if not self.is_sealed:
             raise ProtocolError(f"job {self.name!r} has begun anew; say HELLO again", ErrorCode.NOT_MEMBER)
 
-    def remove(self, rank: int, now_s: float, *, forget: bool = False, must_join: bool = False) -> list[Reply]:
+    def remove(
+        self,
+        rank: int,
+        now_s: float,
+        *,
+        forget: bool = False,
+        must_join: bool = False,
+        why: str = "the others are further on",
+    ) -> list[Reply]:
         """A worker left (``forget``), or is not as far as it should be; answers that may leave now.
 
-        ``must_join``: it lacks what nobody can tell it any more, even if the job does nothing until it returns.
+        ``must_join``: it lacks what nobody can tell it any more (``why``), even if the job does nothing until it
+        returns.
         """
         member = self.membership.members.get(rank)
         if member is not None and forget:
             self._departed(member, "left", "it said goodbye")
         elif member is not None:
             self.statistics.evicted += 1
-            self._warn_out(rank)
+            self._warn_out(rank, f"it lacks what nobody can give it any more ({why})")
             self._departed(member, "fenced", "the others are further on")
         self._admissions.forget(rank)
         self.membership.remove(rank, progress=-1 if must_join else self.statistics.averaged, now_s=now_s, forget=forget)
@@ -328,27 +337,27 @@ class Job:
         for rank in ranks:
             member = self.membership.members[rank]
             self.statistics.evicted += 1
-            self._warn_out(rank)
             silent_s = now_s - member.last_heard_s
-            why = f"silent for {silent_s:.1f} s, longer than its lease"
-            self._departed(
-                member, "evicted", why if silent_s > self.membership.lease_s else "its lease was ended by hand"
-            )
+            why = "its lease was ended by hand"
+            if silent_s > self.membership.lease_s:
+                why = f"silent for {silent_s:.1f} s, longer than its lease"
+            self._warn_out(rank, why)
+            self._departed(member, "evicted", why)
             self._admissions.forget(rank)
             self.membership.remove(rank, progress=averaged, now_s=now_s)
         return [reply for rank in ranks for reply in self._left(rank)]
 
-    def _warn_out(self, rank: int) -> None:
+    def _warn_out(self, rank: int, why: str) -> None:
         member = self.membership.members.get(rank)
         if member is None:
             return
         logger.warning(
-            "job %r: worker %d (process %d on %s) is out: silent for its lease, or behind what can be told; the others"
-            " go on without it",
+            "job %r: worker %d (process %d on %s) is out: %s; the others go on without it",
             self.name,
             rank,
             member.pid,
             member.host,
+            why,
         )
 
     def _departed(self, member: Member, reason: str, why: str) -> None:

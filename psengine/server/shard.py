@@ -391,7 +391,9 @@ class Shard:
             )
             outgoing.append(Outgoing(member.route, message, reply.loans))
             if reply.type is MessageType.ERROR and reply.body["code"] == ErrorCode.FENCED:
-                outgoing.extend(self._outgoing(job, job.remove(reply.rank, self._now_s, must_join=True)))
+                outgoing.extend(
+                    self._outgoing(job, job.remove(reply.rank, self._now_s, must_join=True, why=reply.body["text"]))
+                )
         return outgoing
 
     def _message(
