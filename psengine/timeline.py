@@ -81,17 +81,19 @@ class Recorder:
         self._users = 0
         self._on_step: Callable[[int], None] | None = None
         self._rank: int | None = None
+        self._is_alone: bool | None = None
         self._find_group: Callable[[], Group | None] = lambda: None
 
-    def attach(self, rank: int, device: str, find_group: Callable[[], Group | None]) -> None:
+    def attach(self, rank: int, device: str, find_group: Callable[[], Group | None], *, is_alone: bool) -> None:
         """A model on such a device was wrapped: this process is ``rank`` among all, which ``find_group`` returns where
-        they are the model's replicas.
+        they are the model's replicas; ``is_alone``: there are no others.
 
         The first such model that lives counts: a later one may be a copy that this rank alone has made.
         """
         self.device = self.device or device
         if self.group is None:
             self._rank = rank
+            self._is_alone = is_alone
             self._find_group = find_group
 
     @property
@@ -102,7 +104,7 @@ class Recorder:
     @property
     def is_alone(self) -> bool:
         """Whether no other process can be recording the same program."""
-        return self._rank is None and world_place()[1] == 1
+        return world_place()[1] == 1 and self._is_alone is not False
 
     @property
     def group(self) -> Group | None:

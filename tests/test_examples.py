@@ -34,7 +34,7 @@ def test_every_strategy_is_compared_with_native_in_a_table_and_a_plot(tmp_path):
     options = ("--epochs", 1, "--plot", plot, "--strategies", "sync,async:max_staleness=2")
     main, other = run_ranks(run_main, 2, "compare_strategies", *options)
     assert (main.code, other.code, other.output) == (0, 0, ""), main.errors + other.errors
-    rows = {line.split()[0]: line for line in main.output.splitlines() if line.startswith("  ") and "%" in line}
+    rows = {line.split()[0]: line for line in main.output.splitlines() if line.startswith(" ") and "%" in line}
     assert list(rows) == ["native", "sync", "async:max_staleness=2"]
     assert "0 (bitwise)" in rows["sync"]
     assert "bitwise" not in rows["async:max_staleness=2"]

@@ -446,7 +446,8 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def a_group_after_another(rank: int, world_size: int, port: int) -> None:
+def a_group_after_another(rank: int, world_size: int, port: int, meeting_port: int) -> None:
+    meeting = dist.TCPStore("127.0.0.1", meeting_port, is_master=False)
     for generation in range(3):
         # Each time on the same port: a cache that kept the last group would keep its store, and so the port.
         dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world_size)
@@ -457,10 +458,14 @@ def a_group_after_another(rank: int, world_size: int, port: int) -> None:
         dist.destroy_process_group()
         assert metrics.sum(7) == 7
         assert len(cache._collectives) == 0
+        # Nobody may connect to rank 0's last store, which is about to close.
+        meeting.set(f"{generation}/{rank}", "done")
+        meeting.wait([f"{generation}/{other}" for other in range(world_size)])
 
 
 def test_destroyed_groups_are_let_go():
-    run_ranks(a_group_after_another, 2, free_port(), init_group=False)
+    meeting = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    run_ranks(a_group_after_another, 2, free_port(), meeting.port, init_group=False)
 
 
 class FakeLeaf(torch.Tensor):

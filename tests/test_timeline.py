@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import time
 from pathlib import Path
@@ -147,6 +148,19 @@ def test_folders_that_do_not_exist_are_refused_before_anything_is_recorded(tmp_p
     with pytest.raises(psengine.ConfigurationError, match="got a folder"), psengine.timeline(tmp_path):
         raise AssertionError("entered")
     assert not recorder.is_on
+
+
+def test_a_process_whose_model_is_gone_writes_the_file_itself(tmp_path):
+    run_ranks(_record_after_a_model, 1, tmp_path / "out.json")
+    assert json.loads((tmp_path / "out.json").read_text())["traceEvents"]
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def _record_after_a_model(rank, world_size, path):
+    _model(collective="c10d")
+    gc.collect()
+    with psengine.timeline(path), recorder.span("mine"):
+        pass
 
 
 def test_a_process_without_a_model_writes_the_file_itself(tmp_path):

@@ -78,7 +78,8 @@ def attach(collective: Collective, device: torch.device, rank: int | None) -> No
     world_rank, world_size = world_place()
     has_group = rank is None and collective.world_size == world_size
     find_group = functools.partial(_group, weakref.ref(collective), device, has_group)
-    recorder.attach(world_rank if rank is None else rank, device.type, find_group)
+    is_alone = rank is None and world_size == 1
+    recorder.attach(world_rank if rank is None else rank, device.type, find_group, is_alone=is_alone)
     start_from_environment()
 
 
