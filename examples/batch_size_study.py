@@ -76,7 +76,7 @@ def parse_options() -> argparse.Namespace:
     add("--batch-sizes", default="16,32,64,128,256,512", metavar="N,N", help="of all workers together")
     add("--learning-rate", type=positive_float, default=0.02, metavar="X", help="of the first size (default: 0.02)")
     add("--scaling", choices=tuple(SCALINGS), default="linear", help="of the learning rate (default: linear)")
-    add("--strategy", default="sync", metavar="NAME", help="default: sync")
+    add("--strategy", default="sync", metavar="NAME", help="or 'native DDP' (default: sync)")
     add("--epochs", type=positive_int, default=5, metavar="N", help="default: 5")
     add("--runs", type=positive_int, default=3, metavar="N", help="seeds for each size (default: 3)")
     add("--plot", type=Path, default=Path("runs/batch_sizes.png"), metavar="PATH", help="default: runs/batch_sizes.png")
