@@ -81,7 +81,7 @@ class Recorder:
         self._users = 0
         self._on_step: Callable[[int], None] | None = None
         self._rank: int | None = None
-        self._is_alone: bool | None = None
+        self._is_alone = True
         self._find_group: Callable[[], Group | None] = lambda: None
 
     def attach(self, rank: int, device: str, find_group: Callable[[], Group | None], *, is_alone: bool) -> None:
@@ -104,7 +104,7 @@ class Recorder:
     @property
     def is_alone(self) -> bool:
         """Whether no other process can be recording the same program."""
-        return world_place()[1] == 1 and self._is_alone is not False
+        return self._is_alone and world_place()[1] == 1
 
     @property
     def group(self) -> Group | None:
@@ -199,6 +199,12 @@ class _Recording:
     offset: Offset | None = None
     anchor_ns: int = field(default_factory=lambda: time.time_ns() - now_ns())
 
+    def compare_clocks(self) -> None:
+        """Where ranks record together, all of them call it: measure ``offset``."""
+        group = recorder.group
+        if group is not None:
+            self.offset = group.measure_offset()
+
     def describe(self, events: list[Event]) -> dict[str, Any]:
         """The trace of this rank alone."""
         return timeline_files.trace(
@@ -240,9 +246,7 @@ def timeline(path: str | os.PathLike[str]) -> Iterator[None]:
     recording = _Recording(_checked_path(path, ConfigurationError, "psengine.timeline"))
     has_ended = False
     try:
-        group = recorder.group
-        if group is not None:
-            recording.offset = group.measure_offset()
+        recording.compare_clocks()
         yield
         events = recorder.end(recording.first)
         has_ended = True
@@ -334,9 +338,7 @@ def start_from_environment() -> None:
             " out to record until the program ends."
         )
     recording = _Recording(path)
-    group = recorder.group
-    if group is not None:
-        recording.offset = group.measure_offset()
+    recording.compare_clocks()
     _from_environment = _FromEnvironment(recording, int(steps) if steps else None)
 
 

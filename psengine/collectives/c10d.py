@@ -59,10 +59,8 @@ class C10dCollective(Collective):
         after_s = stall_after_s()
         self.stall_after_s = after_s if self.world_size > 1 else 0.0  # nobody waits for nobody
         self._begun = 0
-        self.whereabouts: StoreWhereabouts | None = None
         self._roll_call = _start_roll_call(self.process_group, self.timeout_s)
-        if self._roll_call is not None:
-            self.whereabouts = StoreWhereabouts(self._roll_call.store, self.rank, self.world_size, self._roll_call)
+        self.whereabouts = None if self._roll_call is None else StoreWhereabouts(self._roll_call)
 
     def all_reduce(self, flat: torch.Tensor, scale: float = 1.0, *, what: str = "tensor") -> Work:
         """See ``Collective.all_reduce``; complex tensors are reduced through their real view."""
@@ -168,23 +166,18 @@ class C10dCollective(Collective):
         Raises:
             PeerLostError, CollectiveError: ranks are missing, or ``timeout_s`` passed.
         """
+        watched = None
         if self.stall_after_s:
             watched = inspector.enter(self, operation, what, timeout_s, self.stall_after_s)
-            try:
-                self._watch(wait_for_s, is_done, what, timeout_s)
-            finally:
-                inspector.leave(watched)
-        else:
-            self._watch(wait_for_s, is_done, what, timeout_s)
-
-    def _watch(
-        self, wait_for_s: Callable[[float], bool], is_done: Callable[[], bool], what: str, timeout_s: float
-    ) -> None:
         deadline = time.monotonic() + timeout_s
-        while not wait_for_s(min(WAIT_SLICE_S, timeout_s)):
-            if time.monotonic() >= deadline:
-                raise self.diagnose(TimeoutError(f"no result within {timeout_s:g} s"), what)
-            self._look_for_alarm(is_done, what)
+        try:
+            while not wait_for_s(min(WAIT_SLICE_S, timeout_s)):
+                if time.monotonic() >= deadline:
+                    raise self.diagnose(TimeoutError(f"no result within {timeout_s:g} s"), what)
+                self._look_for_alarm(is_done, what)
+        finally:
+            if watched is not None:
+                inspector.leave(watched)
 
     def _look_for_alarm(self, is_done: Callable[[], bool], what: str) -> None:
         try:

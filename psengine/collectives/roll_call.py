@@ -77,6 +77,16 @@ class Question(Generic[Result]):
         return self._answers[0]
 
 
+def count_at(store: Store, key: str) -> int:
+    """The number that ``count_up`` left at ``key``, 0 for none; waits for nobody."""
+    return int(store.get(key)) if store.check([key]) else 0
+
+
+def count_up(store: Store, key: str, count: int) -> int:
+    """Return the number after ``count``; where several ranks count up at the same moment, all take the first one's."""
+    return int(store.compare_set(key, str(count) if count else "", str(count + 1)))
+
+
 def process_state(process_id: int) -> str | None:
     """The letter of a process's state as Linux gives it, such as "T" for stopped; None where it is not known."""
     try:
@@ -121,10 +131,11 @@ class RollCall:
     """
 
     def __init__(self, store: Store, group: str, rank: int, world_size: int, grace_s: float = 10.0) -> None:
-        self.store = self._store = store
+        self.store = store
         self._prefix = f"psengine/{group}/"
-        self._rank = rank
-        self._world_size = world_size
+        self._call_key = f"{self._prefix}call"
+        self.rank = rank
+        self.world_size = world_size
         self._grace_s = grace_s
         self._host = socket.gethostname()
         self._members: dict[int, tuple[str, int]] = {rank: (self._host, os.getpid())}
@@ -132,7 +143,7 @@ class RollCall:
         self._settled_call = 0
         self._began_call = 0
         self._is_store_silent = False
-        self._store.set(f"{self._prefix}member/{rank}", f"{os.getpid()} {self._host}")
+        self.store.set(f"{self._prefix}member/{rank}", f"{os.getpid()} {self._host}")
 
     def alarm_raised(self) -> bool:
         """Whether a call is on that this rank has not answered; also remembers where the others live.
@@ -144,7 +155,7 @@ class RollCall:
 
         def look() -> bool:
             self.look_up_members()
-            return self._current_call() > self._settled_call
+            return count_at(self.store, self._call_key) > self._settled_call
 
         return self._ask(look)
 
@@ -157,16 +168,16 @@ class RollCall:
         """
 
         def look() -> tuple[str, ...]:
-            for rank in range(self._world_size):
+            for rank in range(self.world_size):
                 if rank not in self._members:
-                    self._members[rank] = self._member_of(self._store.get(f"{self._prefix}member/{rank}"))
-            return tuple(self._members[rank][0] for rank in range(self._world_size))
+                    self._members[rank] = self._member_of(self.store.get(f"{self._prefix}member/{rank}"))
+            return tuple(self._members[rank][0] for rank in range(self.world_size))
 
         return self._ask(look)
 
     def lost_processes(self) -> tuple[int, ...]:
         """Ranks of this host whose process has ended, ascending; needs no answer from anybody."""
-        return tuple(rank for rank in range(self._world_size) if self._has_exited(rank))
+        return tuple(rank for rank in range(self.world_size) if self._has_exited(rank))
 
     def missing_ranks(self, *, begin: bool) -> tuple[int, ...]:
         """Answer the call that is on, and return who did not within the grace, ascending.
@@ -187,7 +198,7 @@ class RollCall:
     def _silent_ranks(self, call: int) -> tuple[int, ...]:
         deadline = time.monotonic() + self._grace_s
         while True:
-            silent = self._ask(lambda: tuple(r for r in range(self._world_size) if not self._is_present(call, r)))
+            silent = self._ask(lambda: tuple(r for r in range(self.world_size) if not self._is_present(call, r)))
             if all(self._has_exited(rank) for rank in silent) or time.monotonic() > deadline:
                 return silent
             time.sleep(POLL_INTERVAL_S)
@@ -230,23 +241,16 @@ class RollCall:
             self._is_store_silent = True
             raise
 
-    def _current_call(self) -> int:
-        key = self._prefix + "call"
-        return int(self._store.get(key)) if self._store.check([key]) else 0
-
     def _join_call(self, *, begin: bool) -> int:
-        call = self._current_call()
+        call = count_at(self.store, self._call_key)
         if call <= self._settled_call and begin:
-            # Ranks that fail at the same moment must begin the same call.
-            expected = str(call) if call else ""
-            call = int(self._store.compare_set(self._prefix + "call", expected, str(call + 1)))
-            self._began_call = call
-        self._store.set(f"{self._prefix}present/{call}/{self._rank}", "yes")
+            self._began_call = call = count_up(self.store, self._call_key, call)
+        self.store.set(f"{self._prefix}present/{call}/{self.rank}", "yes")
         self.look_up_members()
         return call
 
     def _is_present(self, call: int, rank: int) -> bool:
-        return self._store.check([f"{self._prefix}present/{call}/{rank}"])
+        return self.store.check([f"{self._prefix}present/{call}/{rank}"])
 
     def _has_exited(self, rank: int) -> bool:
         if rank not in self._members:
@@ -256,10 +260,10 @@ class RollCall:
 
     def look_up_members(self) -> None:
         """Learn where those ranks live that have said so by now."""
-        for rank in range(self._world_size):
+        for rank in range(self.world_size):
             key = f"{self._prefix}member/{rank}"
-            if rank not in self._members and self._store.check([key]):
-                self._members[rank] = self._member_of(self._store.get(key))
+            if rank not in self._members and self.store.check([key]):
+                self._members[rank] = self._member_of(self.store.get(key))
 
     @staticmethod
     def _member_of(value: bytes) -> tuple[str, int]:

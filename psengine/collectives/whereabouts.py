@@ -17,7 +17,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from psengine.collectives.roll_call import Question, Result, RollCall, Store, StoreSilentError
+from psengine.collectives.roll_call import Question, Result, RollCall, StoreSilentError, count_at, count_up
 from psengine.stall_inspector import Position
 
 QUESTION = "psengine/stall/question"
@@ -32,28 +32,17 @@ class StoreWhereabouts:
     What asks the store raises StoreSilentError where that does not answer, and what the store raises where it is gone.
 
     Args:
-        store: key-value store all ranks reach.
-        rank: this rank in the group.
-        world_size: ranks in the group.
-        roll_call: knows where ranks run.
+        roll_call: of the group; knows the store, and where ranks run.
     """
 
-    def __init__(self, store: Store, rank: int, world_size: int, roll_call: RollCall) -> None:
-        self._store = store
-        self._rank = rank
-        self._world_size = world_size
+    def __init__(self, roll_call: RollCall) -> None:
         self._roll_call = roll_call
+        self._store = roll_call.store
         self._pending: Question[Any] | None = None
 
     def ask(self) -> int:
         """Ask all ranks where they are; return the question's number."""
-
-        def ask() -> int:
-            latest = self._latest_question()
-            # Where several ask at the same moment, all take the first one's.
-            return int(self._store.compare_set(QUESTION, str(latest) if latest else "", str(latest + 1)))
-
-        return self._put(ask)
+        return self._put(lambda: count_up(self._store, QUESTION, self._latest_question()))
 
     def latest_question(self) -> int:
         """The number of the question that was asked last, 0 for none."""
@@ -66,11 +55,11 @@ class StoreWhereabouts:
         return pending.answer(STORE_TIMEOUT_S)
 
     def _latest_question(self) -> int:
-        return int(self._store.get(QUESTION)) if self._store.check([QUESTION]) else 0
+        return count_at(self._store, QUESTION)
 
     def answer(self, question: int, position: Position) -> None:
         """Say where this rank is."""
-        key = self._key(question, self._rank)
+        key = self._key(question, self._roll_call.rank)
         if key is not None:
             self._put(lambda: self._store.set(key, json.dumps([position.operation, position.what])))
 
@@ -83,7 +72,7 @@ class StoreWhereabouts:
         found = {}
         # Ranks answer only the latest they see, and another may have asked meanwhile.
         for later in range(question, self._latest_question() + 1):
-            for rank in range(self._world_size):
+            for rank in range(self._roll_call.world_size):
                 key = self._key(later, rank)
                 if key is not None and self._store.check([key]):
                     operation, what = json.loads(self._store.get(key))
