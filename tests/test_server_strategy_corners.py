@@ -156,15 +156,11 @@ def launched_without_a_group(rank: int, world_size: int, address: str, launcher:
     os.environ.update(launcher(rank, world_size))
     with raises(ConfigurationError, "psengine.init()", "PSENGINE_SERVERS"):
         psengine.DistributedDataParallel(nn.Linear(2, 2), strategy="async")
-    use("tcp://127.0.0.1:1")
-    strategy = psengine.AsyncServer(timeout_s=0.5)
-    with raises(ServerLostError, "tcp://127.0.0.1:1"):
-        psengine.DistributedDataParallel(nn.Linear(2, 2), strategy=strategy)
     use(address)
-    os.environ["PSENGINE_JOB"] = "retried"
-    wrapped = psengine.DistributedDataParallel(nn.Linear(2, 2), strategy=strategy)
+    os.environ["PSENGINE_JOB"] = "launched"
+    wrapped = psengine.DistributedDataParallel(nn.Linear(2, 2), strategy="async")
     second = psengine.DistributedDataParallel(nn.Linear(3, 2), strategy="async")
-    found = wrapped.strategy.session.rank, strategy.session.options.job, second.strategy.session.options.job
+    found = wrapped.strategy.session.rank, wrapped.strategy.session.options.job, second.strategy.session.options.job
     wrapped.strategy.close()
     second.strategy.close()
     return found
@@ -173,7 +169,25 @@ def launched_without_a_group(rank: int, world_size: int, address: str, launcher:
 @pytest.mark.parametrize("launcher", [torchrun_variables, slurm_variables, open_mpi_variables])
 def test_ranks_of_a_launcher_without_a_group(server, launcher):
     results = run_ranks(launched_without_a_group, 2, server.addresses[0], launcher, init_group=False)
-    assert results == [(0, "retried", "retried.1"), (1, "retried", "retried.1")]
+    assert results == [(0, "launched", "launched.1"), (1, "launched", "launched.1")]
+
+
+def retried(rank: int, world_size: int, address: str) -> Any:
+    # Long enough for a busy machine's two shards, and waited out once.
+    strategy = psengine.AsyncServer(timeout_s=4.0)
+    use("tcp://127.0.0.1:1")
+    with raises(ServerLostError, "tcp://127.0.0.1:1"):
+        psengine.DistributedDataParallel(nn.Linear(2, 2), strategy=strategy)
+    use(address)
+    os.environ["PSENGINE_JOB"] = "retried"
+    wrapped = psengine.DistributedDataParallel(nn.Linear(2, 2), strategy=strategy)
+    found = wrapped.strategy.session.rank, wrapped.strategy.session.options.job
+    wrapped.strategy.close()
+    return found
+
+
+def test_a_strategy_whose_server_was_not_there_tries_again(server):
+    assert run_ranks(retried, 1, server.addresses[0], init_group=False) == [(0, "retried")]
 
 
 def configured_after_the_snapshot(rank: int, world_size: int, address: str, taken: Any, restarted: Any) -> None:

@@ -105,10 +105,10 @@ class Watch:
         self._reports[report.address] = report
         # Where none is told, the last rates would look like traffic.
         self._rates = {key: rate for key, rate in self._rates.items() if key[0] != report.address}
-        if before is None:
-            return
-        if report.error and not before.error:
+        if report.error and (before is None or not before.error):
             self._say("gone", f"{report.address} does not answer: {report.error}")
+        elif before is None:
+            return
         elif before.error and not report.error:
             self._say("back", f"{report.address} answers again")
         elif not report.error:
