@@ -163,7 +163,7 @@ def test_a_server_that_is_away_is_named_and_the_others_are_shown(capsys):
         (problem,) = found["problems"]
         assert dead in problem
         assert "did not answer HELLO for 2" in problem
-        assert "Raise --timeout-s" in problem
+        assert "--timeout-s of a command" in problem
     code, found = status_of(capsys, "--servers", server.status_url, "--timeout-s", "0.5")
     assert code == 1
     assert "refused" in found["problems"][0]

@@ -14,7 +14,7 @@ from processes import run_ranks
 
 from psengine.cli.main import main
 from psengine.cli.verify import _print_report
-from psengine.comparison import TargetError, compare, compare_zoo
+from psengine.comparison import Settings, TargetError, compare, compare_zoo
 from psengine.comparison.differences import Difference, Tolerance, find_difference
 from psengine.comparison.place import Place
 from psengine.comparison.target import check_loss, check_name, check_optimizer, check_target, load_function
@@ -24,7 +24,7 @@ from psengine.comparison.zoo import ZOO
 from psengine.errors import ConfigurationError
 
 TARGETS = str(Path(verify_targets.__file__))
-WORK = {"steps": 5, "seed": 3, "rtol": None, "atol": None, "strategy": "sync", "against": "native", "server": None}
+SETTINGS = {"steps": 5, "seed": 3}
 
 
 def sparse(indices, values, size):
@@ -178,7 +178,7 @@ def found_on_rank(rank, world_size, names):
     for name, options in names:
         function = ZOO[name].build if name in ZOO else getattr(verify_targets, name)
         try:
-            reports.append(compare_target(function, name, place, {**WORK, **options}))
+            reports.append(compare_target(function, name, place, {"settings": {**SETTINGS, **options}, "server": None}))
         except ConfigurationError as error:
             reports.append(str(error))
     return reports
@@ -193,7 +193,7 @@ def compared(world_size, *names):
 
 
 def common(name):
-    return {"target": name, "strategy": "sync", "against": "native", "steps": WORK["steps"], "seed": 3}
+    return {"target": name, "strategy": "sync", "against": "native", "steps": SETTINGS["steps"], "seed": 3}
 
 
 @pytest.fixture(scope="module")
@@ -255,7 +255,7 @@ def test_what_has_no_source_but_chance_differs(two_ranks):
 
 def test_the_control_begins_where_the_trainings_began():
     """In processes that trained already, the count would be past the one that makes the difference."""
-    found = compare(f"{TARGETS}:counts_calls", steps=1, world_size=1)
+    found = compare(f"{TARGETS}:counts_calls", Settings(steps=1, world_size=1))
     assert found.verdict == "different"
     assert not found.control.reproducible
     assert (found.control.first.step, found.control.first.kind) == (0, "loss")
@@ -351,7 +351,7 @@ def test_wrong_arguments_end_with_2_and_a_message(arguments, text, capfd):
 def test_wrong_arguments_of_the_functions():
     for arguments in ({"steps": True}, {"seed": -1}, {"rtol": math.nan}, {"atol": "x"}, {"against": None}):
         with pytest.raises(ConfigurationError):
-            compare(f"{TARGETS}:plain", **arguments)
+            Settings(**arguments)
     with pytest.raises(ConfigurationError, match="no such model"):
         compare_zoo(["lion"])
     with pytest.raises(TargetError):
@@ -361,7 +361,7 @@ def test_wrong_arguments_of_the_functions():
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["sync", "sync-server"])
 def test_the_zoo_is_bitwise_equal_with_two_ranks(strategy):
-    found = compare_zoo(strategy=strategy)
+    found = compare_zoo(settings=Settings(steps=6, strategy=strategy))
     assert [comparison.target for comparison in found] == list(ZOO)
     refused = ["sparse"] if strategy == "sync-server" else []
     assert [comparison.target for comparison in found if comparison.verdict != "bitwise equal"] == refused
@@ -384,8 +384,8 @@ def test_a_rank_that_dies_or_hangs_is_named(target, timeout_s, text, capfd):
 @pytest.mark.slow
 def test_async_with_one_worker_is_plain_training_and_with_two_another_algorithm():
     target = f"{TARGETS}:plain"
-    assert compare(target, strategy="async", world_size=1, steps=4).verdict == "bitwise equal"
-    found = compare(target, strategy="async:max_staleness=2", against="sync", steps=4)
+    assert compare(target, Settings(strategy="async", world_size=1, steps=4)).verdict == "bitwise equal"
+    found = compare(target, Settings(strategy="async:max_staleness=2", against="sync", steps=4))
     assert found.verdict == "different"
     assert any("another algorithm" in note for note in found.notes)
-    assert compare(target, strategy="async", steps=2, rtol=1000.0).verdict == "within tolerance"
+    assert compare(target, Settings(strategy="async", steps=2, rtol=1000.0)).verdict == "within tolerance"

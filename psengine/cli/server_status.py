@@ -22,9 +22,9 @@ from urllib.parse import urlsplit
 
 from psengine.cli.console import printable
 from psengine.client.addresses import parse_addresses
-from psengine.client.options import SessionOptions, keys_from_environment
+from psengine.client.options import keys_from_environment
 from psengine.environment import read_variable
-from psengine.errors import ConfigurationError, PSEngineError, ServerLostError
+from psengine.errors import ConfigurationError, PSEngineError
 from psengine.extras import require_server_packages
 from psengine.overview import merge_jobs
 from psengine.protocol.keys import CurveClientKeys
@@ -181,20 +181,15 @@ class ProtocolSource(Source):
     def _ask(self) -> ServerReport:
         from psengine.client.client import connect
 
-        try:
-            if self._client is None:
-                self._client = connect(
-                    self.address,
-                    role="reader",
-                    timeout_s=self._timeout_s,
-                    connect_timeout_s=self._timeout_s,
-                    keys=self._keys,
-                )
-            shards = _printable(self._client.status())
-        except ServerLostError as error:
-            # Written for a training, which has a job and an argument; here are neither.
-            told = str(error).replace(f" to job {SessionOptions.job!r}", "")
-            raise ServerLostError(told.replace("Raise timeout_s", "Raise --timeout-s")) from error
+        if self._client is None:
+            self._client = connect(
+                self.address,
+                role="reader",
+                timeout_s=self._timeout_s,
+                connect_timeout_s=self._timeout_s,
+                keys=self._keys,
+            )
+        shards = _printable(self._client.status())
         return ServerReport(address=self.address, shards=shards, answered_s=time.monotonic())
 
     def close(self) -> None:

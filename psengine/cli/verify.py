@@ -87,21 +87,20 @@ def verify(
     Both run in the same processes, in turn, and draw the same random numbers. After each step losses, buffers,
     gradients and parameters are compared, to the bit.
     """
-    from psengine.comparison import RankFailedError, compare, compare_zoo
+    from psengine.comparison import RankFailedError, Settings, compare, compare_zoo
     from psengine.comparison.target import check_name
 
-    options: dict[str, Any] = {
-        "world_size": world_size,
-        "strategy": strategy,
-        "against": against,
-        "seed": seed,
-        "rtol": rtol,
-        "atol": atol,
-        "device": device,
-        "timeout_s": timeout_s,
-    }
-    if steps is not None:
-        options["steps"] = steps
+    settings = Settings(
+        steps=steps or (6 if target is None else 10),
+        world_size=world_size,
+        strategy=strategy,
+        against=against,
+        seed=seed,
+        rtol=rtol,
+        atol=atol,
+        device=device,
+        timeout_s=timeout_s,
+    )
     if target is not None:
         check_name(target)
         place = target.rpartition(":")[0]
@@ -110,9 +109,9 @@ def verify(
     try:
         with _progress() as on_note:
             if target is not None:
-                found = [compare(target, on_note=on_note, **options)]
+                found = [compare(target, settings, on_note=on_note)]
             else:
-                found = compare_zoo(on_note=on_note, **options)
+                found = compare_zoo(settings=settings, on_note=on_note)
     except RankFailedError as error:
         print(f"{error.rank_traceback}psengine: {error}", file=sys.stderr)
         raise typer.Exit(EXIT_FAILED) from None

@@ -160,7 +160,8 @@ class Greeting:
         """The answer to a HELLO; None where an embedded server has yet to give it."""
         options = self._options
         wait_s = min(timeout_s, EMBEDDED_SILENCE_S) if options.is_embedded else timeout_s
-        what = f"HELLO to job {options.job!r}"
+        # A reader's question is about the server, whatever its jobs.
+        what = "HELLO" if options.role == "reader" else f"HELLO to job {options.job!r}"
         try:
             return self._presence.ask(link, message, what=what, timeout_s=wait_s, is_urgent=True).reply()
         except ServerLostError as error:

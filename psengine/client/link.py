@@ -383,5 +383,6 @@ class Link:
             )
         return ServerLostError(
             f"{self.address} did not answer {operation.describe()} for {waited} ({heard}).{remark} Is psengine-server"
-            " running there, and is the port reachable from this host? Raise timeout_s if it is slow."
+            " running there, and is the port reachable from this host? If it is slow, raise the timeout: timeout_s, or"
+            " --timeout-s of a command."
         )

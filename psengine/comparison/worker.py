@@ -9,11 +9,11 @@ from typing import Any
 from psengine.comparison.differences import Tolerance
 from psengine.comparison.place import Place
 from psengine.comparison.rank import serve
+from psengine.comparison.settings import Settings, is_over_servers
 from psengine.comparison.side_by_side import RefusedError, train_side_by_side
 from psengine.comparison.target import Target, check_target, load_function
-from psengine.comparison.training import NATIVE, Exchange
+from psengine.comparison.training import Exchange
 from psengine.comparison.zoo import ZOO
-from psengine.strategies.registry import resolve_strategy
 
 
 def run(place: Place, work: dict[str, Any]) -> dict[str, Any]:
@@ -37,16 +37,17 @@ def compare_target(function: Callable[[], Any], name: str, place: Place, work: d
     def make() -> Target:
         return check_target(function(), name)
 
-    candidate, reference = (_exchange(name, work) for name in (work["strategy"], work["against"]))
+    settings = Settings(**work["settings"])
+    candidate, reference = (_exchange(name, work) for name in (settings.strategy, settings.against))
     findings = train_side_by_side(
         make,
         name,
         candidate,
         reference,
         place,
-        steps=work["steps"],
-        seed=work["seed"],
-        tolerance=Tolerance(relative=work["rtol"], absolute=work["atol"]),
+        steps=settings.steps,
+        seed=settings.seed,
+        tolerance=Tolerance(relative=settings.rtol, absolute=settings.atol),
     )
     return {"findings": findings}
 
@@ -57,7 +58,7 @@ _numbers = itertools.count()
 
 def _exchange(name: str, work: dict[str, Any]) -> Exchange:
     """``name`` with, for a strategy over servers, the server of this comparison and a job of its own there."""
-    if not _is_over_servers(name):
+    if not is_over_servers(name):
         return Exchange(name, name)
     options = [option for option in (name.partition(":")[2],) if option]
     if work["server"] is not None and "servers=" not in name:
@@ -65,10 +66,6 @@ def _exchange(name: str, work: dict[str, Any]) -> Exchange:
     if "job=" not in name:
         options.append(f"job={work['job']}.{next(_numbers)}")
     return Exchange(name, f"{name.partition(':')[0]}:{','.join(options)}")
-
-
-def _is_over_servers(exchange: str) -> bool:
-    return exchange != NATIVE and not resolve_strategy(exchange).needs_process_group
 
 
 if __name__ == "__main__":
