@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from processes import _context
+from signals import send_signal
 
 
 class WorkerFailedError(AssertionError):
@@ -79,7 +80,7 @@ class Worker:
 
     def signal(self, number: int) -> None:
         """Send a signal, such as SIGSTOP."""
-        os.kill(self.pid, number)
+        send_signal(self.pid, number)
 
     def drain(self) -> None:
         """Take in what it has said."""

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from processes import _context
+from signals import send_signal
 
 START_DEADLINE_S = 30.0
 
@@ -58,7 +59,7 @@ class ServerProcess:
 
     def signal(self, number: int) -> None:
         """Send it a signal, such as SIGSTOP."""
-        os.kill(self.pid, number)
+        send_signal(self.pid, number)
 
     def wait(self, timeout_s: float = 15.0) -> int:
         """Its exit code, negative for a signal."""
