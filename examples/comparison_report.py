@@ -20,7 +20,8 @@ def print_table(outcomes: list[Outcome], *, reference: str) -> bool:
     """Print one row for each strategy; return whether "sync" equals ``reference`` bit by bit, if both are there."""
     native = next(outcome for outcome in outcomes if outcome.strategy == reference)
     title = f"{len(native.losses)} workers, {len(native.losses[0])} steps each; accuracy on the test images"
-    table = Table(title=title, box=box.SIMPLE_HEAD, pad_edge=False)
+    # Narrow gaps: the widest row has to fit a terminal of 80 columns.
+    table = Table(title=title, box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     for heading in ("strategy", "accuracy", "time", "off native by", "staleness"):
         table.add_column(heading, justify="left" if heading == "strategy" else "right", no_wrap=True)
     is_equal = True

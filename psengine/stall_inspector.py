@@ -27,6 +27,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
+from weakref import WeakKeyDictionary
 
 from psengine.environment import read_variable
 from psengine.errors import EnvironmentVariableError
@@ -160,7 +161,7 @@ class StallInspector:
         self._noted: dict[int, _Noted] = {}
         self._waits: dict[int, Wait] = {}
         # Per whereabouts, the question this rank answered last.
-        self._answered: dict[int, int] = {}
+        self._answered: WeakKeyDictionary[Whereabouts, int] = WeakKeyDictionary()
         self._thread: threading.Thread | None = None
         self._stop = threading.Event()
         self._starting = threading.Lock()
@@ -252,9 +253,9 @@ class StallInspector:
         if whereabouts is None:
             return
         question = whereabouts.latest_question()
-        if question > self._answered.get(id(whereabouts), 0):
+        if question > self._answered.get(whereabouts, 0):
             whereabouts.answer(question, wait.position)
-            self._answered[id(whereabouts)] = question
+            self._answered[whereabouts] = question
 
     def _report(self, wait: Wait, waited_s: float) -> None:
         collective = wait.collective
