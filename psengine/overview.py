@@ -46,7 +46,8 @@ def merge_jobs(shards: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]
         By name of the job: its "rule", "rule_text" and "kind" (the strategy's name), counts of chunks and pushes added
         over shards, "workers" by rank, and "departed", the last that are gone. A worker's "step" counts its exchanges;
         in an asynchronous job, from where it joined. "lag" is how many steps it is behind the fastest, of those that
-        take part. What is not known is None.
+        take part. Where no chunk of the job is trained no exchange is counted: there "step" is what a worker says that
+        it completed since it began, and "lag" is not known. What is not known is None.
     """
     parts: dict[str, list[Mapping[str, Any]]] = {}
     for shard in shards:
@@ -88,6 +89,11 @@ def _merge_workers(parts: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         for worker in part["workers"]:
             seen.setdefault(worker["rank"], []).append(worker)
     workers = [_merge_worker(rank, of_worker) for rank, of_worker in sorted(seen.items())]
+    if all(worker["step"] is None for worker in workers):
+        for worker in workers:
+            told = [part["telemetry"]["steps"] for part in seen[worker["rank"]] if "telemetry" in part]
+            worker["step"] = max((steps for steps in told if steps is not None), default=None)
+        return workers
     in_step = [worker for worker in workers if worker["state"] != "joining" and worker["step"] is not None]
     fastest = max((worker["step"] for worker in in_step), default=0)
     for worker in in_step:

@@ -205,13 +205,68 @@ def test_keys_come_from_the_environment(capsys, tmp_path, monkeypatch):
         (b'{"shards": 3}', 200, "no status page of a psengine-server"),
         (b"nothing here", 404, "answers 404"),
         (b'{"healthy": true, "shards": [{"jobs": {"a": {}}}]}', 200, "install the same version"),
+        (b"[" * 100_000, 200, "no status page of a psengine-server"),
+        (b'{"healthy": true, "shards": [], "deep": ' + b"[" * 200 + b"]" * 200 + b"}", 200, "no status page"),
     ],
 )
 def test_a_page_that_is_no_status(content, code, words, capsys):
     with web_page(content, code) as url:
         exit, found = status_of(capsys, "--servers", url)
-    assert exit == 1
-    assert words in found["problems"][0]
+        assert exit == 1
+        assert words in found["problems"][0]
+        # In a thread of its own, whose end nobody would see.
+        assert exit_code(["top", "--servers", url, "--once"]) == 1
+    captured = capsys.readouterr()
+    assert words in re.sub(r"\s+", " ", captured.out)
+    assert "Traceback" not in captured.err
+
+
+NOT_SHOWN = ["many", "[/x]", [1], {}, float("nan"), 1e300, 10**400]
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        *("memory_bytes", "uptime_s", "unix_s", "jobs/a-job/bytes_in", "jobs/a-job/version_max", "jobs/a-job/chunks"),
+        *("jobs/a-job/expected_workers", "jobs/a-job/refused/x", "jobs/a-job/staleness/1", "jobs/a-job/workers/0/rank"),
+        *("jobs/a-job/workers/0/silent_s", "jobs/a-job/workers/0/clock", "jobs/a-job/workers/0/waiting_for/0"),
+        *("jobs/a-job/workers/0/telemetry/step_s", "jobs/a-job/departed/0/unix_s", "jobs/a-job/departed/0/rank"),
+    ],
+)
+def test_what_is_shown_as_a_number_is_one(place):
+    telemetry = {"steps": 3, "loss": 0.5, "samples_per_s": 1.0, "steps_per_s": 1.0,
+                 "step_s": 0.1, "blocked_s": 0.05, "apply_s": 0.01, "held_s": 0.02}  # fmt: skip
+    for value in NOT_SHOWN:
+        shard = shard_with_a_job(telemetry=dict(telemetry), waiting_for=[1])
+        server_status._check(ServerReport(address="http://a", shards=[shard]))
+        *path, name = place.split("/")
+        entry = shard
+        for step in path:
+            entry = entry[int(step) if isinstance(entry, list) else step]
+        entry[int(name) if isinstance(entry, list) else name] = value
+        with pytest.raises(ValueError, match="install the same version on both sides"):
+            server_status._check(ServerReport(address="http://a", shards=[shard]))
+
+
+@pytest.mark.parametrize(
+    "events", [[{"unix_s": 1.0}, {"unix_s": "now"}], [{"unix_s": 1e300}], [{"unix_s": -1e12}], [{"unix_s": None}], [3]]
+)
+def test_events_of_no_time_are_told(events, capsys):
+    page = {"healthy": True, "shards": [shard_with_a_job()], "events": events}
+    with web_page(json.dumps(page).encode()) as url:
+        for command in (["status"], ["top", "--once"]):
+            assert exit_code([*command, "--servers", url]) == 1
+            assert "install the same version on both sides" in re.sub(r"\s+", " ", capsys.readouterr().out)
+
+
+def test_names_are_no_markup(capsys):
+    markup = "[/x][red]"
+    shards = [shard_with_a_job(markup) | {"index": markup}, {"index": markup, "error": markup}]
+    page = {"healthy": True, "shards": shards, "events": [{"unix_s": 1.0, "job": markup, "text": markup}]}
+    with web_page(json.dumps(page).encode()) as url:
+        for command in (["status"], ["top", "--once"]):
+            assert exit_code([*command, "--servers", url]) == 1
+            assert capsys.readouterr().out.count(markup) >= 5
 
 
 def test_what_speaks_no_http_is_told(capsys):
@@ -391,13 +446,37 @@ def test_a_histogram_of_staleness():
     assert sparkline({"0": 1, "64": 4}, ascii_only=True, most=3) == ". #"
 
 
-def test_json_is_strict_where_a_loss_is_no_number():
-    told = overview(telemetry={"steps": 3, "loss": float("nan"), "samples_per_s": 1.0, "steps_per_s": 1.0,
+@pytest.mark.parametrize(("loss", "in_json", "in_table"), [("nan", "nan", "nan"), (None, None, "-"), (0.5, 0.5, "0.5")])
+def test_a_loss_that_is_not_finite_is_none_that_is_not_there(loss, in_json, in_table):
+    told = overview(telemetry={"steps": 3, "loss": loss, "samples_per_s": 1.0, "steps_per_s": 1.0,
                                "step_s": 0.1, "blocked_s": 0.05, "apply_s": 0.01, "held_s": 0.02})  # fmt: skip
     text = json.dumps(told.to_json(), allow_nan=False)
     worker = json.loads(text)["jobs"]["a-job"]["workers"][0]
-    assert (worker["loss"], worker["compute_s"]) == (None, 0.05)
-    assert "nan" in drawn(jobs_view(told, 80), 80)
+    assert (worker["loss"], worker["compute_s"]) == (in_json, 0.05)
+    row = next(line for line in drawn(jobs_view(told, 80), 80).splitlines() if line.startswith("   0"))
+    assert row.split()[7] == in_table
+
+
+@pytest.mark.parametrize("protocol", ["tcp", "http"])
+def test_a_diverged_worker_is_told_over_both_protocols(capsys, protocol):
+    with running_server(lease_s=1.0) as server, training_client(server.addresses[0]) as client:
+        address = server.addresses[0] if protocol == "tcp" else server.status_url
+
+        def loss():
+            return status_of(capsys, "--servers", address)[1]["jobs"]["default"]["workers"][0]["loss"]
+
+        assert loss() is None
+        client.session.telemetry.report(loss=float("nan"))
+        deadline_s = time.monotonic() + 20.0
+        while loss() != "nan":
+            assert time.monotonic() < deadline_s
+            time.sleep(0.05)
+
+
+def test_json_is_strict_whatever_a_page_holds():
+    shard = shard_with_a_job() | {"memory_bytes": float("nan")}
+    told = merge([ServerReport(address="http://a", shards=[shard])])
+    assert json.loads(json.dumps(told.to_json(), allow_nan=False))["servers"][0]["shards"][0]["memory_bytes"] is None
 
 
 def test_a_silent_worker_is_a_problem():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import time
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 
 import pytest
@@ -113,6 +113,39 @@ def choose_job(driver, name):
         "choice.dispatchEvent(new Event('change'));",
         name,
     )
+
+
+def test_a_diverged_worker_is_an_alarm_and_a_paused_page_shows_the_other_range():
+    weights = {"w": torch.ones(4)}
+    with running_server(lease_s=1.0) as server, browser() as driver, ExitStack() as clients:
+
+        def join(rank, loss):
+            client = clients.enter_context(psengine.connect(server.addresses[0], rank=rank))
+            client.register(weights, torch.optim.SGD(list(weights.values()), lr=0.1))
+            client.push_pull({"w": torch.zeros(4)}, into=weights)
+            client.session.telemetry.report(loss=loss)
+
+        join(0, 0.5)
+        driver.get(server.status_url + "/")
+        losses = (
+            "return [...document.querySelectorAll('.tile')].filter((one) => one.textContent.startsWith('Loss'))"
+            ".map((one) => [one.className, one.textContent])"
+        )
+        eventually(lambda: ["tile", "Loss0.5000 mean0.5000 to 0.5000"] in driver.execute_script(losses), "the loss")
+        join(1, float("nan"))
+        alarm = ["tile alarm", "Lossnan meannot finite: w1"]
+        eventually(lambda: alarm in driver.execute_script(losses), "the alarm")
+        assert {rank: row["Loss"] for rank, row in rows_of(driver).items()} == {0: "0.5000", 1: "nan"}
+        assert driver.execute_script("return document.querySelector('#workers td.alarm').textContent") == "nan"
+        assert text_of(driver, "#loss-about") == "not finite: w1"
+
+        driver.execute_script("document.getElementById('pause').click()")
+        assert driver.execute_script("return tracks[60].times.length") == 0
+        driver.execute_script("document.getElementById('range-60').click()")
+        eventually(lambda: driver.execute_script("return tracks[60].times.length"), "the day's samples")
+        assert text_of(driver, "#health") == "❚❚ paused"
+        assert text_of(driver, "#loss .empty") == "One sample a minute: lines begin with the second."
+        assert driver.execute_script("return window.violations") == []
 
 
 def test_a_run_with_a_slow_and_a_killed_worker_and_a_hostile_one(tmp_path):

@@ -10,6 +10,7 @@ import torch
 from shard_world import APPLY, AVERAGE, Worker, World, spec, team
 
 from psengine.overview import merge_jobs, percentile, rule_text
+from psengine.protocol.messages import MessageType
 from psengine.server.statistics import JobStatistics
 
 TELEMETRY = {
@@ -81,6 +82,24 @@ def test_lag_counts_from_the_fastest_that_takes_part():
     view = merged(shard(*workers, worker(4, clock=None)), shard(worker(4, clock=11), index=1))
     assert [w["lag"] for w in view["workers"]] == [5, 0, None, None, 1]
     assert [w["step"] for w in view["workers"]] == [7, 12, 50, None, 11]
+
+
+def test_where_no_chunk_is_trained_workers_say_how_far_they_are():
+    """Of two servers and one chunk the second counts no exchange. Workers count from where they came: no lag."""
+    workers = [worker(rank, clock=None, telemetry=TELEMETRY | {"steps": steps}) for rank, steps in ((0, 36), (1, 7))]
+    second = shard(*workers, worker(2, clock=None))
+    assert [(w["step"], w["lag"]) for w in merged(second)["workers"]] == [(36, None), (7, None), (None, None)]
+    first = shard(worker(0, clock=36), worker(1, clock=35), worker(2, clock=30), index=1)
+    assert [(w["step"], w["lag"]) for w in merged(first, second)["workers"]] == [(36, 0), (35, 1), (30, 6)]
+
+
+def test_who_leaves_a_shard_without_trained_chunks_leaves_after_the_step_it_told():
+    world = World()
+    workers = team(world, 2, [])
+    workers[1].send(MessageType.HEARTBEAT, sequence=0, body={"steps": 36, "loss": None})
+    workers[1].ask(MessageType.BYE)
+    view = merge_jobs([world.shard.status(world.now_s)])["demo"]
+    assert [(gone["rank"], gone["step"]) for gone in view["departed"]] == [(1, 36)]
 
 
 def test_staleness_percentiles_are_those_of_all_shards_together():

@@ -481,11 +481,11 @@ def test_health_status_and_metrics(tmp_path):
             code, text = get(f"{server.status_url}/metrics")
         assert code == 200
         for line in (
-            'psengine_applied_total{job="job",shard="0"} 1.0',
-            'psengine_duplicates_total{job="job",shard="0"} 1.0',
-            'psengine_workers{job="job",shard="0"} 1.0',
-            'psengine_pushes_total{job="job",shard="0",worker="0"} 2.0',
-            'psengine_staleness_bucket{job="job",le="0.0",shard="0"} 1.0',
+            'psengine_applied_total{shard="0",training_job="job"} 1.0',
+            'psengine_duplicates_total{shard="0",training_job="job"} 1.0',
+            'psengine_workers{shard="0",training_job="job"} 1.0',
+            'psengine_pushes_total{shard="0",training_job="job",worker="0"} 2.0',
+            'psengine_staleness_bucket{le="0.0",shard="0",training_job="job"} 1.0',
             "psengine_snapshot_generation 1.0",
             "psengine_snapshot_failures_total 0.0",
             "psengine_healthy 1.0",

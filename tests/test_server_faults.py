@@ -521,6 +521,47 @@ def test_all_workers_stopped_for_longer_than_the_lease_go_on(shards):
     assert_same_end(results)
 
 
+# ---- 5: the server stops for longer than the lease -------------------------------------------------------------------
+
+
+def stop_for_longer_than_the_lease(server: ServerProcess, meanwhile: Callable[[], None] = lambda: None) -> None:
+    server.signal(signal.SIGSTOP)
+    meanwhile()
+    time.sleep(LEASE_S + 1.0)
+    server.signal(signal.SIGCONT)
+
+
+def test_a_stopped_server_keeps_its_workers_and_averages_over_all(server):
+    with crew() as workers:
+        members = [workers.start(train_sync, server.addresses[0], ENDLESS, 3, 0.01, rank=rank) for rank in range(3)]
+        for member in members:
+            member.wait_for("step", at_least=10)
+        stop_for_longer_than_the_lease(server)
+        for member in members:
+            member.wait_for("step", at_least=steps_of(member) + 5)
+        for shard in server.job("default"):
+            assert ([worker["rank"] for worker in shard["workers"]], shard["evicted"]) == ([0, 1, 2], 0)
+        kinds = [event["kind"] for event in server.status()["events"]]
+        results = end_soon(members)
+    assert (kinds.count("joined"), kinds.count("stood_still")) == (3, 1)
+    assert_same_end(results)
+    assert set(itertools.chain.from_iterable(phases_of(results[0], (0, 1, 2)))) == {(0, 1, 2)}
+
+
+def test_a_worker_that_died_while_the_server_stopped_is_left_out(server):
+    with crew() as workers:
+        members = [workers.start(train_sync, server.addresses[0], ENDLESS, 3, 0.01, rank=rank) for rank in range(3)]
+        for member in members:
+            member.wait_for("step", at_least=10)
+        stop_for_longer_than_the_lease(server, meanwhile=members[1].kill)
+        survivors = [members[0], members[2]]
+        for survivor in survivors:
+            survivor.wait_for("step", at_least=steps_of(survivor) + 5)
+        results = end_soon(survivors)
+    assert_same_end(results)
+    assert_left_out(phases_of(results[0], (0, 1, 2)), (0, 1, 2), (0, 2))
+
+
 # ---- 6: several things at once ---------------------------------------------------------------------------------------
 
 

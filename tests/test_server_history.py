@@ -9,7 +9,9 @@ import time
 
 import pytest
 
+from psengine.server import history as history_module
 from psengine.server.history import LENGTHS, History, Track
+from psengine.server.monitor import _history_page
 
 
 def status_of(
@@ -41,6 +43,10 @@ def status_of(
     }
 
 
+def shown(track, *arguments, **options):
+    return json.loads(track.to_text(*arguments, **options))
+
+
 def test_rates_are_differences_and_means_of_the_interval():
     track = Track(1, 10)
     track.record(status_of(bytes_in=1000, applied=5, staleness={"0": 5}, workers=[(0, 5, 2.5)]), 100.0, 1.0)
@@ -57,7 +63,7 @@ def test_rates_are_differences_and_means_of_the_interval():
         102.0,
         3.0,
     )
-    found = track.to_json()
+    found = shown(track)
     assert found["interval_s"] == 1
     assert found["unix_s"] == [1.0, 3.0]
     assert found["shards"] == [{"index": 0, "bytes_in_per_s": [None, 1500], "bytes_out_per_s": [None, 30]}]
@@ -82,7 +88,7 @@ def test_a_ring_holds_the_last_samples_of_a_random_run():
         kept.append(
             (100 + number, None if is_first else more_bytes, None if is_first else more_applied, float(f"{lost:.6g}"))
         )
-        found = track.to_json()
+        found = shown(track)
         job = found["jobs"]["job"]
         columns = (
             found["unix_s"],
@@ -91,19 +97,19 @@ def test_a_ring_holds_the_last_samples_of_a_random_run():
             job["workers"]["4"]["loss"],
         )
         assert list(zip(*columns, strict=True)) == kept[-7:]
-    assert track.to_json(since_unix_s=137.0)["unix_s"] == [138, 139]
+    assert shown(track, since_unix_s=137.0)["unix_s"] == [138, 139]
     track.record(status_of(), 40.0, 140.123456789)
-    newest = track.to_json()["unix_s"][-1]
-    assert track.to_json(since_unix_s=newest)["unix_s"] == []
-    assert track.to_json(since_unix_s=1e12)["jobs"]["job"]["workers"]["4"]["loss"] == []
+    newest = shown(track)["unix_s"][-1]
+    assert shown(track, since_unix_s=newest)["unix_s"] == []
+    assert shown(track, since_unix_s=1e12)["jobs"]["job"]["workers"]["4"]["loss"] == []
 
 
 def test_what_is_not_known_is_none_and_a_counter_that_begins_anew_is_no_negative_rate():
     track = Track(1, 10)
-    track.record(status_of(applied=100, bytes_in=100, workers=[(0, 7, math.nan), (1, 7, math.inf)]), 1.0, 1.0)
+    track.record(status_of(applied=100, bytes_in=100, workers=[(0, 7, math.nan), (1, 7, "nan")]), 1.0, 1.0)
     track.record(status_of(applied=3, bytes_in=200, workers=[(0, 2, 1.0)]), 2.0, 2.0)
     track.record(status_of(applied=4, bytes_in=300, workers=[(0, 3, 1.0)]), 3.0, 3.0)
-    found = track.to_json()
+    found = shown(track)
     assert found["jobs"]["job"]["applied_per_s"] == [None, None, 1]
     assert found["jobs"]["job"]["workers"]["0"]["loss"] == [None, 1, 1]
     assert found["jobs"]["job"]["workers"]["1"] == {
@@ -113,7 +119,7 @@ def test_what_is_not_known_is_none_and_a_counter_that_begins_anew_is_no_negative
     }
     json.dumps(found, allow_nan=False)
     track.record({}, 4.0, 4.0)
-    assert track.to_json()["jobs"]["job"]["applied_per_s"][-1] is None
+    assert shown(track)["jobs"]["job"]["applied_per_s"][-1] is None
 
 
 def test_a_shard_that_misses_its_deadline_leaves_a_gap_and_no_peak():
@@ -122,7 +128,7 @@ def test_a_shard_that_misses_its_deadline_leaves_a_gap_and_no_peak():
     track.record(status_of(applied=1_000_000, bytes_in=100, workers=[(0, 7, 1.0)]), 1.0, 1.0)
     track.record(status_of(applied=500_000, has_error=True, workers=[(0, 3, 1.0)]), 2.0, 2.0)
     track.record(status_of(applied=1_000_020, bytes_in=300, workers=[(0, 9, 1.0)]), 3.0, 3.0)
-    found = track.to_json()
+    found = shown(track)
     assert found["jobs"]["job"]["applied_per_s"] == [None, None, 10]  # over two seconds
     assert found["shards"][0]["bytes_in_per_s"] == [None, None, 100]
     assert found["jobs"]["job"]["workers"]["0"]["step"] == [7, None, 9]
@@ -133,25 +139,25 @@ def test_who_is_gone_for_a_whole_ring_is_forgotten():
     track = Track(1, 3)
     for number in range(4):
         track.record(status_of(workers=[(0, number, 1.0)] + ([(1, 0, 1.0)] if number == 0 else [])), number, number)
-        assert ("1" in track.to_json()["jobs"]["job"]["workers"]) == (number < 3)
+        assert ("1" in shown(track)["jobs"]["job"]["workers"]) == (number < 3)
     for number in range(4, 8):
         track.record({"shards": [], "jobs": {}}, number, number)
-    assert track.to_json()["jobs"] == {}
-    assert track.to_json()["shards"] == []
+    assert shown(track)["jobs"] == {}
+    assert shown(track)["shards"] == []
 
 
 def test_a_lap_later_nothing_is_left_of_what_was():
     track = Track(1, 3)
     for number in range(6):
         track.record(status_of(workers=[(0, number, 1.0)] + ([(1, 9, 2.0)] if number < 4 else [])), number, number)
-    assert track.to_json()["jobs"]["job"]["workers"]["1"]["step"] == [9, None, None]
+    assert shown(track)["jobs"]["job"]["workers"]["1"]["step"] == [9, None, None]
 
 
 def test_memory_is_bounded_whoever_comes():
     track = Track(1, 5, most_workers=3, most_jobs=2)
     for number in range(20):
         track.record(status_of(job=f"job-{number}", workers=[(rank, 1, 1.0) for rank in range(2)]), number, number)
-    found = track.to_json()
+    found = shown(track)
     assert len(found["jobs"]) == 2
     assert "job-19" in found["jobs"]
     assert sum(len(job["workers"]) for job in found["jobs"].values()) <= 3
@@ -159,7 +165,57 @@ def test_memory_is_bounded_whoever_comes():
     crowd = Track(1, 5, most_workers=3)
     for number in range(3):
         crowd.record(status_of(workers=[(rank, 1, 1.0) for rank in range(10)]), number, number)
-        assert set(crowd.to_json()["jobs"]["job"]["workers"]) == {"0", "1", "2"}
+        assert set(shown(crowd)["jobs"]["job"]["workers"]) == {"0", "1", "2"}
+
+
+def test_who_came_back_is_not_pushed_out_by_who_comes():
+    track = Track(1, 5, most_workers=3)
+    for number, here in enumerate([(0, 1, 2), (0,), (1, 5, 6, 7)]):
+        track.record(status_of(workers=[(rank, 1, 1.0) for rank in here]), number, number)
+    assert set(shown(track)["jobs"]["job"]["workers"]) == {"0", "1", "5"}
+
+
+def test_who_finds_no_room_is_turned_away_without_a_search():
+    class Rank(int):
+        looked_up = 0
+
+        def __hash__(self):
+            Rank.looked_up += 1
+            return int(self)
+
+    most, crowd = 16, 400
+    track = Track(1, 5, most_workers=most)
+    workers = [(Rank(rank), 1, 1.0) for rank in range(crowd)]
+    for number in range(3):
+        Rank.looked_up = 0
+        track.record(status_of(workers=workers), number, number)
+        assert Rank.looked_up < 2 * crowd + 10 * most
+    assert len(shown(track)["jobs"]["job"]["workers"]) == most
+
+
+def test_a_page_is_made_a_series_at_a_time_and_holds_up_no_sample(monkeypatch):
+    """One call of the json module holds the GIL to its end: of a whole page, it would stop every shard."""
+    history = History(dict)
+    track = history._tracks[60]
+    for number in range(100):
+        track.record(status_of(applied=number, workers=[(rank, number, 1.5) for rank in range(8)]), number, number + 1)
+    longest, is_held = [0], []
+    encode, plain = json.JSONEncoder.iterencode, history_module._plain
+
+    def measured(encoder, value, _one_shot=False):
+        pieces = list(encode(encoder, value, _one_shot))
+        longest.append(sum(map(len, pieces)))
+        return pieces
+
+    monkeypatch.setattr(json.JSONEncoder, "iterencode", measured)
+    monkeypatch.setattr(history_module, "_plain", lambda value: is_held.append(history._lock.locked()) or plain(value))
+    code, kind, content = _history_page(history, {"resolution": "60"})
+    assert (code, kind) == (200, "application/json; charset=utf-8")
+    found = json.loads(content)
+    assert found["jobs"]["job"]["workers"]["7"]["step"] == list(range(100))
+    assert max(longest) < 6 * 100 < len(content) / 10
+    assert is_held
+    assert not any(is_held)
 
 
 def test_the_thread_samples_and_survives_a_status_that_fails():
@@ -173,15 +229,15 @@ def test_the_thread_samples_and_survives_a_status_that_fails():
 
     with History(status) as history:
         deadline_s = time.monotonic() + 20
-        while len(history.to_json(1)["unix_s"]) < 2:
+        while len(shown(history, 1)["unix_s"]) < 2:
             assert time.monotonic() < deadline_s
             time.sleep(0.05)
-        found = history.to_json(1)
-        newest = history.to_json(1, since_unix_s=found["unix_s"][0])
+        found = shown(history, 1)
+        newest = shown(history, 1, since_unix_s=found["unix_s"][0])
         assert newest["unix_s"][0] == found["unix_s"][1]
     before = len(calls)
     time.sleep(1.2)
     assert len(calls) == before
     assert set(LENGTHS) == {1, 60}
     with pytest.raises(KeyError):
-        history.to_json(7)
+        shown(history, 7)

@@ -5,6 +5,10 @@ from __future__ import annotations
 import http.client
 import json
 import re
+import socket
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
@@ -16,11 +20,12 @@ from psengine.client.embedded import EmbeddedServer
 from psengine.errors import ConfigurationError
 from psengine.protocol.keys import read_token
 from psengine.server import daemon
+from psengine.server import monitor as monitor_module
 from psengine.server.actions import Actions, Deeds
 from psengine.server.dashboard_page import dashboard
 from psengine.server.exposition import render_metrics
 from psengine.server.history import History
-from psengine.server.monitor import MAX_REQUESTS, Monitor
+from psengine.server.monitor import MAX_REQUESTS, REQUEST_TIMEOUT_S, Monitor
 from psengine.server.settings import ServerSettings
 from psengine.server.shard_thread import ShardThread
 
@@ -176,15 +181,126 @@ def test_history_is_of_this_server(server):
 
 @pytest.mark.parametrize("broken", ["socketserver.ThreadingMixIn.process_request", "threading.Timer.start"])
 def test_requests_that_find_no_thread_keep_no_slot(broken, monkeypatch):
-    status = {"shards": [], "jobs": {}}
-    actions = Actions("", Deeds(snapshot=None, evict=lambda job, worker: False, shut_down=lambda: None))
-    with Monitor(0, lambda: status, lambda: True, History(lambda: status), actions) as monitor:
+    with monitor_of(lambda: {"shards": [], "jobs": {}}) as monitor:
         with monkeypatch.context() as patch:
             patch.setattr(broken, no_thread)
             for _ in range(MAX_REQUESTS + 1):
                 with pytest.raises((OSError, http.client.HTTPException)):
                     ask(monitor.url, "/healthz")
         assert ask(monitor.url, "/healthz")[0] == 200
+
+
+def idle_connections(url, count):
+    host, _, port = url.removeprefix("http://").rpartition(":")
+    return [socket.create_connection((host, int(port)), timeout=10) for _ in range(count)]
+
+
+def test_connections_that_ask_nothing_keep_nobody_away():
+    with monitor_of(dict) as monitor, ExitStack() as open_ones:
+        for begun in (b"", b"GET / HTTP/1.1\r\nHost: loc"):
+            for connection in idle_connections(monitor.url, MAX_REQUESTS):
+                open_ones.enter_context(connection)
+                connection.sendall(begun)
+            for _ in range(3):
+                assert ask(monitor.url, "/healthz")[0] == 200
+
+
+def test_the_one_that_has_been_silent_the_longest_makes_room(monkeypatch):
+    monkeypatch.setattr(monitor_module._Handler, "timeout", 30.0)
+    with monitor_of(dict) as monitor, ExitStack() as open_ones:
+        first, *others = map(open_ones.enter_context, idle_connections(monitor.url, MAX_REQUESTS))
+        assert ask(monitor.url, "/healthz")[0] == 200
+        assert first.recv(1) == b""
+        for connection in others:
+            connection.sendall(b"GET /healthz HTTP/1.0\r\nHost: localhost\r\n\r\n")
+            assert connection.recv(12) == b"HTTP/1.0 200"
+
+
+def test_requests_at_work_are_not_cut():
+    """As many as there are places; who comes then is turned away."""
+    at_work, may_end = threading.Semaphore(0), threading.Event()
+
+    def status():
+        at_work.release()
+        assert may_end.wait(30)
+        return {"healthy": True, "shards": [], "jobs": {}}
+
+    with monitor_of(status) as monitor, ThreadPoolExecutor(MAX_REQUESTS) as pool:
+        try:
+            asked = [pool.submit(ask, monitor.url, "/status.json") for _ in range(MAX_REQUESTS)]
+            for _ in asked:
+                assert at_work.acquire(timeout=30)
+            with pytest.raises((OSError, http.client.HTTPException)):
+                ask(monitor.url, "/healthz")
+        finally:
+            may_end.set()
+        assert [future.result(30)[0] for future in asked] == [200] * MAX_REQUESTS
+
+
+@pytest.mark.parametrize("site", ["cross-site", "same-site", "anything"])
+def test_pages_of_other_sites_get_nothing(acting, site):
+    elsewhere = {"Sec-Fetch-Site": site, "Origin": "https://evil.example"}
+    for method, path in (
+        ("GET", "/history.json?resolution=60"),
+        ("GET", "/status.json"),
+        ("GET", "/metrics"),
+        ("GET", "/healthz"),
+        ("GET", "/?x"),
+        ("POST", "/actions/shutdown"),
+    ):
+        code, _, content = ask(acting.status_url, path, method, {**elsewhere, **ALLOWED})
+        assert code == 403, path
+        assert "expected Sec-Fetch-Site: same-origin or none" in content
+    assert acting.is_alive
+    # A link may lead to the page, which knows nothing itself.
+    assert ask(acting.status_url, "/", headers=elsewhere)[0] == 200
+
+
+@pytest.mark.parametrize("site", ["same-origin", "none"])
+def test_the_page_itself_and_typed_addresses_are_answered(server, site):
+    for path in ("/", "/status.json", "/history.json", "/healthz"):
+        assert ask(server.status_url, path, headers={"Sec-Fetch-Site": site})[0] == 200
+
+
+@pytest.mark.parametrize("path", ["/actions/shutdown", "/\x1b[31mOWNED"])
+def test_bodies_that_never_come_are_waited_for_by_nobody(acting, path):
+    """Nor do they leave a line in the log: whoever has no token could fill it."""
+    before = acting.log()
+    with idle_connections(acting.status_url, 1)[0] as connection:
+        request = f"POST {path} HTTP/1.0\r\nHost: localhost\r\nContent-Length: 5\r\n\r\n"
+        connection.sendall(request.encode("latin-1"))
+        connection.settimeout(REQUEST_TIMEOUT_S - 1)
+        code = connection.recv(12)
+    assert code == (b"HTTP/1.0 401" if path.startswith("/actions/") else b"HTTP/1.0 405")
+    assert acting.log() == before
+
+
+def test_a_body_that_does_not_come_is_the_senders_fault(monkeypatch, caplog):
+    monkeypatch.setattr(monitor_module._Handler, "timeout", 0.5)
+    with monitor_of(dict, TOKEN) as monitor, caplog.at_level("INFO"):
+        code, _, content = ask(monitor.url, "/actions/shutdown", "POST", {**ALLOWED, "Content-Length": "5"})
+    assert (code, content) == (408, "the body did not come (expected 5 bytes; none is needed)\n")
+    assert caplog.messages == []
+
+
+def test_what_is_logged_of_a_request_moves_no_cursor(caplog):
+    def fail():
+        raise RuntimeError("sabotage of the status")
+
+    with monitor_of(fail) as monitor, idle_connections(monitor.url, 1)[0] as connection, caplog.at_level("DEBUG"):
+        connection.sendall(b"GET /status.json#\x1b[31m HTTP/1.0\r\nHost: localhost\r\n\r\n")
+        assert connection.recv(12) == b"HTTP/1.0 500"
+    assert r"no answer to '/status.json#\x1b[31m'" in caplog.messages
+    assert any("GET /status.json" in message for message in caplog.messages)
+    assert all(message.isprintable() for message in caplog.messages)
+
+
+@contextmanager
+def monitor_of(status, token=""):
+    """A status port of this process, over a server that is not there."""
+    actions = Actions(token, Deeds(snapshot=None, evict=lambda job, worker: False, shut_down=lambda: None))
+    with Monitor(0, status, lambda: True, History(status), actions) as monitor:
+        yield monitor
 
 
 def no_thread(*_):
@@ -234,18 +350,26 @@ def status_with_everything():
 def test_metrics_tell_of_workers():
     text = render_metrics(status_with_everything())[1].decode()
     for line in (
-        'psengine_worker_step{job="j",worker="3"} 12.0',
-        'psengine_worker_lag_steps{job="j",worker="3"} 2.0',
-        'psengine_worker_loss{job="j",worker="3"} 0.5',
-        'psengine_worker_step_seconds{job="j",worker="3"} 0.25',
-        'psengine_worker_step_part_seconds{job="j",part="compute",worker="3"} 0.2',
-        'psengine_worker_step_part_seconds{job="j",part="wire",worker="3"} 0.03',
-        'psengine_worker_staleness{job="j",quantile="0.99",worker="3"} 5.0',
-        'psengine_job_workers{job="j",state="live"} 1.0',
-        'psengine_staleness_bucket{job="j",le="+Inf",shard="0"} 3.0',
-        'psengine_staleness_sum{job="j",shard="0"} 500.0',
+        'psengine_worker_step{training_job="j",worker="3"} 12.0',
+        'psengine_worker_lag_steps{training_job="j",worker="3"} 2.0',
+        'psengine_worker_loss{training_job="j",worker="3"} 0.5',
+        'psengine_worker_step_seconds{training_job="j",worker="3"} 0.25',
+        'psengine_worker_step_part_seconds{part="compute",training_job="j",worker="3"} 0.2',
+        'psengine_worker_step_part_seconds{part="wire",training_job="j",worker="3"} 0.03',
+        'psengine_worker_staleness{quantile="0.99",training_job="j",worker="3"} 5.0',
+        'psengine_job_workers{state="live",training_job="j"} 1.0',
+        'psengine_staleness_bucket{le="+Inf",shard="0",training_job="j"} 3.0',
+        'psengine_staleness_sum{shard="0",training_job="j"} 500.0',
     ):
         assert line in text, text
+    # Prometheus would rename it: the label is its own, of what it scrapes.
+    assert not re.search(r"[{,]job=", text)
+
+
+def test_a_loss_that_is_not_finite_is_there():
+    status = status_with_everything()
+    status["jobs"]["j"]["workers"][0]["loss"] = "nan"
+    assert 'psengine_worker_loss{training_job="j",worker="3"} NaN' in render_metrics(status)[1].decode()
 
 
 def test_what_is_not_known_of_a_worker_is_left_out():
@@ -279,6 +403,15 @@ def test_grafana_asks_only_for_metrics_there_are():
     # A worker that asks for weights alone is counted there too.
     assert all('reason!="abstained"' in text for text in expressions if "psengine_refused_total" in text)
     assert {"datasource", "job"} <= {variable["name"] for variable in board["templating"]["list"]}
+    for text in [*expressions, *queries]:
+        assert not re.search(r"[{,( ]job[=,)]", text), text  # Prometheus's own label, of what it scrapes
+        # Each server tells of all workers: without this, two servers would make four of two.
+        for match in re.finditer(r"psengine_(?:worker_|job_workers)", text):
+            assert re.search(r"(max|min)( by \([a-z, ]+\))? ?\($", text[: match.start()]), text
+    for panel in board["panels"]:
+        for target in panel.get("targets", []):
+            legend = target["legendFormat"]
+            assert "{{shard}}" not in legend or "{{instance}}" in legend
     for panel in board["panels"]:
         assert panel["type"] == "row" or panel["datasource"]["uid"] == "${datasource}"
     assert len({panel["id"] for panel in board["panels"]}) == len(board["panels"])

@@ -111,6 +111,78 @@ class TestComing:
         assert workers[2].hello() == "initialise"
 
 
+class TestStrangers:
+    """Whose HELLO is refused, and who it says to be, leaves nothing behind."""
+
+    def test_a_job_begins_with_its_first_worker(self, world_of_one):
+        for count in range(300):
+            assert Worker(world_of_one, 70_000 + count, job=f"job {count}").hello() == ErrorCode.BAD_VALUE
+        assert list(world_of_one.shard.status(world_of_one.now_s)["jobs"]) == ["demo"]
+        assert Worker(world_of_one, 0, job="job 1").hello() == "initialise"
+
+    def test_their_refusals_do_not_push_out_what_happened(self, world_of_one):
+        for rank in range(250):
+            assert Worker(world_of_one, 70_000 + rank, job="new").hello() == ErrorCode.BAD_VALUE
+            assert Worker(world_of_one, 1 + rank, rule=APPLY).hello() == ErrorCode.RULE_MISMATCH
+        kinds = [event["kind"] for event in world_of_one.shard.events.to_status()]
+        assert kinds == ["joined", "refused", "refused"]
+
+    @pytest.fixture
+    def world_of_one(self):
+        world = World()
+        team(world, 1, [spec(0, 4)])
+        return world
+
+
+class TestTraffic:
+    """Every payload of a job counts, once, whoever sends it."""
+
+    def traffic(self, world):
+        job = world.shard.status(world.now_s)["jobs"]["demo"]
+        return job["bytes_in"], job["bytes_out"]
+
+    def test_of_workers(self):
+        world = World()
+        (worker,) = applying(world, specs=[spec(0, 4), spec(1, 2, torch.float64)])
+        assert self.traffic(world) == (32, 0)
+        worker.push(0, 1, torch.ones(4))
+        assert self.traffic(world) == (48, 16)
+        worker.push(0, 2, None)
+        worker.pull(1)
+        assert self.traffic(world) == (48, 48)
+        worker.ask(MessageType.STORE, key=0, payload=torch.zeros(5, dtype=torch.uint8), body={"blob": "b", "pieces": 1})
+        assert self.traffic(world) == (53, 48)
+
+    def test_of_readers(self):
+        world = World()
+        applying(world)
+        reader = Worker(world, role="reader")
+        reader.hello()
+        assert self.traffic(world) == (16, 0)
+        reader.pull(0)
+        assert self.traffic(world) == (16, 16)
+
+    def test_what_is_registered_without_values_weighs_nothing(self):
+        world = World()
+        worker = Worker(world, 0)
+        worker.hello()
+        worker.register_empty(spec(0, 4))
+        worker.seal([spec(0, 4)])
+        assert self.traffic(world) == (0, 0)
+
+    @pytest.mark.parametrize("role", ["worker", "reader"])
+    def test_measuring_and_watching_do_not_count(self, role):
+        world = World()
+        (worker,) = applying(world)
+        asker = worker
+        if role == "reader":
+            asker = Worker(world, role="reader")
+            asker.hello()
+        assert asker.ask(MessageType.ECHO, payload=torch.ones(64)).type is MessageType.ECHOED
+        assert asker.ask(MessageType.STATUS).type is MessageType.STATUS_REPORT
+        assert self.traffic(world) == (16, 0)
+
+
 class TestRefusals:
     """Each leaves values, versions and sequence tables as they were."""
 
@@ -353,6 +425,18 @@ class TestReaders:
         report = json.loads(bytes(workers[0].ask(MessageType.STATUS).payload))
         assert (report["epoch"], report["software"]) == (7, "test")
         assert abs(report["unix_s"] - time.time()) < 60
+
+    def test_whom_workers_wait_for_is_told_of_all_chunks_together(self):
+        world = World()
+        workers = team(world, 70, [spec(0, 4), spec(1, 4)])
+        for key, ranks in ((0, range(66)), (1, [*range(3), *range(6, 70)])):
+            for rank in ranks:
+                workers[rank].push(key, 1, torch.ones(4))
+        found = world.shard.status(world.now_s)["jobs"]["demo"]["workers"]
+        waiting = {worker["rank"]: worker["waiting_for"] for worker in found}
+        first, second = [66, 67, 68, 69], [3, 4, 5]
+        assert waiting[0] == second + first
+        assert (waiting[3], waiting[68]) == (first, second)
 
 
 class TestSnapshots:

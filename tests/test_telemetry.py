@@ -21,13 +21,13 @@ from psengine.overview import merge_jobs
 from psengine.protocol.messages import ErrorCode, MessageType
 from psengine.server.events import MOST_EVENTS, REPEAT_S, EventLog
 from psengine.server.job_record import MOST_DEPARTED
-from psengine.server.telemetry import WorkerTelemetry
+from psengine.server.telemetry import NOT_FINITE, WorkerTelemetry
 
 STEPS = 6
 
 
-def body(steps, step_s=0.0, blocked_s=0.0, samples=0, loss=None):
-    return {"steps": steps, "step_s": step_s, "blocked_s": blocked_s, "samples": samples, "loss": loss}
+def body(steps, step_s=0.0, blocked_s=0.0, samples=0, **loss):
+    return {"steps": steps, "step_s": step_s, "blocked_s": blocked_s, "samples": samples, **loss}
 
 
 # ---- what a worker says --------------------------------------------------------------------------------------------
@@ -197,6 +197,35 @@ class TestRates:
         telemetry.hold(0, 7, 6.0)
         telemetry.release(0, 8, 9.0)
         assert telemetry.held_s == pytest.approx(4.0)
+
+
+class TestLosses:
+    @pytest.mark.parametrize(
+        ("said", "shown"), [({}, None), ({"loss": 0.5}, 0.5), ({"loss": 0}, 0), ({"loss": None}, NOT_FINITE)]
+    )
+    def test_one_that_is_not_finite_is_not_one_that_was_never_reported(self, said, shown):
+        telemetry = WorkerTelemetry()
+        telemetry.hear(body(1, **said), 1.0)
+        assert telemetry.to_status()["loss"] == shown
+        telemetry.hear(body(2, loss=3.0), 2.0)
+        assert telemetry.to_status()["loss"] == 3.0
+
+    @pytest.mark.parametrize("loss", [math.nan, -math.inf, torch.tensor(math.nan)])
+    def test_a_diverged_worker_shows_everywhere(self, loss):
+        """From ``report`` to the merged view: the protocol carries no NaN."""
+        world, telemetry = World(), Telemetry()
+        (worker,) = team(world, 1, [spec(0, 4)])
+
+        def view():
+            (job,) = merge_jobs([json.loads(json.dumps(world.shard.status(world.now_s)))]).values()
+            return job["workers"][0]["loss"]
+
+        telemetry.step_ended()
+        worker.send(MessageType.HEARTBEAT, sequence=0, body=telemetry.to_body())
+        assert view() is None
+        telemetry.report(loss=loss)
+        worker.send(MessageType.HEARTBEAT, sequence=0, body=telemetry.to_body())
+        assert view() == "nan"
 
 
 class TestAtTheShard:

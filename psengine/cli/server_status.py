@@ -14,7 +14,7 @@ import time
 import urllib.error
 import urllib.request
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -28,6 +28,7 @@ from psengine.errors import ConfigurationError, PSEngineError
 from psengine.extras import require_server_packages
 from psengine.overview import merge_jobs
 from psengine.protocol.keys import CurveClientKeys
+from psengine.server.telemetry import NOT_FINITE
 
 if TYPE_CHECKING:
     from psengine.client.client import Client
@@ -36,6 +37,30 @@ MOST_PAGE_BYTES = 64 << 20
 # Of a page that says why there is none.
 MOST_REASON_CHARACTERS = 200
 PAGE = "/status.json"
+# A status has eight levels; another page's may be deeper than Python can go.
+MOST_LEVELS = 32
+# More than anything that is counted, and less than what a float cannot hold.
+MOST_SHOWN = 1e18
+LAST_UNIX_S = 253402300799  # of the year 9999, the last that has a calendar
+
+# What is added up, compared or drawn as a number.
+_SHARD_NUMBERS = ("memory_bytes", "max_memory_bytes", "uptime_s", "unix_s")
+_JOB_NUMBERS = (
+    *(
+        "expected_workers",
+        "chunks",
+        "values_bytes",
+        "version_min",
+        "version_max",
+        "max_staleness",
+        "evicted",
+        "applied",
+    ),
+    *("averaged", "duplicates", "late", "abstained", "non_finite", "bytes_in", "bytes_out"),
+)
+_JOB_COUNTS = ("refused", "staleness", "lead")
+_WORKER_NUMBERS = ("rank", "silent_s", "pushes", "refused", "late")
+_TELEMETRY_NUMBERS = ("steps", "steps_per_s", "samples_per_s", "step_s", "blocked_s", "apply_s", "held_s")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,7 +139,7 @@ class Overview:
         return [printable(text) for text in found]
 
     def to_json(self) -> dict[str, Any]:
-        """For programs: strict JSON, in which a loss that is not a number is null."""
+        """For programs: strict JSON, in which a loss that is not finite is "nan"."""
         found = {
             "healthy": not self.problems,
             "problems": self.problems,
@@ -155,7 +180,7 @@ class Source(ABC):
         try:
             report = self._ask()
             _check(report)
-        except (PSEngineError, OSError, ValueError) as error:
+        except (PSEngineError, OSError, ValueError, RecursionError) as error:
             self.close()
             reason = printable(str(error)) or type(error).__name__
             return ServerReport(address=self.address, error=reason, healthy=False)
@@ -228,7 +253,7 @@ class HttpSource(Source):
             page = _printable(json.loads(content))
             shards, mute = ([s for s in page["shards"] if ("jobs" in s) is answered] for answered in (True, False))
             healthy = bool(page["healthy"]) and not mute
-        except (ValueError, TypeError, KeyError):
+        except (ValueError, TypeError, KeyError, RecursionError):
             raise ValueError(f"{url} is no status page of a psengine-server") from None
         return ServerReport(
             address=self.address, healthy=healthy, shards=shards, mute=mute, page=page, answered_s=time.monotonic()
@@ -303,12 +328,18 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _printable(value: Any) -> Any:
-    """What a server said may not move the cursor, or worse, of the terminal it is shown on."""
+def _printable(value: Any, levels: int = MOST_LEVELS) -> Any:
+    """What a server said may not move the cursor, or worse, of the terminal it is shown on.
+
+    Raises:
+        ValueError: it is nested too deeply.
+    """
+    if not levels:
+        raise ValueError(f"its status is nested too deeply (expected at most {MOST_LEVELS} levels)")
     if isinstance(value, dict):
-        return {_printable(name): _printable(item) for name, item in value.items()}
+        return {_printable(name, levels - 1): _printable(item, levels - 1) for name, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_printable(item) for item in value]
+        return [_printable(item, levels - 1) for item in value]
     return printable(value) if isinstance(value, str) else value
 
 
@@ -327,18 +358,68 @@ def _reason(error: urllib.error.HTTPError) -> str:
 def _check(report: ServerReport) -> None:
     """Raise ValueError for a status that has not the shape of ours: another version's, or no psengine-server's."""
     try:
-        for shard in report.shards:
-            shard_bytes(shard)
-        for shard in report.mute:
-            shard.get("error")
-        merge_jobs(report.shards)
+        for shard in [*report.shards, *report.mute]:
+            _check_shard(shard)
+        _check_numbers(report.page, ("uptime_s", "unix_s"), may_lack=True)
         for event in report.page.get("events", ()):
-            event.get("text")
+            _check_stamp(event)
+        merge_jobs(report.shards)
     except (LookupError, TypeError, AttributeError, ValueError) as error:
         raise ValueError(
             f"{report.address} has a status that this psengine does not understand ({type(error).__name__}: {error})."
             " Fix: install the same version on both sides"
         ) from error
+
+
+def _check_shard(shard: dict[str, Any]) -> None:
+    hash((shard.get("index"), shard.get("epoch")))  # by which shards are told apart
+    _check_numbers(shard, _SHARD_NUMBERS, may_lack=True)
+    for job in shard.get("jobs", {}).values():
+        _check_numbers(job, _JOB_NUMBERS)
+        for name in _JOB_COUNTS:
+            _check_counts(job.get(name, {}))
+        for worker in job["workers"]:
+            _check_worker(worker)
+        for entry in job.get("departed", ()):
+            _check_numbers(entry, ("rank",))
+            _check_stamp(entry)
+
+
+def _check_worker(worker: dict[str, Any]) -> None:
+    _check_numbers(worker, _WORKER_NUMBERS)
+    _check_numbers(worker, ("clock",), may_lack=True)
+    for rank in worker["waiting_for"]:
+        _check_number("waiting_for", rank)
+    _check_counts(worker.get("staleness", {}))
+    telemetry = worker.get("telemetry", {})
+    _check_numbers(telemetry, _TELEMETRY_NUMBERS, may_lack=True)
+    loss = telemetry.get("loss")
+    if loss is not None and not isinstance(loss, int | float) and loss != NOT_FINITE:
+        raise ValueError(f"loss is no number (got {loss!r:.40})")
+
+
+def _check_numbers(entry: Mapping[str, Any], names: Iterable[str], *, may_lack: bool = False) -> None:
+    for name in names:
+        value = entry.get(name)
+        if value is not None or not may_lack:
+            _check_number(name, value)
+
+
+def _check_number(name: str, value: Any) -> None:
+    if not (isinstance(value, int | float) and abs(value) <= MOST_SHOWN):  # nor is NaN
+        raise ValueError(f"{name} is no number that can be shown (got {value!r:.40})")
+
+
+def _check_counts(counts: Mapping[str, Any]) -> None:
+    for name, count in counts.items():
+        if not (isinstance(count, int) and 0 <= count <= MOST_SHOWN) or name.strip().startswith("-"):
+            raise ValueError(f"{name:.40} is no count that can be shown (got {count!r:.40})")
+
+
+def _check_stamp(entry: Mapping[str, Any]) -> None:
+    stamp = entry.get("unix_s", 0.0)
+    if not (isinstance(stamp, int | float) and 0 <= stamp <= LAST_UNIX_S):
+        raise ValueError(f"unix_s is no time (got {stamp!r:.40})")
 
 
 def _without_jobs(shard: dict[str, Any]) -> dict[str, Any]:

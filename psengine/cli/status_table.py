@@ -13,6 +13,7 @@ from rich.text import Text
 
 from psengine.cli.console import printable
 from psengine.cli.server_status import Overview, ServerReport, shard_bytes
+from psengine.server.telemetry import NOT_FINITE
 
 # Where a step's time goes: part, colour, and a glyph that tells them apart without colour, or in ASCII.
 PARTS = (("compute", "green", "█", "#"), ("wait", "yellow", "░", "."), ("wire", "blue", "▒", "-"),
@@ -114,7 +115,7 @@ def servers_table(
         for shard in report.mute:
             table.add_row(
                 _server_name(report) if shard is report.mute[0] else "",
-                str(shard.get("index", UNKNOWN)),
+                Text(_word(shard.get("index"))),
                 Text("does not answer", "bold red"),
                 "",
                 "",
@@ -125,7 +126,7 @@ def servers_table(
             cells = [UNKNOWN, UNKNOWN] if moved is None else [_number(amount / 1e6) for amount in moved]
             memory = f"{_megabytes(shard.get('memory_bytes'))} / {_megabytes(shard.get('max_memory_bytes'))}"
             table.add_row(
-                _server_name(report) if position == 0 else "", str(shard.get("index", position)), memory, *cells
+                _server_name(report) if position == 0 else "", Text(str(shard.get("index", position))), memory, *cells
             )
     return table
 
@@ -250,7 +251,7 @@ def _server_name(report: ServerReport) -> Text:
 def _number(value: Any) -> str:
     if value is None:
         return UNKNOWN
-    if isinstance(value, int):
+    if isinstance(value, int) or value == NOT_FINITE:
         return str(value)
     return f"{value:.4g}" if abs(value) < 1e4 else f"{value:.0f}"
 

@@ -37,7 +37,7 @@ class Telemetry:
         self._unfinished_blocked_s = 0.0
         self._last_end_s = 0.0
         # The last loss that can be read, and those that a GPU has yet to compute.
-        self._loss: _Loss = _Known(None)
+        self._loss: _Loss | None = None
         self._coming: deque[_Loss] = deque()
 
     @contextmanager
@@ -90,7 +90,7 @@ class Telemetry:
             self._loss = self._coming.popleft()
 
     def to_body(self) -> dict[str, Any]:
-        """HEARTBEAT's body."""
+        """HEARTBEAT's body: without "loss" until one was reported; None is one that is not finite."""
         with self._lock:
             body: dict[str, Any] = {
                 "steps": self._steps,
@@ -100,7 +100,8 @@ class Telemetry:
             }
             self._advance()
             loss = self._loss
-        body["loss"] = loss.read()
+        if loss is not None:
+            body["loss"] = loss.read()
         return body
 
 
@@ -113,8 +114,8 @@ class _Loss(Protocol):
 
 
 class _Known:
-    def __init__(self, value: float | None) -> None:
-        self._value = value if value is not None and math.isfinite(value) else None
+    def __init__(self, value: float) -> None:
+        self._value = value if math.isfinite(value) else None
 
     def is_there(self) -> bool:
         return True

@@ -67,6 +67,15 @@ class Actions:
             parameters: of the query.
             authorization: the request's header of that name.
         """
+        refused = self.refusal(name, parameters, authorization)
+        if refused is not None:
+            return refused
+        logger.warning("the status port was told: %s %s", name, dict(parameters) or "")
+        act, _ = self._known[name]
+        return act(parameters)
+
+    def refusal(self, name: str, parameters: Mapping[str, str], authorization: str | None) -> Answer | None:
+        """What ``perform`` answers where it does nothing; None where it acts."""
         if not self._token:
             return 403, _error(
                 "Actions are off (expected a server with a token). Fix: start it with --status-token FILE, where FILE"
@@ -78,14 +87,13 @@ class Actions:
             return 401, _error("This needs the server's token (expected the header Authorization: Bearer TOKEN).")
         if name not in self._known:
             return 404, _error(f"There is no such action (expected one of {', '.join(self._known)}).")
-        act, needed = self._known[name]
+        _, needed = self._known[name]
         if set(parameters) != needed:
             return 400, _error(
                 f"{name} has other parameters (expected {', '.join(sorted(needed)) or 'none'}, got"
                 f" {', '.join(sorted(parameters)) or 'none'})."
             )
-        logger.warning("the status port was told: %s %s", name, dict(parameters) or "")
-        return act(parameters)
+        return None
 
     def _snapshot(self, parameters: Mapping[str, str]) -> Answer:
         if self._deeds.snapshot is None:

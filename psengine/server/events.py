@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 MOST_EVENTS = 200
 # A refused gradient comes with hundreds of chunks a second: one event tells, the next says how many followed.
 REPEAT_S = 30.0
-_REPEATING = frozenset({"refused", "late", "memory"})
+_REPEATING = frozenset({"refused", "late", "memory", "stood_still"})
 # A long run's log would be nothing else.
 _COLLAPSING = frozenset({"snapshot"})
 _MOST_REMEMBERED = 1024
@@ -29,6 +29,7 @@ KINDS = frozenset(
         "snapshot",
         "snapshot_failed",
         "memory",
+        "stood_still",
     }
 )
 
@@ -55,7 +56,8 @@ class Event:
 class EventLog:
     """The last ``MOST_EVENTS`` events; thread-safe.
 
-    Refusals and the like of one worker are let through once in ``REPEAT_S``; of snapshots in a row the last one stays.
+    Refusals and the like of one worker, or of all strangers to a job, are let through once in ``REPEAT_S``; of
+    snapshots in a row the last one stays.
 
     Args:
         wall_clock_s: the time events carry.
@@ -69,22 +71,33 @@ class EventLog:
         self._clock_s = clock_s
         self._lock = threading.Lock()
         self._events: deque[Event] = deque(maxlen=MOST_EVENTS)
-        # (kind, job, worker) -> (when the next may follow, how many were left out)
+        # (kind, job, worker; None for strangers) -> (when the next may follow, how many were left out)
         self._repeats: dict[tuple[str, str, int | None], tuple[float, int]] = {}
 
-    def note(self, kind: str, text: str, *, job: str = "", worker: int | None = None) -> None:
-        """Something happened."""
+    def note(
+        self, kind: str, text: str, *, job: str = "", worker: int | None = None, is_stranger: bool = False
+    ) -> None:
+        """Something happened.
+
+        Args:
+            kind: see ``Event``, as for the following.
+            text: in words.
+            job: name of the job.
+            worker: its rank.
+            is_stranger: it is no member, and its rank whatever it says: a new one each time, perhaps.
+        """
         assert kind in KINDS, kind
+        source = (kind, job, None if is_stranger else worker)
         with self._lock:
             if kind in _REPEATING:
                 now_s = self._clock_s()
-                next_s, left_out = self._repeats.get((kind, job, worker), (float("-inf"), 0))
+                next_s, left_out = self._repeats.get(source, (float("-inf"), 0))
                 if now_s < next_s:
-                    self._repeats[kind, job, worker] = (next_s, left_out + 1)
+                    self._repeats[source] = (next_s, left_out + 1)
                     return
                 if len(self._repeats) >= _MOST_REMEMBERED:
                     self._repeats.clear()
-                self._repeats[kind, job, worker] = (now_s + REPEAT_S, 0)
+                self._repeats[source] = (now_s + REPEAT_S, 0)
                 if left_out:
                     text = f"{text}; {left_out} like it before"
             elif kind in _COLLAPSING and self._events and self._events[-1].kind == kind:

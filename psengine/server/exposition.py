@@ -7,6 +7,9 @@ from typing import Any
 
 from psengine.extras import missing_extra
 
+# Of the training's name. "job" is Prometheus's own, of what it scrapes; it would rename ours.
+LABEL = "training_job"
+
 _COUNTERS = {
     "applied": "Pushes that changed weights, or were part of an average.",
     "averaged": "Exchanges of chunks that ended in an average.",
@@ -15,8 +18,8 @@ _COUNTERS = {
     "abstained": "Exchanges a worker took part in without a gradient.",
     "non_finite": "Contributions with NaN or infinity that an average passed on.",
     "evicted": "Workers put out: their lease ran out or was ended by hand, or they were too far behind.",
-    "bytes_in": "Payload bytes received.",
-    "bytes_out": "Payload bytes sent.",
+    "bytes_in": "Payload bytes received from workers: pushes, registered and stored values.",
+    "bytes_out": "Payload bytes sent to workers and readers.",
 }
 _TRANSPORT = {
     "received_messages": "Messages received.",
@@ -70,10 +73,10 @@ def _families(status: dict[str, Any]) -> Iterable[Any]:
         for shard in shards:
             family.add_metric([str(shard["index"])], shard["transport"][name])
         yield family
-    workers = Gauge("psengine_workers", "Members.", labels=["job", "shard"])
-    version = Gauge("psengine_version", "Updates the newest chunk has seen.", labels=["job", "shard"])
-    pushes = Counter("psengine_pushes", "Pushes that arrived.", labels=["job", "shard", "worker"])
-    refused = Counter("psengine_refused", "Pushes refused.", labels=["job", "shard", "reason"])
+    workers = Gauge("psengine_workers", "Members.", labels=[LABEL, "shard"])
+    version = Gauge("psengine_version", "Updates the newest chunk has seen.", labels=[LABEL, "shard"])
+    pushes = Counter("psengine_pushes", "Pushes that arrived.", labels=[LABEL, "shard", "worker"])
+    refused = Counter("psengine_refused", "Pushes refused.", labels=[LABEL, "shard", "reason"])
     for name, index, job in jobs:
         workers.add_metric([name, index], job["members"])
         version.add_metric([name, index], job["version_max"])
@@ -83,7 +86,7 @@ def _families(status: dict[str, Any]) -> Iterable[Any]:
             refused.add_metric([name, index, reason], count)
     yield from (workers, version, pushes, refused)
     for name, text in _COUNTERS.items():
-        family = Counter(f"psengine_{name}", text, labels=["job", "shard"])
+        family = Counter(f"psengine_{name}", text, labels=[LABEL, "shard"])
         for job_name, index, job in jobs:
             family.add_metric([job_name, index], job.get(name, 0))
         yield family
@@ -96,7 +99,7 @@ def _families(status: dict[str, Any]) -> Iterable[Any]:
 def _histogram(name: str, text: str, field: str, jobs: list[tuple[str, str, dict[str, Any]]]) -> Any:
     from prometheus_client.core import HistogramMetricFamily
 
-    family = HistogramMetricFamily(name, text, labels=["job", "shard"])
+    family = HistogramMetricFamily(name, text, labels=[LABEL, "shard"])
     for job_name, index, job in jobs:
         counts = {int(key): count for key, count in job.get(field, {}).items()}
         bounds = [0, 1, 2, 4, 8, 16, 32, 63]
@@ -126,14 +129,14 @@ def _worker_families(jobs: dict[str, dict[str, Any]]) -> Iterable[Any]:
 
     workers = [(name, str(worker["rank"]), worker) for name, job in jobs.items() for worker in job["workers"]]
     for field, (name, text) in _WORKER_GAUGES.items():
-        family = Gauge(f"psengine_worker_{name}", text, labels=["job", "worker"])
+        family = Gauge(f"psengine_worker_{name}", text, labels=[LABEL, "worker"])
         for job, rank, worker in workers:
             if worker.get(field) is not None:
-                family.add_metric([job, rank], worker[field])
+                family.add_metric([job, rank], float(worker[field]))  # a loss may be "nan"
         yield family
-    parts = Gauge("psengine_worker_step_part_seconds", "Where a step's time goes.", labels=["job", "worker", "part"])
+    parts = Gauge("psengine_worker_step_part_seconds", "Where a step's time goes.", labels=[LABEL, "worker", "part"])
     staleness = Gauge(
-        "psengine_worker_staleness", "Quantiles of its pushes' staleness.", labels=["job", "worker", "quantile"]
+        "psengine_worker_staleness", "Quantiles of its pushes' staleness.", labels=[LABEL, "worker", "quantile"]
     )
     for job, rank, worker in workers:
         for part in _STEP_PARTS:
@@ -142,7 +145,7 @@ def _worker_families(jobs: dict[str, dict[str, Any]]) -> Iterable[Any]:
         for field, quantile in (("staleness_p50", "0.5"), ("staleness_p99", "0.99")):
             if worker.get(field) is not None:
                 staleness.add_metric([job, rank, quantile], worker[field])
-    states = Gauge("psengine_job_workers", "Workers of the job by state.", labels=["job", "state"])
+    states = Gauge("psengine_job_workers", "Workers of the job by state.", labels=[LABEL, "state"])
     for job, merged in jobs.items():
         for state in _STATES:
             states.add_metric([job, state], sum(worker["state"] == state for worker in merged["workers"]))

@@ -8,6 +8,8 @@ Counters become rates per second between two samples of a track; NaN stands for 
 
 from __future__ import annotations
 
+import copy
+import json
 import logging
 import math
 import threading
@@ -18,6 +20,8 @@ from types import TracebackType
 from typing import Any
 
 logger = logging.getLogger(__name__)
+
+_dumps = json.JSONEncoder(allow_nan=False, separators=(",", ":")).encode
 
 LENGTHS = {1: 600, 60: 1440}
 # Memory stays bounded whoever comes: workers cost 24 bytes a sample, 12.5 MB in all with both tracks full.
@@ -61,6 +65,8 @@ class _Rows:
     def __init__(self, fields: Sequence[str], most: int, length: int) -> None:
         self._fields, self._most, self._length = fields, most, length
         self.rows: dict[Any, _Row] = {}
+        # Who was not part of the sample before this one, the longest gone last.
+        self._replaceable: list[Any] = []
 
     def begin(self, number: int) -> None:
         """Sample ``number`` begins: nothing is known of anybody."""
@@ -71,19 +77,26 @@ class _Rows:
             else:
                 for series in row.series.values():
                     series[slot] = math.nan
+        gone = (key for key, row in self.rows.items() if row.seen < number - 1)
+        self._replaceable = sorted(gone, key=lambda key: self.rows[key].seen, reverse=True)
 
     def row(self, key: Any, number: int) -> _Row | None:
         """The row of ``key``, which is part of sample ``number``; None where there is no room."""
         row = self.rows.get(key)
         if row is None:
-            if len(self.rows) >= self._most:
-                longest_gone = min(self.rows, key=lambda other: self.rows[other].seen)
-                if self.rows[longest_gone].seen >= number - 1:
-                    return None
-                del self.rows[longest_gone]
+            if len(self.rows) >= self._most and not self._make_room(number):
+                return None
             row = self.rows[key] = _Row(self._fields, self._length)
         row.seen = number
         return row
+
+    def _make_room(self, number: int) -> bool:
+        while self._replaceable:
+            key = self._replaceable.pop()
+            if self.rows[key].seen != number:  # it did not come back
+                del self.rows[key]
+                return True
+        return False
 
 
 class Track:
@@ -163,27 +176,31 @@ class Track:
                 steps_per_s = row.rates({"step": step}, now_s)["step"]
             _write(row, slot, {"step": step, "loss": _number(worker.get("loss")), "steps_per_s": steps_per_s})
 
-    def to_json(self, since_unix_s: float = 0.0) -> dict[str, Any]:
-        """JSON-able; samples after ``since_unix_s``, oldest first, None where something is not known."""
+    def to_text(self, since_unix_s: float = 0.0) -> str:
+        """JSON: samples after ``since_unix_s``, oldest first, null where something is not known.
+
+        One series at a time: one call of ``json`` holds the GIL to its end, and a day's would stop every shard.
+        """
         first = max(0, self._count - self._length)
         slots = [n % self._length for n in range(first, self._count)]
         slots = [slot for slot in slots if self._unix_s[slot] > since_unix_s]
 
-        def columns(row: _Row) -> dict[str, list[float | int | None]]:
-            return {field: [_plain(series[slot]) for slot in slots] for field, series in row.series.items()}
+        def text_of(value: Any) -> str:
+            if isinstance(value, array):
+                return _dumps([_plain(value[slot]) for slot in slots])
+            if isinstance(value, dict):
+                return "{" + ",".join(f"{_dumps(name)}:{text_of(item)}" for name, item in value.items()) + "}"
+            return _dumps(value)
 
-        jobs: dict[Any, dict[str, Any]] = {
-            name: {**columns(row), "workers": {}} for name, row in self._jobs.rows.items()
-        }
+        jobs: dict[Any, dict[str, Any]] = {name: {**row.series, "workers": {}} for name, row in self._jobs.rows.items()}
         for (name, rank), row in self._workers.rows.items():
             if name in jobs:
-                jobs[name]["workers"][str(rank)] = columns(row)
-        return {
-            "interval_s": self.interval_s,
-            "unix_s": [self._unix_s[slot] for slot in slots],
-            "shards": [{"index": index, **columns(row)} for index, row in self._shards.rows.items()],
-            "jobs": jobs,
-        }
+                jobs[name]["workers"][str(rank)] = row.series
+        shards = [text_of({"index": index, **row.series}) for index, row in self._shards.rows.items()]
+        times = _dumps([self._unix_s[slot] for slot in slots])
+        return (
+            f'{{"interval_s":{self.interval_s},"unix_s":{times},"shards":[{",".join(shards)}],"jobs":{text_of(jobs)}}}'
+        )
 
 
 class History:
@@ -210,15 +227,17 @@ class History:
         self._ends.set()
         self._thread.join(timeout=5.0)
 
-    def to_json(self, resolution: int, since_unix_s: float = 0.0) -> dict[str, Any]:
+    def to_text(self, resolution: int, since_unix_s: float = 0.0) -> str:
         """What /history.json shows. Callable from any thread.
 
         Args:
             resolution: 1 or 60, see ``LENGTHS``.
             since_unix_s: only what is newer.
         """
+        # Making a day's text takes a second, which the next sample does not wait for.
         with self._lock:
-            return self._tracks[resolution].to_json(since_unix_s)
+            track = copy.deepcopy(self._tracks[resolution])
+        return track.to_text(since_unix_s)
 
     def _run(self) -> None:
         due_s = dict.fromkeys(self._tracks, time.monotonic())

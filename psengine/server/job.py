@@ -166,6 +166,13 @@ class Job:
         if now_s - since_s <= self.membership.lease_s and self.statistics.averaged == averaged:
             self.membership.expect(members, now_s)
 
+    def stood_still(self, pause_s: float) -> None:
+        """See ``Membership.stood_still``."""
+        self.membership.stood_still(pause_s)
+        if self._resumed is not None:
+            since_s, averaged = self._resumed
+            self._resumed = since_s + pause_s, averaged
+
     def _rank_taken(self, rank: int | None, greeting: Greeting) -> ProtocolError:
         holder = self.membership.members.get(rank if rank is not None else -1)
         where = f"process {holder.pid} on {holder.host}" if holder is not None else "another process"
@@ -362,11 +369,13 @@ class Job:
 
     def _departed(self, member: Member, reason: str, why: str) -> None:
         """Tell of a worker that goes, before it is forgotten."""
-        self._record.departed(member, reason, why, self._steps().get(member.rank, 0))
+        steps = self._steps()
+        step = steps.get(member.rank, 0) if steps else member.telemetry.steps or 0
+        self._record.departed(member, reason, why, step)
         self.statistics.recent_staleness.pop(member.rank, None)
 
     def _steps(self) -> dict[int, int]:
-        """Per worker the step it is in, by the first chunk that is trained."""
+        """Per worker the step it is in, by the first chunk that is trained; {} where this shard has none."""
         trained = (rule for rule in self.chunks.rules.values() if rule.spec.kind is ChunkKind.PARAMETER)
         # What a frozen parameter's chunk counts stands still.
         clocks = (rule.clocks() for rule in trained if not isinstance(rule, ApplyingRule) or rule.optimizer is not None)
@@ -417,7 +426,6 @@ class Job:
                 ErrorCode.BAD_VALUE,
             )
         member.pushes += 1
-        self.statistics.bytes_in += message.numel * spec.dtype.itemsize
         push = Push(
             member.rank,
             message.sequence,
@@ -507,6 +515,21 @@ class Job:
         """HEARTBEAT, and what the worker says of itself."""
         member.telemetry.hear(body, now_s)
 
+    def _waiting(self) -> dict[int, list[int]]:
+        """Per rank whose answers are held, the ranks it waits for, ascending, over all chunks."""
+        # One bit per rank: workers wait for many others in many chunks, and sets would be united for each.
+        masks: dict[int, int] = {}
+        for rule in self.chunks.rules.values():
+            # Those in one exchange of a chunk share a list.
+            last: list[int] = []
+            mask = 0
+            for rank, missing in rule.waiting().items():
+                if missing is not last:
+                    last, mask = missing, sum(1 << other for other in missing)
+                masks[rank] = masks.get(rank, 0) | mask
+        ranks = {mask: _ranks_in(mask) for mask in set(masks.values())}
+        return {rank: ranks[mask] for rank, mask in masks.items()}
+
     def _worker_state(self, member: Member, now_s: float, heartbeat_s: float) -> str:
         if not member.is_live:
             return "joining"
@@ -515,10 +538,7 @@ class Job:
     def status(self, now_s: float, heartbeat_s: float) -> dict[str, Any]:
         """JSON-able: workers, versions, counters."""
         rules = list(self.chunks.rules.values())
-        waiting: dict[int, set[int]] = {}
-        for rule in rules:
-            for rank, missing in rule.waiting().items():
-                waiting.setdefault(rank, set()).update(missing)
+        waiting = self._waiting()
         clocks = self._steps()
         return {
             "rule": self.rule,
@@ -543,7 +563,7 @@ class Job:
                     "refused": m.refused,
                     "late": m.late,
                     "clock": clocks.get(m.rank),
-                    "waiting_for": sorted(waiting.get(m.rank, ())),
+                    "waiting_for": waiting.get(m.rank, []),
                     "staleness": self.statistics.staleness_of(m.rank),
                     "telemetry": m.telemetry.to_status(),
                 }
@@ -552,3 +572,8 @@ class Job:
             "departed": self._record.to_status(),
             **self.statistics.to_status(),
         }
+
+
+def _ranks_in(mask: int) -> list[int]:
+    """The numbers of the bits that are set, ascending."""
+    return [rank for rank, bit in enumerate(reversed(f"{mask:b}")) if bit == "1"]

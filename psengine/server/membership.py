@@ -260,6 +260,16 @@ class Membership:
         """Ranks whose lease ran out."""
         return [rank for rank, member in self.members.items() if now_s - member.last_heard_s > self.lease_s]
 
+    def stood_still(self, pause_s: float) -> None:
+        """For ``pause_s`` until now nobody listened here: no lease and no claim ran meanwhile."""
+        for member in self.members.values():
+            member.last_heard_s += pause_s
+        for claim in self._claims.values():
+            claim.since_s += pause_s
+            claim.asked_s += pause_s
+        for gone in self._absent.values():
+            gone.since_s += pause_s
+
     def expect(self, ranks: Iterable[int], now_s: float) -> None:
         """Wait one lease for workers that a restarted server is told of; they will say HELLO themselves."""
         for rank in ranks:

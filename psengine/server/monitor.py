@@ -1,8 +1,9 @@
 """HTTP for people and for Prometheus, on this machine only: dashboard, health, status, history, metrics, actions.
 
 Anybody on this machine may read. A page of another site, in a browser on this machine, may not: no answer carries CORS
-headers, and requests under another host's name are refused, which is what DNS rebinding would come with. Whoever wants
-to change something needs the token (``actions.py``).
+headers, a request that the browser says came from elsewhere is refused before it costs anything, and so are those under
+another host's name, which is what DNS rebinding would come with. Whoever wants to change something needs the token
+(``actions.py``).
 """
 
 from __future__ import annotations
@@ -39,6 +40,9 @@ _TEXT = "text/plain; charset=utf-8"
 _HTML = "text/html; charset=utf-8"
 # Any port: the page may be looked at through a tunnel that ends at another one (ssh -L 8000:127.0.0.1:9100).
 _LOOPBACK = re.compile(r"(localhost|127(\.\d{1,3}){3}|\[::1\])(:\d{1,5})?", re.IGNORECASE)
+# What a browser says of a request's origin: the dashboard's own, or nobody's, as of an address that was typed. Programs
+# say nothing. https://www.w3.org/TR/fetch-metadata/
+_OUR_SITES = {None, "same-origin", "none"}
 _PATHS = "there are /, /status.json, /history.json, /metrics and /healthz\n"
 
 Page = tuple[int, str, bytes]
@@ -73,7 +77,7 @@ class Monitor:
         history: History,
         actions: Actions,
     ) -> None:
-        slots = threading.BoundedSemaphore(MAX_REQUESTS)
+        slots = _Slots(MAX_REQUESTS)
 
         class Handler(_Handler):
             def page(self, path: str, query: dict[str, str]) -> Page:
@@ -91,8 +95,17 @@ class Monitor:
                     return 200, *render_metrics(status())
                 return _not_found()
 
+            def refusal(self, name: str, query: dict[str, str]) -> Page | None:
+                refused = actions.refusal(name, query, self.headers.get("Authorization"))
+                return None if refused is None else _json_page(*refused)
+
             def act(self, name: str, query: dict[str, str]) -> Page:
                 return _json_page(*actions.perform(name, query, self.headers.get("Authorization")))
+
+            def parse_request(self) -> bool:
+                is_understood = super().parse_request()
+                slots.asked(self.connection)
+                return is_understood
 
         class HTTPServer(ThreadingHTTPServer):
             daemon_threads = True
@@ -100,13 +113,13 @@ class Monitor:
             request_queue_size = 16
 
             def process_request(self, request: Any, client_address: Any) -> None:
-                if not slots.acquire(blocking=False):
+                if not slots.take(request):
                     self.shutdown_request(request)  # more at once than anybody honest needs
                     return
                 try:
                     super().process_request(request, client_address)
                 except BaseException:
-                    slots.release()  # there is no thread that would
+                    slots.release(request)  # there is no thread that would
                     raise
 
             def process_request_thread(self, request: Any, client_address: Any) -> None:
@@ -121,7 +134,7 @@ class Monitor:
                     self.shutdown_request(request)
                 finally:
                     clock.cancel()
-                    slots.release()
+                    slots.release(request)
 
             def handle_error(self, request: Any, client_address: Any) -> None:
                 logger.debug("a status request failed", exc_info=True)
@@ -144,6 +157,43 @@ class Monitor:
         self._thread.join(timeout=5.0)
 
 
+class _Slots:
+    """Connections that are served at once. One that asks nothing keeps its place until somebody else wants it.
+
+    Args:
+        most: how many.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._lock = threading.Lock()
+        # Whether it has asked yet; the oldest connection first.
+        self._has_asked: dict[socket.socket, bool] = {}
+
+    def take(self, connection: socket.socket) -> bool:
+        """A place for this one, if need be that of the one that has kept silent the longest; False: all are at work."""
+        with self._lock:
+            if len(self._has_asked) >= self._most:
+                silent = next((other for other, has_asked in self._has_asked.items() if not has_asked), None)
+                if silent is None:
+                    return False
+                del self._has_asked[silent]
+                _cut(silent)  # its thread reads the end and ends, too
+            self._has_asked[connection] = False
+            return True
+
+    def asked(self, connection: socket.socket) -> None:
+        """Its request is complete, or is none."""
+        with self._lock:
+            if connection in self._has_asked:
+                self._has_asked[connection] = True
+
+    def release(self, connection: socket.socket) -> None:
+        """It is served, or was cut."""
+        with self._lock:
+            self._has_asked.pop(connection, None)
+
+
 def _cut(connection: socket.socket) -> None:
     with contextlib.suppress(OSError):
         connection.shutdown(socket.SHUT_RDWR)
@@ -156,6 +206,10 @@ class _Handler(BaseHTTPRequestHandler):
 
     def page(self, path: str, query: dict[str, str]) -> Page:
         """Status code, content type and content of what is read."""
+        raise NotImplementedError
+
+    def refusal(self, name: str, query: dict[str, str]) -> Page | None:
+        """The same of an action that is not to be done; None of one that is."""
         raise NotImplementedError
 
     def act(self, name: str, query: dict[str, str]) -> Page:
@@ -178,16 +232,24 @@ class _Handler(BaseHTTPRequestHandler):
         return self.page(path, query)
 
     def _act_page(self) -> Page:
+        path, query = self._address()
+        if not path.startswith("/actions/"):
+            return 405, _TEXT, b"only /actions/NAME takes POST requests\n"
         length = self.headers.get("Content-Length", "0")
         if "Transfer-Encoding" in self.headers or not (length.isascii() and length.isdigit()):
             return 411, _TEXT, b"Content-Length must say how long the body is; it is not needed at all\n"
         if len(length) > 9 or int(length) > MOST_BODY_BYTES:
             return 413, _TEXT, f"the body is too long (expected at most {MOST_BODY_BYTES} bytes)\n".encode()
-        self.rfile.read(int(length))
-        path, query = self._address()
-        if not path.startswith("/actions/"):
-            return 405, _TEXT, b"only /actions/NAME takes POST requests\n"
-        return self.act(path.removeprefix("/actions/"), query)
+        name = path.removeprefix("/actions/")
+        # Only who may act is waited for.
+        refused = self.refusal(name, query)
+        if refused is not None:
+            return refused
+        try:
+            self.rfile.read(int(length))
+        except TimeoutError:
+            return 408, _TEXT, f"the body did not come (expected {length} bytes; none is needed)\n".encode()
+        return self.act(name, query)
 
     def _address(self) -> tuple[str, dict[str, str]]:
         try:
@@ -202,13 +264,13 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _answer(self, make: Callable[[], Page], *, with_content: bool = True) -> None:
         try:
-            code, kind, content = make() if self._is_for_loopback() else _misdirected()
+            code, kind, content = self._stopped() or make()
         except MissingExtraError as error:
             code, kind, content = 501, _TEXT, f"{error}\n".encode()
         except _BadRequestError as error:
             code, kind, content = 400, _TEXT, f"{error}\n".encode()
         except Exception:
-            logger.exception("no answer to %s", self.path)
+            logger.exception("no answer to %r", self.path)
             code, kind, content = 500, _TEXT, b"the server's log says why\n"
         self.close_connection = True
         self.send_response(code)
@@ -228,17 +290,23 @@ class _Handler(BaseHTTPRequestHandler):
         if with_content:
             self.wfile.write(content)
 
+    def _stopped(self) -> Page | None:
+        """What is said to a request that a page of another site makes, or may have made."""
+        if not self._is_for_loopback():
+            return 421, _TEXT, b"this port answers to 127.0.0.1, localhost and [::1] alone\n"
+        # A link from elsewhere may lead to the dashboard: the page itself tells nothing, and nobody can frame it.
+        if self.headers.get("Sec-Fetch-Site") not in _OUR_SITES and self.path != "/":
+            return 403, _TEXT, b"pages of other sites get nothing here (expected Sec-Fetch-Site: same-origin or none)\n"
+        return None
+
     def _is_for_loopback(self) -> bool:
         """Whether the request was meant for this machine by name: a browser says under which name it came here."""
         hosts = self.headers.get_all("Host") or []
         return len(hosts) == 1 and _LOOPBACK.fullmatch(hosts[0].strip()) is not None
 
     def log_message(self, format: str, *arguments: Any) -> None:
-        logger.debug("status request: " + format, *arguments)
-
-
-def _misdirected() -> Page:
-    return 421, _TEXT, b"this port answers to 127.0.0.1, localhost and [::1] alone\n"
+        # As it is spelled: a request must not move the cursor of a terminal that the log is read in.
+        logger.debug("status request: %r", format % arguments)
 
 
 def _not_found() -> Page:
@@ -255,9 +323,9 @@ def _history_page(history: History, query: dict[str, str]) -> Page:
         since_unix_s = math.nan
     if not math.isfinite(since_unix_s):
         raise _BadRequestError("since is seconds since 1970 (expected a number)")
-    return _json_page(200, history.to_json(int(resolution), since_unix_s))
+    return 200, _JSON, history.to_text(int(resolution), since_unix_s).encode()
 
 
 def _json_page(code: int, content: Any) -> Page:
-    # Browsers refuse NaN. There is none: heartbeats carry finite numbers alone, and a loss that is none is left out.
+    # Browsers refuse NaN. There is none: heartbeats carry finite numbers, and a loss that is not is called "nan".
     return code, _JSON, json.dumps(content, allow_nan=False, separators=(",", ":")).encode()

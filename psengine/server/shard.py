@@ -1,7 +1,10 @@
 """A shard: some of the chunks of every job, and the answers to every message about them. No sockets, no clock.
 
 bytes ─ codec ─► handle(sender, message, now) ─► [Outgoing] ─ codec ─► bytes
-several times a second: tick(now) ─► [Outgoing], for leases that ran out
+every TICK_S:                        tick(now) ─► [Outgoing], for leases that ran out
+
+Where ``now`` leaps, nobody called: the process was stopped, or short of processor or memory, or a task between messages
+took long. What workers said meanwhile is unread still, so that such a leap is nobody's silence.
 """
 
 from __future__ import annotations
@@ -32,6 +35,11 @@ from psengine.server.snapshot import ChunkState, JobState
 logger = logging.getLogger(__name__)
 
 MOST_JOBS = 256
+# How often ``tick`` is to be called, and what a leap of the time counts for: were it nothing, a server that is always
+# short of processor would never find a worker dead.
+TICK_S = 0.1
+# Shorter leaps are everyday, such as the copy of a large model for a snapshot: people are not told of them.
+NOTABLE_PAUSE_S = 2.0
 # Refusals that people should hear of; the others are how a worker learns that it has to come back, or wait.
 _NOTABLE_REFUSALS = {
     ErrorCode.RULE_MISMATCH: "refused",
@@ -41,7 +49,9 @@ _NOTABLE_REFUSALS = {
     ErrorCode.MEMORY: "memory",
 }
 # Every shard sees them; of the others each shard would tell the same.
-_EVENTS_OF_ANY_SHARD = frozenset({"refused", "late", "memory"})
+_EVENTS_OF_ANY_SHARD = frozenset({"refused", "late", "memory", "stood_still"})
+# What somebody measures or watches the server with is no traffic of a job.
+_NOT_OF_THE_JOB = frozenset({MessageType.STATUS_REPORT, MessageType.ECHO, MessageType.ECHOED})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,13 +148,14 @@ class Shard:
 
     def handle(self, sender: Sender, message: Message, now_s: float) -> list[Outgoing]:
         """Take in one message; what it leads to, for whomever. A refused message changes nothing."""
-        self._now_s = now_s
+        self._look_at_time(now_s)
         try:
             if message.type is MessageType.HELLO:
                 return self._hello(sender, message, now_s)
             if message.worker == NOBODY:
                 return self._answer_reader(sender, message)
             job, member = self._authenticate(sender, message, now_s)
+            job.statistics.bytes_in += _traffic_bytes(message)
             if message.type is MessageType.BYE:
                 # Answered first: afterwards there is no member to send to.
                 goodbye = self._outgoing(job, _ok(member, message))
@@ -161,10 +172,29 @@ class Shard:
                 self._note_refusal(message, error)
             return [Outgoing(sender.route, self._error(message, error))]
 
-    def note(self, kind: str, text: str, *, job: str = "", worker: int | None = None) -> None:
-        """Something happened that people may want to know."""
+    def _look_at_time(self, now_s: float) -> None:
+        """It is ``now_s``; see the module's text."""
+        passed_s, self._now_s = now_s - self._now_s, now_s
+        # A lease outlasts several heartbeats: a pause shorter than one harms nobody.
+        if passed_s <= max(self.settings.heartbeat_s, 2 * TICK_S):
+            return
+        for job in self._jobs.values():
+            job.stood_still(passed_s - TICK_S)
+        if passed_s < NOTABLE_PAUSE_S or not self.member_count:
+            return
+        text = (
+            f"shard {self.index} stood still for {passed_s:.1f} s: its process was stopped, or short of processor or"
+            " memory, or one task took as long; no worker's lease ran meanwhile"
+        )
+        logger.warning("%s", text)
+        self.note("stood_still", text)
+
+    def note(
+        self, kind: str, text: str, *, job: str = "", worker: int | None = None, is_stranger: bool = False
+    ) -> None:
+        """Something happened that people may want to know; see ``EventLog.note``."""
         if self.index == 0 or kind in _EVENTS_OF_ANY_SHARD:
-            self.events.note(kind, text, job=job, worker=worker)
+            self.events.note(kind, text, job=job, worker=worker, is_stranger=is_stranger)
 
     def _note_refusal(self, message: Message, error: ProtocolError) -> None:
         job = self._jobs.get(message.job)
@@ -174,11 +204,12 @@ class Shard:
             f"{message.type.name} was refused: {error}",
             job=job.name if job is not None else "",
             worker=None if worker == NOBODY else worker,
+            is_stranger=job is None or worker not in job.membership.members,
         )
 
     def tick(self, now_s: float) -> list[Outgoing]:
         """Evict workers whose lease ran out; answers that may leave because of it."""
-        self._now_s = now_s
+        self._look_at_time(now_s)
         outgoing: list[Outgoing] = []
         for job in self._jobs.values():
             expired = job.membership.expired(now_s)
@@ -188,7 +219,7 @@ class Shard:
 
     def evict(self, job_name: str, rank: int, now_s: float) -> list[Outgoing] | None:
         """End a worker's lease before its time; answers that may leave because of it, None where there is none."""
-        self._now_s = now_s
+        self._look_at_time(now_s)
         job = next((job for job in self._jobs.values() if job.name == job_name), None)
         if job is None or rank not in job.membership.members:
             return None
@@ -213,6 +244,7 @@ class Shard:
                 ErrorCode.RULE_MISMATCH,
             )
         state, member, replies = job.greet(message, sender.user_id, sender.route, now_s)
+        self._jobs[job.number] = job  # a new one, now that its first worker was let in
         welcome = self._welcome(job, message, state)
         if member is not None:
             welcome.worker, welcome.incarnation = member.rank, member.incarnation
@@ -223,9 +255,7 @@ class Shard:
             self._drop_finished_jobs()
         if len(self._jobs) >= MOST_JOBS:
             raise ProtocolError(f"this server has its most jobs already ({MOST_JOBS})", ErrorCode.MEMORY)
-        job = Job(body["job"], body["rule"], self.settings.lease_s, self._take_memory, self.note)
-        self._jobs[job.number] = job
-        return job
+        return Job(body["job"], body["rule"], self.settings.lease_s, self._take_memory, self.note)
 
     def _drop_finished_jobs(self) -> None:
         """Forget jobs without workers whose values are nobody's: averaging ones, and those that never had any."""
@@ -307,7 +337,9 @@ class Shard:
                 f"job {job.name!r} averages gradients; its weights are in its workers, not here", ErrorCode.NOT_READY
             )
         type, version, payload, body = job.chunks.read(message)
-        return [Outgoing(sender.route, self._message(type, message, version=version, payload=payload, body=body))]
+        reply = self._message(type, message, version=version, payload=payload, body=body)
+        job.statistics.bytes_out += _traffic_bytes(reply)
+        return [Outgoing(sender.route, reply)]
 
     def _register(self, job: Job, member: Member, message: Message) -> list[Reply]:
         job.check_initialiser(member, f"REGISTER of chunk {message.key}")
@@ -373,8 +405,6 @@ class Shard:
             payload = reply.payload
             if reply.type is MessageType.UPDATED:
                 member.telemetry.release(reply.key, reply.sequence, self._now_s)
-            if payload is not None:
-                job.statistics.bytes_out += payload.numel() * payload.element_size()
             message = Message(
                 reply.type,
                 job=job.number,
@@ -389,6 +419,7 @@ class Shard:
                 body=reply.body,
                 payload=payload,
             )
+            job.statistics.bytes_out += _traffic_bytes(message)
             outgoing.append(Outgoing(member.route, message, reply.loans))
             if reply.type is MessageType.ERROR and reply.body["code"] == ErrorCode.FENCED:
                 outgoing.extend(
@@ -496,6 +527,7 @@ class Shard:
 
     def restore(self, jobs: Sequence[JobState], now_s: float) -> None:
         """Take over a snapshot's state, before the first message."""
+        self._now_s = now_s  # until it is looked at next nobody can be heard
         for state in jobs:
             job = Job(state.name, state.meta["rule"], self.settings.lease_s, self._take_memory, self.note)
             job.restore_meta(state.meta, now_s)
@@ -518,6 +550,13 @@ def merge_job_meta(metas: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "came": sorted({rank for meta in metas for rank in meta["came"]}),
         "expected_workers": max(meta["expected_workers"] for meta in metas),
     }
+
+
+def _traffic_bytes(message: Message) -> int:
+    """What a message adds to the traffic of its job."""
+    if message.payload is None or message.dtype is None or message.type in _NOT_OF_THE_JOB:
+        return 0
+    return message.numel * message.dtype.itemsize
 
 
 def _ok(member: Member, message: Message) -> list[Reply]:

@@ -1,7 +1,7 @@
 """The thread of one shard: socket in, shard, socket out.
 
-    ┌► wait for a message, at most until the next tick ─► take up to DRAIN_MESSAGES ─► answers ─► what others asked ─┐
-    └──────────────────────────── tick (leases), ten times a second ◄────────────────────────────────────────────────┘
+    ┌► wait for a message, at most until the next tick ─► take up to DRAIN_MESSAGES ─► answers ─► tick, if it is due ─┐
+    └───────────────────────────────────────── what others asked ◄────────────────────────────────────────────────────┘
 
 Nothing else touches the shard or its socket: others ``ask`` for a function to be called in this thread.
 """
@@ -23,13 +23,12 @@ from psengine.protocol.bodies import MAX_TEXT_CHARS
 from psengine.protocol.codec import decode, encode, refusal
 from psengine.protocol.messages import ErrorCode, Message, MessageType
 from psengine.server.logging_format import RateLimit
-from psengine.server.shard import Outgoing, Sender, Shard
+from psengine.server.shard import TICK_S, Outgoing, Sender, Shard
 from psengine.server.transport import Endpoint, Received
 
 logger = logging.getLogger(__name__)
 _Result = TypeVar("_Result")
 
-TICK_S = 0.1
 DRAIN_MESSAGES = 64
 # While a peer does not read, its queue is looked at this often.
 FLUSH_S = 0.002
@@ -155,12 +154,13 @@ class ShardThread(threading.Thread):
             time.sleep(0.005)
         else:
             self._receive(min(wait_s, FLUSH_S) if self.endpoint.flush() else wait_s)
-        self._answer_asked()
         now_s = time.monotonic()
         if now_s >= self.last_tick_s + TICK_S:
             self.last_tick_s = now_s
             if not self.drained.is_set():
                 self._guarded(lambda: self._send(self.shard.tick(now_s)))
+        # After the tick: whoever asks for the status does not see the time of a pause as the workers' silence.
+        self._answer_asked()
 
     def _receive(self, wait_s: float) -> None:
         is_draining = self._drain_until_s is not None

@@ -24,7 +24,7 @@ class JobStatistics:
         late: contributions that came after their exchange had ended with the others' (quorum).
         abstained: exchanges a worker took part in without a gradient.
         non_finite: contributions with NaN or infinity that an average passed on, as native DDP does.
-        bytes_in, bytes_out: payload.
+        bytes_in, bytes_out: payload of the job's messages, readers' included; not what measures the server.
         staleness: how many pushes were how many updates old, up to ``LARGEST_BUCKET``.
         staleness_sum, lead_sum: the exact values, added up.
         recent_staleness: by worker, of its last ``RECENT_PUSHES`` pushes.

@@ -17,6 +17,9 @@ from typing import Any
 WINDOW_S = 10.0
 LONGEST_WINDOW_S = 600.0
 
+# JSON has no NaN.
+NOT_FINITE = "nan"
+
 RATES = ("steps_per_s", "samples_per_s", "step_s", "blocked_s", "apply_s", "held_s")
 
 
@@ -38,7 +41,7 @@ class WorkerTelemetry:
 
     Attributes:
         steps: completed ones, as it said last; None where it says nothing of itself.
-        loss: as it said last.
+        loss: as it said last, ``NOT_FINITE`` of one that is NaN or infinite; None where it said none.
         apply_s: total time spent on its pushes here.
         held_s: total time its answers were held for others, of each exchange the longest hold.
     """
@@ -47,7 +50,7 @@ class WorkerTelemetry:
 
     def __init__(self) -> None:
         self.steps: int | None = None
-        self.loss: float | None = None
+        self.loss: float | str | None = None
         self.apply_s = 0.0
         self.held_s = 0.0
         self._samples: deque[_Sample] = deque()
@@ -89,7 +92,9 @@ class WorkerTelemetry:
             self.apply_s,
             self.held_s,
         )
-        self.steps, self.loss = sample.steps, body.get("loss")
+        self.steps = sample.steps
+        # Said as None, it is no number that JSON has.
+        self.loss = NOT_FINITE if "loss" in body and body["loss"] is None else body.get("loss")
         samples = self._samples
         if samples and (sample.steps < samples[-1].steps or now_s < samples[-1].at_s):
             samples.clear()
@@ -125,6 +130,9 @@ class WorkerTelemetry:
             means["held_s"] = (last.held_s - first.held_s) / steps
 
     def to_status(self) -> dict[str, Any]:
-        """JSON-able: "steps", "loss" and ``RATES``, the last four in seconds a step; None where not known yet."""
+        """JSON-able: "steps", "loss" and ``RATES``, the last four in seconds a step; None where not known yet.
+
+        A loss that is not finite is ``NOT_FINITE``: whoever watches has to see that it is there.
+        """
         means = {name: None if mean is None else round(mean, 6) for name, mean in self._means.items()}
         return {"steps": self.steps, "loss": self.loss, **means}
