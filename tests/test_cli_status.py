@@ -330,6 +330,7 @@ def test_a_shard_that_does_not_answer_is_not_an_absent_job(capsys, tmp_path):
     [
         ([], "no server is named"),
         (["--servers", "a:7077"], "malformed"),
+        (["--servers", "a:7077"], "asked as http://host:port"),
         (["--servers", "http://:9100"], "malformed"),
         (["--servers", "http://a:b"], "malformed"),
         (["--servers", "tcp://a:7077", "--timeout-s", "soon"], "timeout-s"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -162,6 +163,13 @@ def test_a_missing_import_of_the_users_own_module_comes_through(tmp_path):
         load_function(f"{tmp_path}/broken.py:target")
 
 
+def test_a_script_that_reads_its_arguments_at_the_top_level_is_told_where_they_belong(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["worker", "{}"])
+    (tmp_path / "script.py").write_text("import argparse\nargparse.ArgumentParser().parse_args()\n")
+    with pytest.raises(TargetError, match=r"ended the process \(exit code 2.*__main__"):
+        load_function(f"{tmp_path}/script.py:target")
+
+
 # ---- trainings in real ranks -----------------------------------------------------------------------------------------
 
 
@@ -200,6 +208,8 @@ def common(name):
 def two_ranks():
     """Everything that two ranks are started for, by name."""
     names = ("plain", "awkward", "lbfgs", "wrong_gradient", "wrong_buffer", "unreproducible", "one_model")
+    names += ("net_from_outside", "inner_module", "called_without_graph")
+    names += ("never_finite", "no_finite_gradient", "finite_for_two_steps", "one_nan_gradient")
     found = compared(
         2,
         *((name, {}) for name in names),
@@ -278,6 +288,48 @@ def test_what_cannot_be_wrapped_twice_is_refused(two_ranks):
     assert all("the plain module" in error for error in two_ranks["wrapped_already"])
 
 
+@pytest.mark.parametrize("name", ["net_from_outside", "inner_module", "called_without_graph"])
+def test_a_loss_that_goes_round_the_wrapper_is_refused(two_ranks, name):
+    errors = two_ranks[name]
+    assert len(errors) == 2
+    assert all("loss_fn computes the loss with the model it is given" in error for error in errors), errors
+
+
+@pytest.mark.parametrize("name", ["never_finite", "no_finite_gradient"])
+def test_two_trainings_that_are_nan_from_the_start_do_not_agree(two_ranks, name, capsys):
+    found = two_ranks[name]
+    assert (found.verdict, found.agrees, found.first) == ("not finite", False, None)
+    assert found.notes[0].startswith("not finite from step 0 on: the loss, or every gradient,")
+    _print_report(found, 1.0)
+    assert "verdict: not finite" in capsys.readouterr().out
+
+
+def test_what_was_compared_until_it_was_nan_is_told(two_ranks):
+    found = two_ranks["finite_for_two_steps"]
+    assert (found.verdict, found.agrees) == ("bitwise equal", True)
+    assert [note.partition(":")[0] for note in found.notes] == ["not finite from step 2 on"]
+
+
+def test_one_gradient_of_nan_says_nothing_about_the_others(two_ranks):
+    assert (two_ranks["one_nan_gradient"].verdict, two_ranks["one_nan_gradient"].notes) == ("bitwise equal", ())
+
+
+def test_steps_that_are_not_finite_count_to_the_last():
+    """A loss of NaN that the optimizer skips leaves steps to compare; one rank's is enough."""
+
+    def merged(*blind_steps):
+        zeros = dict.fromkeys(("first", "first_beyond", "largest_absolute", "largest_relative"))
+        ranks = [
+            {**zeros, "counts": {}, "history": [{"step": s, "is_blind": s in blind} for s in range(-1, 5)]}
+            for blind in blind_steps
+        ]
+        return merge([{"findings": findings} for findings in ranks], **common("t"))
+
+    assert (merged({0, 1}, {0, 1}).verdict, merged({0, 1}, {0, 1}).notes) == ("bitwise equal", ())
+    assert "not finite from step 3 on" in merged({0, 3, 4}, {0}).notes[0]
+    assert merged({0, 1}, {0, 1, 2, 3, 4}).verdict == "not finite"
+
+
 def test_three_ranks_round_otherwise_and_stay_within_tolerance():
     (found,) = compared(3, ("cnn", {}))
     assert found.agrees
@@ -318,10 +370,12 @@ def test_a_difference_that_is_first_and_largest_is_printed_once(two_ranks, capsy
 
 
 def test_a_crash_shows_the_users_traceback(capfd):
+    """Not that of the rank which lost a peer by it, and said so first."""
     assert run_command(f"{TARGETS}:crashing") == 3
     written = capfd.readouterr()
-    assert 'raise KeyError("no such column: price")' in written.err
-    assert "rank 1 of 2 raised KeyError at step 0 of" in written.err
+    assert 'raise NoColumnError("no such column: price")' in written.err
+    assert "rank 1 of 2 raised NoColumnError at step 1 of" in written.err
+    assert "PeerLostError" not in written.err
     assert "psengine/comparison" not in written.err
     assert written.out == ""
 
@@ -333,6 +387,7 @@ def test_a_crash_shows_the_users_traceback(capfd):
         ([f"{TARGETS}:plain", "--strategy", "bogus"], "unknown strategy"),
         ([f"{TARGETS}:plain", "--strategy", "async:speed=9"], "speed=9"),
         ([f"{TARGETS}:plain", "--against", "ddp"], "'native'"),
+        ([f"{TARGETS}:plain", "--strategy", "asinc"], "Did you mean async?"),
         ([f"{TARGETS}:plain", "--steps", "0"], "'--steps': expected at least 1, got 0"),
         ([f"{TARGETS}:plain", "--world-size", "two"], "--world-size"),
         ([f"{TARGETS}:plain", "--rtol", "-1"], "--rtol"),

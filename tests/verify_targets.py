@@ -140,14 +140,89 @@ def adadelta():
     return network(), batch, loss_of, torch.optim.Adadelta
 
 
+class NoColumnError(KeyError):
+    """Looks into its data for words, and meanwhile other ranks see this one gone."""
+
+    def __str__(self):
+        time.sleep(0.4)
+        return super().__str__()
+
+
 def crashing():
+    """Under psengine, in a backward after the first: other ranks notice at once that this one left."""
+    count = StepCount()
+
+    def fail(gradient):
+        raise NoColumnError("no such column: price")
+
     def loss(model, rows):
+        count.steps += 1
         value = loss_of(model, rows)
-        if torch.distributed.get_rank() == 1:
-            raise KeyError("no such column: price")
+        if count.steps == 1 and torch.distributed.get_rank() == 1 and is_ours(model):
+            value.register_hook(fail)
         return value
 
     return network(), batch, loss, sgd
+
+
+def net_from_outside():
+    net = network()
+    return net, batch, lambda model, rows: loss_of(net, rows), sgd
+
+
+def inner_module():
+    return network(), batch, lambda model, rows: loss_of(model.module, rows), sgd
+
+
+def called_without_graph():
+    def loss(model, rows):
+        with torch.no_grad():
+            model(rows[0])
+        return loss_of(model.module, rows)
+
+    return network(), batch, loss, sgd
+
+
+def never_finite():
+    net = network()
+    with torch.no_grad():
+        net[0].weight.fill_(float("nan"))
+    return net, batch, loss_of, sgd
+
+
+def no_finite_gradient():
+    """The first loss is a number, its gradients are not."""
+
+    def loss(model, rows):
+        return (model(rows[0]) * 0).sum().sqrt()
+
+    return network(), batch, loss, sgd
+
+
+def finite_for_two_steps():
+    count = StepCount()
+
+    def loss(model, rows):
+        count.steps += 1
+        return loss_of(model, rows) * (1.0 if count.steps < 2 else float("nan"))
+
+    return network(), batch, loss, sgd
+
+
+class Trap(nn.Module):
+    """The untaken side of a ``where`` has a gradient of NaN, of which the loss knows nothing."""
+
+    def __init__(self):
+        super().__init__()
+        self.trap = nn.Parameter(torch.zeros(1))
+        self.net = network()
+
+    def forward(self, inputs):
+        return self.net(inputs) + torch.where(torch.tensor(True), 0.0, self.trap.log())
+
+
+def one_nan_gradient():
+    return Trap(), batch, loss_of, sgd
 
 
 def dying():

@@ -291,9 +291,12 @@ def open_sources(servers: str | None, timeout_s: float) -> list[Source]:
         if part.startswith(("http://", "https://")):
             _check_url(part)
             sources.append(HttpSource(part, timeout_s))
-        else:
-            require_server_packages("servers asked over ZeroMQ")
+            continue
+        require_server_packages("servers asked over ZeroMQ")
+        try:
             sources.extend(ProtocolSource(address, keys, timeout_s) for address in parse_addresses(part))
+        except ConfigurationError as error:
+            raise ConfigurationError(f"{error}. A --status-port is asked as http://host:port") from None
     return sources
 
 

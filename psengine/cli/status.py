@@ -93,7 +93,7 @@ def top(
 ) -> None:
     """Watch servers and jobs live: q or Ctrl-C ends it. A server that goes away is waited for.
 
-    Exit code 0; with --once or --iterations 1 where a server does not answer at the end; 2: wrong arguments.
+    Exit codes: 0; 1: with --once or --iterations, a server did not answer at the end; 2: wrong arguments.
     """
     _keep_the_log_quiet()
     frames = 1 if once else iterations

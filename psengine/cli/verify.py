@@ -21,7 +21,13 @@ if TYPE_CHECKING:
 
 EXIT_DIFFERENT, EXIT_FAILED = 1, 3
 MOST_ROWS = 24
-_COLORS = {"bitwise equal": "green", "within tolerance": "yellow", "different": "red", "refused": "magenta"}
+_COLORS = {
+    "bitwise equal": "green",
+    "within tolerance": "yellow",
+    "different": "red",
+    "not finite": "red",
+    "refused": "magenta",
+}
 _EXAMPLES = """
 [bold]Examples[/bold]
 
@@ -35,7 +41,7 @@ _EXAMPLES = """
 
   psengine verify train.py:target --strategy native     is it reproducible at all?
 
-[bold]Exit codes[/bold]: 0 bitwise equal or within tolerance, 1 different, 2 wrong arguments or target, 3 a rank failed.
+[bold]Exit codes[/bold]: 0 equal or within tolerance, 1 different or not finite, 2 wrong arguments or target, 3 failed.
 """
 
 

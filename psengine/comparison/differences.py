@@ -162,6 +162,14 @@ def find_difference(
     )
 
 
+def is_finite(tensor: torch.Tensor) -> bool:
+    """Whether ``tensor`` holds neither NaN nor infinity; of a sparse one, whether its values do."""
+    tensor = tensor.detach()
+    if tensor.layout != torch.strided:
+        tensor = tensor.coalesce().values() if tensor.layout == torch.sparse_coo else tensor.to_dense()
+    return bool(tensor.isfinite().all())
+
+
 def square_distance(candidate: torch.Tensor, reference: torch.Tensor) -> tuple[float, float]:
     """(sum of squared differences, sum of the reference's squares), in float64; complex numbers are pairs of reals."""
     if candidate.shape != reference.shape or not (candidate.is_floating_point() or candidate.is_complex()):

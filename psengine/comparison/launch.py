@@ -18,8 +18,9 @@ from psengine.errors import ConfigurationError, PSEngineError
 
 MOST_RANKS = 64
 _POLL_S = 0.05
-# How long other ranks may take to tell of an earlier failure than the one that was seen first, and to leave.
-_GRACE_S, _LEAVE_S = 0.3, 10.0
+# How long other ranks may take to tell of an earlier failure than the one that was seen first; of what that one is a
+# consequence of; and to leave.
+_GRACE_S, _CAUSE_GRACE_S, _LEAVE_S = 0.3, 10.0, 10.0
 
 
 class RankFailedError(PSEngineError, RuntimeError):
@@ -124,16 +125,30 @@ def _check_alive(store: Any, processes: list[subprocess.Popen[bytes]]) -> None:
 
 
 def _raise_first(store: Any, processes: list[subprocess.Popen[bytes]]) -> None:
-    """Raise for the rank whose failure came first; a rank that died without a word comes before all."""
-    _check_alive(store, processes)
-    reports = [_read(store, f"{REPORT}/{rank}") for rank in range(len(processes))]
-    errors = [(rank, report["error"]) for rank, report in enumerate(reports) if report and "error" in report]
-    rank, error = min(errors, key=lambda found: float(found[1]["unix_s"]))
+    """Raise for the rank whose failure is no consequence of another's, and came first; a death comes before all."""
+    errors = _errors(store, processes)
+    deadline_s = time.monotonic() + _CAUSE_GRACE_S
+    # A rank leaves the others before it has found words for its own failure: they may be quicker to say that it left.
+    while (
+        all(error["is_consequence"] for _, error in errors)
+        and len(errors) < len(processes)
+        and time.monotonic() < deadline_s
+    ):
+        time.sleep(_POLL_S)
+        errors = _errors(store, processes)
+    rank, error = min(errors, key=lambda found: (found[1]["is_consequence"], float(found[1]["unix_s"])))
     if error["kind"] == USAGE:
         raise ConfigurationError(error["message"])
     raise RankFailedError(
         f"rank {rank} of {len(processes)} raised {error['type']} at {error['where']}", rank, error["traceback"]
     )
+
+
+def _errors(store: Any, processes: list[subprocess.Popen[bytes]]) -> list[tuple[int, dict[str, Any]]]:
+    """(rank, its error) of each that reported one."""
+    _check_alive(store, processes)
+    reports = [_read(store, f"{REPORT}/{rank}") for rank in range(len(processes))]
+    return [(rank, report["error"]) for rank, report in enumerate(reports) if report and "error" in report]
 
 
 def _read(store: Any, key: str) -> dict[str, Any] | None:

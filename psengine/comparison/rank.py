@@ -26,6 +26,7 @@ from psengine.comparison.place import Place
 from psengine.comparison.side_by_side import RefusedError
 from psengine.comparison.target import TargetError
 from psengine.environment import choose_device
+from psengine.errors import CollectiveError
 
 REPORT, NOTE = "report", "note"
 USAGE, CRASH = "usage", "crash"
@@ -111,13 +112,22 @@ def _end_with_parent() -> None:
 
 def _describe(error: BaseException, where: str) -> dict[str, Any]:
     return {
+        "unix_s": time.time(),
+        "is_consequence": _follows(error),
         "kind": USAGE if isinstance(error, TargetError | RefusedError) else CRASH,
         "message": str(error),
         "type": type(error).__name__,
         "traceback": "".join(traceback.format_exception(type(error), error, _users_part(error.__traceback__))),
         "where": where,
-        "unix_s": time.time(),
     }
+
+
+def _follows(error: BaseException) -> bool:
+    """Whether ``error`` is, or comes of, an operation between ranks that failed: for want of another rank, mostly."""
+    seen: BaseException | None = error
+    while seen is not None and not isinstance(seen, CollectiveError):
+        seen = seen.__cause__ or seen.__context__
+    return seen is not None
 
 
 def _users_part(frames: TracebackType | None) -> TracebackType | None:

@@ -10,7 +10,7 @@ import torch
 from psengine.comparison.launch import MOST_RANKS
 from psengine.comparison.training import NATIVE
 from psengine.errors import ConfigurationError
-from psengine.strategies.registry import STRATEGIES, resolve_strategy
+from psengine.strategies.registry import STRATEGIES, did_you_mean, resolve_strategy
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,5 +84,6 @@ def _check_exchange(exchange: str) -> None:
     if name not in STRATEGIES:
         raise ConfigurationError(
             f"unknown strategy (expected {NATIVE!r} for native DDP, or one of {sorted(STRATEGIES)}, got {name!r})"
+            f"{did_you_mean(name, (NATIVE, *STRATEGIES))}"
         )
     resolve_strategy(exchange)

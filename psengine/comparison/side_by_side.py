@@ -19,6 +19,7 @@ from psengine.comparison.differences import (
     Tolerance,
     find_difference,
     finite_or_name,
+    is_finite,
     square_distance,
 )
 from psengine.comparison.place import Place
@@ -97,6 +98,15 @@ def _wrap(exchange: Exchange, target: Target, name: str, seed: int, place: Place
         raise RefusedError(f"strategy {exchange.name!r} refuses {name}: {error}") from error
 
 
+def _is_blind(training: Training) -> bool:
+    """Whether being equal to ``training`` after this step says nothing: NaN equals NaN, however it came about.
+
+    One gradient of NaN says nothing about the others; a loss of NaN, or NaN in every gradient, does.
+    """
+    gradients = [gradient for gradient in training.tensors("gradient").values() if gradient is not None]
+    return not is_finite(training.loss) or (bool(gradients) and not any(map(is_finite, gradients)))
+
+
 class _Findings:
     """What differed so far on this rank."""
 
@@ -135,6 +145,7 @@ class _Findings:
         if step != START:
             entry["candidate_loss"] = finite_or_name(float(candidate.loss))
             entry["reference_loss"] = finite_or_name(float(reference.loss))
+            entry["is_blind"] = _is_blind(candidate) and _is_blind(reference)
         self._history.append(entry)
 
     def _sees_buffers(self, candidate: Training, reference: Training) -> bool:

@@ -69,7 +69,14 @@ def load_function(name: str) -> Callable[[], Any]:
     """
     check_name(name)
     place, attribute = _split(name)
-    module = _load_file(Path(place)) if _is_path(place) else _load_module(place, name)
+    try:
+        module = _load_file(Path(place)) if _is_path(place) else _load_module(place, name)
+    except SystemExit as error:
+        raise TargetError(
+            f"target {name!r}: importing {place} ended the process (exit code {error.code!r}; expected it to define"
+            f" {attribute!r} and go on). Fix: parse_args(), and the training, belong under"
+            ' if __name__ == "__main__":'
+        ) from error
     found: Any = module
     for part in attribute.split("."):
         if not hasattr(found, part):
@@ -140,6 +147,21 @@ def check_loss(loss: Any, name: str) -> torch.Tensor:
     if not loss.requires_grad:
         raise TargetError(f"{rule} (got one that does not). Fix: do not detach it or use .item().")
     return loss
+
+
+def check_called(was_called: bool, name: str) -> None:
+    """Check that a step's loss came through the wrapper.
+
+    Raises:
+        TargetError: it did not.
+    """
+    if not was_called:
+        raise TargetError(
+            f"target {name!r}: loss_fn computes the loss with the model it is given, which exchanges the gradients"
+            " (expected a call of model(...) with gradients enabled in each step, got none, so nothing would be"
+            " compared). Fix: call the argument itself, not the plain module from outside, model.module or"
+            " model.forward."
+        )
 
 
 def check_optimizer(optimizer: Any, name: str) -> torch.optim.Optimizer:

@@ -11,7 +11,7 @@ import torch
 from torch.nn.parallel import distributed as native
 
 from psengine.comparison.random_state import RandomState, seed_all
-from psengine.comparison.target import Target, check_loss, check_optimizer
+from psengine.comparison.target import Target, check_called, check_loss, check_optimizer
 from psengine.optimizer import DistributedOptimizer
 from psengine.parallel import DistributedDataParallel
 from psengine.strategies.registry import resolve_strategy
@@ -82,12 +82,18 @@ class Training:
             except BaseException:
                 self._strategy.close()
                 raise
+        self._was_called = False
+        self._wrapped.register_forward_pre_hook(self._note_call)
         # Ranks draw different numbers from here on, as in a script that adds its rank to its seed.
         seed_all(seed + 1 + rank)
         self._random = RandomState.capture(device)
 
     def _make_optimizer(self) -> torch.optim.Optimizer:
         return check_optimizer(self._target.optimizer_fn(list(self._wrapped.parameters())), self._name)
+
+    def _note_call(self, _wrapped: torch.nn.Module, _inputs: Any) -> None:
+        # A forward without a graph exchanges nothing.
+        self._was_called = self._was_called or torch.is_grad_enabled()
 
     def step(self, index: int) -> None:
         """Zero the gradients, forward, backward, optimizer step; ``loss`` is the step's."""
@@ -96,7 +102,9 @@ class Training:
 
         def forward_backward() -> torch.Tensor:
             self._optimizer.zero_grad()
+            self._was_called = False
             loss = check_loss(self._target.loss_fn(self._wrapped, batch), self._name)
+            check_called(self._was_called, self._name)
             loss.backward()
             return loss
 

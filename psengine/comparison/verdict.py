@@ -10,6 +10,7 @@ from typing import Any
 from psengine.comparison.differences import KINDS, Difference, finite_or_name
 
 EQUAL, WITHIN, DIFFERENT, REFUSED = "bitwise equal", "within tolerance", "different", "refused"
+NOT_FINITE = "not finite"
 
 _SUMS = "gradients are added in another order, which rounds otherwise"
 # By strategy, what to say where a training differs from native DDP's, and more than one worker takes part.
@@ -52,8 +53,9 @@ class Comparison:
         target: what was trained.
         strategy, against: the candidate and the reference: "native", or a strategy.
         world_size, steps, seed: of both.
-        verdict: "bitwise equal", "within tolerance", "different"; of the zoo also "refused", where the strategy does
-            not take the model.
+        verdict: "bitwise equal", "within tolerance", "different"; "not finite", where both are NaN from the first
+            step on, so that nothing was compared; of the zoo also "refused", where the strategy does not take the
+            model.
         first: the earliest difference, over steps, then loss, buffers, gradients, parameters; None where there is none.
         first_beyond: the earliest that is beyond the tolerance.
         largest_absolute, largest_relative: the largest differences anywhere.
@@ -129,6 +131,9 @@ def merge(
     first = _earliest(findings, "first")
     first_beyond = _earliest(findings, "first_beyond")
     verdict = EQUAL if first is None else WITHIN if first_beyond is None else DIFFERENT
+    blind_from = _blind_from([finding["history"] for finding in findings])
+    if verdict != DIFFERENT and blind_from == 0:
+        verdict = NOT_FINITE
     control = None
     if controls:
         control_first = _earliest([report["findings"] for report in controls], "first")
@@ -143,7 +148,10 @@ def merge(
         history=tuple(_merge_step([finding["history"][i] for finding in findings]) for i in range(steps + 1)),
         counts=findings[0]["counts"],
         control=control,
-        notes=tuple(_notes(verdict, control, why_no_control, strategy, against, len(reports))),
+        notes=(
+            *_notes(verdict, control, why_no_control, strategy, against, len(reports)),
+            *_notes_on_blindness(blind_from),
+        ),
     )
 
 
@@ -170,6 +178,17 @@ def _merge_step(entries: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return merged
 
 
+def _blind_from(histories: Sequence[Sequence[dict[str, Any]]]) -> int | None:
+    """The step from which on, to the last, equality says nothing; None where the last still says something."""
+    found = None
+    for entries in reversed(list(zip(*histories, strict=True))):
+        # Every rank's gradients are in the others' weights.
+        if not any(entry.get("is_blind", False) for entry in entries):
+            break
+        found = int(entries[0]["step"])
+    return found
+
+
 def is_different(reports: Sequence[dict[str, Any]]) -> bool:
     """Whether the ranks' reports are of a difference beyond the tolerance, which a control should explain."""
     return any("findings" in report and report["findings"]["first_beyond"] is not None for report in reports)
@@ -190,10 +209,19 @@ def _notes(
             f"control: {against} in both places, in fresh processes, is bitwise equal: the target repeats itself, and"
             f" the difference comes with {strategy}"
         )
-    if verdict != EQUAL and world_size > 1:
+    if verdict in (WITHIN, DIFFERENT) and world_size > 1:
         names = dict.fromkeys(exchange.partition(":")[0] for exchange in (strategy, against))
         notes += [_EXPECTED[name] for name in names if name in _EXPECTED and (name == "async" or world_size > 2)]
     return notes
+
+
+def _notes_on_blindness(blind_from: int | None) -> list[str]:
+    if blind_from is None:
+        return []
+    return [
+        f"not finite from step {blind_from} on: the loss, or every gradient, is NaN or infinite under both. NaN equals"
+        " NaN, so steps from there on compare nothing. A bad batch, or too large a learning rate?"
+    ]
 
 
 def place_of(difference: Difference) -> str:

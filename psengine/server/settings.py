@@ -118,7 +118,7 @@ class ServerSettings:
     lease_s: float = field(
         default=5.0,
         metadata=_about(
-            _parse_seconds, "Seconds of silence after which a worker counts as dead; it sends five heartbeats meanwhile."
+            _parse_seconds, "Seconds of silence after which a worker counts as dead, five heartbeats long."
         ),
     )
     status_port: int | None = field(

@@ -32,7 +32,7 @@ def resolve_strategy(specification: Any) -> Strategy:
     name, _, options = specification.partition(":")
     if name not in STRATEGIES:
         raise ConfigurationError(
-            f"unknown strategy (expected one of {sorted(STRATEGIES)}, got {name!r}){_did_you_mean(name, STRATEGIES)}"
+            f"unknown strategy (expected one of {sorted(STRATEGIES)}, got {name!r}){did_you_mean(name, STRATEGIES)}"
         )
     strategy_class = STRATEGIES[name]
     return strategy_class(**_parse_options(strategy_class, options, specification))
@@ -47,7 +47,7 @@ def _parse_options(strategy_class: type[Strategy], options: str, specification: 
             raise ConfigurationError(
                 f"strategy {specification!r}: unknown option {key!r}"
                 f" (expected some of {accepted or 'no options'}, got {option!r})"
-                f"{_did_you_mean(key, accepted)}"
+                f"{did_you_mean(key, accepted)}"
             )
         if not equals or key in parsed:
             raise ConfigurationError(
@@ -58,7 +58,8 @@ def _parse_options(strategy_class: type[Strategy], options: str, specification: 
     return parsed
 
 
-def _did_you_mean(name: str, known: Iterable[str]) -> str:
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """The end of an error's text: the known name that was probably meant; "" where none is close."""
     close = difflib.get_close_matches(name, list(known), n=1)
     return f". Did you mean {close[0]}?" if close else ""
 
