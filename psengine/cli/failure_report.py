@@ -11,6 +11,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from psengine.cli.console import print_if_read
 from psengine.cli.launching.failure import RankEnd, describe_exit
 
 if TYPE_CHECKING:
@@ -18,10 +19,10 @@ if TYPE_CHECKING:
 
 
 def speaker(console: Console, command: str = "psengine run") -> Callable[[str], None]:
-    """What says a line in the launcher's name, from any thread."""
+    """What says a line in the launcher's name, from any thread; never raises because nobody reads it."""
 
     def say(line: str) -> None:
-        console.print(Text(f"{command}: {line}"), soft_wrap=True)
+        print_if_read(console, Text(f"{command}: {line}"), soft_wrap=True)
 
     return say
 
@@ -46,10 +47,10 @@ def show_failure(console: Console, first: RankEnd, ends: Sequence[RankEnd], comm
     others = [Text(line, style="dim") for line in _others(first, ends)]
     if console.is_terminal:
         body = Group(Text(headline, style="bold"), Text(), *lines, *([Text(), *others] if others else []))
-        console.print(Panel(body, title=command, border_style="red"))
+        print_if_read(console, Panel(body, title=command, border_style="red"))
         return
     for text in (Text(f"{command}: {headline}"), *(Text("  ") + line for line in lines), *others):
-        console.print(text, soft_wrap=True)
+        print_if_read(console, text, soft_wrap=True)
 
 
 def show_fates(console: Console, ends: Sequence[RankEnd]) -> None:
@@ -62,7 +63,7 @@ def show_fates(console: Console, ends: Sequence[RankEnd]) -> None:
         style = "green" if end.exit_code == 0 else "red"
         fate = "in order" if end.exit_code == 0 else describe_exit(end.exit_code)
         table.add_row(str(end.rank), str(end.pid), str(end.restarts), Text(fate, style=style), Text(words.strip()))
-    console.print(table)
+    print_if_read(console, table)
 
 
 def _others(first: RankEnd, ends: Sequence[RankEnd]) -> list[str]:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import importlib
+import os
+import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
 from psengine.errors import PSEngineError
@@ -23,12 +26,53 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     What is wrong with an argument or its place (``PSEngineError``) is one message and exit code 2, never a traceback.
     """
+    open_missing_streams()
     try:
-        app = build_app()
+        with ending_at_once():
+            app = build_app()
         app(args=None if arguments is None else list(arguments), prog_name="psengine")
     except PSEngineError as error:
-        print(f"psengine: {error}", file=sys.stderr)
+        with suppress(OSError):
+            print(f"psengine: {error}", file=sys.stderr)
         sys.exit(EXIT_USAGE)
+    finally:
+        give_up_unwritable_stderr()
+
+
+def open_missing_streams() -> None:
+    """Have /dev/null where the shell closed stdin, stdout or stderr (``>&-``), for us and for what we start."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        # None where it was closed when the interpreter began. Lowest first: each gets its own number.
+        if getattr(sys, name) is None:
+            descriptor = os.open(os.devnull, os.O_RDWR)
+            os.set_inheritable(descriptor, descriptor <= 2)
+            setattr(sys, name, os.fdopen(descriptor, mode))
+
+
+@contextmanager
+def ending_at_once() -> Iterator[None]:
+    """Ctrl-C ends the process without a word while nothing has begun; an import would show its traceback, or lose it.
+
+    Where it is ignored (a shell's background job), it stays so.
+    """
+    previous = signal.getsignal(signal.SIGINT)
+    if previous is not signal.default_int_handler:
+        yield
+        return
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, previous)
+
+
+def give_up_unwritable_stderr() -> None:
+    """What a stderr that cannot be written (a broken pipe, a full disk) still holds must not change the exit code."""
+    try:
+        sys.stderr.flush()
+    except (OSError, ValueError):
+        with suppress(OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
 
 
 def build_app() -> typer.Typer:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import socket
 import sys
 import tempfile
@@ -242,38 +241,37 @@ def recorded(plan: Plan, timeline: Path | None, say: Callable[[str], None]) -> I
     if timeline is None:
         yield plan
         return
+    from psengine.cli.launching.run_directory import run_directory
     from psengine.timeline_files import find_parts, merge_parts
 
     path = Path(os.path.abspath(timeline))
     if path.is_dir() or not path.parent.is_dir():
         raise ConfigurationError(f"--timeline writes to a file in an existing folder (got {timeline})")
-    if plan.is_multi_node:
-        # Each node has the parts of its own ranks; the folder may be shared.
-        path = path.with_name(f"{path.stem}.{socket.gethostname()}{path.suffix}")
     try:
         tempfile.TemporaryFile(dir=path.parent).close()
     except OSError as error:
         raise ConfigurationError(f"--timeline cannot write in {path.parent}: {error.strerror}") from error
-    directory = tempfile.mkdtemp(prefix="psengine-timeline-")
-    is_kept = False
-    try:
-        part = Path(directory) / "timeline.json"
+    # What a killed launcher leaves there goes when the next one starts.
+    with run_directory() as directory:
+        part = directory / "timeline.json"
         yield replace(plan, variables={**plan.variables, "PSENGINE_TIMELINE": str(part)})
         parts = find_parts(part)
         if not parts:
             say("no rank wrote a timeline (a model must be wrapped, and its process end in order)")
             return
+        if plan.is_multi_node:
+            # Each node has the parts of its own ranks; the folder may be shared, and so may a host's name.
+            first = parts[0].name.rpartition(".rank")[2]
+            path = path.with_name(f"{path.stem}.{socket.gethostname()}.rank{first}{path.suffix}")
         try:
             merge_parts(parts, path)
         except (OSError, ConfigurationError) as error:
-            is_kept = True
+            kept = directory.with_name(f"psengine-timeline-{directory.name.rpartition('-')[2]}")
+            directory.rename(kept)
             say(
-                f"the timeline could not be written to {path}: {error}. The ranks' parts are kept in {directory};"
+                f"the timeline could not be written to {path}: {error}. The ranks' parts are kept in {kept};"
                 " psengine.timeline_files.merge_parts joins them"
             )
             return
         ranks = "1 rank" if len(parts) == 1 else f"{len(parts)} ranks"
         say(f"timeline of {ranks} in {path}; open it at https://ui.perfetto.dev or chrome://tracing")
-    finally:
-        if not is_kept:
-            shutil.rmtree(directory, ignore_errors=True)

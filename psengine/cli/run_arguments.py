@@ -70,6 +70,20 @@ def split_arguments(
     return parts
 
 
+def given_options(parts: RunArguments, torchrun: Mapping[str, bool]) -> list[str]:
+    """Names of torchrun's options in ``parts``, as they were spelt; ``torchrun`` as in ``split_arguments``."""
+    names = []
+    remaining = iter(parts.torchrun)
+    for argument in remaining:
+        name, equals, _ = argument.partition("=")
+        if name not in torchrun:
+            name = name[:2]  # -r3
+        elif torchrun[name] and not equals:
+            next(remaining)  # its value
+        names.append(name)
+    return names
+
+
 def _unknown_option(name: str, known: set[str], command: str) -> str:
     # Their spelling with underscores is torchrun's second one.
     names = sorted(option for option in known if "_" not in option)

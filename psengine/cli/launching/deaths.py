@@ -29,9 +29,11 @@ class DeathWatch:
         # Unlike poll, epoll takes another descriptor while it waits.
         self._epoll = select.epoll() if hasattr(select, "epoll") and hasattr(os, "pidfd_open") else None
         self._descriptors: dict[int, int] = {}
+        # Held from poll to close: the number of a closed descriptor may be another process's a moment later.
+        self._lock = threading.Lock()
         self._polled: set[int] = set()
         self._wake_reader, self._wake_writer = os.pipe()
-        # settle() and the thread may both be told of the same byte.
+        # It may be woken by a byte that it has read already.
         os.set_blocking(self._wake_reader, False)
         if self._epoll is not None:
             self._epoll.register(self._wake_reader, select.EPOLLIN)
@@ -64,32 +66,36 @@ class DeathWatch:
             self._polled.add(pid)
             os.write(self._wake_writer, b"x")
             return
-        self._descriptors[descriptor] = pid
-        self._epoll.register(descriptor, select.EPOLLIN)
+        with self._lock:
+            self._descriptors[descriptor] = pid
+            self._epoll.register(descriptor, select.EPOLLIN)
 
     def settle(self) -> None:
         """Note those that are gone by now."""
-        self._look(0.0)
+        self._look()
 
     def _watch(self) -> None:
         while not self._is_ending.is_set():
-            self._look(_POLL_S if self._polled or self._epoll is None else -1)
+            if self._epoll is None:
+                time.sleep(_POLL_S)
+            else:
+                self._epoll.poll(_POLL_S if self._polled else -1)
+            with suppress(BlockingIOError):
+                os.read(self._wake_reader, 64)
+            self._look()
 
-    def _look(self, timeout_s: float) -> None:
-        if self._epoll is None:
-            time.sleep(timeout_s)
-        else:
-            for descriptor, _ in self._epoll.poll(timeout_s):
-                if descriptor == self._wake_reader:
-                    with suppress(BlockingIOError):
-                        os.read(self._wake_reader, 64)
-                    continue
-                self._note_exit_code(descriptor)
-                self.ended_s.setdefault(self._descriptors[descriptor], time.time())
-                try:
+    def _look(self) -> None:
+        if self._epoll is not None:
+            with self._lock:
+                for descriptor, _ in self._epoll.poll(0):
+                    pid = self._descriptors.pop(descriptor, None)
+                    if pid is None:
+                        continue  # the byte that wakes the thread
+                    self._note_exit_code(descriptor)
+                    self.ended_s.setdefault(pid, time.time())
+                    # A run of many restarts would have none left.
                     self._epoll.unregister(descriptor)
-                except OSError:
-                    continue  # settle() was quicker
+                    os.close(descriptor)
         for pid in [pid for pid in list(self._polled) if pid not in self.ended_s and not _runs(pid)]:
             self.ended_s.setdefault(pid, time.time())
 

@@ -26,11 +26,12 @@ import torch.distributed as dist
 import torch.distributed.run as torchrun
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.elastic.rendezvous import RendezvousError
+from torch.distributed.elastic.rendezvous import RendezvousError, rendezvous_handler_registry
+from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from psengine.cli.launching.deaths import DeathWatch
-from psengine.cli.launching.failure import RankEnd, failure_time, first_failure, last_traceback
+from psengine.cli.launching.failure import LAUNCHER, RankEnd, failure_time, first_failure, last_traceback
 from psengine.cli.launching.interruption import Interruption, kill_group
 from psengine.cli.launching.nodes import NodeFailures
 from psengine.cli.launching.output import WorkerOutput
@@ -39,6 +40,8 @@ from psengine.errors import CollectiveError, ConfigurationError
 
 # Between the signal that asks workers to end and the one that does not ask; torchrun's 30 s are long after a Ctrl-C.
 SHUTDOWN_S = 15
+# A scheduler's signal comes to all nodes at once: who gets it needs nobody's word.
+_SHARED_SIGNAL_S = 0.5
 
 
 class Interrupted(SignalException):
@@ -145,7 +148,7 @@ class ElasticWorkers:
         self._watch = DeathWatch()
         nodes = node_counts(options)
         self._is_elastic = nodes.minimum < nodes.maximum
-        self._nodes = NodeFailures(self._other_failed) if nodes.maximum > 1 else None
+        self._nodes = NodeFailures(self._other_failed, self._told_to_end) if nodes.maximum > 1 else None
 
     def run(self) -> None:
         """Start the workers and wait until all have ended.
@@ -189,15 +192,44 @@ class ElasticWorkers:
         try:
             self._launch(config, program, arguments)
         except (Interrupted, CollectiveError):
+            if nodes is not None and (signalled := self._own_signal()) is not None:
+                if not self._is_elastic:
+                    nodes.settle(first_failure(self.ends) or signalled, self._is_forced)
+                raise
             # Another node's failure ended this one, or took away the store at which the agents meet.
-            if nodes is None or nodes.first is None or (self._interruption.received and not self._interruption.reason):
+            if nodes is None or nodes.first is None:
                 raise
         own = first_failure(self.ends)
         if nodes is not None and own is not None:
             with suppress(Interrupted):  # stop waiting for the others; what is known here is told
-                nodes.settle(own)
+                nodes.settle(own, self._is_forced)
         if nodes is not None and nodes.first is not None and all(nodes.first.rank != end.rank for end in self.ends):
             self.ends.append(nodes.first)
+
+    def _is_forced(self) -> bool:
+        return self._interruption.is_forced
+
+    def _own_signal(self) -> RankEnd | None:
+        """The end of this launcher, where a signal from outside asked for it; None while there was none."""
+        interruption = self._interruption
+        if interruption.received is None or interruption.received_s is None or interruption.reason is not None:
+            return None
+        name = signal.Signals(interruption.received).name
+        return RankEnd(
+            rank=LAUNCHER,
+            local_rank=LAUNCHER,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            exit_code=-interruption.received,
+            failed_s=interruption.received_s,
+            traceback=(f"{name} came to that launcher, which ended its workers",),
+        )
+
+    def _told_to_end(self) -> RankEnd | None:
+        """What the other nodes are to know of a signal; where nodes may come and go, one that goes is no end."""
+        signalled = None if self._is_elastic else self._own_signal()
+        is_young = signalled is not None and time.time() - (signalled.failed_s or 0.0) < _SHARED_SIGNAL_S
+        return None if is_young else signalled
 
     def _other_failed(self, end: RankEnd) -> None:
         if not self._is_elastic:
@@ -221,11 +253,21 @@ class ElasticWorkers:
             raise Interrupted(error.sigval) from None
         except OSError as error:
             raise ConfigurationError(f"{program} could not be started: {error}") from error
+        except (ValueError, AssertionError, ImportError) as error:
+            if self._pids:
+                raise
+            raise ConfigurationError(f"torchrun refuses its options: {error or type(error).__name__}") from error
         except (RendezvousError, dist.DistError) as error:
             if self._pids:
                 raise CollectiveError(
                     f"this node lost the others, which met at {config.rdzv_endpoint} ({type(error).__name__}). Look at"
                     " what psengine run says on the other nodes"
+                ) from error
+            if self._nodes is None and "EADDRINUSE" in str(error):
+                port = config.rdzv_endpoint.rpartition(":")[2]
+                raise ConfigurationError(
+                    f"port {port} is in use on this node (expected a free one). Fix: leave --master-port out, and the"
+                    " workers meet at a free port, or name another"
                 ) from error
             raise CollectiveError(
                 f"this node could not meet the others at {config.rdzv_endpoint} ({type(error).__name__}: {error}). Fix:"
@@ -363,17 +405,29 @@ def choose_meeting_point(options: Namespace, nodes: Nodes) -> None:
     """Fill in where the nodes' agents meet: one node, on a free port of its own; several, where the user says.
 
     Raises:
-        ConfigurationError: several nodes, and no address.
+        ConfigurationError: several nodes, and no address; no such backend; an address that is none.
     """
+    if options.standalone and nodes.maximum > 1:
+        raise ConfigurationError(
+            f"--standalone is one node alone (expected no --nnodes, or --nnodes 1; got --nnodes {options.nnodes}). Fix:"
+            " give every node --rdzv-endpoint HOST:PORT in its place"
+        )
+    backends = sorted(rendezvous_handler_registry._registry)
+    if options.rdzv_backend not in backends:
+        raise ConfigurationError(
+            f"--rdzv-backend is one of those torch has (expected one of {backends}, got {options.rdzv_backend!r})"
+        )
     says_where = options.rdzv_endpoint or options.master_port is not None or options.master_addr != "127.0.0.1"
-    if options.standalone or (nodes.maximum == 1 and options.rdzv_backend == "static" and not says_where):
+    is_alone = nodes.maximum == 1 and options.rdzv_backend in ("c10d", "static") and not _meets_in_a_file(options)
+    if options.standalone or (is_alone and not says_where):
         options.rdzv_backend, options.rdzv_endpoint = "c10d", "localhost:0"
-        options.rdzv_id = str(uuid.uuid4())
+        if options.standalone or options.rdzv_id == "none":
+            options.rdzv_id = str(uuid.uuid4())
         if options.local_addr is None:
             # Names of containers and laptops often have no address.
             options.local_addr = "127.0.0.1"
         return
-    if not says_where:
+    if not says_where and not _meets_in_a_file(options):
         raise ConfigurationError(
             f"--nnodes {options.nnodes} needs an address at which the nodes meet (expected --rdzv-endpoint HOST:PORT"
             " with a host of theirs and a free port; got none). Run the same line on every node, for example:\n"
@@ -383,5 +437,17 @@ def choose_meeting_point(options: Namespace, nodes: Nodes) -> None:
         options.rdzv_backend = "c10d"
         if options.rdzv_id == "none":
             options.rdzv_id = "psengine"
+    if options.rdzv_backend == "c10d" and not _meets_in_a_file(options):
+        try:
+            parse_rendezvous_endpoint(options.rdzv_endpoint, default_port=0)
+        except ValueError as error:
+            raise ConfigurationError(
+                f"--rdzv-endpoint is HOST:PORT (expected a host and a port, got {options.rdzv_endpoint!r}): {error}"
+            ) from None
     if options.master_port is None:
         options.master_port = 29500
+
+
+def _meets_in_a_file(options: Namespace) -> bool:
+    """Whether the endpoint is a path: torch's c10d backend over a file that all nodes see."""
+    return options.rdzv_backend == "c10d" and "store_type=file" in options.rdzv_conf.replace(" ", "")

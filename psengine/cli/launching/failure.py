@@ -14,6 +14,10 @@ from dataclasses import dataclass
 
 LONGEST_TRACEBACK_LINES = 60
 LONGEST_TEARDOWN_S = 30.0
+# The lines of one error's message come together; what comes later was said by a program that went on.
+ONE_MESSAGE_S = 1.0
+# With which Python ends after an error that nobody handled.
+UNHANDLED = 1
 
 _HEADER = re.compile(r"\s*(\+ )?(Exception Group )?Traceback \(most recent call last\):")
 _FATAL = re.compile(r"Fatal Python error: |terminate called ")
@@ -34,12 +38,16 @@ _MEANINGS = {
 }
 
 
+# In a rank's place: the end is that of a node's launcher.
+LAUNCHER = -1
+
+
 @dataclass(frozen=True, kw_only=True)
 class RankEnd:
-    """How a rank's process ended.
+    """How a rank's process ended, or a node's launcher.
 
     Attributes:
-        rank, local_rank, host, pid: whose.
+        rank, local_rank, host, pid: whose; ``rank`` is ``LAUNCHER`` where it was a launcher.
         exit_code: negative for a signal.
         ended_s: when its process was gone, ``time.time()``; None where nobody saw it.
         was_ended: the launcher ended it.
@@ -67,6 +75,8 @@ class RankEnd:
     @property
     def name(self) -> str:
         """Rank, local rank and host in words."""
+        if self.rank == LAUNCHER:
+            return f"the launcher on host {self.host}"
         return f"rank {self.rank} (local rank {self.local_rank}) on host {self.host}"
 
 
@@ -83,7 +93,8 @@ def first_failure(ends: Sequence[RankEnd]) -> RankEnd | None:
 def last_traceback(lines: Sequence[tuple[float, str]]) -> tuple[float | None, tuple[str, ...]]:
     """(when it was written, its lines) of the last traceback in ``lines``, with those it says were its causes.
 
-    A fatal signal's report counts as one (Python's faulthandler). Without any: (None, the last ten lines).
+    When is None where the program went on writing: it lived through that error. A fatal signal's report counts as a
+    traceback (Python's faulthandler). Without any: (None, the last ten lines).
     """
     start = None
     for index, (_, line) in enumerate(lines):
@@ -91,6 +102,7 @@ def last_traceback(lines: Sequence[tuple[float, str]]) -> tuple[float | None, tu
             start = index
     if start is None:
         return None, tuple(line for _, line in lines[-10:])
+    is_over = not _goes_on(lines, start)
     while True:
         link = start - 1
         while link >= 0 and not lines[link][1].strip():
@@ -106,17 +118,27 @@ def last_traceback(lines: Sequence[tuple[float, str]]) -> tuple[float | None, tu
         half = LONGEST_TRACEBACK_LINES // 2
         left_out = len(found) - 2 * half
         found = [*found[:half], f"... {left_out} lines left out ...", *found[-half:]]
-    return lines[start][0], tuple(found)
+    return lines[start][0] if is_over else None, tuple(found)
 
 
 def failure_time(exit_code: int, spoke_s: float | None, ended_s: float | None) -> float | None:
     """When a rank failed: when it wrote its traceback, because the interpreter may take a while to end after that.
 
-    A rank that was killed wrote none, and an old traceback is one that the program lived through.
+    Only one that it ended of: who was killed, ended with a code of the program's own, or went on for long, has lived
+    through its traceback.
     """
-    if exit_code < 0 or spoke_s is None or ended_s is None:
+    if exit_code != UNHANDLED or spoke_s is None or ended_s is None:
         return ended_s
     return spoke_s if ended_s - spoke_s < LONGEST_TEARDOWN_S else ended_s
+
+
+def _goes_on(lines: Sequence[tuple[float, str]], start: int) -> bool:
+    """Whether something was written well after the traceback at ``start``."""
+    index = start + 1
+    while index < len(lines) and (lines[index][1].startswith((" ", "+", "|")) or not lines[index][1].strip()):
+        index += 1
+    written_s = lines[min(index, len(lines) - 1)][0]  # the error itself, behind its frames
+    return any(line.strip() and when > written_s + ONE_MESSAGE_S for when, line in lines[index:])
 
 
 def _is_within(lines: Sequence[tuple[float, str]], start: int | None, index: int) -> bool:

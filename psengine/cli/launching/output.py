@@ -45,6 +45,10 @@ class _Stream:
     is_plain: bool
     file: Path
     descriptor: int
+    # The last lines of a stderr.
+    kept: deque[tuple[float, str]] = field(default_factory=lambda: deque(maxlen=KEPT_LINES))
+    # Nobody has it open for writing any more, and nobody will.
+    has_ended: bool = False
     pending: bytes = b""
     # Of a plain stream's pending line, what was passed on already.
     passed_bytes: int = 0
@@ -79,7 +83,9 @@ class WorkerOutput:
         self._selector = selectors.DefaultSelector()
         self._lock = threading.Lock()  # of the selector's map and of what is kept; never held while showing
         self._count = 0
-        self._kept: dict[int, deque[tuple[float, str]]] = {}
+        # Of each rank: its stdout and its stderr.
+        self._streams: dict[tuple[int, bool], _Stream] = {}
+        self._replaced: deque[_Stream] = deque()
         self._wake_reader, self._wake_writer = os.pipe()
         os.set_blocking(self._wake_reader, False)
         self._selector.register(self._wake_reader, selectors.EVENT_READ, None)
@@ -99,17 +105,24 @@ class WorkerOutput:
         self.close()
 
     def pipe(self, rank: int, *, is_stderr: bool, is_shown: bool = True) -> str:
-        """Path of a new pipe for a worker's stream. A new stderr forgets what an earlier one of the rank said."""
+        """Path of a new pipe for a worker's stream; takes the place of the rank's former one.
+
+        A new stderr forgets what the former one said. A former pipe is closed when its last writer is gone: a worker's
+        own children may outlive it.
+        """
         with self._lock:
             self._count += 1
             path = self._directory / f"output-{self._count}"
             os.mkfifo(path, 0o600)
             # Open for both, it neither waits for a writer nor ends with one.
             descriptor = os.open(path, os.O_RDWR | os.O_NONBLOCK)
-            if is_stderr:
-                self._kept[rank] = deque(maxlen=KEPT_LINES)
             stream = _Stream(rank, is_stderr, is_shown, rank in self._plain_ranks, path, descriptor)
             self._selector.register(descriptor, selectors.EVENT_READ, stream)
+            former = self._streams.get((rank, is_stderr))
+            self._streams[rank, is_stderr] = stream
+        if former is not None:
+            self._replaced.append(former)
+            self._wake()
         return str(path)
 
     def expect_interrupts(self) -> None:
@@ -127,7 +140,8 @@ class WorkerOutput:
     def stderr_of(self, rank: int) -> list[tuple[float, str]]:
         """The last lines of a rank's stderr, with when they were read (``time.time()``)."""
         with self._lock:
-            return list(self._kept.get(rank, ()))
+            stream = self._streams.get((rank, True))
+            return [] if stream is None else list(stream.kept)
 
     def drain(self) -> None:
         """Read what is there now, whatever a process wrote before it ended; not where our own reader stands still."""
@@ -164,15 +178,36 @@ class WorkerOutput:
             for key, _ in self._selector.select(1.0):
                 if key.data is not None:
                     self._read(key.data)
+                    if key.data.has_ended:
+                        self._drop(key.data)
                     continue
                 with suppress(BlockingIOError):
                     os.read(self._wake_reader, 64)
+                while self._replaced:
+                    self._await_end(self._replaced.popleft())
                 while self._drains:
                     drained = self._drains.popleft()
                     self._read_rest()
                     drained.set()
         for stream in self._read_rest():
             self._finish(stream)
+
+    def _await_end(self, stream: _Stream) -> None:
+        """Keep a pipe that was replaced as a mere reader: then it tells when its last writer is gone."""
+        try:
+            reader = os.open(stream.file, os.O_RDONLY | os.O_NONBLOCK)
+        except OSError:
+            return  # it stays open, until the end
+        with self._lock:
+            self._selector.unregister(stream.descriptor)
+            os.close(stream.descriptor)
+            stream.descriptor = reader
+            self._selector.register(reader, selectors.EVENT_READ, stream)
+
+    def _drop(self, stream: _Stream) -> None:
+        with self._lock:
+            self._selector.unregister(stream.descriptor)
+        self._finish(stream)
 
     def _read_rest(self) -> list[_Stream]:
         with self._lock:
@@ -187,6 +222,9 @@ class WorkerOutput:
         try:
             data = os.read(stream.descriptor, _READ_BYTES)
         except (BlockingIOError, OSError):
+            return False
+        if not data:
+            stream.has_ended = True
             return False
         now = time.time()
         is_passed = stream.is_plain and stream.is_shown and not self._is_interrupted
@@ -207,7 +245,7 @@ class WorkerOutput:
                 self._show_line(stream, drawn.rstrip(b"\r").rpartition(b"\r")[2])
         if is_passed:
             stream.passed_bytes = len(stream.pending)
-        return bool(data)
+        return True
 
     def _take(self, stream: _Stream, line: bytes, now: float) -> None:
         rest, stream.passed_bytes = line[stream.passed_bytes :], 0
@@ -219,7 +257,7 @@ class WorkerOutput:
             return
         kept = _last_drawn(line).removeprefix(name).decode(errors="replace")
         with self._lock:
-            self._kept[stream.rank].append((now, kept))
+            stream.kept.append((now, kept))
         shown_lines = stream.interrupt.take(kept, shown) if self._is_interrupted else [shown]
         for one in shown_lines:
             self._show_line(stream, one)

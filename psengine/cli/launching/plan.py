@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import shutil
+import signal
+import tempfile
 from argparse import Namespace
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from psengine.cli.run_arguments import RunArguments, check_program
+from psengine.cli.run_arguments import RunArguments, check_program, given_options
 from psengine.environment import default_strategy, read_variable
 from psengine.errors import ConfigurationError
+
+# Of torchrun's, what --independent workers heed; -m and --no-python say what the script is.
+_HEEDED_ALONE = (
+    *("--nproc-per-node", "--max-restarts", "--signals-to-handle", "--shutdown-timeout"),
+    *("-m", "--module", "--no-python"),
+    "--nnodes",  # 1, or refused in words of its own
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,10 +80,28 @@ def make_plan(
     Raises:
         ConfigurationError: an option has a wrong value, or contradicts another; there is no such script.
     """
-    from psengine.cli.launching.elastic import choose_meeting_point, local_world_size, node_counts, parse_torchrun
+    from psengine.cli.launching.elastic import (
+        choose_meeting_point,
+        local_world_size,
+        node_counts,
+        parse_torchrun,
+        torchrun_options,
+    )
 
     options = parse_torchrun(_with_workers(parts, workers, default_workers), parts.script or ["-"])
+    if options.run_path:
+        if options.module or options.no_python:
+            raise ConfigurationError(
+                "--run-path runs a script's file in Python (expected neither -m nor --no-python with it, got"
+                f" {'-m' if options.module else '--no-python'})"
+            )
+        # A function that torch runs in a forked worker, with no process group of its own and no pipe as its output;
+        # the same file, run as any other, is the same program.
+        options.run_path = False
     check_program(parts.script, is_module=options.module, has_python=not options.no_python)
+    _check_signals(options.signals_to_handle)
+    if options.numa_binding is not None:
+        _check_numa_binding(options.numa_binding)
     nodes = node_counts(options)
     count = local_world_size(options.nproc_per_node)
     options.nproc_per_node = str(count)
@@ -97,6 +125,13 @@ def make_plan(
         variables["PSENGINE_SERVERS"] = ",".join(named_servers)
     if independent:
         _check_independent(strategy or default_strategy(), needs_servers, is_multi_node=nodes.maximum > 1)
+        unheeded = [name for name in given_options(parts, torchrun_options()) if not _is_heeded_alone(name)]
+        if unheeded:
+            raise ConfigurationError(
+                f"--independent workers have no agent and no meeting, and have no use for torchrun's"
+                f" {', '.join(unheeded)} (expected of torchrun's options only --nproc-per-node, -m, --no-python,"
+                " --max-restarts, --signals-to-handle, --shutdown-timeout)"
+            )
     elif first_worker:
         raise ConfigurationError(
             "--first-worker numbers independent workers (expected --independent with it); the ranks of others come from"
@@ -125,6 +160,8 @@ def make_plan(
 
         require_server_packages("parameter servers")
         check_server_options(server_options)
+        if snapshot_dir is not None:
+            _check_snapshot_dir(snapshot_dir)
     elif independent and not named:
         raise ConfigurationError(
             "independent workers meet at parameter servers (expected --servers 1 or more, or --server-address; got"
@@ -158,6 +195,43 @@ def check_strategy(specification: str) -> bool:
     from psengine.strategies.server_strategy import ServerStrategy
 
     return isinstance(resolve_strategy(specification), ServerStrategy) and "servers=" not in specification
+
+
+def _check_signals(names: str) -> None:
+    for name in (part.strip() for part in names.split(",")):
+        if name and name not in signal.Signals.__members__:
+            raise ConfigurationError(f"--signals-to-handle takes names of signals (expected as SIGTERM, got {name!r})")
+        if name and signal.Signals[name] in (signal.SIGKILL, signal.SIGSTOP):
+            raise ConfigurationError(f"nobody can handle {name} (expected others in --signals-to-handle, got {names})")
+
+
+def _check_numa_binding(mode: str) -> None:
+    import torch
+
+    if not torch.cuda.is_available():
+        raise ConfigurationError(
+            f"--numa-binding {mode} keeps each worker near its GPU (expected CUDA devices, got none that torch can use)"
+        )
+    if shutil.which("numactl") is None:
+        raise ConfigurationError(
+            f"--numa-binding {mode} needs the program numactl (expected it on the PATH, got none). Fix: install it, for"
+            " example with apt install numactl"
+        )
+
+
+def _check_snapshot_dir(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise ConfigurationError(
+            f"--snapshot-dir is a folder for the servers to write in (got {folder}: {error.strerror})"
+        ) from error
+
+
+def _is_heeded_alone(option: str) -> bool:
+    # Their spelling with underscores is torchrun's second one.
+    return option.replace("_", "-") in _HEEDED_ALONE
 
 
 def _with_workers(parts: RunArguments, workers: str | None, default: int | None) -> list[str]:

@@ -160,11 +160,22 @@ def _run(
             ):
                 processes = "1 more process" if count_left == 1 else f"{count_left} more processes"
                 report(f"ended {processes} that the workers had started")
+        if servers is not None and plan.uses_servers and not failed and interruption.received is None:
+            _say_if_unused(servers, report)
     first = first_failure(workers.ends)
     if first is None and interruption.received is not None:
         return _interrupted(interruption, workers.ends)
     exit_code = 0 if first is None else shell_status(first.exit_code)
     return Outcome(exit_code=exit_code, ends=tuple(workers.ends))
+
+
+def _say_if_unused(servers: ServerGroup, report: Callable[[str], None]) -> None:
+    """A script that decides by itself how replicas agree may ignore --strategy, and trains well without servers."""
+    if servers.has_joined_workers() is False:
+        report(
+            "no worker joined the servers: does the script name its own strategy, or not use"
+            " psengine.DistributedDataParallel?"
+        )
 
 
 def _plain_ranks(plan: Plan) -> Container[int]:

@@ -8,9 +8,13 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from psengine.client.embedded import EmbeddedServer
 from psengine.errors import ConfigurationError, ServerError
+
+if TYPE_CHECKING:
+    from psengine.cli.server_status import ServerReport
 
 WATCH_S = 0.2
 # Who dies so often in so long will not be well after another start.
@@ -19,8 +23,12 @@ DEATHS_WITHIN_S = 60.0
 # What a crash of a server may lose, where nobody says; psengine-server's own default is a minute.
 SNAPSHOT_INTERVAL_S = 15.0
 END_S = 20.0
+# At the end of a run; a page that does not answer so soon is not worth a wait.
+PAGE_S = 1.0
+_POLL_S = 0.05
 
-_STATUS = re.compile(r"(?:status|dashboard) at (\S+)")
+# With log_format=json a quotation mark follows.
+_STATUS = re.compile(r"(?:status|dashboard) at (http://[\w.:\[\]-]+)")
 _OURS = ("bind", "shards", "snapshot_dir", "status_port")
 
 
@@ -65,6 +73,8 @@ class ServerGroup:
         self._failed_starts = [0] * count
         self._last_words = [""] * count
         self._is_ending = threading.Event()
+        self._is_killed = threading.Event()
+        self._lock = threading.Lock()  # a server is either among those that end, or killed as soon as it serves
         self._thread = threading.Thread(target=self._watch, name="psengine-server-group", daemon=True)
 
     def __enter__(self) -> ServerGroup:
@@ -84,22 +94,36 @@ class ServerGroup:
     def __exit__(self, *exception: object) -> None:
         self.stop()
 
+    def has_joined_workers(self) -> bool | None:
+        """Whether a worker has ever joined; None where that cannot be known. Asks for a second or two at most."""
+        from psengine.cli.server_status import HttpSource
+
+        # A server that was started again does not know whom it had.
+        if not self.dashboard_url or self._deaths[0]:
+            return None
+        return has_joined_workers(HttpSource(self.dashboard_url, PAGE_S).ask())
+
     def stop(self) -> None:
         """End all servers in order, the slow ones by force. Safe twice."""
         self._is_ending.set()
-        if self._thread.is_alive():
-            self._thread.join()
         deadline_s = time.monotonic() + END_S
-        enders = [threading.Thread(target=self._end, args=(server, deadline_s)) for server in self._servers]
+        with self._lock:
+            servers = list(self._servers)
+        enders = [threading.Thread(target=self._end, args=(server, deadline_s)) for server in servers]
         for ender in enders:
             ender.start()
         for ender in enders:
             ender.join()
+        # It may be waiting for a server's start. That one is killed once it serves; or it ends by itself, at the latest
+        # with this process, which holds its stdin.
+        while self._thread.is_alive() and not self._is_killed.is_set() and time.monotonic() < deadline_s:
+            self._thread.join(_POLL_S)
         self._servers = []
 
     def kill(self) -> None:
-        """End all servers at once."""
+        """End all servers at once. From a signal's handler too: takes no lock."""
         self._is_ending.set()
+        self._is_killed.set()
         for server in list(self._servers):
             server.kill()
 
@@ -123,10 +147,16 @@ class ServerGroup:
             raise ServerError(f"server {index}: {error}") from error
 
     def _watch(self) -> None:
-        while not self._is_ending.wait(WATCH_S):
-            for index, server in enumerate(self._servers):
-                if not server.is_running and not self._is_ending.is_set():
-                    self._revive(index, server)
+        index = 0
+        try:
+            while not self._is_ending.wait(WATCH_S):
+                for index, server in enumerate(list(self._servers)):
+                    if not server.is_running and not self._is_ending.is_set():
+                        self._revive(index, server)
+        except Exception as error:
+            # Without this thread a dead server would be mourned by nobody, and its workers would wait for it.
+            if not self._is_ending.is_set():
+                self._fail(f"psengine run cannot watch its servers any more ({type(error).__name__}: {error})", index)
 
     def _revive(self, index: int, server: EmbeddedServer) -> None:
         deaths = self._deaths[index]
@@ -157,9 +187,12 @@ class ServerGroup:
             self._failed_starts[index] += 1
             return  # another death; the next round counts it
         self._failed_starts[index] = 0
-        self._servers[index] = revived
-        if self._is_ending.is_set():
-            revived.kill()  # the second Ctrl-C came meanwhile
+        with self._lock:
+            is_late = self._is_ending.is_set()
+            if not is_late:
+                self._servers[index] = revived
+        if is_late or self._is_killed.is_set():
+            revived.kill()
         else:
             self._report(f"the server at {address} is back (process {revived.pid})")
 
@@ -168,6 +201,21 @@ class ServerGroup:
         self.failure = f"{failure}. It wrote last:\n{lines or '  (nothing)'}"
         self._is_ending.set()
         self._give_up(self.failure)
+
+
+def has_joined_workers(report: ServerReport) -> bool | None:
+    """Whether the server of ``report`` has ever had a worker; None where it does not tell."""
+    if not report.is_complete or not report.page:
+        return None
+    # A job alone is none: it may come from a snapshot of an earlier run.
+    jobs = [job for shard in report.shards for job in shard.get("jobs", {}).values()]
+    events = report.page.get("events", ())
+    if any(job.get("members") or job.get("departed") for job in jobs):
+        return True
+    if any(event.get("worker") is not None for event in events):
+        return True
+    # Only the latest events are kept: do these go back to the server's start?
+    return False if any(event.get("kind") == "started" for event in events) else None
 
 
 def server_options(options: Sequence[str]) -> list[str]:
