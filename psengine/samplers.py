@@ -5,6 +5,9 @@ One epoch of ``ProportionalSampler(dataset, shares=[1, 3]).batches(8)``, over th
     permutation    p0  p1 p2 p3 p4 p5 p6 p7 │ p8  p9 ...          global batches of 8, as one process takes them
     rank 0         p0                       │ p8                  a quarter of each
     rank 1             p1 ............. p7  │     p9 ...          three quarters
+
+All are ``torch.utils.data.DistributedSampler``s, with orders of their own: by that type Lightning and others know that
+samples are dealt out already, and do not deal a rank's part out once more.
 """
 
 from __future__ import annotations
@@ -17,14 +20,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils.data import Sampler
+from torch.utils.data import DistributedSampler
 
 from psengine.environment import launched_as
 from psengine.errors import ArgumentTypeError, ConfigurationError
 from psengine.metric_leaves import to_float
 
 
-class ProportionalSampler(Sampler[int]):
+class ProportionalSampler(DistributedSampler[int]):
     """Give every rank a share of each epoch: devices that are slower, or have less memory, take fewer samples.
 
     ``batches(global_batch_size)`` is what to train with: every rank gets the same number of batches, and the ranks'
@@ -61,19 +64,17 @@ class ProportionalSampler(Sampler[int]):
         seed: int = 0,
         drop_last: bool = False,
     ) -> None:
-        self.dataset = dataset
-        self.num_replicas, self.rank = _place(num_replicas, rank)
-        self.shares = _checked_shares(shares, self.num_replicas)
-        self.shuffle = shuffle
-        self.seed = seed
-        self.drop_last = drop_last
-        self.epoch = 0
+        num_replicas, rank = _place(num_replicas, rank)
+        self.shares = _checked_shares(shares, num_replicas)
         count = _length(dataset)
-        if count < self.num_replicas:
+        if count < num_replicas:
             raise ConfigurationError(
-                f"every rank needs a sample (expected at least {self.num_replicas} in the dataset, got {count}). Fix:"
+                f"every rank needs a sample (expected at least {num_replicas} in the dataset, got {count}). Fix:"
                 " start fewer ranks."
             )
+        super().__init__(dataset, num_replicas, rank, shuffle, seed, drop_last)  # type: ignore[arg-type]  # any Sized
+        # The base class's count padding in.
+        self.num_samples, self.total_size = len(self), count
 
     def __iter__(self) -> Iterator[int]:
         """Yield this rank's indices, spread evenly over the permutation."""
@@ -91,7 +92,7 @@ class ProportionalSampler(Sampler[int]):
 
     def set_epoch(self, epoch: int) -> None:
         """Shuffle for ``epoch``, on every rank, before iterating; without it every epoch has the same order."""
-        self.epoch = epoch
+        super().set_epoch(epoch)
 
     def permutation(self) -> torch.Tensor:
         """The order of the whole dataset in this epoch, int64; the same on every rank."""
@@ -101,7 +102,9 @@ class ProportionalSampler(Sampler[int]):
         return torch.randperm(count, generator=torch.Generator().manual_seed(self.seed + self.epoch))
 
     def batches(self, global_batch_size: int) -> ProportionalBatchSampler:
-        """Return a batch sampler for ``DataLoader(batch_sampler=...)``, or for ``sampler=..., batch_size=None``.
+        """Return a batch sampler for ``DataLoader(sampler=..., batch_size=None)``, or for ``batch_sampler=...``.
+
+        Lightning does not see who deals out in the second form, and refuses it (``use_distributed_sampler=False``).
 
         Args:
             global_batch_size: samples of all ranks' k-th batches together.
@@ -113,7 +116,7 @@ class ProportionalSampler(Sampler[int]):
         return ProportionalBatchSampler(self, global_batch_size)
 
 
-class ProportionalBatchSampler(Sampler[list[int]]):
+class ProportionalBatchSampler(DistributedSampler[list[int]]):
     """A rank's part of each global batch; what ``ProportionalSampler.batches`` returns.
 
     Every rank has the same number of batches, none of them empty: a last global batch of fewer samples than ranks is
@@ -125,7 +128,6 @@ class ProportionalBatchSampler(Sampler[list[int]]):
 
     Attributes:
         batch_size: samples of this rank in a full batch.
-        drop_last: the sampler's.
     """
 
     def __init__(self, sampler: ProportionalSampler, global_batch_size: int) -> None:
@@ -138,9 +140,11 @@ class ProportionalBatchSampler(Sampler[list[int]]):
                 f"every rank needs a sample of each batch (expected a global_batch_size of at least"
                 f" {sampler.num_replicas}, the number of ranks, got {global_batch_size})"
             )
+        # Without the base class's own attributes: what has a batch_size and a drop_last, Lightning takes for a
+        # BatchSampler that it may make anew around another sampler. Else it names use_distributed_sampler=False.
         self.sampler = sampler
+        self.dataset, self.num_replicas, self.rank = sampler.dataset, sampler.num_replicas, sampler.rank
         self.global_batch_size = global_batch_size
-        self.drop_last = sampler.drop_last
         self.batch_size = split_proportionally(global_batch_size, sampler.shares)[sampler.rank]
         if not self._global_sizes():
             raise ConfigurationError(
@@ -151,7 +155,7 @@ class ProportionalBatchSampler(Sampler[list[int]]):
     def __iter__(self) -> Iterator[list[int]]:
         """Yield this rank's indices of each global batch."""
         permutation = self.sampler.permutation()
-        rank, sizes = self.sampler.rank, self._global_sizes()
+        rank, sizes = self.rank, self._global_sizes()
         counts_of_size = {size: split_proportionally(size, self.sampler.shares) for size in set(sizes)}
         start = 0
         for size in sizes:
@@ -171,7 +175,7 @@ class ProportionalBatchSampler(Sampler[list[int]]):
     def _global_sizes(self) -> list[int]:
         full, rest = divmod(_length(self.sampler.dataset), self.global_batch_size)
         sizes = [self.global_batch_size] * full
-        if rest == 0 or self.drop_last:
+        if rest == 0 or self.sampler.drop_last:
             return sizes
         if sizes and rest < self.sampler.num_replicas:
             sizes[-1] += rest
@@ -179,13 +183,13 @@ class ProportionalBatchSampler(Sampler[list[int]]):
         return [*sizes, rest]
 
 
-class EvaluationSampler(Sampler[int]):
+class EvaluationSampler(DistributedSampler[int]):
     """Deal a dataset out to the ranks in order, each sample once: nothing is padded, dropped or shuffled.
 
     ``torch.utils.data.DistributedSampler`` repeats samples until all ranks have equally many, so that an accuracy over
     all ranks counts some twice. Here counts may differ by one, and a rank may have no sample at all: do nothing
     collective inside the loop (call ``model.module``, whose forward exchanges no buffers), and add up after it with
-    ``psengine.sum``.
+    ``psengine.sum``. accelerate would deal a rank's part out again: leave the loader out of its ``prepare``.
 
     Args:
         dataset: anything with a length.
@@ -198,9 +202,10 @@ class EvaluationSampler(Sampler[int]):
     """
 
     def __init__(self, dataset: Sized, num_replicas: int | None = None, rank: int | None = None) -> None:
-        self.dataset = dataset
-        self.num_replicas, self.rank = _place(num_replicas, rank)
-        _length(dataset)
+        num_replicas, rank = _place(num_replicas, rank)
+        count = _length(dataset)
+        super().__init__(dataset, num_replicas, rank, shuffle=False)  # type: ignore[arg-type]  # any Sized
+        self.num_samples, self.total_size = len(self), count
 
     def __iter__(self) -> Iterator[int]:
         """Yield every ``num_replicas``-th index, from ``rank`` on."""
@@ -292,7 +297,7 @@ def _checked_shares(shares: Any, num_replicas: int) -> tuple[Fraction, ...]:
     return tuple(Fraction(float(share)) for share in shares)
 
 
-def _length(dataset: Sized) -> int:
+def _length(dataset: Any) -> int:
     try:
         return len(dataset)
     except TypeError as error:

@@ -53,6 +53,22 @@ def values(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {name: tensor.detach().clone() for name, tensor in module.state_dict().items()}
 
 
+SHARES, GLOBAL_BATCH = [1, 3], 4
+
+
+def numbered() -> TensorDataset:
+    """Samples that say which they are; too few for whole batches."""
+    return TensorDataset(torch.arange(11.0).view(-1, 1))
+
+
+def numbers_in(loader: Any) -> list[list[int]]:
+    return [batch[0].flatten().int().tolist() for batch in loader]
+
+
+def proportional_batches() -> Any:
+    return psengine.ProportionalSampler(numbered(), SHARES, shuffle=False).batches(GLOBAL_BATCH)
+
+
 # ---- Lightning -----------------------------------------------------------------------------------------------------
 
 
@@ -179,12 +195,53 @@ def lightning_rank(rank: int, world_size: int, port: int, directory: Path, serve
     with job("lightning-resumed"):
         _, module = _fit("psengine-sync-server", directory, max_epochs=2, checkpoint=directory / "half.ckpt")
         found["resumed"] = values(_fit(DDPStrategy(), directory, max_epochs=2)[1].network), values(module.network)
+    found["dealt out"] = _lightning_samples(ours.PSEngineStrategy, directory)
     with job("lightning-wrong"):
         try:
             _fit("psengine-async", directory, optimizer="LBFGS")
         except psengine.ConfigurationError as error:
             found["unknown optimizer"] = str(error)
     return {"trainer": found, "fabric": fabric_cases(world_size)}
+
+
+def _lightning_samples(strategy_class: Any, directory: Path) -> dict[str, Any]:
+    from lightning.pytorch import LightningModule
+
+    class Seeing(LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = torch.nn.Linear(1, 1)
+            self.seen: list[Any] = []
+
+        def training_step(self, batch: Any, index: int) -> Any:
+            self.seen.append(batch)
+            return self.layer(batch[0]).mean()
+
+        def validation_step(self, batch: Any, index: int) -> None:
+            self.seen.append(batch)
+
+        def predict_step(self, batch: Any, index: int) -> None:
+            self.seen.append(batch)
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    def seen(task: str, loader: Any) -> list[list[int]]:
+        module = Seeing()
+        getattr(_trainer(strategy_class(), directory), task)(module, loader)
+        return numbers_in(module.seen)
+
+    found = {
+        "training": seen("fit", DataLoader(numbered(), sampler=proportional_batches(), batch_size=None)),
+        "evaluation": seen("validate", DataLoader(numbered(), 2, sampler=psengine.EvaluationSampler(numbered()))),
+        "prediction": seen("predict", DataLoader(numbered(), 2, sampler=psengine.EvaluationSampler(numbered()))),
+    }
+    found["as batch_sampler"] = "not refused"
+    try:
+        seen("fit", DataLoader(numbered(), batch_sampler=proportional_batches()))
+    except TypeError as error:
+        found["as batch_sampler"] = str(error)
+    return found
 
 
 def fabric_cases(world_size: int) -> dict[str, Any]:
@@ -215,6 +272,16 @@ def fabric_cases(world_size: int) -> dict[str, Any]:
     for strategy in ("sync-server", "async"):
         with job(f"fabric-{strategy}"):
             found[strategy] = native, train(PSEngineFabricStrategy(strategy))
+    fabric = Fabric(strategy=PSEngineFabricStrategy("sync"), accelerator="cpu", devices=world_size)
+    fabric.launch()
+    found["dealt out"] = {
+        "training": numbers_in(
+            fabric.setup_dataloaders(DataLoader(numbered(), sampler=proportional_batches(), batch_size=None))
+        ),
+        "evaluation": numbers_in(
+            fabric.setup_dataloaders(DataLoader(numbered(), 2, sampler=psengine.EvaluationSampler(numbered())))
+        ),
+    }
     return found
 
 
@@ -281,7 +348,24 @@ def accelerate_cases(directory: Path) -> dict[str, Any]:
             PSEngineAccelerator(strategy="async").prepare(model, torch.optim.LBFGS(model.parameters()))
         except psengine.ConfigurationError as error:
             found["unknown optimizer"] = str(error)
+    sampler = psengine.ProportionalSampler(numbered(), SHARES)
+    loaders = [
+        DataLoader(numbered(), 2, sampler=psengine.EvaluationSampler(numbered())),
+        DataLoader(numbered(), 2, sampler=sampler),
+        DataLoader(numbered(), batch_sampler=torch.utils.data.BatchSampler(sampler, 2, drop_last=False)),
+        DataLoader(numbered(), batch_sampler=proportional_batches()),
+        DataLoader(numbered(), sampler=proportional_batches(), batch_size=None),
+    ]
+    found["dealt out"] = [_refusal(PSEngineAccelerator(), loader) for loader in loaders]
     return found
+
+
+def _refusal(accelerator: Any, loader: Any) -> str:
+    try:
+        accelerator.prepare(loader)
+    except psengine.ConfigurationError as error:
+        return str(error)
+    return "not refused"
 
 
 # ---- transformers --------------------------------------------------------------------------------------------------
@@ -359,6 +443,7 @@ def transformers_cases(directory: Path) -> dict[str, Any]:
     found["again"] = values(native.model), values(trainer.model)
     options: dict[str, Any] = {"gradient_accumulation_steps": 2, "optim": "sgd", "lr_scheduler_type": "cosine"}
     found["accumulate"] = values(train(Trainer, **options).model), values(train(PSEngineTrainer, **options).model)
+    found["dealt out"] = _trainer_samples(PSEngineTrainer, directory)
     with job("transformers-sync-server"):
         train(PSEngineTrainer, "saved", strategy="sync-server", save_strategy="steps", save_steps=3)
     with job("transformers-resumed"):
@@ -370,3 +455,30 @@ def transformers_cases(directory: Path) -> dict[str, Any]:
         found["state"] = sorted(next(iter(asynchronous.optimizer.state_dict()["state"].values())))
         found["loss"] = asynchronous.evaluate()["eval_loss"]
     return found
+
+
+def _trainer_samples(trainer_class: Any, directory: Path) -> tuple[list[int], list[int], str]:
+    """The samples that a Trainer took from a loader of its own, those it should have, and what it says otherwise."""
+    sampler = psengine.ProportionalSampler(Sentences(), SHARES, shuffle=False).batches(2 * BATCH)
+    taken: list[int] = []
+
+    class Counting(Sentences):
+        def __getitem__(self, index: int) -> dict[str, Any]:
+            taken.append(index)
+            return super().__getitem__(index)
+
+    class OwnLoader(trainer_class):
+        def get_train_dataloader(self) -> Any:
+            return DataLoader(Counting(), batch_sampler=sampler, collate_fn=self.data_collator)
+
+    class OwnSampler(trainer_class):
+        def _get_train_sampler(self, train_dataset: Any = None) -> Any:
+            return psengine.ProportionalSampler(Sentences(), SHARES)
+
+    _trainer_of(OwnLoader, directory / "dealt", max_steps=3).train()
+    refusal = "not refused"
+    try:
+        _trainer_of(OwnSampler, directory / "dealt", max_steps=3).train()
+    except psengine.ConfigurationError as error:
+        refusal = str(error)
+    return taken, [index for batch in list(sampler)[:3] for index in batch], refusal

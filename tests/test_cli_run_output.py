@@ -152,6 +152,20 @@ def test_a_pipe_stays_while_somebody_writes_to_it(tmp_path):
     assert (tmp_path / "shown").read_text() == "".join(f"[rank 0] late {number}\n" for number in range(3))
 
 
+def test_a_line_begins_behind_an_unfinished_one_on_the_next(tmp_path):
+    shown = tmp_path / "shown"
+    with open(shown, "wb", buffering=0) as target, WorkerOutput(tmp_path, target, target, plain_ranks=[0]) as output:
+        bar, others = (Path(output.pipe(rank, is_stderr=False)) for rank in (0, 1))
+        for file, text, expected in (
+            (bar, "\r50%", "\r50%"),
+            (others, "half\n", "\r50%\n[rank 1] half\n"),
+            (bar, "\r100%\n", "\r50%\n[rank 1] half\n\r100%\n"),
+            (others, "done\n", "\r50%\n[rank 1] half\n\r100%\n[rank 1] done\n"),
+        ):
+            file.write_bytes(text.encode())
+            wait_until(lambda expected=expected: shown.read_bytes() == expected.encode())
+
+
 def test_the_dead_are_watched_no_longer():
     with DeathWatch() as watch, ExitStack() as stack:
         before = open_descriptors()

@@ -97,6 +97,16 @@ def test_lightning_says_which_optimizers_servers_run(lightning):
         assert "expected one of SGD" in found["trainer"]["unknown optimizer"]
 
 
+def test_lightning_and_fabric_leave_what_is_dealt_out_to_its_rank(lightning):
+    trained = [[[0], [4], [8]], [[1, 2, 3], [5, 6, 7], [9, 10]]]
+    evaluated = [[[0, 2], [4, 6], [8, 10]], [[1, 3], [5, 7], [9]]]
+    for rank, found in enumerate(lightning):
+        for dealt in (found["trainer"]["dealt out"], found["fabric"]["dealt out"]):
+            assert dealt["training"] == trained[rank]
+            assert dealt["evaluation"] == dealt.get("prediction", evaluated[rank]) == evaluated[rank]
+        assert "use_distributed_sampler=False" in found["trainer"]["dealt out"]["as batch_sampler"]
+
+
 def test_fabric_trains_as_over_native_ddp(lightning, server):
     for found in lightning:
         assert_equal(found["fabric"]["sync"])
@@ -118,6 +128,22 @@ def test_accelerate_trains_over_servers(transformers, server):
         assert accelerate["steps"] == (STEPS, "DistributedSGD")
         assert "expected one of SGD" in accelerate["unknown optimizer"]
     assert updates(server, "accelerate-async") == WORLD_SIZE * STEPS
+
+
+def test_accelerate_is_not_given_what_is_dealt_out(transformers):
+    for found in transformers:
+        evaluation, *shares = found["accelerate"]["dealt out"]
+        assert "got EvaluationSampler" in evaluation
+        for refusal in shares:
+            assert "dealt out to the ranks once (expected one whose sampler is no psengine sampler, got Prop" in refusal
+            assert "Fix: leave it out of accelerator.prepare()" in refusal
+
+
+def test_a_trainer_takes_a_loader_of_its_own_as_it_is(transformers):
+    for found in transformers:
+        taken, expected, refusal = found["trainer"]["dealt out"]
+        assert taken[: len(expected)] == expected
+        assert "let a Trainer's get_train_dataloader() return it as it is" in refusal
 
 
 @pytest.mark.parametrize("case", ["sync", "again", "accumulate", "resumed"])

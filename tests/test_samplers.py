@@ -196,3 +196,17 @@ def test_the_place_is_the_launcher_s_without_a_group(monkeypatch):
     assert list(psengine.EvaluationSampler(range(3))) == [1]
     with pytest.raises(ConfigurationError, match=r"expected 2, got 3"):
         psengine.ProportionalSampler(range(3), [1, 2, 3])
+
+
+def test_frameworks_see_that_samples_are_dealt_out():
+    """By the type that Lightning and others look for; and no ``drop_last`` invites them to make batches anew."""
+    shares = psengine.ProportionalSampler(range(9), [1, 2], num_replicas=2, rank=1, drop_last=True)
+    evaluation, batches = psengine.EvaluationSampler(range(9), 2, 1), shares.batches(4)
+    for sampler in (shares, batches, evaluation):
+        assert isinstance(sampler, DistributedSampler)
+        assert (sampler.num_replicas, sampler.rank) == (2, 1)
+    assert [(len(sampler), sampler.num_samples, sampler.total_size) for sampler in (shares, evaluation)] == [
+        (6, 6, 9),
+        (4, 4, 9),
+    ]
+    assert not hasattr(batches, "drop_last")

@@ -1,9 +1,6 @@
 """Hugging Face accelerate over psengine: an Accelerator that wraps models in psengine's wrapper.
 
-    accelerator = PSEngineAccelerator(strategy="async:max_staleness=4")
-    model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
-
-Everything else is accelerate's own.
+model, optimizer, loader = PSEngineAccelerator(strategy="async").prepare(model, optimizer, loader)
 """
 
 from __future__ import annotations
@@ -16,13 +13,14 @@ from psengine.environment import default_strategy
 from psengine.errors import ConfigurationError
 from psengine.extras import missing_extra
 from psengine.integrations.binding import WrappedModels
+from psengine.integrations.loaders import refuse_dealt_out
 from psengine.parallel import DistributedDataParallel
 from psengine.strategies.base import Strategy
 from psengine.strategies.registry import resolve_strategy
 
 try:
     from accelerate import Accelerator  # type: ignore[import-untyped]
-    from accelerate.utils import DistributedType, DynamoBackend  # type: ignore[import-untyped]
+    from accelerate.utils import DynamoBackend  # type: ignore[import-untyped]
 except ImportError as error:
     raise missing_extra("psengine's accelerators", error, extra="integrations") from error
 
@@ -44,9 +42,7 @@ class PSEngineAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has 
         super().__init__(*arguments, **options)
         adopt(self, strategy=strategy, collective=collective)
 
-    def prepare_model(
-        self, model: torch.nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
-    ) -> Any:
+    def prepare_model(self, model: Any, device_placement: bool | None = None, evaluation_mode: bool = False) -> Any:
         """Prepare ``model`` as accelerate does for evaluation, and wrap it for training."""
         if evaluation_mode or getattr(model, "_is_accelerate_prepared", False) or not self._wraps(model):
             return super().prepare_model(model, device_placement, evaluation_mode)
@@ -74,6 +70,11 @@ class PSEngineAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has 
         self._bind_optimizers()
         return prepared
 
+    def prepare_data_loader(self, data_loader: Any, *arguments: Any, **options: Any) -> Any:
+        """Prepare ``data_loader`` as accelerate does, which deals its batches out to the ranks."""
+        refuse_dealt_out(data_loader)
+        return super().prepare_data_loader(data_loader, *arguments, **options)
+
     def _wraps(self, model: torch.nn.Module) -> bool:
         strategy = resolve_strategy(self._wrapper_options["strategy"] or default_strategy())
         is_trained = any(parameter.requires_grad for parameter in model.parameters())
@@ -89,8 +90,7 @@ class PSEngineAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has 
 
 def adopt(accelerator: Accelerator, **options: Any) -> None:
     """Turn an ``Accelerator`` that somebody else made (a Trainer) into a ``PSEngineAccelerator``, in place."""
-    known = (DistributedType.NO, DistributedType.MULTI_CPU)
-    if not accelerator.multi_device and accelerator.distributed_type not in known:
+    if not accelerator.multi_device and accelerator.distributed_type not in ("NO", "MULTI_CPU"):
         raise ConfigurationError(
             "psengine takes native DDP's place in accelerate (expected data parallelism, got"
             f" {accelerator.distributed_type}). Fix: leave out the plugin, or use accelerate's own Accelerator."

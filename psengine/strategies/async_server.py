@@ -43,7 +43,8 @@ class AsyncServer(ServerStrategy):
             2017, https://arxiv.org/abs/1609.08326); costs the servers a copy of the model for each worker. 0 is off.
         push: "step" sends gradients in ``optimizer.step()``, so that whatever happens to them after backward (clipping,
             unscaling) counts. "backward" sends each bucket as soon as it is full, while backward goes on; changing
-            gradients afterwards is an error.
+            gradients afterwards is an error, so neither clipping nor ``torch.amp.GradScaler`` goes with it. To notice
+            that, ``step()`` reads them once more; ``gradient_as_bucket_view=True`` costs a copy of them on top.
         servers, job, timeout_s, checksum: see ``ServerStrategy``.
 
     Attributes:
@@ -84,7 +85,7 @@ class AsyncServer(ServerStrategy):
         self._pushes: list[tuple[ChunkSpec, Push]] = []
         self._buffer_pushes: list[Push] = []
         self._landings: dict[int, torch.Tensor] = {}
-        self._pushed_gradients: list[tuple[torch.Tensor, torch.Tensor | None, int]] = []
+        self._pushed_gradients: list[_PushedGradient] = []
         self._weight_versions = (0, 0)
         self._spans = PushSpans()
 
@@ -130,6 +131,9 @@ class AsyncServer(ServerStrategy):
                 requests.append(self.session.configure(spec.key, body))
         wait_all(requests)
         self._optimizer = optimizer
+        # A fused optimizer's own kernel, which never runs, would divide by GradScaler's scale: let the scaler do it, as
+        # it does for others, and leave out the steps whose gradients are not finite.
+        optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
         if optimizer.state:
             # State that was loaded before wrapping counts like one that is loaded afterwards.
             self.store_optimizer_state(optimizer)
@@ -166,7 +170,8 @@ class AsyncServer(ServerStrategy):
         if self._pushes:
             raise ReductionError(
                 "a second backward came before optimizer.step(), while the gradients of the first are with the servers"
-                " already (push='backward'). Fix: accumulate inside model.no_sync(), or use push='step'."
+                " already (push='backward'). Fix: accumulate inside model.no_sync(), or use AsyncServer(push='step'),"
+                " which a GradScaler needs: it leaves steps out."
             )
         if self._options["push"] == "backward":
             self._note_hyperparameters(optimizer)
@@ -197,11 +202,11 @@ class AsyncServer(ServerStrategy):
         if self._options["push"] == "backward":
             if not self._pushed_gradients:
                 self._store_edited_weights()
-            self._push(bucket)
-            self._pushed_gradients += [
-                (parameter, parameter.grad, -1 if parameter.grad is None else parameter.grad._version)
-                for parameter in bucket.parameters
-            ]
+            # Where gradients are views of the bucket, only a copy stays what it was if they are changed.
+            flat = bucket.flat.clone() if _shares_memory(bucket) else bucket.flat
+            self._push(bucket, flat)
+            sent = bucket.views if flat is bucket.flat else bucket.views_of(flat)
+            self._pushed_gradients += map(_PushedGradient, bucket.parameters, sent)
         return _AppliedElsewhere()
 
     def reduce_usage(self, used: torch.Tensor) -> Work:
@@ -217,6 +222,7 @@ class AsyncServer(ServerStrategy):
         if closure is not None:
             with torch.enable_grad():
                 result = closure()
+        _check_unscaled(optimizer)
         with torch.no_grad():
             if self._options["push"] == "backward":
                 self._check_gradients_unchanged()
@@ -228,7 +234,7 @@ class AsyncServer(ServerStrategy):
                     bucket.pack(1, as_view=False)
                     if started_ns:
                         recorder.add("pack", started_ns, args=bucket.facts)
-                    self._push(bucket)
+                    self._push(bucket, bucket.flat)
             self._push_buffers()
             self._await_weights()
         optimizer._opt_called = True  # type: ignore[attr-defined]  # what learning-rate schedulers look for
@@ -237,13 +243,14 @@ class AsyncServer(ServerStrategy):
         _call_hooks(optimizer, optimizer._optimizer_step_post_hooks)
         return result
 
-    def _push(self, bucket: Bucket) -> None:
+    def _push(self, bucket: Bucket, flat: torch.Tensor) -> None:
+        """Send ``bucket``'s gradients, packed in ``flat``, which stays what it is until the servers have answered."""
         missing = {
             name for name, parameter in zip(bucket.names, bucket.parameters, strict=True) if parameter.grad is None
         }
         if recorder.is_on:
             self._spans.leaves(bucket)
-        payload = bucket.flat if bucket.device.type == "cpu" else bucket.flat.cpu()
+        payload = flat if bucket.device.type == "cpu" else flat.cpu()
         if self._copies_payloads:
             payload = payload.clone()
         for spec, start, end in self.chunks.of_bucket[bucket.index]:
@@ -319,13 +326,13 @@ class AsyncServer(ServerStrategy):
             )
 
     def _check_gradients_unchanged(self) -> None:
-        for parameter, gradient, version in self._pushed_gradients:
-            if parameter.grad is not gradient or (gradient is not None and gradient._version != version):
-                self._await_weights()
-                raise ReductionError(
-                    "gradients were changed between backward and optimizer.step(), after they had left for the servers"
-                    " (push='backward'). Fix: use AsyncServer(push='step'), which sends them in step()."
-                )
+        if not all(pushed.is_unchanged() for pushed in self._pushed_gradients):
+            self._await_weights()
+            raise ReductionError(
+                "gradients were changed between backward and optimizer.step(), after they had left for the servers"
+                " (push='backward'); GradScaler and clipping do that. Fix: use AsyncServer(push='step'), which sends"
+                " them in step()."
+            )
 
     # ---- weights and state that are changed here ---------------------------------------------------------------
 
@@ -385,6 +392,54 @@ class AsyncServer(ServerStrategy):
 def _call_hooks(optimizer: torch.optim.Optimizer, hooks: Mapping[int, Callable[..., Any]]) -> None:
     for hook in tuple(hooks.values()):
         hook(optimizer, (), {})
+
+
+def _check_unscaled(optimizer: torch.optim.Optimizer) -> None:
+    """See that nobody left a scale for torch's fused kernels, which servers do not run, to divide by."""
+    scale = getattr(optimizer, "grad_scale", None)
+    if scale is not None:
+        raise ConfigurationError(
+            "strategy 'async' does not divide gradients by optimizer.grad_scale (expected it unset, got"
+            f" {float(scale)}). Fix: divide the gradients before step(), or let a torch.amp.GradScaler do it."
+        )
+
+
+def _shares_memory(bucket: Bucket) -> bool:
+    """Whether one of the bucket's gradients is its view."""
+    return any(
+        parameter.grad is not None and parameter.grad.data_ptr() == view.data_ptr() and view.numel() > 0
+        for parameter, view in zip(bucket.parameters, bucket.views, strict=True)
+    )
+
+
+class _PushedGradient:
+    """A gradient as it left, to be known again.
+
+    Args:
+        parameter: whose gradient.
+        sent: the values that the servers get, in the parameter's shape; zeros where it has no gradient.
+    """
+
+    def __init__(self, parameter: torch.Tensor, sent: torch.Tensor) -> None:
+        self._parameter = parameter
+        self._sent = sent
+        self._gradient = parameter.grad
+        self._version = -1 if parameter.grad is None else parameter.grad._version
+
+    def is_unchanged(self) -> bool:
+        """Whether it is the same tensor with the same values; not every write counts up its version, see
+        ``gradient_norms.py``.
+        """
+        gradient, sent = self._gradient, self._sent
+        if self._parameter.grad is not gradient:
+            return False
+        if gradient is None:
+            return True
+        if gradient._version != self._version:
+            return False
+        gradient = gradient.to(sent.dtype)
+        # NaN is unlike itself, and rare enough for a second look.
+        return torch.equal(gradient, sent) or torch.allclose(gradient, sent, rtol=0, atol=0, equal_nan=True)
 
 
 class _AppliedElsewhere(Reduction):

@@ -10,6 +10,7 @@ is written, and say when that was.
 from __future__ import annotations
 
 import os
+import select
 import selectors
 import threading
 import time
@@ -28,6 +29,8 @@ _LONGEST_LINE_BYTES = 1 << 20
 # What a pipe may hold at most (pipe-max-size); a process that writes without end has no rest.
 _REST_BYTES = 1 << 20
 _FULL_S = 0.01
+# ``python -u`` writes a line and its end one after the other; nobody else's line is to come between.
+_LINE_END_S = 0.005
 # A progress bar redraws its line many times a second; of several ranks' one drawing in so long is shown.
 REDRAW_S = 2.0
 # Whoever reads our output may stand still (a pager): so long is waited for what a process wrote last, ...
@@ -83,6 +86,8 @@ class WorkerOutput:
         self._selector = selectors.DefaultSelector()
         self._lock = threading.Lock()  # of the selector's map and of what is kept; never held while showing
         self._count = 0
+        # By target: whether what is shown ends in the middle of a line.
+        self._is_line_open = [False, False]
         # Of each rank: its stdout and its stderr.
         self._streams: dict[tuple[int, bool], _Stream] = {}
         self._replaced: deque[_Stream] = deque()
@@ -229,6 +234,8 @@ class WorkerOutput:
         now = time.time()
         is_passed = stream.is_plain and stream.is_shown and not self._is_interrupted
         if is_passed:
+            if not data.endswith((b"\n", b"\r")):
+                data += _read_soon(stream.descriptor)
             self._show(stream, data)
         stream.pending += data
         *lines, stream.pending = stream.pending.split(b"\n")
@@ -272,7 +279,9 @@ class WorkerOutput:
 
     def _show_line(self, stream: _Stream, line: bytes) -> None:
         if stream.is_shown and (not stream.is_plain or self._is_interrupted):
-            self._show(stream, self._prefix(stream) + line + b"\n")
+            # Behind a progress bar, say, that is drawn as it is.
+            new_line = b"\n" if self._is_line_open[stream.is_stderr] and not stream.is_plain else b""
+            self._show(stream, new_line + self._prefix(stream) + line + b"\n")
 
     def _prefix(self, stream: _Stream) -> bytes:
         if stream.is_plain:
@@ -282,6 +291,7 @@ class WorkerOutput:
         return (f"\x1b[{colour}m{name}\x1b[0m " if self._is_coloured else f"{name} ").encode()
 
     def _show(self, stream: _Stream, data: bytes) -> None:
+        self._is_line_open[stream.is_stderr] = not data.endswith(b"\n")
         remaining = memoryview(data)
         while remaining and stream.is_stderr not in self._broken and not self._is_abandoned.is_set():
             try:
@@ -291,6 +301,16 @@ class WorkerOutput:
                 remaining = remaining[written or 0 :]
             except (OSError, ValueError):
                 self._broken.add(stream.is_stderr)  # whoever read it is gone; the workers go on
+
+
+def _read_soon(descriptor: int) -> bytes:
+    """What follows at once, if anything does."""
+    soon = select.poll()  # unlike select(), takes descriptors beyond 1024
+    soon.register(descriptor, select.POLLIN)
+    try:
+        return os.read(descriptor, _READ_BYTES) if soon.poll(1e3 * _LINE_END_S) else b""
+    except OSError:
+        return b""
 
 
 def _last_drawn(line: bytes) -> bytes:
