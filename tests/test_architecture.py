@@ -65,6 +65,7 @@ MAY_USE_TORCH_DISTRIBUTED = {
     "cli/bench_worker",
     "cli/launching/elastic",
     "cli/launching/nodes",
+    "cli/launching/torchrun_options",
     "cli/doctor_checks/collectives",
     "cli/doctor_checks/exchange_ranks",
     "collectives/c10d",

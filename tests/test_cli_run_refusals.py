@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from command_process import run_command
 
-from psengine.cli.launching.elastic import choose_meeting_point, node_counts, parse_torchrun
+from psengine.cli.launching.torchrun_options import choose_meeting_point, node_counts, parse_torchrun
 from psengine.cli.main import main
 from psengine.errors import ConfigurationError
 

@@ -63,7 +63,7 @@ class ScriptCommand(TyperCommand):
         # Completion, and --help alone, need no launcher.
         if context.resilient_parsing or args[:1] in ([name] for name in context.help_option_names):
             return super().parse_args(context, args)
-        from psengine.cli.launching.elastic import torchrun_options
+        from psengine.cli.launching.torchrun_options import torchrun_options
 
         parts = split_arguments(args, own, torchrun_options(), command=context.command_path)
         context.meta[PARTS] = parts

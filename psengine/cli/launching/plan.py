@@ -80,7 +80,7 @@ def make_plan(
     Raises:
         ConfigurationError: an option has a wrong value, or contradicts another; there is no such script.
     """
-    from psengine.cli.launching.elastic import (
+    from psengine.cli.launching.torchrun_options import (
         choose_meeting_point,
         local_world_size,
         node_counts,
