@@ -251,7 +251,7 @@ def test_clients_are_added_and_removed_while_the_server_runs(authenticator, cont
     public.write_text((tmp_path / "elsewhere" / "stranger.pub").read_text())
     assert handshake(context, endpoint, keys, "stranger") == "accepted"
     (tmp_path / "clients" / "broken.pub").write_text("nonsense")
-    assert handshake(context, endpoint, keys, "client") == "accepted"  # the list stays as it was
+    assert handshake(context, endpoint, keys, "client") == "accepted"  # good files still count
     (tmp_path / "clients" / "broken.pub").unlink()
     public.unlink()
     assert handshake(context, endpoint, keys, "stranger") == "refused"

@@ -298,7 +298,8 @@ def test_what_is_logged_of_a_request_moves_no_cursor(caplog):
 @contextmanager
 def monitor_of(status, token=""):
     """A status port of this process, over a server that is not there."""
-    actions = Actions(token, Deeds(snapshot=None, evict=lambda job, worker: False, shut_down=lambda: None))
+    deeds = Deeds(snapshot=None, evict=lambda *_: False, forget=lambda job: None, shut_down=lambda: None)
+    actions = Actions(token, deeds)
     with Monitor(0, status, lambda: True, History(status), actions) as monitor:
         yield monitor
 
@@ -465,6 +466,9 @@ def test_who_does_not_know_the_token_is_refused(acting, authorization):
         ("evict?job=job&worker=%D9%A3", 400),
         ("evict?job=job&worker=7", 404),
         ("evict?job=%00%3Cb%3E&worker=0", 404),
+        ("forget", 400),
+        ("forget?job=", 404),
+        ("forget?job=%00%3Cb%3E", 404),
     ],
 )
 def test_actions_that_make_no_sense(acting, path, code):
@@ -514,7 +518,7 @@ def test_a_busy_shard_ends_the_lease_later(monkeypatch):
     server._threads = [ShardThread(world.shard, None, None, None) for world in worlds]  # not started: busy
     for world in worlds:
         team(world, 1, [spec(0, 4)])
-    deeds = Deeds(snapshot=None, evict=server._evict, shut_down=lambda: None)
+    deeds = Deeds(snapshot=None, evict=server._evict, forget=server._forget, shut_down=lambda: None)
     code, answer = Actions(TOKEN, deeds).perform("evict", {"job": "demo", "worker": "0"}, f"Bearer {TOKEN}")
     assert (code, set(answer)) == (202, {"text"})
     assert "busy" in answer["text"]

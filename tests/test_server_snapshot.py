@@ -251,6 +251,18 @@ def test_a_generation_that_cannot_be_pruned_fails_no_save(store, monkeypatch, ca
     assert "could not be removed" in caplog.text
 
 
+def test_what_somebody_removed_is_not_counted(store):
+    for number in (1, 2):
+        store.save(state(number))
+    shutil.rmtree(store.directory / names(2)[0])
+    assert store.newest == 1
+    store.save(state(3))
+    assert generations(store.directory) == names(1, 3)  # the older one is not pruned in favour of one that is gone
+    for number in (1, 3):
+        shutil.rmtree(store.directory / names(number)[0])
+    assert store.newest is None
+
+
 # ---- damage ---------------------------------------------------------------------------------------------------------
 
 
@@ -582,6 +594,31 @@ def test_a_file_that_may_not_grow_keeps_the_older_generation(tmp_path):
         assert_is_state(store.load().shards, 3)
 
 
+def test_an_attempt_that_could_not_be_removed_goes_with_the_next_save(store, monkeypatch, caplog):
+    def fail(*_, **__):
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "fsync", fail)
+    monkeypatch.setattr(shutil, "rmtree", fail)
+    with pytest.raises(SnapshotError, match="Input/output error"):
+        store.save(state(1))
+    assert generations(store.directory) == ["unfinished-000000000001"]
+    assert "could not be removed" in caplog.text
+    monkeypatch.undo()
+    store.save(state(2))
+    assert generations(store.directory) == names(2)
+
+
+def test_a_failed_commit_leaves_what_has_its_name_alone(store):
+    store.save(state(1))
+    shutil.copytree(store.directory / names(1)[0], store.directory / names(2)[0])
+    with pytest.raises(SnapshotError, match="generation 2 was not written"):
+        store.save(state(2))
+    assert generations(store.directory) == names(1, 2)
+    store.save(state(3))
+    assert_is_state(store.load().shards, 3)
+
+
 # ---- killed writers -------------------------------------------------------------------------------------------------
 
 
@@ -684,6 +721,42 @@ def test_a_directory_belongs_to_one_store(store):
     store.close()
     with SnapshotStore(store.directory) as other:
         assert_is_state(other.load().shards, 1)
+
+
+@pytest.mark.parametrize("what", ["directory", "lock"])
+def test_a_directory_made_anew_is_locked_anew(store, what):
+    store.save(state(1))
+    if what == "directory":
+        shutil.rmtree(store.directory)
+        with pytest.raises(SnapshotError, match=r"No such file.*there is no older one"):
+            store.save(state(2))
+        store.directory.mkdir()
+    else:
+        (store.directory / "lock").unlink()
+    for number in (2, 3):
+        store.save(state(number))
+    assert len(generations(store.directory)) == 2
+    with pytest.raises(SnapshotError, match=f"lock held by process {os.getpid()}\\)"):
+        SnapshotStore(store.directory).open()
+    store.close()
+    with SnapshotStore(store.directory) as other:
+        assert_is_state(other.load().shards, 3)
+
+
+def test_a_directory_that_became_another_s_is_left_alone(store):
+    store.save(state(1))
+    shutil.rmtree(store.directory)
+    with SnapshotStore(store.directory) as other:
+        for number in (11, 12):
+            other.save(state(number))
+            with pytest.raises(SnapshotError, match=r"belongs to one server \(expected .*, got a lock held by process"):
+                store.save(state(2))
+            assert store.newest is None  # a number of ours that is there is the other's
+        assert generations(store.directory) == names(1, 2)
+        assert_is_state(other.load().shards, 12)
+    generation = store.save(state(3))  # the other has ended
+    assert generations(store.directory) == names(1, 2, generation)
+    assert_is_state(store.load().shards, 3)
 
 
 def _hold(directory: Path, sender) -> None:

@@ -9,6 +9,7 @@ Nothing here knows what messages mean: they go to a ``Receiver``.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import os
@@ -52,6 +53,10 @@ MOST_FRAMES = 3
 MOST_CUT_HANDSHAKES = 4
 CUT_HANDSHAKES_S = 1.0
 SLOW_CUT_S = 1.5
+# Whoever is asked whether it is a server at all says so at once: the first bytes of a ZMTP greeting go out unasked.
+KNOCK_S = 2.0
+# https://rfc.zeromq.org/spec/23: the signature is FF, eight bytes of padding, 7F.
+_SIGNATURE_FIRST, _SIGNATURE_LAST, _SIGNATURE_BYTES = 0xFF, 0x7F, 10
 
 _EVENTS = (
     zmq.EVENT_HANDSHAKE_SUCCEEDED
@@ -332,8 +337,41 @@ class Connection:
         self._wake_writer.close()
 
 
+class _Knock:
+    """A connection that waits for a ZMTP server's greeting and says nothing: is there one behind an address?"""
+
+    def __init__(self, context: Any, address: str, now_s: float) -> None:
+        self._ends_s = now_s + KNOCK_S
+        self._received = b""
+        self._socket: Any = context.socket(zmq.STREAM)
+        for option, value in (
+            (zmq.LINGER, 0),
+            (zmq.RECONNECT_IVL, -1),
+            (zmq.IPV6, int("[" in address)),
+        ):
+            self._socket.setsockopt(option, value)
+        self._socket.connect(address)
+
+    def look(self, now_s: float) -> bool | None:
+        """Whether a server greets; None while that is open."""
+        while self._socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:
+            # An empty one says that the connection was made, or has ended.
+            self._received += self._socket.recv_multipart(zmq.NOBLOCK)[-1][:_SIGNATURE_BYTES]
+        if len(self._received) >= _SIGNATURE_BYTES:
+            return (self._received[0], self._received[_SIGNATURE_BYTES - 1]) == (_SIGNATURE_FIRST, _SIGNATURE_LAST)
+        return False if now_s >= self._ends_s else None
+
+    def close(self) -> None:
+        self._socket.close(linger=0)
+
+
 class _HandshakeMonitor:
-    """Watches one socket's handshakes: a refused client would else try for ever and say nothing."""
+    """Watches one socket's handshakes: a refused client would else try for ever and say nothing.
+
+    Once one has succeeded, those that are cut are most likely a server's that restarts behind a tunnel, a proxy or a
+    load balancer, which take connections and drop them. Only where a server greets all the while (``_Knock``) were its
+    keys changed.
+    """
 
     def __init__(self, socket: Any, address: str, *, has_keys: bool) -> None:
         self._socket = socket
@@ -350,6 +388,9 @@ class _HandshakeMonitor:
         self._cut_off = 0
         self._first_cut_s = 0.0
         self._last_cut_s = 0.0
+        self._knock: _Knock | None = None
+        # Since the last handshake that succeeded, a server was there; handshakes were cut before, and are after.
+        self._was_greeted = False
         # The address that has no connection any more, or got none.
         self.lost = ""
 
@@ -363,20 +404,43 @@ class _HandshakeMonitor:
                 self.lost = event["endpoint"].decode(errors="replace")
             elif kind == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 self._has_succeeded = True
+                self._begin_anew()
             elif kind == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
                 found = self._error("the server does not know this client's public key")
             elif kind == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
                 found = self._error("one side expects CURVE keys and the other has none, or it is no psengine-server")
-            elif not self._has_succeeded:
+            else:
                 self._count_cut(now_s)
         if self._cut_off >= MOST_CUT_HANDSHAKES and now_s - self._first_cut_s >= CUT_HANDSHAKES_S:
             self._cut_off = 0
-            found = self._error(
-                "the server's public key is not the one expected, or it is no psengine-server"
-                if self._has_keys
-                else "it expects CURVE keys, or it is no psengine-server"
-            )
+            if not self._has_succeeded:
+                found = self._error(
+                    "the server's public key is not the one expected, or it is no psengine-server"
+                    if self._has_keys
+                    else "it expects CURVE keys, or it is no psengine-server"
+                )
+            elif self._was_greeted:
+                self._begin_anew()
+                found = self._error("it did before, and its public key is not the one expected any more")
+            elif self._has_keys and self._knock is None and self._address.startswith("tcp://"):
+                with contextlib.suppress(zmq.ZMQError):  # no descriptor is left; the handshakes go on
+                    self._knock = _Knock(self._socket.context, self._address, now_s)
+        self._look_who_greets(now_s)
         return found
+
+    def _look_who_greets(self, now_s: float) -> None:
+        greets = None if self._knock is None else self._knock.look(now_s)
+        if greets is not None:
+            self._begin_anew()  # only what is cut from here on is cut by the server that greeted
+            self._was_greeted = greets
+
+    def _begin_anew(self) -> None:
+        """Forget what was cut, and who greeted."""
+        self._cut_off = 0
+        self._was_greeted = False
+        if self._knock is not None:
+            self._knock.close()
+            self._knock = None
 
     def _count_cut(self, now_s: float) -> None:
         if self._cut_off == 0 or now_s - self._last_cut_s > SLOW_CUT_S:
@@ -392,6 +456,7 @@ class _HandshakeMonitor:
 
     def close(self) -> None:
         """End watching."""
+        self._begin_anew()
         try:
             self._socket.disable_monitor()
         finally:

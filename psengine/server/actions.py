@@ -1,4 +1,5 @@
-"""What the status port can do, besides show: write a snapshot, end a worker's lease, end the server.
+"""What the status port can do, besides show: write a snapshot, end a worker's lease, forget a job,
+end the server.
 
 Only whoever knows the token may: another page in the same browser or another user of this machine reaches
 the port too.
@@ -33,11 +34,15 @@ class Deeds:
         snapshot: begins one; None where the server keeps none.
         evict: ends the lease of a job's worker at every shard; whether any knew it. Raises
             ``concurrent.futures.TimeoutError`` where a shard is busy, and does it later.
+        forget: drops a job without workers at every shard, and from the next snapshot on; how many workers keep it, 0
+            where it is gone now, None where no shard knows it. Raises ``concurrent.futures.TimeoutError`` where a shard
+            is busy.
         shut_down: ends the server in order; returns at once.
     """
 
     snapshot: Callable[[], Future[Outcome]] | None
     evict: Callable[[str, int], bool]
+    forget: Callable[[str], int | None]
     shut_down: Callable[[], None]
 
 
@@ -56,6 +61,7 @@ class Actions:
         self._known: dict[str, tuple[Callable[[Mapping[str, str]], Answer], frozenset[str]]] = {
             "snapshot": (self._snapshot, frozenset()),
             "evict": (self._evict, frozenset({"job", "worker"})),
+            "forget": (self._forget, frozenset({"job"})),
             "shutdown": (self._shut_down, frozenset()),
         }
 
@@ -119,6 +125,23 @@ class Actions:
         if not is_known:
             return 404, _error(f"There is no worker {text} in job {job[:100]!r}.")
         return 200, {"text": f"Worker {text} is out. If its process lives, it says HELLO again and comes back."}
+
+    def _forget(self, parameters: Mapping[str, str]) -> Answer:
+        job = parameters["job"]
+        try:
+            workers = self._deeds.forget(job)
+        except FutureTimeoutError:
+            return 503, _error(
+                "A shard is busy and did not answer in time. Fix: ask again, until there is no such job."
+            )
+        if workers is None:
+            return 404, _error(f"There is no job {job[:100]!r}.")
+        if workers:
+            return 409, _error(
+                f"Job {job[:100]!r} is in use (expected no workers, got {workers}). Fix: end them, or their leases"
+                " (/actions/evict); one that died counts until its lease is over."
+            )
+        return 200, {"text": f"Job {job[:100]!r} is forgotten: its values, and its place among the server's jobs."}
 
     def _shut_down(self, parameters: Mapping[str, str]) -> Answer:
         self._deeds.shut_down()

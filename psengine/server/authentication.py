@@ -7,10 +7,12 @@ with that but an empty domain the authenticator is not asked. Both are set here,
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 import time
 from pathlib import Path
+from queue import Empty, SimpleQueue
 from typing import Any
 
 import zmq
@@ -37,6 +39,7 @@ _VERDICT_EVENTS = (
     | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
     | zmq.EVENT_DISCONNECTED
 )
+_monitor_numbers = itertools.count()
 _VERDICTS: dict[int, str] = {zmq.EVENT_HANDSHAKE_SUCCEEDED: "accepted", zmq.EVENT_HANDSHAKE_FAILED_AUTH: "refused"}
 
 
@@ -63,10 +66,11 @@ class Authenticator(threading.Thread):
     Args:
         context: whose sockets are guarded; one authenticator per context.
         curve_key: the server's ``.key`` file.
-        allow: directory or file of public keys; read again while the server runs. Who is connected already stays.
+        allow: directory or file of public keys, all good at the start. It is read again while the server runs, and
+            then a file that is gone or malformed allows nobody. Who is connected already stays.
 
     Attributes:
-        refused: handshakes refused.
+        refused: handshakes refused; those of clients that expect another server's key count once the locks are probed.
 
     Raises:
         ConfigurationError: a file is missing, malformed, or readable by others.
@@ -78,11 +82,17 @@ class Authenticator(threading.Thread):
         self._pair = read_key_pair(curve_key)
         self._allow = allow
         self._allowed = read_allowed(allow)
+        # Why some of it could not be read the last time; said once.
+        self._faults: set[str] = set()
         self._read_s = time.monotonic()
         self._refusals = RateLimit()
         self._ends = threading.Event()
         self.refused = 0
         self._is_probed = False
+        # Sockets whose handshakes are watched once the probe, which fails on purpose, is over; then their events.
+        self._unwatched: list[zmq.Socket[bytes]] | None = []
+        self._new_doors: SimpleQueue[zmq.Socket[Any]] = SimpleQueue()
+        self._doors: list[zmq.Socket[Any]] = []
         if self._pair.public in self._allowed:
             logger.warning("the server's own key is among the allowed clients in %s", allow)
         self._socket: zmq.Socket[bytes] = context.socket(zmq.REP)
@@ -106,6 +116,20 @@ class Authenticator(threading.Thread):
         router.setsockopt(zmq.CURVE_PUBLICKEY, self._pair.public.encode())
         router.setsockopt(zmq.ZAP_DOMAIN, ZAP_DOMAIN.encode())
         router.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
+        if self._unwatched is None:
+            self._watch(router)
+        else:
+            self._unwatched.append(router)
+
+    def _watch(self, router: zmq.Socket[bytes]) -> None:
+        """Have this thread hear of handshakes that fail on ``router``; call it in the thread that owns the socket."""
+        name = f"inproc://psengine-door-{next(_monitor_numbers)}"
+        router.monitor(name, zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_MONITOR_STOPPED)
+        events: zmq.Socket[Any] = self._context.socket(zmq.PAIR)
+        events.setsockopt(zmq.LINGER, 0)
+        events.setsockopt(zmq.RCVHWM, 0)  # zmq's own thread would wait for a place
+        events.connect(name)
+        self._new_doors.put(events)
 
     def run(self) -> None:
         """Answer until ``end``."""
@@ -113,11 +137,32 @@ class Authenticator(threading.Thread):
             while not self._ends.is_set():
                 if self._socket.poll(_POLL_MS, zmq.POLLIN):
                     self._socket.send_multipart(self.judge(self._socket.recv_multipart()))
+                self._look_at_doors()
         except BaseException:
             # Nobody gets in any more; who is in stays. The daemon sees the dead thread.
             logger.critical("the authenticator failed", exc_info=True)
         finally:
             self._socket.close(linger=0)
+            for door in self._doors:
+                door.close(linger=0)
+
+    def _look_at_doors(self) -> None:
+        try:
+            while True:
+                self._doors.append(self._new_doors.get_nowait())
+        except Empty:
+            pass
+        for door in tuple(self._doors):
+            while door.poll(0, zmq.POLLIN):
+                event = recv_monitor_message(door, zmq.NOBLOCK)
+                if event["event"] == zmq.EVENT_MONITOR_STOPPED:
+                    self._doors.remove(door)
+                    door.close(linger=0)
+                    break
+                # The authenticator is not asked, as zmq cannot even read whose key it would be.
+                if event["value"] == zmq.PROTOCOL_ERROR_ZMTP_CRYPTOGRAPHIC:
+                    where = event["endpoint"].decode("ascii", "replace")
+                    self._count_refusal(f"at {where}: its client expects a server with another key")
 
     def judge(self, request: list[bytes]) -> list[bytes]:
         """The answer to one request: 200 and the key as User-Id, or 400."""
@@ -135,7 +180,8 @@ class Authenticator(threading.Thread):
             if not self._is_allowed(key):
                 reason = "unknown key"
         if reason:
-            self._count_refusal(reason, key, address)
+            shown = f"{reason} {key}" if key else reason
+            self._count_refusal(f"from {address.decode('ascii', 'replace')}: {shown}")
             return [b"1.0", number, b"400", reason.encode(), b"", b""]
         return [b"1.0", number, b"200", b"OK", key.encode(), b""]
 
@@ -143,21 +189,19 @@ class Authenticator(threading.Thread):
         now_s = time.monotonic()
         if now_s - self._read_s > RELOAD_S:
             self._read_s = now_s
-            try:
-                self._allowed = read_allowed(self._allow)
-            except ConfigurationError as error:
-                logger.error("the allowed keys stay as they were: %s", error)
+            self._allowed, faults = _read_what_is_good(self._allow)
+            for fault in sorted(faults - self._faults):
+                logger.error("keys that cannot be read are not allowed: %s", fault)
+            self._faults = faults
         return key in self._allowed
 
-    def _count_refusal(self, reason: str, key: str, address: bytes) -> None:
+    def _count_refusal(self, what: str) -> None:
         if self._is_probed:
             return
         self.refused += 1
         suppressed = self._refusals.allows(time.monotonic())
         if suppressed is not None:
-            shown = f" {key}" if key else ""
-            where = address.decode("ascii", "replace")
-            logger.warning("refused a connection from %s: %s%s (%d unmentioned)", where, reason, shown, suppressed)
+            logger.warning("refused a connection %s (%d unmentioned)", what, suppressed)
 
     def probe(self, addresses: list[str]) -> None:
         """See ``probe``; the strangers it plays are neither counted nor logged."""
@@ -166,12 +210,33 @@ class Authenticator(threading.Thread):
             probe(self._context, addresses, self.public_key)
         finally:
             self._is_probed = False
+        for router in self._unwatched or ():
+            self._watch(router)
+        self._unwatched = None
 
     def end(self) -> None:
         """Stop answering: nobody gets in any more."""
         self._ends.set()
         if self.is_alive():
             self.join(timeout=5.0)
+
+
+def _read_what_is_good(allow: Path) -> tuple[dict[str, str], set[str]]:
+    """``read_allowed`` file by file, and why files were left out: a bad one must not keep in who was removed."""
+    keys: dict[str, str] = {}
+    faults: set[str] = set()
+    try:
+        files = sorted(path for path in allow.iterdir() if path.name.endswith(".pub"))
+    except NotADirectoryError:
+        files = [allow]
+    except OSError as error:
+        return {}, {f"{allow} cannot be read, so that nobody is let in any more ({error.strerror})"}
+    for file in files:
+        try:
+            keys.update(read_allowed(file))
+        except (ConfigurationError, OSError) as error:
+            faults.add(str(error))
+    return keys, faults
 
 
 def probe(context: zmq.Context[Any], addresses: list[str], server_public: str) -> None:

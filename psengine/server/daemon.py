@@ -24,7 +24,7 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from queue import Empty, SimpleQueue
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import zmq
@@ -68,6 +68,7 @@ HEALTHY_S = 10.0
 STATUS_DEADLINE_S = 3.0
 LAST_SNAPSHOT_S = 600.0
 _REPORT_S = 10.0
+_Answer = TypeVar("_Answer")
 
 
 class Server:
@@ -94,7 +95,7 @@ class Server:
         self._stdin_closed = threading.Event()
         self._events: SimpleQueue[str | None] = SimpleQueue()
         self._event_log = EventLog()
-        self._snapshots_noted: tuple[int | None, int] = (None, 0)
+        self._snapshots_noted = (0, 0)
         self._signals = 0
         self._threads: list[ShardThread] = []
         self._dead: list[ShardThread] = []
@@ -153,6 +154,8 @@ class Server:
             restored = restore(store, shards)
             for note in restored.notes:
                 logger.warning("%s", note)
+            if restored.notes:
+                self._event_log.note("snapshot_failed", "; ".join(restored.notes))
         secure = None if self._authenticator is None else self._authenticator.secure
         endpoints: list[Endpoint] = []
         for address in settings.bind_addresses():
@@ -175,7 +178,7 @@ class Server:
         if store is not None:
             interval_s = settings.snapshot_interval_s
             self._snapshots = SnapshotThread(store, self._threads, interval_s, restored.generation)
-            self._snapshots_noted = (restored.generation, 0)
+            self._snapshots_noted = (restored.generation or 0, 0)
             if restored.generation is not None:
                 self._event_log.note("restored", f"taken over: {restored.summary}")
             self._snapshots.start()
@@ -217,6 +220,7 @@ class Server:
         deeds = Deeds(
             snapshot=None if self._snapshots is None else self._snapshots.begin,
             evict=self._evict,
+            forget=self._forget,
             shut_down=lambda: self._events.put("POST /actions/shutdown"),
         )
         try:
@@ -228,8 +232,7 @@ class Server:
             ) from error
 
     def _announce_start(self, announce: Callable[[str], None], durability: str) -> None:
-        count = len(self.addresses)
-        lines = [f"{count} {'shard' if count == 1 else 'shards'} at {' '.join(self.addresses)}", durability]
+        lines = [self._whereabouts(), durability]
         if self._authenticator is not None:
             lines.append(f"CURVE: {self._authenticator.client_count} keys allowed; strangers were refused in a test")
         if self.status_url:
@@ -278,18 +281,27 @@ class Server:
         """Tell people of snapshots since the last call."""
         if self._snapshots is None:
             return
-        generation, failures = self._snapshots.generation, self._snapshots.failures
+        # None, or an older one, once somebody has removed the newest.
+        generation, failures = self._snapshots.generation or 0, self._snapshots.failures
         noted_generation, noted_failures = self._snapshots_noted
-        self._snapshots_noted = (generation, failures)
-        if generation != noted_generation:
+        self._snapshots_noted = (max(generation, noted_generation), failures)
+        if generation > noted_generation:
             self._event_log.note("snapshot", f"generation {generation} is written")
         if failures != noted_failures:
             self._event_log.note("snapshot_failed", f"a snapshot was not written: {self._snapshots.last_error}")
 
     def _summary(self) -> str:
-        generation = None if self._snapshots is None else self._snapshots.generation
-        durable = "not durable" if self._snapshots is None else f"durable to generation {generation}"
-        return f"{len(self._threads)} shards at {' '.join(self.addresses)}; {durable}"
+        if self._snapshots is None:
+            durable = "not durable"
+        elif self._snapshots.generation is None:
+            durable = "durable to no generation yet"
+        else:
+            durable = f"durable to generation {self._snapshots.generation}"
+        return f"{self._whereabouts()}; {durable}"
+
+    def _whereabouts(self) -> str:
+        count = len(self.addresses)
+        return f"{count} {'shard' if count == 1 else 'shards'} at {' '.join(self.addresses)}"
 
     def _training_count(self) -> int:
         """Workers at the shard that has most of them; 1 where a shard does not say."""
@@ -309,7 +321,7 @@ class Server:
         except FutureTimeoutError:
             return machine_memory_bytes()  # no verdict now
 
-    def _ask_all(self, function: Callable[[Shard], int]) -> list[int]:
+    def _ask_all(self, function: Callable[[Shard], _Answer]) -> list[_Answer]:
         """``function`` of every shard, called in its thread.
 
         Raises:
@@ -328,6 +340,24 @@ class Server:
         last_s = time.monotonic() + STATUS_DEADLINE_S
         knew = [future.result(max(0.0, last_s - time.monotonic())) for future in futures]
         return any(knew)
+
+    def _forget(self, job: str) -> int | None:
+        """Drop a job without workers at every shard, and from disk; how many workers keep it, None where none knows it.
+
+        Raises:
+            concurrent.futures.TimeoutError: a shard is busy.
+        """
+        counts = self._ask_all(lambda shard: shard.worker_count(job))
+        known = [count for count in counts if count is not None]
+        if not known or any(known):
+            return max(known, default=None)
+        forgotten = [thread.ask(partial(Shard.forget, thread.shard, job)) for thread in self._threads]
+        if self._snapshots is not None:
+            # A crash before the next interval would bring it back. Shards do what they are asked in order.
+            self._snapshots.begin()
+        for future in forgotten:
+            future.result(STATUS_DEADLINE_S)
+        return 0
 
     def _on_snapshot(self, thread: ShardThread, received: Received, message: Message) -> None:
         """SNAPSHOT arrived at a shard; its answer leaves once the snapshot is durable."""

@@ -1,6 +1,7 @@
 """How a server survives its end: the snapshot it starts from, and the thread that writes them, one at a time.
 
-A failure is logged and shown, and never ends the server: the older generation stays what it is durable to.
+A failure is logged and shown, and never ends the server: the older generation stays what it is durable to. While
+nothing changes, the interval writes nothing.
 """
 
 from __future__ import annotations
@@ -62,30 +63,50 @@ def _without_unfinished(stored: Sequence[list[JobState]]) -> list[list[JobState]
     return [[job for job in jobs if job.name in complete] for jobs in stored]
 
 
+def _check_memory(shards: Sequence[Shard], parts: Sequence[list[JobState]], generation: str) -> None:
+    for shard, jobs in zip(shards, parts, strict=True):
+        # Backups of weights are not counted: workers' pulls make them without asking, so that a server may hold more
+        # than its limit allows, and what it wrote then it must be able to start from.
+        needed_bytes = sum(
+            tensor.nbytes
+            for job in jobs
+            for chunk in job.chunks
+            for name, tensor in chunk.tensors.items()
+            if not name.startswith("backup/")
+        )
+        if needed_bytes > shard.settings.max_memory_bytes:
+            raise SnapshotError(
+                f"{generation} does not fit --max-memory-bytes (expected at most {shard.settings.max_memory_bytes}"
+                f" bytes at shard {shard.index}, its share, got {needed_bytes}). Raise it, or start with an empty"
+                " --snapshot-dir."
+            )
+
+
 def restore(store: SnapshotStore, shards: Sequence[Shard]) -> Restored:
     """Have ``shards``, which are empty and whose threads have not started, take over the newest intact generation.
 
     Raises:
-        SnapshotError: there are generations and none can be read, or it does not fit these shards.
+        SnapshotError: there are generations and none can be read, or it does not fit these shards or their memory.
     """
     loaded = store.load()
     if loaded is None:
         return Restored(None, f"durable to {store.directory}, no generation yet", [])
+    generation = f"Generation {loaded.generation} in {store.directory}"
     try:
         parts = distribute(_without_unfinished(loaded.shards), len(shards), merge_job_meta)
+        _check_memory(shards, parts, generation)
         for shard, jobs in zip(shards, parts, strict=True):
             shard.restore(jobs, time.monotonic())
             shard.note_durable(loaded.generation)
     except (ProtocolError, LookupError, TypeError, ValueError) as error:
         raise SnapshotError(
-            f"Generation {loaded.generation} in {store.directory} cannot be taken over (expected one of this version of"
-            f" psengine that fits --max-memory-bytes, got: {error!r})."
+            f"{generation} cannot be taken over (expected one of this version of psengine, got: {error!r})."
         ) from error
     versions: dict[str, int] = {}
     for shard in shards:
         for name, job in shard.status(time.monotonic())["jobs"].items():
             versions[name] = max(versions.get(name, 0), job["version_max"])
-    shown = ", ".join(f"{name} version {version}" for name, version in versions.items())
+    shown = ", ".join(f"{name} version {version}" for name, version in versions.items()) or "no job"
     summary = f"durable to {store.directory}, generation {loaded.generation} ({shown})"
     return Restored(loaded.generation, summary, loaded.notes)
 
@@ -96,7 +117,7 @@ class SnapshotThread(threading.Thread):
     Args:
         store: open; used by this thread alone from its start on.
         threads: the shards, started.
-        interval_s: seconds between snapshots; 0: only on wish.
+        interval_s: seconds between snapshots, of which those that would change nothing are left out; 0: only on wish.
         generation: what the server is durable to at the start.
     """
 
@@ -111,7 +132,8 @@ class SnapshotThread(threading.Thread):
         self.last_seconds = 0.0
         self._threads = threads
         self._interval_s = interval_s
-        self._written_s: float | None = None
+        # When ``generation`` was last known to be all that the shards hold.
+        self._current_s: float | None = None
         self._wishes: SimpleQueue[Callable[[Outcome], None] | None] = SimpleQueue()
 
     def request(self, done: Callable[[Outcome], None]) -> None:
@@ -129,12 +151,12 @@ class SnapshotThread(threading.Thread):
         self._wishes.put(None)
 
     def status(self) -> dict[str, Any]:
-        """JSON-able."""
+        """JSON-able; "age_s" is for how long the server may have held more than the generation does."""
         return {
             "directory": str(self.store.directory),
             "interval_s": self._interval_s,
             "generation": self.generation,
-            "age_s": None if self._written_s is None else round(time.monotonic() - self._written_s, 3),
+            "age_s": None if self._current_s is None else round(time.monotonic() - self._current_s, 3),
             "last_seconds": round(self.last_seconds, 3),
             "failures": self.failures,
             "last_error": self.last_error,
@@ -147,7 +169,8 @@ class SnapshotThread(threading.Thread):
             try:
                 wish = self._wishes.get(timeout=max(0.0, due_s - time.monotonic()) if self._interval_s else None)
             except Empty:
-                self.write()
+                if not self._is_current():
+                    self.write()
                 due_s = time.monotonic() + self._interval_s
                 continue
             if wish is None:
@@ -158,18 +181,34 @@ class SnapshotThread(threading.Thread):
             except Exception:
                 logger.exception("nobody could be told that a snapshot is done")
 
+    def _is_current(self) -> bool:
+        """Whether the newest generation is still there, and nothing has changed since it was captured."""
+        asked_s = time.monotonic()
+        try:
+            futures = [thread.ask(thread.shard.has_changed) for thread in self._threads]
+            if any(future.result(CAPTURE_DEADLINE_S) for future in futures):
+                return False
+        except Exception:
+            return False  # to write one fails likewise, and tells
+        if self.generation is None or self.store.newest != self.generation:
+            return False
+        self._current_s = asked_s
+        return True
+
     def write(self) -> Outcome:
         """Capture and write one generation; call it in this thread, or once this thread has ended."""
         started_s = time.monotonic()
         try:
             futures = [thread.ask(thread.shard.capture) for thread in self._threads]
             shards: list[list[JobState]] = [future.result(CAPTURE_DEADLINE_S) for future in futures]
-            if not any(shards):
+            # Where there are generations, an empty one tells that their jobs are gone.
+            if self.generation is None and not any(shards):
                 return Outcome(self.generation, "there is no job with values yet", is_empty=True)
             generation = self.store.save(shards)
         except Exception as error:
             self.failures += 1
             self.last_error = str(error) or repr(error)
+            self._look_what_is_left()
             logger.error(
                 "no snapshot was written, the server stays durable to %s: %s",
                 "nothing" if self.generation is None else f"generation {self.generation}",
@@ -178,9 +217,18 @@ class SnapshotThread(threading.Thread):
             )
             return Outcome(self.generation, self.last_error)
         self.generation, self.last_error = generation, ""
-        self._written_s = time.monotonic()
-        self.last_seconds = self._written_s - started_s
+        self._current_s = started_s
+        self.last_seconds = time.monotonic() - started_s
         for thread in self._threads:
             thread.ask(partial(thread.shard.note_durable, generation))
         logger.info("durable to %s, generation %d, after %.2f s", self.store.directory, generation, self.last_seconds)
         return Outcome(generation)
+
+    def _look_what_is_left(self) -> None:
+        """Somebody may have removed what the server was durable to."""
+        newest = self.store.newest
+        if newest == self.generation:
+            return
+        self.generation = newest
+        for thread in self._threads:
+            thread.ask(partial(thread.shard.note_durable, None))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections import deque
@@ -11,10 +12,16 @@ from dataclasses import asdict, dataclass
 MOST_EVENTS = 200
 # A refused gradient comes with hundreds of chunks a second: one event tells, the next says how many followed.
 REPEAT_S = 30.0
-_REPEATING = frozenset({"refused", "late", "memory", "stood_still"})
+# A disk stays full for days, and every interval's snapshot fails: one an hour leaves room for what else happens.
+SNAPSHOT_FAILED_REPEAT_S = 3600.0
+_REPEATING = {
+    **dict.fromkeys(("refused", "late", "memory", "stood_still"), REPEAT_S),
+    "snapshot_failed": SNAPSHOT_FAILED_REPEAT_S,
+}
 # A long run's log would be nothing else.
 _COLLAPSING = frozenset({"snapshot"})
 _MOST_REMEMBERED = 1024
+_NUMBER = re.compile(r"\d+")
 
 KINDS = frozenset(
     {
@@ -56,8 +63,8 @@ class Event:
 class EventLog:
     """The last ``MOST_EVENTS`` events; thread-safe.
 
-    Refusals and the like of one worker, or of all strangers to a job, are let through once in ``REPEAT_S``; of
-    snapshots in a row the last one stays.
+    Refusals and the like of one worker, or of all strangers to a job, are let through once in ``REPEAT_S``, snapshots
+    that fail for one cause once in ``SNAPSHOT_FAILED_REPEAT_S``; of snapshots in a row the last one stays.
 
     Args:
         wall_clock_s: the time events carry.
@@ -71,8 +78,8 @@ class EventLog:
         self._clock_s = clock_s
         self._lock = threading.Lock()
         self._events: deque[Event] = deque(maxlen=MOST_EVENTS)
-        # (kind, job, worker; None for strangers) -> (when the next may follow, how many were left out)
-        self._repeats: dict[tuple[str, str, int | None], tuple[float, int]] = {}
+        # (kind, job, worker; None for strangers, cause) -> (when the next may follow, how many were left out)
+        self._repeats: dict[tuple[str, str, int | None, str], tuple[float, int]] = {}
 
     def note(
         self, kind: str, text: str, *, job: str = "", worker: int | None = None, is_stranger: bool = False
@@ -87,7 +94,9 @@ class EventLog:
             is_stranger: it is no member, and its rank whatever it says: a new one each time, perhaps.
         """
         assert kind in KINDS, kind
-        source = (kind, job, None if is_stranger else worker)
+        # The same disk is as full whatever the number of the generation.
+        cause = _NUMBER.sub("", text) if kind == "snapshot_failed" else ""
+        source = (kind, job, None if is_stranger else worker, cause)
         with self._lock:
             if kind in _REPEATING:
                 now_s = self._clock_s()
@@ -97,7 +106,7 @@ class EventLog:
                     return
                 if len(self._repeats) >= _MOST_REMEMBERED:
                     self._repeats.clear()
-                self._repeats[source] = (now_s + REPEAT_S, 0)
+                self._repeats[source] = (now_s + _REPEATING[kind], 0)
                 if left_out:
                     text = f"{text}; {left_out} like it before"
             elif kind in _COLLAPSING and self._events and self._events[-1].kind == kind:

@@ -160,6 +160,7 @@ def _snapshot_families(snapshot: dict[str, Any] | None) -> Iterable[Any]:
         return
     yield Gauge("psengine_snapshot_generation", "Durable to.", value=snapshot["generation"] or 0)
     if snapshot["age_s"] is not None:
-        yield Gauge("psengine_snapshot_age_seconds", "Since the last was written.", value=snapshot["age_s"])
+        text = "Since the latest was last known to hold everything."
+        yield Gauge("psengine_snapshot_age_seconds", text, value=snapshot["age_s"])
     yield Gauge("psengine_snapshot_seconds", "What the last one took.", value=snapshot["last_seconds"])
     yield Counter("psengine_snapshot_failures", "Snapshots not written.", value=snapshot["failures"])

@@ -52,6 +52,8 @@ _NOTABLE_REFUSALS = {
 _EVENTS_OF_ANY_SHARD = frozenset({"refused", "late", "memory", "stood_still"})
 # What somebody measures or watches the server with is no traffic of a job.
 _NOT_OF_THE_JOB = frozenset({MessageType.STATUS_REPORT, MessageType.ECHO, MessageType.ECHOED})
+# All other messages of members may change what a snapshot keeps: even PULL and PROBE, by backing up weights.
+_LEAVE_SNAPSHOT_ALONE = frozenset({MessageType.HEARTBEAT, MessageType.LIST, MessageType.STATUS, MessageType.ECHO})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,6 +127,10 @@ class Shard:
         self._durable_generation: int | None = None
         self._durable_version: dict[int, int] = {}
         self._captured_version: dict[int, int] = {}
+        # Grows with every change of what a snapshot keeps; what ``_state`` was when the durable one was captured.
+        self._changes = 0
+        self._captured_state: tuple[int, int] | None = None
+        self._durable_state: tuple[int, int] | None = None
         self._handlers: dict[MessageType, Callable[[Job, Member, Message], list[Reply]]] = {
             MessageType.PUSH: lambda job, member, message: job.push(message, member, self._now_s),
             MessageType.PROBE: lambda job, member, message: job.probe(message, member),
@@ -156,6 +162,7 @@ class Shard:
                 return self._answer_reader(sender, message)
             job, member = self._authenticate(sender, message, now_s)
             job.statistics.bytes_in += _traffic_bytes(message)
+            self._changes += message.type not in _LEAVE_SNAPSHOT_ALONE
             if message.type is MessageType.BYE:
                 # Answered first: afterwards there is no member to send to.
                 goodbye = self._outgoing(job, _ok(member, message))
@@ -214,15 +221,17 @@ class Shard:
         for job in self._jobs.values():
             expired = job.membership.expired(now_s)
             if expired:
+                self._changes += 1
                 outgoing.extend(self._outgoing(job, job.evict(expired, now_s)))
         return outgoing
 
     def evict(self, job_name: str, rank: int, now_s: float) -> list[Outgoing] | None:
         """End a worker's lease before its time; answers that may leave because of it, None where there is none."""
         self._look_at_time(now_s)
-        job = next((job for job in self._jobs.values() if job.name == job_name), None)
+        job = self._find(job_name)
         if job is None or rank not in job.membership.members:
             return None
+        self._changes += 1
         return self._outgoing(job, job.evict([rank], now_s))
 
     def _hello(self, sender: Sender, message: Message, now_s: float) -> list[Outgoing]:
@@ -243,6 +252,7 @@ class Shard:
                 " another run another job (PSENGINE_JOB).",
                 ErrorCode.RULE_MISMATCH,
             )
+        self._changes += 1
         state, member, replies = job.greet(message, sender.user_id, sender.route, now_s)
         self._jobs[job.number] = job  # a new one, now that its first worker was let in
         welcome = self._welcome(job, message, state)
@@ -254,14 +264,45 @@ class Shard:
         if len(self._jobs) >= MOST_JOBS:
             self._drop_finished_jobs()
         if len(self._jobs) >= MOST_JOBS:
-            raise ProtocolError(f"this server has its most jobs already ({MOST_JOBS})", ErrorCode.MEMORY)
+            raise ProtocolError(
+                f"this server has its most jobs already (expected at most {MOST_JOBS}, got one more,"
+                f" {body['job']!r}). Fix: end one that is no longer needed, by POST /actions/forget?job=NAME at the"
+                " server's status port (--status-port, --status-token); or use another server.",
+                ErrorCode.MEMORY,
+            )
         return Job(body["job"], body["rule"], self.settings.lease_s, self._take_memory, self.note)
 
     def _drop_finished_jobs(self) -> None:
-        """Forget jobs without workers whose values are nobody's: averaging ones, and those that never had any."""
-        for number, job in list(self._jobs.items()):
-            if (job.averages or not job.is_sealed) and not job.membership.is_remembered(self._now_s):
-                del self._jobs[number]
+        """Forget jobs without workers whose values are nobody's."""
+        for job in list(self._jobs.values()):
+            if self._is_finished(job):
+                self._drop(job)
+
+    def _is_finished(self, job: Job) -> bool:
+        """Whether nobody misses it: it averages, or never had values, and its workers have been gone for a lease."""
+        return (job.averages or not job.is_sealed) and not job.membership.is_remembered(self._now_s)
+
+    def _drop(self, job: Job) -> None:
+        del self._jobs[job.number]
+        self._changes += 1
+        # Of another job of that name nothing is durable yet.
+        self._durable_version.pop(job.number, None)
+        self._captured_version.pop(job.number, None)
+
+    def worker_count(self, job_name: str) -> int | None:
+        """Workers of a job; None where there is no such job."""
+        job = self._find(job_name)
+        return None if job is None else len(job.membership.members)
+
+    def forget(self, job_name: str) -> None:
+        """Drop a job, if there is such a one, with its values; a worker that it has after all learns to come anew."""
+        job = self._find(job_name)
+        if job is not None:
+            logger.warning("job %r is forgotten by shard %d, at version %d", job.name, self.index, _version(job))
+            self._drop(job)
+
+    def _find(self, job_name: str) -> Job | None:
+        return next((job for job in self._jobs.values() if job.name == job_name), None)
 
     def _welcome(self, job: Job | None, message: Message, state: str) -> Message:
         return self._message(
@@ -458,6 +499,9 @@ class Shard:
     def _take_memory(self, size_bytes: int, what: str) -> None:
         used_bytes = self.memory_bytes()
         if used_bytes + size_bytes > self.settings.max_memory_bytes:
+            self._drop_finished_jobs()
+            used_bytes = self.memory_bytes()
+        if used_bytes + size_bytes > self.settings.max_memory_bytes:
             raise ProtocolError(
                 f"{what} needs {size_bytes} bytes (expected at most"
                 f" {max(0, self.settings.max_memory_bytes - used_bytes)} free of max_memory_bytes ="
@@ -494,7 +538,7 @@ class Shard:
 
     def capture(self) -> list[JobState]:
         """Copies of everything a snapshot keeps."""
-        self._captured_version = self._versions()
+        self._captured_version, self._captured_state = self._versions(), self._state()
         return [
             JobState(
                 job.name,
@@ -508,22 +552,29 @@ class Shard:
                     for key, rule in job.chunks.rules.items()
                 ],
             )
-            for job in self._jobs.values()
-            if job.is_sealed
+            for job in self._kept_jobs()
         ]
 
-    def _versions(self) -> dict[int, int]:
-        """By job that has values: the version all its chunks have reached."""
-        return {
-            job.number: min((rule.version for rule in job.chunks.rules.values()), default=0)
-            for job in self._jobs.values()
-            if job.is_sealed
-        }
+    def _kept_jobs(self) -> list[Job]:
+        return [job for job in self._jobs.values() if job.is_sealed and not self._is_finished(job)]
 
-    def note_durable(self, generation: int) -> None:
-        """What ``capture`` returned last is on disk."""
+    def _state(self) -> tuple[int, int]:
+        """Equal as long as ``capture`` would return the same; jobs also end without a message."""
+        return self._changes, len(self._kept_jobs())
+
+    def has_changed(self) -> bool:
+        """Whether ``capture`` may return something else than what is durable."""
+        return self._state() != self._durable_state
+
+    def _versions(self) -> dict[int, int]:
+        """By job that a snapshot keeps: the version all its chunks have reached."""
+        return {job.number: _version(job) for job in self._kept_jobs()}
+
+    def note_durable(self, generation: int | None) -> None:
+        """What ``capture`` returned last is on disk; None: what was on disk is there no more."""
         self._durable_generation = generation
-        self._durable_version = dict(self._captured_version)
+        self._durable_version = {} if generation is None else dict(self._captured_version)
+        self._durable_state = None if generation is None else self._captured_state
 
     def restore(self, jobs: Sequence[JobState], now_s: float) -> None:
         """Take over a snapshot's state, before the first message."""
@@ -538,7 +589,7 @@ class Shard:
                 rule.restore(chunk.meta, chunk.tensors)
                 job.chunks.rules[chunk.key] = rule
             self._jobs[job.number] = job
-        self._captured_version = self._versions()
+        self._captured_version, self._captured_state = self._versions(), self._state()
 
 
 def merge_job_meta(metas: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -550,6 +601,11 @@ def merge_job_meta(metas: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "came": sorted({rank for meta in metas for rank in meta["came"]}),
         "expected_workers": max(meta["expected_workers"] for meta in metas),
     }
+
+
+def _version(job: Job) -> int:
+    """What all chunks of a job have reached."""
+    return min((rule.version for rule in job.chunks.rules.values()), default=0)
 
 
 def _traffic_bytes(message: Message) -> int:

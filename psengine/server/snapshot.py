@@ -75,7 +75,7 @@ class SnapshotStore:
         self._lock: int | None = None
         self._last_generation = 0
         self._present: set[int] = set()
-        # Those of them that could not be read: they do not count as something to fall back on.
+        # Those of them that could not be read or may be another server's: they are nothing to fall back on.
         self._damaged: set[int] = set()
 
     def open(self) -> None:
@@ -87,7 +87,7 @@ class SnapshotStore:
         assert self._lock is None, "the store is open already"
         try:
             self._create_directory()
-            self._take_lock()
+            self._lock = self._take_lock()
             self._present, self._damaged = set(self._numbers(_GENERATION)), set()
             self._last_generation = max([0, *self._present, *self._numbers(_LEFTOVER)])
             self._remove_leftovers()
@@ -122,8 +122,12 @@ class SnapshotStore:
 
     @property
     def newest(self) -> int | None:
-        """Number of the newest generation that is not known to be damaged; None without one."""
-        return max(self._present - self._damaged, default=None)
+        """Number of the newest generation that is there and not known to be damaged; None without one."""
+        try:
+            there = self._present.intersection(self._numbers(_GENERATION))
+        except OSError:
+            return None
+        return max(there - self._damaged, default=None)
 
     def save(self, shards: Sequence[list[JobState]]) -> int:
         """Write one generation of all shards' jobs and remove those beyond ``keep``; the new one's number.
@@ -132,28 +136,25 @@ class SnapshotStore:
 
         Raises:
             SnapshotError: it was not written, and what there is of it was removed; the message says which older
-                generation is still there. The next ``save`` starts from scratch.
+                generation is still there. The next ``save`` starts from scratch. Or the directory was replaced, and
+                another server has the new one.
         """
         assert self._lock is not None, "the store is not open"
         check_states(shards)
-        older = self.newest
         # A number is used once, even if its attempt fails: a page that could not be written may look clean afterwards,
         # so nothing of that attempt is touched again (PostgreSQL's "fsyncgate").
         self._last_generation += 1
-        generation = self._last_generation
-        unfinished, final = self._path("unfinished", generation), self._path("generation", generation)
         try:
-            write_generation(unfinished, generation, shards)
-            os.rename(unfinished, final)
-            flush_directory(self.directory)
-        except BaseException as error:
-            self._remove_attempt(generation)
-            if isinstance(error, OSError):
-                raise SnapshotError(self._write_failure(error, generation, shards, older)) from error
-            raise
-        self._present.add(generation)
+            self._retake_if_replaced()
+            self._present.intersection_update(self._numbers(_GENERATION))
+            self._write(self._last_generation, shards)
+        except OSError as error:
+            raise SnapshotError(self._write_failure(error, self._last_generation, shards)) from error
+        self._present.add(self._last_generation)
         self._prune()
-        return generation
+        with suppress(OSError):
+            self._remove_leftovers()
+        return self._last_generation
 
     def load(self) -> Loaded | None:
         """Read the newest generation that is intact; None if there is none at all.
@@ -181,15 +182,25 @@ class SnapshotStore:
 
     # ---- writing ---------------------------------------------------------------------------------------------------
 
-    def _write_failure(
-        self, error: OSError, generation: int, shards: Sequence[list[JobState]], older: int | None
-    ) -> str:
+    def _write(self, generation: int, shards: Sequence[list[JobState]]) -> None:
+        kind = "unfinished"
+        try:
+            write_generation(self._path(kind, generation), generation, shards)
+            os.rename(self._path(kind, generation), self._path("generation", generation))
+            kind = "generation"
+            flush_directory(self.directory)
+        except BaseException:
+            self._discard(kind, generation)
+            raise
+
+    def _write_failure(self, error: OSError, generation: int, shards: Sequence[list[JobState]]) -> str:
         text = f"snapshot generation {generation} was not written: {error.strerror} ({error.filename or self.directory}"
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             wanted_bytes = sum(chunk.size_bytes for jobs in shards for job in jobs for chunk in job.chunks)
             with suppress(OSError):
                 free_bytes = shutil.disk_usage(self.directory).free
                 text += f"; expected room for {wanted_bytes} bytes and a manifest, got {free_bytes} free"
+        older = self.newest
         durable = "there is no older one" if older is None else f"generation {older} stays durable"
         return f"{text}); {durable}"
 
@@ -201,17 +212,13 @@ class SnapshotStore:
                 self._present.discard(generation)
             newer_intact += generation not in self._damaged
 
-    def _remove_attempt(self, generation: int) -> None:
-        self._discard("unfinished", generation)
-        self._discard("generation", generation)
-
     def _remove_leftovers(self) -> None:
         for kind in ("unfinished", "discarded"):
             for generation in self._numbers(_LEFTOVER):
                 self._discard(kind, generation)
 
     def _discard(self, kind: str, generation: int) -> None:
-        """Remove a directory; as a generation it ends at once, not file by file. What stays is removed by ``open``."""
+        """Remove a directory; as a generation it ends at once, not file by file. What stays is removed later."""
         path, discarded = self._path(kind, generation), self._path("discarded", generation)
         if not path.exists():
             return
@@ -230,19 +237,41 @@ class SnapshotStore:
             self.directory.mkdir(mode=0o700)
             flush_directory(self.directory.parent)
 
-    def _take_lock(self) -> None:
-        path = self.directory / "lock"
-        self._lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    def _take_lock(self) -> int:
+        lock = os.open(self.directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            holder = os.pread(self._lock, 20, 0).decode("ascii", "replace").strip() or "unknown"
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.ftruncate(lock, 0)
+            os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
+        except BaseException as error:
+            holder = os.pread(lock, 20, 0).decode("ascii", "replace").strip() or "unknown"
+            os.close(lock)
+            if not isinstance(error, BlockingIOError):
+                raise
             raise SnapshotError(
                 f"a snapshot directory belongs to one server (expected {self.directory} to be free, got a lock held by "
                 f"process {holder}); stop that server, or choose another directory"
             ) from None
-        os.ftruncate(self._lock, 0)
-        os.pwrite(self._lock, f"{os.getpid()}\n".encode(), 0)
+        return lock
+
+    def _retake_if_replaced(self) -> None:
+        """Lock the directory anew if its lock file is another by now: the old lock keeps nobody out.
+
+        Somebody deleted it and made it again, or mounted something there. Without the new lock two servers would
+        remove each other's generations.
+        """
+        assert self._lock is not None
+        with suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(self._lock), os.stat(self.directory / "lock")):
+                return
+        self._present, self._damaged = set(), set()
+        lock = self._take_lock()
+        os.close(self._lock)
+        self._lock = lock
+        logger.warning("%s was replaced while this server ran; it is locked anew", self.directory)
+        self._present, self._damaged = set(self._numbers(_GENERATION)), set(self._numbers(_GENERATION))
+        taken = [*self._present, *self._numbers(_LEFTOVER)]
+        self._last_generation = max([self._last_generation, *(number + 1 for number in taken)])
 
     def _path(self, kind: str, generation: int) -> Path:
         return self.directory / f"{kind}-{generation:012d}"

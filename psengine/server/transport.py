@@ -11,6 +11,7 @@ from __future__ import annotations
 import errno
 import os
 import socket
+import stat
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -87,7 +88,7 @@ class Endpoint:
 
     def _open(self, address: str) -> zmq.Socket[bytes]:
         if address.startswith("ipc://"):
-            _refuse_living_server(address)
+            _refuse_occupied_path(address)
         router: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
         try:
             _configure(router, is_ipv6="[" in address)
@@ -207,7 +208,7 @@ class Endpoint:
         self._backlogs.clear()
         self._socket.close(linger=linger_ms)
         if self._file is not None and self._file == _file_of(self.address):
-            os.unlink(self.address.removeprefix("ipc://"))
+            os.unlink(_path_of(self.address))
             self._file = None
 
 
@@ -235,17 +236,25 @@ def _bound_address(router: zmq.Socket[bytes], requested: str) -> str:
 
 def _file_of(address: str) -> tuple[int, int] | None:
     """Device and inode of an ipc address's file: zmq leaves it behind, and its name may be another's by then."""
+    if not address.startswith("ipc://") or address.startswith("ipc://@"):
+        return None
     try:
-        status = os.stat(address.removeprefix("ipc://")) if address.startswith("ipc:///") else None
+        status = os.stat(_path_of(address))
     except OSError:
         return None
-    return None if status is None else (status.st_dev, status.st_ino)
+    return status.st_dev, status.st_ino
 
 
-def _refuse_living_server(address: str) -> None:
-    """Raise where a process listens at an ipc path: zmq would take the path away from it without a word."""
+def _path_of(address: str) -> str:
+    return os.path.abspath(address.removeprefix("ipc://"))
+
+
+def _refuse_occupied_path(address: str) -> None:
+    """Raise where a file is at an ipc path, or a process listens: zmq removes what is there without a word."""
     path = address.removeprefix("ipc://")
     target = "\0" + path[1:] if path.startswith("@") else path
+    if target is path:
+        _refuse_file(address, path)
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.settimeout(1.0)
         try:
@@ -255,4 +264,19 @@ def _refuse_living_server(address: str) -> None:
     raise BindError(
         f"The address {address} could not be bound (expected a free one, got a path at which another process listens)."
         " Fix: choose another with --bind, or stop that process."
+    )
+
+
+def _refuse_file(address: str, path: str) -> None:
+    try:
+        mode = os.lstat(path).st_mode
+    except OSError:
+        return
+    if stat.S_ISSOCK(mode):
+        return
+    kinds = {stat.S_IFREG: "a file", stat.S_IFDIR: "a directory", stat.S_IFLNK: "a symbolic link"}
+    raise BindError(
+        f"The address {address} could not be bound (expected nothing at that path, or a socket that a server left"
+        f" behind, got {kinds.get(stat.S_IFMT(mode), 'something else')}). Fix: choose another with --bind, or move it"
+        " away."
     )
