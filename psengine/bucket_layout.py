@@ -45,15 +45,12 @@ class BucketLayout:
         self.locators: list[tuple[Bucket, int]] = []
         self.small_parameter_buckets: list[Bucket | None] = []
 
-    def create(
-        self, limits_bytes: Sequence[int], order: Sequence[int] | None = None, *, detached_gradients: bool = False
-    ) -> list[Bucket]:
+    def create(self, limits_bytes: Sequence[int], order: Sequence[int] | None = None) -> list[Bucket]:
         """Make buckets of at most ``limits_bytes`` (see ``plan_buckets``) and return them.
 
         Args:
             limits_bytes: caps.
             order: indices of parameters as their gradients arrived; None guesses that they arrive in reverse.
-            detached_gradients: gradients that become views are detached from the buckets' own.
         """
         plans = plan_buckets(self._parameters, limits_bytes, self._expects_sparse, order)
         self.buckets = [
@@ -80,7 +77,7 @@ class BucketLayout:
             None if bucket.is_eager[position] or bucket.sparse else bucket for bucket, position in self.locators
         ]
         if self._as_view:
-            self._adopt_gradients(detached=detached_gradients)
+            self._adopt_gradients()
         self._strategy.lay_out(self.buckets)
         return self.buckets
 
@@ -88,11 +85,11 @@ class BucketLayout:
         """Gradients that are views of the flat tensor keep their dtype; the strategy then converts on the way out."""
         return dtype if self._as_view else self._strategy.communication_dtype(dtype)
 
-    def _adopt_gradients(self, *, detached: bool) -> None:
+    def _adopt_gradients(self) -> None:
         """Move gradients that exist already (accumulated, not yet stepped) into the buckets' views."""
         for bucket in self.buckets:
-            for parameter, view in zip(bucket.parameters, bucket.views, strict=False):
+            for position, (parameter, view) in enumerate(zip(bucket.parameters, bucket.views, strict=False)):
                 if parameter.grad is not None and not parameter.grad.is_sparse:
                     with torch.no_grad():
                         view.copy_(parameter.grad)
-                    parameter.grad = view.detach() if detached else view
+                    parameter.grad = bucket.gradient_view(position)

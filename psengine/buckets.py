@@ -114,7 +114,7 @@ class Bucket:
 
     Attributes:
         flat: the packed gradients: 1-D dense, or the sparse gradient itself (None until packed).
-        views: per parameter its part of ``flat``, shaped and strided like its gradient.
+        views: per parameter its part of ``flat``, shaped and strided like its gradient; see ``gradient_view``.
         pending: how many gradients of this backward are not yet ready.
         square_sum: of the gradients as they were last unpacked, float64 on their device; None where nobody computed it.
     """
@@ -144,6 +144,11 @@ class Bucket:
         self.pending = len(self.parameters)
         self.offsets: list[int] = []
         self.views: list[torch.Tensor] = []
+        # Where the views are in memory (nowhere: -1), and what ``gradient_view`` returned last.
+        self._addresses: list[int] = []
+        self._gradient_views: list[torch.Tensor] = []
+        # Whose gradients autograd may leave lazily conjugated or negated: others it copies, which resolves them.
+        self._may_be_lazy = [i for i, p in enumerate(self.parameters) if p.is_complex() or p.numel() == 1]
         self.square_sum: torch.Tensor | float | None = None
         self._flat: torch.Tensor | None = None
         self._runs: list[Run] = []
@@ -194,6 +199,8 @@ class Bucket:
             self.offsets.append(offset)
             offset += parameter.numel()
         self.views = self.views_of(flat)
+        self._addresses = [view.data_ptr() if view.numel() > 0 else -1 for view in self.views]
+        self._gradient_views = [view.detach() for view in self.views]
         self._layout = ops.layout_of(self.parameters)
         self._is_native = ops.covers(flat, self.dtype)
         self.is_eager = [p.numel() * p.element_size() >= EAGER_PACK_BYTES for p in self.parameters]
@@ -224,6 +231,14 @@ class Bucket:
             view_like(flat, offset, parameter) for offset, parameter in zip(self.offsets, self.parameters, strict=True)
         ]
 
+    def gradient_view(self, position: int) -> torch.Tensor:
+        """The view to hand out as a gradient: an alias, because assigning to its ``.data`` (as ``Module.to`` does)
+        takes it off the flat memory for good; then there is a new one.
+        """
+        if self._gradient_views[position].data_ptr() != self._addresses[position]:
+            self._gradient_views[position] = self.views[position].detach()
+        return self._gradient_views[position]
+
     def pack(self, divisor: float, *, as_view: bool) -> None:
         """Pack every gradient; see ``pack_one``."""
         for position in self._eager_runs:
@@ -253,28 +268,37 @@ class Bucket:
             self._pack_zeros(run, as_view=as_view)
             return
         parameters = self.parameters[run.first : run.last]
+        if self._may_be_lazy:
+            self._resolve_lazy(run)
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         is_plain = len(gradients) == len(parameters)
         if is_plain and as_view:
-            views = self.views[run.first : run.last]
-            is_plain = not any(g is v or g.data_ptr() == v.data_ptr() for g, v in zip(gradients, views, strict=True))
+            addresses = self._addresses[run.first : run.last]
+            is_plain = not any(g.data_ptr() == address for g, address in zip(gradients, addresses, strict=True))
         if not is_plain or not self._copy_run(run, gradients, divisor):
             for position in range(run.first, run.last):
                 self._pack_with_care(position, divisor, as_view=as_view)
         elif as_view:
-            for parameter, view, gradient in zip(parameters, views, gradients, strict=True):
-                if gradient.dtype == view.dtype:
-                    parameter.grad = view
+            dtype = self.flat_dtype
+            for position, gradient in enumerate(gradients, run.first):
+                if gradient.dtype == dtype:
+                    self.parameters[position].grad = self.gradient_view(position)
+
+    def _resolve_lazy(self, run: Run) -> None:
+        """Carry out conjugations and negations that are only noted on gradients: lists of such cannot be written to."""
+        for position in self._may_be_lazy:
+            gradient = self.parameters[position].grad if run.first <= position < run.last else None
+            if gradient is not None and (gradient.is_conj() or gradient.is_neg()):
+                self.parameters[position].grad = gradient.resolve_conj().resolve_neg()
 
     def _pack_zeros(self, run: Run, *, as_view: bool) -> None:
         """Of a replica that has no say: its gradients may be NaN, which no factor makes zero."""
         run.flat.zero_()
         if as_view:
-            for parameter, view in zip(
-                self.parameters[run.first : run.last], self.views[run.first : run.last], strict=True
-            ):
-                if parameter.grad is not None and parameter.grad.dtype == view.dtype:
-                    parameter.grad = view
+            for position in range(run.first, run.last):
+                gradient = self.parameters[position].grad
+                if gradient is not None and gradient.dtype == self.flat_dtype:
+                    self.parameters[position].grad = self.gradient_view(position)
 
     def _copy_run(self, run: Run, gradients: list[torch.Tensor], divisor: float) -> bool:
         """Copy a run's gradients in one call; False where one of them needs care: sparse, or in the flat memory."""
@@ -298,13 +322,12 @@ class Bucket:
 
     def _pack_with_care(self, position: int, divisor: float, *, as_view: bool) -> None:
         """Pack one gradient that may be undefined, or the view already."""
-        parameter = self.parameters[position]
-        gradient = parameter.grad
+        gradient = self.parameters[position].grad
         view = self.views[position]
         if gradient is None:
             view.zero_()
             return
-        if gradient is view or (as_view and gradient.data_ptr() == view.data_ptr() and view.numel() > 0):
+        if not gradient.is_sparse and gradient.data_ptr() == self._addresses[position]:
             if divisor != 1:
                 view.div_(divisor)
             self._count_view(position)
@@ -318,7 +341,7 @@ class Bucket:
             torch.mul(gradient.detach(), 1.0 / divisor, out=view)
         self._count_view(position)
         if as_view and gradient.dtype == view.dtype:
-            parameter.grad = view
+            self.parameters[position].grad = self.gradient_view(position)
 
     def _count_view(self, position: int) -> None:
         """Count what is not finite by a read of its own, which a run of plain gradients does without."""
@@ -425,13 +448,13 @@ class Bucket:
             if skip is not None and skip[position]:
                 continue
             gradient = parameter.grad
-            view = self.views[position]
-            if gradient is None:
-                parameter.grad = view
-            elif adopt:
-                # An alias: native's mixed precision exchanges a gradient's data in place, and the view must stay ours.
-                parameter.grad = view.detach()
-            elif gradient is not view and gradient.data_ptr() != view.data_ptr() and view.numel() > 0:
+            if gradient is None or adopt:
+                parameter.grad = self.gradient_view(position)
+            elif (
+                gradient is not self._gradient_views[position]
+                and gradient.data_ptr() != self._addresses[position]
+                and gradient.numel() > 0
+            ):
                 raise ReductionError(
                     "Detected at least one parameter gradient is not the expected DDP bucket view with"
                     f" gradient_as_bucket_view=True (parameter {self.names[position]!r}). Something replaced the"

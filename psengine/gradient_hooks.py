@@ -1,9 +1,15 @@
-"""The function autograd calls for one parameter: a few hundred of them make up the cost of a small model."""
+"""Where a reducer listens to autograd: the parameters' accumulation nodes, and the function that each of them calls.
+
+A few hundred of these calls make up the cost of a small model.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal
+
+import torch
+from torch.autograd.graph import get_gradient_edge
 
 from psengine.buckets import Bucket
 
@@ -46,3 +52,52 @@ def counting_hook(
             reduce_full_buckets()
 
     return hook
+
+
+class AccumulationNodes:
+    """The nodes of ``parameters``, kept alive: autograd holds them weakly, and a new node would lack our hook.
+
+    torch gives a parameter another node when its dtype or device changes (``model.double()``, ``model.to(device)``),
+    and does not take hooks along.
+
+    Attributes:
+        nodes: by parameter.
+    """
+
+    def __init__(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+        self.nodes = [get_gradient_edge(parameter).node for parameter in parameters]
+        self._parameters = parameters
+        self._kinds = [(parameter.dtype, parameter.device) for parameter in parameters]
+        self._handles: list[Any] = []
+
+    def listen(self, make_hook: Callable[[int], Callable[..., None]]) -> None:
+        """Register ``make_hook(index)`` at each node.
+
+        Post-hooks of the node fire for undefined gradients too (an output that is not part of the loss);
+        ``Tensor.register_post_accumulate_grad_hook`` does not.
+        """
+        self._handles = [node.register_hook(make_hook(index)) for index, node in enumerate(self.nodes)]
+
+    def stop_listening(self) -> None:
+        """Remove the hooks."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def was_converted(self, index: int) -> bool:
+        """Whether the parameter's dtype or device is another now; cheap, and blind to a conversion there and back."""
+        parameter = self._parameters[index]
+        return (parameter.dtype, parameter.device) != self._kinds[index]
+
+    def replaced(self, indices: Iterable[int]) -> Iterator[int]:
+        """Those of the parameters that have another node now; some microseconds for each."""
+        for index in indices:
+            parameter = self._parameters[index]
+            if parameter.requires_grad and get_gradient_edge(parameter).node is not self.nodes[index]:
+                yield index
+
+    def describe_change(self, index: int) -> str:
+        """The dtype and device of a parameter when it was wrapped, and now."""
+        parameter = self._parameters[index]
+        was_dtype, was_device = self._kinds[index]
+        return f"expected {was_dtype} on {was_device} throughout, got {parameter.dtype} on {parameter.device}"

@@ -118,6 +118,10 @@ def clip_grad_norm_(
     ``psengine.DistributedDataParallel`` comes from the pass that averaged its gradients or wrote them, where there was
     one and nobody has changed them since; only other gradients are read again. Call it on every rank.
 
+    A change shows in the gradient's version, or in samples of a few large gradients where all were rescaled
+    (``torch.amp.GradScaler``). Writes past torch's count, to ``.grad.data`` or through ``.grad.numpy()``, may show in
+    neither, and the norm would be that before them: write to ``.grad`` under ``torch.no_grad()``, or call torch's.
+
     Args:
         model: any module; wrapped or not.
         max_norm: the largest norm to leave as it is.

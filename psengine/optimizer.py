@@ -117,6 +117,9 @@ class _StrategyStep(torch.optim.Optimizer):
                 return self._psengine_strategy.step(lambda: local_step(closure, **options), closure)
         return self._psengine_strategy.step(lambda: local_step(closure, **options), closure)
 
+    # Else torch would wrap it when a state is loaded, and call the hooks of a step, which is to call them, twice.
+    step.hooked = True  # type: ignore[attr-defined]
+
     def state_dict(self) -> dict[str, Any]:
         """The wrapped class's, with the state that servers keep."""
         self._psengine_strategy.fetch_optimizer_state(self)

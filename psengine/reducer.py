@@ -17,22 +17,22 @@ from __future__ import annotations
 import functools
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
 
 import torch
-from torch.autograd.graph import get_gradient_edge
 
 from psengine.backward_timer import BackwardTimer
 from psengine.bucket_layout import BucketLayout
 from psengine.buckets import Bucket
 from psengine.errors import ReductionError
 from psengine.finite_check import FiniteCheck
-from psengine.gradient_hooks import ShortWay, counting_hook
+from psengine.gradient_hooks import AccumulationNodes, ShortWay, counting_hook
 from psengine.gradient_norms import GradientNorms
 from psengine.messages import (
     CREATE_GRAPH_MESSAGE,
     LOCAL_BACKWARD_MESSAGE,
+    converted_message,
     graph_changed_message,
     marked_twice_message,
     newly_used_message,
@@ -147,23 +147,17 @@ class Reducer:
         self.shadows_weights = False  # inside join: whether the others weigh this iteration's gradients
         self._post_backward_futures: list[torch.futures.Future[Any]] = []
 
-        # The nodes must be kept alive: autograd holds them weakly, and a new node would lack our hook.
-        self._nodes = [get_gradient_edge(p).node for p in self.parameters]
-        self.usage = ParameterUsage(self._nodes, self.parameters[0].device, strategy)
+        self._nodes = AccumulationNodes(self.parameters)
+        self.usage = ParameterUsage(self._nodes.nodes, self.parameters[0].device, strategy)
         make_hook = functools.partial(
             counting_hook, self._short_way, self._ready, self._autograd_hook, self._reduce_full_buckets
         )
-        # Post-hooks of the accumulation node fire for undefined gradients too (an output that is not part of the
-        # loss); Tensor.register_post_accumulate_grad_hook does not.
-        self._handles = [node.register_hook(make_hook(index)) for index, node in enumerate(self._nodes)]
+        self._nodes.listen(make_hook)
 
     # ---- layout ------------------------------------------------------------------------------------------------
 
     def _create_buckets(self, limits_bytes: Sequence[int], order: Sequence[int] | None = None) -> None:
-        # Mixed precision's hook exchanges a gradient's data in place; the views themselves must stay ours.
-        self.buckets = self._layout.create(
-            limits_bytes, order, detached_gradients=self._mixed_precision_dtype is not None
-        )
+        self.buckets = self._layout.create(limits_bytes, order)
         self._locators = self._layout.locators
 
     def _should_rebuild(self) -> bool:
@@ -218,7 +212,12 @@ class Reducer:
         return self._static_graph.is_known
 
     def prepare_for_forward(self) -> None:
-        """Count an iteration whose gradients will be exchanged."""
+        """Count an iteration whose gradients will be exchanged; raise where the model was converted meanwhile."""
+        # One parameter stands for all: where only others were converted, the next forward misses their gradients.
+        if self._nodes.was_converted(0):
+            self._check_listening(range(len(self.parameters)))
+        elif self._expect_hooks:
+            self._check_listening([0])  # no gradient came since the last forward: converted there and back?
         self.iteration += 1
         if recorder.is_on:
             recorder.begin_step(self.iteration)
@@ -251,6 +250,7 @@ class Reducer:
             self._static_graph.begin()
         elif self._find_unused:
             self.usage.search(outputs)
+            self._check_listening([index for index in self.usage.unused if self._nodes.was_converted(index)])
             if self._skip_unused_buckets:
                 self.usage.agree_before_backward()
 
@@ -258,9 +258,16 @@ class Reducer:
         if not (self._expect_hooks and any(self._ready)):
             return
         missing = {index: self.names[index] for index, is_ready in enumerate(self._ready) if not is_ready}
+        self._check_listening(missing)
         if self._static_graph.is_promised:
             self._fail(graph_changed_message(self._rank, missing))
         self._fail(unfinished_reduction_message(self._rank, missing, find_unused=self._find_unused))
+
+    def _check_listening(self, indices: Iterable[int]) -> None:
+        """Raise where one of these parameters has lost its hook."""
+        # Mixed precision converts parameters all the time, and calls our hooks itself.
+        for index in self._nodes.replaced(indices) if self._mixed_precision_dtype is None else ():
+            self._fail(converted_message(self.names[index], self._rank, self._nodes.describe_change(index)))
 
     def _fail(self, message: str) -> NoReturn:
         if self._on_error is not None:
@@ -487,7 +494,8 @@ class Reducer:
 
     def _create_missing_gradients(self, bucket: Bucket) -> None:
         """Of a bucket that had nobody to go to: an undefined gradient counts as zero, as it does among several."""
-        if self._is_packing or bucket.sparse or all(p.grad is not None for p in bucket.parameters):
+        has_all = all(parameter.grad is not None for parameter in bucket.parameters)
+        if self._is_packing or bucket.sparse or has_all or not self.strategy.defines_gradients:
             return
         skip = self._unused_positions(bucket) or [False] * len(bucket.parameters)
         for position, parameter in enumerate(bucket.parameters):
@@ -588,9 +596,7 @@ class Reducer:
 
     def _remove_autograd_hooks(self) -> None:
         """Stop listening to autograd; gradients stay local from now on."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
+        self._nodes.stop_listening()
 
     def _reset_state(self) -> None:
         """Forget a half-finished iteration and rebuild buckets anew, for a changed group of ranks."""
@@ -599,7 +605,7 @@ class Reducer:
         self._layout_is_final = self.strategy.keeps_first_layout
         self._arrival_order = []
         self._reductions = []
-        self.usage = ParameterUsage(self._nodes, self.parameters[0].device, self.strategy)
+        self.usage = ParameterUsage(self._nodes.nodes, self.parameters[0].device, self.strategy)
         self._live_ranks_work = None
 
     def update_group(self, rank: int, world_size: int) -> None:

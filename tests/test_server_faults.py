@@ -108,7 +108,10 @@ def expect_workers(world_size: int) -> None:
     from psengine.strategies import server_strategy
     from psengine.strategies.meeting import meet
 
-    server_strategy.meet = lambda *arguments: replace(meet(*arguments), world_size=world_size)  # type: ignore[assignment]
+    def meet_several(*arguments: Any, **options: Any) -> Any:
+        return replace(meet(*arguments, **options), world_size=world_size)
+
+    server_strategy.meet = meet_several  # type: ignore[assignment]
 
 
 def rank_of_mine() -> int:

@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import psengine
-from psengine.errors import ConfigurationError, ReductionError, ServerLostError
+from psengine.errors import ConfigurationError, ReductionError, ServerLostError, ServerRefusedError
 
 
 @pytest.fixture(scope="module")
@@ -130,6 +130,85 @@ def one_worker(rank: int, world_size: int, address: str) -> None:
 
 def test_one_worker_in_odd_circumstances(server):
     run_ranks(one_worker, 1, server.addresses[0], init_group=False)
+
+
+class Drop(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, dropped: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return gradient, None
+
+
+class Dropping(nn.Module):
+    """``dropped`` takes part, and its gradient is undefined."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept, self.dropped = nn.Linear(2, 2), nn.Parameter(torch.ones(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return Drop.apply(self.kept(x), self.dropped)
+
+
+def undefined_gradients(rank: int, world_size: int, address: str) -> None:
+    use(address)
+    for job, options in {
+        "bare": {},
+        "views": {"gradient_as_bucket_view": True},
+        "finite": {"check_finite": True},
+    }.items():
+        torch.manual_seed(0)
+        plain = Dropping()
+        strategy = psengine.AsyncServer(job=f"undefined-{job}")
+        wrapped = psengine.DistributedDataParallel(copy.deepcopy(plain), strategy=strategy, **options)
+        optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, weight_decay=0.1) for m in (plain, wrapped)]
+        optimizers[1] = psengine.DistributedOptimizer(optimizers[1], wrapped)
+        for _ in range(2):
+            for model, optimizer in zip((plain, wrapped), optimizers, strict=True):
+                optimizer.zero_grad()
+                model(torch.ones(1, 2)).sum().backward()
+                optimizer.step()
+        assert wrapped.module.dropped.grad is None
+        assert_equal(state_of(wrapped.module), state_of(plain))
+        wrapped.strategy.close()
+
+
+def test_an_undefined_gradient_does_not_decay_its_parameter(server):
+    run_ranks(undefined_gradients, 1, server.addresses[0], init_group=False)
+
+
+def copies(rank: int, world_size: int, address: str) -> None:
+    use(address)
+    os.environ["PSENGINE_WORKER"] = "0"
+    for strategy in (psengine.AsyncServer(job="copied"), psengine.SyncServer(job="averaged")):
+        job = strategy._options["job"]
+        wrapped = psengine.DistributedDataParallel(nn.Linear(2, 2), strategy=strategy)
+        averaged = torch.optim.swa_utils.AveragedModel(wrapped)
+        again = copy.deepcopy(averaged.module)
+        assert [m.strategy.session.options.job for m in (wrapped, averaged.module, again)] == [
+            job,
+            f"{job}.1",
+            f"{job}.2",
+        ]
+        # Two models that are both given the name are a mistake, after which the first still has it.
+        with raises(ServerRefusedError, "duplicate_rank"):
+            psengine.DistributedDataParallel(nn.Linear(2, 2), strategy=type(strategy)(job=job))
+        averaged.module.strategy.close()
+        third = copy.deepcopy(wrapped)
+        assert third.strategy.session.options.job == f"{job}.1"
+        for model in (wrapped, again, third):
+            model.strategy.close()
+        # As where a pickled model comes back in a later process.
+        restored = copy.deepcopy(wrapped)
+        assert restored.strategy.session.options.job == job
+        restored.strategy.close()
+
+
+def test_copies_of_a_model_whose_job_is_named_are_jobs_of_their_own(server):
+    run_ranks(copies, 1, server.addresses[0], init_group=False)
 
 
 def torchrun_variables(rank: int, world_size: int) -> dict[str, str]:

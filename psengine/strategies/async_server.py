@@ -10,15 +10,16 @@ computed from weights that others have moved on from.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from psengine.buckets import Bucket
 from psengine.collectives.base import CompletedWork, Work
-from psengine.errors import ConfigurationError, ReductionError
+from psengine.errors import ConfigurationError, PSEngineError, ReductionError
 from psengine.strategies.base import Reduction
+from psengine.strategies.optimizer_binding import OptimizerBinding
 from psengine.strategies.server_strategy import DEFAULT_TIMEOUT_S, ServerStrategy
 from psengine.timeline import now_ns, recorder
 from psengine.timeline_spans import PushSpans
@@ -43,8 +44,9 @@ class AsyncServer(ServerStrategy):
             2017, https://arxiv.org/abs/1609.08326); costs the servers a copy of the model for each worker. 0 is off.
         push: "step" sends gradients in ``optimizer.step()``, so that whatever happens to them after backward (clipping,
             unscaling) counts. "backward" sends each bucket as soon as it is full, while backward goes on; changing
-            gradients afterwards is an error, so neither clipping nor ``torch.amp.GradScaler`` goes with it. To notice
-            that, ``step()`` reads them once more; ``gradient_as_bucket_view=True`` costs a copy of them on top.
+            gradients, hyperparameters or weights between the two is an error, so neither clipping nor
+            ``torch.amp.GradScaler`` goes with it. To notice that, ``step()`` reads gradients once more;
+            ``gradient_as_bucket_view=True`` costs a copy of them on top. What did not leave is sent in ``step()``.
         servers, job, timeout_s, checksum: see ``ServerStrategy``.
 
     Attributes:
@@ -80,8 +82,13 @@ class AsyncServer(ServerStrategy):
         self.refused_pushes = 0
         # The hyperparameters of the step under way, as its pushes carry them.
         self._groups: list[dict[str, Any]] = []
+        self._binding: OptimizerBinding | None = None
         # Chunks without a trained parameter are never pushed.
         self._trained: set[int] = set()
+        # The parameters in those that are.
+        self._pushed_parameters: list[torch.nn.Parameter] = []
+        # Indices of the buckets that left since the last step.
+        self._left: set[int] = set()
         self._pushes: list[tuple[ChunkSpec, Push]] = []
         self._buffer_pushes: list[Push] = []
         self._landings: dict[int, torch.Tensor] = {}
@@ -101,6 +108,9 @@ class AsyncServer(ServerStrategy):
         }
 
     def _entered(self, state: str) -> None:
+        if state != "initialised":
+            assert self._replica is not None
+            _count_landing(self._replica.state.values())
         self._note_weights()
 
     # ---- the optimizer -----------------------------------------------------------------------------------------
@@ -119,6 +129,8 @@ class AsyncServer(ServerStrategy):
 
         self._only_one(optimizer)
         name, groups = optimizer_name(optimizer), wire_groups(optimizer)
+        assert self._replica is not None
+        parameters = self._replica.parameters
         group_of = self._groups_by_name(optimizer)
         requests = []
         for spec in self.chunks.specs:
@@ -130,7 +142,10 @@ class AsyncServer(ServerStrategy):
                 body = {"optimizer": name, "groups": groups, "runs": runs}
                 requests.append(self.session.configure(spec.key, body))
         wait_all(requests)
+        pushed = {segment.name for key in self._trained for segment in self.chunks.specs[key].segments}
+        self._pushed_parameters = [parameters[name] for name in pushed]
         self._optimizer = optimizer
+        self._binding = OptimizerBinding(optimizer, set(parameters.values()))
         # A fused optimizer's own kernel, which never runs, would divide by GradScaler's scale: let the scaler do it, as
         # it does for others, and leave out the steps whose gradients are not finite.
         optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
@@ -148,14 +163,14 @@ class AsyncServer(ServerStrategy):
             if parameter in names
         }
 
-    def _bound_optimizer(self) -> torch.optim.Optimizer:
+    def _bound(self) -> OptimizerBinding:
         _ = self.session  # a closed strategy says so
-        if self._optimizer is None:
+        if self._binding is None:
             raise ConfigurationError(
                 "strategy 'async' applies gradients at the servers (expected optimizer ="
                 " psengine.DistributedOptimizer(optimizer, model) before the first backward, got a plain optimizer)"
             )
-        return self._optimizer
+        return self._binding
 
     # ---- a step ------------------------------------------------------------------------------------------------
 
@@ -166,15 +181,16 @@ class AsyncServer(ServerStrategy):
 
     def begin(self, live_world_size: int, *, in_join: bool = False) -> int:
         """See ``Strategy.begin``; nothing is divided, because nothing is added up."""
-        optimizer = self._bound_optimizer()
-        if self._pushes:
+        binding = self._bound()
+        if self._left:
             raise ReductionError(
                 "a second backward came before optimizer.step(), while the gradients of the first are with the servers"
                 " already (push='backward'). Fix: accumulate inside model.no_sync(), or use AsyncServer(push='step'),"
                 " which a GradScaler needs: it leaves steps out."
             )
         if self._options["push"] == "backward":
-            self._note_hyperparameters(optimizer)
+            binding.check_groups()
+            self._note_hyperparameters(binding.optimizer)
         return 1
 
     def weigh(self, weight: float | None) -> None:
@@ -200,13 +216,14 @@ class AsyncServer(ServerStrategy):
         buckets for ``gradient_as_bucket_view``.
         """
         if self._options["push"] == "backward":
-            if not self._pushed_gradients:
+            if not self._left:
                 self._store_edited_weights()
             # Where gradients are views of the bucket, only a copy stays what it was if they are changed.
             flat = bucket.flat.clone() if _shares_memory(bucket) else bucket.flat
             self._push(bucket, flat)
             sent = bucket.views if flat is bucket.flat else bucket.views_of(flat)
             self._pushed_gradients += map(_PushedGradient, bucket.parameters, sent)
+            self._left.add(bucket.index)
         return _AppliedElsewhere()
 
     def reduce_usage(self, used: torch.Tensor) -> Work:
@@ -215,33 +232,45 @@ class AsyncServer(ServerStrategy):
 
     def step(self, local_step: Callable[[], Any], closure: Callable[[], Any] | None = None) -> Any:
         """Push what was not pushed during backward, and return once the servers' weights are here."""
-        optimizer = self._bound_optimizer()
-        # The optimizer's own step, which would call these, never runs.
-        _call_hooks(optimizer, optimizer._optimizer_step_pre_hooks)
+        binding = self._bound()
+        call, closure = binding.call_pre_hooks(closure)
         result = None
         if closure is not None:
             with torch.enable_grad():
                 result = closure()
-        _check_unscaled(optimizer)
         with torch.no_grad():
-            if self._options["push"] == "backward":
-                self._check_gradients_unchanged()
-            else:
+            self._check_step(binding)
+            if not self._left:
                 self._store_edited_weights()
-                self._note_hyperparameters(optimizer)
-                for bucket in self._buckets:
-                    started_ns = now_ns() if recorder.is_on else 0
-                    bucket.pack(1, as_view=False)
-                    if started_ns:
-                        recorder.add("pack", started_ns, args=bucket.facts)
-                    self._push(bucket, bucket.flat)
+                self._note_hyperparameters(binding.optimizer)
+            for bucket in self._buckets:
+                if bucket.index not in self._left:
+                    self._pack_and_push(bucket)
             self._push_buffers()
             self._await_weights()
-        optimizer._opt_called = True  # type: ignore[attr-defined]  # what learning-rate schedulers look for
+        binding.optimizer._opt_called = True  # type: ignore[attr-defined]  # what learning-rate schedulers look for
         self.completed_steps += 1
         self.session.telemetry.step_ended()
-        _call_hooks(optimizer, optimizer._optimizer_step_post_hooks)
+        binding.call_post_hooks(call)
         return result
+
+    def _check_step(self, binding: OptimizerBinding) -> None:
+        """Raise where the servers' step would not be the one that this process asks for."""
+        try:
+            binding.check()
+            if self._left:
+                self._check_unchanged_since_backward(binding.optimizer)
+        except PSEngineError:
+            if self._left:
+                self._await_weights()
+            raise
+
+    def _pack_and_push(self, bucket: Bucket) -> None:
+        started_ns = now_ns() if recorder.is_on else 0
+        bucket.pack(1, as_view=False)
+        if started_ns:
+            recorder.add("pack", started_ns, args=bucket.facts)
+        self._push(bucket, bucket.flat)
 
     def _push(self, bucket: Bucket, flat: torch.Tensor) -> None:
         """Send ``bucket``'s gradients, packed in ``flat``, which stays what it is until the servers have answered."""
@@ -288,7 +317,7 @@ class AsyncServer(ServerStrategy):
 
         pushes, self._pushes = self._pushes, []
         buffer_pushes, self._buffer_pushes = self._buffer_pushes, []
-        self._pushed_gradients = []
+        self._pushed_gradients, self._left = [], set()
         started_ns = now_ns() if recorder.is_on else 0
         try:
             with self.session.telemetry.blocked():
@@ -304,6 +333,7 @@ class AsyncServer(ServerStrategy):
                 self.chunks.assign(spec, self._landings[spec.key])
         else:
             self.chunks.write_back([spec for spec, _ in pushes])
+            _count_landing(self._pushed_parameters)
         if started_ns:
             recorder.add("apply", started_ns)
         self._note_weights()
@@ -325,14 +355,24 @@ class AsyncServer(ServerStrategy):
                 self.refused_pushes,
             )
 
-    def _check_gradients_unchanged(self) -> None:
+    def _check_unchanged_since_backward(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raise where a gradient, or what the servers apply it with or to, is no longer what it was when it left."""
+        from psengine.protocol.hyperparameters import wire_groups
+
         if not all(pushed.is_unchanged() for pushed in self._pushed_gradients):
-            self._await_weights()
-            raise ReductionError(
-                "gradients were changed between backward and optimizer.step(), after they had left for the servers"
-                " (push='backward'); GradScaler and clipping do that. Fix: use AsyncServer(push='step'), which sends"
-                " them in step()."
-            )
+            what = "gradients were changed between backward and optimizer.step(), after they had left for the servers"
+            advice = "; GradScaler and clipping do that"
+        elif wire_groups(optimizer) != self._groups:
+            what = "hyperparameters were changed between backward and optimizer.step(), after gradients had left with"
+            what, advice = f"{what} the old ones", "; a scheduler that is stepped first does that"
+        elif self._count_writes() != self._weight_versions:
+            what = "parameters were written between backward and optimizer.step(), after gradients had left for the"
+            what, advice = f"{what} servers", ", whose weights overwrite them"
+        else:
+            return
+        raise ReductionError(
+            f"{what} (push='backward'){advice}. Fix: use AsyncServer(push='step'), which sends all of it in step()."
+        )
 
     # ---- weights and state that are changed here ---------------------------------------------------------------
 
@@ -368,6 +408,7 @@ class AsyncServer(ServerStrategy):
     def fetch_optimizer_state(self, optimizer: torch.optim.Optimizer) -> None:
         """See ``Strategy.fetch_optimizer_state``: fills ``optimizer.state`` from the servers."""
         self._server_state(optimizer).fetch()
+        self._note_state()
 
     def store_optimizer_state(self, optimizer: torch.optim.Optimizer) -> None:
         """See ``Strategy.store_optimizer_state``: worker 0's state becomes the servers'."""
@@ -375,6 +416,11 @@ class AsyncServer(ServerStrategy):
             self._server_state(optimizer).store()
         else:
             logger.info("worker %d loaded optimizer state; the servers' (worker 0's) counts", self.session.rank)
+        self._note_state()
+
+    def _note_state(self) -> None:
+        if self._binding is not None:
+            self._binding.note_state()
 
     def _server_state(self, optimizer: torch.optim.Optimizer) -> ServerOptimizerState:
         from psengine.strategies.server_optimizer_state import ServerOptimizerState
@@ -389,19 +435,9 @@ class AsyncServer(ServerStrategy):
         )
 
 
-def _call_hooks(optimizer: torch.optim.Optimizer, hooks: Mapping[int, Callable[..., Any]]) -> None:
-    for hook in tuple(hooks.values()):
-        hook(optimizer, (), {})
-
-
-def _check_unscaled(optimizer: torch.optim.Optimizer) -> None:
-    """See that nobody left a scale for torch's fused kernels, which servers do not run, to divide by."""
-    scale = getattr(optimizer, "grad_scale", None)
-    if scale is not None:
-        raise ConfigurationError(
-            "strategy 'async' does not divide gradients by optimizer.grad_scale (expected it unset, got"
-            f" {float(scale)}). Fix: divide the gradients before step(), or let a torch.amp.GradScaler do it."
-        )
+def _count_landing(tensors: Iterable[torch.Tensor]) -> None:
+    """Count bytes that landed in ``tensors`` as a write: older graphs and other models may depend on what they were."""
+    torch.autograd.graph.increment_version(tensors)
 
 
 def _shares_memory(bucket: Bucket) -> bool:

@@ -77,6 +77,8 @@ class Strategy(ABC):
             forward.
         gathers: True where ``gather`` reaches the other replicas.
         exchange_name: what a timeline calls a bucket on its way.
+        defines_gradients: whether backward leaves zeros where a gradient is undefined, as averages of several do. False
+            where gradients are applied elsewhere, which can leave such a parameter alone.
     """
 
     name: ClassVar[str]
@@ -85,6 +87,7 @@ class Strategy(ABC):
     carries_buffers: ClassVar[bool] = False
     gathers: ClassVar[bool] = False
     exchange_name: ClassVar[str] = "reduce"
+    defines_gradients: ClassVar[bool] = True
 
     @property
     def worker_rank(self) -> int | None:

@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 _ADDRESS_BYTES = 512
 
 # Models that this process has wrapped get jobs of their own, under one name by the lowest number that is free. A number
-# becomes free when its strategy is closed, which scripts do alike on all ranks, and not when garbage is collected.
+# becomes free when its strategy is closed, which scripts do alike on all ranks, and not when garbage is collected. A
+# name that a strategy's argument gave is used as it is; only copies of that strategy are numbered.
 _taken_jobs: set[str] = set()
 
 
@@ -39,7 +40,7 @@ class Meeting:
         world_size: how many workers the first exchange waits for.
         embedded: the server this process started, which it has to stop.
         is_embedded: whether this or another process of the group did that.
-        is_named: whether the strategy's argument named the job, so that its name is not this process's to give.
+        holds_name: whether the job's name is taken by this meeting, and not by an earlier one.
     """
 
     addresses: tuple[str, ...]
@@ -48,11 +49,18 @@ class Meeting:
     world_size: int
     embedded: EmbeddedServer | None
     is_embedded: bool
-    is_named: bool
+    holds_name: bool
 
 
-def meet(servers: str | Sequence[str] | None, job: str | None, collective: Collective, device: torch.device) -> Meeting:
-    """Find or start the servers; every rank of ``collective`` calls it.
+def meet(
+    servers: str | Sequence[str] | None,
+    job: str | None,
+    collective: Collective,
+    device: torch.device,
+    *,
+    is_copy: bool = False,
+) -> Meeting:
+    """Find or start the servers; every rank of ``collective`` calls it. ``is_copy``: another model may be ``job``.
 
     Raises:
         ConfigurationError: no servers are named, and the ranks are on several hosts.
@@ -72,9 +80,9 @@ def meet(servers: str | Sequence[str] | None, job: str | None, collective: Colle
                 " server in PSENGINE_SERVERS."
             )
         embedded, addresses = _embed(collective, device)
-    name = job or _free_job(read_variable("PSENGINE_JOB") or "default")
-    if not job:
-        _taken_jobs.add(name)
+    name = job if job and not is_copy else _free_job(job or read_variable("PSENGINE_JOB") or "default")
+    holds_name = name not in _taken_jobs
+    _taken_jobs.add(name)
     return Meeting(
         addresses=addresses,
         job=name,
@@ -82,7 +90,7 @@ def meet(servers: str | Sequence[str] | None, job: str | None, collective: Colle
         world_size=world_size,
         embedded=embedded,
         is_embedded=is_embedded,
-        is_named=bool(job),
+        holds_name=holds_name,
     )
 
 
@@ -93,7 +101,7 @@ def _free_job(name: str) -> str:
 
 def leave(meeting: Meeting) -> None:
     """The strategy was closed, or the meeting never came about: its job's name is free."""
-    if not meeting.is_named:
+    if meeting.holds_name:
         _taken_jobs.discard(meeting.job)
 
 

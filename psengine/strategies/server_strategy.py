@@ -38,7 +38,7 @@ class ServerStrategy(Strategy):
         servers: addresses, as a list or with commas; None takes ``PSENGINE_SERVERS``, else rank 0 starts a server on
             this host and stops it at the end.
         job: name under which workers find each other at the servers; None takes ``PSENGINE_JOB``, else "default",
-            and numbers the models that one process wraps.
+            and numbers the models that one process wraps. A copy of a strategy (``deepcopy``, pickle) is numbered too.
         timeout_s: deadline of every wait for a server.
         checksum: protect payloads by a hash on the way (TCP's own checks miss one error in some terabytes).
     """
@@ -48,6 +48,8 @@ class ServerStrategy(Strategy):
     carries_buffers = True
     counts_usage = False
     exchange_name = "push"
+    # Averages are defined by writing them; servers that apply gradients are told which ones are missing.
+    defines_gradients = False
 
     def __init__(
         self,
@@ -65,6 +67,7 @@ class ServerStrategy(Strategy):
             "timeout_s": float(timeout_s),
             "checksum": bool(checksum),
         }
+        self._is_copy = False
         # Met for a replica that was forgotten without ``close``.
         self._abandoned: Meeting | None = None
         self._forget()
@@ -90,6 +93,7 @@ class ServerStrategy(Strategy):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(**state)  # type: ignore[misc]
+        self._is_copy = True
 
     @property
     @abstractmethod
@@ -141,7 +145,7 @@ class ServerStrategy(Strategy):
                 f" {replica.sparse[0]!r}). Fix: torch.nn.Embedding(..., sparse=False), or strategy='sync'."
             )
         options = self._options
-        meeting = meet(options["servers"], options["job"], replica.collective, replica.device)
+        meeting = meet(options["servers"], options["job"], replica.collective, replica.device, is_copy=self._is_copy)
         from psengine.client.options import SessionOptions, keys_from_environment
         from psengine.client.session import WorkerSession
 
