@@ -44,6 +44,8 @@ class InterruptFilter:
         if line.startswith(_HEADER) and last not in CHAINED:
             self._held = [shown]
             return []
+        if line.rstrip() == "KeyboardInterrupt" and not last:
+            return []  # of an interpreter that had not begun
         return [shown]
 
     def finish(self) -> list[bytes]:
