@@ -13,6 +13,7 @@ import torch
 from expectations import raises
 from processes import run_ranks
 from server_process import running_server
+from test_async_scaling import network
 from test_server_strategies import assert_equal, state_of, use
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -28,11 +29,6 @@ MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
 def server():
     with running_server(shards=2) as running:
         yield running
-
-
-def network() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
 
 
 def batch(step: int) -> torch.Tensor:

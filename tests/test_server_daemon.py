@@ -361,6 +361,8 @@ def test_a_damaged_generation_is_named_and_the_older_one_taken(tmp_path):
     (directory / "generation-000000000002" / "manifest.json").write_text("{")
     with running_server(snapshot_dir=directory, snapshot_interval_s=0.0) as server:
         assert "generation 2 is skipped" in server.log()
+        (event,) = (event for event in server.status()["events"] if event["kind"] == "snapshot_failed")
+        assert event["text"].startswith("generation 2 is skipped: ")
         assert any("generation 1 (job version 0)" in line for line in server.lines)
         server.kill()
     for path in directory.glob("generation-*/manifest.json"):

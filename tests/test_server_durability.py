@@ -224,19 +224,6 @@ def test_two_servers_in_one_place_leave_each_other_s_generations_alone(tmp_path)
         assert generations(directory) == ["generation-000000000004", "generation-000000000005"]
 
 
-def test_a_generation_that_is_skipped_is_an_event(tmp_path):
-    directory = tmp_path / "s"
-    with running_server(snapshot_dir=directory, snapshot_interval_s=0.0) as server, Peer(server.addresses[0]) as peer:
-        peer.make_job(torch.zeros(10))
-        for generation in (1, 2):
-            assert peer.request("SNAPSHOT").body == {"generation": generation}
-        server.kill()
-    (directory / "generation-000000000002" / "manifest.json").write_text("{")
-    with running_server(snapshot_dir=directory) as server:
-        (event,) = (event for event in server.status()["events"] if event["kind"] == "snapshot_failed")
-        assert event["text"].startswith("generation 2 is skipped: ")
-
-
 # ---- memory ----------------------------------------------------------------------------------------------------------
 
 

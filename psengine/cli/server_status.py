@@ -46,17 +46,21 @@ LAST_UNIX_S = 253402300799  # of the year 9999, the last that has a calendar
 # What is added up, compared or drawn as a number.
 _SHARD_NUMBERS = ("memory_bytes", "max_memory_bytes", "uptime_s", "unix_s")
 _JOB_NUMBERS = (
-    *(
-        "expected_workers",
-        "chunks",
-        "values_bytes",
-        "version_min",
-        "version_max",
-        "max_staleness",
-        "evicted",
-        "applied",
-    ),
-    *("averaged", "duplicates", "late", "abstained", "non_finite", "bytes_in", "bytes_out"),
+    "expected_workers",
+    "chunks",
+    "values_bytes",
+    "version_min",
+    "version_max",
+    "max_staleness",
+    "evicted",
+    "applied",
+    "averaged",
+    "duplicates",
+    "late",
+    "abstained",
+    "non_finite",
+    "bytes_in",
+    "bytes_out",
 )
 _JOB_COUNTS = ("refused", "staleness", "lead")
 _WORKER_NUMBERS = ("rank", "silent_s", "pushes", "refused", "late")

@@ -18,7 +18,8 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -327,8 +328,7 @@ class Server:
         Raises:
             concurrent.futures.TimeoutError: one did not answer.
         """
-        futures = [thread.ask(partial(function, thread.shard)) for thread in self._threads]
-        return [future.result(STATUS_DEADLINE_S) for future in futures]
+        return _answers([thread.ask(partial(function, thread.shard)) for thread in self._threads])
 
     def _evict(self, job: str, rank: int) -> bool:
         """End a worker's lease at every shard; whether any knew the worker.
@@ -336,10 +336,7 @@ class Server:
         Raises:
             concurrent.futures.TimeoutError: a shard is busy; it ends the lease as soon as it can.
         """
-        futures = [thread.ask(partial(thread.evict, job, rank)) for thread in self._threads]
-        last_s = time.monotonic() + STATUS_DEADLINE_S
-        knew = [future.result(max(0.0, last_s - time.monotonic())) for future in futures]
-        return any(knew)
+        return any(_answers([thread.ask(partial(thread.evict, job, rank)) for thread in self._threads]))
 
     def _forget(self, job: str) -> int | None:
         """Drop a job without workers at every shard, and from disk; how many workers keep it, None where none knows it.
@@ -355,8 +352,7 @@ class Server:
         if self._snapshots is not None:
             # A crash before the next interval would bring it back. Shards do what they are asked in order.
             self._snapshots.begin()
-        for future in forgotten:
-            future.result(STATUS_DEADLINE_S)
+        _answers(forgotten)
         return 0
 
     def _on_snapshot(self, thread: ShardThread, received: Received, message: Message) -> None:
@@ -490,6 +486,16 @@ class Server:
 def log_start(line: str) -> None:
     """Log a line of start-up."""
     logger.info("%s", line)
+
+
+def _answers(futures: Sequence[Future[_Answer]]) -> list[_Answer]:
+    """What shards answer to what they were asked, within one deadline.
+
+    Raises:
+        concurrent.futures.TimeoutError: one did not answer; it does what it was asked as soon as it can.
+    """
+    last_s = time.monotonic() + STATUS_DEADLINE_S
+    return [future.result(max(0.0, last_s - time.monotonic())) for future in futures]
 
 
 def _reachable(address: str) -> str:

@@ -269,7 +269,8 @@ class SnapshotStore:
         os.close(self._lock)
         self._lock = lock
         logger.warning("%s was replaced while this server ran; it is locked anew", self.directory)
-        self._present, self._damaged = set(self._numbers(_GENERATION)), set(self._numbers(_GENERATION))
+        self._present = set(self._numbers(_GENERATION))
+        self._damaged = set(self._present)
         taken = [*self._present, *self._numbers(_LEFTOVER)]
         self._last_generation = max([self._last_generation, *(number + 1 for number in taken)])
 

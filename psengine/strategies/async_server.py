@@ -360,19 +360,23 @@ class AsyncServer(ServerStrategy):
         from psengine.protocol.hyperparameters import wire_groups
 
         if not all(pushed.is_unchanged() for pushed in self._pushed_gradients):
-            what = "gradients were changed between backward and optimizer.step(), after they had left for the servers"
-            advice = "; GradScaler and clipping do that"
+            what = (
+                "gradients were changed between backward and optimizer.step(), after they had left for the servers"
+                " (push='backward'); GradScaler and clipping do that"
+            )
         elif wire_groups(optimizer) != self._groups:
-            what = "hyperparameters were changed between backward and optimizer.step(), after gradients had left with"
-            what, advice = f"{what} the old ones", "; a scheduler that is stepped first does that"
+            what = (
+                "hyperparameters were changed between backward and optimizer.step(), after gradients had left with the"
+                " old ones (push='backward'); a scheduler that is stepped first does that"
+            )
         elif self._count_writes() != self._weight_versions:
-            what = "parameters were written between backward and optimizer.step(), after gradients had left for the"
-            what, advice = f"{what} servers", ", whose weights overwrite them"
+            what = (
+                "parameters were written between backward and optimizer.step(), after gradients had left for the"
+                " servers (push='backward'), whose weights overwrite them"
+            )
         else:
             return
-        raise ReductionError(
-            f"{what} (push='backward'){advice}. Fix: use AsyncServer(push='step'), which sends all of it in step()."
-        )
+        raise ReductionError(f"{what}. Fix: use AsyncServer(push='step'), which sends all of it in step().")
 
     # ---- weights and state that are changed here ---------------------------------------------------------------
 

@@ -15,8 +15,13 @@ from psengine.errors import ConfigurationError
 
 # Of torchrun's, what --independent workers heed; -m and --no-python say what the script is.
 _HEEDED_ALONE = (
-    *("--nproc-per-node", "--max-restarts", "--signals-to-handle", "--shutdown-timeout"),
-    *("-m", "--module", "--no-python"),
+    "--nproc-per-node",
+    "--max-restarts",
+    "--signals-to-handle",
+    "--shutdown-timeout",
+    "-m",
+    "--module",
+    "--no-python",
     "--nnodes",  # 1, or refused in words of its own
 )
 

@@ -29,7 +29,6 @@ from psengine.cli.launching.plan import Plan
 from psengine.cli.launching.run_directory import run_directory
 from psengine.cli.launching.servers import ServerGroup
 from psengine.environment import inherited_variables, read_variable
-from psengine.errors import ConfigurationError
 
 _UNTIL_S = 0.2
 
@@ -82,10 +81,7 @@ def run_training(
     mark = uuid.uuid4().hex
     with ExitStack() as stack:
         directory = stack.enter_context(run_directory())
-        try:
-            interruption = stack.enter_context(Interruption(Interrupted, names))
-        except KeyError as error:
-            raise ConfigurationError(f"--signals-to-handle takes names of signals (got {error})") from None
+        interruption = stack.enter_context(Interruption(Interrupted, names))
         plan.torchrun.signals_to_handle = ",".join(interruption.names)
         try:
             return _run(plan, directory, mark, interruption, report, (stdout, stderr), is_coloured, is_enough)
