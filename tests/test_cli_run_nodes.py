@@ -87,6 +87,7 @@ def listens(pid):
 
 
 STANDS_STILL = """
+import signal
 import socket
 
 from torch.distributed import TCPStore
@@ -94,6 +95,7 @@ from torch.distributed import TCPStore
 from psengine.cli.launching import interruption
 
 interruption.UNHEARD_S = interruption.LEAVE_S = 0.2
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job of a shell ignores it
 with interruption.Interruption(KeyboardInterrupt) as ends:
     ends.on_first(lambda number: print("first", number, flush=True))
     ends.on_force(lambda: print("forced", flush=True))
