@@ -9,10 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from shard_world import APPLY, SGD, Worker, World, codes, rule_of, spec, team
 
-from psengine.protocol.codec import payload_tensor
+from psengine.protocol.codec import encode, payload_tensor
 from psengine.protocol.hyperparameters import wire_groups
-from psengine.protocol.layout import ChunkKind
-from psengine.protocol.messages import ErrorCode, MessageType
+from psengine.protocol.layout import ChunkKind, job_number
+from psengine.protocol.messages import ErrorCode, Message, MessageType
+from psengine.server.shard import Sender
 
 OPTIMIZERS = {
     "sgd": ("SGD", {"lr": 0.1}),
@@ -284,3 +285,37 @@ def test_an_asynchronous_gradient_has_no_weight(weight, values):
     assert refusal.body["code"] == ErrorCode.BAD_VALUE
     assert "an asynchronous job averages nothing" in refusal.body["text"]
     assert world.state_hash() == before
+
+
+class TestLoans:
+    """Weights that a socket still reads; tests/test_server_sending.py has a real one."""
+
+    @pytest.mark.parametrize("how", ["push", "store", "buffer"])
+    def test_lent_weights_stay_as_they_are(self, how):
+        kind = ChunkKind.BUFFER if how == "buffer" else ChunkKind.PARAMETER
+        world, (first, second) = fleet(2, kind=kind, optimizer=how != "buffer")
+        lent = self.lend(world, first, sequence=1)
+        before = bytes(lent)
+        if how == "store":
+            second.ask(MessageType.STORE, key=0, payload=torch.full((6,), 9.0))
+        else:
+            second.push(0, 1, torch.full((6,), 9.0))
+        assert bytes(lent) == before
+        assert bytes(encode(second.ask(MessageType.PULL, key=0))[-1]) != before
+
+    def test_weights_that_have_left_are_stepped_in_place(self):
+        world, (first, second) = fleet(2)
+        self.lend(world, first, sequence=1)  # the buffer is dropped, as a socket does once its bytes have left
+        address = rule_of(world).values.data_ptr()
+        second.push(0, 1, torch.ones(6))
+        assert rule_of(world).values.data_ptr() == address
+
+    @staticmethod
+    def lend(world, worker, sequence):
+        fields = {"job": job_number(worker.job), "worker": worker.worker, "incarnation": worker.incarnation}
+        message = Message(MessageType.PUSH, epoch=worker.epoch, key=0, sequence=sequence, **fields)
+        message.dtype, message.numel, message.payload = torch.float32, 6, torch.ones(6)
+        (answer,) = world.shard.handle(Sender(worker.route, ""), message, world.now_s)
+        lent = encode(answer.message)[-1]
+        answer.loans.lend(lent)
+        return lent
