@@ -122,6 +122,7 @@ size_t SharedMemoryGroup::adopt_segment(int file_descriptor, size_t bytes, char*
   size_t index = 0;
   while (index < kMaxSegments && segments[index].id.load() != 0) ++index;
   if (index == kMaxSegments) throw std::runtime_error("more than 64 pieces of shared memory are in use on this rank");
+  seal_size(file_descriptor);
   uint32_t id = ++last_segment_id_;
   *reinterpret_cast<SegmentHeader*>(address) = SegmentHeader{kMagic, id, token_};
   own_segments_[index] = address;

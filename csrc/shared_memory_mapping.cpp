@@ -27,9 +27,13 @@ int create_anonymous_file(const char* name, size_t bytes) {
     ::close(file_descriptor);
     throw error;
   }
+  seal_size(file_descriptor);
+  return file_descriptor;
+}
+
+void seal_size(int file_descriptor) {
   constexpr int kAddSeals = 1033, kSealSeal = 1, kSealShrink = 2, kSealGrow = 4;
   fcntl(file_descriptor, kAddSeals, kSealSeal | kSealShrink | kSealGrow);  // old kernels do without
-  return file_descriptor;
 }
 
 Mapping::Mapping(int file_descriptor, size_t bytes) : bytes_(bytes) {

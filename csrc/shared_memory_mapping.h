@@ -15,6 +15,9 @@ std::runtime_error system_error(const std::string& what);
 // the size of /dev/shm. Sealed: a peer that shrank it would make our reads of it fatal.
 int create_anonymous_file(const char* name, size_t bytes);
 
+// Fix the size of an anonymous file for good; its content may still change.
+void seal_size(int file_descriptor);
+
 // A mapping of this process.
 class Mapping {
  public:

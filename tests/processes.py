@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import pickle
+import socket
 import sys
 import time
 import traceback
@@ -37,6 +38,13 @@ class RankResult:
 
 class RanksFailedError(AssertionError):
     """A rank raised, died or hung; the message holds every rank's traceback."""
+
+
+def free_port() -> int:
+    """A port of loopback at which nobody listens."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
 
 
 def run_ranks(

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from processes import run_ranks, run_ranks_to_any_end
+from processes import free_port, run_ranks, run_ranks_to_any_end
 
 from psengine import environment
 from psengine.environment import Context, choose_device, default_strategy, init, is_main_process, shutdown
@@ -505,12 +505,6 @@ class TestSingleProcess:
         bare_environment.setattr(torch.cuda, "is_available", lambda: True)
         bare_environment.setattr(dist, "is_nccl_available", lambda: True)
         assert environment._default_backend() == "nccl"
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
 
 
 def set_environment(style: str, rank: int, world_size: int, port: int, address: str = "127.0.0.1") -> None:

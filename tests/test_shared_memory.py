@@ -10,13 +10,12 @@ import os
 import random
 import shutil
 import signal
-import socket
 import subprocess
 import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -27,7 +26,7 @@ import torch
 import torch.distributed as dist
 from expectations import raises
 from native_extension import needs_shared_memory
-from processes import run_ranks, run_ranks_to_any_end
+from processes import free_port, run_ranks, run_ranks_to_any_end
 
 import psengine
 from psengine import native
@@ -64,12 +63,6 @@ def sending(delay_s: float, *signals: int, pause_s: float = 0.0) -> Iterator[Non
         yield
     finally:
         os.waitpid(sender, 0)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def connect(**options: Any) -> SharedMemoryCollective:
@@ -719,6 +712,25 @@ def free_at_once(rank: int, world_size: int, rounds: int) -> None:
 
 def test_memory_may_be_freed_at_once():
     run_ranks(free_at_once, 4, 200)
+
+
+def shrink_own_memory(rank: int, world_size: int) -> list[str]:
+    collective = connect()
+    late = collective.allocate(1000, torch.float32, CPU)  # a segment that others hear of at once
+    refused = []
+    for entry in os.listdir("/proc/self/fd"):
+        with suppress(FileNotFoundError):  # the folder's own
+            if "psengine" in os.readlink(f"/proc/self/fd/{entry}"):
+                with pytest.raises(PermissionError):
+                    os.truncate(f"/proc/self/fd/{entry}", 0)
+                refused.append(os.readlink(f"/proc/self/fd/{entry}"))
+    collective.all_reduce(late.fill_(1.0)).wait()
+    return refused
+
+
+def test_what_others_read_cannot_be_shrunk():
+    for refused in run_ranks(shrink_own_memory, 2):
+        assert any("psengine-segment" in name for name in refused)
 
 
 def rebuild_buckets(rank: int, world_size: int) -> None:

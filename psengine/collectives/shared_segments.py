@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import mmap
 import os
 import threading
@@ -15,8 +14,6 @@ import torch
 HEADER_BYTES = 4096
 ALIGNMENT_BYTES = 64
 SMALLEST_SEGMENT_BYTES = 1024 * 1024
-# fcntl.F_ADD_SEALS and its seals: a file that shrank under its readers would kill them (man 2 fcntl).
-ADD_SEALS, SEAL_SEAL_SHRINK_GROW = 1033, 1 | 2 | 4
 
 
 class SharedSegments:
@@ -81,7 +78,10 @@ class SharedSegments:
 
 
 class _Segment:
-    """An anonymous file (memfd), which ends with the last process that has it open or mapped."""
+    """An anonymous file (memfd), which ends with the last process that has it open or mapped.
+
+    The native side seals its size before other ranks hear of it: a file that shrank under its readers would kill them.
+    """
 
     def __init__(self, size_bytes: int) -> None:
         self.size_bytes = -(-size_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
@@ -90,7 +90,6 @@ class _Segment:
         self.file_descriptor = os.memfd_create("psengine-segment", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(self.file_descriptor, self.size_bytes)
-            fcntl.fcntl(self.file_descriptor, ADD_SEALS, SEAL_SEAL_SHRINK_GROW)
         except BaseException:
             os.close(self.file_descriptor)
             raise

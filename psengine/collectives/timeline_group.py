@@ -48,17 +48,18 @@ class TimelineGroup:
         return [payload, *others] if self.rank == 0 else []
 
     def _broadcast(self, payload: bytes, source_rank: int, length: int) -> bytes:
-        pieces = []
+        received = bytearray()
         for start in range(0, length, PIECE_BYTES):
             size = min(PIECE_BYTES, length - start)
-            if self.rank == source_rank:
-                piece = torch.frombuffer(bytearray(payload[start : start + size]), dtype=torch.uint8).to(self._device)
-            else:
-                piece = torch.empty(size, dtype=torch.uint8, device=self._device)
+            content = bytearray(payload[start : start + size]) if self.rank == source_rank else bytearray(size)
+            # Through the buffer, because torch's own way from a tensor to bytes needs numpy.
+            on_host = torch.frombuffer(content, dtype=torch.uint8)
+            piece = on_host.to(self._device)
             self._collective.broadcast([piece], source_rank, what="timeline")
             if self.rank == 0:
-                pieces.append(piece.cpu().numpy().tobytes())
-        return b"".join(pieces)
+                on_host.copy_(piece)
+                received += content
+        return bytes(received)
 
 
 def attach(collective: Collective, device: torch.device, rank: int | None) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import resource
 import subprocess
 import sys
 import time
@@ -85,6 +84,11 @@ def memory_sharing(circumstances: Circumstances) -> Iterator[Finding]:
 
 def limits(circumstances: Circumstances) -> Iterator[Finding]:
     """Open files, processes, locked memory and address space (ulimit)."""
+    try:
+        import resource
+    except ImportError:
+        yield note("limits of processes (ulimit) cannot be read here: this Python has no module resource")
+        return
     files, files_most = resource.getrlimit(resource.RLIMIT_NOFILE)
     text = f"open files: {_count(files)} (may be raised to {_count(files_most)})"
     raise_files = f"ulimit -n {min(65536, files_most) if files_most > 0 else 65536}"
