@@ -1,0 +1,157 @@
+"""Activation checkpointing in all modes."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint, checkpoint_sequential, set_checkpoint_early_stop
+from ways_of_training.networks import classify, mlp
+from ways_of_training.run import CLASSES, WIDTH, Run
+from ways_of_training.table import fault, refused, row
+
+READY_TWICE = "mark a variable ready only once"
+
+
+class Blocks(nn.Module):
+    """Two blocks that are recomputed, with dropout in them; ``calls`` says in which order they are called."""
+
+    def __init__(self, *calls: int, reentrant: bool, nested: bool = False, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.calls, self.reentrant, self.nested = calls or (0, 1), reentrant, nested
+        self.inlet, self.outlet = nn.Linear(WIDTH, 8), nn.Linear(8, CLASSES)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(8, 8), nn.Dropout(dropout), nn.Tanh(), nn.Linear(8, 8)) for _ in range(2)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.inlet(x))
+        for index in self.calls:
+            call = self._inner if self.nested else self.blocks[index]
+            arguments = (index, x) if self.nested else (x,)
+            x = x + checkpoint(call, *arguments, use_reentrant=self.reentrant)
+        return self.outlet(x)
+
+    def _inner(self, index: int, x: Tensor) -> Tensor:
+        return checkpoint(self.blocks[index], torch.tanh(x), use_reentrant=self.reentrant)
+
+
+def train(run: Run, module: nn.Module, steps: int = 3, **options: object) -> None:
+    model = run.wrap(module, **options)
+    optimizer = run.sgd(model)
+    for x, y in run.batches(steps):
+        optimizer.zero_grad()
+        loss = classify(model, x, y)
+        loss.backward()
+        optimizer.step()
+        run.note(loss)
+
+
+@row
+def blocks_without_reentry(run: Run) -> None:
+    """Blocks recomputed, non-reentrant, with dropout whose random state is kept."""
+    train(run, Blocks(reentrant=False, dropout=0.3))
+
+
+@row
+def blocks_with_reentry(run: Run) -> None:
+    """Blocks recomputed, reentrant, with dropout whose random state is kept."""
+    train(run, Blocks(reentrant=True, dropout=0.3))
+
+
+@row
+def blocks_nested(run: Run) -> None:
+    """A recomputed block inside a recomputed block, non-reentrant."""
+    train(run, Blocks(reentrant=False, nested=True))
+
+
+@row
+def blocks_nested_with_reentry(run: Run) -> None:
+    """A recomputed block inside a recomputed block, reentrant."""
+    train(run, Blocks(reentrant=True, nested=True))
+
+
+@row(native=refused(READY_TWICE), everywhere=refused(READY_TWICE))
+def block_used_twice_with_reentry(run: Run) -> None:
+    """A recomputed block that is used twice, reentrant."""
+    train(run, Blocks(0, 1, 1, reentrant=True))
+
+
+@row
+def block_used_twice_in_a_static_graph(run: Run) -> None:
+    """A recomputed block that is used twice, reentrant, with static_graph."""
+    train(run, Blocks(0, 1, 1, reentrant=True), static_graph=True)
+
+
+@row
+def block_used_twice_without_reentry(run: Run) -> None:
+    """A recomputed block that is used twice, non-reentrant."""
+    train(run, Blocks(0, 1, 1, reentrant=False))
+
+
+@row
+def segments_of_a_sequential(run: Run) -> None:
+    """checkpoint_sequential over three segments."""
+
+    class Segments(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = mlp(8, 8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return checkpoint_sequential(self.layers, 3, x, use_reentrant=False)
+
+    train(run, Segments())
+
+
+@row(everywhere=fault("backward_compute_time_start"))
+def wrapper_recomputed(run: Run) -> None:
+    """The wrapped model itself recomputed, non-reentrant: its forward is interrupted as soon as it may be."""
+    model = run.wrap(mlp(8, 8))
+    optimizer = run.sgd(model)
+    for x, y in run.batches(4):
+        optimizer.zero_grad()
+        F.cross_entropy(checkpoint(model, x, use_reentrant=False), y).backward()
+        optimizer.step()
+
+
+@row
+def wrapper_recomputed_to_its_end(run: Run) -> None:
+    """The wrapped model itself recomputed, non-reentrant, without early stop."""
+    model = run.wrap(mlp(8, 8))
+    optimizer = run.sgd(model)
+    with set_checkpoint_early_stop(False):
+        for x, y in run.batches(4):
+            optimizer.zero_grad()
+            F.cross_entropy(checkpoint(model, x, use_reentrant=False), y).backward()
+            optimizer.step()
+
+
+@row
+def wrapper_recomputed_with_reentry(run: Run) -> None:
+    """The wrapped model itself recomputed, reentrant; its input must need a gradient."""
+    model = run.wrap(mlp(8, 8))
+    optimizer = run.sgd(model)
+    for x, y in run.batches():
+        optimizer.zero_grad()
+        F.cross_entropy(checkpoint(model, x.requires_grad_(), use_reentrant=True), y).backward()
+        optimizer.step()
+
+
+@row
+def recomputed_while_accumulating(run: Run) -> None:
+    """Recomputed blocks, two micro-batches a step, the first inside no_sync."""
+    model = run.wrap(Blocks(reentrant=False))
+    optimizer = run.sgd(model)
+    for x, y in run.batches(size=8):
+        optimizer.zero_grad()
+        with model.no_sync():
+            classify(model, x[:4], y[:4]).backward()
+        classify(model, x[4:], y[4:]).backward()
+        optimizer.step()
+
+
+@row
+def recomputed_with_unused_parameters(run: Run) -> None:
+    """Recomputed blocks of which one is left out, with find_unused_parameters."""
+    train(run, Blocks(1, reentrant=False), find_unused_parameters=True)

@@ -1,0 +1,126 @@
+"""What a row is given: a wrapper, an optimizer, data; and what stays of the run, to be compared."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel as NativeDDP
+
+import psengine
+
+Batch = tuple[Tensor, Tensor]
+# Small buckets, so that the small models here have several.
+BUCKET_CAP_MB = 0.0002
+SERVER_TIMEOUT_S = 20.0
+WIDTH, CLASSES = 6, 3
+
+
+class Plain(nn.Module):
+    """The oracle of one worker: no wrapper, but for the names that a script uses of one."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *inputs: Any, **options: Any) -> Any:
+        return self.module(*inputs, **options)
+
+    def no_sync(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def join(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+
+@dataclass
+class Run:
+    """One run of a row in one column, on one rank. A row uses what stands before the underscores.
+
+    Attributes:
+        column: "native", "plain", or the strategy.
+        directory: empty, the same for all ranks, for files.
+    """
+
+    column: str
+    job: str
+    rank: int
+    world_size: int
+    directory: Path
+    _models: list[nn.Module] = field(default_factory=list)
+    _notes: list[Tensor] = field(default_factory=list)
+    _strategies: list[Any] = field(default_factory=list)
+
+    def wrap(self, module: nn.Module, **options: Any) -> Any:
+        """The model in this column's wrapper; it is compared at the end."""
+        if not {"bucket_cap_mb", "bucket_cap_mb_list"} & options.keys():
+            options["bucket_cap_mb"] = BUCKET_CAP_MB
+        model = self._wrapped(module, options)
+        self.compare(model)
+        return model
+
+    def compare(self, model: nn.Module) -> None:
+        """Compare a model too that ``wrap`` did not make, as a copy."""
+        self._models.append(model)
+
+    def optimizer(self, optimizer: torch.optim.Optimizer, model: nn.Module) -> torch.optim.Optimizer:
+        """The optimizer as this column's users have it; over c10d they changed nothing but the class of the wrapper."""
+        if self.column in ("native", "plain", "c10d"):
+            return optimizer
+        return psengine.DistributedOptimizer(optimizer, model)  # type: ignore[arg-type]
+
+    def sgd(self, model: nn.Module, **options: Any) -> torch.optim.Optimizer:
+        """SGD with momentum over all parameters, where a row is about something else."""
+        return self.optimizer(torch.optim.SGD(model.parameters(), **{"lr": 0.1, "momentum": 0.9, **options}), model)
+
+    def batches(self, steps: int = 3, size: int = 4) -> Iterator[Batch]:
+        """This rank's inputs and labels."""
+        for step in range(steps):
+            generator = torch.Generator().manual_seed(1000 * step + self.rank)
+            inputs = torch.randn(size, WIDTH, generator=generator)
+            yield inputs, torch.randint(CLASSES, (size,), generator=generator)
+
+    def note(self, value: Tensor | float) -> None:
+        """Compare a loss, or what else the row computed."""
+        self._notes.append(torch.as_tensor(value).detach().clone())
+
+    # ---- the runner's ----------------------------------------------------------------------------------------
+
+    def _wrapped(self, module: nn.Module, options: dict[str, Any]) -> nn.Module:
+        if self.column == "plain":
+            return Plain(module)
+        if self.column == "native":
+            return NativeDDP(module, **options)
+        strategy: Any = "sync"
+        if self.column in ("sync_server", "one_worker"):
+            kind = psengine.SyncServer if self.column == "sync_server" else psengine.AsyncServer
+            strategy = kind(job=f"{self.job}-{len(self._strategies)}", timeout_s=SERVER_TIMEOUT_S)
+            self._strategies.append(strategy)
+        else:
+            options["collective"] = self.column
+        return psengine.DistributedDataParallel(module, **options, strategy=strategy)
+
+    def state(self) -> dict[str, Tensor]:
+        """Parameters, gradients, buffers and notes, by name."""
+        found: dict[str, Tensor] = {}
+        for index, model in enumerate(self._models):
+            module = getattr(model, "module", model)
+            owner = f"model {index}, " if len(self._models) > 1 else ""
+            for name, parameter in module.named_parameters():
+                found[f"{owner}parameter {name}"] = parameter.detach()
+                if parameter.grad is not None:
+                    found[f"{owner}gradient of {name}"] = parameter.grad.detach()
+            found.update({f"{owner}buffer {name}": buffer for name, buffer in module.named_buffers()})
+        found.update({f"note {index}": note for index, note in enumerate(self._notes)})
+        # A later run must not change what this one left.
+        return {name: tensor.clone(memory_format=torch.preserve_format) for name, tensor in found.items()}
+
+    def close(self) -> None:
+        """Leave the servers."""
+        for strategy in self._strategies:
+            strategy.close()
