@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from psengine.buckets import Bucket
-from psengine.errors import ArgumentTypeError, ConfigurationError
+from psengine.errors import ArgumentTypeError, CommunicationHookError, ConfigurationError
 
 UserHook = Callable[..., "torch.futures.Future[torch.Tensor]"]
 
@@ -104,9 +104,10 @@ def bucket_hook(state: object, hook: UserHook, bucket_count: Callable[[], int]) 
         future = hook(state, GradBucket(bucket, is_last=bucket.index == bucket_count() - 1))
         # torch._C.Future is what C++ returns (Work.get_future); torch.futures.Future derives from it.
         if not isinstance(future, torch._C.Future):
-            raise ArgumentTypeError(
-                f"Communication hook {getattr(hook, '__qualname__', hook)!r}: callback must return a"
-                f" torch.futures.Future object, but got {type(future)}"
+            raise CommunicationHookError(
+                f"callback must return a torch.futures.Future object, but got {type(future).__module__}."
+                f"{type(future).__qualname__} from communication hook {getattr(hook, '__qualname__', hook)!r}. Fix:"
+                " future = torch.futures.Future(); future.set_result(gradients); return future"
             )
         return future
 

@@ -65,6 +65,13 @@ class ArgumentTypeError(PSEngineError, TypeError):
     """An argument has a type that psengine cannot work with."""
 
 
+class CommunicationHookError(ArgumentTypeError, ReductionError):
+    """A communication hook returned something else than a future of the bucket's new flat gradients.
+
+    Native DDP raises a ``RuntimeError``, and calls it a matter of types; this is that and a ``TypeError``.
+    """
+
+
 class ModuleError(PSEngineError, RuntimeError):
     """The module cannot be trained data-parallel as it is."""
 

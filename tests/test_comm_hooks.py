@@ -21,7 +21,7 @@ from torch.distributed.optim.apply_optimizer_in_backward import _apply_optimizer
 from torch.nn.parallel import DistributedDataParallel as Native
 from torch.nn.parallel.distributed import _BufferCommHookLocation, _MixedPrecision
 
-from psengine import DistributedDataParallel
+from psengine import CommunicationHookError, DistributedDataParallel
 
 
 def model():
@@ -191,8 +191,20 @@ def registration(rank: int, world_size: int) -> None:
         ddp.register_comm_hook(None, returns_tensor)
     with raises(RuntimeError, "can only be called once"):
         ddp._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE)
-    with raises(TypeError, "callback must return a torch.futures.Future", "returns_tensor"):
+    # Native raises a RuntimeError, by these words.
+    try:
         ddp(torch.ones(1, 4), use_spare=True).sum().backward()
+    except RuntimeError as error:
+        assert isinstance(error, TypeError)
+        assert str(error).startswith("callback must return a torch.futures.Future object, but got torch.Tensor")
+        assert "returns_tensor" in str(error)
+    else:
+        raise AssertionError("no error was raised")
+
+    def returns_too_few(state, bucket):
+        future = torch.futures.Future()
+        future.set_result(bucket.buffer()[1:])
+        return future
 
     def returns_text(state, bucket):
         future = torch.futures.Future()
@@ -208,7 +220,8 @@ def registration(rank: int, world_size: int) -> None:
         return future
 
     for hook, error_type, text in (
-        (returns_text, RuntimeError, "single tensor"),
+        (returns_text, CommunicationHookError, "single tensor"),
+        (returns_too_few, CommunicationHookError, "single tensor"),
         (fails, ArithmeticError, "from the hook"),
         (fails_later, ArithmeticError, "from the future"),
     ):

@@ -10,7 +10,7 @@ import torch
 from psengine.batch_weights import BatchWeights
 from psengine.buckets import Bucket
 from psengine.collectives.base import Collective, CompletedWork, Work
-from psengine.errors import ConfigurationError, ReductionError
+from psengine.errors import CommunicationHookError, ConfigurationError, ReductionError
 from psengine.strategies.base import Reduction, Replica, Strategy
 from psengine.strategies.verification import verify_replicas
 
@@ -200,7 +200,13 @@ class _HookReduction(Reduction):
 
     def wait(self) -> torch.Tensor:
         what = f"communication hook for {self._bucket.describe()}"
-        return tensor_of_future(self._collective.wait_for(self._future, what))
+        result = tensor_of_future(self._collective.wait_for(self._future, what))
+        if not self._bucket.sparse and result.numel() != self._bucket.numel:
+            raise CommunicationHookError(
+                f"a communication hook's future must hold a single tensor shaped like the bucket's buffer (expected"
+                f" {self._bucket.numel} elements for {self._bucket.describe()}, got {result.numel()})"
+            )
+        return result
 
 
 def _checked_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
@@ -219,7 +225,7 @@ def tensor_of_future(value: Any) -> torch.Tensor:
         return value
     if isinstance(value, (list, tuple)) and len(value) == 1 and isinstance(value[0], torch.Tensor):
         return value[0]
-    raise ReductionError(
+    raise CommunicationHookError(
         "a communication hook's future must hold a single tensor shaped like the bucket's buffer"
         f" (expected torch.Tensor, got {type(value).__name__})"
     )
