@@ -1,4 +1,11 @@
-"""Where the time of an iteration goes, sampled: forward, backward, exchange and their overlap."""
+"""Where the time of an iteration goes, sampled: forward, backward, exchange and their overlap.
+
+    start_forward ─ start_backward ─ start_communication ─ end_backward ─ end_communication ─ start_forward
+                    a record begins                                                           it is published
+
+A record begins with a forward that is complete. One that is interrupted (it raises, or repeats another for
+checkpointing) leaves none, and what a record lacks when the next forward begins is waited for or never published.
+"""
 
 from __future__ import annotations
 
@@ -8,33 +15,45 @@ import time
 ALWAYS_SAMPLED_ITERATIONS = 10
 DEFAULT_SAMPLE_RATE = 100
 
+_NEEDED_MARKS = {"backward_comm_time_start", "backward_compute_time_end", "backward_comm_time_end"}
+
 
 class BackwardTimer:
     """Host times of one iteration in nanoseconds since the epoch, recorded in sampled iterations only.
 
-    On CUDA these are times of launching, not of computing; native DDP's events are not rebuilt here.
+    On CUDA these are times of launching, not of computing; native DDP's events are not rebuilt here. Its methods take
+    no offence: a program may call forward and backward in any order, and leave any of them half-way.
     """
 
     def __init__(self) -> None:
         self.sample_rate = DEFAULT_SAMPLE_RATE
-        self.iteration = 0
-        self.is_sampling = False
-        self._marks_ns: dict[str, int] = {}
+        # The forward that began last: its iteration, and when.
+        self._forward = (0, 0)
+        # Of the iteration that is being timed; None where none is.
+        self._marks_ns: dict[str, int] | None = None
+        self._iteration = 0
         self._totals_ns: dict[str, int] = {}
         self._samples = 0
         self._last: dict[str, int] = {}
 
+    @property
+    def is_sampling(self) -> bool:
+        """Whether the iteration whose backward is expected, or under way, is being timed."""
+        return self._marks_ns is not None
+
     def start_forward(self, iteration: int) -> None:
-        """A forward begins; publishes the times of the one before, if it was sampled."""
+        """A forward begins; publishes the times of the iteration before, if it was sampled and is complete."""
         self._publish()
-        self.is_sampling = iteration <= ALWAYS_SAMPLED_ITERATIONS or iteration % self.sample_rate == 0
-        if self.is_sampling:
-            self.iteration = iteration
-            self._marks_ns = {"forward_compute_time_start": time.time_ns()}
+        self._forward = (iteration, time.time_ns())
 
     def start_backward(self) -> None:
         """The forward is over, backward may begin."""
-        self._mark("backward_compute_time_start")
+        iteration, started_ns = self._forward
+        is_sampled = iteration <= ALWAYS_SAMPLED_ITERATIONS or iteration % self.sample_rate == 0
+        self._iteration = iteration
+        self._marks_ns = None
+        if is_sampled:
+            self._marks_ns = {"forward_compute_time_start": started_ns, "backward_compute_time_start": time.time_ns()}
 
     def start_communication(self) -> None:
         """The first bucket is handed over."""
@@ -49,28 +68,30 @@ class BackwardTimer:
         self._mark("backward_comm_time_end")
 
     def _mark(self, name: str) -> None:
-        if self.is_sampling:
+        if self._marks_ns is not None:
             self._marks_ns[name] = time.time_ns()
 
     def _publish(self) -> None:
         marks = self._marks_ns
-        if not self.is_sampling or "backward_comm_time_end" not in marks:
+        if marks is None or not marks.keys() >= _NEEDED_MARKS:
             return
+        self._marks_ns = None
         forward_start, backward_start = marks["forward_compute_time_start"], marks["backward_compute_time_start"]
-        backward_end, communication_end = marks["backward_compute_time_end"], marks["backward_comm_time_end"]
-        communication_start = marks.get("backward_comm_time_start", backward_end)
+        communication_start, communication_end = marks["backward_comm_time_start"], marks["backward_comm_time_end"]
+        backward_end = marks["backward_compute_time_end"]
         durations = {
             "forward_compute_time": backward_start - forward_start,
             "backward_compute_time": backward_end - backward_start,
             "backward_comm_time": communication_end - communication_start,
             "backward_compute_comm_overlap_time": max(0, backward_end - communication_start),
         }
+        if min(durations.values()) < 0:
+            return  # the clock was set back
         self._samples += 1
         for name, duration_ns in durations.items():
             self._totals_ns[name] = self._totals_ns.get(name, 0) + duration_ns
         averages = {f"avg_{name}": total // self._samples for name, total in self._totals_ns.items()}
-        self._last = {**averages, **durations, **marks, "iteration": self.iteration}
-        self._marks_ns = {}
+        self._last = {**averages, **durations, **marks, "iteration": self._iteration}
 
     def snapshot(self) -> dict[str, int]:
         """The last but one sampled iteration's times and the averages over all until then, in nanoseconds.

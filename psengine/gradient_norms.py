@@ -11,6 +11,7 @@ import torch
 
 from psengine.buckets import Bucket
 from psengine.errors import ArgumentTypeError
+from psengine.observers import Observer
 
 # Not every write counts up a tensor's version: torch.amp.GradScaler.unscale_ does not, nor do writes through ``.data``.
 # What rescales gradients shows in any value that is not zero, so a few of the largest gradients' are compared.
@@ -33,6 +34,7 @@ class GradientNorms:
         """A backward is expected; what is known of the last one ends."""
         self._noted = []
 
+    @Observer("a norm of gradients, which are read again instead,")
     def note(self, bucket: Bucket, square_sum: torch.Tensor | float | None) -> None:
         """``bucket``'s average, whose sum of squares this is (None: not known), has become its gradients."""
         if self.are_wanted and square_sum is not None:

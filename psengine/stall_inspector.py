@@ -166,6 +166,7 @@ class StallInspector:
         self._stop = threading.Event()
         self._starting = threading.Lock()
         self._follows_forks = False
+        self._cannot_start = False
 
     def enter(self, collective: Watched, operation: int, what: str, timeout_s: float, after_s: float) -> int:
         """A wait of this thread begins; after ``after_s`` seconds it is reported. Returns what ``leave`` wants."""
@@ -187,14 +188,20 @@ class StallInspector:
 
     def _start(self) -> None:
         with self._starting:
-            if self._thread is not None:
+            if self._thread is not None or self._cannot_start:
                 return
             if not self._follows_forks and hasattr(os, "register_at_fork"):
                 os.register_at_fork(after_in_child=self._forget)
                 self._follows_forks = True
             self._stop.clear()
-            self._thread = threading.Thread(target=self._run, name="psengine-stall-inspector", daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._run, name="psengine-stall-inspector", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError as error:  # no memory or number for one more, or the interpreter is about to end
+                self._cannot_start = True
+                logger.warning("waits for other ranks are not watched (%s)", error)
+                return
+            self._thread = thread
             # A thread that is within a store's native code when the interpreter ends would abort the process.
             atexit.register(self._end)
 

@@ -250,7 +250,11 @@ def timeline(path: str | os.PathLike[str]) -> Iterator[None]:
         yield
         events = recorder.end(recording.first)
         has_ended = True
-        _write_together(recording, events)
+        try:
+            _write_together(recording, events)
+        except Exception as error:
+            logger.warning("the ranks' timelines could not be gathered and written (%s); each writes its own", error)
+            _write_alone(recording, events)
     finally:
         if not has_ended:
             _write_alone(recording, recorder.end(recording.first))
@@ -264,12 +268,7 @@ def _write_together(recording: _Recording, events: list[Event]) -> None:
         else:
             logger.info("timeline written to %s", recording.write_part(events))
         return
-    try:
-        parts = group.gather(timeline_files.encode(recording.describe(events)))
-    except (PSEngineError, RuntimeError) as error:
-        logger.warning("the ranks' timelines could not be gathered (%s); each writes its own part", error)
-        _write_alone(recording, events)
-        return
+    parts = group.gather(timeline_files.encode(recording.describe(events)))
     if group.rank == 0:
         timeline_files.write(timeline_files.merge([timeline_files.decode(part) for part in parts]), recording.path)
         logger.info("timeline of %d ranks written to %s", group.world_size, recording.path)
@@ -279,7 +278,7 @@ def _write_alone(recording: _Recording, events: list[Event]) -> None:
     """Whatever goes wrong here is not what the program should end with."""
     try:
         path = recording.write_part(events)
-    except OSError as error:
+    except Exception as error:
         logger.warning("the timeline of rank %d could not be written: %s", recorder.rank, error)
     else:
         logger.info("timeline of rank %d written to %s", recorder.rank, path)

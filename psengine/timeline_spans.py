@@ -7,26 +7,34 @@ from typing import Any
 import torch
 
 from psengine.buckets import Bucket
+from psengine.observers import Observer
 from psengine.outputs import find_tensors
 from psengine.timeline import now_ns, recorder
 from psengine.timeline_files import EXCHANGE
+
+# Structures that users make are looked through, and anything may be wrong with those.
+_cannot_look_at_inputs = Observer("on the timeline, the number of samples of a forward")
+_cannot_look_at_outputs = Observer("on the timeline, the backward of a forward")
 
 
 def record_forward(started_ns: int, step: int, inputs: Any, output: Any) -> None:
     """A forward that began at ``started_ns`` is over: note it, and watch ``output`` for the backward of ``step``."""
     if not recorder.is_on or torch.compiler.is_compiling():
         return
-    samples = next((tensor.shape[0] for tensor in find_tensors(inputs) if tensor.dim() > 0), None)
+    samples = None
+    with _cannot_look_at_inputs:
+        samples = next((tensor.shape[0] for tensor in find_tensors(inputs) if tensor.dim() > 0), None)
     is_training = torch.is_grad_enabled()
     recorder.add(
         "forward" if is_training else "forward without gradients", started_ns, step=step, args={"samples": samples}
     )
     if is_training:
-        watch = _BackwardWatch(step)
-        for tensor in find_tensors(output):
-            # A leaf (an output that is a parameter) would keep the hook for good.
-            if tensor.grad_fn is not None:
-                tensor.register_hook(watch)
+        with _cannot_look_at_outputs:
+            watch = _BackwardWatch(step)
+            for tensor in find_tensors(output):
+                # A leaf (an output that is a parameter) would keep the hook for good.
+                if tensor.grad_fn is not None:
+                    tensor.register_hook(watch)
 
 
 class _BackwardWatch:
@@ -36,6 +44,7 @@ class _BackwardWatch:
         self._step = step
         self._started_ns = 0
 
+    @_cannot_look_at_outputs
     def __call__(self, _gradient: Any) -> None:
         if self._started_ns == 0 and recorder.is_on and not torch.compiler.is_compiling():
             self._started_ns = now_ns()

@@ -31,6 +31,7 @@ LAYERS = [
         "outputs",
         "module_buffers",
         "module_state",
+        "observers",
         "overview",
         "stall_inspector",
         "clocks",

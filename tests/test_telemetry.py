@@ -6,6 +6,7 @@ import json
 import math
 import time
 import urllib.request
+from fractions import Fraction
 
 import pytest
 import torch
@@ -60,6 +61,7 @@ class TestWhatAWorkerSays:
         [
             (0.5, 0.5),
             (2, 2.0),
+            (Fraction(1, 2), 0.5),  # as NumPy's scalars, another kind of number
             (torch.tensor(0.25, requires_grad=True), 0.25),
             (torch.tensor([[1.5]], dtype=torch.bfloat16), 1.5),
             (math.nan, None),

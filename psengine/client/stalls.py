@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 from psengine.client.link import Link
 from psengine.client.operation import Operation, Push
+from psengine.observers import Observer
 from psengine.stall_inspector import StallSchedule
 
 logger = logging.getLogger(__name__)
@@ -37,6 +38,7 @@ class StallWatch:
         self._schedule: StallSchedule | None = None
         self._what = ""
 
+    @Observer("in the log, what this client waits for")
     def look(self, who: str, links: Sequence[Link], now_s: float) -> None:
         """Log where a stall began, lasts or has ended.
 

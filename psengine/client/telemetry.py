@@ -9,6 +9,7 @@ Totals change at the end of a step, so that they belong together whenever they a
 from __future__ import annotations
 
 import math
+import numbers
 import threading
 import time
 from collections import deque
@@ -19,6 +20,7 @@ from typing import Any, Protocol
 import torch
 
 from psengine.errors import ConfigurationError
+from psengine.observers import Observer
 from psengine.protocol.bodies import MOST_COUNTED
 
 # A training loop may be so many steps ahead of its GPU.
@@ -39,6 +41,7 @@ class Telemetry:
         # The last loss that can be read, and those that a GPU has yet to compute.
         self._loss: _Loss | None = None
         self._coming: deque[_Loss] = deque()
+        self._reading = Observer("at the servers, a loss that was reported")
 
     @contextmanager
     def blocked(self) -> Iterator[None]:
@@ -70,11 +73,14 @@ class Telemetry:
         Raises:
             ConfigurationError: the loss is not one number, or the samples are no number of samples.
         """
-        if samples is not None and (isinstance(samples, bool) or not isinstance(samples, int) or samples < 0):
-            raise ConfigurationError(f"samples is a number of samples (expected an integer >= 0, got {samples!r})")
-        found = None if loss is None else _take(loss)
+        _check_samples(samples)
+        found = None
+        if loss is not None:
+            _check_loss(loss)
+            with self._reading:
+                found = _take(loss)
         with self._lock:
-            self._samples = min(self._samples + (samples or 0), MOST_COUNTED)
+            self._samples = min(self._samples + int(samples or 0), MOST_COUNTED)
         if found is not None:
             self._queue(found)
 
@@ -86,8 +92,9 @@ class Telemetry:
             self._advance()
 
     def _advance(self) -> None:
-        while self._coming and self._coming[0].is_there():
-            self._loss = self._coming.popleft()
+        with self._reading:
+            while self._coming and self._coming[0].is_there():
+                self._loss = self._coming.popleft()
 
     def to_body(self) -> dict[str, Any]:
         """HEARTBEAT's body: without "loss" until one was reported; None is one that is not finite."""
@@ -101,7 +108,8 @@ class Telemetry:
             self._advance()
             loss = self._loss
         if loss is not None:
-            body["loss"] = loss.read()
+            with self._reading:
+                body["loss"] = loss.read()
         return body
 
 
@@ -155,18 +163,31 @@ class _Elsewhere:
         return _Known(float(self._loss)).read()
 
 
-def _take(loss: torch.Tensor | float) -> _Loss:
+# NumPy's numbers are numbers too.
+
+
+def _check_samples(samples: Any) -> None:
+    is_number = isinstance(samples, numbers.Integral) and not isinstance(samples, bool)
+    if samples is not None and (not is_number or samples < 0):
+        raise ConfigurationError(f"samples is a number of samples (expected an integer >= 0, got {samples!r})")
+
+
+def _check_loss(loss: Any) -> None:
     if not isinstance(loss, torch.Tensor):
-        if isinstance(loss, bool) or not isinstance(loss, int | float):
+        if isinstance(loss, bool) or not isinstance(loss, numbers.Real):
             raise ConfigurationError(
                 f"loss is one number (expected a float or a tensor of one element, got {type(loss).__name__})"
             )
-        return _Known(float(loss))
-    if loss.numel() != 1 or loss.is_complex():
+    elif loss.numel() != 1 or loss.is_complex():
         raise ConfigurationError(
             f"loss is one number (expected a float or a real tensor of one element, got shape {tuple(loss.shape)} of"
             f" {loss.dtype}). Fix: report(loss=loss.mean())."
         )
+
+
+def _take(loss: torch.Tensor | float) -> _Loss:
+    if not isinstance(loss, torch.Tensor):
+        return _Known(float(loss))
     detached = loss.detach()
     if detached.device.type == "cpu":
         return _Known(float(detached))

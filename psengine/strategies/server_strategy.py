@@ -231,7 +231,8 @@ class ServerStrategy(Strategy):
         Raises:
             ConfigurationError: the loss is not one number, or the samples are no number of samples.
         """
-        self.session.telemetry.report(loss, samples)
+        if self._session is not None:  # once this worker has left, there is nobody to tell
+            self._session.telemetry.report(loss, samples)
 
     # ---- leaving -----------------------------------------------------------------------------------------------
 
