@@ -8,7 +8,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential, set_checkpoint_early_stop
 from ways_of_training.networks import classify, mlp
 from ways_of_training.run import CLASSES, WIDTH, Run
-from ways_of_training.table import fault, refused, row
+from ways_of_training.table import refused, row
 
 READY_TWICE = "mark a variable ready only once"
 
@@ -104,7 +104,7 @@ def segments_of_a_sequential(run: Run) -> None:
     train(run, Segments())
 
 
-@row(everywhere=fault("backward_compute_time_start"))
+@row
 def wrapper_recomputed(run: Run) -> None:
     """The wrapped model itself recomputed, non-reentrant: its forward is interrupted as soon as it may be."""
     model = run.wrap(mlp(8, 8))

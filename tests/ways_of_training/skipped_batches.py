@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from ways_of_training.networks import classify, mlp
 from ways_of_training.run import Run
-from ways_of_training.table import fault, row
+from ways_of_training.table import row
 
 
 class BadBatchError(Exception):
@@ -78,7 +78,7 @@ def forward_raises_first(run: Run) -> None:
     train(run, model, optimizer, step_of)
 
 
-@row(everywhere=fault("backward_compute_time_start"))
+@row
 def second_forward_raises(run: Run) -> None:
     """The second of two forwards raises, and the loss is the first one's alone."""
     model = run.wrap(Picky())
