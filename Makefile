@@ -65,12 +65,13 @@ bench: $(STAMP)
 
 # The stamp goes too, so that what was built is built again; the packages in the environment stay.
 clean:
-	rm -rf build dist psengine.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage $(STAMP)
+	rm -rf build dist psengine.egg-info psengine_torch.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage $(STAMP)
 	find psengine csrc tests examples benchmarks -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true
 	find psengine -name '*.so' -delete
 
 # torch comes first and alone: an exact pin takes a CPU build where one is offered. The build requirements are installed
-# because the package is built against that torch, not in an environment of its own.
+# because the package is built against that torch, not in an environment of its own. What is installed as psengine is
+# this package under its former name, or another project's: uninstalled later, it would take our files with it.
 $(STAMP): pyproject.toml constraints.txt setup.py $(wildcard csrc/*)
 	@command -v $(PYTHON) >/dev/null || { echo "make: expected Python 3.10 or later as $(PYTHON), got no such command." \
 	  "Name one: make PYTHON=/path/to/python3" >&2; exit 1; }
@@ -81,5 +82,6 @@ $(STAMP): pyproject.toml constraints.txt setup.py $(wildcard csrc/*)
 	@test -x $(BIN)/python || $(PYTHON) -m venv --clear $(VENV)
 	$(PIP) install -c constraints.txt torch
 	$(PIP) install -c constraints.txt 'setuptools>=77' wheel
+	$(PIP) -qq uninstall --yes psengine
 	$(PIP) install -c constraints.txt --no-build-isolation -e '.[dev]'
 	@touch $@

@@ -10,6 +10,7 @@ import torch
 from rank_errors import TrainingError
 
 import psengine
+from psengine.installation import install_command
 
 
 class EpochLosses:
@@ -75,6 +76,6 @@ def progress_bar(title: str, steps: int) -> Any:
     try:
         from tqdm import tqdm
     except ImportError:
-        print("no progress bar without tqdm: pip install 'psengine[examples]'", file=sys.stderr)
+        print(f"no progress bar without tqdm: {install_command('examples')}", file=sys.stderr)
         return None
     return tqdm(desc=title, total=steps, unit="step", leave=False)

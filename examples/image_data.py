@@ -11,6 +11,8 @@ from image_network import SMALLEST_IMAGE
 from rank_errors import UserError
 from torch.utils.data import TensorDataset
 
+from psengine.installation import install_command
+
 
 @dataclass
 class Data:
@@ -32,7 +34,7 @@ def load_data(directory: Path | None) -> Data:
         try:
             from sklearn.datasets import load_digits
         except ImportError as error:
-            raise UserError("the digits need scikit-learn: pip install 'psengine[examples]', or give --data") from error
+            raise UserError(f"the digits need scikit-learn: {install_command('examples')}, or give --data") from error
         digits = load_digits()
         images = (torch.from_numpy(digits.images) * (255 / 16)).to(torch.uint8)  # they count from 0 to 16
         labels = torch.from_numpy(digits.target)

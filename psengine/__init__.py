@@ -93,7 +93,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """``connect`` and ``Client`` need the packages of ``psengine[server]``; everything else needs torch alone."""
+    """``connect`` and ``Client`` need the packages of the extra ``server``; everything else needs torch alone."""
     if name in ("Client", "connect"):
         from psengine.extras import require_server_packages
 

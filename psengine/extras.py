@@ -1,10 +1,11 @@
-"""The packages of ``psengine[server]``, and what to say where one of them is missing."""
+"""The packages of the extra ``server``, and what to say where one of them is missing."""
 
 from __future__ import annotations
 
 import importlib
 
 from psengine.errors import MissingExtraError
+from psengine.installation import install_command
 
 _SERVER_PACKAGES = ("zmq", "msgpack", "safetensors", "xxhash")
 
@@ -31,6 +32,5 @@ def missing_extra(what: str, error: ImportError, *, extra: str = "server") -> Mi
     need.
     """
     return MissingExtraError(
-        f"{what} need {error.name or 'a package'} (expected it installed, got: {error})."
-        f" Fix: pip install 'psengine[{extra}]'"
+        f"{what} need {error.name or 'a package'} (expected it installed, got: {error}). Fix: {install_command(extra)}"
     )

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch  # noqa: F401 - the extension links against torch's libraries, which this import loads
 
+from psengine.installation import build_command
+
 logger = logging.getLogger(__name__)
 
 extension: Any = None
@@ -29,7 +31,7 @@ def say_if_missing() -> None:
     if extension is None:
         logger.info(
             "psengine runs without its native extension (%s): bucket kernels are plain torch, and ranks of one host"
-            " exchange over torch.distributed. To build it: pip install --no-build-isolation psengine, with a C++"
-            " compiler.",
+            " exchange over torch.distributed. To build it: %s, with a C++ compiler.",
             _reason,
+            build_command(),
         )

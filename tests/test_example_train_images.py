@@ -24,6 +24,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import psengine
+from psengine.installation import install_command
 
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLE = ROOT / "examples" / "train_images.py"
@@ -301,7 +302,7 @@ def test_images_too_small_for_the_network(tmp_path):
 
 def test_missing_scikit_learn_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
-    with pytest.raises(train_images.UserError, match=re.escape("pip install 'psengine[examples]'")):
+    with pytest.raises(train_images.UserError, match=re.escape(install_command("examples"))):
         train_images.load_data(None)
 
 
@@ -309,7 +310,7 @@ def test_missing_tqdm_names_the_extra(monkeypatch, capsys):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     monkeypatch.setitem(sys.modules, "tqdm", None)
     assert epoch_losses.progress_bar("epoch 1", 3) is None
-    assert "pip install 'psengine[examples]'" in capsys.readouterr().err
+    assert install_command("examples") in capsys.readouterr().err
 
 
 # ----------------------------------------------------------------------------------------------------------- training

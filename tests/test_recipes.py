@@ -152,7 +152,7 @@ def test_a_hybrid_of_four_ranks_trains_like_one_process(one_process):
     assert is_close(values, one_process[("several_devices",)], 1e-5)
 
 
-@pytest.mark.skipif(not has_server, reason="the packages of psengine[server] are missing")
+@pytest.mark.skipif(not has_server, reason="the packages of the extra server are missing")
 def test_weights_in_the_server_are_master_weights_by_hand(one_process):
     ours, by_hand = (one_process[run] for run in SERVER)
     assert not isinstance(ours, str), ours

@@ -29,6 +29,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import psengine
+from psengine.installation import install_command
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -395,7 +396,7 @@ def require_matplotlib() -> Any:
     try:
         import matplotlib
     except ImportError:
-        sys.exit("--plot needs matplotlib: pip install 'psengine[examples]'")
+        sys.exit(f"--plot needs matplotlib: {install_command('examples')}")
     matplotlib.use("Agg")
     from matplotlib import pyplot
 

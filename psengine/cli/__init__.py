@@ -1,0 +1,13 @@
+"""``psengine``: launch, watch, debug and check data-parallel training. One module per command."""
+
+import psengine
+from psengine.installation import OTHER_DISTRIBUTION, other_distributions, reinstall_command
+
+# Both distributions have a psengine/__init__.py, and the one that was installed last has overwritten the other's. This
+# module is ours alone, so it can still tell.
+if not hasattr(psengine, "DistributedDataParallel"):
+    _found = ", ".join(text for text, is_ours in other_distributions() if not is_ours) or "one that is not installed"
+    raise ImportError(
+        f"Another project's package psengine lies over this one (expected {psengine.__file__} to be ours, got that of"
+        f" {_found}). Fix: pip uninstall --yes {OTHER_DISTRIBUTION}, then {reinstall_command()}"
+    )

@@ -16,6 +16,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from psengine.installation import build_command
+
 EXIT_FAILED = 3
 WORKER = "psengine.cli.bench_worker"
 SIZES_BYTES = (4 * 2**10, 2**20, 25 * 2**20)
@@ -64,8 +66,8 @@ def bench(
         raise typer.Exit(EXIT_FAILED) from None
     if not found["has_shared_memory"]:
         notes.append(
-            "psengine's native extension is not built here, so there is no shared memory to measure. Fix: install a"
-            " wheel for Linux, or a C++ compiler and build from source"
+            "psengine's native extension is not built here, so there is no shared memory to measure. Fix: on Linux,"
+            f" with a C++ compiler, {build_command()}"
         )
     rows = rows_of(found)
     elapsed_s = time.monotonic() - begin_s

@@ -24,6 +24,7 @@ from psengine.client.addresses import parse_addresses
 # In the order of the report.
 CHECKS: dict[str, Check] = {
     "versions": software.versions,
+    "installation": software.installed,
     "packages": software.packages,
     "native-extension": software.native_extension,
     "cuda": software.cuda,

@@ -14,6 +14,7 @@ from typing import Any
 
 from psengine.environment import read_variable
 from psengine.errors import ConfigurationError, MissingExtraError
+from psengine.installation import install_command
 
 DEFAULT_BIND = "tcp://127.0.0.1:7077"
 MAX_SHARDS = 256
@@ -281,7 +282,7 @@ def _read_toml(path: Path, known: Mapping[str, Any]) -> dict[str, Any]:
         toml = importlib.import_module(name)
     except ImportError as error:
         raise MissingExtraError(
-            f"Reading {path} needs the package tomli on Python 3.10. Fix: pip install psengine[server], or"
+            f"Reading {path} needs the package tomli on Python 3.10. Fix: {install_command('server')}, or"
             " pip install tomli; or use PSENGINE_* variables."
         ) from error
     try:

@@ -4,7 +4,7 @@
     lay_out     buckets become chunks; the first worker's values go to the servers, everybody else's come from there
     close       say goodbye; stop the server that this process started
 
-Importing this module needs torch alone; the packages of ``psengine[server]`` are needed from ``prepare`` on.
+Importing this module needs torch alone; the packages of the extra ``server`` are needed from ``prepare`` on.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ def server_exchange_s(size_bytes: int) -> float:
     One worker's way alone: the server applies nothing, and nobody else is served.
 
     Raises:
-        MissingExtraError: psengine[server] is not installed.
+        MissingExtraError: the extra "server" is not installed.
         PSEngineError: the server did not start, or did not answer.
     """
     from psengine.extras import require_server_packages

@@ -12,7 +12,7 @@ from importlib import metadata
 
 import torch
 
-from psengine import native, ops
+from psengine import installation, native, ops
 from psengine.cli.doctor_checks.findings import Circumstances, Finding, note, ok, problem, read_text, warning
 
 OLDEST_TORCH = (2, 11)
@@ -49,26 +49,41 @@ def versions(circumstances: Circumstances) -> Iterator[Finding]:
         yield ok(text, **found, executable=sys.executable)
 
 
+def installed(circumstances: Circumstances) -> Iterator[Finding]:
+    """Where this copy of psengine is from, and whether another project's package of that name is installed too."""
+    yield ok(f"{installation.DISTRIBUTION} is {installation.origin()}", distribution=installation.DISTRIBUTION)
+    uninstall = f"pip uninstall --yes {installation.OTHER_DISTRIBUTION}, then {installation.reinstall_command()}"
+    for other, is_ours in installation.other_distributions():
+        if is_ours:
+            yield warning(f"{other} is an older installation of this package, under its former name", uninstall)
+        else:
+            yield problem(
+                f"{other} is another project's: both have a package psengine, and of two files with one name the last"
+                " that was installed is left",
+                f"{uninstall}; who needs that project too gives it an environment of its own",
+            )
+
+
 def packages(circumstances: Circumstances) -> Iterator[Finding]:
     """The optional packages, and which extra brings them."""
     for extra, wanted in EXTRAS.items():
         have = {name: version for name in wanted if (version := _version_of(name)) is not None}
         missing = [name for name in wanted if name not in have]
         old = [f"{name} {have[name]}" for name in have if _numbers(have[name]) < _numbers(wanted[name])]
-        install = f"pip install --upgrade 'psengine[{extra}]'"
+        install = installation.install_command(extra, upgrade=True)
         facts = {"extra": extra, "installed": have, "missing": missing}
         listed = ", ".join(f"{name} {version}" for name, version in have.items()) or "none of its packages"
         if old:
-            yield warning(f"psengine[{extra}]: too old: {', '.join(old)}", install, **facts)
+            yield warning(f"extra {extra}: too old: {', '.join(old)}", install, **facts)
         elif missing:
-            yield note(f"psengine[{extra}]: {listed}; without {', '.join(missing)}", install, **facts)
+            yield note(f"extra {extra}: {listed}; without {', '.join(missing)}", install, **facts)
         else:
-            yield ok(f"psengine[{extra}]: {listed}", **facts)
+            yield ok(f"extra {extra}: {listed}", **facts)
 
 
 def native_extension(circumstances: Circumstances) -> Iterator[Finding]:
     """Whether the C++ kernels and the shared-memory collective are there, and for which processor."""
-    build = "pip install --no-build-isolation --force-reinstall --no-deps psengine, with a C++ compiler"
+    build = f"{installation.build_command()}, with a C++ compiler"
     if native.extension is None:
         compiler = next((name for name in ("c++", "g++", "clang++") if shutil.which(name)), None)
         yield warning(
