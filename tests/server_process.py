@@ -351,6 +351,10 @@ class Peer:
             self.rank, self.incarnation, self.epoch = answer.worker, answer.incarnation, answer.epoch
         return answer
 
+    def change(self, key: int = 0) -> None:
+        """Make the next SNAPSHOT write: what is durable already is not written again."""
+        assert self.request("PULL", key=key).type.name == "VALUES"
+
     def make_job(self, values: Any, *, key: int = 0, lr: float = 1.0) -> None:
         """HELLO as rank 0 of one, REGISTER one chunk, SEAL, CONFIGURE plain SGD, HELLO again: a job that is ready."""
         assert self.hello().body["state"] == "initialise"

@@ -301,6 +301,31 @@ def test_the_second_signal_ends_at_once_and_leaves_a_valid_generation(tmp_path, 
     assert not list(directory.glob("unfinished-*"))
 
 
+def deaf_at_the_end():
+    import zmq
+
+    from psengine.server.shard_thread import ShardThread
+
+    receive = ShardThread._receive
+
+    def fail(self, wait_s):
+        if self._drain_until_s is not None:
+            raise zmq.ZMQError(zmq.ETERM)
+        receive(self, wait_s)
+
+    ShardThread._receive = fail
+
+
+def test_a_shard_that_dies_during_the_end_does_not_hold_it_up(tmp_path):
+    with running_server(snapshot_dir=tmp_path / "s", shards=2, sabotage=deaf_at_the_end) as server:
+        with Peer(server.addresses[0]) as peer:
+            peer.make_job(torch.zeros(1000))
+        server.terminate()
+        assert server.wait(20) == 5
+        assert "shard 0 failed; the server ends" in server.log()
+        assert "no snapshot was written" in server.log()
+
+
 # ---- snapshots -------------------------------------------------------------------------------------------------
 
 
@@ -315,6 +340,7 @@ def test_snapshots_on_an_interval_and_on_request(tmp_path):
             assert refused.body["code"] == "snapshot_failed"
             peer.make_job(torch.zeros(10))
             eventually(lambda: server.status()["snapshot"]["generation"] is not None)
+            peer.change()
             generation = peer.request("SNAPSHOT").body["generation"]
             assert generation >= 2
             heard = peer.request("HEARTBEAT")
@@ -326,6 +352,7 @@ def test_snapshots_on_an_interval_and_on_request(tmp_path):
 
 def test_a_snapshot_without_a_directory_is_refused():
     with running_server() as server, Peer(server.addresses[0]) as peer:
+        peer.hello()
         answer = peer.request("SNAPSHOT", sequence=77)
         assert (answer.type.name, answer.body["code"], answer.sequence) == ("ERROR", "snapshot_failed", 77)
         assert "--snapshot-dir" in answer.body["text"]
@@ -339,6 +366,7 @@ def test_a_failing_snapshot_is_shown_and_harms_nobody(tmp_path):
             assert peer.request("SNAPSHOT").body == {"generation": 1}
             # Root writes where modes forbid it; a file in the way of the next generation stops everybody.
             (directory / "unfinished-000000000002").write_text("in the way")
+            peer.change()
             refused = peer.request("SNAPSHOT")
             assert refused.body["code"] == "snapshot_failed"
             assert "generation 1 stays durable" in refused.body["text"]
@@ -356,6 +384,7 @@ def test_a_damaged_generation_is_named_and_the_older_one_taken(tmp_path):
     with running_server(snapshot_dir=directory, snapshot_interval_s=0.0) as server, Peer(server.addresses[0]) as peer:
         peer.make_job(torch.zeros(10))
         for generation in (1, 2):
+            peer.change()
             assert peer.request("SNAPSHOT").body == {"generation": generation}
         server.kill()
     (directory / "generation-000000000002" / "manifest.json").write_text("{")

@@ -62,11 +62,66 @@ def test_an_idle_server_writes_nothing(tmp_path):
             assert peer.request("PUSH", key=0, sequence=1, payload=torch.ones(10)).type.name == "UPDATED"
             eventually(lambda: server.status()["snapshot"]["generation"] == generation + 1)
             wait_out(server)
-            assert peer.request("SNAPSHOT").body["generation"] == generation + 2  # asked for, it is written
+            # Nor on wish: what is durable already is the answer.
+            assert [peer.request("SNAPSHOT").body["generation"] for _ in range(3)] == [generation + 1] * 3
         server.kill()
     with running_server(**options) as server:
         wait_out(server)
-        assert server.status()["snapshot"]["generation"] == generation + 2
+        assert server.status()["snapshot"]["generation"] == generation + 1
+
+
+def slow_commits():
+    rename = os.rename
+
+    def slow(source, target, **options):
+        time.sleep(0.3)
+        rename(source, target, **options)
+
+    os.rename = slow
+
+
+def test_all_who_ask_while_a_snapshot_is_written_share_the_next_one(tmp_path):
+    options = {"snapshot_dir": tmp_path / "s", "snapshot_interval_s": 0.0, "sabotage": slow_commits}
+    with running_server(**options) as server, Peer(server.addresses[0]) as peer:
+        peer.make_job(torch.zeros(10))
+        asked = []
+        for count in range(1, 101):
+            peer.send(peer.message("PUSH", key=0, sequence=count, payload=torch.ones(10)))
+            peer.send(peer.message("SNAPSHOT", sequence=1000 + count))
+            asked.append(1000 + count)
+        answers = [peer.receive() for _ in range(200)]
+        told = {one.sequence: one.body["generation"] for one in answers if one.type.name == "OK"}
+        assert sorted(told) == asked
+        assert told[1001] == 1
+        assert sorted(set(told.values())) == [1, 2]  # the first began before the others were read
+        server.kill()
+    with running_server(**options) as server:
+        assert server.lines[1].endswith("generation 2 (job version 100)")
+
+
+def slow_commits_for_a_few():
+    from psengine.server import snapshot_wishes
+
+    slow_commits()
+    snapshot_wishes.MAX_WISHES = 50
+
+
+def test_wishes_that_wait_do_not_hold_up_the_end(tmp_path):
+    """Many more than the server remembers; those beyond are refused at once."""
+    options = {"snapshot_dir": tmp_path / "s", "snapshot_interval_s": 0.0, "sabotage": slow_commits_for_a_few}
+    with running_server(**options) as server, Peer(server.addresses[0]) as peer:
+        peer.make_job(torch.zeros(10))
+        for _ in range(1000):
+            peer.send(peer.message("PULL", key=0))
+            peer.send(peer.message("SNAPSHOT"))
+        refused = 0
+        while not refused:
+            answer = peer.receive()
+            refused += answer.type.name == "ERROR" and "too many wait for a snapshot" in answer.body["text"]
+        server.terminate()
+        assert server.wait(10) == 0
+        assert len(list((tmp_path / "s").glob("generation-*"))) <= 2
+        assert server.log().count("after 0.") <= 4
 
 
 def test_the_age_of_an_idle_server_s_snapshot_does_not_grow(tmp_path):
@@ -212,6 +267,7 @@ def test_two_servers_in_one_place_leave_each_other_s_generations_alone(tmp_path)
         with running_server(**options) as second, Peer(second.addresses[0]) as other:
             other.make_job(torch.zeros(10))
             for generation in (1, 2):
+                other.change()
                 assert other.request("SNAPSHOT").body == {"generation": generation}
                 refused = peer.request("SNAPSHOT")
                 assert f"held by process {second.pid})" in refused.body["text"]
@@ -220,7 +276,9 @@ def test_two_servers_in_one_place_leave_each_other_s_generations_alone(tmp_path)
             second.terminate()
             assert second.wait() == 0
         # Numbers go on above those of the other, which have gone once two of the first's are there.
-        assert [peer.request("SNAPSHOT").body["generation"] for _ in range(2)] == [4, 5]
+        for generation in (4, 5):
+            peer.change()
+            assert peer.request("SNAPSHOT").body == {"generation": generation}
         assert generations(directory) == ["generation-000000000004", "generation-000000000005"]
 
 

@@ -221,7 +221,7 @@ class TestRefusals:
         ),
         "result": (lambda w: w.send(MessageType.RESULT, key=0, sequence=1, payload=torch.ones(4)), "bad_message"),
         "join": (lambda w: w.send(MessageType.JOIN), ErrorCode.BAD_MESSAGE),
-        "snapshot": (lambda w: w.send(MessageType.SNAPSHOT), ErrorCode.BAD_MESSAGE),
+        "snapshot": (lambda w: w.send(MessageType.SNAPSHOT), ErrorCode.SNAPSHOT_FAILED),
         "another rule": (lambda w: hello_with(w, rule=APPLY | {"max_staleness": 3}), ErrorCode.RULE_MISMATCH),
         "a rank too large": (lambda w: hello_with(w, rank=70_000), ErrorCode.BAD_VALUE),
         "too many workers": (lambda w: hello_with(w, world_size=10**9), ErrorCode.BAD_VALUE),

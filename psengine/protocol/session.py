@@ -31,9 +31,15 @@ class Phase(str, Enum):
 
 _HELLO, _LIST, _STATUS, _BYE = MessageType.HELLO, MessageType.LIST, MessageType.STATUS, MessageType.BYE
 _LOOK = {_HELLO, _LIST, _STATUS}
-_READ = _LOOK | {MessageType.PULL, MessageType.HEARTBEAT, MessageType.SNAPSHOT, MessageType.ECHO}
+_READ = _LOOK | {MessageType.PULL, MessageType.HEARTBEAT, MessageType.ECHO}
 # May follow in both phases: rank 0 configures before or after it seals; an answer that was lost is asked for again.
-_WORK = _READ | {MessageType.SEAL, MessageType.CONFIGURE, MessageType.STORE, MessageType.JOIN}
+_WORK = _READ | {
+    MessageType.SEAL,
+    MessageType.CONFIGURE,
+    MessageType.STORE,
+    MessageType.JOIN,
+    MessageType.SNAPSHOT,  # the server writes to its disk: not for those who only look
+}
 _PUSH = {MessageType.PUSH, MessageType.PROBE, MessageType.ADMIT, MessageType.RESULT}
 
 

@@ -45,9 +45,9 @@ from psengine.server.memory_guard import ACCOUNTED_FACTOR, MemoryGuard, machine_
 from psengine.server.monitor import Monitor
 from psengine.server.settings import ServerSettings
 from psengine.server.shard import Outgoing, Shard, ShardSettings
-from psengine.server.shard_thread import LAST_MESSAGES_S, ShardThread, answer, error_answer
+from psengine.server.shard_thread import LAST_MESSAGES_S, ShardEndedError, ShardThread, answer, error_answer
 from psengine.server.snapshot import SnapshotStore
-from psengine.server.transport import LINGER_MS, BindError, Endpoint, Received
+from psengine.server.transport import LINGER_MS, BindError, Endpoint
 
 logger = logging.getLogger(__name__)
 
@@ -68,6 +68,7 @@ LOOP_S = 0.1
 HEALTHY_S = 10.0
 STATUS_DEADLINE_S = 3.0
 LAST_SNAPSHOT_S = 600.0
+CONTEXT_DEADLINE_S = 5.0
 _REPORT_S = 10.0
 _Answer = TypeVar("_Answer")
 
@@ -308,7 +309,7 @@ class Server:
         """Workers at the shard that has most of them; 1 where a shard does not say."""
         try:
             return max(self._ask_all(lambda shard: shard.training_count))
-        except FutureTimeoutError:
+        except (FutureTimeoutError, ShardEndedError):
             return 1
 
     def _expected_bytes(self) -> int:
@@ -319,7 +320,7 @@ class Server:
 
         try:
             return sum(self._ask_all(expected))
-        except FutureTimeoutError:
+        except (FutureTimeoutError, ShardEndedError):
             return machine_memory_bytes()  # no verdict now
 
     def _ask_all(self, function: Callable[[Shard], _Answer]) -> list[_Answer]:
@@ -355,14 +356,14 @@ class Server:
         _answers(forgotten)
         return 0
 
-    def _on_snapshot(self, thread: ShardThread, received: Received, message: Message) -> None:
+    def _on_snapshot(self, thread: ShardThread, route: bytes, message: Message) -> None:
         """SNAPSHOT arrived at a shard; its answer leaves once the snapshot is durable."""
 
         def done(outcome: Outcome) -> None:
             reply = answer(message, self.epoch, MessageType.OK, {"generation": outcome.generation})
             if outcome.error:
                 reply = error_answer(message, self.epoch, ErrorCode.SNAPSHOT_FAILED, outcome.error)
-            thread.post(Outgoing(received.route, reply))
+            thread.post(Outgoing(route, reply))
 
         if self._snapshots is None:
             done(Outcome(None, "this server keeps no snapshots; start it with --snapshot-dir"))
@@ -390,6 +391,8 @@ class Server:
             except FutureTimeoutError:
                 future.cancel()
                 shards.append({"index": thread.shard.index, "error": f"no answer within {STATUS_DEADLINE_S:g} s"})
+            except ShardEndedError as error:
+                shards.append({"index": thread.shard.index, "error": str(error)})
         return {
             "host": socket.gethostname(),
             "unix_s": round(time.time(), 3),
@@ -429,6 +432,8 @@ class Server:
                     logger.critical("the last snapshot was not written within %g s", LAST_SNAPSHOT_S)
                     return EXIT_SNAPSHOT
                 systemd.notify("EXTEND_TIMEOUT_USEC=10000000")
+        if self._dead:
+            return EXIT_INTERNAL
         return EXIT_SNAPSHOT if outcome.error and not outcome.is_empty else EXIT_OK
 
     def _end_threads(self) -> None:
@@ -447,8 +452,13 @@ class Server:
     def _end_context(self, context: zmq.Context[Any]) -> None:
         if any(thread.is_alive() for thread in self._threads):
             logger.error("a shard is busy still; the process ends without it")  # its socket is its own
-        else:
-            context.destroy(linger=LINGER_MS)
+            return
+        # Sockets that nobody closed would keep it for ever.
+        ending = threading.Thread(target=context.destroy, kwargs={"linger": LINGER_MS}, daemon=True)
+        ending.start()
+        ending.join(timeout=CONTEXT_DEADLINE_S)
+        if ending.is_alive():
+            logger.error("sockets were not closed within %g s; the process ends without them", CONTEXT_DEADLINE_S)
 
     @contextmanager
     def _handle_signals(self) -> Iterator[None]:

@@ -1,7 +1,7 @@
 """How a server survives its end: the snapshot it starts from, and the thread that writes them, one at a time.
 
 A failure is logged and shown, and never ends the server: the older generation stays what it is durable to. While
-nothing changes, the interval writes nothing.
+nothing changes, nothing is written, whoever asks.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
-from queue import Empty, SimpleQueue
 from typing import Any
 
 from psengine.errors import ProtocolError, SnapshotError
 from psengine.server.shard import Shard, merge_job_meta
 from psengine.server.shard_thread import ShardThread
 from psengine.server.snapshot import JobState, SnapshotStore, distribute
+from psengine.server.snapshot_wishes import MAX_WISHES, SnapshotWishes
 
 logger = logging.getLogger(__name__)
 
@@ -134,21 +134,28 @@ class SnapshotThread(threading.Thread):
         self._interval_s = interval_s
         # When ``generation`` was last known to be all that the shards hold.
         self._current_s: float | None = None
-        self._wishes: SimpleQueue[Callable[[Outcome], None] | None] = SimpleQueue()
+        self._wishes: SnapshotWishes[Callable[[Outcome], None]] = SnapshotWishes()
 
-    def request(self, done: Callable[[Outcome], None]) -> None:
-        """Write a snapshot of what is there now or later; ``done`` is called in this thread."""
-        self._wishes.put(done)
+    def request(self, done: Callable[[Outcome], None], *, is_ours: bool = False) -> None:
+        """Make durable what is there now, or later.
+
+        Args:
+            done: called in this thread; at once where too many ask.
+            is_ours: see ``SnapshotWishes.add``.
+        """
+        if not self._wishes.add(done, is_ours=is_ours):
+            text = f"the server ends, or too many wait for a snapshot (expected at most {MAX_WISHES}); ask again later"
+            done(Outcome(self.generation, text))
 
     def begin(self) -> Future[Outcome]:
         """``request``, to be waited for."""
         written: Future[Outcome] = Future()
-        self.request(written.set_result)
+        self.request(written.set_result, is_ours=True)
         return written
 
     def end(self) -> None:
-        """Write what was wished for, then end; join afterwards."""
-        self._wishes.put(None)
+        """Write one more snapshot if one was wished for, then end; join afterwards."""
+        self._wishes.end()
 
     def status(self) -> dict[str, Any]:
         """JSON-able; "age_s" is for how long the server may have held more than the generation does."""
@@ -166,20 +173,17 @@ class SnapshotThread(threading.Thread):
         """The loop."""
         due_s = time.monotonic() + self._interval_s
         while True:
-            try:
-                wish = self._wishes.get(timeout=max(0.0, due_s - time.monotonic()) if self._interval_s else None)
-            except Empty:
-                if not self._is_current():
-                    self.write()
-                due_s = time.monotonic() + self._interval_s
-                continue
-            if wish is None:
+            wishes = self._wishes.take(max(0.0, due_s - time.monotonic()) if self._interval_s else None)
+            if wishes is None:
                 return
-            outcome = self.write()
-            try:
-                wish(outcome)
-            except Exception:
-                logger.exception("nobody could be told that a snapshot is done")
+            outcome = Outcome(self.generation) if self._is_current() else self.write()
+            if not wishes:
+                due_s = time.monotonic() + self._interval_s
+            for done in wishes:
+                try:
+                    done(outcome)
+                except Exception:
+                    logger.exception("nobody could be told that a snapshot is done")
 
     def _is_current(self) -> bool:
         """Whether the newest generation is still there, and nothing has changed since it was captured."""
@@ -188,10 +192,10 @@ class SnapshotThread(threading.Thread):
             futures = [thread.ask(thread.shard.has_changed) for thread in self._threads]
             if any(future.result(CAPTURE_DEADLINE_S) for future in futures):
                 return False
+            if self.generation is None or self.store.newest != self.generation:
+                return False
         except Exception:
             return False  # to write one fails likewise, and tells
-        if self.generation is None or self.store.newest != self.generation:
-            return False
         self._current_s = asked_s
         return True
 
@@ -225,8 +229,11 @@ class SnapshotThread(threading.Thread):
         return Outcome(generation)
 
     def _look_what_is_left(self) -> None:
-        """Somebody may have removed what the server was durable to."""
-        newest = self.store.newest
+        """Somebody may have removed what the server was durable to. What cannot be seen now is as it was."""
+        try:
+            newest = self.store.newest
+        except OSError:
+            return
         if newest == self.generation:
             return
         self.generation = newest

@@ -22,10 +22,15 @@ from psengine.server.averaging import AveragingRule
 from psengine.server.chunk_store import ChunkStore, absent_ranges
 from psengine.server.consistency import ChunkRule, Push, Reply, RuleContext
 from psengine.server.job_record import JobRecord
+from psengine.server.logging_format import RateLimit
 from psengine.server.membership import MOST_WORKERS, Greeting, Member, Membership
 from psengine.server.statistics import JobStatistics
 
 logger = logging.getLogger(__name__)
+
+# Of workers that are out: a whole host's fit in.
+LINES_INTERVAL_S = 10.0
+MAX_LINES = 128
 
 
 class Job:
@@ -64,6 +69,7 @@ class Job:
         self._began_anew = False
         self._resumed: tuple[float, int] | None = None
         self._clock_s = clock_s
+        self._lines = RateLimit(LINES_INTERVAL_S, MAX_LINES)
         self.statistics = JobStatistics()
         self.membership = Membership(lease_s)
         self._record = JobRecord(name, note, self.membership.wall_clock_ms)
@@ -329,7 +335,7 @@ class Job:
             self._departed(member, "left", "it said goodbye")
         elif member is not None:
             self.statistics.evicted += 1
-            self._warn_out(rank, f"it lacks what nobody can give it any more ({why})")
+            self._warn_out(rank, f"it lacks what nobody can give it any more ({why})", now_s)
             self._departed(member, "fenced", "the others are further on")
         self._admissions.forget(rank)
         self.membership.remove(rank, progress=-1 if must_join else self.statistics.averaged, now_s=now_s, forget=forget)
@@ -348,23 +354,26 @@ class Job:
             why = "its lease was ended by hand"
             if silent_s > self.membership.lease_s:
                 why = f"silent for {silent_s:.1f} s, longer than its lease"
-            self._warn_out(rank, why)
+            self._warn_out(rank, why, now_s)
             self._departed(member, "evicted", why)
             self._admissions.forget(rank)
             self.membership.remove(rank, progress=averaged, now_s=now_s)
         return [reply for rank in ranks for reply in self._left(rank)]
 
-    def _warn_out(self, rank: int, why: str) -> None:
+    def _warn_out(self, rank: int, why: str, now_s: float) -> None:
         member = self.membership.members.get(rank)
-        if member is None:
+        # Whoever reaches the server can come and go: a line for each would fill the disk.
+        suppressed = None if member is None else self._lines.allows(now_s)
+        if member is None or suppressed is None:
             return
         logger.warning(
-            "job %r: worker %d (process %d on %s) is out: %s; the others go on without it",
+            "job %r: worker %d (process %d on %s) is out: %s; the others go on without it%s",
             self.name,
             rank,
             member.pid,
             member.host,
             why,
+            f" ({suppressed} more unmentioned)" if suppressed else "",
         )
 
     def _departed(self, member: Member, reason: str, why: str) -> None:

@@ -43,18 +43,23 @@ def timestamp(seconds: float) -> str:
 
 
 class RateLimit:
-    """Lets one message through per ``interval_s`` and counts the others; not thread-safe."""
+    """Lets ``burst`` messages through per ``interval_s`` and counts the others; not thread-safe."""
 
-    def __init__(self, interval_s: float = 1.0) -> None:
+    def __init__(self, interval_s: float = 1.0, burst: int = 1) -> None:
         self._interval_s = interval_s
+        self._burst = burst
         self._next_s = float("-inf")
+        self._passed = 0
         self._suppressed = 0
 
     def allows(self, now_s: float) -> int | None:
         """How many were suppressed since the last one that went through; None: suppress this one too."""
-        if now_s < self._next_s:
+        if now_s >= self._next_s:
+            self._next_s = now_s + self._interval_s
+            self._passed = 0
+        if self._passed >= self._burst:
             self._suppressed += 1
             return None
-        self._next_s = now_s + self._interval_s
+        self._passed += 1
         suppressed, self._suppressed = self._suppressed, 0
         return suppressed

@@ -9,7 +9,6 @@ took long. What workers said meanwhile is unread still, so that such a leap is n
 
 from __future__ import annotations
 
-import json
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -30,7 +29,9 @@ from psengine.server.events import EventLog
 from psengine.server.job import Job
 from psengine.server.loans import Loans
 from psengine.server.membership import Member, merge_members
+from psengine.server.readers import Readers, traffic_bytes
 from psengine.server.snapshot import ChunkState, JobState
+from psengine.server.status_report import StatusReport
 
 logger = logging.getLogger(__name__)
 
@@ -50,8 +51,6 @@ _NOTABLE_REFUSALS = {
 }
 # Every shard sees them; of the others each shard would tell the same.
 _EVENTS_OF_ANY_SHARD = frozenset({"refused", "late", "memory", "stood_still"})
-# What somebody measures or watches the server with is no traffic of a job.
-_NOT_OF_THE_JOB = frozenset({MessageType.STATUS_REPORT, MessageType.ECHO, MessageType.ECHOED})
 # All other messages of members may change what a snapshot keeps: even PULL and PROBE, by backing up weights.
 _LEAVE_SNAPSHOT_ALONE = frozenset({MessageType.HEARTBEAT, MessageType.LIST, MessageType.STATUS, MessageType.ECHO})
 
@@ -110,6 +109,7 @@ class Shard:
         shard_addresses: of all shards of the process, told to clients; set before the first message.
         local_address: a faster way in for clients of the same machine; "" without one.
         wall_clock_s: dates reports; nothing depends on it.
+        want_snapshot: called with the route and the message of a member's SNAPSHOT; whoever sets it answers.
         events: what happened, for people; of workers' coming and going only the first shard tells.
     """
 
@@ -121,6 +121,7 @@ class Shard:
         self.local_address = ""
         self.wall_clock_s: Callable[[], float] = time.time
         self.events = EventLog()
+        self.want_snapshot: Callable[[bytes, Message], None] = _keep_no_snapshots
         self.is_draining = False
         self._now_s = 0.0
         self._jobs: dict[int, Job] = {}
@@ -131,6 +132,8 @@ class Shard:
         self._changes = 0
         self._captured_state: tuple[int, int] | None = None
         self._durable_state: tuple[int, int] | None = None
+        self._report = StatusReport(self._describe)
+        self._readers = Readers(self._jobs, self._message, self._status_report, self._heartbeat_body)
         self._handlers: dict[MessageType, Callable[[Job, Member, Message], list[Reply]]] = {
             MessageType.PUSH: lambda job, member, message: job.push(message, member, self._now_s),
             MessageType.PROBE: lambda job, member, message: job.probe(message, member),
@@ -156,28 +159,44 @@ class Shard:
         """Take in one message; what it leads to, for whomever. A refused message changes nothing."""
         self._look_at_time(now_s)
         try:
+            phase, place = self._standing(sender, message, now_s)
+            # The one gate: what its table does not name is refused, whoever sends it, and nothing has been done yet.
+            from_client(phase, message)
             if message.type is MessageType.HELLO:
                 return self._hello(sender, message, now_s)
-            if message.worker == NOBODY:
-                return self._answer_reader(sender, message)
-            job, member = self._authenticate(sender, message, now_s)
-            job.statistics.bytes_in += _traffic_bytes(message)
+            if message.type is MessageType.SNAPSHOT:
+                self.want_snapshot(sender.route, message)
+                return []
+            if place is None:
+                return [Outgoing(sender.route, self._readers.answer(message))]
+            job, member = place
+            job.statistics.bytes_in += traffic_bytes(message)
             self._changes += message.type not in _LEAVE_SNAPSHOT_ALONE
             if message.type is MessageType.BYE:
                 # Answered first: afterwards there is no member to send to.
                 goodbye = self._outgoing(job, _ok(member, message))
                 return [*goodbye, *self._outgoing(job, job.remove(member.rank, now_s, forget=True))]
-            # What a worker that is no member yet pushes is left to the job, which has it come back through JOIN.
-            if message.type not in (MessageType.PUSH, MessageType.PROBE):
-                from_client(Phase.MEMBER if member.is_live and job.is_sealed else Phase.GREETED, message)
-            handler = self._handlers.get(message.type)
-            if handler is None:
-                raise ProtocolError(f"a server does not take {message.type.name}")
-            return self._outgoing(job, handler(job, member, message))
+            return self._outgoing(job, self._handlers[message.type](job, member, message))
         except ProtocolError as error:
             if error.code in _NOTABLE_REFUSALS:
                 self._note_refusal(message, error)
             return [Outgoing(sender.route, self._error(message, error))]
+
+    def _standing(self, sender: Sender, message: Message, now_s: float) -> tuple[Phase, tuple[Job, Member] | None]:
+        """Who says this, by the table of ``protocol.session``; a worker with its job.
+
+        Raises:
+            ProtocolError: it says that it is a worker, and is none.
+        """
+        if message.type is MessageType.HELLO:
+            return Phase.STRANGER, None
+        if message.worker == NOBODY:
+            return Phase.READER, None
+        job, member = self._authenticate(sender, message, now_s)
+        # What a worker pushes that has lost its place is left to the job, which has it come back through JOIN.
+        believes_in_it = message.type in (MessageType.PUSH, MessageType.PROBE)
+        is_member = (member.is_live and job.is_sealed) or believes_in_it
+        return (Phase.MEMBER if is_member else Phase.GREETED), (job, member)
 
     def _look_at_time(self, now_s: float) -> None:
         """It is ``now_s``; see the module's text."""
@@ -351,37 +370,6 @@ class Shard:
             )
         return job, member
 
-    def _answer_reader(self, sender: Sender, message: Message) -> list[Outgoing]:
-        from_client(Phase.READER, message)
-        if message.type is MessageType.STATUS:
-            return [Outgoing(sender.route, self._status_report(message))]
-        if message.type is MessageType.BYE:
-            return [Outgoing(sender.route, self._message(MessageType.OK, message))]
-        if message.type is MessageType.ECHO:
-            return [Outgoing(sender.route, self._message(MessageType.ECHOED, message, payload=payload_tensor(message)))]
-        job = self._jobs.get(message.job)
-        if job is None or not job.is_sealed:
-            sealed = sorted(known.name for known in self._jobs.values() if known.is_sealed)
-            raise ProtocolError(
-                f"there are no values of the job yet (jobs with values here: {sealed or 'none'}). Name another"
-                " (job=, PSENGINE_JOB), or wait for its first worker.",
-                ErrorCode.NOT_READY,
-            )
-        if message.type is MessageType.HEARTBEAT:
-            body = self._heartbeat_body(job, message)
-            return [Outgoing(sender.route, self._message(MessageType.HEARTBEAT_ACK, message, body=body))]
-        if message.type is MessageType.LIST:
-            page = job.chunks.page(message.body["after"])
-            return [Outgoing(sender.route, self._message(MessageType.CHUNKS, message, body=page))]
-        if job.averages and job.has_started:
-            raise ProtocolError(
-                f"job {job.name!r} averages gradients; its weights are in its workers, not here", ErrorCode.NOT_READY
-            )
-        type, version, payload, body = job.chunks.read(message)
-        reply = self._message(type, message, version=version, payload=payload, body=body)
-        job.statistics.bytes_out += _traffic_bytes(reply)
-        return [Outgoing(sender.route, reply)]
-
     def _register(self, job: Job, member: Member, message: Message) -> list[Reply]:
         job.check_initialiser(member, f"REGISTER of chunk {message.key}")
         job.chunks.register(message)
@@ -425,15 +413,15 @@ class Shard:
         return [Reply(MessageType.STATUS_REPORT, member.rank, message.sequence, payload=report.payload)]
 
     def _status_report(self, message: Message) -> Message:
-        report = {
+        return self._message(MessageType.STATUS_REPORT, message, payload=self._report.payload())
+
+    def _describe(self) -> dict[str, Any]:
+        return {
             **self.status(self._now_s),
             # Whoever asks has another clock than the one that dates what departed.
             "unix_s": round(self.wall_clock_s(), 3),
             "software": self.settings.software,
         }
-        text = json.dumps(report).encode()
-        payload = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-        return self._message(MessageType.STATUS_REPORT, message, payload=payload)
 
     # ---- answers -----------------------------------------------------------------------------------------------
 
@@ -460,7 +448,7 @@ class Shard:
                 body=reply.body,
                 payload=payload,
             )
-            job.statistics.bytes_out += _traffic_bytes(message)
+            job.statistics.bytes_out += traffic_bytes(message)
             outgoing.append(Outgoing(member.route, message, reply.loans))
             if reply.type is MessageType.ERROR and reply.body["code"] == ErrorCode.FENCED:
                 outgoing.extend(
@@ -603,16 +591,13 @@ def merge_job_meta(metas: Sequence[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
+def _keep_no_snapshots(route: bytes, message: Message) -> None:
+    raise ProtocolError("this server keeps no snapshots; start it with --snapshot-dir", ErrorCode.SNAPSHOT_FAILED)
+
+
 def _version(job: Job) -> int:
     """What all chunks of a job have reached."""
     return min((rule.version for rule in job.chunks.rules.values()), default=0)
-
-
-def _traffic_bytes(message: Message) -> int:
-    """What a message adds to the traffic of its job."""
-    if message.payload is None or message.dtype is None or message.type in _NOT_OF_THE_JOB:
-        return 0
-    return message.numel * message.dtype.itemsize
 
 
 def _ok(member: Member, message: Message) -> list[Reply]:

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from psengine.errors import ProtocolError
+from psengine.errors import ProtocolError, ServerError
 from psengine.protocol.bodies import MAX_TEXT_CHARS
 from psengine.protocol.codec import decode, encode, refusal
 from psengine.protocol.messages import ErrorCode, Message, MessageType
@@ -36,13 +36,17 @@ FLUSH_S = 0.002
 LAST_MESSAGES_S = 2.0
 
 
+class ShardEndedError(ServerError):
+    """The shard's thread is no more."""
+
+
 class ShardThread(threading.Thread):
     """Runs ``shard`` on ``endpoint`` until ``end``.
 
     Args:
         shard: used by this thread only once it started.
         endpoint: closed by this thread.
-        on_snapshot: called with SNAPSHOT messages; answers through ``post``.
+        on_snapshot: called with the route and the message of a member's SNAPSHOT; answers through ``post``.
         on_death: called where this thread fails, which it should never do.
 
     Attributes:
@@ -54,7 +58,7 @@ class ShardThread(threading.Thread):
         self,
         shard: Shard,
         endpoint: Endpoint,
-        on_snapshot: Callable[[ShardThread, Received, Message], None],
+        on_snapshot: Callable[[ShardThread, bytes, Message], None],
         on_death: Callable[[ShardThread], None],
     ) -> None:
         super().__init__(name=f"psengine-shard-{shard.index}", daemon=True)
@@ -62,10 +66,11 @@ class ShardThread(threading.Thread):
         self.endpoint = endpoint
         self.last_tick_s = time.monotonic()
         self.drained = threading.Event()
-        self._on_snapshot = on_snapshot
+        shard.want_snapshot = lambda route, message: on_snapshot(self, route, message)
         self._on_death = on_death
         self._asked: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._ends = False
+        self._has_ended = False
         self._drain_until_s: float | None = None
         self._complaints = RateLimit()
         self._traces = RateLimit()
@@ -75,23 +80,30 @@ class ShardThread(threading.Thread):
     # ---- for other threads -------------------------------------------------------------------------------------
 
     def ask(self, function: Callable[[], _Result]) -> Future[_Result]:
-        """Have ``function`` called in this thread, within a tick; wait for the result with a timeout."""
+        """Have ``function`` called in this thread, within a tick; wait for the result with a timeout.
+
+        The future raises ``ShardEndedError`` where the thread has ended, or ends before it comes to it.
+        """
         future: Future[_Result] = Future()
 
         def call() -> None:
             if not future.set_running_or_notify_cancel():
                 return
             try:
+                if self._has_ended:
+                    raise ShardEndedError(f"shard {self.shard.index} has ended, and answers nothing any more")
                 future.set_result(function())
             except BaseException as error:
                 future.set_exception(error)
 
         self._asked.put(call)
+        if self._has_ended:
+            self._answer_asked()  # it may have ended without having seen this one
         return future
 
     def post(self, outgoing: Outgoing) -> None:
-        """Send a message from this thread."""
-        self._asked.put(lambda: self._send([outgoing]))
+        """Send a message from this thread, if it is still there."""
+        self._asked.put(lambda: None if self._has_ended else self._send([outgoing]))
 
     def drain(self) -> None:
         """Refuse newcomers, answer what is queued, then take no more; sets ``drained``."""
@@ -147,6 +159,10 @@ class ShardThread(threading.Thread):
             self._on_death(self)
         finally:
             self.endpoint.close()
+            # Nobody waits for answers that cannot come.
+            self._has_ended = True
+            self.drained.set()
+            self._answer_asked()
 
     def _turn(self) -> None:
         wait_s = self.last_tick_s + TICK_S - time.monotonic()
@@ -189,9 +205,6 @@ class ShardThread(threading.Thread):
             self._refuse(received, ProtocolError(f"the server failed: {error!r}", ErrorCode.INTERNAL))
             return
         try:
-            if message.type is MessageType.SNAPSHOT:
-                self._on_snapshot(self, received, message)
-                return
             sender = Sender(received.route, received.user_id)
             self._send(self.shard.handle(sender, message, time.monotonic()))
         except Exception as error:

@@ -122,10 +122,16 @@ class SnapshotStore:
 
     @property
     def newest(self) -> int | None:
-        """Number of the newest generation that is there and not known to be damaged; None without one."""
+        """Number of the newest generation that is there and not known to be damaged; None without one.
+
+        Raises:
+            OSError: it cannot be seen now whether there is one, for want of file descriptors perhaps.
+        """
         try:
+            if not self._is_ours():
+                return None
             there = self._present.intersection(self._numbers(_GENERATION))
-        except OSError:
+        except FileNotFoundError:
             return None
         return max(there - self._damaged, default=None)
 
@@ -200,8 +206,12 @@ class SnapshotStore:
             with suppress(OSError):
                 free_bytes = shutil.disk_usage(self.directory).free
                 text += f"; expected room for {wanted_bytes} bytes and a manifest, got {free_bytes} free"
-        older = self.newest
-        durable = "there is no older one" if older is None else f"generation {older} stays durable"
+        try:
+            older = self.newest
+        except OSError:
+            durable = "whether an older one is there cannot be seen now"
+        else:
+            durable = "there is no older one" if older is None else f"generation {older} stays durable"
         return f"{text}); {durable}"
 
     def _prune(self) -> None:
@@ -254,16 +264,23 @@ class SnapshotStore:
             ) from None
         return lock
 
+    def _is_ours(self) -> bool:
+        """Whether the lock file in the directory is the one that is held."""
+        assert self._lock is not None
+        try:
+            return os.path.samestat(os.fstat(self._lock), os.stat(self.directory / "lock"))
+        except FileNotFoundError:
+            return False
+
     def _retake_if_replaced(self) -> None:
         """Lock the directory anew if its lock file is another by now: the old lock keeps nobody out.
 
         Somebody deleted it and made it again, or mounted something there. Without the new lock two servers would
         remove each other's generations.
         """
+        if self._is_ours():
+            return
         assert self._lock is not None
-        with suppress(FileNotFoundError):
-            if os.path.samestat(os.fstat(self._lock), os.stat(self.directory / "lock")):
-                return
         self._present, self._damaged = set(), set()
         lock = self._take_lock()
         os.close(self._lock)
