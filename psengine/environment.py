@@ -13,7 +13,6 @@ import math
 import os
 import socket
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -33,7 +32,8 @@ from psengine.errors import (
     EnvironmentVariableError,
     SharedMemoryUnavailableError,
 )
-from psengine.launchers import Placement, detect
+from psengine.launchers import Master, Placement, detect
+from psengine.rendezvous import Wait
 
 logger = logging.getLogger(__name__)
 
@@ -97,8 +97,9 @@ def init(backend: str | None = None, *, timeout_s: float = 600.0) -> Context:
     Args:
         backend: torch.distributed backend; default nccl where there is a CUDA device, else gloo. It says how tensors
             travel, not where they live: the device of ``"gloo"`` on a CUDA machine is CUDA still.
-        timeout_s: deadline for meeting the other ranks and, in a group made here, for its operations. Connecting to
-            the master may take about three times as long, because torch tries twice.
+        timeout_s: deadline for meeting the other ranks and, in a group made here, for its operations. While
+            it waits, the log says what for, from the fifth second on. Where an address derived from Slurm's list of
+            hosts does not resolve, the wait ends after five seconds.
 
     Returns:
         This process's rank, world, host and device.
@@ -217,26 +218,28 @@ def _create(backend: str, timeout: timedelta) -> Context:
     if placement.note:
         logger.warning("%s", placement.note)
     device = _select_device(placement.local_rank)
-    started_s = time.monotonic()
+    wait = Wait(placement, timeout.total_seconds())
     try:
-        store = _meet(placement, timeout)
-        # Keys of an earlier group must not be taken for this one's: torchrun's store outlives the group.
-        store = PrefixStore(f"psengine/group/{_generation}", store)
-        dist.init_process_group(
-            backend,
-            store=store,
-            rank=placement.rank,
-            world_size=placement.world_size,
-            timeout=timeout,
-            # Ties the group to the device: fails early, and barrier() need not guess (it warns when it does).
-            device_id=device if backend.lower() == "nccl" else None,
-        )
+        with wait.in_the_log():
+            store = _meet(placement, timeout, wait)
+            # Keys of an earlier group must not be taken for this one's: torchrun's store outlives the group.
+            store = PrefixStore(f"psengine/group/{_generation}", store)
+            wait.state = "the ranks' store was reached, and not all other ranks have joined the process group"
+            dist.init_process_group(
+                backend,
+                store=store,
+                rank=placement.rank,
+                world_size=placement.world_size,
+                timeout=timeout,
+                # Ties the group to the device: fails early, and barrier() need not guess (it warns when it does).
+                device_id=device if backend.lower() == "nccl" else None,
+            )
     except SharedMemoryUnavailableError:
         _meeting_point = None
         raise  # of backend "psengine", which says what to do
     except (RuntimeError, ValueError, OSError) as error:
         _meeting_point = None
-        raise _unreachable(placement, timeout, time.monotonic() - started_s, error) from error
+        raise _unreachable(placement, timeout, wait.elapsed_s, error) from error
     _generation += 1
     atexit.register(_shutdown_at_exit)
     try:
@@ -246,16 +249,20 @@ def _create(backend: str, timeout: timedelta) -> Context:
         raise
 
 
-def _meet(placement: Placement, timeout: timedelta) -> Store:
+def _meet(placement: Placement, timeout: timedelta, wait: Wait) -> Store:
     """Return the store all ranks of the world share."""
     global _meeting_point
     if _meeting_point is None or _meeting_point.placement != placement:
         if placement.master is None:
             store: Store = HashStore()
         else:
-            # torch's own rendezvous knows when torchrun's agent hosts the store instead of rank 0.
-            rank, world_size = placement.rank, placement.world_size
-            store, _, _ = next(rendezvous(f"tcp://{placement.master}", rank, world_size, timeout=timeout))
+            # As torch's own rendezvous decides it: torchrun's agent hosts the store, else rank 0.
+            listens_here = placement.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+            wait.reach_master(listens_here=listens_here)
+            url, rank, world_size = f"tcp://{placement.master}", placement.rank, placement.world_size
+            store, _, _ = wait.meet(
+                lambda: next(rendezvous(url, rank, world_size, timeout=timeout)), listens_here=listens_here
+            )
         _meeting_point = _MeetingPoint(placement, store)
     _meeting_point.store.set_timeout(timeout)
     return _meeting_point.store
@@ -269,9 +276,20 @@ def _unreachable(placement: Placement, timeout: timedelta, waited_s: float, erro
         f"Rank {placement.rank} of {placement.world_size} ({placement.launcher}) on {socket.gethostname()} could not"
         f" join the process group at MASTER_ADDR:MASTER_PORT = {placement.master} (expected all"
         f" {placement.world_size} ranks to meet there with timeout_s={timeout.total_seconds():g}, got after"
-        f" {waited_s:.1f} s: {first_line}). Fix: check that every rank was started with this address, that rank 0"
-        f" runs on {placement.master.address}, that port {placement.master.port} is free there and no firewall closes"
-        " it, and raise timeout_s where ranks start late."
+        f" {waited_s:.1f} s: {first_line}; {placement.master.sources}). Fix: {_fix(placement.master, error)}."
+    )
+
+
+def _fix(master: Master, error: Exception) -> str:
+    if "does not resolve" in str(error):
+        return (
+            f"make {master.address} known to every host (DNS, /etc/hosts), or set MASTER_ADDR on every rank to an"
+            " address of rank 0's host that they all reach"
+        )
+    return (
+        f"check that every rank was started with this address, that rank 0 runs on {master.address}, that port"
+        f" {master.port} is free there (MASTER_PORT chooses another) and no firewall closes it, and raise timeout_s"
+        " where ranks start late"
     )
 
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 import re
 import zlib
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from psengine.errors import EnvironmentVariableError
 from psengine.slurm_lists import expand_node_list, expand_task_counts
@@ -44,10 +44,29 @@ PLACEMENT_VARIABLES = (*_TORCHRUN_VARIABLES, *_OPEN_MPI_VARIABLES, *_SLURM_VARIA
 
 @dataclass(frozen=True, kw_only=True)
 class Master:
-    """Where rank 0 (or torchrun's agent) listens for the others."""
+    """Where rank 0 (or torchrun's agent) listens for the others.
+
+    Attributes:
+        address: a host's name or address.
+        port: of TCP.
+        address_source: what the address is from, in words: "MASTER_ADDR", or a launcher's variable and its value.
+        port_source: the same of the port.
+    """
 
     address: str
     port: int
+    address_source: str = field(default="MASTER_ADDR", compare=False)
+    port_source: str = field(default="MASTER_PORT", compare=False)
+
+    @property
+    def is_address_given(self) -> bool:
+        """Whether a user or torchrun said it, rather than that it was read off a launcher's list of hosts."""
+        return self.address_source == "MASTER_ADDR"
+
+    @property
+    def sources(self) -> str:
+        """What address and port are from."""
+        return f"host from {self.address_source}, port from {self.port_source}"
 
     def __str__(self) -> str:
         bare_ipv6 = ":" in self.address and not self.address.startswith("[")
@@ -153,6 +172,7 @@ def _detect_open_mpi(variables: Mapping[str, str], needs_master: bool) -> Placem
             f" {world_size_name}={world_size} ranks on this host and no MASTER_ADDR)."
             " Fix: `mpirun -x MASTER_ADDR=<host of rank 0> ...`."
         )
+    address = "127.0.0.1", "Open MPI's one host"
     # PMIX_NAMESPACE names the job from Open MPI 2 on, the other one up to Open MPI 4 (gone with ORTE in 5).
     seed = variables.get("PMIX_NAMESPACE") or variables.get("OMPI_MCA_ess_base_jobid")
     return Placement(
@@ -161,7 +181,7 @@ def _detect_open_mpi(variables: Mapping[str, str], needs_master: bool) -> Placem
         local_rank=_local_rank(variables, local_rank_name, local_world_size, world_size),
         world_size=world_size,
         local_world_size=local_world_size,
-        master=_master(variables, world_size, address=lambda: "127.0.0.1", port_seed=seed) if needs_master else None,
+        master=_master(variables, world_size, lambda: address, port_seed=seed) if needs_master else None,
     )
 
 
@@ -200,10 +220,11 @@ def _detect_slurm(variables: Mapping[str, str], needs_master: bool) -> Placement
     )
 
 
-def _slurm_first_host(variables: Mapping[str, str]) -> str | None:
+def _slurm_first_host(variables: Mapping[str, str]) -> tuple[str, str] | None:
+    """The first host of this step's list, and the variable that it is from."""
     for name in ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST"):
         if name in variables:
-            return expand_node_list(variables[name], name)[0]
+            return expand_node_list(variables[name], name)[0], f"the first of {name}={variables[name]}"
     return None
 
 
@@ -270,16 +291,23 @@ def _local_rank(variables: Mapping[str, str], name: str, local_world_size: int |
 
 
 def _master(
-    variables: Mapping[str, str], world_size: int, address: Callable[[], str | None] | None, port_seed: str | None
+    variables: Mapping[str, str],
+    world_size: int,
+    address: Callable[[], tuple[str, str] | None] | None,
+    port_seed: str | None,
 ) -> Master | None:
     """MASTER_ADDR and MASTER_PORT where set, else the launcher's ``address`` and a port that all ranks derive alike."""
     if world_size == 1:
         return None
-    host = variables.get("MASTER_ADDR") or (address() if address else None)
+    host, host_source = variables.get("MASTER_ADDR"), "MASTER_ADDR"
+    if host is None and address is not None:
+        host, host_source = address() or (None, "")
+    port_source = "MASTER_PORT"
     if "MASTER_PORT" in variables:
-        port = _integer(variables, "MASTER_PORT", 1, 65535)
+        port: int | None = _integer(variables, "MASTER_PORT", 1, 65535)
     elif port_seed is not None:
         port = _FIRST_DERIVED_PORT + zlib.crc32(port_seed.encode()) % _DERIVED_PORTS
+        port_source = f"the job's name, {port_seed!r}"
     else:
         port = None
     if host is None or port is None:
@@ -289,4 +317,4 @@ def _master(
             f" MASTER_PORT, got neither {' nor '.join(missing)} nor a variable to derive it from)."
             f" Fix: set {' and '.join(missing)} to the same value on every rank."
         )
-    return Master(address=host, port=port)
+    return Master(address=host, port=port, address_source=host_source, port_source=port_source)

@@ -23,6 +23,7 @@ LAYERS = [
         "extras",
         "environment",
         "launchers",
+        "rendezvous",
         "slurm_lists",
         "buckets",
         "bucket_caps",
