@@ -197,7 +197,11 @@ class Worker:
         return self.send(MessageType.PUSH, key=key, sequence=sequence, version=version, payload=values, **fields)
 
     def probe(self, key, sequence):
-        return self.send(MessageType.PROBE, key=key, sequence=sequence)
+        return self.send(MessageType.PROBE, key=key, sequence=sequence, body={"round": 1})
+
+    def repeat(self, key, sequence):
+        """REPEAT; the answer again."""
+        return self.send(MessageType.REPEAT, key=key, sequence=sequence, body={"round": 2})
 
     def pull(self, key, **body):
         return self.ask(MessageType.PULL, key=key, body=body)

@@ -13,13 +13,13 @@ import torch
 import zmq
 
 from psengine.client import link as link_module
+from psengine.client import patience
 from psengine.client.operation import Parking
 from psengine.client.partition import cut
 from psengine.client.session import Request, SessionOptions, WorkerSession, wait_all
 from psengine.client.stalls import StallWatch
 from psengine.errors import (
     AuthenticationError,
-    ConfigurationError,
     ProtocolError,
     ServerError,
     ServerLostError,
@@ -94,6 +94,8 @@ class Peer:
         if kind is T.LIST:
             chunks = [spec.to_body() for spec in SPECS]
             return self.reply(message, T.CHUNKS, body={"chunks": chunks, "more": False, "total": len(chunks)})
+        if kind is T.ECHO:
+            return self.reply(message, T.ECHOED, payload=payload_tensor(message))
         if kind is T.HEARTBEAT:
             return self.reply(message, T.HEARTBEAT_ACK, body={"members": [0], "durable_version": None})
         return self.reply(message, T.OK)
@@ -123,7 +125,7 @@ class Peer:
 
 @pytest.fixture(autouse=True)
 def _impatient(monkeypatch):
-    monkeypatch.setattr(link_module, "RESEND_S", 0.2)
+    monkeypatch.setattr(patience, "PROBE_S", 0.2)
 
 
 @contextlib.contextmanager
@@ -167,7 +169,7 @@ def test_a_held_answer_costs_probes_and_no_second_payload():
 
         def probe(peer, route, message):
             if peer.seen[T.PROBE] < 4:
-                return peer.reply(message, T.PENDING)
+                return peer.reply(message, T.PENDING, body=message.body)
             return peer.reply(message, T.UPDATED, version=9, payload=torch.full((SPECS[0].numel,), 4.0))
 
         peer.script[T.PROBE] = probe
@@ -539,20 +541,6 @@ class TestStallsByAClockOfOurs:
             ["waits", "no", "longer"],
             ["has", "waited", "11.0"],
         ]
-
-
-# ---- servers of older versions -------------------------------------------------------------------------------------
-
-
-def test_weights_never_go_to_a_server_that_would_ignore_them():
-    with connected() as (peer, session):
-        session.push(0, torch.ones(SPECS[0].numel), (), weight=2.0).wait()
-        assert next(m for m in peer.messages if m.type is T.PUSH).body == {"weight": 2.0}
-        for link in session._presence.links:
-            link.peer_version = 1
-        with pytest.raises(ConfigurationError, match=r"too old for weighted averages \(expected protocol version 2"):
-            session.push(0, torch.ones(SPECS[0].numel), (), weight=2.0)
-        assert session.sequence(0) == 1
 
 
 def test_heartbeats_say_how_training_goes():

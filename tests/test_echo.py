@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import pytest
 import torch
 from server_process import running_server
@@ -12,7 +10,7 @@ from test_client_connection import Peer
 
 import psengine
 from psengine.errors import ConfigurationError, ProtocolError, ServerLostError
-from psengine.protocol.codec import encode, payload_tensor
+from psengine.protocol.codec import payload_tensor
 from psengine.protocol.messages import MAX_PAYLOAD_BYTES, NOBODY, ErrorCode, MessageType
 
 T = MessageType
@@ -69,14 +67,6 @@ class TestAgainstAScriptedPeer:
         finally:
             peer.close()
         assert peer.error is None
-
-    def test_an_older_server_is_not_asked(self, peer):
-        old = partial(encode, version=1)
-        peer.script[T.HELLO] = lambda p, route, m: [old(p.reply(m, T.WELCOME, worker=NOBODY, body=p.welcome()))]
-        with reader([peer.address]) as client:
-            with pytest.raises(ConfigurationError, match=r"version 2 or later, got 1\)"):
-                client.echo(1000)
-            assert not peer.seen[T.ECHO]
 
     def test_other_bytes_are_noticed(self, peer):
         peer.script[T.ECHO] = lambda p, route, m: p.reply(m, T.ECHOED, payload=payload_tensor(m).flip(0))

@@ -104,7 +104,7 @@ def test_the_header_lies_as_documented():
         return int.from_bytes(header[start:end], "little")
 
     assert header[:4] == b"PSEN"
-    assert (at(4, 6), header[6], header[7]) == (2, 8, 0b101)
+    assert (at(4, 6), header[6], header[7]) == (3, 8, 0b101)
     assert (at(8, 16), at(16, 24), at(24, 28), at(28, 32)) == (xxhash.xxh3_64_intdigest(b"demo"), 7, 1, 0)
     assert (at(32, 40), at(40, 48), at(48, 56)) == (5, 1, 41)  # incarnation, sequence, version
     assert (at(56, 64), at(64, 72), at(72, 76), header[76], header[77:80]) == (2, 8, 0, 1, b"\0\0\0")
@@ -315,8 +315,8 @@ HUGE = 2**40
         ([FRAMES["push"][0] + b"\0"], "expected 88 bytes, got 89"),
         ([b"GET / HTTP/1.1"], "no psengine message"),
         (with_fields(FRAMES["push"], magic=b"PSEM"), "no psengine message (expected it to begin with b'PSEN'"),
-        (with_fields(FRAMES["push"], type=0), "unknown message type (expected 1 to 30, got 0)"),
-        (with_fields(FRAMES["push"], type=31), "unknown message type (expected 1 to 30, got 31)"),
+        (with_fields(FRAMES["push"], type=0), "unknown message type (expected 1 to 32, got 0)"),
+        (with_fields(FRAMES["push"], type=33), "unknown message type (expected 1 to 32, got 33)"),
         (with_fields(FRAMES["push"], dtype=0), "unknown dtype (expected 1 to 12, got 0)"),
         (with_fields(FRAMES["push"], dtype=13), "unknown dtype (expected 1 to 12, got 13)"),
         (with_fields(FRAMES["push"], dtype=2), "expected 2 elements of torch.float64 in 16 bytes, got 8"),
@@ -583,8 +583,8 @@ def test_versions_further_apart_are_refused_naming_both(own, peer, name):
 
 
 def test_a_distant_version_is_recognised_even_if_its_header_has_another_size():
-    header = with_fields(FRAMES["hello"], protocol=5)[0] + b"\0" * 8
-    with raises(ProtocolError, "got version 5") as caught:
+    header = with_fields(FRAMES["hello"], protocol=6)[0] + b"\0" * 8
+    with raises(ProtocolError, "got version 6") as caught:
         decode([header, *FRAMES["hello"][1:]])
     assert caught.value.code == ErrorCode.VERSION
 
@@ -604,22 +604,22 @@ def test_unknown_fields_are_an_error_of_an_equal_or_older_peer_and_dropped_of_a_
             decode(with_body("hello", body, protocol=peer), version=2)
     groups = {"groups": [{"lr": 0.1}], "later": True}
     for _ in range(2):  # also where bodies are remembered
-        assert decode(with_body("push", groups, protocol=3)).body == {"groups": [{"lr": 0.1}]}
+        assert decode(with_body("push", groups, protocol=PROTOCOL_VERSION + 1)).body == {"groups": [{"lr": 0.1}]}
         with raises(ProtocolError, "unknown field 'later'"):
-            decode(with_body("push", groups, protocol=2))
+            decode(with_body("push", groups, protocol=PROTOCOL_VERSION))
 
 
 def test_a_heartbeat_of_an_older_or_newer_peer_is_one_too():
-    assert decode(with_fields(FRAMES["heartbeat"], protocol=1)).body == {}
+    assert decode(with_fields(FRAMES["heartbeat"], protocol=PROTOCOL_VERSION - 1)).body == {}
     body = body_of("heartbeat_telemetry")
-    assert decode(with_body("heartbeat", body | {"mood": "good"}, protocol=3)).body == body
+    assert decode(with_body("heartbeat", body | {"mood": "good"}, protocol=PROTOCOL_VERSION + 1)).body == body
 
 
 def test_a_newer_peer_may_add_fields_but_not_break_rules():
     with raises(ProtocolError, "nonce must be an integer"):
-        decode(with_body("hello", hello(nonce="x"), protocol=3))
+        decode(with_body("hello", hello(nonce="x"), protocol=PROTOCOL_VERSION + 1))
     with raises(ProtocolError, "nested too deeply"):
-        decode(with_body("hello", hello(extra=[[[[1]]]]), protocol=3))
+        decode(with_body("hello", hello(extra=[[[[1]]]]), protocol=PROTOCOL_VERSION + 1))
 
 
 def test_encode_writes_the_version_it_is_told():

@@ -107,7 +107,7 @@ def test_a_stranger_may_only_say_hello_look_and_leave():
         assert caught.value.code == ErrorCode.NOT_MEMBER
 
 
-@pytest.mark.parametrize("kind", [T.PUSH, T.PROBE, T.ADMIT, T.RESULT])
+@pytest.mark.parametrize("kind", [T.PUSH, T.PROBE, T.REPEAT, T.ADMIT, T.RESULT])
 def test_nobody_pushes_before_there_are_values(kind):
     with raises(ProtocolError, "wait for a WELCOME that says ready") as caught:
         from_client(Phase.GREETED, Message(kind))

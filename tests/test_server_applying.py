@@ -119,7 +119,7 @@ class TestStaleness:
         _, workers = fleet(2, delay_compensation=0.1)
         (first,) = workers[0].push(0, 1, torch.ones(6))
         workers[1].push(0, 1, torch.ones(6))
-        (again,) = workers[0].push(0, 1, torch.ones(6))
+        (again,) = workers[0].repeat(0, 1)
         assert again.version == first.version == 1
         assert torch.equal(payload_tensor(again), payload_tensor(first))
 
@@ -193,8 +193,10 @@ class TestBound:
         world, (fast, slow) = fleet(2, max_staleness=1)
         assert fast.push(0, 1, torch.ones(6))
         assert fast.push(0, 2, torch.ones(6)) == []
-        (pending,) = fast.push(0, 2, torch.ones(6))
-        assert (pending.type, pending.body) == (MessageType.PENDING, {"waiting_for": [1]})
+        assert fast.push(0, 2, torch.ones(6)) == []
+        for ask in (fast.probe, fast.repeat):
+            (pending,) = ask(0, 2)
+            assert (pending.type, pending.body["waiting_for"]) == (MessageType.PENDING, [1])
         fast.take()
         if how == "advances":
             slow.push(0, 1, torch.ones(6))
@@ -229,7 +231,9 @@ class TestOnce:
         rule_here._apply = lambda push: (applied.append((push.rank, push.sequence)), original(push))
         sent, done, waits = [], [0, 0], [False, False]
         for _ in range(data.draw(st.integers(5, 40))):
-            what = data.draw(st.sampled_from(["push", "push", "old", "probe", "lose", "receive", "receive", "hello"]))
+            what = data.draw(
+                st.sampled_from(["push", "push", "old", "probe", "repeat", "lose", "receive", "receive", "hello"])
+            )
             rank = data.draw(st.integers(0, 1))
             worker = workers[rank]
             if what == "push":
@@ -243,6 +247,8 @@ class TestOnce:
                 workers[rank].push(0, sequence, gradient(4, 10 * sequence + rank))
             elif what == "probe" and waits[rank]:
                 worker.probe(0, done[rank] + 1)
+            elif what == "repeat" and waits[rank]:
+                worker.repeat(0, done[rank] + 1)
             elif what == "lose":
                 worker.take()
             elif what == "receive":

@@ -320,22 +320,39 @@ class TestRepeats:
         workers[1].push(0, 1, grads[1])
         first = workers[0].updates()[1]
         assert equal(first, reference(grads))
-        workers[0].push(0, 1, grads[0])  # the answer was lost
+        assert workers[0].push(0, 1, grads[0]) == []
+        workers[0].repeat(0, 1)  # the answer was lost
         assert equal(workers[0].updates()[1], first)
         assert world.shard.status(0.0)["jobs"]["demo"]["duplicates"] == 2
 
-    def test_probe_says_pending_missing_or_the_result(self):
+    def test_probe_says_missing_pending_or_sent_and_never_brings_the_result(self):
         world = World()
         workers = team(world, 2, [spec(0, 8)])
         (answer,) = workers[0].probe(0, 1)
         assert answer.type is MessageType.MISSING
         workers[0].push(0, 1, torch.ones(8))
         (answer,) = workers[0].probe(0, 1)
-        assert (answer.type, answer.body) == (MessageType.PENDING, {"waiting_for": [1]})
+        assert answer.type is MessageType.PENDING
+        assert answer.body == {"waiting_for": [1], "round": 1, "arrived_bytes": 64}  # with REGISTER's
         workers[1].push(0, 1, torch.ones(8))
         workers[0].take()
         (answer,) = workers[0].probe(0, 1)
+        assert (answer.type, answer.sequence, answer.body) == (MessageType.SENT, 1, {"round": 1})
+        assert answer.payload is None
+        (answer,) = workers[0].repeat(0, 1)
         assert (answer.type, answer.sequence) == (MessageType.UPDATED, 1)
+
+    def test_a_client_of_protocol_version_2_gets_the_result_by_its_probe(self):
+        world = World(codec=False)
+        workers = team(world, 2, [spec(0, 8)])
+        for worker in workers:
+            worker.push(0, 1, torch.ones(8))
+        for worker in workers:
+            worker.take()
+        (answer,) = workers[0].send(MessageType.PROBE, key=0, sequence=1, peer_version=2)
+        assert (answer.type, answer.sequence) == (MessageType.UPDATED, 1)
+        (answer,) = workers[0].send(MessageType.PROBE, key=0, sequence=2, peer_version=2)
+        assert (answer.type, answer.body) == (MessageType.MISSING, {})
 
     def test_a_delayed_duplicate_of_long_ago_changes_nothing(self):
         """It sat in an old connection, while its repetition went over a new one."""
@@ -370,7 +387,7 @@ class TestWhoCounts:
         second.hello()
         assert second.push(0, 1, torch.ones(4)) == []
         (pending,) = first.probe(0, 1)
-        assert pending.body == {"waiting_for": [2]}
+        assert pending.body["waiting_for"] == [2]
         third = Worker(world, 2, world_size=3)
         assert third.hello() == "ready"
         (answer,) = third.push(0, 1, torch.full((4,), 4.0))
@@ -445,7 +462,8 @@ class TestWhoCounts:
         workers[1].take()  # lost
         world.advance(6, workers[0])
         assert workers[1].hello() == "ready"
-        (answer,) = workers[1].probe(0, 1)
+        assert workers[1].probe(0, 1)[0].type is MessageType.SENT
+        (answer,) = workers[1].repeat(0, 1)
         assert payload_tensor(answer).tolist() == [1.0] * 8
 
     def test_a_process_that_takes_a_rank_over_does_not_inherit_its_gradient(self):
@@ -1032,6 +1050,8 @@ class Replica:
                 self.phase = "out"
         elif message.type is MessageType.MISSING and self.is_waiting and message.sequence == self.done + 1:
             self._push()
+        elif message.type is MessageType.SENT and self.is_waiting and message.sequence == self.done + 1:
+            self.client.repeat(0, message.sequence)
         elif message.type is MessageType.STATE_WANTED:
             if message.body not in self.wanted:
                 self.wanted.append(message.body)

@@ -920,9 +920,9 @@ def test_async_goes_on_from_the_last_snapshot(tmp_path: Path, seed: int):
 
 def impatient(strategy: Any = None) -> None:
     """Ask again after a tenth of a second rather than a whole one."""
-    from psengine.client import link
+    from psengine.client import patience
 
-    link.RESEND_S = 0.1
+    patience.PROBE_S = 0.1
 
 
 def train_sync_impatiently(reports: Reports, *arguments: Any) -> Any:

@@ -507,7 +507,9 @@ class TestSnapshots:
         world.advance(6, workers[0])
         world.start(8, world.shard.capture())
         assert workers[1].hello() == "ready"
-        (answer,) = workers[1].probe(0, 1)
+        (sent,) = workers[1].probe(0, 1)
+        assert sent.type is MessageType.SENT
+        (answer,) = workers[1].repeat(0, 1)
         assert (answer.type, answer.version) == (MessageType.UPDATED, 1)
 
     def test_durable_versions_are_told(self):

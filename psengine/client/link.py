@@ -2,26 +2,38 @@
 
 Pure: messages in, calls to ``transmit`` out, the caller brings the time. Lives on the connection's I/O thread.
 
-    request   sent ── 1 s ── sent again ── 1 s ── ... ── answer | deadline
-    push      in line (one per key) ── credit ── sent ── 1 s ── PROBE ┬ MISSING ── sent again
-                                                     ▲                ├ PENDING ── 1 s ── PROBE
-                                                     └────────────────┴ answer | deadline
+    request   sent ── wait ── marker (ECHO) ── it came back ── sent again
+    push      in line (one per key) ── credit ── sent ── wait ── PROBE ┬ MISSING ── sent again
+                                                                       ├ SENT ───── REPEAT
+                                                                       └ PENDING ── wait ── PROBE ...
+
+Nothing large is asked for twice because time passed: one connection keeps its order, so that the answer to a later
+question proves that what is still open was lost. What was lost with a connection, the question on the next one shows.
+Questions cost a few bytes; how long to wait before each is ``Patience``. HELLO, on a connection of its own, is small,
+and sent again by the clock.
+
+Each copy of a push, and each copy of its answer that was asked for, is a round. A probe carries the number of the
+round, and its answer too: what is said of an earlier copy than the last proves nothing.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
+
+from psengine.client import patience
 from psengine.client.operation import Operation, Push, Request
+from psengine.client.patience import Patience
 from psengine.errors import FencedError, ProtocolError, PSEngineError, ServerLostError, ServerRefusedError
-from psengine.protocol.messages import NO_KEY, NOBODY, PROTOCOL_VERSION, ErrorCode, Message, MessageType
+from psengine.protocol.messages import NO_KEY, NOBODY, ErrorCode, Message, MessageType
 
 logger = logging.getLogger(__name__)
 
-RESEND_S = 1.0
 # The socket had no connection; look again at the next tick.
 RETRY_S = 0.05
 DEFAULT_CREDIT_BYTES = 64 * 1024 * 1024
@@ -45,8 +57,13 @@ ANSWERS = {
     MessageType.BYE: MessageType.OK,
     MessageType.ECHO: MessageType.ECHOED,
 }
-# Asked once: a second one on a slow line would hold up the first, whose time is taken.
-_NEVER_REPEATED = frozenset({MessageType.ECHO})
+# HELLO is repeated by the clock, ECHO never: a second one would hold up the first, whose time is taken.
+_UNMARKED = frozenset({MessageType.HELLO, MessageType.ECHO})
+# Their time runs whatever else moves: how long a server may take to be found, and a session to end.
+_STRICT = frozenset({MessageType.HELLO, MessageType.BYE})
+# The ids of markers lie above all others; what they carry does not matter.
+_FIRST_MARKER = 1 << 62
+_MARKER_BYTES = 1
 _LOST_MEMBERSHIP = (ErrorCode.FENCED, ErrorCode.NOT_MEMBER)
 
 
@@ -77,10 +94,10 @@ class Link:
 
     Attributes:
         epoch: which life of the server this link knows; 0 none yet.
-        peer_version: protocol version that the shard speaks; our own before WELCOME.
         versions: key -> version of the values that came last.
         last_heard_s: when the last message came; None never.
         is_paused: only what introduces this worker is sent.
+        patience: how long to wait before asking what became of something.
     """
 
     def __init__(
@@ -94,11 +111,11 @@ class Link:
         self.index = index
         self.address = address
         self.epoch = 0
-        self.peer_version = PROTOCOL_VERSION
         self.credit_bytes = DEFAULT_CREDIT_BYTES
         self.versions: dict[int, int] = {}
         self.last_heard_s: float | None = None
         self.is_paused = True
+        self.patience = Patience()
         self._identity = identity
         self._transmit = transmit
         self._lost_membership = lost_membership
@@ -108,6 +125,14 @@ class Link:
         self._lines: dict[int, deque[Push]] = {}
         self._waiting: deque[Push] = deque()
         self._in_flight_bytes = 0
+        # Markers: the last that was sent, when, and the last that came back.
+        self._marker = 0
+        self._marked_s = -math.inf
+        self._proven = 0
+        # key -> (exchange, epoch, first marker behind it) of averages sent for a restarted server.
+        self._results: dict[int, tuple[int, int, int]] = {}
+        # When the oldest of what was answered since the last tick had been submitted.
+        self._moved_s = math.inf
         self._garbled = 0
         self._rolled_back_epoch = 0
         self._last_problem = ""
@@ -144,21 +169,59 @@ class Link:
                 request.is_sent = self.send(request.message)
         except PSEngineError as error:
             self._fail(request, error, now_s)
-        request.next_at_s = now_s + (RESEND_S if request.is_sent else RETRY_S)
-        if request.is_sent and request.message.type in _NEVER_REPEATED:
-            request.next_at_s = request.deadline_s
+        request.mark, request.unanswered = self._marker + 1, 0
+        if not request.is_sent:
+            wait_s = RETRY_S
+        else:
+            wait_s = patience.PROBE_S if request.message.type is MessageType.HELLO else self.patience.wait_s()
+        request.next_at_s = now_s + wait_s
+
+    def _send_marker(self, now_s: float) -> None:
+        """Ask for an answer that comes behind those of everything sent so far."""
+        payload = torch.zeros(_MARKER_BYTES, dtype=torch.uint8)
+        if not self.send(Message(MessageType.ECHO, sequence=_FIRST_MARKER + self._marker + 1, payload=payload)):
+            return
+        self._marker += 1
+        self._marked_s = now_s
+        for request in self._requests.values():
+            if request.is_sent and request.message.type not in _UNMARKED:
+                request.unanswered += 1
+                request.next_at_s = now_s + self.patience.wait_s(request.unanswered)
 
     def _send_push(self, push: Push, now_s: float) -> None:
         try:
             push.is_sent = self.send(push.message)
         except PSEngineError as error:
             self._fail(push, error, now_s)
-        push.next_at_s = now_s + (RESEND_S if push.is_sent else RETRY_S)
+        push.unanswered = 0
+        push.next_at_s = now_s + (self.patience.wait_s() if push.is_sent else RETRY_S)
+
+    def _ask_about(self, push: Push, kind: MessageType) -> bool:
+        body = {"round": push.round}
+        return self.send(Message(kind, key=push.message.key, sequence=push.message.sequence, body=body))
 
     def _probe(self, push: Push, now_s: float) -> None:
-        message = push.message
-        sent = self.send(Message(MessageType.PROBE, key=message.key, sequence=message.sequence))
-        push.next_at_s = now_s + (RESEND_S if sent else RETRY_S)
+        if not self._ask_about(push, MessageType.PROBE):
+            push.next_at_s = now_s + RETRY_S
+            return
+        if not push.unanswered:
+            push.asked_s = now_s
+        push.unanswered += 1
+        push.next_at_s = now_s + self.patience.wait_s(push.unanswered)
+
+    def is_result_under_way(self, key: int, sequence: int, now_s: float) -> bool:
+        """Whether this average was sent to this life of the server, and is not known to be lost."""
+        known_sequence, epoch, mark = self._results.get(key, (0, 0, 0))
+        if (known_sequence, epoch) != (sequence, self.epoch) or mark <= self._proven:
+            return False
+        if self._marker < mark or now_s - self._marked_s >= self.patience.wait_s():
+            self._send_marker(now_s)
+        return True
+
+    def send_result(self, message: Message) -> None:
+        """RESULT: an average that a restarted server asked for."""
+        if self.send(message):
+            self._results[message.key] = (message.sequence, self.epoch, self._marker + 1)
 
     def _pump(self, now_s: float) -> None:
         """Send what credit allows; one push always may go."""
@@ -175,12 +238,20 @@ class Link:
     # ---- time --------------------------------------------------------------------------------------------------
 
     def tick(self, now_s: float) -> None:
-        """Ask again for what is due, and give up what is overdue."""
+        """Ask what became of what is late, and give up what is overdue."""
+        self._extend_deadlines(now_s)
+        needs_marker = False
         for request in tuple(self._requests.values()):
             if now_s >= request.deadline_s:
                 self._fail(request, self._lost_error(request, now_s), now_s)
-            elif now_s >= request.next_at_s and (request.is_urgent or not self.is_paused):
+            elif now_s < request.next_at_s or (self.is_paused and not request.is_urgent):
+                continue
+            elif not request.is_sent or request.message.type is MessageType.HELLO:
                 self._send_request(request, now_s)
+            elif request.message.type not in _UNMARKED:
+                needs_marker = True
+        if needs_marker:
+            self._send_marker(now_s)
         for line in tuple(self._lines.values()):
             for push in tuple(line):
                 if now_s >= push.deadline_s:
@@ -195,18 +266,39 @@ class Link:
             else:
                 self._send_push(push, now_s)
 
+    def _extend_deadlines(self, now_s: float) -> None:
+        """While answers arrive, what waits behind them is not late.
+
+        Answers to what was asked after somebody's own time had passed do not count: others must not keep it waiting
+        for ever.
+        """
+        moved_s, self._moved_s = self._moved_s, math.inf
+        if moved_s == math.inf:
+            return
+        for operation in self._open_operations():
+            if moved_s <= operation.submitted_s + operation.timeout_s and operation.message.type not in _STRICT:
+                operation.deadline_s = max(operation.deadline_s, now_s + operation.timeout_s)
+
+    def _open_operations(self) -> list[Operation]:
+        return [*self._requests.values(), *(push for line in self._lines.values() for push in line)]
+
+    def connected(self, now_s: float) -> None:
+        """There is a new connection; what was under way on another may be lost."""
+        for operation in (*self._requests.values(), *self._sent.values()):
+            operation.unanswered = 0
+            operation.next_at_s = now_s
+        self.tick(now_s)
+
     def pause(self) -> None:
         """Membership is in doubt: hold everything but what is urgent."""
         self.is_paused = True
 
     def resume(self, now_s: float) -> None:
-        """Membership is confirmed: whatever is under way is asked for again, pushes by PROBE."""
+        """Membership is confirmed: what became of everything under way is asked; another server has none of it."""
         self.is_paused = False
         for request in self._requests.values():
-            request.next_at_s = now_s
-        for push in self._sent.values():
-            push.next_at_s = now_s
-        self.tick(now_s)
+            request.is_sent = request.is_sent and request.message.epoch == self.epoch
+        self.connected(now_s)
         self._pump(now_s)
 
     def fail_pushes(self, error: PSEngineError, now_s: float) -> None:
@@ -232,16 +324,33 @@ class Link:
         if kind is MessageType.UPDATED:
             push = self._sent.get(message.key)
             if push is not None and push.message.sequence == message.sequence:
+                self._note_movement(push, now_s)
                 self._note_version(message)
                 if push.finish(message, now_s) is None:
                     self._answered[message.key] = push
                 self._remove_push(push, now_s)
-        elif kind is MessageType.PENDING or kind is MessageType.MISSING:
+        elif kind in (MessageType.PENDING, MessageType.MISSING, MessageType.SENT):
             self._receive_probed(message, now_s)
+        elif kind is MessageType.ECHOED and message.sequence > _FIRST_MARKER:
+            self._receive_marker(message.sequence - _FIRST_MARKER, now_s)
         elif kind is MessageType.ERROR:
             self._receive_error(message, now_s)
         else:
             self._receive_answer(message, now_s)
+
+    def _note_movement(self, answered: Operation, now_s: float) -> None:
+        self._moved_s = min(self._moved_s, answered.submitted_s)
+        self.patience.note_answer(now_s - answered.submitted_s)
+
+    def _receive_marker(self, marker: int, now_s: float) -> None:
+        """Requests sent before this marker that have no answer were lost, or their answers were."""
+        if marker == self._marker:
+            self.patience.note_question(now_s - self._marked_s)
+        self._proven = max(self._proven, marker)
+        for request in tuple(self._requests.values()):
+            may_go = request.is_urgent or not self.is_paused
+            if request.is_sent and request.mark <= marker and request.message.type not in _UNMARKED and may_go:
+                self._send_request(request, now_s)
 
     def _note_version(self, answer: Message) -> None:
         before = self.versions.get(answer.key, 0)
@@ -261,6 +370,8 @@ class Link:
         if request is None:
             return
         asked = request.message
+        if asked.type is not MessageType.HELLO:
+            self._note_movement(request, now_s)
         if ANSWERS.get(asked.type) is not message.type or (asked.key != message.key and message.key != NO_KEY):
             text = f"{self.address} answered {request.describe()} with {message.type.name} of key {message.key}"
             request.fail(ProtocolError(text))
@@ -275,10 +386,23 @@ class Link:
         push = self._sent.get(message.key)
         if push is None or push.message.sequence != message.sequence:
             return
+        if message.body.get("round", push.round) != push.round:
+            return  # of an earlier copy; a server of version 2 knows no rounds
+        if push.unanswered:
+            self.patience.note_question(now_s - push.asked_s)
+        push.unanswered = 0
+        push.next_at_s = now_s + self.patience.wait_s()
+        if message.type is MessageType.PENDING:
+            push.waiting_for = message.body.get("waiting_for", [])
+            known_bytes, push.arrived_bytes = push.arrived_bytes, message.body.get("arrived_bytes", -1)
+            if 0 <= known_bytes != push.arrived_bytes:  # what it waits for is on its way
+                push.deadline_s = max(push.deadline_s, now_s + push.timeout_s)
+            return
+        push.round += 1
         if message.type is MessageType.MISSING:
             self._send_push(push, now_s)
         else:
-            push.waiting_for = message.body.get("waiting_for", [])
+            self._ask_about(push, MessageType.REPEAT)
 
     def _receive_error(self, message: Message, now_s: float) -> None:
         code, text = message.body.get("code", ""), message.body.get("text", "")
@@ -292,7 +416,8 @@ class Link:
             logger.warning("%s refused what nobody waits for (%s): %s", self.address, code, text)
         elif code == ErrorCode.SHUTTING_DOWN:
             operation.last_refusal = text
-            operation.next_at_s = now_s + RESEND_S
+            operation.is_sent = isinstance(operation, Push)
+            operation.next_at_s = now_s + patience.PROBE_S
         else:
             self._fail(operation, self._refusal(operation, code, text), now_s)
 

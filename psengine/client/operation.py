@@ -77,10 +77,11 @@ class Parking:
         self._locks.add(lock)
         operation.waiters.append(lock)
         try:
-            give_up_s = operation.deadline_s + WAITER_PATIENCE_S
             # Set before this looked: the I/O thread sets is_done first and releases waiters second.
             while not operation.is_done and not any(other.error for other in also):
-                if not lock.acquire(timeout=max(0.0, give_up_s - time.monotonic())):
+                wait_s = max(0.0, operation.deadline_s + WAITER_PATIENCE_S - time.monotonic())
+                # The deadline moves while answers arrive.
+                if not lock.acquire(timeout=wait_s) and time.monotonic() >= operation.deadline_s + WAITER_PATIENCE_S:
                     raise ServerError(
                         f"the client's I/O thread did not end {operation.describe()}, which is"
                         f" {WAITER_PATIENCE_S:g} s past its deadline. Is the process starved of CPU time?"
@@ -118,7 +119,7 @@ class Operation:
         message: what is asked; job, epoch, worker and incarnation are filled in when it is sent.
         what: what error messages call it; called only for those.
         parking: the connection's.
-        timeout_s: from now to the deadline.
+        timeout_s: how long it may take while nothing moves; ``deadline_s`` is so long after the last movement.
         destinations: 1-D contiguous CPU tensors the answer's payload is copied into, one after the other.
         numel, dtype: what the payload must be; None without destinations.
     """
@@ -139,6 +140,8 @@ class Operation:
         "parking",
         "seconds",
         "submitted_s",
+        "timeout_s",
+        "unanswered",
         "waiters",
         "what",
     )
@@ -160,7 +163,10 @@ class Operation:
         self.numel = sum(d.numel() for d in destinations)
         self.dtype = dtype
         self.submitted_s = time.monotonic()
+        self.timeout_s = timeout_s
         self.deadline_s = self.submitted_s + timeout_s
+        # Questions about it since the last answer to one.
+        self.unanswered = 0
         self.next_at_s = 0.0
         self.is_sent = False
         self.is_done = False
@@ -226,14 +232,15 @@ class Operation:
 
 
 class Request(Operation):
-    """A question with an id, asked again until it is answered.
+    """A question with an id, asked again where it or its answer was lost.
 
+    ``mark``: the first marker of its link that follows it; see ``Link``.
     ``is_urgent``: part of introducing this worker, so it is sent even while everything else is held.
     ``handles_refusal``: an ERROR ends it whatever it says; of other operations, "fenced" and "not_member" start the
     recovery instead.
     """
 
-    __slots__ = ("handles_refusal", "is_urgent")
+    __slots__ = ("handles_refusal", "is_urgent", "mark")
 
     def __init__(
         self,
@@ -250,6 +257,7 @@ class Request(Operation):
         super().__init__(message, what, parking, timeout_s, destinations, dtype)
         self.is_urgent = is_urgent
         self.handles_refusal = handles_refusal or is_urgent
+        self.mark = 0
 
     def reply(self) -> Message:
         """The answer as it came; waits for it. Raises like ``wait``."""
@@ -270,9 +278,13 @@ class Request(Operation):
 
 
 class Push(Operation):
-    """A chunk's exchange; see ``WorkerSession.push``."""
+    """A chunk's exchange; see ``WorkerSession.push``.
 
-    __slots__ = ("fenced_count", "size_bytes", "waiting_for")
+    ``round``: how often it, or its answer, was asked for. ``asked_s``: when the first of the unanswered probes left.
+    ``arrived_bytes``: what the server has of everybody, as it said last while it held the answer.
+    """
+
+    __slots__ = ("arrived_bytes", "asked_s", "fenced_count", "round", "size_bytes", "waiting_for")
 
     def __init__(
         self,
@@ -286,6 +298,9 @@ class Push(Operation):
         super().__init__(message, what, parking, timeout_s, destinations, dtype)
         self.size_bytes = message.numel * message.dtype.itemsize if message.dtype is not None else 0
         self.fenced_count = 0
+        self.round = 1
+        self.asked_s = 0.0
+        self.arrived_bytes = -1
         self.waiting_for: list[int] | None = None
 
     @property

@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ from psengine.client.stalls import StallWatch
 from psengine.client.telemetry import Telemetry
 from psengine.errors import AuthenticationError, FencedError, ProtocolError, PSEngineError
 from psengine.protocol.layout import ChunkSpec, job_number
-from psengine.protocol.messages import NOBODY, ErrorCode, Message, MessageType
+from psengine.protocol.messages import CONTROL, NOBODY, ErrorCode, Message, MessageType
 from psengine.stall_inspector import stall_after_s
 
 logger = logging.getLogger(__name__)
@@ -72,6 +73,9 @@ class Presence:
         self.options = options
         self.identity = Identity(job_number(options.job))
         self.links: list[Link] = []
+        # Per link its sockets, that of payloads first; and per socket its link.
+        self._sockets: list[list[int]] = []
+        self._link_of: dict[int, Link] = {}
         self.chunks = ChunkMap()
         self.members: tuple[int, ...] = ()
         self.takes_part = False
@@ -100,12 +104,18 @@ class Presence:
 
     def open(self, address: str) -> Link:
         """Connect to one more shard."""
-        index = len(self.links)
-        link = Link(
-            index, address, self.identity, lambda message: self.connection.send(index, message), self.lost_membership
-        )
+        # A worker's HELLO and heartbeats have a connection of their own. A reader has no lease to lose.
+        sockets = [len(self._link_of) + n for n in range(1 if self.options.role == "reader" else 2)]
+
+        def transmit(message: Message) -> bool:
+            return self.connection.send(sockets[-1] if message.type in CONTROL else sockets[0], message)
+
+        link = Link(len(self.links), address, self.identity, transmit, self.lost_membership)
         self.links.append(link)
-        self.connection.do(self.connection.open, address)
+        self._sockets.append(sockets)
+        for number in sockets:
+            self._link_of[number] = link
+            self.connection.do(partial(self.connection.open, address, carries_payloads=number == sockets[0]))
         return link
 
     def submit(self, link: Link, operation: Operation) -> None:
@@ -272,43 +282,55 @@ class Presence:
 
     def received(self, index: int, message: Message, now_s: float) -> None:
         """A message came."""
-        link = self.links[index]
+        link = self._link_of[index]
         link.last_heard_s = now_s
         kind = message.type
         if kind is MessageType.WELCOME:
-            link.epoch, link.peer_version = message.epoch, message.peer_version
-            link.credit_bytes = message.body["credit_bytes"]
             self._take_short_way(link, message)
-            if index == 0:
+            link.epoch = message.epoch
+            link.credit_bytes = message.body["credit_bytes"]
+            if link.index == 0:
                 self.lease_s, self.heartbeat_s = message.body["lease_s"], message.body["heartbeat_s"]
         elif message.epoch != link.epoch and message.epoch and link.epoch:
             self.lost_membership(f"{link.address} was restarted")
         if kind is MessageType.UPDATED and message.body.get("contributors", 0) > len(self.members):
             self._next_heartbeat_s = 0.0  # somebody came: a restarted server would ask who takes part
         if kind is MessageType.HEARTBEAT_ACK:
-            if index == 0:
+            if link.index == 0:
                 self.members = tuple(message.body["members"])
         elif kind is MessageType.STATE_WANTED:
             request = StateRequest(message.body["rank"], message.body["incarnation"])
             if request not in self._handled_requests:
                 self._state_requests[request.rank] = request
         elif kind is MessageType.RESULT_WANTED:
-            self._send_result(link, message)
+            self._send_result(link, message, now_s)
         else:
             link.receive(message, now_s)
 
     def _take_short_way(self, link: Link, welcome: Message) -> None:
-        """Move to the server's Unix socket, where it has one and nothing stands between it and this client."""
-        if not self.options.uses_local_socket:
+        """Move to the server's Unix socket, where it has one and nothing stands between it and this client.
+
+        What is under way from or to this life of the server is not left behind.
+        """
+        is_at_work = link.epoch == welcome.epoch and link.open_count > 1
+        if not self.options.uses_local_socket or is_at_work:
             return
         addresses, index = welcome.body["shards"], welcome.body["shard_index"]
         if "local" in welcome.body and index < len(addresses) and addresses[index] == link.address:
-            self.connection.move(link.index, welcome.body["local"])
+            for number in self._sockets[link.index]:
+                self.connection.move(number, welcome.body["local"])
 
     def garbled(self, index: int, error: ProtocolError, now_s: float) -> None:
         """Something came that is no message."""
-        logger.warning("%s sent what is no message: %s", self.links[index].address, error)
-        self.links[index].receive_garbled(error, now_s)
+        link = self._link_of[index]
+        logger.warning("%s sent what is no message: %s", link.address, error)
+        link.receive_garbled(error, now_s)
+
+    def connected(self, index: int, now_s: float) -> None:
+        """A socket has a new connection."""
+        link = self._link_of[index]
+        if index == self._sockets[link.index][0]:
+            link.connected(now_s)
 
     def rejected(self, index: int, error: AuthenticationError, now_s: float) -> None:
         """A server does not let this client in."""
@@ -350,8 +372,10 @@ class Presence:
         """It was not admitted; it may ask again."""
         self._handled_requests.discard(request)
 
-    def _send_result(self, link: Link, message: Message) -> None:
+    def _send_result(self, link: Link, message: Message, now_s: float) -> None:
         """A restarted server misses an average that this worker may have."""
+        if link.is_result_under_way(message.key, message.sequence, now_s):
+            return
         last = link.last_push(message.key)
         if message.key not in self.kept or last is None or last.sequence != message.sequence or not last.destinations:
             logger.warning("%s asks for an average that this worker has not: %d of chunk %d", link.address,
@@ -359,4 +383,4 @@ class Presence:
             return
         # A copy: the next answer overwrites it while it may still be on its way out.
         values = torch.cat([destination.detach().view(-1) for destination in last.destinations])
-        link.send(Message(MessageType.RESULT, key=message.key, sequence=message.sequence, payload=values))
+        link.send_result(Message(MessageType.RESULT, key=message.key, sequence=message.sequence, payload=values))

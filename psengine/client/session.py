@@ -32,8 +32,6 @@ __all__ = ["Answer", "Push", "PushResult", "Request", "SessionOptions", "StateRe
 
 logger = logging.getLogger(__name__)
 GOODBYE_S = 1.0
-# Protocol versions from which servers know these.
-ECHO_VERSION = WEIGHT_VERSION = 2
 
 
 class WorkerSession:
@@ -230,7 +228,7 @@ class WorkerSession:
         Raises:
             FencedError: see ``rejoin``.
             ServerError: the session failed or is closed.
-            ConfigurationError: a tensor does not fit the chunk, or the server is too old for weights.
+            ConfigurationError: a tensor does not fit the chunk.
         """
         presence = self._presence
         spec = presence.chunks.spec(key)
@@ -240,8 +238,6 @@ class WorkerSession:
         if payload is not None:
             check_tensor(payload, spec, "payload")
         link = self._link(key)
-        if weight is not None:
-            _require_version(link, WEIGHT_VERSION, "weighted averages")
         presence.takes_part = True
         self._sequences[key] = sequence = self._sequences.get(key, 0) + 1
         body: dict[str, Any] = {}
@@ -395,7 +391,7 @@ class WorkerSession:
         """Seconds that ``size_bytes`` random bytes take to a shard and back; for measuring the way there.
 
         Raises:
-            ConfigurationError: there is no such shard, the size is out of bounds, or the server is too old.
+            ConfigurationError: there is no such shard, or the size is out of bounds.
             ServerLostError: nothing came back in time.
             ProtocolError: something else came back.
         """
@@ -406,7 +402,6 @@ class WorkerSession:
         most_bytes = min(MAX_PAYLOAD_BYTES, link.credit_bytes)
         if not 1 <= size_bytes <= most_bytes:
             raise ConfigurationError(f"size_bytes is out of bounds (expected 1 to {most_bytes}, got {size_bytes})")
-        _require_version(link, ECHO_VERSION, "echoes")
         payload = torch.frombuffer(bytearray(os.urandom(size_bytes)), dtype=torch.uint8)
         what = f"ECHO of {size_bytes} bytes"
         request = self._presence.ask(link, Message(MessageType.ECHO, payload=payload), what=what)
@@ -454,15 +449,6 @@ def _say_goodbye(presence: Presence, process_id: int) -> None:
         logger.debug("no answer to BYE: %s", error)
     finally:
         presence.connection.close()
-
-
-def _require_version(link: Link, version: int, what: str) -> None:
-    """Raise ConfigurationError where a shard's protocol version knows nothing of ``what``."""
-    if link.peer_version < version:
-        raise ConfigurationError(
-            f"{link.address} is too old for {what} (expected protocol version {version} or later, got"
-            f" {link.peer_version}). Fix: install the psengine of the workers where the server runs."
-        )
 
 
 def _named(**fields: Any) -> dict[str, Any]:

@@ -259,6 +259,8 @@ _dtype_number = integer(1, max(DTYPES))
 _worker_life = record({"rank": _rank, "incarnation": _any_64_bits})
 _answer = record({}, {"contributors": _unsigned, "refused": one_of("non_finite", "stale", "abstained")})
 _empty = record({})
+_round = integer(1)
+_probed = record({}, {"round": _round})
 
 _RULES: dict[str, Check] = {
     "average": record({"name": one_of("average"), "quorum": nullable(integer(1, NOBODY))}),
@@ -357,9 +359,11 @@ SCHEMAS: dict[MessageType, Check] = {
         },
     ),
     MessageType.UPDATED: _answer,
-    MessageType.PROBE: _empty,
-    MessageType.PENDING: record({}, {"waiting_for": _ranks}),
-    MessageType.MISSING: _empty,
+    MessageType.PROBE: _probed,
+    MessageType.PENDING: record({}, {"waiting_for": _ranks, "round": _round, "arrived_bytes": _unsigned}),
+    MessageType.MISSING: _probed,
+    MessageType.SENT: _probed,
+    MessageType.REPEAT: _probed,
     MessageType.PULL: also(record({}, {"slot": _name, "blob": _name}), _slot_or_blob),
     MessageType.VALUES: record({}, {"slot": _name, "steps": listing(_finite), "pieces": _unsigned}),
     MessageType.STORE: also(

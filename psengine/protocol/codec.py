@@ -67,6 +67,8 @@ _EXCHANGES = frozenset(
         MessageType.PROBE,
         MessageType.PENDING,
         MessageType.MISSING,
+        MessageType.SENT,
+        MessageType.REPEAT,
         MessageType.RESULT_WANTED,
         MessageType.RESULT,
     }

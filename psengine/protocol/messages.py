@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 MAGIC = b"PSEN"
 
 MAX_BODY_BYTES = 64 * 1024
@@ -31,7 +31,8 @@ class MessageType(IntEnum):
     """What a message is; ``session.py`` says when each is legal.
 
     C: client to server, S: server to client. A request carries an id in ``sequence``, and its answer the same id; only
-    PUSH and what concerns a push (UPDATED, PROBE, PENDING, MISSING, RESULT_WANTED, RESULT) number a chunk's exchanges.
+    PUSH and what concerns a push (UPDATED, PROBE, PENDING, MISSING, SENT, REPEAT, RESULT_WANTED, RESULT) number a
+    chunk's exchanges.
     """
 
     HELLO = 1  # C  let me in
@@ -64,6 +65,20 @@ class MessageType(IntEnum):
     ERROR = 28  # S  refuses a message: body has the code and the words
     ECHO = 29  # C  send this back; since protocol version 2
     ECHOED = 30  # S  answers ECHO: the same payload
+    SENT = 31  # S  answers PROBE: the push was answered, and the answer was sent before this; since version 3
+    REPEAT = 32  # C  send the answer to my push again, it was lost; since protocol version 3
+
+
+# What a worker says, and is told, by a connection of its own: it never waits behind payloads.
+CONTROL = frozenset(
+    {
+        MessageType.HELLO,
+        MessageType.WELCOME,
+        MessageType.HEARTBEAT,
+        MessageType.HEARTBEAT_ACK,
+        MessageType.STATE_WANTED,
+    }
+)
 
 
 class ErrorCode:

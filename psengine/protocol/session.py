@@ -40,7 +40,7 @@ _WORK = _READ | {
     MessageType.JOIN,
     MessageType.SNAPSHOT,  # the server writes to its disk: not for those who only look
 }
-_PUSH = {MessageType.PUSH, MessageType.PROBE, MessageType.ADMIT, MessageType.RESULT}
+_PUSH = {MessageType.PUSH, MessageType.PROBE, MessageType.REPEAT, MessageType.ADMIT, MessageType.RESULT}
 
 
 def _stay(phase: Phase, types: set[MessageType]) -> dict[MessageType, Phase]:
@@ -69,6 +69,7 @@ SERVER_SENDS = frozenset(
         MessageType.UPDATED,
         MessageType.PENDING,
         MessageType.MISSING,
+        MessageType.SENT,
         MessageType.VALUES,
         MessageType.HEARTBEAT_ACK,
         MessageType.STATE_WANTED,

@@ -79,7 +79,7 @@ class ApplyingRule(ChunkRule):
         last = self.last_sequence.get(rank, 0)
         if push.sequence <= last:
             self.context.statistics.duplicates += 1
-            return self._repeat(rank, push.sequence)
+            return []
         if self.spec.kind is ChunkKind.PARAMETER and self.optimizer is None:
             text = f"{self.spec.describe()} has no optimizer yet; the worker has to send CONFIGURE first"
             return [
@@ -141,21 +141,24 @@ class ApplyingRule(ChunkRule):
                 self.optimizer.move_to(self.values)
         return self.values
 
-    def _repeat(self, rank: int, sequence: int) -> list[Reply]:
-        if sequence < self.last_sequence.get(rank, 0):
+    def probe(self, rank: int, sequence: int) -> list[Reply]:
+        """See ``ChunkRule.probe``."""
+        last = self.last_sequence.get(rank, 0)
+        if sequence > last:
+            return [self.reply(MessageType.MISSING, rank, sequence, self.version)]
+        if sequence < last:
             return []  # answered long ago
         if self._held.get(rank) == sequence:
             return [self._pending(rank, sequence), *self._release()]
         if self._max_staleness is not None and self._lead(rank) > self._max_staleness:
             self._held[rank] = sequence  # restored from a snapshot, which keeps no held answers
             return [self._pending(rank, sequence)]
-        return [self._answer(rank, repeated=True)]
+        return [self.reply(MessageType.SENT, rank, sequence, self.version)]
 
-    def probe(self, rank: int, sequence: int) -> list[Reply]:
-        """See ``ChunkRule.probe``."""
-        if sequence > self.last_sequence.get(rank, 0):
-            return [self.reply(MessageType.MISSING, rank, sequence, self.version)]
-        return self._repeat(rank, sequence)
+    def repeat(self, rank: int, sequence: int) -> list[Reply]:
+        """See ``ChunkRule.repeat``."""
+        found = self.probe(rank, sequence)
+        return [self._answer(rank, repeated=True)] if found and found[0].type is MessageType.SENT else found
 
     def _pending(self, rank: int, sequence: int) -> Reply:
         return self.reply(

@@ -77,11 +77,11 @@ class AveragingRule(ChunkRule):
         if sequence < last:
             self.context.statistics.duplicates += 1
             return []  # answered long ago
-        if sequence in self._results:
-            return self._answer_late(push)
-        if sequence <= last or rank in self._open.get(sequence, {}):
+        if sequence == last or rank in self._open.get(sequence, {}):
             self.context.statistics.duplicates += 1
             return []
+        if sequence in self._results:
+            return self._answer_late(push)
         if sum(rank in contributions for contributions in self._open.values()) >= MOST_OPEN:
             raise ProtocolError(
                 f"{self.spec.describe()}: worker {rank} has contributions to {MOST_OPEN} unfinished exchanges already"
@@ -130,13 +130,19 @@ class AveragingRule(ChunkRule):
     def probe(self, rank: int, sequence: int) -> list[Reply]:
         """See ``ChunkRule.probe``."""
         if sequence in self._results:
-            self.last_sequence[rank] = max(sequence, self.last_sequence.get(rank, 0))
-            return [self._answer(rank, sequence), *self.complete_all()]
+            return [self.reply(MessageType.SENT, rank, sequence, self.version)]
         if rank in self._open.get(sequence, {}):
             waited_for = self._missing_from(sequence)
             pending = self.reply(MessageType.PENDING, rank, sequence, self.version, None, {"waiting_for": waited_for})
             return [pending, *self._complete(sequence)]
         return [self.reply(MessageType.MISSING, rank, sequence, self.version)]
+
+    def repeat(self, rank: int, sequence: int) -> list[Reply]:
+        """See ``ChunkRule.repeat``; an exchange that ended without this worker has a result for it too."""
+        if sequence not in self._results:
+            return self.probe(rank, sequence)
+        self.last_sequence[rank] = max(sequence, self.last_sequence.get(rank, 0))
+        return [self._answer(rank, sequence), *self.complete_all()]
 
     def supply_result(self, rank: int, sequence: int, average: torch.Tensor, contributors: int | None) -> list[Reply]:
         """Worker ``rank`` returns the average of an exchange that ended before this server started.
@@ -288,11 +294,8 @@ class AveragingRule(ChunkRule):
         return self.reply(MessageType.UPDATED, rank, sequence, sequence, average, body, Loans())
 
     def _answer_late(self, push: Push) -> list[Reply]:
-        if self.last_sequence.get(push.rank, 0) < push.sequence:
-            self.last_sequence[push.rank] = push.sequence
-            self.context.statistics.late += 1
-        else:
-            self.context.statistics.duplicates += 1
+        self.last_sequence[push.rank] = push.sequence
+        self.context.statistics.late += 1
         # The slowest has moved on, and others may be waiting for that.
         return [self._answer(push.rank, push.sequence), *self.complete_all()]
 

@@ -4,7 +4,7 @@
     applying.py    an update is applied on arrival; its answer, the weights, may be held (bounded staleness)
 
 Both are pure: calls in, replies out. Exactly once: a worker numbers its exchanges of a chunk 1, 2, ...; a number that
-was seen is a repeat, answered again but never applied again.
+was seen is a repeat, never applied again. Who has lost an answer asks for it (``repeat``).
 """
 
 from __future__ import annotations
@@ -114,7 +114,11 @@ class ChunkRule(ABC):
 
     @abstractmethod
     def probe(self, rank: int, sequence: int) -> list[Reply]:
-        """A worker asks what became of an exchange: its answer, PENDING or MISSING."""
+        """A worker asks what became of an exchange: PENDING, MISSING, or SENT where the answer is there. No payload."""
+
+    @abstractmethod
+    def repeat(self, rank: int, sequence: int) -> list[Reply]:
+        """A worker lost the answer of an exchange: that again, or what ``probe`` says where there is none."""
 
     @abstractmethod
     def worker_came(self, rank: int, *, is_new_process: bool) -> list[Reply]:

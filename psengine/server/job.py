@@ -31,6 +31,8 @@ logger = logging.getLogger(__name__)
 # Of workers that are out: a whole host's fit in.
 LINES_INTERVAL_S = 10.0
 MAX_LINES = 128
+# Protocol version from which workers know SENT.
+SENT_VERSION = 3
 
 
 class Job:
@@ -487,10 +489,18 @@ class Job:
         return rule.supply_result(member.rank, message.sequence, payload_tensor(message), contributors)
 
     def probe(self, message: Message, member: Member) -> list[Reply]:
-        """PROBE: what became of a push?"""
+        """PROBE: what became of a push? REPEAT (and PROBE of protocol version 2): its answer again."""
         if not member.is_live:
             raise ProtocolError(f"worker {member.rank} was not admitted to job {self.name!r}", ErrorCode.FENCED)
-        return self.chunks.find(message.key).probe(member.rank, message.sequence)
+        rule = self.chunks.find(message.key)
+        repeats = message.type is MessageType.REPEAT or message.peer_version < SENT_VERSION
+        replies = (rule.repeat if repeats else rule.probe)(member.rank, message.sequence)
+        for reply in replies:
+            if reply.type in (MessageType.PENDING, MessageType.MISSING, MessageType.SENT):
+                reply.body.update(message.body)
+            if reply.type is MessageType.PENDING:
+                reply.body["arrived_bytes"] = self.statistics.bytes_in
+        return replies
 
     def note_pull(self, message: Message, member: Member) -> None:
         """A worker reads weights: with delay compensation these are what its next gradient is computed from."""

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from psengine.protocol.messages import CONTROL, MessageType
 from psengine.server.telemetry import WorkerTelemetry
 
 # Longer than two heartbeats: a rank that stayed silent since a newcomer claimed it is dead.
@@ -33,7 +34,8 @@ class Member:
         incarnation: which life of the rank.
         nonce: random number of the process's client; equal nonces are the same process.
         user_id: its public key, "" without CURVE.
-        route: where to send answers: the routing id of its newest connection.
+        route: the routing id of the newest connection that it says HELLO and heartbeats by.
+        data_route: the same of everything else; b"" where nothing else came yet.
         is_live: whether exchanges wait for it.
         last_heard_s: when its last message came.
         host, pid: where it runs, for people.
@@ -57,6 +59,11 @@ class Member:
     was_live: bool = False
     is_survivor: bool = False
     telemetry: WorkerTelemetry = field(default_factory=WorkerTelemetry)
+    data_route: bytes = b""
+
+    def route_of(self, type: MessageType) -> bytes:
+        """Where to send a message of this type; b"" where nowhere."""
+        return self.route if type in CONTROL else self.data_route or self.route
 
     @property
     def is_expected(self) -> bool:
@@ -177,6 +184,8 @@ class Membership:
             member.is_live = holder.is_live
             member.pushes, member.refused, member.late = holder.pushes, holder.refused, holder.late
             member.telemetry = holder.telemetry
+            if holder.data_route != holder.route:  # a connection of its own, of which HELLO says nothing
+                member.data_route = holder.data_route
         self.members[rank] = member
         self._recount()
         return Greeting(
@@ -206,14 +215,25 @@ class Membership:
             return "duplicate"
         return "wait" if now_s - claim.since_s < CLAIM_PATIENCE_S else "free"
 
-    def find(self, rank: int, incarnation: int, user_id: str, route: bytes, now_s: float) -> Member | str:
+    def find(
+        self,
+        rank: int,
+        incarnation: int,
+        user_id: str,
+        route: bytes,
+        now_s: float,
+        type: MessageType = MessageType.HEARTBEAT,
+    ) -> Member | str:
         """The member a message comes from, its lease renewed; or "fenced", or "stranger" for one never met."""
         member = self.members.get(rank)
         if member is not None and member.is_expected:
             return "stranger"
         if member is not None and member.incarnation == incarnation and member.user_id == user_id:
             member.last_heard_s = now_s
-            member.route = route
+            if type in CONTROL:
+                member.route = route
+            else:
+                member.data_route = route
             return member
         return "fenced" if member is not None or rank in self._absent else "stranger"
 

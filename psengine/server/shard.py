@@ -51,7 +51,7 @@ _NOTABLE_REFUSALS = {
 }
 # Every shard sees them; of the others each shard would tell the same.
 _EVENTS_OF_ANY_SHARD = frozenset({"refused", "late", "memory", "stood_still"})
-# All other messages of members may change what a snapshot keeps: even PULL and PROBE, by backing up weights.
+# All other messages of members may change what a snapshot keeps: even PULL and REPEAT, by backing up weights.
 _LEAVE_SNAPSHOT_ALONE = frozenset({MessageType.HEARTBEAT, MessageType.LIST, MessageType.STATUS, MessageType.ECHO})
 
 
@@ -136,7 +136,7 @@ class Shard:
         self._readers = Readers(self._jobs, self._message, self._status_report, self._heartbeat_body)
         self._handlers: dict[MessageType, Callable[[Job, Member, Message], list[Reply]]] = {
             MessageType.PUSH: lambda job, member, message: job.push(message, member, self._now_s),
-            MessageType.PROBE: lambda job, member, message: job.probe(message, member),
+            **dict.fromkeys((MessageType.PROBE, MessageType.REPEAT), lambda job, member, m: job.probe(m, member)),
             MessageType.RESULT: lambda job, member, message: job.supply_result(message, member),
             MessageType.REGISTER: self._register,
             MessageType.SEAL: lambda job, member, message: [*_ok(member, message), *job.seal(message, member)],
@@ -194,7 +194,7 @@ class Shard:
             return Phase.READER, None
         job, member = self._authenticate(sender, message, now_s)
         # What a worker pushes that has lost its place is left to the job, which has it come back through JOIN.
-        believes_in_it = message.type in (MessageType.PUSH, MessageType.PROBE)
+        believes_in_it = message.type in (MessageType.PUSH, MessageType.PROBE, MessageType.REPEAT)
         is_member = (member.is_live and job.is_sealed) or believes_in_it
         return (Phase.MEMBER if is_member else Phase.GREETED), (job, member)
 
@@ -355,7 +355,8 @@ class Shard:
         job = self._jobs.get(message.job)
         if job is None or (message.epoch and message.epoch != self.epoch):
             raise ProtocolError("this server has restarted since; say HELLO again", ErrorCode.NOT_MEMBER)
-        member = job.membership.find(message.worker, message.incarnation, sender.user_id, sender.route, now_s)
+        whose = message.worker, message.incarnation, sender.user_id, sender.route
+        member = job.membership.find(*whose, now_s, message.type)
         if isinstance(member, str):
             if member == "stranger":
                 raise ProtocolError(
@@ -429,7 +430,7 @@ class Shard:
         outgoing: list[Outgoing] = []
         for reply in replies:
             member = job.membership.members.get(reply.rank)
-            if member is None or not member.route:
+            if member is None or not (route := member.route_of(reply.type)):
                 continue  # it will ask again when it is back
             payload = reply.payload
             if reply.type is MessageType.UPDATED:
@@ -449,7 +450,7 @@ class Shard:
                 payload=payload,
             )
             job.statistics.bytes_out += traffic_bytes(message)
-            outgoing.append(Outgoing(member.route, message, reply.loans))
+            outgoing.append(Outgoing(route, message, reply.loans))
             if reply.type is MessageType.ERROR and reply.body["code"] == ErrorCode.FENCED:
                 outgoing.extend(
                     self._outgoing(job, job.remove(reply.rank, self._now_s, must_join=True, why=reply.body["text"]))

@@ -1,0 +1,136 @@
+"""Links on which a result takes seconds: nothing is sent twice, nobody is evicted, what is cut is recovered once."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+
+import pytest
+import torch
+from server_process import ServerProcess, running_server
+from throttled_relay import ThrottledRelay, throttled_relay
+
+from psengine.client.partition import cut
+from psengine.client.session import Push, SessionOptions, WorkerSession, wait_all
+from psengine.protocol.layout import ChunkKind, ChunkSpec
+
+AVERAGE = {"name": "average", "quorum": None}
+APPLY = {"name": "apply", "max_staleness": None, "staleness_scaling": None, "delay_compensation": 0.0}
+SGD = {"lr": 1.0, "momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0, "nesterov": False, "maximize": False}
+CHUNK_NUMEL = 32 * 1024
+# What a payload comes with: header, routing of frames, ZMTP's own flags and sizes.
+ENVELOPE_BYTES = 120
+# The bound of the promise: what a step may send beyond its payloads and their headers.
+EXCESS = 1.02
+
+
+@pytest.fixture
+def server() -> Iterator[ServerProcess]:
+    with running_server(lease_s=3.0) as running:
+        yield running
+
+
+def layout(chunks: int) -> list[ChunkSpec]:
+    numel = chunks * CHUNK_NUMEL
+    return cut(ChunkKind.PARAMETER, [("weight", (numel,), (1,), numel)], torch.float32, 0, 4 * CHUNK_NUMEL)
+
+
+def least_bytes(chunks: int) -> int:
+    """What a step of so many chunks sends each way."""
+    return chunks * (4 * CHUNK_NUMEL + ENVELOPE_BYTES)
+
+
+class Trainer:
+    """One worker that pushes all its chunks at once, as a strategy does at the end of a backward."""
+
+    def __init__(self, address: str, chunks: int, rule: dict[str, object], rank: int = 0, size: int = 1, **options):
+        self.specs = layout(chunks)
+        self.values = torch.zeros(chunks * CHUNK_NUMEL)
+        self.parts = list(self.values.split(CHUNK_NUMEL))
+        self.session = WorkerSession(
+            SessionOptions(
+                addresses=[address],
+                job=str(rule["name"]),
+                rule=rule,
+                rank=rank,
+                world_size=size,
+                **{"timeout_s": 60.0, **options},
+            )
+        )
+        self.session.start()
+        self.session.enter(self.specs, lambda spec: torch.zeros(spec.numel))
+        if rule["name"] == "apply":
+            runs = [[0, CHUNK_NUMEL, 0]]
+            body = {"optimizer": "SGD", "groups": [SGD], "runs": runs}
+            wait_all([self.session.configure(spec.key, body) for spec in self.specs])
+
+    def push(self, value: float) -> list[Push]:
+        gradient = torch.full((CHUNK_NUMEL,), value)
+        return [self.session.push(spec.key, gradient, [self.parts[spec.key]]) for spec in self.specs]
+
+    def step(self, value: float) -> None:
+        wait_all(self.push(value))
+
+
+@contextmanager
+def slow_crew(
+    server: ServerProcess, chunks: int, rule: dict[str, object], size: int, bytes_per_s: float, **options
+) -> Iterator[tuple[list[Trainer], list[ThrottledRelay]]]:
+    """Workers, each behind a link of its own, which is fast until all have come."""
+    with ExitStack() as context:
+        relays = [context.enter_context(throttled_relay(server.addresses[0], up_bytes_per_s=1e9)) for _ in range(size)]
+        trainers = []
+        for rank, relay in enumerate(relays):
+            trainers.append(Trainer(relay.address, chunks, rule, rank, size, **options))
+            context.callback(trainers[-1].session.close)
+        for relay in relays:
+            relay.up.bytes_per_s = relay.down.bytes_per_s = bytes_per_s
+        yield trainers, relays
+
+
+def carried(relays: Sequence[ThrottledRelay]) -> list[tuple[int, int]]:
+    """Per relay the bytes up and down, once nothing but heartbeats moves."""
+    deadline_s = time.monotonic() + 60
+    counts = [(relay.up.carried_bytes, relay.down.carried_bytes) for relay in relays]
+    while time.monotonic() < deadline_s:
+        time.sleep(0.3)
+        before, counts = counts, [(relay.up.carried_bytes, relay.down.carried_bytes) for relay in relays]
+        if all(b - a < 2000 for old, new in zip(before, counts, strict=True) for a, b in zip(old, new, strict=True)):
+            return counts
+    raise AssertionError(f"the links never come to rest: {counts}")
+
+
+def bytes_of_a_step(server: ServerProcess, rule: dict[str, object], size: int, chunks: int, bytes_per_s: float):
+    """Each worker's bytes (up, down) of one step; checks what came of it."""
+    with slow_crew(server, chunks, rule, size, bytes_per_s) as (trainers, relays):
+        before = carried(relays)
+        with ThreadPoolExecutor(size) as pool:
+            list(pool.map(lambda trainer: trainer.step(1.0), trainers))
+        after = carried(relays)
+        expected = 1.0 if rule is AVERAGE else -1.0
+        for trainer in trainers:
+            assert trainer.values.eq(expected).all()
+    return [(b[0] - a[0], b[1] - a[1]) for a, b in zip(before, after, strict=True)]
+
+
+def assert_minimal(counts: Sequence[tuple[int, int]], chunks: int) -> None:
+    excess = [[round(way / least_bytes(chunks), 3) for way in worker] for worker in counts]
+    assert all(way < EXCESS for worker in excess for way in worker), f"times the least, up and down: {excess}"
+
+
+def assert_nobody_left(server: ServerProcess) -> None:
+    for name, job in server.status()["shards"][0]["jobs"].items():
+        assert (job["evicted"], job["departed"]) == (0, job["departed"]), name
+
+
+def test_a_step_sends_its_bytes_once(server):
+    """Both rules at once, each behind links of their own; a result takes three seconds."""
+    chunks, bytes_per_s = 16, 700_000
+    with ThreadPoolExecutor(2) as pool:
+        averaged = pool.submit(bytes_of_a_step, server, AVERAGE, 2, chunks, bytes_per_s)
+        applied = pool.submit(bytes_of_a_step, server, APPLY, 1, chunks, bytes_per_s)
+        assert_minimal(averaged.result(), chunks)
+        assert_minimal(applied.result(), chunks)
+    assert_nobody_left(server)
