@@ -25,7 +25,7 @@ from psengine.server.actions import Actions, Deeds
 from psengine.server.dashboard_page import dashboard
 from psengine.server.exposition import render_metrics
 from psengine.server.history import History
-from psengine.server.monitor import MAX_REQUESTS, REQUEST_TIMEOUT_S, Monitor
+from psengine.server.monitor import MAX_CONNECTIONS, MAX_REQUESTS, MAX_WAITING, REQUEST_TIMEOUT_S, Monitor
 from psengine.server.settings import ServerSettings
 from psengine.server.shard_thread import ShardThread
 
@@ -184,7 +184,7 @@ def test_requests_that_find_no_thread_keep_no_slot(broken, monkeypatch):
     with monitor_of(lambda: {"shards": [], "jobs": {}}) as monitor:
         with monkeypatch.context() as patch:
             patch.setattr(broken, no_thread)
-            for _ in range(MAX_REQUESTS + 1):
+            for _ in range(MAX_CONNECTIONS + 1):
                 with pytest.raises((OSError, http.client.HTTPException)):
                     ask(monitor.url, "/healthz")
         assert ask(monitor.url, "/healthz")[0] == 200
@@ -198,7 +198,7 @@ def idle_connections(url, count):
 def test_connections_that_ask_nothing_keep_nobody_away():
     with monitor_of(dict) as monitor, ExitStack() as open_ones:
         for begun in (b"", b"GET / HTTP/1.1\r\nHost: loc"):
-            for connection in idle_connections(monitor.url, MAX_REQUESTS):
+            for connection in idle_connections(monitor.url, MAX_CONNECTIONS):
                 open_ones.enter_context(connection)
                 connection.sendall(begun)
             for _ in range(3):
@@ -208,7 +208,7 @@ def test_connections_that_ask_nothing_keep_nobody_away():
 def test_the_one_that_has_been_silent_the_longest_makes_room(monkeypatch):
     monkeypatch.setattr(monitor_module._Handler, "timeout", 30.0)
     with monitor_of(dict) as monitor, ExitStack() as open_ones:
-        first, *others = map(open_ones.enter_context, idle_connections(monitor.url, MAX_REQUESTS))
+        first, *others = map(open_ones.enter_context, idle_connections(monitor.url, MAX_CONNECTIONS))
         assert ask(monitor.url, "/healthz")[0] == 200
         assert first.recv(1) == b""
         for connection in others:
@@ -216,8 +216,8 @@ def test_the_one_that_has_been_silent_the_longest_makes_room(monkeypatch):
             assert connection.recv(12) == b"HTTP/1.0 200"
 
 
-def test_requests_at_work_are_not_cut():
-    """As many as there are places; who comes then is turned away."""
+def test_health_is_answered_behind_any_number_of_readers(monkeypatch):
+    """As many requests as there are places are worked on, some more wait, the others are told so."""
     at_work, may_end = threading.Semaphore(0), threading.Event()
 
     def status():
@@ -225,16 +225,32 @@ def test_requests_at_work_are_not_cut():
         assert may_end.wait(30)
         return {"healthy": True, "shards": [], "jobs": {}}
 
-    with monitor_of(status) as monitor, ThreadPoolExecutor(MAX_REQUESTS) as pool:
+    monkeypatch.setattr(monitor_module, "WAIT_S", 30.0)
+    with monitor_of(status) as monitor, ThreadPoolExecutor(2 * MAX_CONNECTIONS) as pool:
         try:
-            asked = [pool.submit(ask, monitor.url, "/status.json") for _ in range(MAX_REQUESTS)]
-            for _ in asked:
+            asked = [pool.submit(ask, monitor.url, "/status.json") for _ in range(2 * MAX_CONNECTIONS)]
+            for _ in range(MAX_REQUESTS):
                 assert at_work.acquire(timeout=30)
-            with pytest.raises((OSError, http.client.HTTPException)):
-                ask(monitor.url, "/healthz")
+            assert [ask(monitor.url, "/healthz")[0] for _ in range(30)] == [200] * 30
         finally:
             may_end.set()
-        assert [future.result(30)[0] for future in asked] == [200] * MAX_REQUESTS
+        codes = [future.result(30)[0] for future in asked]
+        assert set(codes) == {200, 503}
+        assert codes.count(200) >= MAX_REQUESTS + MAX_WAITING
+
+
+def test_readers_that_do_not_read_their_answers_keep_nobody_from_health(monkeypatch):
+    monkeypatch.setattr(monitor_module, "WAIT_S", 0.2)
+    large = {"shards": [], "jobs": {}, "text": "x" * (16 << 20)}
+    with monitor_of(lambda: large) as monitor, ExitStack() as open_ones:
+        for connection in idle_connections(monitor.url, 2 * MAX_REQUESTS):
+            open_ones.enter_context(connection)
+            connection.sendall(b"GET /status.json HTTP/1.0\r\nHost: localhost\r\n\r\n")
+        for _ in range(10):
+            assert ask(monitor.url, "/healthz")[0] == 200
+        code, headers, content = ask(monitor.url, "/metrics")
+        assert (code, headers["Retry-After"]) == (503, "1")
+        assert "ask again" in content
 
 
 @pytest.mark.parametrize("site", ["cross-site", "same-site", "anything"])

@@ -15,7 +15,7 @@ import math
 import re
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import TracebackType
 from typing import Any
@@ -30,7 +30,13 @@ from psengine.server.history import LENGTHS, History
 logger = logging.getLogger(__name__)
 
 HOST = "127.0.0.1"
+# Connections whose request is read or answered; those that have not asked yet make room for newcomers.
+MAX_CONNECTIONS = 64
+# Requests that are worked on; beyond, some wait a little, and the others hear that the port is busy. /healthz takes no
+# place among them, because whoever asks it may restart a server that does not answer.
 MAX_REQUESTS = 8
+MAX_WAITING = 24
+WAIT_S = 2.0
 REQUEST_TIMEOUT_S = 5.0
 REQUEST_DEADLINE_S = 10.0
 # Actions have their parameters in the address; a body is read only to be polite.
@@ -46,6 +52,7 @@ _OUR_SITES = {None, "same-origin", "none"}
 _PATHS = "there are /, /status.json, /history.json, /metrics and /healthz\n"
 
 Page = tuple[int, str, bytes]
+_BUSY: Page = (503, _TEXT, b"too many ask at once; ask again. /healthz is always answered\n")
 
 
 class _BadRequestError(Exception):
@@ -77,9 +84,13 @@ class Monitor:
         history: History,
         actions: Actions,
     ) -> None:
-        slots = _Slots(MAX_REQUESTS)
+        slots = _Slots(MAX_CONNECTIONS)
+        places = _Places(MAX_REQUESTS, MAX_WAITING)
 
         class Handler(_Handler):
+            def place(self) -> contextlib.AbstractContextManager[bool]:
+                return contextlib.nullcontext(True) if self.path == "/healthz" else places.take()
+
             def page(self, path: str, query: dict[str, str]) -> Page:
                 if path == "/history.json" and set(query) <= {"resolution", "since"}:
                     return _history_page(history, query)
@@ -110,11 +121,11 @@ class Monitor:
         class HTTPServer(ThreadingHTTPServer):
             daemon_threads = True
             block_on_close = False
-            request_queue_size = 16
+            request_queue_size = 128
 
             def process_request(self, request: Any, client_address: Any) -> None:
                 if not slots.take(request):
-                    self.shutdown_request(request)  # more at once than anybody honest needs
+                    self.shutdown_request(request)  # nobody is silent, which the places do not let last
                     return
                 try:
                     super().process_request(request, client_address)
@@ -194,6 +205,34 @@ class _Slots:
             self._has_asked.pop(connection, None)
 
 
+class _Places:
+    """Where requests are worked on.
+
+    Args:
+        most: at once.
+        most_waiting: for a place.
+    """
+
+    def __init__(self, most: int, most_waiting: int) -> None:
+        self._free = threading.BoundedSemaphore(most)
+        self._chairs = threading.BoundedSemaphore(most_waiting)
+
+    @contextlib.contextmanager
+    def take(self) -> Iterator[bool]:
+        """Whether there was a place within ``WAIT_S``, which is kept until the end of the block."""
+        is_taken = self._free.acquire(blocking=False)
+        if not is_taken and self._chairs.acquire(blocking=False):
+            try:
+                is_taken = self._free.acquire(timeout=WAIT_S)
+            finally:
+                self._chairs.release()
+        try:
+            yield is_taken
+        finally:
+            if is_taken:
+                self._free.release()
+
+
 def _cut(connection: socket.socket) -> None:
     with contextlib.suppress(OSError):
         connection.shutdown(socket.SHUT_RDWR)
@@ -203,6 +242,10 @@ class _Handler(BaseHTTPRequestHandler):
     timeout = REQUEST_TIMEOUT_S
     server_version = "psengine"
     sys_version = ""
+
+    def place(self) -> contextlib.AbstractContextManager[bool]:
+        """Whether the request is worked on, for as long as it is."""
+        raise NotImplementedError
 
     def page(self, path: str, query: dict[str, str]) -> Page:
         """Status code, content type and content of what is read."""
@@ -263,15 +306,26 @@ class _Handler(BaseHTTPRequestHandler):
         return parts.path, query
 
     def _answer(self, make: Callable[[], Page], *, with_content: bool = True) -> None:
+        stopped = self._stopped()
+        if stopped is not None:
+            self._write(stopped, with_content)
+            return
+        with self.place() as has_place:
+            self._write(self._made(make) if has_place else _BUSY, with_content)
+
+    def _made(self, make: Callable[[], Page]) -> Page:
         try:
-            code, kind, content = self._stopped() or make()
+            return make()
         except MissingExtraError as error:
-            code, kind, content = 501, _TEXT, f"{error}\n".encode()
+            return 501, _TEXT, f"{error}\n".encode()
         except _BadRequestError as error:
-            code, kind, content = 400, _TEXT, f"{error}\n".encode()
+            return 400, _TEXT, f"{error}\n".encode()
         except Exception:
             logger.exception("no answer to %r", self.path)
-            code, kind, content = 500, _TEXT, b"the server's log says why\n"
+            return 500, _TEXT, b"the server's log says why\n"
+
+    def _write(self, page: Page, with_content: bool) -> None:
+        code, kind, content = page
         self.close_connection = True
         self.send_response(code)
         self.send_header("Content-Type", kind)
@@ -282,6 +336,8 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("Referrer-Policy", "no-referrer")
         self.send_header("Cross-Origin-Resource-Policy", "same-origin")
         self.send_header("Content-Security-Policy", dashboard()[1] if kind == _HTML else NOTHING)
+        if code == 503:
+            self.send_header("Retry-After", "1")
         if code == 401:
             self.send_header("WWW-Authenticate", "Bearer")
         if code == 405:
