@@ -107,6 +107,45 @@ def _lightning_module(*, manual: bool = False, optimizer: str = "SGD") -> Any:
     return Tiny()
 
 
+def _lightning_gan(strategy: Any, directory: Path) -> dict[str, torch.Tensor]:
+    """Two networks and two optimizers in one module, by manual optimization, as Lightning's own example does."""
+    from lightning.pytorch import LightningModule
+
+    class Gan(LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(5)
+            self.automatic_optimization = False
+            self.generator = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.ReLU(), torch.nn.Linear(8, 6))
+            self.critic = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1))
+
+        def training_step(self, batch: Any, index: int) -> None:
+            of_generator, of_critic = self.optimizers()
+            for optimizer in (of_generator, of_critic):
+                self.toggle_optimizer(optimizer)
+                fake = self.generator(batch[0].flip(0))
+                if optimizer is of_generator:
+                    loss = -self.critic(fake).mean()
+                else:
+                    loss = self.critic(fake.detach()).mean() - self.critic(batch[0]).mean()
+                self.manual_backward(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+                self.untoggle_optimizer(optimizer)
+
+        def configure_optimizers(self) -> Any:
+            return (
+                torch.optim.Adam(self.generator.parameters(), lr=0.01),
+                torch.optim.RMSprop(self.critic.parameters(), lr=0.01),
+            )
+
+    module = Gan()
+    trainer = _trainer(strategy, directory)
+    trainer.fit(module, DataLoader(samples(), batch_size=BATCH, shuffle=False))
+    assert all(optimizer.state_dict()["state"] for optimizer in trainer.optimizers)
+    return values(module)
+
+
 def _trainer(strategy: Any, directory: Path, **options: Any) -> Any:
     from lightning.pytorch import Trainer
 
@@ -195,6 +234,18 @@ def lightning_rank(rank: int, world_size: int, port: int, directory: Path, serve
     with job("lightning-resumed"):
         _, module = _fit("psengine-sync-server", directory, max_epochs=2, checkpoint=directory / "half.ckpt")
         found["resumed"] = values(_fit(DDPStrategy(), directory, max_epochs=2)[1].network), values(module.network)
+    with job("lightning-gan"):
+        strategy = ours.PSEngineStrategy("sync-server", find_unused_parameters=True)
+        found["gan"] = (
+            _lightning_gan(DDPStrategy(find_unused_parameters=True), directory),
+            _lightning_gan(strategy, directory),
+        )
+    with job("lightning-gan-async"):
+        found["gan refused"] = "not refused"
+        try:
+            _lightning_gan(ours.PSEngineStrategy("async", find_unused_parameters=True), directory)
+        except psengine.ConfigurationError as error:
+            found["gan refused"] = str(error)
     found["dealt out"] = _lightning_samples(ours.PSEngineStrategy, directory)
     with job("lightning-wrong"):
         try:
@@ -337,6 +388,13 @@ def accelerate_cases(directory: Path) -> dict[str, Any]:
     found["accumulate"] = weights(Accelerator(**options)), weights(PSEngineAccelerator(**options))
     with job("accelerate-sync-server"):
         found["sync-server"] = native, weights(PSEngineAccelerator(strategy="sync-server"))
+    with job("accelerate-two-optimizers"):
+        found["two optimizers"] = (
+            _two_optimizers(Accelerator()),
+            _two_optimizers(PSEngineAccelerator(strategy="sync-server")),
+        )
+    with job("accelerate-two-models"):
+        found["two models"] = _two_models(Accelerator()), _two_models(PSEngineAccelerator(strategy="sync-server"))
     with job("accelerate-async"):
         model, optimizer = _accelerate(PSEngineAccelerator(strategy="async"), optimizer_first=True)
         found["steps"] = model.strategy.completed_steps, type(optimizer.optimizer).__name__
@@ -358,6 +416,35 @@ def accelerate_cases(directory: Path) -> dict[str, Any]:
     ]
     found["dealt out"] = [_refusal(PSEngineAccelerator(), loader) for loader in loaders]
     return found
+
+
+def _two_optimizers(accelerator: Any) -> dict[str, torch.Tensor]:
+    """Muon for matrices, AdamW for the rest."""
+    model = network()
+    matrices = [p for p in model.parameters() if p.dim() == 2]
+    vectors = [p for p in model.parameters() if p.dim() < 2]
+    muon, adamw = torch.optim.Muon(matrices, lr=0.02), torch.optim.AdamW(vectors, lr=0.01)
+    loader = DataLoader(samples(), batch_size=BATCH, shuffle=False)
+    model, muon, adamw, loader = accelerator.prepare(model, muon, adamw, loader)
+    for inputs, targets in loader:
+        accelerator.backward(torch.nn.functional.cross_entropy(model(inputs), targets))
+        for optimizer in (muon, adamw):
+            optimizer.step()
+            optimizer.zero_grad()
+    return values(model.module)
+
+
+def _two_models(accelerator: Any) -> dict[str, torch.Tensor]:
+    """One optimizer over both."""
+    first, second = network(), torch.nn.Linear(3, 3)
+    optimizer = torch.optim.SGD([*first.parameters(), *second.parameters()], lr=0.1)
+    loader = DataLoader(samples(), batch_size=BATCH, shuffle=False)
+    first, second, optimizer, loader = accelerator.prepare(first, second, optimizer, loader)
+    for inputs, targets in loader:
+        accelerator.backward(torch.nn.functional.cross_entropy(second(first(inputs)), targets))
+        optimizer.step()
+        optimizer.zero_grad()
+    return values(first.module) | {f"second.{name}": value for name, value in values(second.module).items()}
 
 
 def _refusal(accelerator: Any, loader: Any) -> str:

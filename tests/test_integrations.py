@@ -72,7 +72,7 @@ def test_lightning_trains_as_over_native_ddp(lightning, case):
         assert_equal(found["trainer"][case])
 
 
-@pytest.mark.parametrize("case", ["sync-server", "resumed"])
+@pytest.mark.parametrize("case", ["sync-server", "resumed", "gan"])
 def test_lightning_trains_over_servers_as_over_native_ddp(lightning, case):
     for found in lightning:
         assert_equal(found["trainer"][case], buffers=False)
@@ -95,6 +95,12 @@ def test_lightning_steps_through_the_servers(lightning, server):
 def test_lightning_says_which_optimizers_servers_run(lightning):
     for found in lightning:
         assert "expected one of SGD" in found["trainer"]["unknown optimizer"]
+
+
+def test_lightning_says_how_several_optimizers_train_over_servers(lightning):
+    for found in lightning:
+        assert "strategy 'async' steps one optimizer" in found["trainer"]["gan refused"]
+        assert "use strategy='sync-server'" in found["trainer"]["gan refused"]
 
 
 def test_lightning_and_fabric_leave_what_is_dealt_out_to_its_rank(lightning):
@@ -124,7 +130,8 @@ def test_accelerate_trains_over_servers(transformers, server):
     for found in transformers:
         accelerate = found["accelerate"]
         assert accelerate["wrapper"] == "psengine.parallel"
-        assert_equal(accelerate["sync-server"], buffers=False)
+        for case in ("sync-server", "two optimizers", "two models"):
+            assert_equal(accelerate[case], buffers=False)
         assert accelerate["steps"] == (STEPS, "DistributedSGD")
         assert "expected one of SGD" in accelerate["unknown optimizer"]
     assert updates(server, "accelerate-async") == WORLD_SIZE * STEPS

@@ -206,14 +206,15 @@ def optimizer_name(optimizer: torch.optim.Optimizer) -> str:
                 _check_subclass(subclass, base)
             return base.__name__
     raise ConfigurationError(
-        f"servers do not run this optimizer (expected one of {', '.join(OPTIMIZERS)}, got {_users_class(mro)})."
+        f"servers do not run this optimizer (expected one of {', '.join(OPTIMIZERS)}, got"
+        f" {users_class(type(optimizer))})."
         ' Use one of them, or strategy "sync-server", where every worker steps by itself.'
     )
 
 
-def _users_class(mro: tuple[type, ...]) -> str:
+def users_class(optimizer_class: type) -> str:
     """The name of the class that the user wrote, under psengine's own."""
-    return next(base.__name__ for base in mro if base.__module__.partition(".")[0] != "psengine")
+    return next(base.__name__ for base in optimizer_class.__mro__ if base.__module__.partition(".")[0] != "psengine")
 
 
 def _check_subclass(subclass: type, base: type[torch.optim.Optimizer]) -> None:

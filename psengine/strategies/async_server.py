@@ -55,6 +55,7 @@ class AsyncServer(ServerStrategy):
     """
 
     name = "async"
+    workers_step = False
 
     def __init__(
         self,
@@ -127,7 +128,13 @@ class AsyncServer(ServerStrategy):
         from psengine.protocol.hyperparameters import optimizer_name, wire_groups
         from psengine.protocol.layout import ChunkKind
 
-        self._only_one(optimizer)
+        if self._binding is not None and self._binding.optimizer is not optimizer:
+            raise ConfigurationError(
+                "strategy 'async' steps one optimizer for each wrapped model (expected one"
+                " psengine.DistributedOptimizer, got a second). Fix: give one optimizer several parameter groups; or"
+                " wrap the parts of the model one by one, each with its own optimizer; or use strategy='sync-server',"
+                " where every worker steps any number of optimizers itself."
+            )
         name, groups = optimizer_name(optimizer), wire_groups(optimizer)
         assert self._replica is not None
         parameters = self._replica.parameters
@@ -144,7 +151,6 @@ class AsyncServer(ServerStrategy):
         wait_all(requests)
         pushed = {segment.name for key in self._trained for segment in self.chunks.specs[key].segments}
         self._pushed_parameters = [parameters[name] for name in pushed]
-        self._optimizer = optimizer
         self._binding = OptimizerBinding(optimizer, set(parameters.values()))
         # A fused optimizer's own kernel, which never runs, would divide by GradScaler's scale: let the scaler do it, as
         # it does for others, and leave out the steps whose gradients are not finite.

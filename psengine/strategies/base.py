@@ -77,6 +77,7 @@ class Strategy(ABC):
             forward.
         gathers: True where ``gather`` reaches the other replicas.
         exchange_name: what a timeline calls a bucket on its way.
+        workers_step: whether each worker steps optimizers itself, of any kind and number.
         defines_gradients: whether backward leaves zeros where a gradient is undefined, as averages of several do. False
             where gradients are applied elsewhere, which can leave such a parameter alone.
     """
@@ -87,6 +88,7 @@ class Strategy(ABC):
     carries_buffers: ClassVar[bool] = False
     gathers: ClassVar[bool] = False
     exchange_name: ClassVar[str] = "reduce"
+    workers_step: ClassVar[bool] = True
     defines_gradients: ClassVar[bool] = True
 
     @property

@@ -72,8 +72,9 @@ class OptimizerBinding:
                 return
         raise ConfigurationError(
             "the servers train the parameters that the optimizer had when psengine.DistributedOptimizer was made, each"
-            f" in its group ({difference}). Fix: give it all of them before; step() leaves those alone whose gradient"
-            " is None."
+            f" in its group ({difference}). Fix: give it all of them before, and freeze some until they are wanted"
+            " (requires_grad_(False) after the model was wrapped with find_unused_parameters=True): step() leaves those"
+            " alone whose gradient is None. Or use strategy='sync-server', where every worker steps itself."
         )
 
     def _check_untrained(self) -> None:

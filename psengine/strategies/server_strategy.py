@@ -79,7 +79,6 @@ class ServerStrategy(Strategy):
         self._meeting: Meeting | None = None
         self._chunks: ChunkedReplica | None = None
         self._buckets: list[Bucket] = []
-        self._optimizer: torch.optim.Optimizer | None = None
         # True once a wait has failed: a payload sent without a copy may still be read then.
         self._copies_payloads = False
         self.completed_steps = 0
@@ -199,14 +198,6 @@ class ServerStrategy(Strategy):
 
     def _entered(self, state: str) -> None:
         """The values are equal to the servers'; ``state`` is what ``WorkerSession.enter`` returned."""
-
-    def _only_one(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        if self._optimizer is not None and self._optimizer is not optimizer:
-            raise ConfigurationError(
-                f"strategy {self.name!r} steps one optimizer for each model (got a second). Give one optimizer several"
-                " parameter groups."
-            )
-        return optimizer
 
     def pull_values(self, specs: Iterable[ChunkSpec]) -> None:
         """Overwrite this replica's tensors by the servers' values."""

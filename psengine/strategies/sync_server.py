@@ -11,7 +11,9 @@ others' state through the servers::
 
 from __future__ import annotations
 
+import gc
 import logging
+import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +27,7 @@ from psengine.strategies.server_strategy import DEFAULT_TIMEOUT_S, ServerStrateg
 
 if TYPE_CHECKING:
     from psengine.client.operation import Push
+    from psengine.strategies.worker_state import WorkerState
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +69,11 @@ class SyncServer(ServerStrategy):
 
     def _forget(self) -> None:
         super()._forget()
-        self._arrived_state: Any = None
+        # In the order they were made; a program may have done with one and dropped it.
+        self._optimizers: list[weakref.ref[torch.optim.Optimizer]] = []
+        # What a donor left for this worker, until its first step is over.
+        self._arrived: WorkerState | None = None
+        self._loaded: set[int] = set()
         self._payloads: list[torch.Tensor] = []
         self._results: list[torch.Tensor] = []
         # The step under way: its exchanges in order, as (key, what is sent, where the answer lands). A chunk may have
@@ -135,6 +142,7 @@ class SyncServer(ServerStrategy):
             return
         self._is_open = True
         self._sits_out = False
+        self._forget_arrived_state()
         self._exchanges, self._pushes, self._buffer_landings = [], [], None
         try:
             self.session.serve_joiner(self._deposit_state)
@@ -220,9 +228,24 @@ class SyncServer(ServerStrategy):
     # ---- joining late ------------------------------------------------------------------------------------------
 
     def bind_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """See ``Strategy.bind_optimizer``: its state goes to workers that join, and comes from others if we do."""
-        self._optimizer = self._only_one(optimizer)
-        self._load_arrived_state()
+        """See ``Strategy.bind_optimizer``: its state goes to workers that join, and comes from others if we do.
+
+        Raises:
+            ServerError: this worker has joined others, who have no such optimizer.
+        """
+        self._optimizers.append(weakref.ref(optimizer))
+        self._load_arrived_state(optimizer)
+
+    def _live_optimizers(self) -> list[torch.optim.Optimizer]:
+        if len(self._optimizers) > 1:
+            gc.collect()  # those that a program has dropped, on all workers alike
+        alive = [optimizer for reference in self._optimizers if (optimizer := reference()) is not None]
+        self._optimizers = [weakref.ref(optimizer) for optimizer in alive]
+        return alive
+
+    def _parameter_names(self) -> dict[torch.Tensor, str]:
+        assert self._replica is not None
+        return {parameter: name for name, parameter in self._replica.parameters.items()}
 
     def _deposit_state(self) -> None:
         """Leave this worker's state at the servers for a worker that waits to join."""
@@ -238,20 +261,13 @@ class SyncServer(ServerStrategy):
     def _packed_state(self) -> list[torch.Tensor]:
         from psengine.strategies.worker_state import pack
 
-        if self._optimizer is None:
+        optimizers = self._live_optimizers()
+        if not optimizers:
             logger.warning(
                 "a worker joins, but this one's optimizer is unknown, so the joiner starts without its state. Fix:"
                 " optimizer = psengine.DistributedOptimizer(optimizer, model)"
             )
-        try:
-            return pack(self.completed_steps, self._optimizer)
-        except (TypeError, ValueError, KeyError) as error:
-            logger.warning(
-                "the state of %s cannot travel to a worker that joins (%s); it starts without",
-                type(self._optimizer).__name__,
-                error,
-            )
-            return pack(self.completed_steps, None)
+        return pack(self.completed_steps, optimizers, self._parameter_names())
 
     def _rejoin(self) -> None:
         """The others went on after this worker's lease ran out: take their state, and sit this step out.
@@ -270,24 +286,53 @@ class SyncServer(ServerStrategy):
     def _take_state(self) -> None:
         from psengine.strategies.worker_state import unpack
 
-        self._arrived_state = unpack(self.session.pull_blob(STATE_BLOB))
-        self.completed_steps = self._arrived_state.steps
-        self._load_arrived_state()
+        self._arrived = unpack(self.session.pull_blob(STATE_BLOB))
+        self._loaded = set()
+        self.completed_steps = self._arrived.steps
+        for optimizer in self._live_optimizers():
+            self._load_arrived_state(optimizer)
 
-    def _load_arrived_state(self) -> None:
-        """Load what a donor left, once there is an optimizer to load it into."""
-        state = self._arrived_state
-        if state is None or self._optimizer is None:
+    def _load_arrived_state(self, optimizer: torch.optim.Optimizer) -> None:
+        """Load what a donor left of ``optimizer``: the first state of its kind that no other has taken."""
+        from psengine.strategies.worker_state import OptimizerState
+
+        if self._arrived is None or not self._arrived.optimizers:
             return
-        self._arrived_state = None
-        if state.optimizer is not None:
+        own = OptimizerState.of(optimizer, self._parameter_names())
+        fitting = [
+            number
+            for number, state in enumerate(self._arrived.optimizers)
+            if number not in self._loaded and state.belongs_to(own)
+        ]
+        problem = f"expected one of {'; '.join(map(str, self._arrived.optimizers))}; got {own}"
+        if fitting:
+            self._loaded.add(fitting[0])
+            state_dict = self._arrived.optimizers[fitting[0]].state_dict
+            if state_dict is None:
+                return
             try:
-                self._optimizer.load_state_dict(state.optimizer)
+                optimizer.load_state_dict(state_dict)
             except (ValueError, KeyError) as error:
-                raise ServerError(
-                    f"the optimizer state of the other workers does not fit this one's {type(self._optimizer).__name__}"
-                    f" ({error}). Fix: give every worker the same optimizer and parameter groups."
-                ) from error
+                problem = str(error)
+            else:
+                return
+        raise ServerError(
+            f"the optimizers of the other workers are not this one's ({problem}). Fix: give every worker the same"
+            " optimizers, with the same parameter groups, before its first step."
+        )
+
+    def _forget_arrived_state(self) -> None:
+        """With the second step: optimizers that are made from now on are made by all workers, and begin anew."""
+        if self._arrived is None or self.completed_steps <= self._arrived.steps:
+            return
+        left = [str(s) for number, s in enumerate(self._arrived.optimizers) if number not in self._loaded]
+        if left:
+            logger.warning(
+                "the other workers' state of %s was not asked for by an optimizer of this worker. Fix: optimizer ="
+                " psengine.DistributedOptimizer(optimizer, model), for each",
+                "; ".join(left),
+            )
+        self._arrived = None
 
 
 class _Average(Reduction):
