@@ -72,6 +72,8 @@ def _merge_job(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "version_min": min((least for least, _ in versions), default=0),
         "version_max": max((most for _, most in versions), default=0),
         **{name: sum(part[name] for part in parts) for name in _SUMS},
+        # Shards of an older psengine do not count them.
+        "lost_updates": sum(part.get("lost_updates", 0) for part in parts),
         **{name: sum(_exact_sum(part, name, of) for part in parts) for name, of in _EXACT_SUMS.items()},
         "refused": dict(_added(part["refused"] for part in parts)),
         "staleness": _by_number(_added(part["staleness"] for part in parts)),

@@ -29,8 +29,9 @@ import torch
 from psengine.client import patience
 from psengine.client.operation import Operation, Push, Request
 from psengine.client.patience import Patience
+from psengine.client.progress import Ledger
 from psengine.errors import FencedError, ProtocolError, PSEngineError, ServerLostError, ServerRefusedError
-from psengine.protocol.messages import NO_KEY, NOBODY, ErrorCode, Message, MessageType
+from psengine.protocol.messages import NO_KEY, NOBODY, PROTOCOL_VERSION, ErrorCode, Message, MessageType
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +57,7 @@ ANSWERS = {
     MessageType.SNAPSHOT: MessageType.OK,
     MessageType.BYE: MessageType.OK,
     MessageType.ECHO: MessageType.ECHOED,
+    MessageType.PROGRESS: MessageType.OK,
 }
 # HELLO is repeated by the clock, ECHO never: a second one would hold up the first, whose time is taken.
 _UNMARKED = frozenset({MessageType.HELLO, MessageType.ECHO})
@@ -94,7 +96,9 @@ class Link:
 
     Attributes:
         epoch: which life of the server this link knows; 0 none yet.
+        server_version: protocol version that the shard speaks; our own before WELCOME.
         versions: key -> version of the values that came last.
+        ledger: what the shard acknowledged.
         last_heard_s: when the last message came; None never.
         is_paused: only what introduces this worker is sent.
         patience: how long to wait before asking what became of something.
@@ -111,8 +115,10 @@ class Link:
         self.index = index
         self.address = address
         self.epoch = 0
+        self.server_version = PROTOCOL_VERSION
         self.credit_bytes = DEFAULT_CREDIT_BYTES
         self.versions: dict[int, int] = {}
+        self.ledger = Ledger()
         self.last_heard_s: float | None = None
         self.is_paused = True
         self.patience = Patience()
@@ -134,7 +140,6 @@ class Link:
         # When the oldest of what was answered since the last tick had been submitted.
         self._moved_s = math.inf
         self._garbled = 0
-        self._rolled_back_epoch = 0
         self._last_problem = ""
 
     # ---- asking ------------------------------------------------------------------------------------------------
@@ -233,6 +238,7 @@ class Link:
             push = waiting.popleft()
             self._sent[push.message.key] = push
             self._in_flight_bytes += size_bytes
+            self.ledger.sent(push.message.key)
             self._send_push(push, now_s)
 
     # ---- time --------------------------------------------------------------------------------------------------
@@ -325,7 +331,9 @@ class Link:
             push = self._sent.get(message.key)
             if push is not None and push.message.sequence == message.sequence:
                 self._note_movement(push, now_s)
-                self._note_version(message)
+                self.versions[message.key] = message.version
+                is_used = "refused" not in message.body
+                self.ledger.answered(message.key, message.sequence, message.version, is_used=is_used)
                 if push.finish(message, now_s) is None:
                     self._answered[message.key] = push
                 self._remove_push(push, now_s)
@@ -352,19 +360,6 @@ class Link:
             if request.is_sent and request.mark <= marker and request.message.type not in _UNMARKED and may_go:
                 self._send_request(request, now_s)
 
-    def _note_version(self, answer: Message) -> None:
-        before = self.versions.get(answer.key, 0)
-        self.versions[answer.key] = answer.version
-        if answer.version < before and self.epoch != self._rolled_back_epoch:
-            self._rolled_back_epoch = self.epoch
-            logger.warning(
-                "%s went back to its last snapshot: chunk %d from version %d to %d; the updates between are lost",
-                self.address,
-                answer.key,
-                before,
-                answer.version,
-            )
-
     def _receive_answer(self, message: Message, now_s: float) -> None:
         request = self._requests.pop(message.sequence, None)
         if request is None:
@@ -380,6 +375,7 @@ class Link:
         is_stored = asked.type is MessageType.STORE and message.version > 0
         if (message.type is MessageType.VALUES or is_stored) and not asked.body:
             self.versions[message.key] = message.version
+            self.ledger.saw(message.key, message.version)
         request.finish(message, now_s)
 
     def _receive_probed(self, message: Message, now_s: float) -> None:
@@ -456,6 +452,10 @@ class Link:
     def open_count(self) -> int:
         """How much is not answered yet."""
         return len(self._requests) + sum(len(line) for line in self._lines.values())
+
+    def keys_under_way(self) -> tuple[int, ...]:
+        """The chunks that have an exchange which was sent and is not answered yet."""
+        return tuple(self._sent)
 
     def last_push(self, key: int) -> Push | None:
         """The chunk's push that was answered last."""

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from psengine.client import progress
 from psengine.client.chunk_map import ChunkMap
 from psengine.client.connection import Connection
 from psengine.client.greeting import Greeting, Welcome
@@ -225,6 +226,8 @@ class Presence:
             if welcome.lost and self.options.role == "worker":
                 self.greeting.restore(welcome.lost)
             self._configure_again()
+            if self.options.role == "worker":
+                progress.tell(self)
             fenced = None
             if "join" in welcome.states:
                 fenced = FencedError(
@@ -287,12 +290,15 @@ class Presence:
         kind = message.type
         if kind is MessageType.WELCOME:
             self._take_short_way(link, message)
-            link.epoch = message.epoch
+            link.epoch, link.server_version = message.epoch, message.peer_version
+            link.ledger.epoch = link.ledger.epoch or link.epoch
             link.credit_bytes = message.body["credit_bytes"]
             if link.index == 0:
                 self.lease_s, self.heartbeat_s = message.body["lease_s"], message.body["heartbeat_s"]
         elif message.epoch != link.epoch and message.epoch and link.epoch:
             self.lost_membership(f"{link.address} was restarted")
+            if kind is not MessageType.ERROR:
+                return  # of a life that has ended: what it acknowledged then is not what the server has now
         if kind is MessageType.UPDATED and message.body.get("contributors", 0) > len(self.members):
             self._next_heartbeat_s = 0.0  # somebody came: a restarted server would ask who takes part
         if kind is MessageType.HEARTBEAT_ACK:

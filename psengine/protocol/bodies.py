@@ -234,6 +234,15 @@ def _tiles(body: dict[str, Any]) -> str:
     return ""
 
 
+def _progress(entry: list[int]) -> str:
+    if len(entry) < 4 or len(entry) % 2:
+        return f" must be a key, a version, a sequence, what is under way, and pairs (got {len(entry)} numbers)"
+    runs = entry[4:]
+    if runs == sorted(runs) and (not runs or runs[-1] <= entry[2]):
+        return ""
+    return f" must have runs in order, up to its sequence (expected at most {entry[2]}, got {_shown(runs)})"
+
+
 def _worker_counts(body: dict[str, Any]) -> str:
     return " lacks the field 'world_size'" if body["role"] == "worker" and "world_size" not in body else ""
 
@@ -390,10 +399,13 @@ SCHEMAS: dict[MessageType, Check] = {
     MessageType.STATUS_REPORT: _empty,
     MessageType.SNAPSHOT: _empty,
     MessageType.BYE: _empty,
-    MessageType.OK: record({}, {"generation": _unsigned, "slots": listing(_name)}),
+    MessageType.OK: record(
+        {}, {"generation": _unsigned, "slots": listing(_name), "lost": row(_unsigned, _unsigned, _unsigned)}
+    ),
     MessageType.ERROR: record({"code": short_text(64), "text": short_text(MAX_TEXT_CHARS, printable=False)}),
     MessageType.ECHO: _empty,
     MessageType.ECHOED: _empty,
+    MessageType.PROGRESS: record({"chunks": listing(also(listing(_unsigned), _progress)), "more": boolean}),
 }
 
 

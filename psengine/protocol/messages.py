@@ -67,6 +67,7 @@ class MessageType(IntEnum):
     ECHOED = 30  # S  answers ECHO: the same payload
     SENT = 31  # S  answers PROBE: the push was answered, and the answer was sent before this; since version 3
     REPEAT = 32  # C  send the answer to my push again, it was lost; since protocol version 3
+    PROGRESS = 33  # C  how far I am, by chunk, for a server that restarted; answered by OK; since protocol version 3
 
 
 # What a worker says, and is told, by a connection of its own: it never waits behind payloads.

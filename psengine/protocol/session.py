@@ -39,6 +39,7 @@ _WORK = _READ | {
     MessageType.STORE,
     MessageType.JOIN,
     MessageType.SNAPSHOT,  # the server writes to its disk: not for those who only look
+    MessageType.PROGRESS,
 }
 _PUSH = {MessageType.PUSH, MessageType.PROBE, MessageType.REPEAT, MessageType.ADMIT, MessageType.RESULT}
 

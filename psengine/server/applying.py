@@ -59,6 +59,13 @@ class ApplyingRule(ChunkRule):
         self._backups: dict[int, tuple[int, torch.Tensor]] = {}
         # Pushes computed from older versions were under way when their worker's lease ran out.
         self._oldest_base: dict[int, int] = {}
+        # What a snapshot had: the version, and each worker's last exchange in it.
+        self._restored_version = 0
+        self._restored_sequence: dict[int, int] = {}
+
+    def restored(self, rank: int) -> tuple[int, int]:
+        """The version, and the last exchange of worker ``rank``, that this server started with; (0, 0) without."""
+        return self._restored_version, self._restored_sequence.get(rank, 0)
 
     def configure(self, spec: OptimizerSpec) -> None:
         """Attach the optimizer; a repetition of the same is no change.
@@ -202,6 +209,7 @@ class ApplyingRule(ChunkRule):
         """See ``ChunkRule.worker_came``; it starts level with the slowest, so that nobody waits for its past."""
         if is_new_process:
             self.last_sequence.pop(rank, None)
+            self._restored_sequence.pop(rank, None)
             self._refused.pop(rank, None)
         elif self._max_staleness is not None:
             self._oldest_base[rank] = self.version
@@ -263,6 +271,7 @@ class ApplyingRule(ChunkRule):
         self.values.copy_(tensors["values"])
         self.version = meta["version"]
         self.last_sequence = _integer_keys(meta["last_sequence"])
+        self._restored_version, self._restored_sequence = self.version, dict(self.last_sequence)
         self._clocks = _integer_keys(meta["clocks"])
         self._oldest_base = _integer_keys(meta["oldest_base"])
         self._refused = _integer_keys(meta["refused"])

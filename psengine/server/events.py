@@ -33,6 +33,7 @@ KINDS = frozenset(
         "fenced",
         "refused",
         "late",
+        "lost",
         "snapshot",
         "snapshot_failed",
         "memory",

@@ -17,6 +17,7 @@ _COUNTERS = {
     "late": "Contributions that came after their exchange had ended.",
     "abstained": "Exchanges a worker took part in without a gradient.",
     "non_finite": "Contributions with NaN or infinity that an average passed on.",
+    "lost_updates": "Pushes that were acknowledged, and lost when the server went back to a snapshot without them.",
     "evicted": "Workers put out: their lease ran out or was ended by hand, or they were too far behind.",
     "bytes_in": "Payload bytes received from workers: pushes, registered and stored values.",
     "bytes_out": "Payload bytes sent to workers and readers.",

@@ -22,7 +22,9 @@ from psengine.server.averaging import AveragingRule
 from psengine.server.chunk_store import ChunkStore, absent_ranges
 from psengine.server.consistency import ChunkRule, Push, Reply, RuleContext
 from psengine.server.job_record import JobRecord
+from psengine.server.job_status import status_of
 from psengine.server.logging_format import RateLimit
+from psengine.server.losses import Losses
 from psengine.server.membership import MOST_WORKERS, Greeting, Member, Membership
 from psengine.server.statistics import JobStatistics
 
@@ -74,6 +76,7 @@ class Job:
         self._lines = RateLimit(LINES_INTERVAL_S, MAX_LINES)
         self.statistics = JobStatistics()
         self.membership = Membership(lease_s)
+        self._losses = Losses()
         self._record = JobRecord(name, note, self.membership.wall_clock_ms)
         context = RuleContext(
             live_ranks=lambda: self.membership.live_ranks, missing_ranks=self.missing_ranks, statistics=self.statistics
@@ -132,6 +135,8 @@ class Job:
             )
         if self.averages and members:
             self._resume(members, now_s)
+        elif self._is_restored:
+            self._losses.expect(members)
         greeting = self.membership.greet(
             rank=rank,
             nonce=body["nonce"],
@@ -174,9 +179,15 @@ class Job:
         if now_s - since_s <= self.membership.lease_s and self.statistics.averaged == averaged:
             self.membership.expect(members, now_s)
 
+    def tick(self, now_s: float) -> list[int]:
+        """Some time has passed; ranks whose lease ran out."""
+        self.count_losses(now_s)
+        return self.membership.expired(now_s)
+
     def stood_still(self, pause_s: float) -> None:
         """See ``Membership.stood_still``."""
         self.membership.stood_still(pause_s)
+        self._losses.stood_still(pause_s)
         if self._resumed is not None:
             since_s, averaged = self._resumed
             self._resumed = since_s + pause_s, averaged
@@ -380,12 +391,12 @@ class Job:
 
     def _departed(self, member: Member, reason: str, why: str) -> None:
         """Tell of a worker that goes, before it is forgotten."""
-        steps = self._steps()
+        steps = self.steps()
         step = steps.get(member.rank, 0) if steps else member.telemetry.steps or 0
         self._record.departed(member, reason, why, step)
         self.statistics.recent_staleness.pop(member.rank, None)
 
-    def _steps(self) -> dict[int, int]:
+    def steps(self) -> dict[int, int]:
         """Per worker the step it is in, by the first chunk that is trained; {} where this shard has none."""
         trained = (rule for rule in self.chunks.rules.values() if rule.spec.kind is ChunkKind.PARAMETER)
         # What a frozen parameter's chunk counts stands still.
@@ -502,6 +513,29 @@ class Job:
                 reply.body["arrived_bytes"] = self.statistics.bytes_in
         return replies
 
+    # ---- after a restart ---------------------------------------------------------------------------------------
+
+    def hear_progress(self, message: Message, member: Member, now_s: float) -> list[Reply]:
+        """PROGRESS: a worker says how far it was with a server that lived before this one."""
+        lost = [0, 0, 0]
+        for key, version, sequence, under_way, *unused in message.body["chunks"]:
+            rule = self.chunks.find(key)
+            if isinstance(rule, ApplyingRule):
+                restored = rule.restored(member.rank)
+                updates, own = self._losses.report(member.rank, key, restored, (version, sequence), under_way, unused)
+                lost = [lost[0] + updates, lost[1] + own, lost[2] + (updates > 0)]
+        if not message.body["more"]:
+            self._losses.spoke(member.rank, now_s)
+            self.count_losses(now_s)
+        return [Reply(MessageType.OK, member.rank, message.sequence, body={"lost": lost})]
+
+    def count_losses(self, now_s: float) -> None:
+        """Where it is time, say what was lost when this server went back to a snapshot."""
+        updates, chunks = self._losses.count(self.membership.members, self.membership.lease_s, now_s)
+        if updates:
+            self.statistics.lost_updates += updates
+            self._record.lost(updates, chunks)
+
     def note_pull(self, message: Message, member: Member) -> None:
         """A worker reads weights: with delay compensation these are what its next gradient is computed from."""
         rule = self.chunks.rules.get(message.key)
@@ -528,71 +562,17 @@ class Job:
         self._has_started = meta["has_started"]
         self.fingerprint = meta["fingerprint"]
         self.membership.restore(meta, now_s)
+        self._losses.expect(self.membership.live_ranks)
         self.is_sealed = self._is_restored = True
 
     def hear(self, body: Mapping[str, Any], member: Member, now_s: float) -> None:
         """HEARTBEAT, and what the worker says of itself."""
         member.telemetry.hear(body, now_s)
 
-    def _waiting(self) -> dict[int, list[int]]:
-        """Per rank whose answers are held, the ranks it waits for, ascending, over all chunks."""
-        # One bit per rank: workers wait for many others in many chunks, and sets would be united for each.
-        masks: dict[int, int] = {}
-        for rule in self.chunks.rules.values():
-            # Those in one exchange of a chunk share a list.
-            last: list[int] = []
-            mask = 0
-            for rank, missing in rule.waiting().items():
-                if missing is not last:
-                    last, mask = missing, sum(1 << other for other in missing)
-                masks[rank] = masks.get(rank, 0) | mask
-        ranks = {mask: _ranks_in(mask) for mask in set(masks.values())}
-        return {rank: ranks[mask] for rank, mask in masks.items()}
-
-    def _worker_state(self, member: Member, now_s: float, heartbeat_s: float) -> str:
-        if not member.is_live:
-            return "joining"
-        return "silent" if now_s - member.last_heard_s > 2 * heartbeat_s else "live"
-
     def status(self, now_s: float, heartbeat_s: float) -> dict[str, Any]:
         """JSON-able: workers, versions, counters."""
-        rules = list(self.chunks.rules.values())
-        waiting = self._waiting()
-        clocks = self._steps()
-        return {
-            "rule": self.rule,
-            "sealed": self.is_sealed,
-            "started": self.has_started,
-            "expected_workers": self.expected_workers,
-            "chunks": len(rules),
-            "values_bytes": sum(rule.spec.size_bytes for rule in rules),
-            "memory_bytes": self.chunks.size_bytes(),
-            "version_min": min((rule.version for rule in rules), default=0),
-            "version_max": max((rule.version for rule in rules), default=0),
-            "members": len(self.membership.members),
-            "workers": [
-                {
-                    "rank": m.rank,
-                    "incarnation": m.incarnation,
-                    "state": self._worker_state(m, now_s, heartbeat_s),
-                    "host": m.host,
-                    "pid": m.pid,
-                    "silent_s": round(now_s - m.last_heard_s, 3),
-                    "pushes": m.pushes,
-                    "refused": m.refused,
-                    "late": m.late,
-                    "clock": clocks.get(m.rank),
-                    "waiting_for": waiting.get(m.rank, []),
-                    "staleness": self.statistics.staleness_of(m.rank),
-                    "telemetry": m.telemetry.to_status(),
-                }
-                for m in sorted(self.membership.members.values(), key=lambda m: m.rank)
-            ],
-            "departed": self._record.to_status(),
-            **self.statistics.to_status(),
-        }
+        return status_of(self, now_s, heartbeat_s)
 
-
-def _ranks_in(mask: int) -> list[int]:
-    """The numbers of the bits that are set, ascending."""
-    return [rank for rank, bit in enumerate(reversed(f"{mask:b}")) if bit == "1"]
+    def departed(self) -> list[dict[str, Any]]:
+        """Workers that are gone, the latest last; JSON-able."""
+        return self._record.to_status()

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable
 from typing import Any
 
 from psengine.server.membership import Member
+
+logger = logging.getLogger(__name__)
 
 MOST_DEPARTED = 20
 
@@ -59,6 +62,16 @@ class JobRecord:
     def late(self, member: Member, step: int) -> None:
         """A gradient came after the average it was for."""
         self._note("late", member, f": its gradient of step {step} came after the others' average")
+
+    def lost(self, updates: int, chunks: int) -> None:
+        """The server went back to a snapshot that lacks what workers know was acknowledged."""
+        text = (
+            f"{updates} updates of {chunks} chunks are lost: workers had them acknowledged, and the snapshot that this"
+            " server started from is older"
+        )
+        logger.warning("job %r: %s", self._job, text)
+        if self._note_event is not None:
+            self._note_event("lost", text, job=self._job)
 
     def to_status(self) -> list[dict[str, Any]]:
         """Those that are gone, the latest last; JSON-able."""

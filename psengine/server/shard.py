@@ -50,7 +50,7 @@ _NOTABLE_REFUSALS = {
     ErrorCode.MEMORY: "memory",
 }
 # Every shard sees them; of the others each shard would tell the same.
-_EVENTS_OF_ANY_SHARD = frozenset({"refused", "late", "memory", "stood_still"})
+_EVENTS_OF_ANY_SHARD = frozenset({"refused", "late", "lost", "memory", "stood_still"})
 # All other messages of members may change what a snapshot keeps: even PULL and REPEAT, by backing up weights.
 _LEAVE_SNAPSHOT_ALONE = frozenset({MessageType.HEARTBEAT, MessageType.LIST, MessageType.STATUS, MessageType.ECHO})
 
@@ -148,6 +148,7 @@ class Shard:
             MessageType.JOIN: lambda job, member, message: job.join(member, message.sequence),
             MessageType.ADMIT: lambda job, member, message: [*_ok(member, message), *job.admit(message, member)],
             MessageType.STATUS: self._status,
+            MessageType.PROGRESS: lambda job, member, message: job.hear_progress(message, member, self._now_s),
             MessageType.ECHO: lambda job, member, message: [
                 Reply(MessageType.ECHOED, member.rank, message.sequence, payload=payload_tensor(message))
             ],
@@ -238,7 +239,7 @@ class Shard:
         self._look_at_time(now_s)
         outgoing: list[Outgoing] = []
         for job in self._jobs.values():
-            expired = job.membership.expired(now_s)
+            expired = job.tick(now_s)
             if expired:
                 self._changes += 1
                 outgoing.extend(self._outgoing(job, job.evict(expired, now_s)))

@@ -24,6 +24,7 @@ class JobStatistics:
         late: contributions that came after their exchange had ended with the others' (quorum).
         abstained: exchanges a worker took part in without a gradient.
         non_finite: contributions with NaN or infinity that an average passed on, as native DDP does.
+        lost_updates: pushes that this server had acknowledged before it went back to a snapshot without them.
         bytes_in, bytes_out: payload of the job's messages, readers' included; not what measures the server.
         staleness: how many pushes were how many updates old, up to ``LARGEST_BUCKET``.
         staleness_sum, lead_sum: the exact values, added up.
@@ -38,6 +39,7 @@ class JobStatistics:
     late: int = 0
     abstained: int = 0
     non_finite: int = 0
+    lost_updates: int = 0
     bytes_in: int = 0
     bytes_out: int = 0
     evicted: int = 0
@@ -86,6 +88,7 @@ class JobStatistics:
             "late": self.late,
             "abstained": self.abstained,
             "non_finite": self.non_finite,
+            "lost_updates": self.lost_updates,
             "evicted": self.evicted,
             "bytes_in": self.bytes_in,
             "bytes_out": self.bytes_out,
