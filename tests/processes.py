@@ -54,6 +54,7 @@ def run_ranks(
     deadline_s: float = 90.0,
     group_timeout_s: float = GROUP_TIMEOUT_S,
     init_group: bool = True,
+    may_have_children: bool = False,
 ) -> list[Any]:
     """Run ``function(rank, world_size, *arguments)`` in ``world_size`` processes; return their values in rank order.
 
@@ -70,6 +71,7 @@ def run_ranks(
         group_timeout_s=group_timeout_s,
         init_group=init_group,
         leave_together=True,
+        may_have_children=may_have_children,
     )
     failed = [r for r in results if r.error is not None or r.exit_code != 0]
     if failed:
@@ -86,10 +88,12 @@ def run_ranks_to_any_end(
     group_timeout_s: float = GROUP_TIMEOUT_S,
     init_group: bool = True,
     leave_together: bool = False,
+    may_have_children: bool = False,
 ) -> list[RankResult]:
     """Like ``run_ranks``, for tests in which ranks are meant to raise or be killed; raises only for a hang.
 
-    ``leave_together`` makes ranks wait for each other before they close their connections.
+    ``leave_together`` makes ranks wait for each other before they close their connections; ``may_have_children`` lets
+    them start processes through multiprocessing, which they must end themselves.
     """
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     processes, receivers = [], []
@@ -97,7 +101,9 @@ def run_ranks_to_any_end(
         for rank in range(world_size):
             receiver, sender = _context.Pipe(duplex=False)
             setup = _Setup(rank, world_size, store.port, group_timeout_s, init_group, leave_together, dict(os.environ))
-            process = _context.Process(target=_rank_main, args=(setup, sender, function, arguments), daemon=True)
+            process = _context.Process(
+                target=_rank_main, args=(setup, sender, function, arguments), daemon=not may_have_children
+            )
             process.start()
             sender.close()
             processes.append(process)
