@@ -17,6 +17,13 @@ CREATE_GRAPH_MESSAGE = (
     " to work with higher-order gradients for your use case, please ping https://github.com/pytorch/pytorch/issues/63929"
 )
 
+DISTRIBUTED_AUTOGRAD_MESSAGE = (
+    "psengine.DistributedDataParallel exchanges the gradients that loss.backward() leaves in .grad (expected a forward"
+    " outside of torch.distributed.autograd contexts, got one inside: what torch.distributed.autograd.backward()"
+    " computes stays in its context, and on this rank). Fix: call the model outside of the context, or wrap this module"
+    " in torch.nn.parallel.DistributedDataParallel, which exchanges the gradients of contexts too."
+)
+
 LOCAL_BACKWARD_MESSAGE = (
     "The model was called twice before its first backward, and backward runs a second time now: these gradients stay on"
     " this rank, because a backward exchanges gradients only where it is the first one after a forward (native DDP"

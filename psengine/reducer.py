@@ -25,6 +25,7 @@ import torch
 from psengine.backward_timer import BackwardTimer
 from psengine.bucket_layout import BucketLayout
 from psengine.buckets import Bucket
+from psengine.distributed_autograd import refuse_distributed_autograd
 from psengine.errors import ReductionError
 from psengine.finite_check import FiniteCheck
 from psengine.gradient_hooks import AccumulationNodes, ShortWay, counting_hook
@@ -213,6 +214,7 @@ class Reducer:
 
     def prepare_for_forward(self) -> None:
         """Count an iteration whose gradients will be exchanged; raise where the model was converted meanwhile."""
+        refuse_distributed_autograd(self._fail)
         # One parameter stands for all: where only others were converted, the next forward misses their gradients.
         if self._nodes.was_converted(0):
             self._check_listening(range(len(self.parameters)))
