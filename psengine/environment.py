@@ -99,7 +99,7 @@ def init(backend: str | None = None, *, timeout_s: float = 600.0) -> Context:
             travel, not where they live: the device of ``"gloo"`` on a CUDA machine is CUDA still.
         timeout_s: deadline for meeting the other ranks and, in a group made here, for its operations. While
             it waits, the log says what for, from the fifth second on. Where an address derived from Slurm's list of
-            hosts does not resolve, the wait ends after five seconds.
+            hosts does not resolve, the wait ends after ten seconds.
 
     Returns:
         This process's rank, world, host and device.

@@ -30,7 +30,7 @@ WORDS_EVERY_S = 60.0
 RETRY_S = 0.5
 CONNECT_TIMEOUT_S = 3.0
 # Nodes of a running job have names already; a name in MASTER_ADDR may still come (a Kubernetes service's does).
-LAUNCHERS_NAME_S = 5.0
+LAUNCHERS_NAME_S = 10.0
 # torch's own timeouts end a little late, and say more than we could.
 GRACE_S = 5.0
 

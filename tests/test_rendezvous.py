@@ -17,7 +17,7 @@ from processes import free_port, run_ranks
 
 import psengine
 from psengine import rendezvous
-from psengine.errors import CollectiveError
+from psengine.errors import CollectiveError, ServerLostError
 
 # RFC 6761: no such name will ever resolve.
 NO_HOST = "node-0.invalid"
@@ -202,3 +202,19 @@ def test_words_become_rarer():
         at_s = rendezvous.words_at_s(at_s)
         times.append(at_s)
     assert times == [5, 15, 30, 60, 120, 180, 240, 300]
+
+
+def name_a_server(rank, world_size):
+    os.environ["PSENGINE_SERVERS"] = f"tcp://{NO_HOST}:7077"
+    log = Lines()
+    logging.getLogger("psengine.client.host_names").addHandler(log)
+    with pytest.raises(ServerLostError) as caught:
+        psengine.connect(role="reader", connect_timeout_s=3.0).layout()
+    return str(caught.value), log.lines
+
+
+def test_a_server_whose_host_does_not_resolve_is_said_at_once_and_in_the_error():
+    ((message, said),) = run_ranks(name_a_server, 1, init_group=False)
+    assert f"tcp://{NO_HOST}:7077 cannot be reached: the host name {NO_HOST!r} does not resolve here" in said[0]
+    assert "PSENGINE_SERVERS" in said[0]
+    assert f"The last problem was: the host name {NO_HOST!r} does not resolve here" in message

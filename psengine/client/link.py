@@ -427,6 +427,10 @@ class Link:
                 return
         self._lost_membership(f"{self.address}: {text}")
 
+    def note_problem(self, problem: str) -> None:
+        """Why nothing may ever come, for the error; any thread."""
+        self._last_problem = problem
+
     def receive_garbled(self, error: ProtocolError, now_s: float) -> None:
         """Something came that is no message."""
         self._garbled += 1
