@@ -501,7 +501,9 @@ def test_health_status_and_metrics(tmp_path):
         with Peer(server.addresses[0]) as peer:
             peer.make_job(torch.zeros(10))
             assert peer.request("PUSH", key=0, sequence=1, payload=torch.ones(10)).type.name == "UPDATED"
-            assert peer.request("PUSH", key=0, sequence=1, payload=torch.ones(10)).type.name == "UPDATED"
+            peer.send(peer.message("PUSH", key=0, sequence=1, payload=torch.ones(10)))  # a repeat, and ignored
+            assert peer.request("PROBE", key=0, sequence=1).type.name == "SENT"
+            assert peer.request("REPEAT", key=0, sequence=1).type.name == "UPDATED"
             assert peer.request("SNAPSHOT").type.name == "OK"
             assert get(f"{server.status_url}/healthz") == (200, "ok\n")
             status = server.status()

@@ -391,7 +391,7 @@ class Link:
         if message.type is MessageType.PENDING:
             push.waiting_for = message.body.get("waiting_for", [])
             known_bytes, push.arrived_bytes = push.arrived_bytes, message.body.get("arrived_bytes", -1)
-            if 0 <= known_bytes != push.arrived_bytes:  # what it waits for is on its way
+            if known_bytes != push.arrived_bytes:  # it is there now, or more of what it waits for
                 push.deadline_s = max(push.deadline_s, now_s + push.timeout_s)
             return
         push.round += 1

@@ -14,6 +14,7 @@ from throttled_relay import ThrottledRelay, throttled_relay
 
 from psengine.client.partition import cut
 from psengine.client.session import Push, SessionOptions, WorkerSession, wait_all
+from psengine.errors import ServerLostError
 from psengine.protocol.layout import ChunkKind, ChunkSpec
 
 AVERAGE = {"name": "average", "quorum": None}
@@ -104,7 +105,8 @@ def carried(relays: Sequence[ThrottledRelay]) -> list[tuple[int, int]]:
 
 def bytes_of_a_step(server: ServerProcess, rule: dict[str, object], size: int, chunks: int, bytes_per_s: float):
     """Each worker's bytes (up, down) of one step; checks what came of it."""
-    with slow_crew(server, chunks, rule, size, bytes_per_s) as (trainers, relays):
+    # A deadline much shorter than the step: it runs only while nothing moves.
+    with slow_crew(server, chunks, rule, size, bytes_per_s, timeout_s=2.0) as (trainers, relays):
         before = carried(relays)
         with ThreadPoolExecutor(size) as pool:
             list(pool.map(lambda trainer: trainer.step(1.0), trainers))
@@ -121,8 +123,7 @@ def assert_minimal(counts: Sequence[tuple[int, int]], chunks: int) -> None:
 
 
 def assert_nobody_left(server: ServerProcess) -> None:
-    for name, job in server.status()["shards"][0]["jobs"].items():
-        assert (job["evicted"], job["departed"]) == (0, job["departed"]), name
+    assert [job["evicted"] for job in server.status()["shards"][0]["jobs"].values()] == [0, 0]
 
 
 def test_a_step_sends_its_bytes_once(server):
@@ -134,3 +135,79 @@ def test_a_step_sends_its_bytes_once(server):
         assert_minimal(averaged.result(), chunks)
         assert_minimal(applied.result(), chunks)
     assert_nobody_left(server)
+
+
+def test_values_travel_once_when_read_and_when_written(server):
+    """All of them at once, so that the last request's answer comes seconds after it."""
+    chunks = 8
+    with slow_crew(server, chunks, APPLY, 1, 0.4e6) as ([trainer], relays):
+        before = carried(relays)[0]
+        read = [trainer.session.pull(spec.key, [trainer.parts[spec.key]]) for spec in trainer.specs]
+        written = [trainer.session.store(0, torch.full((CHUNK_NUMEL,), 2.0)) for _ in range(chunks)]
+        for request in (*read, *written):
+            request.wait()
+        up, down = (b - a for a, b in zip(before, carried(relays)[0], strict=True))
+    assert_minimal([(up, down)], chunks)
+    assert server.status()["shards"][0]["jobs"]["apply"]["version_max"] == chunks
+
+
+# ---- a link that is cut ----------------------------------------------------------------------------------------------
+
+
+def wait_until(is_true, what: str, deadline_s: float = 30.0) -> None:
+    last_s = time.monotonic() + deadline_s
+    while not is_true():
+        assert time.monotonic() < last_s, what
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("rule", [AVERAGE, pytest.param(APPLY, marks=pytest.mark.slow)], ids=["average", "apply"])
+def test_a_result_cut_on_its_way_is_asked_for_once(server, rule):
+    """The pushes are all there and some results too, when every connection ends; the link is there again at once."""
+    chunks = 8
+    with slow_crew(server, chunks, rule, 1, 4e6) as ([trainer], [relay]):
+        before = carried([relay])[0]
+        relay.down.bytes_per_s = 0.7e6
+        pushes = trainer.push(1.0)
+        wait_until(lambda: relay.up.carried_bytes - before[0] >= least_bytes(chunks), "the pushes do not arrive")
+        wait_until(lambda: sum(push.is_done for push in pushes) >= 3, "no result came")
+        done = sum(push.is_done for push in pushes)
+        assert relay.cut() >= 2
+        assert done < chunks
+        wait_all(pushes)
+        up, down = (b - a for a, b in zip(before, carried([relay])[0], strict=True))
+        assert trainer.values.eq(1.0 if rule is AVERAGE else -1.0).all()
+    # What had arrived is not asked for again, nor is any push sent twice; what was in the relay went down with it.
+    assert up < EXCESS * least_bytes(chunks)
+    assert down < EXCESS * least_bytes(chunks) + 2 * least_bytes(1)
+    [job] = server.status()["shards"][0]["jobs"].values()
+    assert (job["applied"], job["duplicates"], job["evicted"]) == (chunks, 0, 0)
+
+
+def test_pushes_cut_on_their_way_count_once(server):
+    chunks = 8
+    with slow_crew(server, chunks, APPLY, 1, 4e6) as ([trainer], [relay]):
+        relay.up.bytes_per_s = 1e6
+        before = relay.up.carried_bytes
+        pushes = trainer.push(1.0)
+        wait_until(lambda: relay.up.carried_bytes - before > least_bytes(chunks) / 2, "nothing goes up")
+        assert relay.cut() >= 2
+        wait_all(pushes)
+        assert trainer.values.eq(-1.0).all()
+    [job] = server.status()["shards"][0]["jobs"].values()
+    assert (job["applied"], job["duplicates"]) == (chunks, 0)
+    assert relay.up.carried_bytes - before < 1.6 * least_bytes(chunks)
+
+
+def test_a_dead_server_behind_a_slow_link_is_found_in_time(server):
+    """Much is under way, and moves, until the server is killed: from then on nothing does."""
+    chunks, timeout_s = 8, 1.5
+    with slow_crew(server, chunks, AVERAGE, 1, 1e6, timeout_s=timeout_s) as ([trainer], _):
+        pushes = trainer.push(1.0)
+        wait_until(lambda: pushes[0].is_done, "no result came")
+        server.kill()
+        killed_s = time.monotonic()
+        with pytest.raises(ServerLostError, match="did not answer"):
+            wait_all(pushes)
+        # Results that were in the relay still came in between.
+        assert time.monotonic() - killed_s < timeout_s + 2.0
