@@ -888,7 +888,8 @@ class TestJoining:
         """Even if it was away while others went on, who then went for good."""
         world, workers = self.begun()
         world.advance(6, workers[0])
-        workers[0].push(0, 4, torch.ones(4))
+        for sequence in (4, 5):
+            workers[0].push(0, sequence, torch.ones(4))
         workers[0].ask(MessageType.BYE)
         assert workers[1].hello() == "ready"
         (answer,) = workers[1].push(0, 4, torch.ones(4))

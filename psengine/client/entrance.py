@@ -1,4 +1,4 @@
-"""How a worker comes to take part: it gives the job its values, compares models, or joins a job that is under way.
+"""How a worker comes to take part, and leaves: it gives the job its values, compares models, or joins a job under way.
 
 lead says     what follows
 initialise    REGISTER every chunk at its shard, SEAL every shard, the lead last
@@ -9,6 +9,7 @@ join          JOIN every shard: held until another worker has deposited its stat
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -20,7 +21,8 @@ from psengine.client.greeting import Welcome
 from psengine.client.operation import Request, wait_all
 from psengine.client.partition import assign
 from psengine.client.presence import Presence
-from psengine.errors import ReplicaMismatchError, ServerRefusedError
+from psengine.client.progress import PROGRESS_VERSION
+from psengine.errors import PSEngineError, ReplicaMismatchError, ServerRefusedError
 from psengine.protocol.layout import ChunkSpec, first_difference, layout_fingerprint
 from psengine.protocol.messages import ErrorCode, Message, MessageType
 
@@ -28,6 +30,10 @@ logger = logging.getLogger(__name__)
 
 # Values on their way while a job is registered: enough to keep the servers busy, little enough to be answered soon.
 REGISTERS_UNDER_WAY = 16
+# A worker that waits longer than this for others to let it go says so.
+QUIET_LEAVE_S = 2.0
+# An embedded server that died does not come back.
+EMBEDDED_LEAVE_S = 10.0
 
 
 def greet(presence: Presence) -> Welcome:
@@ -121,3 +127,45 @@ def join(presence: Presence) -> str:
         state = greet(presence).state
         if state != "join":
             return state
+
+
+def await_leave(presence: Presence) -> None:
+    """Where servers average: wait until every live worker has the averages that this one has.
+
+    Until then this worker may be the only one that has the average of its last step: a server that dies and comes back
+    would let those who lack it average without this worker, to another result. Who is in the middle of a step, or has
+    failed in one, has nothing to give, and is not held up.
+    """
+    options, links = presence.options, presence.links
+    takes_part = presence.takes_part and presence.fenced is None and presence.fatal is None
+    if not options.averages or not takes_part or max(len(presence.members), presence.contributors) < 2:
+        return
+    if not all(link.is_level or not presence.chunks.at(link.index) for link in links):
+        return
+    if any(link.server_version < PROGRESS_VERSION for link in links):
+        return
+    timeout_s = min(options.timeout_s, EMBEDDED_LEAVE_S) if options.is_embedded else options.timeout_s
+    who = f"worker {presence.identity.worker} of job {options.job!r}"
+    told = threading.Timer(
+        QUIET_LEAVE_S,
+        logger.warning,
+        (
+            "%s waits to leave, for %g s at most, until every other worker has the averages of its last step",
+            who,
+            timeout_s,
+        ),
+    )
+    told.daemon = True
+    told.start()
+    try:
+        asked = []
+        for link in links:
+            presence.connection.do(link.tell_progress)
+            asked.append(presence.ask(link, Message(MessageType.LEAVE), timeout_s=timeout_s))
+        wait_all(asked)
+    except ServerRefusedError as error:
+        logger.debug("%s leaves at once: %s", who, error)
+    except PSEngineError as error:
+        logger.error("%s leaves, and other workers may lack the averages of its last step: %s", who, error)
+    finally:
+        told.cancel()

@@ -58,11 +58,12 @@ ANSWERS = {
     MessageType.BYE: MessageType.OK,
     MessageType.ECHO: MessageType.ECHOED,
     MessageType.PROGRESS: MessageType.OK,
+    MessageType.LEAVE: MessageType.OK,
 }
 # HELLO is repeated by the clock, ECHO never: a second one would hold up the first, whose time is taken.
 _UNMARKED = frozenset({MessageType.HELLO, MessageType.ECHO})
 # Their time runs whatever else moves: how long a server may take to be found, and a session to end.
-_STRICT = frozenset({MessageType.HELLO, MessageType.BYE})
+_STRICT = frozenset({MessageType.HELLO, MessageType.LEAVE, MessageType.BYE})
 # The ids of markers lie above all others; what they carry does not matter.
 _FIRST_MARKER = 1 << 62
 _MARKER_BYTES = 1
@@ -121,6 +122,7 @@ class Link:
         self.ledger = Ledger()
         self.last_heard_s: float | None = None
         self.is_paused = True
+        self._has_failed = False
         self.patience = Patience()
         self._identity = identity
         self._transmit = transmit
@@ -331,6 +333,7 @@ class Link:
             push = self._sent.get(message.key)
             if push is not None and push.message.sequence == message.sequence:
                 self._note_movement(push, now_s)
+                self._has_failed = False
                 self.versions[message.key] = message.version
                 is_used = "refused" not in message.body
                 self.ledger.answered(message.key, message.sequence, message.version, is_used=is_used)
@@ -457,9 +460,20 @@ class Link:
         """How much is not answered yet."""
         return len(self._requests) + sum(len(line) for line in self._lines.values())
 
+    def tell_progress(self) -> None:
+        """Send PROGRESS, without waiting for its answer."""
+        pages = self.ledger.pages(self._sent)
+        for page in pages:
+            self.send(Message(MessageType.PROGRESS, body={"chunks": page, "more": page is not pages[-1]}))
+
     def keys_under_way(self) -> tuple[int, ...]:
         """The chunks that have an exchange which was sent and is not answered yet."""
         return tuple(self._sent)
+
+    @property
+    def is_level(self) -> bool:
+        """Whether every exchange that this worker began was answered."""
+        return not self._lines and not self._has_failed and self.ledger.has_answers
 
     def last_push(self, key: int) -> Push | None:
         """The chunk's push that was answered last."""
@@ -470,6 +484,7 @@ class Link:
     def _fail(self, operation: Operation, error: PSEngineError, now_s: float) -> None:
         operation.fail(error)
         if isinstance(operation, Push):
+            self._has_failed = True
             self._remove_push(operation, now_s)
         else:
             self._requests.pop(operation.message.sequence, None)

@@ -59,6 +59,7 @@ class Presence:
         links: one per shard, the lead first.
         chunks: where the job's chunks are.
         members: live workers, as the lead last said.
+        contributors: whose gradients the last average was made of.
         configured: key -> CONFIGURE's body; a server restored from a snapshot may be older than it.
         takes_part: whether this worker has the job's values, or gave them; set by the session. Before, a restarted
             server must not take it for one that has.
@@ -80,6 +81,7 @@ class Presence:
         self._link_of: dict[int, Link] = {}
         self.chunks = ChunkMap()
         self.members: tuple[int, ...] = ()
+        self.contributors = 0
         self.takes_part = False
         self.configured: dict[int, dict[str, Any]] = {}
         self.lease_s = 5.0
@@ -301,7 +303,9 @@ class Presence:
             self.lost_membership(f"{link.address} was restarted")
             if kind is not MessageType.ERROR:
                 return  # of a life that has ended: what it acknowledged then is not what the server has now
-        if kind is MessageType.UPDATED and message.body.get("contributors", 0) > len(self.members):
+        if kind is MessageType.UPDATED:
+            self.contributors = message.body.get("contributors", 0)
+        if kind is MessageType.UPDATED and self.contributors > len(self.members):
             self._next_heartbeat_s = 0.0  # somebody came: a restarted server would ask who takes part
         if kind is MessageType.HEARTBEAT_ACK:
             if link.index == 0:
@@ -312,6 +316,8 @@ class Presence:
                 self._state_requests[request.rank] = request
         elif kind is MessageType.RESULT_WANTED:
             self._send_result(link, message, now_s)
+        elif kind is MessageType.PROGRESS_WANTED:
+            link.tell_progress()
         else:
             link.receive(message, now_s)
 

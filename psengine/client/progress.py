@@ -86,6 +86,11 @@ class Ledger:
         known = self._chunks.setdefault(key, _Known())
         known.version = max(known.version, version)
 
+    @property
+    def has_answers(self) -> bool:
+        """Whether an exchange was answered."""
+        return any(known.sequence for known in tuple(self._chunks.values()))
+
     def settle(self, epoch: int) -> None:
         """The server was told: what it lost is counted, and life ``epoch`` of it begins."""
         self.epoch = epoch

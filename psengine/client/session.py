@@ -145,7 +145,11 @@ class WorkerSession:
         return entrance.fetch_layout(self._presence)
 
     def close(self) -> None:
-        """Say BYE, for a second at most, and end the thread; whatever still waits fails."""
+        """Leave, and end the thread; whatever still waits fails.
+
+        Where servers average it waits until every other live worker has the averages of this one's last step: a server
+        that dies meanwhile may need this one's. That takes as long as an answer of theirs, and ``timeout_s`` at most.
+        """
         self._finalizer()
 
     # ---- where we stand ----------------------------------------------------------------------------------------
@@ -435,15 +439,24 @@ class WorkerSession:
 
 def _say_goodbye(presence: Presence, process_id: int) -> None:
     """Leave: BYE where there is somebody to hear it, then end the I/O thread."""
-    presence.closing.set()
     if os.getpid() != process_id:
+        presence.closing.set()
         return
+    try:
+        if not presence.connection.is_own_thread:  # where a forgotten session is collected is anybody's guess
+            entrance.await_leave(presence)
+    finally:
+        _end(presence)
+
+
+def _end(presence: Presence) -> None:
+    presence.closing.set()
     goodbyes: list[Operation] = []
     try:
         for link in presence.links:
             if link.last_heard_s is not None and not link.is_paused and presence.fatal is None:
                 goodbyes.append(presence.ask(link, Message(MessageType.BYE), timeout_s=GOODBYE_S, handles_refusal=True))
-        if not presence.connection.is_own_thread:  # where a forgotten session is collected is anybody's guess
+        if not presence.connection.is_own_thread:
             wait_all(goodbyes)
     except PSEngineError as error:
         logger.debug("no answer to BYE: %s", error)

@@ -406,6 +406,8 @@ SCHEMAS: dict[MessageType, Check] = {
     MessageType.ECHO: _empty,
     MessageType.ECHOED: _empty,
     MessageType.PROGRESS: record({"chunks": listing(also(listing(_unsigned), _progress)), "more": boolean}),
+    MessageType.PROGRESS_WANTED: _empty,
+    MessageType.LEAVE: _empty,
 }
 
 

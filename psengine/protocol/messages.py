@@ -68,6 +68,8 @@ class MessageType(IntEnum):
     SENT = 31  # S  answers PROBE: the push was answered, and the answer was sent before this; since version 3
     REPEAT = 32  # C  send the answer to my push again, it was lost; since protocol version 3
     PROGRESS = 33  # C  how far I am, by chunk, for a server that restarted; answered by OK; since protocol version 3
+    PROGRESS_WANTED = 34  # S  to one worker: send PROGRESS; since protocol version 3
+    LEAVE = 35  # C  may I leave? OK once every live worker has the averages that I have; since protocol version 3
 
 
 # What a worker says, and is told, by a connection of its own: it never waits behind payloads.

@@ -41,7 +41,14 @@ _WORK = _READ | {
     MessageType.SNAPSHOT,  # the server writes to its disk: not for those who only look
     MessageType.PROGRESS,
 }
-_PUSH = {MessageType.PUSH, MessageType.PROBE, MessageType.REPEAT, MessageType.ADMIT, MessageType.RESULT}
+_PUSH = {
+    MessageType.PUSH,
+    MessageType.PROBE,
+    MessageType.REPEAT,
+    MessageType.ADMIT,
+    MessageType.RESULT,
+    MessageType.LEAVE,
+}
 
 
 def _stay(phase: Phase, types: set[MessageType]) -> dict[MessageType, Phase]:
@@ -75,6 +82,7 @@ SERVER_SENDS = frozenset(
         MessageType.HEARTBEAT_ACK,
         MessageType.STATE_WANTED,
         MessageType.RESULT_WANTED,
+        MessageType.PROGRESS_WANTED,
         MessageType.STATUS_REPORT,
         MessageType.OK,
         MessageType.ERROR,

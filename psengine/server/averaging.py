@@ -69,6 +69,9 @@ class AveragingRule(ChunkRule):
         self._open: dict[int, Contributions] = {}
         # Averages that some live worker may still ask for: exchange -> (average, number of gradients in it).
         self._results: dict[int, tuple[torch.Tensor, int]] = {}
+        # The last exchange whose average a worker has: as it said itself, and as it got with another's state.
+        self._said: dict[int, int] = {}
+        self._given: dict[int, int] = {}
 
     def push(self, push: Push) -> list[Reply]:
         """See ``ChunkRule.push``."""
@@ -153,7 +156,7 @@ class AveragingRule(ChunkRule):
         waiting = self._open.get(sequence)
         if not waiting:
             return []  # others were asked too
-        if self.last_sequence.get(rank, 0) <= sequence or rank in waiting:
+        if not self._has_average(rank, sequence) or rank in waiting:
             raise ProtocolError(f"{self.spec.describe()}: the result of exchange {sequence} was not asked for")
         del self._open[sequence]
         self._results[sequence] = (average.clone(), len(waiting) if contributors is None else contributors)
@@ -164,8 +167,30 @@ class AveragingRule(ChunkRule):
     def worker_came(self, rank: int, *, is_new_process: bool) -> list[Reply]:
         """See ``ChunkRule.worker_came``; a new process that comes without state begins where the chunk stands."""
         if is_new_process:
-            self.last_sequence[rank] = self.version
+            self.last_sequence[rank] = self._given[rank] = self.version
+            self._said.pop(rank, None)
         return self.complete_all()
+
+    def note_progress(self, rank: int, sequence: int) -> list[Reply]:
+        """Worker ``rank`` says that it has the average of exchange ``sequence``; others may wait to hear that."""
+        self._said[rank] = max(sequence, self._said.get(rank, 0))
+        return self.complete_all()
+
+    def reached(self, rank: int) -> int:
+        """The last exchange whose average worker ``rank`` is known to have."""
+        pushed = self.last_sequence.get(rank, 0)
+        return max(self._said.get(rank, 0), self._given.get(rank, 0), pushed - 1)
+
+    def _has_average(self, rank: int, sequence: int) -> bool:
+        """Whether it has that average, or had it: it says so, or has pushed since."""
+        return self.last_sequence.get(rank, 0) > sequence or self._said.get(rank, 0) >= sequence
+
+    def can_catch_up(self, rank: int) -> bool:
+        """Whether every average that worker ``rank`` may lack is still here."""
+        pushed = self.last_sequence.get(rank, 0)
+        if self.version - pushed > len(self._results):
+            return False
+        return all(sequence in self._results for sequence in range(pushed + 1, self.version + 1))
 
     def continue_from(self, rank: int, donor: int, *, was_live: bool) -> None:
         """A joiner has the state of ``donor`` after its last exchange; it takes part in the next.
@@ -175,6 +200,7 @@ class AveragingRule(ChunkRule):
         reached, own = self.last_sequence.get(donor), self.last_sequence.get(rank)
         if reached is not None:
             self.last_sequence[rank] = min(reached, own) if was_live and own is not None else reached
+            self._given[rank] = self.last_sequence[rank]
         elif not was_live:
             self.last_sequence.pop(rank, None)
 
@@ -201,6 +227,8 @@ class AveragingRule(ChunkRule):
         self._open.clear()
         self._results.clear()
         self.last_sequence.clear()
+        self._said.clear()
+        self._given.clear()
         self.version = 0
 
     def waiting(self) -> dict[int, list[int]]:
@@ -218,7 +246,7 @@ class AveragingRule(ChunkRule):
         contributions = self._open.get(sequence, {})
         absent = [rank for rank in self.context.live_ranks() if rank not in contributions]
         # Who is further on has the average already.
-        behind = [rank for rank in absent if self.last_sequence.get(rank, 0) < sequence]
+        behind = [rank for rank in absent if not self._has_average(rank, sequence)]
         return sorted({*behind, *self.context.missing_ranks()})[:MOST_SHOWN_RANKS]
 
     def _complete(self, sequence: int) -> list[Reply]:
@@ -232,7 +260,7 @@ class AveragingRule(ChunkRule):
         # Who brings no gradient takes part, but an average is not made of nothing while gradients are on their way.
         contributors = sum(given.values is not None for given in contributions.values())
         if missing:
-            if any(self.last_sequence.get(rank, 0) > sequence for rank in missing):
+            if any(self._has_average(rank, sequence) for rank in missing):
                 return self._ask_for_result(sequence)
             if self._quorum is None or contributors < min(self._quorum, len(live)):
                 return []
@@ -302,7 +330,13 @@ class AveragingRule(ChunkRule):
     def _ask_for_result(self, sequence: int) -> list[Reply]:
         """The exchange ended before this server started. Who is one further on has its average still."""
         live = self.context.live_ranks()
-        one_ahead = [rank for rank in live if self.last_sequence.get(rank, 0) == sequence + 1]
+        contributions = self._open[sequence]
+        one_ahead = [
+            rank
+            for rank in live
+            if self.last_sequence.get(rank, 0) == sequence + 1
+            or (self._said.get(rank, 0) == sequence and rank not in contributions)
+        ]
         if one_ahead:
             return [self.reply(MessageType.RESULT_WANTED, one_ahead[0], sequence)]
         # Nobody has it: who waits for it has to start from somebody else's state.

@@ -23,6 +23,7 @@ from psengine.server.chunk_store import ChunkStore, absent_ranges
 from psengine.server.consistency import ChunkRule, Push, Reply, RuleContext
 from psengine.server.job_record import JobRecord
 from psengine.server.job_status import status_of
+from psengine.server.leaving import Leaving
 from psengine.server.logging_format import RateLimit
 from psengine.server.losses import Losses
 from psengine.server.membership import MOST_WORKERS, Greeting, Member, Membership
@@ -77,6 +78,7 @@ class Job:
         self.statistics = JobStatistics()
         self.membership = Membership(lease_s)
         self._losses = Losses()
+        self._leaving = Leaving()
         self._record = JobRecord(name, note, self.membership.wall_clock_ms)
         context = RuleContext(
             live_ranks=lambda: self.membership.live_ranks, missing_ranks=self.missing_ranks, statistics=self.statistics
@@ -153,6 +155,7 @@ class Job:
             return "wait", None, []
         if greeting.member is None:
             raise self._rank_taken(rank, greeting)
+        greeting.member.protocol_version = message.peer_version
         if not self.has_started:
             self.expected_workers = max(self.expected_workers, body["world_size"])
         replies = []
@@ -216,6 +219,10 @@ class Job:
             self._admissions.forget(member.rank)
             return "join", member, []
         if member.was_live:
+            if greeting.progress >= 0 and all(rule.can_catch_up(member.rank) for rule in self._averaging_rules()):
+                return "ready", member, self._admit(member)
+            if self.membership.may_others_be_ahead(member.rank, greeting.progress, now_s):
+                return "wait", member, []
             return self._go_on_from(member)
         if self.membership.has_survivor(member.rank, now_s):
             return "wait", member, []  # it has the state that this one lacks
@@ -228,8 +235,8 @@ class Job:
         fenced = {"code": ErrorCode.FENCED, "text": text}
         replies = [Reply(MessageType.ERROR, rank, 0, body=fenced) for rank in self.membership.live_ranks]
         self._has_started = True
-        for rule in self.chunks.rules.values():
-            assert isinstance(rule, AveragingRule)
+        self.membership.lose_track()
+        for rule in self._averaging_rules():
             rule.reset()
         return "ready", member, [*replies, *self._admit(member)]
 
@@ -317,11 +324,23 @@ class Job:
         self.membership.admit(rank)
         if not was_live:
             self._record.joined(joiner, donor.rank)
-        for rule in self.chunks.rules.values():
-            assert isinstance(rule, AveragingRule)
+        for rule in self._averaging_rules():
             rule.continue_from(rank, donor.rank, was_live=was_live)
         request = self._admissions.answer(rank)
         return [] if request is None else [Reply(MessageType.OK, rank, request)]
+
+    def _averaging_rules(self) -> list[AveragingRule]:
+        return [rule for rule in self.chunks.rules.values() if isinstance(rule, AveragingRule)]
+
+    def leave(self, message: Message, member: Member) -> list[Reply]:
+        """LEAVE: OK is held until every live worker has the averages that this one has."""
+        self._check_averages("LEAVE")
+        self._leaving.ask(member.rank, message.sequence)
+        questions = self._leaving.questions(member.rank, self._averaging_rules(), self.membership.members)
+        return questions or self._let_leave()
+
+    def _let_leave(self) -> list[Reply]:
+        return self._leaving.release(self._averaging_rules(), self.membership.live_ranks) if self._leaving else []
 
     def _check_averages(self, what: str) -> None:
         if not self.averages:
@@ -415,7 +434,9 @@ class Job:
             if joiner in self.membership.live_ranks:
                 self.membership.demote(joiner)
                 replies += self._left(joiner)
-        return replies + [reply for rule in self.chunks.rules.values() for reply in rule.worker_left(rank)]
+        self._leaving.forget(rank)
+        replies += [reply for rule in self.chunks.rules.values() for reply in rule.worker_left(rank)]
+        return replies + self._let_leave()
 
     # ---- exchanges ---------------------------------------------------------------------------------------------
 
@@ -468,7 +489,7 @@ class Job:
             member.late += 1
             self._record.late(member, push.sequence)
         self._admissions.pushed(member.rank)
-        return replies
+        return replies + self._let_leave()
 
     def _note_refusal(self, member: Member, rule: ChunkRule) -> None:
         reason = self.statistics.last_refusal
@@ -517,17 +538,20 @@ class Job:
 
     def hear_progress(self, message: Message, member: Member, now_s: float) -> list[Reply]:
         """PROGRESS: a worker says how far it was with a server that lived before this one."""
-        lost = [0, 0, 0]
+        lost, replies = [0, 0, 0], list[Reply]()
         for key, version, sequence, under_way, *unused in message.body["chunks"]:
             rule = self.chunks.find(key)
             if isinstance(rule, ApplyingRule):
                 restored = rule.restored(member.rank)
                 updates, own = self._losses.report(member.rank, key, restored, (version, sequence), under_way, unused)
                 lost = [lost[0] + updates, lost[1] + own, lost[2] + (updates > 0)]
+            elif isinstance(rule, AveragingRule) and member.is_live:
+                replies += rule.note_progress(member.rank, sequence)
         if not message.body["more"]:
             self._losses.spoke(member.rank, now_s)
             self.count_losses(now_s)
-        return [Reply(MessageType.OK, member.rank, message.sequence, body={"lost": lost})]
+        ok = Reply(MessageType.OK, member.rank, message.sequence, body={"lost": lost})
+        return [ok, *replies, *self._let_leave()]
 
     def count_losses(self, now_s: float) -> None:
         """Where it is time, say what was lost when this server went back to a snapshot."""

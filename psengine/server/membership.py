@@ -41,6 +41,7 @@ class Member:
         host, pid: where it runs, for people.
         was_live: it has been live; what it has of an averaging job's state is worth something.
         is_survivor: it was, but not in this life of the job.
+        protocol_version: that it speaks.
         telemetry: what its steps are made of.
     """
 
@@ -58,6 +59,7 @@ class Member:
     late: int = 0
     was_live: bool = False
     is_survivor: bool = False
+    protocol_version: int = 2
     telemetry: WorkerTelemetry = field(default_factory=WorkerTelemetry)
     data_route: bytes = b""
 
@@ -100,6 +102,7 @@ class Greeting:
             (the rank belongs to another key).
         is_new_process: it has never been live here: it has no state, and numbers its exchanges anew.
         missed_nothing: it was gone, and the job did nothing meanwhile.
+        progress: of the job when it was put out for its silence; -1 where it was not, or lacks what nobody has.
         replaced_live: the rank was another process's, which exchanges waited for.
     """
 
@@ -107,6 +110,7 @@ class Greeting:
     member: Member | None = None
     is_new_process: bool = False
     missed_nothing: bool = False
+    progress: int = -1
     replaced_live: bool = False
 
 
@@ -193,6 +197,7 @@ class Membership:
             member,
             is_new_process=not member.was_live,
             missed_nothing=missed_nothing,
+            progress=absence.progress if same_process and absence is not None else -1,
             replaced_live=holder is not None and holder.is_live and not is_present,
         )
 
@@ -264,6 +269,19 @@ class Membership:
         return any(m.was_live for r, m in self.members.items() if r != rank) or any(
             gone.was_live and now_s - gone.since_s <= self.lease_s for r, gone in self._absent.items() if r != rank
         )
+
+    def may_others_be_ahead(self, rank: int, progress: int, now_s: float) -> bool:
+        """Whether a worker may come back that was put out less than a lease ago, and after ``progress``."""
+        return any(
+            gone.was_live and gone.progress > progress and now_s - gone.since_s <= self.lease_s
+            for other, gone in self._absent.items()
+            if other != rank
+        )
+
+    def lose_track(self) -> None:
+        """The job goes on from one worker: whoever is gone has to join, however far it was."""
+        for gone in self._absent.values():
+            gone.progress = -1
 
     def begin_anew(self) -> None:
         """The job begins anew: whoever was live is a survivor of its former life."""

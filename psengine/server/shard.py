@@ -148,6 +148,7 @@ class Shard:
             MessageType.JOIN: lambda job, member, message: job.join(member, message.sequence),
             MessageType.ADMIT: lambda job, member, message: [*_ok(member, message), *job.admit(message, member)],
             MessageType.STATUS: self._status,
+            MessageType.LEAVE: lambda job, member, message: job.leave(message, member),
             MessageType.PROGRESS: lambda job, member, message: job.hear_progress(message, member, self._now_s),
             MessageType.ECHO: lambda job, member, message: [
                 Reply(MessageType.ECHOED, member.rank, message.sequence, payload=payload_tensor(message))
