@@ -113,7 +113,8 @@ class Ranks:
             ours, theirs = _context.Pipe()
             setup = _Setup(rank, self._world_size, self._store.port, GROUP_TIMEOUT_S, True, False, environment)
             arguments = (theirs, self._directory.name)
-            process = _context.Process(target=_rank_main, args=(setup, theirs, serve, arguments), daemon=True)
+            # Not as daemons, which may not have the children that a DataLoader starts; they end when the pipe closes.
+            process = _context.Process(target=_rank_main, args=(setup, theirs, serve, arguments))
             process.start()
             theirs.close()
             self._members.append((process, ours))

@@ -59,7 +59,7 @@ def blocks_with_reentry(run: Run) -> None:
     train(run, Blocks(reentrant=True, dropout=0.3))
 
 
-@row
+@row(slow=True)
 def blocks_nested(run: Run) -> None:
     """A recomputed block inside a recomputed block, non-reentrant."""
     train(run, Blocks(reentrant=False, nested=True))
@@ -83,13 +83,13 @@ def block_used_twice_in_a_static_graph(run: Run) -> None:
     train(run, Blocks(0, 1, 1, reentrant=True), static_graph=True)
 
 
-@row
+@row(slow=True)
 def block_used_twice_without_reentry(run: Run) -> None:
     """A recomputed block that is used twice, non-reentrant."""
     train(run, Blocks(0, 1, 1, reentrant=False))
 
 
-@row
+@row(slow=True)
 def segments_of_a_sequential(run: Run) -> None:
     """checkpoint_sequential over three segments."""
 

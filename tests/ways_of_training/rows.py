@@ -1,6 +1,31 @@
 """All rows: importing a subject enters its rows in the table."""
 
-from ways_of_training import recomputation, skipped_batches
+from importlib import import_module
+
 from ways_of_training.table import ROWS
 
-__all__ = ["ROWS", "recomputation", "skipped_batches"]
+SUBJECTS = (
+    "wrapping",
+    "outputs",
+    "layers",
+    "buffers",
+    "freezing",
+    "precision",
+    "gradients",
+    "accumulation",
+    "recomputation",
+    "skipped_batches",
+    "hooks",
+    "optimizers",
+    "schedules",
+    "loaders",
+    "objectives",
+    "evaluation",
+    "saving",
+    "compilation",
+)
+
+for subject in SUBJECTS:
+    import_module(f"ways_of_training.{subject}")
+
+__all__ = ["ROWS"]

@@ -52,7 +52,7 @@ class Run:
     rank: int
     world_size: int
     directory: Path
-    _models: list[nn.Module] = field(default_factory=list)
+    _modules: list[nn.Module] = field(default_factory=list)
     _notes: list[Tensor] = field(default_factory=list)
     _strategies: list[Any] = field(default_factory=list)
 
@@ -66,7 +66,8 @@ class Run:
 
     def compare(self, model: nn.Module) -> None:
         """Compare a model too that ``wrap`` did not make, as a copy."""
-        self._models.append(model)
+        # Not the wrapper, which goes when the row lets go of it.
+        self._modules.append(getattr(model, "module", model))
 
     def optimizer(self, optimizer: torch.optim.Optimizer, model: nn.Module) -> torch.optim.Optimizer:
         """The optimizer as this column's users have it; over c10d they changed nothing but the class of the wrapper."""
@@ -108,9 +109,8 @@ class Run:
     def state(self) -> dict[str, Tensor]:
         """Parameters, gradients, buffers and notes, by name."""
         found: dict[str, Tensor] = {}
-        for index, model in enumerate(self._models):
-            module = getattr(model, "module", model)
-            owner = f"model {index}, " if len(self._models) > 1 else ""
+        for index, module in enumerate(self._modules):
+            owner = f"model {index}, " if len(self._modules) > 1 else ""
             for name, parameter in module.named_parameters():
                 found[f"{owner}parameter {name}"] = parameter.detach()
                 if parameter.grad is not None:
@@ -118,7 +118,7 @@ class Run:
             found.update({f"{owner}buffer {name}": buffer for name, buffer in module.named_buffers()})
         found.update({f"note {index}": note for index, note in enumerate(self._notes)})
         # A later run must not change what this one left.
-        return {name: tensor.clone(memory_format=torch.preserve_format) for name, tensor in found.items()}
+        return {name: tensor.clone() for name, tensor in found.items()}
 
     def close(self) -> None:
         """Leave the servers."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 from collections.abc import Callable
 from typing import Any
@@ -9,9 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 from ways_of_training.networks import classify, mlp
-from ways_of_training.run import Run
-from ways_of_training.table import row
+from ways_of_training.run import CLASSES, Run
+from ways_of_training.table import left_out, refused, row
+
+UNFINISHED = "Expected to have finished reduction in the prior iteration"
 
 
 class BadBatchError(Exception):
@@ -97,7 +101,7 @@ def second_forward_raises(run: Run) -> None:
     train(run, model, optimizer, step_of)
 
 
-@row
+@row(slow=True)
 def input_raises(run: Run) -> None:
     """A batch of the wrong width raises in the first layer."""
     model = run.wrap(mlp())
@@ -158,7 +162,273 @@ def backward_raises_before_any_gradient(run: Run) -> None:
     train(run, model, optimizer, step_of)
 
 
+def let_pass(hidden: Tensor) -> None:
+    """What a forward does in good steps."""
+
+
+def attack(hidden: Tensor) -> None:
+    """Let backward raise when it comes here."""
+    hidden.register_hook(refuse)
+
+
+class Watched(nn.Module):
+    """Calls ``watch`` with what is between its two halves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = mlp(8, outputs=8), mlp(8, inputs=8)
+        self.watch: Callable[[Tensor], Any] = let_pass
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x)
+        self.watch(hidden)
+        return self.second(hidden)
+
+
+def train_watched(run: Run, bad_steps: tuple[int, ...], **options: Any) -> None:
+    """In bad steps backward raises half-way, after the second half's gradients have been exchanged."""
+    model = run.wrap(Watched(), **options)
+    optimizer = run.sgd(model)
+
+    def step_of(step: int, x: Tensor, y: Tensor) -> None:
+        model.module.watch = attack if step in bad_steps else let_pass
+        classify(model, x, y).backward()
+
+    train(run, model, optimizer, step_of)
+
+
+@row(native=refused(UNFINISHED), everywhere=refused(UNFINISHED))
+def backward_raises_half_way(run: Run) -> None:
+    """A tensor hook raises in the middle of backward, on all ranks, twice."""
+    train_watched(run, (1, 3))
+
+
+@row(native=refused(UNFINISHED), everywhere=refused(UNFINISHED))
+def first_backward_raises_half_way(run: Run) -> None:
+    """A tensor hook raises in the middle of the very first backward."""
+    train_watched(run, (0,))
+
+
 @row
+def new_wrapper_after_a_backward_that_raised(run: Run) -> None:
+    """Backward raises half-way, and training goes on in a new wrapper with a new optimizer."""
+    module = Watched()
+    model = run.wrap(module)
+    optimizer = run.sgd(model)
+    for step, (x, y) in enumerate(run.batches(5)):
+        model.module.watch = attack if step == 2 else let_pass
+        optimizer.zero_grad()
+        try:
+            classify(model, x, y).backward()
+        except BadBatchError:
+            del model, optimizer
+        else:
+            optimizer.step()
+            continue
+        gc.collect()  # the old wrapper must be gone before the model is wrapped again
+        module.zero_grad()
+        model = run.wrap(module)
+        optimizer = run.sgd(model)
+
+
+@row(native=refused(UNFINISHED), everywhere=refused(UNFINISHED))
+def backward_raises_half_way_with_views(run: Run) -> None:
+    """A tensor hook raises in the middle of backward; gradients are views of the buckets."""
+    train_watched(run, (1, 3), gradient_as_bucket_view=True)
+
+
+@row(native=refused(UNFINISHED), everywhere=refused(UNFINISHED))
+def backward_raises_half_way_among_unused_parameters(run: Run) -> None:
+    """A tensor hook raises in the middle of backward, with find_unused_parameters."""
+    train_watched(run, (1, 3), find_unused_parameters=True)
+
+
+@row(native=refused(UNFINISHED), everywhere=refused(UNFINISHED))
+def backward_raises_half_way_in_a_static_graph(run: Run) -> None:
+    """A tensor hook raises in the middle of the third backward of a static graph."""
+    train_watched(run, (2,), static_graph=True)
+
+
+@row(slow=True, native=refused(UNFINISHED), everywhere=refused(UNFINISHED))
+def backward_raises_in_one_bucket(run: Run) -> None:
+    """A tensor hook raises in the middle of backward; nothing has left, because there is one bucket."""
+    train_watched(run, (1, 3), bucket_cap_mb=25)
+
+
+@row(native=refused(UNFINISHED), everywhere=refused(UNFINISHED))
+def backward_raises_at_a_parameter(run: Run) -> None:
+    """A hook of a parameter's gradient raises."""
+    model = run.wrap(mlp())
+    optimizer = run.sgd(model)
+
+    def step_of(step: int, x: Tensor, y: Tensor) -> None:
+        handle = model.module[2].weight.register_hook(refuse) if step == 2 else None
+        try:
+            classify(model, x, y).backward()
+        finally:
+            if handle is not None:
+                handle.remove()
+
+    train(run, model, optimizer, step_of)
+
+
+@row(native=refused(UNFINISHED), everywhere=refused(UNFINISHED))
+def backward_raises_after_a_gradient(run: Run) -> None:
+    """A post-accumulate hook raises: the gradient is there, and has not been counted."""
+    model = run.wrap(mlp())
+    optimizer = run.sgd(model)
+
+    def step_of(step: int, x: Tensor, y: Tensor) -> None:
+        handle = model.module[0].bias.register_post_accumulate_grad_hook(refuse) if step == 2 else None
+        try:
+            classify(model, x, y).backward()
+        finally:
+            if handle is not None:
+                handle.remove()
+
+    train(run, model, optimizer, step_of)
+
+
+@row
+def backward_raises_inside_no_sync(run: Run) -> None:
+    """Backward raises half-way inside no_sync; the other micro-batch counts alone, after zero_grad."""
+    model = run.wrap(Watched())
+    optimizer = run.sgd(model)
+
+    def step_of(step: int, x: Tensor, y: Tensor) -> None:
+        model.module.watch = attack if step == 2 else let_pass
+        try:
+            with model.no_sync():
+                classify(model, x[:2], y[:2]).backward()
+        except BadBatchError:
+            optimizer.zero_grad()
+            model.module.watch = let_pass
+        classify(model, x[2:], y[2:]).backward()
+
+    train(run, model, optimizer, step_of)
+
+
+@row(native=refused(UNFINISHED), everywhere=refused(UNFINISHED))
+def recomputed_block_raises_in_backward(run: Run) -> None:
+    """A recomputed block raises when it is computed again, in backward."""
+
+    class Recomputed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.block, self.last = mlp(8, outputs=8), mlp(8, inputs=8, outputs=8), nn.Linear(8, CLASSES)
+            self.may_raise, self.calls = False, 0
+
+        def _compute(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            if self.may_raise and self.calls % 2 == 0:
+                raise BadBatchError
+            return self.block(x)
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls = 0
+            return self.last(checkpoint(self._compute, self.first(x), use_reentrant=False))
+
+    model = run.wrap(Recomputed())
+    optimizer = run.sgd(model)
+
+    def step_of(step: int, x: Tensor, y: Tensor) -> None:
+        model.module.may_raise = step in (1, 2)
+        classify(model, x, y).backward()
+
+    train(run, model, optimizer, step_of)
+
+
+@row
+def backward_of_a_freed_graph(run: Run) -> None:
+    """backward twice without retain_graph: the second raises and is caught."""
+    model = run.wrap(mlp())
+    optimizer = run.sgd(model)
+
+    def step_of(step: int, x: Tensor, y: Tensor) -> None:
+        loss = classify(model, x, y)
+        loss.backward()
+        if step == 1:
+            try:
+                loss.backward()
+            except RuntimeError:
+                raise BadBatchError from None
+
+    train(run, model, optimizer, step_of)
+
+
+@row
+def clipping_refuses(run: Run) -> None:
+    """clip_grad_norm_ with error_if_nonfinite raises on an infinite loss, on both ranks."""
+    model = run.wrap(mlp())
+    optimizer = run.sgd(model)
+
+    def step_of(step: int, x: Tensor, y: Tensor) -> None:
+        (classify(model, x, y) * (math.inf if step == 2 and run.rank == 0 else 1)).backward()
+        try:
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1, error_if_nonfinite=True)
+        except RuntimeError:
+            raise BadBatchError from None
+
+    train(run, model, optimizer, step_of)
+
+
+@row(one_worker=left_out("servers step; an optimizer of one's own is refused"))
+def optimizer_raises_half_way(run: Run) -> None:
+    """optimizer.step raises after half of the parameters, once."""
+
+    class Half(torch.optim.Optimizer):
+        calls = 0
+
+        def __init__(self, parameters: Any) -> None:
+            super().__init__(parameters, {})
+
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:
+            type(self).calls += 1
+            for index, parameter in enumerate(self.param_groups[0]["params"]):
+                if index == 2 and type(self).calls == 2:
+                    raise BadBatchError
+                parameter -= 0.1 * parameter.grad
+
+    model = run.wrap(mlp())
+    optimizer = run.optimizer(Half(model.parameters()), model)
+    for x, y in run.batches(4):
+        optimizer.zero_grad()
+        classify(model, x, y).backward()
+        try:
+            optimizer.step()
+        except BadBatchError:
+            continue
+
+
+@row
+def everything_raises_by_turns(run: Run) -> None:
+    """Forward, loss, backward and step raise in five of eleven steps."""
+    model = run.wrap(Watched())
+    optimizer = run.sgd(model)
+    hook = optimizer.register_step_pre_hook
+    for step, (x, y) in enumerate(run.batches(11)):
+        model.module.watch = refuse if step in (1, 5) else let_pass
+        try:
+            optimizer.zero_grad()
+            loss = classify(model, x, y)
+            if step == 3:
+                raise BadBatchError
+            if step == 7:
+                loss.register_hook(refuse)
+            loss.backward()
+            handle = hook(refuse) if step == 9 else None
+            try:
+                optimizer.step()
+            finally:
+                if handle is not None:
+                    handle.remove()
+        except BadBatchError:
+            continue
+        run.note(loss)
+
+
+@row(slow=True)
 def loss_is_nan(run: Run) -> None:
     """A loss that is NaN is left out before backward, on both ranks."""
     model = run.wrap(mlp())

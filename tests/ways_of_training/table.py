@@ -141,6 +141,13 @@ def row(program: Program | None = None, *, slow: bool = False, **expected: Expec
     return enter if program is None else enter(program)
 
 
+def _describe(entry: Row, column: str) -> str:
+    expected = entry.expects(column)
+    if expected == SAME_BITS and entry.expects(oracle_of(column)).refused is not None:
+        return "trains"
+    return str(expected)
+
+
 def as_markdown(rows: dict[str, Row]) -> str:
     """The table, and below it the number of its rows."""
     columns = (*WITH_TWO_WORKERS, *WITH_ONE_WORKER)
@@ -151,7 +158,7 @@ def as_markdown(rows: dict[str, Row]) -> str:
     for entry in rows.values():
         notes = " (slow)" if entry.is_slow else ""
         oracles = [f"; {TITLES[o]}: {entry.expects(o)}" for o in ("native", "plain") if o in entry.expected]
-        cells = [str(entry.expects(column)).replace("|", "\\|") for column in columns]
+        cells = [_describe(entry, column).replace("|", "\\|") for column in columns]
         lines.append(f"| {entry.subject} | {entry.title}{notes}{''.join(oracles)} | " + " | ".join(cells) + " |")
     same = sum(entry.expects(column) == SAME_BITS for entry in rows.values() for column in columns)
     lines += ["", f"{len(rows)} rows; {same} of {len(rows) * len(columns)} cells have the same bits."]

@@ -6,14 +6,14 @@ from collections.abc import Iterator
 
 import pytest
 from server_process import running_server
-from ways_of_training.cells import cells_of, check
+from ways_of_training.cells import cells_of, check, hold_many_jobs
 from ways_of_training.ranks import Ranks, ranks_of
 from ways_of_training.table import WITH_ONE_WORKER
 
 
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[Ranks]:
-    with running_server(shards=2) as server, ranks_of(1, server.addresses[0]) as ranks:
+    with running_server(shards=2, sabotage=hold_many_jobs) as server, ranks_of(1, server.addresses[0]) as ranks:
         yield ranks
 
 

@@ -1,0 +1,169 @@
+"""Buffers: running statistics, counters, masks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations, spectral_norm
+from ways_of_training.networks import classify, mlp
+from ways_of_training.run import CLASSES, WIDTH, Run
+from ways_of_training.table import apart_from, left_out, row
+
+import psengine
+
+# Rank 1's are its own after its last forward under native DDP, and rank 0's under sync-server (docs/design.md).
+LATER = apart_from("buffer", reason="they are rank 0's at the end of backward, not before the next forward")
+
+
+def train(run: Run, module: nn.Module, steps: int = 4, **options: Any) -> Any:
+    model = run.wrap(module, **options)
+    optimizer = run.sgd(model)
+    for x, y in run.batches(steps):
+        optimizer.zero_grad()
+        loss = classify(model, x, y)
+        loss.backward()
+        optimizer.step()
+        run.note(loss)
+    return model
+
+
+def normed(layer: nn.Module) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(WIDTH, 8), layer, nn.Tanh(), nn.Linear(8, CLASSES))
+
+
+@row(sync_server=LATER)
+def batch_norm(run: Run) -> None:
+    """BatchNorm1d."""
+    train(run, normed(nn.BatchNorm1d(8)))
+
+
+@row(sync_server=LATER)
+def batch_norm_evaluated(run: Run) -> None:
+    """BatchNorm1d, evaluated between two steps through the wrapper."""
+    model = run.wrap(normed(nn.BatchNorm1d(8)))
+    optimizer = run.sgd(model)
+    for x, y in run.batches(3):
+        optimizer.zero_grad()
+        classify(model, x, y).backward()
+        optimizer.step()
+        model.eval()
+        with torch.no_grad():
+            value = classify(model, x, y)
+        if run.rank == 0:
+            run.note(value)
+        model.train()
+
+
+@row
+def batch_norm_of_ones_own(run: Run) -> None:
+    """BatchNorm1d whose buffers stay each rank's own: forward_sync_buffers=False."""
+    train(run, normed(nn.BatchNorm1d(8)), forward_sync_buffers=False)
+
+
+@row(slow=True, sync_server=LATER)
+def batch_norm_frozen(run: Run) -> None:
+    """BatchNorm1d in evaluation mode while the rest is trained."""
+    module = normed(nn.BatchNorm1d(8))
+    model = run.wrap(module)
+    optimizer = run.sgd(model)
+    for step, (x, y) in enumerate(run.batches(4)):
+        module[1].train(step < 2)
+        optimizer.zero_grad()
+        classify(model, x, y).backward()
+        optimizer.step()
+
+
+@row(sync_server=LATER)
+def batch_norm_twice_a_step(run: Run) -> None:
+    """BatchNorm1d in two forwards before one backward."""
+    model = run.wrap(normed(nn.BatchNorm1d(8)))
+    optimizer = run.sgd(model)
+    for x, y in run.batches():
+        optimizer.zero_grad()
+        (classify(model, x, y) + classify(model, x.flip(1), y)).backward()
+        optimizer.step()
+
+
+@row(
+    native=left_out("torch's layer refuses the CPU"),
+    everywhere=left_out("torch's layer refuses the CPU; tests/test_sync_batch_norm.py compares with one large batch"),
+)
+def synchronised_batch_norm(run: Run) -> None:
+    """SyncBatchNorm."""
+    train(run, psengine.convert_sync_batchnorm(normed(nn.BatchNorm1d(8))))
+
+
+@row(sync_server=LATER)
+def spectral_normalisation(run: Run) -> None:
+    """parametrizations.spectral_norm, whose buffers each forward moves."""
+    module = mlp()
+    parametrizations.spectral_norm(module[0])
+    train(run, module)
+
+
+@row(slow=True, sync_server=LATER)
+def spectral_normalisation_of_old(run: Run) -> None:
+    """torch.nn.utils.spectral_norm, the older one."""
+    module = mlp()
+    spectral_norm(module[2])
+    train(run, module)
+
+
+class Counting(nn.Module):
+    """Counts its forwards in an integer buffer, keeps a moving mean in one that is not saved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.network = mlp()
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("mean", torch.zeros(WIDTH), persistent=False)
+        self.register_buffer("mask", torch.tensor([True, False, True]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.count += 1
+            self.mean = self.mean.lerp(x.detach().mean(0), 0.1)
+        return self.network(x - self.mean) * (1 + 0.1 * self.mask)
+
+
+@row(sync_server=LATER)
+def buffers_of_several_dtypes(run: Run) -> None:
+    """An integer counter, a boolean mask, and a mean that forward replaces by a new tensor."""
+    train(run, Counting())
+
+
+@row(sync_server=LATER)
+def buffer_registered_late(run: Run) -> None:
+    """A buffer is registered after two steps."""
+
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.network = mlp()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.network(x) * getattr(self, "scale", 1.0)
+
+    model = run.wrap(Scaled())
+    optimizer = run.sgd(model)
+    for step, (x, y) in enumerate(run.batches(4)):
+        if step == 2:
+            model.module.register_buffer("scale", torch.tensor(0.5 + run.rank))
+        optimizer.zero_grad()
+        classify(model, x, y).backward()
+        optimizer.step()
+
+
+@row(sync_server=LATER)
+def buffers_and_no_sync(run: Run) -> None:
+    """BatchNorm1d while accumulating inside no_sync."""
+    model = run.wrap(normed(nn.BatchNorm1d(8)))
+    optimizer = run.sgd(model)
+    for x, y in run.batches(3, size=8):
+        optimizer.zero_grad()
+        with model.no_sync():
+            classify(model, x[:4], y[:4]).backward()
+        classify(model, x[4:], y[4:]).backward()
+        optimizer.step()

@@ -1,0 +1,178 @@
+"""What happens between two steps: evaluation, metrics, decisions that ranks share."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from ways_of_training.networks import classify, mlp
+from ways_of_training.run import CLASSES, WIDTH, Run
+from ways_of_training.table import row
+
+import psengine
+
+
+def train(run: Run, between: Any, steps: int = 3) -> None:
+    """``between(model, x, y)`` runs after each step."""
+    model = run.wrap(nn.Sequential(nn.Linear(WIDTH, 8), nn.Dropout(0.2), nn.Tanh(), nn.Linear(8, CLASSES)))
+    optimizer = run.sgd(model)
+    for x, y in run.batches(steps):
+        optimizer.zero_grad()
+        classify(model, x, y).backward()
+        optimizer.step()
+        between(model, x, y)
+
+
+def evaluate(run: Run, context: Any, *, inner: bool = False, mode: bool = True) -> None:
+    def between(model: Any, x: Tensor, y: Tensor) -> None:
+        model.train(not mode)
+        with context():
+            run.note(classify(model.module if inner else model, x, y))
+        model.train()
+
+    train(run, between)
+
+
+@row(slow=True)
+def evaluated_without_gradients(run: Run) -> None:
+    """eval and no_grad through the wrapper."""
+    evaluate(run, torch.no_grad)
+
+
+@row
+def evaluated_in_inference_mode(run: Run) -> None:
+    """eval and inference_mode through the wrapper."""
+    evaluate(run, torch.inference_mode)
+
+
+@row(slow=True)
+def evaluated_through_the_inner_module(run: Run) -> None:
+    """eval and no_grad through the inner module."""
+    evaluate(run, torch.no_grad, inner=True)
+
+
+@row(slow=True)
+def evaluated_in_training_mode(run: Run) -> None:
+    """no_grad in training mode, as for Monte-Carlo dropout."""
+    evaluate(run, torch.no_grad, mode=False)
+
+
+@row
+def evaluated_with_gradients(run: Run) -> None:
+    """A forward with gradients whose loss nobody differentiates."""
+    evaluate(run, contextlib.nullcontext)
+
+
+@row
+def evaluated_on_rank_0_alone(run: Run) -> None:
+    """Rank 0 alone evaluates through the inner module; the others wait."""
+
+    def between(model: Any, x: Tensor, y: Tensor) -> None:
+        if run.rank == 0:
+            with torch.no_grad():
+                run.note(classify(model.module, x, y))
+        dist.barrier()
+
+    train(run, between)
+
+
+@row
+def first_used_for_evaluation(run: Run) -> None:
+    """The wrapped model's very first forwards are evaluations."""
+    model = run.wrap(mlp())
+    for context in (torch.no_grad, torch.inference_mode):
+        with context():
+            for x, y in run.batches(2):
+                run.note(classify(model, x, y))
+    optimizer = run.sgd(model)
+    for x, y in run.batches():
+        optimizer.zero_grad()
+        classify(model, x, y).backward()
+        optimizer.step()
+
+
+@row
+def metrics_averaged(run: Run) -> None:
+    """psengine.mean, sum and gather of numbers, tensors and dicts."""
+
+    def between(model: Any, x: Tensor, y: Tensor) -> None:
+        right = (model(x).argmax(1) == y).float().sum()
+        run.note(psengine.mean({"share": right / len(y)})["share"])
+        run.note(psengine.sum(right))
+        for part in psengine.gather(torch.tensor([float(run.rank), right])):
+            run.note(part)
+
+    train(run, between)
+
+
+@row
+def metric_as_a_module(run: Run) -> None:
+    """A metric in the manner of torchmetrics: states that are summed over ranks when it is computed."""
+
+    class Accuracy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("right", torch.zeros(()))
+            self.register_buffer("count", torch.zeros(()))
+
+        def forward(self, scores: Tensor, labels: Tensor) -> None:
+            self.right += (scores.argmax(1) == labels).sum()
+            self.count += len(labels)
+
+        def compute(self) -> Tensor:
+            states = torch.stack([self.right, self.count])
+            dist.all_reduce(states)
+            return states[0] / states[1]
+
+    metric = Accuracy()
+
+    def between(model: Any, x: Tensor, y: Tensor) -> None:
+        with torch.no_grad():
+            metric(model(x), y)
+        run.note(metric.compute())
+
+    train(run, between)
+
+
+@row
+def stopped_early(run: Run) -> None:
+    """Rank 1 wants to stop after the third of six steps; everybody does."""
+    model = run.wrap(mlp())
+    optimizer = run.sgd(model)
+    for step, (x, y) in enumerate(run.batches(6)):
+        optimizer.zero_grad()
+        classify(model, x, y).backward()
+        optimizer.step()
+        stop = torch.tensor(int(step == 2 and run.rank == run.world_size - 1))
+        dist.all_reduce(stop)
+        if stop:
+            break
+    run.note(step)
+
+
+@row(slow=True)
+def model_ensemble(run: Run) -> None:
+    """Two wrapped models trained side by side, their scores averaged for evaluation."""
+    models = [run.wrap(mlp()), run.wrap(mlp(12))]
+    optimizers = [run.sgd(model) for model in models]
+    for x, y in run.batches():
+        for model, optimizer in zip(models, optimizers, strict=True):
+            optimizer.zero_grad()
+            classify(model, x, y).backward()
+            optimizer.step()
+        with torch.no_grad():
+            run.note(sum(model(x) for model in models) / 2)
+
+
+@row(slow=True)
+def profiled(run: Run) -> None:
+    """Steps inside torch.profiler.record_function."""
+
+    def between(model: Any, x: Tensor, y: Tensor) -> None:
+        with torch.profiler.record_function("between"), torch.no_grad():
+            run.note(classify(model, x, y) * 0)
+
+    train(run, between)

@@ -1,0 +1,185 @@
+"""Parameters that are frozen, and thawed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from ways_of_training.networks import Pieces, classify, mlp
+from ways_of_training.run import Run
+from ways_of_training.table import refused, row
+
+
+@row
+def frozen_before_wrapping(run: Run) -> None:
+    """The first layer is frozen before the model is wrapped."""
+    module = mlp()
+    module[0].requires_grad_(False)
+    model = run.wrap(module)
+    optimizer = run.sgd(model)
+    for x, y in run.batches():
+        optimizer.zero_grad()
+        classify(model, x, y).backward()
+        optimizer.step()
+
+
+@row
+def optimizer_over_a_part(run: Run) -> None:
+    """Nothing is frozen, but the optimizer has only the head's parameters."""
+    model = run.wrap(mlp())
+    optimizer = run.optimizer(torch.optim.SGD(model.module[-1].parameters(), lr=0.1), model)
+    for x, y in run.batches():
+        model.zero_grad()
+        classify(model, x, y).backward()
+        optimizer.step()
+
+
+def train_toggling(run: Run, **options: Any) -> None:
+    model = run.wrap(mlp(8, 8), **options)
+    optimizer = run.sgd(model)
+    for step, (x, y) in enumerate(run.batches(6)):
+        model.module[0].requires_grad_(step not in (2, 3))
+        optimizer.zero_grad()
+        classify(model, x, y).backward()
+        optimizer.step()
+
+
+UNFINISHED = "Expected to have finished reduction in the prior iteration"
+
+
+@row(native=refused(UNFINISHED), everywhere=refused(UNFINISHED))
+def frozen_for_two_steps(run: Run) -> None:
+    """A layer is frozen in mid-run without find_unused_parameters."""
+    train_toggling(run)
+
+
+@row
+def frozen_for_two_steps_searched(run: Run) -> None:
+    """A layer is frozen for two steps in mid-run, with find_unused_parameters."""
+    train_toggling(run, find_unused_parameters=True)
+
+
+@row
+def thawed_layer_by_layer(run: Run) -> None:
+    """All but the head are frozen after wrapping, and thawed one after the other."""
+    model = run.wrap(mlp(8, 8), find_unused_parameters=True)
+    optimizer = run.sgd(model)
+    layers = [layer for layer in model.module if isinstance(layer, nn.Linear)]
+    for step, (x, y) in enumerate(run.batches(4)):
+        for index, layer in enumerate(reversed(layers)):
+            layer.requires_grad_(index <= step)
+        optimizer.zero_grad()
+        classify(model, x, y).backward()
+        optimizer.step()
+
+
+@row
+def frozen_before_and_thawed_in_a_new_wrapper(run: Run) -> None:
+    """Fine-tuning in two phases: head alone, then everything in a new wrapper with a new optimizer."""
+    module = mlp()
+    module[0].requires_grad_(False)
+    model = run.wrap(module)
+    optimizer = run.sgd(model)
+    batches = list(run.batches(4))
+    for x, y in batches[:2]:
+        optimizer.zero_grad()
+        classify(model, x, y).backward()
+        optimizer.step()
+    module[0].requires_grad_(True)
+    module.zero_grad()
+    model = run.wrap(module)
+    optimizer = run.sgd(model)
+    for x, y in batches[2:]:
+        optimizer.zero_grad()
+        classify(model, x, y).backward()
+        optimizer.step()
+
+
+@row(slow=True)
+def biases_alone(run: Run) -> None:
+    """BitFit: only biases are trained."""
+    module = mlp()
+    for parameter in module.parameters():
+        parameter.requires_grad_(parameter.dim() == 1)
+    model = run.wrap(module)
+    optimizer = run.optimizer(torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=0.01), model)
+    for x, y in run.batches():
+        optimizer.zero_grad()
+        classify(model, x, y).backward()
+        optimizer.step()
+
+
+@row(native=refused(UNFINISHED), everywhere=refused(UNFINISHED))
+def unused_head(run: Run) -> None:
+    """A head that is never used, without find_unused_parameters."""
+    model = run.wrap(Pieces())
+    optimizer = run.sgd(model)
+    for x, y in run.batches():
+        optimizer.zero_grad()
+        classify(model, x, y).backward()
+        optimizer.step()
+
+
+@row(slow=True)
+def unused_head_in_a_static_graph(run: Run) -> None:
+    """A head that is never used, with static_graph."""
+    model = run.wrap(Pieces(), static_graph=True)
+    optimizer = run.sgd(model)
+    for x, y in run.batches():
+        optimizer.zero_grad()
+        classify(model, x, y).backward()
+        optimizer.step()
+
+
+@row
+def heads_by_turns(run: Run) -> None:
+    """A head that is used in every second step, by rank 0 in others than by rank 1, with find_unused_parameters."""
+    model = run.wrap(Pieces(), find_unused_parameters=True)
+    optimizer = run.sgd(model)
+    for step, (x, y) in enumerate(run.batches(5)):
+        optimizer.zero_grad()
+        F.cross_entropy(model(x, with_spare=step % 3 == run.rank), y).backward()
+        optimizer.step()
+
+
+@row
+def detached_trunk(run: Run) -> None:
+    """The trunk's output is detached in every second step, with find_unused_parameters."""
+
+    class Detaching(Pieces):
+        is_detached = False
+
+        def forward(self, x: Tensor) -> Tensor:
+            hidden = torch.tanh(self.body(x))
+            hidden = hidden.detach() if self.is_detached else hidden
+            return self.head(hidden) + self.spare(hidden)
+
+    model = run.wrap(Detaching(), find_unused_parameters=True)
+    optimizer = run.sgd(model)
+    for step, (x, y) in enumerate(run.batches(4)):
+        model.module.is_detached = step % 2 == 1
+        optimizer.zero_grad()
+        classify(model, x, y).backward()
+        optimizer.step()
+
+
+@row(slow=True)
+def trunk_without_gradients(run: Run) -> None:
+    """The trunk is run under no_grad inside forward; its parameters are frozen."""
+
+    class Probe(Pieces):
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                hidden = torch.tanh(self.body(x))
+            return self.head(hidden) + self.spare(hidden)
+
+    module = Probe()
+    module.body.requires_grad_(False)
+    model = run.wrap(module)
+    optimizer = run.sgd(model)
+    for x, y in run.batches():
+        optimizer.zero_grad()
+        classify(model, x, y).backward()
+        optimizer.step()

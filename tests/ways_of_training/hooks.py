@@ -1,0 +1,198 @@
+"""Hooks: of tensors, modules, parameters, optimizers; and communication hooks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from ways_of_training.networks import classify, mlp
+from ways_of_training.run import Run
+from ways_of_training.table import left_out, refused, row
+
+NO_FUTURE = "callback must return a torch.futures.Future"
+NO_HOOKS = {
+    "sync_server": refused("communication hook"),
+    "one_worker": left_out("communication hooks are between ranks; a plain process has none"),
+}
+
+
+def halve(parameter: Tensor) -> None:
+    parameter.grad.mul_(0.5)
+
+
+def train(run: Run, model: Any, steps: int = 3) -> None:
+    optimizer = run.sgd(model)
+    for x, y in run.batches(steps):
+        optimizer.zero_grad()
+        loss = classify(model, x, y)
+        loss.backward()
+        optimizer.step()
+        run.note(loss)
+
+
+@row
+def tensor_hook_on_a_parameter(run: Run) -> None:
+    """parameter.register_hook scales a gradient before it is exchanged."""
+    model = run.wrap(mlp())
+    model.module[0].weight.register_hook(lambda gradient: gradient * 0.5)
+    train(run, model)
+
+
+@row
+def tensor_hook_before_wrapping(run: Run) -> None:
+    """parameter.register_hook before the model is wrapped."""
+    module = mlp()
+    module[2].weight.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
+    train(run, run.wrap(module))
+
+
+@row
+def post_accumulate_hook_before_wrapping(run: Run) -> None:
+    """register_post_accumulate_grad_hook changes gradients in place; registered before wrapping."""
+    module = mlp()
+    for parameter in module.parameters():
+        parameter.register_post_accumulate_grad_hook(halve)
+    train(run, run.wrap(module))
+
+
+@row
+def module_hooks(run: Run) -> None:
+    """Forward and full backward hooks on inner modules."""
+    model = run.wrap(mlp())
+    model.module[0].register_forward_hook(lambda module, inputs, output: output * 2)
+    model.module[2].register_full_backward_hook(lambda module, given, output: (given[0] * 0.5,))
+    train(run, model)
+
+
+@row
+def hooks_on_the_wrapper(run: Run) -> None:
+    """Forward hooks on the wrapped model itself."""
+    model = run.wrap(mlp())
+    model.register_forward_pre_hook(lambda module, inputs: (inputs[0] + 1,))
+    model.register_forward_hook(lambda module, inputs, output: output * 2)
+    train(run, model)
+
+
+@row
+def full_backward_hook_on_the_wrapper(run: Run) -> None:
+    """A full backward hook on the wrapped model itself."""
+    model = run.wrap(mlp())
+    model.register_full_backward_hook(lambda module, given, output: run.note(output[0].norm()))
+    train(run, model)
+
+
+@row
+def optimizer_hooks(run: Run) -> None:
+    """Hooks before and after optimizer.step."""
+    model = run.wrap(mlp())
+    optimizer = run.sgd(model)
+    optimizer.register_step_pre_hook(lambda *_: [p.grad.mul_(0.5) for p in model.parameters()] and None)
+    optimizer.register_step_post_hook(lambda *_: run.note(sum(p.norm() for p in model.parameters()).detach()))
+    for x, y in run.batches():
+        optimizer.zero_grad()
+        classify(model, x, y).backward()
+        optimizer.step()
+
+
+@row(slow=True, **NO_HOOKS)
+def all_reduce_hook(run: Run) -> None:
+    """The communication hook allreduce_hook."""
+    model = run.wrap(mlp())
+    model.register_comm_hook(None, default_hooks.allreduce_hook)
+    train(run, model)
+
+
+@row(**NO_HOOKS)
+def half_precision_hook(run: Run) -> None:
+    """The communication hook fp16_compress_hook."""
+    model = run.wrap(mlp())
+    model.register_comm_hook(None, default_hooks.fp16_compress_hook)
+    train(run, model)
+
+
+@row(slow=True, **NO_HOOKS)
+def wrapped_hook(run: Run) -> None:
+    """fp16_compress_wrapper around allreduce_hook."""
+    model = run.wrap(mlp())
+    model.register_comm_hook(None, default_hooks.fp16_compress_wrapper(default_hooks.allreduce_hook))
+    train(run, model)
+
+
+@row(**NO_HOOKS)
+def built_in_hook(run: Run) -> None:
+    """The built-in communication hook FP16_COMPRESS."""
+    model = run.wrap(mlp())
+    model._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)
+    train(run, model)
+
+
+@row(**NO_HOOKS)
+def power_sgd_hook(run: Run) -> None:
+    """PowerSGD on one bucket, from the third step on."""
+    model = run.wrap(mlp(16, 16), bucket_cap_mb=25)
+    state = powerSGD_hook.PowerSGDState(
+        None, matrix_approximation_rank=1, start_powerSGD_iter=2, min_compression_rate=1.0
+    )
+    model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    train(run, model, 5)
+
+
+@row(**NO_HOOKS)
+def own_hook_with_a_callback(run: Run) -> None:
+    """A hook of the script's own, which divides in a callback."""
+
+    def average(state, bucket):
+        future = dist.all_reduce(bucket.buffer(), async_op=True).get_future()
+        return future.then(lambda done: done.value()[0].div_(run.world_size))
+
+    model = run.wrap(mlp())
+    model.register_comm_hook(None, average)
+    train(run, model)
+
+
+@row(**NO_HOOKS)
+def hook_that_exchanges_nothing(run: Run) -> None:
+    """A hook that leaves gradients as they are on each rank, and one average of the weights at the end."""
+
+    def nothing(state, bucket):
+        future: torch.futures.Future[Tensor] = torch.futures.Future()
+        future.set_result(bucket.buffer())
+        return future
+
+    model = run.wrap(mlp())
+    model.register_comm_hook(None, nothing)
+    train(run, model)
+    for parameter in model.parameters():
+        dist.all_reduce(parameter.data)
+        parameter.data /= run.world_size
+
+
+@row(
+    native=refused(NO_FUTURE),
+    sync=refused(NO_FUTURE),
+    **NO_HOOKS,
+)
+def hook_that_returns_no_future(run: Run) -> None:
+    """A hook that returns a tensor instead of a future."""
+
+    def wrong(state, bucket):
+        return bucket.buffer()
+
+    model = run.wrap(mlp())
+    model.register_comm_hook(None, wrong)
+    train(run, model)
+
+
+@row(native=refused("bucket annotation should be dist.GradBucket"), **NO_HOOKS)
+def hook_with_postponed_annotations(run: Run) -> None:
+    """A hook whose annotations are texts, in a module with postponed annotations."""
+
+    def hook(state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        return default_hooks.allreduce_hook(state, bucket)
+
+    model = run.wrap(mlp())
+    model.register_comm_hook(None, hook)
+    train(run, model)

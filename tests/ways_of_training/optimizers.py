@@ -1,0 +1,468 @@
+"""Every optimizer, and what scripts do to them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_multi_avg_fn, update_bn
+from ways_of_training.networks import classify, mlp
+from ways_of_training.run import CLASSES, WIDTH, Run
+from ways_of_training.table import fault, left_out, refused, row
+
+Make = Callable[[Any], torch.optim.Optimizer]
+NO_ACCELERATOR = "Cannot access accelerator device when none is available"
+NOT_AT_SERVERS = refused("expected one of SGD, Adam, AdamW, Adagrad, RMSprop")
+
+
+def train(run: Run, make: Make, module: nn.Module | None = None, steps: int = 4) -> Any:
+    model = run.wrap(mlp() if module is None else module)
+    optimizer = run.optimizer(make(model.parameters()), model)
+    for x, y in run.batches(steps):
+        optimizer.zero_grad()
+        loss = classify(model, x, y)
+        loss.backward()
+        optimizer.step()
+        run.note(loss)
+    return optimizer
+
+
+@row
+def sgd_plain(run: Run) -> None:
+    """SGD without momentum."""
+    train(run, lambda p: torch.optim.SGD(p, lr=0.1))
+
+
+@row(slow=True)
+def sgd_nesterov(run: Run) -> None:
+    """SGD with Nesterov momentum and weight decay."""
+    train(run, lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01))
+
+
+@row(slow=True)
+def sgd_of_a_list_of_one_loop(run: Run) -> None:
+    """SGD with foreach=False, dampening and maximize."""
+    train(run, lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9, dampening=0.1, maximize=True, foreach=False))
+
+
+@row(slow=True)
+def sgd_foreach(run: Run) -> None:
+    """SGD with foreach=True."""
+    train(run, lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, foreach=True))
+
+
+@row(one_worker=fault("elements differ"))
+def sgd_fused(run: Run) -> None:
+    """SGD with fused=True."""
+    train(run, lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.01, fused=True), steps=8)
+
+
+@row
+def adam(run: Run) -> None:
+    """Adam with amsgrad and weight decay."""
+    train(run, lambda p: torch.optim.Adam(p, lr=0.01, amsgrad=True, weight_decay=0.01))
+
+
+@row(slow=True)
+def adam_foreach(run: Run) -> None:
+    """Adam with foreach=True."""
+    train(run, lambda p: torch.optim.Adam(p, lr=0.01, foreach=True))
+
+
+@row(one_worker=fault("elements differ"))
+def adam_fused(run: Run) -> None:
+    """Adam with fused=True, twelve steps."""
+    train(run, lambda p: torch.optim.Adam(p, lr=0.01, fused=True), steps=12)
+
+
+@row
+def adamw(run: Run) -> None:
+    """AdamW."""
+    train(run, lambda p: torch.optim.AdamW(p, lr=0.01))
+
+
+@row(one_worker=fault("elements differ"))
+def adamw_fused(run: Run) -> None:
+    """AdamW with fused=True, twelve steps."""
+    train(run, lambda p: torch.optim.AdamW(p, lr=0.01, fused=True), steps=12)
+
+
+@row(slow=True)
+def adagrad(run: Run) -> None:
+    """Adagrad with an initial accumulator."""
+    train(run, lambda p: torch.optim.Adagrad(p, lr=0.05, lr_decay=0.1, initial_accumulator_value=0.1))
+
+
+@row(one_worker=fault("elements differ"))
+def adagrad_fused(run: Run) -> None:
+    """Adagrad with fused=True."""
+    train(run, lambda p: torch.optim.Adagrad(p, lr=0.05, fused=True), steps=8)
+
+
+@row
+def rmsprop(run: Run) -> None:
+    """RMSprop, centered, with momentum."""
+    train(run, lambda p: torch.optim.RMSprop(p, lr=0.01, momentum=0.5, centered=True))
+
+
+@row(slow=True, one_worker=NOT_AT_SERVERS)
+def adamax(run: Run) -> None:
+    """Adamax."""
+    train(run, lambda p: torch.optim.Adamax(p, lr=0.01))
+
+
+@row(slow=True, one_worker=NOT_AT_SERVERS)
+def nadam(run: Run) -> None:
+    """NAdam."""
+    train(run, lambda p: torch.optim.NAdam(p, lr=0.01))
+
+
+@row(slow=True, one_worker=NOT_AT_SERVERS)
+def radam(run: Run) -> None:
+    """RAdam."""
+    train(run, lambda p: torch.optim.RAdam(p, lr=0.01))
+
+
+@row(slow=True, one_worker=NOT_AT_SERVERS)
+def rprop(run: Run) -> None:
+    """Rprop."""
+    train(run, torch.optim.Rprop)
+
+
+@row(slow=True, one_worker=NOT_AT_SERVERS)
+def averaged_sgd(run: Run) -> None:
+    """ASGD."""
+    train(run, lambda p: torch.optim.ASGD(p, lr=0.05, t0=1))
+
+
+@row(slow=True, one_worker=NOT_AT_SERVERS)
+def adadelta(run: Run) -> None:
+    """Adadelta."""
+    train(run, torch.optim.Adadelta)
+
+
+@row(one_worker=NOT_AT_SERVERS)
+def adafactor(run: Run) -> None:
+    """Adafactor."""
+    train(run, lambda p: torch.optim.Adafactor(p, lr=0.01))
+
+
+class Matrices(nn.Module):
+    """Weight matrices alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, 8, bias=False), nn.Linear(8, CLASSES, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(torch.tanh(self.first(x)))
+
+
+@row(one_worker=NOT_AT_SERVERS)
+def muon(run: Run) -> None:
+    """torch.optim.Muon over matrices."""
+    train(run, lambda p: torch.optim.Muon(p, lr=0.01), Matrices())
+
+
+@row(one_worker=NOT_AT_SERVERS)
+def muon_beside_adamw(run: Run) -> None:
+    """Muon for matrices and AdamW for biases: two optimizers of one model."""
+    model = run.wrap(mlp())
+    matrices = [p for p in model.parameters() if p.dim() == 2]
+    others = [p for p in model.parameters() if p.dim() != 2]
+    optimizers = [
+        run.optimizer(torch.optim.Muon(matrices, lr=0.01), model),
+        run.optimizer(torch.optim.AdamW(others, lr=0.01), model),
+    ]
+    for x, y in run.batches():
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        classify(model, x, y).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+
+
+@row(one_worker=refused("one optimizer"))
+def two_optimizers_of_one_model(run: Run) -> None:
+    """SGD for the first layer and Adam for the rest."""
+    model = run.wrap(mlp())
+    first, *rest = model.module
+    optimizers = [
+        run.optimizer(torch.optim.SGD(first.parameters(), lr=0.1), model),
+        run.optimizer(torch.optim.Adam(nn.Sequential(*rest).parameters(), lr=0.01), model),
+    ]
+    for x, y in run.batches():
+        model.zero_grad()
+        classify(model, x, y).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+
+
+@row(one_worker=NOT_AT_SERVERS)
+def lbfgs(run: Run) -> None:
+    """LBFGS, whose closure runs several forwards and backwards a step."""
+    model = run.wrap(mlp())
+    optimizer = run.optimizer(torch.optim.LBFGS(model.parameters(), lr=0.5, max_iter=3, history_size=4), model)
+    for x, y in run.batches(2):
+
+        def closure(x: Tensor = x, y: Tensor = y) -> Tensor:
+            optimizer.zero_grad()
+            loss = classify(model, x, y)
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+
+
+@row
+def closure(run: Run) -> None:
+    """Adam with a closure."""
+    model = run.wrap(mlp())
+    optimizer = run.optimizer(torch.optim.Adam(model.parameters(), lr=0.01), model)
+    for x, y in run.batches():
+
+        def step(x: Tensor = x, y: Tensor = y) -> Tensor:
+            optimizer.zero_grad()
+            loss = classify(model, x, y)
+            loss.backward()
+            return loss
+
+        run.note(optimizer.step(step))
+
+
+class Lion(torch.optim.Optimizer):
+    """A script's own optimizer (https://arxiv.org/abs/2302.06675)."""
+
+    def __init__(self, parameters: Any, lr: float) -> None:
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                momentum = state.setdefault("momentum", torch.zeros_like(parameter))
+                parameter.add_((0.9 * momentum + 0.1 * parameter.grad).sign(), alpha=-group["lr"])
+                momentum.lerp_(parameter.grad, 0.01)
+
+
+@row(one_worker=NOT_AT_SERVERS)
+def optimizer_of_ones_own(run: Run) -> None:
+    """A subclass of Optimizer with a step of its own (Lion)."""
+    train(run, lambda p: Lion(p, lr=0.01))
+
+
+@row(one_worker=left_out("weights are moved and moved back between two backwards of a step, which servers do not see"))
+def sharpness_aware(run: Run) -> None:
+    """SAM: weights are moved along the gradient, a second backward, weights are moved back, a step."""
+    model = run.wrap(mlp())
+    optimizer = run.sgd(model)
+    for x, y in run.batches():
+        optimizer.zero_grad()
+        classify(model, x, y).backward()
+        moves = [0.05 * p.grad / (p.grad.norm() + 1e-12) for p in model.parameters()]
+        with torch.no_grad():
+            for parameter, move in zip(model.parameters(), moves, strict=True):
+                parameter.add_(move)
+        optimizer.zero_grad()
+        classify(model, x, y).backward()
+        with torch.no_grad():
+            for parameter, move in zip(model.parameters(), moves, strict=True):
+                parameter.sub_(move)
+        optimizer.step()
+
+
+@row(slow=True)
+def lookahead(run: Run) -> None:
+    """Lookahead: every second step weights go half-way back to slow ones."""
+    model = run.wrap(mlp())
+    optimizer = run.sgd(model)
+    slow = [parameter.detach().clone() for parameter in model.parameters()]
+    for step, (x, y) in enumerate(run.batches(4)):
+        optimizer.zero_grad()
+        classify(model, x, y).backward()
+        optimizer.step()
+        if step % 2 == 1:
+            with torch.no_grad():
+                for kept, parameter in zip(slow, model.parameters(), strict=True):
+                    parameter.copy_(kept.lerp_(parameter, 0.5))
+
+
+@row
+def averaged_weights(run: Run) -> None:
+    """SWA: AveragedModel of the wrapped model's module, SWALR, update_bn."""
+    module = nn.Sequential(nn.Linear(WIDTH, 8), nn.BatchNorm1d(8, track_running_stats=False), nn.Linear(8, CLASSES))
+    model = run.wrap(module)
+    optimizer = run.sgd(model)
+    averaged, schedule = AveragedModel(model.module), SWALR(optimizer, swa_lr=0.05, anneal_epochs=2)
+    for step, (x, y) in enumerate(run.batches(5)):
+        optimizer.zero_grad()
+        classify(model, x, y).backward()
+        optimizer.step()
+        if step >= 1:
+            averaged.update_parameters(model.module)
+            schedule.step()
+    update_bn([x for x, _ in run.batches()], averaged)
+    run.compare(averaged)
+
+
+@row(slow=True)
+def exponential_average_of_weights(run: Run) -> None:
+    """EMA by AveragedModel of the wrapped model itself, evaluated in between."""
+    model = run.wrap(mlp())
+    optimizer = run.sgd(model)
+    average = AveragedModel(model.module, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    for x, y in run.batches(4):
+        optimizer.zero_grad()
+        classify(model, x, y).backward()
+        optimizer.step()
+        average.update_parameters(model.module)
+        with torch.no_grad():
+            run.note(classify(average, x, y))
+
+
+@row
+def parameter_groups(run: Run) -> None:
+    """Three groups: no decay for biases, another rate for the head, one group added after wrapping."""
+    model = run.wrap(mlp())
+    body, head = model.module[:-1], model.module[-1]
+    groups = [
+        {"params": [p for p in body.parameters() if p.dim() > 1], "weight_decay": 0.1},
+        {"params": [p for p in body.parameters() if p.dim() == 1], "weight_decay": 0.0},
+    ]
+    plain = torch.optim.AdamW(groups, lr=0.01)
+    plain.add_param_group({"params": list(head.parameters()), "lr": 0.1, "betas": (0.8, 0.9)})
+    optimizer = run.optimizer(plain, model)
+    for x, y in run.batches():
+        optimizer.zero_grad()
+        classify(model, x, y).backward()
+        optimizer.step()
+
+
+@row(one_worker=refused("the servers train the parameters that the optimizer had"))
+def group_added_late(run: Run) -> None:
+    """A parameter group is added in the third step."""
+    model = run.wrap(mlp())
+    optimizer = run.optimizer(torch.optim.SGD(model.module[0].parameters(), lr=0.1), model)
+    for step, (x, y) in enumerate(run.batches(4)):
+        if step == 2:
+            optimizer.add_param_group({"params": list(model.module[2].parameters()), "lr": 0.01})
+        optimizer.zero_grad()
+        classify(model, x, y).backward()
+        optimizer.step()
+
+
+@row(one_worker=refused("one optimizer"))
+def optimizer_replaced(run: Run) -> None:
+    """Adam for two steps, then SGD."""
+    model = run.wrap(mlp())
+    optimizer = run.optimizer(torch.optim.Adam(model.parameters(), lr=0.01), model)
+    for step, (x, y) in enumerate(run.batches(4)):
+        if step == 2:
+            optimizer = run.sgd(model)
+        optimizer.zero_grad()
+        classify(model, x, y).backward()
+        optimizer.step()
+
+
+@row
+def state_halved_through_its_dict(run: Run) -> None:
+    """Momentum is halved through state_dict and load_state_dict."""
+    model = run.wrap(mlp())
+    optimizer = run.sgd(model)
+    for step, (x, y) in enumerate(run.batches(4)):
+        if step == 2:
+            state = copy.deepcopy(optimizer.state_dict())
+            for entry in state["state"].values():
+                entry["momentum_buffer"] *= 0.5
+            optimizer.load_state_dict(state)
+        optimizer.zero_grad()
+        classify(model, x, y).backward()
+        optimizer.step()
+
+
+@row(one_worker=refused("optimizer.state is only a copy"))
+def state_cleared(run: Run) -> None:
+    """optimizer.state is emptied in mid-run."""
+    model = run.wrap(mlp())
+    optimizer = run.optimizer(torch.optim.Adam(model.parameters(), lr=0.01), model)
+    for step, (x, y) in enumerate(run.batches(4)):
+        if step == 2:
+            optimizer.state_dict()
+            optimizer.state.clear()
+        optimizer.zero_grad()
+        classify(model, x, y).backward()
+        optimizer.step()
+
+
+@row
+def zeroed_at_odd_places(run: Run) -> None:
+    """zero_grad between forward and backward, after the step, twice, on the model, and not at all."""
+    model = run.wrap(mlp())
+    optimizer = run.sgd(model)
+    for step, (x, y) in enumerate(run.batches(6)):
+        if step == 1:
+            optimizer.zero_grad()
+        loss = classify(model, x, y)
+        if step in (2, 5):
+            optimizer.zero_grad(set_to_none=step == 2)
+        if step == 3:
+            model.zero_grad()
+            model.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+
+@row
+def step_without_backward(run: Run) -> None:
+    """optimizer.step twice a backward, and once before any."""
+    model = run.wrap(mlp())
+    optimizer = run.sgd(model)
+    optimizer.step()
+    for x, y in run.batches():
+        optimizer.zero_grad()
+        classify(model, x, y).backward()
+        optimizer.step()
+        optimizer.step()
+
+
+@row(slow=True)
+def step_left_out(run: Run) -> None:
+    """Every second backward's gradients are thrown away."""
+    model = run.wrap(mlp())
+    optimizer = run.sgd(model)
+    for step, (x, y) in enumerate(run.batches(5)):
+        optimizer.zero_grad()
+        classify(model, x, y).backward()
+        if step % 2 == 0:
+            optimizer.step()
+
+
+@row(
+    one_worker=refused("optimizer"),
+    sync_server=left_out("ZeroRedundancyOptimizer exchanges parameters over a process group of its own"),
+)
+def sharded_optimizer_state(run: Run) -> None:
+    """ZeroRedundancyOptimizer over Adam."""
+    train(run, lambda p: ZeroRedundancyOptimizer(p, torch.optim.Adam, lr=0.01))
+
+
+@row(
+    native=refused(NO_ACCELERATOR),
+    sync=refused(NO_ACCELERATOR),
+    sync_server=refused("takes no communication hook", "it is one under the surface"),
+    one_worker=left_out("workers step each parameter in backward; servers step all at once"),
+)
+def optimizer_in_backward(run: Run) -> None:
+    """_apply_optimizer_in_backward: each parameter is stepped as soon as its average is there."""
+    from torch.distributed.optim import _apply_optimizer_in_backward
+
+    module = mlp()
+    _apply_optimizer_in_backward(torch.optim.SGD, module.parameters(), {"lr": 0.1})
+    model = run.wrap(module)
+    for x, y in run.batches():
+        classify(model, x, y).backward()

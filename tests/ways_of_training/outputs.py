@@ -1,0 +1,106 @@
+"""What forward takes and returns, beside a tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from ways_of_training.networks import Pieces
+from ways_of_training.run import Run
+from ways_of_training.table import row
+
+
+@dataclass
+class Scores:
+    """What a forward may return."""
+
+    scores: Tensor
+    hidden: Tensor | None = None
+
+
+class Both(NamedTuple):
+    """What a forward may return."""
+
+    scores: Tensor
+    hidden: Tensor
+
+
+def train(run: Run, pack: Callable[[Tensor, Tensor], Any], unpack: Callable[[Any], Tensor], **options: Any) -> None:
+    class Packing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.pieces = Pieces()
+
+        def forward(self, x: Tensor, *, extra: dict[str, Tensor] | None = None) -> Any:
+            hidden = torch.tanh(self.pieces.body(x))
+            scores = self.pieces.head(hidden)
+            if extra is not None:
+                scores = scores + self.pieces.spare(hidden) * extra["factor"]
+            return pack(scores, hidden)
+
+    model = run.wrap(Packing(), **options)
+    optimizer = run.sgd(model)
+    for step, (x, y) in enumerate(run.batches(4)):
+        optimizer.zero_grad()
+        extra = {"factor": torch.tensor(0.5)} if step % 2 or "find_unused_parameters" not in options else None
+        loss = F.cross_entropy(unpack(model(x, extra=extra)), y)
+        loss.backward()
+        optimizer.step()
+        run.note(loss)
+
+
+@row
+def output_in_a_dict(run: Run) -> None:
+    """A dict of lists, with find_unused_parameters."""
+    train(run, lambda s, h: {"s": [s], "none": None}, lambda o: o["s"][0], find_unused_parameters=True)
+
+
+@row(slow=True)
+def output_in_a_tuple(run: Run) -> None:
+    """A tuple with numbers and texts in it."""
+    train(run, lambda s, h: (s, 3, "text", h.detach()), lambda o: o[0], find_unused_parameters=True)
+
+
+@row(slow=True)
+def output_in_a_named_tuple(run: Run) -> None:
+    """A named tuple."""
+    train(run, lambda s, h: Both(s, h.detach()), lambda o: o.scores, find_unused_parameters=True)
+
+
+@row
+def output_in_a_dataclass(run: Run) -> None:
+    """A dataclass, with find_unused_parameters."""
+    train(run, lambda s, h: Scores(s), lambda o: o.scores, find_unused_parameters=True)
+
+
+@row
+def output_in_an_object(run: Run) -> None:
+    """An object that nobody can look into."""
+
+    class Opaque:
+        def __init__(self, scores: Tensor) -> None:
+            self.scores = scores
+
+    train(run, lambda s, h: Opaque(s), lambda o: o.scores)
+
+
+@row(slow=True)
+def output_in_a_static_graph(run: Run) -> None:
+    """A dict under static_graph."""
+    train(run, lambda s, h: {"scores": s}, lambda o: o["scores"], static_graph=True)
+
+
+@row
+def output_written_to(run: Run) -> None:
+    """The output is changed in place before the loss."""
+    train(run, lambda s, h: s, lambda o: o.mul_(2.0))
+
+
+@row(slow=True)
+def output_without_gradient_beside(run: Run) -> None:
+    """An output that is an integer tensor, beside the scores."""
+    train(run, lambda s, h: (s.argmax(1), s), lambda o: o[1], find_unused_parameters=True)

@@ -1,0 +1,195 @@
+"""Number formats: autocast, scaled gradients, models in other dtypes."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from ways_of_training.networks import classify, mlp
+from ways_of_training.run import CLASSES, WIDTH, Run
+from ways_of_training.table import refused, row
+
+
+@row
+def autocast(run: Run) -> None:
+    """Forward and loss under autocast to bfloat16."""
+    model = run.wrap(mlp())
+    optimizer = run.sgd(model)
+    for x, y in run.batches():
+        optimizer.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = classify(model, x, y)
+        loss.backward()
+        optimizer.step()
+        run.note(loss)
+
+
+@row(slow=True)
+def autocast_inside_forward(run: Run) -> None:
+    """Autocast inside the module's forward."""
+
+    class Cast(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.autocast("cpu", torch.bfloat16):
+                return super().forward(x).float()
+
+    model = run.wrap(Cast(*mlp()))
+    optimizer = run.sgd(model)
+    for x, y in run.batches():
+        optimizer.zero_grad()
+        classify(model, x, y).backward()
+        optimizer.step()
+
+
+def train_scaled(run: Run, *, bad_step: int = -1, clip: bool = False, **options: bool) -> None:
+    """``bad_step`` has an infinite loss on rank 0, and is skipped by the scaler."""
+    model = run.wrap(mlp())
+    optimizer = run.sgd(model, **options)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
+    for step, (x, y) in enumerate(run.batches(5)):
+        optimizer.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = classify(model, x, y)
+        if step == bad_step and run.rank == 0:
+            loss = loss * math.inf
+        scaler.scale(loss).backward()
+        if clip:
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        scaler.step(optimizer)
+        scaler.update()
+        run.note(scaler.get_scale())
+
+
+@row(slow=True)
+def scaled_gradients(run: Run) -> None:
+    """Autocast with a GradScaler."""
+    train_scaled(run)
+
+
+@row
+def scaled_gradients_that_overflow(run: Run) -> None:
+    """Autocast with a GradScaler that skips a step whose gradients are infinite on one rank."""
+    train_scaled(run, bad_step=2)
+
+
+@row
+def scaled_gradients_clipped(run: Run) -> None:
+    """GradScaler with unscale_ and clipping, and a step that is skipped."""
+    train_scaled(run, bad_step=1, clip=True)
+
+
+def train_in(run: Run, dtype: torch.dtype, make: type[torch.optim.Optimizer] = torch.optim.SGD) -> None:
+    model = run.wrap(mlp().to(dtype))
+    optimizer = run.optimizer(make(model.parameters(), lr=0.05), model)
+    for x, y in run.batches():
+        optimizer.zero_grad()
+        loss = classify(model, x.to(dtype), y)
+        loss.backward()
+        optimizer.step()
+        run.note(loss)
+
+
+@row
+def model_in_float64(run: Run) -> None:
+    """A model in float64."""
+    train_in(run, torch.float64)
+
+
+@row(slow=True)
+def model_in_bfloat16(run: Run) -> None:
+    """A model in bfloat16."""
+    train_in(run, torch.bfloat16)
+
+
+@row
+def model_in_bfloat16_under_adamw(run: Run) -> None:
+    """A model in bfloat16 under AdamW."""
+    train_in(run, torch.bfloat16, torch.optim.AdamW)
+
+
+@row(slow=True)
+def model_in_float16(run: Run) -> None:
+    """A model in float16."""
+    train_in(run, torch.float16)
+
+
+@row
+def several_dtypes(run: Run) -> None:
+    """Layers in float32, float64 and bfloat16."""
+
+    class Mixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = nn.Linear(WIDTH, 8)
+            self.b = nn.Linear(8, 8, dtype=torch.float64)
+            self.c = nn.Linear(8, CLASSES, dtype=torch.bfloat16)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.c(torch.tanh(self.b(torch.tanh(self.a(x)).double())).bfloat16()).float()
+
+    model = run.wrap(Mixed())
+    optimizer = run.sgd(model)
+    for x, y in run.batches():
+        optimizer.zero_grad()
+        classify(model, x, y).backward()
+        optimizer.step()
+
+
+@row(one_worker=refused("expected optimizer = psengine.DistributedOptimizer", "servers step what they hold"))
+def master_weights(run: Run) -> None:
+    """A model in bfloat16 whose float32 copy is what the optimizer steps."""
+    torch.manual_seed(4)
+    module = mlp().to(torch.bfloat16)
+    model = run.wrap(module)
+    masters = [parameter.detach().float() for parameter in module.parameters()]
+    plain = torch.optim.SGD(masters, lr=0.1, momentum=0.9)
+    for x, y in run.batches():
+        model.zero_grad()
+        classify(model, x.bfloat16(), y).backward()
+        for master, parameter in zip(masters, module.parameters(), strict=True):
+            master.grad = parameter.grad.float()
+        plain.step()
+        with torch.no_grad():
+            for master, parameter in zip(masters, module.parameters(), strict=True):
+                parameter.copy_(master)
+
+
+@row
+def channels_last(run: Run) -> None:
+    """Convolutions in channels_last."""
+    network = nn.Sequential(nn.Conv2d(2, 4, 3), nn.ReLU(), nn.Conv2d(4, 4, 2), nn.Flatten(), nn.LazyLinear(CLASSES))
+    network(torch.zeros(1, 2, 5, 5))
+    model = run.wrap(network.to(memory_format=torch.channels_last))
+    optimizer = run.sgd(model)
+    for step in range(3):
+        generator = torch.Generator().manual_seed(10 * step + run.rank)
+        x = torch.randn(3, 2, 5, 5, generator=generator).contiguous(memory_format=torch.channels_last)
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), torch.tensor([0, 1, 2])).backward()
+        optimizer.step()
+
+
+class Phases(nn.Module):
+    """Complex weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.turn = nn.Parameter(torch.randn(WIDTH, 4, dtype=torch.complex64))
+        self.head = nn.Linear(4, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head((x.to(torch.complex64) @ self.turn).abs())
+
+
+@row
+def complex_parameters(run: Run) -> None:
+    """Complex parameters beside real ones."""
+    model = run.wrap(Phases())
+    optimizer = run.sgd(model)
+    for x, y in run.batches():
+        optimizer.zero_grad()
+        classify(model, x, y).backward()
+        optimizer.step()

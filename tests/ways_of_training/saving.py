@@ -1,0 +1,208 @@
+"""Saving, loading, copying, and going on."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from ways_of_training.networks import classify, mlp
+from ways_of_training.run import Run
+from ways_of_training.table import refused, row
+
+
+def steps(run: Run, model: Any, optimizer: torch.optim.Optimizer, first: int = 0, count: int = 2) -> None:
+    for x, y in list(run.batches(first + count))[first:]:
+        optimizer.zero_grad()
+        loss = classify(model, x, y)
+        loss.backward()
+        optimizer.step()
+        run.note(loss)
+
+
+def adam(run: Run, model: Any) -> torch.optim.Optimizer:
+    return run.optimizer(torch.optim.Adam(model.parameters(), lr=0.01), model)
+
+
+@row
+def state_round_trip(run: Run) -> None:
+    """The wrapped model's and the optimizer's state_dict go to a file and back, in mid-run."""
+    model = run.wrap(mlp())
+    optimizer = adam(run, model)
+    steps(run, model, optimizer)
+    file = run.directory / f"{run.rank}.pt"
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
+    steps(run, model, optimizer, 2)
+    saved = torch.load(file, weights_only=True)
+    model.load_state_dict(saved["model"])
+    optimizer.load_state_dict(saved["optimizer"])
+    steps(run, model, optimizer, 2)
+
+
+@row
+def resumed_in_a_new_wrapper(run: Run) -> None:
+    """Rank 0 saves; everybody loads into a new model, a new wrapper and a new optimizer."""
+    model = run.wrap(mlp())
+    optimizer = adam(run, model)
+    steps(run, model, optimizer)
+    saved = {"model": model.module.state_dict(), "optimizer": optimizer.state_dict()}
+    if run.rank == 0:
+        torch.save(saved, run.directory / "checkpoint.pt")
+    dist.barrier()
+    saved = torch.load(run.directory / "checkpoint.pt", weights_only=True)
+    module = mlp()
+    module.load_state_dict(saved["model"])
+    again = run.wrap(module)
+    optimizer = adam(run, again)
+    optimizer.load_state_dict(saved["optimizer"])
+    steps(run, again, optimizer, 2)
+
+
+@row
+def loaded_on_rank_0_alone(run: Run) -> None:
+    """Weights are loaded on rank 0 before wrapping, which hands them to the others."""
+    torch.manual_seed(run.rank)
+    module = mlp()
+    if run.rank == 0:
+        with torch.no_grad():
+            for parameter in module.parameters():
+                parameter.fill_(0.05)
+    model = run.wrap(module)
+    steps(run, model, run.sgd(model))
+
+
+@row(slow=True)
+def best_weights_restored(run: Run) -> None:
+    """The best state so far is kept in memory and loaded at the end."""
+    model = run.wrap(mlp())
+    optimizer = run.sgd(model)
+    best, kept = float("inf"), copy.deepcopy(model.state_dict())
+    for x, y in run.batches(4):
+        optimizer.zero_grad()
+        loss = classify(model, x, y)
+        loss.backward()
+        optimizer.step()
+        mean = loss.detach().clone()
+        dist.all_reduce(mean)
+        if mean < best:
+            best, kept = float(mean), copy.deepcopy(model.state_dict())
+    model.load_state_dict(kept)
+
+
+@row
+def distributed_checkpoint(run: Run) -> None:
+    """torch.distributed.checkpoint saves the wrapped model's state, and loads it in place."""
+    model = run.wrap(mlp())
+    optimizer = run.sgd(model)
+    steps(run, model, optimizer)
+    dcp.save({"model": model.state_dict()}, checkpoint_id=run.directory / "dcp")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    state = model.state_dict()
+    dcp.load({"model": state}, checkpoint_id=run.directory / "dcp")
+    model.load_state_dict(state)
+    steps(run, model, optimizer, 2)
+
+
+@row
+def distributed_checkpoint_with_optimizer(run: Run) -> None:
+    """get_state_dict and set_state_dict of torch.distributed.checkpoint, model and optimizer."""
+    wrapped = run.wrap(mlp())
+    model = wrapped.module if run.column == "plain" else wrapped
+    optimizer = adam(run, wrapped)
+    steps(run, model, optimizer)
+    of_model, of_optimizer = get_state_dict(model, optimizer)
+    for name in of_model:
+        assert not name.startswith("module.")
+        run.note(of_model[name])
+    dcp.save({"model": of_model, "optimizer": of_optimizer}, checkpoint_id=run.directory / "dcp")
+    steps(run, model, optimizer, 2)
+    of_model, of_optimizer = get_state_dict(model, optimizer)
+    dcp.load({"model": of_model, "optimizer": of_optimizer}, checkpoint_id=run.directory / "dcp")
+    set_state_dict(model, optimizer, model_state_dict=of_model, optim_state_dict=of_optimizer)
+    steps(run, model, optimizer, 2)
+
+
+@row
+def deep_copy_of_the_inner_module(run: Run) -> None:
+    """copy.deepcopy of the inner module, which is then wrapped and trained on."""
+    model = run.wrap(mlp())
+    steps(run, model, run.sgd(model))
+    again = run.wrap(copy.deepcopy(model.module))
+    steps(run, again, run.sgd(again), 2)
+
+
+@row
+def deep_copy_of_the_wrapper(run: Run) -> None:
+    """copy.deepcopy of the wrapped model, evaluated while the original is trained."""
+    model = run.wrap(mlp())
+    optimizer = run.sgd(model)
+    steps(run, model, optimizer)
+    kept = copy.deepcopy(model)
+    steps(run, model, optimizer, 2)
+    with torch.no_grad():
+        for x, y in run.batches(1):
+            run.note(classify(kept, x, y))
+    run.compare(kept)
+
+
+@row
+def pickled_wrapper(run: Run) -> None:
+    """torch.save and pickle of the wrapped model, evaluated after loading."""
+    model = run.wrap(mlp())
+    steps(run, model, run.sgd(model))
+    again = pickle.loads(pickle.dumps(model))
+    with torch.no_grad():
+        for x, y in run.batches(1):
+            run.note(classify(again, x, y))
+    run.compare(again)
+
+
+@row(slow=True)
+def prefix_taken_off(run: Run) -> None:
+    """The wrapped model's state, without the prefix "module.", loads into a plain model."""
+    model = run.wrap(mlp())
+    steps(run, model, run.sgd(model))
+    plain = mlp()
+    state = model.state_dict()
+    nn.modules.utils.consume_prefix_in_state_dict_if_present(state, "module.")
+    plain.load_state_dict(state)
+    run.compare(plain)
+
+
+@row
+def weights_set_in_mid_run(run: Run) -> None:
+    """Every rank writes the same numbers to some weights between two steps."""
+    model = run.wrap(mlp())
+    optimizer = run.sgd(model)
+    steps(run, model, optimizer)
+    with torch.no_grad():
+        model.module[0].weight.mul_(0.5)
+        nn.init.constant_(model.module[2].bias, 0.1)
+    steps(run, model, optimizer, 2)
+
+
+@row
+def wrapped_twice_in_turn(run: Run) -> None:
+    """A model is wrapped, trained, unwrapped and wrapped again with other options."""
+    module = mlp()
+    model = run.wrap(module)
+    steps(run, model, run.sgd(model))
+    del model
+    again = run.wrap(module, gradient_as_bucket_view=True)
+    steps(run, again, run.sgd(again), 2)
+
+
+@row(one_worker=refused("optimizer"))
+def optimizer_made_before_wrapping(run: Run) -> None:
+    """The optimizer is made from the module, wrapped afterwards, and used as it is."""
+    module = mlp()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+    model = run.wrap(module)
+    steps(run, model, optimizer)

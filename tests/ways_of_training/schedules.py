@@ -1,0 +1,158 @@
+"""Learning rates that change."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.optim import lr_scheduler
+from ways_of_training.networks import classify, mlp
+from ways_of_training.run import Run
+from ways_of_training.table import row
+
+
+def train(run: Run, schedule_of: Callable[[torch.optim.Optimizer], Any], steps: int = 5, **options: float) -> None:
+    model = run.wrap(mlp())
+    optimizer = run.sgd(model, **options)
+    schedule = schedule_of(optimizer)
+    for x, y in run.batches(steps):
+        optimizer.zero_grad()
+        classify(model, x, y).backward()
+        optimizer.step()
+        schedule.step()
+        run.note(float(optimizer.param_groups[0]["lr"]))
+
+
+@row(slow=True)
+def step_schedule(run: Run) -> None:
+    """StepLR."""
+    train(run, lambda o: lr_scheduler.StepLR(o, 2, gamma=0.1))
+
+
+@row
+def one_cycle(run: Run) -> None:
+    """OneCycleLR, which moves momentum too."""
+    train(run, lambda o: lr_scheduler.OneCycleLR(o, max_lr=0.2, total_steps=6))
+
+
+@row(slow=True)
+def cycles_of_momentum(run: Run) -> None:
+    """CyclicLR with cycled momentum."""
+    train(run, lambda o: lr_scheduler.CyclicLR(o, 0.01, 0.1, step_size_up=2, base_momentum=0.5, max_momentum=0.9))
+
+
+@row(slow=True)
+def warm_restarts(run: Run) -> None:
+    """CosineAnnealingWarmRestarts."""
+    train(run, lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, T_0=2))
+
+
+@row(slow=True)
+def schedules_in_sequence(run: Run) -> None:
+    """LinearLR, then ExponentialLR, in a SequentialLR."""
+    train(
+        run,
+        lambda o: lr_scheduler.SequentialLR(
+            o, [lr_scheduler.LinearLR(o, 0.1, total_iters=2), lr_scheduler.ExponentialLR(o, 0.5)], milestones=[2]
+        ),
+    )
+
+
+@row(slow=True)
+def schedules_in_a_chain(run: Run) -> None:
+    """ChainedScheduler of two."""
+    train(
+        run,
+        lambda o: lr_scheduler.ChainedScheduler(
+            [lr_scheduler.ConstantLR(o, 0.5, total_iters=2), lr_scheduler.PolynomialLR(o, total_iters=6)]
+        ),
+    )
+
+
+@row(slow=True)
+def schedule_by_a_function(run: Run) -> None:
+    """LambdaLR whose first rate is zero."""
+    train(run, lambda o: lr_scheduler.LambdaLR(o, lambda step: min(1.0, step / 3)))
+
+
+@row
+def rate_in_a_tensor(run: Run) -> None:
+    """A learning rate that is a tensor, with foreach=False."""
+    train(run, lambda o: lr_scheduler.StepLR(o, 2), lr=torch.tensor(0.1), foreach=False)  # type: ignore[arg-type]
+
+
+@row
+def reduced_on_a_plateau(run: Run) -> None:
+    """ReduceLROnPlateau on a loss that is averaged over ranks."""
+    model = run.wrap(mlp())
+    optimizer = run.sgd(model)
+    schedule = lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5, threshold=1.0)
+    for x, y in run.batches(4):
+        optimizer.zero_grad()
+        loss = classify(model, x, y)
+        loss.backward()
+        optimizer.step()
+        mean = loss.detach().clone()
+        dist.all_reduce(mean)
+        schedule.step(mean / run.world_size)
+        run.note(optimizer.param_groups[0]["lr"])
+
+
+@row
+def rates_set_by_hand(run: Run) -> None:
+    """param_groups are written to: rate, decay and momentum."""
+    model = run.wrap(mlp())
+    optimizer = run.sgd(model)
+    for step, (x, y) in enumerate(run.batches(4)):
+        for group in optimizer.param_groups:
+            group.update(lr=0.1 / (step + 1), weight_decay=0.01 * step, momentum=0.9 - 0.1 * step)
+        optimizer.zero_grad()
+        classify(model, x, y).backward()
+        optimizer.step()
+
+
+@row
+def schedule_stepped_before_the_optimizer(run: Run) -> None:
+    """The schedule is stepped between backward and optimizer.step."""
+    model = run.wrap(mlp())
+    optimizer = run.sgd(model)
+    schedule = lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    for x, y in run.batches():
+        optimizer.zero_grad()
+        classify(model, x, y).backward()
+        schedule.step()
+        optimizer.step()
+
+
+@row(slow=True)
+def schedule_of_the_plain_optimizer(run: Run) -> None:
+    """The schedule is made from the optimizer before it becomes this column's."""
+    model = run.wrap(mlp())
+    plain = torch.optim.SGD(model.parameters(), lr=0.1)
+    schedule = lr_scheduler.ExponentialLR(plain, 0.5)
+    optimizer = run.optimizer(plain, model)
+    for x, y in run.batches():
+        optimizer.zero_grad()
+        classify(model, x, y).backward()
+        optimizer.step()
+        schedule.step()
+
+
+@row
+def training_restarted_with_schedule(run: Run) -> None:
+    """Optimizer and schedule are saved and loaded into new ones for the same model, in mid-run."""
+    model = run.wrap(mlp())
+    optimizer = run.sgd(model)
+    schedule = lr_scheduler.CosineAnnealingLR(optimizer, T_max=4)
+    for step, (x, y) in enumerate(run.batches(4)):
+        if step == 2:
+            saved = optimizer.state_dict(), schedule.state_dict()
+            optimizer.load_state_dict(saved[0])
+            schedule = lr_scheduler.CosineAnnealingLR(optimizer, T_max=4)
+            schedule.load_state_dict(saved[1])
+        optimizer.zero_grad()
+        classify(model, x, y).backward()
+        optimizer.step()
+        schedule.step()

@@ -1,0 +1,178 @@
+"""The wrapper's own options."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel as NativeDDP
+from ways_of_training.networks import Pieces, classify, mlp
+from ways_of_training.run import Run
+from ways_of_training.table import left_out, refused, row
+
+NO_GROUP = left_out("a plain process has no group")
+
+
+def train(run: Run, model: Any, steps: int = 3) -> None:
+    optimizer = run.sgd(model)
+    for x, y in run.batches(steps):
+        optimizer.zero_grad()
+        loss = classify(model, x, y)
+        loss.backward()
+        optimizer.step()
+        run.note(loss)
+
+
+@row
+def static_graph(run: Run) -> None:
+    """static_graph, bucket views."""
+    train(run, run.wrap(mlp(), static_graph=True, gradient_as_bucket_view=True), 4)
+
+
+@row
+def static_graph_accumulating(run: Run) -> None:
+    """static_graph whose later steps accumulate inside no_sync."""
+    model = run.wrap(mlp(), static_graph=True)
+    optimizer = run.sgd(model)
+    for step, (x, y) in enumerate(run.batches(4)):
+        optimizer.zero_grad()
+        if step > 0:
+            with model.no_sync():
+                classify(model, x[:2], y[:2]).backward()
+        classify(model, x[2:], y[2:]).backward()
+        optimizer.step()
+
+
+@row
+def static_graph_set_later(run: Run) -> None:
+    """_set_static_graph after wrapping."""
+    model = run.wrap(mlp())
+    if run.column != "plain":
+        model._set_static_graph()
+    train(run, model)
+
+
+@row(slow=True)
+def one_bucket_each(run: Run) -> None:
+    """Buckets so small that each parameter has its own."""
+    train(run, run.wrap(mlp(), bucket_cap_mb=1e-6))
+
+
+@row(slow=True)
+def one_bucket_for_all(run: Run) -> None:
+    """The default bucket size."""
+    train(run, run.wrap(mlp(), bucket_cap_mb=25))
+
+
+@row(slow=True)
+def bucket_sizes_listed(run: Run) -> None:
+    """bucket_cap_mb_list."""
+    train(run, run.wrap(mlp(8, 8, 8), bucket_cap_mb_list=[0.0001, 0.0003]))
+
+
+@row
+def unused_reduction_skipped(run: Run) -> None:
+    """skip_all_reduce_unused_params with a head that nobody uses."""
+    model = run.wrap(Pieces(), find_unused_parameters=True, skip_all_reduce_unused_params=True)
+    train(run, model)
+
+
+@row(slow=True)
+def without_initial_broadcast(run: Run) -> None:
+    """init_sync=False with models that are built equal."""
+    torch.manual_seed(1)
+    train(run, run.wrap(mlp(), init_sync=False))
+
+
+@row
+def parameters_ignored(run: Run) -> None:
+    """_set_params_and_buffers_to_ignore_for_model: the spare head is each rank's own."""
+    module = Pieces()
+    NativeDDP._set_params_and_buffers_to_ignore_for_model(module, ["spare.weight", "spare.bias"])
+    model = run.wrap(module)
+    optimizer = run.optimizer(torch.optim.SGD([*module.body.parameters(), *module.head.parameters()], lr=0.1), model)
+    for x, y in run.batches():
+        model.zero_grad()
+        nn.functional.cross_entropy(model(x, with_spare=True), y).backward()
+        optimizer.step()
+
+
+@row(one_worker=NO_GROUP)
+def group_of_ones_own(run: Run) -> None:
+    """A process_group that dist.new_group made."""
+    group = dist.new_group(list(range(run.world_size)))
+    train(run, run.wrap(mlp(), process_group=group))
+
+
+@row(one_worker=NO_GROUP)
+def device_mesh(run: Run) -> None:
+    """A one-dimensional device_mesh."""
+    mesh = init_device_mesh("cpu", (run.world_size,))
+    train(run, run.wrap(mlp(), device_mesh=mesh))
+
+
+@row(sync_server=refused("delay_all_reduce_named_params"), one_worker=NO_GROUP)
+def delayed_exchange(run: Run) -> None:
+    """delay_all_reduce_named_params: the head's gradients are exchanged when the body's first is there."""
+    module = Pieces()
+    delayed = [(f"head.{name}", parameter) for name, parameter in module.head.named_parameters()]
+    model = run.wrap(
+        module,
+        delay_all_reduce_named_params=delayed,
+        param_to_hook_all_reduce=module.body.weight,
+        find_unused_parameters=True,
+    )
+    train(run, model)
+
+
+@row
+def nested_in_a_module(run: Run) -> None:
+    """The wrapped model is a part of a larger module, of which the rest is not wrapped."""
+    inner = run.wrap(mlp())
+    outer = nn.Sequential(inner, nn.Softmax(dim=1))
+    optimizer = run.sgd(inner)
+    for x, y in run.batches():
+        optimizer.zero_grad()
+        nn.functional.nll_loss(outer(x).log(), y).backward()
+        optimizer.step()
+
+
+@row
+def attributes_through_module(run: Run) -> None:
+    """Methods of the inner module are called through .module, and train() and eval() on the wrapper."""
+
+    class Scorer(Pieces):
+        def penalty(self) -> torch.Tensor:
+            return sum(parameter.square().sum() for parameter in self.parameters())  # type: ignore[return-value]
+
+    model = run.wrap(Scorer())
+    optimizer = run.sgd(model)
+    for x, y in run.batches():
+        model.eval()
+        model.train()
+        optimizer.zero_grad()
+        (classify(model, x, y) + 0.001 * model.module.penalty()).backward()
+        optimizer.step()
+
+
+@row(slow=True)
+def forward_with_keywords(run: Run) -> None:
+    """Inputs by keyword, numbers and None among them."""
+    model = run.wrap(Pieces())
+    optimizer = run.sgd(model)
+    for x, y in run.batches():
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x=x, with_spare=True), y).backward()
+        optimizer.step()
+
+
+NOTHING = "a module doesn't have any parameter that requires a gradient"
+
+
+@row(native=refused(NOTHING), everywhere=refused(NOTHING))
+def nothing_to_train(run: Run) -> None:
+    """A module without parameters that need a gradient."""
+    run.wrap(mlp().requires_grad_(False))
