@@ -139,6 +139,23 @@ def check_has_group(strategy: Strategy, what: str, instead: str) -> None:
         )
 
 
+def check_can_join(strategy: Strategy, has_group: bool, *, divide_by_initial_world_size: bool) -> None:
+    """Refuse ``join`` where zeros from a rank without data would be applied, or counted in the wrong average."""
+    if not has_group or not strategy.workers_step:
+        check_has_group(
+            strategy,
+            "join",
+            "A worker without data leaves the servers instead: call model.strategy.close(), and the others go on"
+            " without it.",
+        )
+    if not strategy.needs_process_group and not divide_by_initial_world_size:
+        raise ConfigurationError(
+            f"strategy {strategy.name!r} divides by all ranks inside join, whose servers count a rank without data like"
+            " any other (expected divide_by_initial_world_size=True, got False). Fix: leave it True, or use"
+            " strategy='sync'."
+        )
+
+
 def check_parameters(parameters: Sequence[torch.nn.Parameter], delayed: Sequence[torch.nn.Parameter]) -> None:
     """At least one parameter to exchange, all of them materialised."""
     if not any(p.requires_grad for p in parameters) and not delayed:

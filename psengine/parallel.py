@@ -294,8 +294,11 @@ class DistributedDataParallel(NativeDistributedDataParallel):  # type: ignore[mi
         if torch.is_grad_enabled() and self.require_backward_grad_sync:
             self.reducer.prepare_for_forward()
         work = Join.notify_join_context(self)
-        if work:
-            self.reducer.set_live_ranks_work(work, use_initial_world_size=self._divide_by_initial_world_size)
+        if self._join_config.enable:
+            self._check_can_join(self._divide_by_initial_world_size)
+            # Of several joinables the first one counts the live ranks; the others divide by all, as over native DDP.
+            divides_by_all = work is None or self._divide_by_initial_world_size
+            self.reducer.set_live_ranks_work(work, use_initial_world_size=divides_by_all)
         if torch.is_grad_enabled() and self.reducer._rebuild_buckets():
             self._has_rebuilt_buckets = True
         if self._check_sync_bufs_pre_fwd():
@@ -439,15 +442,14 @@ class DistributedDataParallel(NativeDistributedDataParallel):  # type: ignore[mi
                 collectives, such as SyncBatchNorm.
         """
         if enable:
-            checks.check_has_group(
-                self.strategy,
-                "join",
-                "A worker without data leaves the servers instead: call model.strategy.close(), and the others go on"
-                " without it.",
-            )
+            self._check_can_join(divide_by_initial_world_size)
         return Join(
             [self], enable, throw_on_early_termination, divide_by_initial_world_size=divide_by_initial_world_size
         )
+
+    def _check_can_join(self, by_all: bool) -> None:
+        # In forward too: Join([model]) does not call join(), and tells no joinable whether it is enabled.
+        checks.check_can_join(self.strategy, self.process_group is not None, divide_by_initial_world_size=by_all)
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
         """What ``torch.distributed.algorithms.join.Join`` asks each joinable for."""
@@ -462,7 +464,9 @@ class DistributedDataParallel(NativeDistributedDataParallel):  # type: ignore[mi
     @property
     def join_process_group(self) -> dist.ProcessGroup:
         """The group ``Join`` counts in."""
-        assert self.process_group is not None, "join refuses strategies without a group"
+        if self.process_group is None:
+            self._check_can_join(self._divide_by_initial_world_size)
+        assert self.process_group is not None, "strategies over collectives have a group"
         return self.process_group
 
     def _any_rank_syncs_gradients(self, *, this_rank_syncs: bool) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 from expectations import raises
@@ -9,6 +11,7 @@ from native_extension import SHARED_MEMORY
 from processes import run_ranks
 from test_parallel import Net, pair, seeded
 from torch import nn
+from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel as Native
 
 from psengine import DistributedDataParallel
@@ -65,6 +68,29 @@ def uneven(rank: int, world_size: int, case: str, by_initial: bool, collective: 
         assert torch.equal(p, q) if collective == "c10d" else torch.allclose(p, q, rtol=1e-5, atol=1e-6)
     assert ours._get_ddp_logging_data()["join_uneven_inputs"]
     return [p.detach().clone() for p in ours.parameters()]
+
+
+def several_joinables(rank: int, world_size: int, by_initial: bool, collective: str) -> None:
+    """Only the first joinable counts the live ranks; the second is not told how many there are."""
+    results = []
+    for wrap in (functools.partial(DistributedDataParallel, collective=collective), Native):
+        first, second = (wrap(seeded(with_buffers)) for _ in range(2))
+        generator = torch.Generator().manual_seed(rank)
+        with Join([first, second], divide_by_initial_world_size=by_initial):
+            for _ in range(3 + 2 * rank):
+                x = torch.randn(4, 3, generator=generator)
+                for model in (first, second):
+                    model.zero_grad()
+                    model(x).pow(2).sum().backward()
+        results.append([p.grad for model in (first, second) for p in model.parameters()])
+    for ours, native in zip(*results, strict=True):
+        assert torch.equal(ours, native)
+
+
+@pytest.mark.parametrize("by_initial", [True, False])
+@pytest.mark.parametrize("collective", ["c10d", SHARED_MEMORY])
+def test_several_joinables_equal_native(collective, by_initial):
+    run_ranks(several_joinables, 2, by_initial, collective)
 
 
 @pytest.mark.parametrize("by_initial", [True, False])

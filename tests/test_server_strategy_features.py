@@ -17,6 +17,7 @@ from processes import run_ranks
 from server_process import running_server
 from test_server_strategies import assert_equal, batches, build, state_of, use
 from torch import nn
+from torch.distributed.algorithms.join import Join
 from torch.nn import functional as F
 
 import psengine
@@ -309,6 +310,8 @@ def misuse(rank: int, world_size: int, address: str) -> None:
         psengine.DistributedOptimizer(torch.optim.LBFGS(wrapped.parameters()), wrapped)
     with raises(ConfigurationError, "join is for strategies over collectives"):
         wrapped.join()
+    with raises(ConfigurationError, "join is for strategies over collectives"):
+        Join([wrapped])
     with raises(ConfigurationError, "takes no communication hook"):
         wrapped.register_comm_hook(None, _hook)
     with raises(ConfigurationError, "a strategy object serves one wrapped model"):
@@ -394,6 +397,28 @@ def test_the_numbers_of_jobs_do_not_depend_on_garbage_collection(server):
 
 def _hook(state, bucket):
     raise AssertionError
+
+
+def join_with_a_group(rank: int, world_size: int, address: str) -> None:
+    """torch's ``Join`` does not ask the wrapper's ``join``."""
+    use(address)
+    wrapped = wrap(psengine.AsyncServer(job="join-async"))
+    with raises(ConfigurationError, "join is for strategies over collectives"), Join([wrapped]):
+        wrapped(batches(0)[0][0])  # a rank without data would have the servers apply zeros
+    wrapped.strategy.close()
+    wrapped = wrap(psengine.SyncServer(job="join-by-live-ranks"))
+    with raises(ConfigurationError, "expected divide_by_initial_world_size=True, got False"):
+        wrapped.join(divide_by_initial_world_size=False)
+    with (
+        raises(ConfigurationError, "expected divide_by_initial_world_size=True, got False"),
+        Join([wrapped], divide_by_initial_world_size=False),
+    ):
+        wrapped(batches(0)[0][0])
+    wrapped.strategy.close()
+
+
+def test_join_over_servers_is_refused_where_zeros_would_count(server):
+    run_ranks(join_with_a_group, 2, server.addresses[0])
 
 
 def test_misuse_is_named(server):
