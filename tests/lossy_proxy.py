@@ -17,6 +17,8 @@ from typing import Any
 
 import zmq
 
+from psengine.local_sockets import way_to
+
 DELAY_S = 0.15
 POLL_MS = 5
 
@@ -92,7 +94,7 @@ class LossyProxy:
         if route not in self._backs:
             socket = self._context.socket(zmq.DEALER)
             socket.setsockopt(zmq.LINGER, 0)
-            socket.connect(self._target)
+            socket.connect(way_to(self._target))
             self._backs[route] = socket
             self._routes[socket] = route
         return self._backs[route]

@@ -23,6 +23,8 @@ from typing import Any
 from processes import _context
 from signals import send_signal
 
+from psengine.local_sockets import way_to
+
 START_DEADLINE_S = 30.0
 
 
@@ -278,7 +280,10 @@ def _command_main(arguments: list[str], environment: dict[str, str], directory: 
 
 
 class Peer:
-    """A client without manners: one DEALER socket, and whatever the test wants to say."""
+    """A client without manners: one DEALER socket, and whatever the test wants to say.
+
+    Without keys it goes to the Unix socket beside ``address``, where there is one, as clients do.
+    """
 
     def __init__(self, address: str, *, curve: Any = None, deaf: bool = False) -> None:
         import zmq
@@ -292,7 +297,7 @@ class Peer:
             self.socket.setsockopt(zmq.CURVE_SERVERKEY, curve.server_public.encode())
             self.socket.setsockopt(zmq.CURVE_PUBLICKEY, curve.own.public.encode())
             self.socket.setsockopt(zmq.CURVE_SECRETKEY, curve.own.secret.encode())
-        self.socket.connect(address)
+        self.socket.connect(address if curve is not None else way_to(address))
         self.job = "job"
         self.rank = self.incarnation = self.epoch = 0
         self.nonce = int.from_bytes(os.urandom(7), "little")

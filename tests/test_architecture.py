@@ -24,6 +24,7 @@ LAYERS = [
         "environment",
         "launchers",
         "rendezvous",
+        "local_sockets",
         "slurm_lists",
         "buckets",
         "bucket_caps",
@@ -42,6 +43,7 @@ LAYERS = [
         "timeline_spans",
     },
     {"collectives", "protocol"},
+    {"shared_secret"},
     {"client", "server"},
     {"strategies", "sync_batch_norm", "metrics", "metric_leaves", "samplers", "batch_weights"},
     {
@@ -91,7 +93,7 @@ MAY_USE_TORCH_DISTRIBUTED = {
     "samplers",
 }
 MAY_READ_ENVIRONMENT = {"environment"}
-MAY_USE_ZMQ = {"client/connection", "server/authentication", "server/daemon", "server/transport"}
+MAY_USE_ZMQ = {"client/connection", "server/authentication", "server/daemon", "server/transport", "shared_secret"}
 
 
 def imports(path: Path) -> set[str]:

@@ -20,8 +20,9 @@ from psengine.protocol.keys import (
     read_public_key,
     write_key_pair,
 )
-from psengine.server import authentication
+from psengine.server import authentication, key_rings
 from psengine.server.authentication import ZAP_DOMAIN, Authenticator, keygen, new_key_pair, probe, try_handshake
+from psengine.server.key_rings import AllowedKeys
 from psengine.server.transport import Endpoint
 
 
@@ -47,7 +48,7 @@ def context():
 
 @pytest.fixture
 def authenticator(keys, context):
-    thread = Authenticator(context, **keys["options"])
+    thread = Authenticator(context, AllowedKeys(**keys["options"]))
     thread.start()
     yield thread
     thread.end()
@@ -161,7 +162,7 @@ def test_what_a_key_looks_like():
 @pytest.mark.parametrize("kind", ["tcp", "ipc"])
 def test_only_allowed_keys_get_in(authenticator, context, keys, tmp_path, kind):
     address = "tcp://127.0.0.1:0" if kind == "tcp" else f"ipc://{tmp_path}/socket"
-    endpoint = Endpoint(context, address, authenticator.secure)
+    endpoint = Endpoint(context, address, authenticator)
     assert handshake(context, endpoint, keys, "client") == "accepted"
     assert handshake(context, endpoint, keys, "stranger") == "refused"
     assert handshake(context, endpoint, keys, None) == "cut"
@@ -172,7 +173,7 @@ def test_only_allowed_keys_get_in(authenticator, context, keys, tmp_path, kind):
 
 
 def test_a_dead_authenticator_lets_nobody_in(authenticator, context, keys):
-    endpoint = Endpoint(context, "tcp://127.0.0.1:0", authenticator.secure)
+    endpoint = Endpoint(context, "tcp://127.0.0.1:0", authenticator)
     authenticator.end()
     assert not authenticator.is_alive()
     for who in ("client", "stranger", None):
@@ -180,33 +181,44 @@ def test_a_dead_authenticator_lets_nobody_in(authenticator, context, keys):
     endpoint.close(0)
 
 
-def without_enforcement(authenticator):
-    def secure(router):
-        authenticator.secure(router)
+class Hole:
+    """A guard with a lock that something was left out of."""
+
+    names_peers = True
+
+    def __init__(self, authenticator):
+        self.authenticator = authenticator
+
+    def secure(self, router, address):
+        pass
+
+    def watch(self, router):
+        pass
+
+
+class WithoutEnforcement(Hole):
+    def secure(self, router, address):
+        self.authenticator.secure(router, address)
         router.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 0)
 
-    return secure
 
-
-def without_domain(authenticator):
-    def secure(router):
+class WithoutDomain(Hole):
+    def secure(self, router, address):
         router.setsockopt(zmq.CURVE_SERVER, 1)
-        router.setsockopt(zmq.CURVE_SECRETKEY, authenticator._pair.secret.encode())
+        router.setsockopt(zmq.CURVE_SECRETKEY, self.authenticator._keys.pair.secret.encode())
         router.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
 
-    return secure
 
-
-def without_curve(authenticator):
-    return lambda router: None
+class WithoutCurve(Hole):
+    pass
 
 
 @pytest.mark.parametrize(
-    ("hole", "verdict"), [(without_enforcement, "accepted"), (without_domain, "accepted"), (without_curve, "cut")]
+    ("hole", "verdict"), [(WithoutEnforcement, "accepted"), (WithoutDomain, "accepted"), (WithoutCurve, "cut")]
 )
 def test_the_probe_finds_holes(authenticator, context, hole, verdict):
     endpoint = Endpoint(context, "tcp://127.0.0.1:0", hole(authenticator))
-    if hole is without_enforcement:
+    if hole is WithoutEnforcement:
         authenticator.end()  # zmq lets everybody in when nobody answers
     with pytest.raises(AuthenticationError, match=rf"does not keep strangers out.*got: {verdict}"):
         probe(context, [endpoint.address], authenticator.public_key)
@@ -245,8 +257,8 @@ def test_the_authenticator_judges_strictly(authenticator, keys, change):
 
 
 def test_clients_are_added_and_removed_while_the_server_runs(authenticator, context, keys, tmp_path, monkeypatch):
-    monkeypatch.setattr(authentication, "RELOAD_S", 0.0)
-    endpoint = Endpoint(context, "tcp://127.0.0.1:0", authenticator.secure)
+    monkeypatch.setattr(key_rings, "RELOAD_S", 0.0)
+    endpoint = Endpoint(context, "tcp://127.0.0.1:0", authenticator)
     public = tmp_path / "clients" / "stranger.pub"
     public.write_text((tmp_path / "elsewhere" / "stranger.pub").read_text())
     assert handshake(context, endpoint, keys, "stranger") == "accepted"
@@ -307,11 +319,11 @@ def dead_authenticator():
 
 
 def hole_in_the_lock():
-    Authenticator.secure = lambda self, router: None
+    Authenticator.secure = lambda self, router, address: None
 
 
 def open_authenticator():
-    Authenticator._is_allowed = lambda self, key: True
+    AllowedKeys.allows = lambda self, key: True
 
 
 @pytest.mark.parametrize("sabotage", [hole_in_the_lock, open_authenticator])

@@ -18,9 +18,11 @@ from zmq.utils import z85
 import psengine
 from psengine.client import connection
 from psengine.errors import AuthenticationError
+from psengine.local_sockets import socket_beside
 from psengine.protocol.keys import CurveClientKeys
-from psengine.server import authentication
+from psengine.server import key_rings
 from psengine.server.authentication import Authenticator, keygen, new_key_pair, try_handshake
+from psengine.server.key_rings import AllowedKeys
 from psengine.server.transport import Endpoint
 
 
@@ -44,11 +46,11 @@ def keys(tmp_path):
 @pytest.fixture
 def door(keys, monkeypatch):
     """(what comes of a handshake with the worker's key, the same with a newcomer's) at a lock in this process."""
-    monkeypatch.setattr(authentication, "RELOAD_S", 0.0)
+    monkeypatch.setattr(key_rings, "RELOAD_S", 0.0)
     context = zmq.Context()
-    guard = Authenticator(context, keys["server"], keys["allow"])
+    guard = Authenticator(context, AllowedKeys(keys["server"], keys["allow"]))
     guard.start()
-    endpoint = Endpoint(context, "tcp://127.0.0.1:0", guard.secure)
+    endpoint = Endpoint(context, "tcp://127.0.0.1:0", guard)
     yield lambda pair: try_handshake(context, endpoint.address, keys["client"].server_public, pair)
     endpoint.close(0)
     guard.end()
@@ -80,11 +82,11 @@ def test_without_its_directory_nobody_is_allowed(door, keys, caplog):
 
 
 def test_a_single_file_that_is_spoiled_allows_nobody(keys, tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(authentication, "RELOAD_S", 0.0)
+    monkeypatch.setattr(key_rings, "RELOAD_S", 0.0)
     together = tmp_path / "all"
     shutil.copy(keys["allow"] / "worker.pub", together)
     context = zmq.Context()
-    guard = Authenticator(context, keys["server"], together)
+    guard = Authenticator(context, AllowedKeys(keys["server"], together))
     key = z85.decode(keys["client"].own.public.encode())
     request = [b"1.0", b"1", b"psengine", b"127.0.0.1", b"", b"CURVE", key]
     assert guard.judge(request)[2] == b"200"
@@ -166,7 +168,9 @@ def test_a_server_that_comes_back_with_other_keys_is_no_network_problem(keys):
         with running_server(bind=first.addresses[0], curve_key=keys["other"], **options) as second:
             with pytest.raises(AuthenticationError, match="is not the one expected any more"):
                 exchange()
-            assert f"at {second.addresses[0]}: its client expects a server with another key" in second.log()
+            assert (
+                f"at {socket_beside(second.addresses[0])}: its client expects a server with another key" in second.log()
+            )
             assert second.status()["refused_connections"] >= connection.MOST_CUT_HANDSHAKES
 
 

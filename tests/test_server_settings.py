@@ -60,6 +60,7 @@ def test_every_setting_can_be_given_in_each_way(tmp_path, monkeypatch):
         "status_token": str(tmp_path / "token"),
         "curve_key": None,
         "allow": None,
+        "secret_file": None,
         "insecure": True,
         "max_memory_bytes": "2GiB",
         "log_format": "json",
@@ -201,6 +202,9 @@ def test_keys_come_in_pairs_and_not_with_insecure(tmp_path):
             ServerSettings(**half)
     with pytest.raises(ConfigurationError, match="exclude each other"):
         ServerSettings(curve_key=tmp_path, allow=tmp_path, insecure=True)
+    with pytest.raises(ConfigurationError, match="got curve_key and secret_file"):
+        ServerSettings(curve_key=tmp_path, allow=tmp_path, secret_file=tmp_path)
+    assert ServerSettings(bind="tcp://0.0.0.0:7077", secret_file=tmp_path).is_wildcard
 
 
 def test_every_setting_is_described():

@@ -20,6 +20,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from psengine import local_sockets
+from psengine.client import refusals
 from psengine.client.operation import forked_error
 from psengine.errors import AuthenticationError, ProtocolError, PSEngineError, ServerError
 from psengine.extras import missing_extra
@@ -73,10 +75,7 @@ _EVENTS = (
     | zmq.EVENT_HANDSHAKE_FAILED_AUTH
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
     | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
-    | zmq.EVENT_DISCONNECTED
-    | zmq.EVENT_CONNECT_RETRIED
 )
-_NO_CONNECTION = (zmq.EVENT_DISCONNECTED, zmq.EVENT_CONNECT_RETRIED)
 _monitor_numbers = itertools.count()
 
 
@@ -109,14 +108,23 @@ class Connection:
         receiver: gets what arrives.
         keys: CURVE keys; None speaks in the clear.
         checksum: add xxh3 checksums to payloads.
+        uses_local_socket: see ``SessionOptions``.
 
     A context manager; ``close`` is idempotent and works in a child after fork, where it does nothing.
     """
 
-    def __init__(self, receiver: Receiver, *, keys: CurveClientKeys | None = None, checksum: bool = False) -> None:
+    def __init__(
+        self,
+        receiver: Receiver,
+        *,
+        keys: CurveClientKeys | None = None,
+        checksum: bool = False,
+        uses_local_socket: bool = True,
+    ) -> None:
         self._receiver = receiver
         self._keys = keys
         self._checksum = checksum
+        self._uses_local_socket = uses_local_socket
         self._process_id = os.getpid()
         self._context: Any = zmq.Context()
         self._sockets: list[Any] = []
@@ -131,8 +139,6 @@ class Connection:
         self._failure: PSEngineError | None = None
         self._indices: dict[Any, int] = {}
         self._addresses: list[str] = []
-        # By index the Unix socket that a connection was moved to.
-        self._local: dict[int, str] = {}
         keep_freed_memory()
         self._thread = threading.Thread(target=self._run, name="psengine-client", daemon=True)
         self._thread.start()
@@ -177,39 +183,38 @@ class Connection:
             (zmq.IPV6, int("[" in address)),
         ):
             socket.setsockopt(option, value)
-        if self._keys is not None:
-            socket.curve_serverkey = self._keys.server_public.encode()
-            socket.curve_publickey = self._keys.own.public.encode()
-            socket.curve_secretkey = self._keys.own.secret.encode()
-        self._monitors.append(_HandshakeMonitor(socket, address, has_keys=self._keys is not None))
+        self._monitors.append(_HandshakeMonitor(socket, address, self._keys))
         self._indices[socket] = len(self._sockets)
         self._sockets.append(socket)
         self._poller.register(socket, zmq.POLLIN)
         self._addresses.append(address)
-        socket.connect(address)
+        self._take_way(len(self._sockets) - 1)
 
-    def move(self, index: int, local_address: str) -> None:
-        """I/O thread: go on over a Unix socket of the same server, which costs the kernel less than loopback TCP.
+    def _take_way(self, index: int) -> bool:
+        """Connect where the address is best reached now: its server, or the Unix socket beside it, may come yet.
 
-        Nothing may be under way. Where the socket cannot be reached, or closes, the old address is taken again.
+        Returns:
+            Whether that is another place than before.
         """
-        current = self._local.get(index)
-        if current == local_address:
-            return
-        try:
-            self._sockets[index].connect(local_address)
-        except zmq.ZMQError as error:
-            logger.warning("%s offers an address that is none: %s", self._addresses[index], error)
-            return
-        self._sockets[index].disconnect(current or self._addresses[index])
-        self._local[index] = local_address
-        self._monitors[index].lost = ""
-
-    def _move_back(self, index: int) -> None:
-        local_address = self._local.pop(index, None)
-        if local_address is not None:
-            self._sockets[index].disconnect(local_address)
-            self._sockets[index].connect(self._addresses[index])
+        socket, monitor, address = self._sockets[index], self._monitors[index], self._addresses[index]
+        way = local_sockets.way_to(address) if self._uses_local_socket else address
+        if way == monitor.way:
+            return False
+        if (stranger := monitor.find_stranger(way)) is not None:
+            self._receiver.rejected(index, stranger, time.monotonic())
+            return False
+        keys = monitor.keys_for(way)
+        if keys is None:
+            socket.curve_server = 0  # in the clear; an option counts for the connections made after it
+        else:
+            socket.curve_serverkey = keys.server_public.encode()
+            socket.curve_publickey = keys.own.public.encode()
+            socket.curve_secretkey = keys.own.secret.encode()
+        if monitor.way:
+            socket.disconnect(monitor.way)
+        monitor.way = way
+        socket.connect(way)
+        return True
 
     @property
     def is_own_thread(self) -> bool:
@@ -337,8 +342,9 @@ class Connection:
             if monitor.is_new:
                 monitor.is_new = False
                 self._receiver.connected(index, now_s)
-            if index in self._local and monitor.lost == self._local[index]:
-                self._move_back(index)
+            # Who is refused at a TCP address may have been too early for the socket beside it.
+            if not monitor.has_succeeded and self._take_way(index):
+                error = None
             if error is not None:
                 self._receiver.rejected(index, error, now_s)
 
@@ -388,58 +394,73 @@ class _HandshakeMonitor:
     keys changed.
     """
 
-    def __init__(self, socket: Any, address: str, *, has_keys: bool) -> None:
+    def __init__(self, socket: Any, address: str, keys: CurveClientKeys | None) -> None:
         self._socket = socket
         self._address = address
-        self._keys_text = "with the CURVE keys it was given" if has_keys else "without CURVE keys"
+        self._keys = keys
         # pyzmq's own name for it is taken from the descriptor, whose number may be in use again.
         name = f"inproc://psengine-monitor-{next(_monitor_numbers)}"
         socket.monitor(name, _EVENTS)
         self._events: Any = socket.context.socket(zmq.PAIR)
         self._events.setsockopt(zmq.LINGER, 0)
         self._events.connect(name)
-        self._has_keys = has_keys
-        self._has_succeeded = False
+        self.has_succeeded = False
         self._cut_off = 0
         self._first_cut_s = 0.0
         self._last_cut_s = 0.0
         self._knock: _Knock | None = None
         # Since the last handshake that succeeded, a server was there; handshakes were cut before, and are after.
         self._was_greeted = False
-        # The address that has no connection any more, or got none.
-        self.lost = ""
         # Whoever reads the events has yet to be told of a connection.
         self.is_new = False
+        # Where the socket is connected to; "" nowhere yet.
+        self.way = ""
+
+    def keys_for(self, way: str) -> CurveClientKeys | None:
+        """What to show there: who has a secret instead of keys goes through Unix sockets as the user it is."""
+        is_known_by_user = self._keys is not None and self._keys.secret_file and way.startswith("ipc://")
+        return None if is_known_by_user else self._keys
+
+    def find_stranger(self, way: str) -> AuthenticationError | None:
+        """Why whoever listens at ``way`` is not to be trusted, which keys would tell; None where it is."""
+        is_ours = way != self._address  # in a directory of this user's own
+        if is_ours or self.keys_for(way) is not None:
+            return None
+        try:
+            uid = local_sockets.listener_uid(way)
+        except PermissionError:
+            return refusals.refused(self._address, way, None)
+        return None if uid in (None, 0, os.geteuid()) else refusals.another_user(self._address, uid)
 
     def read(self, now_s: float) -> AuthenticationError | None:
         """What the events since the last call amount to."""
         found: AuthenticationError | None = None
+        has_keys = self.keys_for(self.way) is not None
         while self._events.getsockopt(zmq.EVENTS) & zmq.POLLIN:
             event = recv_monitor_message(self._events, zmq.NOBLOCK)
             kind = event["event"]
-            if kind in _NO_CONNECTION:
-                self.lost = event["endpoint"].decode(errors="replace")
-            elif kind == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                self._has_succeeded = self.is_new = True
+            if kind == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                self.has_succeeded = self.is_new = True
                 self._begin_anew()
+                found = self.find_stranger(self.way)
             elif kind == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
-                found = self._error("the server does not know this client's public key")
+                found = refusals.refused(self._address, self.way, self.keys_for(self.way))
             elif kind == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
                 found = self._error("one side expects CURVE keys and the other has none, or it is no psengine-server")
             else:
                 self._count_cut(now_s)
         if self._cut_off >= MOST_CUT_HANDSHAKES and now_s - self._first_cut_s >= CUT_HANDSHAKES_S:
             self._cut_off = 0
-            if not self._has_succeeded:
+            if not self.has_succeeded:
                 found = self._error(
                     "the server's public key is not the one expected, or it is no psengine-server"
-                    if self._has_keys
+                    if has_keys
                     else "it expects CURVE keys, or it is no psengine-server"
                 )
             elif self._was_greeted:
                 self._begin_anew()
                 found = self._error("it did before, and its public key is not the one expected any more")
-            elif self._has_keys and self._knock is None and self._address.startswith("tcp://"):
+            elif has_keys and self._knock is None and self._address.startswith("tcp://"):
                 with contextlib.suppress(zmq.ZMQError):  # no descriptor is left; the handshakes go on
                     self._knock = _Knock(self._socket.context, self._address, now_s)
         self._look_who_greets(now_s)
@@ -466,10 +487,7 @@ class _HandshakeMonitor:
         self._last_cut_s = now_s
 
     def _error(self, reason: str) -> AuthenticationError:
-        return AuthenticationError(
-            f"{self._address} does not let this client in {self._keys_text}: {reason}. Give client and server the keys"
-            " that psengine-server keygen wrote, and add the client's public key to the server's allow-list."
-        )
+        return refusals.unfitting_keys(self._address, self.keys_for(self.way), reason)
 
     def close(self) -> None:
         """End watching."""

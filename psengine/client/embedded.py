@@ -1,4 +1,4 @@
-"""A server for one host: started by a worker, on loopback, ended when nobody needs it.
+"""A server for one host: started by a worker, on a Unix socket of its user's, ended when nobody needs it.
 
     worker   start ── stdin pipe open ───────────────────── stop: pipe closed
     server      └─ ready line ─ serves ─ ...                       └─ ends once no worker is a member any more
@@ -17,7 +17,8 @@ import weakref
 from collections import deque
 from collections.abc import Sequence
 
-from psengine.errors import ServerError
+from psengine.errors import ConfigurationError, ServerError
+from psengine.local_sockets import new_socket
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +46,7 @@ class EmbeddedServer:
 
     @classmethod
     def start(cls, *, shards: int = 1, arguments: Sequence[str] = (), deadline_s: float = START_S) -> EmbeddedServer:
-        """Start a server on a free loopback port and wait until it serves.
+        """Start a server on a new Unix socket, which this user alone reaches, and wait until it serves.
 
         Args:
             shards: its threads.
@@ -55,7 +56,11 @@ class EmbeddedServer:
         Raises:
             ServerError: it ended, or was not ready in time; the message has what it wrote.
         """
-        command = [sys.executable, "-m", "psengine.cli.server", "--bind", "tcp://127.0.0.1:0"]
+        try:
+            bind = new_socket("embedded")
+        except ConfigurationError as error:
+            raise ServerError(f"the embedded parameter server has no place for its socket: {error}") from error
+        command = [sys.executable, "-m", "psengine.cli.server", "--bind", bind]
         command += ["--shards", str(shards), "--until-stdin-closes", *arguments]
         # Its own session: a Ctrl-C is for the workers, who then say goodbye to it.
         process = subprocess.Popen(

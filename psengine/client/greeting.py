@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 
 import torch
 
+from psengine import local_sockets
 from psengine.client.link import Link
 from psengine.client.options import READER_RULE
 from psengine.errors import ConfigurationError, ServerLostError, ServerRefusedError
@@ -235,7 +236,9 @@ def _version() -> str:
 
 
 def is_listening(address: str) -> bool:
-    """Whether anything listens at a TCP address of this machine."""
+    """Whether anything listens at an address of this machine."""
+    if address.startswith("ipc://"):
+        return local_sockets.is_listening(address)
     parts = urlsplit(address)
     try:
         with socket.create_connection((parts.hostname or "", parts.port or 0), timeout=1.0):

@@ -30,7 +30,7 @@ class SessionOptions:
         checksum: add a checksum to every payload.
         keys: CURVE keys; None speaks in the clear.
         is_embedded: the server belongs to a worker on this host: where it refuses connections it is gone for good.
-        uses_local_socket: move from loopback TCP to the server's Unix socket, where it offers one.
+        uses_local_socket: go through the Unix socket beside a loopback TCP address, where this user's server has one.
     """
 
     addresses: Sequence[str]
@@ -72,12 +72,18 @@ class SessionOptions:
 def keys_from_environment() -> CurveClientKeys | None:
     """The CURVE keys that PSENGINE_SERVER_KEY (a .pub file) and PSENGINE_CLIENT_KEY (a .key file) name, or None.
 
+    Where neither is set, those of the secret in PSENGINE_SECRET_FILE.
+
     Raises:
-        ConfigurationError: only one is named, or a file is missing, malformed or readable by others.
+        ConfigurationError: only one key is named, or a file is missing, malformed or readable by others.
     """
     server_key, client_key = read_variable("PSENGINE_SERVER_KEY"), read_variable("PSENGINE_CLIENT_KEY")
     if not server_key and not client_key:
-        return None
+        if not (secret_file := read_variable("PSENGINE_SECRET_FILE")):
+            return None
+        from psengine.shared_secret import client_keys_of_secret
+
+        return client_keys_of_secret(secret_file)
     if not (server_key and client_key):
         raise ConfigurationError(
             "CURVE needs both keys (expected PSENGINE_SERVER_KEY, the server's public key file, and"

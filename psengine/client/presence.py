@@ -102,7 +102,9 @@ class Presence:
         self._is_recovering = False
         self._recovered_s = -CALM_S
         self._hasty_recoveries = 0
-        self.connection = Connection(self, keys=options.keys, checksum=options.checksum)
+        self.connection = Connection(
+            self, keys=options.keys, checksum=options.checksum, uses_local_socket=options.uses_local_socket
+        )
 
     # ---- any thread --------------------------------------------------------------------------------------------
 
@@ -293,7 +295,6 @@ class Presence:
         link.last_heard_s = now_s
         kind = message.type
         if kind is MessageType.WELCOME:
-            self._take_short_way(link, message)
             link.epoch, link.server_version = message.epoch, message.peer_version
             link.ledger.epoch = link.ledger.epoch or link.epoch
             link.credit_bytes = message.body["credit_bytes"]
@@ -320,19 +321,6 @@ class Presence:
             link.tell_progress()
         else:
             link.receive(message, now_s)
-
-    def _take_short_way(self, link: Link, welcome: Message) -> None:
-        """Move to the server's Unix socket, where it has one and nothing stands between it and this client.
-
-        What is under way from or to this life of the server is not left behind.
-        """
-        is_at_work = link.epoch == welcome.epoch and link.open_count > 1
-        if not self.options.uses_local_socket or is_at_work:
-            return
-        addresses, index = welcome.body["shards"], welcome.body["shard_index"]
-        if "local" in welcome.body and index < len(addresses) and addresses[index] == link.address:
-            for number in self._sockets[link.index]:
-                self.connection.move(number, welcome.body["local"])
 
     def garbled(self, index: int, error: ProtocolError, now_s: float) -> None:
         """Something came that is no message."""

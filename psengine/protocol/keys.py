@@ -40,10 +40,12 @@ class CurveClientKeys:
     Attributes:
         own: the client's key pair; the server knows its public half.
         server_public: the server's public key.
+        secret_file: what both were computed from; "" for keys of keygen. With a secret Unix sockets need no keys.
     """
 
     own: KeyPair
     server_public: str
+    secret_file: str = ""
 
     @classmethod
     def load(cls, own_key: str | Path, server_public: str | Path) -> CurveClientKeys:

@@ -1,4 +1,8 @@
-"""CURVE on the server's sockets: who may connect, and proof at start-up that others may not.
+"""Who may connect to the server's sockets, and proof at start-up that others may not.
+
+    Unix socket, in the clear    the server's own user and root: the kernel says whose a connection is
+    with CURVE                   clients whose key the server's key ring takes
+    TCP, in the clear            nobody
 
 zmq asks an authenticator (ZAP, https://rfc.zeromq.org/spec/27) in this process about every handshake. It fails open in
 two ways: with a domain but without a living authenticator everybody is let in, unless ZMQ_ZAP_ENFORCE_DOMAIN is set;
@@ -9,6 +13,8 @@ from __future__ import annotations
 
 import itertools
 import logging
+import os
+import re
 import threading
 import time
 from pathlib import Path
@@ -20,7 +26,8 @@ from zmq.utils import z85
 from zmq.utils.monitor import recv_monitor_message
 
 from psengine.errors import AuthenticationError, ConfigurationError
-from psengine.protocol.keys import KeyPair, read_allowed, read_key_pair, write_key_pair
+from psengine.protocol.keys import KeyPair, write_key_pair
+from psengine.server.key_rings import KeyRing
 from psengine.server.logging_format import RateLimit
 
 logger = logging.getLogger(__name__)
@@ -28,9 +35,10 @@ logger = logging.getLogger(__name__)
 ZAP_ADDRESS = "inproc://zeromq.zap.01"
 ZAP_DOMAIN = "psengine"
 PROBE_DEADLINE_S = 3.0
-# An unknown key makes the list be read again, so that workers can be added while the server runs; not more often.
-RELOAD_S = 1.0
 _POLL_MS = 100
+# What libzmq says of the other end of a Unix socket: its user, group and, where the system tells it, process.
+_LOCAL_PEER = re.compile(rb"localhost:(?P<uid>\d+):\d*(?::(?P<pid>\d+))?:?")
+_NOBODYS_DOOR = "over TCP in the clear"
 
 _VERDICT_EVENTS = (
     zmq.EVENT_HANDSHAKE_SUCCEEDED
@@ -61,30 +69,25 @@ def keygen(directory: str | Path, name: str) -> tuple[Path, Path]:
 
 
 class Authenticator(threading.Thread):
-    """Answers zmq's question who may connect: clients with a key of ``allow``, by CURVE, and nobody else.
+    """Answers zmq's question who may connect.
 
     Args:
         context: whose sockets are guarded; one authenticator per context.
-        curve_key: the server's ``.key`` file.
-        allow: directory or file of public keys, all good at the start. It is read again while the server runs, and
-            then a file that is gone or malformed allows nobody. Who is connected already stays.
+        keys: whose CURVE keys are taken; None: nobody's.
+
+    Over Unix sockets the server's own user and root come in by that, in the clear; but where keys name peers, every
+    connection needs one.
 
     Attributes:
         refused: handshakes refused; those of clients that expect another server's key count once the locks are probed.
-
-    Raises:
-        ConfigurationError: a file is missing, malformed, or readable by others.
     """
 
-    def __init__(self, context: zmq.Context[Any], curve_key: Path, allow: Path) -> None:
+    def __init__(self, context: zmq.Context[Any], keys: KeyRing | None) -> None:
         super().__init__(name="psengine-authenticator", daemon=True)
         self._context = context
-        self._pair = read_key_pair(curve_key)
-        self._allow = allow
-        self._allowed = read_allowed(allow)
-        # Why some of it could not be read the last time; said once.
-        self._faults: set[str] = set()
-        self._read_s = time.monotonic()
+        self._keys = keys
+        self.names_peers = keys is not None and keys.names_peers
+        self._users = frozenset() if self.names_peers else frozenset({os.geteuid(), 0})
         self._refusals = RateLimit()
         self._ends = threading.Event()
         self.refused = 0
@@ -93,29 +96,37 @@ class Authenticator(threading.Thread):
         self._unwatched: list[zmq.Socket[bytes]] | None = []
         self._new_doors: SimpleQueue[zmq.Socket[Any]] = SimpleQueue()
         self._doors: list[zmq.Socket[Any]] = []
-        if self._pair.public in self._allowed:
-            logger.warning("the server's own key is among the allowed clients in %s", allow)
         self._socket: zmq.Socket[bytes] = context.socket(zmq.REP)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.bind(ZAP_ADDRESS)
 
-    @property
-    def client_count(self) -> int:
-        """How many keys are allowed."""
-        return len(self._allowed)
+    def describe(self) -> str:
+        """Who is let in, for the lines of start-up."""
+        curve = f"CURVE: {self._keys.describe()}; " if self._keys is not None else ""
+        local = "" if self.names_peers else f"over the Unix socket user {os.geteuid()} and root; "
+        return f"{curve}{local}strangers were refused in a test"
 
     @property
     def public_key(self) -> str:
-        """The server's, which clients have to know."""
-        return self._pair.public
+        """The server's, which clients with CURVE have to know; "" without."""
+        return self._keys.pair.public if self._keys is not None else ""
 
-    def secure(self, router: zmq.Socket[bytes]) -> None:
-        """Make an unbound socket take CURVE clients that this authenticator lets in."""
-        router.setsockopt(zmq.CURVE_SERVER, 1)
-        router.setsockopt(zmq.CURVE_SECRETKEY, self._pair.secret.encode())
-        router.setsockopt(zmq.CURVE_PUBLICKEY, self._pair.public.encode())
+    def _wants_keys(self, address: str) -> bool:
+        return self._keys is not None and (self.names_peers or not address.startswith("ipc://"))
+
+    def secure(self, router: zmq.Socket[bytes], address: str) -> None:
+        """Set on a socket what its next bind, to ``address``, needs for this authenticator to be asked."""
+        if self._keys is not None and self._wants_keys(address):
+            router.setsockopt(zmq.CURVE_SERVER, 1)
+            router.setsockopt(zmq.CURVE_SECRETKEY, self._keys.pair.secret.encode())
+            router.setsockopt(zmq.CURVE_PUBLICKEY, self._keys.pair.public.encode())
+        else:
+            router.setsockopt(zmq.CURVE_SERVER, 0)
         router.setsockopt(zmq.ZAP_DOMAIN, ZAP_DOMAIN.encode())
         router.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
+
+    def watch(self, router: zmq.Socket[bytes]) -> None:
+        """Count handshakes of clients that expect another server's key; for the thread that owns the socket."""
         if self._unwatched is None:
             self._watch(router)
         else:
@@ -165,35 +176,36 @@ class Authenticator(threading.Thread):
                     self._count_refusal(f"at {where}: its client expects a server with another key")
 
     def judge(self, request: list[bytes]) -> list[bytes]:
-        """The answer to one request: 200 and the key as User-Id, or 400."""
+        """The answer to one request: 200 and, with keys that name peers, the key as User-Id; or 400."""
         if len(request) < 6:
             return [b"1.0", request[1] if len(request) > 1 else b"", b"500", b"malformed request", b"", b""]
         version, number, domain, address, _, mechanism, *credentials = request
-        reason = ""
-        key = ""
+        user_id = ""
         if version != b"1.0" or domain != ZAP_DOMAIN.encode():
             reason = "wrong ZAP version or domain"
-        elif mechanism != b"CURVE" or len(credentials) != 1 or len(credentials[0]) != 32:
-            reason = "only CURVE is taken"
-        else:
+        elif mechanism == b"CURVE" and len(credentials) == 1 and len(credentials[0]) == 32:
             key = z85.encode(credentials[0]).decode()
-            if not self._is_allowed(key):
-                reason = "unknown key"
+            is_allowed = self._keys is not None and self._keys.allows(key)
+            reason = "" if is_allowed else f"unknown key {key}"
+            user_id = key if self.names_peers else ""
+        elif mechanism == b"NULL" and not credentials and self._users:
+            reason = self._judge_user(address)
+        else:
+            reason = "only CURVE is taken"
         if reason:
-            shown = f"{reason} {key}" if key else reason
-            self._count_refusal(f"from {address.decode('ascii', 'replace')}: {shown}")
+            self._count_refusal(f"from {address.decode('ascii', 'replace')}: {reason}")
             return [b"1.0", number, b"400", reason.encode(), b"", b""]
-        return [b"1.0", number, b"200", b"OK", key.encode(), b""]
+        return [b"1.0", number, b"200", b"OK", user_id.encode(), b""]
 
-    def _is_allowed(self, key: str) -> bool:
-        now_s = time.monotonic()
-        if now_s - self._read_s > RELOAD_S:
-            self._read_s = now_s
-            self._allowed, faults = _read_what_is_good(self._allow)
-            for fault in sorted(faults - self._faults):
-                logger.error("keys that cannot be read are not allowed: %s", fault)
-            self._faults = faults
-        return key in self._allowed
+    def _judge_user(self, address: bytes) -> str:
+        """Why the other end of a connection in the clear may not come in; "" where it may."""
+        peer = _LOCAL_PEER.fullmatch(address)
+        if peer is None:
+            return _NOBODYS_DOOR
+        # The probe plays the stranger from this very process.
+        if self._is_probed and (peer["pid"] is None or int(peer["pid"]) == os.getpid()):
+            return "the server's own test"
+        return "" if int(peer["uid"]) in self._users else f"user {int(peer['uid'])} is another"
 
     def _count_refusal(self, what: str) -> None:
         if self._is_probed:
@@ -207,7 +219,8 @@ class Authenticator(threading.Thread):
         """See ``probe``; the strangers it plays are neither counted nor logged."""
         self._is_probed = True
         try:
-            probe(self._context, addresses, self.public_key)
+            for address in addresses:
+                probe(self._context, [address], self.public_key if self._wants_keys(address) else "")
         finally:
             self._is_probed = False
         for router in self._unwatched or ():
@@ -221,36 +234,24 @@ class Authenticator(threading.Thread):
             self.join(timeout=5.0)
 
 
-def _read_what_is_good(allow: Path) -> tuple[dict[str, str], set[str]]:
-    """``read_allowed`` file by file, and why files were left out: a bad one must not keep in who was removed."""
-    keys: dict[str, str] = {}
-    faults: set[str] = set()
-    try:
-        files = sorted(path for path in allow.iterdir() if path.name.endswith(".pub"))
-    except NotADirectoryError:
-        files = [allow]
-    except OSError as error:
-        return {}, {f"{allow} cannot be read, so that nobody is let in any more ({error.strerror})"}
-    for file in files:
-        try:
-            keys.update(read_allowed(file))
-        except (ConfigurationError, OSError) as error:
-            faults.add(str(error))
-    return keys, faults
-
-
 def probe(context: zmq.Context[Any], addresses: list[str], server_public: str) -> None:
-    """See that a client with an unknown key, and one without any, are refused by every address.
+    """See that every address refuses strangers: without ``server_public`` a client in the clear, which whoever is asked
+    takes for one; with it a client with an unknown key, and one without any.
 
     Raises:
         AuthenticationError: one was let in, or was not refused within the deadline.
     """
+    # What must be refused by the authenticator also shows that there is one.
+    strangers: list[tuple[str, KeyPair | None, tuple[str, ...]]] = [("a stranger", None, ("refused",))]
+    if server_public:
+        strangers = [
+            ("a client with an unknown key", new_key_pair(), ("refused",)),
+            ("a client without a key", None, ("refused", "cut")),
+        ]
     for address in addresses:
-        # One with a key must be refused by the authenticator, which also shows that there is one.
-        for pair, expected in ((new_key_pair(), ("refused",)), (None, ("refused", "cut"))):
+        for who, pair, expected in strangers:
             verdict = try_handshake(context, address, server_public, pair)
             if verdict not in expected:
-                who = "a client without a key" if pair is None else "a client with an unknown key"
                 raise AuthenticationError(
                     f"{address} does not keep strangers out (expected {who} to be {expected[0]}, got: {verdict})."
                     " The server does not start; this is a bug of psengine or of this libzmq build, please report it."

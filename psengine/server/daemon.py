@@ -3,7 +3,7 @@
     main thread      signals, watchdog, health ──────────────────────────────────────────┐
     shard threads    one each: socket ► shard ► socket                                   ├─ nothing shared but queues
     snapshot thread  asks the shards for copies, writes a generation                     │
-    authenticator    who may connect (with CURVE)        monitor    HTTP for people ─────┘
+    authenticator    who may connect                     monitor    HTTP for people ─────┘
 
 The first SIGTERM or SIGINT ends it in order: what is queued is answered, newcomers are refused, a snapshot is written.
 The second ends it at once, which costs what came after the last snapshot and harms none that was written.
@@ -32,6 +32,7 @@ import zmq
 
 from psengine.errors import AuthenticationError, ConfigurationError, SnapshotError
 from psengine.freed_memory import keep_freed_memory
+from psengine.local_sockets import is_loopback, remove_stale_sockets, socket_beside
 from psengine.overview import merge_jobs
 from psengine.protocol.keys import read_token
 from psengine.protocol.messages import ErrorCode, Message, MessageType
@@ -41,6 +42,7 @@ from psengine.server.authentication import Authenticator
 from psengine.server.durability import Outcome, Restored, SnapshotThread, restore
 from psengine.server.events import EventLog
 from psengine.server.history import History
+from psengine.server.key_rings import AllowedKeys, KeyRing, SecretKeys
 from psengine.server.memory_guard import ACCOUNTED_FACTOR, MemoryGuard, machine_memory_bytes
 from psengine.server.monitor import Monitor
 from psengine.server.settings import ServerSettings
@@ -129,11 +131,12 @@ class Server:
         settings = self.settings
         torch.set_num_threads(1)
         keep_freed_memory()
-        if settings.insecure and not settings.is_local:
+        if settings.insecure:
             logger.warning(
-                "INSECURE: %s takes anybody who reaches it, without keys and in the clear; whoever does can read and"
-                " overwrite every model here. Use psengine-server keygen, --curve-key and --allow.",
+                "INSECURE: %s takes anybody who reaches it%s, without keys and in the clear; whoever does can read and"
+                " overwrite every model here. Use psengine-server keygen, --curve-key and --allow, or --secret-file.",
                 settings.bind,
+                ", every user of this machine" if settings.is_local else "",
             )
         token = self._read_status_token()
         store = None
@@ -143,9 +146,8 @@ class Server:
         io_threads = max(1, min(settings.shards, (os.cpu_count() or 1) // 2))
         context: zmq.Context[Any] = zmq.Context(io_threads)
         stack.callback(self._end_context, context)
-        if settings.curve_key is not None and settings.allow is not None:
-            self._authenticator = Authenticator(context, settings.curve_key, settings.allow)
-            self._authenticator.start()
+        if not settings.insecure:
+            self._authenticator = Authenticator(context, _key_ring(settings))
             stack.callback(self._authenticator.end)
         shard_settings = self._shard_settings()
         shards = [Shard(index, self.epoch, shard_settings) for index in range(settings.shards)]
@@ -158,15 +160,14 @@ class Server:
                 logger.warning("%s", note)
             if restored.notes:
                 self._event_log.note("snapshot_failed", "; ".join(restored.notes))
-        secure = None if self._authenticator is None else self._authenticator.secure
         endpoints: list[Endpoint] = []
         for address in settings.bind_addresses():
-            endpoints.append(Endpoint(context, address, secure))
-            if settings.is_local and address.startswith("tcp://"):
-                # Named after this process's life: nobody can wait at a name that is not known yet.
-                endpoints[-1].open_local(f"psengine-{self.epoch:016x}-{len(endpoints) - 1}")
+            endpoints.append(Endpoint(context, address, self._authenticator))
             stack.callback(self._close_unless_used, endpoints[-1])
+            self._open_local(endpoints[-1])
         if self._authenticator is not None:
+            # Not before: who is refused at TCP looks for the Unix socket once more, and then gives up.
+            self._authenticator.start()
             doors = [*(_reachable(e.address) for e in endpoints), *(e.local_address for e in endpoints)]
             self._authenticator.probe([door for door in doors if door])
         self.addresses = [self._known_as(endpoint.address, socket.gethostname()) for endpoint in endpoints]
@@ -174,7 +175,6 @@ class Server:
         stack.callback(self._end_threads)
         for shard, endpoint in zip(shards, endpoints, strict=True):
             shard.shard_addresses = advertised
-            shard.local_address = endpoint.local_address
             self._threads.append(ShardThread(shard, endpoint, self._on_snapshot, self._on_death))
             self._threads[-1].start()
         if store is not None:
@@ -192,6 +192,22 @@ class Server:
             threading.Thread(target=self._await_stdin, name="psengine-stdin", daemon=True).start()
         self._event_log.note("started", f"psengine-server at {' '.join(self.addresses)} (process {os.getpid()})")
         self._announce_start(announce, restored.summary)
+
+    def _open_local(self, endpoint: Endpoint) -> None:
+        """Listen beside loopback TCP too, where this user's clients look first; others use TCP.
+
+        Raises:
+            ConfigurationError, BindError: it cannot be opened, and is the only way in.
+        """
+        if not is_loopback(endpoint.address):
+            return
+        remove_stale_sockets()
+        try:
+            endpoint.open_local(socket_beside(endpoint.address, make=True))
+        except (ConfigurationError, BindError) as error:
+            if not (self.settings.insecure or self.settings.curve_key or self.settings.secret_file):
+                raise
+            logger.warning("clients on this machine use TCP, which is slower: %s", error)
 
     def _read_status_token(self) -> str:
         path = self.settings.status_token
@@ -236,7 +252,7 @@ class Server:
     def _announce_start(self, announce: Callable[[str], None], durability: str) -> None:
         lines = [self._whereabouts(), durability]
         if self._authenticator is not None:
-            lines.append(f"CURVE: {self._authenticator.client_count} keys allowed; strangers were refused in a test")
+            lines.append(self._authenticator.describe())
         if self.status_url:
             lines.append(f"status at {self.status_url}")
         lines.append(f"psengine-server ready {' '.join(self.addresses)}")
@@ -491,6 +507,12 @@ class Server:
         except OSError as error:
             logger.warning("standard input cannot be read (%s): taken for closed", error)
         self._stdin_closed.set()
+
+
+def _key_ring(settings: ServerSettings) -> KeyRing | None:
+    if settings.curve_key is not None and settings.allow is not None:
+        return AllowedKeys(settings.curve_key, settings.allow)
+    return None if settings.secret_file is None else SecretKeys(settings.secret_file)
 
 
 def log_start(line: str) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 from psengine.environment import read_variable
 from psengine.errors import ConfigurationError, MissingExtraError
 from psengine.installation import install_command
+from psengine.local_sockets import LONGEST_PATH_BYTES
 
 DEFAULT_BIND = "tcp://127.0.0.1:7077"
 MAX_SHARDS = 256
@@ -25,8 +26,6 @@ _IPC = re.compile(r"ipc://(?P<path>[^\s*]+)")
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]i?b|b)?\s*", re.IGNORECASE)
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 _UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
-# sockaddr_un holds 108 bytes with the final zero.
-_LONGEST_IPC_PATH = 107
 
 
 def _about(parse: Callable[[Any], Any], explanation: str) -> dict[str, Any]:
@@ -146,10 +145,18 @@ class ServerSettings:
             _parse_path, "Clients' public keys: a directory of .pub files, or one file; others are refused."
         ),
     )
+    secret_file: Path | None = field(
+        default=None,
+        metadata=_about(
+            _parse_path,
+            "File of mode 0600 with one random word that clients have too (PSENGINE_SECRET_FILE): encrypts TCP, and"
+            " lets in whoever has it. In the place of keys.",
+        ),
+    )
     insecure: bool = field(
         default=False,
         metadata=_about(
-            _parse_flag, "Listen beyond this machine without keys: whoever reaches the port owns the model."
+            _parse_flag, "Let anybody in without keys: whoever reaches the address, any local user too, owns the model."
         ),
     )
     max_memory_bytes: int | None = field(
@@ -179,13 +186,19 @@ class ServerSettings:
                 f" curve_key={_shown(self.curve_key)}, allow={_shown(self.allow)}). Fix: psengine-server keygen makes"
                 " the server's key; --allow names the directory of the clients' .pub files."
             )
-        if self.insecure and self.curve_key is not None:
-            raise ConfigurationError("insecure and curve_key exclude each other (expected one of them, got both).")
-        if not self.is_local and self.curve_key is None and not self.insecure:
+        given = {"curve_key": self.curve_key, "secret_file": self.secret_file, "insecure": self.insecure or None}
+        chosen = [name for name, value in given.items() if value is not None]
+        if len(chosen) > 1:
             raise ConfigurationError(
-                f"Addresses that other machines reach need keys (expected curve_key and allow for bind={self.bind!r},"
-                " got neither). Fix: psengine-server keygen DIRECTORY --name server, and the same for each client; or"
-                " bind to 127.0.0.1 or ipc://; or, where only friends reach this network, --insecure."
+                f"curve_key, secret_file and insecure exclude each other (expected one of them, got"
+                f" {' and '.join(chosen)})."
+            )
+        if not self.is_local and not chosen:
+            raise ConfigurationError(
+                f"Addresses that other machines reach need keys (expected curve_key and allow, or secret_file, for"
+                f" bind={self.bind!r}, got neither). Fix: psengine-server keygen DIRECTORY --name server, and the same"
+                " for each client; or --secret-file, a secret that all have; or bind to 127.0.0.1 or ipc://; or, where"
+                " only friends reach this network, --insecure."
             )
 
     @property
@@ -217,7 +230,9 @@ class ServerSettings:
         tcp, ipc = _TCP.fullmatch(self.bind), _IPC.fullmatch(self.bind)
         if ipc is not None:
             paths = [ipc["path"] + (f"-{index}" if index else "") for index in range(self.shards)]
-            self._check("bind", all(len(p.encode()) <= _LONGEST_IPC_PATH for p in paths), "a path of at most 107 bytes")
+            self._check(
+                "bind", all(len(p.encode()) <= LONGEST_PATH_BYTES for p in paths), "a path of at most 107 bytes"
+            )
             return [f"ipc://{path}" for path in paths]
         if tcp is None:
             self._check("bind", False, "tcp://HOST:PORT or ipc://PATH")

@@ -107,7 +107,6 @@ class Shard:
 
     Attributes:
         shard_addresses: of all shards of the process, told to clients; set before the first message.
-        local_address: a faster way in for clients of the same machine; "" without one.
         wall_clock_s: dates reports; nothing depends on it.
         want_snapshot: called with the route and the message of a member's SNAPSHOT; whoever sets it answers.
         events: what happened, for people; of workers' coming and going only the first shard tells.
@@ -118,7 +117,6 @@ class Shard:
         self.epoch = epoch
         self.settings = settings
         self.shard_addresses: list[str] = []
-        self.local_address = ""
         self.wall_clock_s: Callable[[], float] = time.time
         self.events = EventLog()
         self.want_snapshot: Callable[[bytes, Message], None] = _keep_no_snapshots
@@ -343,7 +341,6 @@ class Shard:
                 "durable_version": self._durable_version.get(message.job),
                 "rule": job.rule if job is not None else None,
                 "software": self.settings.software,
-                **({"local": self.local_address} if self.local_address else {}),
             },
         )
 

@@ -10,17 +10,17 @@ from __future__ import annotations
 
 import errno
 import os
-import socket
 import stat
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import zmq
 
 from psengine.errors import ServerError
+from psengine.local_sockets import is_listening
 from psengine.protocol.messages import MAX_PAYLOAD_BYTES
 
 MAX_FRAME_BYTES = MAX_PAYLOAD_BYTES + 64 * 1024
@@ -39,6 +39,7 @@ KEEPALIVE = {
 }
 # Answers that still leave after the end.
 LINGER_MS = 1000
+_Bound = TypeVar("_Bound")
 
 
 class BindError(ServerError):
@@ -53,11 +54,23 @@ class _Backlog:
 
 @dataclass(frozen=True, slots=True)
 class Received:
-    """One message as it came: the connection's routing id, its key ("" without CURVE), and the frames."""
+    """One message as it came: the connection's routing id, its key ("" where keys name nobody), and the frames."""
 
     route: bytes
     user_id: str
     frames: list[memoryview]
+
+
+class Guard(Protocol):
+    """What an endpoint needs of the authenticator, see there."""
+
+    names_peers: bool
+
+    def secure(self, router: zmq.Socket[bytes], address: str) -> None:
+        """Before each bind."""
+
+    def watch(self, router: zmq.Socket[bytes]) -> None:
+        """Once for each socket."""
 
 
 class Endpoint:
@@ -66,11 +79,11 @@ class Endpoint:
     Args:
         context: of the process.
         address: to bind, as ``ServerSettings.bind_addresses`` has it.
-        secure: sets CURVE on the socket before it is bound; None without CURVE.
+        guard: who may connect; None: anybody.
 
     Attributes:
         address: as bound, with the real port.
-        local_address: a second, faster way in for clients on this machine; "" without one.
+        local_address: a second, faster way in for this user's clients on this machine; "" without one.
         dropped: messages not sent, because their peer was gone or did not read.
         unreachable: of these, how many whose peer was gone.
 
@@ -78,11 +91,9 @@ class Endpoint:
         BindError: the address is taken, or is none of this machine's.
     """
 
-    def __init__(
-        self, context: zmq.Context[Any], address: str, secure: Callable[[zmq.Socket[bytes]], None] | None = None
-    ) -> None:
+    def __init__(self, context: zmq.Context[Any], address: str, guard: Guard | None = None) -> None:
         self._context = context
-        self._secure = secure
+        self._guard = guard
         self._backlogs: dict[bytes, _Backlog] = {}
         self.dropped = 0
         self.unreachable = 0
@@ -92,61 +103,62 @@ class Endpoint:
         self.local_address = ""
         self._socket = self._open(address)
         self.address = _bound_address(self._socket, address)
-        self._file = _file_of(self.address)
+        # What to remove at the end.
+        self._files = {self.address: _file_of(self.address)}
 
     def _open(self, address: str) -> zmq.Socket[bytes]:
-        if address.startswith("ipc://"):
-            _refuse_occupied_path(address)
         router: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
         try:
             _configure(router, is_ipv6="[" in address)
-            if self._secure is not None:
-                self._secure(router)
-            # An ipc path's mode is what keeps other users out.
-            mask = os.umask(0o077) if address.startswith("ipc://") else None
-            try:
-                router.bind(address)
-            finally:
-                if mask is not None:
-                    os.umask(mask)
-        except zmq.ZMQError as error:
+            if self._guard is not None:
+                self._guard.watch(router)
+            self._bind(router, address)
+        except BaseException:
             router.close(linger=0)
+            raise
+        return router
+
+    def _bind(self, router: zmq.Socket[bytes], address: str) -> None:
+        is_path = address.startswith("ipc://")
+        if is_path:
+            _refuse_occupied_path(address)
+        if self._guard is not None:
+            self._guard.secure(router, address)
+        # An ipc path's mode keeps other users out, whatever its directory's.
+        mask = os.umask(0o077) if is_path else None
+        try:
+            router.bind(address)
+        except zmq.ZMQError as error:
             raise BindError(
                 f"The address {address} could not be bound (expected a free one of this machine, got:"
                 f" {error.strerror}). Fix: choose another with --bind, or port 0; a host must be an IP address or the"
                 " name of a network interface."
             ) from error
-        return router
+        finally:
+            if mask is not None:
+                os.umask(mask)
 
-    def open_local(self, name: str) -> None:
-        """Listen on a Unix socket too (abstract: no file, the same processes reach it that reach loopback).
+    def open_local(self, address: str) -> None:
+        """Listen at the Unix socket ``address`` too.
 
-        Bytes go through it for about two thirds of what loopback TCP costs the kernel. Where there are no abstract
-        sockets, or the name is taken, there is none.
+        Bytes go through it for about two thirds of what loopback TCP costs the kernel.
+
+        Raises:
+            BindError: it cannot be bound.
         """
-        try:
-            self._socket.bind(f"ipc://@{name}")
-        except zmq.ZMQError:
-            return
-        self.local_address = f"ipc://@{name}"
+        self._bind(self._socket, address)
+        self.local_address = address
+        self._files[address] = _file_of(address)
 
     def reset(self, deadline_s: float = 5.0) -> None:
         """Cut every connection and bind again; clients reconnect and ask for what they miss."""
         self._backlogs.clear()
         self._socket.close(linger=0)
         last_s = time.monotonic() + deadline_s
-        while True:
-            try:
-                self._socket = self._open(self.address)
-                self._file = _file_of(self.address)
-                if self.local_address:
-                    self.open_local(self.local_address.removeprefix("ipc://@"))
-                return
-            except BindError:
-                # zmq closes in the background.
-                if time.monotonic() > last_s:
-                    raise
-                time.sleep(0.02)
+        self._socket = _retried(lambda: self._open(self.address), last_s)
+        self._files = {self.address: _file_of(self.address)}
+        if self.local_address:
+            _retried(lambda: self.open_local(self.local_address), last_s)
 
     def poll(self, timeout_s: float) -> bool:
         """Whether a message is there, after at most ``timeout_s``."""
@@ -161,7 +173,8 @@ class Endpoint:
         frames = [part.buffer for part in parts[1:]]
         self.received_messages += 1
         self.received_bytes += sum(frame.nbytes for frame in frames)
-        user_id = "" if self._secure is None else str(parts[-1].get("User-Id"))
+        names_peers = self._guard is not None and self._guard.names_peers
+        user_id = str(parts[-1].get("User-Id")) if names_peers else ""
         return Received(parts[0].bytes, user_id, frames)
 
     def send(self, route: bytes, frames: Sequence[Any], *, copies: bool = True) -> None:
@@ -215,9 +228,21 @@ class Endpoint:
         """Close; answers already sent get ``linger_ms`` to leave."""
         self._backlogs.clear()
         self._socket.close(linger=linger_ms)
-        if self._file is not None and self._file == _file_of(self.address):
-            os.unlink(_path_of(self.address))
-            self._file = None
+        for address, file in self._files.items():
+            if file is not None and file == _file_of(address):
+                os.unlink(_path_of(address))
+        self._files.clear()
+
+
+def _retried(bind: Callable[[], _Bound], last_s: float) -> _Bound:
+    """What ``bind`` returns, once zmq has closed what was bound before, which it does in the background."""
+    while True:
+        try:
+            return bind()
+        except BindError:
+            if time.monotonic() > last_s:
+                raise
+            time.sleep(0.02)
 
 
 def _configure(router: zmq.Socket[bytes], *, is_ipv6: bool) -> None:
@@ -258,15 +283,10 @@ def _path_of(address: str) -> str:
 def _refuse_occupied_path(address: str) -> None:
     """Raise where a file is at an ipc path, or a process listens: zmq removes what is there without a word."""
     path = address.removeprefix("ipc://")
-    target = "\0" + path[1:] if path.startswith("@") else path
-    if target is path:
+    if not path.startswith("@"):
         _refuse_file(address, path)
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-        probe.settimeout(1.0)
-        try:
-            probe.connect(target)
-        except OSError:
-            return
+    if not is_listening(address):
+        return
     raise BindError(
         f"The address {address} could not be bound (expected a free one, got a path at which another process listens)."
         " Fix: choose another with --bind, or stop that process."

@@ -146,8 +146,8 @@ def _talk(address: str, route: Route | None, circumstances: Circumstances) -> It
         yield problem(f"{address}: {text}", fix, address=address)
         return
     except AuthenticationError as error:
-        fix = "set PSENGINE_SERVER_KEY and PSENGINE_CLIENT_KEY to the files of psengine-server keygen, or unset both"
-        yield problem(f"{address}: {error}", fix, address=address)
+        text, _, fix = str(error).partition(" Fix: ")
+        yield problem(text if text.startswith(address) else f"{address}: {text}", fix, address=address)
         return
     except ServerLostError as error:
         fix = "is this a psengine-server at all, and is it stuck? Look at its log"
