@@ -406,7 +406,7 @@ SIXTEEN_CHARACTERS = b"\xb0" + b"x" * 16
         (msgpack.packb({None: 2}), "no valid msgpack"),
         (b"\x81\x90\x01", "no valid msgpack"),
         (b"\x81\xa6groups\xa1\xff", "no valid msgpack: 'utf-8'"),
-        (msgpack.packb({"groups": [], "colour": 1}), "unknown field 'colour' (expected groups, absent, weight)"),
+        (msgpack.packb({"groups": [], "colour": 1}), "unknown field 'colour' (expected groups, absent, weight, step)"),
         (msgpack.packb({"groups": 5}), "groups must be a list (got 5)"),
         (msgpack.packb({"groups": [5]}), "groups[0] must be a map"),
         (msgpack.packb({"groups": [{"lr": math.nan}]}), "groups[0].lr must be a finite number"),

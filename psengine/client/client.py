@@ -243,7 +243,10 @@ class Client:
             from psengine.protocol.hyperparameters import wire_groups
 
             groups = wire_groups(self._optimizer)
-        self._last = [self._push_chunk(spec, gradients, landing, groups) for spec in named.chunks_of(names)]
+        specs = named.chunks_of(names)
+        if groups is not None:
+            self.session.begin_step([spec.key for spec in specs], is_whole=False)
+        self._last = [self._push_chunk(spec, gradients, landing, groups) for spec in specs]
         return Exchange(self._last, landing, self.session.telemetry)
 
     def _push_chunk(

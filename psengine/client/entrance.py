@@ -169,3 +169,4 @@ def await_leave(presence: Presence) -> None:
         logger.error("%s leaves, and other workers may lack the averages of its last step: %s", who, error)
     finally:
         told.cancel()
+        told.join(1.0)

@@ -12,6 +12,7 @@ import json
 import logging
 import os
 import weakref
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -32,6 +33,8 @@ __all__ = ["Answer", "Push", "PushResult", "Request", "SessionOptions", "StateRe
 
 logger = logging.getLogger(__name__)
 GOODBYE_S = 1.0
+# Protocol version from which servers know what belongs to a step.
+STEP_VERSION = 3
 
 
 class WorkerSession:
@@ -55,6 +58,9 @@ class WorkerSession:
         self.started = False
         self._presence = Presence(options)
         self._sequences: dict[int, int] = {}
+        self._step = 0
+        # What the pushes of the step under way carry, by chunk.
+        self._step_marks: dict[int, list[Any]] = {}
         # Called at exit too; holds no reference to this object, so that a forgotten session can go.
         self._finalizer = weakref.finalize(self, _say_goodbye, self._presence, os.getpid())
 
@@ -207,6 +213,19 @@ class WorkerSession:
         message = Message(MessageType.CONFIGURE, key=key, body=dict(body))
         return self._presence.ask(self._link(key), message, what=f"CONFIGURE of {spec.describe()}")
 
+    def begin_step(self, keys: Sequence[int], *, is_whole: bool) -> None:
+        """The next pushes of these chunks belong together: a snapshot has all of them, or none.
+
+        Args:
+            keys: the chunks, each of which is pushed once.
+            is_whole: every step of this worker pushes all chunks that it pushes at all. Then this holds for all shards
+                of a server together, else for each by itself.
+        """
+        self._step += 1
+        shard_of = self._presence.chunks.shard_of
+        parts = Counter(shard_of[key] for key in keys)
+        self._step_marks = {key: [self._step, parts[shard_of[key]], is_whole] for key in keys}
+
     def push(
         self,
         key: int,
@@ -251,6 +270,8 @@ class WorkerSession:
             body["absent"] = list(absent)
         if weight is not None:
             body["weight"] = weight
+        if key in self._step_marks and link.server_version >= STEP_VERSION:
+            body["step"] = self._step_marks[key]
         message = Message(MessageType.PUSH, key=key, sequence=sequence, version=link.versions.get(key, 0), body=body)
         if payload is not None:
             message.dtype, message.numel, message.payload = spec.dtype, spec.numel, payload.detach()

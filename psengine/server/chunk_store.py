@@ -68,16 +68,17 @@ class ChunkStore:
             )
         return rule
 
-    def make_rule(self, spec: ChunkSpec, values: torch.Tensor | None) -> ChunkRule:
-        """A chunk under the job's rule."""
+    def make_rule(self, spec: ChunkSpec, values: torch.Tensor | None, context: RuleContext | None = None) -> ChunkRule:
+        """A chunk under the job's rule; ``context``: another than the job's."""
+        context = context or self._context
         if self._rule["name"] == "average":
-            return AveragingRule(spec, values, self._context, quorum=self._rule.get("quorum"))
+            return AveragingRule(spec, values, context, quorum=self._rule.get("quorum"))
         if values is None:
             raise ProtocolError(f"{spec.describe()}: expected initial values as payload, got none")
         return ApplyingRule(
             spec,
             values,
-            self._context,
+            context,
             max_staleness=self._rule.get("max_staleness"),
             scales_by_staleness=self._rule.get("staleness_scaling") == "inverse",
             delay_compensation=self._rule.get("delay_compensation", 0.0),

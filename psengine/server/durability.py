@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any
 
 from psengine.errors import ProtocolError, SnapshotError
+from psengine.server.capture import Meeting
 from psengine.server.shard import Shard, merge_job_meta
 from psengine.server.shard_thread import ShardThread
 from psengine.server.snapshot import JobState, SnapshotStore, distribute
@@ -25,6 +26,9 @@ logger = logging.getLogger(__name__)
 
 # A shard copies everything it holds while it captures.
 CAPTURE_DEADLINE_S = 60.0
+# Steps that were under way get this long to come to all their chunks: nothing waits for it but the snapshot.
+STEPS_DEADLINE_S = 10.0
+_LOOK_S = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,8 +207,7 @@ class SnapshotThread(threading.Thread):
         """Capture and write one generation; call it in this thread, or once this thread has ended."""
         started_s = time.monotonic()
         try:
-            futures = [thread.ask(thread.shard.capture) for thread in self._threads]
-            shards: list[list[JobState]] = [future.result(CAPTURE_DEADLINE_S) for future in futures]
+            shards = self._capture()
             # Where there are generations, an empty one tells that their jobs are gone.
             if self.generation is None and not any(shards):
                 return Outcome(self.generation, "there is no job with values yet", is_empty=True)
@@ -227,6 +230,24 @@ class SnapshotThread(threading.Thread):
             thread.ask(partial(thread.shard.note_durable, generation))
         logger.info("durable to %s, generation %d, after %.2f s", self.store.directory, generation, self.last_seconds)
         return Outcome(generation)
+
+    def _capture(self) -> list[list[JobState]]:
+        """What all shards hold, cut between workers' steps; see ``capture.py``."""
+        meeting = Meeting(len(self._threads))
+        futures = [thread.ask(partial(thread.shard.meet_and_capture, meeting)) for thread in self._threads]
+        captures = [future.result(CAPTURE_DEADLINE_S) for future in futures]
+        last_s = time.monotonic() + STEPS_DEADLINE_S
+        shards: list[list[JobState]] = []
+        for thread, capture in zip(self._threads, captures, strict=True):
+            while not capture.states.done() and time.monotonic() < last_s and not thread.drained.is_set():
+                time.sleep(_LOOK_S)
+            torn = [] if capture.states.done() else thread.ask(capture.end).result(CAPTURE_DEADLINE_S)
+            if torn and not thread.drained.is_set():
+                text = f"a snapshot has {', '.join(torn)} in some chunks only: the others did not come"
+                logger.warning("shard %d: %s within %g s", thread.shard.index, text, STEPS_DEADLINE_S)
+                thread.shard.note("torn", text)
+            shards.append(capture.states.result())
+        return shards
 
     def _look_what_is_left(self) -> None:
         """Somebody may have removed what the server was durable to. What cannot be seen now is as it was."""

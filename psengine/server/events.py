@@ -15,7 +15,7 @@ REPEAT_S = 30.0
 # A disk stays full for days, and every interval's snapshot fails: one an hour leaves room for what else happens.
 SNAPSHOT_FAILED_REPEAT_S = 3600.0
 _REPEATING = {
-    **dict.fromkeys(("refused", "late", "memory", "stood_still"), REPEAT_S),
+    **dict.fromkeys(("refused", "late", "memory", "stood_still", "torn"), REPEAT_S),
     "snapshot_failed": SNAPSHOT_FAILED_REPEAT_S,
 }
 # A long run's log would be nothing else.
@@ -34,6 +34,7 @@ KINDS = frozenset(
         "refused",
         "late",
         "lost",
+        "torn",
         "snapshot",
         "snapshot_failed",
         "memory",

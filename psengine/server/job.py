@@ -19,6 +19,7 @@ from psengine.protocol.messages import ErrorCode, Message, MessageType
 from psengine.server.admission import Admissions
 from psengine.server.applying import ApplyingRule
 from psengine.server.averaging import AveragingRule
+from psengine.server.capture import Cuts
 from psengine.server.chunk_store import ChunkStore, absent_ranges
 from psengine.server.consistency import ChunkRule, Push, Reply, RuleContext
 from psengine.server.job_record import JobRecord
@@ -79,6 +80,7 @@ class Job:
         self.membership = Membership(lease_s)
         self._losses = Losses()
         self._leaving = Leaving()
+        self.cuts = Cuts()
         self._record = JobRecord(name, note, self.membership.wall_clock_ms)
         context = RuleContext(
             live_ranks=lambda: self.membership.live_ranks, missing_ranks=self.missing_ranks, statistics=self.statistics
@@ -435,6 +437,7 @@ class Job:
                 self.membership.demote(joiner)
                 replies += self._left(joiner)
         self._leaving.forget(rank)
+        self.cuts.left(rank)
         replies += [reply for rule in self.chunks.rules.values() for reply in rule.worker_left(rank)]
         return replies + self._let_leave()
 
@@ -480,6 +483,7 @@ class Job:
         )
         refused_before = sum(self.statistics.refused.values())
         late_before = self.statistics.late
+        taken_before = rule.last_sequence.get(push.rank, 0)
         began_s = self._clock_s()
         replies = rule.push(push)
         self._time_push(push, rule, replies, self._clock_s() - began_s, now_s)
@@ -488,6 +492,8 @@ class Job:
         if self.statistics.late != late_before:
             member.late += 1
             self._record.late(member, push.sequence)
+        if isinstance(rule, ApplyingRule) and taken_before < push.sequence == rule.last_sequence.get(push.rank):
+            self.cuts.pushed(push, spec.key, body.get("step"))
         self._admissions.pushed(member.rank)
         return replies + self._let_leave()
 

@@ -24,13 +24,14 @@ from psengine.protocol.codec import payload_tensor
 from psengine.protocol.layout import ChunkSpec, job_number
 from psengine.protocol.messages import NOBODY, ErrorCode, Message, MessageType
 from psengine.protocol.session import Phase, from_client
+from psengine.server.capture import Capture, Goals, Meeting
 from psengine.server.consistency import Reply
 from psengine.server.events import EventLog
 from psengine.server.job import Job
 from psengine.server.loans import Loans
 from psengine.server.membership import Member, merge_members
 from psengine.server.readers import Readers, traffic_bytes
-from psengine.server.snapshot import ChunkState, JobState
+from psengine.server.snapshot import JobState
 from psengine.server.status_report import StatusReport
 
 logger = logging.getLogger(__name__)
@@ -50,7 +51,7 @@ _NOTABLE_REFUSALS = {
     ErrorCode.MEMORY: "memory",
 }
 # Every shard sees them; of the others each shard would tell the same.
-_EVENTS_OF_ANY_SHARD = frozenset({"refused", "late", "lost", "memory", "stood_still"})
+_EVENTS_OF_ANY_SHARD = frozenset({"refused", "late", "lost", "memory", "stood_still", "torn"})
 # All other messages of members may change what a snapshot keeps: even PULL and REPEAT, by backing up weights.
 _LEAVE_SNAPSHOT_ALONE = frozenset({MessageType.HEARTBEAT, MessageType.LIST, MessageType.STATUS, MessageType.ECHO})
 
@@ -525,23 +526,24 @@ class Shard:
         }
 
     def capture(self) -> list[JobState]:
-        """Copies of everything a snapshot keeps."""
+        """Copies of everything a snapshot keeps, as it is now."""
+        capture = self._begin_capture(None)
+        capture.end()
+        return capture.states.result()
+
+    def meet_and_capture(self, meeting: Meeting) -> Capture:
+        """Copies that are cut between workers' steps; complete once ``states`` is set. Waits for the other shards."""
+        return self._begin_capture(meeting.meet({job.number: job.cuts.begun for job in self._kept_jobs()}))
+
+    def _begin_capture(self, goals: Goals | None) -> Capture:
         self._captured_version, self._captured_state = self._versions(), self._state()
-        return [
-            JobState(
-                job.name,
-                job.to_meta(),
-                [
-                    ChunkState(
-                        key,
-                        {"spec": rule.spec.to_body(), **rule.to_meta()},
-                        {name: tensor.clone() for name, tensor in rule.tensors().items()},
-                    )
-                    for key, rule in job.chunks.rules.items()
-                ],
-            )
-            for job in self._kept_jobs()
-        ]
+        capture = Capture()
+        awaits_steps = goals is not None and not self.is_draining
+        for job in self._kept_jobs():
+            steps = (goals or {}).get(job.number, {})
+            capture.add(job.cuts.copy(job, steps, capture.look, awaits_steps=awaits_steps))
+        capture.look()
+        return capture
 
     def _kept_jobs(self) -> list[Job]:
         return [job for job in self._jobs.values() if job.is_sealed and not self._is_finished(job)]

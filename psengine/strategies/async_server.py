@@ -224,6 +224,7 @@ class AsyncServer(ServerStrategy):
         if self._options["push"] == "backward":
             if not self._left:
                 self._store_edited_weights()
+                self._begin_pushes()
             # Where gradients are views of the bucket, only a copy stays what it was if they are changed.
             flat = bucket.flat.clone() if _shares_memory(bucket) else bucket.flat
             self._push(bucket, flat)
@@ -248,6 +249,7 @@ class AsyncServer(ServerStrategy):
             self._check_step(binding)
             if not self._left:
                 self._store_edited_weights()
+                self._begin_pushes()
                 self._note_hyperparameters(binding.optimizer)
             for bucket in self._buckets:
                 if bucket.index not in self._left:
@@ -259,6 +261,10 @@ class AsyncServer(ServerStrategy):
         self.session.telemetry.step_ended()
         binding.call_post_hooks(call)
         return result
+
+    def _begin_pushes(self) -> None:
+        """What this step pushes belongs together: a server's snapshot has all of it, or nothing."""
+        self.session.begin_step([*self._trained, *self.chunks.buffers], is_whole=True)
 
     def _check_step(self, binding: OptimizerBinding) -> None:
         """Raise where the servers' step would not be the one that this process asks for."""
