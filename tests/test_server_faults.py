@@ -20,8 +20,8 @@ from typing import Any
 
 import pytest
 import torch
+from attacks.lossy_proxy import lossy_proxy
 from fault_workers import Reports, Worker, crew, end_myself, results_of
-from lossy_proxy import lossy_proxy
 from processes import run_ranks
 from server_process import ServerProcess, running_server
 from torch import nn
