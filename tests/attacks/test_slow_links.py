@@ -9,9 +9,12 @@ from contextlib import ExitStack, contextmanager
 
 import pytest
 import torch
+from fault_workers import Reports, crew, results_of
 from server_process import ServerProcess, running_server
+from test_server_faults import expect_workers
 from throttled_relay import ThrottledRelay, throttled_relay
 
+import psengine
 from psengine.client.partition import cut
 from psengine.client.session import Push, SessionOptions, WorkerSession, wait_all
 from psengine.errors import ServerLostError
@@ -150,6 +153,56 @@ def test_values_travel_once_when_read_and_when_written(server):
         up, down = (b - a for a, b in zip(before, carried(relays)[0], strict=True))
     assert_minimal([(up, down)], chunks)
     assert server.status()["shards"][0]["jobs"]["apply"]["version_max"] == chunks
+
+
+# ---- strategies --------------------------------------------------------------------------------------------------
+
+
+def train(reports: Reports, strategy: str, address: str, world_size: int, steps: int) -> int:
+    """Steps of a model of 20 MB, one for each go; the number of its parameters' bytes."""
+    expect_workers(world_size)
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(512, 4096), torch.nn.ReLU(), torch.nn.Linear(4096, 700))
+    kind = {"sync-server": psengine.SyncServer, "async": psengine.AsyncServer}[strategy]
+    # Both are much shorter than a step: nothing is late that moves.
+    wrapped = psengine.DistributedDataParallel(model, strategy=kind(servers=address, timeout_s=8.0))
+    optimizer = psengine.DistributedOptimizer(torch.optim.SGD(wrapped.parameters(), lr=0.01), wrapped)
+    reports.say("ready", sum(parameter.nbytes for parameter in model.parameters()))
+    for step in range(steps):
+        reports.await_go(170.0)
+        optimizer.zero_grad()
+        wrapped(torch.randn(4, 512)).square().mean().backward()
+        optimizer.step()
+        reports.say("step", step)
+    return steps
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("strategy", "size"), [("sync-server", 2), ("async", 1)])
+def test_a_step_of_a_strategy_sends_its_bytes_once_at_10_mbit_per_s(server, strategy, size):
+    steps = 2
+    with ExitStack() as context:
+        relays = [context.enter_context(throttled_relay(server.addresses[0], up_bytes_per_s=1e9)) for _ in range(size)]
+        workers = context.enter_context(crew())
+        members = [
+            workers.start(train, strategy, relay.address, size, steps, rank=rank) for rank, relay in enumerate(relays)
+        ]
+        least = [member.wait_for("ready", timeout_s=60.0)[0] for member in members]
+        for relay in relays:
+            relay.up.bytes_per_s = relay.down.bytes_per_s = 1.25e6
+        for step in range(steps):
+            before = carried(relays)
+            for member in members:
+                member.go()
+            for member in members:
+                member.wait_for("step", at_least=step, timeout_s=90.0)
+            after = carried(relays)
+            for sent, old, new in zip(least, before, after, strict=True):
+                ways = [round((b - a) / sent, 4) for a, b in zip(old, new, strict=True)]
+                assert all(1.0 <= way < EXCESS for way in ways), f"step {step}, times the payload: {ways}"
+        results_of(members)
+    [job] = server.status()["shards"][0]["jobs"].values()
+    assert (job["evicted"], job["duplicates"]) == (0, 0)
 
 
 # ---- a link that is cut ----------------------------------------------------------------------------------------------
