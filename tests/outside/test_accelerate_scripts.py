@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from native_extension import needs_shared_memory
 from outside import tiny_bert
 from outside.programs import Program, Result, run
 from outside.selection import ACCELERATE, NOT_RUN_OF_ACCELERATE, SCRIPTS
@@ -54,6 +55,8 @@ def cases() -> Iterator[object]:
     for program in ACCELERATE:
         for wrapping in WRAPPINGS:
             marks = [] if wrapping.name in program.short else [pytest.mark.slow]
+            if wrapping.needs_shared_memory:
+                marks.append(needs_shared_memory)
             yield pytest.param(program, wrapping, id=f"{program.name}-{wrapping.name}", marks=marks)
 
 

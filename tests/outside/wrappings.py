@@ -32,6 +32,10 @@ class Wrapping:
     def needs_server(self) -> bool:
         return "server" in self.environment.get("PSENGINE_STRATEGY", "")
 
+    @property
+    def needs_shared_memory(self) -> bool:
+        return self.backend == "psengine" or self.environment.get("PSENGINE_COLLECTIVE") == "shared_memory"
+
     def at(self, address: str, job: str) -> Wrapping:
         """The same, whose ranks meet at a server."""
         return replace(self, environment={**self.environment, "PSENGINE_SERVERS": address, "PSENGINE_JOB": job})
