@@ -87,12 +87,14 @@ def socket_beside(address: str, *, make: bool = False) -> str:
 
 
 def new_socket(name: str) -> str:
-    """An ipc:// address for a new socket in the private directory, which is made.
+    """An ipc:// address for a new socket in the private directory, which is made, and cleared of stale ones.
 
     Raises:
         ConfigurationError: see ``socket_beside``.
     """
-    return _in_directory(f"{name}-{os.urandom(8).hex()}", make=True)
+    address = _in_directory(f"{name}-{os.urandom(8).hex()}", make=True)
+    remove_stale_sockets()
+    return address
 
 
 def _in_directory(name: str, *, make: bool) -> str:
