@@ -78,11 +78,9 @@ def train_plainly(name: str, implementation: str, *, unscales: bool) -> tuple[di
 def scaled_is_plain(rank: int, world_size: int, address: str, strategy: str, implementation: str) -> None:
     """All ranks have the same data, so that their average is each one's gradient."""
     use(address)
-    # Servers run torch's plain implementation, whatever the worker's optimizer would do.
-    reference = "plain" if strategy == "async" else implementation
     for name, unscales in CASES:
         os.environ["PSENGINE_JOB"] = f"{strategy}-{implementation}-{name}-{unscales}"
-        expected, scales = train_plainly(name, reference, unscales=unscales)
+        expected, scales = train_plainly(name, implementation, unscales=unscales)
         wrapped = psengine.DistributedDataParallel(network(), strategy=strategy)
         optimizer_class, options = OPTIMIZERS[name]
         inner = optimizer_class(wrapped.parameters(), **options, **IMPLEMENTATIONS[implementation])

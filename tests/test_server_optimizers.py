@@ -23,7 +23,9 @@ from psengine.protocol.hyperparameters import (
     slot_names,
     wire_groups,
 )
+from psengine.protocol.layout import Segment
 from psengine.protocol.messages import ErrorCode
+from psengine.server.kernel_windows import LINE_BYTES, Window, places_of, window_of
 from psengine.server.optimizers import ChunkOptimizer, OptimizerSpec, compensate, is_finite, staleness_factor
 
 IMPLEMENTATION_CHOICES = {"params", "foreach", "fused", "capturable", "differentiable"}
@@ -51,6 +53,11 @@ VARIANTS = {
         "RMSprop",
         {"lr": 0.01, "momentum": 0.9, "centered": True, "weight_decay": 0.1, "maximize": True},
     ),
+}
+FUSED = {
+    f"{variant}-fused": (name, {**options, "fused": True})
+    for variant, (name, options) in VARIANTS.items()
+    if name != "RMSprop"
 }
 SHAPES = [(3, 5), (1,), (127,), (8, 9), (31,), (1001,), (2, 2, 2)]
 NUMEL = sum(math.prod(shape) for shape in SHAPES)
@@ -87,7 +94,12 @@ class Twin:
             ]
             body = {"optimizer": name, "groups": wire_groups(self.optimizer), "runs": runs}
             spec = OptimizerSpec.from_body(json.loads(json.dumps(body)), end - start)
-            self.chunks.append(ChunkOptimizer(flat[start:end].clone(), spec))
+            segments = [
+                Segment("", (b - a,), (1,), max(a, start) - a, min(b, end) - max(a, start))
+                for a, b in self.spans
+                if max(a, start) < min(b, end)
+            ]
+            self.chunks.append(ChunkOptimizer(flat[start:end].clone(), spec, places_of(spec.runs, segments)))
 
     def random(self, shape):
         return torch.randn(shape, generator=self.generator, dtype=torch.float64).to(self.dtype)
@@ -155,6 +167,84 @@ def test_a_cut_model_steps_like_the_whole_one(variant, dtype):
         if step == 2:
             twin.optimizer.param_groups[1]["weight_decay"] = 0.0
     assert len(twin.chunks) == 5
+
+
+@pytest.mark.parametrize(
+    ("variant", "dtype"),
+    [
+        (variant, dtype)
+        for variant in FUSED
+        for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+        if dtype.itemsize > 2 or not variant.startswith("sgd")
+    ],
+)
+def test_a_cut_model_steps_like_the_whole_one_by_fused_kernels(variant, dtype):
+    """Wherever it is cut: within a cache line, at the end of a vector, inside the few last elements of a tensor."""
+    for cuts in (CUTS, [0, 1, 143, 151, 258, 266, 1254, NUMEL - 1, NUMEL], [0, NUMEL]):
+        twin = Twin(*FUSED[variant], dtype=dtype, cuts=cuts)
+        for without in ([], [2], [0, 5], []):
+            twin.step(without)
+            twin.check()
+
+
+@pytest.mark.parametrize("variant", FUSED)
+def test_small_tensors_step_alike_by_fused_kernels_wherever_they_lie_in_memory(variant):
+    shapes = [(4, 6), (6,), (3, 6), (3,), (2, 6), (2,), (37,)]
+    for dtype in (torch.float32, torch.float64):
+        twin = Twin(*FUSED[variant], dtype=dtype, shapes=shapes, groups=[0] * 7, cuts=[0, 102])
+        for _ in range(6):
+            twin.step()
+            twin.check()
+
+
+def test_the_window_of_a_run_is_of_whole_cache_lines_or_ends_with_the_tensor():
+    for itemsize, tensor_numel in itertools.product((2, 4, 8), (1, 31, 32, 33, 100)):
+        line = LINE_BYTES // itemsize
+        for start, end in itertools.combinations(range(tensor_numel + 1), 2):
+            window = window_of((start, tensor_numel), end - start, itemsize) or Window(end - start, 0)
+            first = start - window.offset
+            last = first + window.numel
+            assert first <= start < end <= last <= tensor_numel
+            assert first % line == 0
+            assert last % line == 0 or last == tensor_numel
+            if last % line == 0:
+                assert last - end < line
+            else:
+                assert end > last - last % line  # only who has some of the rest sees the rest
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("variant", ["sgd", "sgd-momentum"])
+def test_a_fused_kernel_that_is_wrong_is_not_used(variant, dtype):
+    """Of torch's: red here means that it was mended, and ``_WRONG_KERNELS`` may shrink."""
+    name, options = VARIANTS[variant]
+    start, gradient = torch.randn(256).to(dtype), torch.randn(256).to(dtype)
+
+    def stepped(**kernel):
+        parameter = torch.nn.Parameter(start.clone())
+        parameter.grad = gradient.clone()
+        optimizer = OPTIMIZERS[name]([parameter], **options, **kernel)
+        optimizer.step()
+        return parameter.detach(), wire_groups(optimizer)
+
+    wrong, groups = stepped(fused=True)
+    right, _ = stepped()
+    assert (wrong - right).abs().max() > 0.02
+    values = start.clone()
+    ChunkOptimizer(values, OptimizerSpec(name, tuple(groups), ((0, 256, 0),))).apply(gradient)
+    assert torch.equal(values, right)
+
+
+def test_kernels_may_change_between_steps():
+    twin = Twin("AdamW", {"lr": 0.01})
+    for fused in (None, True, False, True):
+        for group in twin.optimizer.param_groups:
+            group["fused"] = fused
+        twin.step()
+        twin.check()
+    assert twin.chunks[0].spec.groups[0]["fused"]
+    with pytest.raises(ProtocolError, match="fused kernels step real numbers"):
+        ChunkOptimizer(torch.zeros(4, dtype=torch.complex64), OptimizerSpec.from_body(spec(fused=True), 4))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -282,9 +372,9 @@ def test_hyperparameters_last_until_they_change():
 
 
 @pytest.mark.filterwarnings("ignore:The given buffer is not writable")
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", [*VARIANTS, *FUSED])
 def test_gradients_may_lie_in_read_only_memory(variant):
-    name, options = VARIANTS[variant]
+    name, options = (VARIANTS | FUSED)[variant]
     parameter = torch.nn.Parameter(torch.randn(300))
     groups = check_groups(name, wire_groups(OPTIMIZERS[name]([parameter], **options)))
     chunk = ChunkOptimizer(parameter.detach(), OptimizerSpec(name, tuple(groups), ((0, 300, 0),)))
@@ -336,6 +426,8 @@ def spec(runs=((0, 4, 0),), name="SGD", **changes):
         ("AdamW", {"decoupled_weight_decay": "yes"}, "got 'yes'"),
         ("Adagrad", {"lr_decay": -1.0}, "'lr_decay' of Adagrad"),
         ("Adagrad", {"initial_accumulator_value": -1.0}, "'initial_accumulator_value' of Adagrad"),
+        ("RMSprop", {"fused": True}, "RMSprop has no such hyperparameter"),
+        ("AdamW", {"fused": 1}, "'fused' of AdamW is out of bounds (expected fused true or false, got 1"),
         ("RMSprop", {"alpha": 1.01}, "expected 0 <= alpha <= 1, got 1.01"),
         ("RMSprop", {"centered": 1.0}, "expected centered true or false, got 1.0"),
     ],
@@ -464,7 +556,7 @@ def test_wire_groups_reads_what_torch_accepts():
     optimizer.param_groups[0]["initial_lr"] = 0.5  # as schedulers do
     groups = wire_groups(optimizer)
     assert [group["lr"] for group in groups] == [0.5, 1.0]
-    assert set(groups[0]) == set(HYPERPARAMETERS["Adam"])
+    assert set(groups[0]) == {*HYPERPARAMETERS["Adam"], "fused"}
     assert (groups[0]["betas"], groups[0]["eps"]) == ([0.5, 0.25], 0.5)
     assert json.loads(json.dumps(groups)) == groups == check_groups("Adam", groups)
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import functools
+import itertools
 import os
 from collections.abc import Callable
 from typing import Any
@@ -205,3 +207,40 @@ def test_async_with_one_worker_is_bitwise_plain_training(server, name, push):
     [state] = run_ranks(train_async_alone, 1, server.addresses[0], name, push, init_group=False)
     [plain] = run_ranks(train_plainly, 1, name, push, init_group=False)
     assert_equal(state, plain)
+
+
+KERNELS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "sgd": functools.partial(torch.optim.SGD, lr=0.05, weight_decay=0.01),
+    "momentum": functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9, dampening=0.1, weight_decay=0.01),
+    "nesterov": functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9, nesterov=True),
+    "adam": functools.partial(torch.optim.Adam, lr=0.01, weight_decay=0.01, amsgrad=True),
+    "adamw": functools.partial(torch.optim.AdamW, lr=0.01, maximize=True),
+    "adagrad": functools.partial(torch.optim.Adagrad, lr=0.05, lr_decay=0.1),
+}
+
+
+def every_kernel(rank: int, world_size: int, address: str) -> None:
+    """Fused kernels round otherwise than plain ones, and not alike in all elements of a tensor."""
+    use(address)
+    different = {}
+    for (name, make), kernel in itertools.product(KERNELS.items(), ("fused", "foreach")):
+        states = []
+        for is_plain in (True, False):
+            model = build(seed=0)
+            parameters = [p for p in model.parameters() if p.requires_grad]
+            optimizer, trained = make(parameters, **{kernel: True}), model
+            if not is_plain:
+                strategy = psengine.AsyncServer(job=f"{name}-{kernel}")
+                trained = psengine.DistributedDataParallel(model, strategy=strategy)
+                optimizer = psengine.DistributedOptimizer(optimizer, trained)
+            run_plainly(trained, optimizer, clips=True)
+            momenta = optimizer.state_dict()["state"]
+            states.append({**state_of(model), **{f"{i}.{n}": t for i in momenta for n, t in momenta[i].items()}})
+            if not is_plain:
+                strategy.close()
+        different[name, kernel] = [key for key in states[0] if not torch.equal(states[0][key], states[1][key])]
+    assert not any(different.values()), different
+
+
+def test_async_with_one_worker_is_bitwise_plain_training_with_every_kernel(server):
+    run_ranks(every_kernel, 1, server.addresses[0], init_group=False)

@@ -90,7 +90,8 @@ _ADAM: dict[str, Number | Pair | Flag] = {
     "decoupled_weight_decay": Flag(),
 }
 
-# The arguments of the classes' constructors, without those that choose an implementation (foreach, fused, capturable).
+# The arguments of the classes' constructors, without those that choose an implementation (foreach, capturable), which
+# change no bit on servers' CPUs, or hardly one. "fused", which does, may stand in a group beside them where it is true.
 HYPERPARAMETERS: dict[str, dict[str, Number | Pair | Flag]] = {
     "SGD": {
         "lr": _LEARNING_RATE,
@@ -120,6 +121,8 @@ HYPERPARAMETERS: dict[str, dict[str, Number | Pair | Flag]] = {
         "maximize": Flag(),
     },
 }
+
+FUSED = ("SGD", "Adam", "AdamW", "Adagrad")
 
 # Tensors of state, by torch's own names -> the hyperparameter that calls for them, "" where the class always has them.
 SLOTS: dict[str, dict[str, str]] = {
@@ -159,8 +162,9 @@ def _check_group(name: str, index: int, group: Any) -> dict[str, Any]:
         raise _refusal(
             f"group {index} of {name} is a map of hyperparameters (expected {', '.join(known)}, got {_show(group)})"
         )
+    has_kernels = name in FUSED
     for key in group:
-        if key not in known:
+        if key not in known and not (key == "fused" and has_kernels):
             raise _refusal(
                 f"{name} has no such hyperparameter (expected {', '.join(known)}, got {_show(key)} in group {index})"
             )
@@ -176,6 +180,14 @@ def _check_group(name: str, index: int, group: Any) -> dict[str, Any]:
                 f"hyperparameter {key!r} of {name} is out of bounds"
                 f" (expected {kind.rule(key)}, got {_show(group[key])} in group {index})"
             )
+    is_fused = Flag().read(group.get("fused", False))
+    if is_fused is None:
+        raise _refusal(
+            f"hyperparameter 'fused' of {name} is out of bounds"
+            f" (expected {Flag().rule('fused')}, got {_show(group['fused'])} in group {index})"
+        )
+    if is_fused:
+        checked["fused"] = True  # left out where false, as servers know it that have no fused kernels
     if checked.get("nesterov") and (checked["momentum"] <= 0 or checked["dampening"] != 0):
         raise _refusal(
             "nesterov needs a momentum and no dampening (expected momentum > 0 and dampening 0,"
@@ -248,7 +260,8 @@ def wire_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
                 "servers take no differentiable steps (expected differentiable=False, got True in group"
                 f" {index}). Leave the argument out."
             )
-        groups.append({key: _plain(group[key]) for key in HYPERPARAMETERS[name] if key in group})
+        sent = {key: _plain(group[key]) for key in HYPERPARAMETERS[name] if key in group}
+        groups.append({**sent, "fused": True} if group.get("fused") else sent)
     if name == "Adagrad":
         for adagrad_group in groups:
             # torch fills every group's state from the constructor's argument, whatever the group says.

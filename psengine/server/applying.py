@@ -18,6 +18,7 @@ import torch
 from psengine.protocol.layout import ChunkKind, ChunkSpec
 from psengine.protocol.messages import ErrorCode, MessageType
 from psengine.server.consistency import ChunkRule, Push, Reply, RuleContext
+from psengine.server.kernel_windows import places_of
 from psengine.server.loans import Loans
 from psengine.server.optimizers import ChunkOptimizer, OptimizerSpec, compensate, is_finite, staleness_factor
 
@@ -74,7 +75,7 @@ class ApplyingRule(ChunkRule):
             ValueError: another one is attached.
         """
         if self.optimizer_spec is None:
-            self.optimizer = ChunkOptimizer(self.values, spec)
+            self.optimizer = ChunkOptimizer(self.values, spec, places_of(spec.runs, self.spec.segments))
             self.optimizer_spec = spec
         elif _shape_of(self.optimizer_spec) != _shape_of(spec):
             known = self.optimizer_spec

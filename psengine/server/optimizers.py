@@ -25,6 +25,7 @@ from torch.optim.sgd import sgd
 from psengine.errors import ProtocolError
 from psengine.protocol.hyperparameters import SLOTS, check_groups, slot_names
 from psengine.protocol.messages import ErrorCode
+from psengine.server.kernel_windows import Place, Window, window_of
 
 _MAX_STEPS = 2**53
 
@@ -84,7 +85,10 @@ class OptimizerSpec:
 
 @dataclass(slots=True)
 class _Stretch:
-    """Neighbouring runs that step as one tensor. ``values`` and ``slots`` are views of the chunk's."""
+    """Neighbouring runs that step as one tensor. ``values`` and ``slots`` are views of the chunk's.
+
+    With a ``window``, its one run is shown to the kernel in that.
+    """
 
     start: int
     end: int
@@ -93,24 +97,30 @@ class _Stretch:
     steps: Tensor
     values: Tensor
     slots: dict[str, Tensor]
+    is_fused: bool
+    window: Window | None
 
 
 class ChunkOptimizer:
     """Steps one chunk's values like its ``torch.optim`` class steps the parameters the chunk is made of, bit for bit.
 
-    float16 and bfloat16 are the exception where a parameter is cut: torch's CPU kernels round the last few elements of
-    a 16-bit tensor otherwise than the rest, so there the elements beside a cut may differ by a rounding.
+    Groups that are "fused" step by torch's fused kernels, which round otherwise; see ``kernel_windows``.
+
+    float16 and bfloat16 are the exception where a parameter is cut, unless it is fused: torch's other CPU kernels round
+    the last few elements of a 16-bit tensor otherwise than the rest, so the elements beside a cut may differ by a
+    rounding.
 
     Args:
         values: 1-D, contiguous, on the CPU, of a floating or complex dtype; mutated by ``apply``. Views of it are kept:
             whoever overwrites values does so in place.
         spec: made for as many elements.
+        places: of each run in its tensor, for fused kernels; None: every run is a tensor.
 
     Raises:
-        ProtocolError: the chunk's dtype cannot be trained.
+        ProtocolError: the chunk's dtype cannot be trained, or not by a fused kernel.
     """
 
-    def __init__(self, values: Tensor, spec: OptimizerSpec) -> None:
+    def __init__(self, values: Tensor, spec: OptimizerSpec, places: Sequence[Place] | None = None) -> None:
         assert values.dim() == 1
         assert values.is_contiguous()
         assert values.numel() == (spec.runs[-1][1] if spec.runs else 0)
@@ -119,6 +129,8 @@ class ChunkOptimizer:
         self._values = values
         self._spec = spec
         self._groups = list(spec.groups)
+        self._places = [(0, end - start) for start, end, _ in spec.runs] if places is None else list(places)
+        self._check_kernels(self._groups)
         self._slots: dict[str, Tensor] = {}
         self._steps = [0.0] * len(spec.runs)
         self._stretches: list[_Stretch] = []
@@ -165,14 +177,20 @@ class ChunkOptimizer:
         if ranges != self._absent:
             self._plan(ranges)
         if changed is not None:
+            is_planned_anew = list(map(self._is_fused, changed)) != list(map(self._is_fused, self._groups))
             self._groups = changed
-            if self._make_slots():
+            if self._make_slots() or is_planned_anew:
                 self._plan(ranges)
         step = _STEPS[self._spec.name]
         for stretch in self._stretches:
             options = dict(self._groups[stretch.group])
             options["lr"] *= learning_rate_scale
-            step(stretch, gradient[stretch.start : stretch.end], options)
+            options.pop("fused", None)
+            part = gradient[stretch.start : stretch.end]
+            if stretch.window is None:
+                step(stretch, part, options)
+            else:
+                _step_in_window(step, stretch, stretch.window, part, options)
 
     def slots(self) -> dict[str, Tensor]:
         """The state by torch's names, each like ``values``; the tensors themselves: clone what is to be kept."""
@@ -224,7 +242,15 @@ class ChunkOptimizer:
                 f"an optimizer keeps its parameter groups (expected {len(self._groups)}, got {len(checked)})."
                 " Add groups before the first step."
             )
+        self._check_kernels(checked)
         return checked
+
+    def _check_kernels(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        if self._values.is_complex() and any(map(self._is_fused, groups)):
+            raise _refusal(f"fused kernels step real numbers (expected fused=False, got True for {self._values.dtype})")
+
+    def _is_fused(self, group: Mapping[str, Any]) -> bool:
+        return bool(group.get("fused")) and (self._spec.name, self._values.dtype) not in _WRONG_KERNELS
 
     def _make_slots(self) -> bool:
         """Allocate what the groups call for; say whether anything was."""
@@ -247,10 +273,11 @@ class ChunkOptimizer:
         """Join the runs that step alike, without those in ``absent``."""
         present = self._present_runs(absent)
         self._settle()
-        joins = self._values.dtype not in (torch.float16, torch.bfloat16)
+        may_join = self._values.dtype not in (torch.float16, torch.bfloat16)
         self._stretches = []
         spans: list[list[int]] = []
         for index in present:
+            joins = may_join and not self._is_fused(self._groups[self._spec.runs[index][2]])
             if joins and spans and self._step_alike(spans[-1][-1], index):
                 spans[-1].append(index)
             else:
@@ -259,7 +286,10 @@ class ChunkOptimizer:
             start, end, group = self._spec.runs[runs[0]][0], self._spec.runs[runs[-1]][1], self._spec.runs[runs[0]][2]
             slots = {name: slot[start:end] for name, slot in self._slots.items()}
             steps = torch.tensor(self._steps[runs[0]])
-            self._stretches.append(_Stretch(start, end, group, runs, steps, self._values[start:end], slots))
+            is_fused = self._is_fused(self._groups[group])
+            window = window_of(self._places[runs[0]], end - start, self._values.itemsize) if is_fused else None
+            values = self._values[start:end]
+            self._stretches.append(_Stretch(start, end, group, runs, steps, values, slots, is_fused, window))
         self._absent = absent
 
     def _step_alike(self, left: int, right: int) -> bool:
@@ -303,14 +333,35 @@ def _union(ranges: Sequence[tuple[int, int]]) -> list[int]:
     return edges
 
 
+# torch 2.13's fused SGD takes most elements of 16-bit tensors on the CPU elsewhere than any rounding would (those of
+# lr=0.1 are off by 0.5 after five steps), and reads past what it steps: there the plain kernels serve.
+_WRONG_KERNELS = {("SGD", torch.float16), ("SGD", torch.bfloat16)}
+
+
+def _step_in_window(
+    step: Callable[[_Stretch, Tensor, dict[str, Any]], None],
+    stretch: _Stretch,
+    window: Window,
+    gradient: Tensor,
+    options: dict[str, Any],
+) -> None:
+    slots = {name: window.show(slot) for name, slot in stretch.slots.items()}
+    shown = replace(stretch, values=window.show(stretch.values), slots=slots)
+    step(shown, window.show(gradient), options)
+    window.take_back(shown.values, stretch.values)
+    for name, slot in slots.items():
+        window.take_back(slot, stretch.slots[name])
+
+
 # The functional forms: with SGD on 1 MiB of float32 a class's step() takes twice as long (hooks, profiler ranges, graph
-# breaks). Neither foreach nor fused is what torch chooses for tensors on the CPU; those might round differently.
+# breaks). Neither foreach nor fused is what torch chooses for tensors on the CPU. foreach rounds alike there in float32
+# and wider; fused does not, and is what the user asked for where "fused" is set.
 
 
 def _step_sgd(stretch: _Stretch, gradient: Tensor, options: dict[str, Any]) -> None:
     slot = stretch.slots["momentum_buffer"] if options["momentum"] else None
     buffers = [slot if slot is not None and stretch.steps else None]
-    sgd([stretch.values], [gradient], buffers, foreach=False, fused=False, **options)
+    sgd([stretch.values], [gradient], buffers, foreach=False, fused=stretch.is_fused, **options)
     if slot is not None and (first := buffers[0]) is not None and first is not slot:
         slot.copy_(first)
         stretch.steps.fill_(1)
@@ -320,14 +371,14 @@ def _step_adam(stretch: _Stretch, gradient: Tensor, options: dict[str, Any]) -> 
     beta1, beta2 = options.pop("betas")
     means, squares = [stretch.slots["exp_avg"]], [stretch.slots["exp_avg_sq"]]
     maxima = [stretch.slots["max_exp_avg_sq"]] if options["amsgrad"] else []
-    options |= {"beta1": beta1, "beta2": beta2, "foreach": False, "fused": False}
+    options |= {"beta1": beta1, "beta2": beta2, "foreach": False, "fused": stretch.is_fused}
     adam([stretch.values], [gradient], means, squares, maxima, [stretch.steps], **options)
 
 
 def _step_adagrad(stretch: _Stretch, gradient: Tensor, options: dict[str, Any]) -> None:
     del options["initial_accumulator_value"]
     sums = [stretch.slots["sum"]]
-    adagrad([stretch.values], [gradient], sums, [stretch.steps], foreach=False, fused=False, **options)
+    adagrad([stretch.values], [gradient], sums, [stretch.steps], foreach=False, fused=stretch.is_fused, **options)
 
 
 def _step_rmsprop(stretch: _Stretch, gradient: Tensor, options: dict[str, Any]) -> None:

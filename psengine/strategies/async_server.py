@@ -152,8 +152,8 @@ class AsyncServer(ServerStrategy):
         pushed = {segment.name for key in self._trained for segment in self.chunks.specs[key].segments}
         self._pushed_parameters = [parameters[name] for name in pushed]
         self._binding = OptimizerBinding(optimizer, set(parameters.values()))
-        # A fused optimizer's own kernel, which never runs, would divide by GradScaler's scale: let the scaler do it, as
-        # it does for others, and leave out the steps whose gradients are not finite.
+        # A fused optimizer's kernel would divide by GradScaler's scale, of which servers never hear: let the scaler do
+        # it, as it does for others, and leave out the steps whose gradients are not finite.
         optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
         if optimizer.state:
             # State that was loaded before wrapping counts like one that is loaded afterwards.

@@ -102,7 +102,7 @@ class OptimizerBinding:
         )
 
     def _check_unscaled(self) -> None:
-        """See that nobody left a scale for torch's fused kernels, which servers do not run, to divide by."""
+        """See that nobody left a scale for torch's fused kernels to divide by, which servers never hear of."""
         scale = getattr(self.optimizer, "grad_scale", None)
         if scale is not None:
             raise ConfigurationError(
