@@ -240,6 +240,16 @@ class TestDeadlines:
         desk.wait(0.5)
         assert pushes[9].error is not None
 
+    def test_patience_leaves_time_to_hear_that_a_push_is_held(self):
+        desk = Desk(timeout_s=10)
+        desk.link.patience.note_question(20.0)
+        push = desk.push()
+        for arrived_bytes in range(8):
+            assert kinds(desk.wait(4.9))[T.PROBE] >= 1
+            desk.answer(T.PENDING, round=1, waiting_for=[1], arrived_bytes=arrived_bytes)
+            desk.link.patience.note_question(20.0)
+        assert not push.is_done
+
     def test_what_others_ask_later_keeps_nobody_waiting_for_ever(self):
         desk = Desk(timeout_s=10)
         stuck = desk.push(0)

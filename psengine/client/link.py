@@ -201,7 +201,11 @@ class Link:
         except PSEngineError as error:
             self._fail(push, error, now_s)
         push.unanswered = 0
-        push.next_at_s = now_s + (self.patience.wait_s() if push.is_sent else RETRY_S)
+        push.next_at_s = now_s + (self._wait_s(push) if push.is_sent else RETRY_S)
+
+    def _wait_s(self, push: Push) -> float:
+        """How long to wait before asking about it; a few times within its deadline, which PENDING may move."""
+        return min(self.patience.wait_s(push.unanswered), max(patience.PROBE_S, push.timeout_s / 4))
 
     def _ask_about(self, push: Push, kind: MessageType) -> bool:
         body = {"round": push.round}
@@ -214,7 +218,7 @@ class Link:
         if not push.unanswered:
             push.asked_s = now_s
         push.unanswered += 1
-        push.next_at_s = now_s + self.patience.wait_s(push.unanswered)
+        push.next_at_s = now_s + self._wait_s(push)
 
     def is_result_under_way(self, key: int, sequence: int, now_s: float) -> bool:
         """Whether this average was sent to this life of the server, and is not known to be lost."""
@@ -390,7 +394,7 @@ class Link:
         if push.unanswered:
             self.patience.note_question(now_s - push.asked_s)
         push.unanswered = 0
-        push.next_at_s = now_s + self.patience.wait_s()
+        push.next_at_s = now_s + self._wait_s(push)
         if message.type is MessageType.PENDING:
             push.waiting_for = message.body.get("waiting_for", [])
             known_bytes, push.arrived_bytes = push.arrived_bytes, message.body.get("arrived_bytes", -1)
