@@ -282,10 +282,10 @@ def _command_main(arguments: list[str], environment: dict[str, str], directory: 
 class Peer:
     """A client without manners: one DEALER socket, and whatever the test wants to say.
 
-    Without keys it goes to the Unix socket beside ``address``, where there is one, as clients do.
+    Without keys it goes to the Unix socket beside ``address``, where there is one, as clients do; not ``over_tcp``.
     """
 
-    def __init__(self, address: str, *, curve: Any = None, deaf: bool = False) -> None:
+    def __init__(self, address: str, *, curve: Any = None, deaf: bool = False, over_tcp: bool = False) -> None:
         import zmq
 
         self._context: Any = zmq.Context()
@@ -297,7 +297,7 @@ class Peer:
             self.socket.setsockopt(zmq.CURVE_SERVERKEY, curve.server_public.encode())
             self.socket.setsockopt(zmq.CURVE_PUBLICKEY, curve.own.public.encode())
             self.socket.setsockopt(zmq.CURVE_SECRETKEY, curve.own.secret.encode())
-        self.socket.connect(address if curve is not None else way_to(address))
+        self.socket.connect(address if curve is not None or over_tcp else way_to(address))
         self.job = "job"
         self.rank = self.incarnation = self.epoch = 0
         self.nonce = int.from_bytes(os.urandom(7), "little")
@@ -378,3 +378,4 @@ class Peer:
 
 SGD = {"momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0, "nesterov": False, "maximize": False}
 APPLY = {"name": "apply", "max_staleness": None, "staleness_scaling": None, "delay_compensation": 0.0}
+AVERAGE_RULE = {"name": "average", "quorum": None}

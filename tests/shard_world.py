@@ -41,11 +41,11 @@ class World:
         if states is not None:
             self.shard.restore(states, self.now_s)
 
-    def deliver(self, route, message, user_id="", codec=None):
+    def deliver(self, route, message, user_id="", codec=None, peer=""):
         codec = self.codec if codec is None else codec
         if codec:
             message = decode([bytes(frame) for frame in encode(message)])
-        return self._post(self.shard.handle(Sender(route, user_id), message, self.now_s), codec)
+        return self._post(self.shard.handle(Sender(route, user_id, user_id or peer), message, self.now_s), codec)
 
     def _post(self, outgoing, codec):
         posted = []
@@ -92,10 +92,20 @@ class Worker:
     """A client of one shard."""
 
     def __init__(
-        self, world, rank=None, *, job="demo", rule=AVERAGE, world_size=1, user_id="", nonce=None, role="worker"
+        self,
+        world,
+        rank=None,
+        *,
+        job="demo",
+        rule=AVERAGE,
+        world_size=1,
+        user_id="",
+        nonce=None,
+        role="worker",
+        peer="",
     ):
         self.world, self.rank, self.job, self.rule, self.world_size = world, rank, job, rule, world_size
-        self.user_id, self.role = user_id, role
+        self.user_id, self.role, self.peer = user_id, role, peer
         self.nonce = next(_nonces) if nonce is None else nonce
         self.route = f"route-{self.nonce}".encode()
         self.incarnation = self.epoch = 0
@@ -125,7 +135,11 @@ class Worker:
             fields["dtype"], fields["numel"] = payload.dtype, payload.numel()
         fields.setdefault("job", job_number(self.job))
         message = Message(kind, **fields)
-        return [m for route, m in self.world.deliver(self.route, message, self.user_id, codec) if route == self.route]
+        return [
+            m
+            for route, m in self.world.deliver(self.route, message, self.user_id, codec, self.peer)
+            if route == self.route
+        ]
 
     def ask(self, kind, **fields):
         """Send; the one answer."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import shutil
 import socket
 import time
@@ -16,7 +17,7 @@ from shard_world import APPLY, AVERAGE, SGD, Worker, World, spec, team
 
 from psengine.errors import SnapshotError
 from psengine.protocol.messages import MessageType
-from psengine.server.durability import restore
+from psengine.server.durability import SnapshotThread, restore
 from psengine.server.shard import Shard, ShardSettings
 from psengine.server.snapshot import SnapshotStore
 
@@ -280,6 +281,25 @@ def test_two_servers_in_one_place_leave_each_other_s_generations_alone(tmp_path)
             peer.change()
             assert peer.request("SNAPSHOT").body == {"generation": generation}
         assert generations(directory) == ["generation-000000000004", "generation-000000000005"]
+
+
+def test_without_descriptors_it_is_not_known_what_is_there(tmp_path, caplog):
+    with SnapshotStore(tmp_path / "s") as store:
+        assert store.save([[]]) == 1
+        writer = SnapshotThread(store, [], 0.0, 1)
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
+            with pytest.raises(OSError, match="Too many open files"):
+                assert store.newest
+            outcome = writer.write()
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        assert outcome.generation == writer.generation == store.newest == 1
+        assert "Too many open files" in outcome.error
+        assert "cannot be seen now" in outcome.error
+        assert "the server stays durable to generation 1" in caplog.text
+        assert writer.write().generation > 1
 
 
 # ---- memory ----------------------------------------------------------------------------------------------------------

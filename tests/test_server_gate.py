@@ -39,7 +39,7 @@ def world():
 
 def say(worker, kind):
     """The codes of the errors it is answered with."""
-    return codes(worker.send(kind, codec=False, **FIELDS.get(kind, {})))
+    return codes(worker.send(kind, codec=False, **FIELDS.get(kind, {"key": 0, "sequence": 1})))
 
 
 def reader(world):

@@ -15,7 +15,7 @@ from shard_world import APPLY, ErrorCode, Worker, World, codes, spec, team
 from psengine.protocol.messages import MessageType
 from psengine.server.actions import Actions, Deeds
 from psengine.server.events import MOST_EVENTS, SNAPSHOT_FAILED_REPEAT_S, EventLog
-from psengine.server.shard import MOST_JOBS
+from psengine.server.job_places import MOST_JOBS, MOST_JOBS_OF_ONE
 
 TOKEN = "correct-horse-battery-staple"
 LEASE_S = 5.0
@@ -82,6 +82,43 @@ def test_one_job_too_many_is_told_how_to_make_room():
     assert "POST /actions/forget?job=NAME" in refused.body["text"]
     world.shard.forget("job7")
     assert late.hello() == "initialise"
+
+
+# ---- jobs that are only begun --------------------------------------------------------------------------------------
+
+
+def test_who_begins_jobs_without_end_keeps_nobody_else_out():
+    world = World(codec=False)
+    for number in range(2 * MOST_JOBS):
+        Worker(world, 0, job=f"flood{number}", peer="192.0.2.1").hello()
+    assert len(world.shard._jobs) == MOST_JOBS_OF_ONE
+    honest = [Worker(world, 0, job=f"job{number}", peer=f"192.0.2.{2 + number % 3}") for number in range(120)]
+    assert [worker.hello() for worker in honest] == ["initialise"] * len(honest)
+    assert [worker.hello() for worker in honest] == ["initialise"] * len(honest), "none of them made room"
+    assert len(world.shard._jobs) == MOST_JOBS
+
+
+def test_of_ones_own_jobs_those_make_room_for_which_nobody_speaks():
+    world = World(codec=False)
+    alive = Worker(world, 0, job="alive", peer="192.0.2.1")
+    assert alive.hello() == "initialise"
+    for number in range(MOST_JOBS_OF_ONE):
+        Worker(world, 0, job=f"flood{number}", peer="192.0.2.1").hello()
+    late = Worker(world, 0, job="late", peer="192.0.2.1")
+    assert late.hello() == ErrorCode.MEMORY
+    (refused,) = late.take()
+    assert f"expected at most {MOST_JOBS_OF_ONE} begun from 192.0.2.1" in refused.body["text"]
+    world.advance(2.5, alive)
+    assert late.hello() == "initialise"
+    assert {"alive", "late"} < {job.name for job in world.shard._jobs.values()}
+
+
+def test_jobs_with_values_make_no_room():
+    world = World(codec=False)
+    for number in range(MOST_JOBS):
+        worker = Worker(world, 0, job=f"job{number}", rule=APPLY, peer=f"192.0.2.{number % 2}")
+        worker.initialise([spec(0, 1)])
+    assert Worker(world, 0, job="late", peer="198.51.100.1").hello() == ErrorCode.MEMORY
 
 
 def test_of_a_forgotten_job_nothing_is_left():

@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from queue import Empty, SimpleQueue
 from types import FrameType
@@ -39,6 +39,7 @@ from psengine.protocol.messages import ErrorCode, Message, MessageType
 from psengine.server import systemd
 from psengine.server.actions import Actions, Deeds
 from psengine.server.authentication import Authenticator
+from psengine.server.connections import Connections, raise_descriptor_limit
 from psengine.server.durability import Outcome, Restored, SnapshotThread, restore
 from psengine.server.events import EventLog
 from psengine.server.history import History
@@ -131,6 +132,8 @@ class Server:
         settings = self.settings
         torch.set_num_threads(1)
         keep_freed_memory()
+        raise_descriptor_limit()
+        self._connections = stack.enter_context(closing(Connections(self._is_ours)))
         if settings.insecure:
             logger.warning(
                 "INSECURE: %s takes anybody who reaches it%s, without keys and in the clear; whoever does can read and"
@@ -175,6 +178,7 @@ class Server:
         stack.callback(self._end_threads)
         for shard, endpoint in zip(shards, endpoints, strict=True):
             shard.shard_addresses = advertised
+            endpoint.connections = self._connections
             self._threads.append(ShardThread(shard, endpoint, self._on_snapshot, self._on_death))
             self._threads[-1].start()
         if store is not None:
@@ -280,10 +284,10 @@ class Server:
             if self._authenticator is not None and not self._authenticator.is_alive():
                 return False
             self._note_snapshots()
-            if guard.is_exceeded():
-                self._event_log.note("memory", "a message without end filled the memory; all connections were cut")
-                for thread in self._threads:
-                    thread.ask(thread.endpoint.reset)
+            self._connections.keep_bounded()
+            excess_bytes = guard.excess_bytes()
+            if excess_bytes:
+                self._free_memory(excess_bytes)
             now_s = time.monotonic()
             if watchdog_s is not None and now_s >= next_beat_s and self.is_healthy():
                 systemd.notify("WATCHDOG=1")
@@ -294,6 +298,28 @@ class Server:
             if self._stdin_closed.is_set() and self._training_count() == 0:
                 logger.info("shutting down: standard input is at its end and no worker is left")
                 return True
+
+    def _free_memory(self, excess_bytes: int) -> None:
+        """Cut the connections that fill the memory; all where it is not known which they are."""
+        whose = self._connections.cut_largest(excess_bytes)
+        if not whose:
+            for thread in self._threads:
+                thread.ask(thread.endpoint.reset)
+        text = (
+            f"{excess_bytes >> 20} MiB of memory are filled by messages that do not end or answers that nobody reads:"
+            f" {'the connections of ' + ', '.join(whose[:5]) if whose else 'all connections'} were cut"
+        )
+        logger.error("%s; clients come back", text)
+        self._event_log.note("memory", text)
+
+    def _is_ours(self, socket_name: Any) -> bool:
+        """Whether a socket with this name of its own belongs to a connection that a shard has accepted."""
+        if isinstance(socket_name, tuple):
+            ports = {e.endpoint.address.rpartition(":")[2] for e in self._threads}
+            return str(socket_name[1]) in ports
+        name = os.fsdecode(socket_name)
+        addresses = {a for e in self._threads for a in (e.endpoint.address, e.endpoint.local_address)}
+        return f"ipc://{name.replace(chr(0), '@', 1)}" in addresses
 
     def _note_snapshots(self) -> None:
         """Tell people of snapshots since the last call."""
@@ -418,6 +444,7 @@ class Server:
             "uptime_s": round(time.monotonic() - self._started_s, 3),
             "healthy": self.is_healthy(),
             "addresses": self.addresses,
+            **self._connections.status(),
             "refused_connections": 0 if self._authenticator is None else self._authenticator.refused,
             "snapshot": None if self._snapshots is None else self._snapshots.status(),
             "shards": shards,

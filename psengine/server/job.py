@@ -49,6 +49,7 @@ class Job:
         take_memory: see ``ChunkStore``.
         note: told of what happens to workers, for people: see ``EventLog.note``.
         clock_s: measures how long a push takes to apply; nothing depends on it.
+        begun_by: the peer whose HELLO was the first, see ``Sender``; "" where that is not known.
     """
 
     def __init__(
@@ -59,8 +60,10 @@ class Job:
         take_memory: Any,
         note: Callable[..., None] | None = None,
         clock_s: Callable[[], float] = time.perf_counter,
+        begun_by: str = "",
     ) -> None:
         self.name = name
+        self.begun_by = begun_by
         self.number = job_number(name)
         self.rule = dict(rule)
         self.is_sealed = False

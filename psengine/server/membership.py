@@ -294,6 +294,11 @@ class Membership:
         """Whether anybody is here, or has not been gone for a lease."""
         return bool(self.members) or any(now_s - gone.since_s <= self.lease_s for gone in self._absent.values())
 
+    @property
+    def heard_s(self) -> float:
+        """When the last message of a member came; -inf without members."""
+        return max((member.last_heard_s for member in self.members.values()), default=float("-inf"))
+
     def expired(self, now_s: float) -> list[int]:
         """Ranks whose lease ran out."""
         return [rank for rank, member in self.members.items() if now_s - member.last_heard_s > self.lease_s]

@@ -1,26 +1,25 @@
 """Notices that the process holds far more memory than its shards account for.
 
 zmq limits the size of a frame, not the number of frames of a message, and shows a message only once it is complete: a
-peer that never ends one fills the process's memory out of everybody's sight. Which peer it is cannot be known, so all
-connections are cut; honest clients reconnect and ask for what they miss.
+peer that never ends one fills the process's memory out of everybody's sight. So does one that asks and does not read.
+``connections.py`` finds the connections with most in them, which are cut; where it finds none, all are. Honest clients
+reconnect and ask for what they miss.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
-import logging
 import os
 import time
 from collections.abc import Callable
 from pathlib import Path
 
-logger = logging.getLogger(__name__)
-
 _STATM = Path("/proc/self/statm")
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 # Snapshots copy what is accounted for; optimizers and averages need scratch space.
 ACCOUNTED_FACTOR = 2.5
+MOST_OF_MACHINE = 0.95
 # After a cut, memory takes a moment to come back.
 PAUSE_S = 2.0
 # Libraries load parts of themselves late.
@@ -43,32 +42,29 @@ class MemoryGuard:
         self._ask = expected_bytes
         self._expected_bytes = 0
         self._baseline_bytes = resident_bytes() or 0
+        # Whoever says HELLO often enough is expected to send much: never more than there is.
+        self._most_bytes = int(MOST_OF_MACHINE * machine_memory_bytes())
         self._next_s = 0.0
 
-    def is_exceeded(self) -> bool:
-        """Whether something unseen fills the memory; True at most every ``PAUSE_S``."""
+    def excess_bytes(self) -> int:
+        """How much fills the memory that nothing accounts for; above 0 at most every ``PAUSE_S``."""
         if time.monotonic() < self._next_s or not self._is_above():
-            return False
+            return 0
         self._expected_bytes = self._ask()
         _trim()  # what was freed may not have been given back
-        if not self._is_above():
-            return False
+        resident = resident_bytes()
+        if resident is None or resident <= self._limit_bytes():
+            return 0
         self.cuts += 1
-        logger.error(
-            "some peer fills the memory with a message that does not end (expected at most %d bytes resident, got %d):"
-            " every connection is cut, and clients come back",
-            self._limit_bytes(),
-            resident_bytes(),
-        )
         self._next_s = time.monotonic() + PAUSE_S
-        return True
+        return resident - self._limit_bytes()
 
     def _is_above(self) -> bool:
         resident = resident_bytes()
         return resident is not None and resident > self._limit_bytes()
 
     def _limit_bytes(self) -> int:
-        return self._baseline_bytes + self._expected_bytes + self._allowance_bytes
+        return min(self._baseline_bytes + self._expected_bytes + self._allowance_bytes, self._most_bytes)
 
 
 def resident_bytes() -> int | None:

@@ -28,6 +28,7 @@ from psengine.server.capture import Capture, Goals, Meeting
 from psengine.server.consistency import Reply
 from psengine.server.events import EventLog
 from psengine.server.job import Job
+from psengine.server.job_places import check_place, find_replaceable, is_full
 from psengine.server.loans import Loans
 from psengine.server.membership import Member, merge_members
 from psengine.server.readers import Readers, traffic_bytes
@@ -36,7 +37,6 @@ from psengine.server.status_report import StatusReport
 
 logger = logging.getLogger(__name__)
 
-MOST_JOBS = 256
 # How often ``tick`` is to be called, and what a leap of the time counts for: were it nothing, a server that is always
 # short of processor would never find a worker dead.
 TICK_S = 0.1
@@ -77,10 +77,14 @@ class ShardSettings:
 
 @dataclass(frozen=True, slots=True)
 class Sender:
-    """Where a message came from: its connection's routing id, and its public key ("" without CURVE)."""
+    """Where a message came from: its connection's routing id, and its public key ("" without CURVE).
+
+    ``peer`` is whom to hold to account: a key, a user or an address; "" where that is not known.
+    """
 
     route: bytes
     user_id: str = ""
+    peer: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,6 +238,12 @@ class Shard:
             is_stranger=job is None or worker not in job.membership.members,
         )
 
+    def is_worker(self, sender: Sender, message: Message) -> bool:
+        """Whether ``sender`` has spoken for a worker by this message, which was handled."""
+        job = self._jobs.get(message.job)
+        member = None if job is None else job.membership.members.get(message.worker)
+        return member is not None and member.route == sender.route and member.incarnation == message.incarnation
+
     def tick(self, now_s: float) -> list[Outgoing]:
         """Evict workers whose lease ran out; answers that may leave because of it."""
         self._look_at_time(now_s)
@@ -262,7 +272,7 @@ class Shard:
             raise ProtocolError("the server is shutting down", ErrorCode.SHUTTING_DOWN)
         if body["role"] == "reader":
             return [Outgoing(sender.route, self._welcome_reader(message))]
-        job = self._jobs.get(message.job) or self._new_job(body)
+        job = self._jobs.get(message.job) or self._new_job(body, sender.peer)
         if job.name != body["job"]:
             raise ProtocolError(f"jobs {job.name!r} and {body['job']!r} have the same number; rename one")
         if job.rule != body["rule"]:
@@ -280,17 +290,16 @@ class Shard:
             welcome.worker, welcome.incarnation = member.rank, member.incarnation
         return [Outgoing(sender.route, welcome), *self._outgoing(job, replies)]
 
-    def _new_job(self, body: dict[str, Any]) -> Job:
-        if len(self._jobs) >= MOST_JOBS:
+    def _new_job(self, body: dict[str, Any], peer: str) -> Job:
+        jobs = self._jobs.values()
+        if is_full(jobs, peer):
             self._drop_finished_jobs()
-        if len(self._jobs) >= MOST_JOBS:
-            raise ProtocolError(
-                f"this server has its most jobs already (expected at most {MOST_JOBS}, got one more,"
-                f" {body['job']!r}). Fix: end one that is no longer needed, by POST /actions/forget?job=NAME at the"
-                " server's status port (--status-port, --status-token); or use another server.",
-                ErrorCode.MEMORY,
-            )
-        return Job(body["job"], body["rule"], self.settings.lease_s, self._take_memory, self.note)
+        if is_full(jobs, peer):
+            replaceable = find_replaceable(jobs, peer, self._now_s - 2 * self.settings.heartbeat_s)
+            if replaceable is not None:
+                self._drop(replaceable)
+        check_place(jobs, peer, body["job"])
+        return Job(body["job"], body["rule"], self.settings.lease_s, self._take_memory, self.note, begun_by=peer)
 
     def _drop_finished_jobs(self) -> None:
         """Forget jobs without workers whose values are nobody's."""

@@ -22,6 +22,7 @@ import zmq
 from psengine.errors import ServerError
 from psengine.local_sockets import is_listening
 from psengine.protocol.messages import MAX_PAYLOAD_BYTES
+from psengine.server.connections import Connections
 
 MAX_FRAME_BYTES = MAX_PAYLOAD_BYTES + 64 * 1024
 # Messages, per peer and direction: zmq counts no bytes.
@@ -54,11 +55,18 @@ class _Backlog:
 
 @dataclass(frozen=True, slots=True)
 class Received:
-    """One message as it came: the connection's routing id, its key ("" where keys name nobody), and the frames."""
+    """One message as it came: the connection's routing id, its key ("" where keys name nobody), and the frames.
+
+    Attributes:
+        descriptor: of the connection, see ``connections.py``; -1 where zmq does not say.
+        peer: whose the other end is: an IP address, or "user N" over a Unix socket; "" where zmq does not say.
+    """
 
     route: bytes
     user_id: str
     frames: list[memoryview]
+    descriptor: int = -1
+    peer: str = ""
 
 
 class Guard(Protocol):
@@ -84,6 +92,7 @@ class Endpoint:
     Attributes:
         address: as bound, with the real port.
         local_address: a second, faster way in for this user's clients on this machine; "" without one.
+        connections: told of what is sent; None tells nobody.
         dropped: messages not sent, because their peer was gone or did not read.
         unreachable: of these, how many whose peer was gone.
 
@@ -95,6 +104,7 @@ class Endpoint:
         self._context = context
         self._guard = guard
         self._backlogs: dict[bytes, _Backlog] = {}
+        self.connections: Connections | None = None
         self.dropped = 0
         self.unreachable = 0
         self.sent_bytes = 0
@@ -175,7 +185,8 @@ class Endpoint:
         self.received_bytes += sum(frame.nbytes for frame in frames)
         names_peers = self._guard is not None and self._guard.names_peers
         user_id = str(parts[-1].get("User-Id")) if names_peers else ""
-        return Received(parts[0].bytes, user_id, frames)
+        descriptor, peer = _whereabouts(parts[-1])
+        return Received(parts[0].bytes, user_id, frames, descriptor, peer)
 
     def send(self, route: bytes, frames: Sequence[Any], *, copies: bool = True) -> None:
         """Send, or keep a copy until the peer reads, or drop; never waits.
@@ -206,7 +217,10 @@ class Endpoint:
             self.dropped += 1
             self.unreachable += 1
             return True
-        self.sent_bytes += sum(memoryview(frame).nbytes for frame in frames)
+        size_bytes = sum(memoryview(frame).nbytes for frame in frames)
+        self.sent_bytes += size_bytes
+        if self.connections is not None:
+            self.connections.sent(route, size_bytes)
         return True
 
     def flush(self) -> bool:
@@ -243,6 +257,16 @@ def _retried(bind: Callable[[], _Bound], last_s: float) -> _Bound:
             if time.monotonic() > last_s:
                 raise
             time.sleep(0.02)
+
+
+def _whereabouts(part: zmq.Frame) -> tuple[int, str]:
+    """The connection that a frame came over: its descriptor, and whose it is."""
+    try:
+        peer = str(part.get("Peer-Address"))
+        uid = peer.split(":")[1] if peer.startswith("localhost:") else ""
+        return int(part.get(zmq.SRCFD)), f"user {uid}" if uid else peer
+    except (zmq.ZMQError, IndexError):
+        return -1, ""  # of this process
 
 
 def _configure(router: zmq.Socket[bytes], *, is_ipv6: bool) -> None:

@@ -1,0 +1,130 @@
+"""Short forms of the hostile client's attacks: the server serves on, an honest worker loses nothing, nothing grows."""
+
+from __future__ import annotations
+
+import math
+import time
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+
+import pytest
+import zmq
+from hostile_client import (
+    ATTACKS,
+    NOBODY,
+    Peer,
+    connect_by_hand,
+    endless_messages,
+    few_descriptors,
+    idle_connections,
+    idle_dealers,
+    is_cut,
+    look_around,
+    ordeal,
+    slow_readers,
+)
+
+SHORT = dict.fromkeys(ATTACKS, 1000) | {idle_connections: 100, slow_readers: 2, endless_messages: 20}
+
+
+@pytest.fixture(scope="module")
+def attacked():
+    with ordeal() as made:
+        yield made
+
+
+def eventually(condition, timeout_s=15.0):
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come true"
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize("attack", ATTACKS, ids=lambda attack: attack.__name__)
+def test_an_attack_costs_little_and_changes_nothing(attacked, attack):
+    outcome = attacked.run(attack, SHORT[attack])
+    assert outcome.counters.sent >= SHORT[attack]
+    assert outcome.survived
+    assert outcome.changed == 0
+    assert outcome.health == "10/10"
+    assert outcome.newcomer_s < math.inf
+    assert outcome.disk_bytes < 10e6  # a generation has 0.4 MB
+    assert outcome.memory_bytes < 512e6
+    assert attacked.server.log().count("\n") < 100
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("attack", ATTACKS, ids=lambda attack: attack.__name__)
+def test_an_attack_at_length(attack):
+    with ordeal() as made:
+        outcome = made.run(attack, ATTACKS[attack])
+        assert outcome.survived
+        assert outcome.changed == 0
+        assert outcome.health == "10/10"
+        made.server.terminate()
+        assert made.server.wait(30) == 0
+
+
+# ---- file descriptors ------------------------------------------------------------------------------------------------
+
+
+def test_idle_connections_leave_descriptors_for_everybody_else(tmp_path):
+    """Twice as many as the server may have descriptors."""
+    with (
+        ordeal(sabotage=partial(few_descriptors, 200)) as made,
+        idle_dealers(made.server.addresses[0], 400),
+    ):
+        descriptors = Path(f"/proc/{made.server.pid}/fd")
+        eventually(lambda: len(list(descriptors.iterdir())) > 150)
+        eventually(lambda: len(list(descriptors.iterdir())) < 120)
+        assert made.push()
+        for generation in (1, 2):
+            answer = made.worker.request("SNAPSHOT", timeout_s=10.0)
+            assert answer.body == {"generation": generation}
+            assert made.push()
+        health, newcomer_s = look_around(made.server)
+        assert health == "10/10"
+        assert newcomer_s < math.inf
+        status = made.server.status()
+        assert status["descriptor_limit"] == 200
+        assert status["connections"] <= 100
+        assert status["cut_connections"] >= 100
+        assert "connections that are no worker's were cut" in made.server.log()
+
+
+def test_workers_and_who_has_just_spoken_are_not_cut():
+    with ordeal(sabotage=partial(few_descriptors, 200)) as made, ExitStack() as held:
+        lost = made.worker.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        reader = held.enter_context(Peer(made.server.addresses[0]))
+        assert reader.request("STATUS", worker=NOBODY).type.name == "STATUS_REPORT"
+        reader_lost = reader.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        connections = [held.enter_context(connect_by_hand(made.server.addresses[0])) for _ in range(150)]
+        eventually(lambda: any(map(is_cut, connections)))
+        assert not lost.poll(0)
+        assert not reader_lost.poll(0)
+        assert made.push()
+
+
+# ---- memory ----------------------------------------------------------------------------------------------------------
+
+
+def small_allowance():
+    from psengine.server import memory_guard
+
+    memory_guard.LEAST_ALLOWANCE_BYTES = 64 << 20
+
+
+def test_who_never_reads_is_cut_and_nobody_else():
+    """Alone it has less in its queue than is allowed; several of them have more."""
+    with ordeal(values=1_000_000, max_memory_bytes=64 << 20, sabotage=small_allowance) as made, ExitStack() as held:
+        lost = made.worker.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        greedy = [held.enter_context(Peer(made.server.addresses[0], deaf=True)) for _ in range(3)]
+        for peer in greedy:
+            peer.job = "honest"
+            for _ in range(200):
+                peer.send(peer.message("PULL", worker=NOBODY, key=0))
+        eventually(lambda: "answers that nobody reads: the connections of 127.0.0.1" in made.server.log())
+        assert made.push()
+        assert not lost.poll(0)
+        assert "all connections" not in made.server.log()
