@@ -24,7 +24,7 @@ def train(run: Run, model: Any, called: Any) -> None:
 def compiled_around(run: Run) -> None:
     """The wrapped model compiled, backend eager."""
     torch._dynamo.reset()
-    model = run.wrap(mlp())
+    model = run.wrap(mlp(), bucket_cap_mb=25)
     train(run, model, torch.compile(model, backend="eager"))
 
 
@@ -32,7 +32,7 @@ def compiled_around(run: Run) -> None:
 def compiled_around_with_autograd(run: Run) -> None:
     """The wrapped model compiled, backend aot_eager."""
     torch._dynamo.reset()
-    model = run.wrap(mlp())
+    model = run.wrap(mlp(), bucket_cap_mb=25)
     train(run, model, torch.compile(model, backend="aot_eager"))
 
 
@@ -40,7 +40,7 @@ def compiled_around_with_autograd(run: Run) -> None:
 def compiled_inside(run: Run) -> None:
     """A compiled module that is wrapped, backend aot_eager."""
     torch._dynamo.reset()
-    model = run.wrap(torch.compile(mlp(), backend="aot_eager"))
+    model = run.wrap(torch.compile(mlp(), backend="aot_eager"), bucket_cap_mb=25)
     train(run, model, model)
 
 
@@ -50,7 +50,7 @@ def compiled_in_place(run: Run) -> None:
     torch._dynamo.reset()
     module = mlp()
     module.compile(backend="eager")
-    model = run.wrap(module)
+    model = run.wrap(module, bucket_cap_mb=25)
     train(run, model, model)
 
 
@@ -58,18 +58,10 @@ def compiled_in_place(run: Run) -> None:
 def compiled_step(run: Run) -> None:
     """The loss function compiled, backend eager, with the wrapped model as an argument."""
     torch._dynamo.reset()
-    model = run.wrap(mlp())
+    model = run.wrap(mlp(), bucket_cap_mb=25)
     train_loss = torch.compile(classify, backend="eager")
     optimizer = run.sgd(model)
     for x, y in run.batches():
         optimizer.zero_grad()
         train_loss(model, x, y).backward()
         optimizer.step()
-
-
-@row(slow=True)
-def compiled_by_inductor(run: Run) -> None:
-    """The wrapped model compiled by inductor."""
-    torch._dynamo.reset()
-    model = run.wrap(mlp())
-    train(run, model, torch.compile(model))
