@@ -9,7 +9,7 @@ from psengine.client.partition import CHUNK_BYTES, MAX_DESCRIPTION_BYTES, assign
 from psengine.errors import ConfigurationError
 from psengine.protocol.codec import decode, encode
 from psengine.protocol.layout import ChunkKind
-from psengine.protocol.messages import MAX_SEGMENTS, Message, MessageType
+from psengine.protocol.messages import MAX_NAME_BYTES, MAX_PAYLOAD_BYTES, MAX_SEGMENTS, Message, MessageType
 
 
 def described(*numels, prefix="w"):
@@ -41,9 +41,15 @@ def test_inner_cuts_are_aligned_and_chunks_about_equal():
     assert min(spec.numel for spec in specs) > 0.99 * max(spec.numel for spec in specs)
 
 
-def test_many_small_tensors_respect_the_bounds_of_a_message():
-    long_names = [("x" * 500 + str(i), (2, 2), (2, 1), 4) for i in range(200)]
-    specs = cut(ChunkKind.PARAMETER, [*long_names, *described(*[1] * 2000)], torch.float32, 0)
+LONG_NAMES = [("x" * 500 + str(i), (2, 2), (2, 1), 4) for i in range(200)]
+# Eight dimensions, each with numbers that take nine bytes.
+LONG_LAYOUTS = [(f"w{i}", (1,) * 8, (1 << 40,) * 8, 1) for i in range(2000)]
+
+
+@pytest.mark.parametrize("tensors", [[*LONG_NAMES, *described(*[1] * 2000)], LONG_LAYOUTS], ids=["names", "layouts"])
+def test_many_small_tensors_respect_the_bounds_of_a_message(tensors):
+    specs = cut(ChunkKind.PARAMETER, tensors, torch.float32, 0)
+    assert len(specs) > 1
     for spec in specs:
         assert len(spec.segments) <= MAX_SEGMENTS
         body = spec.to_body()
@@ -54,8 +60,17 @@ def test_many_small_tensors_respect_the_bounds_of_a_message():
             payload=torch.zeros(spec.numel),
         )
         frames = encode(message)
-        assert len(frames[1]) <= MAX_DESCRIPTION_BYTES + 1024
+        assert len(frames[1]) <= MAX_DESCRIPTION_BYTES
         assert decode(frames).numel == spec.numel
+
+
+def test_what_just_fits_is_taken():
+    for name in ("n", "n" * MAX_NAME_BYTES):
+        (spec,) = cut(ChunkKind.PARAMETER, [(name, (2,), (1,), 2)], torch.float32, 0)
+        assert spec.segments[0].name == name
+    assert len(cut(ChunkKind.PARAMETER, described(3), torch.float32, 0, 4)) == 3
+    specs = cut(ChunkKind.PARAMETER, described(MAX_PAYLOAD_BYTES // 4), torch.float32, 0, MAX_PAYLOAD_BYTES)
+    assert [spec.size_bytes for spec in specs] == [MAX_PAYLOAD_BYTES]
 
 
 def test_tensors_without_elements_are_left_out():
@@ -67,12 +82,13 @@ def test_tensors_without_elements_are_left_out():
 def test_what_cannot_travel_is_refused_by_name():
     with pytest.raises(ConfigurationError, match="twice"):
         cut(ChunkKind.PARAMETER, [*described(3), *described(3)], torch.float32, 0)
-    with pytest.raises(ConfigurationError, match="name does not fit"):
-        cut(ChunkKind.PARAMETER, described(3, prefix="n" * 600), torch.float32, 0)
-    with pytest.raises(ConfigurationError, match="float8_e4m3fn"):
+    for name in ("", "n" * (MAX_NAME_BYTES + 1)):
+        with pytest.raises(ConfigurationError, match="name does not fit"):
+            cut(ChunkKind.PARAMETER, [(name, (2,), (1,), 2)], torch.float32, 0)
+    with pytest.raises(ConfigurationError, match=r"expected one of float32, float64, .*float8_e4m3fn"):
         cut(ChunkKind.PARAMETER, described(3), torch.float8_e4m3fn, 0)
     with pytest.raises(ConfigurationError, match="chunk_bytes"):
-        cut(ChunkKind.PARAMETER, described(3), torch.float32, 0, 1 << 40)
+        cut(ChunkKind.PARAMETER, described(3), torch.float32, 0, MAX_PAYLOAD_BYTES + 1)
 
 
 def test_shards_hold_about_equal_bytes():

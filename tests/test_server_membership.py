@@ -207,6 +207,26 @@ class TestLeases:
         assert room.membership.has_survivor(1, room.now_s + LEASE_S)
         assert not room.membership.has_survivor(1, room.now_s + LEASE_S + 1)
 
+    def test_a_job_is_remembered_for_a_lease_after_its_last_worker(self, room):
+        member = room.enter(0, 11)
+        assert room.membership.is_remembered(room.now_s)
+        room.membership.remove(member.rank, progress=1, now_s=room.now_s)
+        assert room.membership.is_remembered(room.now_s + LEASE_S)
+        assert not room.membership.is_remembered(room.now_s + LEASE_S + 0.1)
+
+    def test_while_the_server_stands_still_neither_claims_nor_absences_age(self, room):
+        room.enter(0, 11)
+        gone = room.enter(1, 12)
+        room.membership.remove(gone.rank, progress=1, now_s=room.now_s)
+        assert room.greet(0, 13).verdict == "wait"
+        pause_s = 100.0
+        room.now_s += pause_s
+        room.membership.stood_still(pause_s)
+        assert room.membership.is_remembered(room.now_s)
+        # The claim goes on where it stood: with its patience over, and the holder silent, the rank is handed over.
+        room.now_s += CLAIM_PATIENCE_S
+        assert room.greet(0, 13).verdict == "member"
+
 
 class TestExpected:
     def test_they_are_waited_for_and_recognised_by_knowing_the_members(self, room):
@@ -242,7 +262,10 @@ class TestSnapshots:
         other = Room()
         other.membership.restore(room.membership.to_meta(), other.now_s)
         assert other.membership.live_ranks == (0,)
-        assert other.find(member).incarnation == member.incarnation
+        found = other.find(member)
+        assert (found.incarnation, found.host, found.pid) == (member.incarnation, member.host, member.pid)
+        other.membership.remove(0, progress=0, now_s=other.now_s, forget=True)
+        assert other.membership.is_remembered(other.now_s + LEASE_S)
         again = other.greet(1, 12)
         assert not again.is_new_process
         assert not again.missed_nothing
@@ -253,9 +276,9 @@ class TestSnapshots:
 
         merged = merge_members(
             [
-                {"members": [meta(0, 5), meta(1, 5)], "absent": [meta(2, 5)]},
-                {"members": [meta(0, 6), meta(2, 6)], "absent": [meta(1, 5), meta(3, 9)]},
+                {"members": [meta(0, 5), meta(1, 5), meta(4, 5)], "absent": [meta(2, 5)]},
+                {"members": [meta(0, 6), meta(2, 6)], "absent": [meta(1, 5), meta(3, 9), meta(4, 6)]},
             ]
         )
         assert sorted((m["rank"], m["incarnation"]) for m in merged["members"]) == [(0, 6), (1, 5), (2, 6)]
-        assert merged["absent"] == [meta(3, 9)]
+        assert merged["absent"] == [meta(4, 6), meta(3, 9)]
