@@ -1,6 +1,8 @@
 # make demo         two workers train on real images under each strategy: a table, and a plot of the losses
 # make test         what must pass before a change is merged
 # make test-slow    also the soak and exhaustive tests
+# make mutants      changes the pure core in one place at a time: which changes does no test see? An hour or two;
+#                   make mutants MUTANTS='psengine.server.averaging*' for one module
 # make cuda         compile the CUDA kernels, where there is an nvcc; part of make test
 # make docs         the documentation, in build/docs; warnings are errors
 # make lint, format, bench, clean
@@ -19,7 +21,7 @@ PARALLEL := -n 2 --dist loadfile
 DEMO := examples/compare_strategies.py
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow docs cuda lint format bench clean
+.PHONY: help demo test test-slow mutants docs cuda lint format bench clean
 .DELETE_ON_ERROR:
 
 help:
@@ -49,6 +51,12 @@ build/cuda/.compiled: $(STAMP) $(wildcard csrc/*.cu csrc/*.h)
 test-slow: lint
 	$(BIN)/python -m pytest
 
+# Verdicts are kept in mutants/: a second run goes on where the first was stopped.
+mutants: $(STAMP)
+	$(PIP) install -q -c constraints.txt mutmut
+	$(BIN)/mutmut run $(if $(MUTANTS),'$(MUTANTS)')
+	$(BIN)/mutmut results
+
 lint: $(STAMP)
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
@@ -65,7 +73,7 @@ bench: $(STAMP)
 
 # The stamp goes too, so that what was built is built again; the packages in the environment stay.
 clean:
-	rm -rf build dist psengine.egg-info psengine_torch.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage $(STAMP)
+	rm -rf build dist mutants psengine.egg-info psengine_torch.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage $(STAMP)
 	find psengine csrc tests examples benchmarks -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true
 	find psengine -name '*.so' -delete
 
