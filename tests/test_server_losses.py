@@ -271,3 +271,32 @@ def test_many_chunks_need_several_pages():
     pages = ledger.pages([])
     assert len(pages) > 1
     assert [entry[0] for page in pages for entry in page] == list(range(5000))
+
+
+class TestCounting:
+    """What a mutation run saw survive."""
+
+    def counted(self, losses, members=(0,), now_s=0.0):
+        return losses.count(members, LEASE_S, now_s)
+
+    def test_runs_of_exchanges_that_were_not_applied_are_no_losses(self):
+        losses = Losses()
+        assert losses.report(0, 0, (1, 0), (1, 10), 0, [2, 3, 6, 8]) == (5, 5)
+        assert losses.report(0, 0, (1, 4), (1, 10), 0, [2, 3, 4, 8]) == (2, 2)
+
+    @pytest.mark.parametrize(("under_way", "lost"), [(0, 4), (12, 3), (13, 4)])
+    def test_what_was_under_way_may_be_part_of_the_newest_version_unless_it_was_sent_after_that(self, under_way, lost):
+        losses = Losses()
+        losses.report(0, 0, (8, 0), (12, 0), under_way, [])
+        losses.spoke(0, 0.0)
+        assert self.counted(losses) == (lost, 1)
+
+    def test_a_lease_runs_from_the_first_who_speaks_and_not_while_the_server_stands_still(self):
+        losses = Losses()
+        losses.expect([0, 1, 2])
+        for rank, now_s in ((0, 100.0), (1, 100.0 + LEASE_S - 0.5)):
+            losses.report(rank, 0, (8, 0), (12, 0), 0, [])
+            losses.spoke(rank, now_s)
+        losses.stood_still(50.0)
+        assert self.counted(losses, (0, 1, 2), 150.0 + LEASE_S) == (0, 0)
+        assert self.counted(losses, (0, 1, 2), 150.0 + LEASE_S + 0.1) == (4, 1)
