@@ -13,6 +13,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 import torch
 
@@ -156,7 +157,8 @@ def await_leave(presence: Presence) -> None:
         ),
     )
     told.daemon = True
-    told.start()
+    with suppress(RuntimeError):  # Python 3.12 starts no threads while the interpreter ends
+        told.start()
     try:
         asked = []
         for link in links:
@@ -169,4 +171,5 @@ def await_leave(presence: Presence) -> None:
         logger.error("%s leaves, and other workers may lack the averages of its last step: %s", who, error)
     finally:
         told.cancel()
-        told.join(1.0)
+        if told.ident is not None:
+            told.join(1.0)

@@ -1,0 +1,378 @@
+"""Servers and workers killed at random moments, again and again, and an account of every update.
+
+    try    workers push ── SIGKILL of the server, or of a worker, at a random moment ── it is started again
+           ── all workers take a step ── they pause ── what they had acknowledged, what is there, what was reported
+
+Worker r pushes a one in element r of every chunk, and servers subtract it (SGD with rate 1), so that each element of
+the weights counts one worker's updates: those that are there are read, not inferred. Under "sync-server" an average
+says in the same way whose gradients it is made of. ``benchmarks/faults/run.py`` prints a table of it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import tempfile
+import time
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from fault_workers import Crew, Reports, Worker, WorkerFailedError, crew, results_of
+from server_process import APPLY, SGD, ServerProcess, running_server
+
+from psengine.client.link import Link
+from psengine.client.options import READER_RULE, SessionOptions
+from psengine.client.session import WorkerSession, wait_all
+from psengine.errors import SnapshotError
+from psengine.protocol.layout import ChunkKind, ChunkSpec, Segment
+from psengine.protocol.messages import Message, MessageType
+from psengine.server.snapshot_files import read_generation
+
+AVERAGE = {"name": "average", "quorum": None}
+WORKERS = 3
+CHUNKS = 8
+SHARDS = 2
+LEASE_S = 1.0
+PATIENCE_S = 30.0
+# Of a step under "sync-server": workers learn of each other by a heartbeat, before which no server is killed.
+PACE_S = 0.01
+
+
+@dataclass
+class Counters:
+    """What came of it; updates are pushes of a chunk.
+
+    Attributes:
+        tries: kills.
+        survived: after which everybody who lived went on to the end.
+        lost: acknowledged updates that were gone afterwards.
+        unreported: how many of them no worker's log had.
+        uncounted: by how much the server's own count was off.
+        doubled: updates that were there more often than they were pushed.
+        torn: snapshots that had a worker's step in some chunks only, other than the step in which it was killed.
+        two_results: averages of one step and chunk that differed between two workers.
+    """
+
+    tries: int = 0
+    survived: int = 0
+    lost: int = 0
+    unreported: int = 0
+    uncounted: int = 0
+    doubled: int = 0
+    torn: int = 0
+    two_results: int = 0
+
+    def __add__(self, other: Counters) -> Counters:
+        mine, its = asdict(self), asdict(other)
+        return Counters(**{name: mine[name] + its[name] for name in mine})
+
+
+def layout() -> list[ChunkSpec]:
+    """The chunks: one element for each worker."""
+    return [
+        ChunkSpec(key, ChunkKind.PARAMETER, torch.float32, WORKERS, (Segment(f"p{key}", (WORKERS,), (1,), 0, WORKERS),))
+        for key in range(CHUNKS)
+    ]
+
+
+def enter(address: str, rule: dict[str, Any]) -> tuple[WorkerSession, int]:
+    """This process's session as worker ``PSENGINE_WORKER``, and that rank."""
+    rank = int(os.environ["PSENGINE_WORKER"])
+    options = SessionOptions(
+        addresses=(address,), job="job", rule=rule, rank=rank, world_size=WORKERS, timeout_s=PATIENCE_S
+    )
+    session = WorkerSession(options)
+    session.start()
+    session.enter(layout(), lambda one: torch.zeros(one.numel))
+    return session, rank
+
+
+# ---- async -----------------------------------------------------------------------------------------------------------
+
+
+class _LossLog(logging.Handler):
+    """Adds up what ``psengine.client.progress`` says that this worker lost."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own = 0
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if "went back to the last snapshot" in record.msg:
+            self.own += int(record.args[-1])  # type: ignore[index,arg-type]
+
+
+def push_for_ever(reports: Reports, address: str) -> None:
+    """Step until told to "pause", which is answered by what was acknowledged, and on with "go"; "end" leaves."""
+    losses = _LossLog()
+    logging.getLogger("psengine.client.progress").addHandler(losses)
+    session, rank = enter(address, APPLY)
+    body = {"optimizer": "SGD", "groups": [{**SGD, "lr": 1.0}], "runs": [[0, WORKERS, 0]]}
+    wait_all([session.configure(key, body) for key in range(CHUNKS)])
+    gradient = torch.zeros(WORKERS)
+    gradient[rank] = 1.0
+    acknowledged = step = 0
+    reports.say("begun")
+    while (order := reports.told()) != "end":
+        if order == "pause":
+            reports.say("paused", (acknowledged, losses.own))
+            if reports.await_go() == "end":
+                break
+        session.begin_step(range(CHUNKS), is_whole=True)
+        wait_all([session.push(key, gradient.clone(), []) for key in range(CHUNKS)])
+        acknowledged += CHUNKS
+        step += 1
+        reports.say("step", step)
+    session.close()
+
+
+def last_step(worker: Worker) -> int:
+    """The last step that it said it took."""
+    worker.drain()
+    return max((value for said, value, _ in worker.heard if said == "step"), default=0)
+
+
+def paused(worker: Worker) -> list[Any]:
+    """What it said each time it paused."""
+    worker.drain()
+    return [value for said, value, _ in worker.heard if said == "paused"]
+
+
+def next_pause(worker: Worker, before: int) -> Any:
+    """What it says in its next pause, after the first ``before``."""
+    deadline_s = time.monotonic() + PATIENCE_S
+    while True:
+        found = paused(worker)
+        if len(found) > before:
+            return found[before]
+        if worker.has_said("failed") or time.monotonic() > deadline_s:
+            raise WorkerFailedError(f"worker {worker.pid} did not pause\n{worker.story()}")
+        time.sleep(0.005)
+
+
+class AsyncTrial:
+    """A server with snapshots, and workers that push; ``kill_server`` and ``kill_worker`` are one try each."""
+
+    def __init__(self, context: ExitStack, directory: Path, chooser: random.Random) -> None:
+        self.counters = Counters()
+        self._chooser = chooser
+        self._directory = directory / "snapshots"
+        self._address = f"ipc://{directory}/socket"
+        self._options = {
+            "bind": self._address,
+            "shards": SHARDS,
+            "lease_s": LEASE_S,
+            "snapshot_dir": self._directory,
+            "snapshot_interval_s": 0.15,
+        }
+        self._servers = context.enter_context(ExitStack())
+        self._crew: Crew = context.enter_context(crew())
+        self.server: ServerProcess = self._servers.enter_context(running_server(**self._options))
+        self._workers = [self._crew.start(push_for_ever, self._address, rank=rank) for rank in range(WORKERS)]
+        for worker in self._workers:
+            worker.wait_for("step")
+        # Of the lives of a rank that were killed: what is there of them.
+        self._of_the_dead = [0] * WORKERS
+        self._torn_ranks: set[str] = set()
+        self._reported = [0] * WORKERS
+        self._lost = [0] * WORKERS
+        self._await_generation()
+
+    def _await_generation(self) -> None:
+        """Until a snapshot that began after now is durable."""
+        before = self.server.status()["snapshot"]["generation"] or 0
+        deadline_s = time.monotonic() + PATIENCE_S
+        while (self.server.status()["snapshot"]["generation"] or 0) < before + 2:
+            assert time.monotonic() < deadline_s, "no snapshot was written"
+            time.sleep(0.02)
+
+    def _pause(self) -> list[tuple[int, int]]:
+        before = [len(paused(worker)) for worker in self._workers]
+        for worker in self._workers:
+            worker.go("pause")
+        return [next_pause(worker, count) for worker, count in zip(self._workers, before, strict=True)]
+
+    def _resume(self) -> None:
+        for worker in self._workers:
+            worker.go("go")
+
+    def _present(self) -> list[list[int]]:
+        """By rank and chunk, how many of its updates are in the weights."""
+        options = SessionOptions(addresses=(self._address,), job="job", rule=READER_RULE, role="reader")
+        with WorkerSession(options) as reader:
+            keys = [one.key for one in reader.layout()]
+            values = [reader.pull(key).wait().values for key in keys]
+        assert all(value is not None for value in values)
+        return [[round(-value[rank].item()) for value in values] for rank in range(WORKERS)]  # type: ignore[index]
+
+    def _look_at_cut(self) -> None:
+        """The newest snapshot: has any worker a step in some chunks only?"""
+        newest = max(int(path.name.removeprefix("generation-")) for path in self._directory.glob("generation-*"))
+        try:
+            _, shards = read_generation(self._directory / f"generation-{newest:012d}", newest)
+        except SnapshotError:
+            return
+        chunks = [chunk for shard in shards for job in shard for chunk in job.chunks]
+        ranks = {rank for chunk in chunks for rank in chunk.meta["last_sequence"]} - self._torn_ranks
+        self.counters.torn += any(
+            len({chunk.meta["last_sequence"].get(rank, 0) for chunk in chunks}) > 1 for rank in ranks
+        )
+
+    def _account(self, lost_by_server: bool) -> None:
+        answers = self._pause()
+        present = self._present()
+        lost_now = 0
+        for rank, (acknowledged, own) in enumerate(answers):
+            there = sum(present[rank]) - self._of_the_dead[rank]
+            short = acknowledged - there - self._lost[rank]
+            self.counters.doubled += max(0, -short)
+            self.counters.unreported += abs(short - (own - self._reported[rank]))
+            self._lost[rank] += short
+            self._reported[rank] = own
+            lost_now += short
+        self.counters.lost += lost_now
+        if lost_by_server:
+            deadline_s = time.monotonic() + LEASE_S + 2.0
+            while self._counted() != lost_now and time.monotonic() < deadline_s:
+                time.sleep(0.05)
+            self.counters.uncounted += abs(self._counted() - lost_now)
+        self._resume()
+        for worker in self._workers:
+            worker.wait_for("step", at_least=last_step(worker) + 1)
+        self.counters.survived += 1
+
+    def _counted(self) -> int:
+        return sum(part["lost_updates"] for part in self.server.job("job"))
+
+    def _run_for_a_while(self) -> None:
+        time.sleep(self._chooser.uniform(0.0, 0.4))
+        self.counters.tries += 1
+
+    def kill_server(self) -> None:
+        """One try."""
+        self._run_for_a_while()
+        self.server.kill()
+        self._look_at_cut()
+        self.server = self._servers.enter_context(running_server(**self._options))
+        for worker in self._workers:
+            worker.wait_for("step", at_least=last_step(worker) + 2)
+        self._account(lost_by_server=True)
+
+    def kill_worker(self) -> None:
+        """One try; afterwards what is there of the dead one is durable."""
+        rank = self._chooser.randrange(WORKERS)
+        self._run_for_a_while()
+        victim = self._workers[rank]
+        victim.kill()
+        least = last_step(victim) * CHUNKS
+        others = [worker for worker in self._workers if worker is not victim]
+        self._workers = others
+        self._pause()
+        there = self._present()[rank]
+        before = self._of_the_dead[rank] + least - self._lost[rank]
+        # The step in which it died may have come to any number of chunks.
+        self.counters.doubled += max(0, sum(there) - before - CHUNKS)
+        self.counters.lost += max(0, before - sum(there))
+        self.counters.unreported += max(0, before - sum(there))
+        self._torn_ranks = {str(rank)} if len(set(there)) > 1 else set()
+        self._of_the_dead[rank], self._lost[rank], self._reported[rank] = sum(there), 0, 0
+        self._resume()
+        self._workers.insert(rank, self._crew.start(push_for_ever, self._address, rank=rank))
+        self._workers[rank].wait_for("step")
+        self._await_generation()
+        self._account(lost_by_server=False)
+
+
+def run_async(tries: int, seed: int, worker_share: float = 0.3) -> Counters:
+    """``tries`` kills of a server and its workers under "async"."""
+    chooser = random.Random(seed)
+    with tempfile.TemporaryDirectory(prefix="psengine-kill-") as directory, ExitStack() as context:
+        trial = AsyncTrial(context, Path(directory), chooser)
+        for _ in range(tries):
+            if chooser.random() < worker_share:
+                trial.kill_worker()
+            else:
+                trial.kill_server()
+        return trial.counters
+
+
+# ---- sync-server -----------------------------------------------------------------------------------------------------
+
+
+def average_for_a_while(
+    reports: Reports, address: str, steps: int, deaf_step: int | None = None
+) -> list[list[tuple[float, ...]]]:
+    """``steps`` averages of every chunk; from ``deaf_step`` on none arrives before the server has another epoch."""
+    session, rank = enter(address, AVERAGE)
+    epochs, receive, step = {link.index: link.epoch for link in session._presence.links}, Link.receive, 0
+
+    def hear(link: Link, message: Message, now_s: float) -> None:
+        is_deaf = deaf_step is not None and step >= deaf_step and message.epoch == epochs[link.index]
+        if not (is_deaf and message.type in (MessageType.UPDATED, MessageType.SENT)):
+            receive(link, message, now_s)
+
+    Link.receive = hear  # type: ignore[method-assign]
+    landings = [torch.zeros(WORKERS) for _ in range(CHUNKS)]
+    averages = []
+    for step in range(1, steps + 1):
+        gradient = torch.zeros(WORKERS)
+        gradient[rank] = float(step)
+        pushes = []
+        for key, landing in enumerate(landings):
+            session.keep_result(key)
+            pushes.append(session.push(key, gradient.clone(), [landing]))
+        wait_all(pushes)
+        averages.append([tuple(landing.tolist()) for landing in landings])
+        reports.say("step", step)
+        time.sleep(PACE_S)
+    session.close()
+    return averages
+
+
+def run_sync(tries: int, seed: int, *, steps: int = 60, worker_share: float = 0.3) -> Counters:
+    """``tries`` trainings under "sync-server", in each of which a server or a worker is killed."""
+    chooser = random.Random(seed)
+    counters = Counters()
+    for _ in range(tries):
+        counters += _one_sync_try(chooser, steps, chooser.random() < worker_share)
+    return counters
+
+
+def _one_sync_try(chooser: random.Random, steps: int, kills_worker: bool) -> Counters:
+    counters = Counters(tries=1)
+    with tempfile.TemporaryDirectory(prefix="psengine-kill-") as directory, ExitStack() as context:
+        options = {"bind": f"ipc://{directory}/socket", "shards": SHARDS, "lease_s": LEASE_S}
+        server = context.enter_context(running_server(**options))
+        members = context.enter_context(crew())
+        # Every other time at the end, where workers leave, and one of them lacks what the others have.
+        at_least = steps if chooser.random() < 0.5 else chooser.randrange(steps // 2, steps)
+        deaf = chooser.randrange(WORKERS) if at_least == steps and not kills_worker else -1
+        workers = [
+            members.start(average_for_a_while, options["bind"], steps, steps if rank == deaf else None, rank=rank)
+            for rank in range(WORKERS)
+        ]
+        workers[chooser.choice([rank for rank in range(WORKERS) if rank != deaf])].wait_for("step", at_least=at_least)
+        if deaf >= 0:
+            time.sleep(0.2)  # the others leave if they can
+        time.sleep(chooser.uniform(0.0, 0.005))
+        victim = chooser.randrange(WORKERS) if kills_worker else -1
+        if kills_worker:
+            workers.pop(victim).kill()
+        else:
+            server.kill()
+            context.enter_context(running_server(**options))
+        results = results_of(workers, PATIENCE_S + 10)
+    counters.survived = 1
+    for step in range(steps):
+        for key in range(CHUNKS):
+            found = {result[step][key] for result in results}
+            counters.two_results += len(found) > 1
+            shares = {share for average in found for share in average if share}
+            counters.doubled += len(shares) > 1 and len(found) == 1
+            missing = sum(not share for share in next(iter(found)))
+            counters.lost += missing if not kills_worker else max(0, missing - 1)
+    return counters

@@ -1,0 +1,22 @@
+"""Some kills of each kind; ``benchmarks/faults/run.py`` makes many."""
+
+from __future__ import annotations
+
+import pytest
+from kill_loop import Counters, run_async, run_sync
+
+
+def test_async_accounts_for_every_update():
+    found = run_async(tries=1, seed=1, worker_share=0.0)
+    assert found == Counters(tries=1, survived=1, lost=found.lost)
+    assert found.lost > 0
+
+
+@pytest.mark.slow
+def test_async_workers_killed_lose_and_double_nothing():
+    assert run_async(tries=1, seed=2, worker_share=1.0) == Counters(tries=1, survived=1)
+
+
+def test_sync_server_gives_every_step_one_result():
+    """This seed kills the server when two workers have the last average and the third has not."""
+    assert run_sync(tries=1, seed=4, worker_share=0.0) == Counters(tries=1, survived=1)
