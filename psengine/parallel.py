@@ -482,7 +482,8 @@ class DistributedDataParallel(NativeDistributedDataParallel):  # type: ignore[mi
         """Everybody takes the model of the highest rank among those that trained longest."""
         self._authoritative_rank = highest_rank(self._collective, self.device, is_last_joiner)
         state = shared_state(self.module, self.parameters_to_ignore, with_buffers=self.forward_sync_buffers)
-        self.strategy.broadcast(list(state.values()), self._authoritative_rank)
+        # Whoever averages: Join has a group, and servers carry gradients only.
+        self._collective.broadcast(list(state.values()), self._authoritative_rank, what="the final model")
 
     # ---- hooks and switches ------------------------------------------------------------------------------------
 

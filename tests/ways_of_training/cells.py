@@ -8,12 +8,12 @@ from ways_of_training.ranks import Cell, Ranks
 from ways_of_training.rows import ROWS
 from ways_of_training.table import oracle_of
 
-from psengine.server import shard
+from psengine.server import job_places
 
 
 def hold_many_jobs() -> None:
     """In a server's process: an asynchronous job stays when its worker has left, and there is one for each cell."""
-    shard.MOST_JOBS = 4096
+    job_places.MOST_JOBS = job_places.MOST_JOBS_OF_ONE = 4096
 
 
 def cells_of(columns: tuple[str, ...]) -> list[ParameterSet]:

@@ -167,7 +167,7 @@ def batch_without_samples(run: Run) -> None:
         run.note(loss)
 
 
-@row(sync_server=refused("join"), one_worker=ALONE)
+@row(one_worker=ALONE)
 def uneven_inputs(run: Run) -> None:
     """join: rank 1 has two batches more."""
     model = run.wrap(mlp())
@@ -179,7 +179,7 @@ def uneven_inputs(run: Run) -> None:
             optimizer.step()
 
 
-@row(sync_server=refused("join"), one_worker=ALONE)
+@row(sync_server=refused("divides by all ranks inside join"), one_worker=ALONE)
 def uneven_inputs_divided_by_who_is_there(run: Run) -> None:
     """join with divide_by_initial_world_size=False; rank 0 has a batch more."""
     model = run.wrap(mlp())
@@ -191,7 +191,7 @@ def uneven_inputs_divided_by_who_is_there(run: Run) -> None:
             optimizer.step()
 
 
-@row(sync_server=refused("join"), one_worker=ALONE)
+@row(one_worker=ALONE)
 def uneven_inputs_end_together(run: Run) -> None:
     """join with throw_on_early_termination: everybody stops with the first."""
     model = run.wrap(mlp())
