@@ -6,10 +6,12 @@ A few hundred of these calls make up the cost of a small model.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from typing import Any, Literal
 
 import torch
 from torch.autograd.graph import get_gradient_edge
+from torch.utils._python_dispatch import _disable_current_modes
 
 from psengine.buckets import Bucket
 
@@ -93,11 +95,24 @@ class AccumulationNodes:
         """Those of the parameters that have another node now; some microseconds for each."""
         for index in indices:
             parameter = self._parameters[index]
-            if parameter.requires_grad and get_gradient_edge(parameter).node is not self.nodes[index]:
+            if parameter.requires_grad and _current_node(parameter) is not self.nodes[index]:
                 yield index
 
     def describe_change(self, index: int) -> str:
         """The dtype and device of a parameter when it was wrapped, and now."""
         parameter = self._parameters[index]
         was_dtype, was_device = self._kinds[index]
-        return f"expected {was_dtype} on {was_device} throughout, got {parameter.dtype} on {parameter.device}"
+        if not self.was_converted(index):
+            got = "another in between, or another tensor swapped in"
+        else:
+            got = f"{parameter.dtype} on {parameter.device}"
+        return f"expected {was_dtype} on {was_device} throughout, got {got}"
+
+
+def _current_node(parameter: torch.nn.Parameter) -> Any:
+    """The parameter's accumulation node. torch takes a view to find it, which no dispatch mode must see: selective
+    checkpointing counts the operations of a forward and of its recomputation, and they must be the same.
+    """
+    is_watched = torch._C._len_torch_dispatch_stack() > 0
+    with _disable_current_modes() if is_watched else nullcontext():
+        return get_gradient_edge(parameter).node

@@ -431,7 +431,7 @@ def test_an_optimizer_that_is_no_longer_what_the_servers_run_is_refused(server, 
 
 def refuses_untrained(rank: int, world_size: int, address: str, push: str) -> None:
     use(address)
-    texts = ["parameter 0 of group 0 (shape (7, 5)) has a gradient", "frozen when the model was wrapped"]
+    texts = ["parameter 0 of group 0 (shape (7, 5)) has a gradient", "when the model was wrapped it was frozen"]
 
     training = Training(job=f"unfrozen-{push}", push=push)
     module = network()

@@ -152,7 +152,8 @@ def conversions(rank: int, world_size: int, address: str) -> None:
         change(ddp.module)
         train(ddp, silent_steps)
         name = "'head.weight'" if change is head_to_double else "'body.weight'"
-        with raises(ReductionError, "dtype and device", name, f"rank {rank}", "Fix: call .double()"):
+        got = "got another in between" if change is there_and_back else "got torch.float64"
+        with raises(ReductionError, "dtype and device", name, f"rank {rank}", got, "Fix: call .double()"):
             train(ddp, 1)
         ddp.strategy.close()
 

@@ -82,9 +82,10 @@ class OptimizerBinding:
             if parameter.grad is not None:
                 raise ConfigurationError(
                     f"parameter {index} of group {group_index} (shape {tuple(parameter.shape)}) has a gradient that"
-                    " no server applies: it was frozen when the model was wrapped, or is one to ignore (expected"
-                    " grad = None). Fix: freeze it after psengine.DistributedDataParallel(model,"
-                    " find_unused_parameters=True), or give it an optimizer of its own."
+                    " no server applies: when the model was wrapped it was frozen, or one to ignore, or not there yet"
+                    " (expected grad = None). Fix: freeze it after psengine.DistributedDataParallel(model,"
+                    " find_unused_parameters=True); wrap the model after load_state_dict(..., assign=True); or give it"
+                    " an optimizer of its own."
                 )
 
     def _check_state(self) -> None:

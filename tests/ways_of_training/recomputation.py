@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint, checkpoint_sequential, set_checkpoint_early_stop
+from torch.utils.checkpoint import (
+    checkpoint,
+    checkpoint_sequential,
+    create_selective_checkpoint_contexts,
+    set_checkpoint_early_stop,
+)
 from ways_of_training.networks import classify, mlp
 from ways_of_training.run import CLASSES, WIDTH, Run
 from ways_of_training.table import refused, row
@@ -125,6 +132,18 @@ def wrapper_recomputed_to_its_end(run: Run) -> None:
             optimizer.zero_grad()
             F.cross_entropy(checkpoint(model, x, use_reentrant=False), y).backward()
             optimizer.step()
+
+
+@row
+def wrapper_recomputed_in_part(run: Run) -> None:
+    """The wrapped model itself recomputed, but for the products of its layers, which are kept."""
+    model = run.wrap(mlp(8, 8))
+    optimizer = run.sgd(model)
+    keep_products = partial(create_selective_checkpoint_contexts, [torch.ops.aten.addmm.default])
+    for x, y in run.batches(4):
+        optimizer.zero_grad()
+        F.cross_entropy(checkpoint(model, x, use_reentrant=False, context_fn=keep_products), y).backward()
+        optimizer.step()
 
 
 @row
