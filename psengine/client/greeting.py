@@ -202,6 +202,8 @@ class Greeting:
         members = {*presence.members} - {presence.identity.worker}
         if presence.takes_part:
             members.add(presence.identity.worker)
+            if options.averages and not presence.has_roll:
+                members.update(range(options.world_size))  # without whom there is no first average
         if presence.is_welcome and members:
             body["members"] = sorted(members)
         return body

@@ -59,6 +59,7 @@ class Presence:
         links: one per shard, the lead first.
         chunks: where the job's chunks are.
         members: live workers, as the lead last said.
+        has_roll: it said so after this worker had an average; the first one waits for everybody.
         contributors: whose gradients the last average was made of.
         configured: key -> CONFIGURE's body; a server restored from a snapshot may be older than it.
         takes_part: whether this worker has the job's values, or gave them; set by the session. Before, a restarted
@@ -81,6 +82,7 @@ class Presence:
         self._link_of: dict[int, Link] = {}
         self.chunks = ChunkMap()
         self.members: tuple[int, ...] = ()
+        self.has_roll = False
         self.contributors = 0
         self.takes_part = False
         self.configured: dict[int, dict[str, Any]] = {}
@@ -311,6 +313,7 @@ class Presence:
         if kind is MessageType.HEARTBEAT_ACK:
             if link.index == 0:
                 self.members = tuple(message.body["members"])
+                self.has_roll = self.has_roll or message.sequence > 0
         elif kind is MessageType.STATE_WANTED:
             request = StateRequest(message.body["rank"], message.body["incarnation"])
             if request not in self._handled_requests:
@@ -347,7 +350,8 @@ class Presence:
         for link in tuple(self.links):
             link.tick(now_s)
             if beats and not link.is_paused:
-                link.send(Message(MessageType.HEARTBEAT, body=telemetry))
+                # The answer has the same number: whether it was asked for after an average.
+                link.send(Message(MessageType.HEARTBEAT, sequence=int(self.contributors > 0), body=telemetry))
         self._stalls.look(self._name(), self.links, now_s)
 
     def _name(self) -> str:
