@@ -174,5 +174,5 @@ def test_a_missing_library_is_named_with_its_extra(monkeypatch, library):
     monkeypatch.setitem(sys.modules, library, None)
     for name in ("lightning", "accelerate", "transformers"):
         monkeypatch.delitem(sys.modules, f"psengine.integrations.{name}", raising=False)
-    with pytest.raises(psengine.MissingExtraError, match=rf"{library}.*psengine\[integrations\]"):
+    with pytest.raises(psengine.MissingExtraError, match=rf"{library}.*pip install.*\[integrations\]"):
         importlib.import_module(f"psengine.integrations.{library}")
