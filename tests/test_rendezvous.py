@@ -207,7 +207,7 @@ def test_words_become_rarer():
 def name_a_server(rank, world_size):
     os.environ["PSENGINE_SERVERS"] = f"tcp://{NO_HOST}:7077"
     log = Lines()
-    logging.getLogger("psengine.client.host_names").addHandler(log)
+    logging.getLogger("psengine.client.reachability").addHandler(log)
     with pytest.raises(ServerLostError) as caught:
         psengine.connect(role="reader", connect_timeout_s=3.0).layout()
     return str(caught.value), log.lines
@@ -218,3 +218,20 @@ def test_a_server_whose_host_does_not_resolve_is_said_at_once_and_in_the_error()
     assert f"tcp://{NO_HOST}:7077 cannot be reached: the host name {NO_HOST!r} does not resolve here" in said[0]
     assert "PSENGINE_SERVERS" in said[0]
     assert f"The last problem was: the host name {NO_HOST!r} does not resolve here" in message
+
+
+def name_a_port_without_a_server(rank, world_size, port):
+    log = Lines()
+    logging.getLogger("psengine.client.reachability").addHandler(log)
+    with pytest.raises(ServerLostError) as caught:
+        psengine.connect(f"tcp://127.0.0.1:{port}", role="reader", connect_timeout_s=6.0).layout()
+    return str(caught.value), log.lines
+
+
+def test_a_server_that_does_not_run_is_said_within_seconds_and_in_the_error():
+    port = free_port()
+    ((message, said),) = run_ranks(name_a_port_without_a_server, 1, port, init_group=False)
+    (line,) = said
+    assert f"tcp://127.0.0.1:{port} cannot be reached: nobody can be reached there (127.0.0.1: " in line
+    assert "start psengine-server there" in line
+    assert "The last problem was: nobody can be reached there" in message

@@ -24,10 +24,10 @@ from psengine.client import progress
 from psengine.client.chunk_map import ChunkMap
 from psengine.client.connection import Connection
 from psengine.client.greeting import Greeting, Welcome
-from psengine.client.host_names import look_up
 from psengine.client.link import Identity, Link
 from psengine.client.operation import Operation, Parking, Push, Request, wait_all
 from psengine.client.options import SessionOptions
+from psengine.client.reachability import watch_first_contact
 from psengine.client.stalls import StallWatch
 from psengine.client.telemetry import Telemetry
 from psengine.errors import AuthenticationError, FencedError, ProtocolError, PSEngineError
@@ -124,7 +124,7 @@ class Presence:
         for number in sockets:
             self._link_of[number] = link
             self.connection.do(partial(self.connection.open, address, carries_payloads=number == sockets[0]))
-        look_up(address, link.note_problem)
+        watch_first_contact(link, self.closing)
         return link
 
     def submit(self, link: Link, operation: Operation) -> None:
