@@ -4,7 +4,7 @@ zmq shows messages, not connections: a peer that says nothing, never ends a mess
 is out of its sight. A message tells its connection's file descriptor, and the kernel tells the rest. A connection whose
 socket is shut down is one that zmq closes, with all that it held for it.
 
-    worker    a worker's message came over it, not long ago      never cut for its number
+    worker    its worker spoke not long ago, here or elsewhere   never cut for its number
     guest     something else that is a message came over it      at most ``max_guests`` together; of the peer with most
     silent    nothing came over it                               of them those are cut that have been silent longest
 """
@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 MAX_GUESTS = 1024
 # For snapshots, the status port and what libraries open.
 RESERVED_DESCRIPTORS = 64
-# A step may take minutes in which a worker's heartbeats travel over another of its connections.
+# A worker may be stopped, or out of reach, for a while.
 WORKER_S = 600.0
 SCAN_S = 1.0
 COUNT_S = 10.0
@@ -56,7 +56,7 @@ class Connection:
         heard_s: when its last message came, or it was first seen.
         peer: whose it is: an IP address, or "user N" over a Unix socket; "" until it is looked at.
         messages: how many came.
-        worker_s: when the last one of a worker came.
+        worker_s: when the worker whose it is last spoke, over this or another of its connections.
         received_bytes, sent_bytes: of messages that zmq gave out and took.
         held_bytes: what zmq must hold for it, of messages that are not complete and answers that are not read.
     """
@@ -123,8 +123,8 @@ class Connections:
 
     # ---- in the shards' threads ------------------------------------------------------------------------------------
 
-    def heard(self, descriptor: int, route: bytes, size_bytes: int, *, is_worker: bool) -> None:
-        """A message came over a connection, a worker's or another's."""
+    def heard(self, descriptor: int, route: bytes, size_bytes: int, worker_routes: Iterable[bytes] = ()) -> None:
+        """A message came over a connection; ``worker_routes``: a worker's, all of whose connections these are."""
         now_s = time.monotonic()
         connection = self._by_route.get(route)
         if connection is None or connection.descriptor != descriptor:
@@ -139,8 +139,9 @@ class Connections:
         connection.messages += 1
         connection.heard_s = now_s
         connection.received_bytes += size_bytes
-        if is_worker:
-            connection.worker_s = now_s
+        for one in worker_routes:
+            if (known := self._by_route.get(one)) is not None:
+                known.worker_s = now_s
 
     def sent(self, route: bytes, size_bytes: int) -> None:
         """A message was handed to zmq."""

@@ -238,11 +238,14 @@ class Shard:
             is_stranger=job is None or worker not in job.membership.members,
         )
 
-    def is_worker(self, sender: Sender, message: Message) -> bool:
-        """Whether ``sender`` has spoken for a worker by this message, which was handled."""
+    def worker_routes(self, sender: Sender, message: Message) -> tuple[bytes, ...]:
+        """The connections of the worker that ``sender`` spoke for by this message, which was handled; () for none."""
         job = self._jobs.get(message.job)
         member = None if job is None else job.membership.members.get(message.worker)
-        return member is not None and member.route == sender.route and member.incarnation == message.incarnation
+        if member is None or member.incarnation != message.incarnation:
+            return ()
+        routes = member.route, member.data_route
+        return routes if sender.route in routes else ()
 
     def tick(self, now_s: float) -> list[Outgoing]:
         """Evict workers whose lease ran out; answers that may leave because of it."""

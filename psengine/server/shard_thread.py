@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
@@ -198,7 +198,7 @@ class ShardThread(threading.Thread):
         try:
             message = decode(received.frames)
         except ProtocolError as error:
-            self._note_heard(received, is_worker=False)
+            self._note_heard(received)
             self._refuse(received, error)
             return
         except Exception as error:
@@ -208,18 +208,18 @@ class ShardThread(threading.Thread):
         try:
             sender = Sender(received.route, received.user_id, received.user_id or received.peer)
             outgoing = self.shard.handle(sender, message, time.monotonic())
-            self._note_heard(received, is_worker=self.shard.is_worker(sender, message))
+            self._note_heard(received, self.shard.worker_routes(sender, message))
             self._send(outgoing)
         except Exception as error:
             self._report_failure(f"{message.type.name} of worker {message.worker}")
             text = f"the server failed on {message.type.name}: {error!r}; its log has more"
             self._send([Outgoing(received.route, error_answer(message, self.shard.epoch, ErrorCode.INTERNAL, text))])
 
-    def _note_heard(self, received: Received, *, is_worker: bool) -> None:
+    def _note_heard(self, received: Received, worker_routes: Sequence[bytes] = ()) -> None:
         connections = self.endpoint.connections
         if connections is not None and received.descriptor >= 0:
             size_bytes = sum(frame.nbytes for frame in received.frames)
-            connections.heard(received.descriptor, received.route, size_bytes, is_worker=is_worker)
+            connections.heard(received.descriptor, received.route, size_bytes, worker_routes)
 
     def _refuse(self, received: Received, error: ProtocolError) -> None:
         self.bad_messages += 1

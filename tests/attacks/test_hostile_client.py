@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 import zmq
 from hostile_client import (
     ATTACKS,
@@ -24,6 +25,10 @@ from hostile_client import (
     ordeal,
     slow_readers,
 )
+from shard_world import spec
+
+from psengine.client.presence import Presence
+from psengine.client.session import SessionOptions, WorkerSession
 
 SHORT = dict.fromkeys(ATTACKS, 1000) | {idle_connections: 100, slow_readers: 2, endless_messages: 20}
 
@@ -104,6 +109,28 @@ def test_workers_and_who_has_just_spoken_are_not_cut():
         assert not lost.poll(0)
         assert not reader_lost.poll(0)
         assert made.push()
+
+
+def test_a_worker_that_computes_for_long_keeps_both_its_connections(monkeypatch):
+    """Only heartbeats come from it, while guests of its own address say more than it does."""
+    connected = []
+    monkeypatch.setattr(Presence, "connected", lambda presence, index, now_s: connected.append(index))
+    with ordeal(sabotage=partial(few_descriptors, 200)) as made, ExitStack() as held:
+        rule = {"name": "average", "quorum": None}
+        options = SessionOptions(
+            addresses=(made.server.addresses[0],), job="long", rule=rule, rank=0, uses_local_socket=False
+        )
+        worker = held.enter_context(WorkerSession(options))
+        worker.enter([spec(0, 4)], lambda one: torch.zeros(one.numel))
+        worker.push(0, torch.ones(4), []).wait()
+        eventually(lambda: sorted(connected) == [0, 1])
+        for cut in range(20, 120, 20):
+            guests = [held.enter_context(Peer(made.server.addresses[0])) for _ in range(100)]
+            for guest in guests:
+                guest.send(guest.message("STATUS", worker=NOBODY))
+            eventually(lambda least=cut: made.server.status()["cut_connections"] >= least)
+        worker.push(0, torch.ones(4), []).wait()
+        assert sorted(connected) == [0, 1]
 
 
 # ---- memory ----------------------------------------------------------------------------------------------------------
