@@ -118,6 +118,8 @@ def join(presence: Presence) -> str:
         ]
         try:
             wait_all(requests)
+            for link in presence.links:
+                link.ledger.forget()
             return "joined"
         except ServerRefusedError as error:
             lost_meanwhile = error.code in (ErrorCode.NOT_MEMBER, ErrorCode.FENCED)

@@ -86,6 +86,10 @@ class Ledger:
         known = self._chunks.setdefault(key, _Known())
         known.version = max(known.version, version)
 
+    def forget(self) -> None:
+        """This worker goes on from another's state: in a job that began anew, exchanges are numbered from there."""
+        self._chunks.clear()
+
     @property
     def has_answers(self) -> bool:
         """Whether an exchange was answered."""
