@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
 import signal
+import subprocess
+import sys
+import threading
 import time
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -179,6 +184,37 @@ def test_who_rejoined_a_job_that_began_anew_has_no_averages_of_its_former_life()
         for other in others:
             other.go()
         results_of(others)
+
+
+def train_and_leave_open(address: str, rank: int) -> Any:
+    """A worker's script that closes nothing, in a Python that starts no thread once it exits, as 3.12 and later."""
+    session = enter_alone(address, rank, world_size=2)
+    for _ in range(3):
+        session.push(0, torch.ones(4), [torch.zeros(4)]).wait()
+
+    def start_none(thread: threading.Thread) -> None:
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    atexit.register(setattr, threading.Thread, "start", start_none)  # runs before the session's own end
+    return session
+
+
+def test_scripts_that_close_nothing_leave_where_exits_start_no_thread():
+    with running_server(lease_s=60.0) as server, ExitStack() as context:
+        calls = [f"session = train_and_leave_open({server.addresses[0]!r}, {rank})" for rank in range(2)]
+        scripts = [
+            context.enter_context(
+                subprocess.Popen(
+                    [sys.executable, "-c", f"from test_server_leaving import *; {call}"],
+                    cwd=Path(__file__).parent,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                    text=True,
+                )
+            )
+            for call in calls
+        ]
+        assert [(script.communicate(timeout=30)[0], script.returncode) for script in scripts] == [("", 0)] * 2
 
 
 # ---- pure ------------------------------------------------------------------------------------------------------------

@@ -9,11 +9,9 @@ join          JOIN every shard: held until another worker has deposited its stat
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 
 import torch
 
@@ -33,6 +31,7 @@ logger = logging.getLogger(__name__)
 REGISTERS_UNDER_WAY = 16
 # A worker that waits longer than this for others to let it go says so.
 QUIET_LEAVE_S = 2.0
+LEAVE_POLL_S = 0.002
 # An embedded server that died does not come back.
 EMBEDDED_LEAVE_S = 10.0
 
@@ -149,29 +148,29 @@ def await_leave(presence: Presence) -> None:
         return
     timeout_s = min(options.timeout_s, EMBEDDED_LEAVE_S) if options.is_embedded else options.timeout_s
     who = f"worker {presence.identity.worker} of job {options.job!r}"
-    told = threading.Timer(
-        QUIET_LEAVE_S,
-        logger.warning,
-        (
-            "%s waits to leave, for %g s at most, until every other worker has the averages of its last step",
-            who,
-            timeout_s,
-        ),
-    )
-    told.daemon = True
-    with suppress(RuntimeError):  # Python 3.12 starts no threads while the interpreter ends
-        told.start()
     try:
         asked = []
         for link in links:
             presence.connection.do(link.tell_progress)
             asked.append(presence.ask(link, Message(MessageType.LEAVE), timeout_s=timeout_s))
+        if not _end_within(asked, QUIET_LEAVE_S):
+            logger.warning(
+                "%s waits to leave, for %g s at most, until every other worker has the averages of its last step",
+                who,
+                timeout_s,
+            )
         wait_all(asked)
     except ServerRefusedError as error:
         logger.debug("%s leaves at once: %s", who, error)
     except PSEngineError as error:
         logger.error("%s leaves, and other workers may lack the averages of its last step: %s", who, error)
-    finally:
-        told.cancel()
-        if told.ident is not None:
-            told.join(1.0)
+
+
+def _end_within(requests: Sequence[Request], timeout_s: float) -> bool:
+    """Whether all have an answer, or one has failed. Starts no thread: Python 3.12 and later cannot while they exit."""
+    last_s = time.monotonic() + timeout_s
+    while not all(request.is_done for request in requests) and not any(request.error for request in requests):
+        if time.monotonic() >= last_s:
+            return False
+        time.sleep(LEAVE_POLL_S)
+    return True

@@ -225,7 +225,11 @@ class Presence:
             return
         self._pause()
         logger.warning("saying HELLO again to the servers of job %r: %s", self.options.job, reason)
-        threading.Thread(target=self._recover, args=(reason,), name="psengine-client-recovery", daemon=True).start()
+        thread = threading.Thread(target=self._recover, args=(reason,), name="psengine-client-recovery", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:
+            self._give_up(PSEngineError(f"nobody can say HELLO again, as no thread starts ({error}): {reason}"))
 
     def _recover(self, reason: str) -> None:
         try:

@@ -87,7 +87,7 @@ class Ledger:
         known.version = max(known.version, version)
 
     def forget(self) -> None:
-        """This worker goes on from another's state: in a job that began anew, exchanges are numbered from there."""
+        """Go on from another worker's state, whose exchanges are numbered anew where the job began anew."""
         self._chunks.clear()
 
     @property
