@@ -55,6 +55,22 @@ def greet(presence: Presence) -> Welcome:
     return welcome
 
 
+def warn_of_old_servers(presence: Presence) -> None:
+    """Say in the log what servers of another version do not do for this job."""
+    old = [link.address for link in presence.links if link.server_version < PROGRESS_VERSION]
+    if not old or presence.options.role != "worker":
+        return
+    lacks = "updates that it loses by going back to a snapshot are not counted, and snapshots may have parts of a step"
+    if presence.options.averages:
+        lacks = "workers leave without waiting until all have the averages of the last step"
+    logger.warning(
+        "%s speaks an older protocol version than %d: %s. Update psengine where the servers run.",
+        ", ".join(old),
+        PROGRESS_VERSION,
+        lacks,
+    )
+
+
 def initialise(presence: Presence, layout: Sequence[ChunkSpec], initial: Callable[[ChunkSpec], torch.Tensor]) -> None:
     """Give the job its values."""
     presence.chunks.place(layout, assign(layout, len(presence.links)))

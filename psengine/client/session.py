@@ -92,6 +92,7 @@ class WorkerSession:
             self.close()
             raise
         self.state, self.started = welcome.state, welcome.started
+        entrance.warn_of_old_servers(self._presence)
         return self.state
 
     def enter(self, layout: Sequence[ChunkSpec], initial: Callable[[ChunkSpec], torch.Tensor]) -> str:
