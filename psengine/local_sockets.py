@@ -82,8 +82,7 @@ def socket_beside(address: str, *, make: bool = False) -> str:
     match = _LOOPBACK.fullmatch(address)
     if match is None:
         raise ValueError(f"expected a loopback TCP address, got {address!r}")
-    host = "127.0.0.1" if match["host"] == "localhost" else match["host"].strip("[]")
-    return _in_directory(f"tcp-{host}-{match['port']}-{_network_namespace()}", make=make)
+    return _in_directory(f"tcp-{_host(match)}-{match['port']}-{_network_namespace()}", make=make)
 
 
 def new_socket(name: str) -> str:
@@ -143,8 +142,11 @@ def listener_uid(address: str) -> int | None:
     match = _LOOPBACK.fullmatch(address)
     if match is None:
         return None
-    host = "127.0.0.1" if match["host"] == "localhost" else match["host"].strip("[]")
-    return _tcp_listener_uid(host, int(match["port"]))
+    return _tcp_listener_uid(_host(match), int(match["port"]))
+
+
+def _host(match: re.Match[str]) -> str:
+    return "127.0.0.1" if match["host"] == "localhost" else match["host"].strip("[]")
 
 
 def remove_stale_sockets() -> None:

@@ -28,7 +28,7 @@ def pairs_of_secret(path: str | Path) -> tuple[KeyPair, KeyPair]:
     """
     if not zmq.has("curve"):
         raise ConfigurationError("This libzmq was built without CURVE (expected pyzmq with libsodium, as its wheels).")
-    secret = read_token(path).encode()
+    secret = read_token(path, called="secret of server and clients").encode()
     return _pair(secret, b"psengine server"), _pair(secret, b"psengine client")
 
 

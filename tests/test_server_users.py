@@ -173,6 +173,9 @@ def test_a_wrong_secret_is_refused_soon_and_says_what_to_do(tmp_path, monkeypatc
         text = str(caught.value)
         assert text.startswith(f"{server.addresses[0]} does not let this client in with the secret in {wrong}")
         assert "--secret-file" in text
+        monkeypatch.setenv("PSENGINE_SECRET_FILE", str(tmp_path / "absent"))
+        with pytest.raises(ConfigurationError, match=r"absent cannot be read \(expected a file that holds a secret"):
+            psengine.connect(server.addresses[0], role="reader")
         monkeypatch.delenv("PSENGINE_SECRET_FILE")
         with pytest.raises(AuthenticationError, match="PSENGINE_SECRET_FILE"):
             psengine.connect(server.addresses[0], role="reader", timeout_s=60)

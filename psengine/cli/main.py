@@ -103,7 +103,7 @@ def build_app() -> typer.Typer:
 
     def root(
         version: bool = typer.Option(
-            False, "--version", callback=show_version, is_eager=True, help="Say the version and end."
+            False, "--version", callback=show_version, is_eager=True, help="Show the version and exit."
         ),
     ) -> None:
         """Data-parallel training for PyTorch: launch it, watch it, check it against native DDP."""

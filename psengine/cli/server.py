@@ -94,7 +94,7 @@ def _parameters() -> list[inspect.Parameter]:
             Annotated[str | None, typer.Option("--config", metavar="FILE", help="TOML file of settings.")],
             None,
         ),
-        ("version", Annotated[bool, typer.Option("--version", help="Say the version and end.")], False),
+        ("version", Annotated[bool, typer.Option("--version", help="Show the version and exit.")], False),
         ("until_stdin_closes", Annotated[bool, typer.Option("--until-stdin-closes", hidden=True)], False),
         ("announce_fd", Annotated[int | None, typer.Option("--announce-fd", hidden=True)], None),
     ]

@@ -128,16 +128,20 @@ def read_key_pair(path: str | Path) -> KeyPair:
     return KeyPair(found["public"], found["secret"])
 
 
-def read_token(path: str | Path) -> str:
+def read_token(path: str | Path, *, called: str = "token") -> str:
     """Read a token, such as the status port's: the one line of a file that is ours alone.
+
+    Args:
+        path: of the file.
+        called: what errors call it.
 
     Raises:
         ConfigurationError: the file is missing, is not ours, others may read or write it, or it holds no good token.
     """
-    lines = _read(path, is_secret=True, expected="a file that holds a token").split()
+    lines = _read(path, is_secret=True, expected=f"a file that holds a {called}").split()
     if len(lines) != 1 or not TOKEN_CHARACTERS[0] <= len(lines[0]) <= TOKEN_CHARACTERS[1]:
         raise ConfigurationError(
-            f"{path} holds no token (expected one word of {TOKEN_CHARACTERS[0]} to {TOKEN_CHARACTERS[1]} characters,"
+            f"{path} holds no {called} (expected one word of {TOKEN_CHARACTERS[0]} to {TOKEN_CHARACTERS[1]} characters,"
             f" got words of {[len(word) for word in lines[:4]]}). Fix: python -c 'import secrets;"
             f" print(secrets.token_urlsafe(32))' > {path}"
         )

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.optim import lr_scheduler
 from ways_of_training.networks import classify, mlp
 from ways_of_training.run import Run
-from ways_of_training.table import row
+from ways_of_training.table import row, within
 
 
 def train(run: Run, schedule_of: Callable[[torch.optim.Optimizer], Any], steps: int = 5, **options: float) -> None:
@@ -81,6 +81,17 @@ def schedule_by_a_function(run: Run) -> None:
 def rate_in_a_tensor(run: Run) -> None:
     """A learning rate that is a tensor, with foreach=False."""
     train(run, lambda o: lr_scheduler.StepLR(o, 2), lr=torch.tensor(0.1), foreach=False)  # type: ignore[arg-type]
+
+
+@row(one_worker=within(1e-6, "servers get the rate as a number, and compute with it in float64"))
+def rate_in_a_tensor_under_adamw(run: Run) -> None:
+    """AdamW with a learning rate that is a tensor."""
+    model = run.wrap(mlp())
+    optimizer = run.optimizer(torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.01), foreach=False), model)
+    for x, y in run.batches(4):
+        optimizer.zero_grad()
+        classify(model, x, y).backward()
+        optimizer.step()
 
 
 @row
