@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
+import weakref
 from pathlib import Path
 
 import pytest
@@ -97,6 +99,19 @@ def test_a_step_that_never_ends_holds_nothing_up(end):
         Worker(world, 0, rule=APPLY, world_size=2).claim(second)
     assert capture.states.done()
     assert sequences(capture.states.result(0), 0) == [1, 0, 0]
+
+
+def test_a_copy_that_was_taken_unfinished_is_held_no_longer():
+    world = Cut()
+    first, second = crew(world, 2)
+    push(first, 0, 1)
+    capture = world.cut()
+    assert capture.end() == ["step 1 of worker 0 of job 'demo'"]
+    copied = weakref.ref(capture.states.result(0)[0].chunks[0].tensors["values"])
+    del capture
+    push(second, 0, 1)
+    gc.collect()
+    assert copied() is None
 
 
 def test_repeats_and_refusals_count_once():

@@ -178,12 +178,14 @@ class Cuts:
         self._steps.pushed(push.rank, key, step)
         if self._capture is not None:
             self._capture.pushed(push, key, step)
+            self._let_go()
 
     def left(self, rank: int) -> None:
         """The worker is gone, or another process has its rank."""
         self._steps.left(rank)
         if self._capture is not None:
             self._capture.left(rank)
+            self._let_go()
 
     def copy(
         self, job: Job, goals: Mapping[int, int], on_complete: Callable[[], None], *, awaits_steps: bool
@@ -201,14 +203,14 @@ class Cuts:
         awaited = {}
         if awaits_steps and has_pushed_chunks(rules):
             awaited = self._steps.awaited(goals, job.membership.live_ranks)
-
-        def complete() -> None:
-            self._capture = None
-            on_complete()
-
-        capture = JobCapture(state, awaited, job.chunks.make_rule, complete)
-        self._capture = capture if awaited else None
+        capture = self._capture = JobCapture(state, awaited, job.chunks.make_rule, on_complete)
+        self._let_go()
         return capture
+
+    def _let_go(self) -> None:
+        """Hold a copy no longer than it awaits something."""
+        if self._capture is not None and not self._capture.awaited:
+            self._capture = None
 
 
 def chunk_state(rule: ChunkRule, *, copies: bool = False) -> ChunkState:
