@@ -17,6 +17,7 @@ from processes import free_port, run_ranks
 
 import psengine
 from psengine import rendezvous
+from psengine.client import reachability
 from psengine.errors import CollectiveError, ServerLostError
 
 # RFC 6761: no such name will ever resolve.
@@ -221,10 +222,11 @@ def test_a_server_whose_host_does_not_resolve_is_said_at_once_and_in_the_error()
 
 
 def name_a_port_without_a_server(rank, world_size, port):
+    reachability.SILENCE_S = 0.1
     log = Lines()
     logging.getLogger("psengine.client.reachability").addHandler(log)
     with pytest.raises(ServerLostError) as caught:
-        psengine.connect(f"tcp://127.0.0.1:{port}", role="reader", connect_timeout_s=6.0).layout()
+        psengine.connect(f"tcp://127.0.0.1:{port}", role="reader", connect_timeout_s=2.0).layout()
     return str(caught.value), log.lines
 
 
