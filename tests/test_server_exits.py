@@ -98,7 +98,7 @@ def eventually(condition: Callable[[], bool]) -> None:
         time.sleep(0.02)
 
 
-@pytest.mark.parametrize("ends_by", ["the other", "Ctrl-C"])
+@pytest.mark.parametrize("ends_by", [pytest.param("the other", marks=pytest.mark.slow), "Ctrl-C"])
 def test_a_program_that_ends_waits_for_who_lacks_the_average_or_for_ctrl_c(monkeypatch, ends_by):
     with running_server(lease_s=TIMEOUT_S) as server, ExitStack() as context:
         leaver = context.enter_context(program(server.addresses[0], 0))
@@ -144,7 +144,10 @@ def speak_version_2() -> None:
     shard_thread.encode = partial(shard_thread.encode, version=2)  # type: ignore[assignment]
 
 
-@pytest.mark.parametrize(("rule", "lacks"), [(AVERAGE, "leave without waiting"), (APPLY, "are not counted")])
+@pytest.mark.parametrize(
+    ("rule", "lacks"),
+    [(AVERAGE, "leave without waiting"), pytest.param(APPLY, "are not counted", marks=pytest.mark.slow)],
+)
 def test_what_an_older_server_does_not_do_is_said_once(caplog, rule, lacks):
     caplog.set_level(logging.WARNING)
     with running_server(sabotage=speak_version_2, shards=2) as server:

@@ -87,6 +87,7 @@ def test_a_server_that_dies_at_the_last_step_gives_it_one_result(tmp_path):
     assert results == [[[2.0, 2.0]] * 3] * 2
 
 
+@pytest.mark.slow
 def test_nobody_is_held_up_where_all_have_everything(tmp_path):
     with running_server(shards=2, lease_s=60.0) as server, crew() as workers:
         members = [workers.start(exchange_and_leave, server.addresses[0], 2, 3, rank=rank) for rank in range(2)]
@@ -94,6 +95,7 @@ def test_nobody_is_held_up_where_all_have_everything(tmp_path):
         assert all("waits to leave" not in member.story() for member in members)
 
 
+@pytest.mark.slow
 def test_a_worker_that_never_hears_again_is_waited_for_a_lease():
     with running_server(lease_s=LEASE_S) as server, crew() as workers:
         first = workers.start(exchange_and_leave, server.addresses[0], 2, 3, rank=0)

@@ -131,6 +131,7 @@ def test_a_pull_after_the_restart_hides_nothing(tmp_path, context, caplog):
     assert trial.lost() == 30 * CHUNKS
 
 
+@pytest.mark.slow
 def test_what_is_durable_is_not_lost_and_a_second_crash_counts_its_own(tmp_path, context, caplog):
     caplog.set_level(logging.WARNING)
     trial = Trial(context, tmp_path / "s", workers=1)
@@ -148,7 +149,8 @@ def test_what_is_durable_is_not_lost_and_a_second_crash_counts_its_own(tmp_path,
     assert told_by(caplog) == [(CHUNKS, CHUNKS, CHUNKS), (2 * CHUNKS, 2 * CHUNKS, CHUNKS)]
 
 
-@pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [1, 2])
 def test_the_shortfall_over_kills_is_what_was_reported(tmp_path, context, caplog, seed):
     """Three workers push whatever they like, some of it refused; the server is killed between pushes."""
     caplog.set_level(logging.WARNING)
@@ -173,6 +175,7 @@ def test_the_shortfall_over_kills_is_what_was_reported(tmp_path, context, caplog
     assert sum(own for _, own, _ in told_by(caplog)) == counted
 
 
+@pytest.mark.slow
 def test_updates_of_a_worker_that_is_gone_count_as_others_have_seen_them(tmp_path, context, caplog):
     caplog.set_level(logging.WARNING)
     trial = Trial(context, tmp_path / "s", workers=2)

@@ -17,6 +17,7 @@ def test_async_workers_killed_lose_and_double_nothing():
     assert run_async(tries=1, seed=2, worker_share=1.0) == Counters(tries=1, survived=1)
 
 
+@pytest.mark.slow
 def test_sync_server_gives_every_step_one_result():
     """This seed kills the server when two workers have the last average and the third has not."""
     assert run_sync(tries=1, seed=4, worker_share=0.0) == Counters(tries=1, survived=1)
