@@ -98,7 +98,7 @@ def eventually(condition: Callable[[], bool]) -> None:
         time.sleep(0.02)
 
 
-@pytest.mark.parametrize("ends_by", [pytest.param("the other", marks=pytest.mark.slow), "Ctrl-C"])
+@pytest.mark.parametrize("ends_by", ["the other", pytest.param("Ctrl-C", marks=pytest.mark.slow)])
 def test_a_program_that_ends_waits_for_who_lacks_the_average_or_for_ctrl_c(monkeypatch, ends_by):
     with running_server(lease_s=TIMEOUT_S) as server, ExitStack() as context:
         leaver = context.enter_context(program(server.addresses[0], 0))

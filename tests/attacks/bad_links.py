@@ -1,0 +1,151 @@
+"""Workers behind a proxy that drops, doubles and delays, and behind a slow link that is cut.
+
+Worker r pushes a one in element r of every chunk, as in ``kill_loop``: what came of each push is read from the weights,
+or from the averages. ``benchmarks/faults/run.py`` prints it.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from kill_loop import Counters
+from lossy_proxy import lossy_proxy
+from server_process import SGD, ServerProcess, running_server
+from throttled_relay import throttled_relay
+
+from psengine.client import patience
+from psengine.client.options import SessionOptions
+from psengine.client.session import WorkerSession, wait_all
+from psengine.protocol.layout import ChunkKind, ChunkSpec, Segment
+
+WORKERS = 2
+CHUNKS = 8
+STEPS = 25
+# Of messages that are dropped, as many again doubled, and as many delayed.
+SHARE = 0.1
+# Large enough that a cut falls into the middle of a step.
+SLOW_NUMEL = 32 * 1024
+SLOW_STEPS = 3
+
+
+def layout(numel: int) -> list[ChunkSpec]:
+    return [
+        ChunkSpec(key, ChunkKind.PARAMETER, torch.float32, numel, (Segment(f"p{key}", (numel,), (1,), 0, numel),))
+        for key in range(CHUNKS)
+    ]
+
+
+class Trainer:
+    """Worker ``rank``, in this process."""
+
+    def __init__(self, address: str, rule: dict[str, Any], rank: int, numel: int) -> None:
+        self.rank = rank
+        self.numel = numel
+        self.averages: list[list[tuple[float, ...]]] = []
+        self._applies = rule["name"] == "apply"
+        options = SessionOptions(
+            addresses=(address,), job="job", rule=rule, rank=rank, world_size=WORKERS, timeout_s=30.0
+        )
+        self.session = WorkerSession(options)
+        self.session.start()
+        self.session.enter(layout(numel), lambda one: torch.zeros(one.numel))
+        if self._applies:
+            body = {"optimizer": "SGD", "groups": [{**SGD, "lr": 1.0}], "runs": [[0, numel, 0]]}
+            wait_all([self.session.configure(key, body) for key in range(CHUNKS)])
+
+    def train(self, steps: int) -> None:
+        """Pushes of a one, so many times."""
+        gradient = torch.zeros(self.numel)
+        gradient[self.rank] = 1.0
+        for _ in range(steps):
+            landings = [torch.zeros(self.numel) for _ in range(CHUNKS)]
+            wait_all([self.session.push(key, gradient.clone(), [landing]) for key, landing in enumerate(landings)])
+            self.averages.append([tuple(landing[:WORKERS].tolist()) for landing in landings])
+
+
+def account(trainers: list[Trainer], rule: dict[str, Any], steps: int) -> Counters:
+    """What is there of what was pushed."""
+    counters = Counters(survived=1)
+    if rule["name"] == "apply":
+        answers = [trainers[0].session.pull(key).wait().values for key in range(CHUNKS)]
+        shares = [round(-values[rank].item()) - steps for values in answers if values is not None for rank in
+                  range(WORKERS)]  # fmt: skip
+        counters.lost = sum(max(0, -share) for share in shares)
+        counters.doubled = sum(max(0, share) for share in shares)
+        return counters
+    for step in range(steps):
+        for key in range(CHUNKS):
+            found = {trainer.averages[step][key] for trainer in trainers}
+            counters.two_results += len(found) > 1
+            counters.lost += sum(share < 1 / WORKERS for share in next(iter(found)))
+            counters.doubled += sum(share > 1 / WORKERS for share in next(iter(found)))
+    return counters
+
+
+@contextmanager
+def impatient() -> Iterator[None]:
+    """Clients ask after a tenth of a second rather than a whole one what became of something."""
+    usual_s, patience.PROBE_S = patience.PROBE_S, 0.1
+    try:
+        yield
+    finally:
+        patience.PROBE_S = usual_s
+
+
+def run_lossy(tries: int, seed: int, rule: dict[str, Any]) -> Counters:
+    """``tries`` trainings through a proxy that drops, doubles and delays a tenth each."""
+    counters = Counters()
+    for number in range(tries):
+        with (
+            impatient(),
+            running_server(lease_s=10.0) as server,
+            lossy_proxy(server.addresses[0], seed=seed + number, share=SHARE) as proxy,
+        ):
+            found = _train(server, [proxy.address] * WORKERS, rule, 4, STEPS)
+            assert min(proxy.counts[kind] for kind in ("dropped", "doubled", "delayed")) > 0
+        counters += found
+    return counters
+
+
+def _train(
+    server: ServerProcess, addresses: list[str], rule: dict[str, Any], numel: int, steps: int, disturb: Any = None
+) -> Counters:
+    with ExitStack() as context:
+        trainers = []
+        for rank, address in enumerate(addresses):
+            trainers.append(Trainer(address, rule, rank, numel))
+            context.callback(trainers[-1].session.close)
+        with ThreadPoolExecutor(WORKERS) as pool:
+            trainings = [pool.submit(trainer.train, steps) for trainer in trainers]
+            if disturb is not None:
+                disturb()
+            for training in trainings:
+                training.result()
+        counters = account(trainers, rule, steps)
+    assert all(job["evicted"] == 0 for job in server.job("job"))
+    return Counters(tries=1) + counters
+
+
+def run_slow(tries: int, seed: int, rule: dict[str, Any]) -> Counters:
+    """``tries`` trainings, each worker behind a link of 2 MB/s, all of whose connections are cut at a random moment."""
+    chooser = random.Random(seed)
+    counters = Counters()
+    for _ in range(tries):
+        with running_server(lease_s=10.0, insecure=True) as server, ExitStack() as context:
+            relays = [
+                context.enter_context(throttled_relay(server.addresses[0], up_bytes_per_s=2e6)) for _ in range(WORKERS)
+            ]
+
+            def cut(relays: Any = relays) -> None:
+                time.sleep(chooser.uniform(0.0, 2.0))
+                assert chooser.choice(relays).cut() > 0
+
+            addresses = [relay.address for relay in relays]
+            counters += _train(server, addresses, rule, SLOW_NUMEL, SLOW_STEPS, cut)
+    return counters
