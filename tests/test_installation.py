@@ -127,6 +127,7 @@ def test_doctor_recognises_the_other_project(tmp_path):
     assert finding["fix"].startswith(f"pip uninstall --yes psengine, then {reinstall_command()}")
 
 
+@pytest.mark.slow
 def test_doctor_tells_our_former_name_from_it(tmp_path):
     other_project(tmp_path, "psengine.cli.main:main")
     (finding,) = doctor(tmp_path)

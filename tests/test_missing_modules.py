@@ -79,7 +79,7 @@ def test_the_blocker_blocks():
     assert "import of fcntl halted" in done.stderr
 
 
-@pytest.mark.parametrize("lacking", ["modules", "all that Windows lacks"])
+@pytest.mark.parametrize("lacking", [pytest.param("modules", marks=pytest.mark.slow), "all that Windows lacks"])
 def test_two_ranks_train_under_sync_and_merge_their_timelines_without(lacking, tmp_path):
     path = tmp_path / "timeline.json"
     program = BLOCK + (AS_ON_WINDOWS if lacking != "modules" else "") + TRAIN

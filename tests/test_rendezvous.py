@@ -94,7 +94,7 @@ def test_a_name_in_master_addr_may_still_come_and_is_said_at_once():
         assert f"{NO_HOST!r} (MASTER_ADDR) does not resolve" in message
 
 
-@pytest.mark.parametrize("address", ["127.0.0.1", "::1", "[::1]"])
+@pytest.mark.parametrize("address", ["127.0.0.1", "[::1]", pytest.param("::1", marks=pytest.mark.slow)])
 def test_nobody_listens(address):
     port = free_port()
     ((message, said),) = run_ranks(nobody_listens, 1, address, port, init_group=False)
@@ -118,6 +118,7 @@ def alone_at_the_meeting(rank, world_size, port):
         return message, said
 
 
+@pytest.mark.slow
 def test_rank_0_says_that_it_waits():
     port = free_port()
     ((message, said),) = run_ranks(alone_at_the_meeting, 1, port, init_group=False)
@@ -175,7 +176,9 @@ def meet_another_program(rank, world_size, port):
         return message, said
 
 
-@pytest.mark.parametrize("manner", ["is silent", "closes", "speaks"])
+@pytest.mark.parametrize(
+    "manner", ["is silent", *(pytest.param(manner, marks=pytest.mark.slow) for manner in ("closes", "speaks"))]
+)
 def test_another_program_has_the_port(manner):
     with another_program(manner) as port:
         ((message, said),) = run_ranks(meet_another_program, 1, port, init_group=False, deadline_s=60)

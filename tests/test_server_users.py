@@ -80,7 +80,9 @@ def server_of_kind(kind, directory):
 
 
 @needs_root
-@pytest.mark.parametrize("kind", ["tcp", "ipc", "abstract", "embedded"])
+@pytest.mark.parametrize(
+    "kind", ["tcp", "embedded", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("ipc", "abstract"))]
+)
 def test_another_user_neither_reads_nor_writes_a_model(kind, open_directory):
     with server_of_kind(kind, open_directory) as address, trained_model(address):
         assert read_model(address) == [1.0] * NUMEL
@@ -94,7 +96,7 @@ def test_another_user_neither_reads_nor_writes_a_model(kind, open_directory):
 
 
 @needs_root
-@pytest.mark.parametrize("kind", ["tcp", "abstract"])
+@pytest.mark.parametrize("kind", ["tcp", pytest.param("abstract", marks=pytest.mark.slow)])
 def test_who_listens_first_is_not_taken_for_this_users_server(kind, open_directory):
     with other_user(listen, f"ipc://@{open_directory}" if kind == "abstract" else "tcp://127.0.0.1:0") as receive:
         address = receive()
@@ -234,7 +236,7 @@ def lock_that_is_left_out():
 
 
 @pytest.mark.parametrize("sabotage", [judge_that_takes_everybody, handler_that_hangs, lock_that_is_left_out])
-@pytest.mark.parametrize("kind", ["tcp", "ipc"])
+@pytest.mark.parametrize("kind", ["tcp", pytest.param("ipc", marks=pytest.mark.slow)])
 def test_a_server_whose_locks_do_not_hold_does_not_start(sabotage, kind, tmp_path):
     bind = "tcp://127.0.0.1:0" if kind == "tcp" else f"ipc://{tmp_path}/socket"
     with (

@@ -253,6 +253,7 @@ def test_pushes_cut_on_their_way_count_once(server):
     assert relay.up.carried_bytes - before < 1.6 * least_bytes(chunks)
 
 
+@pytest.mark.slow
 def test_a_dead_server_behind_a_slow_link_is_found_in_time(server):
     """Much is under way, and moves, until the server is killed: from then on nothing does."""
     chunks, timeout_s = 8, 1.5
