@@ -7,6 +7,7 @@ import torch
 from shard_world import Worker, World, spec, team
 
 from psengine.protocol.codec import payload_tensor
+from psengine.protocol.layout import job_number
 from psengine.protocol.messages import ErrorCode, MessageType
 from psengine.server.averaging import AveragingRule
 from psengine.server.consistency import Push, RuleContext
@@ -176,3 +177,26 @@ class TestSnapshots:
         again.take()
         answer = again.pull(0)
         assert (answer.type, answer.body["code"]) == (MessageType.ERROR, ErrorCode.NOT_READY)
+
+    def test_a_worker_that_was_entering_when_the_snapshot_was_taken_is_waited_for(self):
+        """It has taken part since: the others name it. Else a step would be averaged without it."""
+        world = World()
+        first = Worker(world, 0, world_size=2)
+        first.initialise([spec()])
+        second = Worker(world, 1, world_size=2)
+        states = self.captured_while_entering(world, second)
+        world.start(8, states)
+        first.members = second.members = [0, 1]
+        assert first.hello() == "ready"
+        assert first.push(0, 7, torch.ones(4)) == []
+        assert second.hello() == "ready"
+        second.push(0, 7, torch.full((4,), 3.0))
+        (answer,) = first.take(MessageType.UPDATED)
+        assert (answer.body["contributors"], payload_tensor(answer).tolist()) == (2, [2.0] * 4)
+
+    def captured_while_entering(self, world, worker):
+        """A snapshot that has the worker as a member which exchanges do not wait for yet."""
+        assert worker.hello() == "ready"
+        worker.take()
+        world.shard._jobs[job_number("demo")].membership.demote(worker.rank)
+        return world.shard.capture()

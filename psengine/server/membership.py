@@ -314,10 +314,16 @@ class Membership:
             gone.since_s += pause_s
 
     def expect(self, ranks: Iterable[int], now_s: float) -> None:
-        """Wait one lease for workers that a restarted server is told of; they will say HELLO themselves."""
+        """Wait one lease for workers that a restarted server is told of; they will say HELLO themselves.
+
+        One that the snapshot has as a worker about to enter has entered since, or nobody would name it.
+        """
         for rank in ranks:
-            if rank not in self.members:
+            member = self.members.get(rank)
+            if member is None:
                 self.members[rank] = Member(rank, 0, 0, "", b"", True, now_s, "expected", was_live=True)
+            elif not member.route:  # of the snapshot, and not heard since
+                member.is_live = member.was_live = True
         self._recount()
 
     def _recount(self) -> None:
