@@ -20,10 +20,9 @@ from psengine.client.greeting import Welcome
 from psengine.client.operation import Request, wait_all
 from psengine.client.partition import assign
 from psengine.client.presence import Presence
-from psengine.client.progress import PROGRESS_VERSION
 from psengine.errors import PSEngineError, ReplicaMismatchError, ServerRefusedError
 from psengine.protocol.layout import ChunkSpec, first_difference, layout_fingerprint
-from psengine.protocol.messages import ErrorCode, Message, MessageType
+from psengine.protocol.messages import RECOVERY_VERSION, ErrorCode, Message, MessageType
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +56,7 @@ def greet(presence: Presence) -> Welcome:
 
 def warn_of_old_servers(presence: Presence) -> None:
     """Say in the log what servers of another version do not do for this job."""
-    old = [link.address for link in presence.links if link.server_version < PROGRESS_VERSION]
+    old = [link.address for link in presence.links if link.server_version < RECOVERY_VERSION]
     if not old or presence.options.role != "worker":
         return
     lacks = "updates that it loses by going back to a snapshot are not counted, and snapshots may have parts of a step"
@@ -66,7 +65,7 @@ def warn_of_old_servers(presence: Presence) -> None:
     logger.warning(
         "%s speaks an older protocol version than %d: %s. Update psengine where the servers run.",
         ", ".join(old),
-        PROGRESS_VERSION,
+        RECOVERY_VERSION,
         lacks,
     )
 
@@ -160,7 +159,7 @@ def await_leave(presence: Presence) -> None:
         return
     if not all(link.is_level or not presence.chunks.at(link.index) for link in links):
         return
-    if any(link.server_version < PROGRESS_VERSION for link in links):
+    if any(link.server_version < RECOVERY_VERSION for link in links):
         return
     timeout_s = min(options.timeout_s, EMBEDDED_LEAVE_S) if options.is_embedded else options.timeout_s
     who = f"worker {presence.identity.worker} of job {options.job!r}"

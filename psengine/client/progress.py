@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from psengine.client.operation import Request
-from psengine.protocol.messages import Message, MessageType
+from psengine.protocol.messages import RECOVERY_VERSION, Message, MessageType
 
 if TYPE_CHECKING:
     from psengine.client.link import Link
@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Protocol version from which servers take PROGRESS.
-PROGRESS_VERSION = 3
 # Of one chunk's unused exchanges; where there are more, the oldest are forgotten.
 MOST_RUNS = 16
 # msgpack needs at most this much for an integer, and a body has room for 64 KiB.
@@ -125,7 +123,7 @@ def tell(presence: Presence) -> None:
         ServerLostError, ServerRefusedError: see ``Operation.settle``.
     """
     restarted = [link for link in presence.links if link.ledger.epoch != link.epoch]
-    asked = [(link, _ask(presence, link)) for link in restarted if link.server_version >= PROGRESS_VERSION]
+    asked = [(link, _ask(presence, link)) for link in restarted if link.server_version >= RECOVERY_VERSION]
     losses = [_read(link, requests) for link, requests in asked]
     for link in restarted:
         link.ledger.settle(link.epoch)

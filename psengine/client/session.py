@@ -27,14 +27,12 @@ from psengine.client.presence import Presence, StateRequest
 from psengine.client.telemetry import Telemetry
 from psengine.errors import ConfigurationError, FencedError, ProtocolError, PSEngineError
 from psengine.protocol.layout import ChunkSpec
-from psengine.protocol.messages import MAX_PAYLOAD_BYTES, Message, MessageType
+from psengine.protocol.messages import MAX_PAYLOAD_BYTES, RECOVERY_VERSION, Message, MessageType
 
 __all__ = ["Answer", "Push", "PushResult", "Request", "SessionOptions", "StateRequest", "WorkerSession", "wait_all"]
 
 logger = logging.getLogger(__name__)
 GOODBYE_S = 1.0
-# Protocol version from which servers know what belongs to a step.
-STEP_VERSION = 3
 
 
 class WorkerSession:
@@ -271,7 +269,7 @@ class WorkerSession:
             body["absent"] = list(absent)
         if weight is not None:
             body["weight"] = weight
-        if key in self._step_marks and link.server_version >= STEP_VERSION:
+        if key in self._step_marks and link.server_version >= RECOVERY_VERSION:
             body["step"] = self._step_marks[key]
         message = Message(MessageType.PUSH, key=key, sequence=sequence, version=link.versions.get(key, 0), body=body)
         if payload is not None:

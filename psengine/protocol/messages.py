@@ -13,6 +13,8 @@ from typing import Any
 import torch
 
 PROTOCOL_VERSION = 3
+# Peers know what recovery needs from this version on: SENT and REPEAT, PROGRESS, LEAVE, and PUSH's "step".
+RECOVERY_VERSION = 3
 MAGIC = b"PSEN"
 
 MAX_BODY_BYTES = 64 * 1024

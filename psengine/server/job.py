@@ -15,7 +15,7 @@ from typing import Any
 from psengine.errors import ProtocolError
 from psengine.protocol.codec import payload_tensor
 from psengine.protocol.layout import ChunkKind, job_number
-from psengine.protocol.messages import ErrorCode, Message, MessageType
+from psengine.protocol.messages import RECOVERY_VERSION, ErrorCode, Message, MessageType
 from psengine.server.admission import Admissions
 from psengine.server.applying import ApplyingRule
 from psengine.server.averaging import AveragingRule
@@ -35,8 +35,6 @@ logger = logging.getLogger(__name__)
 # Of workers that are out: a whole host's fit in.
 LINES_INTERVAL_S = 10.0
 MAX_LINES = 128
-# Protocol version from which workers know SENT.
-SENT_VERSION = 3
 
 
 class Job:
@@ -534,7 +532,7 @@ class Job:
         if not member.is_live:
             raise ProtocolError(f"worker {member.rank} was not admitted to job {self.name!r}", ErrorCode.FENCED)
         rule = self.chunks.find(message.key)
-        repeats = message.type is MessageType.REPEAT or message.peer_version < SENT_VERSION
+        repeats = message.type is MessageType.REPEAT or message.peer_version < RECOVERY_VERSION
         replies = (rule.repeat if repeats else rule.probe)(member.rank, message.sequence)
         for reply in replies:
             if reply.type in (MessageType.PENDING, MessageType.MISSING, MessageType.SENT):

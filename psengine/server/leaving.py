@@ -11,13 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from psengine.protocol.messages import MessageType
+from psengine.protocol.messages import RECOVERY_VERSION, MessageType
 from psengine.server.averaging import AveragingRule
 from psengine.server.consistency import ChunkRule, Reply
 from psengine.server.membership import Member
-
-# Protocol version from which workers answer PROGRESS_WANTED.
-LEAVE_VERSION = 3
 
 
 class Leaving:
@@ -55,7 +52,7 @@ class Leaving:
         return [
             Reply(MessageType.PROGRESS_WANTED, other, 0)
             for other in behind
-            if members[other].protocol_version >= LEAVE_VERSION
+            if members[other].protocol_version >= RECOVERY_VERSION
         ]
 
     def __bool__(self) -> bool:
