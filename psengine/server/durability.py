@@ -6,6 +6,7 @@ nothing changes, nothing is written, whoever asks.
 
 from __future__ import annotations
 
+import errno
 import logging
 import threading
 import time
@@ -28,6 +29,8 @@ logger = logging.getLogger(__name__)
 CAPTURE_DEADLINE_S = 60.0
 # Steps that were under way get this long to come to all their chunks: nothing waits for it but the snapshot.
 STEPS_DEADLINE_S = 10.0
+# Connections that take all descriptors are cut within a second or two; see ``connections.py``.
+DESCRIPTORS_DEADLINE_S = 5.0
 _LOOK_S = 0.05
 
 
@@ -211,7 +214,7 @@ class SnapshotThread(threading.Thread):
             # Where there are generations, an empty one tells that their jobs are gone.
             if self.generation is None and not any(shards):
                 return Outcome(self.generation, "there is no job with values yet", is_empty=True)
-            generation = self.store.save(shards)
+            generation = self._save(shards)
         except Exception as error:
             self.failures += 1
             self.last_error = str(error) or repr(error)
@@ -248,6 +251,19 @@ class SnapshotThread(threading.Thread):
                 thread.shard.note("torn", text)
             shards.append(capture.states.result())
         return shards
+
+    def _save(self, shards: Sequence[list[JobState]]) -> int:
+        """``SnapshotStore.save``; while the process has no descriptor left, until it has."""
+        last_s = time.monotonic() + DESCRIPTORS_DEADLINE_S
+        while True:
+            try:
+                return self.store.save(shards)
+            except SnapshotError as error:
+                cause = error.__cause__
+                is_short = isinstance(cause, OSError) and cause.errno in (errno.EMFILE, errno.ENFILE)
+                if not is_short or time.monotonic() >= last_s:
+                    raise
+            time.sleep(_LOOK_S)
 
     def _look_what_is_left(self) -> None:
         """Somebody may have removed what the server was durable to. What cannot be seen now is as it was."""
