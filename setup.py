@@ -2,7 +2,7 @@
 
 The extension is built against the torch that is installed, through LibTorch's stable ABI and Python's limited API: one
 binary serves torch 2.11 and later and CPython 3.10 and later. Where it cannot be built (no torch in the build
-environment, no compiler) one line says why, and the package installs without it; psengine/ops.py then runs its
+environment, no compiler) one line says why, and the package installs without it; psengine/kernels/ops.py then runs its
 pure-torch references.
 
 PSENGINE_CUDA=1 asks for the CUDA kernels and makes every failure an error; 0 builds without them. A torch built for

@@ -15,7 +15,8 @@ namespace {
 
 using torch::stable::Tensor;
 
-// Messages are thrown as they are: STD_TORCH_CHECK would put the source file in front. psengine/ops.py raises the same.
+// Messages are thrown as they are: STD_TORCH_CHECK would put the source file in front. psengine/kernels/ops.py raises
+// the same.
 template <class... Values>
 [[noreturn]] void fail(const Values&... values) {
   std::ostringstream message;
@@ -356,8 +357,8 @@ class LayoutReader {
     const Facts facts = facts_of(*layout, /*is_written=*/false);
     if (facts.dtype != aoti_torch_dtype_int64() || facts.device_type != aoti_torch_device_type_cpu() ||
         facts.dim != 1 || !is_row_major(facts))
-      fail("layout must come from psengine.ops.layout_of (expected contiguous torch.int64 of one dimension on cpu",
-           ", got ", dtype_name(facts.dtype), " of ", facts.dim, " dimensions on ", device_name(facts), ")");
+      fail("layout must come from psengine.kernels.ops.layout_of (expected contiguous torch.int64 of one dimension on",
+           " cpu, got ", dtype_name(facts.dtype), " of ", facts.dim, " dimensions on ", device_name(facts), ")");
     next_ = reinterpret_cast<const int64_t*>(facts.data);
     rest_ = numel_ = facts.numel;
   }

@@ -10,7 +10,7 @@
 
 namespace psengine {
 
-// The order is known to psengine/ops.py and psengine/collectives/shared_memory.py.
+// The order is known to psengine/kernels/ops.py and psengine/collectives/shared_memory/collective.py.
 enum class ScalarKind : int32_t { float32 = 0, float64 = 1, float16 = 2, bfloat16 = 3, int32 = 4, int64 = 5 };
 
 constexpr size_t element_bytes(ScalarKind kind) {

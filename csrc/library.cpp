@@ -7,8 +7,8 @@
 
 #include "kernels.h"
 
-// layout: int64 on the CPU, from psengine.ops.layout_of(). The statistics are, for each tensor, the number of values
-// written that are not finite (int64) and the sum of the squares of what was written (float64), on flat's device.
+// layout: int64 on the CPU, from psengine.kernels.ops.layout_of(). The statistics are, for each tensor, the number of
+// values written that are not finite (int64) and the sum of the squares of what was written (float64), on flat's device.
 STABLE_TORCH_LIBRARY(psengine, m) {
   m.def("pack_(Tensor(a!) flat, Tensor[] tensors, float scale, Tensor? layout=None) -> ()");
   m.def("unpack_(Tensor(a!)[] tensors, Tensor flat, float scale, Tensor? layout=None) -> ()");

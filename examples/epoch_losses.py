@@ -10,7 +10,7 @@ import torch
 from rank_errors import TrainingError
 
 import psengine
-from psengine.installation import install_command
+from psengine.environment.installation import install_command
 
 
 class EpochLosses:

@@ -11,7 +11,7 @@ from image_network import SMALLEST_IMAGE
 from rank_errors import UserError
 from torch.utils.data import TensorDataset
 
-from psengine.installation import install_command
+from psengine.environment.installation import install_command
 
 
 @dataclass

@@ -2,9 +2,13 @@
 
 from typing import TYPE_CHECKING, Any
 
-from psengine.collectives import torch_backend
+from psengine import former_names
 from psengine.collectives.base import Collective
-from psengine.environment import Context, init, is_main_process, shutdown
+from psengine.collectives.torch_backend import backend as torch_backend
+from psengine.data.metrics import gather, mean, sum
+from psengine.data.samplers import EvaluationSampler, ProportionalSampler
+from psengine.data.sync_batch_norm import SyncBatchNorm, convert_sync_batchnorm
+from psengine.environment.context import Context, init, is_main_process, shutdown
 from psengine.errors import (
     ArgumentTypeError,
     AuthenticationError,
@@ -27,20 +31,19 @@ from psengine.errors import (
     SharedMemoryUnavailableError,
     SnapshotError,
 )
-from psengine.gradient_norms import clip_grad_norm_
-from psengine.metrics import gather, mean, sum
-from psengine.optimizer import DistributedOptimizer
-from psengine.parallel import DistributedDataParallel
-from psengine.samplers import EvaluationSampler, ProportionalSampler
-from psengine.strategies.async_server import AsyncServer
+from psengine.gradients.norms import clip_grad_norm_
 from psengine.strategies.base import Strategy
+from psengine.strategies.servers.asynchronous import AsyncServer
+from psengine.strategies.servers.sync import SyncServer
 from psengine.strategies.sync_all_reduce import SyncAllReduce
-from psengine.strategies.sync_server import SyncServer
-from psengine.sync_batch_norm import SyncBatchNorm, convert_sync_batchnorm
-from psengine.timeline import timeline
+from psengine.tracing.timeline import timeline
+from psengine.wrapper.ddp import DistributedDataParallel
+from psengine.wrapper.optimizer import DistributedOptimizer
 
 if TYPE_CHECKING:
-    from psengine.client.client import Client, connect
+    from psengine.parameter_server.client.client import Client, connect
+
+former_names.install()
 
 __version__ = "0.1.0"
 
@@ -95,10 +98,12 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     """``connect`` and ``Client`` need the packages of the extra ``server``; everything else needs torch alone."""
     if name in ("Client", "connect"):
-        from psengine.extras import require_server_packages
+        from psengine.environment.extras import require_server_packages
 
         require_server_packages("clients of parameter servers")
-        from psengine.client import client
+        from psengine.parameter_server.client import client
 
         return getattr(client, name)
+    if f"psengine.{name}" in former_names.MOVED:
+        return former_names.load(f"psengine.{name}")
     raise AttributeError(f"module 'psengine' has no attribute {name!r}")

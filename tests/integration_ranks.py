@@ -85,7 +85,7 @@ def _lightning_module(*, manual: bool = False, optimizer: str = "SGD") -> Any:
 
         def training_step(self, batch: Any, index: int) -> Any:
             self.wrappers.append(type(self.trainer.strategy.model).__module__)
-            if self.wrappers[-1] == "psengine.parallel":
+            if self.wrappers[-1] == "psengine.wrapper.ddp":
                 self.kept.append(self.trainer.strategy.model)  # still there when the module is wrapped again
             self.rate = self.trainer.optimizers[0].param_groups[0]["lr"]
             loss = torch.nn.functional.cross_entropy(self.network(batch[0]), batch[1])

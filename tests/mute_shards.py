@@ -11,8 +11,8 @@ DEADLINE_S = 0.2
 
 def mute_while(flag: Path) -> None:
     """For ``running_server(sabotage=partial(mute_while, flag))``; the server then waits ``DEADLINE_S`` for a shard."""
-    from psengine.server import daemon
-    from psengine.server.shard_thread import ShardThread
+    from psengine.parameter_server.server import daemon
+    from psengine.parameter_server.server.transport.shard_thread import ShardThread
 
     patience_s = daemon.STATUS_DEADLINE_S
     ask, answer = daemon.Server.status, ShardThread.status

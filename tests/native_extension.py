@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from psengine import native
+from psengine.kernels import native
 
 needs_shared_memory = pytest.mark.skipif(
     not native.has_shared_memory(), reason="shared memory needs the native extension, on Linux"

@@ -23,7 +23,7 @@ from typing import Any
 from processes import _context
 from signals import send_signal
 
-from psengine.local_sockets import way_to
+from psengine.environment.local_sockets import way_to
 
 START_DEADLINE_S = 30.0
 
@@ -181,9 +181,9 @@ def _server_main(setup: _Setup, sender: Any, stdin: Any) -> None:
     os.environ.clear()
     os.environ.update(setup.environment)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    from psengine.server.daemon import Server
-    from psengine.server.logging_format import TextFormatter
-    from psengine.server.settings import ServerSettings
+    from psengine.parameter_server.server.daemon import Server
+    from psengine.parameter_server.server.settings import ServerSettings
+    from psengine.tracing.logging_format import TextFormatter
 
     handler = logging.StreamHandler()
     handler.setFormatter(TextFormatter())

@@ -8,10 +8,10 @@ import itertools
 import torch
 import xxhash
 
+from psengine.parameter_server.server.core.shard import Sender, Shard, ShardSettings
 from psengine.protocol.codec import decode, encode, payload_tensor
 from psengine.protocol.layout import ChunkKind, ChunkSpec, Segment, job_number, layout_fingerprint
 from psengine.protocol.messages import DTYPE_NUMBERS, NO_KEY, NOBODY, ErrorCode, Message, MessageType
-from psengine.server.shard import Sender, Shard, ShardSettings
 
 AVERAGE = {"name": "average", "quorum": None}
 APPLY = {"name": "apply", "max_staleness": None, "staleness_scaling": None, "delay_compensation": 0.0}

@@ -10,9 +10,9 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from psengine.bucket_caps import BucketCaps
-from psengine.buckets import EAGER_PACK_BYTES, Bucket, is_non_overlapping_and_dense, plan_buckets
 from psengine.errors import ConfigurationError, ReductionError
+from psengine.tensors.bucket import EAGER_PACK_BYTES, Bucket, is_non_overlapping_and_dense, plan_buckets
+from psengine.tensors.caps import BucketCaps
 
 DTYPES = [torch.float32, torch.float64, torch.float16]
 

@@ -15,7 +15,7 @@ from psengine.cli.advising import advice
 from psengine.cli.advising.step_times import StepTimes, step_times
 from psengine.cli.main import main
 from psengine.errors import ConfigurationError
-from psengine.server.averaging import HISTORY
+from psengine.parameter_server.server.rules.averaging import HISTORY
 
 TRAINING = str(Path(__file__).parent / "launched_training.py")
 

@@ -8,12 +8,12 @@ import pytest
 import torch
 from processes import run_ranks
 
-from psengine import native
 from psengine.cli import bench_worker
 from psengine.cli.bench import MODEL_BYTES, describe_machine, measure, print_tables, rows_of
 from psengine.cli.main import main
-from psengine.client.embedded import EmbeddedServer
-from psengine.comparison.place import Place
+from psengine.kernels import native
+from psengine.parameter_server.client.embedded import EmbeddedServer
+from psengine.verify.place import Place
 
 WORK = {"sizes_bytes": [4096, 1 << 20], "model_bytes": 1 << 20, "turns": 3, "server": None}
 
@@ -47,7 +47,7 @@ def test_every_part_is_measured_and_its_results_are_right():
 
 def spoiled_on_rank(rank, world_size, work):
     from psengine.collectives.base import CompletedWork
-    from psengine.collectives.shared_memory import SharedMemoryCollective
+    from psengine.collectives.shared_memory.collective import SharedMemoryCollective
 
     class Wrong(SharedMemoryCollective):
         def all_reduce(self, flat, scale=1.0, *, what="tensor"):

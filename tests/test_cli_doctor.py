@@ -23,7 +23,7 @@ from psengine.cli.doctor_checks import collectives, host, naming, processor, ser
 from psengine.cli.doctor_checks.findings import Circumstances, Level, ok
 from psengine.cli.doctor_checks.network_interfaces import interface_of, list_interfaces
 from psengine.cli.main import main
-from psengine.server.authentication import keygen
+from psengine.parameter_server.server.transport.authentication import keygen
 
 PACKAGE = Path(psengine.__file__).parent
 

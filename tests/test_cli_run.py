@@ -21,7 +21,6 @@ import pytest
 from command_process import run_command, running_command
 
 import psengine
-from psengine import launchers
 from psengine.cli.launching import output as worker_output
 from psengine.cli.launching.deaths import DeathWatch
 from psengine.cli.launching.elastic import ElasticWorkers
@@ -35,6 +34,7 @@ from psengine.cli.launching.servers import ServerGroup
 from psengine.cli.main import main
 from psengine.cli.run import recorded, warn_of_silent_servers
 from psengine.cli.run_arguments import split_arguments
+from psengine.environment import launchers
 
 TESTS = Path(__file__).parent
 WORKER = str(TESTS / "launched_worker.py")

@@ -31,7 +31,7 @@ from psengine.cli.main import main
 from psengine.cli.server_status import Overview, ServerReport, merge, open_sources
 from psengine.cli.status_table import BAR_WIDTH, PARTS, jobs_view, servers_table, sparkline, time_bar
 from psengine.cli.top import Watch
-from psengine.server.authentication import keygen
+from psengine.parameter_server.server.transport.authentication import keygen
 
 
 def exit_code(arguments):

@@ -16,10 +16,6 @@ import torch
 import zmq
 from server_process import running_server
 
-from psengine.client.client import connect, parse_addresses
-from psengine.client.embedded import EmbeddedServer
-from psengine.client.partition import cut
-from psengine.client.session import SessionOptions, WorkerSession, wait_all
 from psengine.errors import (
     AuthenticationError,
     ConfigurationError,
@@ -29,6 +25,10 @@ from psengine.errors import (
     ServerLostError,
     ServerRefusedError,
 )
+from psengine.parameter_server.client.client import connect, parse_addresses
+from psengine.parameter_server.client.embedded import EmbeddedServer
+from psengine.parameter_server.client.partition import cut
+from psengine.parameter_server.client.session import SessionOptions, WorkerSession, wait_all
 from psengine.protocol.keys import CurveClientKeys, KeyPair, write_key_pair
 from psengine.protocol.layout import ChunkKind
 
@@ -530,8 +530,8 @@ def test_a_forgotten_session_ends(server, job):
 def test_exit_with_an_open_session_says_goodbye(server, job):
     code = f"""
 import torch
-from psengine.client.partition import cut
-from psengine.client.session import SessionOptions, WorkerSession
+from psengine.parameter_server.client.partition import cut
+from psengine.parameter_server.client.session import SessionOptions, WorkerSession
 from psengine.protocol.layout import ChunkKind
 session = WorkerSession(SessionOptions(addresses={server.addresses!r}, job={job!r}, rule={AVERAGE!r}, rank=0))
 session.start()
@@ -700,7 +700,7 @@ def test_addresses(monkeypatch):
 
 
 def test_an_embedded_server_ends_with_its_last_worker(monkeypatch):
-    monkeypatch.setattr("psengine.client.embedded.STOP_S", 1.0)
+    monkeypatch.setattr("psengine.parameter_server.client.embedded.STOP_S", 1.0)
     server = EmbeddedServer.start()
     try:
         with worker(server.addresses, "j") as session:

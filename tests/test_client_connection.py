@@ -12,12 +12,6 @@ import pytest
 import torch
 import zmq
 
-from psengine.client import link as link_module
-from psengine.client import patience
-from psengine.client.operation import Parking
-from psengine.client.partition import cut
-from psengine.client.session import Request, SessionOptions, WorkerSession, wait_all
-from psengine.client.stalls import StallWatch
 from psengine.errors import (
     AuthenticationError,
     ProtocolError,
@@ -25,6 +19,12 @@ from psengine.errors import (
     ServerLostError,
     ServerRefusedError,
 )
+from psengine.parameter_server.client import link as link_module
+from psengine.parameter_server.client import patience
+from psengine.parameter_server.client.operation import Parking
+from psengine.parameter_server.client.partition import cut
+from psengine.parameter_server.client.session import Request, SessionOptions, WorkerSession, wait_all
+from psengine.parameter_server.client.stalls import StallWatch
 from psengine.protocol.codec import decode, encode, payload_tensor
 from psengine.protocol.layout import ChunkKind
 from psengine.protocol.messages import Message, MessageType
@@ -444,7 +444,9 @@ def test_a_peer_that_accepts_and_says_nothing_is_lost_not_hostile():
 
 
 def lines_of(caplog):
-    return [record.getMessage() for record in caplog.records if record.name == "psengine.client.stalls"]
+    return [
+        record.getMessage() for record in caplog.records if record.name == "psengine.parameter_server.client.stalls"
+    ]
 
 
 def test_a_stall_is_one_line_however_many_chunks_and_one_when_it_ends(monkeypatch, caplog):

@@ -11,9 +11,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from shard_world import APPLY, AVERAGE, SGD, Worker, World, rule_of, spec
 
-from psengine.client.link import Identity, Link
-from psengine.client.operation import Parking, Push, Request
 from psengine.errors import ServerLostError
+from psengine.parameter_server.client.link import Identity, Link
+from psengine.parameter_server.client.operation import Parking, Push, Request
 from psengine.protocol.messages import Message, MessageType
 
 T = MessageType

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from server_process import running_server
 
-from psengine.client.partition import cut
-from psengine.client.session import SessionOptions, WorkerSession, wait_all
-from psengine.local_sockets import socket_beside
+from psengine.environment.local_sockets import socket_beside
+from psengine.parameter_server.client.partition import cut
+from psengine.parameter_server.client.session import SessionOptions, WorkerSession, wait_all
 from psengine.protocol.layout import ChunkKind
 
 AVERAGE = {"name": "average", "quorum": None}

@@ -16,9 +16,9 @@ from processes import RanksFailedError, run_ranks, run_ranks_to_any_end
 
 from psengine.collectives.base import Collective
 from psengine.collectives.c10d import C10dCollective
+from psengine.collectives.liveness.roll_call import is_process_running
 from psengine.collectives.registry import resolve_collective
-from psengine.collectives.roll_call import is_process_running
-from psengine.collectives.shared_memory import SharedMemoryCollective
+from psengine.collectives.shared_memory.collective import SharedMemoryCollective
 from psengine.errors import CollectiveError, ConfigurationError, PeerLostError
 
 COLLECTIVES = {"c10d": C10dCollective, "shared_memory": SharedMemoryCollective}

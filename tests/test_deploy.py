@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from psengine.server.settings import ENVIRONMENT_PREFIX, ServerSettings
+from psengine.parameter_server.server.settings import ENVIRONMENT_PREFIX, ServerSettings
 
 ROOT = Path(__file__).parent.parent
 DEPLOY = ROOT / "deploy"
@@ -199,7 +199,7 @@ sys.exit(max(abs(task.wait()) for task in tasks))
 
 TRAIN = """
 import sys, pathlib, torch, psengine
-if psengine.environment.default_strategy() == "sync":
+if psengine.environment.context.default_strategy() == "sync":
     psengine.init()
 model = psengine.DistributedDataParallel(torch.nn.Linear(3, 1))
 optimizer = psengine.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)

@@ -19,11 +19,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from processes import free_port, run_ranks, run_ranks_to_any_end
 
-from psengine import environment
-from psengine.environment import Context, choose_device, default_strategy, init, is_main_process, shutdown
+from psengine.environment import context as environment
+from psengine.environment.context import Context, choose_device, default_strategy, init, is_main_process, shutdown
+from psengine.environment.launchers import Master, Placement, detect
+from psengine.environment.slurm_lists import expand_node_list, expand_task_counts
 from psengine.errors import CollectiveError, ConfigurationError, EnvironmentVariableError
-from psengine.launchers import Master, Placement, detect
-from psengine.slurm_lists import expand_node_list, expand_task_counts
 
 LAUNCHER_VARIABLE = re.compile(
     r"(SLURM|OMPI|PMIX|TORCHELASTIC|MASTER)_|(LOCAL_)?(RANK|WORLD_SIZE)$|GROUP_RANK|PSENGINE_STRATEGY"
@@ -666,7 +666,7 @@ def test_unreachable_master(missing_rank):
 SCRIPT = """
     import json, os, signal, sys, time
     import torch, torch.distributed as dist
-    from psengine import environment
+    from psengine.environment import context as environment
 
     def say(*values):  # in one write, so that ranks do not interleave
         os.write(1, (json.dumps(values) + "\\n").encode())
@@ -686,7 +686,7 @@ def write_script(folder: Path, more: str = "") -> Path:
 
 def script_environment() -> dict[str, str]:
     kept = {name: value for name, value in os.environ.items() if not LAUNCHER_VARIABLE.match(name)}
-    root = str(Path(environment.__file__).parents[1])
+    root = str(Path(environment.__file__).parents[2])
     return kept | {"PYTHONPATH": root, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "error::UserWarning:__main__"}
 
 
@@ -741,7 +741,7 @@ def test_end_of_the_interpreter_closes_the_group(tmp_path, backends, ending, gro
     path = tmp_path / "script.py"
     path.write_text(
         "import atexit, torch.distributed as dist\n"
-        "from psengine import environment\n"
+        "from psengine.environment import context as environment\n"
         "atexit.register(lambda: print(dist.is_initialized()))  # runs last\n"
         "environment.init()\n"
         f"dist.get_backend_config = lambda: {backends!r}\n"

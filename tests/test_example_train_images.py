@@ -24,7 +24,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import psengine
-from psengine.installation import install_command
+from psengine.environment.installation import install_command
 
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLE = ROOT / "examples" / "train_images.py"

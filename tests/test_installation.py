@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import psengine
-from psengine.installation import build_command, install_command, origin, reinstall_command
+from psengine.environment.installation import build_command, install_command, origin, reinstall_command
 
 ROOT = Path(psengine.__file__).parents[1]
 EXTRAS = "server|cli|integrations|docs|examples|dev"
@@ -204,4 +204,4 @@ def test_no_text_of_ours_advises_to_install_the_other_project():
     assert not wrong
     # Commands that install psengine are made in one place of the package.
     named = [name for name, text in texts.items() if name.startswith("psengine/") and "psengine-torch" in text]
-    assert named == ["psengine/installation.py"]
+    assert named == ["psengine/environment/installation.py"]

@@ -81,7 +81,7 @@ def test_lightning_trains_over_servers_as_over_native_ddp(lightning, case):
 def test_lightning_trains_with_our_wrapper(lightning):
     for found in lightning:
         native, ours = found["trainer"]["wrappers"]
-        assert (native, ours) == ({"torch.nn.parallel.distributed"}, {"psengine.parallel"})
+        assert (native, ours) == ({"torch.nn.parallel.distributed"}, {"psengine.wrapper.ddp"})
 
 
 def test_lightning_steps_through_the_servers(lightning, server):
@@ -129,7 +129,7 @@ def test_accelerate_trains_as_over_native_ddp(transformers, case):
 def test_accelerate_trains_over_servers(transformers, server):
     for found in transformers:
         accelerate = found["accelerate"]
-        assert accelerate["wrapper"] == "psengine.parallel"
+        assert accelerate["wrapper"] == "psengine.wrapper.ddp"
         for case in ("sync-server", "two optimizers", "two models"):
             assert_equal(accelerate[case], buffers=False)
         assert accelerate["steps"] == (STEPS, "DistributedSGD")

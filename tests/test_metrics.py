@@ -17,9 +17,9 @@ import torch.distributed as dist
 from expectations import raises
 from processes import run_ranks
 
-from psengine import metrics
 from psengine.collectives import cache
-from psengine.collectives.shared_memory import SharedMemoryCollective
+from psengine.collectives.shared_memory.collective import SharedMemoryCollective
+from psengine.data import metrics
 from psengine.errors import ArgumentTypeError, ConfigurationError, ReplicaMismatchError
 
 Scores = collections.namedtuple("Scores", ["loss", "correct"])

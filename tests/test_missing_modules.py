@@ -73,7 +73,7 @@ TRAIN = textwrap.dedent(
 
 
 def test_the_blocker_blocks():
-    program = BLOCK + "import psengine.server.snapshot"  # a server locks its directory
+    program = BLOCK + "import psengine.parameter_server.server.snapshots.store"  # a server locks its directory
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
     assert done.returncode != 0
     assert "import of fcntl halted" in done.stderr

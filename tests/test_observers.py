@@ -21,8 +21,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import psengine
-from psengine.backward_timer import ALWAYS_SAMPLED_ITERATIONS, BackwardTimer
-from psengine.client.telemetry import Telemetry
+from psengine.parameter_server.client.telemetry import Telemetry
+from psengine.tracing.backward_timer import ALWAYS_SAMPLED_ITERATIONS, BackwardTimer
 
 # ---- times of an iteration ---------------------------------------------------------------------------------------
 

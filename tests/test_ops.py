@@ -10,7 +10,7 @@ import sys
 import pytest
 import torch
 
-from psengine import native, ops
+from psengine.kernels import native, ops
 
 needs_native = pytest.mark.skipif(not ops.native_available(), reason="psengine._native was not built")
 
@@ -282,7 +282,7 @@ def test_only_elements_of_sliced_targets_are_written(table, generator):
 def test_layout_matches_the_views_of_buckets(generator):
     tensors = strided_tensors(torch.float32, generator)
     flat = torch.arange(float(sum(t.numel() for t in tensors)))
-    from psengine.buckets import view_like
+    from psengine.tensors.bucket import view_like
 
     targets = [torch.zeros(t.shape) for t in tensors]
     ops.unpack_(targets, flat, 1.0, ops.layout_of(tensors))
@@ -670,7 +670,7 @@ logging.getLogger("psengine").addHandler(Keep())
 logging.getLogger("psengine").setLevel(logging.DEBUG)
 import torch
 import psengine
-from psengine import ops
+from psengine.kernels import ops
 
 assert "psengine._native" not in sys.modules
 assert not ops.native_available()

@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from psengine import ops
+from psengine.kernels import ops
 
 DEVICE = "cuda"
 
@@ -434,7 +434,7 @@ def bad_calls():
         ),
         "layout on the device": (
             lambda: ops.pack_(flat, pair, 1.0, ops.layout_of(pair).to(DEVICE)),
-            r"layout must come from psengine.ops.layout_of",
+            r"layout must come from psengine.kernels.ops.layout_of",
         ),
         "accumulate: shape": (lambda: ops.accumulate_(flat, pair[0]), r"source must have destination's shape"),
         "accumulate: device": (lambda: ops.accumulate_(flat, torch.ones(6)), r"source must be on destination's device"),

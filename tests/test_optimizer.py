@@ -14,7 +14,7 @@ from processes import run_ranks
 from test_parallel import Net, seeded
 
 from psengine import DistributedDataParallel, DistributedOptimizer
-from psengine.timeline import recorder
+from psengine.tracing.timeline import recorder
 
 CLASSES = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True),

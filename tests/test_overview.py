@@ -9,9 +9,9 @@ import pytest
 import torch
 from shard_world import APPLY, AVERAGE, Worker, World, spec, team
 
-from psengine.overview import merge_jobs, percentile, rule_text
+from psengine.parameter_server.overview import merge_jobs, percentile, rule_text
+from psengine.parameter_server.server.rules.statistics import JobStatistics
 from psengine.protocol.messages import MessageType
-from psengine.server.statistics import JobStatistics
 
 TELEMETRY = {
     "steps": 10,

@@ -426,7 +426,7 @@ def forgotten_backward(rank: int, world_size: int) -> None:
     def loss(ddp, scale):
         return ddp(x * scale, use_spare=True).pow(2).sum()
 
-    with unittest.TestCase().assertNoLogs("psengine.reducer", "WARNING"):
+    with unittest.TestCase().assertNoLogs("psengine.gradients.reducer", "WARNING"):
         for _ in range(2):
             loss(ours, 1)  # as in a validation without no_grad()
             with torch.no_grad():
@@ -436,7 +436,7 @@ def forgotten_backward(rank: int, world_size: int) -> None:
             loss(ours, 1).backward()
         (loss(ours, 1) + loss(ours, 2)).backward()
     ours.zero_grad()
-    with unittest.TestCase().assertLogs("psengine.reducer", "WARNING") as caught:
+    with unittest.TestCase().assertLogs("psengine.gradients.reducer", "WARNING") as caught:
         for _ in range(2):
             for ddp in (ours, native):
                 losses = loss(ddp, 1), loss(ddp, 2)

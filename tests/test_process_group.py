@@ -29,7 +29,9 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel as Native
 
 import psengine
-from psengine.collectives import process_group, shared_host, torch_backend
+from psengine.collectives.shared_memory import host as shared_host
+from psengine.collectives.torch_backend import backend as torch_backend
+from psengine.collectives.torch_backend import process_group
 
 pytestmark = needs_shared_memory
 
@@ -564,7 +566,7 @@ def test_psengine_init_takes_the_backend_and_registration_has_no_side_effects():
         "import threading, psengine, torch\n"
         "import torch.distributed as dist\n"
         "assert threading.active_count() == 1 and not dist.is_initialized()\n"
-        "assert 'psengine.collectives.process_group' not in __import__('sys').modules\n"
+        "assert 'psengine.collectives.torch_backend.process_group' not in __import__('sys').modules\n"
         "psengine.init(backend='psengine')\n"
         "assert dist.get_backend() == 'psengine'\n"
         "x = torch.ones(3); dist.all_reduce(x, async_op=True)\n"

@@ -16,9 +16,9 @@ import torch.distributed as dist
 from processes import free_port, run_ranks
 
 import psengine
-from psengine import rendezvous
-from psengine.client import reachability
+from psengine.environment import rendezvous
 from psengine.errors import CollectiveError, ServerLostError
+from psengine.parameter_server.client import reachability
 
 # RFC 6761: no such name will ever resolve.
 NO_HOST = "node-0.invalid"
@@ -211,7 +211,7 @@ def test_words_become_rarer():
 def name_a_server(rank, world_size):
     os.environ["PSENGINE_SERVERS"] = f"tcp://{NO_HOST}:7077"
     log = Lines()
-    logging.getLogger("psengine.client.reachability").addHandler(log)
+    logging.getLogger("psengine.parameter_server.client.reachability").addHandler(log)
     with pytest.raises(ServerLostError) as caught:
         psengine.connect(role="reader", connect_timeout_s=3.0).layout()
     return str(caught.value), log.lines
@@ -227,7 +227,7 @@ def test_a_server_whose_host_does_not_resolve_is_said_at_once_and_in_the_error()
 def name_a_port_without_a_server(rank, world_size, port):
     reachability.SILENCE_S = 0.1
     log = Lines()
-    logging.getLogger("psengine.client.reachability").addHandler(log)
+    logging.getLogger("psengine.parameter_server.client.reachability").addHandler(log)
     with pytest.raises(ServerLostError) as caught:
         psengine.connect(f"tcp://127.0.0.1:{port}", role="reader", connect_timeout_s=2.0).layout()
     return str(caught.value), log.lines

@@ -14,8 +14,8 @@ from processes import run_ranks
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, TensorDataset
 
 import psengine
+from psengine.data.samplers import split_proportionally
 from psengine.errors import ArgumentTypeError, ConfigurationError
-from psengine.samplers import split_proportionally
 
 
 class Endless(IterableDataset):

@@ -9,11 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from shard_world import APPLY, SGD, Worker, World, codes, rule_of, spec, team
 
+from psengine.parameter_server.server.core.shard import Sender
 from psengine.protocol.codec import encode, payload_tensor
 from psengine.protocol.hyperparameters import wire_groups
 from psengine.protocol.layout import ChunkKind, job_number
 from psengine.protocol.messages import ErrorCode, Message, MessageType
-from psengine.server.shard import Sender
 
 OPTIMIZERS = {
     "sgd": ("SGD", {"lr": 0.1}),

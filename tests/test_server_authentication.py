@@ -11,6 +11,17 @@ from server_process import Peer, ServerFailedError, run_command, running_server
 from zmq.utils import z85
 
 from psengine.errors import AuthenticationError, ConfigurationError
+from psengine.parameter_server.server.transport import authentication, key_rings
+from psengine.parameter_server.server.transport.authentication import (
+    ZAP_DOMAIN,
+    Authenticator,
+    keygen,
+    new_key_pair,
+    probe,
+    try_handshake,
+)
+from psengine.parameter_server.server.transport.endpoint import Endpoint
+from psengine.parameter_server.server.transport.key_rings import AllowedKeys
 from psengine.protocol.keys import (
     CurveClientKeys,
     KeyPair,
@@ -20,10 +31,6 @@ from psengine.protocol.keys import (
     read_public_key,
     write_key_pair,
 )
-from psengine.server import authentication, key_rings
-from psengine.server.authentication import ZAP_DOMAIN, Authenticator, keygen, new_key_pair, probe, try_handshake
-from psengine.server.key_rings import AllowedKeys
-from psengine.server.transport import Endpoint
 
 
 @pytest.fixture

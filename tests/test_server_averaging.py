@@ -16,13 +16,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from shard_world import AVERAGE, Worker, World, codes, rule_of, spec, team
 
+from psengine.parameter_server.server.rules.applying import ApplyingRule
+from psengine.parameter_server.server.rules.averaging import HISTORY, AveragingRule
+from psengine.parameter_server.server.rules.consistency import Push, RuleContext
+from psengine.parameter_server.server.rules.statistics import JobStatistics
 from psengine.protocol.codec import payload_tensor
 from psengine.protocol.layout import ChunkKind
 from psengine.protocol.messages import ErrorCode, MessageType
-from psengine.server.applying import ApplyingRule
-from psengine.server.averaging import HISTORY, AveragingRule
-from psengine.server.consistency import Push, RuleContext
-from psengine.server.statistics import JobStatistics
 
 QUORUM_1 = {"name": "average", "quorum": 1}
 QUORUM_2 = {"name": "average", "quorum": 2}

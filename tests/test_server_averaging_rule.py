@@ -6,12 +6,12 @@ import pytest
 import torch
 from shard_world import Worker, World, spec, team
 
+from psengine.parameter_server.server.rules.averaging import AveragingRule
+from psengine.parameter_server.server.rules.consistency import Push, RuleContext
+from psengine.parameter_server.server.rules.statistics import JobStatistics
 from psengine.protocol.codec import payload_tensor
 from psengine.protocol.layout import job_number
 from psengine.protocol.messages import ErrorCode, MessageType
-from psengine.server.averaging import AveragingRule
-from psengine.server.consistency import Push, RuleContext
-from psengine.server.statistics import JobStatistics
 
 
 class Room:

@@ -15,12 +15,12 @@ from server_process import SGD as SERVER_SGD
 from server_process import running_server
 from shard_world import APPLY, SGD, Worker, World, spec, team
 
-from psengine.client.options import SessionOptions
-from psengine.client.session import WorkerSession, wait_all
 from psengine.errors import SnapshotError
+from psengine.parameter_server.client.options import SessionOptions
+from psengine.parameter_server.client.session import WorkerSession, wait_all
+from psengine.parameter_server.server.core.capture import Meeting
+from psengine.parameter_server.server.snapshots.files import read_generation
 from psengine.protocol.messages import MessageType
-from psengine.server.capture import Meeting
-from psengine.server.snapshot_files import read_generation
 
 CHUNKS = 3
 

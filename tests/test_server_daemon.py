@@ -20,9 +20,9 @@ import zmq
 from server_process import APPLY, Peer, ServerFailedError, run_command, running_server
 
 from psengine.errors import ConfigurationError
+from psengine.parameter_server.server import systemd
 from psengine.protocol.codec import payload_tensor
 from psengine.protocol.messages import MAX_PAYLOAD_BYTES
-from psengine.server import systemd
 
 MANY_BYTES = os.urandom(4096)
 
@@ -228,7 +228,7 @@ def test_pushes_under_way_at_sigterm_are_either_acknowledged_and_kept_or_neither
 
 
 def slow_heartbeats():
-    from psengine.server.shard import Shard
+    from psengine.parameter_server.server.core.shard import Shard
 
     handle = Shard.handle
 
@@ -305,7 +305,7 @@ def test_the_second_signal_ends_at_once_and_leaves_a_valid_generation(tmp_path, 
 def deaf_at_the_end():
     import zmq
 
-    from psengine.server.shard_thread import ShardThread
+    from psengine.parameter_server.server.transport.shard_thread import ShardThread
 
     receive = ShardThread._receive
 
@@ -564,7 +564,7 @@ def test_slow_readers_of_the_monitor_are_cut_and_do_not_block_it():
 
 
 def short_deadline():
-    from psengine.server import monitor
+    from psengine.parameter_server.server.status import monitor
 
     monitor.REQUEST_DEADLINE_S = 1.5
 
@@ -689,7 +689,7 @@ def test_nothing_is_left_of_an_ipc_server_that_ended(tmp_path):
 
 
 def small_allowance():
-    from psengine.server import memory_guard
+    from psengine.parameter_server.server.transport import memory_guard
 
     memory_guard.LEAST_ALLOWANCE_BYTES = 64 << 20
 
@@ -742,7 +742,7 @@ def resident_bytes(pid):
 
 
 def fail_on_status():
-    from psengine.server.shard import Shard
+    from psengine.parameter_server.server.core.shard import Shard
 
     handle = Shard.handle
 
@@ -766,7 +766,7 @@ def test_a_failing_shard_says_so_and_serves_on():
 
 
 def fail_in_the_tick():
-    from psengine.server.shard import Shard
+    from psengine.parameter_server.server.core.shard import Shard
 
     def fail(self, now_s):
         raise RuntimeError("sabotage of the tick")
@@ -784,7 +784,7 @@ def test_a_failing_tick_is_logged_sparingly():
 def fail_in_the_socket():
     import zmq
 
-    from psengine.server.transport import Endpoint
+    from psengine.parameter_server.server.transport.endpoint import Endpoint
 
     receive = Endpoint.receive
 
@@ -803,7 +803,7 @@ def test_a_dead_shard_ends_the_process():
 
 
 def fail_in_the_snapshot():
-    from psengine.server.snapshot import SnapshotStore
+    from psengine.parameter_server.server.snapshots.store import SnapshotStore
 
     def fail(self, shards):
         raise RuntimeError("sabotage of the snapshot")

@@ -17,11 +17,11 @@ from server_process import Peer, ServerFailedError, running_server
 from shard_world import APPLY, AVERAGE, SGD, Worker, World, spec, team
 
 from psengine.errors import SnapshotError
+from psengine.parameter_server.server.core.shard import Shard, ShardSettings
+from psengine.parameter_server.server.durability import snapshot_thread as durability
+from psengine.parameter_server.server.durability.snapshot_thread import SnapshotThread, restore
+from psengine.parameter_server.server.snapshots.store import SnapshotStore
 from psengine.protocol.messages import MessageType
-from psengine.server import durability
-from psengine.server.durability import SnapshotThread, restore
-from psengine.server.shard import Shard, ShardSettings
-from psengine.server.snapshot import SnapshotStore
 
 INTERVAL_S = 0.1
 # Longer than any test: nobody is evicted, which would be a change.
@@ -103,7 +103,7 @@ def test_all_who_ask_while_a_snapshot_is_written_share_the_next_one(tmp_path):
 
 
 def slow_commits_for_a_few():
-    from psengine.server import snapshot_wishes
+    from psengine.parameter_server.server.durability import wishes as snapshot_wishes
 
     slow_commits()
     snapshot_wishes.MAX_WISHES = 50

@@ -16,9 +16,9 @@ import torch
 from server_process import running_server
 from shard_world import APPLY, AVERAGE, spec
 
-from psengine.client.link import Link
-from psengine.client.options import SessionOptions
-from psengine.client.session import WorkerSession
+from psengine.parameter_server.client.link import Link
+from psengine.parameter_server.client.options import SessionOptions
+from psengine.parameter_server.client.session import WorkerSession
 from psengine.protocol.messages import Message, MessageType
 
 LEASE_S = 2.0
@@ -29,8 +29,8 @@ LIMIT_S = 20.0
 PROGRAM = """
 import sys
 import torch
-from psengine.client.options import SessionOptions
-from psengine.client.session import WorkerSession
+from psengine.parameter_server.client.options import SessionOptions
+from psengine.parameter_server.client.session import WorkerSession
 from psengine.protocol.layout import ChunkKind, ChunkSpec, Segment
 
 address, rank = sys.argv[1], int(sys.argv[2])
@@ -139,7 +139,7 @@ def test_a_program_that_ends_waits_a_lease_for_a_worker_that_died():
 
 
 def speak_version_2() -> None:
-    from psengine.server import shard_thread
+    from psengine.parameter_server.server.transport import shard_thread
 
     shard_thread.encode = partial(shard_thread.encode, version=2)  # type: ignore[assignment]
 

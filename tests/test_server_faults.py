@@ -105,8 +105,8 @@ def expect_workers(world_size: int) -> None:
     """Let the servers wait for so many workers, as a process group of that size would."""
     from dataclasses import replace
 
-    from psengine.strategies import server_strategy
-    from psengine.strategies.meeting import meet
+    from psengine.strategies.servers import base as server_strategy
+    from psengine.strategies.servers.discovery import meet
 
     def meet_several(*arguments: Any, **options: Any) -> Any:
         return replace(meet(*arguments, **options), world_size=world_size)
@@ -412,7 +412,7 @@ class StallAnswer:
         self._step = step
 
     def __call__(self, strategy: Any) -> None:
-        from psengine.client.link import Link
+        from psengine.parameter_server.client.link import Link
         from psengine.protocol.messages import MessageType
 
         receive, epochs = Link.receive, {link.index: link.epoch for link in strategy.session._presence.links}
@@ -449,7 +449,7 @@ class StallPull:
     """Wait for the test before the values of the job are read."""
 
     def __call__(self, reports: Reports) -> None:
-        from psengine.strategies.server_strategy import ServerStrategy
+        from psengine.strategies.servers.base import ServerStrategy
 
         pull_values = ServerStrategy.pull_values
 
@@ -627,7 +627,7 @@ def test_a_donor_that_dies_is_replaced(server, where):
 
 class DieBeforeSeal:
     def __call__(self) -> None:
-        from psengine.client.presence import Presence
+        from psengine.parameter_server.client.presence import Presence
 
         Presence.seal = lambda *_, **__: end_myself()  # type: ignore[assignment,method-assign]
 
@@ -920,7 +920,7 @@ def test_async_goes_on_from_the_last_snapshot(tmp_path: Path, seed: int):
 
 def impatient(strategy: Any = None) -> None:
     """Ask again after a tenth of a second rather than a whole one."""
-    from psengine.client import patience
+    from psengine.parameter_server.client import patience
 
     patience.PROBE_S = 0.1
 

@@ -10,8 +10,8 @@ import torch
 from server_process import ServerProcess, running_server
 from shard_world import AVERAGE, spec
 
-from psengine.client.options import SessionOptions
-from psengine.client.session import Push, WorkerSession
+from psengine.parameter_server.client.options import SessionOptions
+from psengine.parameter_server.client.session import Push, WorkerSession
 from psengine.protocol.messages import Message, MessageType
 
 LEASE_S = 20.0

@@ -6,11 +6,11 @@ import pytest
 import torch
 from shard_world import APPLY, NOBODY, ErrorCode, Worker, World, codes, spec, team
 
+from psengine.parameter_server.server.core.job import LINES_INTERVAL_S, MAX_LINES
+from psengine.parameter_server.server.core.status_report import KEPT_FACTOR, StatusReport
 from psengine.protocol import session
 from psengine.protocol.messages import MessageType
 from psengine.protocol.session import CLIENT_SENDS, SERVER_SENDS, Phase
-from psengine.server.job import LINES_INTERVAL_S, MAX_LINES
-from psengine.server.status_report import KEPT_FACTOR, StatusReport
 
 # What each type needs besides the numbers that every message has.
 FIELDS = {

@@ -9,9 +9,9 @@ import time
 
 import pytest
 
-from psengine.server import history as history_module
-from psengine.server.history import LENGTHS, History, Track
-from psengine.server.monitor import _history_page
+from psengine.parameter_server.server.status import history as history_module
+from psengine.parameter_server.server.status.history import LENGTHS, History, Track
+from psengine.parameter_server.server.status.monitor import _history_page
 
 
 def status_of(

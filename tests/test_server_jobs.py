@@ -12,10 +12,10 @@ import torch
 from server_process import Peer, running_server
 from shard_world import APPLY, ErrorCode, Worker, World, codes, spec, team
 
+from psengine.parameter_server.server.core.events import MOST_EVENTS, SNAPSHOT_FAILED_REPEAT_S, EventLog
+from psengine.parameter_server.server.core.job_places import MOST_JOBS, MOST_JOBS_OF_ONE
+from psengine.parameter_server.server.status.actions import Actions, Deeds
 from psengine.protocol.messages import MessageType
-from psengine.server.actions import Actions, Deeds
-from psengine.server.events import MOST_EVENTS, SNAPSHOT_FAILED_REPEAT_S, EventLog
-from psengine.server.job_places import MOST_JOBS, MOST_JOBS_OF_ONE
 
 TOKEN = "correct-horse-battery-staple"
 LEASE_S = 5.0

@@ -16,11 +16,11 @@ from server_process import APPLY, SGD, ServerProcess, running_server
 from shard_world import APPLY as APPLY_RULE
 from shard_world import Worker, World, spec, team
 
-from psengine.client.options import SessionOptions
-from psengine.client.progress import Ledger
-from psengine.client.session import WorkerSession, wait_all
+from psengine.parameter_server.client.options import SessionOptions
+from psengine.parameter_server.client.progress import Ledger
+from psengine.parameter_server.client.session import WorkerSession, wait_all
+from psengine.parameter_server.server.core.losses import Losses
 from psengine.protocol.messages import MessageType
-from psengine.server.losses import Losses
 
 CHUNKS = 5
 LEASE_S = 3.0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from psengine.server.membership import CLAIM_PATIENCE_S, Membership, merge_members
+from psengine.parameter_server.server.core.membership import CLAIM_PATIENCE_S, Membership, merge_members
 
 LEASE_S = 5.0
 

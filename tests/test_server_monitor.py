@@ -17,18 +17,24 @@ import torch
 from server_process import Peer, ServerFailedError, running_server
 from shard_world import World, spec, team
 
-from psengine.client.embedded import EmbeddedServer
 from psengine.errors import ConfigurationError
+from psengine.parameter_server.client.embedded import EmbeddedServer
+from psengine.parameter_server.server import daemon
+from psengine.parameter_server.server.settings import ServerSettings
+from psengine.parameter_server.server.status import monitor as monitor_module
+from psengine.parameter_server.server.status.actions import Actions, Deeds
+from psengine.parameter_server.server.status.dashboard_page import dashboard
+from psengine.parameter_server.server.status.exposition import render_metrics
+from psengine.parameter_server.server.status.history import History
+from psengine.parameter_server.server.status.monitor import (
+    MAX_CONNECTIONS,
+    MAX_REQUESTS,
+    MAX_WAITING,
+    REQUEST_TIMEOUT_S,
+    Monitor,
+)
+from psengine.parameter_server.server.transport.shard_thread import ShardThread
 from psengine.protocol.keys import read_token
-from psengine.server import daemon
-from psengine.server import monitor as monitor_module
-from psengine.server.actions import Actions, Deeds
-from psengine.server.dashboard_page import dashboard
-from psengine.server.exposition import render_metrics
-from psengine.server.history import History
-from psengine.server.monitor import MAX_CONNECTIONS, MAX_REQUESTS, MAX_WAITING, REQUEST_TIMEOUT_S, Monitor
-from psengine.server.settings import ServerSettings
-from psengine.server.shard_thread import ShardThread
 
 GRAFANA = Path(__file__).parent.parent / "docs" / "grafana" / "psengine.json"
 TOKEN = "correct-horse-battery-staple"

@@ -14,6 +14,8 @@ import pytest
 import torch
 
 from psengine.errors import ConfigurationError, ProtocolError
+from psengine.flat_optimizers.kernel_windows import LINE_BYTES, Window, places_of, window_of
+from psengine.flat_optimizers.optimizers import ChunkOptimizer, OptimizerSpec, compensate, is_finite, staleness_factor
 from psengine.protocol.hyperparameters import (
     HYPERPARAMETERS,
     OPTIMIZERS,
@@ -25,8 +27,6 @@ from psengine.protocol.hyperparameters import (
 )
 from psengine.protocol.layout import Segment
 from psengine.protocol.messages import ErrorCode
-from psengine.server.kernel_windows import LINE_BYTES, Window, places_of, window_of
-from psengine.server.optimizers import ChunkOptimizer, OptimizerSpec, compensate, is_finite, staleness_factor
 
 IMPLEMENTATION_CHOICES = {"params", "foreach", "fused", "capturable", "differentiable"}
 
@@ -594,7 +594,9 @@ def test_names_of_optimizers():
             return super()._init_group(*arguments)
 
     # As psengine.DistributedOptimizer makes them.
-    distributed = type("DistributedSGD", (torch.optim.SGD,), {"step": OwnStep.step, "__module__": "psengine.optimizer"})
+    distributed = type(
+        "DistributedSGD", (torch.optim.SGD,), {"step": OwnStep.step, "__module__": "psengine.wrapper.optimizer"}
+    )
     for cls in OPTIMIZERS.values():
         assert optimizer_name(cls(parameters)) == cls.__name__
     assert optimizer_name(Logged(parameters)) == "AdamW"

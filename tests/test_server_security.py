@@ -16,14 +16,14 @@ from server_process import running_server
 from zmq.utils import z85
 
 import psengine
-from psengine.client import connection
+from psengine.environment.local_sockets import socket_beside
 from psengine.errors import AuthenticationError
-from psengine.local_sockets import socket_beside
+from psengine.parameter_server.client import connection
+from psengine.parameter_server.server.transport import key_rings
+from psengine.parameter_server.server.transport.authentication import Authenticator, keygen, new_key_pair, try_handshake
+from psengine.parameter_server.server.transport.endpoint import Endpoint
+from psengine.parameter_server.server.transport.key_rings import AllowedKeys
 from psengine.protocol.keys import CurveClientKeys
-from psengine.server import key_rings
-from psengine.server.authentication import Authenticator, keygen, new_key_pair, try_handshake
-from psengine.server.key_rings import AllowedKeys
-from psengine.server.transport import Endpoint
 
 
 @pytest.fixture

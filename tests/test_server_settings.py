@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from psengine.errors import ConfigurationError
-from psengine.server.settings import ServerSettings, describe_settings, parse_size
+from psengine.parameter_server.server.settings import ServerSettings, describe_settings, parse_size
 
 
 @pytest.fixture(autouse=True)

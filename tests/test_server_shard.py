@@ -9,11 +9,11 @@ import pytest
 import torch
 from shard_world import APPLY, AVERAGE, SGD, Worker, World, codes, rule_of, spec, team
 
+from psengine.parameter_server.server.core.shard import Shard, merge_job_meta
+from psengine.parameter_server.server.snapshots.store import distribute
 from psengine.protocol.codec import payload_tensor
 from psengine.protocol.layout import ChunkKind, ChunkSpec, Segment
 from psengine.protocol.messages import ErrorCode, MessageType
-from psengine.server.shard import Shard, merge_job_meta
-from psengine.server.snapshot import distribute
 
 MOMENTUM = SGD | {"momentum": 0.9}
 
@@ -103,7 +103,7 @@ class TestComing:
         assert Worker(world, 0, rule=APPLY).hello() == "ready"
 
     def test_jobs_nobody_is_in_make_room(self, monkeypatch):
-        monkeypatch.setattr("psengine.server.job_places.MOST_JOBS", 2)
+        monkeypatch.setattr("psengine.parameter_server.server.core.job_places.MOST_JOBS", 2)
         world = World()
         workers = [Worker(world, 0, job=name) for name in ("one", "two", "three")]
         assert [worker.hello() for worker in workers] == ["initialise", "initialise", ErrorCode.MEMORY]

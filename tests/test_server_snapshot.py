@@ -20,9 +20,9 @@ import xxhash
 from processes import _context
 
 from psengine.errors import SnapshotError
+from psengine.parameter_server.server.snapshots.files import read_manifest, write_manifest
+from psengine.parameter_server.server.snapshots.store import ChunkState, JobState, SnapshotStore, distribute
 from psengine.protocol.messages import DTYPES
-from psengine.server.snapshot import ChunkState, JobState, SnapshotStore, distribute
-from psengine.server.snapshot_files import read_manifest, write_manifest
 
 SHAPES = {
     "scalar": (),

@@ -19,12 +19,12 @@ from other_user import OTHER_UID, as_other_user, needs_root, other_user
 from server_process import Peer, ServerFailedError, run_command, running_server
 
 import psengine
-from psengine import local_sockets
-from psengine.client.embedded import EmbeddedServer
+from psengine.environment import local_sockets
+from psengine.environment.local_sockets import listener_uid, private_directory, socket_beside
 from psengine.errors import AuthenticationError, ConfigurationError, ServerLostError
-from psengine.local_sockets import listener_uid, private_directory, socket_beside
-from psengine.server.authentication import Authenticator, try_handshake
-from psengine.server.transport import Endpoint
+from psengine.parameter_server.client.embedded import EmbeddedServer
+from psengine.parameter_server.server.transport.authentication import Authenticator, try_handshake
+from psengine.parameter_server.server.transport.endpoint import Endpoint
 
 NUMEL = 1000
 

@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel as Native
 
 import psengine
 from psengine.errors import ServerError
-from psengine.strategies.worker_state import OptimizerState, pack, unpack
+from psengine.strategies.servers.worker_state import OptimizerState, pack, unpack
 
 STEPS = 6
 

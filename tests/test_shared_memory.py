@@ -29,13 +29,13 @@ from native_extension import needs_shared_memory
 from processes import free_port, run_ranks, run_ranks_to_any_end
 
 import psengine
-from psengine import native
-from psengine.collectives import shared_host
 from psengine.collectives.base import Work
 from psengine.collectives.c10d import C10dCollective
-from psengine.collectives.shared_host import SharedMemoryUnavailableError
-from psengine.collectives.shared_memory import SCALAR_KINDS, SharedMemoryCollective
+from psengine.collectives.shared_memory import host as shared_host
+from psengine.collectives.shared_memory.collective import SCALAR_KINDS, SharedMemoryCollective
+from psengine.collectives.shared_memory.host import SharedMemoryUnavailableError
 from psengine.errors import CollectiveError, PeerLostError
+from psengine.kernels import native
 
 pytestmark = needs_shared_memory
 

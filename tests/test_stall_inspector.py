@@ -18,8 +18,8 @@ from processes import run_ranks
 
 import psengine
 from psengine.collectives.c10d import C10dCollective
-from psengine.collectives.roll_call import process_state
-from psengine.stall_inspector import Position, StallSchedule, Wait, describe_stall, inspector, stall_after_s
+from psengine.collectives.liveness.roll_call import process_state
+from psengine.tracing.stall_inspector import Position, StallSchedule, Wait, describe_stall, inspector, stall_after_s
 
 STEPS = 4
 SLOW_SHARED_MEMORY = pytest.param(*SHARED_MEMORY.values, marks=[*SHARED_MEMORY.marks, pytest.mark.slow])
@@ -96,7 +96,7 @@ def test_where_nobody_could_be_asked_nobody_is_blamed_but_by_the_transport():
 
 
 def test_importing_starts_no_thread():
-    code = "import threading, psengine.parallel; print([thread.name for thread in threading.enumerate()])"
+    code = "import threading, psengine.wrapper.ddp; print([thread.name for thread in threading.enumerate()])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip() == "['MainThread']"
 
@@ -123,7 +123,7 @@ class _Listener(logging.Handler):
         self.texts = {"WARNING": [], "INFO": []}
         self.heard = threading.Event()
         self._on_warning = on_warning
-        logger = logging.getLogger("psengine.stall_inspector")
+        logger = logging.getLogger("psengine.tracing.stall_inspector")
         logger.setLevel(logging.INFO)
         logger.addHandler(self)
 

@@ -10,12 +10,12 @@ import torch
 from processes import run_ranks
 from server_process import running_server
 
-from psengine.buckets import Bucket
 from psengine.collectives.c10d import C10dCollective
 from psengine.errors import ConfigurationError, ReductionError, ReplicaMismatchError
 from psengine.strategies.base import Replica, Strategy
 from psengine.strategies.registry import STRATEGIES, resolve_strategy
 from psengine.strategies.sync_all_reduce import SyncAllReduce
+from psengine.tensors.bucket import Bucket
 
 SYNCHRONOUS = ["sync", "sync-server"]
 

@@ -17,9 +17,9 @@ from expectations import raises
 from processes import run_ranks
 from torch import nn
 
-from psengine.collectives.shared_memory import SharedMemoryCollective
+from psengine.collectives.shared_memory.collective import SharedMemoryCollective
+from psengine.data.sync_batch_norm import SyncBatchNorm, adopt_sync_batchnorm, convert_sync_batchnorm
 from psengine.errors import ModuleError
-from psengine.sync_batch_norm import SyncBatchNorm, adopt_sync_batchnorm, convert_sync_batchnorm
 
 CHANNELS = 3
 SHAPES = {2: (), 3: (5,), 4: (4, 2), 5: (2, 3, 2)}

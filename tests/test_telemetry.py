@@ -16,13 +16,13 @@ from shard_world import APPLY, Worker, World, spec, team
 from torch import nn
 
 import psengine
-from psengine.client.telemetry import MOST_COMING, Telemetry
 from psengine.errors import ConfigurationError
-from psengine.overview import merge_jobs
+from psengine.parameter_server.client.telemetry import MOST_COMING, Telemetry
+from psengine.parameter_server.overview import merge_jobs
+from psengine.parameter_server.server.core.events import MOST_EVENTS, REPEAT_S, EventLog
+from psengine.parameter_server.server.core.job_record import MOST_DEPARTED
+from psengine.parameter_server.server.core.telemetry import NOT_FINITE, WorkerTelemetry
 from psengine.protocol.messages import ErrorCode, MessageType
-from psengine.server.events import MOST_EVENTS, REPEAT_S, EventLog
-from psengine.server.job_record import MOST_DEPARTED
-from psengine.server.telemetry import NOT_FINITE, WorkerTelemetry
 
 STEPS = 6
 

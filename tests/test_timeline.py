@@ -15,11 +15,11 @@ from processes import run_ranks, run_ranks_to_any_end
 from torch.distributed.device_mesh import init_device_mesh
 
 import psengine
-from psengine import timeline_files
-from psengine.clocks import Offset, estimate_offset
 from psengine.collectives.c10d import C10dCollective
 from psengine.collectives.timeline_group import TimelineGroup
-from psengine.timeline import recorder
+from psengine.tracing import files as timeline_files
+from psengine.tracing.clocks import Offset, estimate_offset
+from psengine.tracing.timeline import recorder
 
 STEPS = 3
 

@@ -15,14 +15,14 @@ from processes import run_ranks
 
 from psengine.cli.main import main
 from psengine.cli.verify import _print_report
-from psengine.comparison import Settings, TargetError, compare, compare_zoo
-from psengine.comparison.differences import Difference, Tolerance, find_difference
-from psengine.comparison.place import Place
-from psengine.comparison.target import check_loss, check_name, check_optimizer, check_target, load_function
-from psengine.comparison.verdict import merge
-from psengine.comparison.worker import compare_target
-from psengine.comparison.zoo import ZOO
 from psengine.errors import ConfigurationError
+from psengine.verify import Settings, TargetError, compare, compare_zoo
+from psengine.verify.differences import Difference, Tolerance, find_difference
+from psengine.verify.place import Place
+from psengine.verify.target import check_loss, check_name, check_optimizer, check_target, load_function
+from psengine.verify.verdict import merge
+from psengine.verify.worker import compare_target
+from psengine.verify.zoo import ZOO
 
 TARGETS = str(Path(verify_targets.__file__))
 SETTINGS = {"steps": 5, "seed": 3}
@@ -376,7 +376,7 @@ def test_a_crash_shows_the_users_traceback(capfd):
     assert 'raise NoColumnError("no such column: price")' in written.err
     assert "rank 1 of 2 raised NoColumnError at step 1 of" in written.err
     assert "PeerLostError" not in written.err
-    assert "psengine/comparison" not in written.err
+    assert "psengine/verify" not in written.err
     assert written.out == ""
 
 

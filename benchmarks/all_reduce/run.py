@@ -33,8 +33,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from machine import describe_machine
 
-from psengine import native
-from psengine.collectives.shared_memory import SharedMemoryCollective
+from psengine.collectives.shared_memory.collective import SharedMemoryCollective
+from psengine.kernels import native
 
 GROUP_TIMEOUT_S = 120
 WARM_UP_ROUNDS = 5

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from psengine import ops
+from psengine.kernels import ops
 
 MB = 10**6
 SCALE = 1 / 3  # rounds, unlike a power of two

@@ -29,7 +29,7 @@ def why_not() -> str | None:
             f"torch {torch.__version__} sees no CUDA device here, so there is nothing to measure."
             " Run this on a machine with an NVIDIA GPU and a CUDA build of torch."
         )
-    from psengine import ops
+    from psengine.kernels import ops
 
     if not ops.native_available():
         return "psengine's native extension is not built (with a C++ compiler: pip install --no-build-isolation -e .)"

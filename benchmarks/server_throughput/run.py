@@ -20,8 +20,8 @@ from typing import Any
 import torch
 import zmq
 
-from psengine.client.partition import CHUNK_BYTES, cut
-from psengine.client.session import SessionOptions, WorkerSession, wait_all
+from psengine.parameter_server.client.partition import CHUNK_BYTES, cut
+from psengine.parameter_server.client.session import SessionOptions, WorkerSession, wait_all
 from psengine.protocol.codec import buffer_of
 from psengine.protocol.layout import ChunkKind
 

@@ -29,7 +29,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import psengine
-from psengine.installation import install_command
+from psengine.environment.installation import install_command
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))

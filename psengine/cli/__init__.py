@@ -1,7 +1,10 @@
-"""``psengine``: launch, watch, debug and check data-parallel training. One module per command."""
+"""The commands ``psengine`` and ``psengine-server``: launch, watch, debug and check training.
+
+One module per command. May import everything below; nothing imports it.
+"""
 
 import psengine
-from psengine.installation import OTHER_DISTRIBUTION, other_distributions, reinstall_command
+from psengine.environment.installation import OTHER_DISTRIBUTION, other_distributions, reinstall_command
 
 # Both distributions have a psengine/__init__.py, and the one that was installed last has overwritten the other's. This
 # module is ours alone, so it can still tell.

@@ -64,7 +64,7 @@ def command(
 ) -> None:
     """Measure, judge, show."""
     from psengine.cli.launching.run import run_training
-    from psengine.timeline_files import find_parts, merge, read
+    from psengine.tracing.files import find_parts, merge, read
 
     plan = make_plan(context.meta[PARTS], workers=workers, strategy="sync", default_workers=DEFAULT_WORKERS)
     check_plan(plan)

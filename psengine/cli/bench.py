@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from psengine.installation import build_command
+from psengine.environment.installation import build_command
 
 EXIT_FAILED = 3
 WORKER = "psengine.cli.bench_worker"
@@ -48,7 +48,7 @@ def bench(
     timeout_s: Annotated[float, typer.Option("--timeout-s", min=1, help="Deadline, in seconds.")] = 300.0,
 ) -> None:
     """Measure this machine: all-reduce, a training step's overhead, a model's way to a parameter server and back."""
-    from psengine.comparison.launch import RankFailedError
+    from psengine.verify.launch import RankFailedError
 
     begin_s, machine = time.monotonic(), describe_machine()
     work = {
@@ -79,9 +79,9 @@ def bench(
 
 def measure(work: dict[str, Any], timeout_s: float) -> tuple[dict[str, Any], list[str]]:
     """(what rank 0 found, why some of it is missing); the server's part is left out where none can be started."""
-    from psengine.comparison.launch import run_ranks
-    from psengine.comparison.servers import comparison_server, names_keys
     from psengine.errors import MissingExtraError
+    from psengine.verify.launch import run_ranks
+    from psengine.verify.servers import comparison_server, names_keys
 
     notes = []
     if names_keys():

@@ -17,12 +17,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
-from psengine import native
-from psengine.collectives.shared_memory import SharedMemoryCollective
-from psengine.comparison.place import Place
-from psengine.comparison.rank import serve
-from psengine.comparison.training import NativeDistributedDataParallel
-from psengine.parallel import DistributedDataParallel
+from psengine.collectives.shared_memory.collective import SharedMemoryCollective
+from psengine.kernels import native
+from psengine.verify.place import Place
+from psengine.verify.rank import serve
+from psengine.verify.training import NativeDistributedDataParallel
+from psengine.wrapper.ddp import DistributedDataParallel
 
 GLOO, IN_PLACE, STAGED = "gloo", "psengine in place", "psengine staged"
 PLAIN, NATIVE, SYNC = "plain backward", "native DDP", "psengine sync"
@@ -139,7 +139,7 @@ def measure_step(place: Place, barrier: Callable[[], object], turns: int) -> dic
 
 def measure_server(address: str, model_bytes: int, turns: int) -> dict[str, list[float]]:
     """Seconds of a model's way to a server that applies SGD and back, by one worker."""
-    from psengine.client.client import connect
+    from psengine.parameter_server.client.client import connect
 
     weights = torch.nn.Parameter(torch.zeros(model_bytes // 4))
     gradient = torch.arange(weights.numel(), dtype=torch.int64).remainder(5).float()

@@ -19,7 +19,7 @@ from rich.text import Text
 from psengine.cli.console import open_console, printable
 from psengine.cli.doctor_checks import collectives, host, naming, processor, servers, software, variables
 from psengine.cli.doctor_checks.findings import Check, Circumstances, Finding, Level, problem, started_with, warning
-from psengine.client.addresses import parse_addresses
+from psengine.parameter_server.client.addresses import parse_addresses
 
 # In the order of the report.
 CHECKS: dict[str, Check] = {

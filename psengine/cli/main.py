@@ -10,8 +10,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
+from psengine.environment.extras import missing_extra
 from psengine.errors import PSEngineError
-from psengine.extras import missing_extra
 
 if TYPE_CHECKING:
     import typer

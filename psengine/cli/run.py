@@ -242,7 +242,7 @@ def recorded(plan: Plan, timeline: Path | None, say: Callable[[str], None]) -> I
         yield plan
         return
     from psengine.cli.launching.run_directory import run_directory
-    from psengine.timeline_files import find_parts, merge_parts
+    from psengine.tracing.files import find_parts, merge_parts
 
     path = Path(os.path.abspath(timeline))
     if path.is_dir() or not path.parent.is_dir():
@@ -270,7 +270,7 @@ def recorded(plan: Plan, timeline: Path | None, say: Callable[[str], None]) -> I
             directory.rename(kept)
             say(
                 f"the timeline could not be written to {path}: {error}. The ranks' parts are kept in {kept};"
-                " psengine.timeline_files.merge_parts joins them"
+                " psengine.tracing.files.merge_parts joins them"
             )
             return
         ranks = "1 rank" if len(parts) == 1 else f"{len(parts)} ranks"

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 from psengine import __version__
+from psengine.environment.extras import require_server_packages
 from psengine.errors import MissingExtraError, PSEngineError
-from psengine.extras import require_server_packages
 
 if TYPE_CHECKING:
     import typer
@@ -76,7 +76,7 @@ def _parameters() -> list[inspect.Parameter]:
     """One option per setting, all of them texts that ``ServerSettings.load`` understands, and our own."""
     import typer
 
-    from psengine.server.settings import describe_settings
+    from psengine.parameter_server.server.settings import describe_settings
 
     found: list[tuple[str, Any, Any]] = [("context", typer.Context, inspect.Parameter.empty)]
     for name, (explanation, default) in describe_settings().items():
@@ -105,8 +105,8 @@ def _parameters() -> list[inspect.Parameter]:
 
 
 def _serve(options: dict[str, Any]) -> int:
-    from psengine.server.daemon import Server, log_start
-    from psengine.server.settings import ServerSettings
+    from psengine.parameter_server.server.daemon import Server, log_start
+    from psengine.parameter_server.server.settings import ServerSettings
 
     if options.pop("version"):
         print(f"psengine-server {__version__}")
@@ -136,7 +136,7 @@ def _serve(options: dict[str, Any]) -> int:
 
 
 def _keygen(directory: str, name: str) -> None:
-    from psengine.server.authentication import keygen
+    from psengine.parameter_server.server.transport.authentication import keygen
 
     try:
         secret_path, public_path = keygen(directory, name)
@@ -147,7 +147,7 @@ def _keygen(directory: str, name: str) -> None:
 
 
 def _log_to_stderr(log_format: str) -> None:
-    from psengine.server.logging_format import JsonFormatter, TextFormatter
+    from psengine.tracing.logging_format import JsonFormatter, TextFormatter
 
     handler = logging.StreamHandler()
     handler.setFormatter(JsonFormatter() if log_format == "json" else TextFormatter())

@@ -21,17 +21,17 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from psengine.cli.console import printable
-from psengine.client.addresses import parse_addresses
-from psengine.client.options import keys_from_environment
-from psengine.environment import read_variable
+from psengine.environment.context import read_variable
+from psengine.environment.extras import require_server_packages
 from psengine.errors import ConfigurationError, PSEngineError
-from psengine.extras import require_server_packages
-from psengine.overview import merge_jobs
+from psengine.parameter_server.client.addresses import parse_addresses
+from psengine.parameter_server.client.options import keys_from_environment
+from psengine.parameter_server.overview import merge_jobs
+from psengine.parameter_server.server.core.telemetry import NOT_FINITE
 from psengine.protocol.keys import CurveClientKeys
-from psengine.server.telemetry import NOT_FINITE
 
 if TYPE_CHECKING:
-    from psengine.client.client import Client
+    from psengine.parameter_server.client.client import Client
 
 MOST_PAGE_BYTES = 64 << 20
 # Of a page that says why there is none.
@@ -208,7 +208,7 @@ class ProtocolSource(Source):
         self._client: Client | None = None
 
     def _ask(self) -> ServerReport:
-        from psengine.client.client import connect
+        from psengine.parameter_server.client.client import connect
 
         if self._client is None:
             self._client = connect(

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from psengine.cli.console import printable
 from psengine.cli.server_status import Overview, ServerReport, shard_bytes
-from psengine.server.telemetry import NOT_FINITE
+from psengine.parameter_server.server.core.telemetry import NOT_FINITE
 
 # Where a step's time goes: part, colour, and a glyph that tells them apart without colour, or in ASCII.
 PARTS = (("compute", "green", "█", "#"), ("wait", "yellow", "░", "."), ("wire", "blue", "▒", "-"),

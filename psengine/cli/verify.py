@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 if TYPE_CHECKING:
-    from psengine.comparison import Comparison, Difference
+    from psengine.verify import Comparison, Difference
 
 EXIT_DIFFERENT, EXIT_FAILED = 1, 3
 MOST_ROWS = 24
@@ -93,8 +93,8 @@ def verify(
     Both run in the same processes, in turn, and draw the same random numbers. After each step losses, buffers,
     gradients and parameters are compared, to the bit.
     """
-    from psengine.comparison import RankFailedError, Settings, compare, compare_zoo
-    from psengine.comparison.target import check_name
+    from psengine.verify import RankFailedError, Settings, compare, compare_zoo
+    from psengine.verify.target import check_name
 
     settings = Settings(
         steps=steps or (6 if target is None else 10),
@@ -206,7 +206,7 @@ def _print_zoo(found: list[Comparison], elapsed_s: float) -> None:
     console = Console(highlight=False)
     first = found[0]
     table = Table(box=None, padding=(0, 2, 0, 0))
-    from psengine.comparison.zoo import ZOO
+    from psengine.verify.zoo import ZOO
 
     any_differs = any(comparison.first is not None for comparison in found)
     for heading in ("model", "verdict", *(("largest", "first difference") if any_differs else ("what it asks for",))):
@@ -257,7 +257,7 @@ def _numbers(difference: Difference, found: Comparison) -> str:
 
 
 def _where(difference: Difference) -> str:
-    from psengine.comparison.verdict import place_of
+    from psengine.verify.verdict import place_of
 
     return place_of(difference)
 

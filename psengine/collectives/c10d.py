@@ -14,11 +14,11 @@ import torch
 import torch.distributed as dist
 
 from psengine.collectives.base import Collective, CompletedWork, Work
-from psengine.collectives.roll_call import RollCall
-from psengine.collectives.whereabouts import StoreWhereabouts
+from psengine.collectives.liveness.roll_call import RollCall
+from psengine.collectives.liveness.whereabouts import StoreWhereabouts
 from psengine.errors import CollectiveError, PeerLostError
-from psengine.stall_inspector import inspector, stall_after_s
-from psengine.timeline import now_ns, record_wait, recorder
+from psengine.tracing.stall_inspector import inspector, stall_after_s
+from psengine.tracing.timeline import now_ns, record_wait, recorder
 
 # How long a wait stays inside the transport before it looks whether another rank raised the alarm.
 WAIT_SLICE_S = 1.0

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from psengine.collectives.base import Collective
 from psengine.collectives.c10d import C10dCollective
 from psengine.collectives.registry import check_name
-from psengine.collectives.shared_memory import SharedMemoryCollective
-from psengine.environment import default_collective
+from psengine.collectives.shared_memory.collective import SharedMemoryCollective
+from psengine.environment.context import default_collective
 from psengine.errors import ArgumentTypeError
 
 _collectives: weakref.WeakKeyDictionary[Any, Collective] = weakref.WeakKeyDictionary()

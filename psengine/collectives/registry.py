@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 
-from psengine import native
 from psengine.collectives.base import Collective
 from psengine.collectives.c10d import C10dCollective
-from psengine.collectives.shared_memory import SharedMemoryCollective
+from psengine.collectives.shared_memory.collective import SharedMemoryCollective
 from psengine.collectives.solo import SoloCollective
 from psengine.errors import ConfigurationError
+from psengine.kernels import native
 
 NAMES = ("auto", "c10d", "shared_memory")
 

@@ -7,10 +7,10 @@ import weakref
 
 import torch
 
-from psengine.clocks import ROUNDS, Offset, estimate_offset
 from psengine.collectives.base import Collective
-from psengine.environment import world_place
-from psengine.timeline import now_ns, recorder, start_from_environment
+from psengine.environment.context import world_place
+from psengine.tracing.clocks import ROUNDS, Offset, estimate_offset
+from psengine.tracing.timeline import now_ns, recorder, start_from_environment
 
 # Of one rank's spans at a time, so that all ranks need only this much memory for them.
 PIECE_BYTES = 16 * 1024 * 1024

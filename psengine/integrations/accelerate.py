@@ -9,14 +9,14 @@ from typing import Any
 
 import torch
 
-from psengine.environment import default_strategy
+from psengine.environment.context import default_strategy
+from psengine.environment.extras import missing_extra
 from psengine.errors import ConfigurationError
-from psengine.extras import missing_extra
 from psengine.integrations.binding import WrappedModels
 from psengine.integrations.loaders import refuse_dealt_out
-from psengine.parallel import DistributedDataParallel
 from psengine.strategies.base import Strategy
 from psengine.strategies.registry import resolve_strategy
+from psengine.wrapper.ddp import DistributedDataParallel
 
 try:
     from accelerate import Accelerator  # type: ignore[import-untyped]

@@ -7,8 +7,8 @@ import weakref
 
 import torch
 
-from psengine.optimizer import DistributedOptimizer
-from psengine.parallel import DistributedDataParallel
+from psengine.wrapper.ddp import DistributedDataParallel
+from psengine.wrapper.optimizer import DistributedOptimizer
 
 
 class WrappedModels:

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 
 from psengine.collectives.base import Collective
-from psengine.extras import missing_extra
+from psengine.environment.extras import missing_extra
 from psengine.integrations.binding import WrappedModels, detached
-from psengine.parallel import DistributedDataParallel
 from psengine.strategies.base import Strategy
+from psengine.wrapper.ddp import DistributedDataParallel
 
 try:
     from lightning.fabric.strategies import STRATEGY_REGISTRY

@@ -6,8 +6,8 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
+from psengine.data.samplers import EvaluationSampler, ProportionalBatchSampler, ProportionalSampler
 from psengine.errors import ConfigurationError
-from psengine.samplers import EvaluationSampler, ProportionalBatchSampler, ProportionalSampler
 
 
 def refuse_dealt_out(loader: DataLoader[Any]) -> None:

@@ -10,13 +10,13 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from psengine.environment import default_strategy
-from psengine.extras import missing_extra
+from psengine.environment.context import default_strategy
+from psengine.environment.extras import missing_extra
 from psengine.integrations.binding import detached
-from psengine.parallel import DistributedDataParallel
-from psengine.strategies.async_server import AsyncServer
 from psengine.strategies.base import Strategy
 from psengine.strategies.registry import resolve_strategy
+from psengine.strategies.servers.asynchronous import AsyncServer
+from psengine.wrapper.ddp import DistributedDataParallel
 
 try:
     from transformers import Trainer

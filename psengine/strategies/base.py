@@ -16,9 +16,9 @@ from typing import Any, ClassVar
 
 import torch
 
-from psengine.buckets import Bucket
 from psengine.collectives.base import Collective, Work
 from psengine.errors import ConfigurationError
+from psengine.tensors.bucket import Bucket
 
 
 @dataclass(frozen=True, kw_only=True)

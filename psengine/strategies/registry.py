@@ -8,10 +8,10 @@ from collections.abc import Iterable
 from typing import Any
 
 from psengine.errors import ConfigurationError
-from psengine.strategies.async_server import AsyncServer
 from psengine.strategies.base import Strategy
+from psengine.strategies.servers.asynchronous import AsyncServer
+from psengine.strategies.servers.sync import SyncServer
 from psengine.strategies.sync_all_reduce import SyncAllReduce
-from psengine.strategies.sync_server import SyncServer
 
 STRATEGIES: dict[str, type[Strategy]] = {cls.name: cls for cls in (SyncAllReduce, SyncServer, AsyncServer)}
 

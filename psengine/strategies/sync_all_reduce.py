@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
-from psengine.batch_weights import BatchWeights
-from psengine.buckets import Bucket
 from psengine.collectives.base import Collective, CompletedWork, Work
 from psengine.errors import CommunicationHookError, ConfigurationError, ReductionError
 from psengine.strategies.base import Reduction, Replica, Strategy
+from psengine.strategies.batch_weights import BatchWeights
 from psengine.strategies.verification import verify_replicas
+from psengine.tensors.bucket import Bucket
 
 COMMUNICATION_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 

@@ -19,9 +19,9 @@ from lossy_proxy import lossy_proxy
 from server_process import SGD, ServerProcess, running_server
 from throttled_relay import throttled_relay
 
-from psengine.client import patience
-from psengine.client.options import SessionOptions
-from psengine.client.session import WorkerSession, wait_all
+from psengine.parameter_server.client import patience
+from psengine.parameter_server.client.options import SessionOptions
+from psengine.parameter_server.client.session import WorkerSession, wait_all
 from psengine.protocol.layout import ChunkKind, ChunkSpec, Segment
 
 WORKERS = 2

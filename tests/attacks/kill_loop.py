@@ -24,13 +24,13 @@ import torch
 from fault_workers import Crew, Reports, Worker, WorkerFailedError, crew, results_of
 from server_process import APPLY, SGD, ServerProcess, running_server
 
-from psengine.client.link import Link
-from psengine.client.options import READER_RULE, SessionOptions
-from psengine.client.session import WorkerSession, wait_all
 from psengine.errors import SnapshotError
+from psengine.parameter_server.client.link import Link
+from psengine.parameter_server.client.options import READER_RULE, SessionOptions
+from psengine.parameter_server.client.session import WorkerSession, wait_all
+from psengine.parameter_server.server.snapshots.files import read_generation
 from psengine.protocol.layout import ChunkKind, ChunkSpec, Segment
 from psengine.protocol.messages import Message, MessageType
-from psengine.server.snapshot_files import read_generation
 
 AVERAGE = {"name": "average", "quorum": None}
 WORKERS = 3
@@ -93,7 +93,7 @@ def enter(address: str, rule: dict[str, Any]) -> tuple[WorkerSession, int]:
 
 
 class _LossLog(logging.Handler):
-    """Adds up what ``psengine.client.progress`` says that this worker lost."""
+    """Adds up what ``psengine.parameter_server.client.progress`` says that this worker lost."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -107,7 +107,7 @@ class _LossLog(logging.Handler):
 def push_for_ever(reports: Reports, address: str) -> None:
     """Step until told to "pause", which is answered by what was acknowledged, and on with "go"; "end" leaves."""
     losses = _LossLog()
-    logging.getLogger("psengine.client.progress").addHandler(losses)
+    logging.getLogger("psengine.parameter_server.client.progress").addHandler(losses)
     session, rank = enter(address, APPLY)
     body = {"optimizer": "SGD", "groups": [{**SGD, "lr": 1.0}], "runs": [[0, WORKERS, 0]]}
     wait_all([session.configure(key, body) for key in range(CHUNKS)])

@@ -17,7 +17,7 @@ from typing import Any
 
 import zmq
 
-from psengine.local_sockets import way_to
+from psengine.environment.local_sockets import way_to
 
 DELAY_S = 0.15
 POLL_MS = 5

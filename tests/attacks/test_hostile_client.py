@@ -27,8 +27,8 @@ from hostile_client import (
 )
 from shard_world import spec
 
-from psengine.client.presence import Presence
-from psengine.client.session import SessionOptions, WorkerSession
+from psengine.parameter_server.client.presence import Presence
+from psengine.parameter_server.client.session import SessionOptions, WorkerSession
 
 SHORT = dict.fromkeys(ATTACKS, 1000) | {idle_connections: 100, slow_readers: 2, endless_messages: 20}
 
@@ -137,7 +137,7 @@ def test_a_worker_that_computes_for_long_keeps_both_its_connections(monkeypatch)
 
 
 def small_allowance():
-    from psengine.server import memory_guard
+    from psengine.parameter_server.server.transport import memory_guard
 
     memory_guard.LEAST_ALLOWANCE_BYTES = 64 << 20
 

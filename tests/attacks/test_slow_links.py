@@ -15,9 +15,9 @@ from test_server_faults import expect_workers
 from throttled_relay import ThrottledRelay, throttled_relay
 
 import psengine
-from psengine.client.partition import cut
-from psengine.client.session import Push, SessionOptions, WorkerSession, wait_all
 from psengine.errors import ServerLostError
+from psengine.parameter_server.client.partition import cut
+from psengine.parameter_server.client.session import Push, SessionOptions, WorkerSession, wait_all
 from psengine.protocol.layout import ChunkKind, ChunkSpec
 
 AVERAGE = {"name": "average", "quorum": None}

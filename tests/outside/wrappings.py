@@ -66,7 +66,7 @@ def install(wrapping: Wrapping) -> list[torch.nn.Module]:
     """Put ``wrapping``'s class where programs find it; return a list that grows by each module that is wrapped."""
     wrapper_classes: list[Any] = [torch.nn.parallel.DistributedDataParallel]
     if wrapping.by != "torch":
-        from psengine.parallel import DistributedDataParallel
+        from psengine.wrapper.ddp import DistributedDataParallel
 
         wrapper_classes.append(DistributedDataParallel)
     if wrapping.by == "psengine":

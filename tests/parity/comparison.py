@@ -45,7 +45,7 @@ CELLS = tuple(Cell(optimizer, accumulate) for optimizer in ("sgd", "adamw") for 
 
 def psengine_ddp(module: nn.Module, **options: object) -> nn.Module:
     import psengine
-    from psengine import native
+    from psengine.kernels import native
 
     # Over two ranks every transport adds the same two numbers; over more, gloo's order goes round a ring, and only over
     # gloo are the bits native's.

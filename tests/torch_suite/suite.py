@@ -171,7 +171,7 @@ def replace_native_class(wrapper: str) -> Any:
     import torch.nn.parallel.distributed
 
     if wrapper == "psengine":
-        from psengine.parallel import DistributedDataParallel
+        from psengine.wrapper.ddp import DistributedDataParallel
 
         torch.nn.parallel.DistributedDataParallel = DistributedDataParallel  # type: ignore[misc]
         torch.nn.parallel.distributed.DistributedDataParallel = DistributedDataParallel  # type: ignore[misc]

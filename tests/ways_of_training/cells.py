@@ -8,7 +8,7 @@ from ways_of_training.ranks import Cell, Ranks
 from ways_of_training.rows import ROWS
 from ways_of_training.table import oracle_of
 
-from psengine.server import job_places
+from psengine.parameter_server.server.core import job_places
 
 
 def hold_many_jobs() -> None:

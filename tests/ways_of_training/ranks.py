@@ -29,8 +29,8 @@ from torch import Tensor
 from ways_of_training.run import Run
 from ways_of_training.table import Expected, Program, oracle_of
 
-from psengine.client import connection as connection_module
-from psengine.client import greeting, link
+from psengine.parameter_server.client import connection as connection_module
+from psengine.parameter_server.client import greeting, link
 
 CELL_DEADLINE_S = 30.0
 # How long the others may take to fail too, once one rank has.

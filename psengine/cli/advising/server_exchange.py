@@ -21,11 +21,11 @@ def server_exchange_s(size_bytes: int) -> float:
         MissingExtraError: the extra "server" is not installed.
         PSEngineError: the server did not start, or did not answer.
     """
-    from psengine.extras import require_server_packages
+    from psengine.environment.extras import require_server_packages
 
     require_server_packages("servers, for measuring what an exchange with them takes,")
-    from psengine.client.client import connect
-    from psengine.client.embedded import EmbeddedServer
+    from psengine.parameter_server.client.client import connect
+    from psengine.parameter_server.client.embedded import EmbeddedServer
 
     echoed_bytes = max(1, min(size_bytes, MOST_BYTES))
     with (

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from psengine.collectives.base import Collective
 from psengine.collectives.c10d import C10dCollective
-from psengine.collectives.shared_memory import SharedMemoryCollective
+from psengine.collectives.shared_memory.collective import SharedMemoryCollective
 from psengine.errors import PSEngineError
 
 RANKS = 2

@@ -24,7 +24,7 @@ from psengine.errors import (
 )
 
 if TYPE_CHECKING:
-    from psengine.client.client import Client
+    from psengine.parameter_server.client.client import Client
 
 ROUND_TRIPS = 20
 SMALL_BYTES, LARGE_BYTES, LARGE_ROUNDS = 8, 8 << 20, 5
@@ -133,8 +133,8 @@ def _route_to(resolved: list[tuple[Any, ...]]) -> Route:
 
 def _talk(address: str, route: Route | None, circumstances: Circumstances) -> Iterator[Finding]:
     """Say HELLO as a reader, which works before any job exists and changes nothing."""
-    from psengine.client.client import connect
-    from psengine.client.options import keys_from_environment
+    from psengine.parameter_server.client.client import connect
+    from psengine.parameter_server.client.options import keys_from_environment
 
     timeout_s = circumstances.timeout_s
     started_s = time.perf_counter()

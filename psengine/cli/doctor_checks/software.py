@@ -12,8 +12,9 @@ from importlib import metadata
 
 import torch
 
-from psengine import installation, native, ops
 from psengine.cli.doctor_checks.findings import Circumstances, Finding, note, ok, problem, read_text, warning
+from psengine.environment import installation
+from psengine.kernels import native, ops
 
 OLDEST_TORCH = (2, 11)
 # As in pyproject.toml: extra -> package -> oldest version. What developers need is not here.

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields
 
 from psengine.cli.doctor_checks.findings import Circumstances, Finding, note, ok, problem, warning
+from psengine.environment.launchers import detect
 from psengine.errors import MissingExtraError, PSEngineError
-from psengine.launchers import detect
 
 PREFIX = "PSENGINE_"
 # Besides the settings of psengine-server, which are PSENGINE_ and the setting's name.
@@ -96,7 +96,7 @@ def variables(circumstances: Circumstances) -> Iterator[Finding]:
 
 def known_names() -> list[str]:
     """Every variable that psengine reads."""
-    from psengine.server.settings import describe_settings
+    from psengine.parameter_server.server.settings import describe_settings
 
     return sorted({*KNOWN, *(PREFIX + name.upper() for name in describe_settings())})
 
@@ -125,10 +125,10 @@ def _unreadable(given: Mapping[str, str]) -> Iterator[tuple[str, str]]:
 
 
 def _readers() -> dict[str, Callable[[str], object]]:
-    from psengine.client.addresses import parse_addresses
     from psengine.collectives.registry import check_name
+    from psengine.parameter_server.client.addresses import parse_addresses
+    from psengine.parameter_server.server.settings import ServerSettings
     from psengine.protocol.keys import read_key_pair, read_public_key
-    from psengine.server.settings import ServerSettings
     from psengine.strategies.registry import resolve_strategy
 
     return {

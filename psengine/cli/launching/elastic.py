@@ -33,7 +33,7 @@ from psengine.cli.launching.interruption import Interruption, kill_group
 from psengine.cli.launching.nodes import NodeFailures
 from psengine.cli.launching.output import WorkerOutput
 from psengine.cli.launching.torchrun_options import node_counts
-from psengine.environment import read_variable
+from psengine.environment.context import read_variable
 from psengine.errors import CollectiveError, ConfigurationError
 
 # Between the signal that asks workers to end and the one that does not ask; torchrun's 30 s are long after a Ctrl-C.

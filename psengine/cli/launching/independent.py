@@ -13,8 +13,8 @@ from psengine.cli.launching.deaths import DeathWatch
 from psengine.cli.launching.failure import RankEnd, describe_exit, failure_time, last_traceback
 from psengine.cli.launching.interruption import kill_group
 from psengine.cli.launching.output import WorkerOutput
+from psengine.environment.launchers import PLACEMENT_VARIABLES
 from psengine.errors import ConfigurationError
-from psengine.launchers import PLACEMENT_VARIABLES
 
 _POLL_S = 0.1
 

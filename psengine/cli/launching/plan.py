@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from psengine.cli.run_arguments import RunArguments, check_program, given_options
-from psengine.environment import default_strategy, read_variable
+from psengine.environment.context import default_strategy, read_variable
 from psengine.errors import ConfigurationError
 
 # Of torchrun's, what --independent workers heed; -m and --no-python say what the script is.
@@ -123,7 +123,7 @@ def make_plan(
         variables["PSENGINE_COLLECTIVE"] = collective
     named_servers: tuple[str, ...] = ()
     if server_address or needs_servers:
-        from psengine.client.addresses import parse_addresses
+        from psengine.parameter_server.client.addresses import parse_addresses
 
         named_servers = parse_addresses(server_address)
     if server_address:
@@ -161,7 +161,7 @@ def make_plan(
         if nodes.maximum > 1:
             raise ConfigurationError(_several_nodes(strategy or default_strategy(), options.nnodes))
         from psengine.cli.launching.servers import server_options as check_server_options
-        from psengine.extras import require_server_packages
+        from psengine.environment.extras import require_server_packages
 
         require_server_packages("parameter servers")
         check_server_options(server_options)
@@ -197,7 +197,7 @@ def check_strategy(specification: str) -> bool:
         ConfigurationError: there is no such strategy, or it has no such option.
     """
     from psengine.strategies.registry import resolve_strategy
-    from psengine.strategies.server_strategy import ServerStrategy
+    from psengine.strategies.servers.base import ServerStrategy
 
     return isinstance(resolve_strategy(specification), ServerStrategy) and "servers=" not in specification
 

@@ -28,7 +28,7 @@ from psengine.cli.launching.output import WorkerOutput
 from psengine.cli.launching.plan import Plan
 from psengine.cli.launching.run_directory import run_directory
 from psengine.cli.launching.servers import ServerGroup
-from psengine.environment import inherited_variables, read_variable
+from psengine.environment.context import inherited_variables, read_variable
 
 _UNTIL_S = 0.2
 

@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from psengine.client.embedded import EmbeddedServer
 from psengine.errors import ConfigurationError, ServerError
+from psengine.parameter_server.client.embedded import EmbeddedServer
 
 if TYPE_CHECKING:
     from psengine.cli.server_status import ServerReport
@@ -224,7 +224,7 @@ def server_options(options: Sequence[str]) -> list[str]:
     Raises:
         ConfigurationError: no setting of psengine-server, or one that ``psengine run`` gives itself.
     """
-    from psengine.server.settings import describe_settings
+    from psengine.parameter_server.server.settings import describe_settings
 
     known = describe_settings()
     arguments: list[str] = []

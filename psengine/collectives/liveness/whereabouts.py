@@ -1,0 +1,94 @@
+"""Where is everybody? Asked through the rendezvous store when a wait lasts; see ``stall_inspector``.
+
+::
+
+    psengine/stall/question                   the number of the latest question
+    psengine/stall/answer/<n>/<process@host>  what that process waited for when it saw question n
+
+Answers are by process, not by rank, because a rank may be waiting within another group of ranks than the one that asks.
+Nobody writes or reads these while waits are short. Only the store's operations that wait for nobody are used: a thread
+that waits within the store would keep the others of its process out of it. Where the store's host has stopped they do
+not return either; then nobody is asked until they do.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from psengine.collectives.liveness.roll_call import Question, Result, RollCall, StoreSilentError, count_at, count_up
+from psengine.tracing.stall_inspector import Position
+
+QUESTION = "psengine/stall/question"
+ANSWER = "psengine/stall/answer/"
+# A store that lives takes a millisecond.
+STORE_TIMEOUT_S = 1.0
+
+
+class StoreWhereabouts:
+    """One rank's way to tell others where it waits, and to hear where those of its group do; for one thread.
+
+    What asks the store raises StoreSilentError where that does not answer, and what the store raises where it is gone.
+
+    Args:
+        roll_call: of the group; knows the store, and where ranks run.
+    """
+
+    def __init__(self, roll_call: RollCall) -> None:
+        self._roll_call = roll_call
+        self._store = roll_call.store
+        self._pending: Question[Any] | None = None
+
+    def ask(self) -> int:
+        """Ask all ranks where they are; return the question's number."""
+        return self._put(lambda: count_up(self._store, QUESTION, self._latest_question()))
+
+    def latest_question(self) -> int:
+        """The number of the question that was asked last, 0 for none."""
+        return self._put(self._latest_question)
+
+    def _put(self, question: Callable[[], Result]) -> Result:
+        if self._pending is not None and not self._pending.is_over:
+            raise StoreSilentError("it has not answered an earlier question")
+        self._pending = pending = Question(question)
+        return pending.answer(STORE_TIMEOUT_S)
+
+    def _latest_question(self) -> int:
+        return count_at(self._store, QUESTION)
+
+    def answer(self, question: int, position: Position) -> None:
+        """Say where this rank is."""
+        key = self._key(question, self._roll_call.rank)
+        if key is not None:
+            self._put(lambda: self._store.set(key, json.dumps([position.operation, position.what])))
+
+    def answers(self, question: int) -> Mapping[int, Position]:
+        """Where the ranks are that answered ``question``, or a later one, by rank."""
+        return self._put(lambda: self._answers(question))
+
+    def _answers(self, question: int) -> dict[int, Position]:
+        self._roll_call.look_up_members()
+        found = {}
+        # Ranks answer only the latest they see, and another may have asked meanwhile.
+        for later in range(question, self._latest_question() + 1):
+            for rank in range(self._roll_call.world_size):
+                key = self._key(later, rank)
+                if key is not None and self._store.check([key]):
+                    operation, what = json.loads(self._store.get(key))
+                    found[rank] = Position(int(operation), str(what))
+        return found
+
+    def _key(self, question: int, rank: int) -> str | None:
+        place = self._roll_call.place_of(rank)
+        return None if place is None else f"{ANSWER}{question}/{place[1]}@{place[0]}"
+
+    def describe(self, rank: int) -> str:
+        """Such as "rank 1 (process 4711 on host)"."""
+        return self._roll_call.describe_place(rank)
+
+    def advise(self, ranks: Sequence[int]) -> str:
+        """How to look into those ranks' processes."""
+        places = [self._roll_call.place_of(rank) for rank in ranks]
+        commands = [f"`py-spy dump --pid {place[1]}` on {place[0]}" for place in places if place is not None]
+        return f" {', '.join(commands)} shows the line it is at." if commands else ""

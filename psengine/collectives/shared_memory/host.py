@@ -1,0 +1,128 @@
+"""Which ranks share a host, and how they come to share memory: agreed by all, before anybody depends on it."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import secrets
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from psengine.collectives.c10d import C10dCollective
+from psengine.errors import SharedMemoryUnavailableError
+from psengine.kernels import native
+
+# csrc/shared_memory.h, kMaxWorldSize
+MAX_WORLD_SIZE = 64
+# A staging slot: pieces that stay in a core's second-level cache while ranks pass them on. Where ranks share cores each
+# step costs a change of process instead, so there are fewer and larger ones.
+SLOT_BYTES = 512 * 1024
+SLOT_BYTES_WHERE_CORES_ARE_SHARED = 1024 * 1024
+# csrc/shared_memory_layout.h, kSmallBytes
+SLOT_BYTES_PER_RANK = 16 * 1024
+
+
+def join_host_group(c10d: C10dCollective) -> Any:
+    """Join this rank to its group's shared memory and return the native handle; all ranks succeed, or all raise.
+
+    Four exchanges through the process group: who is where, where the control block is, did everybody get in, and can
+    everybody see everybody.
+
+    Raises:
+        SharedMemoryUnavailableError: the ranks do not share a host, or cannot open each other's memory.
+    """
+    facts = c10d.all_gather(torch.tensor(_describe_this_process()), what="who shares this host")
+    reason = _reason_against([tuple(int(fact) for fact in row.tolist()) for row in facts])
+    if reason is not None:
+        raise SharedMemoryUnavailableError(f"collective 'shared_memory' cannot connect these ranks: {reason}")
+    file_descriptor, token = _create_control(c10d) if c10d.rank == 0 else (-1, bytes(16))
+    try:
+        control = torch.tensor([os.getpid(), file_descriptor, *_words_of(token)])
+        c10d.broadcast([control], 0, what="where shared memory is")
+        process_id, descriptor, *words = control.tolist()
+        group = _join(c10d, f"/proc/{process_id}/fd/{descriptor}", _bytes_of(words))
+        _watch(c10d, group)
+    finally:
+        if file_descriptor >= 0:
+            os.close(file_descriptor)
+    return group
+
+
+def _describe_this_process() -> tuple[int, ...]:
+    """Numbers by which ranks see whether they share memory: has the extension, kernel, process namespace, user, id."""
+    if not native.has_shared_memory():
+        return (0, 0, 0, 0, 0)
+    try:
+        boot_id = Path("/proc/sys/kernel/random/boot_id").read_bytes()
+        namespace = os.stat("/proc/self/ns/pid").st_ino
+    except OSError:
+        return (2, 0, 0, 0, 0)
+    boot_number = int.from_bytes(hashlib.sha256(boot_id).digest()[:7], "little")
+    return (1, boot_number, namespace, os.geteuid(), os.getpid())
+
+
+def _reason_against(facts: list[tuple[int, ...]]) -> str | None:
+    """Why these processes cannot share memory, from what they said of themselves; None where they may try."""
+    without = [rank for rank, (has_extension, *_) in enumerate(facts) if has_extension != 1]
+    if without:
+        what = "the native extension" if facts[without[0]][0] == 0 else "Linux's /proc"
+        return f"rank {without[0]} runs without {what}"
+    if len(facts) > MAX_WORLD_SIZE:
+        return f"there are too many (expected at most {MAX_WORLD_SIZE}, got {len(facts)})"
+    for position, name in ((1, "host"), (2, "process namespace (container)"), (3, "user")):
+        other = next((rank for rank, fact in enumerate(facts) if fact[position] != facts[0][position]), None)
+        if other is not None:
+            return f"rank {other} runs in another {name} than rank 0"
+    if len({process_id for *_, process_id in facts}) < len(facts):
+        return "several ranks are threads of one process"
+    return None
+
+
+def _create_control(c10d: C10dCollective) -> tuple[int, bytes]:
+    has_core_for_each = c10d.world_size <= len(os.sched_getaffinity(0))
+    slot_bytes = SLOT_BYTES if has_core_for_each else SLOT_BYTES_WHERE_CORES_ARE_SHARED
+    slot_bytes = max(slot_bytes, c10d.world_size * SLOT_BYTES_PER_RANK)
+    token = secrets.token_bytes(16)
+    try:
+        return native.extension.shared_memory_create_control(c10d.world_size, slot_bytes, token), token
+    except RuntimeError:
+        return -1, token  # nobody can open that, and everybody says so
+
+
+def _join(c10d: C10dCollective, path: str, token: bytes) -> Any:
+    try:
+        group, error = native.extension.shared_memory_join(path, c10d.rank, c10d.world_size, token), None
+    except RuntimeError as failure:
+        group, error = None, failure
+    _agree(c10d, error)
+    return group
+
+
+def _watch(c10d: C10dCollective, group: Any) -> None:
+    try:
+        native.extension.shared_memory_watch_peers(group)
+        error = None
+    except RuntimeError as failure:
+        error = failure
+    _agree(c10d, error)
+
+
+def _agree(c10d: C10dCollective, error: RuntimeError | None) -> None:
+    """Raise on every rank where one has an error."""
+    successes = c10d.all_gather(torch.tensor([error is None]), what="whether shared memory works")
+    failed = [rank for rank, success in enumerate(successes) if not success.item()]
+    if failed:
+        why = f": {error}" if error is not None else ""
+        raise SharedMemoryUnavailableError(
+            f"collective 'shared_memory' cannot connect these ranks: ranks {failed} cannot open the others' memory{why}"
+        ) from error
+
+
+def _words_of(token: bytes) -> tuple[int, int]:
+    return int.from_bytes(token[:8], "little", signed=True), int.from_bytes(token[8:], "little", signed=True)
+
+
+def _bytes_of(words: list[int]) -> bytes:
+    return b"".join(word.to_bytes(8, "little", signed=True) for word in words)

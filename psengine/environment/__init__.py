@@ -1,0 +1,4 @@
+"""Where this process stands: launchers' variables, the rendezvous, how psengine was installed.
+
+``context`` alone reads ``os.environ``. May import ``errors``.
+"""

@@ -1,0 +1,100 @@
+"""How this copy of psengine was installed, and so the command that brings an extra or builds it again.
+
+The distribution is called ``psengine-torch``, and only the import ``psengine``: the package index's ``psengine`` is
+another project's. Its package has the same name, and would replace this one.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+DISTRIBUTION = "psengine-torch"
+# The index's, of another project; copies of ours that are older than the name above have it too.
+OTHER_DISTRIBUTION = "psengine"
+OUR_COMMAND = "psengine.cli.main:main"
+_PACKAGE = Path(__file__).parents[1]
+
+
+def install_command(extra: str, *, upgrade: bool = False, package: Path = _PACKAGE) -> str:
+    """Return the command that installs an extra's packages for the copy of psengine in the folder ``package``.
+
+    Args:
+        extra: as in pyproject.toml, such as "server".
+        upgrade: packages that are there may be too old.
+        package: the folder that ``import psengine`` finds.
+    """
+    return f"pip install {'--upgrade ' if upgrade else ''}{_source(f'[{extra}]', package)}"
+
+
+def reinstall_command(*, package: Path = _PACKAGE) -> str:
+    """Return the command that puts the files of that copy back, and nothing else."""
+    return f"pip install --force-reinstall --no-deps {_source('', package)}"
+
+
+def build_command(*, package: Path = _PACKAGE) -> str:
+    """Return the command that builds the native extension of that copy here."""
+    source = _source("", package)
+    if "--no-build-isolation" not in source:  # a wheel is built already
+        source = f"--no-binary {DISTRIBUTION} --no-build-isolation {DISTRIBUTION}"
+    return f"pip install --force-reinstall --no-deps {source}"
+
+
+def origin(*, package: Path = _PACKAGE) -> str:
+    """Say where that copy lies, and where it is from."""
+    if _is_checkout(package):
+        return f"imported from the checkout {package.parent}"
+    direct = _direct_url(package)
+    return f"installed in {package.parent}" + ("" if direct is None else f" from {direct['url']}")
+
+
+def other_distributions(*, package: Path = _PACKAGE) -> Iterator[tuple[str, bool]]:
+    """Yield for each distribution ``psengine`` that is installed its version and folder, and whether it is ours."""
+    # By folder: sys.path may name one twice.
+    distributions = {
+        Path(str(found.locate_file(""))).resolve(): found for found in metadata.distributions(name=OTHER_DISTRIBUTION)
+    }
+    for folder, found in distributions.items():
+        # What a build leaves beside its sources (psengine.egg-info) is no installation.
+        if folder != package.parent.resolve() or not _is_checkout(package):
+            yield f"psengine {found.version} in {folder}", any(e.value == OUR_COMMAND for e in found.entry_points)
+
+
+def _source(extras: str, package: Path) -> str:
+    """What to tell pip to install, with the options that it needs."""
+    if _is_checkout(package):
+        return f"--no-build-isolation -e '{package.parent}{extras}'"
+    direct = _direct_url(package)
+    url = "" if direct is None else str(direct["url"])
+    local = Path(unquote(urlsplit(url).path)) if url.startswith("file:") else None
+    if direct is None or (local is not None and not local.exists()):
+        # Of an installed distribution pip brings the extra's packages, and leaves itself alone.
+        return f"'{DISTRIBUTION}{extras}'"
+    if local is not None:
+        return f"{'' if local.suffix == '.whl' else '--no-build-isolation '}'{local}{extras}'"
+    if "vcs_info" in direct:
+        url = f"{direct['vcs_info']['vcs']}+{url}@{direct['vcs_info']['commit_id']}"
+    if "subdirectory" in direct:
+        url += f"#subdirectory={direct['subdirectory']}"
+    return f"{'' if url.endswith('.whl') else '--no-build-isolation '}'{DISTRIBUTION}{extras} @ {url}'"
+
+
+def _is_checkout(package: Path) -> bool:
+    """Whether the sources lie beside the package: installed as editable, or found on PYTHONPATH."""
+    return (package.parent / "csrc").is_dir() and (package.parent / "pyproject.toml").is_file()
+
+
+def _direct_url(package: Path) -> dict[str, Any] | None:
+    """From where pip took that copy, where that was no index (PEP 610): direct_url.json beside its metadata."""
+    for found in metadata.distributions(name=DISTRIBUTION, path=[str(package.parent)]):
+        try:
+            direct = json.loads(found.read_text("direct_url.json") or "null")
+        except ValueError:
+            continue
+        if isinstance(direct, dict) and isinstance(direct.get("url"), str):
+            return direct
+    return None

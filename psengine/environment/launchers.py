@@ -1,0 +1,320 @@
+"""Who started this process? Each launcher's environment variables, read into one ``Placement``.
+
+Pure: a mapping in, a placement out, no process state. The first launcher that is recognised wins::
+
+    torchrun   RANK                                   also anybody who sets the same variables by hand
+    Open MPI   OMPI_COMM_WORLD_RANK, _SIZE, ...       before Slurm: inside an allocation mpirun starts its daemons with
+                                                      srun, and the ranks inherit the daemons' SLURM_PROCID
+    Slurm      SLURM_STEP_ID of a step made by srun   an sbatch script and an salloc shell have SLURM_PROCID=0 and
+                                                      SLURM_NTASKS=N as well, but there are no N processes
+    none       otherwise: a single process
+
+Variables that are set but empty count as unset.
+"""
+
+from __future__ import annotations
+
+import re
+import zlib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+
+from psengine.environment.slurm_lists import expand_node_list, expand_task_counts
+from psengine.errors import EnvironmentVariableError
+
+# Derived ports lie below Linux's default range of ephemeral ports (32768-60999), so no outgoing connection holds them.
+_FIRST_DERIVED_PORT = 10000
+_DERIVED_PORTS = 20000
+
+# slurm.h: SLURM_MAX_NORMAL_STEP_ID; larger ones are batch, extern and interactive steps (salloc's shell), not srun's.
+_SLURM_MAX_NORMAL_STEP_ID = 0xFFFFFFF0
+
+_INTEGER = re.compile(r"-?[0-9]{1,18}")
+
+_TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_OPEN_MPI_VARIABLES = tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))
+_SLURM_VARIABLES = (
+    *("SLURM_STEP_ID", "SLURM_STEPID", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID"),
+    *("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_STEP_NUM_NODES", "SLURM_NNODES"),
+    *("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE", "SLURM_NTASKS_PER_NODE"),
+)
+# A process without them is placed nowhere. Names of jobs and hosts are not among them: those place nobody.
+PLACEMENT_VARIABLES = (*_TORCHRUN_VARIABLES, *_OPEN_MPI_VARIABLES, *_SLURM_VARIABLES)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Master:
+    """Where rank 0 (or torchrun's agent) listens for the others.
+
+    Attributes:
+        address: a host's name or address.
+        port: of TCP.
+        address_source: what the address is from, in words: "MASTER_ADDR", or a launcher's variable and its value.
+        port_source: the same of the port.
+    """
+
+    address: str
+    port: int
+    address_source: str = field(default="MASTER_ADDR", compare=False)
+    port_source: str = field(default="MASTER_PORT", compare=False)
+
+    @property
+    def is_address_given(self) -> bool:
+        """Whether a user or torchrun said it, rather than that it was read off a launcher's list of hosts."""
+        return self.address_source == "MASTER_ADDR"
+
+    @property
+    def sources(self) -> str:
+        """What address and port are from."""
+        return f"host from {self.address_source}, port from {self.port_source}"
+
+    def __str__(self) -> str:
+        bare_ipv6 = ":" in self.address and not self.address.startswith("[")
+        return f"[{self.address}]:{self.port}" if bare_ipv6 else f"{self.address}:{self.port}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placement:
+    """What a launcher told this process.
+
+    Attributes:
+        launcher: "torchrun", "Open MPI", "Slurm" or "none".
+        rank: this process in the world, 0 <= rank < world_size.
+        local_rank: this process among those of its host.
+        world_size: number of processes.
+        local_world_size: number of processes on this host; None where the launcher does not say.
+        master: where to meet; None where there is nobody to meet (world size 1), or no master was asked for.
+        note: something the user may not have meant, to be logged; usually empty.
+    """
+
+    launcher: str
+    rank: int
+    local_rank: int
+    world_size: int
+    local_world_size: int | None
+    master: Master | None
+    note: str = ""
+
+
+def detect(environment: Mapping[str, str], *, needs_master: bool = True) -> Placement:
+    """Return the placement that ``environment`` describes.
+
+    Args:
+        environment: its variables.
+        needs_master: False where the ranks meet elsewhere: then ``master`` is None, and nothing about it is required.
+
+    Raises:
+        EnvironmentVariableError: a launcher's variables are incomplete, malformed or contradict each other.
+    """
+    variables = {name: value.strip() for name, value in environment.items() if value.strip()}
+    if "RANK" in variables:
+        return _detect_torchrun(variables, needs_master)
+    if any(name in variables for name in _OPEN_MPI_VARIABLES):
+        return _detect_open_mpi(variables, needs_master)
+    if _is_slurm_step(variables):
+        return _detect_slurm(variables, needs_master)
+    # Not sooner: batch scripts often export WORLD_SIZE, for their own use, before they call srun or mpirun.
+    if "WORLD_SIZE" in variables or "LOCAL_RANK" in variables:
+        return _detect_torchrun(variables, needs_master)
+    return Placement(
+        launcher="none",
+        rank=0,
+        local_rank=0,
+        world_size=1,
+        local_world_size=1,
+        master=None,
+        note=_note_on_missing_srun(variables),
+    )
+
+
+def _detect_torchrun(variables: Mapping[str, str], needs_master: bool) -> Placement:
+    needed = ["RANK", "WORLD_SIZE", "LOCAL_RANK"]
+    if needs_master and variables.get("WORLD_SIZE") != "1":
+        needed += ["MASTER_ADDR", "MASTER_PORT"]
+    _require(
+        variables,
+        "A torchrun-style launch",
+        needed,
+        related=_TORCHRUN_VARIABLES,
+        fix="start the script with `torchrun --nproc-per-node=N script.py`, set the missing variables (LOCAL_RANK=0"
+        " where every host runs one process), or unset the others to train in a single process",
+    )
+    world_size = _integer(variables, "WORLD_SIZE", 1)
+    local_world_size = 1 if world_size == 1 else None
+    if "LOCAL_WORLD_SIZE" in variables:
+        local_world_size = _integer(variables, "LOCAL_WORLD_SIZE", 1, world_size, "WORLD_SIZE")
+    return Placement(
+        launcher="torchrun",
+        rank=_integer(variables, "RANK", 0, world_size - 1, "WORLD_SIZE - 1"),
+        local_rank=_local_rank(variables, "LOCAL_RANK", local_world_size, world_size),
+        world_size=world_size,
+        local_world_size=local_world_size,
+        master=_master(variables, world_size, address=None, port_seed=None) if needs_master else None,
+    )
+
+
+def _detect_open_mpi(variables: Mapping[str, str], needs_master: bool) -> Placement:
+    rank_name, world_size_name, local_rank_name, local_world_size_name = _OPEN_MPI_VARIABLES
+    _require(
+        variables,
+        "An Open MPI launch",
+        _OPEN_MPI_VARIABLES,
+        related=_OPEN_MPI_VARIABLES,
+        fix="start the script with `mpirun -n N python script.py`, and pass all OMPI_COMM_WORLD_* variables on to it"
+        " (wrappers and containers may drop some)",
+    )
+    world_size = _integer(variables, world_size_name, 1)
+    local_world_size = _integer(variables, local_world_size_name, 1, world_size, world_size_name)
+    if needs_master and local_world_size < world_size and "MASTER_ADDR" not in variables:
+        raise EnvironmentVariableError(
+            "An Open MPI launch over several hosts needs MASTER_ADDR, because Open MPI does not tell where rank 0 runs"
+            f" (expected MASTER_ADDR to be set, got {local_world_size_name}={local_world_size} of"
+            f" {world_size_name}={world_size} ranks on this host and no MASTER_ADDR)."
+            " Fix: `mpirun -x MASTER_ADDR=<host of rank 0> ...`."
+        )
+    address = "127.0.0.1", "Open MPI's one host"
+    # PMIX_NAMESPACE names the job from Open MPI 2 on, the other one up to Open MPI 4 (gone with ORTE in 5).
+    seed = variables.get("PMIX_NAMESPACE") or variables.get("OMPI_MCA_ess_base_jobid")
+    return Placement(
+        launcher="Open MPI",
+        rank=_integer(variables, rank_name, 0, world_size - 1, f"{world_size_name} - 1"),
+        local_rank=_local_rank(variables, local_rank_name, local_world_size, world_size),
+        world_size=world_size,
+        local_world_size=local_world_size,
+        master=_master(variables, world_size, lambda: address, port_seed=seed) if needs_master else None,
+    )
+
+
+def _is_slurm_step(variables: Mapping[str, str]) -> bool:
+    step = variables.get("SLURM_STEP_ID", variables.get("SLURM_STEPID", ""))
+    return _INTEGER.fullmatch(step) is not None and 0 <= int(step) <= _SLURM_MAX_NORMAL_STEP_ID
+
+
+def _detect_slurm(variables: Mapping[str, str], needs_master: bool) -> Placement:
+    # With --preserve-env SLURM_NTASKS stays the job's, so the step's own count goes first.
+    world_size_name = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in variables else "SLURM_NTASKS"
+    _require(
+        variables,
+        "A Slurm step",
+        ["SLURM_PROCID", world_size_name, "SLURM_LOCALID"],
+        related=["SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_PROCID", world_size_name, "SLURM_LOCALID"],
+        fix="start the script with `srun python script.py`, and pass all SLURM_* variables on to it (wrappers and"
+        " containers may drop some), or unset SLURM_STEP_ID to train in a single process",
+    )
+    world_size = _integer(variables, world_size_name, 1)
+    local_world_size = _slurm_local_world_size(variables, world_size)
+    job = variables.get("SLURM_JOB_ID", variables.get("SLURM_JOBID"))
+    step = variables.get("SLURM_STEP_ID", variables.get("SLURM_STEPID"))
+    return Placement(
+        launcher="Slurm",
+        rank=_integer(variables, "SLURM_PROCID", 0, world_size - 1, f"{world_size_name} - 1"),
+        local_rank=_local_rank(variables, "SLURM_LOCALID", local_world_size, world_size),
+        world_size=world_size,
+        local_world_size=local_world_size,
+        # The step's number is part of the seed, so that steps of one job may run side by side.
+        master=_master(
+            variables, world_size, lambda: _slurm_first_host(variables), f"slurm {job}.{step}" if job else None
+        )
+        if needs_master
+        else None,
+    )
+
+
+def _slurm_first_host(variables: Mapping[str, str]) -> tuple[str, str] | None:
+    """The first host of this step's list, and the variable that it is from."""
+    for name in ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST"):
+        if name in variables:
+            return expand_node_list(variables[name], name)[0], f"the first of {name}={variables[name]}"
+    return None
+
+
+def _slurm_local_world_size(variables: Mapping[str, str], world_size: int) -> int | None:
+    """The job's variables may describe other steps than ours, so only counts that add up to the world are believed."""
+    node = _integer(variables, "SLURM_NODEID", 0) if "SLURM_NODEID" in variables else None
+    for name in ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"):
+        counts = expand_task_counts(variables[name], name) if name in variables else []
+        if sum(counts) != world_size:
+            continue
+        if len(set(counts)) == 1:
+            return counts[0]
+        if node is not None and node < len(counts):
+            return counts[node]
+    nodes_name = "SLURM_STEP_NUM_NODES" if "SLURM_STEP_NUM_NODES" in variables else "SLURM_NNODES"
+    if "SLURM_NTASKS_PER_NODE" in variables and nodes_name in variables:
+        per_node = _integer(variables, "SLURM_NTASKS_PER_NODE", 1)
+        if per_node * _integer(variables, nodes_name, 1) == world_size:
+            return per_node
+    return 1 if world_size == 1 else None
+
+
+def _note_on_missing_srun(variables: Mapping[str, str]) -> str:
+    tasks = variables.get("SLURM_NTASKS", "1")
+    if "SLURM_JOB_ID" not in variables or tasks == "1":
+        return ""
+    return (
+        f"SLURM_NTASKS={tasks}, but srun did not start this process: it trains alone."
+        " For one process per task start it with `srun python script.py`."
+    )
+
+
+def _require(
+    variables: Mapping[str, str], launch: str, needed: Iterable[str], *, related: Iterable[str], fix: str
+) -> None:
+    needed = list(needed)
+    missing = [name for name in needed if name not in variables]
+    if missing:
+        found = ", ".join(f"{name}={variables[name]}" for name in related if name in variables)
+        raise EnvironmentVariableError(
+            f"{launch} sets all its variables (expected {', '.join(needed)}; got {found};"
+            f" missing {', '.join(missing)}). Fix: {fix}."
+        )
+
+
+def _integer(
+    variables: Mapping[str, str], name: str, minimum: int, maximum: int | None = None, maximum_name: str = ""
+) -> int:
+    text = variables[name]
+    upper = "" if maximum is None else f" to {maximum}" + (f" = {maximum_name}" if maximum_name else "")
+    if not _INTEGER.fullmatch(text) or int(text) < minimum or (maximum is not None and int(text) > maximum):
+        limits = f"{minimum}{upper}" if upper else f"{minimum} or more"
+        raise EnvironmentVariableError(
+            f"{name} must be an integer in its range (expected {limits}, got {text!r})."
+            f" Fix: correct {name}, or unset it where the launcher is to set it."
+        )
+    return int(text)
+
+
+def _local_rank(variables: Mapping[str, str], name: str, local_world_size: int | None, world_size: int) -> int:
+    if local_world_size is None:
+        return _integer(variables, name, 0, world_size - 1, "world size - 1")
+    return _integer(variables, name, 0, local_world_size - 1, "local world size - 1")
+
+
+def _master(
+    variables: Mapping[str, str],
+    world_size: int,
+    address: Callable[[], tuple[str, str] | None] | None,
+    port_seed: str | None,
+) -> Master | None:
+    """MASTER_ADDR and MASTER_PORT where set, else the launcher's ``address`` and a port that all ranks derive alike."""
+    if world_size == 1:
+        return None
+    host, host_source = variables.get("MASTER_ADDR"), "MASTER_ADDR"
+    if host is None and address is not None:
+        host, host_source = address() or (None, "")
+    port_source = "MASTER_PORT"
+    if "MASTER_PORT" in variables:
+        port: int | None = _integer(variables, "MASTER_PORT", 1, 65535)
+    elif port_seed is not None:
+        port = _FIRST_DERIVED_PORT + zlib.crc32(port_seed.encode()) % _DERIVED_PORTS
+        port_source = f"the job's name, {port_seed!r}"
+    else:
+        port = None
+    if host is None or port is None:
+        missing = [name for name, value in (("MASTER_ADDR", host), ("MASTER_PORT", port)) if value is None]
+        raise EnvironmentVariableError(
+            f"{world_size} ranks need one address to meet at, and the launcher names none (expected MASTER_ADDR and"
+            f" MASTER_PORT, got neither {' nor '.join(missing)} nor a variable to derive it from)."
+            f" Fix: set {' and '.join(missing)} to the same value on every rank."
+        )
+    return Master(address=host, port=port, address_source=host_source, port_source=port_source)

@@ -1,0 +1,219 @@
+"""Unix sockets in a directory of this user's own, beside loopback TCP: where they are, and who listens at an address.
+
+    tcp://127.0.0.1:7077     every user of the machine reaches it, and anyone may be the first to listen there
+    /tmp/psengine-1000/...   only user 1000 and root get into the directory: what listens in it is theirs
+
+A name in it has the number of the network namespace: loopback is another one in each, and they may share /tmp.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import socket
+import stat
+import struct
+import time
+from pathlib import Path
+
+from psengine.environment.context import read_variable
+from psengine.errors import ConfigurationError
+
+# sockaddr_un holds 108 bytes with the final zero.
+LONGEST_PATH_BYTES = 107
+_DIRECTORY_VARIABLE = "PSENGINE_RUNTIME_DIR"
+_LOOPBACK = re.compile(r"tcp://(?P<host>localhost|127(?:\.\d{1,3}){3}|\[::1\]):(?P<port>\d+)")
+# A listener answers at once; its queue may be full for a moment.
+_CONNECT_S = 1.0
+# A socket that was bound and does not listen yet is no stale one.
+_STALE_S = 60.0
+_LISTENS = "0A"
+
+
+def private_directory(*, make: bool = False) -> Path:
+    """PSENGINE_RUNTIME_DIR, else /tmp/psengine-UID: a directory that is this user's alone; made where ``make``.
+
+    Neither TMPDIR nor XDG_RUNTIME_DIR counts: they differ between terminals, jobs and services, and the second
+    is removed when its user logs out, while servers go on.
+
+    Raises:
+        ConfigurationError: it cannot be made, is not ours, or others may enter it.
+    """
+    user = os.geteuid()
+    directory = Path(read_variable(_DIRECTORY_VARIABLE) or f"/tmp/psengine-{user}")
+    fix = f"Fix: remove it, or set {_DIRECTORY_VARIABLE} to a directory of yours, alike for servers and workers."
+    try:
+        if make:
+            with contextlib.suppress(FileExistsError):
+                directory.mkdir(mode=0o700)
+        status = directory.lstat()
+    except FileNotFoundError:
+        if not make:
+            return directory
+        raise ConfigurationError(
+            f"The directory {directory} for Unix sockets cannot be made (expected the one above it to be there). {fix}"
+        ) from None
+    except OSError as error:
+        raise ConfigurationError(
+            f"The directory {directory} for Unix sockets cannot be used (expected one of ours, got: {error}). {fix}"
+        ) from error
+    mode = stat.S_IMODE(status.st_mode)
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != user or mode & 0o077:
+        kind = "a directory" if stat.S_ISDIR(status.st_mode) else "no directory"
+        raise ConfigurationError(
+            f"The directory {directory} for Unix sockets must be ours alone (expected a directory of user {user} with"
+            f" mode 0700, got {kind} of user {status.st_uid} with mode {mode:04o}). {fix}"
+        )
+    return directory
+
+
+def is_loopback(address: str) -> bool:
+    """Whether it is a TCP address that processes of this machine alone reach: by literal, names are not looked up."""
+    return _LOOPBACK.fullmatch(address) is not None
+
+
+def socket_beside(address: str, *, make: bool = False) -> str:
+    """The ipc:// address of the socket that a server of this user has beside a loopback TCP address.
+
+    Raises:
+        ConfigurationError: see ``private_directory``; or the directory's name is too long for a socket's.
+    """
+    match = _LOOPBACK.fullmatch(address)
+    if match is None:
+        raise ValueError(f"expected a loopback TCP address, got {address!r}")
+    return _in_directory(f"tcp-{_host(match)}-{match['port']}-{_network_namespace()}", make=make)
+
+
+def new_socket(name: str) -> str:
+    """An ipc:// address for a new socket in the private directory, which is made, and cleared of stale ones.
+
+    Raises:
+        ConfigurationError: see ``socket_beside``.
+    """
+    address = _in_directory(f"{name}-{os.urandom(8).hex()}", make=True)
+    remove_stale_sockets()
+    return address
+
+
+def _in_directory(name: str, *, make: bool) -> str:
+    path = str(private_directory(make=make) / name)
+    # Further shards append a number.
+    if len(os.fsencode(path)) + 4 > LONGEST_PATH_BYTES:
+        raise ConfigurationError(
+            f"The path of a Unix socket is too long (expected at most {LONGEST_PATH_BYTES} bytes, got {path}). Fix: set"
+            f" {_DIRECTORY_VARIABLE} to a shorter one, alike for servers and workers."
+        )
+    return f"ipc://{path}"
+
+
+def way_to(address: str) -> str:
+    """Where a client connects for ``address``: the socket beside it, where this user's server listens; else itself."""
+    if not is_loopback(address):
+        return address
+    try:
+        beside = socket_beside(address)
+    except ConfigurationError:
+        return address
+    return beside if is_listening(beside) else address
+
+
+def is_listening(address: str) -> bool:
+    """Whether somebody listens at an ipc:// address."""
+    try:
+        with _connected(address) as probe:
+            return probe.fileno() >= 0
+    except PermissionError:
+        return False  # not for us, whoever it is
+
+
+def listener_uid(address: str) -> int | None:
+    """The user who listens at an ipc:// or a loopback TCP address; None where nobody does, or it cannot be known.
+
+    Raises:
+        PermissionError: this user may not connect there.
+    """
+    if address.startswith("ipc://"):
+        with _connected(address) as probe:
+            if probe.fileno() < 0 or not hasattr(socket, "SO_PEERCRED"):
+                return None
+            credentials = probe.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+            return int(struct.unpack("3i", credentials)[1])
+    match = _LOOPBACK.fullmatch(address)
+    if match is None:
+        return None
+    return _tcp_listener_uid(_host(match), int(match["port"]))
+
+
+def _host(match: re.Match[str]) -> str:
+    return "127.0.0.1" if match["host"] == "localhost" else match["host"].strip("[]")
+
+
+def remove_stale_sockets() -> None:
+    """Remove what servers that were killed left in the private directory."""
+    try:
+        entries = list(os.scandir(private_directory()))
+    except (ConfigurationError, OSError):
+        return
+    for entry in entries:
+        try:
+            status = entry.stat(follow_symlinks=False)
+            is_old = stat.S_ISSOCK(status.st_mode) and time.time() - status.st_mtime > _STALE_S
+            if is_old and not is_listening(f"ipc://{entry.path}"):
+                os.unlink(entry.path)
+        except OSError:
+            continue  # another server removes it too
+
+
+def _connected(address: str) -> socket.socket:
+    """A socket connected to an ipc:// address; closed where nobody listens. Raises PermissionError."""
+    path = address.removeprefix("ipc://")
+    probe = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        probe.settimeout(_CONNECT_S)
+        probe.connect("\0" + path[1:] if path.startswith("@") else path)
+    except TimeoutError:
+        pass  # it listens, and is busy
+    except PermissionError:
+        probe.close()
+        raise
+    except OSError:
+        probe.close()
+    return probe
+
+
+def _network_namespace() -> int:
+    try:
+        return os.stat("/proc/self/ns/net").st_ino
+    except OSError:
+        return 0
+
+
+def _tcp_listener_uid(host: str, port: int) -> int | None:
+    """As the kernel's table says: who listens at the very address, else at all of them."""
+    exact = {_hexadecimal(socket.AF_INET6 if ":" in host else socket.AF_INET, host)}
+    if ":" not in host:
+        exact.add(_hexadecimal(socket.AF_INET6, f"::ffff:{host}"))
+    anywhere: int | None = None
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        try:
+            lines = Path(table).read_text().splitlines()[1:]
+        except OSError:
+            continue
+        for line in lines:
+            words = line.split()
+            bound, _, number = words[1].partition(":")
+            if words[3] != _LISTENS or int(number, 16) != port:
+                continue
+            if bound in exact:
+                return int(words[7])
+            if not bound.strip("0"):
+                anywhere = int(words[7])
+    return anywhere
+
+
+def _hexadecimal(family: int, host: str) -> str:
+    """An address as /proc/net/tcp has it: words of four bytes in the machine's order."""
+    packed = socket.inet_pton(family, host)
+    words = struct.unpack(f"={len(packed) // 4}I", packed)
+    return "".join(f"{word:08X}" for word in words)

@@ -1,0 +1,184 @@
+"""Meeting at the master, and saying what keeps a rank from it: torch waits in silence, and for some peers for ever.
+
+::
+
+    every rank                 resolve the master's name ── a launcher's own name must resolve within seconds
+    who does not listen there  connect, again and again until the deadline: rank 0 may start late
+    every rank                 torch's rendezvous, in a thread that can be left behind
+    meanwhile                  a line in the log after 5, 15, 30, 60, 120 ... seconds
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from psengine.environment.launchers import Placement
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+WORDS_AFTER_S = (5.0, 15.0, 30.0, 60.0)
+WORDS_EVERY_S = 60.0
+RETRY_S = 0.5
+CONNECT_TIMEOUT_S = 3.0
+# Nodes of a running job have names already; a name in MASTER_ADDR may still come (a Kubernetes service's does).
+LAUNCHERS_NAME_S = 10.0
+# torch's own timeouts end a little late, and say more than we could.
+GRACE_S = 5.0
+
+
+class MasterUnreachableError(OSError):
+    """Nobody was met at the master's address; the text says what was tried last, and what came of it."""
+
+
+@dataclass
+class Wait:
+    """One rank's wait for the others: until when, and what it is waiting for just now."""
+
+    placement: Placement
+    timeout_s: float
+    state: str = "its process group begins"
+    started_s: float = field(default_factory=time.monotonic)
+
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds since it began."""
+        return time.monotonic() - self.started_s
+
+    @contextmanager
+    def in_the_log(self) -> Iterator[None]:
+        """Say in the log what is waited for, as long as the block runs."""
+        over = threading.Event()
+        thread = threading.Thread(target=self._say, args=(over,), name="psengine-rendezvous-words", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join()
+
+    def _say(self, over: threading.Event) -> None:
+        next_s = words_at_s(0.0)
+        while not over.wait(max(0.0, next_s - self.elapsed_s)):
+            self.say()
+            next_s = words_at_s(next_s)
+
+    def say(self) -> None:
+        """Say in the log what is waited for."""
+        logger.warning(
+            "rank %d of %d (%s) has waited for %.0f s, of at most %g s: %s",
+            self.placement.rank,
+            self.placement.world_size,
+            self.placement.launcher,
+            self.elapsed_s,
+            self.timeout_s,
+            self.state,
+        )
+
+    def reach_master(self, *, listens_here: bool) -> None:
+        """Return when the master's name resolves and, unless this rank is to listen there, somebody listens.
+
+        Raises:
+            MasterUnreachableError: not before the deadline, or a launcher's own name does not resolve.
+        """
+        master = self.placement.master
+        assert master is not None
+        was_said = False
+        while True:
+            self.state = f"the name {master.address} ({master.address_source}) is being looked up"
+            try:
+                found = resolve(master.address, master.port)
+            except (OSError, UnicodeError) as error:
+                reason = getattr(error, "strerror", None) or str(error)
+                self.state = (
+                    f"the host name {master.address!r} ({master.address_source}) does not resolve on"
+                    f" {socket.gethostname()} ({reason})"
+                )
+                limit_s = self.timeout_s if master.is_address_given else min(LAUNCHERS_NAME_S, self.timeout_s)
+                if not was_said and self.elapsed_s < limit_s:
+                    was_said = True
+                    self.say()
+            else:
+                if listens_here:
+                    return
+                refusals = connect_to_any(found)
+                if refusals is None:
+                    return
+                self.state = f"nobody can be reached at {master} ({master.sources}): {refusals}"
+                limit_s = self.timeout_s
+            if self.elapsed_s + RETRY_S >= limit_s:
+                raise MasterUnreachableError(self.state)
+            time.sleep(RETRY_S)
+
+    def meet(self, rendezvous: Callable[[], T], *, listens_here: bool) -> T:
+        """Return what ``rendezvous`` returns, torch's own, which has the same deadline but does not always keep it.
+
+        Raises:
+            MasterUnreachableError: it did not end.
+            Exception: what it raised.
+        """
+        master = self.placement.master
+        if listens_here:
+            self.state = f"this rank listens at {master}, and not all other ranks have come"
+        else:
+            self.state = (
+                f"somebody listens at {master}, but has not answered as a store of torch.distributed does: rank 0 is"
+                " busy, or another program has this port"
+            )
+        ended: list[T | BaseException] = []
+
+        def work() -> None:
+            try:
+                ended.append(rendezvous())
+            except BaseException as error:
+                ended.append(error)
+
+        # A daemon: a socket that somebody accepts and never answers keeps torch for ever.
+        thread = threading.Thread(target=work, name="psengine-rendezvous", daemon=True)
+        thread.start()
+        thread.join(max(0.0, self.timeout_s - self.elapsed_s) + GRACE_S)
+        if not ended:
+            raise MasterUnreachableError(self.state)
+        if isinstance(ended[0], BaseException):
+            raise ended[0]
+        return ended[0]
+
+
+def resolve(host: str, port: int) -> list[tuple[Any, ...]]:
+    """Return the addresses of ``host``, which may be an IPv6 address in brackets.
+
+    Raises:
+        OSError, UnicodeError: it has none, or is no name.
+    """
+    bare = host[1:-1] if host.startswith("[") and host.endswith("]") else host
+    return list(socket.getaddrinfo(bare, port, type=socket.SOCK_STREAM))
+
+
+def connect_to_any(addresses: Iterable[tuple[Any, ...]]) -> str | None:
+    """Try to connect to one after the other: None where somebody listens, else why each refused."""
+    refusals = []
+    for family, kind, protocol, _, address in addresses:
+        try:
+            with socket.socket(family, kind, protocol) as probe:
+                probe.settimeout(CONNECT_TIMEOUT_S)
+                probe.connect(address)
+                # Where nobody listens, a port among the ephemeral ones may be chosen for this end too, and meet itself.
+                if probe.getsockname() != probe.getpeername():
+                    return None
+                refusals.append(f"{address[0]}: nobody listens")
+        except OSError as error:
+            refusals.append(f"{address[0]}: {error.strerror or error}")
+    return "; ".join(dict.fromkeys(refusals))
+
+
+def words_at_s(elapsed_s: float) -> float:
+    """When to say the next word after ``elapsed_s`` seconds."""
+    return next((at_s for at_s in WORDS_AFTER_S if at_s > elapsed_s), elapsed_s + WORDS_EVERY_S)

@@ -1,0 +1,4 @@
+"""torch.optim's arithmetic on flat memory; pure.
+
+May import ``protocol`` and ``errors``.
+"""

@@ -1,0 +1,435 @@
+"""A chunk's optimizer on the server: the arithmetic of a ``torch.optim`` class over flat memory. Pure.
+
+chunk     |_________________________________________________|
+runs      |  group 0  |  group 0  |  -1  |  group 1         |      one for each parameter; -1: not trained
+stretches |      one tensor       |      |  one tensor      |      neighbours that have stepped alike step as one
+"""
+
+from __future__ import annotations
+
+import cmath
+import math
+import reprlib
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.adagrad import adagrad
+from torch.optim.adam import adam
+from torch.optim.rmsprop import rmsprop
+from torch.optim.sgd import sgd
+
+from psengine.errors import ProtocolError
+from psengine.flat_optimizers.kernel_windows import Place, Window, window_of
+from psengine.protocol.hyperparameters import SLOTS, check_groups, slot_names
+from psengine.protocol.messages import ErrorCode
+
+_MAX_STEPS = 2**53
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerSpec:
+    """The optimizer of one chunk, as CONFIGURE describes it.
+
+    Attributes:
+        name: of a ``torch.optim`` class, one of ``hyperparameters.OPTIMIZERS``.
+        groups: the hyperparameters of each parameter group, checked; not to be mutated.
+        runs: (start, end, group): elements start <= i < end follow that group, -1 where they are not trained. They tile
+            the chunk. What may lack a gradient by itself needs a run of its own: one for each parameter.
+    """
+
+    name: str
+    groups: tuple[dict[str, Any], ...]
+    runs: tuple[tuple[int, int, int], ...]
+
+    @classmethod
+    def from_body(cls, body: Mapping[str, Any], numel: int) -> OptimizerSpec:
+        """Check a body that a peer sent for a chunk of ``numel`` elements.
+
+        Raises:
+            ProtocolError: an optimizer, hyperparameter or run that is not allowed.
+        """
+        groups = check_groups(body.get("optimizer"), body.get("groups"))
+        runs = body.get("runs")
+        if not isinstance(runs, (list, tuple)):
+            raise _refusal(f"runs are lists of start, end and group (expected a list, got {type(runs).__name__})")
+        position = 0
+        for index, run in enumerate(runs):
+            if not isinstance(run, (list, tuple)) or len(run) != 3 or any(type(n) is not int for n in run):
+                raise _refusal(f"run {index} is a start, an end and a group (expected three integers)")
+            start, end, group = run
+            if start != position or not start < end <= numel:
+                raise _refusal(
+                    f"runs tile the chunk (expected run {index} to begin at {position} and end by {numel},"
+                    f" got [{start}, {end}))"
+                )
+            if not -1 <= group < len(groups):
+                raise _refusal(f"run {index} names a group (expected -1 <= group < {len(groups)}, got {group})")
+            position = end
+        if position != numel:
+            raise _refusal(f"runs tile the chunk (expected the last to end at {numel}, got {position})")
+        return cls(str(body["optimizer"]), tuple(groups), tuple((start, end, group) for start, end, group in runs))
+
+    def to_body(self) -> dict[str, Any]:
+        """Inverse of ``from_body``; JSON-able."""
+        return {"optimizer": self.name, "groups": list(self.groups), "runs": [list(run) for run in self.runs]}
+
+    @property
+    def slot_names(self) -> tuple[str, ...]:
+        """The tensors of state that a ``ChunkOptimizer`` allocates at once, each as large as the chunk."""
+        return slot_names(self.name, list(self.groups))
+
+
+@dataclass(slots=True)
+class _Stretch:
+    """Neighbouring runs that step as one tensor. ``values`` and ``slots`` are views of the chunk's.
+
+    With a ``window``, its one run is shown to the kernel in that.
+    """
+
+    start: int
+    end: int
+    group: int
+    runs: list[int]
+    steps: Tensor
+    values: Tensor
+    slots: dict[str, Tensor]
+    is_fused: bool
+    window: Window | None
+
+
+class ChunkOptimizer:
+    """Steps one chunk's values like its ``torch.optim`` class steps the parameters the chunk is made of, bit for bit.
+
+    Groups that are "fused" step by torch's fused kernels, which round otherwise; see ``kernel_windows``.
+
+    float16 and bfloat16 are the exception where a parameter is cut, unless it is fused: torch's other CPU kernels round
+    the last few elements of a 16-bit tensor otherwise than the rest, so the elements beside a cut may differ by a
+    rounding.
+
+    Args:
+        values: 1-D, contiguous, on the CPU, of a floating or complex dtype; mutated by ``apply``. Views of it are kept:
+            whoever overwrites values does so in place.
+        spec: made for as many elements.
+        places: of each run in its tensor, for fused kernels; None: every run is a tensor.
+
+    Raises:
+        ProtocolError: the chunk's dtype cannot be trained, or not by a fused kernel.
+    """
+
+    def __init__(self, values: Tensor, spec: OptimizerSpec, places: Sequence[Place] | None = None) -> None:
+        assert values.dim() == 1
+        assert values.is_contiguous()
+        assert values.numel() == (spec.runs[-1][1] if spec.runs else 0)
+        if not values.is_floating_point() and not values.is_complex():
+            raise _refusal(f"only floating and complex chunks are trained (expected such a dtype, got {values.dtype})")
+        self._values = values
+        self._spec = spec
+        self._groups = list(spec.groups)
+        self._places = [(0, end - start) for start, end, _ in spec.runs] if places is None else list(places)
+        self._check_kernels(self._groups)
+        self._slots: dict[str, Tensor] = {}
+        self._steps = [0.0] * len(spec.runs)
+        self._stretches: list[_Stretch] = []
+        self._absent: tuple[tuple[int, int], ...] | None = None  # what the stretches were made for
+        self._make_slots()
+
+    @property
+    def spec(self) -> OptimizerSpec:
+        """The chunk's optimizer, with the hyperparameters of the last ``apply``."""
+        return replace(self._spec, groups=tuple(self._groups))
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the slots; grows where an ``apply`` switches on what needs another (momentum, amsgrad, centered)."""
+        return sum(slot.nbytes for slot in self._slots.values())
+
+    def apply(
+        self,
+        gradient: Tensor,
+        *,
+        groups: Sequence[Mapping[str, Any]] | None = None,
+        learning_rate_scale: float = 1.0,
+        absent: Sequence[tuple[int, int]] = (),
+    ) -> None:
+        """Take one step: mutate the values and the state. On an error neither has changed.
+
+        Args:
+            gradient: as ``values``; read only.
+            groups: hyperparameters from now on, one map for each group; None keeps those of the last step.
+            learning_rate_scale: factor on every learning rate, this time only.
+            absent: [start, end) of whole runs that have no gradient this time; their values and state stay.
+
+        Raises:
+            ProtocolError: a gradient of another size or dtype, hyperparameters out of bounds, or an absent range that
+                cuts a run.
+        """
+        if gradient.shape != self._values.shape or gradient.dtype != self._values.dtype:
+            raise _refusal(
+                f"a gradient is like its chunk (expected {self._values.numel()} of {self._values.dtype},"
+                f" got {gradient.numel()} of {gradient.dtype})"
+            )
+        changed = self._check_change(groups) if groups is not None and groups != self._groups else None
+        ranges = tuple((start, end) for start, end in absent)
+        if ranges != self._absent:
+            self._plan(ranges)
+        if changed is not None:
+            is_planned_anew = list(map(self._is_fused, changed)) != list(map(self._is_fused, self._groups))
+            self._groups = changed
+            if self._make_slots() or is_planned_anew:
+                self._plan(ranges)
+        step = _STEPS[self._spec.name]
+        for stretch in self._stretches:
+            options = dict(self._groups[stretch.group])
+            options["lr"] *= learning_rate_scale
+            options.pop("fused", None)
+            part = gradient[stretch.start : stretch.end]
+            if stretch.window is None:
+                step(stretch, part, options)
+            else:
+                _step_in_window(step, stretch, stretch.window, part, options)
+
+    def slots(self) -> dict[str, Tensor]:
+        """The state by torch's names, each like ``values``; the tensors themselves: clone what is to be kept."""
+        return dict(self._slots)
+
+    def steps(self) -> list[float]:
+        """For each run of the spec how many steps it has taken (torch's ``step``); 0 where its slots hold nothing yet.
+
+        SGD counts no steps: 1 where there is a momentum buffer, 0 where torch's is None.
+        """
+        self._settle()
+        return list(self._steps)
+
+    def load_slot(self, name: str, tensor: Tensor, steps: Sequence[float]) -> None:
+        """Overwrite one slot, as ``slots`` returned it, and the steps of all; ``tensor`` is copied.
+
+        Raises:
+            ProtocolError: not a slot of this optimizer, another size or dtype, or steps that count nothing.
+        """
+        if name not in SLOTS[self._spec.name]:
+            known = ", ".join(SLOTS[self._spec.name])
+            raise _refusal(f"{self._spec.name} has no such slot (expected one of {known}, got {name[:80]!r})")
+        if tensor.shape != self._values.shape or tensor.dtype != self._values.dtype:
+            raise _refusal(
+                f"slot {name!r} is like its chunk (expected {self._values.numel()} of {self._values.dtype},"
+                f" got {tensor.numel()} of {tensor.dtype})"
+            )
+        if len(steps) != len(self._steps):
+            raise _refusal(f"steps are those of each run (expected {len(self._steps)} numbers, got {len(steps)})")
+        for count in steps:
+            if not isinstance(count, (int, float)) or not 0 <= count < _MAX_STEPS:
+                raise _refusal(f"steps count (expected 0 <= steps < 2**53, got {reprlib.repr(count)})")
+        self._make_slot(name)
+        self._slots[name].copy_(tensor)
+        self._steps = [float(count) for count in steps]
+        self._stretches, self._absent = [], None
+
+    def move_to(self, values: Tensor) -> None:
+        """Go on with ``values``, a copy of the old ones in other memory."""
+        assert values.shape == self._values.shape
+        self._settle()
+        self._values = values
+        self._stretches, self._absent = [], None
+
+    def _check_change(self, groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        checked = check_groups(self._spec.name, groups)
+        if len(checked) != len(self._groups):
+            raise _refusal(
+                f"an optimizer keeps its parameter groups (expected {len(self._groups)}, got {len(checked)})."
+                " Add groups before the first step."
+            )
+        self._check_kernels(checked)
+        return checked
+
+    def _check_kernels(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        if self._values.is_complex() and any(map(self._is_fused, groups)):
+            raise _refusal(f"fused kernels step real numbers (expected fused=False, got True for {self._values.dtype})")
+
+    def _is_fused(self, group: Mapping[str, Any]) -> bool:
+        return bool(group.get("fused")) and (self._spec.name, self._values.dtype) not in _WRONG_KERNELS
+
+    def _make_slots(self) -> bool:
+        """Allocate what the groups call for; say whether anything was."""
+        missing = [name for name in slot_names(self._spec.name, self._groups) if name not in self._slots]
+        for name in missing:
+            self._make_slot(name)
+        return bool(missing)
+
+    def _make_slot(self, name: str) -> None:
+        if name in self._slots:
+            return
+        slot = self._slots[name] = torch.zeros_like(self._values)
+        if self._spec.name == "Adagrad":
+            for start, end, group in self._spec.runs:
+                if group >= 0:
+                    initial = self._groups[group]["initial_accumulator_value"]
+                    slot[start:end].fill_(complex(initial, initial) if slot.is_complex() else initial)
+
+    def _plan(self, absent: tuple[tuple[int, int], ...]) -> None:
+        """Join the runs that step alike, without those in ``absent``."""
+        present = self._present_runs(absent)
+        self._settle()
+        may_join = self._values.dtype not in (torch.float16, torch.bfloat16)
+        self._stretches = []
+        spans: list[list[int]] = []
+        for index in present:
+            joins = may_join and not self._is_fused(self._groups[self._spec.runs[index][2]])
+            if joins and spans and self._step_alike(spans[-1][-1], index):
+                spans[-1].append(index)
+            else:
+                spans.append([index])
+        for runs in spans:
+            start, end, group = self._spec.runs[runs[0]][0], self._spec.runs[runs[-1]][1], self._spec.runs[runs[0]][2]
+            slots = {name: slot[start:end] for name, slot in self._slots.items()}
+            steps = torch.tensor(self._steps[runs[0]])
+            is_fused = self._is_fused(self._groups[group])
+            window = window_of(self._places[runs[0]], end - start, self._values.itemsize) if is_fused else None
+            values = self._values[start:end]
+            self._stretches.append(_Stretch(start, end, group, runs, steps, values, slots, is_fused, window))
+        self._absent = absent
+
+    def _step_alike(self, left: int, right: int) -> bool:
+        """Whether two runs are neighbours of one group that have taken equally many steps."""
+        (_, end, group), (start, _, other_group) = self._spec.runs[left], self._spec.runs[right]
+        return end == start and group == other_group and self._steps[left] == self._steps[right]
+
+    def _present_runs(self, absent: tuple[tuple[int, int], ...]) -> list[int]:
+        edges = _union(absent)
+        present = []
+        for index, (start, end, group) in enumerate(self._spec.runs):
+            if group < 0:
+                continue
+            # An even number of edges lies before what is outside every range.
+            before = bisect_left(edges, start + 1)
+            if bisect_left(edges, end) != before:
+                raise _refusal(
+                    f"parameters lack a gradient as a whole (expected absent ranges of whole runs, got one that cuts"
+                    f" [{start}, {end})). Configure a run for each parameter."
+                )
+            if before % 2 == 0:
+                present.append(index)
+        return present
+
+    def _settle(self) -> None:
+        """Write the stretches' steps back to their runs."""
+        for stretch in self._stretches:
+            steps = stretch.steps.item()
+            for run in stretch.runs:
+                self._steps[run] = steps
+
+
+def _union(ranges: Sequence[tuple[int, int]]) -> list[int]:
+    """The edges of the union of [start, end) ranges: start, end, start, end, ... ascending."""
+    edges: list[int] = []
+    for start, end in sorted(ranges):
+        if edges and start <= edges[-1]:
+            edges[-1] = max(edges[-1], end)
+        elif start < end:
+            edges += [start, end]
+    return edges
+
+
+# torch 2.13's fused SGD takes most elements of 16-bit tensors on the CPU elsewhere than any rounding would (those of
+# lr=0.1 are off by 0.5 after five steps), and reads past what it steps: there the plain kernels serve.
+_WRONG_KERNELS = {("SGD", torch.float16), ("SGD", torch.bfloat16)}
+
+
+def _step_in_window(
+    step: Callable[[_Stretch, Tensor, dict[str, Any]], None],
+    stretch: _Stretch,
+    window: Window,
+    gradient: Tensor,
+    options: dict[str, Any],
+) -> None:
+    slots = {name: window.show(slot) for name, slot in stretch.slots.items()}
+    shown = replace(stretch, values=window.show(stretch.values), slots=slots)
+    step(shown, window.show(gradient), options)
+    window.take_back(shown.values, stretch.values)
+    for name, slot in slots.items():
+        window.take_back(slot, stretch.slots[name])
+
+
+# The functional forms: with SGD on 1 MiB of float32 a class's step() takes twice as long (hooks, profiler ranges, graph
+# breaks). Neither foreach nor fused is what torch chooses for tensors on the CPU. foreach rounds alike there in float32
+# and wider; fused does not, and is what the user asked for where "fused" is set.
+
+
+def _step_sgd(stretch: _Stretch, gradient: Tensor, options: dict[str, Any]) -> None:
+    slot = stretch.slots["momentum_buffer"] if options["momentum"] else None
+    buffers = [slot if slot is not None and stretch.steps else None]
+    sgd([stretch.values], [gradient], buffers, foreach=False, fused=stretch.is_fused, **options)
+    if slot is not None and (first := buffers[0]) is not None and first is not slot:
+        slot.copy_(first)
+        stretch.steps.fill_(1)
+
+
+def _step_adam(stretch: _Stretch, gradient: Tensor, options: dict[str, Any]) -> None:
+    beta1, beta2 = options.pop("betas")
+    means, squares = [stretch.slots["exp_avg"]], [stretch.slots["exp_avg_sq"]]
+    maxima = [stretch.slots["max_exp_avg_sq"]] if options["amsgrad"] else []
+    options |= {"beta1": beta1, "beta2": beta2, "foreach": False, "fused": stretch.is_fused}
+    adam([stretch.values], [gradient], means, squares, maxima, [stretch.steps], **options)
+
+
+def _step_adagrad(stretch: _Stretch, gradient: Tensor, options: dict[str, Any]) -> None:
+    del options["initial_accumulator_value"]
+    sums = [stretch.slots["sum"]]
+    adagrad([stretch.values], [gradient], sums, [stretch.steps], foreach=False, fused=stretch.is_fused, **options)
+
+
+def _step_rmsprop(stretch: _Stretch, gradient: Tensor, options: dict[str, Any]) -> None:
+    squares = [stretch.slots["square_avg"]]
+    averages = [stretch.slots["grad_avg"]] if options["centered"] else []
+    buffers = [stretch.slots["momentum_buffer"]] if options["momentum"] else []
+    rmsprop([stretch.values], [gradient], squares, averages, buffers, [stretch.steps], foreach=False, **options)
+
+
+# Each mutates the stretch's values, slots and steps; ``options`` is the step's own copy of its group.
+_STEPS: dict[str, Callable[[_Stretch, Tensor, dict[str, Any]], None]] = {
+    "SGD": _step_sgd,
+    "Adam": _step_adam,
+    "AdamW": _step_adam,
+    "Adagrad": _step_adagrad,
+    "RMSprop": _step_rmsprop,
+}
+
+
+def compensate(gradient: Tensor, values: Tensor, backup: Tensor, strength: float) -> Tensor:
+    """A stale gradient g, moved to where the values are now: g + strength * g * g * (values - backup), elementwise.
+
+    DC-ASGD, Zheng et al. 2017 (https://arxiv.org/abs/1609.08326). All of one shape and dtype; returns a new tensor.
+
+    Args:
+        gradient: as the worker computed it.
+        values: now.
+        backup: the values that worker had.
+        strength: the paper's lambda; 0 returns the gradient's values unchanged.
+    """
+    return torch.addcmul(gradient, torch.sub(values, backup).mul_(gradient), gradient, value=strength)
+
+
+def staleness_factor(staleness: int) -> float:
+    """Factor on the learning rate of a gradient that is ``staleness`` updates old: 1 / (staleness + 1).
+
+    Zhang et al. 2016, "Staleness-aware Async-SGD" (https://arxiv.org/abs/1511.05950).
+    """
+    return 1.0 / (staleness + 1)
+
+
+def is_finite(gradient: Tensor) -> bool:
+    """Whether every element is finite; integers are. Reads the tensor once, unless its sum overflows."""
+    if not gradient.is_floating_point() and not gradient.is_complex():
+        return True
+    if gradient.numel() == 0 or cmath.isfinite(gradient.sum().item()):
+        return True
+    parts = torch.view_as_real(gradient) if gradient.is_complex() else gradient
+    low, high = torch.aminmax(parts)  # either is NaN where an element is
+    return math.isfinite(low.item()) and math.isfinite(high.item())
+
+
+def _refusal(text: str) -> ProtocolError:
+    return ProtocolError(text, ErrorCode.BAD_VALUE)

@@ -1,0 +1,95 @@
+"""A reducer's buckets: how parameters are dealt out to them, first by guess, then in the order gradients arrive."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from psengine.strategies.base import Strategy
+from psengine.tensors.bucket import Bucket, plan_buckets
+
+
+class BucketLayout:
+    """Makes the buckets of ``parameters``.
+
+    Args:
+        parameters, names, expects_sparse: see ``Reducer``.
+        strategy: allocates their memory, and is told of them.
+        as_view: gradients are views of the buckets.
+        counts_non_finite: see ``Bucket``.
+
+    Attributes:
+        buckets: in the order they are reduced.
+        locators: by parameter, its bucket and its position there.
+        small_parameter_buckets: by parameter, its bucket where it is packed together with others, else None.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[torch.nn.Parameter],
+        names: Sequence[str],
+        expects_sparse: Sequence[bool],
+        strategy: Strategy,
+        *,
+        as_view: bool,
+        counts_non_finite: bool,
+    ) -> None:
+        self._parameters = parameters
+        self._names = names
+        self._expects_sparse = list(expects_sparse)
+        self._strategy = strategy
+        self._as_view = as_view
+        self._counts_non_finite = counts_non_finite
+        self.buckets: list[Bucket] = []
+        self.locators: list[tuple[Bucket, int]] = []
+        self.small_parameter_buckets: list[Bucket | None] = []
+
+    def create(self, limits_bytes: Sequence[int], order: Sequence[int] | None = None) -> list[Bucket]:
+        """Make buckets of at most ``limits_bytes`` (see ``plan_buckets``) and return them.
+
+        Args:
+            limits_bytes: caps.
+            order: indices of parameters as their gradients arrived; None guesses that they arrive in reverse.
+        """
+        plans = plan_buckets(self._parameters, limits_bytes, self._expects_sparse, order)
+        self.buckets = [
+            Bucket(
+                index,
+                plan,
+                self._parameters,
+                self._names,
+                sparse=self._expects_sparse[plan[0]],
+                allocate=self._strategy.allocate,
+                flat_dtype=self._flat_dtype(self._parameters[plan[0]].dtype),
+                counts_non_finite=self._counts_non_finite,
+            )
+            # A measured order needs no guess.
+            for index, plan in enumerate(plans[::-1] if order is None else plans)
+        ]
+        located = {
+            index: (bucket, position)
+            for bucket in self.buckets
+            for position, index in enumerate(bucket.parameter_indices)
+        }
+        self.locators = [located[index] for index in range(len(self._parameters))]
+        self.small_parameter_buckets = [
+            None if bucket.is_eager[position] or bucket.sparse else bucket for bucket, position in self.locators
+        ]
+        if self._as_view:
+            self._adopt_gradients()
+        self._strategy.lay_out(self.buckets)
+        return self.buckets
+
+    def _flat_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """Gradients that are views of the flat tensor keep their dtype; the strategy then converts on the way out."""
+        return dtype if self._as_view else self._strategy.communication_dtype(dtype)
+
+    def _adopt_gradients(self) -> None:
+        """Move gradients that exist already (accumulated, not yet stepped) into the buckets' views."""
+        for bucket in self.buckets:
+            for position, (parameter, view) in enumerate(zip(bucket.parameters, bucket.views, strict=False)):
+                if parameter.grad is not None and not parameter.grad.is_sparse:
+                    with torch.no_grad():
+                        view.copy_(parameter.grad)
+                    parameter.grad = bucket.gradient_view(position)

@@ -1,0 +1,473 @@
+"""Fused passes over a flat tensor and the tensors that make it up, each beside its pure-torch reference.
+
+``pack_`` gathers tensors into a flat one, ``unpack_`` spreads it again; both scale and convert in the same pass over
+memory. The native operators are ``torch.ops.psengine.*`` (csrc/fusion_cpu.cpp, csrc/fusion_cuda.cu). They cover floats
+of 16, 32 and 64 bits on the CPU and, where built, on CUDA; all else, and everything where the extension is missing,
+runs on the references, to the same bits. Autograd does not see any of it: nothing is recorded, leaves may be written,
+and the native operators leave version counters as they are.
+
+A tensor's *place* is its part of the flat tensor. A dense tensor, whose elements fill their span of memory exactly once
+in any order of dimensions, travels in the order of its memory; any other in row-major order. Where the places must be
+in another order, such as those of parameters whose gradients are strided differently, pass their ``layout_of``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import combinations, pairwise
+from typing import Any
+
+import torch
+
+from psengine.kernels import native
+
+# csrc/kernels.h, the floating kinds of ScalarKind
+NATIVE_DTYPES = frozenset({torch.float32, torch.float64, torch.float16, torch.bfloat16})
+
+# setup.py, CUDA_ARCHITECTURES
+OLDEST_CUDA_CAPABILITY = (7, 5)
+
+Strides = tuple[int, ...]
+Statistics = tuple[torch.Tensor, torch.Tensor]
+
+
+def native_available() -> bool:
+    """Whether the native extension is loaded."""
+    return native.extension is not None
+
+
+def native_kernels() -> str | None:
+    """The instruction set of the CPU kernels in use ("avx512", "avx2", "baseline"); None without the extension."""
+    return None if native.extension is None else str(native.extension.kernels())
+
+
+def covers(flat: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Whether native kernels pack tensors of ``dtype`` into ``flat``, and unpack them; else torch's own are faster."""
+    return _runs_natively(flat.device) and flat.dtype in NATIVE_DTYPES and dtype in NATIVE_DTYPES
+
+
+def layout_of(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Describe the places of these tensors, for calls with other tensors of the same shapes.
+
+    Returns:
+        int64 on the CPU: for each tensor the number of its dimensions, its sizes, and the strides of its place.
+    """
+    numbers: list[int] = []
+    for tensor in tensors:
+        numbers += [tensor.dim(), *tensor.shape, *_place_strides(tensor)]
+    return torch.tensor(numbers, dtype=torch.int64)
+
+
+def pack_(
+    flat: torch.Tensor, tensors: Sequence[torch.Tensor], scale: float = 1.0, layout: torch.Tensor | None = None
+) -> None:
+    """Write every tensor, times ``scale``, to its place in ``flat``, which is mutated.
+
+    Products are taken in float64 where either side is float64, else in float32, and rounded to ``flat``'s dtype.
+
+    Args:
+        flat: contiguous, 1-D, as many elements as all tensors together; shares no memory with them.
+        tensors: of any floating dtypes and strides, on ``flat``'s device.
+        scale: multiplies every element.
+        layout: from ``layout_of``; None derives the places from the tensors themselves.
+
+    Raises:
+        RuntimeError: the tensors do not fit; nothing was written.
+    """
+    _call(_pack, pack_reference_, flat, (flat, tensors, scale, layout))
+
+
+def unpack_(
+    tensors: Sequence[torch.Tensor], flat: torch.Tensor, scale: float = 1.0, layout: torch.Tensor | None = None
+) -> None:
+    """Write every place of ``flat``, times ``scale``, to its tensor; the tensors are mutated. See ``pack_``.
+
+    Raises:
+        RuntimeError: the tensors do not fit, or share memory with each other or with ``flat``; nothing was written.
+    """
+    _call(_unpack, unpack_reference_, flat, (tensors, flat, scale, layout))
+
+
+def pack_stats_(
+    flat: torch.Tensor, tensors: Sequence[torch.Tensor], scale: float = 1.0, layout: torch.Tensor | None = None
+) -> Statistics:
+    """``pack_``, and what was seen of the values written.
+
+    Returns:
+        For each tensor the count of values that are not finite (int64) and the sum of squares (float64), on ``flat``'s
+        device. On the CPU the sums have the same bits whatever the processor and the number of threads.
+    """
+    result: Statistics = _call(_pack_stats, pack_stats_reference_, flat, (flat, tensors, scale, layout))
+    return result
+
+
+def unpack_stats_(
+    tensors: Sequence[torch.Tensor], flat: torch.Tensor, scale: float = 1.0, layout: torch.Tensor | None = None
+) -> Statistics:
+    """``unpack_``, and what was seen of the values written; see ``pack_stats_``."""
+    result: Statistics = _call(_unpack_stats, unpack_stats_reference_, flat, (tensors, flat, scale, layout))
+    return result
+
+
+def accumulate_(destination: torch.Tensor, source: torch.Tensor, scale: float = 1.0) -> None:
+    """Add ``source`` times ``scale`` to ``destination``, which is mutated.
+
+    Product and sum are taken in float64 where either side is float64, else in float32, and rounded once.
+
+    Args:
+        destination: of any floating dtype; dense.
+        source: of any floating dtype, and of ``destination``'s shape, strides and device; shares no memory with it.
+        scale: multiplies every element of ``source``.
+
+    Raises:
+        RuntimeError: the two do not fit; nothing was written.
+    """
+    _call(_accumulate, accumulate_reference_, destination, (destination, source, scale))
+
+
+def _runs_natively(device: torch.device) -> bool:
+    """Whether the extension has kernels for this device: on CUDA, for GPUs of its oldest architecture and later."""
+    if device.type not in _NATIVE_DEVICES:
+        return False
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= OLDEST_CUDA_CAPABILITY
+
+
+def _call(operator: Any, reference: Callable[..., Any], flat: torch.Tensor, arguments: tuple[Any, ...]) -> Any:
+    if not _runs_natively(flat.device):
+        native.say_if_missing()
+        return reference(*arguments)
+    try:
+        return operator(*arguments)
+    except RuntimeError as error:
+        # Checks come before writes, so the reference starts from what was given.
+        if "dtype is not covered" not in str(error):
+            raise
+        return reference(*arguments)
+
+
+# ---- references ----
+
+
+@torch.no_grad()
+def pack_reference_(
+    flat: torch.Tensor, tensors: Sequence[torch.Tensor], scale: float = 1.0, layout: torch.Tensor | None = None
+) -> None:
+    """``pack_`` in plain torch, for any dtype."""
+    for place, tensor in zip(_checked_places(flat, tensors, layout, packs=True), tensors, strict=True):
+        _convert_(place, tensor, scale)
+
+
+@torch.no_grad()
+def unpack_reference_(
+    tensors: Sequence[torch.Tensor], flat: torch.Tensor, scale: float = 1.0, layout: torch.Tensor | None = None
+) -> None:
+    """``unpack_`` in plain torch, for any dtype."""
+    for place, tensor in zip(_checked_places(flat, tensors, layout, packs=False), tensors, strict=True):
+        _convert_(tensor, place, scale)
+
+
+@torch.no_grad()
+def pack_stats_reference_(
+    flat: torch.Tensor, tensors: Sequence[torch.Tensor], scale: float = 1.0, layout: torch.Tensor | None = None
+) -> Statistics:
+    """``pack_stats_`` in plain torch; its sums of squares are added in another order."""
+    pack_reference_(flat, tensors, scale, layout)
+    return _statistics(flat, flat.split([tensor.numel() for tensor in tensors]) if tensors else ())
+
+
+@torch.no_grad()
+def unpack_stats_reference_(
+    tensors: Sequence[torch.Tensor], flat: torch.Tensor, scale: float = 1.0, layout: torch.Tensor | None = None
+) -> Statistics:
+    """``unpack_stats_`` in plain torch; its sums of squares are added in another order."""
+    unpack_reference_(tensors, flat, scale, layout)
+    return _statistics(flat, tensors)
+
+
+@torch.no_grad()
+def accumulate_reference_(destination: torch.Tensor, source: torch.Tensor, scale: float = 1.0) -> None:
+    """``accumulate_`` in plain torch, for any dtype."""
+    _check_accumulation(destination, source)
+    work = _work_dtype(destination.dtype, source.dtype)
+    destination.copy_(destination.to(work) + source.to(work) * scale)
+
+
+def _work_dtype(first: torch.dtype, second: torch.dtype) -> torch.dtype:
+    """What products and sums of these dtypes are taken in."""
+    floats = [dtype for dtype in (first, second) if dtype.is_floating_point or dtype.is_complex]
+    if not floats:
+        return torch.promote_types(first, second)
+    is_wide = bool({torch.float64, torch.complex128} & set(floats))
+    if any(dtype.is_complex for dtype in floats):
+        return torch.complex128 if is_wide else torch.complex64
+    return torch.float64 if is_wide else torch.float32
+
+
+def _convert_(destination: torch.Tensor, source: torch.Tensor, scale: float) -> None:
+    if scale == 1:
+        destination.copy_(source)
+    else:
+        destination.copy_(source.to(_work_dtype(destination.dtype, source.dtype)) * scale)
+
+
+def _statistics(flat: torch.Tensor, written: Sequence[torch.Tensor]) -> Statistics:
+    non_finite_counts = flat.new_empty(len(written), dtype=torch.int64)
+    square_sums = flat.new_empty(len(written), dtype=torch.float64)
+    for index, values in enumerate(written):
+        wide = (values.abs() if values.is_complex() else values).to(torch.float64)
+        non_finite_counts[index] = wide.numel() - wide.isfinite().sum()
+        square_sums[index] = wide.square().sum()
+    return non_finite_counts, square_sums
+
+
+# ---- places, and the checks of csrc/fusion.cpp ----
+
+
+def is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Whether elements of these sizes and strides fill their span of memory exactly once, in some order."""
+    expected = 1
+    for size, stride in sorted(zip(shape, strides, strict=True), key=lambda pair: pair[1]):
+        if size == 1:
+            continue
+        if stride != expected:
+            return 0 in shape
+        expected *= size
+    return True
+
+
+def _row_major(shape: Sequence[int]) -> Strides:
+    strides: list[int] = []
+    expected = 1
+    for size in reversed(shape):
+        strides.append(expected)
+        expected *= size
+    return tuple(reversed(strides))
+
+
+def _place_strides(tensor: torch.Tensor) -> Strides:
+    return tensor.stride() if is_dense(tensor.shape, tensor.stride()) else _row_major(tensor.shape)
+
+
+def _checked_places(
+    flat: torch.Tensor, tensors: Sequence[torch.Tensor], layout: torch.Tensor | None, *, packs: bool
+) -> list[torch.Tensor]:
+    """Validate one call and return each tensor's place, a view of ``flat`` of the tensor's shape."""
+    if flat.dim() != 1 or not flat.is_contiguous():
+        raise RuntimeError(
+            "flat must be contiguous and of one dimension"
+            f" (got sizes {list(flat.shape)} and strides {list(flat.stride())})"
+        )
+    numbers = None if layout is None else _layout_numbers(layout)
+    strides: list[Strides] = []
+    begin = 0
+    for index, tensor in enumerate(tensors):
+        if tensor.device != flat.device:
+            raise RuntimeError(_device_message(index, flat, tensor))
+        if numbers is None:
+            strides.append(_place_strides(tensor))
+        else:
+            strides.append(_strides_from(numbers, begin, index, tensor))
+            begin += 1 + 2 * tensor.dim()
+        if not packs and tensor.device.type != "meta" and _overlaps_itself(tensor):
+            raise RuntimeError(
+                f"tensor {index} must not overlap itself, because it is written"
+                f" (got sizes {list(tensor.shape)} and strides {list(tensor.stride())})"
+            )
+    if numbers is not None and begin != len(numbers):
+        raise RuntimeError(
+            "layout must have been made for these tensors"
+            f" (expected {len(numbers)} numbers, got {begin} for {len(tensors)} tensors)"
+        )
+    numel = sum(tensor.numel() for tensor in tensors)
+    if numel != flat.numel():
+        raise RuntimeError(_numel_message(flat.numel(), numel, len(tensors)))
+    if flat.device.type != "meta":
+        _check_apart(flat, tensors, packs=packs)
+    places, offset = [], flat.storage_offset()
+    for tensor, place_strides in zip(tensors, strides, strict=True):
+        places.append(flat.as_strided(tensor.shape, place_strides, offset))
+        offset += tensor.numel()
+    return places
+
+
+def _numel_message(expected: int, got: int, tensor_count: int) -> str:
+    return f"tensors must fill flat (expected {expected} elements, got {got} in {tensor_count} tensors)"
+
+
+def _device_message(index: int, flat: torch.Tensor, tensor: torch.Tensor) -> str:
+    return f"tensor {index} must be on flat's device (expected {flat.device}, got {tensor.device})"
+
+
+def _shape_message(destination: torch.Tensor, source: torch.Tensor) -> str:
+    return f"source must have destination's shape (expected {list(destination.shape)}, got {list(source.shape)})"
+
+
+def _layout_numbers(layout: torch.Tensor) -> list[int]:
+    if layout.dtype != torch.int64 or layout.device.type != "cpu" or layout.dim() != 1 or not layout.is_contiguous():
+        raise RuntimeError(
+            "layout must come from psengine.kernels.ops.layout_of (expected contiguous torch.int64 of one dimension on"
+            f" cpu, got {layout.dtype} of {layout.dim()} dimensions on {layout.device})"
+        )
+    numbers: list[int] = layout.tolist()
+    return numbers
+
+
+def _strides_from(numbers: list[int], begin: int, index: int, tensor: torch.Tensor) -> Strides:
+    made_for_others = f"layout must have been made for these tensors (tensor {index}: expected"
+    if begin >= len(numbers):
+        raise RuntimeError(f"{made_for_others} no such tensor, got {tensor.dim()})")
+    middle = begin + 1 + tensor.dim()
+    end = middle + tensor.dim()
+    if numbers[begin] != tensor.dim() or end > len(numbers):
+        raise RuntimeError(f"{made_for_others} {numbers[begin]} dimensions, got {tensor.dim()})")
+    sizes, strides = numbers[begin + 1 : middle], tuple(numbers[middle:end])
+    if sizes != list(tensor.shape):
+        raise RuntimeError(f"{made_for_others} sizes {sizes}, got {list(tensor.shape)})")
+    if tensor.numel() > 0 and not is_dense(sizes, strides):
+        raise RuntimeError(
+            f"layout: the place of tensor {index} must be dense (got sizes {sizes} and strides {list(strides)})"
+        )
+    return strides
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The address of every byte of every element."""
+    addresses = torch.tensor([tensor.data_ptr()])
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        addresses = (addresses[:, None] + torch.arange(size) * (stride * tensor.element_size())).flatten()
+    return (addresses[:, None] + torch.arange(tensor.element_size())).flatten()
+
+
+def _overlaps_itself(tensor: torch.Tensor) -> bool:
+    if tensor.numel() == 0:
+        return False
+    last = 0
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size == 1:
+            continue
+        if stride == 0:
+            return True
+        if stride <= last:  # may pass between the elements of the dimensions with shorter strides
+            addresses = _bytes_of(tensor)
+            return bool(addresses.unique().numel() < addresses.numel())
+        last += stride * (size - 1)
+    return False
+
+
+def _span(tensor: torch.Tensor) -> tuple[int, int]:
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
+
+
+def _share_memory(first: torch.Tensor, second: torch.Tensor) -> bool:
+    (first_begin, first_end), (second_begin, second_end) = _span(first), _span(second)
+    if first_end <= second_begin or second_end <= first_begin:
+        return False
+    if is_dense(first.shape, first.stride()) and is_dense(second.shape, second.stride()):
+        return True
+    return bool(torch.isin(_bytes_of(first), _bytes_of(second)).any())
+
+
+def _span_names(first: torch.Tensor, second: torch.Tensor) -> str:
+    spans = (f"[{begin:#x}, {end:#x})" for begin, end in (_span(first), _span(second)))
+    return "(got addresses " + " and ".join(spans) + ")"
+
+
+def _check_apart(flat: torch.Tensor, tensors: Sequence[torch.Tensor], *, packs: bool) -> None:
+    filled = [index for index, tensor in enumerate(tensors) if tensor.numel() > 0]
+    for index in filled:
+        if _share_memory(flat, tensors[index]):
+            raise RuntimeError(
+                f"tensor {index} and flat must not share memory, because {'flat' if packs else 'the tensor'} is written"
+                f" {_span_names(tensors[index], flat)}"
+            )
+    if packs:
+        return
+    spans = sorted(_span(tensors[index]) for index in filled)
+    if all(end <= begin for (_, end), (begin, _) in pairwise(spans)):
+        return
+    for first, second in combinations(filled, 2):
+        if _share_memory(tensors[first], tensors[second]):
+            raise RuntimeError(
+                f"tensor {first} and tensor {second} must not share memory, because both are written"
+                f" {_span_names(tensors[first], tensors[second])}"
+            )
+
+
+def _check_accumulation(destination: torch.Tensor, source: torch.Tensor) -> None:
+    if source.device != destination.device:
+        raise RuntimeError(
+            f"source must be on destination's device (expected {destination.device}, got {source.device})"
+        )
+    sizes = list(destination.shape)
+    if source.shape != destination.shape:
+        raise RuntimeError(_shape_message(destination, source))
+    if destination.numel() == 0:
+        return
+    strides = list(zip(sizes, destination.stride(), source.stride(), strict=True))
+    if not is_dense(sizes, destination.stride()) or any(size > 1 and a != b for size, a, b in strides):
+        raise RuntimeError(
+            "destination and source must be dense in the same order"
+            f" (got strides {list(destination.stride())} and {list(source.stride())} of sizes {sizes})"
+        )
+    if destination.device.type != "meta" and _share_memory(destination, source):
+        raise RuntimeError(f"destination and source must not share memory {_span_names(destination, source)}")
+
+
+# ---- the native operators ----
+
+_pack: Any = None
+_unpack: Any = None
+_pack_stats: Any = None
+_unpack_stats: Any = None
+_accumulate: Any = None
+_NATIVE_DEVICES: frozenset[str] = frozenset()
+
+
+def _fake_pack(flat: torch.Tensor, tensors: Sequence[torch.Tensor], scale: float, layout: Any = None) -> None:
+    for index, tensor in enumerate(tensors):
+        if tensor.device != flat.device:
+            raise RuntimeError(_device_message(index, flat, tensor))
+    numel = sum(tensor.numel() for tensor in tensors)
+    torch._check(numel == flat.numel(), lambda: _numel_message(flat.numel(), numel, len(tensors)))
+
+
+def _fake_pack_stats(
+    flat: torch.Tensor, tensors: Sequence[torch.Tensor], scale: float, layout: Any = None
+) -> Statistics:
+    _fake_pack(flat, tensors, scale, layout)
+    return flat.new_empty(len(tensors), dtype=torch.int64), flat.new_empty(len(tensors), dtype=torch.float64)
+
+
+def _fake_accumulate(destination: torch.Tensor, source: torch.Tensor, scale: float) -> None:
+    torch._check(destination.shape == source.shape, lambda: _shape_message(destination, source))
+
+
+def _register_fakes() -> None:
+    register: Any = torch.library.register_fake
+    register("psengine::pack_", _fake_pack)
+    register("psengine::unpack_", lambda tensors, flat, *rest, **options: _fake_pack(flat, tensors, *rest, **options))
+    register("psengine::pack_stats_", _fake_pack_stats)
+    register(
+        "psengine::unpack_stats_",
+        lambda tensors, flat, *rest, **options: _fake_pack_stats(flat, tensors, *rest, **options),
+    )
+    register("psengine::accumulate_", _fake_accumulate)
+
+
+if native.extension is not None:
+    _pack = torch.ops.psengine.pack_.default
+    _unpack = torch.ops.psengine.unpack_.default
+    _pack_stats = torch.ops.psengine.pack_stats_.default
+    _unpack_stats = torch.ops.psengine.unpack_stats_.default
+    _accumulate = torch.ops.psengine.accumulate_.default
+    _NATIVE_DEVICES = frozenset({"meta"}) | {
+        device
+        for device, key in {"cpu": "CPU", "cuda": "CUDA"}.items()
+        if torch._C._dispatch_has_kernel_for_dispatch_key("psengine::pack_", key)
+    }
+    # Autograd has nothing to record: without this every call would search its arguments for something to warn about.
+    _autograd = torch.library.Library("psengine", "IMPL")
+    for _name in ("pack_", "unpack_", "pack_stats_", "unpack_stats_", "accumulate_"):
+        _autograd.impl(_name, torch.library.fallthrough_kernel, "Autograd")
+    _register_fakes()

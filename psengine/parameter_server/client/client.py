@@ -1,0 +1,380 @@
+"""A parameter server by tensor names, for those who bring their own training loop.
+
+::
+
+    with psengine.connect("tcp://127.0.0.1:7077") as client:
+        client.register(dict(model.named_parameters()), optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+        for x, y in loader:
+            loss_fn(model(x), y).backward()
+            gradients = {name: p.grad for name, p in model.named_parameters()}
+            client.push_pull(gradients, into=dict(model.named_parameters()))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from psengine.environment.context import read_variable
+from psengine.errors import ConfigurationError
+from psengine.parameter_server.client.addresses import parse_addresses
+from psengine.parameter_server.client.named_tensors import Landing, NamedTensors, describe
+from psengine.parameter_server.client.operation import Push, wait_all
+from psengine.parameter_server.client.options import SessionOptions, keys_from_environment
+from psengine.parameter_server.client.partition import runs_of
+from psengine.parameter_server.client.session import WorkerSession
+from psengine.parameter_server.client.telemetry import Telemetry
+from psengine.protocol.keys import CurveClientKeys
+from psengine.protocol.layout import ChunkKind, ChunkSpec
+
+
+def connect(
+    servers: str | Sequence[str] | None = None,
+    *,
+    job: str | None = None,
+    role: str = "worker",
+    rank: int | None = None,
+    world_size: int = 1,
+    quorum: int | None = None,
+    max_staleness: int | None = None,
+    staleness_scaling: str | None = None,
+    delay_compensation: float = 0.0,
+    timeout_s: float = 300.0,
+    connect_timeout_s: float = 30.0,
+    checksum: bool = False,
+    keys: CurveClientKeys | None = None,
+) -> Client:
+    """Make a client of parameter servers. A reader meets them at once, a worker when it registers its tensors.
+
+    Args:
+        servers: one address or several, the lead first, such as "tcp://a:7077,tcp://b:7077"; by default
+            PSENGINE_SERVERS.
+        job: name of the job; clients of one job share its values. By default PSENGINE_JOB, else "default".
+        role: "worker", or "reader", which looks and changes nothing.
+        rank: this worker's number; by default the servers give the lowest free one.
+        world_size: workers that the first exchange of an averaging job waits for.
+        quorum: averaging jobs: go on with so many gradients of an exchange; None waits for every live worker.
+        max_staleness: jobs with an optimizer: how many steps a worker may be ahead of the slowest; None: any number.
+        staleness_scaling: "inverse" divides an update's learning rate by its staleness + 1.
+        delay_compensation: strength of DC-ASGD's correction; 0 does without.
+        timeout_s: deadline of everything that is asked.
+        connect_timeout_s: deadline of a server's first answer.
+        checksum: add a checksum to every payload.
+        keys: CURVE keys; by default those that PSENGINE_SERVER_KEY and PSENGINE_CLIENT_KEY name, if any.
+
+    Raises:
+        ConfigurationError: no server is named, or an address is malformed.
+        ServerLostError, AuthenticationError: readers: a server does not answer, or does not let us in.
+    """
+    client = Client(
+        SessionOptions(
+            addresses=_named_servers(servers),
+            job=job or read_variable("PSENGINE_JOB") or "default",
+            rule={"name": "average", "quorum": quorum},
+            rank=rank,
+            world_size=world_size,
+            role=role,
+            timeout_s=timeout_s,
+            connect_timeout_s=connect_timeout_s,
+            checksum=checksum,
+            keys=keys_from_environment() if keys is None else keys,
+        ),
+        {
+            "name": "apply",
+            "max_staleness": max_staleness,
+            "staleness_scaling": staleness_scaling,
+            "delay_compensation": float(delay_compensation),
+        },
+    )
+    if role == "reader":
+        client.start()
+    return client
+
+
+def _named_servers(servers: str | Sequence[str] | None) -> tuple[str, ...]:
+    addresses = parse_addresses(servers)
+    if not addresses:
+        raise ConfigurationError(
+            "no parameter server is named (expected an address such as tcp://host:7077, got none). Pass servers=, or"
+            " set PSENGINE_SERVERS; start one with: psengine-server"
+        )
+    return addresses
+
+
+class Client:
+    """See ``connect``, which makes it. A context manager; ``close`` is idempotent."""
+
+    def __init__(self, options: SessionOptions, apply_rule: dict[str, Any]) -> None:
+        options.check()
+        self._options = options
+        self._apply_rule = apply_rule
+        self._session: WorkerSession | None = None
+        self._named: NamedTensors | None = None
+        self._tensors: dict[str, torch.Tensor] = {}
+        self._optimizer: torch.optim.Optimizer | None = None
+        self._last: list[Push] = []
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    @property
+    def session(self) -> WorkerSession:
+        """What this client is built on.
+
+        Raises:
+            ConfigurationError: a worker has not registered its tensors yet, or the client is closed.
+        """
+        if self._session is None:
+            raise ConfigurationError(
+                "this client is not connected (a worker connects when it calls register; a closed one does not return)"
+            )
+        return self._session
+
+    @property
+    def rank(self) -> int:
+        """This worker's number."""  # noqa: D404
+        return self.session.rank
+
+    def start(self) -> None:
+        """Meet the servers; ``connect`` does it for readers, ``register`` for workers."""
+        if self._session is None:
+            session = WorkerSession(self._options)
+            session.start()
+            self._session = session
+
+    def register(
+        self, named_tensors: Mapping[str, torch.Tensor], optimizer: torch.optim.Optimizer | None = None
+    ) -> str:
+        """Take part in the job with these tensors. The first client's values become the job's; others get those.
+
+        Args:
+            named_tensors: the same names, shapes and dtypes at every worker; overwritten unless this client is first.
+            optimizer: over (some of) these tensors: servers apply gradients by its rule, with its hyperparameters as
+                they are at each push. None: servers average what is pushed, and hold no weights.
+
+        Returns:
+            "initialised", "ready" or "joined"; see ``WorkerSession.enter``.
+
+        Raises:
+            ReplicaMismatchError: the job has other tensors; the first difference is named.
+            ConfigurationError: the servers cannot run this optimizer, or it has tensors that are not named.
+            ServerLostError, ServerRefusedError, AuthenticationError: see ``WorkerSession.start``.
+        """
+        if self._named is not None:
+            raise ConfigurationError("a client registers once; connect another one for other tensors")
+        groups = _groups_by_name(named_tensors, optimizer)
+        if optimizer is not None:
+            self._options = replace(self._options, rule=self._apply_rule)
+        specs = describe(named_tensors, {name: _kind(t, name, groups, optimizer) for name, t in named_tensors.items()})
+        named = NamedTensors(specs)
+        self.start()
+        entered = self.session.enter(specs, lambda spec: named.payload(spec, named_tensors, {}))
+        self._named, self._tensors, self._optimizer = named, dict(named_tensors), optimizer
+        if entered != "initialised":
+            self.pull(into={name: self._tensors[name] for name in named.descriptions})
+        if optimizer is None:
+            for spec in specs:
+                self.session.set_sequence(spec.key, self.session.version(spec.key))
+        else:
+            self._configure(groups, optimizer)
+        return entered
+
+    def _configure(self, groups: Mapping[str, int], optimizer: torch.optim.Optimizer) -> None:
+        from psengine.protocol.hyperparameters import optimizer_name, wire_groups
+
+        name, wire = optimizer_name(optimizer), wire_groups(optimizer)
+        requests = []
+        for spec in self._require_named().specs:
+            if spec.kind is ChunkKind.PARAMETER:
+                body = {"optimizer": name, "groups": wire, "runs": runs_of(spec, groups)}
+                requests.append(self.session.configure(spec.key, body))
+        wait_all(requests)
+
+    # ---- exchanges ---------------------------------------------------------------------------------------------
+
+    def push(self, gradients: Mapping[str, torch.Tensor]) -> Exchange:
+        """Send gradients; returns while they are on their way.
+
+        Args:
+            gradients: by name. With an optimizer any of the tensors; where servers average, all of them. May be changed
+                afterwards.
+
+        Raises:
+            ConfigurationError: an unknown name, a wrong shape or dtype; or some are missing where servers average.
+        """
+        return self._push(gradients, {})
+
+    def push_pull(
+        self, gradients: Mapping[str, torch.Tensor], into: Mapping[str, torch.Tensor] | None = None
+    ) -> dict[str, torch.Tensor]:
+        """Send gradients and wait for what comes back: the new weights, or the averages.
+
+        Args:
+            gradients: as in ``push``.
+            into: tensors by name to write to; by default new ones are made.
+
+        Returns:
+            By the names of ``gradients``: the tensors of ``into``, or new ones.
+        """
+        return self._push(gradients, into or {}).wait()
+
+    def _push(self, gradients: Mapping[str, torch.Tensor], into: Mapping[str, torch.Tensor]) -> Exchange:
+        named = self._require_named()
+        named.check(gradients, "gradient")
+        named.check(into, "tensor")
+        if self._optimizer is None and (missing := [name for name in named.descriptions if name not in gradients]):
+            raise ConfigurationError(
+                f"where servers average, every worker pushes every tensor (expected {len(named.descriptions)}, got"
+                f" {len(gradients)}; {missing[0]!r} is missing). Push zeros where there is no gradient."
+            )
+        last, self._last = self._last, []
+        wait_all(last)
+        self.session.serve_joiner(self._deposit_state)
+        names = [name for name in gradients if name in named.descriptions]
+        landing = named.landing(names, into)
+        groups = None
+        if self._optimizer is not None:
+            from psengine.protocol.hyperparameters import wire_groups
+
+            groups = wire_groups(self._optimizer)
+        specs = named.chunks_of(names)
+        if groups is not None:
+            self.session.begin_step([spec.key for spec in specs], is_whole=False)
+        self._last = [self._push_chunk(spec, gradients, landing, groups) for spec in specs]
+        return Exchange(self._last, landing, self.session.telemetry)
+
+    def _push_chunk(
+        self, spec: ChunkSpec, gradients: Mapping[str, torch.Tensor], landing: Landing, groups: Any
+    ) -> Push:
+        named, is_trained = self._require_named(), spec.kind is ChunkKind.PARAMETER
+        payload = named.payload(spec, gradients, {} if is_trained else self._tensors)
+        absent = [i for i, segment in enumerate(spec.segments) if is_trained and segment.name not in gradients]
+        return self.session.push(spec.key, payload, landing.destinations(spec), groups if is_trained else None, absent)
+
+    def _deposit_state(self) -> None:
+        """A worker that joins an averaging job starts from this worker's tensors."""
+        named, session = self._require_named(), self.session
+        wait_all(
+            [
+                session.store(spec.key, named.payload(spec, self._tensors, {}), version=session.sequence(spec.key))
+                for spec in named.specs
+            ]
+        )
+
+    def pull(self, into: Mapping[str, torch.Tensor] | None = None) -> dict[str, torch.Tensor]:
+        """Read the servers' values.
+
+        Args:
+            into: tensors by name to write to; by default all of the job's, in new tensors.
+
+        Returns:
+            Name to tensor.
+
+        Raises:
+            ConfigurationError: an unknown name, a wrong shape or dtype.
+            ServerRefusedError: the servers hold no values ("not_ready"), as in an averaging job that has begun.
+        """
+        named = self._named
+        if named is None:
+            named = NamedTensors(self.session.layout())
+            if self._options.role == "reader" and named.specs:
+                self._named = named
+        named.check(into or {}, "tensor")
+        names = [name for name in (named.descriptions if into is None else into) if name in named.descriptions]
+        landing = named.landing(names, into or {})
+        wait_all([self.session.pull(spec.key, landing.destinations(spec)) for spec in named.chunks_of(names)])
+        return landing.finish()
+
+    # ---- for people --------------------------------------------------------------------------------------------
+
+    def status(self) -> list[dict[str, Any]]:
+        """What every shard says of itself."""
+        return self.session.status()
+
+    def echo(self, size_bytes: int = 4 << 20, shard: int = 0) -> float:
+        """Seconds that random bytes take to a shard and back.
+
+        Args:
+            size_bytes: how many; at most 16 MiB.
+            shard: index of the shard, among those of all servers.
+
+        Raises:
+            ConfigurationError: there is no such shard, the size is out of bounds, or the server is too old.
+            ServerLostError: nothing came back within ``timeout_s``.
+            ProtocolError: something else came back.
+        """
+        return self.session.echo(size_bytes, shard)
+
+    def layout(self) -> list[ChunkSpec]:
+        """The job's chunks."""
+        return self.session.layout()
+
+    def snapshot(self) -> list[int]:
+        """Let every server write a snapshot now; their generations, once they are durable."""
+        return self.session.snapshot()
+
+    def close(self) -> None:
+        """Say goodbye to the servers."""
+        session, self._session = self._session, None
+        if session is not None:
+            session.close()
+
+    def _require_named(self) -> NamedTensors:
+        if self._named is None or self._options.role == "reader":
+            raise ConfigurationError("only a worker that has registered its tensors can push (call register first)")
+        return self._named
+
+
+class Exchange:
+    """Gradients on their way."""
+
+    def __init__(self, pushes: Sequence[Push], landing: Landing, telemetry: Telemetry) -> None:
+        self._pushes = pushes
+        self._landing = landing
+        self._telemetry: Telemetry | None = telemetry
+
+    def wait(self) -> dict[str, torch.Tensor]:
+        """Wait for what comes back: new weights or averages, by name.
+
+        Raises:
+            ServerLostError, ServerRefusedError, FencedError: see ``Push.wait``.
+        """
+        telemetry, self._telemetry = self._telemetry, None
+        if telemetry is None:
+            wait_all(self._pushes)
+        else:
+            with telemetry.blocked():
+                wait_all(self._pushes)
+            telemetry.step_ended()
+        return self._landing.finish()
+
+
+def _groups_by_name(tensors: Mapping[str, torch.Tensor], optimizer: torch.optim.Optimizer | None) -> dict[str, int]:
+    """Name -> index of the optimizer's group it is in."""
+    if optimizer is None:
+        return {}
+    names = {id(tensor): name for name, tensor in tensors.items()}
+    groups: dict[str, int] = {}
+    for index, group in enumerate(optimizer.param_groups):
+        for parameter in group["params"]:
+            name = names.get(id(parameter))
+            if name is None:
+                raise ConfigurationError(
+                    f"the optimizer trains a tensor that is not registered (group {index}, shape"
+                    f" {tuple(parameter.shape)}); register every tensor of its groups by name"
+                )
+            groups[name] = index
+    return groups
+
+
+def _kind(
+    tensor: torch.Tensor, name: str, groups: Mapping[str, int], optimizer: torch.optim.Optimizer | None
+) -> ChunkKind:
+    is_trained = name in groups if optimizer is not None else tensor.is_floating_point() or tensor.is_complex()
+    return ChunkKind.PARAMETER if is_trained else ChunkKind.BUFFER

@@ -1,0 +1,498 @@
+"""Sockets to the shards and the thread that owns them. The only module of the client that knows ZeroMQ.
+
+    workers' threads                        I/O thread
+      do(function, argument) ── deque ──►   run what was queued ─► poll ─► receive all there is ─► tick every 100 ms
+                       └─ wake-up byte, only if it may be asleep ──┘
+
+Nothing here knows what messages mean: they go to a ``Receiver``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import os
+import socket as sockets
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from psengine.environment import local_sockets
+from psengine.environment.extras import missing_extra
+from psengine.errors import AuthenticationError, ProtocolError, PSEngineError, ServerError
+from psengine.kernels.freed_memory import keep_freed_memory
+from psengine.parameter_server.client import refusals
+from psengine.parameter_server.client.operation import forked_error
+from psengine.protocol.codec import decode, encode
+from psengine.protocol.keys import CurveClientKeys
+from psengine.protocol.messages import MAX_PAYLOAD_BYTES, Message
+
+try:
+    import zmq
+    from zmq.utils.monitor import recv_monitor_message
+except ImportError as error:
+    raise missing_extra("clients of parameter servers", error) from error
+
+logger = logging.getLogger(__name__)
+
+TICK_S = 0.1
+HANDSHAKE_MS = 2000
+RECONNECT_MS = 50
+RECONNECT_MOST_MS = 500
+TRANSPORT_HEARTBEAT_MS = 5000
+TRANSPORT_TIMEOUT_MS = 30000
+# A server whose host says nothing is cut off after 25 s where nothing moves, 60 s where something is to be sent.
+KEEPALIVE = {
+    zmq.TCP_KEEPALIVE: 1,
+    zmq.TCP_KEEPALIVE_IDLE: 10,
+    zmq.TCP_KEEPALIVE_INTVL: 5,
+    zmq.TCP_KEEPALIVE_CNT: 3,
+    zmq.TCP_MAXRT: 60_000,
+}
+# ZMTP's heartbeats wait behind payloads, where there are any: on a slow link they would find it dead.
+HEARTBEATS = {zmq.HEARTBEAT_IVL: TRANSPORT_HEARTBEAT_MS, zmq.HEARTBEAT_TIMEOUT: TRANSPORT_TIMEOUT_MS}
+LINGER_MS = 500
+# Below this a copy is cheaper than none: 50 µs a chunk of 64 KiB against 63, of 256 KiB 110 against 85 (measured).
+ZERO_COPY_BYTES = 128 * 1024
+# Then other sockets, and what workers queued, get their turn.
+RECEIVES_PER_TURN = 64
+MOST_FRAMES = 3
+# Handshakes that are cut off this often, for this long, and never succeeded, are so for a reason. Those that run into
+# HANDSHAKE_MS come slower: a server that is stopped or busy is none that refuses.
+MOST_CUT_HANDSHAKES = 4
+CUT_HANDSHAKES_S = 1.0
+SLOW_CUT_S = 1.5
+# Whoever is asked whether it is a server at all says so at once: the first bytes of a ZMTP greeting go out unasked.
+KNOCK_S = 2.0
+# https://rfc.zeromq.org/spec/23: the signature is FF, eight bytes of padding, 7F.
+_SIGNATURE_FIRST, _SIGNATURE_LAST, _SIGNATURE_BYTES = 0xFF, 0x7F, 10
+
+_EVENTS = (
+    zmq.EVENT_HANDSHAKE_SUCCEEDED
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+)
+_monitor_numbers = itertools.count()
+
+
+class Receiver(Protocol):
+    """What the I/O thread calls; none of these may raise or block."""
+
+    def received(self, index: int, message: Message, now_s: float) -> None:
+        """A message came from the socket with this index."""
+
+    def garbled(self, index: int, error: ProtocolError, now_s: float) -> None:
+        """Something came that is no message."""
+
+    def connected(self, index: int, now_s: float) -> None:
+        """The socket has a new connection; what was under way on another is lost."""
+
+    def rejected(self, index: int, error: AuthenticationError, now_s: float) -> None:
+        """The other side does not let this client in."""
+
+    def tick(self, now_s: float) -> None:
+        """100 ms have passed."""
+
+    def crashed(self, error: PSEngineError) -> None:
+        """The I/O thread ends; nothing will be answered."""
+
+
+class Connection:
+    """DEALER sockets and their thread.
+
+    Args:
+        receiver: gets what arrives.
+        keys: CURVE keys; None speaks in the clear.
+        checksum: add xxh3 checksums to payloads.
+        uses_local_socket: see ``SessionOptions``.
+
+    A context manager; ``close`` is idempotent and works in a child after fork, where it does nothing.
+    """
+
+    def __init__(
+        self,
+        receiver: Receiver,
+        *,
+        keys: CurveClientKeys | None = None,
+        checksum: bool = False,
+        uses_local_socket: bool = True,
+    ) -> None:
+        self._receiver = receiver
+        self._keys = keys
+        self._checksum = checksum
+        self._uses_local_socket = uses_local_socket
+        self._process_id = os.getpid()
+        self._context: Any = zmq.Context()
+        self._sockets: list[Any] = []
+        self._monitors: list[_HandshakeMonitor] = []
+        self._poller: Any = zmq.Poller()
+        self._tasks: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
+        self._wake_reader, self._wake_writer = sockets.socketpair()
+        self._wake_reader.setblocking(False)
+        self._wake_writer.setblocking(False)
+        self._may_sleep = False
+        self._is_stopping = False
+        self._failure: PSEngineError | None = None
+        self._indices: dict[Any, int] = {}
+        self._addresses: list[str] = []
+        keep_freed_memory()
+        self._thread = threading.Thread(target=self._run, name="psengine-client", daemon=True)
+        self._thread.start()
+
+    def __enter__(self) -> Connection:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    # ---- any thread --------------------------------------------------------------------------------------------
+
+    def do(self, function: Callable[..., None], *arguments: Any) -> None:
+        """Call ``function(*arguments)`` on the I/O thread, in the order of calls.
+
+        Raises:
+            ServerError: the thread has ended, or this is a child process.
+        """
+        if os.getpid() != self._process_id:
+            raise forked_error()
+        if self._failure is not None:
+            raise self._failure.with_traceback(None)
+        self._tasks.append((function, arguments))
+        if self._may_sleep:
+            self._wake()
+        self._run_leftovers_if_over()
+
+    def open(self, address: str, *, carries_payloads: bool = True) -> None:
+        """Connect one more socket; its index is the number of those before it. I/O thread, or through ``do``."""
+        socket = self._context.socket(zmq.DEALER)
+        for option, value in (
+            (zmq.LINGER, LINGER_MS),
+            (zmq.MAXMSGSIZE, MAX_PAYLOAD_BYTES),
+            (zmq.HANDSHAKE_IVL, HANDSHAKE_MS),
+            (zmq.RECONNECT_IVL, RECONNECT_MS),
+            (zmq.RECONNECT_IVL_MAX, RECONNECT_MOST_MS),
+            *(KEEPALIVE if carries_payloads else HEARTBEATS).items(),
+            # Credits bound what is under way. While there is no connection nothing is queued: it is asked again.
+            (zmq.SNDHWM, 0),
+            (zmq.RCVHWM, 0),
+            (zmq.IMMEDIATE, 1),
+            (zmq.IPV6, int("[" in address)),
+        ):
+            socket.setsockopt(option, value)
+        self._monitors.append(_HandshakeMonitor(socket, address, self._keys))
+        self._indices[socket] = len(self._sockets)
+        self._sockets.append(socket)
+        self._poller.register(socket, zmq.POLLIN)
+        self._addresses.append(address)
+        self._take_way(len(self._sockets) - 1)
+
+    def _take_way(self, index: int) -> bool:
+        """Connect where the address is best reached now: its server, or the Unix socket beside it, may come yet.
+
+        Returns:
+            Whether that is another place than before.
+        """
+        socket, monitor, address = self._sockets[index], self._monitors[index], self._addresses[index]
+        way = local_sockets.way_to(address) if self._uses_local_socket else address
+        if way == monitor.way:
+            return False
+        if (stranger := monitor.find_stranger(way)) is not None:
+            self._receiver.rejected(index, stranger, time.monotonic())
+            return False
+        keys = monitor.keys_for(way)
+        if keys is None:
+            socket.curve_server = 0  # in the clear; an option counts for the connections made after it
+        else:
+            socket.curve_serverkey = keys.server_public.encode()
+            socket.curve_publickey = keys.own.public.encode()
+            socket.curve_secretkey = keys.own.secret.encode()
+        if monitor.way:
+            socket.disconnect(monitor.way)
+        monitor.way = way
+        socket.connect(way)
+        return True
+
+    @property
+    def is_own_thread(self) -> bool:
+        """Whether the caller is the I/O thread itself, which must not wait for answers."""
+        return self._thread is threading.current_thread()
+
+    def close(self, timeout_s: float = 5.0) -> None:
+        """Stop the thread, close sockets; what was sent last gets half a second to leave."""
+        self._is_stopping = True
+        if os.getpid() != self._process_id or self.is_own_thread:
+            return
+        self._wake()
+        self._thread.join(timeout_s)
+
+    def _wake(self) -> None:
+        try:
+            self._wake_writer.send(b"w")
+        except (BlockingIOError, OSError):  # full: it will wake up; closed: it has ended
+            return
+
+    # ---- I/O thread --------------------------------------------------------------------------------------------
+
+    def send(self, index: int, message: Message) -> bool:
+        """Send now; False where there is no connection. A payload is not copied and must stay as it is."""
+        socket = self._sockets[index]
+        frames = encode(message, checksum=self._checksum)
+        last = len(frames) - 1
+        try:
+            for position, frame in enumerate(frames):
+                flags = zmq.NOBLOCK if position == last else zmq.NOBLOCK | zmq.SNDMORE
+                size_bytes = frame.nbytes if isinstance(frame, memoryview) else len(frame)
+                socket.send(frame, flags, copy=size_bytes < ZERO_COPY_BYTES)
+        except zmq.Again:
+            return False
+        return True
+
+    def _run(self) -> None:
+        failure: PSEngineError = ServerError("the connection to the parameter servers is closed")
+        try:
+            self._poller.register(self._wake_reader.fileno(), zmq.POLLIN)
+            self._loop()
+        except BaseException as error:
+            logger.exception("the client's I/O thread failed")
+            failure = ServerError(f"the client's I/O thread failed: {type(error).__name__}: {error}")
+            failure.__cause__ = error
+        finally:
+            self._failure = failure
+            try:
+                self._receiver.crashed(failure)
+                self._run_leftovers()
+            finally:
+                self._close_sockets()
+
+    def _run_leftovers_if_over(self) -> None:
+        if self._failure is not None:
+            self._run_leftovers()
+
+    def _run_leftovers(self) -> None:
+        """What was queued and never ran: the receiver has failed, and lets it fail."""
+        while self._tasks:
+            function, arguments = self._tasks.popleft()
+            try:
+                function(*arguments)
+            except (PSEngineError, zmq.ZMQError):
+                continue  # there are no sockets any more
+
+    def _loop(self) -> None:
+        tasks = self._tasks
+        wake_descriptor = self._wake_reader.fileno()
+        next_tick_s = time.monotonic() + TICK_S
+        while not self._is_stopping:
+            while tasks:
+                function, arguments = tasks.popleft()
+                function(*arguments)
+            now_s = time.monotonic()
+            if now_s >= next_tick_s:
+                next_tick_s = now_s + TICK_S
+                self._read_monitors(now_s)
+                self._receiver.tick(now_s)
+            # Set before the deque is looked at: who appends after that look sees it set, and wakes this thread.
+            self._may_sleep = True
+            timeout_ms = 0 if tasks or self._is_stopping else max(0, int((next_tick_s - now_s) * 1000) + 1)
+            ready = self._poller.poll(timeout_ms)
+            self._may_sleep = False
+            for source, _ in ready:
+                if source == wake_descriptor:
+                    self._drain_wake_ups()
+                else:
+                    self._receive(source)
+
+    def _drain_wake_ups(self) -> None:
+        try:
+            self._wake_reader.recv(4096)
+        except BlockingIOError:
+            return
+
+    def _receive(self, socket: Any) -> None:
+        index = self._indices[socket]
+        for _ in range(RECEIVES_PER_TURN):
+            try:
+                frame = socket.recv(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                return
+            frames = [frame.buffer]
+            surplus = 0
+            while frame.more:
+                frame = socket.recv(copy=False)
+                if len(frames) < MOST_FRAMES:
+                    frames.append(frame.buffer)
+                else:
+                    surplus += 1
+            now_s = time.monotonic()
+            try:
+                if surplus:
+                    raise ProtocolError(f"a message has too many frames (expected {MOST_FRAMES}, got {surplus} more)")
+                message = decode(frames)
+            except ProtocolError as error:
+                self._receiver.garbled(index, error, now_s)
+            else:
+                self._receiver.received(index, message, now_s)
+
+    def _read_monitors(self, now_s: float) -> None:
+        for index, monitor in enumerate(self._monitors):
+            error = monitor.read(now_s)
+            if monitor.is_new:
+                monitor.is_new = False
+                self._receiver.connected(index, now_s)
+            # Who is refused at a TCP address may have been too early for the socket beside it.
+            if not monitor.has_succeeded and self._take_way(index):
+                error = None
+            if error is not None:
+                self._receiver.rejected(index, error, now_s)
+
+    def _close_sockets(self) -> None:
+        for monitor in self._monitors:
+            monitor.close()
+        for socket in self._sockets:
+            socket.close()
+        self._context.term()  # waits for the linger of the sockets
+        self._wake_reader.close()
+        self._wake_writer.close()
+
+
+class _Knock:
+    """A connection that waits for a ZMTP server's greeting and says nothing: is there one behind an address?"""
+
+    def __init__(self, context: Any, address: str, now_s: float) -> None:
+        self._ends_s = now_s + KNOCK_S
+        self._received = b""
+        self._socket: Any = context.socket(zmq.STREAM)
+        for option, value in (
+            (zmq.LINGER, 0),
+            (zmq.RECONNECT_IVL, -1),
+            (zmq.IPV6, int("[" in address)),
+        ):
+            self._socket.setsockopt(option, value)
+        self._socket.connect(address)
+
+    def look(self, now_s: float) -> bool | None:
+        """Whether a server greets; None while that is open."""
+        while self._socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:
+            # An empty one says that the connection was made, or has ended.
+            self._received += self._socket.recv_multipart(zmq.NOBLOCK)[-1][:_SIGNATURE_BYTES]
+        if len(self._received) >= _SIGNATURE_BYTES:
+            return (self._received[0], self._received[_SIGNATURE_BYTES - 1]) == (_SIGNATURE_FIRST, _SIGNATURE_LAST)
+        return False if now_s >= self._ends_s else None
+
+    def close(self) -> None:
+        self._socket.close(linger=0)
+
+
+class _HandshakeMonitor:
+    """Watches one socket's handshakes: a refused client would else try for ever and say nothing.
+
+    Once one has succeeded, those that are cut are most likely a server's that restarts behind a tunnel, a proxy or a
+    load balancer, which take connections and drop them. Only where a server greets all the while (``_Knock``) were its
+    keys changed.
+    """
+
+    def __init__(self, socket: Any, address: str, keys: CurveClientKeys | None) -> None:
+        self._socket = socket
+        self._address = address
+        self._keys = keys
+        # pyzmq's own name for it is taken from the descriptor, whose number may be in use again.
+        name = f"inproc://psengine-monitor-{next(_monitor_numbers)}"
+        socket.monitor(name, _EVENTS)
+        self._events: Any = socket.context.socket(zmq.PAIR)
+        self._events.setsockopt(zmq.LINGER, 0)
+        self._events.connect(name)
+        self.has_succeeded = False
+        self._cut_off = 0
+        self._first_cut_s = 0.0
+        self._last_cut_s = 0.0
+        self._knock: _Knock | None = None
+        # Since the last handshake that succeeded, a server was there; handshakes were cut before, and are after.
+        self._was_greeted = False
+        # Whoever reads the events has yet to be told of a connection.
+        self.is_new = False
+        # Where the socket is connected to; "" nowhere yet.
+        self.way = ""
+
+    def keys_for(self, way: str) -> CurveClientKeys | None:
+        """What to show there: who has a secret instead of keys goes through Unix sockets as the user it is."""
+        is_known_by_user = self._keys is not None and self._keys.secret_file and way.startswith("ipc://")
+        return None if is_known_by_user else self._keys
+
+    def find_stranger(self, way: str) -> AuthenticationError | None:
+        """Why whoever listens at ``way`` is not to be trusted, which keys would tell; None where it is."""
+        is_ours = way != self._address  # in a directory of this user's own
+        if is_ours or self.keys_for(way) is not None:
+            return None
+        try:
+            uid = local_sockets.listener_uid(way)
+        except PermissionError:
+            return refusals.refused(self._address, way, None)
+        return None if uid in (None, 0, os.geteuid()) else refusals.another_user(self._address, uid)
+
+    def read(self, now_s: float) -> AuthenticationError | None:
+        """What the events since the last call amount to."""
+        found: AuthenticationError | None = None
+        has_keys = self.keys_for(self.way) is not None
+        while self._events.getsockopt(zmq.EVENTS) & zmq.POLLIN:
+            event = recv_monitor_message(self._events, zmq.NOBLOCK)
+            kind = event["event"]
+            if kind == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                self.has_succeeded = self.is_new = True
+                self._begin_anew()
+                found = self.find_stranger(self.way)
+            elif kind == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+                found = refusals.refused(self._address, self.way, self.keys_for(self.way))
+            elif kind == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
+                found = self._error("one side expects CURVE keys and the other has none, or it is no psengine-server")
+            else:
+                self._count_cut(now_s)
+        if self._cut_off >= MOST_CUT_HANDSHAKES and now_s - self._first_cut_s >= CUT_HANDSHAKES_S:
+            self._cut_off = 0
+            if not self.has_succeeded:
+                found = self._error(
+                    "the server's public key is not the one expected, or it is no psengine-server"
+                    if has_keys
+                    else "it expects CURVE keys, or it is no psengine-server"
+                )
+            elif self._was_greeted:
+                self._begin_anew()
+                found = self._error("it did before, and its public key is not the one expected any more")
+            elif has_keys and self._knock is None and self._address.startswith("tcp://"):
+                with contextlib.suppress(zmq.ZMQError):  # no descriptor is left; the handshakes go on
+                    self._knock = _Knock(self._socket.context, self._address, now_s)
+        self._look_who_greets(now_s)
+        return found
+
+    def _look_who_greets(self, now_s: float) -> None:
+        greets = None if self._knock is None else self._knock.look(now_s)
+        if greets is not None:
+            self._begin_anew()  # only what is cut from here on is cut by the server that greeted
+            self._was_greeted = greets
+
+    def _begin_anew(self) -> None:
+        """Forget what was cut, and who greeted."""
+        self._cut_off = 0
+        self._was_greeted = False
+        if self._knock is not None:
+            self._knock.close()
+            self._knock = None
+
+    def _count_cut(self, now_s: float) -> None:
+        if self._cut_off == 0 or now_s - self._last_cut_s > SLOW_CUT_S:
+            self._cut_off, self._first_cut_s = 0, now_s
+        self._cut_off += 1
+        self._last_cut_s = now_s
+
+    def _error(self, reason: str) -> AuthenticationError:
+        return refusals.unfitting_keys(self._address, self.keys_for(self.way), reason)
+
+    def close(self) -> None:
+        """End watching."""
+        self._begin_anew()
+        try:
+            self._socket.disable_monitor()
+        finally:
+            self._events.close()

@@ -1,0 +1,180 @@
+"""A server for one host: started by a worker, on a Unix socket of its user's, ended when nobody needs it.
+
+    worker   start ── stdin pipe open ───────────────────── stop: pipe closed
+    server      └─ ready line ─ serves ─ ...                       └─ ends once no worker is a member any more
+
+The pipe also closes when the worker's process dies, whatever killed it; workers on the same server are not disturbed.
+"""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Sequence
+
+from psengine.environment.local_sockets import new_socket
+from psengine.errors import ConfigurationError, ServerError
+
+logger = logging.getLogger(__name__)
+
+READY = "psengine-server ready "
+START_S = 30.0
+STOP_S = 5.0
+_KEPT_LINES = 60
+
+
+class EmbeddedServer:
+    """A running psengine-server that this process started; made by ``start``. A context manager.
+
+    Attributes:
+        addresses: what clients connect to: the address of its first shard.
+        pid: of its process.
+    """
+
+    def __init__(self, process: subprocess.Popen[str], output: _Output, addresses: tuple[str, ...]) -> None:
+        self.addresses = addresses
+        self.pid = process.pid
+        self._process = process
+        self._output = output
+        # At exit too.
+        self._finalizer = weakref.finalize(self, _stop, process, output)
+
+    @classmethod
+    def start(cls, *, shards: int = 1, arguments: Sequence[str] = (), deadline_s: float = START_S) -> EmbeddedServer:
+        """Start a server on a new Unix socket, which this user alone reaches, and wait until it serves.
+
+        Args:
+            shards: its threads.
+            arguments: more options of ``psengine-server``.
+            deadline_s: how long the start may take.
+
+        Raises:
+            ServerError: it ended, or was not ready in time; the message has what it wrote.
+        """
+        try:
+            bind = new_socket("embedded")
+        except ConfigurationError as error:
+            raise ServerError(f"the embedded parameter server has no place for its socket: {error}") from error
+        command = [sys.executable, "-m", "psengine.cli.server", "--bind", bind]
+        command += ["--shards", str(shards), "--until-stdin-closes", *arguments]
+        # Its own session: a Ctrl-C is for the workers, who then say goodbye to it.
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+        )
+        output = _Output(process)
+        addresses = output.await_ready(deadline_s)
+        if addresses:
+            return cls(process, output, addresses)
+        code = output.exit_code()
+        process.kill()
+        _close(process)
+        output.join()
+        fate = f"ended with exit code {code}" if code is not None else f"was not ready after {deadline_s:g} s"
+        raise ServerError(f"the embedded parameter server {fate}. It wrote:\n{output.text() or '(nothing)'}")
+
+    def __enter__(self) -> EmbeddedServer:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.stop()
+
+    @property
+    def is_running(self) -> bool:
+        """Whether its process is there."""
+        return self._process.poll() is None
+
+    def log(self) -> str:
+        """The last lines it wrote."""
+        return self._output.text()
+
+    def terminate(self, deadline_s: float) -> bool:
+        """Have it end in order, with workers or without; whether it did within ``deadline_s``."""
+        self._process.terminate()
+        try:
+            self._process.wait(deadline_s)
+        except subprocess.TimeoutExpired:
+            return False
+        return True
+
+    def kill(self) -> None:
+        """End it at once."""
+        self._process.kill()
+
+    def stop(self) -> None:
+        """Let it end: at once, or when the last worker has left. Waits a few seconds, kills nothing. Safe twice."""
+        self._finalizer()
+
+
+class _Output:
+    """Reads what a server writes, for as long as it runs: a full pipe would stop it."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self._process = process
+        self._lines: deque[str] = deque(maxlen=_KEPT_LINES)
+        self._addresses: tuple[str, ...] = ()
+        self._is_decided = threading.Event()
+        self._thread = threading.Thread(target=self._read, name="psengine-embedded-output", daemon=True)
+        self._thread.start()
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        with self._process.stdout as stream:
+            for line in stream:
+                text = line.rstrip("\n")
+                self._lines.append(text)
+                if text.startswith(READY):
+                    # Its other shards are listed too; clients ask the first for them.
+                    self._addresses = tuple(text.removeprefix(READY).replace(",", " ").split())[:1]
+                    self._is_decided.set()
+                logger.info("server %d: %s", self._process.pid, text)
+        self._is_decided.set()
+        self._process.wait()
+
+    def await_ready(self, deadline_s: float) -> tuple[str, ...]:
+        """Addresses once it is ready; () where it ended or the deadline passed."""
+        self._is_decided.wait(deadline_s)
+        return self._addresses
+
+    def exit_code(self) -> int | None:
+        """How the process ended; None while it runs."""
+        if self._is_decided.is_set():
+            self._thread.join(1.0)
+        return self._process.poll()
+
+    def join(self) -> None:
+        """Wait for the last line of a process that has ended."""
+        self._thread.join(STOP_S)
+
+    def text(self) -> str:
+        """The last lines."""
+        return "\n".join(self._lines)
+
+
+def _stop(process: subprocess.Popen[str], output: _Output) -> None:
+    _close(process)
+    deadline_s = time.monotonic() + STOP_S
+    while process.poll() is None and time.monotonic() < deadline_s:
+        time.sleep(0.02)
+    if process.poll() is None:
+        logger.info("embedded server %d still has workers; it ends when the last one leaves", process.pid)
+    else:
+        output.join()
+
+
+def _close(process: subprocess.Popen[str]) -> None:
+    assert process.stdin is not None
+    try:
+        process.stdin.close()
+    except OSError:
+        logger.debug("server %d has ended already", process.pid)

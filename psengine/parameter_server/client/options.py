@@ -1,0 +1,93 @@
+"""What a client needs to know to talk to its servers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from psengine.environment.context import read_variable
+from psengine.errors import ConfigurationError
+from psengine.protocol.keys import CurveClientKeys
+
+# A reader changes nothing, whatever the job's rule is.
+READER_RULE = {"name": "average", "quorum": None}
+
+
+@dataclass(frozen=True, kw_only=True)
+class SessionOptions:
+    """What a client needs to know to talk to its servers.
+
+    Attributes:
+        addresses: of each server process; the first is the lead.
+        job: name of the job; workers of one job share its values.
+        rule: the job's update rule, as in HELLO; None for readers.
+        rank: this worker; None lets the servers choose.
+        world_size: workers expected at the start.
+        role: "worker" or "reader".
+        timeout_s: deadline of every request and push.
+        connect_timeout_s: deadline of the first answer of each server.
+        checksum: add a checksum to every payload.
+        keys: CURVE keys; None speaks in the clear.
+        is_embedded: the server belongs to a worker on this host: where it refuses connections it is gone for good.
+        uses_local_socket: go through the Unix socket beside a loopback TCP address, where this user's server has one.
+    """
+
+    addresses: Sequence[str]
+    job: str = "default"
+    rule: dict[str, Any] | None = None
+    rank: int | None = None
+    world_size: int = 1
+    role: str = "worker"
+    timeout_s: float = 300.0
+    connect_timeout_s: float = 30.0
+    checksum: bool = False
+    keys: CurveClientKeys | None = None
+    software: str = ""
+    is_embedded: bool = False
+    uses_local_socket: bool = True
+
+    @property
+    def averages(self) -> bool:
+        """Whether the job's servers average, so that its weights live in its workers."""
+        return (self.rule or READER_RULE)["name"] == "average"
+
+    def check(self) -> None:
+        """Raise ConfigurationError unless the options make sense."""
+        if not self.addresses:
+            raise ConfigurationError(
+                "there is no server (expected at least one address, got none); set PSENGINE_SERVERS"
+            )
+        if self.role not in ("worker", "reader"):
+            raise ConfigurationError(f"role must be 'worker' or 'reader' (got {self.role!r})")
+        if self.role == "worker" and self.rule is None:
+            raise ConfigurationError("a worker must name the job's update rule (got None)")
+        if not 0 < self.timeout_s < 1e9 or not 0 < self.connect_timeout_s < 1e9:
+            raise ConfigurationError(
+                f"timeouts must be positive and finite (got timeout_s={self.timeout_s},"
+                f" connect_timeout_s={self.connect_timeout_s})"
+            )
+
+
+def keys_from_environment() -> CurveClientKeys | None:
+    """The CURVE keys that PSENGINE_SERVER_KEY (a .pub file) and PSENGINE_CLIENT_KEY (a .key file) name, or None.
+
+    Where neither is set, those of the secret in PSENGINE_SECRET_FILE.
+
+    Raises:
+        ConfigurationError: only one key is named, or a file is missing, malformed or readable by others.
+    """
+    server_key, client_key = read_variable("PSENGINE_SERVER_KEY"), read_variable("PSENGINE_CLIENT_KEY")
+    if not server_key and not client_key:
+        if not (secret_file := read_variable("PSENGINE_SECRET_FILE")):
+            return None
+        from psengine.parameter_server.shared_secret import client_keys_of_secret
+
+        return client_keys_of_secret(secret_file)
+    if not (server_key and client_key):
+        raise ConfigurationError(
+            "CURVE needs both keys (expected PSENGINE_SERVER_KEY, the server's public key file, and"
+            " PSENGINE_CLIENT_KEY, this worker's own key file; got only"
+            f" {'the first' if server_key else 'the second'})"
+        )
+    return CurveClientKeys.load(client_key, server_key)

@@ -1,0 +1,160 @@
+"""How far this worker is at one shard: what a server that restarted is told, because nobody else knows it.
+
+    push 1 ─ answer   push 2 ─ answer   push 3 ─ answer   push 4 ─   the server dies; its snapshot has pushes 1 and 2
+    └──────────── acknowledged: 3, version 3 ──────────┘  under way
+
+A server that comes back from a snapshot has lost what was acknowledged since (``core/losses.py`` there counts it), and
+one that averages has lost its averages, which workers have. Pure.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from psengine.parameter_server.client.operation import Request
+from psengine.protocol.messages import RECOVERY_VERSION, Message, MessageType
+
+if TYPE_CHECKING:
+    from psengine.parameter_server.client.link import Link
+    from psengine.parameter_server.client.presence import Presence
+
+logger = logging.getLogger(__name__)
+
+# Of one chunk's unused exchanges; where there are more, the oldest are forgotten.
+MOST_RUNS = 16
+# msgpack needs at most this much for an integer, and a body has room for 64 KiB.
+_INTEGER_BYTES = 9
+_PAGE_BYTES = 48 * 1024
+
+
+@dataclass(slots=True)
+class _Known:
+    """Of one chunk.
+
+    Attributes:
+        version: the highest that came in this life of the server.
+        sequence: the last exchange that was answered.
+        unused: runs [first, last] of exchanges up to ``sequence`` that did not change the chunk as far as this worker
+            knows: refused, never answered, or lost and counted.
+        asked_version: ``version`` when the exchange under way was sent.
+    """
+
+    version: int = 0
+    sequence: int = 0
+    unused: list[tuple[int, int]] = field(default_factory=list)
+    asked_version: int = 0
+
+    def skip(self, first: int, last: int) -> None:
+        if first > last:
+            return
+        if self.unused and self.unused[-1][1] >= first - 1:
+            first = self.unused.pop()[0]
+        self.unused.append((first, last))
+        del self.unused[:-MOST_RUNS]
+
+
+class Ledger:
+    """What the servers acknowledged, by chunk; used by the I/O thread, read while everything is held.
+
+    Attributes:
+        epoch: the life of the server that acknowledged it; 0 before the first.
+    """
+
+    def __init__(self) -> None:
+        self.epoch = 0
+        self._chunks: dict[int, _Known] = {}
+
+    def sent(self, key: int) -> None:
+        """An exchange leaves for the first time."""
+        known = self._chunks.setdefault(key, _Known())
+        known.asked_version = known.version
+
+    def answered(self, key: int, sequence: int, version: int, *, is_used: bool) -> None:
+        """An exchange was answered; with ``is_used`` the server has applied or averaged it."""
+        known = self._chunks.setdefault(key, _Known())
+        known.skip(known.sequence + 1, sequence - 1 if is_used else sequence)
+        known.sequence = max(known.sequence, sequence)
+        known.version = max(known.version, version)
+
+    def saw(self, key: int, version: int) -> None:
+        """The chunk was read, or overwritten."""
+        known = self._chunks.setdefault(key, _Known())
+        known.version = max(known.version, version)
+
+    def forget(self) -> None:
+        """Go on from another worker's state, whose exchanges are numbered anew where the job began anew."""
+        self._chunks.clear()
+
+    @property
+    def has_answers(self) -> bool:
+        """Whether an exchange was answered."""
+        return any(known.sequence for known in tuple(self._chunks.values()))
+
+    def settle(self, epoch: int) -> None:
+        """The server was told: what it lost is counted, and life ``epoch`` of it begins."""
+        self.epoch = epoch
+        for known in self._chunks.values():
+            known.unused, known.version, known.asked_version = [], 0, 0
+            known.skip(1, known.sequence)
+
+    def pages(self, under_way: Iterable[int]) -> list[list[list[int]]]:
+        """Bodies' "chunks" of PROGRESS; ``under_way``: the chunks that have an exchange which was sent."""
+        sent = frozenset(under_way)
+        pages: list[list[list[int]]] = [[]]
+        size_bytes = 0
+        for key, known in tuple(self._chunks.items()):
+            entry = [key, known.version, known.sequence, known.asked_version + 1 if key in sent else 0]
+            entry.extend(number for run in known.unused for number in run)
+            size_bytes += _INTEGER_BYTES * (len(entry) + 1)
+            if size_bytes > _PAGE_BYTES and pages[-1]:
+                pages.append([])
+                size_bytes = 0
+            pages[-1].append(entry)
+        return pages
+
+
+def tell(presence: Presence) -> None:
+    """Tell servers that restarted how far this worker is, and the log what they lost. Blocking, for recoveries.
+
+    Raises:
+        ServerLostError, ServerRefusedError: see ``Operation.settle``.
+    """
+    restarted = [link for link in presence.links if link.ledger.epoch != link.epoch]
+    asked = [(link, _ask(presence, link)) for link in restarted if link.server_version >= RECOVERY_VERSION]
+    losses = [_read(link, requests) for link, requests in asked]
+    for link in restarted:
+        link.ledger.settle(link.epoch)
+    lossy = [(address, loss) for address, loss in losses if loss[0]]
+    if not lossy:
+        return
+    updates, own, chunks = (sum(numbers) for numbers in zip(*(loss for _, loss in lossy), strict=True))
+    logger.warning(
+        "%s went back to the last snapshot: %d updates that worker %d knew of are lost, over %d chunks; %d of them are"
+        " its own",
+        ", ".join(address for address, _ in lossy),
+        updates,
+        presence.identity.worker,
+        chunks,
+        own,
+    )
+
+
+def _ask(presence: Presence, link: Link) -> list[Request]:
+    pages = link.ledger.pages(link.keys_under_way())
+    return [
+        presence.ask(
+            link,
+            Message(MessageType.PROGRESS, body={"chunks": page, "more": page is not pages[-1]}),
+            is_urgent=True,
+        )
+        for page in pages
+    ]
+
+
+def _read(link: Link, requests: Sequence[Request]) -> tuple[str, list[int]]:
+    """Where, and how many updates are lost, how many of them this worker's, of how many chunks."""
+    losses = [request.wait().body.get("lost", [0, 0, 0]) for request in requests]
+    return link.address, [sum(numbers) for numbers in zip(*losses, strict=True)]

@@ -1,0 +1,54 @@
+"""Can a server be reached at all? libzmq asks again and again, and says nothing."""
+
+from __future__ import annotations
+
+import logging
+import threading
+
+from psengine.environment.rendezvous import connect_to_any, resolve
+from psengine.parameter_server.client.link import Link
+
+logger = logging.getLogger(__name__)
+
+# A server that was started together with its workers listens by then.
+SILENCE_S = 3.0
+
+
+def watch_first_contact(link: Link, closing: threading.Event) -> None:
+    """Say in the log, and for the link's errors, that a server's host name does not resolve, or that nobody is reached.
+
+    Resolvers and connections may take long, so that happens in a thread of its own, which nobody waits for.
+
+    Args:
+        link: to an address as ``addresses.parse_addresses`` returns it; ipc:// is not looked at.
+        closing: set when nobody wants to know any more.
+    """
+    if not link.address.startswith("tcp://"):
+        return
+    host, _, port = link.address.removeprefix("tcp://").rpartition(":")
+
+    def look() -> None:
+        try:
+            found = resolve(host, int(port))
+        except (OSError, UnicodeError) as error:
+            reason = f"the host name {host!r} does not resolve here ({getattr(error, 'strerror', None) or error})"
+            _say(link, reason, "or add the name to DNS or /etc/hosts")
+            return
+        if closing.wait(SILENCE_S) or link.last_heard_s is not None:
+            return
+        refusals = connect_to_any(found)
+        if refusals is not None and link.last_heard_s is None and not closing.is_set():
+            _say(link, f"nobody can be reached there ({refusals})", "or start psengine-server there")
+
+    threading.Thread(target=look, name="psengine-reachability", daemon=True).start()
+
+
+def _say(link: Link, reason: str, other_fix: str) -> None:
+    link.note_problem(reason)
+    logger.warning(
+        "the server %s cannot be reached: %s. Correct the address (PSENGINE_SERVERS, or servers=), %s; until then it is"
+        " tried again.",
+        link.address,
+        reason,
+        other_fix,
+    )

@@ -1,0 +1,291 @@
+"""A copy of what a shard holds, cut between the steps of its workers: a step is in all its chunks, or in none.
+
+    worker 0's step 7   chunk 0 ──── chunk 1 ── copy ── chunk 2          chunk 2 is applied to the copy, too
+    worker 1's step 4                              │    chunk 0 ────     not to the copy: this step began after it
+                                                   └ awaited: worker 0's step 7
+
+Nothing waits for the copy: pushes go on, and those that are part of a step which the copy has begun are applied twice,
+to the chunk and to the copy. A step that its worker never ends (it died, or failed) stays as it is, in the chunks as in
+the copy.
+
+Several shards of a server meet, so that all copy at the same moment, and each awaits what another has of a step. Pure,
+but for ``Meeting``, where threads wait for each other.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from psengine.parameter_server.server.rules.applying import ApplyingRule
+from psengine.parameter_server.server.rules.consistency import ChunkRule, Push, RuleContext
+from psengine.parameter_server.server.rules.statistics import JobStatistics
+from psengine.parameter_server.server.snapshots.store import ChunkState, JobState
+from psengine.protocol.layout import ChunkKind, ChunkSpec
+
+if TYPE_CHECKING:
+    from psengine.parameter_server.server.core.job import Job
+
+# How long shards wait for each other; one that is busy for longer is cut at another moment.
+MEET_S = 1.0
+
+
+class Step(NamedTuple):
+    """What a push is part of: PUSH's ``step``.
+
+    Attributes:
+        number: of the worker's step, growing.
+        parts: how many chunks of this shard the step pushes.
+        is_whole: each of its steps pushes all chunks that are pushed at all, at every shard.
+    """
+
+    number: int
+    parts: int
+    is_whole: bool
+
+
+@dataclass(slots=True)
+class _Open:
+    """A step of which some chunks have come; ``parts`` is None where none has yet."""
+
+    number: int
+    parts: int | None
+    keys: set[int] = field(default_factory=set)
+
+    def take(self, key: int, step: Step) -> bool:
+        """A chunk came; whether it was the last."""
+        self.parts = step.parts
+        self.keys.add(key)
+        return len(self.keys) >= step.parts
+
+
+class Steps:
+    """Where the workers of one job are in their steps, at one shard.
+
+    Attributes:
+        begun: by rank, the last step that began here, of workers whose steps are whole.
+    """
+
+    def __init__(self) -> None:
+        self.begun: dict[int, int] = {}
+        self._open: dict[int, _Open] = {}
+
+    def pushed(self, rank: int, key: int, step: Step | None) -> None:
+        """A push was taken in."""
+        if step is None:
+            self._open.pop(rank, None)
+            return
+        if step.is_whole:
+            self.begun[rank] = step.number
+        known = self._open.get(rank)
+        if known is None or known.number != step.number:
+            known = self._open[rank] = _Open(step.number, step.parts)
+        if known.take(key, step):
+            del self._open[rank]
+
+    def left(self, rank: int) -> None:
+        """The worker is gone, or another process has its rank."""
+        self._open.pop(rank, None)
+        self.begun.pop(rank, None)
+
+    def awaited(self, goals: Mapping[int, int], ranks: tuple[int, ...]) -> dict[int, _Open]:
+        """Steps that a copy made now has, or is to have, in part; ``goals``: steps that another shard has begun."""
+        found = {rank: _Open(one.number, one.parts, set(one.keys)) for rank, one in self._open.items() if rank in ranks}
+        for rank, number in goals.items():
+            if rank in ranks and number > self.begun.get(rank, 0):
+                found[rank] = _Open(number, None)
+        return found
+
+
+class JobCapture:
+    """The copy of one job.
+
+    Args:
+        state: the copy.
+        awaited: by rank, the steps of which it has not all.
+        make_rule: see ``ChunkStore.make_rule``.
+        on_complete: called once nothing is awaited any more; not where nothing ever was.
+    """
+
+    def __init__(
+        self,
+        state: JobState,
+        awaited: dict[int, _Open],
+        make_rule: Callable[[ChunkSpec, torch.Tensor | None, RuleContext], ChunkRule],
+        on_complete: Callable[[], None],
+    ) -> None:
+        self.awaited = awaited
+        self._state = state
+        self._make_rule = make_rule
+        self._on_complete = on_complete
+        self._rules: dict[int, ChunkRule] = {}
+
+    def pushed(self, push: Push, key: int, step: Step | None) -> None:
+        """A push was taken in by the chunk; the copy takes it, too, if it is of a step that the copy has begun."""
+        known = self.awaited.get(push.rank)
+        if known is None:
+            return
+        if step is None or step.number > known.number:
+            self.left(push.rank)  # it never ended the other
+            return
+        self._rule(key).push(push)
+        if step.number == known.number and known.take(key, step):
+            self.left(push.rank)
+
+    def left(self, rank: int) -> None:
+        """Nothing more is to come of this worker's step."""
+        if self.awaited.pop(rank, None) is not None and not self.awaited:
+            self._on_complete()
+
+    def _rule(self, key: int) -> ChunkRule:
+        rule = self._rules.get(key)
+        if rule is None:
+            chunk = next(chunk for chunk in self._state.chunks if chunk.key == key)
+            alone = RuleContext(live_ranks=tuple, missing_ranks=tuple, statistics=JobStatistics())
+            spec = ChunkSpec.from_body(chunk.meta["spec"])
+            rule = self._rules[key] = self._make_rule(spec, torch.empty_like(chunk.tensors["values"]), alone)
+            rule.restore(chunk.meta, chunk.tensors)
+        return rule
+
+    def result(self) -> JobState:
+        """The copy, as far as it has come."""
+        chunks = [
+            chunk_state(self._rules[chunk.key]) if chunk.key in self._rules else chunk for chunk in self._state.chunks
+        ]
+        return JobState(self._state.name, self._state.meta, chunks)
+
+
+class Cuts:
+    """Of one job at one shard: where its workers are in their steps, and the copy that awaits some of these."""
+
+    def __init__(self) -> None:
+        self._steps = Steps()
+        self._capture: JobCapture | None = None
+
+    @property
+    def begun(self) -> dict[int, int]:
+        """See ``Steps``."""
+        return dict(self._steps.begun)
+
+    def pushed(self, push: Push, key: int, mark: Sequence[Any] | None) -> None:
+        """A push was taken in; ``mark`` is its message's ``step``."""
+        step = None if mark is None else Step(*mark)
+        self._steps.pushed(push.rank, key, step)
+        if self._capture is not None:
+            self._capture.pushed(push, key, step)
+            self._let_go()
+
+    def left(self, rank: int) -> None:
+        """The worker is gone, or another process has its rank."""
+        self._steps.left(rank)
+        if self._capture is not None:
+            self._capture.left(rank)
+            self._let_go()
+
+    def copy(
+        self, job: Job, goals: Mapping[int, int], on_complete: Callable[[], None], *, awaits_steps: bool
+    ) -> JobCapture:
+        """A copy of everything a snapshot keeps.
+
+        Args:
+            job: whose.
+            goals: by rank, steps that another shard has begun.
+            on_complete: see ``JobCapture``.
+            awaits_steps: whether it is to have the whole of steps that are under way; else it is as things are now.
+        """
+        rules = job.chunks.rules
+        state = JobState(job.name, job.to_meta(), [chunk_state(rule, copies=True) for rule in rules.values()])
+        awaited = {}
+        if awaits_steps and has_pushed_chunks(rules):
+            awaited = self._steps.awaited(goals, job.membership.live_ranks)
+        capture = self._capture = JobCapture(state, awaited, job.chunks.make_rule, on_complete)
+        self._let_go()
+        return capture
+
+    def _let_go(self) -> None:
+        """Hold a copy no longer than it awaits something."""
+        if self._capture is not None and not self._capture.awaited:
+            self._capture = None
+
+
+def chunk_state(rule: ChunkRule, *, copies: bool = False) -> ChunkState:
+    """What a snapshot keeps of a chunk; its own tensors, unless ``copies``."""
+    tensors = {name: tensor.clone() if copies else tensor for name, tensor in rule.tensors().items()}
+    return ChunkState(rule.spec.key, {"spec": rule.spec.to_body(), **rule.to_meta()}, tensors)
+
+
+class Capture:
+    """The copies of all jobs of a shard.
+
+    Attributes:
+        states: set once nothing is awaited any more, or by ``end``.
+    """
+
+    def __init__(self) -> None:
+        self.states: Future[list[JobState]] = Future()
+        self._jobs: list[JobCapture] = []
+
+    def add(self, job: JobCapture) -> None:
+        """One more job."""
+        self._jobs.append(job)
+
+    def look(self) -> None:
+        """End it if nothing is awaited any more."""
+        if not any(job.awaited for job in self._jobs):
+            self.end()
+
+    def end(self) -> list[str]:
+        """Take the copies as they are; of whom a step is in some chunks only, for people."""
+        torn = [
+            f"step {one.number} of worker {rank} of job {job.result().name!r}"
+            for job in self._jobs
+            for rank, one in sorted(job.awaited.items())
+        ]
+        if not self.states.done():
+            self.states.set_result([job.result() for job in self._jobs])
+        for job in self._jobs:
+            job.awaited.clear()
+        return torn
+
+
+Goals = dict[int, dict[int, int]]
+
+
+class Meeting:
+    """Where the shards of a server wait for each other, to be copied at one moment."""
+
+    def __init__(self, shards: int) -> None:
+        self._barrier = threading.Barrier(shards, timeout=MEET_S)
+        self._begun: list[Goals] = []
+
+    def meet(self, begun: Goals) -> Goals:
+        """By job and rank, the furthest step that any shard has begun; {} where not all came in time.
+
+        Args:
+            begun: the same at this shard.
+        """
+        self._begun.append(begun)
+        try:
+            self._barrier.wait()
+        except threading.BrokenBarrierError:
+            return {}
+        furthest: Goals = {}
+        for one in tuple(self._begun):
+            for job, steps in one.items():
+                known = furthest.setdefault(job, {})
+                for rank, number in steps.items():
+                    known[rank] = max(number, known.get(rank, 0))
+        return furthest
+
+
+def has_pushed_chunks(rules: Mapping[int, ChunkRule]) -> bool:
+    """Whether steps push any of these chunks."""
+    return any(
+        isinstance(rule, ApplyingRule) and (rule.optimizer is not None or rule.spec.kind is ChunkKind.BUFFER)
+        for rule in rules.values()
+    )

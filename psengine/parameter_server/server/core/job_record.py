@@ -1,0 +1,83 @@
+"""Who came to a job, who is gone and why, whose gradients were of no use: for people. Nothing else depends on it."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from psengine.parameter_server.server.core.membership import Member
+
+logger = logging.getLogger(__name__)
+
+MOST_DEPARTED = 20
+
+_WORDS = {"left": "left", "evicted": "was evicted", "fenced": "was fenced"}
+
+
+class JobRecord:
+    """One job's, at one shard.
+
+    Args:
+        job: its name.
+        note: told of what happens, see ``EventLog.note``; None tells nobody.
+        wall_clock_ms: the time.
+    """
+
+    def __init__(self, job: str, note: Callable[..., None] | None, wall_clock_ms: Callable[[], int]) -> None:
+        self._job = job
+        self._note_event = note
+        self._wall_clock_ms = wall_clock_ms
+        self._departed: deque[dict[str, Any]] = deque(maxlen=MOST_DEPARTED)
+
+    def joined(self, member: Member, donor: int | None = None) -> None:
+        """A worker takes part, perhaps with the state of another."""
+        self._note("joined", member, " joined" + ("" if donor is None else f", with the state of worker {donor}"))
+
+    def departed(self, member: Member, reason: str, why: str, step: int) -> None:
+        """A worker is gone.
+
+        Args:
+            member: it.
+            reason: "left", "evicted" or "fenced".
+            why: in words.
+            step: the one it was in.
+        """
+        self._departed.append(
+            {
+                "rank": member.rank,
+                "host": member.host,
+                "reason": reason,
+                "unix_s": round(self._wall_clock_ms() / 1000, 3),
+                "step": step,
+            }
+        )
+        self._note(reason, member, f" {_WORDS[reason]}: {why}")
+
+    def refused(self, member: Member, what: str, reason: str) -> None:
+        """A gradient was not applied."""
+        self._note("refused", member, f": its gradient of {what} was refused ({reason})")
+
+    def late(self, member: Member, step: int) -> None:
+        """A gradient came after the average it was for."""
+        self._note("late", member, f": its gradient of step {step} came after the others' average")
+
+    def lost(self, updates: int, chunks: int) -> None:
+        """The server went back to a snapshot that lacks what workers know was acknowledged."""
+        text = (
+            f"{updates} updates of {chunks} chunks are lost: workers had them acknowledged, and the snapshot that this"
+            " server started from is older"
+        )
+        logger.warning("job %r: %s", self._job, text)
+        if self._note_event is not None:
+            self._note_event("lost", text, job=self._job)
+
+    def to_status(self) -> list[dict[str, Any]]:
+        """Those that are gone, the latest last; JSON-able."""
+        return list(self._departed)
+
+    def _note(self, kind: str, member: Member, text: str) -> None:
+        if self._note_event is not None:
+            name = f"worker {member.rank} (process {member.pid} on {member.host})"
+            self._note_event(kind, name + text, job=self._job, worker=member.rank)

@@ -1,0 +1,373 @@
+"""Who takes part: leases, incarnations, and who is who after a restart. Pure; the caller brings the time.
+
+    HELLO ──► joining ──ADMIT──► live ──silent for a lease──► evicted ──HELLO──► ...
+         └───────(nothing has begun, or the servers hold the weights)───► live
+
+A rank belongs to one process at a time. The incarnation, given by the lead, tells two lives of a rank apart; a message
+of an older one is *fenced*: answered by an error and never applied.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from psengine.parameter_server.server.core.telemetry import WorkerTelemetry
+from psengine.protocol.messages import CONTROL, MessageType
+
+# Longer than two heartbeats: a rank that stayed silent since a newcomer claimed it is dead.
+CLAIM_PATIENCE_S = 2.5
+# What a process sent before it died may still arrive after its successor's first message.
+CLAIM_GRACE_S = 0.5
+# Ranks lie below this: what is remembered of workers that are gone stays bounded.
+MOST_WORKERS = 65_536
+
+
+@dataclass(slots=True)
+class Member:
+    """One worker, as a shard knows it.
+
+    Attributes:
+        rank: its place in the order of summation.
+        incarnation: which life of the rank.
+        nonce: random number of the process's client; equal nonces are the same process.
+        user_id: its public key, "" without CURVE.
+        route: the routing id of the newest connection that it says HELLO and heartbeats by.
+        data_route: the same of everything else; b"" where nothing else came yet.
+        is_live: whether exchanges wait for it.
+        last_heard_s: when its last message came.
+        host, pid: where it runs, for people.
+        was_live: it has been live; what it has of an averaging job's state is worth something.
+        is_survivor: it was, but not in this life of the job.
+        protocol_version: that it speaks.
+        telemetry: what its steps are made of.
+    """
+
+    rank: int
+    incarnation: int
+    nonce: int
+    user_id: str
+    route: bytes
+    is_live: bool
+    last_heard_s: float
+    host: str = ""
+    pid: int = 0
+    pushes: int = 0
+    refused: int = 0
+    late: int = 0
+    was_live: bool = False
+    is_survivor: bool = False
+    protocol_version: int = 2
+    telemetry: WorkerTelemetry = field(default_factory=WorkerTelemetry)
+    data_route: bytes = b""
+
+    def route_of(self, type: MessageType) -> bytes:
+        """Where to send a message of this type; b"" where nowhere."""
+        return self.route if type in CONTROL else self.data_route or self.route
+
+    @property
+    def is_expected(self) -> bool:
+        """A restarted server was told of it, and has not heard from it yet."""
+        return self.incarnation == 0
+
+
+@dataclass(slots=True)
+class _Claim:
+    """Newcomers want a rank whose last process may be alive: since when, and when they last asked."""
+
+    since_s: float
+    asked_s: float
+
+
+@dataclass(slots=True)
+class _Absence:
+    """What is remembered of a worker that is gone."""
+
+    nonce: int
+    incarnation: int
+    progress: int
+    since_s: float
+    was_live: bool
+    is_survivor: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Greeting:
+    """What came of a HELLO.
+
+    Attributes:
+        verdict: "member" (``member`` is set), "wait" (ask again), "duplicate" (the rank's process is alive) or "denied"
+            (the rank belongs to another key).
+        is_new_process: it has never been live here: it has no state, and numbers its exchanges anew.
+        missed_nothing: it was gone, and the job did nothing meanwhile.
+        progress: of the job when it was put out for its silence; -1 where it was not, or lacks what nobody has.
+        replaced_live: the rank was another process's, which exchanges waited for.
+    """
+
+    verdict: str
+    member: Member | None = None
+    is_new_process: bool = False
+    missed_nothing: bool = False
+    progress: int = -1
+    replaced_live: bool = False
+
+
+@dataclass
+class Membership:
+    """The workers of one job at one shard.
+
+    Args:
+        lease_s: silence after which a worker is evicted.
+        wall_clock_ms: makes incarnations grow even across a server that forgot them; not used for liveness.
+    """
+
+    lease_s: float
+    wall_clock_ms: Callable[[], int] = lambda: time.time_ns() // 1_000_000
+    members: dict[int, Member] = field(default_factory=dict)
+    live_ranks: tuple[int, ...] = ()
+    _claims: dict[int, _Claim] = field(default_factory=dict)
+    _absent: dict[int, _Absence] = field(default_factory=dict)
+
+    def greet(
+        self,
+        *,
+        rank: int | None,
+        nonce: int,
+        incarnation: int,
+        user_id: str,
+        route: bytes,
+        host: str,
+        pid: int,
+        progress: int,
+        now_s: float,
+        knows_members: bool = False,
+    ) -> Greeting:
+        """A worker says HELLO; it becomes a member, not live yet.
+
+        Args:
+            rank: the one it wants; None takes that of the same process before, else the lowest free one.
+            nonce: see ``Member``, as for the following.
+            user_id: its key.
+            route: its connection.
+            host: its host.
+            pid: its process.
+            incarnation: the one the lead gave it; 0 asks for one (this shard is the lead).
+            progress: a number that changes whenever the job does something that a worker could miss.
+            now_s: the time.
+            knows_members: it says that it was live, in a life of this server that the server may know nothing of.
+        """
+        if rank is None:
+            rank = self._rank_of(nonce)
+        holder, absence = self.members.get(rank), self._absent.get(rank)
+        if holder is not None and holder.user_id != user_id and not holder.is_expected:
+            return Greeting("denied")
+        previous = holder or absence
+        is_awaited = holder is not None and holder.is_expected and knows_members
+        is_known = previous is not None and previous.incarnation > 0 and previous.nonce == nonce
+        same_process = is_known or is_awaited
+        # An incarnation above the holder's: the lead has decided between the two processes.
+        if holder is not None and not same_process and incarnation <= holder.incarnation:
+            verdict = self._judge_claim(rank, holder, now_s)
+            if verdict != "free":
+                return Greeting(verdict)
+        self._claims.pop(rank, None)
+        self._absent.pop(rank, None)
+        is_present = same_process and holder is not None
+        known = previous.incarnation if previous is not None else 0
+        if not incarnation:
+            incarnation = known if is_present and known else max(known + 1, self.wall_clock_ms())
+        missed_nothing = same_process and absence is not None and absence.progress == progress
+        member = Member(rank, incarnation, nonce, user_id, route, False, now_s, host, pid)
+        if previous is None:
+            member.was_live = member.is_survivor = knows_members
+        elif same_process:
+            member.was_live, member.is_survivor = previous.was_live, previous.is_survivor
+        if holder is not None and is_present:
+            member.is_live = holder.is_live
+            member.pushes, member.refused, member.late = holder.pushes, holder.refused, holder.late
+            member.telemetry = holder.telemetry
+            if holder.data_route != holder.route:  # a connection of its own, of which HELLO says nothing
+                member.data_route = holder.data_route
+        self.members[rank] = member
+        self._recount()
+        return Greeting(
+            "member",
+            member,
+            is_new_process=not member.was_live,
+            missed_nothing=missed_nothing,
+            progress=absence.progress if same_process and absence is not None else -1,
+            replaced_live=holder is not None and holder.is_live and not is_present,
+        )
+
+    def _rank_of(self, nonce: int) -> int:
+        nonces = {rank: member.nonce for rank, member in self._absent.items()}
+        nonces.update({rank: member.nonce for rank, member in self.members.items() if not member.is_expected})
+        for rank, known in nonces.items():
+            if known == nonce:
+                return rank
+        return next(rank for rank in range(len(self.members) + 1) if rank not in self.members)
+
+    def _judge_claim(self, rank: int, holder: Member, now_s: float) -> str:
+        claim = self._claims.get(rank)
+        if claim is None or now_s - claim.asked_s > CLAIM_PATIENCE_S:
+            self._claims[rank] = _Claim(now_s, now_s)
+            return "wait"
+        claim.asked_s = now_s
+        if not holder.is_expected and holder.last_heard_s > claim.since_s + CLAIM_GRACE_S:
+            del self._claims[rank]
+            return "duplicate"
+        return "wait" if now_s - claim.since_s < CLAIM_PATIENCE_S else "free"
+
+    def find(
+        self,
+        rank: int,
+        incarnation: int,
+        user_id: str,
+        route: bytes,
+        now_s: float,
+        type: MessageType = MessageType.HEARTBEAT,
+    ) -> Member | str:
+        """The member a message comes from, its lease renewed; or "fenced", or "stranger" for one never met."""
+        member = self.members.get(rank)
+        if member is not None and member.is_expected:
+            return "stranger"
+        if member is not None and member.incarnation == incarnation and member.user_id == user_id:
+            member.last_heard_s = now_s
+            if type in CONTROL:
+                member.route = route
+            else:
+                member.data_route = route
+            return member
+        return "fenced" if member is not None or rank in self._absent else "stranger"
+
+    def admit(self, rank: int) -> None:
+        """From here on exchanges wait for this worker."""
+        member = self.members[rank]
+        member.is_live, member.was_live, member.is_survivor = True, True, False
+        self._recount()
+
+    def demote(self, rank: int) -> None:
+        """Exchanges no longer wait for this worker, which stays a member: it has asked for state."""
+        self.members[rank].is_live = False
+        self._recount()
+
+    def remove(self, rank: int, *, progress: int, now_s: float, forget: bool = False) -> None:
+        """The worker is gone; with ``forget`` (it said goodbye) another process may take the rank at once."""
+        member = self.members.pop(rank, None)
+        if member is not None:
+            self._claims.pop(rank, None)
+            if not forget and not member.is_expected:
+                self._absent[rank] = _Absence(
+                    member.nonce, member.incarnation, progress, now_s, member.was_live, member.is_survivor
+                )
+            self._recount()
+
+    def has_survivor(self, rank: int, now_s: float) -> bool:
+        """Whether another worker than ``rank`` has been live, and is here or has not been gone for a lease."""
+        return any(m.was_live for r, m in self.members.items() if r != rank) or any(
+            gone.was_live and now_s - gone.since_s <= self.lease_s for r, gone in self._absent.items() if r != rank
+        )
+
+    def may_others_be_ahead(self, rank: int, progress: int, now_s: float) -> bool:
+        """Whether a worker may come back that was put out less than a lease ago, and after ``progress``."""
+        return any(
+            gone.was_live and gone.progress > progress and now_s - gone.since_s <= self.lease_s
+            for other, gone in self._absent.items()
+            if other != rank
+        )
+
+    def lose_track(self) -> None:
+        """The job goes on from one worker: whoever is gone has to join, however far it was."""
+        for gone in self._absent.values():
+            gone.progress = -1
+
+    def begin_anew(self) -> None:
+        """The job begins anew: whoever was live is a survivor of its former life."""
+        for member in self.members.values():
+            member.is_survivor = member.was_live
+        for gone in self._absent.values():
+            gone.is_survivor = gone.was_live
+
+    def is_remembered(self, now_s: float) -> bool:
+        """Whether anybody is here, or has not been gone for a lease."""
+        return bool(self.members) or any(now_s - gone.since_s <= self.lease_s for gone in self._absent.values())
+
+    @property
+    def heard_s(self) -> float:
+        """When the last message of a member came; -inf without members."""
+        return max((member.last_heard_s for member in self.members.values()), default=float("-inf"))
+
+    def expired(self, now_s: float) -> list[int]:
+        """Ranks whose lease ran out."""
+        return [rank for rank, member in self.members.items() if now_s - member.last_heard_s > self.lease_s]
+
+    def stood_still(self, pause_s: float) -> None:
+        """For ``pause_s`` until now nobody listened here: no lease and no claim ran meanwhile."""
+        for member in self.members.values():
+            member.last_heard_s += pause_s
+        for claim in self._claims.values():
+            claim.since_s += pause_s
+            claim.asked_s += pause_s
+        for gone in self._absent.values():
+            gone.since_s += pause_s
+
+    def expect(self, ranks: Iterable[int], now_s: float) -> None:
+        """Wait one lease for workers that a restarted server is told of; they will say HELLO themselves.
+
+        One that the snapshot has as a worker about to enter has entered since, or nobody would name it.
+        """
+        for rank in ranks:
+            member = self.members.get(rank)
+            if member is None:
+                self.members[rank] = Member(rank, 0, 0, "", b"", True, now_s, "expected", was_live=True)
+            elif not member.route:  # of the snapshot, and not heard since
+                member.is_live = member.was_live = True
+        self._recount()
+
+    def _recount(self) -> None:
+        self.live_ranks = tuple(sorted(rank for rank, member in self.members.items() if member.is_live))
+
+    def to_meta(self) -> dict[str, Any]:
+        """For a snapshot: members, and those gone, whose exchanges must not be applied again when they return."""
+        return {
+            "members": [
+                {
+                    "rank": m.rank,
+                    "incarnation": m.incarnation,
+                    "nonce": m.nonce,
+                    "user_id": m.user_id,
+                    "is_live": m.is_live,
+                    "was_live": m.was_live,
+                    "host": m.host,
+                    "pid": m.pid,
+                }
+                for m in self.members.values()
+                if not m.is_expected
+            ],
+            "absent": [
+                {"rank": rank, "incarnation": gone.incarnation, "nonce": gone.nonce, "was_live": gone.was_live}
+                for rank, gone in self._absent.items()
+            ],
+        }
+
+    def restore(self, meta: Mapping[str, Any], now_s: float) -> None:
+        """Take over a snapshot's members, each with a fresh lease."""
+        for m in meta["members"]:
+            member = Member(m["rank"], m["incarnation"], m["nonce"], m["user_id"], b"", m["is_live"], now_s, m["host"])
+            member.pid, member.was_live = m["pid"], m["was_live"]
+            self.members[member.rank] = member
+        for m in meta["absent"]:
+            # What it missed is not known.
+            self._absent[m["rank"]] = _Absence(m["nonce"], m["incarnation"], -1, now_s, m["was_live"])
+        self._recount()
+
+
+def merge_members(metas: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """What several shards saved of one job's members: of each rank its newest incarnation, present rather than gone."""
+    entries = [(m["incarnation"], kind, m) for meta in metas for kind in ("absent", "members") for m in meta[kind]]
+    newest: dict[int, tuple[str, dict[str, Any]]] = {}
+    for _, kind, entry in sorted(entries, key=lambda entry: (entry[0], entry[1])):
+        newest[entry["rank"]] = (kind, entry)
+    return {kind: [entry for k, entry in newest.values() if k == kind] for kind in ("members", "absent")}

@@ -1,0 +1,84 @@
+"""Answers to those who look on: evaluators, dashboards, ``psengine status``. They change nothing. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from psengine.errors import ProtocolError
+from psengine.parameter_server.server.core.job import Job
+from psengine.protocol.codec import payload_tensor
+from psengine.protocol.messages import ErrorCode, Message, MessageType
+
+# What somebody measures or watches the server with is no traffic of a job.
+_NOT_OF_THE_JOB = frozenset({MessageType.STATUS_REPORT, MessageType.ECHO, MessageType.ECHOED})
+
+
+class Readers:
+    """See the module's text.
+
+    Args:
+        jobs: of the shard, by number.
+        reply: makes an answer: ``reply(type, request, version=, payload=, body=)``.
+        report: the STATUS_REPORT that answers a request.
+        heartbeat: the body of HEARTBEAT_ACK for a job.
+    """
+
+    def __init__(
+        self,
+        jobs: Mapping[int, Job],
+        reply: Callable[..., Message],
+        report: Callable[[Message], Message],
+        heartbeat: Callable[[Job, Message], dict[str, Any]],
+    ) -> None:
+        self._jobs = jobs
+        self._reply = reply
+        self._of_the_server: dict[MessageType, Callable[[Message], Message]] = {
+            MessageType.STATUS: report,
+            MessageType.BYE: lambda message: reply(MessageType.OK, message),
+            MessageType.ECHO: lambda message: reply(MessageType.ECHOED, message, payload=payload_tensor(message)),
+        }
+        self._of_a_job: dict[MessageType, Callable[[Job, Message], Message]] = {
+            MessageType.HEARTBEAT: lambda job, message: reply(
+                MessageType.HEARTBEAT_ACK, message, body=heartbeat(job, message)
+            ),
+            MessageType.LIST: lambda job, message: reply(
+                MessageType.CHUNKS, message, body=job.chunks.page(message.body["after"])
+            ),
+            MessageType.PULL: self._pull,
+        }
+
+    def answer(self, message: Message) -> Message:
+        """What a reader is told, whose message passed the gate.
+
+        Raises:
+            ProtocolError: the job has no values, or its servers do not hold them.
+        """
+        if message.type in self._of_the_server:
+            return self._of_the_server[message.type](message)
+        job = self._jobs.get(message.job)
+        if job is None or not job.is_sealed:
+            sealed = sorted(known.name for known in self._jobs.values() if known.is_sealed)
+            raise ProtocolError(
+                f"there are no values of the job yet (jobs with values here: {sealed or 'none'}). Name another"
+                " (job=, PSENGINE_JOB), or wait for its first worker.",
+                ErrorCode.NOT_READY,
+            )
+        return self._of_a_job[message.type](job, message)
+
+    def _pull(self, job: Job, message: Message) -> Message:
+        if job.averages and job.has_started:
+            raise ProtocolError(
+                f"job {job.name!r} averages gradients; its weights are in its workers, not here", ErrorCode.NOT_READY
+            )
+        type, version, payload, body = job.chunks.read(message)
+        answer = self._reply(type, message, version=version, payload=payload, body=body)
+        job.statistics.bytes_out += traffic_bytes(answer)
+        return answer
+
+
+def traffic_bytes(message: Message) -> int:
+    """What a message adds to the traffic of its job."""
+    if message.payload is None or message.dtype is None or message.type in _NOT_OF_THE_JOB:
+        return 0
+    return message.numel * message.dtype.itemsize

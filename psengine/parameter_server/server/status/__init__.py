@@ -1,0 +1,4 @@
+"""The status port: dashboard, health, history, metrics, actions.
+
+May import ``durability`` and the rooms after it, ``environment`` and ``errors``.
+"""

@@ -1,0 +1,40 @@
+"""The service manager's notification socket (``sd_notify(3)``), without libsystemd."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+
+from psengine.environment.context import read_variable
+
+logger = logging.getLogger(__name__)
+
+
+def notify(*states: str) -> bool:
+    """Tell the service manager, such as ``notify("READY=1", "STATUS=serving")``; whether somebody was told.
+
+    Does nothing without NOTIFY_SOCKET, and only logs where it fails.
+    """
+    address = read_variable("NOTIFY_SOCKET")
+    if not address or address[0] not in "/@":
+        return False
+    # An abstract socket's name begins with a zero byte, which the variable spells "@".
+    target = "\0" + address[1:] if address[0] == "@" else address
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as sender:
+            sender.settimeout(1.0)
+            sender.connect(target)
+            sender.sendall("\n".join(states).encode())
+    except OSError as error:
+        logger.warning("the service manager at NOTIFY_SOCKET=%s was not told %s: %s", address, states, error)
+        return False
+    return True
+
+
+def watchdog_interval_s() -> float | None:
+    """How often ``WATCHDOG=1`` is due: half of what the service manager allows; None where it does not watch."""
+    microseconds, process = read_variable("WATCHDOG_USEC"), read_variable("WATCHDOG_PID")
+    if not microseconds or not microseconds.isdigit() or (process and process != str(os.getpid())):
+        return None
+    return int(microseconds) / 2e6 or None

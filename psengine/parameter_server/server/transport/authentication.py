@@ -1,0 +1,295 @@
+"""Who may connect to the server's sockets, and proof at start-up that others may not.
+
+    Unix socket, in the clear    the server's own user and root: the kernel says whose a connection is
+    with CURVE                   clients whose key the server's key ring takes
+    TCP, in the clear            nobody
+
+zmq asks an authenticator (ZAP, https://rfc.zeromq.org/spec/27) in this process about every handshake. It fails open in
+two ways: with a domain but without a living authenticator everybody is let in, unless ZMQ_ZAP_ENFORCE_DOMAIN is set;
+with that but an empty domain the authenticator is not asked. Both are set here, and ``probe`` tries the locks.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import re
+import threading
+import time
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import Any
+
+import zmq
+from zmq.utils import z85
+from zmq.utils.monitor import recv_monitor_message
+
+from psengine.errors import AuthenticationError, ConfigurationError
+from psengine.parameter_server.server.transport.key_rings import KeyRing
+from psengine.protocol.keys import KeyPair, write_key_pair
+from psengine.tracing.logging_format import RateLimit
+
+logger = logging.getLogger(__name__)
+
+ZAP_ADDRESS = "inproc://zeromq.zap.01"
+ZAP_DOMAIN = "psengine"
+PROBE_DEADLINE_S = 3.0
+_POLL_MS = 100
+# What libzmq says of the other end of a Unix socket: its user, group and, where the system tells it, process.
+_LOCAL_PEER = re.compile(rb"localhost:(?P<uid>\d+):\d*(?::(?P<pid>\d+))?:?")
+_NOBODYS_DOOR = "over TCP in the clear"
+
+_VERDICT_EVENTS = (
+    zmq.EVENT_HANDSHAKE_SUCCEEDED
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.EVENT_DISCONNECTED
+)
+_monitor_numbers = itertools.count()
+_VERDICTS: dict[int, str] = {zmq.EVENT_HANDSHAKE_SUCCEEDED: "accepted", zmq.EVENT_HANDSHAKE_FAILED_AUTH: "refused"}
+
+
+def new_key_pair() -> KeyPair:
+    """A random pair."""
+    public, secret = zmq.curve_keypair()
+    return KeyPair(public.decode(), secret.decode())
+
+
+def keygen(directory: str | Path, name: str) -> tuple[Path, Path]:
+    """Write a new ``NAME.key`` (ours alone, mode 0600) and ``NAME.pub``; the two paths.
+
+    Raises:
+        ConfigurationError: the name is no file name, or the files exist or cannot be written.
+    """
+    if not zmq.has("curve"):
+        raise ConfigurationError("This libzmq was built without CURVE (expected pyzmq with libsodium, as its wheels).")
+    return write_key_pair(directory, name, new_key_pair())
+
+
+class Authenticator(threading.Thread):
+    """Answers zmq's question who may connect.
+
+    Args:
+        context: whose sockets are guarded; one authenticator per context.
+        keys: whose CURVE keys are taken; None: nobody's.
+
+    Over Unix sockets the server's own user and root come in by that, in the clear; but where keys name peers, every
+    connection needs one.
+
+    Attributes:
+        refused: handshakes refused; those of clients that expect another server's key count once the locks are probed.
+    """
+
+    def __init__(self, context: zmq.Context[Any], keys: KeyRing | None) -> None:
+        super().__init__(name="psengine-authenticator", daemon=True)
+        self._context = context
+        self._keys = keys
+        self.names_peers = keys is not None and keys.names_peers
+        self._users = frozenset() if self.names_peers else frozenset({os.geteuid(), 0})
+        self._refusals = RateLimit()
+        self._ends = threading.Event()
+        self.refused = 0
+        self._is_probed = False
+        # Sockets whose handshakes are watched once the probe, which fails on purpose, is over; then their events.
+        self._unwatched: list[zmq.Socket[bytes]] | None = []
+        self._new_doors: SimpleQueue[zmq.Socket[Any]] = SimpleQueue()
+        self._doors: list[zmq.Socket[Any]] = []
+        self._socket: zmq.Socket[bytes] = context.socket(zmq.REP)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.bind(ZAP_ADDRESS)
+
+    def describe(self) -> str:
+        """Who is let in, for the lines of start-up."""
+        curve = f"CURVE: {self._keys.describe()}; " if self._keys is not None else ""
+        local = "" if self.names_peers else f"over the Unix socket user {os.geteuid()} and root; "
+        return f"{curve}{local}strangers were refused in a test"
+
+    @property
+    def public_key(self) -> str:
+        """The server's, which clients with CURVE have to know; "" without."""
+        return self._keys.pair.public if self._keys is not None else ""
+
+    def _wants_keys(self, address: str) -> bool:
+        return self._keys is not None and (self.names_peers or not address.startswith("ipc://"))
+
+    def secure(self, router: zmq.Socket[bytes], address: str) -> None:
+        """Set on a socket what its next bind, to ``address``, needs for this authenticator to be asked."""
+        if self._keys is not None and self._wants_keys(address):
+            router.setsockopt(zmq.CURVE_SERVER, 1)
+            router.setsockopt(zmq.CURVE_SECRETKEY, self._keys.pair.secret.encode())
+            router.setsockopt(zmq.CURVE_PUBLICKEY, self._keys.pair.public.encode())
+        else:
+            router.setsockopt(zmq.CURVE_SERVER, 0)
+        router.setsockopt(zmq.ZAP_DOMAIN, ZAP_DOMAIN.encode())
+        router.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
+
+    def watch(self, router: zmq.Socket[bytes]) -> None:
+        """Count handshakes of clients that expect another server's key; for the thread that owns the socket."""
+        if self._unwatched is None:
+            self._watch(router)
+        else:
+            self._unwatched.append(router)
+
+    def _watch(self, router: zmq.Socket[bytes]) -> None:
+        """Have this thread hear of handshakes that fail on ``router``; call it in the thread that owns the socket."""
+        name = f"inproc://psengine-door-{next(_monitor_numbers)}"
+        router.monitor(name, zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_MONITOR_STOPPED)
+        events: zmq.Socket[Any] = self._context.socket(zmq.PAIR)
+        events.setsockopt(zmq.LINGER, 0)
+        events.setsockopt(zmq.RCVHWM, 0)  # zmq's own thread would wait for a place
+        events.connect(name)
+        self._new_doors.put(events)
+
+    def run(self) -> None:
+        """Answer until ``end``."""
+        try:
+            while not self._ends.is_set():
+                if self._socket.poll(_POLL_MS, zmq.POLLIN):
+                    self._socket.send_multipart(self.judge(self._socket.recv_multipart()))
+                self._look_at_doors()
+        except BaseException:
+            # Nobody gets in any more; who is in stays. The daemon sees the dead thread.
+            logger.critical("the authenticator failed", exc_info=True)
+        finally:
+            self._socket.close(linger=0)
+            for door in self._doors:
+                door.close(linger=0)
+
+    def _look_at_doors(self) -> None:
+        try:
+            while True:
+                self._doors.append(self._new_doors.get_nowait())
+        except Empty:
+            pass
+        for door in tuple(self._doors):
+            while door.poll(0, zmq.POLLIN):
+                event = recv_monitor_message(door, zmq.NOBLOCK)
+                if event["event"] == zmq.EVENT_MONITOR_STOPPED:
+                    self._doors.remove(door)
+                    door.close(linger=0)
+                    break
+                # The authenticator is not asked, as zmq cannot even read whose key it would be.
+                if event["value"] == zmq.PROTOCOL_ERROR_ZMTP_CRYPTOGRAPHIC:
+                    where = event["endpoint"].decode("ascii", "replace")
+                    self._count_refusal(f"at {where}: its client expects a server with another key")
+
+    def judge(self, request: list[bytes]) -> list[bytes]:
+        """The answer to one request: 200 and, with keys that name peers, the key as User-Id; or 400."""
+        if len(request) < 6:
+            return [b"1.0", request[1] if len(request) > 1 else b"", b"500", b"malformed request", b"", b""]
+        version, number, domain, address, _, mechanism, *credentials = request
+        user_id = ""
+        if version != b"1.0" or domain != ZAP_DOMAIN.encode():
+            reason = "wrong ZAP version or domain"
+        elif mechanism == b"CURVE" and len(credentials) == 1 and len(credentials[0]) == 32:
+            key = z85.encode(credentials[0]).decode()
+            is_allowed = self._keys is not None and self._keys.allows(key)
+            reason = "" if is_allowed else f"unknown key {key}"
+            user_id = key if self.names_peers else ""
+        elif mechanism == b"NULL" and not credentials and self._users:
+            reason = self._judge_user(address)
+        else:
+            reason = "only CURVE is taken"
+        if reason:
+            self._count_refusal(f"from {address.decode('ascii', 'replace')}: {reason}")
+            return [b"1.0", number, b"400", reason.encode(), b"", b""]
+        return [b"1.0", number, b"200", b"OK", user_id.encode(), b""]
+
+    def _judge_user(self, address: bytes) -> str:
+        """Why the other end of a connection in the clear may not come in; "" where it may."""
+        peer = _LOCAL_PEER.fullmatch(address)
+        if peer is None:
+            return _NOBODYS_DOOR
+        # The probe plays the stranger from this very process.
+        if self._is_probed and (peer["pid"] is None or int(peer["pid"]) == os.getpid()):
+            return "the server's own test"
+        return "" if int(peer["uid"]) in self._users else f"user {int(peer['uid'])} is another"
+
+    def _count_refusal(self, what: str) -> None:
+        if self._is_probed:
+            return
+        self.refused += 1
+        suppressed = self._refusals.allows(time.monotonic())
+        if suppressed is not None:
+            logger.warning("refused a connection %s (%d unmentioned)", what, suppressed)
+
+    def probe(self, addresses: list[str]) -> None:
+        """See ``probe``; the strangers it plays are neither counted nor logged."""
+        self._is_probed = True
+        try:
+            for address in addresses:
+                probe(self._context, [address], self.public_key if self._wants_keys(address) else "")
+        finally:
+            self._is_probed = False
+        for router in self._unwatched or ():
+            self._watch(router)
+        self._unwatched = None
+
+    def end(self) -> None:
+        """Stop answering: nobody gets in any more."""
+        self._ends.set()
+        if self.is_alive():
+            self.join(timeout=5.0)
+
+
+def probe(context: zmq.Context[Any], addresses: list[str], server_public: str) -> None:
+    """See that every address refuses strangers: without ``server_public`` a client in the clear, which whoever is asked
+    takes for one; with it a client with an unknown key, and one without any.
+
+    Raises:
+        AuthenticationError: one was let in, or was not refused within the deadline.
+    """
+    # What must be refused by the authenticator also shows that there is one.
+    strangers: list[tuple[str, KeyPair | None, tuple[str, ...]]] = [("a stranger", None, ("refused",))]
+    if server_public:
+        strangers = [
+            ("a client with an unknown key", new_key_pair(), ("refused",)),
+            ("a client without a key", None, ("refused", "cut")),
+        ]
+    for address in addresses:
+        for who, pair, expected in strangers:
+            verdict = try_handshake(context, address, server_public, pair)
+            if verdict not in expected:
+                raise AuthenticationError(
+                    f"{address} does not keep strangers out (expected {who} to be {expected[0]}, got: {verdict})."
+                    " The server does not start; this is a bug of psengine or of this libzmq build, please report it."
+                )
+
+
+def try_handshake(
+    context: zmq.Context[Any],
+    address: str,
+    server_public: str,
+    pair: KeyPair | None,
+    deadline_s: float = PROBE_DEADLINE_S,
+) -> str:
+    """Connect with ``pair`` (None: without CURVE) and say what came of it.
+
+    Returns:
+        "accepted"; "refused" by the authenticator; "cut", the handshake failed before it was asked, or got no answer;
+        "no verdict" by the deadline.
+    """
+    dealer: zmq.Socket[bytes] = context.socket(zmq.DEALER)
+    dealer.setsockopt(zmq.LINGER, 0)
+    dealer.setsockopt(zmq.RECONNECT_IVL, -1)
+    if "[" in address:
+        dealer.setsockopt(zmq.IPV6, 1)
+    if pair is not None:
+        dealer.setsockopt(zmq.CURVE_SERVERKEY, server_public.encode())
+        dealer.setsockopt(zmq.CURVE_PUBLICKEY, pair.public.encode())
+        dealer.setsockopt(zmq.CURVE_SECRETKEY, pair.secret.encode())
+    events = dealer.get_monitor_socket(_VERDICT_EVENTS)
+    try:
+        dealer.connect(address)
+        last_s = time.monotonic() + deadline_s
+        while (left_s := last_s - time.monotonic()) > 0:
+            if events.poll(max(1, int(left_s * 1000)), zmq.POLLIN):
+                event = recv_monitor_message(events, zmq.NOBLOCK)["event"]
+                return _VERDICTS.get(event, "cut")
+        return "no verdict"
+    finally:
+        dealer.disable_monitor()
+        events.close(linger=0)
+        dealer.close(linger=0)

@@ -1,0 +1,332 @@
+"""A shard's socket: frames in, frames out, and never a wait for a peer that does not read.
+
+    peer ══ ROUTER ── receive() ─► route, key, frames
+                  ◄── send()       full peer: kept in a bounded queue of its own; peer that is gone: dropped
+
+Nothing dropped is lost: clients ask again for what they miss.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeVar
+
+import zmq
+
+from psengine.environment.local_sockets import is_listening
+from psengine.errors import ServerError
+from psengine.parameter_server.server.transport.connections import Connections
+from psengine.protocol.messages import MAX_PAYLOAD_BYTES
+
+MAX_FRAME_BYTES = MAX_PAYLOAD_BYTES + 64 * 1024
+# Messages, per peer and direction: zmq counts no bytes.
+HIGH_WATER_MARK = 64
+# Per peer, beyond the high-water mark.
+BACKLOG_BYTES = 64 * 1024 * 1024
+BACKLOG_MESSAGES = 1024
+# A peer whose host says nothing is cut off after 25 s where nothing moves, 60 s where something is to be sent.
+KEEPALIVE = {
+    zmq.TCP_KEEPALIVE: 1,
+    zmq.TCP_KEEPALIVE_IDLE: 10,
+    zmq.TCP_KEEPALIVE_INTVL: 5,
+    zmq.TCP_KEEPALIVE_CNT: 3,
+    zmq.TCP_MAXRT: 60_000,
+}
+# Answers that still leave after the end.
+LINGER_MS = 1000
+_Bound = TypeVar("_Bound")
+
+
+class BindError(ServerError):
+    """An address could not be bound."""
+
+
+@dataclass(slots=True)
+class _Backlog:
+    messages: deque[list[bytes]] = field(default_factory=deque)
+    size_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Received:
+    """One message as it came: the connection's routing id, its key ("" where keys name nobody), and the frames.
+
+    Attributes:
+        descriptor: of the connection, see ``connections.py``; -1 where zmq does not say.
+        peer: whose the other end is: an IP address, or "user N" over a Unix socket; "" where zmq does not say.
+    """
+
+    route: bytes
+    user_id: str
+    frames: list[memoryview]
+    descriptor: int = -1
+    peer: str = ""
+
+
+class Guard(Protocol):
+    """What an endpoint needs of the authenticator, see there."""
+
+    names_peers: bool
+
+    def secure(self, router: zmq.Socket[bytes], address: str) -> None:
+        """Before each bind."""
+
+    def watch(self, router: zmq.Socket[bytes]) -> None:
+        """Once for each socket."""
+
+
+class Endpoint:
+    """One ROUTER socket, bound; used by one thread at a time.
+
+    Args:
+        context: of the process.
+        address: to bind, as ``ServerSettings.bind_addresses`` has it.
+        guard: who may connect; None: anybody.
+
+    Attributes:
+        address: as bound, with the real port.
+        local_address: a second, faster way in for this user's clients on this machine; "" without one.
+        connections: told of what is sent; None tells nobody.
+        dropped: messages not sent, because their peer was gone or did not read.
+        unreachable: of these, how many whose peer was gone.
+
+    Raises:
+        BindError: the address is taken, or is none of this machine's.
+    """
+
+    def __init__(self, context: zmq.Context[Any], address: str, guard: Guard | None = None) -> None:
+        self._context = context
+        self._guard = guard
+        self._backlogs: dict[bytes, _Backlog] = {}
+        self.connections: Connections | None = None
+        self.dropped = 0
+        self.unreachable = 0
+        self.sent_bytes = 0
+        self.received_bytes = 0
+        self.received_messages = 0
+        self.local_address = ""
+        self._socket = self._open(address)
+        self.address = _bound_address(self._socket, address)
+        # What to remove at the end.
+        self._files = {self.address: _file_of(self.address)}
+
+    def _open(self, address: str) -> zmq.Socket[bytes]:
+        router: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
+        try:
+            _configure(router, is_ipv6="[" in address)
+            if self._guard is not None:
+                self._guard.watch(router)
+            self._bind(router, address)
+        except BaseException:
+            router.close(linger=0)
+            raise
+        return router
+
+    def _bind(self, router: zmq.Socket[bytes], address: str) -> None:
+        is_path = address.startswith("ipc://")
+        if is_path:
+            _refuse_occupied_path(address)
+        if self._guard is not None:
+            self._guard.secure(router, address)
+        # An ipc path's mode keeps other users out, whatever its directory's.
+        mask = os.umask(0o077) if is_path else None
+        try:
+            router.bind(address)
+        except zmq.ZMQError as error:
+            raise BindError(
+                f"The address {address} could not be bound (expected a free one of this machine, got:"
+                f" {error.strerror}). Fix: choose another with --bind, or port 0; a host must be an IP address or the"
+                " name of a network interface."
+            ) from error
+        finally:
+            if mask is not None:
+                os.umask(mask)
+
+    def open_local(self, address: str) -> None:
+        """Listen at the Unix socket ``address`` too.
+
+        Bytes go through it for about two thirds of what loopback TCP costs the kernel.
+
+        Raises:
+            BindError: it cannot be bound.
+        """
+        self._bind(self._socket, address)
+        self.local_address = address
+        self._files[address] = _file_of(address)
+
+    def reset(self, deadline_s: float = 5.0) -> None:
+        """Cut every connection and bind again; clients reconnect and ask for what they miss."""
+        self._backlogs.clear()
+        self._socket.close(linger=0)
+        last_s = time.monotonic() + deadline_s
+        self._socket = _retried(lambda: self._open(self.address), last_s)
+        self._files = {self.address: _file_of(self.address)}
+        if self.local_address:
+            _retried(lambda: self.open_local(self.local_address), last_s)
+
+    def poll(self, timeout_s: float) -> bool:
+        """Whether a message is there, after at most ``timeout_s``."""
+        return bool(self._socket.poll(max(0, int(timeout_s * 1000 + 0.999)), zmq.POLLIN))
+
+    def receive(self) -> Received | None:
+        """The next message; None where there is none yet. Its frames live as long as they are referenced."""
+        try:
+            parts: Sequence[zmq.Frame] = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+        except zmq.Again:
+            return None
+        frames = [part.buffer for part in parts[1:]]
+        self.received_messages += 1
+        self.received_bytes += sum(frame.nbytes for frame in frames)
+        names_peers = self._guard is not None and self._guard.names_peers
+        user_id = str(parts[-1].get("User-Id")) if names_peers else ""
+        descriptor, peer = _whereabouts(parts[-1])
+        return Received(parts[0].bytes, user_id, frames, descriptor, peer)
+
+    def send(self, route: bytes, frames: Sequence[Any], *, copies: bool = True) -> None:
+        """Send, or keep a copy until the peer reads, or drop; never waits.
+
+        Without ``copies`` a frame from 64 KiB on must not change as long as it is referenced.
+        """
+        if route not in self._backlogs:
+            if self._try(route, frames, copies=copies):
+                return
+            self._backlogs[route] = _Backlog()
+        backlog = self._backlogs[route]
+        size_bytes = sum(memoryview(frame).nbytes for frame in frames)
+        if len(backlog.messages) >= BACKLOG_MESSAGES or backlog.size_bytes + size_bytes > BACKLOG_BYTES:
+            self.dropped += 1
+            return
+        backlog.messages.append([bytes(frame) for frame in frames])
+        backlog.size_bytes += size_bytes
+
+    def _try(self, route: bytes, frames: Sequence[Any], *, copies: bool = True) -> bool:
+        """Whether nothing is left to do for this message."""
+        try:
+            self._socket.send_multipart([route, *frames], zmq.NOBLOCK, copy=copies)
+        except zmq.Again:
+            return False
+        except zmq.ZMQError as error:
+            if error.errno != errno.EHOSTUNREACH:
+                raise
+            self.dropped += 1
+            self.unreachable += 1
+            return True
+        size_bytes = sum(memoryview(frame).nbytes for frame in frames)
+        self.sent_bytes += size_bytes
+        if self.connections is not None:
+            self.connections.sent(route, size_bytes)
+        return True
+
+    def flush(self) -> bool:
+        """Send what peers that read again have waiting; whether something is left."""
+        for route, backlog in list(self._backlogs.items()):
+            while backlog.messages and self._try(route, backlog.messages[0]):
+                sent = backlog.messages.popleft()
+                backlog.size_bytes -= sum(len(frame) for frame in sent)
+            if not backlog.messages:
+                del self._backlogs[route]
+        return bool(self._backlogs)
+
+    @property
+    def backlog_bytes(self) -> int:
+        """What is kept for peers that do not read."""
+        return sum(backlog.size_bytes for backlog in self._backlogs.values())
+
+    def close(self, linger_ms: int = LINGER_MS) -> None:
+        """Close; answers already sent get ``linger_ms`` to leave."""
+        self._backlogs.clear()
+        self._socket.close(linger=linger_ms)
+        for address, file in self._files.items():
+            if file is not None and file == _file_of(address):
+                os.unlink(_path_of(address))
+        self._files.clear()
+
+
+def _retried(bind: Callable[[], _Bound], last_s: float) -> _Bound:
+    """What ``bind`` returns, once zmq has closed what was bound before, which it does in the background."""
+    while True:
+        try:
+            return bind()
+        except BindError:
+            if time.monotonic() > last_s:
+                raise
+            time.sleep(0.02)
+
+
+def _whereabouts(part: zmq.Frame) -> tuple[int, str]:
+    """The connection that a frame came over: its descriptor, and whose it is."""
+    try:
+        peer = str(part.get("Peer-Address"))
+        uid = peer.split(":")[1] if peer.startswith("localhost:") else ""
+        return int(part.get(zmq.SRCFD)), f"user {uid}" if uid else peer
+    except (zmq.ZMQError, IndexError):
+        return -1, ""  # of this process
+
+
+def _configure(router: zmq.Socket[bytes], *, is_ipv6: bool) -> None:
+    router.setsockopt(zmq.LINGER, LINGER_MS)
+    router.setsockopt(zmq.ROUTER_MANDATORY, 1)  # without it, answers to a slow peer vanish and every send succeeds
+    router.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
+    router.setsockopt(zmq.HANDSHAKE_IVL, 2000)
+    router.setsockopt(zmq.SNDHWM, HIGH_WATER_MARK)
+    router.setsockopt(zmq.RCVHWM, HIGH_WATER_MARK)
+    # No heartbeats of ZMTP: they wait behind payloads, so that a slow link would look dead. The kernel's do not.
+    for option, value in KEEPALIVE.items():
+        router.setsockopt(option, value)
+    router.setsockopt(zmq.BACKLOG, 1024)
+    if is_ipv6:
+        router.setsockopt(zmq.IPV6, 1)
+
+
+def _bound_address(router: zmq.Socket[bytes], requested: str) -> str:
+    bound = router.getsockopt(zmq.LAST_ENDPOINT)
+    return bound.rstrip(b"\0").decode() if isinstance(bound, bytes) else requested
+
+
+def _file_of(address: str) -> tuple[int, int] | None:
+    """Device and inode of an ipc address's file: zmq leaves it behind, and its name may be another's by then."""
+    if not address.startswith("ipc://") or address.startswith("ipc://@"):
+        return None
+    try:
+        status = os.stat(_path_of(address))
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino
+
+
+def _path_of(address: str) -> str:
+    return os.path.abspath(address.removeprefix("ipc://"))
+
+
+def _refuse_occupied_path(address: str) -> None:
+    """Raise where a file is at an ipc path, or a process listens: zmq removes what is there without a word."""
+    path = address.removeprefix("ipc://")
+    if not path.startswith("@"):
+        _refuse_file(address, path)
+    if not is_listening(address):
+        return
+    raise BindError(
+        f"The address {address} could not be bound (expected a free one, got a path at which another process listens)."
+        " Fix: choose another with --bind, or stop that process."
+    )
+
+
+def _refuse_file(address: str, path: str) -> None:
+    try:
+        mode = os.lstat(path).st_mode
+    except OSError:
+        return
+    if stat.S_ISSOCK(mode):
+        return
+    kinds = {stat.S_IFREG: "a file", stat.S_IFDIR: "a directory", stat.S_IFLNK: "a symbolic link"}
+    raise BindError(
+        f"The address {address} could not be bound (expected nothing at that path, or a socket that a server left"
+        f" behind, got {kinds.get(stat.S_IFMT(mode), 'something else')}). Fix: choose another with --bind, or move it"
+        " away."
+    )

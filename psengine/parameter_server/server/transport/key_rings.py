@@ -1,0 +1,115 @@
+"""Whose CURVE keys a server takes: those of a list in files, or the one that a shared secret gives."""
+
+from __future__ import annotations
+
+import logging
+import time
+from pathlib import Path
+from typing import Protocol
+
+from psengine.errors import ConfigurationError
+from psengine.parameter_server.shared_secret import pairs_of_secret
+from psengine.protocol.keys import KeyPair, read_allowed, read_key_pair
+
+logger = logging.getLogger(__name__)
+
+# An unknown key makes the list be read again, so that workers can be added while the server runs; not more often.
+RELOAD_S = 1.0
+
+
+class KeyRing(Protocol):
+    """What a server needs to take CURVE clients.
+
+    Attributes:
+        pair: the server's own.
+        names_peers: whether a key says which client it is, so that a worker belongs to the key it came with.
+    """
+
+    pair: KeyPair
+    names_peers: bool
+
+    def allows(self, key: str) -> bool:
+        """Whether a client with this public key may come in."""
+
+    def describe(self) -> str:
+        """For the lines of start-up."""
+
+
+class AllowedKeys:
+    """Clients with a key of ``allow``.
+
+    Args:
+        curve_key: the server's ``.key`` file.
+        allow: directory or file of public keys, all good at the start. It is read again while the server runs, and
+            then a file that is gone or malformed allows nobody. Who is connected already stays.
+
+    Raises:
+        ConfigurationError: a file is missing, malformed, or readable by others.
+    """
+
+    names_peers = True
+
+    def __init__(self, curve_key: Path, allow: Path) -> None:
+        self.pair = read_key_pair(curve_key)
+        self._allow = allow
+        self._allowed = read_allowed(allow)
+        # Why some of it could not be read the last time; said once.
+        self._faults: set[str] = set()
+        self._read_s = time.monotonic()
+        if self.pair.public in self._allowed:
+            logger.warning("the server's own key is among the allowed clients in %s", allow)
+
+    def describe(self) -> str:
+        """See ``KeyRing``."""
+        return f"{len(self._allowed)} keys allowed"
+
+    def allows(self, key: str) -> bool:
+        """See ``KeyRing``."""
+        now_s = time.monotonic()
+        if now_s - self._read_s > RELOAD_S:
+            self._read_s = now_s
+            self._allowed, faults = _read_what_is_good(self._allow)
+            for fault in sorted(faults - self._faults):
+                logger.error("keys that cannot be read are not allowed: %s", fault)
+            self._faults = faults
+        return key in self._allowed
+
+
+class SecretKeys:
+    """Clients that have the secret of a file; it is read once.
+
+    Raises:
+        ConfigurationError: the file is missing, is not ours alone, or holds no secret.
+    """
+
+    names_peers = False
+
+    def __init__(self, secret_file: Path) -> None:
+        self.pair, client = pairs_of_secret(secret_file)
+        self._client_public = client.public
+
+    def describe(self) -> str:
+        """See ``KeyRing``."""
+        return "whoever has the secret is allowed"
+
+    def allows(self, key: str) -> bool:
+        """See ``KeyRing``. The key is public to whoever has the secret: how long this takes tells nobody anything."""
+        return key == self._client_public
+
+
+def _read_what_is_good(allow: Path) -> tuple[dict[str, str], set[str]]:
+    """``read_allowed`` file by file, and why files were left out: a bad one must not keep in who was removed."""
+    keys: dict[str, str] = {}
+    faults: set[str] = set()
+    try:
+        files = sorted(path for path in allow.iterdir() if path.name.endswith(".pub"))
+    except NotADirectoryError:
+        files = [allow]
+    except OSError as error:
+        return {}, {f"{allow} cannot be read, so that nobody is let in any more ({error.strerror})"}
+    for file in files:
+        try:
+            keys.update(read_allowed(file))
+        except (ConfigurationError, OSError) as error:
+            faults.add(str(error))
+    return keys, faults

@@ -1,0 +1,291 @@
+"""The thread of one shard: socket in, shard, socket out.
+
+    ┌► wait for a message, at most until the next tick ─► take up to DRAIN_MESSAGES ─► answers ─► tick, if it is due ─┐
+    └───────────────────────────────────────── what others asked ◄────────────────────────────────────────────────────┘
+
+Nothing else touches the shard or its socket: others ``ask`` for a function to be called in this thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from queue import Empty, SimpleQueue
+from typing import Any, TypeVar
+
+import torch
+
+from psengine.errors import ProtocolError, ServerError
+from psengine.parameter_server.server.core.shard import TICK_S, Outgoing, Sender, Shard
+from psengine.parameter_server.server.transport.endpoint import Endpoint, Received
+from psengine.protocol.bodies import MAX_TEXT_CHARS
+from psengine.protocol.codec import decode, encode, refusal
+from psengine.protocol.messages import ErrorCode, Message, MessageType
+from psengine.tracing.logging_format import RateLimit
+
+logger = logging.getLogger(__name__)
+_Result = TypeVar("_Result")
+
+DRAIN_MESSAGES = 64
+# While a peer does not read, its queue is looked at this often.
+FLUSH_S = 0.002
+# What is queued when the server is told to end gets this long to be answered.
+LAST_MESSAGES_S = 2.0
+
+
+class ShardEndedError(ServerError):
+    """The shard's thread is no more."""
+
+
+class ShardThread(threading.Thread):
+    """Runs ``shard`` on ``endpoint`` until ``end``.
+
+    Args:
+        shard: used by this thread only once it started.
+        endpoint: closed by this thread.
+        on_snapshot: called with the route and the message of a member's SNAPSHOT; answers through ``post``.
+        on_death: called where this thread fails, which it should never do.
+
+    Attributes:
+        last_tick_s: monotonic time of the last tick.
+        drained: set once every queued message was answered after ``drain``.
+    """
+
+    def __init__(
+        self,
+        shard: Shard,
+        endpoint: Endpoint,
+        on_snapshot: Callable[[ShardThread, bytes, Message], None],
+        on_death: Callable[[ShardThread], None],
+    ) -> None:
+        super().__init__(name=f"psengine-shard-{shard.index}", daemon=True)
+        self.shard = shard
+        self.endpoint = endpoint
+        self.last_tick_s = time.monotonic()
+        self.drained = threading.Event()
+        shard.want_snapshot = lambda route, message: on_snapshot(self, route, message)
+        self._on_death = on_death
+        self._asked: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._ends = False
+        self._has_ended = False
+        self._drain_until_s: float | None = None
+        self._complaints = RateLimit()
+        self._traces = RateLimit()
+        self.bad_messages = 0
+        self.failures = 0
+
+    # ---- for other threads -------------------------------------------------------------------------------------
+
+    def ask(self, function: Callable[[], _Result]) -> Future[_Result]:
+        """Have ``function`` called in this thread, within a tick; wait for the result with a timeout.
+
+        The future raises ``ShardEndedError`` where the thread has ended, or ends before it comes to it.
+        """
+        future: Future[_Result] = Future()
+
+        def call() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
+            try:
+                if self._has_ended:
+                    raise ShardEndedError(f"shard {self.shard.index} has ended, and answers nothing any more")
+                future.set_result(function())
+            except BaseException as error:
+                future.set_exception(error)
+
+        self._asked.put(call)
+        if self._has_ended:
+            self._answer_asked()  # it may have ended without having seen this one
+        return future
+
+    def post(self, outgoing: Outgoing) -> None:
+        """Send a message from this thread, if it is still there."""
+        self._asked.put(lambda: None if self._has_ended else self._send([outgoing]))
+
+    def drain(self) -> None:
+        """Refuse newcomers, answer what is queued, then take no more; sets ``drained``."""
+
+        def begin() -> None:
+            self.shard.is_draining = True
+            self._drain_until_s = time.monotonic() + LAST_MESSAGES_S
+
+        self._asked.put(begin)
+
+    def end(self) -> None:
+        """Leave the loop and close the socket; join afterwards."""
+
+        def stop() -> None:
+            self._ends = True
+
+        self._asked.put(stop)
+
+    def status(self) -> dict[str, Any]:
+        """The shard's, and what went over the socket; call it in this thread."""
+        endpoint = self.endpoint
+        return {
+            **self.shard.status(time.monotonic()),
+            "address": endpoint.address,
+            "transport": {
+                "received_messages": endpoint.received_messages,
+                "received_bytes": endpoint.received_bytes,
+                "sent_bytes": endpoint.sent_bytes,
+                "backlog_bytes": endpoint.backlog_bytes,
+                "dropped": endpoint.dropped,
+                "unreachable": endpoint.unreachable,
+                "bad_messages": self.bad_messages,
+                "failures": self.failures,
+            },
+        }
+
+    def evict(self, job: str, rank: int) -> bool:
+        """End a worker's lease, see ``Shard.evict``; call it in this thread."""
+        outgoing = self.shard.evict(job, rank, time.monotonic())
+        self._send(outgoing or [])
+        return outgoing is not None
+
+    # ---- in this thread ----------------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """The loop."""
+        torch.set_num_threads(1)  # the setting is this thread's own in OpenMP builds
+        try:
+            while not self._ends:
+                self._turn()
+        except BaseException:
+            logger.critical("shard %d failed; the server ends", self.shard.index, exc_info=True)
+            self._on_death(self)
+        finally:
+            self.endpoint.close()
+            # Nobody waits for answers that cannot come.
+            self._has_ended = True
+            self.drained.set()
+            self._answer_asked()
+
+    def _turn(self) -> None:
+        wait_s = self.last_tick_s + TICK_S - time.monotonic()
+        if self.drained.is_set():
+            time.sleep(0.005)
+        else:
+            self._receive(min(wait_s, FLUSH_S) if self.endpoint.flush() else wait_s)
+        now_s = time.monotonic()
+        if now_s >= self.last_tick_s + TICK_S:
+            self.last_tick_s = now_s
+            if not self.drained.is_set():
+                self._guarded(lambda: self._send(self.shard.tick(now_s)))
+        # After the tick: whoever asks for the status does not see the time of a pause as the workers' silence.
+        self._answer_asked()
+
+    def _receive(self, wait_s: float) -> None:
+        is_draining = self._drain_until_s is not None
+        if not self.endpoint.poll(0.0 if is_draining else wait_s):
+            if is_draining:
+                self.drained.set()
+            return
+        for _ in range(DRAIN_MESSAGES):
+            received = self.endpoint.receive()
+            if received is None:
+                break
+            self._take(received)
+            if time.monotonic() >= self.last_tick_s + TICK_S:
+                break  # large messages take their time, and others wait for the rest of the turn
+        if self._drain_until_s is not None and time.monotonic() > self._drain_until_s:
+            self.drained.set()
+
+    def _take(self, received: Received) -> None:
+        try:
+            message = decode(received.frames)
+        except ProtocolError as error:
+            self._note_heard(received)
+            self._refuse(received, error)
+            return
+        except Exception as error:
+            self._report_failure("a message could not be decoded")
+            self._refuse(received, ProtocolError(f"the server failed: {error!r}", ErrorCode.INTERNAL))
+            return
+        try:
+            sender = Sender(received.route, received.user_id, received.user_id or received.peer)
+            outgoing = self.shard.handle(sender, message, time.monotonic())
+            self._note_heard(received, self.shard.worker_routes(sender, message))
+            self._send(outgoing)
+        except Exception as error:
+            self._report_failure(f"{message.type.name} of worker {message.worker}")
+            text = f"the server failed on {message.type.name}: {error!r}; its log has more"
+            self._send([Outgoing(received.route, error_answer(message, self.shard.epoch, ErrorCode.INTERNAL, text))])
+
+    def _note_heard(self, received: Received, worker_routes: Sequence[bytes] = ()) -> None:
+        connections = self.endpoint.connections
+        if connections is not None and received.descriptor >= 0:
+            size_bytes = sum(frame.nbytes for frame in received.frames)
+            connections.heard(received.descriptor, received.route, size_bytes, worker_routes)
+
+    def _refuse(self, received: Received, error: ProtocolError) -> None:
+        self.bad_messages += 1
+        suppressed = self._complaints.allows(time.monotonic())
+        if suppressed is not None:
+            sizes = [frame.nbytes for frame in received.frames[:4]]
+            logger.warning(
+                "shard %d refused a message from peer %s%s: %s (frames of %s bytes%s; %d like it unmentioned)",
+                self.shard.index,
+                received.route.hex(),
+                f" with key {received.user_id}" if received.user_id else "",
+                error,
+                sizes,
+                ", ..." if len(received.frames) > 4 else "",
+                suppressed,
+            )
+        answer = refusal(received.frames, error)
+        if answer is not None:
+            answer.epoch = self.shard.epoch
+            self._send([Outgoing(received.route, answer)])
+
+    def _send(self, outgoing: list[Outgoing]) -> None:
+        for one in outgoing:
+            frames = encode(one.message)
+            if one.loans is None or one.message.payload is None:
+                self.endpoint.send(one.route, frames)
+            else:
+                self.endpoint.send(one.route, frames, copies=False)
+                one.loans.lend(frames[-1])
+
+    def _answer_asked(self) -> None:
+        while True:
+            try:
+                call = self._asked.get_nowait()
+            except Empty:
+                return
+            self._guarded(call)
+
+    def _guarded(self, call: Callable[[], None]) -> None:
+        try:
+            call()
+        except Exception:
+            self._report_failure("between messages")
+
+    def _report_failure(self, what: str) -> None:
+        """A bug of ours: say so, and go on serving the others."""
+        self.failures += 1
+        suppressed = self._traces.allows(time.monotonic())
+        if suppressed is not None:
+            logger.exception("shard %d: %s (%d more unmentioned)", self.shard.index, what, suppressed)
+
+
+def answer(request: Message, epoch: int, type: MessageType, body: dict[str, Any]) -> Message:
+    """A message without payload that carries the numbers of the request it answers."""
+    return Message(
+        type,
+        job=request.job,
+        epoch=epoch,
+        worker=request.worker,
+        incarnation=request.incarnation,
+        key=request.key,
+        sequence=request.sequence,
+        body=body,
+    )
+
+
+def error_answer(request: Message, epoch: int, code: str, text: str) -> Message:
+    """The ERROR that answers a request."""
+    return answer(request, epoch, MessageType.ERROR, {"code": code, "text": text[:MAX_TEXT_CHARS]})

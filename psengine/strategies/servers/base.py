@@ -1,0 +1,250 @@
+"""What the strategies over parameter servers share: meet the servers, put the model there or take it from there, leave.
+
+    prepare     find servers, say HELLO
+    lay_out     buckets become chunks; the first worker's values go to the servers, everybody else's come from there
+    close       say goodbye; stop the server that this process started
+
+Importing this module needs torch alone; the packages of the extra ``server`` are needed from ``prepare`` on.
+"""
+
+from __future__ import annotations
+
+import logging
+from abc import abstractmethod
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from psengine.errors import ConfigurationError, ReductionError
+from psengine.strategies.base import Replica, Strategy
+from psengine.strategies.servers.discovery import Meeting, leave, meet
+from psengine.tensors.bucket import Bucket
+
+if TYPE_CHECKING:
+    from psengine.parameter_server.client.session import WorkerSession
+    from psengine.protocol.layout import ChunkSpec
+    from psengine.strategies.servers.chunked_replica import ChunkedReplica
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_TIMEOUT_S = 300.0
+
+
+class ServerStrategy(Strategy):
+    """A strategy over parameter servers.
+
+    Args:
+        servers: addresses, as a list or with commas; None takes ``PSENGINE_SERVERS``, else rank 0 starts a server on
+            this host and stops it at the end.
+        job: name under which workers find each other at the servers; None takes ``PSENGINE_JOB``, else "default",
+            and numbers the models that one process wraps. A copy of a strategy (``deepcopy``, pickle) is numbered too.
+        timeout_s: deadline of every wait for a server.
+        checksum: protect payloads by a hash on the way (TCP's own checks miss one error in some terabytes).
+    """
+
+    needs_process_group = False
+    keeps_first_layout = True
+    carries_buffers = True
+    counts_usage = False
+    exchange_name = "push"
+    # Averages are defined by writing them; servers that apply gradients are told which ones are missing.
+    defines_gradients = False
+
+    def __init__(
+        self,
+        *,
+        servers: str | Sequence[str] | None = None,
+        job: str | None = None,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+        checksum: bool = False,
+    ) -> None:
+        if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float) or not 0 < timeout_s < float("inf"):
+            raise ConfigurationError(f"timeout_s is a positive number of seconds (got {timeout_s!r})")
+        self._options: dict[str, Any] = {
+            "servers": servers,
+            "job": job,
+            "timeout_s": float(timeout_s),
+            "checksum": bool(checksum),
+        }
+        self._is_copy = False
+        # Met for a replica that was forgotten without ``close``.
+        self._abandoned: Meeting | None = None
+        self._forget()
+
+    def _forget(self) -> None:
+        """The state of a strategy that serves no replica."""
+        self._replica: Replica | None = None
+        self._session: WorkerSession | None = None
+        self._meeting: Meeting | None = None
+        self._chunks: ChunkedReplica | None = None
+        self._buckets: list[Bucket] = []
+        # True once a wait has failed: a payload sent without a copy may still be read then.
+        self._copies_payloads = False
+        self.completed_steps = 0
+
+    def __repr__(self) -> str:
+        given = {name: value for name, value in self._options.items() if value is not None}
+        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in given.items())})"
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self._options  # a copy of the model is prepared anew
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(**state)  # type: ignore[misc]
+        self._is_copy = True
+
+    @property
+    @abstractmethod
+    def rule(self) -> dict[str, Any]:
+        """How the servers treat pushes, as HELLO says it."""
+
+    @property
+    def session(self) -> WorkerSession:
+        """The connection to the servers; set by ``prepare``."""
+        if self._session is None:
+            raise ReductionError(
+                f"strategy {self.name!r} is not connected (expected it prepared and not closed); wrap a model with"
+                " psengine.DistributedDataParallel first"
+            )
+        return self._session
+
+    @property
+    def chunks(self) -> ChunkedReplica:
+        """The replica as chunks; set by ``lay_out``."""
+        assert self._chunks is not None, "buckets are laid out when a model is wrapped"
+        return self._chunks
+
+    @property
+    def worker_rank(self) -> int | None:
+        """See ``Strategy.worker_rank``: the servers'."""
+        is_alone = self._replica is not None and self._replica.collective.world_size == 1
+        return self.session.rank if is_alone else None
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """Ranks of the workers that are live, as the servers said last."""
+        return tuple(self.session.members)
+
+    # ---- coming ------------------------------------------------------------------------------------------------
+
+    def prepare(self, replica: Replica, *, synchronize: bool) -> None:
+        """See ``Strategy.prepare``. Values are synchronised in ``lay_out``, whatever ``synchronize`` says: where
+        servers hold a model already, theirs is the one that counts.
+        """
+        if self._replica is not None:
+            raise ConfigurationError(
+                "a strategy object serves one wrapped model (got a second);"
+                f" make a psengine.{type(self).__name__}() for each"
+            )
+        if replica.sparse:
+            # Said before anybody is met: the others would wait there for this worker.
+            raise ConfigurationError(
+                f"parameter servers exchange dense gradients (expected sparse=False, got sparse gradients of"
+                f" {replica.sparse[0]!r}). Fix: torch.nn.Embedding(..., sparse=False), or strategy='sync'."
+            )
+        options = self._options
+        meeting = meet(options["servers"], options["job"], replica.collective, replica.device, is_copy=self._is_copy)
+        from psengine.parameter_server.client.options import SessionOptions, keys_from_environment
+        from psengine.parameter_server.client.session import WorkerSession
+
+        self._replica, self._meeting = replica, meeting
+        try:
+            self._session = WorkerSession(
+                SessionOptions(
+                    addresses=meeting.addresses,
+                    job=meeting.job,
+                    rule=self.rule,
+                    rank=meeting.rank,
+                    world_size=meeting.world_size,
+                    timeout_s=options["timeout_s"],
+                    checksum=options["checksum"],
+                    keys=keys_from_environment(),
+                    is_embedded=meeting.is_embedded,
+                )
+            )
+            self._session.start()
+        except BaseException:
+            self.close()
+            raise
+
+    def lay_out(self, buckets: Sequence[Bucket]) -> None:
+        """See ``Strategy.lay_out``: the model goes to the servers, or comes from there.
+
+        Raises:
+            ReplicaMismatchError: the servers hold another model; the first difference is named.
+        """
+        from psengine.strategies.servers.chunked_replica import ChunkedReplica
+
+        assert self._replica is not None
+        try:
+            self._buckets = list(buckets)
+            self._chunks = ChunkedReplica(self._replica, buckets, counts_usage=self.counts_usage)
+            state = self.session.enter(self._chunks.specs, self._chunks.values)
+            if state != "initialised":
+                self.pull_values(self._chunks.specs)
+            self._entered(state)
+        except BaseException:
+            self.close()
+            raise
+        logger.info(
+            "worker %d of job %r: %s, %d chunks at %d shards",
+            self.session.rank,
+            self.session.options.job,
+            state,
+            len(self._chunks.specs),
+            self.session.shard_count,
+        )
+
+    def _entered(self, state: str) -> None:
+        """The values are equal to the servers'; ``state`` is what ``WorkerSession.enter`` returned."""
+
+    def pull_values(self, specs: Iterable[ChunkSpec]) -> None:
+        """Overwrite this replica's tensors by the servers' values."""
+        from psengine.parameter_server.client.operation import wait_all
+
+        specs = list(specs)
+        wait_all([self.session.pull(spec.key, self.chunks.parts(spec)) for spec in specs])
+        self.chunks.write_back(specs)
+
+    def broadcast(self, tensors: Sequence[torch.Tensor], source_rank: int = 0) -> None:
+        """Nothing to do: buffers travel with the gradients, and the bucket layout is never agreed on anew."""
+
+    # ---- for people --------------------------------------------------------------------------------------------
+
+    def report(self, loss: torch.Tensor | float | None = None, samples: int | None = None) -> None:
+        """See ``Strategy.report``: the servers' status shows it, from this worker's next heartbeat on.
+
+        Args:
+            loss: of this step, one number, perhaps on a GPU; it is read later, so that nothing waits for the device.
+            samples: how many this step had.
+
+        Raises:
+            ConfigurationError: the loss is not one number, or the samples are no number of samples.
+        """
+        if self._session is not None:  # once this worker has left, there is nobody to tell
+            self._session.telemetry.report(loss, samples)
+
+    # ---- leaving -----------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Say goodbye to the servers, so that nobody waits for this worker; stop an embedded server. Safe twice."""
+        self.abandon()
+        meeting, self._abandoned = self._abandoned, None
+        if meeting is not None:
+            leave(meeting)
+
+    def abandon(self) -> None:
+        """See ``Strategy.abandon``: like ``close``, but the number of the job stays taken.
+
+        Else the next model's job would be named by when garbage is collected, and not alike on all ranks.
+        """
+        session, meeting, steps = self._session, self._meeting, self.completed_steps
+        self._forget()
+        self.completed_steps = steps
+        if session is not None:
+            session.close()
+        if meeting is not None:
+            self._abandoned = meeting
+            if meeting.embedded is not None:
+                meeting.embedded.stop()

@@ -1,0 +1,162 @@
+"""Where a worker's parameter servers are: the argument, else PSENGINE_SERVERS, else one that rank 0 starts here."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from psengine.collectives.base import Collective
+from psengine.collectives.solo import SoloCollective
+from psengine.environment.context import launched_as, read_variable
+from psengine.environment.extras import require_server_packages
+from psengine.errors import ConfigurationError, EnvironmentVariableError, ServerError
+from psengine.parameter_server.client.addresses import parse_addresses
+
+if TYPE_CHECKING:
+    from psengine.parameter_server.client.embedded import EmbeddedServer
+
+_ADDRESS_BYTES = 512
+
+# Models that this process has wrapped get jobs of their own, under one name by the lowest number that is free. A number
+# becomes free when its strategy is closed, which scripts do alike on all ranks, and not when garbage is collected. A
+# name that a strategy's argument gave is used as it is; only copies of that strategy are numbered.
+_taken_jobs: set[str] = set()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Meeting:
+    """Where and as whom a worker meets the others.
+
+    Attributes:
+        addresses: of the servers, the lead first.
+        job: name of the job at the servers.
+        rank: this worker's; None lets the servers give one.
+        world_size: how many workers the first exchange waits for.
+        embedded: the server this process started, which it has to stop.
+        is_embedded: whether this or another process of the group did that.
+        holds_name: whether the job's name is taken by this meeting, and not by an earlier one.
+    """
+
+    addresses: tuple[str, ...]
+    job: str
+    rank: int | None
+    world_size: int
+    embedded: EmbeddedServer | None
+    is_embedded: bool
+    holds_name: bool
+
+
+def meet(
+    servers: str | Sequence[str] | None,
+    job: str | None,
+    collective: Collective,
+    device: torch.device,
+    *,
+    is_copy: bool = False,
+) -> Meeting:
+    """Find or start the servers; every rank of ``collective`` calls it. ``is_copy``: another model may be ``job``.
+
+    Raises:
+        ConfigurationError: no servers are named, and the ranks are on several hosts.
+        EnvironmentVariableError: PSENGINE_WORKER is no rank, or the launcher's variables are incomplete.
+        MissingExtraError: the packages that servers need are not installed.
+        ServerError: the embedded server did not start.
+    """
+    require_server_packages("strategies over parameter servers")
+    addresses = parse_addresses(servers)
+    rank, world_size = _place(collective)
+    embedded, is_embedded = None, not addresses
+    if is_embedded:
+        if world_size != collective.world_size:
+            raise ConfigurationError(
+                f"this process was launched as one of {world_size}, but there is no process group through which to find"
+                " the server that rank 0 would start. Fix: call psengine.init() before wrapping the model, or name a"
+                " server in PSENGINE_SERVERS."
+            )
+        embedded, addresses = _embed(collective, device)
+    name = job if job and not is_copy else _free_job(job or read_variable("PSENGINE_JOB") or "default")
+    holds_name = name not in _taken_jobs
+    _taken_jobs.add(name)
+    return Meeting(
+        addresses=addresses,
+        job=name,
+        rank=rank,
+        world_size=world_size,
+        embedded=embedded,
+        is_embedded=is_embedded,
+        holds_name=holds_name,
+    )
+
+
+def _free_job(name: str) -> str:
+    candidates = itertools.chain([name], (f"{name}.{number}" for number in itertools.count(1)))
+    return next(candidate for candidate in candidates if candidate not in _taken_jobs)
+
+
+def leave(meeting: Meeting) -> None:
+    """The strategy was closed, or the meeting never came about: its job's name is free."""
+    if meeting.holds_name:
+        _taken_jobs.discard(meeting.job)
+
+
+def _place(collective: Collective) -> tuple[int | None, int]:
+    """(rank, workers the job begins with): of the process group, else of the launcher, else what the servers give."""
+    if not isinstance(collective, SoloCollective):
+        return (collective.rank, collective.world_size) if collective.world_size > 1 else (_named_rank(), 1)
+    placement = launched_as()
+    return (placement.rank, placement.world_size) if placement.world_size > 1 else (_named_rank(), 1)
+
+
+def _named_rank() -> int | None:
+    """PSENGINE_WORKER: the rank of a worker that is a job of its own; without it the servers give one."""
+    text = read_variable("PSENGINE_WORKER")
+    if not text:
+        return None
+    if not text.isdecimal() or int(text) > 0xFFFF:
+        raise EnvironmentVariableError(f"PSENGINE_WORKER is a rank (expected 0 to 65535, got {text!r})")
+    return int(text)
+
+
+def _embed(collective: Collective, device: torch.device) -> tuple[EmbeddedServer | None, tuple[str, ...]]:
+    """Rank 0 starts a server on loopback and tells the others where."""
+    _check_one_host(collective, device)
+    embedded, text = None, b""
+    error: Exception | None = None
+    if collective.rank == 0:
+        from psengine.parameter_server.client.embedded import EmbeddedServer
+
+        try:
+            embedded = EmbeddedServer.start()
+            text = ",".join(embedded.addresses).encode()
+        except (ServerError, OSError) as failure:
+            error = failure  # the others must not wait for an address
+    packed = torch.zeros(_ADDRESS_BYTES, dtype=torch.uint8)
+    packed[: len(text)] = torch.tensor(list(text), dtype=torch.uint8)
+    packed = packed.to(device)
+    collective.broadcast([packed], 0, what="address of the embedded server")
+    if error is not None:
+        raise error
+    addresses = parse_addresses(bytes(packed.tolist()).rstrip(b"\0").decode())
+    if not addresses:
+        raise ServerError("rank 0 could not start the embedded parameter server; its error says why")
+    return embedded, addresses
+
+
+def _check_one_host(collective: Collective, device: torch.device) -> None:
+    if collective.world_size == 1:
+        return
+    digest = hashlib.blake2b(socket.gethostname().encode(), digest_size=8).digest()
+    mine = torch.tensor(list(digest), dtype=torch.uint8, device=device)
+    hosts = {tuple(other.tolist()) for other in collective.all_gather(mine, what="host names")}
+    if len(hosts) > 1:
+        raise ConfigurationError(
+            f"no parameter server is named, and the workers are on {len(hosts)} hosts (expected one, where rank 0 can"
+            " start one itself). Fix: start psengine-server on a machine that all reach, and set"
+            " PSENGINE_SERVERS=tcp://host:port, or pass servers= to the strategy."
+        )

@@ -1,0 +1,364 @@
+"""Strategy "sync-server": every step, the servers average the gradients of all workers, in rank order.
+
+DDP's semantics without a process group: after backward every worker has the same gradients, and steps by itself.
+Workers may join and leave at any time. A worker that comes late, or was silent for longer than its lease, gets the
+others' state through the servers::
+
+    joiner    JOIN ─────────────► servers ──STATE_WANTED──► donor (any live worker)
+    donor     at its next backward: values, buffers, optimizer ──► servers; ADMIT; then its own gradients
+    joiner    ◄── values, buffers, optimizer; takes part in that very exchange
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import weakref
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from psengine.collectives.base import Work
+from psengine.errors import ConfigurationError, FencedError, ServerError
+from psengine.strategies.base import Reduction
+from psengine.strategies.servers.base import DEFAULT_TIMEOUT_S, ServerStrategy
+from psengine.tensors.bucket import Bucket
+
+if TYPE_CHECKING:
+    from psengine.parameter_server.client.operation import Push
+    from psengine.strategies.servers.worker_state import WorkerState
+
+logger = logging.getLogger(__name__)
+
+STATE_BLOB = "worker_state"
+# In one step; who is fenced more often than this is too slow for its lease.
+MOST_REJOINS = 8
+
+
+class SyncServer(ServerStrategy):
+    """Average each bucket over all workers at parameter servers; staleness 0, each worker steps its own optimizer.
+
+    Args:
+        quorum: go on with the first ``quorum`` gradients of a step, N - b with b backup workers (Chen et al. 2016,
+            https://arxiv.org/abs/1604.00981); late ones are dropped. None waits for every live worker.
+        servers, job, timeout_s, checksum: see ``ServerStrategy``.
+
+    Attributes:
+        completed_steps: how many steps this worker's model has seen; a worker that joined late starts with the others'.
+    """
+
+    name = "sync-server"
+    counts_usage = True
+
+    def __init__(
+        self,
+        quorum: int | None = None,
+        *,
+        servers: str | Sequence[str] | None = None,
+        job: str | None = None,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+        checksum: bool = False,
+    ) -> None:
+        if quorum is not None and (isinstance(quorum, bool) or not isinstance(quorum, int) or quorum < 1):
+            raise ConfigurationError(
+                f"quorum is a number of workers (expected an integer of at least 1, got {quorum!r})"
+            )
+        super().__init__(servers=servers, job=job, timeout_s=timeout_s, checksum=checksum)
+        self._options["quorum"] = quorum
+
+    def _forget(self) -> None:
+        super()._forget()
+        # In the order they were made; a program may have done with one and dropped it.
+        self._optimizers: list[weakref.ref[torch.optim.Optimizer]] = []
+        # What a donor left for this worker, until its first step is over.
+        self._arrived: WorkerState | None = None
+        self._loaded: set[int] = set()
+        self._payloads: list[torch.Tensor] = []
+        self._results: list[torch.Tensor] = []
+        # The step under way: its exchanges in order, as (key, what is sent, where the answer lands). A chunk may have
+        # several: the usage map is exchanged twice where buckets that nobody uses are skipped.
+        self._is_open = False
+        self._sits_out = False
+        self._exchanges: list[tuple[int, torch.Tensor, torch.Tensor]] = []
+        self._pushes: list[Push] = []
+        self._buffer_landings: dict[int, torch.Tensor] | None = None
+        self._weight: float | None = None
+        self._gradient_keys: set[int] = set()
+
+    @property
+    def rule(self) -> dict[str, Any]:
+        """See ``ServerStrategy.rule``."""
+        return {"name": "average", "quorum": self._options["quorum"]}
+
+    def lay_out(self, buckets: Sequence[Bucket]) -> None:
+        """See ``ServerStrategy.lay_out``."""
+        super().lay_out(buckets)
+        self._gradient_keys = {spec.key for chunks in self.chunks.of_bucket for spec, _, _ in chunks}
+        # Averages land apart from what was sent: until everybody has an average, a worker may be asked for it.
+        self._results = [torch.empty(bucket.numel, dtype=bucket.dtype) for bucket in buckets]
+        self._payloads = [
+            bucket.flat if bucket.device.type == "cpu" else torch.empty(bucket.numel, dtype=bucket.dtype)
+            for bucket in buckets
+        ]
+
+    def _entered(self, state: str) -> None:
+        self._continue()
+        if state == "joined":
+            self._take_state()
+
+    def _continue(self) -> None:
+        """Go on with the exchange after the one that the values belong to."""
+        for spec in self.chunks.specs:
+            self.session.set_sequence(spec.key, self.session.version(spec.key))
+
+    # ---- a step ------------------------------------------------------------------------------------------------
+
+    def weigh(self, weight: float | None) -> None:
+        """See ``Strategy.weigh``: the servers average by weight; 0 takes part and counts nothing.
+
+        Raises:
+            ConfigurationError: the weight is none.
+        """
+        from psengine.protocol.messages import MAX_WEIGHT
+
+        if weight is not None and not 0 <= weight <= MAX_WEIGHT:
+            raise ConfigurationError(
+                f"a weight is a number of samples (expected 0 to {MAX_WEIGHT:g}, got {weight!r}); or None, for averages"
+                " in which all workers count alike"
+            )
+        self._weight = None if weight is None else float(weight)
+
+    def begin(self, live_world_size: int, *, in_join: bool = False) -> int:
+        """Gradients travel undivided, because only the servers know how many workers contribute.
+
+        A worker that waits to join gets this one's state now, while the weights are those before the step.
+        """
+        self._open_step()
+        return 1
+
+    def _open_step(self) -> None:
+        if self._is_open:
+            return
+        self._is_open = True
+        self._sits_out = False
+        self._forget_arrived_state()
+        self._exchanges, self._pushes, self._buffer_landings = [], [], None
+        try:
+            self.session.serve_joiner(self._deposit_state)
+        except FencedError:
+            self._rejoin()
+
+    def reduce(self, bucket: Bucket) -> Reduction:
+        """See ``Strategy.reduce``: the bucket's chunks leave for their shards."""
+        payload, result = self._payloads[bucket.index], self._results[bucket.index]
+        if payload is not bucket.flat:
+            payload.copy_(bucket.flat)
+        for spec, start, end in self.chunks.of_bucket[bucket.index]:
+            self._exchange(spec.key, payload[start:end], result[start:end])
+        return _Average(self, bucket, result)
+
+    def _exchange(self, key: int, payload: torch.Tensor, landing: torch.Tensor) -> None:
+        self._open_step()
+        if self._copies_payloads:
+            payload = payload.clone()
+        self._exchanges.append((key, payload, landing))
+        self.session.keep_result(key, [landing])
+        try:
+            self._pushes.append(self._begin_exchange(key, payload, landing))
+        except FencedError:
+            self._rejoin()
+
+    def _begin_exchange(self, key: int, payload: torch.Tensor, landing: torch.Tensor) -> Push:
+        if self._sits_out:
+            return self.session.push(key, None, [landing])
+        weight = self._weight if key in self._gradient_keys else None
+        return self.session.push(key, None if weight == 0 else payload, [landing], weight=weight)
+
+    def reduce_usage(self, used: torch.Tensor) -> Work:
+        """See ``Strategy.reduce_usage``."""
+        assert self.chunks.usage is not None
+        landing = torch.empty(used.numel(), dtype=used.dtype)
+        self._exchange(self.chunks.usage, used.cpu().contiguous().clone(), landing)
+        return _UsageSum(self, used, landing)
+
+    def await_exchanges(self) -> None:
+        """Wait for all exchanges of this step. A worker that was fenced rejoins, and sits the step out: what it
+        computed belongs to weights that the others have left behind.
+
+        All, not one bucket's: a worker that rejoins takes part in a later step than it was in, with every bucket.
+        """
+        from psengine.parameter_server.client.operation import wait_all
+
+        try:
+            for _ in range(MOST_REJOINS):
+                try:
+                    with self.session.telemetry.blocked():
+                        wait_all(self._pushes)
+                    break
+                except FencedError:
+                    self._rejoin()
+            else:
+                wait_all(self._pushes)
+        except BaseException:
+            # What was sent may still be on its way from memory that the next step packs anew.
+            self._is_open, self._copies_payloads = False, True
+            raise
+        self._pushes = []  # the next bucket's wait need not look at them again; a rejoin goes by _exchanges
+
+    def finish_exchanges(self) -> None:
+        """The end of backward: buffers travel too, and everything is waited for."""
+        if self._buffer_landings is None:
+            self.chunks.follow_buffers()
+            specs = [self.chunks.specs[key] for key in self.chunks.buffers]
+            self._buffer_landings = {spec.key: torch.empty(spec.numel, dtype=spec.dtype) for spec in specs}
+            for spec in specs:
+                self._exchange(spec.key, self.chunks.values(spec), self._buffer_landings[spec.key])
+        self.await_exchanges()
+
+    def finish(self) -> None:
+        """See ``Strategy.finish``: buffers become those of the lowest rank, as native DDP's broadcast makes them."""
+        self.finish_exchanges()
+        for key, landing in (self._buffer_landings or {}).items():
+            self.chunks.assign(self.chunks.specs[key], landing)
+        self._is_open = False
+        self.completed_steps += 1
+        self.session.telemetry.step_ended()
+
+    # ---- joining late ------------------------------------------------------------------------------------------
+
+    def bind_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """See ``Strategy.bind_optimizer``: its state goes to workers that join, and comes from others if we do.
+
+        Raises:
+            ServerError: this worker has joined others, who have no such optimizer.
+        """
+        self._optimizers.append(weakref.ref(optimizer))
+        self._load_arrived_state(optimizer)
+
+    def _live_optimizers(self) -> list[torch.optim.Optimizer]:
+        if len(self._optimizers) > 1:
+            gc.collect()  # those that a program has dropped, on all workers alike
+        alive = [optimizer for reference in self._optimizers if (optimizer := reference()) is not None]
+        self._optimizers = [weakref.ref(optimizer) for optimizer in alive]
+        return alive
+
+    def _parameter_names(self) -> dict[torch.Tensor, str]:
+        assert self._replica is not None
+        return {parameter: name for name, parameter in self._replica.parameters.items()}
+
+    def _deposit_state(self) -> None:
+        """Leave this worker's state at the servers for a worker that waits to join."""
+        from psengine.parameter_server.client.operation import wait_all
+
+        stores = [self.session.store(spec.key, self.chunks.values(spec)) for spec in self.chunks.specs]
+        pieces = self._packed_state()
+        stores += [
+            self.session.store(index, piece, blob=STATE_BLOB, pieces=len(pieces)) for index, piece in enumerate(pieces)
+        ]
+        wait_all(stores)
+
+    def _packed_state(self) -> list[torch.Tensor]:
+        from psengine.strategies.servers.worker_state import pack
+
+        optimizers = self._live_optimizers()
+        if not optimizers:
+            logger.warning(
+                "a worker joins, but this one's optimizer is unknown, so the joiner starts without its state. Fix:"
+                " optimizer = psengine.DistributedOptimizer(optimizer, model)"
+            )
+        return pack(self.completed_steps, optimizers, self._parameter_names())
+
+    def _rejoin(self) -> None:
+        """The others went on after this worker's lease ran out: take their state, and sit this step out.
+
+        Where nobody else is left, this worker's state is the job's, and its step goes on.
+        """
+        logger.warning("worker %d was away for longer than its lease; rejoining", self.session.rank)
+        if self.session.rejoin() == "joined":
+            self._sits_out = True
+            with torch.no_grad():
+                self.pull_values(self.chunks.specs)
+            self._continue()
+            self._take_state()
+        self._pushes = [self._begin_exchange(*exchange) for exchange in self._exchanges]
+
+    def _take_state(self) -> None:
+        from psengine.strategies.servers.worker_state import unpack
+
+        self._arrived = unpack(self.session.pull_blob(STATE_BLOB))
+        self._loaded = set()
+        self.completed_steps = self._arrived.steps
+        for optimizer in self._live_optimizers():
+            self._load_arrived_state(optimizer)
+
+    def _load_arrived_state(self, optimizer: torch.optim.Optimizer) -> None:
+        """Load what a donor left of ``optimizer``: the first state of its kind that no other has taken."""
+        from psengine.strategies.servers.worker_state import OptimizerState
+
+        if self._arrived is None or not self._arrived.optimizers:
+            return
+        own = OptimizerState.of(optimizer, self._parameter_names())
+        fitting = [
+            number
+            for number, state in enumerate(self._arrived.optimizers)
+            if number not in self._loaded and state.belongs_to(own)
+        ]
+        problem = f"expected one of {'; '.join(map(str, self._arrived.optimizers))}; got {own}"
+        if fitting:
+            self._loaded.add(fitting[0])
+            state_dict = self._arrived.optimizers[fitting[0]].state_dict
+            if state_dict is None:
+                return
+            try:
+                optimizer.load_state_dict(state_dict)
+            except (ValueError, KeyError) as error:
+                problem = str(error)
+            else:
+                return
+        raise ServerError(
+            f"the optimizers of the other workers are not this one's ({problem}). Fix: give every worker the same"
+            " optimizers, with the same parameter groups, before its first step."
+        )
+
+    def _forget_arrived_state(self) -> None:
+        """With the second step: optimizers that are made from now on are made by all workers, and begin anew."""
+        if self._arrived is None or self.completed_steps <= self._arrived.steps:
+            return
+        left = [str(s) for number, s in enumerate(self._arrived.optimizers) if number not in self._loaded]
+        if left:
+            logger.warning(
+                "the other workers' state of %s was not asked for by an optimizer of this worker. Fix: optimizer ="
+                " psengine.DistributedOptimizer(optimizer, model), for each",
+                "; ".join(left),
+            )
+        self._arrived = None
+
+
+class _Average(Reduction):
+    """A bucket whose chunks are being averaged."""
+
+    def __init__(self, strategy: SyncServer, bucket: Bucket, result: torch.Tensor) -> None:
+        self._strategy = strategy
+        self._bucket = bucket
+        self._result = result
+
+    def wait(self) -> torch.Tensor:
+        self._strategy.finish_exchanges()
+        if self._result.device == self._bucket.device:
+            return self._result
+        self._bucket.flat.copy_(self._result)
+        return self._bucket.flat
+
+
+class _UsageSum(Work):
+    """The map of used parameters on its way."""
+
+    def __init__(self, strategy: SyncServer, used: torch.Tensor, landing: torch.Tensor) -> None:
+        self._strategy = strategy
+        self._used = used
+        self._landing = landing
+
+    def wait(self) -> None:
+        self._strategy.await_exchanges()
+        self._used.copy_(self._landing)

@@ -1,0 +1,337 @@
+"""Who keeps everybody waiting? A look at waits that last, from outside, that never makes one fail.
+
+A rank that takes a branch the others do not take, or whose data loader hangs, leaves the others in a collective until
+its deadline, ten minutes later, without a word. So each wait is noted here when it begins and when it ends; one daemon
+thread looks twice a second whether one has lasted ``PSENGINE_STALL_S``, asks the other ranks through the rendezvous
+store where they are (``collectives/liveness/whereabouts.py``; ranks that wait answer, from their own such thread), and
+logs what came back::
+
+    rank 0   wait ──────────────── 30 s: who is where? ── 1 s ── WARNING ... 60 s ... WARNING ... INFO it ended
+    rank 1   (sleeps; does not answer)
+    rank 2   wait ──────────────────────── "here" ───────────────
+
+For others that wait, such as clients of parameter servers::
+
+    schedule = StallSchedule(stall_after_s())     # once a wait; 0 never is due
+    if schedule.is_due(waited_s):                 # after 30, 60, 120 ... seconds
+        logger.warning(...)
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+from weakref import WeakKeyDictionary
+
+from psengine.environment.context import read_variable
+from psengine.errors import EnvironmentVariableError
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_STALL_S = 30.0
+TICK_S = 0.5
+# How long a wait must have lasted for its rank to say where it is, and how long another rank waits to hear it.
+ANSWER_AFTER_S = 0.5
+GRACE_S = 1.5
+
+
+def stall_after_s() -> float:
+    """Return after how many seconds a wait is reported: PSENGINE_STALL_S, else 30; 0 never.
+
+    Raises:
+        EnvironmentVariableError: the variable is no number of seconds.
+    """
+    text = (read_variable("PSENGINE_STALL_S") or "").strip()
+    if not text:
+        return DEFAULT_STALL_S
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds < float("inf"):
+        raise EnvironmentVariableError(
+            f"PSENGINE_STALL_S is after how many seconds a wait is reported (expected a number, 0 for never, got"
+            f" {text!r}). Fix: leave it out for {DEFAULT_STALL_S:g}."
+        )
+    return seconds
+
+
+class StallSchedule:
+    """When to report a wait that does not end: after ``after_s`` seconds, then whenever it has become twice as long.
+
+    Attributes:
+        has_reported: whether a report was due before.
+    """
+
+    def __init__(self, after_s: float) -> None:
+        self._next_s = after_s
+        self.has_reported = False
+
+    def is_due(self, waited_s: float) -> bool:
+        """Whether a wait of ``waited_s`` seconds is to be reported now; True once for each time."""
+        if self._next_s <= 0 or waited_s < self._next_s:
+            return False
+        while waited_s >= self._next_s:
+            self._next_s *= 2
+        self.has_reported = True
+        return True
+
+
+@dataclass(frozen=True)
+class Position:
+    """What a rank waits for: the operation's number in its collective, and its name."""
+
+    operation: int
+    what: str
+
+    def __str__(self) -> str:
+        return f"{self.what}, operation {self.operation}"
+
+
+class Whereabouts(Protocol):
+    """How ranks tell each other where they wait; see ``collectives/liveness/whereabouts.py``."""
+
+    def ask(self) -> int:
+        """Ask all ranks where they are; return the question's number."""
+
+    def latest_question(self) -> int:
+        """The number of the question that was asked last, 0 for none."""
+
+    def answer(self, question: int, position: Position) -> None:
+        """Say where this rank is."""
+
+    def answers(self, question: int) -> Mapping[int, Position]:
+        """Where the ranks are that answered it, or a later one, by rank."""
+
+    def describe(self, rank: int) -> str:
+        """Such as "rank 1 (process 4711 on host)"."""
+
+    def advise(self, ranks: Sequence[int]) -> str:
+        """How to look into those ranks' processes."""
+
+
+class Watched(Protocol):
+    """What a collective says of itself to be watched."""
+
+    rank: int
+    world_size: int
+
+    @property
+    def whereabouts(self) -> Whereabouts | None:
+        """How to ask the other ranks; None where there is no store."""
+
+    def late_ranks(self) -> tuple[int, ...] | None:
+        """The ranks that have not begun what this rank waits for; None where the transport does not know."""
+
+
+# What a wait leaves here: when it began, the collective, the operation's number and name, its deadline in seconds, and
+# after how many it is reported. A tuple, because every small all-reduce makes one.
+_Noted = tuple[float, Watched, int, str, float, float]
+
+
+class Wait:
+    """One rank's wait for one operation, once it lasts."""
+
+    def __init__(self, noted: _Noted) -> None:
+        self.noted: _Noted | None = noted
+        self.since_s, collective, operation, what, self.timeout_s, after_s = noted
+        self.rank, self.world_size = collective.rank, collective.world_size
+        self.position = Position(operation, what)
+        self.schedule = StallSchedule(after_s)
+        self.question = 0
+        self.asked_s = 0.0
+
+    @property
+    def collective(self) -> Watched | None:
+        """What is waited for; None once the wait is over, so that a group that ends is not kept alive from here."""
+        return None if self.noted is None else self.noted[1]
+
+
+class StallInspector:
+    """Watches the waits of this process; there is one, ``inspector``. Its thread starts with the first wait."""
+
+    def __init__(self) -> None:
+        # By thread, which waits for one operation at a time.
+        self._noted: dict[int, _Noted] = {}
+        self._waits: dict[int, Wait] = {}
+        # Per whereabouts, the question this rank answered last.
+        self._answered: WeakKeyDictionary[Whereabouts, int] = WeakKeyDictionary()
+        self._thread: threading.Thread | None = None
+        self._stop = threading.Event()
+        self._starting = threading.Lock()
+        self._follows_forks = False
+        self._cannot_start = False
+
+    def enter(self, collective: Watched, operation: int, what: str, timeout_s: float, after_s: float) -> int:
+        """A wait of this thread begins; after ``after_s`` seconds it is reported. Returns what ``leave`` wants."""
+        key = threading.get_ident()
+        self._noted[key] = (time.monotonic(), collective, operation, what, timeout_s, after_s)
+        if self._thread is None:
+            self._start()
+        return key
+
+    def leave(self, key: int) -> None:
+        """The wait is over, whatever its outcome."""
+        self._noted.pop(key, None)
+        if self._waits:
+            wait = self._waits.get(key)
+            if wait is not None:
+                wait.noted = None
+
+    # ---- the thread --------------------------------------------------------------------------------------------
+
+    def _start(self) -> None:
+        with self._starting:
+            if self._thread is not None or self._cannot_start:
+                return
+            if not self._follows_forks and hasattr(os, "register_at_fork"):
+                os.register_at_fork(after_in_child=self._forget)
+                self._follows_forks = True
+            self._stop.clear()
+            thread = threading.Thread(target=self._run, name="psengine-stall-inspector", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError as error:  # no memory or number for one more, or the interpreter is about to end
+                self._cannot_start = True
+                logger.warning("waits for other ranks are not watched (%s)", error)
+                return
+            self._thread = thread
+            # A thread that is within a store's native code when the interpreter ends would abort the process.
+            atexit.register(self._end)
+
+    def _forget(self) -> None:
+        """In a forked child: the parent's waits are not its own, nor is the thread."""
+        self.__init__()  # type: ignore[misc]
+        self._follows_forks = True
+
+    def _end(self) -> None:
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join(2 * TICK_S)
+
+    def _run(self) -> None:
+        while not self._stop.wait(TICK_S):
+            try:
+                self._look()
+            except Exception:  # whatever it is, training goes on
+                logger.debug("the stall inspector could not look", exc_info=True)
+
+    def _look(self) -> None:
+        now_s = time.monotonic()
+        for key, wait in tuple(self._waits.items()):
+            if wait.noted is None or self._noted.get(key) is not wait.noted:
+                del self._waits[key]
+                if wait.schedule.has_reported:
+                    waited_s = now_s - wait.since_s
+                    logger.info("rank %d no longer waits for %s; it took %.0f s", wait.rank, wait.position, waited_s)
+        for key, noted in tuple(self._noted.items()):
+            if key not in self._waits and now_s - noted[0] >= ANSWER_AFTER_S:
+                self._waits[key] = Wait(noted)
+                if self._noted.get(key) is not noted:
+                    del self._waits[key]  # it ended just now
+        for wait in tuple(self._waits.values()):
+            for look in (self._answer, self._ask_and_report):
+                try:
+                    look(wait, now_s)
+                except Exception:  # the store may be gone; what this rank knows by itself is reported all the same
+                    logger.debug("rank %d cannot ask the others", wait.rank, exc_info=True)
+
+    def _ask_and_report(self, wait: Wait, now_s: float) -> None:
+        waited_s = now_s - wait.since_s
+        if wait.asked_s != 0 and now_s - wait.asked_s >= GRACE_S:
+            wait.asked_s = 0.0
+            self._report(wait, waited_s)
+            wait.schedule.is_due(waited_s)  # what became due while the others were asked is told by this
+        elif wait.asked_s == 0 and wait.schedule.is_due(waited_s):
+            wait.asked_s = now_s
+            wait.question = 0  # until the store has taken one
+            whereabouts = _whereabouts_of(wait)
+            if whereabouts is not None:
+                wait.question = whereabouts.ask()
+
+    def _answer(self, wait: Wait, _now_s: float) -> None:
+        whereabouts = _whereabouts_of(wait)
+        if whereabouts is None:
+            return
+        question = whereabouts.latest_question()
+        if question > self._answered.get(whereabouts, 0):
+            whereabouts.answer(question, wait.position)
+            self._answered[whereabouts] = question
+
+    def _report(self, wait: Wait, waited_s: float) -> None:
+        collective = wait.collective
+        if collective is None:
+            return
+        whereabouts = collective.whereabouts
+        answers: Mapping[int, Position] | None = None
+        if whereabouts is not None and wait.question > 0:
+            try:
+                answers = whereabouts.answers(wait.question)
+            except Exception:  # the same, while the answers came in
+                logger.debug("rank %d cannot hear the others", wait.rank, exc_info=True)
+        text = describe_stall(wait, waited_s, answers, collective.late_ranks(), whereabouts)
+        if wait.noted is not None:
+            logger.warning("%s", text)
+
+
+def _whereabouts_of(wait: Wait) -> Whereabouts | None:
+    collective = wait.collective
+    return None if collective is None else collective.whereabouts
+
+
+def describe_stall(
+    wait: Wait,
+    waited_s: float,
+    answers: Mapping[int, Position] | None,
+    late: Sequence[int] | None,
+    whereabouts: Whereabouts | None,
+) -> str:
+    """Say who is missing, where they are, and what to do.
+
+    Args:
+        wait: what this rank waits for.
+        waited_s: since when.
+        answers: where other ranks wait; None where they could not be asked, and who is silent may have an answer.
+        late: ranks that have not begun the operation; None where the transport does not know.
+        whereabouts: names the ranks.
+    """
+    here = wait.position
+    were_asked = answers is not None and whereabouts is not None
+    heard = answers or {}
+    others = [rank for rank in range(wait.world_size) if rank != wait.rank]
+    elsewhere = [rank for rank in others if rank in heard and heard[rank] != here]
+    absent = [rank for rank in others if rank not in heard and (were_asked if late is None else rank in late)]
+    name = (lambda rank: f"rank {rank}") if whereabouts is None else whereabouts.describe
+    text = f"rank {wait.rank} of {wait.world_size} has waited {waited_s:.0f} s for {here}. "
+    if absent:
+        are = "is" if len(absent) == 1 else "are"
+        doing = f", which {are} not waiting in any psengine operation" if were_asked else ""
+        text += f"Missing: {', '.join(map(name, absent))}{doing}. "
+    for rank in elsewhere:
+        text += f"{name(rank)} waits for another: {heard[rank]}. "
+    if whereabouts is not None and not were_asked:
+        text += (
+            "The rendezvous store does not answer (rank 0 or torchrun's agent, which hosts it, hangs or is gone), so"
+            " nobody could be asked. "
+        )
+    if elsewhere:
+        text += (
+            "Ranks must call the same operations in the same order: look for a branch that only some ranks take, or"
+            " for ranks with fewer batches (model.join())."
+        )
+    elif absent:
+        text += "Look there for a branch that only some ranks take, or for data loading that is stuck."
+    elif were_asked or whereabouts is None:
+        text += "No rank is known to be missing, so look at the network between them."
+    if absent and whereabouts is not None:
+        text += whereabouts.advise(absent)
+    return f"{text.rstrip()} This is no error yet: the wait may last {wait.timeout_s:g} s."
+
+
+inspector = StallInspector()

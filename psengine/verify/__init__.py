@@ -1,0 +1,24 @@
+"""A training under native DDP and under psengine, step by step: the first difference, the largest, a verdict.
+
+``compare`` takes a target of the user's, ``compare_zoo`` the built-in models, ``Settings`` says how; ``psengine
+verify`` is their command. May import the public names, ``wrapper`` and all that comes after it.
+"""
+
+from psengine.verify.differences import Difference
+from psengine.verify.experiment import compare, compare_zoo
+from psengine.verify.launch import RankFailedError
+from psengine.verify.settings import Settings
+from psengine.verify.target import Target, TargetError
+from psengine.verify.verdict import Comparison, Control
+
+__all__ = [
+    "Comparison",
+    "Control",
+    "Difference",
+    "RankFailedError",
+    "Settings",
+    "Target",
+    "TargetError",
+    "compare",
+    "compare_zoo",
+]

@@ -1,0 +1,89 @@
+"""``Settings`` of a comparison: what is trained how, how far, and what counts as equal."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from psengine.errors import ConfigurationError
+from psengine.strategies.registry import STRATEGIES, did_you_mean, resolve_strategy
+from psengine.verify.launch import MOST_RANKS
+from psengine.verify.training import NATIVE
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """How ``compare`` trains, and what it forgives.
+
+    Attributes:
+        steps: how many each training takes.
+        world_size: number of ranks, processes on this machine.
+        strategy: "native" for native DDP, or a strategy: "sync", "async:max_staleness=4", ... Those over servers get
+            a server of their own, unless they name one.
+        against: the same, for the reference.
+        seed: of the model; ranks draw dropout and the like from it and their rank.
+        rtol: how far numbers may be apart: atol + rtol * the largest magnitude in the reference's tensor. Without both,
+            torch.testing's for the dtype.
+        atol: see rtol; one that is given leaves the other 0.
+        device: "cpu", or "cuda".
+        timeout_s: deadline of the whole comparison.
+
+    Raises:
+        ConfigurationError: a value is out of its range, a strategy is unknown, or there is no such device here.
+    """
+
+    steps: int = 10
+    world_size: int = 2
+    strategy: str = "sync"
+    against: str = NATIVE
+    seed: int = 0
+    rtol: float | None = None
+    atol: float | None = None
+    device: str = "cpu"
+    timeout_s: float = 300.0
+
+    def __post_init__(self) -> None:
+        for what, number, least, most in (
+            ("steps", self.steps, 1, 10**6),
+            ("world_size", self.world_size, 1, MOST_RANKS),
+            ("seed", self.seed, 0, 2**31),
+        ):
+            if isinstance(number, bool) or not isinstance(number, int) or not least <= number <= most:
+                raise ConfigurationError(f"{what} is a whole number (expected {least} to {most}, got {number!r})")
+        for what, tolerance in (("rtol", self.rtol), ("atol", self.atol)):
+            if tolerance is not None and not (isinstance(tolerance, int | float) and 0 <= tolerance < math.inf):
+                raise ConfigurationError(f"{what} is a tolerance (expected a number of at least 0, got {tolerance!r})")
+        if not (isinstance(self.timeout_s, int | float) and 0 < self.timeout_s < math.inf):
+            raise ConfigurationError(f"timeout_s is a positive number of seconds (got {self.timeout_s!r})")
+        if self.device not in ("cpu", "cuda"):
+            raise ConfigurationError(f"unknown device (expected 'cpu' or 'cuda', got {self.device!r})")
+        if self.device == "cuda" and not torch.cuda.is_available():
+            raise ConfigurationError("device 'cuda' needs a GPU that this torch can use (got none). Fix: --device cpu")
+        _check_exchange(self.strategy)
+        _check_exchange(self.against)
+
+    @property
+    def needs_server(self) -> bool:
+        """Whether one of the strategies meets at a server and names none."""
+        return any(is_over_servers(name) and "servers=" not in name for name in (self.strategy, self.against))
+
+
+def is_over_servers(exchange: str) -> bool:
+    """Whether ranks that train under ``exchange`` meet at servers."""
+    return exchange != NATIVE and not resolve_strategy(exchange).needs_process_group
+
+
+def _check_exchange(exchange: str) -> None:
+    if not isinstance(exchange, str):
+        raise ConfigurationError(f"a strategy is named here (expected 'native' or a strategy, got {exchange!r})")
+    if exchange == NATIVE:
+        return
+    name = exchange.partition(":")[0]
+    if name not in STRATEGIES:
+        raise ConfigurationError(
+            f"unknown strategy (expected {NATIVE!r} for native DDP, or one of {sorted(STRATEGIES)}, got {name!r})"
+            f"{did_you_mean(name, (NATIVE, *STRATEGIES))}"
+        )
+    resolve_strategy(exchange)

@@ -1,0 +1,273 @@
+"""What DistributedDataParallel accepts, above all its constructor, and the words in which it refuses the rest."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._utils import _get_device_index
+from torch.nn.parameter import UninitializedParameter
+
+from psengine.environment.context import read_variable
+from psengine.errors import ConfigurationError, ModuleError
+from psengine.strategies.base import Strategy
+
+# As the caller of DistributedDataParallel(...) sees it: check -> __init__ -> caller.
+_CALLER = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placement:
+    """Where a module lives: its (first) device, and for single-device GPU modules the ids inputs and outputs use."""
+
+    device: torch.device
+    is_multi_device: bool
+    device_ids: list[int] | None
+    output_device: int | None
+
+
+def check_module(module: Any) -> None:
+    """Refuse what cannot be wrapped: other types, and modules that are wrapped already."""
+    if not isinstance(module, torch.nn.Module):
+        raise ModuleError(f"DistributedDataParallel wraps a torch.nn.Module (got {type(module).__name__})")
+    if isinstance(module, torch.nn.parallel.DistributedDataParallel):
+        raise ModuleError(
+            f"the module is wrapped already (got {type(module).__module__}.{type(module).__qualname__}); its gradients"
+            " would be averaged twice. Wrap model.module, or use the wrapped model as it is."
+        )
+
+
+def check_delay_arguments(named_parameters: Any, trigger: Any) -> None:
+    """Both or neither."""
+    if (named_parameters is None) != (trigger is None):
+        raise ConfigurationError(
+            "delay_all_reduce_named_params and param_to_hook_all_reduce need to be set at the same time."
+        )
+
+
+def choose_process_group(
+    wrapper: Any,
+    module: torch.nn.Module,
+    process_group: dist.ProcessGroup | None,
+    device_mesh: Any,
+    *,
+    required: bool = True,
+) -> dist.ProcessGroup | None:
+    """The group of replicas, from the group, the 1-D mesh or the default; records the mesh on ``wrapper``.
+
+    None only where no group is ``required`` and there is no default one.
+
+    A mesh that is a slice of a larger one means tensor parallelism inside the replica; its parameters are turned into
+    local tensors for the exchange, as native DDP does.
+    """
+    if process_group is not None and device_mesh is not None:
+        raise ModuleError("Cannot specify both process_group and device_mesh arguments.")
+    if device_mesh is None:
+        if process_group is not None:
+            if not isinstance(process_group, dist.ProcessGroup):
+                raise ConfigurationError(
+                    "process_group must be a ProcessGroup this rank belongs to, made by torch.distributed.new_group"
+                    f" (got {process_group!r})"
+                )
+            return process_group
+        return default_group(required=required)
+    if device_mesh.ndim != 1:
+        raise ModuleError(f"Only 1D device mesh is supported, but got {device_mesh}.")
+    wrapper.device_mesh = device_mesh
+    if device_mesh._get_root_mesh() != device_mesh:
+        from torch.distributed.tensor.parallel.ddp import _pre_dp_module_transform
+
+        _pre_dp_module_transform(module)
+    group: dist.ProcessGroup = device_mesh.get_group(mesh_dim=0)
+    return group
+
+
+def default_group(*, required: bool) -> dist.ProcessGroup | None:
+    """The default process group; None where there is none and none is ``required``."""
+    if dist.is_initialized():
+        return dist.distributed_c10d._get_default_group()
+    if required:
+        raise ModuleError(
+            "Default process group has not been initialized, please make sure to call init_process_group (or"
+            " psengine.init()) before wrapping a model."
+        )
+    return None
+
+
+def check_default_group(wrapper: Any) -> None:
+    """Refuse to copy or pickle a wrapper whose copy would not find its group again."""
+    if wrapper.process_group is None and not wrapper.strategy.needs_process_group:
+        return
+    try:
+        is_default = wrapper.process_group is dist.distributed_c10d._get_default_group()
+    except (RuntimeError, ValueError):
+        is_default = False
+    if not is_default:
+        raise ModuleError(
+            "DDP Pickling/Unpickling are only supported when using DDP with the default process group. That is, when"
+            " you have called init_process_group and have not passed process_group argument to DDP constructor"
+        )
+
+
+def check_weighable(wrapper: Any) -> None:
+    """Refuse ``batch_weight`` where some gradients do not pass through buckets."""
+    if wrapper._delayed is not None or wrapper._use_python_reducer:
+        raise ConfigurationError(
+            "batch_weight weighs what passes through psengine's buckets (expected no delay_all_reduce_named_params, and"
+            " torch._dynamo.config.optimize_ddp other than 'python_reducer', got one of them)"
+        )
+
+
+def check_finite_covers(check_finite: bool, delayed: Sequence[tuple[str, torch.nn.Parameter]]) -> None:
+    """Refuse ``check_finite`` where some gradients do not pass through buckets."""
+    if check_finite and delayed:
+        raise ConfigurationError(
+            "check_finite=True looks at buckets, which delayed gradients do not pass through (expected no"
+            f" delay_all_reduce_named_params, got {[name for name, _ in delayed]})"
+        )
+
+
+def check_has_group(strategy: Strategy, what: str, instead: str) -> None:
+    """Refuse ``what`` needs a process group where the strategy has none; ``instead`` says what to do."""
+    if not strategy.needs_process_group:
+        raise ConfigurationError(
+            f"{what} is for strategies over collectives (got strategy={strategy.name!r}). {instead}"
+        )
+
+
+def check_can_join(strategy: Strategy, has_group: bool, *, divide_by_initial_world_size: bool) -> None:
+    """Refuse ``join`` where zeros from a rank without data would be applied, or counted in the wrong average."""
+    if not has_group or not strategy.workers_step:
+        check_has_group(
+            strategy,
+            "join",
+            "A worker without data leaves the servers instead: call model.strategy.close(), and the others go on"
+            " without it.",
+        )
+    if not strategy.needs_process_group and not divide_by_initial_world_size:
+        raise ConfigurationError(
+            f"strategy {strategy.name!r} divides by all ranks inside join, whose servers count a rank without data like"
+            " any other (expected divide_by_initial_world_size=True, got False). Fix: leave it True, or use"
+            " strategy='sync'."
+        )
+
+
+def check_parameters(parameters: Sequence[torch.nn.Parameter], delayed: Sequence[torch.nn.Parameter]) -> None:
+    """At least one parameter to exchange, all of them materialised."""
+    if not any(p.requires_grad for p in parameters) and not delayed:
+        raise ModuleError(
+            "DistributedDataParallel is not needed when a module doesn't have any parameter that requires a gradient."
+        )
+    if any(isinstance(p, UninitializedParameter) for p in parameters):
+        raise ModuleError(
+            "Modules with uninitialized parameters can't be used with `DistributedDataParallel`. Run a dummy forward"
+            " pass to correctly initialize the modules"
+        )
+
+
+def check_devices(
+    parameters: Sequence[torch.nn.Parameter],
+    device_ids: Sequence[int | torch.device] | None,
+    output_device: int | torch.device | None,
+) -> Placement:
+    """Work out where the module lives and whether ``device_ids`` and ``output_device`` agree with that."""
+    if device_ids is not None and not isinstance(device_ids, (list, tuple)):
+        raise ConfigurationError(f"device_ids is a list of at most one device (got {device_ids!r})")
+    if device_ids is not None and len(device_ids) > 1:
+        raise ConfigurationError(f"device_ids can only be None or contain a single element. (got {list(device_ids)})")
+    devices = {p.device for p in parameters}
+    types = {device.type for device in devices}
+    if len(types) != 1:
+        raise ConfigurationError(
+            "DistributedDataParallel's input module must be on the same type of devices, but input module parameters"
+            f" locate in {types}."
+        )
+    device = parameters[0].device
+    is_multi_device = len(devices) > 1
+    if not device_ids or device.type == "cpu" or is_multi_device:
+        if device_ids or output_device:
+            raise ConfigurationError(
+                "DistributedDataParallel device_ids and output_device arguments only work with"
+                " single-device/multiple-device GPU modules or CPU modules, but got device_ids"
+                f" {device_ids}, output_device {output_device}, and module parameters {devices}."
+            )
+        return Placement(device=device, is_multi_device=is_multi_device, device_ids=None, output_device=None)
+    return Placement(
+        device=device,
+        is_multi_device=False,
+        device_ids=[_get_device_index(d, True) for d in device_ids],
+        output_device=_get_device_index(device_ids[0] if output_device is None else output_device, True),
+    )
+
+
+def check_state(state: Mapping[str, torch.Tensor]) -> None:
+    """Every tensor to share must be one that can be received into, on every rank alike."""
+    for name, tensor in state.items():
+        if tensor.device.type == "meta":
+            raise ModuleError(
+                f"{name!r} is on the meta device; materialise the module first (module.to_empty(device=...))"
+            )
+        if tensor.layout is not torch.strided:
+            raise ModuleError(f"No support for sparse tensors. ({name!r}: expected torch.strided, got {tensor.layout})")
+        if torch._debug_has_internal_overlap(tensor) == 1:
+            raise ModuleError(
+                f"{name!r} is expanded: several elements share one place in memory, so it cannot be received into"
+                f" (shape {tuple(tensor.shape)}, strides {tensor.stride()}). Use .clone() or .contiguous()."
+            )
+
+
+def choose_buffer_sync(broadcast_buffers: bool | None, forward_sync_buffers: bool | None) -> tuple[bool, bool]:
+    """(before each forward, at construction) from the two arguments, of which the first is deprecated."""
+    if forward_sync_buffers is not None:
+        if broadcast_buffers is not None:
+            warnings.warn(
+                "Both `broadcast_buffers` and `forward_sync_buffers` were specified. `broadcast_buffers` is deprecated"
+                " and its value is ignored when `forward_sync_buffers` is provided.",
+                FutureWarning,
+                stacklevel=_CALLER,
+            )
+        return forward_sync_buffers, True
+    if broadcast_buffers is None:
+        return True, True
+    warnings.warn(
+        "`broadcast_buffers` is deprecated. Use `forward_sync_buffers` instead. IMPORTANT: unlike"
+        " `broadcast_buffers=False`, `forward_sync_buffers=False` still syncs buffers at init. If you rely on buffers"
+        " NOT being synced at init (e.g. rank-local buffers), keep using `broadcast_buffers=False` until"
+        " `init_sync_buffers` is available.",
+        FutureWarning,
+        stacklevel=_CALLER,
+    )
+    return broadcast_buffers, broadcast_buffers
+
+
+def uses_side_stream() -> bool:
+    """Whether inputs are copied to the GPU on a stream of their own; native DDP's switch."""
+    return read_variable("PYTORCH_DDP_USE_SIDE_STREAM") in (None, "1")
+
+
+def warn_check_reduction() -> None:
+    """``check_reduction`` does nothing."""
+    warnings.warn(
+        "The `check_reduction` argument in `DistributedDataParallel` module is deprecated. Please avoid using it.",
+        FutureWarning,
+        stacklevel=_CALLER,
+    )
+
+
+def warn_static_graph_again() -> None:
+    """It was set already."""
+    warnings.warn("You've set static_graph to be True, no need to set it again.", stacklevel=_CALLER)
+
+
+def warn_static_graph_finds_unused() -> None:
+    """A static graph needs no search."""
+    warnings.warn(
+        "You passed find_unused_parameters=true to DistributedDataParallel, `_set_static_graph` will detect unused"
+        " parameters automatically, so you do not need to set find_unused_parameters=true, just be sure these unused"
+        " parameters will not change during training loop while calling `_set_static_graph`.",
+        stacklevel=_CALLER,
+    )

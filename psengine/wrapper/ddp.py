@@ -1,0 +1,616 @@
+"""DistributedDataParallel: native DDP's interface and semantics over psengine's reducer and strategies."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.join import Join, Joinable, JoinHook
+from torch.distributed.utils import _cast_forward_inputs, _to_kwargs
+from torch.nn.parallel import distributed as native
+
+from psengine.collectives.base import Collective
+from psengine.collectives.c10d import BROADCAST_BUCKET_BYTES
+from psengine.collectives.registry import resolve_collective
+from psengine.collectives.timeline_group import attach as attach_timeline
+from psengine.data.sync_batch_norm import adopt_sync_batchnorm
+from psengine.environment.context import default_collective, default_strategy
+from psengine.errors import ConfigurationError, ModuleError
+from psengine.gradients.reducer import Reducer
+from psengine.kernels.freed_memory import keep_freed_memory
+from psengine.strategies.base import Replica, Strategy
+from psengine.strategies.batch_weights import checked_weight
+from psengine.strategies.registry import resolve_strategy
+from psengine.tensors.caps import BucketCaps
+from psengine.tensors.outputs import find_tensors, watch_backward
+from psengine.tracing.spans import record_forward
+from psengine.tracing.timeline import now_ns, recorder
+from psengine.wrapper import arguments as checks
+from psengine.wrapper.module_buffers import BufferBroadcast, named_buffers
+from psengine.wrapper.module_state import reducible_parameters, shared_state
+from psengine.wrapper.native_features.comm_hooks import bucket_hook, builtin_hook, check_comm_hook, sum_over_group
+from psengine.wrapper.native_features.compilation import stay_out_of_graphs, traces_gradient_exchange
+from psengine.wrapper.native_features.delayed_all_reduce import DelayedAllReduce
+from psengine.wrapper.native_features.joining import ShadowHook, highest_rank
+from psengine.wrapper.native_features.logging_data import LoggingData, describe_replica
+from psengine.wrapper.native_features.mixed_precision import set_up_mixed_precision
+
+# Captured at import: a program may replace the native class by ours under its own name. Any: the types of the native
+# class's attributes (its Reducer, its Logger) are not ours.
+NativeDistributedDataParallel: Any = native.DistributedDataParallel
+
+
+class DistributedDataParallel(NativeDistributedDataParallel):  # type: ignore[misc]
+    """Wrap ``module`` so that its replicas agree after each backward, in the way ``strategy`` names.
+
+    With ``strategy="sync"`` this is ``torch.nn.parallel.DistributedDataParallel``: the same arguments, numbers (to
+    the last bit; three ranks and more add in rank order in shared memory, see ``collective``), error messages and
+    attributes. It derives from that class so that ``isinstance`` tests of Lightning, accelerate, dynamo and checkpoint
+    code hold, and inherits its experimental corners (mixed precision's casts, overlapped optimizers); native DDP's
+    constructor, Reducer and Logger are never used.
+
+    Args:
+        module: the model. Its parameters and buffers are overwritten by rank 0's; on the CPU its
+            ``torch.nn.SyncBatchNorm`` layers become psengine's, in place.
+        device_ids: None, or the one device of a single-device GPU module, to which inputs are moved.
+        output_device: where a single-device GPU module's output lives; default ``device_ids[0]``.
+        dim: unused, as in native DDP.
+        broadcast_buffers: deprecated name of ``forward_sync_buffers``; False also leaves out the initial broadcast.
+        init_sync: verify and broadcast parameters and buffers now; False only where they are known to be equal.
+        process_group: the replicas; default: all ranks. Not together with ``device_mesh``.
+        bucket_cap_mb: bucket size in MiB; default 25, with a first bucket of 1.
+        find_unused_parameters: find parameters without a gradient by walking the graph after each forward.
+        check_reduction: deprecated, without effect.
+        gradient_as_bucket_view: let gradients be views of the buckets: less memory, no copy back.
+        static_graph: promise that the graph never changes; allows reentrant checkpointing and unused parameters.
+        delay_all_reduce_named_params: (name, parameter) pairs whose gradients are exchanged when
+            ``param_to_hook_all_reduce`` gets its own.
+        param_to_hook_all_reduce: see there.
+        mixed_precision: native DDP's experimental ``_MixedPrecision``.
+        device_mesh: a 1-D ``DeviceMesh`` in place of ``process_group``.
+        skip_all_reduce_unused_params: with ``find_unused_parameters``: skip buckets that no rank used.
+        bucket_cap_mb_list: sizes of the buckets one by one, in MiB.
+        batched_grad_copy: accepted; small gradients are always copied in batches.
+        forward_sync_buffers: broadcast rank 0's buffers before each forward; default True.
+        strategy: how replicas agree: a name, "name:option=value", or a ``psengine.Strategy``. Default:
+            ``PSENGINE_STRATEGY``, else "sync".
+        collective: what carries "sync": "auto" (shared memory where ranks share a host and the module is on the CPU,
+            else torch.distributed), "shared_memory", "c10d" or a ``psengine.Collective``. Default:
+            ``PSENGINE_COLLECTIVE``, else "auto".
+        check_finite: raise ``NonFiniteGradientError`` from ``backward()`` on every rank, naming parameter and rank,
+            where a gradient is NaN or infinite as it travels, before an average is copied to a gradient. Found while
+            packing, and told to the others in one small exchange a step; see docs/native.md.
+
+    Raises:
+        ConfigurationError, ArgumentTypeError: arguments that contradict each other (ValueError, TypeError).
+        ModuleError: the module cannot be wrapped (RuntimeError).
+        ReplicaMismatchError: the ranks' modules differ; names the parameter and the rank.
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        device_ids: Sequence[int | torch.device] | None = None,
+        output_device: int | torch.device | None = None,
+        dim: int = 0,
+        broadcast_buffers: bool | None = None,
+        init_sync: bool = True,
+        process_group: dist.ProcessGroup | None = None,
+        bucket_cap_mb: float | None = None,
+        find_unused_parameters: bool = False,
+        check_reduction: bool = False,
+        gradient_as_bucket_view: bool = False,
+        static_graph: bool = False,
+        delay_all_reduce_named_params: Sequence[tuple[str, torch.nn.Parameter]] | None = None,
+        param_to_hook_all_reduce: torch.nn.Parameter | None = None,
+        mixed_precision: Any = None,
+        device_mesh: Any = None,
+        skip_all_reduce_unused_params: bool = False,
+        bucket_cap_mb_list: Sequence[float] | None = None,
+        batched_grad_copy: bool = False,
+        forward_sync_buffers: bool | None = None,
+        *,
+        strategy: str | Strategy | None = None,
+        collective: str | Collective | None = None,
+        check_finite: bool = False,
+    ) -> None:
+        stay_out_of_graphs()
+        torch.nn.Module.__init__(self)
+        Joinable.__init__(self)
+        checks.check_module(module)
+        checks.check_delay_arguments(delay_all_reduce_named_params, param_to_hook_all_reduce)
+        self.strategy = resolve_strategy(default_strategy() if strategy is None else strategy)
+        self.process_group = checks.choose_process_group(
+            self, module, process_group, device_mesh, required=self.strategy.needs_process_group
+        )
+        self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+        delayed = list(delay_all_reduce_named_params or ())
+        checks.check_finite_covers(check_finite, delayed)
+        if delayed:
+            checks.check_has_group(self.strategy, "delay_all_reduce_named_params", "Fix: leave it out.")
+        self.parameters_to_ignore.update(name for name, _ in delayed)
+        self._module_parameters = [p for n, p in module.named_parameters() if n not in self.parameters_to_ignore]
+        self._delay_all_reduce_params = [parameter for _, parameter in delayed]
+        checks.check_parameters(self._module_parameters, self._delay_all_reduce_params)
+
+        placement = checks.check_devices(
+            self._module_parameters or self._delay_all_reduce_params, device_ids, output_device
+        )
+        self.is_multi_device_module = placement.is_multi_device
+        self.device_type = placement.device.type
+        self.device = placement.device
+        self.device_ids = placement.device_ids
+        self.output_device = placement.output_device
+
+        self.module = module
+        self.dim = dim
+        self.static_graph = False
+        self.find_unused_parameters = find_unused_parameters
+        self.gradient_as_bucket_view = gradient_as_bucket_view
+        self.batched_grad_copy = batched_grad_copy
+        self.skip_all_reduce_unused_params = skip_all_reduce_unused_params
+        self.mixed_precision = mixed_precision
+        self.check_finite = check_finite
+        self.require_backward_grad_sync = True
+        self.require_forward_param_sync = True
+        self.use_side_stream_for_tensor_copies = checks.uses_side_stream()
+        self.broadcast_bucket_size = BROADCAST_BUCKET_BYTES  # read by code written for native DDP
+        self._comm_hooks: list[tuple[Callable[..., Any], object]] = []
+        self._accum_grad_hooks: list[Any] = []
+        self._has_rebuilt_buckets = False
+        self._lazy_init_ran = False
+        self._ddp_sink_clone = True
+        self._divide_by_initial_world_size = True
+        self._static_graph_delay_allreduce_enqueued = False
+        self._use_python_reducer = traces_gradient_exchange()
+        if check_reduction:
+            checks.warn_check_reduction()
+        self.forward_sync_buffers, init_sync_buffers = checks.choose_buffer_sync(
+            broadcast_buffers, forward_sync_buffers
+        )
+        self._caps = BucketCaps.from_arguments(bucket_cap_mb, bucket_cap_mb_list)
+        # Names that torch.compile's graph splitter and old code read.
+        self.bucket_bytes_cap = self._caps.cap_bytes
+        self.bucket_bytes_cap_default = self._caps.first_cap_bytes < self._caps.cap_bytes
+        self.bucket_bytes_cap_list = list(self._caps.per_bucket_bytes)
+
+        if self.device_type == "cpu":
+            keep_freed_memory()
+            adopt_sync_batchnorm(module)
+        self._collective_choice = default_collective() if collective is None else collective
+        self._collective = resolve_collective(self._collective_choice, self.process_group, self.device)
+        self._buffer_broadcast = BufferBroadcast()
+        self.logger = LoggingData()
+        self._delayed: DelayedAllReduce | None = None
+        if delayed:
+            assert param_to_hook_all_reduce is not None
+            self._delayed = DelayedAllReduce(self._delay_all_reduce_params, param_to_hook_all_reduce, self._collective)
+            weakref.finalize(self, self._delayed.close).atexit = False
+        self._delay_all_reduce_all_params = self._delayed is not None and not reducible_parameters(
+            module, self.parameters_to_ignore
+        )
+        if self._delay_all_reduce_all_params:
+            return
+        self._start(init_sync=init_sync, init_sync_buffers=init_sync_buffers, static_graph=static_graph)
+        if mixed_precision is not None:
+            set_up_mixed_precision(self)
+        if static_graph:
+            self._set_static_graph()
+        if self._use_python_reducer:
+            self._set_up_python_reducer()
+
+    # ---- construction ------------------------------------------------------------------------------------------
+
+    def _start(self, *, init_sync: bool, init_sync_buffers: bool, static_graph: bool) -> None:
+        """Make replicas start equal and begin to listen to autograd."""
+        reducible = reducible_parameters(self.module, self.parameters_to_ignore)
+        self._assign_modules_buffers()
+        parameters = {name: parameter for name, parameter, _ in reducible}
+        replica = Replica(
+            parameters=parameters,
+            buffers=self._buffers_to_share(),
+            state=shared_state(self.module, self.parameters_to_ignore, with_buffers=init_sync_buffers),
+            collective=self._collective,
+            device=self.device,
+            sparse=[name for name, _, is_sparse in reducible if is_sparse],
+        )
+        checks.check_state(replica.state)
+        self.strategy.prepare(replica, synchronize=init_sync)
+        may_rebuild = (static_graph or not self.find_unused_parameters) and not self.strategy.keeps_first_layout
+        self.reducer = Reducer(
+            list(parameters.values()),
+            list(parameters),
+            [is_sparse for _, _, is_sparse in reducible],
+            self.strategy,
+            rank=self._collective.rank,
+            world_size=self._collective.world_size,
+            initial_limits_bytes=self._caps.initial_limits_bytes(may_rebuild=may_rebuild),
+            rebuild_limits_bytes=self._caps.rebuild_limits_bytes(),
+            find_unused_parameters=self.find_unused_parameters,
+            gradient_as_bucket_view=self.gradient_as_bucket_view,
+            skip_all_reduce_unused_params=self.skip_all_reduce_unused_params,
+            check_finite=self.check_finite,
+            run_allreduce_hook=functools.partial(sum_over_group, weakref.ref(self)),
+            on_error=self.logger.set_error_and_log,
+        )
+        # The hooks keep the reducer alive; it must go when this wrapper goes, or a module that is wrapped again would
+        # answer to both.
+        self._owned_collectives = [self._collective] if isinstance(self._collective_choice, str) else []
+        attach_timeline(self._collective, self.device, self.strategy.worker_rank)
+        weakref.finalize(self, _release, self.reducer, self.strategy, self._owned_collectives).atexit = False
+
+    def _buffers_to_share(self) -> Callable[[], dict[str, torch.Tensor]]:
+        """For the strategy: the module's buffers as they are when asked; without a reference to this wrapper."""
+        if not self.forward_sync_buffers:
+            return dict
+        return functools.partial(named_buffers, self.module, set(self.parameters_to_ignore))
+
+    def _set_up_python_reducer(self) -> None:
+        """Under compiled autograd, dynamo traces one functional all-reduce per parameter instead of our buckets."""
+        torch._inductor.config._fuse_ddp_communication = True
+        torch._inductor.config._fuse_ddp_bucket_size = self._caps.cap_bytes // (1024 * 1024)
+        self._register_accum_grad_hook()
+
+    # ---- forward -----------------------------------------------------------------------------------------------
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Run the module; gradients of its outputs will be exchanged by the next backward (see ``no_sync``)."""
+        stay_out_of_graphs()
+        started_ns = now_ns() if recorder.is_on else 0
+        with torch.autograd.profiler.record_function("DistributedDataParallel.forward"):
+            inputs, kwargs = self._pre_forward(*inputs, **kwargs)
+            output = self._run_ddp_forward(*inputs, **kwargs)
+            output = self._post_forward(output)
+        if started_ns and not self._delay_all_reduce_all_params:
+            # What is accumulated, or evaluated, before the next exchange belongs to that one.
+            is_exchanged = torch.is_grad_enabled() and self.require_backward_grad_sync
+            record_forward(started_ns, self.reducer.iteration + (not is_exchanged), (inputs, kwargs), output)
+        return output
+
+    def _run_ddp_forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        if self._use_python_reducer or self._delay_all_reduce_all_params:
+            return self.module(*inputs, **kwargs)
+        previous = NativeDistributedDataParallel._active_ddp_module
+        NativeDistributedDataParallel._active_ddp_module = self
+        try:
+            return self.module(*inputs, **kwargs)
+        finally:
+            NativeDistributedDataParallel._active_ddp_module = previous
+
+    def _pre_forward(self, *inputs: Any, **kwargs: Any) -> tuple[Any, Any]:
+        """Announce the iteration, rebuild buckets (once), broadcast buffers, move inputs."""
+        if self._use_python_reducer:
+            return inputs, kwargs
+        if not self._lazy_init_ran and not torch.compiler.is_compiling() and not self._delay_all_reduce_all_params:
+            self._lazy_init()
+        if self._delay_all_reduce_all_params:
+            return inputs, kwargs
+        if torch.is_grad_enabled() and self.require_backward_grad_sync:
+            self.reducer.prepare_for_forward()
+        work = Join.notify_join_context(self)
+        if self._join_config.enable:
+            self._check_can_join(self._divide_by_initial_world_size)
+            # Of several joinables the first one counts the live ranks; the others divide by all, as over native DDP.
+            divides_by_all = work is None or self._divide_by_initial_world_size
+            self.reducer.set_live_ranks_work(work, use_initial_world_size=divides_by_all)
+        if torch.is_grad_enabled() and self.reducer._rebuild_buckets():
+            self._has_rebuilt_buckets = True
+        if self._check_sync_bufs_pre_fwd():
+            self._sync_buffers()
+        if self._join_config.enable:
+            self._any_rank_syncs_gradients(this_rank_syncs=self.require_backward_grad_sync)
+        return self._place_inputs(inputs, kwargs)
+
+    def _place_inputs(self, inputs: Any, kwargs: Any) -> tuple[Any, Any]:
+        if self.device_ids:
+            device = torch.device(self.device_type, self.device_ids[0])
+            moved_inputs, moved_kwargs = _to_kwargs(inputs, kwargs, device, self.use_side_stream_for_tensor_copies)
+            inputs, kwargs = moved_inputs[0], moved_kwargs[0]
+        if self.mixed_precision is not None:
+            inputs, kwargs = _cast_forward_inputs(self.mixed_precision.param_dtype, *inputs, **kwargs)
+        return inputs, kwargs
+
+    def _post_forward(self, output: Any) -> Any:
+        """Expect this forward's gradients; where the graph must be searched or counted, watch the outputs."""
+        if self._use_python_reducer:
+            return output
+        if self._delay_all_reduce_all_params:
+            self._attach_delayed()
+            return output
+        if self._check_sync_bufs_post_fwd():
+            self._sync_buffers()
+        searches_graph = self.find_unused_parameters and not self.static_graph
+        will_exchange = torch.is_grad_enabled() and self.require_backward_grad_sync
+        self.require_forward_param_sync = will_exchange
+        if will_exchange:
+            self.reducer.prepare_for_backward(list(find_tensors(output)) if searches_graph else ())
+        elif torch.is_grad_enabled():
+            self.reducer.expect_local_backward()
+        # A static graph's first exchange may come after backwards inside no_sync, which must not start it
+        # (https://github.com/pytorch/pytorch/issues/143580).
+        counts_graph = self.static_graph and will_exchange and not self.reducer.knows_static_graph
+        # A backward that raised has dropped what it had queued.
+        self._static_graph_delay_allreduce_enqueued = not counts_graph
+        if searches_graph or counts_graph:
+            on_start = functools.partial(_start_backward, weakref.ref(self))
+            output = watch_backward(output, on_start, clone=self._ddp_sink_clone, required=counts_graph)
+        self._attach_delayed()
+        return output
+
+    def _attach_delayed(self) -> None:
+        if self._delayed is not None:
+            self._delayed.attach()
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Inside, backward only accumulates; the first backward whose *forward* runs outside exchanges the sum."""
+        previous = self.require_backward_grad_sync
+        self.require_backward_grad_sync = False
+        try:
+            yield
+        finally:
+            self.require_backward_grad_sync = previous
+
+    @property
+    def batch_weight(self) -> float | None:
+        """How many samples (or tokens) the mean loss of this rank's next batch is over; None: as many as everybody's.
+
+        Set before forward, on every rank or on none, it makes gradients those of one process over all ranks' samples:
+        sum(weight * gradient) / sum(weight). It stays until it is set anew, counts for all that ``no_sync``
+        accumulated, and 0 means no say (where all ranks have none, gradients are zeros). docs/recipes/uneven_devices.md
+        """
+        reducer = self.__dict__.get("reducer")
+        return None if reducer is None else reducer.batch_weight
+
+    @batch_weight.setter
+    def batch_weight(self, weight: float | None) -> None:
+        checks.check_weighable(self)
+        self.reducer.batch_weight = checked_weight(weight)
+
+    # ---- buffers -----------------------------------------------------------------------------------------------
+
+    @property
+    def broadcast_buffers(self) -> bool:
+        """Older name of ``forward_sync_buffers``."""
+        return self.forward_sync_buffers
+
+    @broadcast_buffers.setter
+    def broadcast_buffers(self, value: bool) -> None:
+        self.forward_sync_buffers = value
+
+    def _assign_modules_buffers(self) -> None:
+        # Looked up each time: a module may assign new buffers (https://github.com/pytorch/pytorch/issues/63916).
+        self.named_module_buffers = named_buffers(self.module, self.parameters_to_ignore)
+        self.modules_buffers = list(self.named_module_buffers.values())
+
+    def _sync_buffers(self) -> None:
+        if self.strategy.carries_buffers:
+            return
+        source_rank = highest_rank(self._collective, self.device, True) if self._join_config.enable else 0
+        with torch.no_grad():
+            self._assign_modules_buffers()
+            # Forwards that came before may still need the overwritten values' version for their backward.
+            with torch.autograd._unsafe_preserve_version_counter(tuple(self.modules_buffers)):
+                self._sync_module_buffers(source_rank)
+
+    def _sync_module_buffers(self, authoritative_rank: int) -> None:
+        if not hasattr(self, "buffer_hook"):
+            self._default_broadcast_coalesced(authoritative_rank=authoritative_rank)
+            return
+        hook = self.buffer_hook
+        futures = hook.buffer_comm_hook(hook.buffer_comm_hook_state, self.named_module_buffers)
+        if futures is not None:
+            self.reducer._install_post_backward_futures(futures)
+
+    def _default_broadcast_coalesced(
+        self, bufs: Sequence[torch.Tensor] | None = None, bucket_size: int | None = None, authoritative_rank: int = 0
+    ) -> None:
+        """Broadcast ``bufs`` (default: the module's buffers) from ``authoritative_rank``; what buffer hooks call."""
+        if self._collective.world_size == 1:
+            return
+        self._buffer_broadcast.run(
+            self.modules_buffers if bufs is None else bufs,
+            functools.partial(self.strategy.broadcast, source_rank=authoritative_rank),
+            is_source=self._collective.rank == authoritative_rank,
+        )
+
+    def _shadow_buffer_sync(self) -> None:
+        if self._check_sync_bufs_pre_fwd():
+            self._sync_module_buffers(highest_rank(self._collective, self.device, False))
+
+    # ---- uneven inputs -----------------------------------------------------------------------------------------
+
+    def join(
+        self,
+        divide_by_initial_world_size: bool = True,
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+    ) -> Join:
+        """Context manager for ranks with different numbers of batches: those done shadow the others' collectives.
+
+        Args:
+            divide_by_initial_world_size: divide gradients by all ranks (every sample weighs the same), else by those
+                that still have data.
+            enable: False where inputs are known to be even.
+            throw_on_early_termination: raise on every rank as soon as one is done; needed where the model has other
+                collectives, such as SyncBatchNorm.
+        """
+        if enable:
+            self._check_can_join(divide_by_initial_world_size)
+        return Join(
+            [self], enable, throw_on_early_termination, divide_by_initial_world_size=divide_by_initial_world_size
+        )
+
+    def _check_can_join(self, by_all: bool) -> None:
+        # In forward too: Join([model]) does not call join(), and tells no joinable whether it is enabled.
+        checks.check_can_join(self.strategy, self.process_group is not None, divide_by_initial_world_size=by_all)
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        """What ``torch.distributed.algorithms.join.Join`` asks each joinable for."""
+        divide_by_initial_world_size = kwargs.get("divide_by_initial_world_size", True)
+        return ShadowHook(self, divide_by_initial_world_size=divide_by_initial_world_size)
+
+    @property
+    def join_device(self) -> torch.device:
+        """Where ``Join`` puts its own tensors."""
+        return self.device
+
+    @property
+    def join_process_group(self) -> dist.ProcessGroup:
+        """The group ``Join`` counts in."""
+        if self.process_group is None:
+            self._check_can_join(self._divide_by_initial_world_size)
+        assert self.process_group is not None, "strategies over collectives have a group"
+        return self.process_group
+
+    def _any_rank_syncs_gradients(self, *, this_rank_syncs: bool) -> bool:
+        """Whether any rank's next backward exchanges gradients; every rank asks once per iteration inside join."""
+        weighs = this_rank_syncs and self.batch_weight is not None
+        flags = torch.tensor([float(this_rank_syncs), float(weighs)], device=self.device)
+        self._collective.all_reduce(flags, what="join: does anybody synchronise gradients").wait()
+        syncing_ranks, weighing_ranks = flags.tolist()
+        self.reducer.shadows_weights = weighing_ranks != 0
+        return bool(syncing_ranks != 0)
+
+    def _sync_final_model(self, is_last_joiner: bool) -> None:
+        """Everybody takes the model of the highest rank among those that trained longest."""
+        self._authoritative_rank = highest_rank(self._collective, self.device, is_last_joiner)
+        state = shared_state(self.module, self.parameters_to_ignore, with_buffers=self.forward_sync_buffers)
+        # Whoever averages: Join has a group, and servers carry gradients only.
+        self._collective.broadcast(list(state.values()), self._authoritative_rank, what="the final model")
+
+    # ---- hooks and switches ------------------------------------------------------------------------------------
+
+    def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
+        """Let ``hook(state, bucket)`` exchange each bucket; it returns a future of the bucket's new flat gradients.
+
+        Gradients reach the hook undivided. Once only, before the first backward. See ``native_features/comm_hooks.py``.
+
+        Raises:
+            ArgumentTypeError, ConfigurationError: not a hook; see ``check_comm_hook``.
+            ReductionError: a hook is registered already.
+        """
+        try:
+            check_comm_hook(hook)
+        except Exception as error:
+            self.logger.set_error_and_log(f"{type(error)}: {error}")
+            raise
+        self._install_hook(state, hook, hook.__qualname__)
+
+    def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
+        self._install_hook(self.process_group, builtin_hook(comm_hook_type), str(comm_hook_type))
+
+    def _install_hook(self, state: object, hook: Callable[..., Any], name: str) -> None:
+        if self._delay_all_reduce_all_params:
+            raise ModuleError("all parameters are in delay_all_reduce_named_params; there is no bucket for a hook")
+        reducer = self.reducer
+        self.strategy.register_comm_hook(bucket_hook(state, hook, lambda: len(reducer.buckets)))
+        self._comm_hooks.append((hook, state))
+        self.logger._set_comm_hook_name(name)
+
+    def _set_static_graph(self) -> None:
+        """Same as ``static_graph=True``; before the first forward."""
+        if self.static_graph:
+            checks.warn_static_graph_again()
+            return
+        self.reducer.set_static_graph()
+        self.static_graph = True
+        self._static_graph_delay_allreduce_enqueued = False
+        self.logger._set_static_graph()
+        if self.find_unused_parameters:
+            checks.warn_static_graph_finds_unused()
+
+    def _update_process_group(self, new_process_group: dist.ProcessGroup) -> None:
+        """Go on with another group of replicas; buckets are rebuilt. Communication hooks must be moved separately."""
+        checks.check_has_group(self.strategy, "_update_process_group", "Workers join and leave the servers instead.")
+        self._has_rebuilt_buckets = False
+        self.reducer._reset_state()
+        if dist.distributed_c10d._rank_not_in_group(new_process_group):
+            return
+        if not isinstance(self._collective_choice, str):
+            raise ConfigurationError("the collective object that was passed as collective= cannot change its group")
+        self.process_group = new_process_group
+        self._collective.close()
+        self._collective = resolve_collective(self._collective_choice, new_process_group, self.device)
+        self._owned_collectives[:] = [self._collective]
+        replica = Replica(
+            parameters=dict(zip(self.reducer.names, self.reducer.parameters, strict=True)),
+            buffers=self._buffers_to_share(),
+            state=shared_state(self.module, self.parameters_to_ignore, with_buffers=True),
+            collective=self._collective,
+            device=self.device,
+        )
+        self.strategy.close()
+        self.strategy.prepare(replica, synchronize=False)
+        self.reducer.update_group(self._collective.rank, self._collective.world_size)
+
+    def report(self, loss: float | torch.Tensor | None = None, samples: int | None = None) -> None:
+        """Tell the parameter servers how training goes here, for their dashboard; strategies without any tell nobody.
+
+        It costs no message of its own: what was reported last travels with the next heartbeat.
+
+        Args:
+            loss: of this worker's latest step; a tensor of one element, on a device too, is read later.
+            samples: how many samples that step took.
+        """
+        self.strategy.report(loss=loss, samples=samples)
+
+    def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
+        if sample_rate < 1:
+            raise ConfigurationError(
+                f"DDP runtime logging sample rate should be equal or greater than 1 (got {sample_rate})"
+            )
+        self.reducer.timer.sample_rate = sample_rate
+
+    def _set_sparse_metadata(self, global_unique_ids: Any) -> None:
+        """Accepted: a hint of native DDP's for NCCL only; sparse gradients here carry their own indices."""
+
+    def _get_ddp_logging_data(self) -> dict[str, Any]:
+        """Facts and times of this replica under native DDP's names."""
+        return describe_replica(self)
+
+    # ---- copies ------------------------------------------------------------------------------------------------
+
+    def __getstate__(self) -> dict[str, Any]:
+        checks.check_default_group(self)
+        attributes = copy.copy(self.__dict__)
+        for name in ("process_group", "reducer", "logger", "_collective", "_owned_collectives", "_buffer_broadcast"):
+            attributes.pop(name, None)
+        if not isinstance(self._collective_choice, str):
+            attributes["_collective_choice"] = "auto"  # the object belongs to this process
+        return attributes
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.process_group = checks.default_group(required=state["strategy"].needs_process_group)
+        torch.nn.Module.__setstate__(self, state)
+        self.logger = LoggingData()
+        self._collective = resolve_collective(self._collective_choice, self.process_group, self.device)
+        self._buffer_broadcast = BufferBroadcast()
+        static_graph = self.static_graph
+        with_buffers = self.forward_sync_buffers and self.strategy.carries_buffers
+        self._start(init_sync=False, init_sync_buffers=with_buffers, static_graph=static_graph)
+        if static_graph:
+            self.reducer.set_static_graph()
+            self._static_graph_delay_allreduce_enqueued = False
+
+
+def _release(reducer: Reducer, strategy: Strategy, collectives: list[Collective]) -> None:
+    reducer._remove_autograd_hooks()
+    strategy.abandon()
+    for collective in collectives:
+        collective.close()
+
+
+def _start_backward(replica_reference: weakref.ref[DistributedDataParallel]) -> None:
+    """Backward reached the outputs: a static graph's first iteration exchanges everything at the very end of it."""
+    replica = replica_reference()
+    if replica is None or not replica.static_graph or replica._static_graph_delay_allreduce_enqueued:
+        return
+    torch.autograd.Variable._execution_engine.queue_callback(replica.reducer._delay_all_reduce)
+    replica._static_graph_delay_allreduce_enqueued = True

@@ -1,0 +1,141 @@
+"""Communication hooks: user code in place of the all-reduce, with native DDP's calling convention."""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+from psengine.errors import ArgumentTypeError, CommunicationHookError, ConfigurationError
+from psengine.tensors.bucket import Bucket
+
+UserHook = Callable[..., "torch.futures.Future[torch.Tensor]"]
+
+
+class GradBucket:
+    """A bucket as a communication hook sees it; the interface of ``torch.distributed.GradBucket``.
+
+    Args:
+        bucket: the packed bucket.
+        is_last: whether no other bucket follows in this backward.
+    """
+
+    def __init__(self, bucket: Bucket, *, is_last: bool) -> None:
+        self._bucket = bucket
+        self._buffer = bucket.flat
+        self._is_last = is_last
+
+    def index(self) -> int:
+        """Place in the order of reduction, 0 first; may change once, when buckets are rebuilt."""
+        return self._bucket.index
+
+    def buffer(self) -> torch.Tensor:
+        """The flat gradients, not divided by the world size."""
+        return self._buffer
+
+    def set_buffer(self, tensor: torch.Tensor) -> None:
+        """Replace the flat gradients, for example by a compressed copy."""
+        self._buffer = tensor
+
+    def gradients(self) -> list[torch.Tensor]:
+        """Per parameter its part of ``buffer()``, row-major whatever the parameter's strides."""
+        if self._bucket.sparse:
+            return [self._buffer]
+        return [
+            self._buffer[offset : offset + parameter.numel()].view(parameter.shape)
+            for offset, parameter in zip(self._bucket.offsets, self._bucket.parameters, strict=True)
+        ]
+
+    def parameters(self) -> list[torch.Tensor]:
+        """The bucket's parameters, in the order of ``gradients()``."""
+        return list(self._bucket.parameters)
+
+    def is_last(self) -> bool:
+        """Whether this is the last bucket of the backward."""
+        return self._is_last
+
+
+def check_comm_hook(hook: Any) -> None:
+    """Raise unless ``hook`` has the signature ``hook(state, bucket) -> Future[Tensor]``; annotations are optional.
+
+    Raises:
+        ArgumentTypeError: not callable, or needs hardware that is not there.
+        ConfigurationError: annotated with other types.
+    """
+    if not callable(hook):
+        raise ArgumentTypeError(f"Communication hook must be callable. (got {type(hook).__name__})")
+    signature = _signature(hook)
+    if "bucket" not in signature.parameters:
+        raise ConfigurationError(
+            f"Communication hook: expected parameters (state, bucket), got {tuple(signature.parameters)}"
+        )
+    annotation = signature.parameters["bucket"].annotation
+    if annotation not in (inspect.Parameter.empty, dist.GradBucket, GradBucket):
+        raise ConfigurationError(f"Communication hook: bucket annotation should be dist.GradBucket. (got {annotation})")
+    returned = signature.return_annotation
+    if returned not in (inspect.Signature.empty, torch.futures.Future[torch.Tensor]):
+        raise ConfigurationError(
+            f"Communication hook: return annotation should be torch.futures.Future[torch.Tensor]. (got {returned})"
+        )
+
+
+def _signature(hook: Any) -> inspect.Signature:
+    try:
+        return inspect.signature(hook, eval_str=True)  # ``from __future__ import annotations`` leaves text
+    except (NameError, SyntaxError, TypeError):
+        return inspect.signature(hook)
+
+
+def bucket_hook(state: object, hook: UserHook, bucket_count: Callable[[], int]) -> Callable[[Bucket], Any]:
+    """Adapt a user's hook to what a strategy calls.
+
+    Args:
+        state: the hook's first argument.
+        hook: checked by ``check_comm_hook``.
+        bucket_count: how many buckets there are now; decides ``is_last``.
+    """
+
+    def run(bucket: Bucket) -> torch.futures.Future[Any]:
+        future = hook(state, GradBucket(bucket, is_last=bucket.index == bucket_count() - 1))
+        # torch._C.Future is what C++ returns (Work.get_future); torch.futures.Future derives from it.
+        if not isinstance(future, torch._C.Future):
+            raise CommunicationHookError(
+                f"callback must return a torch.futures.Future object, but got {type(future).__module__}."
+                f"{type(future).__qualname__} from communication hook {getattr(hook, '__qualname__', hook)!r}. Fix:"
+                " future = torch.futures.Future(); future.set_result(gradients); return future"
+            )
+        return future
+
+    return run
+
+
+def builtin_hook(hook_type: Any) -> UserHook:
+    """The hook behind a ``torch.distributed.BuiltinCommHookType``: divide, (halve the precision,) all-reduce."""
+    hooks: dict[Any, UserHook] = {
+        dist.BuiltinCommHookType.ALLREDUCE: default_hooks.allreduce_hook,
+        dist.BuiltinCommHookType.FP16_COMPRESS: default_hooks.fp16_compress_hook,
+    }
+    if hook_type not in hooks:
+        raise ConfigurationError(
+            f"unknown built-in communication hook (expected one of {list(hooks)}, got {hook_type})"
+        )
+    return hooks[hook_type]
+
+
+def all_reduce_sum_hook(process_group: dist.ProcessGroup, bucket: Any) -> Any:
+    """Sum the bucket's buffer over ranks, undivided; a future of the buffer. What ``_run_allreduce_hook`` is for."""
+    work = process_group.allreduce([bucket.buffer()])
+    return work.get_future().then(lambda future: future.value()[0])
+
+
+def sum_over_group(replica_reference: weakref.ref[Any], bucket: Any) -> Any:
+    """``all_reduce_sum_hook`` over the group of the wrapped model that is referred to."""
+    replica = replica_reference()
+    assert replica is not None, "a backward outlived its model"
+    assert replica.process_group is not None, "strategies without a group take no communication hook"
+    return all_reduce_sum_hook(replica.process_group, bucket)
