@@ -37,6 +37,7 @@ from psengine.strategies.servers.asynchronous import AsyncServer
 from psengine.strategies.servers.sync import SyncServer
 from psengine.strategies.sync_all_reduce import SyncAllReduce
 from psengine.tracing.timeline import timeline
+from psengine.version import __version__ as __version__
 from psengine.wrapper.ddp import DistributedDataParallel
 from psengine.wrapper.optimizer import DistributedOptimizer
 
@@ -44,8 +45,6 @@ if TYPE_CHECKING:
     from psengine.parameter_server.client.client import Client, connect
 
 former_names.install()
-
-__version__ = "0.1.0"
 
 torch_backend.register()
 

@@ -335,7 +335,9 @@ def test_a_server_is_reached_and_measured():
 
 
 def _grow_old():
-    psengine.__version__ = "0.0.1"
+    from psengine.parameter_server.server import daemon
+
+    daemon.__version__ = "0.0.1"
 
 
 def test_a_server_of_another_version():

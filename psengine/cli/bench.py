@@ -101,7 +101,7 @@ def describe_machine() -> dict[str, Any]:
 
     import torch
 
-    from psengine import __version__
+    from psengine.version import __version__
 
     model = platform.processor() or platform.machine()
     cpuinfo = Path("/proc/cpuinfo")

@@ -96,7 +96,7 @@ def build_app() -> typer.Typer:
 
     def show_version(wanted: bool) -> None:
         if wanted:
-            from psengine import __version__
+            from psengine.version import __version__
 
             print(f"psengine {__version__}")
             raise typer.Exit

@@ -12,9 +12,9 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
-from psengine import __version__
 from psengine.environment.extras import require_server_packages
 from psengine.errors import MissingExtraError, PSEngineError
+from psengine.version import __version__
 
 if TYPE_CHECKING:
     import typer

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from psengine import __version__
 from psengine.cli.doctor_checks.findings import Circumstances, Finding, note, ok, problem, warning
 from psengine.cli.doctor_checks.network_interfaces import Interface, interface_of
 from psengine.errors import (
@@ -22,6 +21,7 @@ from psengine.errors import (
     PSEngineError,
     ServerLostError,
 )
+from psengine.version import __version__
 
 if TYPE_CHECKING:
     from psengine.parameter_server.client.client import Client

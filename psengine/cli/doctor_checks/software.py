@@ -37,7 +37,7 @@ NVIDIA_SMI_TIMEOUT_S = 8.0
 
 def versions(circumstances: Circumstances) -> Iterator[Finding]:
     """Python, torch and psengine, and where they come from."""
-    from psengine import __version__
+    from psengine.version import __version__
 
     found = {"python": platform.python_version(), "torch": torch.__version__, "psengine": __version__}
     text = f"psengine {__version__}, torch {torch.__version__}, Python {found['python']} on {platform.platform()}"

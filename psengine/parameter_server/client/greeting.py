@@ -23,6 +23,7 @@ from psengine.errors import ConfigurationError, ServerLostError, ServerRefusedEr
 from psengine.parameter_server.client.link import Link
 from psengine.parameter_server.client.options import READER_RULE
 from psengine.protocol.messages import NOBODY, ErrorCode, Message, MessageType
+from psengine.version import __version__
 
 if TYPE_CHECKING:
     from psengine.parameter_server.client.presence import Presence
@@ -189,7 +190,7 @@ class Greeting:
             "nonce": self._nonce,
             "host": socket.gethostname()[:255],
             "pid": os.getpid(),
-            "software": options.software or _version(),
+            "software": options.software or __version__,
             "world_size": options.world_size,
             "rule": options.rule or READER_RULE,
         }
@@ -229,12 +230,6 @@ class Greeting:
                 # Weights live in the workers; a joiner gets them from one of those.
                 presence.register(link, spec, torch.zeros(spec.numel, dtype=spec.dtype), is_urgent=True).wait()
             presence.seal(link, is_urgent=True).wait()
-
-
-def _version() -> str:
-    from psengine import __version__
-
-    return __version__
 
 
 def is_listening(address: str) -> bool:

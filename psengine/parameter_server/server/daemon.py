@@ -57,6 +57,7 @@ from psengine.parameter_server.server.transport.shard_thread import (
 )
 from psengine.protocol.keys import read_token
 from psengine.protocol.messages import ErrorCode, Message, MessageType
+from psengine.version import __version__
 
 logger = logging.getLogger(__name__)
 
@@ -230,8 +231,6 @@ class Server:
         return read_token(path)
 
     def _shard_settings(self) -> ShardSettings:
-        from psengine import __version__  # the package imports its parts
-
         total_bytes = self.settings.max_memory_bytes or int(0.8 * machine_memory_bytes())
         return ShardSettings(
             lease_s=self.settings.lease_s,
