@@ -2,3 +2,5 @@
 
 May import the other modules of ``collectives`` and ``errors``.
 """
+
+NAME = "psengine"

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-NAME = "psengine"
+from psengine.collectives.torch_backend import NAME
 
 
 def register() -> None:

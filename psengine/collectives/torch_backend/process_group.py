@@ -22,7 +22,7 @@ from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo
 
 from psengine.collectives.operands import are_multiples, are_parts, copying, describe, given, have_cuda, plain, real
 from psengine.collectives.shared_memory.collective import SCALAR_KINDS, SharedMemoryCollective
-from psengine.collectives.torch_backend.backend import NAME
+from psengine.collectives.torch_backend import NAME
 from psengine.collectives.torch_backend.group_work import GroupWork, OrdinaryWork, Waiter
 from psengine.errors import CollectiveError, SharedMemoryUnavailableError
 
