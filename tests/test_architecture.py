@@ -49,7 +49,6 @@ FLOORS = [
 ]
 # Imports against that order, or in a circle, that are still to be mended: (importer, imported) -> why it is there.
 EXCEPTIONS = {
-    ("parameter_server/server/core/job_status", "parameter_server/server/core/job"): "a type",
     ("parameter_server/server/core/capture", "parameter_server/server/core/job"): "a type",
     (
         "parameter_server/client/greeting",

@@ -16,7 +16,6 @@ from psengine.errors import ProtocolError
 from psengine.parameter_server.server.core.admission import Admissions
 from psengine.parameter_server.server.core.capture import Cuts
 from psengine.parameter_server.server.core.job_record import JobRecord
-from psengine.parameter_server.server.core.job_status import status_of
 from psengine.parameter_server.server.core.leaving import Leaving
 from psengine.parameter_server.server.core.losses import Losses
 from psengine.parameter_server.server.core.membership import MOST_WORKERS, Greeting, Member, Membership
@@ -599,10 +598,6 @@ class Job:
     def hear(self, body: Mapping[str, Any], member: Member, now_s: float) -> None:
         """HEARTBEAT, and what the worker says of itself."""
         member.telemetry.hear(body, now_s)
-
-    def status(self, now_s: float, heartbeat_s: float) -> dict[str, Any]:
-        """JSON-able: workers, versions, counters."""
-        return status_of(self, now_s, heartbeat_s)
 
     def departed(self) -> list[dict[str, Any]]:
         """Workers that are gone, the latest last; JSON-able."""

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from psengine.parameter_server.server.core.job import Job
 from psengine.parameter_server.server.core.membership import Member
-
-if TYPE_CHECKING:
-    from psengine.parameter_server.server.core.job import Job
 
 
 def _waiting(job: Job) -> dict[int, list[int]]:

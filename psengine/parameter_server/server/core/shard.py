@@ -23,6 +23,7 @@ from psengine.parameter_server.server.core.capture import Capture, Goals, Meetin
 from psengine.parameter_server.server.core.events import EventLog
 from psengine.parameter_server.server.core.job import Job
 from psengine.parameter_server.server.core.job_places import check_place, find_replaceable, is_full
+from psengine.parameter_server.server.core.job_status import status_of
 from psengine.parameter_server.server.core.membership import Member, merge_members
 from psengine.parameter_server.server.core.readers import Readers, traffic_bytes
 from psengine.parameter_server.server.core.status_report import StatusReport
@@ -534,7 +535,7 @@ class Shard:
             "durable_generation": self._durable_generation,
             "memory_bytes": self.memory_bytes(),
             "max_memory_bytes": self.settings.max_memory_bytes,
-            "jobs": {job.name: job.status(now_s, self.settings.heartbeat_s) for job in self._jobs.values()},
+            "jobs": {job.name: status_of(job, now_s, self.settings.heartbeat_s) for job in self._jobs.values()},
         }
 
     def capture(self) -> list[JobState]:
