@@ -8,16 +8,30 @@ One iteration of a rank with data, and what a joined rank does beside it, in thi
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 from torch.distributed.algorithms.join import JoinHook
 
 from psengine.collectives.base import Collective
 from psengine.errors import ModuleError
+from psengine.gradients.reducer import Reducer
+from psengine.wrapper.native_features.logging_data import LoggingData
 
-if TYPE_CHECKING:
-    from psengine.wrapper.ddp import DistributedDataParallel
+
+class Joinable(Protocol):
+    """What joining needs of the wrapped model."""
+
+    logger: LoggingData
+    reducer: Reducer
+    require_forward_param_sync: bool
+    _divide_by_initial_world_size: bool
+
+    def _shadow_buffer_sync(self) -> None: ...
+
+    def _any_rank_syncs_gradients(self, *, this_rank_syncs: bool) -> bool: ...
+
+    def _sync_final_model(self, is_last_joiner: bool) -> None: ...
 
 
 class ShadowHook(JoinHook):
@@ -29,7 +43,7 @@ class ShadowHook(JoinHook):
             those that still have data.
     """
 
-    def __init__(self, replica: DistributedDataParallel, *, divide_by_initial_world_size: bool) -> None:
+    def __init__(self, replica: Joinable, *, divide_by_initial_world_size: bool) -> None:
         replica.logger._set_uneven_input_join()
         replica._divide_by_initial_world_size = divide_by_initial_world_size
         self._replica = replica
