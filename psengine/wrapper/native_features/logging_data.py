@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
 from psengine.environment.context import read_variable
-
-if TYPE_CHECKING:
-    from psengine.wrapper.ddp import DistributedDataParallel
+from psengine.gradients.reducer import Reducer
+from psengine.strategies.base import Strategy
 
 # C++ names, as native DDP prints them.
 _DTYPE_NAMES = {
@@ -61,7 +60,25 @@ class LoggingData:
         self.facts["static_graph"] = 1
 
 
-def describe_replica(replica: DistributedDataParallel) -> dict[str, Any]:
+class Describable(Protocol):
+    """What is told of a wrapped model."""
+
+    module: torch.nn.Module
+    reducer: Reducer
+    strategy: Strategy
+    logger: LoggingData
+    process_group: dist.ProcessGroup | None
+    device_ids: Any
+    output_device: Any
+    forward_sync_buffers: Any
+    bucket_bytes_cap: int
+    find_unused_parameters: bool
+    gradient_as_bucket_view: bool
+    is_multi_device_module: bool
+    static_graph: bool
+
+
+def describe_replica(replica: Describable) -> dict[str, Any]:
     """Return the logging data of one wrapped model: text and integers; times in nanoseconds, sizes in bytes."""
     facts: dict[str, Any] = {"iteration": 0}
     facts.update(_describe_group(replica.process_group))
@@ -93,7 +110,7 @@ def _variable(name: str) -> str:
     return "N/A" if value is None else value
 
 
-def _describe_arguments(replica: DistributedDataParallel) -> dict[str, Any]:
+def _describe_arguments(replica: Describable) -> dict[str, Any]:
     return {
         "module_name": type(replica.module).__name__,
         "device_ids": ", ".join(str(d) for d in replica.device_ids or ()),
@@ -113,7 +130,7 @@ def _size_bytes(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-def _describe_buckets(replica: DistributedDataParallel) -> dict[str, Any]:
+def _describe_buckets(replica: Describable) -> dict[str, Any]:
     reducer = replica.reducer
     sizes = ", ".join(str(bucket.size_bytes) for bucket in reducer.buckets)
     kinds = sorted({_DTYPE_NAMES.get(p.dtype, str(p.dtype)) for p in reducer.parameters})
