@@ -59,7 +59,6 @@ EXCEPTIONS = {
         "parameter_server/client/presence",
     ): "a type; they are parts of one membership",
     ("parameter_server/client/progress", "parameter_server/client/link"): "a type: whose ledger is told",
-    ("wrapper/native_features/mixed_precision", "wrapper/ddp"): "a type",
 }
 MAY_USE_TORCH_DISTRIBUTED = {
     "cli/bench_worker",

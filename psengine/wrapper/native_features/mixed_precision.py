@@ -7,16 +7,32 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict, deque
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 import torch
 from torch.nn.parallel import distributed as native
 
-if TYPE_CHECKING:
-    from psengine.wrapper.ddp import DistributedDataParallel
+from psengine.gradients.reducer import Reducer
 
 
-def set_up_mixed_precision(replica: DistributedDataParallel) -> None:
+class Castable(Protocol):
+    """What the casts need of the wrapped model; the last four are native DDP's own."""
+
+    module: torch.nn.Module
+    reducer: Reducer
+    mixed_precision: Any
+
+    def register_comm_hook(self, state: Any, hook: Any) -> None: ...
+
+    _mp_stream: torch.Stream
+    _submodule_to_event: defaultdict[Any, deque[Any]]
+
+    def _root_copy_hook(self, *args: Any, **kwargs: Any) -> None: ...
+
+    def _module_wait_for_copy_hook(self, module: Any, *args: Any, **kwargs: Any) -> None: ...
+
+
+def set_up_mixed_precision(replica: Castable) -> None:
     """Add native DDP's casts around forward, and the hook that reduces in the lower precision, to ``replica``.
 
     Mutates the module: its buffers are cast, its parameters and submodules get attributes and hooks.
