@@ -20,6 +20,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
+from typing_extensions import override
+
 from psengine.cli.console import printable
 from psengine.environment.context import read_variable
 from psengine.environment.extras import require_server_packages
@@ -221,8 +223,8 @@ class ProtocolSource(Source):
         shards = _printable(self._client.status())
         return ServerReport(address=self.address, shards=shards, answered_s=time.monotonic())
 
+    @override
     def close(self) -> None:
-        """See ``Source``."""
         client, self._client = self._client, None
         if client is not None:
             client.close()

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from typing_extensions import override
 
 from psengine.collectives.base import Collective, CompletedWork, Work
 from psengine.collectives.liveness.roll_call import RollCall
@@ -62,8 +63,9 @@ class C10dCollective(Collective):
         self._roll_call = _start_roll_call(self.process_group, self.timeout_s)
         self.whereabouts = None if self._roll_call is None else StoreWhereabouts(self._roll_call)
 
+    @override
     def all_reduce(self, flat: torch.Tensor, scale: float = 1.0, *, what: str = "tensor") -> Work:
-        """See ``Collective.all_reduce``; complex tensors are reduced through their real view."""
+        """Complex tensors are reduced through their real view."""
         if scale != 1.0:
             flat.mul_(scale)
         if self.world_size == 1:
@@ -84,8 +86,9 @@ class C10dCollective(Collective):
             return (payload,)
         return payload.tensor_split(2)
 
+    @override
     def broadcast(self, tensors: Sequence[torch.Tensor], source_rank: int = 0, *, what: str = "tensors") -> None:
-        """See ``Collective.broadcast``; tensors of one dtype and device travel together."""
+        """Tensors of one dtype and device travel together."""
         if self.world_size == 1:
             return
         what = f"broadcast of {what} from rank {source_rank}"
@@ -99,8 +102,8 @@ class C10dCollective(Collective):
                 parts = payload.split([t.numel() for t in group])
                 torch._foreach_copy_(group, [part.view(t.shape) for part, t in zip(parts, group, strict=True)])
 
+    @override
     def all_gather(self, tensor: torch.Tensor, *, what: str = "tensor") -> list[torch.Tensor]:
-        """See ``Collective.all_gather``."""
         gathered = [torch.empty_like(tensor) for _ in range(self.world_size)]
         what = f"all-gather of {what}"
         self._begin(
@@ -108,8 +111,8 @@ class C10dCollective(Collective):
         ).wait()
         return gathered
 
+    @override
     def barrier(self, timeout_s: float | None = None) -> None:
-        """See ``Collective.barrier``."""
         self._begin(lambda: [self.process_group.barrier()], "barrier", None, timeout_s).wait()
 
     def _broadcast_one(self, payload: torch.Tensor, options: dist.BroadcastOptions) -> list[dist.Work]:
@@ -136,8 +139,8 @@ class C10dCollective(Collective):
     def late_ranks(self) -> None:
         """See ``stall_inspector.Watched``: the transport does not know."""
 
+    @override
     def wait_for(self, future: torch.futures.Future[Any], what: str) -> Any:
-        """See ``Collective.wait_for``."""
         is_done = threading.Event()
         future.add_done_callback(lambda _: is_done.set())
         self.watch(is_done.wait, is_done.is_set, what, self._begun, self.timeout_s)
@@ -191,8 +194,8 @@ class C10dCollective(Collective):
         if isinstance(error, PeerLostError):
             raise error
 
+    @override
     def hosts(self) -> tuple[str, ...]:
-        """See ``Collective.hosts``."""
         if self._roll_call is None:
             return ()
         try:
@@ -258,8 +261,8 @@ class C10dWork(Work):
         self._is_stream_ordered = is_stream_ordered
         self._timeout_s = collective.timeout_s if timeout_s is None else timeout_s
 
+    @override
     def wait(self) -> None:
-        """See ``Work.wait``."""
         started_ns = now_ns() if recorder.is_on else 0
         for work in self._works:
             if self._is_stream_ordered:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from typing_extensions import override
 
 from psengine.collectives.base import Collective, CompletedWork, Work
 
@@ -16,18 +17,20 @@ class SoloCollective(Collective):
     world_size = 1
     timeout_s = 0.0
 
+    @override
     def all_reduce(self, flat: torch.Tensor, scale: float = 1.0, *, what: str = "tensor") -> Work:
-        """See ``Collective.all_reduce``."""
         if scale != 1.0:
             flat.mul_(scale)
         return CompletedWork()
 
+    @override
     def broadcast(self, tensors: Sequence[torch.Tensor], source_rank: int = 0, *, what: str = "tensors") -> None:
-        """See ``Collective.broadcast``; leaves ``tensors`` as they are."""
+        """Leaves ``tensors`` as they are."""
 
+    @override
     def all_gather(self, tensor: torch.Tensor, *, what: str = "tensor") -> list[torch.Tensor]:
-        """See ``Collective.all_gather``."""
         return [tensor.clone()]
 
+    @override
     def barrier(self, timeout_s: float | None = None) -> None:
-        """See ``Collective.barrier``."""
+        pass

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.utils.data import DistributedSampler
+from typing_extensions import override
 
 from psengine.environment.context import launched_as
 from psengine.errors import ArgumentTypeError, ConfigurationError
@@ -168,8 +169,8 @@ class ProportionalBatchSampler(DistributedSampler[list[int]]):
         """How many batches an epoch has; the same on every rank."""
         return len(self._global_sizes())
 
+    @override
     def set_epoch(self, epoch: int) -> None:
-        """See ``ProportionalSampler.set_epoch``."""
         self.sampler.set_epoch(epoch)
 
     def _global_sizes(self) -> list[int]:

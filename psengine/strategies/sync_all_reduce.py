@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from typing_extensions import override
 
 from psengine.collectives.base import Collective, CompletedWork, Work
 from psengine.errors import CommunicationHookError, ConfigurationError, ReductionError
@@ -60,8 +61,9 @@ class SyncAllReduce(Strategy):
             raise ReductionError("strategy 'sync' was not prepared; DistributedDataParallel does so when constructed")
         return self._collective
 
+    @override
     def prepare(self, replica: Replica, *, synchronize: bool) -> None:
-        """See ``Strategy.prepare``; rank 0's parameters and buffers overwrite everybody's."""
+        """Rank 0's parameters and buffers overwrite everybody's."""
         if self._collective is not None:
             raise ConfigurationError(
                 "a strategy object serves one wrapped model (got a second); make a psengine.SyncAllReduce() for each"
@@ -72,8 +74,9 @@ class SyncAllReduce(Strategy):
         self._collective = replica.collective
         self._weights = BatchWeights(replica.collective, replica.device)
 
+    @override
     def weigh(self, weight: float | None) -> None:
-        """See ``Strategy.weigh``: the ranks' weights are added up while forward ends and backward begins.
+        """The ranks' weights are added up while forward ends and backward begins.
 
         Raises:
             ConfigurationError: a communication hook averages in the strategy's place.
@@ -105,8 +108,9 @@ class SyncAllReduce(Strategy):
             return 1
         return live_world_size
 
+    @override
     def communication_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """See ``Strategy.communication_dtype``; only wider floats are converted."""
+        """Only wider floats are converted."""
         is_wider = self._dtype is not None and dtype.is_floating_point and dtype.itemsize > self._dtype.itemsize
         return self._dtype if self._dtype is not None and is_wider else dtype
 
@@ -116,20 +120,20 @@ class SyncAllReduce(Strategy):
         has_no_say = self._weights is not None and self._weights.weight == 0
         return self.collective.world_size > 1 or self._hook is not None or has_no_say
 
+    @override
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """See ``Strategy.allocate``."""
         return self.collective.allocate(numel, dtype, device)
 
+    @override
     def lay_out(self, buckets: Sequence[Bucket]) -> None:
-        """See ``Strategy.lay_out``."""
         self._converted = {}
         for bucket in buckets:
             if not bucket.sparse and bucket.flat_dtype != self.communication_dtype(bucket.flat_dtype):
                 dtype = self.communication_dtype(bucket.flat_dtype)
                 self._converted[bucket.index] = self.allocate(bucket.numel, dtype, bucket.device)
 
+    @override
     def reduce(self, bucket: Bucket) -> Reduction:
-        """See ``Strategy.reduce``."""
         if self._hook is not None:
             return _HookReduction(self.collective, bucket, self._hook(bucket))
         payload = self._converted.get(bucket.index, bucket.flat) if self._converted else bucket.flat
@@ -138,26 +142,26 @@ class SyncAllReduce(Strategy):
         work = self.collective.all_reduce(payload, self._scale, what=bucket.describe())
         return _SumReduction(payload, work)
 
+    @override
     def reduce_usage(self, used: torch.Tensor) -> Work:
-        """See ``Strategy.reduce_usage``."""
         if self.collective.world_size == 1:
             return CompletedWork()
         return self.collective.all_reduce(used, what="used-parameter map")
 
+    @override
     def gather(self, tensor: torch.Tensor, what: str) -> list[torch.Tensor]:
-        """See ``Strategy.gather``."""
         return self.collective.all_gather(tensor, what=what)
 
+    @override
     def collect_square_sums(self) -> None:
-        """See ``Strategy.collect_square_sums``."""
         self.collective.collects_square_sums = True
 
+    @override
     def broadcast(self, tensors: Sequence[torch.Tensor], source_rank: int = 0) -> None:
-        """See ``Strategy.broadcast``."""
         self.collective.broadcast(tensors, source_rank, what="buffers")
 
+    @override
     def wait_for(self, future: torch.futures.Future[Any], what: str) -> Any:
-        """See ``Strategy.wait_for``."""
         return self.collective.wait_for(future, what)
 
     def register_comm_hook(self, hook: CommHook) -> None:
@@ -171,8 +175,9 @@ class SyncAllReduce(Strategy):
             raise ReductionError("register_comm_hook or register_builtin_comm_hook can only be called once.")
         self._hook = hook
 
+    @override
     def close(self) -> None:
-        """See ``Strategy.close``; the process group belongs to the caller and stays open."""
+        """The process group belongs to the caller and stays open."""
         self._collective = None
         self._weights = None
 

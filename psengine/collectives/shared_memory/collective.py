@@ -31,6 +31,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from typing_extensions import override
 
 from psengine.collectives.base import Collective, Work
 from psengine.collectives.c10d import C10dCollective
@@ -105,8 +106,9 @@ class SharedMemoryCollective(Collective):
         return f"SharedMemoryCollective(rank={self.rank}, world_size={self.world_size})"
 
     @property
+    @override
     def scales_for_free(self) -> bool:  # type: ignore[override]
-        """See ``Collective``; connects the ranks, because only then is it known."""
+        """Connects the ranks, because only then is it known."""
         return self._is_connected()
 
     def _is_connected(self) -> bool:
@@ -138,8 +140,9 @@ class SharedMemoryCollective(Collective):
         self._segments.attach(self._group)
         self._c10d.note_processes([state[0] for state in self._extension.shared_memory_states(self._group)])
 
+    @override
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """See ``Collective.allocate``: memory in which ``all_reduce`` needs no copies.
+        """Memory in which ``all_reduce`` needs no copies.
 
         All ranks must allocate what they will reduce together, or none of them.
         """
@@ -147,8 +150,9 @@ class SharedMemoryCollective(Collective):
             return torch.empty(numel, dtype=dtype, device=device)
         return self._segments.allocate(numel, dtype)
 
+    @override
     def all_reduce(self, flat: torch.Tensor, scale: float = 1.0, *, what: str = "tensor") -> Work:
-        """See ``Collective.all_reduce``; complex tensors are reduced through their real view."""
+        """Complex tensors are reduced through their real view."""
         if flat.is_complex():
             flat = torch.view_as_real(flat)
         kind = SCALAR_KINDS.get(flat.dtype)
@@ -168,8 +172,8 @@ class SharedMemoryCollective(Collective):
         self._keep(operation, flat)
         return SharedMemoryWork(self, operation, what, self.collects_square_sums)
 
+    @override
     def broadcast(self, tensors: Sequence[torch.Tensor], source_rank: int = 0, *, what: str = "tensors") -> None:
-        """See ``Collective.broadcast``."""
         is_covered = all(t.device.type == "cpu" and t.layout == torch.strided for t in tensors)
         if not is_covered or not self._is_connected():
             self._c10d.broadcast(tensors, source_rank, what=what)
@@ -198,8 +202,8 @@ class SharedMemoryCollective(Collective):
         self._keep(operation, payload)
         return SharedMemoryWork(self, operation, what, wants_square_sum=False)
 
+    @override
     def all_gather(self, tensor: torch.Tensor, *, what: str = "tensor") -> list[torch.Tensor]:
-        """See ``Collective.all_gather``."""
         if tensor.device.type != "cpu" or tensor.layout != torch.strided or not self._is_connected():
             return self._c10d.all_gather(tensor, what=what)
         payload = plain(tensor)
@@ -260,8 +264,8 @@ class SharedMemoryCollective(Collective):
         self._keep(operation, flat, output)
         return SharedMemoryWork(self, operation, what, wants_square_sum=False)
 
+    @override
     def barrier(self, timeout_s: float | None = None) -> None:
-        """See ``Collective.barrier``."""
         if self._group is None:
             self._c10d.barrier(timeout_s)
             return
@@ -272,8 +276,8 @@ class SharedMemoryCollective(Collective):
         operation = self._begin("barrier", self._extension.shared_memory_barrier)
         return SharedMemoryWork(self, operation, "barrier", wants_square_sum=False)
 
+    @override
     def wait_for(self, future: torch.futures.Future[Any], what: str) -> Any:
-        """See ``Collective.wait_for``."""
         return self._c10d.wait_for(future, what)
 
     @property
@@ -286,16 +290,17 @@ class SharedMemoryCollective(Collective):
         arrived = [state[1] for state in self._extension.shared_memory_states(self._group)]
         return tuple(rank for rank, rounds in enumerate(arrived) if rounds < arrived[self.rank])
 
+    @override
     def hosts(self) -> tuple[str, ...]:
-        """See ``Collective.hosts``."""
         return (self._host,) * self.world_size if self._group is not None else self._c10d.hosts()
 
+    @override
     def diagnose(self, error: BaseException, what: str) -> Exception:
-        """See ``Collective.diagnose``."""
         return self._c10d.diagnose(error, what)
 
+    @override
     def close(self) -> None:
-        """See ``Collective.close``; ranks that wait for this one learn that it left."""
+        """Ranks that wait for this one learn that it left."""
         if self._group is not None:
             self._extension.shared_memory_close(self._group)
 
@@ -410,8 +415,9 @@ class SharedMemoryWork(Work):
         self._what = what
         self._wants_square_sum = wants_square_sum
 
+    @override
     def wait(self, timeout_s: float | None = None) -> None:
-        """See ``Work.wait``; ``timeout_s`` overrides the collective's deadline. Passing it ends the whole group."""
+        """``timeout_s`` overrides the collective's deadline. Passing it ends the whole group."""
         self._collective._wait(self._operation, self._what, timeout_s)
         if self._wants_square_sum:
             self._wants_square_sum = False

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from typing_extensions import override
 
 from psengine.collectives.base import CompletedWork, Work
 from psengine.errors import ConfigurationError, PSEngineError, ReductionError
@@ -98,8 +99,8 @@ class AsyncServer(ServerStrategy):
         self._spans = PushSpans()
 
     @property
+    @override
     def rule(self) -> dict[str, Any]:
-        """See ``ServerStrategy.rule``."""
         options = self._options
         return {
             "name": "apply",
@@ -116,8 +117,9 @@ class AsyncServer(ServerStrategy):
 
     # ---- the optimizer -----------------------------------------------------------------------------------------
 
+    @override
     def bind_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """See ``Strategy.bind_optimizer``: the servers get the optimizer's class, groups and hyperparameters.
+        """The servers get the optimizer's class, groups and hyperparameters.
 
         Raises:
             ConfigurationError: the servers cannot run this optimizer.
@@ -185,8 +187,9 @@ class AsyncServer(ServerStrategy):
         """Gradients stay where they are until ``step``, unless they leave during backward."""
         return bool(self._options["push"] == "backward")
 
+    @override
     def begin(self, live_world_size: int, *, in_join: bool = False) -> int:
-        """See ``Strategy.begin``; nothing is divided, because nothing is added up."""
+        """Nothing is divided, because nothing is added up."""
         binding = self._bound()
         if self._left:
             raise ReductionError(
@@ -217,8 +220,9 @@ class AsyncServer(ServerStrategy):
 
         self._groups = wire_groups(optimizer)
 
+    @override
     def reduce(self, bucket: Bucket) -> Reduction:
-        """See ``Strategy.reduce``. With push='step' nothing leaves here: it is called only because the reducer packs
+        """With push='step' nothing leaves here: it is called only because the reducer packs
         buckets for ``gradient_as_bucket_view``.
         """
         if self._options["push"] == "backward":
@@ -233,8 +237,9 @@ class AsyncServer(ServerStrategy):
             self._left.add(bucket.index)
         return _AppliedElsewhere()
 
+    @override
     def reduce_usage(self, used: torch.Tensor) -> Work:
-        """See ``Strategy.reduce_usage``: what this worker used is what counts."""
+        """What this worker used is what counts."""
         return CompletedWork()
 
     def step(self, local_step: Callable[[], Any], closure: Callable[[], Any] | None = None) -> Any:
@@ -421,13 +426,15 @@ class AsyncServer(ServerStrategy):
             wait_all([self.session.store(spec.key, self.chunks.values(spec)) for spec in specs])
         self._note_weights()
 
+    @override
     def fetch_optimizer_state(self, optimizer: torch.optim.Optimizer) -> None:
-        """See ``Strategy.fetch_optimizer_state``: fills ``optimizer.state`` from the servers."""
+        """Fills ``optimizer.state`` from the servers."""
         self._server_state(optimizer).fetch()
         self._note_state()
 
+    @override
     def store_optimizer_state(self, optimizer: torch.optim.Optimizer) -> None:
-        """See ``Strategy.store_optimizer_state``: worker 0's state becomes the servers'."""
+        """Worker 0's state becomes the servers'."""
         if self.session.rank == 0:
             self._server_state(optimizer).store()
         else:

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from typing_extensions import override
 
 from psengine.errors import ConfigurationError, ReductionError
 from psengine.strategies.base import Replica, Strategy
@@ -116,8 +117,9 @@ class ServerStrategy(Strategy):
         return self._chunks
 
     @property
+    @override
     def worker_rank(self) -> int | None:
-        """See ``Strategy.worker_rank``: the servers'."""
+        """The servers'."""
         is_alone = self._replica is not None and self._replica.collective.world_size == 1
         return self.session.rank if is_alone else None
 
@@ -128,8 +130,9 @@ class ServerStrategy(Strategy):
 
     # ---- coming ------------------------------------------------------------------------------------------------
 
+    @override
     def prepare(self, replica: Replica, *, synchronize: bool) -> None:
-        """See ``Strategy.prepare``. Values are synchronised in ``lay_out``, whatever ``synchronize`` says: where
+        """Values are synchronised in ``lay_out``, whatever ``synchronize`` says: where
         servers hold a model already, theirs is the one that counts.
         """
         if self._replica is not None:
@@ -168,8 +171,9 @@ class ServerStrategy(Strategy):
             self.close()
             raise
 
+    @override
     def lay_out(self, buckets: Sequence[Bucket]) -> None:
-        """See ``Strategy.lay_out``: the model goes to the servers, or comes from there.
+        """The model goes to the servers, or comes from there.
 
         Raises:
             ReplicaMismatchError: the servers hold another model; the first difference is named.
@@ -212,8 +216,9 @@ class ServerStrategy(Strategy):
 
     # ---- for people --------------------------------------------------------------------------------------------
 
+    @override
     def report(self, loss: torch.Tensor | float | None = None, samples: int | None = None) -> None:
-        """See ``Strategy.report``: the servers' status shows it, from this worker's next heartbeat on.
+        """The servers' status shows it, from this worker's next heartbeat on.
 
         Args:
             loss: of this step, one number, perhaps on a GPU; it is read later, so that nothing waits for the device.
@@ -234,8 +239,9 @@ class ServerStrategy(Strategy):
         if meeting is not None:
             leave(meeting)
 
+    @override
     def abandon(self) -> None:
-        """See ``Strategy.abandon``: like ``close``, but the number of the job stays taken.
+        """Like ``close``, but the number of the job stays taken.
 
         Else the next model's job would be named by when garbage is collected, and not alike on all ranks.
         """

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from typing_extensions import override
 
 from psengine.collectives.base import Work
 from psengine.errors import ConfigurationError, FencedError, ServerError
@@ -87,12 +88,12 @@ class SyncServer(ServerStrategy):
         self._gradient_keys: set[int] = set()
 
     @property
+    @override
     def rule(self) -> dict[str, Any]:
-        """See ``ServerStrategy.rule``."""
         return {"name": "average", "quorum": self._options["quorum"]}
 
+    @override
     def lay_out(self, buckets: Sequence[Bucket]) -> None:
-        """See ``ServerStrategy.lay_out``."""
         super().lay_out(buckets)
         self._gradient_keys = {spec.key for chunks in self.chunks.of_bucket for spec, _, _ in chunks}
         # Averages land apart from what was sent: until everybody has an average, a worker may be asked for it.
@@ -114,8 +115,9 @@ class SyncServer(ServerStrategy):
 
     # ---- a step ------------------------------------------------------------------------------------------------
 
+    @override
     def weigh(self, weight: float | None) -> None:
-        """See ``Strategy.weigh``: the servers average by weight; 0 takes part and counts nothing.
+        """The servers average by weight; 0 takes part and counts nothing.
 
         Raises:
             ConfigurationError: the weight is none.
@@ -149,8 +151,9 @@ class SyncServer(ServerStrategy):
         except FencedError:
             self._rejoin()
 
+    @override
     def reduce(self, bucket: Bucket) -> Reduction:
-        """See ``Strategy.reduce``: the bucket's chunks leave for their shards."""
+        """The bucket's chunks leave for their shards."""
         payload, result = self._payloads[bucket.index], self._results[bucket.index]
         if payload is not bucket.flat:
             payload.copy_(bucket.flat)
@@ -175,8 +178,8 @@ class SyncServer(ServerStrategy):
         weight = self._weight if key in self._gradient_keys else None
         return self.session.push(key, None if weight == 0 else payload, [landing], weight=weight)
 
+    @override
     def reduce_usage(self, used: torch.Tensor) -> Work:
-        """See ``Strategy.reduce_usage``."""
         assert self.chunks.usage is not None
         landing = torch.empty(used.numel(), dtype=used.dtype)
         self._exchange(self.chunks.usage, used.cpu().contiguous().clone(), landing)
@@ -216,8 +219,9 @@ class SyncServer(ServerStrategy):
                 self._exchange(spec.key, self.chunks.values(spec), self._buffer_landings[spec.key])
         self.await_exchanges()
 
+    @override
     def finish(self) -> None:
-        """See ``Strategy.finish``: buffers become those of the lowest rank, as native DDP's broadcast makes them."""
+        """Buffers become those of the lowest rank, as native DDP's broadcast makes them."""
         self.finish_exchanges()
         for key, landing in (self._buffer_landings or {}).items():
             self.chunks.assign(self.chunks.specs[key], landing)
@@ -227,8 +231,9 @@ class SyncServer(ServerStrategy):
 
     # ---- joining late ------------------------------------------------------------------------------------------
 
+    @override
     def bind_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """See ``Strategy.bind_optimizer``: its state goes to workers that join, and comes from others if we do.
+        """Its state goes to workers that join, and comes from others if we do.
 
         Raises:
             ServerError: this worker has joined others, who have no such optimizer.

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from typing_extensions import override
 
 from psengine.flat_optimizers.kernel_windows import places_of
 from psengine.flat_optimizers.optimizers import ChunkOptimizer, OptimizerSpec, compensate, is_finite, staleness_factor
@@ -81,8 +82,8 @@ class ApplyingRule(ChunkRule):
             known = self.optimizer_spec
             raise ValueError(f"{known.name} of {len(known.groups)} groups over {len(known.runs)} runs")
 
+    @override
     def push(self, push: Push) -> list[Reply]:
-        """See ``ChunkRule.push``."""
         rank = push.rank
         last = self.last_sequence.get(rank, 0)
         if push.sequence <= last:
@@ -149,8 +150,8 @@ class ApplyingRule(ChunkRule):
                 self.optimizer.move_to(self.values)
         return self.values
 
+    @override
     def probe(self, rank: int, sequence: int) -> list[Reply]:
-        """See ``ChunkRule.probe``."""
         last = self.last_sequence.get(rank, 0)
         if sequence > last:
             return [self.reply(MessageType.MISSING, rank, sequence, self.version)]
@@ -163,8 +164,8 @@ class ApplyingRule(ChunkRule):
             return [self._pending(rank, sequence)]
         return [self.reply(MessageType.SENT, rank, sequence, self.version)]
 
+    @override
     def repeat(self, rank: int, sequence: int) -> list[Reply]:
-        """See ``ChunkRule.repeat``."""
         found = self.probe(rank, sequence)
         return [self._answer(rank, repeated=True)] if found and found[0].type is MessageType.SENT else found
 
@@ -206,8 +207,9 @@ class ApplyingRule(ChunkRule):
         if self._delay_compensation and self.spec.kind is ChunkKind.PARAMETER:
             self._backups[rank] = (self.version, self.values.clone())
 
+    @override
     def worker_came(self, rank: int, *, is_new_process: bool) -> list[Reply]:
-        """See ``ChunkRule.worker_came``; it starts level with the slowest, so that nobody waits for its past."""
+        """It starts level with the slowest, so that nobody waits for its past."""
         if is_new_process:
             self.last_sequence.pop(rank, None)
             self._restored_sequence.pop(rank, None)
@@ -218,14 +220,14 @@ class ApplyingRule(ChunkRule):
         self._clocks[rank] = min(others, default=self._clocks.get(rank, 0))
         return self._release() if self._max_staleness is not None else []
 
+    @override
     def worker_left(self, rank: int) -> list[Reply]:
-        """See ``ChunkRule.worker_left``."""
         self._held.pop(rank, None)
         self._backups.pop(rank, None)
         return self._release() if self._max_staleness is not None else []
 
+    @override
     def waiting(self) -> dict[int, list[int]]:
-        """See ``ChunkRule.waiting``."""
         if self._max_staleness is None or not self._held:
             return {}
         clocks = {rank: self._clocks.get(rank, 0) for rank in self.context.live_ranks()}
@@ -235,17 +237,18 @@ class ApplyingRule(ChunkRule):
             for rank in self._held
         }
 
+    @override
     def clocks(self) -> dict[int, int]:
-        """See ``ChunkRule.clocks``: the number of a worker's pushes, counted from where it joined."""
+        """The number of a worker's pushes, counted from where it joined."""
         return dict(self._clocks)
 
+    @override
     def extra_bytes(self) -> int:
-        """See ``ChunkRule.extra_bytes``."""
         optimizer_bytes = self.optimizer.size_bytes if self.optimizer is not None else 0
         return optimizer_bytes + len(self._backups) * self.spec.size_bytes
 
+    @override
     def to_meta(self) -> dict[str, Any]:
-        """See ``ChunkRule.to_meta``."""
         meta: dict[str, Any] = {
             "version": self.version,
             "last_sequence": _string_keys(self.last_sequence),
@@ -259,16 +262,16 @@ class ApplyingRule(ChunkRule):
             meta["steps"] = self.optimizer.steps()
         return meta
 
+    @override
     def tensors(self) -> dict[str, torch.Tensor]:
-        """See ``ChunkRule.tensors``."""
         tensors = {"values": self.values}
         if self.optimizer is not None:
             tensors.update({f"slot/{name}": tensor for name, tensor in self.optimizer.slots().items()})
         tensors.update({f"backup/{rank}": backup for rank, (_, backup) in self._backups.items()})
         return tensors
 
+    @override
     def restore(self, meta: dict[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
-        """See ``ChunkRule.restore``."""
         self.values.copy_(tensors["values"])
         self.version = meta["version"]
         self.last_sequence = _integer_keys(meta["last_sequence"])

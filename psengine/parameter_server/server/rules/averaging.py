@@ -23,6 +23,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
+from typing_extensions import override
 
 from psengine.errors import ProtocolError
 from psengine.flat_optimizers.optimizers import is_finite
@@ -73,8 +74,8 @@ class AveragingRule(ChunkRule):
         self._said: dict[int, int] = {}
         self._given: dict[int, int] = {}
 
+    @override
     def push(self, push: Push) -> list[Reply]:
-        """See ``ChunkRule.push``."""
         rank, sequence = push.rank, push.sequence
         last = self.last_sequence.get(rank, 0)
         if sequence < last:
@@ -130,8 +131,8 @@ class AveragingRule(ChunkRule):
                 )
             return  # the others are like this one
 
+    @override
     def probe(self, rank: int, sequence: int) -> list[Reply]:
-        """See ``ChunkRule.probe``."""
         if sequence in self._results:
             return [self.reply(MessageType.SENT, rank, sequence, self.version)]
         if rank in self._open.get(sequence, {}):
@@ -140,8 +141,9 @@ class AveragingRule(ChunkRule):
             return [pending, *self._complete(sequence)]
         return [self.reply(MessageType.MISSING, rank, sequence, self.version)]
 
+    @override
     def repeat(self, rank: int, sequence: int) -> list[Reply]:
-        """See ``ChunkRule.repeat``; an exchange that ended without this worker has a result for it too."""
+        """An exchange that ended without this worker has a result for it too."""
         if sequence not in self._results:
             return self.probe(rank, sequence)
         self.last_sequence[rank] = max(sequence, self.last_sequence.get(rank, 0))
@@ -164,8 +166,9 @@ class AveragingRule(ChunkRule):
         replies = [self._answer(other, sequence) for other in sorted(waiting)]
         return [*replies, *self.complete_all()]
 
+    @override
     def worker_came(self, rank: int, *, is_new_process: bool) -> list[Reply]:
-        """See ``ChunkRule.worker_came``; a new process that comes without state begins where the chunk stands."""
+        """A new process that comes without state begins where the chunk stands."""
         if is_new_process:
             self.last_sequence[rank] = self._given[rank] = self.version
             self._said.pop(rank, None)
@@ -204,8 +207,9 @@ class AveragingRule(ChunkRule):
         elif not was_live:
             self.last_sequence.pop(rank, None)
 
+    @override
     def worker_left(self, rank: int) -> list[Reply]:
-        """See ``ChunkRule.worker_left``; what it contributed to unfinished exchanges it has to send again."""
+        """What it contributed to unfinished exchanges it has to send again."""
         for sequence in sorted(self._open):
             contributions = self._open[sequence]
             if rank in contributions:
@@ -231,15 +235,16 @@ class AveragingRule(ChunkRule):
         self._given.clear()
         self.version = 0
 
+    @override
     def waiting(self) -> dict[int, list[int]]:
-        """See ``ChunkRule.waiting``."""
         waiting: dict[int, list[int]] = {}
         for sequence, contributions in self._open.items():
             waiting.update(dict.fromkeys(contributions, self._missing_from(sequence)))
         return waiting
 
+    @override
     def clocks(self) -> dict[int, int]:
-        """See ``ChunkRule.clocks``: the number of a worker's last exchange."""
+        """The number of a worker's last exchange."""
         return dict(self.last_sequence)
 
     def _missing_from(self, sequence: int) -> list[int]:
@@ -347,22 +352,24 @@ class AveragingRule(ChunkRule):
             for rank in behind
         ]
 
+    @override
     def extra_bytes(self) -> int:
-        """See ``ChunkRule.extra_bytes``."""
         held = [given for contributions in self._open.values() for given in contributions.values()]
         held_count = sum(given.values is not None for given in held)
         return (held_count + len(self._results)) * self.spec.size_bytes
 
+    @override
     def to_meta(self) -> dict[str, Any]:
-        """See ``ChunkRule.to_meta``; exchanges under way are not kept, because workers send them again."""
+        """Exchanges under way are not kept, because workers send them again."""
         return {"version": self.version, "values_version": self.values_version}
 
+    @override
     def tensors(self) -> dict[str, torch.Tensor]:
-        """See ``ChunkRule.tensors``."""
         return {} if self.values is None else {"values": self.values}
 
+    @override
     def restore(self, meta: dict[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
-        """See ``ChunkRule.restore``. Exchanges go on at whatever number workers say."""
+        """Exchanges go on at whatever number workers say."""
         self.version = 0
         self.values_version = meta["values_version"]
         self.values = tensors.get("values")
