@@ -26,7 +26,7 @@ from torch.nn import functional as F
 
 import psengine
 
-MOST_BYTES = 8_000_000
+MAX_BYTES = 8_000_000
 VALIDATION_BATCHES = 8
 
 
@@ -59,7 +59,7 @@ def parse_options() -> argparse.Namespace:
 def train() -> int:
     options = parse_options()
     context = psengine.init()
-    text = on_all_ranks(lambda: load_text(options.text, MOST_BYTES))
+    text = on_all_ranks(lambda: load_text(options.text, MAX_BYTES))
     torch.manual_seed(options.seed)
     network = SmallGPT(layers=options.layers, width=options.width, context_length=options.context).to(context.device)
     model, optimizer = on_all_ranks(lambda: wrap(network, options))

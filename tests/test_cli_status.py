@@ -288,7 +288,7 @@ def test_why_a_page_is_refused(capsys, monkeypatch):
         assert code == 1
         assert "answers 421" in found["problems"][0]
         assert "It says: this port answers to 127.0.0.1, localhost and [::1] alone" in found["problems"][0]
-        monkeypatch.setattr(server_status, "MOST_PAGE_BYTES", 10)
+        monkeypatch.setattr(server_status, "MAX_PAGE_BYTES", 10)
         _, found = status_of(capsys, "--servers", server.status_url)
         assert "its page is too long (expected at most 10 bytes)" in found["problems"][0]
 

@@ -691,7 +691,7 @@ def test_nothing_is_left_of_an_ipc_server_that_ended(tmp_path):
 def small_allowance():
     from psengine.parameter_server.server.transport import memory_guard
 
-    memory_guard.LEAST_ALLOWANCE_BYTES = 64 << 20
+    memory_guard.MIN_ALLOWANCE_BYTES = 64 << 20
 
 
 def test_a_message_that_never_ends_costs_its_connection_and_not_the_memory():

@@ -12,8 +12,8 @@ import torch
 from server_process import Peer, running_server
 from shard_world import APPLY, ErrorCode, Worker, World, codes, spec, team
 
-from psengine.parameter_server.server.core.events import MOST_EVENTS, SNAPSHOT_FAILED_REPEAT_S, EventLog
-from psengine.parameter_server.server.core.job_places import MOST_JOBS, MOST_JOBS_OF_ONE
+from psengine.parameter_server.server.core.events import MAX_EVENTS, SNAPSHOT_FAILED_REPEAT_S, EventLog
+from psengine.parameter_server.server.core.job_places import MAX_JOBS, MAX_JOBS_OF_ONE
 from psengine.parameter_server.server.status.actions import Actions, Deeds
 from psengine.protocol.messages import MessageType
 
@@ -73,12 +73,12 @@ def test_a_snapshot_leaves_out_what_is_over():
 
 def test_one_job_too_many_is_told_how_to_make_room():
     world = World(codec=False)
-    for number in range(MOST_JOBS):
+    for number in range(MAX_JOBS):
         finished(world, f"job{number}", numel=1, rule=APPLY)
     late = Worker(world, 0, job="late", rule=APPLY)
     assert late.hello() == ErrorCode.MEMORY
     (refused,) = late.take()
-    assert f"expected at most {MOST_JOBS}, got one more, 'late'" in refused.body["text"]
+    assert f"expected at most {MAX_JOBS}, got one more, 'late'" in refused.body["text"]
     assert "POST /actions/forget?job=NAME" in refused.body["text"]
     world.shard.forget("job7")
     assert late.hello() == "initialise"
@@ -89,25 +89,25 @@ def test_one_job_too_many_is_told_how_to_make_room():
 
 def test_who_begins_jobs_without_end_keeps_nobody_else_out():
     world = World(codec=False)
-    for number in range(2 * MOST_JOBS):
+    for number in range(2 * MAX_JOBS):
         Worker(world, 0, job=f"flood{number}", peer="192.0.2.1").hello()
-    assert len(world.shard._jobs) == MOST_JOBS_OF_ONE
+    assert len(world.shard._jobs) == MAX_JOBS_OF_ONE
     honest = [Worker(world, 0, job=f"job{number}", peer=f"192.0.2.{2 + number % 3}") for number in range(120)]
     assert [worker.hello() for worker in honest] == ["initialise"] * len(honest)
     assert [worker.hello() for worker in honest] == ["initialise"] * len(honest), "none of them made room"
-    assert len(world.shard._jobs) == MOST_JOBS
+    assert len(world.shard._jobs) == MAX_JOBS
 
 
 def test_of_ones_own_jobs_those_make_room_for_which_nobody_speaks():
     world = World(codec=False)
     alive = Worker(world, 0, job="alive", peer="192.0.2.1")
     assert alive.hello() == "initialise"
-    for number in range(MOST_JOBS_OF_ONE):
+    for number in range(MAX_JOBS_OF_ONE):
         Worker(world, 0, job=f"flood{number}", peer="192.0.2.1").hello()
     late = Worker(world, 0, job="late", peer="192.0.2.1")
     assert late.hello() == ErrorCode.MEMORY
     (refused,) = late.take()
-    assert f"expected at most {MOST_JOBS_OF_ONE} begun from 192.0.2.1" in refused.body["text"]
+    assert f"expected at most {MAX_JOBS_OF_ONE} begun from 192.0.2.1" in refused.body["text"]
     world.advance(2.5, alive)
     assert late.hello() == "initialise"
     assert {"alive", "late"} < {job.name for job in world.shard._jobs.values()}
@@ -115,7 +115,7 @@ def test_of_ones_own_jobs_those_make_room_for_which_nobody_speaks():
 
 def test_jobs_with_values_make_no_room():
     world = World(codec=False)
-    for number in range(MOST_JOBS):
+    for number in range(MAX_JOBS):
         worker = Worker(world, 0, job=f"job{number}", rule=APPLY, peer=f"192.0.2.{number % 2}")
         worker.initialise([spec(0, 1)])
     assert Worker(world, 0, job="late", peer="198.51.100.1").hello() == ErrorCode.MEMORY
@@ -216,13 +216,13 @@ def test_a_disk_that_is_full_for_days_leaves_room_for_other_events():
     now_s = [0.0]
     log = EventLog(lambda: now_s[0], lambda: now_s[0])
     log.note("evicted", "silent for 6.0 s, longer than its lease", job="a", worker=1)
-    for generation in range(2, 2 + 3 * MOST_EVENTS):
+    for generation in range(2, 2 + 3 * MAX_EVENTS):
         now_s[0] += 60.0
         log.note("snapshot_failed", f"a snapshot was not written: generation-{generation:08d}: disk full")
         log.note("snapshot_failed", "a snapshot was not written: no answer")
     events = log.to_status()
     assert events[0]["kind"] == "evicted"
     full = [event["text"] for event in events if "disk full" in event["text"]]
-    assert len(full) == 3 * MOST_EVENTS * 60 / SNAPSHOT_FAILED_REPEAT_S
+    assert len(full) == 3 * MAX_EVENTS * 60 / SNAPSHOT_FAILED_REPEAT_S
     assert full[0].endswith("generation-00000002: disk full")
     assert full[1].endswith("generation-00000062: disk full; 59 like it before")

@@ -171,7 +171,7 @@ def test_a_server_that_comes_back_with_other_keys_is_no_network_problem(keys):
             assert (
                 f"at {socket_beside(second.addresses[0])}: its client expects a server with another key" in second.log()
             )
-            assert second.status()["refused_connections"] >= connection.MOST_CUT_HANDSHAKES
+            assert second.status()["refused_connections"] >= connection.MAX_CUT_HANDSHAKES
 
 
 def test_a_server_that_is_away_behind_a_tunnel_is_waited_for(keys):
@@ -185,7 +185,7 @@ def test_a_server_that_is_away_behind_a_tunnel_is_waited_for(keys):
         first.kill()
         since_s = time.monotonic()
         while (
-            tunnel.dropped < 3 * connection.MOST_CUT_HANDSHAKES
+            tunnel.dropped < 3 * connection.MAX_CUT_HANDSHAKES
             or time.monotonic() < since_s + 2 * connection.CUT_HANDSHAKES_S
         ):
             time.sleep(0.02)

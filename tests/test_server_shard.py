@@ -103,7 +103,7 @@ class TestComing:
         assert Worker(world, 0, rule=APPLY).hello() == "ready"
 
     def test_jobs_nobody_is_in_make_room(self, monkeypatch):
-        monkeypatch.setattr("psengine.parameter_server.server.core.job_places.MOST_JOBS", 2)
+        monkeypatch.setattr("psengine.parameter_server.server.core.job_places.MAX_JOBS", 2)
         world = World()
         workers = [Worker(world, 0, job=name) for name in ("one", "two", "three")]
         assert [worker.hello() for worker in workers] == ["initialise", "initialise", ErrorCode.MEMORY]

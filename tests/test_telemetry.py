@@ -17,10 +17,10 @@ from torch import nn
 
 import psengine
 from psengine.errors import ConfigurationError
-from psengine.parameter_server.client.telemetry import MOST_COMING, Telemetry
+from psengine.parameter_server.client.telemetry import MAX_COMING, Telemetry
 from psengine.parameter_server.overview import merge_jobs
-from psengine.parameter_server.server.core.events import MOST_EVENTS, REPEAT_S, EventLog
-from psengine.parameter_server.server.core.job_record import MOST_DEPARTED
+from psengine.parameter_server.server.core.events import MAX_EVENTS, REPEAT_S, EventLog
+from psengine.parameter_server.server.core.job_record import MAX_DEPARTED
 from psengine.parameter_server.server.core.telemetry import NOT_FINITE, WorkerTelemetry
 from psengine.protocol.messages import ErrorCode, MessageType
 
@@ -111,7 +111,7 @@ class TestWhatAWorkerSays:
 
         telemetry = Telemetry()
         telemetry.report(loss=7.0)
-        coming = [Coming(float(i)) for i in range(MOST_COMING + 5)]
+        coming = [Coming(float(i)) for i in range(MAX_COMING + 5)]
         for one in coming:
             telemetry._queue(one)
         assert telemetry.to_body()["loss"] == 7.0
@@ -380,20 +380,20 @@ class TestEvents:
         for generation in range(9):
             log.note("snapshot", f"generation {generation} is written")
         assert [e["text"] for e in log.to_status()][3:] == ["generation 8 is written"]
-        for rank in range(MOST_EVENTS + 50):
+        for rank in range(MAX_EVENTS + 50):
             log.note("joined", "in", worker=rank)
-        assert len(log.to_status()) == MOST_EVENTS
-        assert log.to_status()[-1]["worker"] == MOST_EVENTS + 49
+        assert len(log.to_status()) == MAX_EVENTS
+        assert log.to_status()[-1]["worker"] == MAX_EVENTS + 49
 
     def test_departed_workers_are_bounded(self):
         world = World()
         team(world, 1, [spec(0, 4)], rule=APPLY)
-        for rank in range(1, MOST_DEPARTED + 5):
+        for rank in range(1, MAX_DEPARTED + 5):
             worker = Worker(world, rank, rule=APPLY)
             worker.hello()
             worker.send(MessageType.BYE)
         gone = world.shard.status(world.now_s)["jobs"]["demo"]["departed"]
-        assert [g["rank"] for g in gone] == list(range(5, MOST_DEPARTED + 5))
+        assert [g["rank"] for g in gone] == list(range(5, MAX_DEPARTED + 5))
 
 
 def test_snapshots_and_a_restart_are_told(tmp_path):

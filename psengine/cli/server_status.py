@@ -35,14 +35,14 @@ from psengine.protocol.keys import CurveClientKeys
 if TYPE_CHECKING:
     from psengine.parameter_server.client.client import Client
 
-MOST_PAGE_BYTES = 64 << 20
+MAX_PAGE_BYTES = 64 << 20
 # Of a page that says why there is none.
-MOST_REASON_CHARACTERS = 200
+MAX_REASON_CHARACTERS = 200
 PAGE = "/status.json"
 # A status has eight levels; another page's may be deeper than Python can go.
-MOST_LEVELS = 32
+MAX_LEVELS = 32
 # More than anything that is counted, and less than what a float cannot hold.
-MOST_SHOWN = 1e18
+MAX_SHOWN = 1e18
 LAST_UNIX_S = 253402300799  # of the year 9999, the last that has a calendar
 
 # What is added up, compared or drawn as a number.
@@ -253,7 +253,7 @@ class HttpSource(Source):
             raise OSError(str(error.reason)) from None
         # Neither an OSError nor a ValueError: what listens there speaks something else.
         except http.client.HTTPException as error:
-            said = str(error).strip()[:MOST_REASON_CHARACTERS]
+            said = str(error).strip()[:MAX_REASON_CHARACTERS]
             raise ValueError(f"{url} is no status page: no HTTP came back ({said or type(error).__name__})") from None
         try:
             page = _printable(json.loads(content))
@@ -270,8 +270,8 @@ class HttpSource(Source):
         content = bytearray()
         while part := response.read1(1 << 16):
             content += part
-            if len(content) > MOST_PAGE_BYTES:
-                raise OSError(f"its page is too long (expected at most {MOST_PAGE_BYTES} bytes)")
+            if len(content) > MAX_PAGE_BYTES:
+                raise OSError(f"its page is too long (expected at most {MAX_PAGE_BYTES} bytes)")
             if time.monotonic() > deadline_s:
                 raise OSError(f"its page had not ended after {self._timeout_s:g} s")
         return bytes(content)
@@ -337,14 +337,14 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _printable(value: Any, levels: int = MOST_LEVELS) -> Any:
+def _printable(value: Any, levels: int = MAX_LEVELS) -> Any:
     """What a server said may not move the cursor, or worse, of the terminal it is shown on.
 
     Raises:
         ValueError: it is nested too deeply.
     """
     if not levels:
-        raise ValueError(f"its status is nested too deeply (expected at most {MOST_LEVELS} levels)")
+        raise ValueError(f"its status is nested too deeply (expected at most {MAX_LEVELS} levels)")
     if isinstance(value, dict):
         return {_printable(name, levels - 1): _printable(item, levels - 1) for name, item in value.items()}
     if isinstance(value, list | tuple):
@@ -359,8 +359,8 @@ def _reason(error: urllib.error.HTTPError) -> str:
         return ""
     # One read, so that there is one timeout; what it says is an extra.
     with contextlib.suppress(OSError, http.client.HTTPException):
-        text = content.read1(4 * MOST_REASON_CHARACTERS).decode(errors="replace").strip()
-        return f" It says: {text[:MOST_REASON_CHARACTERS]}" if text else ""
+        text = content.read1(4 * MAX_REASON_CHARACTERS).decode(errors="replace").strip()
+        return f" It says: {text[:MAX_REASON_CHARACTERS]}" if text else ""
     return ""
 
 
@@ -415,13 +415,13 @@ def _check_numbers(entry: Mapping[str, Any], names: Iterable[str], *, may_lack: 
 
 
 def _check_number(name: str, value: Any) -> None:
-    if not (isinstance(value, int | float) and abs(value) <= MOST_SHOWN):  # nor is NaN
+    if not (isinstance(value, int | float) and abs(value) <= MAX_SHOWN):  # nor is NaN
         raise ValueError(f"{name} is no number that can be shown (got {value!r:.40})")
 
 
 def _check_counts(counts: Mapping[str, Any]) -> None:
     for name, count in counts.items():
-        if not (isinstance(count, int) and 0 <= count <= MOST_SHOWN) or name.strip().startswith("-"):
+        if not (isinstance(count, int) and 0 <= count <= MAX_SHOWN) or name.strip().startswith("-"):
             raise ValueError(f"{name:.40} is no count that can be shown (got {count!r:.40})")
 
 

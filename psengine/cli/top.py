@@ -24,7 +24,7 @@ from psengine.cli.server_status import Overview, ServerReport, Source, merge, sh
 from psengine.cli.status_table import events_view, jobs_view, servers_table
 
 FRAMES_PER_S = 4
-MOST_EVENTS = 200
+MAX_EVENTS = 200
 # Lines of the screen that events may take: the rest is the tables'.
 EVENT_LINES = 8
 CLOSING_S = 2.0
@@ -49,7 +49,7 @@ class Watch:
         self._reports: dict[str, ServerReport] = {}
         self._rates: Rates = {}
         self._answers: dict[str, int] = dict.fromkeys((source.address for source in sources), 0)
-        self._events: deque[dict[str, Any]] = deque(maxlen=MOST_EVENTS)
+        self._events: deque[dict[str, Any]] = deque(maxlen=MAX_EVENTS)
         self._stopping = threading.Event()
         self._threads = [
             threading.Thread(target=self._run, args=[source], name="psengine-top", daemon=True) for source in sources

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from psengine.verify import Comparison, Difference
 
 EXIT_DIFFERENT, EXIT_FAILED = 1, 3
-MOST_ROWS = 24
+MAX_ROWS = 24
 _COLORS = {
     "bitwise equal": "green",
     "within tolerance": "yellow",
@@ -189,7 +189,7 @@ def _print_history(console: Console, found: Comparison) -> None:
         table.add_column(heading, justify="right", no_wrap=True)
     for name in (found.strategy, found.against):
         table.add_column(Text(name), justify="right", overflow="fold")
-    stride = -(-len(found.history) // MOST_ROWS)
+    stride = -(-len(found.history) // MAX_ROWS)
     for place, entry in enumerate(found.history):
         if place % stride and entry["step"] not in (found.first.step, found.steps - 1):
             continue

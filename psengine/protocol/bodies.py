@@ -34,7 +34,7 @@ Check = Callable[[Any, bool], str]
 
 MAX_TEXT_CHARS = 4000
 # What a worker says of itself stays exact as a float: sums and differences of it are taken.
-MOST_COUNTED = 2**53
+MAX_COUNTED = 2**53
 # CHUNKS lists whole chunks; its sender is the server.
 _DEPTHS = {MessageType.CHUNKS: 6}
 _INT64_MAX = 2**63 - 1
@@ -383,10 +383,10 @@ SCHEMAS: dict[MessageType, Check] = {
     MessageType.HEARTBEAT: record(
         {},
         {
-            "steps": integer(0, MOST_COUNTED),
-            "step_s": number(0.0, MOST_COUNTED),
-            "blocked_s": number(0.0, MOST_COUNTED),
-            "samples": integer(0, MOST_COUNTED),
+            "steps": integer(0, MAX_COUNTED),
+            "step_s": number(0.0, MAX_COUNTED),
+            "blocked_s": number(0.0, MAX_COUNTED),
+            "samples": integer(0, MAX_COUNTED),
             "loss": nullable(_finite),
         },
     ),

@@ -44,7 +44,7 @@ now_ns = time.monotonic_ns
 
 # About 200 bytes each while they are recorded and in the file, five times that while it is written: some thousand
 # steps. What comes later is left out, and the file says so.
-MOST_EVENTS = 200_000
+MAX_EVENTS = 200_000
 
 
 class Group(Protocol):
@@ -75,7 +75,7 @@ class Recorder:
         self.is_on = False
         self.step = 0
         self.dropped = 0
-        self.most_events = MOST_EVENTS
+        self.most_events = MAX_EVENTS
         self.device: str | None = None
         self._events: list[Event] = []
         self._users = 0

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from psengine.errors import ConfigurationError, PSEngineError
 from psengine.verify.rank import NOTE, REPORT, USAGE
 
-MOST_RANKS = 64
+MAX_RANKS = 64
 _POLL_S = 0.05
 # How long other ranks may take to tell of an earlier failure than the one that was seen first; of what that one is a
 # consequence of; and to leave.

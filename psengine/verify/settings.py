@@ -9,7 +9,7 @@ import torch
 
 from psengine.errors import ConfigurationError
 from psengine.strategies.registry import STRATEGIES, did_you_mean, resolve_strategy
-from psengine.verify.launch import MOST_RANKS
+from psengine.verify.launch import MAX_RANKS
 from psengine.verify.training import NATIVE
 
 
@@ -47,7 +47,7 @@ class Settings:
     def __post_init__(self) -> None:
         for what, number, least, most in (
             ("steps", self.steps, 1, 10**6),
-            ("world_size", self.world_size, 1, MOST_RANKS),
+            ("world_size", self.world_size, 1, MAX_RANKS),
             ("seed", self.seed, 0, 2**31),
         ):
             if isinstance(number, bool) or not isinstance(number, int) or not least <= number <= most:

@@ -139,7 +139,7 @@ def test_a_worker_that_computes_for_long_keeps_both_its_connections(monkeypatch)
 def small_allowance():
     from psengine.parameter_server.server.transport import memory_guard
 
-    memory_guard.LEAST_ALLOWANCE_BYTES = 64 << 20
+    memory_guard.MIN_ALLOWANCE_BYTES = 64 << 20
 
 
 def test_who_never_reads_is_cut_and_nobody_else():

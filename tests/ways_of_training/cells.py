@@ -13,7 +13,7 @@ from psengine.parameter_server.server.core import job_places
 
 def hold_many_jobs() -> None:
     """In a server's process: an asynchronous job stays when its worker has left, and there is one for each cell."""
-    job_places.MOST_JOBS = job_places.MOST_JOBS_OF_ONE = 4096
+    job_places.MAX_JOBS = job_places.MAX_JOBS_OF_ONE = 4096
 
 
 def cells_of(columns: tuple[str, ...]) -> list[ParameterSet]:

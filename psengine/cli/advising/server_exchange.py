@@ -8,7 +8,7 @@ from contextlib import closing
 # The first ones open connections and grow buffers.
 _WARM_UP = 2
 _ROUNDS = 7
-MOST_BYTES = 16 << 20
+MAX_BYTES = 16 << 20
 CONNECT_S = 10.0
 
 
@@ -27,7 +27,7 @@ def server_exchange_s(size_bytes: int) -> float:
     from psengine.parameter_server.client.client import connect
     from psengine.parameter_server.client.embedded import EmbeddedServer
 
-    echoed_bytes = max(1, min(size_bytes, MOST_BYTES))
+    echoed_bytes = max(1, min(size_bytes, MAX_BYTES))
     with (
         EmbeddedServer.start() as server,
         closing(connect(server.addresses, role="reader", timeout_s=CONNECT_S, connect_timeout_s=CONNECT_S)) as client,

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 WATCH_S = 0.2
 # Who dies so often in so long will not be well after another start.
-MOST_DEATHS = 3
+MAX_DEATHS = 3
 DEATHS_WITHIN_S = 60.0
 # What a crash of a server may lose, where nobody says; psengine-server's own default is a minute.
 SNAPSHOT_INTERVAL_S = 15.0
@@ -69,7 +69,7 @@ class ServerGroup:
         self._report = report
         self._give_up = give_up
         self._servers: list[EmbeddedServer] = []
-        self._deaths: list[deque[float]] = [deque(maxlen=MOST_DEATHS) for _ in range(count)]
+        self._deaths: list[deque[float]] = [deque(maxlen=MAX_DEATHS) for _ in range(count)]
         self._failed_starts = [0] * count
         self._last_words = [""] * count
         self._is_ending = threading.Event()
@@ -165,10 +165,10 @@ class ServerGroup:
         failed_starts = self._failed_starts[index]
         if not failed_starts:
             self._last_words[index] = server.log()
-        dies_often = len(deaths) == MOST_DEATHS and deaths[-1] - deaths[0] <= DEATHS_WITHIN_S
+        dies_often = len(deaths) == MAX_DEATHS and deaths[-1] - deaths[0] <= DEATHS_WITHIN_S
         # A start that hangs until its deadline fails seldom, and for ever.
-        if dies_often or failed_starts == MOST_DEATHS:
-            how = f"died {MOST_DEATHS} times in {DEATHS_WITHIN_S:g} s"
+        if dies_often or failed_starts == MAX_DEATHS:
+            how = f"died {MAX_DEATHS} times in {DEATHS_WITHIN_S:g} s"
             if failed_starts:
                 attempts = "1 attempt" if failed_starts == 1 else f"{failed_starts} attempts"
                 how = f"died, and could not be started again ({attempts})"

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 CONNECT_S = 2.0
 # Over several servers the first few tell enough.
-_MOST = 16
+_MAX_ADDRESSES = 16
 
 
 def silent_servers(addresses: Sequence[str], *, deadline_s: float = CONNECT_S) -> list[str]:
@@ -16,7 +16,7 @@ def silent_servers(addresses: Sequence[str], *, deadline_s: float = CONNECT_S) -
 
     Only tcp:// ones are tried, all at once. A server behind a proxy may be taken for one that is there.
     """
-    tried = [address for address in addresses if address.startswith("tcp://")][:_MOST]
+    tried = [address for address in addresses if address.startswith("tcp://")][:_MAX_ADDRESSES]
     if not tried:
         return []
     with ThreadPoolExecutor(len(tried)) as pool:

@@ -59,10 +59,10 @@ LINGER_MS = 500
 ZERO_COPY_BYTES = 128 * 1024
 # Then other sockets, and what workers queued, get their turn.
 RECEIVES_PER_TURN = 64
-MOST_FRAMES = 3
+MAX_FRAMES = 3
 # Handshakes that are cut off this often, for this long, and never succeeded, are so for a reason. Those that run into
 # HANDSHAKE_MS come slower: a server that is stopped or busy is none that refuses.
-MOST_CUT_HANDSHAKES = 4
+MAX_CUT_HANDSHAKES = 4
 CUT_HANDSHAKES_S = 1.0
 SLOW_CUT_S = 1.5
 # Whoever is asked whether it is a server at all says so at once: the first bytes of a ZMTP greeting go out unasked.
@@ -322,14 +322,14 @@ class Connection:
             surplus = 0
             while frame.more:
                 frame = socket.recv(copy=False)
-                if len(frames) < MOST_FRAMES:
+                if len(frames) < MAX_FRAMES:
                     frames.append(frame.buffer)
                 else:
                     surplus += 1
             now_s = time.monotonic()
             try:
                 if surplus:
-                    raise ProtocolError(f"a message has too many frames (expected {MOST_FRAMES}, got {surplus} more)")
+                    raise ProtocolError(f"a message has too many frames (expected {MAX_FRAMES}, got {surplus} more)")
                 message = decode(frames)
             except ProtocolError as error:
                 self._receiver.garbled(index, error, now_s)
@@ -449,7 +449,7 @@ class _HandshakeMonitor:
                 found = self._error("one side expects CURVE keys and the other has none, or it is no psengine-server")
             else:
                 self._count_cut(now_s)
-        if self._cut_off >= MOST_CUT_HANDSHAKES and now_s - self._first_cut_s >= CUT_HANDSHAKES_S:
+        if self._cut_off >= MAX_CUT_HANDSHAKES and now_s - self._first_cut_s >= CUT_HANDSHAKES_S:
             self._cut_off = 0
             if not self.has_succeeded:
                 found = self._error(

@@ -39,9 +39,9 @@ logger = logging.getLogger(__name__)
 RETRY_S = 0.05
 DEFAULT_CREDIT_BYTES = 64 * 1024 * 1024
 # So many answers in a row that nobody can read, and waiting on is pointless.
-MOST_GARBLED = 3
+MAX_GARBLED = 3
 # A push that outlives so many recoveries is itself what is refused.
-MOST_FENCED = 4
+MAX_FENCED = 4
 
 ANSWERS = {
     MessageType.HELLO: MessageType.WELCOME,
@@ -429,7 +429,7 @@ class Link:
             return
         if isinstance(operation, Push) and code == ErrorCode.FENCED:
             operation.fenced_count += 1
-            if operation.fenced_count > MOST_FENCED:  # in good standing, and fenced again: this exchange is over
+            if operation.fenced_count > MAX_FENCED:  # in good standing, and fenced again: this exchange is over
                 self._fail(operation, self._refusal(operation, code, text), now_s)
                 return
         self._lost_membership(f"{self.address}: {text}")
@@ -442,7 +442,7 @@ class Link:
         """Something came that is no message."""
         self._garbled += 1
         self._last_problem = str(error)
-        if error.code == ErrorCode.VERSION or self._garbled >= MOST_GARBLED:
+        if error.code == ErrorCode.VERSION or self._garbled >= MAX_GARBLED:
             text = f"{self.address} does not speak this protocol: {error}"
             self.fail_all(ProtocolError(text, error.code), now_s)
             self._garbled = 0

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 PROBE_S = 1.0
 # However slow a link was: what was lost on it meanwhile is to be found.
-MOST_S = 30.0
+MAX_WAIT_S = 30.0
 
 
 class Patience:
@@ -33,5 +33,5 @@ class Patience:
 
     def wait_s(self, unanswered: int = 0) -> float:
         """How long to wait before the next question, after so many without an answer."""
-        first_s = max(PROBE_S, min(MOST_S, 2 * self.round_trip_s))
-        return min(first_s * 2.0 ** min(unanswered, 16), max(MOST_S, first_s))
+        first_s = max(PROBE_S, min(MAX_WAIT_S, 2 * self.round_trip_s))
+        return min(first_s * 2.0 ** min(unanswered, 16), max(MAX_WAIT_S, first_s))

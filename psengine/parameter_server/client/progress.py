@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 # Of one chunk's unused exchanges; where there are more, the oldest are forgotten.
-MOST_RUNS = 16
+MAX_RUNS = 16
 # msgpack needs at most this much for an integer, and a body has room for 64 KiB.
 _INTEGER_BYTES = 9
 _PAGE_BYTES = 48 * 1024
@@ -53,7 +53,7 @@ class _Known:
         if self.unused and self.unused[-1][1] >= first - 1:
             first = self.unused.pop()[0]
         self.unused.append((first, last))
-        del self.unused[:-MOST_RUNS]
+        del self.unused[:-MAX_RUNS]
 
 
 class Ledger:

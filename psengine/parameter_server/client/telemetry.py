@@ -20,11 +20,11 @@ from typing import Any, Protocol
 import torch
 
 from psengine.errors import ConfigurationError
-from psengine.protocol.bodies import MOST_COUNTED
+from psengine.protocol.bodies import MAX_COUNTED
 from psengine.tracing.observers import Observer
 
 # A training loop may be so many steps ahead of its GPU.
-MOST_COMING = 64
+MAX_COMING = 64
 
 
 class Telemetry:
@@ -80,13 +80,13 @@ class Telemetry:
             with self._reading:
                 found = _take(loss)
         with self._lock:
-            self._samples = min(self._samples + int(samples or 0), MOST_COUNTED)
+            self._samples = min(self._samples + int(samples or 0), MAX_COUNTED)
         if found is not None:
             self._queue(found)
 
     def _queue(self, loss: _Loss) -> None:
         with self._lock:
-            if len(self._coming) >= MOST_COMING:
+            if len(self._coming) >= MAX_COMING:
                 self._coming.pop()  # an older one is there sooner
             self._coming.append(loss)
             self._advance()

@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 STATE_BLOB = "worker_state"
 # In one step; who is fenced more often than this is too slow for its lease.
-MOST_REJOINS = 8
+MAX_REJOINS = 8
 
 
 class SyncServer(ServerStrategy):
@@ -194,7 +194,7 @@ class SyncServer(ServerStrategy):
         from psengine.parameter_server.client.operation import wait_all
 
         try:
-            for _ in range(MOST_REJOINS):
+            for _ in range(MAX_REJOINS):
                 try:
                     with self.session.telemetry.blocked():
                         wait_all(self._pushes)

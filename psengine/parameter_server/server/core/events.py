@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
-MOST_EVENTS = 200
+MAX_EVENTS = 200
 # A refused gradient comes with hundreds of chunks a second: one event tells, the next says how many followed.
 REPEAT_S = 30.0
 # A disk stays full for days, and every interval's snapshot fails: one an hour leaves room for what else happens.
@@ -20,7 +20,7 @@ _REPEATING = {
 }
 # A long run's log would be nothing else.
 _COLLAPSING = frozenset({"snapshot"})
-_MOST_REMEMBERED = 1024
+_MAX_REMEMBERED = 1024
 _NUMBER = re.compile(r"\d+")
 
 KINDS = frozenset(
@@ -63,7 +63,7 @@ class Event:
 
 
 class EventLog:
-    """The last ``MOST_EVENTS`` events; thread-safe.
+    """The last ``MAX_EVENTS`` events; thread-safe.
 
     Refusals and the like of one worker, or of all strangers to a job, are let through once in ``REPEAT_S``, snapshots
     that fail for one cause once in ``SNAPSHOT_FAILED_REPEAT_S``; of snapshots in a row the last one stays.
@@ -79,7 +79,7 @@ class EventLog:
         self._wall_clock_s = wall_clock_s
         self._clock_s = clock_s
         self._lock = threading.Lock()
-        self._events: deque[Event] = deque(maxlen=MOST_EVENTS)
+        self._events: deque[Event] = deque(maxlen=MAX_EVENTS)
         # (kind, job, worker; None for strangers, cause) -> (when the next may follow, how many were left out)
         self._repeats: dict[tuple[str, str, int | None, str], tuple[float, int]] = {}
 
@@ -106,7 +106,7 @@ class EventLog:
                 if now_s < next_s:
                     self._repeats[source] = (next_s, left_out + 1)
                     return
-                if len(self._repeats) >= _MOST_REMEMBERED:
+                if len(self._repeats) >= _MAX_REMEMBERED:
                     self._repeats.clear()
                 self._repeats[source] = (now_s + _REPEATING[kind], 0)
                 if left_out:

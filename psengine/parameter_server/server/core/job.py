@@ -18,7 +18,7 @@ from psengine.parameter_server.server.core.capture import Cuts
 from psengine.parameter_server.server.core.job_record import JobRecord
 from psengine.parameter_server.server.core.leaving import Leaving
 from psengine.parameter_server.server.core.losses import Losses
-from psengine.parameter_server.server.core.membership import MOST_WORKERS, Greeting, Member, Membership
+from psengine.parameter_server.server.core.membership import MAX_WORKERS, Greeting, Member, Membership
 from psengine.parameter_server.server.rules.applying import ApplyingRule
 from psengine.parameter_server.server.rules.averaging import AveragingRule
 from psengine.parameter_server.server.rules.chunk_store import ChunkStore, absent_ranges
@@ -132,9 +132,9 @@ class Job:
         rank, members = body.get("rank"), body.get("members") or []
         holder = self.membership.members.get(rank) if rank is not None else None
         largest = max(rank or 0, body["world_size"] - 1, *members, 0)
-        if largest >= MOST_WORKERS:
+        if largest >= MAX_WORKERS:
             raise ProtocolError(
-                f"a job has at most {MOST_WORKERS} workers (expected ranks below that, got {largest})",
+                f"a job has at most {MAX_WORKERS} workers (expected ranks below that, got {largest})",
                 ErrorCode.BAD_VALUE,
             )
         if self.averages and members:

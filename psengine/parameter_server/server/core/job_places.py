@@ -13,16 +13,16 @@ from psengine.errors import ProtocolError
 from psengine.parameter_server.server.core.job import Job
 from psengine.protocol.messages import ErrorCode
 
-MOST_JOBS = 256
+MAX_JOBS = 256
 # Of one key, user or address; the others' workers always find a place.
-MOST_JOBS_OF_ONE = 192
+MAX_JOBS_OF_ONE = 192
 
 
 def check_place(jobs: Collection[Job], peer: str, name: str) -> None:
     """Raise ProtocolError where another job of ``peer`` finds no place."""
     if not is_full(jobs, peer):
         return
-    most = f"at most {MOST_JOBS}" if len(jobs) >= MOST_JOBS else f"at most {MOST_JOBS_OF_ONE} begun from {peer}"
+    most = f"at most {MAX_JOBS}" if len(jobs) >= MAX_JOBS else f"at most {MAX_JOBS_OF_ONE} begun from {peer}"
     raise ProtocolError(
         f"this server has its most jobs already (expected {most}, got one more, {name!r}). Fix: end one that is no"
         " longer needed, by POST /actions/forget?job=NAME at the server's status port (--status-port, --status-token);"
@@ -33,7 +33,7 @@ def check_place(jobs: Collection[Job], peer: str, name: str) -> None:
 
 def is_full(jobs: Collection[Job], peer: str) -> bool:
     """Whether another job of ``peer`` finds no free place. "" is nobody in particular, who may have them all."""
-    return len(jobs) >= MOST_JOBS or (peer != "" and _count(jobs, peer) >= MOST_JOBS_OF_ONE)
+    return len(jobs) >= MAX_JOBS or (peer != "" and _count(jobs, peer) >= MAX_JOBS_OF_ONE)
 
 
 def find_replaceable(jobs: Collection[Job], peer: str, silent_since_s: float) -> Job | None:
@@ -44,7 +44,7 @@ def find_replaceable(jobs: Collection[Job], peer: str, silent_since_s: float) ->
     """
     unsealed = [job for job in jobs if not job.is_sealed]
     begun = Counter(job.begun_by for job in unsealed)
-    if _count(jobs, peer) < MOST_JOBS_OF_ONE:
+    if _count(jobs, peer) < MAX_JOBS_OF_ONE:
         for greedy, count in begun.most_common(1):
             if count > begun[peer] + 1 and greedy != peer:
                 return next(job for job in unsealed if job.begun_by == greedy)

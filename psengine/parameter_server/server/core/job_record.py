@@ -11,7 +11,7 @@ from psengine.parameter_server.server.core.membership import Member
 
 logger = logging.getLogger(__name__)
 
-MOST_DEPARTED = 20
+MAX_DEPARTED = 20
 
 _WORDS = {"left": "left", "evicted": "was evicted", "fenced": "was fenced"}
 
@@ -29,7 +29,7 @@ class JobRecord:
         self._job = job
         self._note_event = note
         self._wall_clock_ms = wall_clock_ms
-        self._departed: deque[dict[str, Any]] = deque(maxlen=MOST_DEPARTED)
+        self._departed: deque[dict[str, Any]] = deque(maxlen=MAX_DEPARTED)
 
     def joined(self, member: Member, donor: int | None = None) -> None:
         """A worker takes part, perhaps with the state of another."""

@@ -22,7 +22,7 @@ CLAIM_PATIENCE_S = 2.5
 # What a process sent before it died may still arrive after its successor's first message.
 CLAIM_GRACE_S = 0.5
 # Ranks lie below this: what is remembered of workers that are gone stays bounded.
-MOST_WORKERS = 65_536
+MAX_WORKERS = 65_536
 
 
 @dataclass(slots=True)

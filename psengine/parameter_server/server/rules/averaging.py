@@ -37,8 +37,8 @@ from psengine.protocol.messages import ErrorCode, MessageType
 HISTORY = 8
 # A worker has at most this many contributions to unfinished exchanges of a chunk: it numbers them one after the other,
 # and sends the next when it has the answer.
-MOST_OPEN = 2
-MOST_SHOWN_RANKS = 256
+MAX_OPEN = 2
+MAX_SHOWN_RANKS = 256
 
 
 class Contribution(NamedTuple):
@@ -86,9 +86,9 @@ class AveragingRule(ChunkRule):
             return []
         if sequence in self._results:
             return self._answer_late(push)
-        if sum(rank in contributions for contributions in self._open.values()) >= MOST_OPEN:
+        if sum(rank in contributions for contributions in self._open.values()) >= MAX_OPEN:
             raise ProtocolError(
-                f"{self.spec.describe()}: worker {rank} has contributions to {MOST_OPEN} unfinished exchanges already"
+                f"{self.spec.describe()}: worker {rank} has contributions to {MAX_OPEN} unfinished exchanges already"
                 f" (expected no more, got exchange {sequence})",
                 ErrorCode.CREDIT,
             )
@@ -252,7 +252,7 @@ class AveragingRule(ChunkRule):
         absent = [rank for rank in self.context.live_ranks() if rank not in contributions]
         # Who is further on has the average already.
         behind = [rank for rank in absent if not self._has_average(rank, sequence)]
-        return sorted({*behind, *self.context.missing_ranks()})[:MOST_SHOWN_RANKS]
+        return sorted({*behind, *self.context.missing_ranks()})[:MAX_SHOWN_RANKS]
 
     def _complete(self, sequence: int) -> list[Reply]:
         contributions = self._open.get(sequence)

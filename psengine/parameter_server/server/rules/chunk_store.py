@@ -20,7 +20,7 @@ from psengine.protocol.messages import DTYPE_NUMBERS, ErrorCode, Message, Messag
 
 PAGE_BYTES = 48 * 1024
 # Of optimizers that may be attached: how many chunk-sized slots, at most.
-MOST_SLOTS = 3
+MAX_SLOTS = 3
 
 Answer = tuple[MessageType, int, torch.Tensor | None, dict[str, Any]]
 
@@ -123,7 +123,7 @@ class ChunkStore:
             )
         spec = OptimizerSpec.from_body(message.body, rule.spec.numel)
         if rule.optimizer is None:
-            self._take_memory(MOST_SLOTS * rule.spec.size_bytes, f"the optimizer of {rule.spec.describe()}")
+            self._take_memory(MAX_SLOTS * rule.spec.size_bytes, f"the optimizer of {rule.spec.describe()}")
         try:
             rule.configure(spec)
         except ValueError as error:

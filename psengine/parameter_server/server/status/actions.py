@@ -15,7 +15,7 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass
 from typing import Any
 
-from psengine.parameter_server.server.core.membership import MOST_WORKERS
+from psengine.parameter_server.server.core.membership import MAX_WORKERS
 from psengine.parameter_server.server.durability.snapshot_thread import Outcome
 
 logger = logging.getLogger(__name__)
@@ -116,8 +116,8 @@ class Actions:
 
     def _evict(self, parameters: Mapping[str, str]) -> Answer:
         job, text = parameters["job"], parameters["worker"]
-        if not (text.isascii() and text.isdigit()) or len(text) > 5 or int(text) >= MOST_WORKERS:
-            return 400, _error(f"worker is no rank (expected 0 to {MOST_WORKERS - 1}, got {text[:40]!r}).")
+        if not (text.isascii() and text.isdigit()) or len(text) > 5 or int(text) >= MAX_WORKERS:
+            return 400, _error(f"worker is no rank (expected 0 to {MAX_WORKERS - 1}, got {text[:40]!r}).")
         try:
             is_known = self._deeds.evict(job, int(text))
         except FutureTimeoutError:

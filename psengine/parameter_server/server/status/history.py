@@ -25,9 +25,9 @@ _dumps = json.JSONEncoder(allow_nan=False, separators=(",", ":")).encode
 
 LENGTHS = {1: 600, 60: 1440}
 # Memory stays bounded whoever comes: workers cost 24 bytes a sample, 12.5 MB in all with both tracks full.
-MOST_WORKERS = 256
-MOST_JOBS = 64
-MOST_SHARDS = 256
+MAX_WORKERS = 256
+MAX_JOBS = 64
+MAX_SHARDS = 256
 
 
 class _Row:
@@ -110,13 +110,13 @@ class Track:
     """
 
     def __init__(
-        self, interval_s: int, length: int, *, most_workers: int = MOST_WORKERS, most_jobs: int = MOST_JOBS
+        self, interval_s: int, length: int, *, most_workers: int = MAX_WORKERS, most_jobs: int = MAX_JOBS
     ) -> None:
         self.interval_s = interval_s
         self._length = length
         self._unix_s = array("d", [math.nan]) * length
         self._count = 0
-        self._shards = _Rows(("bytes_in_per_s", "bytes_out_per_s"), MOST_SHARDS, length)
+        self._shards = _Rows(("bytes_in_per_s", "bytes_out_per_s"), MAX_SHARDS, length)
         self._jobs = _Rows(("applied_per_s", "refused_per_s", "staleness_mean"), most_jobs, length)
         self._workers = _Rows(("step", "loss", "steps_per_s"), most_workers, length)
 

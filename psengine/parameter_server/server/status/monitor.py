@@ -40,7 +40,7 @@ WAIT_S = 2.0
 REQUEST_TIMEOUT_S = 5.0
 REQUEST_DEADLINE_S = 10.0
 # Actions have their parameters in the address; a body is read only to be polite.
-MOST_BODY_BYTES = 4096
+MAX_BODY_BYTES = 4096
 _JSON = "application/json; charset=utf-8"
 _TEXT = "text/plain; charset=utf-8"
 _HTML = "text/html; charset=utf-8"
@@ -281,8 +281,8 @@ class _Handler(BaseHTTPRequestHandler):
         length = self.headers.get("Content-Length", "0")
         if "Transfer-Encoding" in self.headers or not (length.isascii() and length.isdigit()):
             return 411, _TEXT, b"Content-Length must say how long the body is; it is not needed at all\n"
-        if len(length) > 9 or int(length) > MOST_BODY_BYTES:
-            return 413, _TEXT, f"the body is too long (expected at most {MOST_BODY_BYTES} bytes)\n".encode()
+        if len(length) > 9 or int(length) > MAX_BODY_BYTES:
+            return 413, _TEXT, f"the body is too long (expected at most {MAX_BODY_BYTES} bytes)\n".encode()
         name = path.removeprefix("/actions/")
         # Only who may act is waited for.
         refused = self.refusal(name, query)

@@ -19,11 +19,11 @@ _STATM = Path("/proc/self/statm")
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 # Snapshots copy what is accounted for; optimizers and averages need scratch space.
 ACCOUNTED_FACTOR = 2.5
-MOST_OF_MACHINE = 0.95
+MAX_SHARE_OF_MACHINE = 0.95
 # After a cut, memory takes a moment to come back.
 PAUSE_S = 2.0
 # Libraries load parts of themselves late.
-LEAST_ALLOWANCE_BYTES = 512 * 2**20
+MIN_ALLOWANCE_BYTES = 512 * 2**20
 
 
 class MemoryGuard:
@@ -38,12 +38,12 @@ class MemoryGuard:
 
     def __init__(self, allowance_bytes: int, expected_bytes: Callable[[], int]) -> None:
         self.cuts = 0
-        self._allowance_bytes = max(allowance_bytes, LEAST_ALLOWANCE_BYTES)
+        self._allowance_bytes = max(allowance_bytes, MIN_ALLOWANCE_BYTES)
         self._ask = expected_bytes
         self._expected_bytes = 0
         self._baseline_bytes = resident_bytes() or 0
         # Whoever says HELLO often enough is expected to send much: never more than there is.
-        self._most_bytes = int(MOST_OF_MACHINE * machine_memory_bytes())
+        self._most_bytes = int(MAX_SHARE_OF_MACHINE * machine_memory_bytes())
         self._next_s = 0.0
 
     def excess_bytes(self) -> int:
