@@ -282,7 +282,7 @@ def largest_differences(
         ours.append(max((a.double() - b.double()).abs().max() for a, b in pairs))
     everyones = torch.stack(list(psengine.gather(torch.stack(ours))))
     parameters, buffers = everyones.amax(dim=0).tolist()
-    if model.strategy.carries_buffers:
+    if model.strategy.capabilities.carries_buffers:
         # All ranks have rank 0's already, which native DDP will give them before the next forward.
         buffers = everyones[0, 1].item()
     return {"parameters": parameters, "buffers": buffers}

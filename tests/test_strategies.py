@@ -85,7 +85,7 @@ def synchronous_contract(rank: int, world_size: int, name: str, servers: str) ->
     strategy.prepare(make_replica(parameters), synchronize=False)
     strategy.lay_out(buckets)
     strategy.close()
-    if strategy.carries_buffers:
+    if strategy.capabilities.carries_buffers:
         received = []  # nothing is broadcast: buffers travel with the gradients
     return {"start": start, "sent": gradients[-1], "averaged": averaged, "usage": usage, "received": received}
 

@@ -14,8 +14,8 @@ from psengine.tensors.bucket import Bucket
 class FiniteCheck:
     """Collects what packing counted (``Bucket.take_non_finite_counts``) and lets the ranks tell each other.
 
-    Where a strategy's replicas cannot tell each other (``Strategy.gathers``), the one with the fault raises before the
-    bucket leaves.
+    Where a strategy's replicas cannot tell each other (``Capabilities.gathers``), the one with the fault raises before
+    the bucket leaves.
 
     Args:
         names: of all parameters, by index; the same on every rank.
@@ -42,7 +42,7 @@ class FiniteCheck:
             NonFiniteGradientError: it holds the fault, and the other ranks cannot be told.
         """
         self._found += [(bucket, position, counts) for position, counts in bucket.take_non_finite_counts()]
-        if not self._strategy.gathers:
+        if not self._strategy.capabilities.gathers:
             error = self._describe([self._local_fault()], [self._rank])
             self._found = []
             if error is not None:
@@ -50,7 +50,7 @@ class FiniteCheck:
 
     def agree(self, device: torch.device) -> NonFiniteGradientError | None:
         """Exchange findings and return the error that every rank is to raise; None where all gradients are finite."""
-        if not self._strategy.gathers:
+        if not self._strategy.capabilities.gathers:
             return None
         fault = torch.tensor(self._local_fault(), device=device)
         self._found = []
@@ -96,7 +96,7 @@ class FiniteCheck:
 
     def add_shadow(self, device: torch.device) -> None:
         """Take part in the exchange for a rank without data, inside ``join``."""
-        if self._strategy.gathers:
+        if self._strategy.capabilities.gathers:
             error = self.agree(device)
             if error is not None:
                 raise error

@@ -109,7 +109,7 @@ class Reducer:
 
         self.iteration = 0
         self.has_rebuilt_buckets = False
-        self._layout_is_final = strategy.keeps_first_layout
+        self._layout_is_final = strategy.capabilities.keeps_first_layout
         self.buckets_reduced = 0
         self._layout = BucketLayout(
             self.parameters,
@@ -126,7 +126,7 @@ class Reducer:
         self._expect_hooks = False
         self._next_bucket = 0
         self._reductions: list[Reduction | None] = []
-        self._spans = ExchangeSpans(strategy.exchange_name)
+        self._spans = ExchangeSpans(strategy.capabilities.exchange_name)
         self._ready = bytearray(len(self.parameters))
         # By parameter: the bucket to count down in a hook's short way, None for the long way, False for no way at all
         # (see counting_hook).
@@ -497,7 +497,7 @@ class Reducer:
     def _create_missing_gradients(self, bucket: Bucket) -> None:
         """Of a bucket that had nobody to go to: an undefined gradient counts as zero, as it does among several."""
         has_all = all(parameter.grad is not None for parameter in bucket.parameters)
-        if self._is_packing or bucket.sparse or has_all or not self.strategy.defines_gradients:
+        if self._is_packing or bucket.sparse or has_all or not self.strategy.capabilities.defines_gradients:
             return
         skip = self._unused_positions(bucket) or [False] * len(bucket.parameters)
         for position, parameter in enumerate(bucket.parameters):
@@ -604,7 +604,7 @@ class Reducer:
         """Forget a half-finished iteration and rebuild buckets anew, for a changed group of ranks."""
         self._stop_expecting_hooks()
         self.has_rebuilt_buckets = False
-        self._layout_is_final = self.strategy.keeps_first_layout
+        self._layout_is_final = self.strategy.capabilities.keeps_first_layout
         self._arrival_order = []
         self._reductions = []
         self.usage = ParameterUsage(self._nodes.nodes, self.parameters[0].device, self.strategy)

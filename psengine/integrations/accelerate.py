@@ -78,7 +78,7 @@ class PSEngineAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has 
     def _wraps(self, model: torch.nn.Module) -> bool:
         strategy = resolve_strategy(self._wrapper_options["strategy"] or default_strategy())
         is_trained = any(parameter.requires_grad for parameter in model.parameters())
-        return is_trained and (self.use_distributed or not strategy.needs_process_group)
+        return is_trained and (self.use_distributed or not strategy.capabilities.needs_process_group)
 
     def _bind_optimizers(self) -> None:
         for prepared in self._optimizers:

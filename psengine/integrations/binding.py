@@ -40,7 +40,7 @@ class WrappedModels:
                 return DistributedOptimizer(optimizer, model)
             if not wanted.isdisjoint(owned):
                 concerned.append(model)
-        if all(model.strategy.workers_step for model in concerned):
+        if all(model.strategy.capabilities.workers_step for model in concerned):
             return optimizer
         return DistributedOptimizer(optimizer, concerned[0])
 

@@ -65,31 +65,42 @@ class Reduction(ABC):
         """
 
 
+@dataclass(frozen=True, kw_only=True)
+class Capabilities:
+    """What the rest of psengine knows about a strategy, before any object of it is made.
+
+    Attributes:
+        needs_process_group: the replicas are the ranks of a process group. False: workers meet at servers, so that a
+            process may be a world of its own.
+        keeps_first_layout: buckets stay as they were first laid out. False: the reducer rebuilds them once, in the
+            order in which gradients arrive.
+        carries_buffers: running statistics travel with the gradients. False: they are broadcast before each forward.
+        gathers: ``Strategy.gather`` reaches the other replicas.
+        workers_step: each worker steps its own optimizers, of any kind and number. False: servers step.
+        defines_gradients: backward leaves zeros where a gradient is undefined, as an average of several gradients does.
+            False: gradients are applied elsewhere, which can leave such a parameter alone.
+        exchange_name: what a timeline calls the exchange of a bucket.
+    """
+
+    needs_process_group: bool = True
+    keeps_first_layout: bool = False
+    carries_buffers: bool = False
+    gathers: bool = False
+    workers_step: bool = True
+    defines_gradients: bool = True
+    exchange_name: str = "reduce"
+
+
 class Strategy(ABC):
     """How replicas agree. One object serves one replica; nothing outside ``strategies/`` asks which kind it is.
 
     Attributes:
         name: what users write to get it.
-        needs_process_group: False where workers meet elsewhere, so that a process may be a world of its own.
-        keeps_first_layout: True where buckets must stay as they were first laid out, and are not rebuilt in the order
-            gradients arrive.
-        carries_buffers: True where running statistics travel with the gradients, so that no broadcast comes before a
-            forward.
-        gathers: True where ``gather`` reaches the other replicas.
-        exchange_name: what a timeline calls a bucket on its way.
-        workers_step: whether each worker steps optimizers itself, of any kind and number.
-        defines_gradients: whether backward leaves zeros where a gradient is undefined, as averages of several do. False
-            where gradients are applied elsewhere, which can leave such a parameter alone.
+        capabilities: what the rest of psengine knows about it.
     """
 
     name: ClassVar[str]
-    needs_process_group: ClassVar[bool] = True
-    keeps_first_layout: ClassVar[bool] = False
-    carries_buffers: ClassVar[bool] = False
-    gathers: ClassVar[bool] = False
-    exchange_name: ClassVar[str] = "reduce"
-    workers_step: ClassVar[bool] = True
-    defines_gradients: ClassVar[bool] = True
+    capabilities: ClassVar[Capabilities] = Capabilities()
 
     @property
     def worker_rank(self) -> int | None:

@@ -10,7 +10,7 @@ from typing_extensions import override
 
 from psengine.collectives.base import Collective, CompletedWork, Work
 from psengine.errors import CommunicationHookError, ConfigurationError, ReductionError
-from psengine.strategies.base import Reduction, Replica, Strategy
+from psengine.strategies.base import Capabilities, Reduction, Replica, Strategy
 from psengine.strategies.batch_weights import BatchWeights
 from psengine.strategies.verification import verify_replicas
 from psengine.tensors.bucket import Bucket
@@ -33,7 +33,7 @@ class SyncAllReduce(Strategy):
     """
 
     name = "sync"
-    gathers = True
+    capabilities = Capabilities(gathers=True)
 
     def __init__(self, *, dtype: torch.dtype | str | None = None) -> None:
         self._dtype = _checked_dtype(dtype)

@@ -72,7 +72,7 @@ class Settings:
 
 def is_over_servers(exchange: str) -> bool:
     """Whether ranks that train under ``exchange`` meet at servers."""
-    return exchange != NATIVE and not resolve_strategy(exchange).needs_process_group
+    return exchange != NATIVE and not resolve_strategy(exchange).capabilities.needs_process_group
 
 
 def _check_exchange(exchange: str) -> None:

@@ -68,7 +68,7 @@ class Training:
         self._device = device
         target.model.to(device)
         self._strategy = None if exchange.name == NATIVE else resolve_strategy(exchange.specification)
-        self.carries_buffers = self._strategy is not None and self._strategy.carries_buffers
+        self.carries_buffers = self._strategy is not None and self._strategy.capabilities.carries_buffers
         if self._strategy is None:
             self._wrapped = NativeDistributedDataParallel(target.model, **target.ddp_options)
             self._optimizer = self._make_optimizer()

@@ -100,7 +100,7 @@ def default_group(*, required: bool) -> dist.ProcessGroup | None:
 
 def check_default_group(wrapper: Any) -> None:
     """Refuse to copy or pickle a wrapper whose copy would not find its group again."""
-    if wrapper.process_group is None and not wrapper.strategy.needs_process_group:
+    if wrapper.process_group is None and not wrapper.strategy.capabilities.needs_process_group:
         return
     try:
         is_default = wrapper.process_group is dist.distributed_c10d._get_default_group()
@@ -133,7 +133,7 @@ def check_finite_covers(check_finite: bool, delayed: Sequence[tuple[str, torch.n
 
 def check_has_group(strategy: Strategy, what: str, instead: str) -> None:
     """Refuse ``what`` needs a process group where the strategy has none; ``instead`` says what to do."""
-    if not strategy.needs_process_group:
+    if not strategy.capabilities.needs_process_group:
         raise ConfigurationError(
             f"{what} is for strategies over collectives (got strategy={strategy.name!r}). {instead}"
         )
@@ -141,14 +141,14 @@ def check_has_group(strategy: Strategy, what: str, instead: str) -> None:
 
 def check_can_join(strategy: Strategy, has_group: bool, *, divide_by_initial_world_size: bool) -> None:
     """Refuse ``join`` where zeros from a rank without data would be applied, or counted in the wrong average."""
-    if not has_group or not strategy.workers_step:
+    if not has_group or not strategy.capabilities.workers_step:
         check_has_group(
             strategy,
             "join",
             "A worker without data leaves the servers instead: call model.strategy.close(), and the others go on"
             " without it.",
         )
-    if not strategy.needs_process_group and not divide_by_initial_world_size:
+    if not strategy.capabilities.needs_process_group and not divide_by_initial_world_size:
         raise ConfigurationError(
             f"strategy {strategy.name!r} divides by all ranks inside join, whose servers count a rank without data like"
             " any other (expected divide_by_initial_world_size=True, got False). Fix: leave it True, or use"

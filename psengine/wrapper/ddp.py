@@ -127,7 +127,7 @@ class DistributedDataParallel(NativeDistributedDataParallel):  # type: ignore[mi
         checks.check_delay_arguments(delay_all_reduce_named_params, param_to_hook_all_reduce)
         self.strategy = resolve_strategy(default_strategy() if strategy is None else strategy)
         self.process_group = checks.choose_process_group(
-            self, module, process_group, device_mesh, required=self.strategy.needs_process_group
+            self, module, process_group, device_mesh, required=self.strategy.capabilities.needs_process_group
         )
         self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
         delayed = list(delay_all_reduce_named_params or ())
@@ -222,7 +222,8 @@ class DistributedDataParallel(NativeDistributedDataParallel):  # type: ignore[mi
         )
         checks.check_state(replica.state)
         self.strategy.prepare(replica, synchronize=init_sync)
-        may_rebuild = (static_graph or not self.find_unused_parameters) and not self.strategy.keeps_first_layout
+        rebuilds = not self.strategy.capabilities.keeps_first_layout
+        may_rebuild = rebuilds and (static_graph or not self.find_unused_parameters)
         self.reducer = Reducer(
             list(parameters.values()),
             list(parameters),
@@ -390,7 +391,7 @@ class DistributedDataParallel(NativeDistributedDataParallel):  # type: ignore[mi
         self.modules_buffers = list(self.named_module_buffers.values())
 
     def _sync_buffers(self) -> None:
-        if self.strategy.carries_buffers:
+        if self.strategy.capabilities.carries_buffers:
             return
         source_rank = highest_rank(self._collective, self.device, True) if self._join_config.enable else 0
         with torch.no_grad():
@@ -587,13 +588,13 @@ class DistributedDataParallel(NativeDistributedDataParallel):  # type: ignore[mi
         return attributes
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.process_group = checks.default_group(required=state["strategy"].needs_process_group)
+        self.process_group = checks.default_group(required=state["strategy"].capabilities.needs_process_group)
         torch.nn.Module.__setstate__(self, state)
         self.logger = LoggingData()
         self._collective = resolve_collective(self._collective_choice, self.process_group, self.device)
         self._buffer_broadcast = BufferBroadcast()
         static_graph = self.static_graph
-        with_buffers = self.forward_sync_buffers and self.strategy.carries_buffers
+        with_buffers = self.forward_sync_buffers and self.strategy.capabilities.carries_buffers
         self._start(init_sync=False, init_sync_buffers=with_buffers, static_graph=static_graph)
         if static_graph:
             self.reducer.set_static_graph()

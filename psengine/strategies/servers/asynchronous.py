@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -56,7 +57,7 @@ class AsyncServer(ServerStrategy):
     """
 
     name = "async"
-    workers_step = False
+    capabilities = replace(ServerStrategy.capabilities, workers_step=False)
 
     def __init__(
         self,

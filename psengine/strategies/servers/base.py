@@ -18,7 +18,7 @@ import torch
 from typing_extensions import override
 
 from psengine.errors import ConfigurationError, ReductionError
-from psengine.strategies.base import Replica, Strategy
+from psengine.strategies.base import Capabilities, Replica, Strategy
 from psengine.strategies.servers.discovery import Meeting, leave, meet
 from psengine.tensors.bucket import Bucket
 
@@ -44,13 +44,15 @@ class ServerStrategy(Strategy):
         checksum: protect payloads by a hash on the way (TCP's own checks miss one error in some terabytes).
     """
 
-    needs_process_group = False
-    keeps_first_layout = True
-    carries_buffers = True
+    # defines_gradients: averages are defined by writing them; servers that apply gradients are told which are missing.
+    capabilities = Capabilities(
+        needs_process_group=False,
+        keeps_first_layout=True,
+        carries_buffers=True,
+        defines_gradients=False,
+        exchange_name="push",
+    )
     counts_usage = False
-    exchange_name = "push"
-    # Averages are defined by writing them; servers that apply gradients are told which ones are missing.
-    defines_gradients = False
 
     def __init__(
         self,
