@@ -23,8 +23,8 @@ from psengine.parameter_server.server.rules.applying import ApplyingRule
 from psengine.parameter_server.server.rules.averaging import AveragingRule
 from psengine.parameter_server.server.rules.chunk_store import ChunkStore, absent_ranges
 from psengine.parameter_server.server.rules.consistency import ChunkRule, Push, Reply, RuleContext
+from psengine.parameter_server.server.rules.received import received_values
 from psengine.parameter_server.server.rules.statistics import JobStatistics
-from psengine.protocol.codec import payload_tensor
 from psengine.protocol.layout import ChunkKind, job_number
 from psengine.protocol.messages import RECOVERY_VERSION, ErrorCode, Message, MessageType
 from psengine.tracing.logging_format import RateLimit
@@ -454,15 +454,7 @@ class Job:
         spec = rule.spec
         if spec.kind is ChunkKind.CONSTANT or (spec.kind is ChunkKind.USAGE and not self.averages):
             raise ProtocolError(f"{spec.describe()} is a {spec.kind.value}, which is not pushed in this job")
-        if message.payload is None:
-            values = None
-        elif message.numel != spec.numel or message.dtype is not spec.dtype:
-            raise ProtocolError(
-                f"{spec.describe()}: expected {spec.numel} values of {spec.dtype}, got {message.numel} of"
-                f" {message.dtype}"
-            )
-        else:
-            values = payload_tensor(message)
+        values = None if message.payload is None else received_values(message, spec)
         body = message.body
         weight = body.get("weight")
         if weight is not None and not self.averages:
@@ -520,11 +512,10 @@ class Job:
     def supply_result(self, message: Message, member: Member) -> list[Reply]:
         """RESULT: an average that ended before this server started."""
         rule = self.chunks.find(message.key)
-        fits = (message.dtype, message.numel) == (rule.spec.dtype, rule.spec.numel)
-        if not isinstance(rule, AveragingRule) or message.payload is None or not fits or not member.is_live:
+        if not isinstance(rule, AveragingRule) or not member.is_live:
             raise ProtocolError(f"{rule.spec.describe()}: this RESULT was not asked for")
-        contributors = message.body.get("contributors")
-        return rule.supply_result(member.rank, message.sequence, payload_tensor(message), contributors)
+        values = received_values(message, rule.spec)
+        return rule.supply_result(member.rank, message.sequence, values, message.body.get("contributors"))
 
     def probe(self, message: Message, member: Member) -> list[Reply]:
         """PROBE: what became of a push? REPEAT (and PROBE of protocol version 2): its answer again."""

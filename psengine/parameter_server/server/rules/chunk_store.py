@@ -12,6 +12,7 @@ from psengine.flat_optimizers.optimizers import OptimizerSpec
 from psengine.parameter_server.server.rules.applying import ApplyingRule
 from psengine.parameter_server.server.rules.averaging import AveragingRule
 from psengine.parameter_server.server.rules.consistency import ChunkRule, RuleContext
+from psengine.parameter_server.server.rules.received import received_values
 from psengine.protocol import bodies
 from psengine.protocol.codec import payload_tensor
 from psengine.protocol.hyperparameters import SLOTS
@@ -88,11 +89,7 @@ class ChunkStore:
         """REGISTER: take a chunk with its initial values; a repetition replaces it."""
         body = message.body
         spec = _spec_of(message)
-        if message.payload is not None and (message.dtype, message.numel) != (spec.dtype, spec.numel):
-            raise ProtocolError(
-                f"{spec.describe()}: expected {spec.numel} values of {spec.dtype}, got {message.numel} of"
-                f" {message.dtype}"
-            )
+        values = None if message.payload is None else received_values(message, spec)
         if body["kind"] == ChunkKind.USAGE.value and spec.dtype is not torch.int32:
             raise ProtocolError(f"{spec.describe()}: a usage map is int32 (got {spec.dtype})")
         if spec.kind is ChunkKind.PARAMETER and not (spec.dtype.is_floating_point or spec.dtype.is_complex):
@@ -103,8 +100,7 @@ class ChunkStore:
             self._check_listable(spec)
         if more_bytes > 0:
             self._take_memory(more_bytes, f"registering {spec.describe()}")
-        values = payload_tensor(message).clone() if message.payload is not None else None
-        self.rules[message.key] = self.make_rule(spec, values)
+        self.rules[message.key] = self.make_rule(spec, None if values is None else values.clone())
 
     def _check_listable(self, spec: ChunkSpec) -> None:
         try:
@@ -187,12 +183,7 @@ class ChunkStore:
             return
         rule = self.find(message.key)
         spec = rule.spec
-        if message.payload is None or (message.dtype, message.numel) != (spec.dtype, spec.numel):
-            raise ProtocolError(
-                f"{spec.describe()}: expected {spec.numel} values of {spec.dtype}, got {message.numel} of"
-                f" {message.dtype}"
-            )
-        values = payload_tensor(message)
+        values = received_values(message, spec)
         place, request = (message.worker, message.key, body.get("slot")), (message.incarnation, message.sequence)
         if self._last_stores.get(place) == request:
             return  # its OK was lost
