@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 from psengine import former_names
 from psengine.collectives.base import Collective
+from psengine.collectives.registry import register_collective
 from psengine.collectives.torch_backend import backend as torch_backend
 from psengine.data.metrics import gather, mean, sum
 from psengine.data.samplers import EvaluationSampler, ProportionalSampler
@@ -33,6 +34,7 @@ from psengine.errors import (
 )
 from psengine.gradients.norms import clip_grad_norm_
 from psengine.strategies.base import Strategy
+from psengine.strategies.registry import register_strategy
 from psengine.strategies.servers.asynchronous import AsyncServer
 from psengine.strategies.servers.sync import SyncServer
 from psengine.strategies.sync_all_reduce import SyncAllReduce
@@ -88,6 +90,8 @@ __all__ = [
     "init",
     "is_main_process",
     "mean",
+    "register_collective",
+    "register_strategy",
     "shutdown",
     "sum",
     "timeline",

@@ -43,6 +43,7 @@ FLOORS = [
     "protocol",
     "kernels",
     "environment",
+    "specification",
     "errors",
     "former_names",
     "version",

@@ -151,7 +151,7 @@ def test_registry():
     [
         ("asinc", r"got 'asinc'\)\. Did you mean async\?"),
         ("gossip", r"unknown strategy \(expected one of \[.*'sync'.*\], got 'gossip'\)"),
-        ("sync:quorum=3", r"expected some of \['dtype'\], got 'quorum=3'"),
+        ("sync:quorum=3", r"unknown option 'quorum' \(expected some of \['dtype'\] of strategy 'sync', got quorum=3\)"),
         (3, r"got 3\)"),
         (SyncAllReduce, "call it to make an object"),
         ("", r"got ''"),

@@ -87,9 +87,9 @@ def complete_strategy(incomplete: str) -> list[str]:
 
 def complete_collective(incomplete: str) -> list[str]:
     """Names of collectives, for the shell."""
-    from psengine.collectives.registry import NAMES
+    from psengine.collectives.registry import COLLECTIVES
 
-    return [name for name in NAMES if name.startswith(incomplete)]
+    return [name for name in COLLECTIVES if name.startswith(incomplete)]
 
 
 def run(

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 
 from psengine.errors import ConfigurationError
-from psengine.strategies.registry import STRATEGIES, did_you_mean, resolve_strategy
+from psengine.specification import did_you_mean
+from psengine.strategies.registry import STRATEGIES, resolve_strategy
 from psengine.verify.launch import MAX_RANKS
 from psengine.verify.training import NATIVE
 
