@@ -36,7 +36,6 @@ from psengine.gradients.error_texts import (
 )
 from psengine.gradients.finite_check import FiniteCheck
 from psengine.gradients.hooks import AccumulationNodes, ShortWay, counting_hook
-from psengine.gradients.norms import GradientNorms
 from psengine.gradients.static_graph import UNEXPECTED, StaticGraph
 from psengine.gradients.usage import ParameterUsage
 from psengine.strategies.base import Reduction, Strategy
@@ -91,7 +90,6 @@ class Reducer:
         self.names = list(names)
         self.strategy = strategy
         self.timer = BackwardTimer()
-        self.norms = GradientNorms()
         self._finite_check = FiniteCheck(self.names, strategy, rank) if check_finite else None
         self._rank = rank
         self._world_size = world_size
@@ -236,7 +234,6 @@ class Reducer:
         if self._has_weighed:
             self.strategy.weigh(self._batch_weight)
         self._is_packing = self._as_view or self.strategy.needs_packing or self._finite_check is not None
-        self.norms.begin()
         if self._finite_check is not None:
             self._finite_check.begin(self.buckets)
         self._ready[:] = bytes(len(self.parameters))
@@ -468,7 +465,7 @@ class Reducer:
                 if started_ns and result is not None:
                     started_ns = self._spans.waited(bucket, started_ns, self.iteration)
                 if result is not None and not self._optimizer_in_backward:
-                    self._unpack(bucket, result, reduction.square_sum)
+                    self._unpack(bucket, result)
                     if started_ns:
                         recorder.add("unpack", started_ns, step=self.iteration, args=bucket.facts)
         for future in self._post_backward_futures:
@@ -514,7 +511,7 @@ class Reducer:
         takes_long_way = self._is_recording_usage() or self._may_forget_a_backward
         self._short_way[:] = self._no_short_way if takes_long_way else self._no_way
 
-    def _unpack(self, bucket: Bucket, result: torch.Tensor, square_sum: float | None) -> None:
+    def _unpack(self, bucket: Bucket, result: torch.Tensor) -> None:
         skip = self._unused_positions(bucket)
         if bucket.sparse:
             bucket.unpack_sparse(result, skip)
@@ -522,9 +519,7 @@ class Reducer:
         if self._as_view:
             bucket.unpack_as_views(result, skip, adopt=self._mixed_precision_dtype is not None)
         else:
-            bucket.unpack(result, skip, sums_squares=self.norms.are_wanted and square_sum is None)
-        if skip is None or not any(skip):
-            self.norms.note(bucket, bucket.square_sum if square_sum is None else square_sum)
+            bucket.unpack(result, skip)
 
     # ---- for join, communication hooks and frameworks ----------------------------------------------------------
 

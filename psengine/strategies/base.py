@@ -45,14 +45,7 @@ class Replica:
 
 
 class Reduction(ABC):
-    """A bucket's gradients on their way.
-
-    Attributes:
-        square_sum: after ``wait``, where the exchange yielded it: the sum of squares of the result, the same bits on
-            every replica.
-    """
-
-    square_sum: float | None = None
+    """A bucket's gradients on their way."""
 
     @abstractmethod
     def wait(self) -> torch.Tensor | None:
@@ -170,9 +163,6 @@ class Strategy(ABC):
     def gather(self, tensor: torch.Tensor, what: str) -> list[torch.Tensor]:
         """Return every replica's ``tensor``, by rank, where ``gathers``; all call it at the same place."""
         return [tensor]
-
-    def collect_square_sums(self) -> None:  # noqa: B027 - most do not see a bucket once it is averaged
-        """From the next backward on, let reductions yield ``square_sum`` where that costs no further pass."""
 
     def finish(self) -> None:  # noqa: B027 - most strategies are done once their reductions are
         """The end of backward, after every reduction: returns when gradients are what ``step`` may use."""

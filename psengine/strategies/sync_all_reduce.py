@@ -153,10 +153,6 @@ class SyncAllReduce(Strategy):
         return self.collective.all_gather(tensor, what=what)
 
     @override
-    def collect_square_sums(self) -> None:
-        self.collective.collects_square_sums = True
-
-    @override
     def broadcast(self, tensors: Sequence[torch.Tensor], source_rank: int = 0) -> None:
         self.collective.broadcast(tensors, source_rank, what="buffers")
 
@@ -191,7 +187,6 @@ class _SumReduction(Reduction):
 
     def wait(self) -> torch.Tensor:
         self._work.wait()
-        self.square_sum = self._work.square_sum
         return self._flat
 
 

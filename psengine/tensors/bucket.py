@@ -116,7 +116,6 @@ class Bucket:
         flat: the packed gradients: 1-D dense, or the sparse gradient itself (None until packed).
         views: per parameter its part of ``flat``, shaped and strided like its gradient; see ``gradient_view``.
         pending: how many gradients of this backward are not yet ready.
-        square_sum: of the gradients as they were last unpacked, float64 on their device; None where nobody computed it.
     """
 
     def __init__(
@@ -149,7 +148,6 @@ class Bucket:
         self._gradient_views: list[torch.Tensor] = []
         # Whose gradients autograd may leave lazily conjugated or negated: others it copies, which resolves them.
         self._may_be_lazy = [i for i, p in enumerate(self.parameters) if p.is_complex() or p.numel() == 1]
-        self.square_sum: torch.Tensor | float | None = None
         self._flat: torch.Tensor | None = None
         self._runs: list[Run] = []
         # By position, for eager parameters: their own run.
@@ -400,15 +398,13 @@ class Bucket:
                 " are expected from torch.nn.Embedding and torch.nn.EmbeddingBag with sparse=True only."
             )
 
-    def unpack(self, result: torch.Tensor, skip: Sequence[bool] | None, *, sums_squares: bool = False) -> None:
+    def unpack(self, result: torch.Tensor, skip: Sequence[bool] | None) -> None:
         """Write ``result`` (same layout as ``flat``) to the gradients; missing ones are created.
 
         Args:
             result: the reduced gradients; ``flat`` itself, or a tensor that a communication hook returned.
             skip: positions that stay untouched, because no rank used the parameter; None skips nothing.
-            sums_squares: whether to set ``square_sum``, where the pass that writes them can yield it.
         """
-        self.square_sum = None
         if skip is None or not any(skip):
             for parameter, view in zip(self.parameters, self.views, strict=True):
                 if parameter.grad is None:
@@ -417,11 +413,7 @@ class Bucket:
                     )
             gradients = [_detached(parameter.grad) for parameter in self.parameters]
             if self._is_native and result.is_contiguous() and result.dtype.is_floating_point:
-                result = result.view(-1)
-                if sums_squares:
-                    self.square_sum = ops.unpack_stats_(gradients, result, 1.0, self._layout)[1].sum()
-                else:
-                    ops.unpack_(gradients, result, 1.0, self._layout)
+                ops.unpack_(gradients, result.view(-1), 1.0, self._layout)
             else:
                 torch._foreach_copy_(gradients, self._views_of_result(result))
             return

@@ -487,8 +487,8 @@ class _PushedGradient:
         self._version = -1 if parameter.grad is None else parameter.grad._version
 
     def is_unchanged(self) -> bool:
-        """Whether it is the same tensor with the same values; not every write counts up its version, see
-        ``gradient_norms.py``.
+        """Whether it is the same tensor with the same values. Not every write counts up its version: those through
+        ``.data`` do not, nor does ``torch.amp.GradScaler.unscale_``.
         """
         gradient, sent = self._gradient, self._sent
         if self._parameter.grad is not gradient:
