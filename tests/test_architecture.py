@@ -63,8 +63,6 @@ EXCEPTIONS = {
 }
 MAY_USE_TORCH_DISTRIBUTED = {
     "cli/bench_worker",
-    "cli/doctor_checks/collectives",
-    "cli/doctor_checks/exchange_ranks",
     "cli/launching/elastic",
     "cli/launching/nodes",
     "cli/launching/torchrun_options",

@@ -6,7 +6,6 @@ import ctypes
 import json
 import os
 import re
-import resource
 import socket
 import subprocess
 import sys
@@ -19,21 +18,16 @@ from server_process import running_server
 
 import psengine
 from psengine.cli import doctor
-from psengine.cli.doctor_checks import collectives, host, naming, processor, servers, software, variables
-from psengine.cli.doctor_checks.findings import Circumstances, Level, ok
-from psengine.cli.doctor_checks.network_interfaces import interface_of, list_interfaces
+from psengine.cli.doctor_checks import exchange, machine, network, servers, variables
+from psengine.cli.doctor_checks.findings import CheckContext, Level, ok
 from psengine.cli.main import main
 from psengine.parameter_server.server.transport.authentication import keygen
 
 PACKAGE = Path(psengine.__file__).parent
 
 
-def run_check(check, variables=None, **circumstances):
-    return list(check(Circumstances(variables=variables or {}, **circumstances)))
-
-
-def worst(findings):
-    return max(findings, key=lambda finding: list(Level).index(finding.level))
+def run_check(check, variables=None, **context):
+    return list(check(CheckContext(variables=variables or {}, **context)))
 
 
 def exit_code(arguments):
@@ -75,10 +69,10 @@ def test_the_whole_report_of_a_machine_with_three_mistakes():
 
 
 def test_selected_checks_are_readable_lines(capsys):
-    assert exit_code(["doctor", "--only", "versions", "--only", "packages"]) == 0
+    assert exit_code(["doctor", "--only", "versions", "--only", "cuda"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert re.match(rf"ok +versions +psengine {re.escape(psengine.__version__)}, torch ", lines[0])
-    assert any("extra server" in line for line in lines)
+    assert "cuda" in lines[1]
     assert lines[-1].startswith("0 problems, ")
 
 
@@ -100,35 +94,22 @@ def test_wrong_arguments_are_one_message_and_code_2(arguments, words, capsys):
 
 
 def test_a_check_that_fails_or_hangs_is_a_finding(monkeypatch):
-    def fails(circumstances):
+    def fails(context):
         yield ok("this far")
         raise KeyError("missing")
 
-    def hangs(circumstances):
+    def hangs(context):
         yield ok("this far")
         time.sleep(60)
 
-    circumstances = Circumstances(variables={})
-    first, second = doctor.examine("fails", fails, circumstances)
+    context = CheckContext(variables={})
+    first, second = doctor.examine("fails", fails, context)
     assert (first.text, second.level) == ("this far", Level.WARNING)
     assert "KeyError" in second.text
     monkeypatch.setattr(doctor, "CHECK_DEADLINE_S", 0.2)
-    first, second = doctor.examine("hangs", hangs, circumstances)
+    first, second = doctor.examine("hangs", hangs, context)
     assert (first.text, second.level) == ("this far", Level.PROBLEM)
     assert "0.2 s" in second.text
-
-
-# ---- software ------------------------------------------------------------------------------------------------------
-
-
-def test_the_extras_are_those_of_the_project():
-    tomllib = pytest.importorskip("tomllib")
-    project = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text())["project"]
-    for extra, packages in software.EXTRAS.items():
-        wanted = [entry.split(";") for entry in project["optional-dependencies"][extra]]
-        assert packages == dict(entry[0].strip().split(">=") for entry in wanted if len(entry) == 1)
-    oldest = ".".join(map(str, software.OLDEST_TORCH))
-    assert f"torch>={oldest}" in project["dependencies"]
 
 
 # ---- the machine ---------------------------------------------------------------------------------------------------
@@ -136,7 +117,7 @@ def test_the_extras_are_those_of_the_project():
 
 @pytest.mark.parametrize("text", ["abc", "0", "-1", "1.5", "2,x"])
 def test_a_number_of_threads_that_is_none(text):
-    (finding, *_) = run_check(processor.threads, {"OMP_NUM_THREADS": text})
+    (finding, *_) = run_check(machine.threads, {"OMP_NUM_THREADS": text})
     assert finding.level is Level.PROBLEM
     assert repr(text) in finding.text
     assert re.search(r"OMP_NUM_THREADS=\d+", finding.fix)
@@ -145,54 +126,15 @@ def test_a_number_of_threads_that_is_none(text):
 def test_more_threads_than_cores():
     cores = len(os.sched_getaffinity(0))
     given = {"OMP_NUM_THREADS": str(cores), "LOCAL_WORLD_SIZE": "2"}
-    (finding,) = run_check(processor.threads, given)
+    (finding,) = run_check(machine.threads, given)
     assert finding.level is Level.WARNING
     assert f"2 ranks here with {cores} threads each" in finding.text
-    (finding,) = run_check(processor.threads, {**given, "OMP_NUM_THREADS": "1", "LOCAL_WORLD_SIZE": "1"})
+    (finding,) = run_check(machine.threads, {**given, "OMP_NUM_THREADS": "1", "LOCAL_WORLD_SIZE": "1"})
     assert finding.level is Level.OK
 
 
-def test_a_model_that_does_not_fit_into_memory():
-    (finding,) = run_check(processor.memory, model_bytes=1 << 50)
-    assert finding.level is Level.PROBLEM
-    assert run_check(processor.memory)[0].facts["total_bytes"] > 0
-
-
-def _limits_with_few_files(rank, world_size):
-    resource.setrlimit(resource.RLIMIT_NOFILE, (100, 200))
-    return run_check(host.limits)
-
-
-def test_few_open_files():
-    (findings,) = run_ranks(_limits_with_few_files, 1, init_group=False)
-    assert findings[0].level is Level.PROBLEM
-    assert "open files: 100" in findings[0].text
-    assert "ulimit -n 200" in findings[0].fix
-
-
-def _share_memory_and_hide_it(rank, world_size):
-    shared = run_check(host.memory_sharing)
-    # Nobody looks into a process that is not dumpable, but for those who may trace everything: root's children.
-    set_dumpable, drop_capability, may_trace = 4, 24, 19
-    prctl = ctypes.CDLL(None).prctl
-    if prctl(set_dumpable, 0) != 0 or (os.geteuid() == 0 and prctl(drop_capability, may_trace) != 0):
-        return shared, None
-    return shared, run_check(host.memory_sharing)
-
-
-def test_another_process_opens_our_memory_or_cannot():
-    (((shared,), hidden),) = run_ranks(_share_memory_and_hide_it, 1, init_group=False)
-    assert shared.level is Level.OK
-    if hidden is None:
-        pytest.skip("this process may not give up what lets its children see it")
-    (refused,) = hidden
-    assert refused.level is Level.WARNING
-    assert "cannot open this one's memory (PermissionError" in refused.text
-
-
-def test_the_clock_and_dev_shm_are_looked_at():
-    assert [finding.level for finding in run_check(host.clock)] == [Level.OK]
-    assert run_check(host.dev_shm)[0].facts["size_bytes"] > 0
+def test_dev_shm_is_looked_at():
+    assert run_check(machine.dev_shm)[0].facts["size_bytes"] > 0
 
 
 # ---- names ---------------------------------------------------------------------------------------------------------
@@ -211,10 +153,10 @@ def _rename_this_host(name):
 def _hostnames(rank, world_size):
     if not _rename_this_host("nowhere.invalid"):
         return None
-    alone = run_check(naming.hostname)
-    spanning = run_check(naming.hostname, {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"})
+    alone = run_check(network.hostname)
+    spanning = run_check(network.hostname, {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"})
     socket.sethostname("localhost")
-    return alone, spanning, run_check(naming.hostname)
+    return alone, spanning, run_check(network.hostname)
 
 
 def test_a_hostname_that_does_not_resolve():
@@ -229,26 +171,16 @@ def test_a_hostname_that_does_not_resolve():
     assert "connect to themselves" in loopback.text
 
 
-def test_interfaces_are_those_of_the_kernel():
-    names = {entry.name for entry in Path("/sys/class/net").iterdir()}
-    found = list_interfaces()
-    assert {one.name for one in found} == names
-    assert interface_of("127.0.0.1").is_loopback
-    assert interface_of("192.0.2.200") is None
-
-
 @pytest.mark.parametrize(
     ("given", "level", "words"),
     [
         ({"GLOO_SOCKET_IFNAME": "lo"}, Level.OK, "lo"),
-        ({"GLOO_SOCKET_IFNAME": "nope0"}, Level.PROBLEM, "there is no interface nope0"),
-        ({"NCCL_SOCKET_IFNAME": "l"}, Level.OK, "lo"),  # a prefix
-        ({"NCCL_SOCKET_IFNAME": "=l"}, Level.PROBLEM, "there is no interface l"),
+        ({"GLOO_SOCKET_IFNAME": "nope0"}, Level.PROBLEM, "GLOO_SOCKET_IFNAME=nope0: there is no such interface"),
         ({"GLOO_SOCKET_IFNAME": "lo", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}, Level.PROBLEM, "loopback"),
     ],
 )
-def test_interfaces_that_variables_name(given, level, words):
-    finding = run_check(naming.interfaces, given)[-1]
+def test_the_interface_that_gloo_is_told_to_take(given, level, words):
+    finding = run_check(network.hostname, given)[0]
     assert finding.level is level
     assert words in finding.text
 
@@ -292,13 +224,9 @@ def test_what_launchers_set(given, level, words):
         ({"PSENGINE_STRATEGY": "async:max_stalness=3"}, "max_stalness", "correct PSENGINE_STRATEGY"),
         ({"PSENGINE_SERVERS": "a:7077"}, "malformed", "correct PSENGINE_SERVERS"),
         ({"PSENGINE_COLLECTIVE": "gloo"}, "unknown collective", "correct PSENGINE_COLLECTIVE"),
-        ({"PSENGINE_STALL_S": "soon"}, "a number of seconds", "correct PSENGINE_STALL_S"),
-        ({"PSENGINE_LEASE_S": "five"}, "a number of seconds", "correct PSENGINE_LEASE_S"),
-        ({"PSENGINE_WORKER": "-1"}, "a rank", "correct PSENGINE_WORKER"),
-        ({"PSENGINE_SERVER_KEY": "/nowhere.pub"}, "cannot be read", "correct PSENGINE_SERVER_KEY"),
     ],
 )
-def test_variables_that_count_for_nothing(given, words, fix):
+def test_variables_that_are_misspelt_or_malformed(given, words, fix):
     (finding,) = run_check(variables.variables, {"HOME": "/", **given})
     assert finding.level is Level.PROBLEM
     assert words in finding.text
@@ -325,9 +253,8 @@ def test_a_server_is_reached_and_measured():
         text = "\n".join(finding.text for finding in findings)
         assert {finding.level for finding in findings} <= {Level.OK, Level.WARNING}, text  # the machine may be busy
         facts = {name: value for finding in findings for name, value in finding.facts.items()}
-        assert (facts["interface"], facts["shards"]) == ("lo", 2)
+        assert (facts["local_address"], facts["shards"]) == ("127.0.0.1", 2)
         assert facts["software"] == psengine.__version__
-        assert facts["asked"] == "ECHO"
         assert facts["round_trip_s"] > 0
         assert facts["bytes_per_s"] == pytest.approx(2 * servers.LARGE_BYTES / facts["echo_s"])
         assert facts["step_s"] == pytest.approx(10_000_000 / servers.LARGE_BYTES * facts["echo_s"])
@@ -356,7 +283,7 @@ def test_servers_that_are_not_there():
         found = run_check(servers.servers, servers=[dead, "tcp://nowhere.invalid:7077", "ipc:///nowhere"])
     assert [finding.level for finding in found] == [Level.PROBLEM] * 3
     assert all(finding.fix for finding in found)
-    assert f"{dead}: nobody listens (127.0.0.1 through lo (127.0.0.1))" in found[0].text
+    assert f"{dead}: nobody listens (127.0.0.1 from 127.0.0.1)" in found[0].text
     assert "does not resolve" in found[1].text
     assert "no such socket" in found[2].text
 
@@ -389,8 +316,8 @@ def test_a_server_that_wants_other_keys(tmp_path, monkeypatch):
     assert "encrypted" in welcome.text
 
 
-@pytest.mark.slow
-def test_gloo_on_an_interface_that_is_not_there():
-    found = run_check(collectives.exchange, {**os.environ, "GLOO_SOCKET_IFNAME": "nope0"})
-    assert worst(found).level is Level.PROBLEM
-    assert any("nope0" in finding.text for finding in found)
+def test_gloo_on_an_interface_that_is_not_there(monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nope0")
+    (finding,) = run_check(exchange.exchange)
+    assert finding.level is Level.PROBLEM
+    assert "nope0" in finding.text

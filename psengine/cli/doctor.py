@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
-import queue
 import threading
-import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Annotated, Any
 
@@ -17,40 +15,33 @@ from rich.table import Table
 from rich.text import Text
 
 from psengine.cli.console import open_console, printable
-from psengine.cli.doctor_checks import collectives, host, naming, processor, servers, software, variables
-from psengine.cli.doctor_checks.findings import Check, Circumstances, Finding, Level, problem, started_with, warning
+from psengine.cli.doctor_checks import exchange, machine, network, servers, software, variables
+from psengine.cli.doctor_checks.findings import Check, CheckContext, Finding, Level, problem, started_with, warning
+from psengine.errors import ConfigurationError
 from psengine.parameter_server.client.addresses import parse_addresses
 
 # In the order of the report.
 CHECKS: dict[str, Check] = {
     "versions": software.versions,
     "installation": software.installed,
-    "packages": software.packages,
     "native-extension": software.native_extension,
     "cuda": software.cuda,
-    "backends": collectives.backends,
-    "cores": processor.cores,
-    "threads": processor.threads,
-    "memory": processor.memory,
-    "dev-shm": host.dev_shm,
-    "memory-sharing": host.memory_sharing,
-    "limits": host.limits,
-    "clock": host.clock,
-    "hostname": naming.hostname,
-    "interfaces": naming.interfaces,
+    "threads": machine.threads,
+    "dev-shm": machine.dev_shm,
+    "hostname": network.hostname,
     "launcher": variables.launcher,
     "variables": variables.variables,
-    "exchange": collectives.exchange,
+    "exchange": exchange.exchange,
     "servers": servers.servers,
 }
 CHECK_DEADLINE_S = 20.0
-# Beyond the others' deadline: two interpreters start.
+# Two interpreters start.
 EXCHANGE_DEADLINE_S = 45.0
 EXIT_PROBLEM = 1
 STYLES = {Level.OK: "green", Level.NOTE: "cyan", Level.WARNING: "yellow", Level.PROBLEM: "bold red"}
 EPILOG = (
     "Examples: [bold]psengine doctor[/bold] · [bold]psengine doctor --servers tcp://a:7077,tcp://b:7077 --model-mb"
-    " 100[/bold] · [bold]psengine doctor --only hostname --only interfaces --json[/bold]"
+    " 100[/bold] · [bold]psengine doctor --only hostname --only exchange --json[/bold]"
 )
 
 
@@ -79,25 +70,24 @@ def doctor(
     ] = 5.0,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
 ) -> None:
-    """Look for what keeps training from working, or from being fast: versions, native code, GPUs, cores, memory,
-    limits, names, variables, a trial all-reduce, and the way to each server. Every finding comes with its fix.
+    """Look for what keeps training from working, or from being fast: versions, native code, GPUs, threads,
+    host names, variables, a trial all-reduce, and the way to each server. Every finding comes with its fix.
 
     Exit code 0: no problem (there may be warnings); 1: at least one; 2: wrong arguments.
     """
     names = _selected(only)
-    given = started_with()
-    circumstances = Circumstances(
-        variables=given,
+    context = CheckContext(
+        variables=started_with(),
         servers=_named_servers(servers),
         model_bytes=None if model_mb is None else int(model_mb * 1e6),
         timeout_s=timeout_s,
     )
-    # What libraries log about a dead server is in the findings.
+    # The findings say what the client logs about a dead server.
     logging.getLogger("psengine").addHandler(logging.NullHandler())
     console = open_console()
     found: list[tuple[str, Finding]] = []
     for name in names:
-        for finding in examine(name, CHECKS[name], circumstances):
+        for finding in examine(name, CHECKS[name], context):
             found.append((name, finding))
             if not as_json:
                 _show(console, name, finding)
@@ -110,47 +100,34 @@ def doctor(
         raise typer.Exit(EXIT_PROBLEM)
 
 
-def examine(name: str, check: Check, circumstances: Circumstances) -> Iterator[Finding]:
-    """What a check finds, as it finds it; that it failed, or did not end in time, is a finding too."""
-    findings: queue.SimpleQueue[Finding | None] = queue.SimpleQueue()
+def examine(name: str, check: Check, context: CheckContext) -> list[Finding]:
+    """What a check finds; a check that fails, or does not end in time, is a finding too."""
+    findings: list[Finding] = []
 
     def work() -> None:
         try:
-            for finding in check(circumstances):
-                findings.put(finding)
+            for finding in check(context):
+                findings.append(finding)
         except Exception as error:
-            findings.put(
-                warning(
-                    f"this check itself failed: {type(error).__name__}: {error}",
-                    "report it, with the output of psengine doctor --json",
-                )
-            )
-        finally:
-            findings.put(None)
+            text = f"this check itself failed: {type(error).__name__}: {error}"
+            findings.append(warning(text, "report it, with the output of psengine doctor --json"))
 
-    # A daemon: what hangs must not keep the command from ending.
-    threading.Thread(target=work, name=f"psengine-doctor-{name}", daemon=True).start()
-    limit_s = _deadline_of(name, circumstances)
-    deadline_s = time.monotonic() + limit_s
-    while True:
-        try:
-            finding = findings.get(timeout=max(0.0, deadline_s - time.monotonic()))
-        except queue.Empty:
-            yield problem(
-                f"this check had not ended after {limit_s:g} s",
-                "something it asks does not answer: name servers, the network, or a very busy machine",
-            )
-            return
-        if finding is None:
-            return
-        yield finding
+    # A daemon thread: a check that hangs must not keep the command from ending.
+    thread = threading.Thread(target=work, name=f"psengine-doctor-{name}", daemon=True)
+    thread.start()
+    limit_s = _deadline_of(name, context)
+    thread.join(limit_s)
+    if not thread.is_alive():
+        return findings
+    fix = "something that it asks does not answer: name servers, the network, or a very busy machine"
+    return [*findings, problem(f"this check had not ended after {limit_s:g} s", fix)]
 
 
-def _deadline_of(name: str, circumstances: Circumstances) -> float:
+def _deadline_of(name: str, context: CheckContext) -> float:
     if name == "exchange":
-        return EXCHANGE_DEADLINE_S + circumstances.timeout_s
+        return EXCHANGE_DEADLINE_S
     if name == "servers":
-        return CHECK_DEADLINE_S + len(circumstances.servers) * (CHECK_DEADLINE_S + 4 * circumstances.timeout_s)
+        return CHECK_DEADLINE_S + len(context.servers) * (CHECK_DEADLINE_S + 4 * context.timeout_s)
     return CHECK_DEADLINE_S
 
 
@@ -164,9 +141,7 @@ def _selected(only: Sequence[str] | None) -> list[str]:
 
 
 def _named_servers(servers: str | None) -> tuple[str, ...]:
-    """Addresses to try. One in the environment that cannot be read is the finding of another check."""
-    from psengine.errors import ConfigurationError
-
+    """Addresses to try. A malformed PSENGINE_SERVERS is a finding of the check ``variables``."""
     try:
         return parse_addresses(servers)
     except ConfigurationError:
@@ -176,7 +151,7 @@ def _named_servers(servers: str | None) -> tuple[str, ...]:
 
 
 def _show(console: Console, name: str, finding: Finding) -> None:
-    # What a server calls itself is among the texts.
+    # Texts may hold names that a server sent.
     lines = [Text(printable(finding.text))]
     if finding.fix:
         lines.append(Text.assemble(("fix: ", "bold"), printable(finding.fix)))

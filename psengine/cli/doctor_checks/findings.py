@@ -16,11 +16,11 @@ class Level(str, Enum):
 
     OK = "ok"
     NOTE = "note"  # worth knowing
-    WARNING = "warning"  # will bite somebody, or costs time
+    WARNING = "warning"  # costs time, or will fail later
     PROBLEM = "problem"  # training will fail, or not do what was asked for
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Finding:
     """One thing that a check found.
 
@@ -28,7 +28,7 @@ class Finding:
         level: how bad it is.
         text: what was found, with the numbers.
         fix: what to do about it; "" where there is nothing to do.
-        facts: the same for programs.
+        facts: the numbers of the text, for programs.
     """
 
     level: Level
@@ -38,14 +38,14 @@ class Finding:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Circumstances:
-    """What checks look at, where it is not the machine itself.
+class CheckContext:
+    """What checks look at besides the machine itself.
 
     Attributes:
         variables: the environment this process was started with.
         servers: addresses of parameter servers.
-        model_bytes: size of the user's parameters, to say what a step costs; None where it was not told.
-        timeout_s: deadline of one answer of a server, and of meeting another process.
+        model_bytes: size of the user's parameters, to say what a step costs; None where it is not known.
+        timeout_s: deadline of one answer of a server.
     """
 
     variables: Mapping[str, str]
@@ -61,36 +61,42 @@ class Circumstances:
         return (world is not None and local is not None and world > local) or (nodes is not None and nodes > 1)
 
     def number(self, name: str) -> int | None:
-        """A variable's value where it is a number of digits, else None."""
+        """The value of a variable that consists of digits, else None."""
         text = self.variables.get(name, "").strip()
         return int(text) if text.isdecimal() else None
 
 
-Check = Callable[[Circumstances], Iterator[Finding]]
+Check = Callable[[CheckContext], Iterator[Finding]]
 
 
 def ok(text: str, **facts: Any) -> Finding:
     """All is as it should be."""
-    return Finding(level=Level.OK, text=text, facts=facts)
+    return Finding(Level.OK, text, facts=facts)
 
 
 def note(text: str, fix: str = "", **facts: Any) -> Finding:
     """Worth knowing."""
-    return Finding(level=Level.NOTE, text=text, fix=fix, facts=facts)
+    return Finding(Level.NOTE, text, fix, facts)
 
 
 def warning(text: str, fix: str, **facts: Any) -> Finding:
-    """Will bite somebody, or costs time."""
-    return Finding(level=Level.WARNING, text=text, fix=fix, facts=facts)
+    """Costs time, or will fail later."""
+    return Finding(Level.WARNING, text, fix, facts)
 
 
 def problem(text: str, fix: str, **facts: Any) -> Finding:
     """Training will fail, or not do what was asked for."""
-    return Finding(level=Level.PROBLEM, text=text, fix=fix, facts=facts)
+    return Finding(Level.PROBLEM, text, fix, facts)
+
+
+def problem_of(error: Exception, fix: str, subject: str = "") -> Finding:
+    """A problem in an error's own words, with the error's own fix where its message has one."""
+    text, _, own_fix = str(error).partition(" Fix: ")
+    return problem(text if not subject or text.startswith(subject) else f"{subject}: {text}", own_fix or fix)
 
 
 def started_with() -> dict[str, str]:
-    """The variables this process was started with, before any library set its own; those of now without a /proc."""
+    """The environment this process was started with, before libraries changed it; today's where there is no /proc."""
     content = read_text("/proc/self/environ")
     if not content:
         return inherited_variables()
@@ -104,11 +110,3 @@ def read_text(path: str | Path) -> str:
         return Path(path).read_bytes().decode(errors="replace").strip()
     except OSError:
         return ""
-
-
-def size_text(size_bytes: float) -> str:
-    """A size as people say it: 512 MiB, 1.5 GiB."""
-    for unit, scale in (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
-        if size_bytes >= scale:
-            return f"{size_bytes / scale:.3g} {unit}"
-    return f"{size_bytes:.0f} B"

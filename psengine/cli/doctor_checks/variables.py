@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import difflib
 import socket
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import fields
+from collections.abc import Callable, Iterator
 
-from psengine.cli.doctor_checks.findings import Circumstances, Finding, note, ok, problem, warning
+from psengine.cli.doctor_checks.findings import CheckContext, Finding, note, ok, problem, problem_of, warning
 from psengine.environment.launchers import detect
 from psengine.errors import MissingExtraError, PSEngineError
 
@@ -33,16 +32,15 @@ KNOWN = (
 ALIKE, ALIKE_WITHOUT_PREFIX = 0.75, 0.88
 
 
-def launcher(circumstances: Circumstances) -> Iterator[Finding]:
+def launcher(context: CheckContext) -> Iterator[Finding]:
     """Where the launcher's variables place this process, as ``psengine.init`` would read them."""
     try:
-        placement = detect(circumstances.variables)
+        placement = detect(context.variables)
     except PSEngineError as error:
-        text, _, fix = str(error).partition(" Fix: ")
-        yield problem(text, fix or "correct the variables, or unset them")
+        yield problem_of(error, "correct the variables, or unset them")
         return
     if placement.launcher == "none":
-        halves = [name for name in ("MASTER_ADDR", "MASTER_PORT") if circumstances.variables.get(name, "").strip()]
+        halves = [name for name in ("MASTER_ADDR", "MASTER_PORT") if context.variables.get(name, "").strip()]
         if halves:
             yield warning(
                 f"{' and '.join(halves)} set, and RANK and WORLD_SIZE are not: a script would train alone",
@@ -51,11 +49,11 @@ def launcher(circumstances: Circumstances) -> Iterator[Finding]:
         elif placement.note:
             yield note(placement.note)
         else:
-            yield ok("no launcher: a script started here is a world of its own", launcher="none")
+            yield ok("no launcher: a script started here is a world of its own")
         return
     where = f"{placement.launcher} places this process as rank {placement.rank} of {placement.world_size}"
     if placement.master is None:
-        yield ok(where, launcher=placement.launcher)
+        yield ok(where)
         return
     address, port = placement.master.address, placement.master.port
     try:
@@ -66,32 +64,28 @@ def launcher(circumstances: Circumstances) -> Iterator[Finding]:
             "set MASTER_ADDR to a name or address of rank 0's host that every host knows",
         )
     else:
-        yield ok(f"{where}, meeting at {address}:{port}", launcher=placement.launcher)
+        yield ok(f"{where}, meeting at {address}:{port}")
 
 
-def variables(circumstances: Circumstances) -> Iterator[Finding]:
-    """PSENGINE_* variables: known by name, and with a value that can be read."""
-    given = {name: value for name, value in circumstances.variables.items() if name.startswith(PREFIX)}
+def variables(context: CheckContext) -> Iterator[Finding]:
+    """PSENGINE_* variables: known by name; and those that every training reads have a value that can be read."""
     known = known_names()
-    has_trouble = False
-    for name in circumstances.variables:
+    findings = []
+    for name, value in context.variables.items():
         close = _misspelt(name, known)
         if close is not None:
-            has_trouble = True
-            yield problem(
-                f"{name} is no variable of psengine, and counts for nothing",
-                f"did you mean {close}?" if close else f"unset it; known are {', '.join(known)}",
-                variable=name,
-            )
-    for name, reason in _unreadable(given):
-        has_trouble = True
-        text, _, fix = reason.partition(" Fix: ")
-        yield problem(f"{name}={given[name]!r}: {text}", fix or f"correct {name}, or unset it", variable=name)
-    if not has_trouble:
-        # Values may be secrets of the site; names are not.
-        yield ok(
-            f"set: {', '.join(sorted(given))}" if given else "no PSENGINE_* variable is set", variables=sorted(given)
-        )
+            fix = f"did you mean {close}?" if close else f"unset it; known are {', '.join(known)}"
+            findings.append(problem(f"{name} is no variable of psengine, and is ignored", fix))
+        elif name in _readers() and value.strip():
+            try:
+                _readers()[name](value.strip())
+            except MissingExtraError:
+                pass
+            except PSEngineError as error:
+                findings.append(problem_of(error, f"correct {name}, or unset it", f"{name}={value!r}"))
+    given = sorted(name for name in context.variables if name.startswith(PREFIX))
+    # Values may be secrets of the site; names are not.
+    yield from findings or [ok(f"set: {', '.join(given)}" if given else "no PSENGINE_* variable is set")]
 
 
 def known_names() -> list[str]:
@@ -102,7 +96,7 @@ def known_names() -> list[str]:
 
 
 def _misspelt(name: str, known: list[str]) -> str | None:
-    """None for a known variable or a stranger's; else the known one it resembles most, or ""."""
+    """None for a known or an unrelated variable; else the known one it resembles most, or ""."""
     if name in known:
         return None
     if name.startswith(PREFIX):
@@ -110,54 +104,13 @@ def _misspelt(name: str, known: list[str]) -> str | None:
     return next(iter(difflib.get_close_matches(name.upper(), known, n=1, cutoff=ALIKE_WITHOUT_PREFIX)), None)
 
 
-def _unreadable(given: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    """Each variable whose value cannot be used, and the reason."""
-    for name, read in _readers().items():
-        if name in given and given[name].strip():
-            try:
-                read(given[name].strip())
-            except MissingExtraError:
-                continue  # that is what the check of packages says
-            except PSEngineError as error:
-                yield name, str(error)
-            except ValueError as error:
-                yield name, f"expected {error}"
-
-
 def _readers() -> dict[str, Callable[[str], object]]:
     from psengine.collectives.registry import check_name
     from psengine.parameter_server.client.addresses import parse_addresses
-    from psengine.parameter_server.server.settings import ServerSettings
-    from psengine.protocol.keys import read_key_pair, read_public_key
     from psengine.strategies.registry import resolve_strategy
 
     return {
-        "PSENGINE_CLIENT_KEY": read_key_pair,
         "PSENGINE_COLLECTIVE": check_name,
         "PSENGINE_SERVERS": parse_addresses,
-        "PSENGINE_SERVER_KEY": read_public_key,
-        "PSENGINE_STALL_S": _seconds,
         "PSENGINE_STRATEGY": resolve_strategy,
-        "PSENGINE_TIMELINE_STEPS": _count,
-        "PSENGINE_WORKER": _rank,
-        **{PREFIX + setting.name.upper(): setting.metadata["parse"] for setting in fields(ServerSettings)},
     }
-
-
-def _seconds(text: str) -> None:
-    try:
-        is_good = 0 <= float(text) < float("inf")
-    except ValueError:
-        is_good = False
-    if not is_good:
-        raise ValueError("a number of seconds, 0 or more")
-
-
-def _count(text: str) -> None:
-    if not (text.isdecimal() and int(text) > 0):
-        raise ValueError("a number of steps, 1 or more")
-
-
-def _rank(text: str) -> None:
-    if not (text.isdecimal() and int(text) < 65536):
-        raise ValueError("a rank, 0 to 65535")
