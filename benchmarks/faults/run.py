@@ -8,12 +8,12 @@ from dataclasses import asdict
 from pathlib import Path
 
 _ROOT = Path(__file__).parents[2]
-sys.path[:0] = [str(_ROOT / "tests" / "attacks"), str(_ROOT / "tests"), str(_ROOT / "benchmarks")]
+sys.path[:0] = [str(_ROOT / "tests"), str(_ROOT / "benchmarks")]
 
-from bad_links import run_lossy, run_slow  # noqa: E402
-from kill_loop import AVERAGE, Counters, run_async, run_sync  # noqa: E402
+from attacks.bad_links import run_lossy, run_slow  # noqa: E402
+from attacks.kill_loop import AVERAGE, Counters, run_async, run_sync  # noqa: E402
 from machine import describe_machine  # noqa: E402
-from server_process import APPLY  # noqa: E402
+from support.server_process import APPLY  # noqa: E402
 
 ROWS = {
     "async, server killed": lambda tries, seed: run_async(tries, seed, 0.0),

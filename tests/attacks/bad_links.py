@@ -14,10 +14,10 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-from kill_loop import Counters
-from lossy_proxy import lossy_proxy
-from server_process import SGD, ServerProcess, running_server
-from throttled_relay import throttled_relay
+from attacks.kill_loop import Counters
+from attacks.lossy_proxy import lossy_proxy
+from attacks.throttled_relay import throttled_relay
+from support.server_process import SGD, ServerProcess, running_server
 
 from psengine.parameter_server.client import patience
 from psengine.parameter_server.client.options import SessionOptions

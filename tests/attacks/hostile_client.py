@@ -27,12 +27,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-sys.path[:0] = [str(Path(__file__).parent.parent), str(Path(__file__).parent.parent / "fuzz")]
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
-import torch  # noqa: E402
-from server_process import AVERAGE_RULE as AVERAGE  # noqa: E402
-from server_process import Peer as PeerOverAnything  # noqa: E402
-from server_process import ServerProcess, running_server  # noqa: E402
+import torch
+from support.server_process import AVERAGE_RULE as AVERAGE
+from support.server_process import Peer as PeerOverAnything
+from support.server_process import ServerProcess, running_server
 
 NOBODY = 2**32 - 1
 # As from another machine.
@@ -126,7 +126,7 @@ def strangers(server: ServerProcess, count: int) -> Counters:
 
 def samples() -> dict[str, Any]:
     """A good message of each type that a client may send, but for HELLO: those of the protocol's vectors."""
-    from fuzz_codec import SEEDS
+    from fuzz.fuzz_codec import SEEDS
 
     from psengine.protocol.codec import decode
     from psengine.protocol.session import SERVER_SENDS
@@ -141,7 +141,7 @@ def samples() -> dict[str, Any]:
 
 def mutated_frames(server: ServerProcess, count: int) -> Counters:
     """The fuzzer's mutations of good messages, over a socket."""
-    from fuzz_codec import SEEDS, mutate
+    from fuzz.fuzz_codec import SEEDS, mutate
 
     rng = random.Random(7)
     with Peer(server.addresses[0]) as peer:

@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from fault_workers import Crew, Reports, Worker, WorkerFailedError, crew, results_of
-from server_process import APPLY, SGD, ServerProcess, running_server
+from support.fault_workers import Crew, Reports, Worker, WorkerFailedError, crew, results_of
+from support.server_process import APPLY, SGD, ServerProcess, running_server
 
 from psengine.errors import SnapshotError
 from psengine.parameter_server.client.link import Link

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import zmq
-from hostile_client import (
+from attacks.hostile_client import (
     ATTACKS,
     NOBODY,
     Peer,
@@ -25,7 +25,7 @@ from hostile_client import (
     ordeal,
     slow_readers,
 )
-from shard_world import spec
+from support.shard_world import spec
 
 from psengine.parameter_server.client.presence import Presence
 from psengine.parameter_server.client.session import SessionOptions, WorkerSession

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from kill_loop import Counters, run_async, run_sync
+from attacks.kill_loop import Counters, run_async, run_sync
 
 
 def test_async_accounts_for_every_update():

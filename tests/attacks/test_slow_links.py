@@ -9,16 +9,16 @@ from contextlib import ExitStack, contextmanager
 
 import pytest
 import torch
-from fault_workers import Reports, crew, results_of
-from server_process import ServerProcess, running_server
-from test_server_faults import expect_workers
-from throttled_relay import ThrottledRelay, throttled_relay
+from attacks.throttled_relay import ThrottledRelay, throttled_relay
+from support.fault_workers import Reports, crew, results_of
+from support.server_process import ServerProcess, running_server
 
 import psengine
 from psengine.errors import ServerLostError
 from psengine.parameter_server.client.partition import cut
 from psengine.parameter_server.client.session import Push, SessionOptions, WorkerSession, wait_all
 from psengine.protocol.layout import ChunkKind, ChunkSpec
+from tests.parameter_server.test_faults import expect_workers
 
 AVERAGE = {"name": "average", "quorum": None}
 APPLY = {"name": "apply", "max_staleness": None, "staleness_scaling": None, "delay_compensation": 0.0}

@@ -4,7 +4,7 @@
     python tests/fuzz/fuzz_codec.py --minutes 5 --seed 7  # others
     pip install atheris && python tests/fuzz/fuzz_codec.py --minutes 60      # guided by coverage
 
-A failure prints the frames in hex, to be added to tests/protocol_vectors.json or a test.
+A failure prints the frames in hex, to be added to tests/protocol/protocol_vectors.json or a test.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pathlib import Path
 from psengine.errors import ProtocolError
 from psengine.protocol.codec import HEADER_BYTES, decode, encode, payload_tensor, refusal
 
-VECTORS = json.loads((Path(__file__).parent.parent / "protocol_vectors.json").read_text())
+VECTORS = json.loads((Path(__file__).parents[1] / "protocol" / "protocol_vectors.json").read_text())
 SEEDS = [[bytes.fromhex(frame) for frame in vector["frames"]] for vector in VECTORS]
 # (offset, struct format) of the header's fields after the magic
 FIELDS = [(4, "<H"), (6, "B"), (7, "B"), (8, "<Q"), (16, "<Q"), (24, "<I"), (28, "<I"), (32, "<Q"), (40, "<Q")]

@@ -22,10 +22,10 @@ from typing import Any
 import numpy
 import torch
 import torch.distributed as dist
-from integration_ranks import launch
 from outside import wrappings
 from outside.wrappings import Wrapping
-from processes import RanksFailedError, run_ranks
+from support.integration_ranks import launch
+from support.processes import RanksFailedError, run_ranks
 
 DEADLINE_S = 120.0
 STAND_INS = Path(__file__).with_name("stand_ins")

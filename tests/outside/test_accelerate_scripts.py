@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from native_extension import needs_shared_memory
 from outside import tiny_bert
 from outside.programs import Program, Result, run
 from outside.selection import ACCELERATE, NOT_RUN_OF_ACCELERATE, SCRIPTS
 from outside.wrappings import NATIVE, WRAPPINGS, Wrapping
-from processes import RanksFailedError
-from server_process import running_server
+from support.native_extension import needs_shared_memory
+from support.processes import RanksFailedError
+from support.server_process import running_server
 
 pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="accelerate's ranks on the CPU speak gloo")
 

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from native_extension import needs_shared_memory
 from outside.torch_companions import NOT_OVER_SERVERS, PROGRAMS
-from processes import run_ranks
-from server_process import running_server
+from support.native_extension import needs_shared_memory
+from support.processes import run_ranks
+from support.server_process import running_server
 from torch.nn.parallel import DistributedDataParallel as NativeDistributedDataParallel
 
 import psengine

@@ -16,7 +16,7 @@ from typing import Any
 
 from outside import wrappings
 from outside.wrappings import Wrapping
-from processes import run_ranks
+from support.processes import run_ranks
 
 TEST_TIMEOUT_S = 60.0
 

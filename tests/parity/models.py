@@ -422,7 +422,7 @@ CASES = (
         loss=loss_of_scores,
         options={"bucket_cap_mb": 0.002, "find_unused_parameters": True, "skip_all_reduce_unused_params": True},
         # Native forgets what no_sync used, skips its bucket and leaves the ranks with different gradients. Ours does
-        # not: test_parallel.py, test_what_no_sync_accumulates_is_exchanged.
+        # not: wrapper/test_ddp.py, test_what_no_sync_accumulates_is_exchanged.
         accumulates=False,
     ),
     Case(

@@ -14,7 +14,7 @@ import pytest
 from _pytest.mark import ParameterSet
 from parity.comparison import CELLS, STEPS, Cell, Outcome, compare_cells
 from parity.models import CASES, CASES_BY_NAME, Case
-from processes import RankResult, run_ranks_to_any_end
+from support.processes import RankResult, run_ranks_to_any_end
 
 WORLD_SIZES = (2, 4)
 

@@ -88,7 +88,7 @@ def batch_norm_twice_a_step(run: Run) -> None:
 
 @row(
     native=left_out("torch's layer refuses the CPU"),
-    everywhere=left_out("torch's layer refuses the CPU; tests/test_sync_batch_norm.py compares with one large batch"),
+    everywhere=left_out("torch's layer refuses the CPU; tests/data/test_sync_batch_norm.py has one"),
 )
 def synchronised_batch_norm(run: Run) -> None:
     """SyncBatchNorm."""

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from parity.comparison import describe_difference
-from processes import GROUP_TIMEOUT_S, _context, _rank_main, _Setup
+from support.processes import GROUP_TIMEOUT_S, _context, _rank_main, _Setup
 from torch import Tensor
 from ways_of_training.run import Run
 from ways_of_training.table import Expected, Program, oracle_of

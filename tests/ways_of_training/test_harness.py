@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from server_process import running_server
+from support.server_process import running_server
 from ways_of_training.networks import classify, mlp
 from ways_of_training.ranks import Cell, Ranks, ranks_of
 from ways_of_training.run import Run

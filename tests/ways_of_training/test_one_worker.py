@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from server_process import running_server
+from support.server_process import running_server
 from ways_of_training.cells import cells_of, check, hold_many_jobs
 from ways_of_training.ranks import Ranks, ranks_of
 from ways_of_training.table import WITH_ONE_WORKER

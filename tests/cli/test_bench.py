@@ -1,0 +1,120 @@
+"""psengine bench: what it measures and in what form; every candidate checks its own result. Never the times."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from support.processes import run_ranks
+
+from psengine.cli import bench_worker
+from psengine.cli.bench import MODEL_BYTES, describe_machine, measure, print_tables, rows_of
+from psengine.cli.main import main
+from psengine.kernels import native
+from psengine.parameter_server.client.embedded import EmbeddedServer
+from psengine.verify.place import Place
+
+WORK = {"sizes_bytes": [4096, 1 << 20], "model_bytes": 1 << 20, "turns": 3, "server": None}
+
+
+def on_rank(rank, world_size, work):
+    place = Place(rank=rank, world_size=world_size, device=torch.device("cpu"), any_rank=any_rank)
+    return bench_worker.run(place, work)
+
+
+def any_rank(flag):
+    total = torch.tensor([int(flag)])
+    torch.distributed.all_reduce(total)
+    return bool(total)
+
+
+def test_every_part_is_measured_and_its_results_are_right():
+    with EmbeddedServer.start() as server:
+        found = run_ranks(on_rank, 2, {**WORK, "server": server.addresses[0]})[0]
+    rows = rows_of(found)
+    candidates = ["gloo", "psengine in place", "psengine staged"] if native.has_shared_memory() else ["gloo"]
+    expected = [("all-reduce", size, name) for size in WORK["sizes_bytes"] for name in candidates]
+    expected += [("training step", None, name) for name in ("plain backward", "native DDP", "psengine sync")]
+    expected += [("server", size, name) for size, name in ((MODEL_BYTES, "copy in memory"), (64, "echo"))]
+    expected += [("server", MODEL_BYTES, "push-pull")]
+    assert [(row["part"], row["size_bytes"], row["candidate"]) for row in rows] == expected
+    for row in rows:
+        assert row["turns"] == 3
+        assert 0 < row["p10_ms"] <= row["median_ms"] <= row["p90_ms"]
+        assert (row["ratio"] is None) == (row["candidate"] in ("gloo", "native DDP", "copy in memory", "echo"))
+
+
+def spoiled_on_rank(rank, world_size, work):
+    from psengine.collectives.base import CompletedWork
+    from psengine.collectives.shared_memory.collective import SharedMemoryCollective
+
+    class Wrong(SharedMemoryCollective):
+        def all_reduce(self, flat, scale=1.0, *, what="tensor"):
+            super().all_reduce(flat, scale, what=what).wait()
+            flat[-1] += self.rank  # on one rank alone
+            return CompletedWork()
+
+    bench_worker.SharedMemoryCollective = Wrong
+    try:
+        on_rank(rank, world_size, work)
+    except bench_worker.WrongResultError as error:
+        return str(error)
+    return "it was not noticed"
+
+
+def test_the_tables_hold_every_row(capsys):
+    rows = rows_of(
+        {
+            "all_reduce": {"4096": {"gloo": [0.002, 0.001, 0.003], "psengine in place": [0.001, 0.001, 0.001]}},
+            "step": {"plain backward": [0.01], "native DDP": [0.02], "psengine sync": [0.015]},
+            "server": None,
+        }
+    )
+    # Ratios are taken within a turn.
+    assert [row["ratio"] for row in rows] == [None, 0.5, 0.5, None, 0.75]
+    print_tables(rows, describe_machine(), ["a note"], 1.0)
+    written = capsys.readouterr().out
+    assert all(row["candidate"] in written for row in rows)
+    assert "a note" in written
+
+
+@pytest.mark.skipif(not native.has_shared_memory(), reason="needs the native extension")
+def test_a_candidate_that_is_wrong_is_caught():
+    assert run_ranks(spoiled_on_rank, 2, WORK) == ["all-reduce of 4096 bytes by psengine in place: wrong result"] * 2
+
+
+@pytest.mark.slow
+def test_where_keys_are_named_the_server_is_left_out(monkeypatch):
+    monkeypatch.setenv("PSENGINE_SERVER_KEY", "keys/server.pub")
+    found, notes = measure({**WORK, "sizes_bytes": [4096]}, timeout_s=60)
+    assert found["server"] is None
+    assert found["step"]
+    assert "PSENGINE_SERVER_KEY is set" in notes[0]
+
+
+@pytest.mark.slow
+def test_the_command_writes_json_alone(capfd):
+    with pytest.raises(SystemExit) as end:
+        main(["bench", "--quick", "--json"])
+    written = capfd.readouterr()
+    assert end.value.code in (0, None), written.err
+    document = json.loads(written.out)
+    assert document["machine"]["torch"] == torch.__version__
+    parts = {row["part"] for row in document["rows"]}
+    assert parts == {"all-reduce", "training step", "server"}
+    (push_pull,) = [row for row in document["rows"] if row["candidate"] == "push-pull"]
+    assert push_pull["ratio_to"] == "copy in memory"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [(["--fast"], "--fast"), (["extra"], "extra"), (["--timeout-s", "0"], "--timeout-s"), (["--turns=x"], "--turns")],
+)
+def test_wrong_arguments_end_with_2_and_a_message(arguments, text, capfd):
+    with pytest.raises(SystemExit) as end:
+        main(["bench", *arguments])
+    assert end.value.code == 2
+    written = capfd.readouterr()
+    assert text in written.err
+    assert "Traceback" not in written.err

@@ -1,0 +1,662 @@
+"""``psengine status`` and ``psengine top``, against servers with clients that train, stop and die."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import pty
+import re
+import select
+import signal
+import socket
+import struct
+import sys
+import termios
+import threading
+import time
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+import pytest
+import torch
+from rich.console import Console
+from support.mute_shards import mute_while
+from support.server_process import Peer, running_server
+
+import psengine
+from psengine.cli import keyboard, server_status
+from psengine.cli.main import main
+from psengine.cli.server_status import Overview, ServerReport, merge, open_sources
+from psengine.cli.status_table import BAR_WIDTH, PARTS, jobs_view, servers_table, sparkline, time_bar
+from psengine.cli.top import Watch
+from psengine.parameter_server.server.transport.authentication import keygen
+
+
+def exit_code(arguments):
+    with pytest.raises(SystemExit) as end:
+        main(arguments)
+    return end.value.code or 0
+
+
+def status_of(capsys, *arguments):
+    """Exit code and JSON of ``psengine status``."""
+    capsys.readouterr()
+    code = exit_code(["status", "--json", *arguments])
+    return code, json.loads(capsys.readouterr().out)
+
+
+@contextmanager
+def training_client(address, *, job="default", steps=3, optimizer=True, rank=0):
+    """A worker that has made ``steps`` exchanges, and lives."""
+    weights = {"weight": torch.ones(1000)}
+    with psengine.connect(address, job=job, rank=rank) as client:
+        client.register(weights, torch.optim.SGD(list(weights.values()), lr=0.1) if optimizer else None)
+        for _ in range(steps):
+            client.push_pull({"weight": torch.ones(1000)}, into=weights)
+        yield client
+
+
+@contextmanager
+def web_page(content, code=200):
+    """A web server that is no psengine's."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(code)
+            self.send_header("Content-Length", str(len(content)))
+            self.end_headers()
+            self.wfile.write(content)
+
+        def log_message(self, format, *arguments):
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_address[1]}"
+        finally:
+            server.shutdown()
+            thread.join(timeout=10)
+
+
+@contextmanager
+def greeter(words):
+    """What says something at once, and is no web server."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def greet():
+            while True:
+                try:
+                    connection, _ = listener.accept()
+                except OSError:
+                    return
+                with connection:
+                    connection.sendall(words)
+                    connection.recv(4096)
+
+        thread = threading.Thread(target=greet)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        finally:
+            listener.shutdown(socket.SHUT_RDWR)
+            thread.join(timeout=10)
+
+
+def free_address():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        return f"tcp://127.0.0.1:{taken.getsockname()[1]}"
+
+
+# ---- status --------------------------------------------------------------------------------------------------------
+
+
+def test_jobs_of_both_kinds_over_both_protocols(capsys, monkeypatch):
+    with running_server(shards=2) as server:
+        monkeypatch.setenv("PSENGINE_SERVERS", server.addresses[0])
+        code, before = status_of(capsys)
+        assert (code, before["healthy"], before["jobs"]) == (0, True, {})
+        assert exit_code(["status"]) == 0
+        assert "no job yet" in capsys.readouterr().out
+        with (
+            training_client(server.addresses[0], steps=3),
+            training_client(server.addresses[0], job="averaging", steps=2, optimizer=False),
+        ):
+            code, by_protocol = status_of(capsys)
+            assert (code, by_protocol["problems"]) == (0, [])
+            _, by_http = status_of(capsys, "--servers", server.status_url)
+            # The second shard's address leads to the same shards.
+            _, twice = status_of(capsys, "--servers", f"{server.addresses[0]},{server.status_url}")
+            for found in (by_protocol, by_http, twice):
+                job, averaging = found["jobs"]["default"], found["jobs"]["averaging"]
+                assert (job["kind"], job["applied"], job["members"]) == ("async", 3, 1)
+                assert (averaging["kind"], averaging["averaged"]) == ("sync-server", 2)
+                (worker,) = job["workers"]
+                assert (worker["rank"], worker["step"], worker["pid"]) == (0, 3, os.getpid())
+                # Registered once, pushed thrice; two pushes of the other job.
+                moved = sum(shard["bytes_in"] for shard in by_protocol["servers"][0]["shards"])
+                assert moved == sum(j["bytes_in"] for j in found["jobs"].values())
+            assert {event["kind"] for event in by_http["events"]} >= {"started", "joined"}
+            assert by_http["servers"][0]["pid"] == server.pid
+            monkeypatch.setenv("COLUMNS", "80")
+            assert exit_code(["status", "--job", "averaging"]) == 0
+            out = capsys.readouterr().out
+            assert re.search(r"job averaging +sync-server +1 worker ", out)
+            assert "job default" not in out
+            assert re.search(r"^ +0 +live +2 +0 ", out, re.MULTILINE)
+            assert exit_code(["status", "--job", "other"]) == 1
+            assert "there is no job 'other'" in capsys.readouterr().out
+
+
+def test_a_server_that_is_away_is_named_and_the_others_are_shown(capsys):
+    dead = free_address()
+    with running_server() as server, training_client(server.addresses[0]):
+        code, found = status_of(capsys, "--servers", f"{dead},{server.addresses[0]}", "--timeout-s", "2")
+        assert code == 1
+        assert found["healthy"] is False
+        assert [entry["reachable"] for entry in found["servers"]] == [False, True]
+        assert found["jobs"]["default"]["applied"] == 3
+        (problem,) = found["problems"]
+        assert dead in problem
+        assert "did not answer HELLO for 2" in problem
+        assert "--timeout-s of a command" in problem
+    code, found = status_of(capsys, "--servers", server.status_url, "--timeout-s", "0.5")
+    assert code == 1
+    assert "refused" in found["problems"][0]
+
+
+@pytest.mark.slow
+def test_a_worker_that_falls_silent_is_unhealthy(capsys):
+    with running_server(lease_s=8.0) as server, Peer(server.addresses[0]) as peer:
+        peer.job = "quiet"
+        peer.make_job(torch.ones(4))  # and then not a word
+        deadline_s = time.monotonic() + 7.5
+        code = 0
+        while code == 0 and time.monotonic() < deadline_s:
+            time.sleep(0.1)
+            code, found = status_of(capsys, "--servers", server.addresses[0])
+        assert code == 1
+        assert found["problems"] == ["job 'quiet': nothing was heard of worker 0"]
+        assert found["jobs"]["quiet"]["workers"][0]["state"] == "silent"
+
+
+def test_keys_come_from_the_environment(capsys, tmp_path, monkeypatch):
+    server_key, server_public = keygen(tmp_path / "server", "server")
+    client_key, _ = keygen(tmp_path / "clients", "me")
+    with running_server(curve_key=server_key, allow=tmp_path / "clients") as server:
+        code, found = status_of(capsys, "--servers", server.addresses[0])
+        assert code == 1
+        assert "CURVE keys" in found["problems"][0]
+        monkeypatch.setenv("PSENGINE_SERVER_KEY", str(server_public))
+        assert exit_code(["status", "--servers", server.addresses[0]]) == 2
+        assert "CURVE needs both keys" in capsys.readouterr().err
+        monkeypatch.setenv("PSENGINE_CLIENT_KEY", str(client_key))
+        assert status_of(capsys, "--servers", server.addresses[0])[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("content", "code", "words"),
+    [
+        (b"<html>", 200, "no status page of a psengine-server"),
+        (b'{"shards": 3}', 200, "no status page of a psengine-server"),
+        (b"nothing here", 404, "answers 404"),
+        (b'{"healthy": true, "shards": [{"jobs": {"a": {}}}]}', 200, "install the same version"),
+        (b"[" * 100_000, 200, "no status page of a psengine-server"),
+        (b'{"healthy": true, "shards": [], "deep": ' + b"[" * 200 + b"]" * 200 + b"}", 200, "no status page"),
+    ],
+)
+def test_a_page_that_is_no_status(content, code, words, capsys):
+    with web_page(content, code) as url:
+        exit, found = status_of(capsys, "--servers", url)
+        assert exit == 1
+        assert words in found["problems"][0]
+        # In a thread of its own, whose end nobody would see.
+        assert exit_code(["top", "--servers", url, "--once"]) == 1
+    captured = capsys.readouterr()
+    assert words in re.sub(r"\s+", " ", captured.out)
+    assert "Traceback" not in captured.err
+
+
+NOT_SHOWN = ["many", "[/x]", [1], {}, float("nan"), 1e300, 10**400]
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        *("memory_bytes", "uptime_s", "unix_s", "jobs/a-job/bytes_in", "jobs/a-job/version_max", "jobs/a-job/chunks"),
+        *("jobs/a-job/expected_workers", "jobs/a-job/refused/x", "jobs/a-job/staleness/1", "jobs/a-job/workers/0/rank"),
+        *("jobs/a-job/workers/0/silent_s", "jobs/a-job/workers/0/clock", "jobs/a-job/workers/0/waiting_for/0"),
+        *("jobs/a-job/workers/0/telemetry/step_s", "jobs/a-job/departed/0/unix_s", "jobs/a-job/departed/0/rank"),
+    ],
+)
+def test_what_is_shown_as_a_number_is_one(place):
+    telemetry = {"steps": 3, "loss": 0.5, "samples_per_s": 1.0, "steps_per_s": 1.0,
+                 "step_s": 0.1, "blocked_s": 0.05, "apply_s": 0.01, "held_s": 0.02}  # fmt: skip
+    for value in NOT_SHOWN:
+        shard = shard_with_a_job(telemetry=dict(telemetry), waiting_for=[1])
+        server_status._check(ServerReport(address="http://a", shards=[shard]))
+        *path, name = place.split("/")
+        entry = shard
+        for step in path:
+            entry = entry[int(step) if isinstance(entry, list) else step]
+        entry[int(name) if isinstance(entry, list) else name] = value
+        with pytest.raises(ValueError, match="install the same version on both sides"):
+            server_status._check(ServerReport(address="http://a", shards=[shard]))
+
+
+@pytest.mark.parametrize(
+    "events", [[{"unix_s": 1.0}, {"unix_s": "now"}], [{"unix_s": 1e300}], [{"unix_s": -1e12}], [{"unix_s": None}], [3]]
+)
+def test_events_of_no_time_are_told(events, capsys):
+    page = {"healthy": True, "shards": [shard_with_a_job()], "events": events}
+    with web_page(json.dumps(page).encode()) as url:
+        for command in (["status"], ["top", "--once"]):
+            assert exit_code([*command, "--servers", url]) == 1
+            assert "install the same version on both sides" in re.sub(r"\s+", " ", capsys.readouterr().out)
+
+
+def test_names_are_no_markup(capsys):
+    markup = "[/x][red]"
+    shards = [shard_with_a_job(markup) | {"index": markup}, {"index": markup, "error": markup}]
+    page = {"healthy": True, "shards": shards, "events": [{"unix_s": 1.0, "job": markup, "text": markup}]}
+    with web_page(json.dumps(page).encode()) as url:
+        for command in (["status"], ["top", "--once"]):
+            assert exit_code([*command, "--servers", url]) == 1
+            assert capsys.readouterr().out.count(markup) >= 5
+
+
+def test_what_speaks_no_http_is_told(capsys):
+    with greeter(b"SSH-2.0-OpenSSH_9.6\x1b[2J\r\n") as url:
+        code, found = status_of(capsys, "--servers", url)
+        assert code == 1
+        assert "no HTTP came back (SSH-2.0-OpenSSH_9.6\\x1b[2J)" in found["problems"][0]
+        # In a thread of its own, whose end nobody would see.
+        assert exit_code(["top", "--servers", url, "--once"]) == 1
+    captured = capsys.readouterr()
+    assert "no HTTP came back" in captured.out
+    assert "Traceback" not in captured.err
+
+
+def test_why_a_page_is_refused(capsys, monkeypatch):
+    with running_server() as server:
+        # Another name than loopback's, as through a tunnel that somebody named.
+        code, found = status_of(capsys, "--servers", server.status_url.replace("127.0.0.1", "0.0.0.0"))
+        assert code == 1
+        assert "answers 421" in found["problems"][0]
+        assert "It says: this port answers to 127.0.0.1, localhost and [::1] alone" in found["problems"][0]
+        monkeypatch.setattr(server_status, "MAX_PAGE_BYTES", 10)
+        _, found = status_of(capsys, "--servers", server.status_url)
+        assert "its page is too long (expected at most 10 bytes)" in found["problems"][0]
+
+
+def test_a_shard_that_does_not_answer_is_not_an_absent_job(capsys, tmp_path):
+    flag = tmp_path / "mute"
+    with (
+        running_server(sabotage=partial(mute_while, flag)) as server,
+        training_client(server.addresses[0]),
+        Watch(open_sources(server.status_url, 5.0), 0.02) as watch,
+    ):
+
+        def look_for(*, mute):
+            deadline_s = time.monotonic() + 20.0
+            while not watch.polls or bool(watch.look().overview.reports[0].mute) is not mute:
+                assert time.monotonic() < deadline_s
+                time.sleep(0.02)
+            return watch.look()
+
+        assert "default" in look_for(mute=False).overview.jobs
+        flag.touch()
+        assert look_for(mute=True).overview.jobs == {}
+        code, found = status_of(capsys, "--servers", server.status_url, "--job", "default")
+        assert code == 1
+        assert found["problems"] == [f"{server.status_url}: shard 0 does not answer: no answer within 0.2 s"]
+        assert found["servers"][0]["shards"] == [{"index": 0, "error": "no answer within 0.2 s"}]
+        assert exit_code(["status", "--servers", server.status_url]) == 1
+        out = capsys.readouterr().out
+        assert "which jobs there are is not known" in out
+        assert re.search(r" 0 +does not answer", out)
+        flag.unlink()
+        assert "default" in look_for(mute=False).overview.jobs
+        assert [event["text"] for event in watch.look().events if event["kind"] == "restarted"] == []
+
+
+@pytest.mark.parametrize("command", ["status", "top"])
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], "no server is named"),
+        (["--servers", "a:7077"], "malformed"),
+        (["--servers", "a:7077"], "asked as http://host:port"),
+        (["--servers", "http://:9100"], "malformed"),
+        (["--servers", "http://a:b"], "malformed"),
+        (["--servers", "tcp://a:7077", "--timeout-s", "soon"], "timeout-s"),
+        (["--server", "tcp://a:7077"], "No such option"),
+    ],
+)
+def test_wrong_arguments_are_one_message_and_code_2(command, arguments, words, capsys, monkeypatch):
+    monkeypatch.delenv("PSENGINE_SERVERS", raising=False)
+    assert exit_code([command, *arguments, *(["--once"] if command == "top" else [])]) == 2
+    captured = capsys.readouterr()
+    assert words in captured.err
+    assert "Traceback" not in captured.err
+    assert captured.out == ""
+
+
+# ---- tables --------------------------------------------------------------------------------------------------------
+
+
+def shard_with_a_job(name="a-job", **worker):
+    """Two workers as a shard describes them."""
+
+    def describe(rank, clock):
+        return {
+            "rank": rank, "incarnation": 1, "state": "live", "host": "a-host-with-a-long-name.example", "pid": 4711,
+            "silent_s": 0.5, "pushes": clock, "refused": 0, "late": 0, "clock": clock, "waiting_for": [],
+            "staleness": {"1": 5, "3": 1}, **worker,
+        }  # fmt: skip
+
+    job = {
+        "rule": {"name": "apply", "max_staleness": 4}, "sealed": True, "started": True, "expected_workers": 3,
+        "chunks": 2, "values_bytes": 8_000_000, "version_min": 3, "version_max": 5, "members": 2, "applied": 100,
+        "averaged": 0, "duplicates": 1, "late": 2, "abstained": 0, "non_finite": 3, "bytes_in": 10, "bytes_out": 20,
+        "evicted": 1, "refused": {"not_finite": 3, "abstained": 7}, "staleness": {"0": 1, "2": 9}, "max_staleness": 2,
+        "workers": [describe(0, 120), describe(1, 100)],
+        "departed": [{"rank": 2, "host": "b", "reason": "evicted", "unix_s": time.time() - 60, "step": 7}],
+    }  # fmt: skip
+    return {"index": 0, "epoch": 1, "memory_bytes": 1, "max_memory_bytes": 1 << 33, "jobs": {name: job}}
+
+
+def overview(**worker):
+    """They, merged as in life."""
+    address, shard = "tcp://a-server-with-a-long-name.example:7077", shard_with_a_job(**worker)
+    return merge([ServerReport(address=address, shards=[shard])])
+
+
+def drawn(renderable, width, **options):
+    console = Console(width=width, force_terminal=False, **options)
+    with console.capture() as capture:
+        console.print(renderable)
+    return capture.get()
+
+
+@pytest.mark.parametrize("width", [60, 80, 120, 200])
+def test_tables_fit_and_wide_ones_say_more(width):
+    shown = overview()
+    text = drawn(servers_table(shown.reports), width) + drawn(jobs_view(shown, width), width)
+    assert max(map(len, text.splitlines())) <= width
+    assert "2 of 3 workers" in text
+    assert "refused 3 (3 not_finite)" in re.sub(r"\s+", " ", text)
+    assert "worker 2 on b is gone: evicted after step 7, 60s ago" in text
+    header = next(line for line in text.splitlines() if line.startswith("rank"))
+    for title in ("state", "step", "lag", "heard"):
+        assert title in header
+    assert "lag" in header
+    assert ("samples/s" in header) == (width == 200)
+    assert re.search(r"^ +1 +live .*\b20\b", text, re.MULTILINE)  # 20 steps behind
+
+
+def test_how_long_somebody_is_gone_is_the_servers_to_say():
+    shard = shard_with_a_job()
+    shard["jobs"]["a-job"]["departed"][0]["unix_s"] = 1000.0  # of a clock that was never set
+    told = merge([ServerReport(address="http://a", shards=[shard], page={"unix_s": 1060.0})])
+    assert "evicted after step 7, 60s ago" in drawn(jobs_view(told, 80), 80)
+
+
+def test_what_a_server_says_moves_no_cursor(capsys):
+    evil = "\x1b[2J\x9b1A\r\n\u202e"
+    shard = shard_with_a_job("job" + evil, host="host" + evil, state="silent")
+    (job,) = shard["jobs"].values()
+    job["departed"][0] |= {"host": "gone" + evil, "reason": "why" + evil}
+    job["refused"] = {"reason" + evil: 1}
+    event = {"unix_s": 1.0, "kind": "joined", "job": "job" + evil, "worker": 0, "text": "event" + evil}
+    mute = {"index": "1" + evil, "error": "error" + evil}
+    page = {"healthy": True, "shards": [shard, mute], "events": [event], "software": evil, "unix_s": 61.0}
+    with web_page(json.dumps(page).encode()) as url:
+        assert exit_code(["status", "--servers", url]) == 1
+        assert exit_code(["top", "--servers", url, "--once"]) == 1
+        out = capsys.readouterr().out
+    for word in ("job", "gone", "why", "reason", "event", "error"):
+        assert out.count(word + r"\x1b[2J\x9b1A\r\n\u202e") >= 2, out
+    assert all(line.isprintable() for line in out.split("\n"))
+
+
+def test_ascii_is_enough():
+    shown = overview(telemetry={"steps": 3, "loss": 0.5, "samples_per_s": 1.0, "steps_per_s": 1.0,
+                                "step_s": 0.1, "blocked_s": 0.05, "apply_s": 0.01, "held_s": 0.02})  # fmt: skip
+    text = drawn(jobs_view(shown, 200, ascii_only=True), 200)
+    assert text.replace("…", "").isascii(), text  # rich's own, of a name that is too long
+    assert "######...---+" in text  # half of it computes, a fifth waits, a fifth travels, a tenth is applied
+
+
+def test_a_step_is_cut_in_proportion():
+    times = {"compute_s": 0.06, "wait_s": 0.0, "wire_s": 0.03, "apply_s": 0.01}
+    bar = time_bar(times, ascii_only=True, width=10)
+    assert bar.plain == "######---+"
+    assert len(time_bar(times).plain) == BAR_WIDTH
+    assert time_bar({f"{name}_s": None for name, *_ in PARTS}).plain == "-"
+    assert time_bar({"compute_s": 1e-9}).plain == "█" * BAR_WIDTH
+
+
+def test_a_histogram_of_staleness():
+    assert sparkline({}) == ""
+    assert sparkline({"0": 8, "2": 1}, ascii_only=True) == "# _"
+    assert sparkline({"0": 1, "64": 4}, ascii_only=True, most=3) == ". #"
+
+
+@pytest.mark.parametrize(("loss", "in_json", "in_table"), [("nan", "nan", "nan"), (None, None, "-"), (0.5, 0.5, "0.5")])
+def test_a_loss_that_is_not_finite_is_none_that_is_not_there(loss, in_json, in_table):
+    told = overview(telemetry={"steps": 3, "loss": loss, "samples_per_s": 1.0, "steps_per_s": 1.0,
+                               "step_s": 0.1, "blocked_s": 0.05, "apply_s": 0.01, "held_s": 0.02})  # fmt: skip
+    text = json.dumps(told.to_json(), allow_nan=False)
+    worker = json.loads(text)["jobs"]["a-job"]["workers"][0]
+    assert (worker["loss"], worker["compute_s"]) == (in_json, 0.05)
+    row = next(line for line in drawn(jobs_view(told, 80), 80).splitlines() if line.startswith("   0"))
+    assert row.split()[7] == in_table
+
+
+@pytest.mark.parametrize("protocol", ["tcp", "http"])
+def test_a_diverged_worker_is_told_over_both_protocols(capsys, protocol):
+    with running_server(lease_s=1.0) as server, training_client(server.addresses[0]) as client:
+        address = server.addresses[0] if protocol == "tcp" else server.status_url
+
+        def loss():
+            return status_of(capsys, "--servers", address)[1]["jobs"]["default"]["workers"][0]["loss"]
+
+        assert loss() is None
+        client.session.telemetry.report(loss=float("nan"))
+        deadline_s = time.monotonic() + 20.0
+        while loss() != "nan":
+            assert time.monotonic() < deadline_s
+            time.sleep(0.05)
+
+
+def test_json_is_strict_whatever_a_page_holds():
+    shard = shard_with_a_job() | {"memory_bytes": float("nan")}
+    told = merge([ServerReport(address="http://a", shards=[shard])])
+    assert json.loads(json.dumps(told.to_json(), allow_nan=False))["servers"][0]["shards"][0]["memory_bytes"] is None
+
+
+def test_a_silent_worker_is_a_problem():
+    assert overview().problems == []
+    assert overview(state="silent").problems == ["job 'a-job': nothing was heard of worker 0, 1"]
+
+
+def test_nobody_is_an_overview_too():
+    empty = Overview(reports=[], jobs={})
+    assert empty.problems == []
+    assert drawn(jobs_view(empty, 80), 80).strip() == ""
+
+
+# ---- top -----------------------------------------------------------------------------------------------------------
+
+
+def test_frames_without_a_terminal(capsys):
+    with running_server() as server, training_client(server.addresses[0], steps=1) as client:
+        stop = threading.Event()
+
+        def push():
+            while not stop.is_set():
+                client.push_pull({"weight": torch.ones(1000)})
+
+        pusher = threading.Thread(target=push)
+        pusher.start()
+        try:
+            arguments = ["top", "--servers", server.addresses[0], "--interval-s", "0.2", "--iterations", "3"]
+            assert exit_code(arguments) == 0
+        finally:
+            stop.set()
+            pusher.join(timeout=10)
+        frames = capsys.readouterr().out.split("psengine top")[1:]
+        assert len(frames) == 3
+        rates = re.search(r"127\.0\.0\.1:\d+ +0 .*?(\S+) +(\S+)\s*$", frames[-1], re.MULTILINE)
+        assert rates is not None, frames[-1]
+        assert float(rates[1]) > 0
+        assert float(rates[2]) > 0
+    assert exit_code(["top", "--servers", server.addresses[0], "--once", "--timeout-s", "0.3"]) == 1
+    assert "0 of 1 server answering" in capsys.readouterr().out
+
+
+def test_a_terminal_that_is_another_sessions(monkeypatch):
+    master, terminal = pty.openpty()
+    with open(master, "wb"), open(terminal) as stdin:
+        monkeypatch.setattr(sys, "stdin", stdin)
+        with keyboard.listening() as keys:
+            os.write(master, b"q\n")
+            assert keys.pressed() == ""
+
+
+def test_no_terminal_to_live_on(capsys):
+    assert exit_code(["top", "--servers", "tcp://127.0.0.1:7077"]) == 2
+    assert "psengine status" in capsys.readouterr().err
+
+
+class Terminal:
+    """``psengine top`` on a terminal of 80 columns."""
+
+    def __init__(self, arguments):
+        self.pid, self._descriptor = pty.fork()
+        if self.pid == 0:
+            os.environ.update(TERM="xterm", OMP_NUM_THREADS="1")
+            os.execv(sys.executable, [sys.executable, "-m", "psengine.cli.main", "top", *arguments])
+        fcntl.ioctl(self._descriptor, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+        self._text = ""
+        self._is_over = False
+
+    def wait_for(self, words, timeout_s=30.0):
+        """Read until the newest frame has these words."""
+        deadline_s = time.monotonic() + timeout_s
+        while not re.search(words, self.screen()):
+            in_time = time.monotonic() < deadline_s and not self._is_over
+            assert in_time, f"no {words!r} in:\n{self.screen()}"
+            self._read(0.2)
+
+    def screen(self):
+        """The newest frame, without colours."""
+        frame = self._text.rpartition("psengine top")[2]
+        return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", frame)
+
+    def press(self, keys):
+        os.write(self._descriptor, keys)
+
+    def end(self, timeout_s=15.0):
+        """Exit code, and everything that was drawn."""
+        deadline_s = time.monotonic() + timeout_s
+        while not self._is_over and time.monotonic() < deadline_s:
+            self._read(0.2)
+        while time.monotonic() < deadline_s:
+            pid, state = os.waitpid(self.pid, os.WNOHANG)
+            if pid:
+                self.pid = 0
+                return os.waitstatus_to_exitcode(state), self._text
+            time.sleep(0.02)
+        raise AssertionError(f"it still ran after {timeout_s:g} s")
+
+    def _read(self, timeout_s):
+        if select.select([self._descriptor], [], [], timeout_s)[0]:
+            try:
+                data = os.read(self._descriptor, 65536)
+            except OSError:
+                data = b""
+            self._text += data.decode(errors="replace")
+            self._is_over = not data
+
+    def close(self):
+        if self.pid:
+            os.kill(self.pid, signal.SIGKILL)
+            os.waitpid(self.pid, 0)
+        os.close(self._descriptor)
+
+
+def test_servers_that_go_and_come_back_are_told():
+    # The second server outlives the watch, which says goodbye to it.
+    with running_server() as first, ExitStack() as later:
+        address = first.addresses[0]
+        with Watch(open_sources(f"{address},{first.status_url}", 0.3), 0.05) as watch:
+
+            def wait_for(*, answering):
+                deadline_s = time.monotonic() + 20.0
+                while [not report.error for report in watch.look().overview.reports] != answering:
+                    assert time.monotonic() < deadline_s, watch.look().overview.problems
+                    time.sleep(0.02)
+
+            wait_for(answering=[True, True])
+            first.kill()
+            wait_for(answering=[False, False])
+            later.enter_context(running_server(bind=address))
+            wait_for(answering=[True, False])
+            told = [(event["kind"], event["text"]) for event in watch.look().events if "unix_s" in event]
+    assert ("back", f"{address} answers again") in told
+    # On a busy machine it may have been away more than once.
+    kinds = [kind for kind, text in told if text.startswith(address)]
+    assert kinds == ["gone", "back"] * (len(kinds) // 2)
+    assert any(kind == "gone" and text.startswith(first.status_url) for kind, text in told)
+
+
+@pytest.mark.slow
+def test_the_live_view_outlives_its_server(monkeypatch):
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    with running_server() as first:
+        address = first.addresses[0]
+        top = Terminal(["--servers", address, "--interval-s", "0.1", "--timeout-s", "0.5"])
+        try:
+            with training_client(address, steps=4):
+                top.wait_for(r"1 of 1 server answering")
+                top.wait_for(r"(?m)^ *0 +live +4 ")
+            first.kill()
+            top.wait_for(r"0 of 1 server answering")
+            top.wait_for(r"does not answer")
+            with running_server(bind=address) as second:
+                top.wait_for(r"1 of 1 server answering")
+                top.wait_for(r"answers again")
+                assert second.is_alive
+                top.press(b"q")
+                code, text = top.end()
+        finally:
+            top.close()
+    assert code == 0
+    assert text.count("\x1b[?1049h") == text.count("\x1b[?1049l") == 1  # the screen of before is back
+    assert "Traceback" not in text
+    assert all(len(line) <= 80 for line in top.screen().splitlines())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["ctrl-c", "sigterm"])
+def test_other_ways_to_end_the_live_view(how):
+    with running_server() as server:
+        top = Terminal(["--servers", server.status_url])
+        try:
+            top.wait_for(r"1 of 1 server answering")
+            if how == "ctrl-c":
+                top.press(b"\x03")
+            else:
+                os.kill(top.pid, signal.SIGTERM)
+            code, text = top.end()
+        finally:
+            top.close()
+    assert code == (0 if how == "ctrl-c" else 128 + signal.SIGTERM)
+    assert "\x1b[?1049l" in text
+    assert "Traceback" not in text

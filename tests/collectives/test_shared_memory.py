@@ -1,0 +1,923 @@
+"""Shared memory between real processes: random programs, the bits of gloo, faults, and what is left behind."""
+
+from __future__ import annotations
+
+import copy
+import ctypes
+import gc
+import hashlib
+import os
+import random
+import shutil
+import signal
+import subprocess
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.expectations import raises
+from support.native_extension import needs_shared_memory
+from support.processes import free_port, run_ranks, run_ranks_to_any_end
+
+import psengine
+from psengine.collectives.base import Work
+from psengine.collectives.c10d import C10dCollective
+from psengine.collectives.shared_memory import host as shared_host
+from psengine.collectives.shared_memory.collective import SCALAR_KINDS, SharedMemoryCollective
+from psengine.collectives.shared_memory.host import SharedMemoryUnavailableError
+from psengine.errors import CollectiveError, PeerLostError
+from psengine.kernels import native
+
+pytestmark = needs_shared_memory
+
+CPU = torch.device("cpu")
+MIB = 1024 * 1024
+FLOATS = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
+
+
+def bits(tensor: torch.Tensor) -> bytes:
+    return bytes(tensor.contiguous().view(torch.uint8).numpy())
+
+
+@contextmanager
+def sending(delay_s: float, *signals: int, pause_s: float = 0.0) -> Iterator[None]:
+    """Another process sends these signals to this one, the first after ``delay_s``."""
+    this_process = os.getpid()
+    sender = os.fork()
+    if sender == 0:
+        time.sleep(delay_s)
+        for number in signals:
+            os.kill(this_process, number)
+            time.sleep(pause_s)
+        os._exit(0)
+    try:
+        yield
+    finally:
+        os.waitpid(sender, 0)
+
+
+def connect(**options: Any) -> SharedMemoryCollective:
+    """A collective whose first operation is behind it: that is what connects the ranks, over gloo."""
+    collective = SharedMemoryCollective(**options)
+    collective.all_reduce(torch.ones(1)).wait()
+    return collective
+
+
+def mapped_segments() -> list[str]:
+    return [line for line in Path("/proc/self/maps").read_text().splitlines() if "psengine-segment" in line]
+
+
+def kib_of(path: str, name: str) -> int:
+    return next(int(line.split()[1]) for line in Path(path).read_text().splitlines() if line.startswith(name + ":"))
+
+
+# ---- random programs -------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Program:
+    """The same operations on every rank, drawn from ``seed``; when each rank waits, and sleeps, is its own affair."""
+
+    rank: int
+    world_size: int
+    seed: int
+    collective: SharedMemoryCollective = field(default_factory=SharedMemoryCollective)
+    outstanding: list[tuple[Work, Callable[[], None]]] = field(default_factory=list)
+    results: dict[int, str] = field(default_factory=dict)  # of each all-reduce, by step
+
+    def __post_init__(self) -> None:
+        self.common = random.Random(self.seed)
+        self.own = random.Random(self.seed * 1000 + self.rank)
+
+    def run(self, steps: int) -> dict[int, str]:
+        kinds = [self.all_reduce] * 6 + [self.reduce_scatter, self.broadcast, self.all_gather, self.barrier]
+        for step in range(steps):
+            self.common.choice(kinds)(step)
+            if self.own.random() < 0.2:
+                time.sleep(self.own.random() * 0.01)
+            while self.outstanding and (len(self.outstanding) > 12 or self.own.random() < 0.4):
+                self.finish(self.own.randrange(len(self.outstanding)))
+        while self.outstanding:
+            self.finish(self.own.randrange(len(self.outstanding)))
+        self.collective.barrier()
+        return self.results
+
+    def finish(self, index: int) -> None:
+        work, check = self.outstanding.pop(index)
+        work.wait()
+        check()
+
+    def numel(self, dtype: torch.dtype) -> int:
+        small, slot = 16 * 1024 // dtype.itemsize, 1024 * 1024 // dtype.itemsize
+        edges = [0, 1, 2, 3, 63, 64, 65, 1023, small - 1, small, small + 1, slot // 2 + 1, slot, slot + 1, 5 * slot + 7]
+        return self.common.choice([*edges[:12], *edges[:12], *edges, self.common.randrange(1, 200_000)])
+
+    def addends(self, step: int, numel: int, dtype: torch.dtype) -> list[torch.Tensor]:
+        """Every rank's, because each rank checks its own result."""
+        addends = []
+        for rank in range(self.world_size):
+            generator = torch.Generator().manual_seed(self.seed * 1_000_000 + step * 100 + rank)
+            addends.append((torch.randn(numel, generator=generator) * 30).to(dtype))
+        return addends
+
+    def place(self, numel: int, dtype: torch.dtype, *, shared: bool) -> torch.Tensor:
+        """Memory for a tensor, aligned to its elements alone."""
+        offset = self.common.choice([0, 0, 1, 3])
+        if shared:
+            return self.collective.allocate(numel + offset, dtype, CPU)[offset:]
+        return torch.empty(numel + offset, dtype=dtype)[offset:]
+
+    def check_sum(self, got: torch.Tensor, addends: list[torch.Tensor], scale: float) -> None:
+        if not got.is_floating_point():
+            assert torch.equal(got, sum(addends))
+            return
+        # Each product is rounded, and so is each of at most world_size sums; below the normal numbers by a fixed step.
+        finfo = torch.finfo(got.dtype)
+        products = [addend.double() * scale for addend in addends]
+        bound = (self.world_size + 1) * (finfo.eps * sum(p.abs() for p in products) + finfo.tiny * finfo.eps)
+        assert ((got.double() - sum(products)).abs() <= bound).all()
+
+    def all_reduce(self, step: int) -> None:
+        dtype = self.common.choice(list(SCALAR_KINDS))
+        numel = self.numel(dtype)
+        flat = self.place(numel, dtype, shared=self.common.random() < 0.5)
+        scale = self.common.choice([1.0, 0.5, 1 / 3]) if dtype.is_floating_point else 1.0
+        is_waited_for = self.common.random() < 0.9
+        addends = self.addends(step, numel, dtype)
+        flat.copy_(addends[self.rank])
+        work = self.collective.all_reduce(flat, scale, what=f"step {step}")
+
+        def check() -> None:
+            self.check_sum(flat, addends, scale)
+            self.results[step] = hashlib.sha256(bits(flat)).hexdigest()
+
+        if is_waited_for:
+            self.outstanding.append((work, check))
+
+    def reduce_scatter(self, step: int) -> None:
+        dtype = self.common.choice(list(SCALAR_KINDS))
+        numel = self.numel(dtype) // self.world_size
+        scale = 0.5 if dtype.is_floating_point else 1.0
+        addends = self.addends(step, numel * self.world_size, dtype)
+        output, flat = self.place(numel, dtype, shared=False), addends[self.rank].clone()
+        work = self.collective.reduce_scatter(output, flat, scale, what=f"step {step}")
+        own = slice(self.rank * numel, (self.rank + 1) * numel)
+        self.outstanding.append((work, lambda: self.check_sum(output, [a[own] for a in addends], scale)))
+
+    def broadcast(self, step: int) -> None:
+        source, dtype = self.common.randrange(self.world_size), self.common.choice(list(SCALAR_KINDS))
+        sent = self.addends(step, self.numel(dtype), dtype)[source]
+        square = self.addends(step, 12, dtype)[source].view(3, 4)
+        tensors = [sent.clone() if self.rank == source else torch.empty_like(sent), torch.zeros(4, 3, dtype=dtype).t()]
+        if self.rank == source:
+            tensors[1].copy_(square)
+        self.collective.broadcast(tensors, source, what=f"step {step}")
+        assert torch.equal(tensors[0], sent)
+        assert torch.equal(tensors[1], square)
+
+    def all_gather(self, step: int) -> None:
+        dtype = self.common.choice(list(SCALAR_KINDS))
+        addends = self.addends(step, self.numel(dtype) // self.world_size, dtype)
+        gathered = self.collective.all_gather(addends[self.rank], what=f"step {step}")
+        assert all(torch.equal(got, sent) for got, sent in zip(gathered, addends, strict=True))
+
+    def barrier(self, step: int) -> None:
+        self.collective.barrier()
+
+
+def run_programs(rank: int, world_size: int, seeds: list[int], steps: int) -> list[dict[int, str]]:
+    return [Program(rank, world_size, seed).run(steps) for seed in seeds]
+
+
+def check_programs(world_size: int, seeds: list[int], steps: int, deadline_s: float = 90.0) -> None:
+    results = run_ranks(run_programs, world_size, seeds, steps, deadline_s=deadline_s)
+    assert all(len(program) > steps / 10 for program in results[0])
+    assert all(result == results[0] for result in results), "ranks have different bits"
+
+
+@pytest.mark.parametrize(("world_size", "steps"), [(2, 80), (3, 60), (4, 40), (8, 15)])
+def test_random_programs(world_size, steps):
+    check_programs(world_size, [world_size], steps)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("world_size", [2, 3, 4, 8])
+def test_many_random_programs(world_size):
+    check_programs(world_size, list(range(100, 100 + 80 // world_size)), 150, deadline_s=600)
+
+
+# ---- bits ------------------------------------------------------------------------------------------------------------
+
+
+def any_bits(dtype: torch.dtype, numel: int, seed: int) -> torch.Tensor:
+    """Numbers of every kind: normal, subnormal, zero, infinite and not numbers, of both signs."""
+    generator = torch.Generator().manual_seed(seed)
+    drawn = torch.randint(0, 256, (numel * dtype.itemsize,), generator=generator, dtype=torch.uint8).view(dtype)
+    finfo = torch.finfo(dtype)
+    special = [0.0, -0.0, finfo.tiny, -finfo.tiny / 2, finfo.tiny * finfo.eps, finfo.max, -finfo.max]
+    special += [float("inf"), float("-inf"), float("nan")]
+    place = torch.randint(0, numel, (numel // 4,), generator=generator)
+    drawn[place] = torch.tensor(special, dtype=dtype)[torch.randint(0, len(special), place.shape, generator=generator)]
+    near_subnormal = torch.randn(numel // 4, generator=generator, dtype=torch.float64) * finfo.tiny
+    drawn[torch.randint(0, numel, near_subnormal.shape, generator=generator)] = near_subnormal.to(dtype)
+    return drawn
+
+
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Which NaN a sum gives is the processor's choice (IEEE 754, 6.2.3); that it is one is not."""
+    is_nan = one.isnan()
+    return torch.equal(is_nan, other.isnan()) and bits(one[~is_nan]) == bits(other[~is_nan])
+
+
+def reduce_in_three_ways(collective: SharedMemoryCollective, data: torch.Tensor, scale: float) -> list[torch.Tensor]:
+    in_place = collective.allocate(data.numel(), data.dtype, CPU)
+    in_place.copy_(data)
+    staged = data.clone()
+    small = data.clone()
+    pieces = small.split(16 * 1024 // data.dtype.itemsize)
+    for work in [collective.all_reduce(flat, scale) for flat in (in_place, staged, *pieces)]:
+        work.wait()
+    return [in_place, staged, small]
+
+
+def compare_bits(rank: int, world_size: int) -> None:
+    collective, gloo = SharedMemoryCollective(), C10dCollective()
+    for dtype in FLOATS:
+        data = any_bits(dtype, 300_001, seed=rank)
+        for scale in (1.0, 0.5):
+            ways = reduce_in_three_ways(collective, data, scale)
+            assert all(same_bits(way, ways[0]) for way in ways[1:]), (dtype, scale)
+            if world_size == 2:  # with more, gloo's order of additions is another
+                expected = data.clone()
+                gloo.all_reduce(expected, scale).wait()
+                assert same_bits(ways[0], expected), (dtype, scale)
+                assert expected.isnan().any()
+                assert expected.isinf().any()
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_bits_are_those_of_gloo_and_of_every_way(world_size):
+    run_ranks(compare_bits, world_size)
+
+
+def square_sums(rank: int, world_size: int) -> list[float]:
+    collective = SharedMemoryCollective()
+    unasked = collective.all_reduce(torch.ones(3))
+    unasked.wait()
+    assert unasked.square_sum is None
+    collective.collects_square_sums = True
+    found = []
+    for dtype in SCALAR_KINDS:
+        for numel in (0, 5, 1000, 100_003, 600_001):
+            for is_shared in (False, True):
+                flat = collective.allocate(numel, dtype, CPU) if is_shared else torch.empty(numel, dtype=dtype)
+                flat.copy_(torch.randn(numel, generator=torch.Generator().manual_seed(rank + numel)) * 5)
+                work = collective.all_reduce(flat, 0.5 if dtype.is_floating_point else 1.0)
+                work.wait()
+                # Of numel sums of positive numbers, in float64.
+                expected = flat.double().square().sum().item()
+                assert work.square_sum == pytest.approx(expected, rel=(numel + 1) * 2**-53)
+                found.append(work.square_sum)
+    return found
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_square_sums(world_size):
+    results = run_ranks(square_sums, world_size)
+    assert all(result == results[0] for result in results)
+
+
+# ---- faults ----------------------------------------------------------------------------------------------------------
+
+
+def work_until_failure(collective: SharedMemoryCollective, seconds: float) -> tuple[tuple[int, ...], str, float]:
+    """Operations of every way, with new memory all the time; returns whom the failure names, and when it came."""
+    started = time.monotonic()
+    try:
+        while time.monotonic() < started + seconds:
+            flats = [torch.ones(100), torch.ones(400_000), collective.allocate(600_000, torch.float32, CPU).fill_(1.0)]
+            for work in [collective.all_reduce(flat) for flat in flats]:
+                work.wait()
+            collective.broadcast(flats[:1], source_rank=1)
+    except PeerLostError as error:
+        return error.ranks, str(error), time.monotonic() - started
+    return (), "", time.monotonic() - started
+
+
+def be_killed(rank: int, world_size: int, delays_s: list[float]) -> Any:
+    collective = connect()
+    if rank != 1:
+        return work_until_failure(collective, 20)
+    with sending(delays_s[0], signal.SIGKILL):
+        return work_until_failure(collective, 20)
+
+
+def check_killed(seed: int) -> None:
+    delay_s = 0.02 + 0.3 * random.Random(seed).random()
+    results = run_ranks_to_any_end(be_killed, 3, [delay_s], deadline_s=60)
+    assert results[1].exit_code == -signal.SIGKILL
+    for result in (results[0], results[2]):
+        assert result.error is None, result.error
+        ranks, message, seconds = result.value
+        assert ranks == (1,), message
+        assert "Lost rank 1 (process " in message
+        assert "which has exited" in message
+        assert seconds < 10
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_rank_killed_at_any_moment_is_named(seed):
+    check_killed(seed)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_rank_killed_at_many_moments_is_named():
+    for seed in range(100, 160):
+        check_killed(seed)
+
+
+def be_stopped(rank: int, world_size: int, timeout_s: float, pause_s: float, seconds: float) -> Any:
+    collective = connect(timeout_s=timeout_s)
+    if rank != 1:
+        return work_until_failure(collective, seconds)
+    with sending(0.2, signal.SIGSTOP, signal.SIGCONT, pause_s=pause_s):
+        return work_until_failure(collective, seconds)
+
+
+def continue_after_stop(rank: int, world_size: int) -> None:
+    collective = SharedMemoryCollective(timeout_s=20)
+    total = torch.ones(1)
+    with sending(0.1 if rank == 1 else 0.0, *([signal.SIGSTOP, signal.SIGCONT] if rank == 1 else []), pause_s=0.7):
+        for step in range(100):
+            flats = [torch.full((n,), float(step)) for n in (10, 300_000)]
+            for work in [collective.all_reduce(flat) for flat in flats]:
+                work.wait()
+            assert all((flat == 3.0 * step).all() for flat in flats)
+            total += 1
+    assert total == 101
+
+
+def test_a_rank_that_stops_for_a_while_is_waited_for():
+    run_ranks(continue_after_stop, 3)
+
+
+def test_a_rank_that_stops_for_too_long_is_the_one_named():
+    results = run_ranks_to_any_end(be_stopped, 3, 1.0, 2.0, 10.0, deadline_s=60)
+    for result in (results[0], results[2]):
+        assert result.error is None, result.error
+        ranks, message, seconds = result.value
+        assert ranks == (1,), message
+        assert "did not arrive within 1 s" in message
+        assert 1.0 <= seconds < 4.0
+
+
+def leave(rank: int, world_size: int, way: str) -> tuple[tuple[int, ...], str]:
+    collective = SharedMemoryCollective()
+    flats = [torch.ones(10), torch.ones(300_000), collective.allocate(400_000, torch.float32, CPU).fill_(1.0)]
+    works = [collective.all_reduce(flat) for flat in flats]
+    if rank == 1:
+        for work in works:
+            work.wait()
+        if way == "closes":
+            time.sleep(0.3)  # the others wait by then
+            collective.close()
+            with raises(CollectiveError, "the collective is closed"):
+                collective.barrier()
+            time.sleep(1.5)
+        return (), ""
+    if rank == 2:
+        time.sleep(0.5)  # rank 1 is gone, and everything it was needed for is there
+    for work, flat in zip(works, flats, strict=True):
+        work.wait()
+        assert (flat == world_size).all()
+    try:
+        collective.barrier()
+    except PeerLostError as error:
+        return error.ranks, str(error)
+    raise AssertionError("the barrier came to an end without rank 1")
+
+
+@pytest.mark.parametrize(("way", "fate"), [("closes", "has left the group"), ("exits", "has exited")])
+def test_a_rank_that_leaves_is_missed_where_it_is_needed(way, fate):
+    results = run_ranks_to_any_end(leave, 3, way)
+    for result in (results[0], results[2]):
+        assert result.error is None, result.error
+        assert result.value[0] == (1,)
+        assert fate in result.value[1]
+
+
+def differ(rank: int, world_size: int) -> None:
+    """Rank 1 calls something else than the others; everybody is told what."""
+
+    def all_reduce(numel: int, dtype: torch.dtype = torch.float32, scale: float = 1.0) -> Callable[..., None]:
+        return lambda collective: collective.all_reduce(torch.ones(numel, dtype=dtype), scale).wait()
+
+    def broadcast(numel: int, source: int) -> Callable[..., None]:
+        return lambda collective: collective.broadcast([torch.ones(numel)], source)
+
+    def in_place(collective: SharedMemoryCollective) -> None:
+        collective.all_reduce(collective.allocate(90_000, torch.float32, CPU)).wait()
+
+    def gather(collective: SharedMemoryCollective) -> None:
+        collective.all_gather(torch.ones(7))
+
+    def outstanding(numel: int) -> Callable[..., None]:
+        def call(collective: SharedMemoryCollective) -> None:
+            works = [collective.all_reduce(torch.ones(n)) for n in (10, 600_000, numel)]
+            for work in works:
+                work.wait()
+
+        return call
+
+    cases = [
+        (all_reduce(3), all_reduce(4), "3 elements of float32", "4 elements of float32"),
+        (all_reduce(300_000), all_reduce(600_000), "300000 elements", "600000 elements"),
+        (all_reduce(4), all_reduce(4, torch.int32), "4 elements of float32", "4 elements of int32"),
+        (all_reduce(4, scale=0.5), all_reduce(4, scale=0.25), "times 0.5", "times 0.25"),
+        (all_reduce(4), SharedMemoryCollective.barrier, "all_reduce of 4 elements", "barrier"),
+        (gather, broadcast(7, 0), "all_gather of 28 bytes", "broadcast of 28 bytes from rank 0"),
+        (broadcast(7, 0), broadcast(7, 2), "from rank 0", "from rank 2"),
+        (broadcast(7, 0), broadcast(7, 1), "from rank 0", "from rank 1"),
+        (broadcast(7, 0), SharedMemoryCollective.barrier, "broadcast of 28 bytes", "barrier"),
+        (in_place, all_reduce(90_000), "times 1.000000 in memory from allocate()", "all_reduce of 90000 elements"),
+        (outstanding(500), outstanding(501), "500 elements", "501 elements"),
+    ]
+    for number, (others_call, rank_1_calls, *texts) in enumerate(cases):
+        collective = SharedMemoryCollective(timeout_s=20)
+        collective.all_reduce(torch.ones(1)).wait()
+        with raises(CollectiveError, "same operations in the same order", "rank 1 called", *texts):
+            (rank_1_calls if rank == 1 else others_call)(collective)
+            collective.barrier()  # a source of a broadcast does not wait for the others
+            raise AssertionError(f"case {number} went unnoticed")
+        dist.barrier()
+
+
+def test_different_calls_are_named_on_every_rank():
+    run_ranks(differ, 3)
+
+
+def fork_a_child(rank: int, world_size: int) -> None:
+    collective = connect()
+    # Connected, but no other rank has mapped this memory when the child lets go of it.
+    flat = collective.allocate(400_000, torch.float32, CPU).fill_(rank + 1.0)
+    work = collective.all_reduce(torch.ones(300_000)) if rank == 0 else None
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            with raises(CollectiveError, "a forked child cannot use its parent's collective"):
+                collective.all_reduce(torch.ones(3))
+            with raises(CollectiveError, "a forked child cannot use its parent's collective"):
+                collective.all_reduce(flat)
+            if work is not None:
+                with raises(CollectiveError, "a forked child cannot use its parent's collective"):
+                    work.wait()
+            collective.close()
+            del flat, collective, work
+            gc.collect()
+            status = 0
+        finally:
+            os._exit(status)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    dist.barrier()
+    if work is None:
+        work = collective.all_reduce(torch.ones(300_000))
+    work.wait()
+    collective.all_reduce(flat).wait()
+    assert (flat == sum(range(1, world_size + 1))).all()
+
+
+def test_a_forked_child_is_told_and_does_no_harm():
+    run_ranks(fork_a_child, 3)
+
+
+def interrupt(rank: int, world_size: int) -> None:
+    collective = connect()
+    flat = torch.ones(3)
+    if rank == 1:
+        time.sleep(2)
+        collective.all_reduce(flat).wait()
+        return
+    work = collective.all_reduce(flat)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    with sending(0.3, signal.SIGINT):
+        started = time.monotonic()
+        with raises(KeyboardInterrupt):
+            work.wait()
+        assert 0.25 < time.monotonic() - started < 1.2
+    work.wait()  # the interrupt ended the wait, not the operation
+    assert (flat == 2).all()
+
+
+def test_ctrl_c_ends_a_wait():
+    run_ranks(interrupt, 2)
+
+
+def wait_through_signals(rank: int, world_size: int) -> None:
+    """Signals at a high rate, as a sampling profiler sends them, whose handler uses the collective's lock itself."""
+    collective = connect()
+    if rank == 1:
+        time.sleep(1.5)
+    else:
+        sampled = []
+
+        def sample(*_: Any) -> None:
+            sampled.append(collective._extension.shared_memory_progress(collective._group))
+
+        signal.signal(signal.SIGALRM, sample)
+        signal.setitimer(signal.ITIMER_REAL, 0.0001, 0.0001)
+        started = time.monotonic()
+        while time.monotonic() < started + 0.5:  # a system call that a signal broke off says nothing of rank 1
+            assert all(is_running for *_, is_running in collective._extension.shared_memory_states(collective._group))
+    collective.barrier()
+    if rank == 0:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        assert len(sampled) > 100
+
+
+def test_signals_disturb_no_wait():
+    run_ranks(wait_through_signals, 2, deadline_s=30)
+
+
+def use_from_threads(rank: int, world_size: int) -> None:
+    """While one thread waits, another allocates and frees, and two more wait for one another's operations."""
+    collective = connect()
+    is_over = threading.Event()
+
+    def allocate_and_free() -> None:
+        while not is_over.is_set():
+            collective.allocate(300_000, torch.float32, CPU)
+
+    churning = threading.Thread(target=allocate_and_free)
+    churning.start()
+    if rank == 1:
+        time.sleep(1)
+    flats = [torch.ones(n) for n in (10, 500_000, 20, 300_000)]
+    works = [collective.all_reduce(flat) for flat in flats]
+    waiting = [threading.Thread(target=work.wait) for work in reversed(works)]
+    for thread in waiting:
+        thread.start()
+    for thread in waiting:
+        thread.join(timeout=20)
+    is_over.set()
+    churning.join()
+    assert not any(thread.is_alive() for thread in waiting)
+    assert all((flat == 2).all() for flat in flats)
+
+
+def test_threads_of_one_rank():
+    run_ranks(use_from_threads, 2, deadline_s=30)
+
+
+def take_turns(rank: int, world_size: int) -> float:
+    collective = connect()
+    started = time.monotonic()
+    for turn in range(40):
+        if turn % world_size == rank:
+            time.sleep(0.01)  # the others have gone to sleep
+        collective.barrier()
+    return time.monotonic() - started
+
+
+def test_sleepers_are_woken():
+    # Unwoken they would look every 100 ms.
+    assert max(run_ranks(take_turns, 2)) < 2.5
+
+
+# ---- many, large, late -----------------------------------------------------------------------------------------------
+
+
+def get_far_ahead(rank: int, world_size: int) -> None:
+    """Rank 0 has more rounds under way than there are places, while the others have not begun."""
+    collective = connect()
+    if rank != 0:
+        time.sleep(0.5)
+    flats = [collective.allocate(5000, torch.float32, CPU).fill_(1.0) for _ in range(90)]
+    flats[20:40] = [torch.ones(700_000) for _ in range(20)]
+    works = [collective.all_reduce(flat) for flat in flats]
+    random.Random(rank).shuffle(works)
+    for work in works:
+        work.wait()
+    assert all((flat == world_size).all() for flat in flats)
+
+
+def test_a_rank_may_be_far_ahead():
+    run_ranks(get_far_ahead, 3)
+
+
+def drop_works(rank: int, world_size: int) -> None:
+    collective = connect()
+    for step in range(150):
+        collective.all_reduce(torch.full((1000,), float(step)))
+        dist.barrier()  # the next call of each rank completes this one
+        assert len(collective._outstanding) < 80
+    flat = torch.ones(3)
+    collective.all_reduce(flat).wait()
+    assert (flat == 2).all()
+    assert not collective._outstanding
+
+
+def test_works_that_nobody_waits_for_are_let_go():
+    run_ranks(drop_works, 2)
+
+
+def view_lazily(rank: int, world_size: int) -> None:
+    """Conjugates and negatives that torch has not computed yet."""
+    collective = SharedMemoryCollective()
+    number = torch.tensor([complex(rank, 1.0)])
+    assert torch.cat(collective.all_gather(number.conj())).tolist() == [complex(0, -1), complex(1, -1)]
+    assert torch.cat(collective.all_gather(number.conj().imag)).tolist() == [-1, -1]
+    conjugate = number.conj()
+    collective.broadcast([conjugate], source_rank=1)
+    assert conjugate.tolist() == [complex(1, -1)]
+    with raises(CollectiveError, "only contiguous CPU tensors of torch.float32", "got torch.bool"):
+        collective.reduce_scatter(torch.zeros(1, dtype=torch.bool), torch.zeros(2, dtype=torch.bool))
+    with raises(CollectiveError, "only contiguous CPU tensors"):
+        collective.reduce_scatter(torch.zeros(1), torch.zeros(4)[::2])
+    with raises(CollectiveError, "integers are summed, not scaled"):
+        collective.reduce_scatter(torch.zeros(1, dtype=torch.int32), torch.zeros(2, dtype=torch.int32), 0.5)
+
+
+def test_views_that_are_not_plain_memory():
+    run_ranks(view_lazily, 2)
+
+
+def reduce_gigabytes(rank: int, world_size: int) -> None:
+    """More than 2**31 bytes and elements' bytes beyond every 32-bit offset, in place and staged."""
+    collective = SharedMemoryCollective()
+    numel = 5 * 2**28 + 77  # 2.5 GiB of float16
+    for is_shared in (True, False):
+        allocate = collective.allocate if is_shared else super(SharedMemoryCollective, collective).allocate
+        flat = allocate(numel, torch.float16, CPU)
+        for number, part in enumerate(flat.tensor_split(40)):
+            part.fill_(number + rank)
+        collective.all_reduce(flat).wait()
+        for number, part in enumerate(flat.tensor_split(40)):
+            assert part[0] == part[-1] == 2 * number + 1
+            assert (part == 2 * number + 1).all()
+        del flat, part
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_tensors_beyond_32_bits():
+    if kib_of("/proc/meminfo", "MemAvailable") < 9 * MIB:
+        pytest.skip("needs 9 GiB of memory")
+    run_ranks(reduce_gigabytes, 2, deadline_s=300, group_timeout_s=200)
+
+
+def reduce_once(rank: int, world_size: int) -> list[float]:
+    collective = SharedMemoryCollective()
+    flats = [torch.ones(5), torch.ones(300_000), collective.allocate(300_000, torch.float32, CPU).fill_(1.0)]
+    for flat in flats:
+        collective.all_reduce(flat).wait()
+    return [float(flat[-1]) for flat in flats]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_as_many_ranks_as_there_are_bits():
+    assert run_ranks(reduce_once, 64, deadline_s=240) == [[64.0] * 3] * 64
+
+
+def test_one_more_rank_than_there_are_bits():
+    facts = [(1, 7, 7, 7, process_id) for process_id in range(65)]
+    assert shared_host._reason_against(facts[:64]) is None
+    assert shared_host._reason_against(facts) == "there are too many (expected at most 64, got 65)"
+
+
+# ---- what is left behind ---------------------------------------------------------------------------------------------
+
+
+def free_at_once(rank: int, world_size: int, rounds: int) -> None:
+    """Memory that is freed as soon as this rank is through, while others may not even have mapped it."""
+    collective = SharedMemoryCollective()
+    for step in range(rounds):
+        flat = collective.allocate(300_000, torch.float32, CPU).fill_(float(step))
+        collective.all_reduce(flat).wait()
+        assert flat[step] == step * world_size
+        del flat
+
+
+def test_memory_may_be_freed_at_once():
+    run_ranks(free_at_once, 4, 200)
+
+
+def shrink_own_memory(rank: int, world_size: int) -> list[str]:
+    collective = connect()
+    late = collective.allocate(1000, torch.float32, CPU)  # a segment that others hear of at once
+    refused = []
+    for entry in os.listdir("/proc/self/fd"):
+        with suppress(FileNotFoundError):  # the folder's own
+            if "psengine" in os.readlink(f"/proc/self/fd/{entry}"):
+                with pytest.raises(PermissionError):
+                    os.truncate(f"/proc/self/fd/{entry}", 0)
+                refused.append(os.readlink(f"/proc/self/fd/{entry}"))
+    collective.all_reduce(late.fill_(1.0)).wait()
+    return refused
+
+
+def test_what_others_read_cannot_be_shrunk():
+    for refused in run_ranks(shrink_own_memory, 2):
+        assert any("psengine-segment" in name for name in refused)
+
+
+def rebuild_buckets(rank: int, world_size: int) -> None:
+    collective = SharedMemoryCollective()
+    descriptors, resident_kib = [], []
+    for _ in range(40):
+        buckets = [collective.allocate(2 * MIB, torch.float32, CPU).fill_(1.0) for _ in range(3)]
+        for work in [collective.all_reduce(bucket) for bucket in buckets]:
+            work.wait()
+        del buckets, work
+        descriptors.append(len(os.listdir("/proc/self/fd")))
+        resident_kib.append(kib_of("/proc/self/status", "RssShmem"))
+    # A rank maps its own 24 MiB and the others'; a generation may linger until the next operation begins.
+    assert max(resident_kib) < 2 * world_size * 24 * 1024 + 64 * 1024
+    assert max(descriptors[5:]) <= descriptors[5] + 2
+    dist.barrier()
+    collective.barrier()
+    assert mapped_segments() == []
+    # Control block and slots alone.
+    assert kib_of("/proc/self/status", "RssShmem") < 24 * 1024
+
+
+def test_memory_comes_back_after_buckets_are_rebuilt():
+    names = set(os.listdir("/dev/shm"))
+    run_ranks(rebuild_buckets, 3)
+    assert not [name for name in set(os.listdir("/dev/shm")) - names if "psengine" in name]
+
+
+def die_with_memory(rank: int, world_size: int) -> None:
+    collective = SharedMemoryCollective()
+    flat = collective.allocate(50 * MIB, torch.float32, CPU).fill_(1.0)
+    collective.all_reduce(flat).wait()
+    dist.barrier()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_memory_comes_back_after_every_rank_is_killed():
+    before_kib = kib_of("/proc/meminfo", "Shmem")
+    results = run_ranks_to_any_end(die_with_memory, 2)
+    assert [result.exit_code for result in results] == [-signal.SIGKILL] * 2
+    # 400 MiB were in use; other tests may use some meanwhile.
+    assert kib_of("/proc/meminfo", "Shmem") < before_kib + 200 * 1024
+
+
+# ---- ranks that cannot share -----------------------------------------------------------------------------------------
+
+NEW_MOUNTS, NEW_PROCESS_IDS = 0x20000, 0x20000000  # man 2 unshare
+PRIVATE_RECURSIVELY = 0x44000  # man 2 mount
+
+
+def call_system(name: str, *arguments: Any) -> None:
+    if getattr(ctypes.CDLL(None, use_errno=True), name)(*arguments) != 0:
+        raise OSError(ctypes.get_errno(), f"{name}: {os.strerror(ctypes.get_errno())}")
+
+
+def is_permitted(namespace: str) -> bool:
+    unshare = shutil.which("unshare")
+    return unshare is not None and subprocess.run([unshare, namespace, "true"], capture_output=True).returncode == 0
+
+
+def try_to_share() -> str:
+    """What both kinds of collective make of two ranks that cannot share memory; returns the reason."""
+    try:
+        SharedMemoryCollective().all_reduce(torch.ones(3)).wait()
+    except SharedMemoryUnavailableError as error:
+        reason = str(error)
+    else:
+        raise AssertionError("the ranks do share memory")
+    collective = SharedMemoryCollective(required=False)
+    for flat in (torch.ones(3), collective.allocate(90_000, torch.float32, CPU).fill_(1.0)):
+        collective.all_reduce(flat, 0.5).wait()
+        assert (flat == 1).all()
+    collective.barrier()
+    return reason
+
+
+def share_from_elsewhere(rank: int, world_size: int, port: int, way: str) -> str:
+    """Rank 1 goes on in a child, which is where only a child can be: in another process namespace, another user."""
+    receiver, sender = os.pipe()
+    child = 0
+    if rank == 1:
+        if way == "process namespace":
+            call_system("unshare", NEW_PROCESS_IDS)
+        child = os.fork()
+        if child != 0:
+            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+            return os.read(receiver, 4096).decode()
+        if way == "user":
+            os.setresuid(65534, 65534, 65534)
+    try:
+        store = dist.TCPStore("127.0.0.1", port, is_master=rank == 0, wait_for_workers=False)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=20))
+        reason = try_to_share()
+        dist.barrier()
+        if rank == 0:
+            time.sleep(0.5)  # the store is here
+            return reason
+        os.write(sender, reason.encode())
+        os._exit(0)
+    finally:
+        if rank == 1:
+            traceback.print_exc()
+            os._exit(1)
+
+
+@pytest.mark.parametrize("way", ["process namespace", "user"])
+def test_ranks_from_elsewhere_all_learn_why(way):
+    if os.geteuid() != 0 or not is_permitted("--pid"):
+        pytest.skip("needs the right to make namespaces and change users")
+    results = run_ranks(share_from_elsewhere, 2, free_port(), way, init_group=False, deadline_s=60)
+    assert results[0] == results[1]
+    assert f"rank 1 runs in another {way}" in results[0]
+
+
+def share_without_extension(rank: int, world_size: int) -> str:
+    if rank == 1:
+        native.extension = None
+    return try_to_share()
+
+
+def test_a_rank_without_the_extension_speaks_for_all():
+    results = run_ranks(share_without_extension, 2)
+    assert results[0] == results[1]
+    assert "rank 1 runs without the native extension" in results[0]
+
+
+def train_without_extension(rank: int, world_size: int) -> float:
+    if rank == 1:
+        native.extension = None
+    model = psengine.DistributedDataParallel(torch.nn.Linear(3, 1, bias=False), collective="auto")
+    model(torch.full((2, 3), float(rank))).sum().backward()
+    return float(model.module.weight.grad[0, 0])
+
+
+def test_the_wrapper_without_the_extension_on_one_rank():
+    assert run_ranks(train_without_extension, 2, deadline_s=30, group_timeout_s=10) == [1.0, 1.0]
+
+
+def refuse_memory(rank: int, world_size: int) -> str:
+    """Rank 1 cannot open what rank 0 offers, though nothing told so before."""
+    if rank == 1:
+        join = native.extension.shared_memory_join
+
+        class Refusing:
+            def __getattr__(self, name: str) -> Any:
+                return getattr(extension, name)
+
+            def shared_memory_join(self, path: str, *arguments: Any) -> Any:
+                return join("/proc/1/fd/9999", *arguments)
+
+        extension = native.extension
+        native.extension = Refusing()
+    return try_to_share()
+
+
+def test_a_rank_that_cannot_open_the_memory_speaks_for_all():
+    results = run_ranks(refuse_memory, 2)
+    assert all("ranks [1] cannot open the others' memory" in reason for reason in results)
+    assert "/proc/1/fd/9999" in results[1]
+
+
+def share_with_tiny_shm(rank: int, world_size: int) -> list[float]:
+    call_system("unshare", NEW_MOUNTS)
+    call_system("mount", b"none", b"/", None, PRIVATE_RECURSIVELY, None)
+    call_system("mount", b"tmpfs", b"/dev/shm", b"tmpfs", 0, b"size=64k")
+    assert os.statvfs("/dev/shm").f_blocks * os.statvfs("/dev/shm").f_frsize == 64 * 1024
+    return reduce_once(rank, world_size)
+
+
+def test_the_size_of_dev_shm_does_not_matter():
+    if not is_permitted("--mount"):
+        pytest.skip("needs the right to make a mount namespace")
+    assert run_ranks(share_with_tiny_shm, 2) == [[2.0] * 3] * 2
+
+
+def copy_on_one_rank(rank: int, world_size: int) -> bool:
+    torch.manual_seed(0)
+    model = psengine.DistributedDataParallel(torch.nn.Linear(3, 1), collective="auto")
+    copied = copy.deepcopy(model) if rank == 0 else None
+    model(torch.ones(2, 3)).sum().backward()
+    copied_later = copy.deepcopy(model) if rank == 0 else None
+    model(torch.ones(2, 3)).sum().backward()
+    assert (model.module.weight.grad == 4).all()
+    assert isinstance(model._collective, SharedMemoryCollective)
+    assert model._collective._group is not None
+    return copied is None or torch.equal(copied_later.module.weight, model.module.weight)
+
+
+def test_a_copy_of_the_wrapper_on_one_rank_hangs_nobody():
+    assert run_ranks(copy_on_one_rank, 2, deadline_s=40, group_timeout_s=10) == [True, True]

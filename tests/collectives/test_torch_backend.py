@@ -1,0 +1,674 @@
+"""The backend "psengine" of torch.distributed: what gloo does, through shared memory; native DDP and others over it."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import hashlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+from support.native_extension import needs_shared_memory
+from support.processes import run_ranks, run_ranks_to_any_end
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.algorithms.join import Join
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel as Native
+
+import psengine
+from psengine.collectives.shared_memory import host as shared_host
+from psengine.collectives.torch_backend import backend as torch_backend
+from psengine.collectives.torch_backend import process_group
+
+pytestmark = needs_shared_memory
+
+SUMMED = [
+    torch.float32,
+    torch.float64,
+    torch.float16,
+    torch.bfloat16,
+    torch.int32,
+    torch.int64,
+    torch.complex64,
+]
+LEFT_TO_GLOO = [torch.uint8, torch.int8, torch.bool]
+SIZES = (0, 1, 3, 1001, 300_001)
+
+
+def values(rank: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    return drawn_values(rank, numel, dtype).clone()
+
+
+@functools.cache
+def drawn_values(rank: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(rank * 1000 + numel)
+    if dtype.is_complex:
+        return torch.complex(*torch.randn(2, numel, generator=generator))
+    if dtype in (torch.uint8, torch.int8, torch.bool):
+        return torch.randint(0, 2, (numel,), generator=generator).to(dtype)
+    return (torch.randn(numel, generator=generator) * 10).to(dtype)
+
+
+def raising(call, *arguments: Any, **options: Any) -> Any:
+    try:
+        call(*arguments, **options)
+    except Exception as error:
+        return error
+    return None
+
+
+def single(name: str):
+    """all_gather_single or reduce_scatter_single, as this torch calls it."""
+    old = {"all_gather_single": "all_gather_into_tensor", "reduce_scatter_single": "reduce_scatter_tensor"}
+    return getattr(dist, name, None) or getattr(dist, old[name])
+
+
+# ---- operations ----
+
+
+def every_operation(rank: int, world_size: int, group: dist.ProcessGroup) -> dict[Any, Any]:
+    """Every operation on many inputs; what it left in the tensors."""
+    found: dict[Any, Any] = {}
+
+    def input_of(numel: int, dtype: torch.dtype) -> torch.Tensor:
+        return values(rank, numel, dtype)
+
+    # Four ranks on two cores take their time.
+    dtypes = SUMMED + LEFT_TO_GLOO if world_size == 2 else [torch.float32, torch.bfloat16, torch.int64]
+    for dtype in dtypes:
+        for numel in SIZES if world_size == 2 else (3, 300_001):
+            if not (numel == 0 and dtype in LEFT_TO_GLOO):
+                found["all_reduce", dtype, numel] = total = input_of(numel, dtype)
+                dist.all_reduce(total, group=group)
+            found["broadcast", dtype, numel] = copied = input_of(numel, dtype)
+            dist.broadcast(copied, dist.get_global_rank(group, world_size - 1), group=group)
+            parts = [torch.empty(numel, dtype=dtype) for _ in range(world_size)]
+            dist.all_gather(parts, input_of(numel, dtype), group=group)
+            found["all_gather", dtype, numel] = parts
+            found["all_gather_single", dtype, numel] = whole = torch.empty(numel * world_size, dtype=dtype)
+            single("all_gather_single")(whole, input_of(numel, dtype), group=group)
+            if numel == 0 or dtype in LEFT_TO_GLOO or dtype.is_complex:
+                continue
+            found["reduce_scatter", dtype, numel] = kept = torch.empty(numel, dtype=dtype)
+            dist.reduce_scatter(kept, list(input_of(numel * world_size, dtype).chunk(world_size)), group=group)
+            found["reduce_scatter_single", dtype, numel] = kept = torch.empty(numel, dtype=dtype)
+            single("reduce_scatter_single")(kept, input_of(numel * world_size, dtype), group=group)
+    for operation in ("AVG", "MAX", "MIN", "PRODUCT"):
+        found[operation] = total = input_of(1001, torch.float32)
+        dist.all_reduce(total, getattr(dist.ReduceOp, operation), group=group)
+    found["transposed"] = total = input_of(12, torch.float32).view(3, 4).t()
+    dist.all_reduce(total, group=group)
+    found["several"] = several = [input_of(n, torch.float32) for n in (5, 70_000, 1)]
+    with warnings.catch_warnings(action="ignore"):
+        dist.all_reduce_coalesced(several, group=group)
+    found["coalesced"] = several = [input_of(n, torch.float32) for n in (6, 7)]
+    with dist.distributed_c10d._coalescing_manager(group):
+        for tensor in several:
+            dist.all_reduce(tensor, group=group)
+    found["sparse"] = total = torch.sparse_coo_tensor([[rank, 3]], [1.0, 2.0], (5,))
+    dist.all_reduce(total, group=group)
+    # What is left to gloo.
+    other, peers = (rank + 1) % world_size, [dist.get_global_rank(group, r) for r in range(world_size)]
+    sending = dist.isend(input_of(4, torch.float32), peers[other], group=group)
+    found["recv"] = received = torch.empty(4)
+    dist.recv(received, peers[rank - 1], group=group)
+    sending.wait()
+    found["gather"] = gathered = [torch.empty(3) for _ in range(world_size)] if rank == 0 else None
+    dist.gather(input_of(3, torch.float32), gathered, peers[0], group=group)
+    found["scatter"] = kept = torch.empty(3)
+    dist.scatter(kept, [torch.full((3,), float(r)) for r in range(world_size)] if rank == 0 else None, peers[0], group)
+    found["reduce"] = total = input_of(9, torch.float32)
+    dist.reduce(total, peers[0], group=group)
+    found["reduce"] = total if rank == 0 else None
+    found["all_to_all"] = exchanged = torch.empty(world_size)
+    dist.all_to_all_single(exchanged, input_of(world_size, torch.float32), group=group)
+    objects: list[Any] = [None] * world_size
+    dist.all_gather_object(objects, {"rank": rank, "text": "x" * rank}, group=group)
+    said = [("from", rank)]
+    dist.broadcast_object_list(said, peers[1], group=group)
+    found["objects"] = (objects, said)
+    x = input_of(2 * world_size, torch.float32)
+    found["functional"] = [
+        functional.all_reduce(x, "sum", group) + 0,
+        functional.all_gather_tensor(x, 0, group) + 0,
+        functional.reduce_scatter_tensor(x, "avg", 0, group) + 0,
+        functional.broadcast(x, 1, group) + 0,
+    ]
+    dist.barrier(group=group)
+    return found
+
+
+def over_both(rank: int, world_size: int) -> Iterator[tuple[Any, Any, Any]]:
+    """Of every operation what it left over psengine and over gloo."""
+    group = dist.new_group(backend="psengine")
+    ours, gloos = (every_operation(rank, world_size, g) for g in (group, dist.group.WORLD))
+    assert ours.keys() == gloos.keys()
+    assert ours.pop("objects") == gloos.pop("objects")
+    for key, found in ours.items():
+        yield key, found, gloos[key]
+
+
+def flatten(found: Any) -> list[torch.Tensor]:
+    if isinstance(found, torch.Tensor):
+        return [found.to_dense() if found.is_sparse else found]
+    return [tensor for item in found or () for tensor in flatten(item)]
+
+
+def are_equal(found: Any, expected: Any) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(flatten(found), flatten(expected), strict=True))
+
+
+def compare_bits(rank: int, world_size: int) -> list[Any]:
+    return [key for key, found, gloos in over_both(rank, world_size) if not are_equal(found, gloos)]
+
+
+def test_two_ranks_get_what_gloo_gives_to_the_last_bit():
+    assert run_ranks(compare_bits, 2) == [[], []]
+
+
+# Four ranks add in another order than gloo's ring, which changes floats' sums; nothing else.
+SUMS = ("all_reduce", "reduce_scatter", "reduce_scatter_single")
+FLOAT32_SUMS = ("AVG", "transposed", "several", "coalesced", "functional")
+
+
+def compare_sums(rank: int, world_size: int) -> dict[Any, str]:
+    """Digests of the sums that every rank has."""
+    digests = {}
+    for key, found, gloos in over_both(rank, world_size):
+        if key[0] in SUMS:
+            name, dtype, numel = key
+            whole_numel = numel if name == "all_reduce" else numel * world_size
+            addends = [values(r, whole_numel, dtype) for r in range(world_size)]
+            if name == "all_reduce":
+                digests[key] = hashlib.sha256(found.view(torch.uint8).numpy()).hexdigest()
+            else:
+                addends = [addend.chunk(world_size)[rank] for addend in addends]
+            check_sum(key, found, addends)
+        elif key in FLOAT32_SUMS:
+            # Two sums of four addends below 50: each off by at most four half units of 200.
+            for tensor, expected in zip(flatten(found), flatten(gloos), strict=True):
+                torch.testing.assert_close(tensor, expected, rtol=0, atol=8 * 2**-24 * 200, msg=str(key))
+        else:
+            assert are_equal(found, gloos), key
+    return digests
+
+
+def check_sum(key: Any, found: torch.Tensor, addends: list[torch.Tensor]) -> None:
+    if not found.is_floating_point():
+        assert torch.equal(found, sum(addends)), key
+        return
+    exact, magnitude = sum(a.double() for a in addends), sum(a.double().abs() for a in addends)
+    # 16-bit addends add in float32, and their sum is rounded once; others are rounded at each of three additions. One
+    # half unit more is for what one rounding adds to the next.
+    roundings = 1 if found.element_size() == 2 else len(addends) - 1
+    bound = (roundings + 1) * torch.finfo(found.dtype).eps / 2 * magnitude
+    assert ((found.double() - exact).abs() <= bound).all(), key
+
+
+def test_four_ranks_sum_as_exactly_as_the_dtype_allows():
+    digests = run_ranks(compare_sums, 4)
+    assert len(digests[0]) == 6
+    assert digests[1:] == digests[:1] * 3, "every rank has the same bits"
+
+
+def test_shared_memory_does_what_it_covers():
+    """The comparison above would not notice if everything went to gloo."""
+    assert run_ranks(operations_left_to_gloo, 2) == [["all_reduce", "reduce"]] * 2
+
+
+def operations_left_to_gloo(rank: int, world_size: int) -> list[str]:
+    group = dist.new_group(backend="psengine")
+    delegate, left = group._delegate, []
+    group._delegate = lambda what, *rest, **options: left.append(what) or delegate(what, *rest, **options)
+    x = torch.ones(4)
+    dist.all_reduce(x, group=group)
+    dist.all_reduce(x, dist.ReduceOp.AVG, group=group)
+    dist.broadcast(x, 0, group=group)
+    dist.all_gather([torch.empty(4), torch.empty(4)], x, group=group)
+    single("all_gather_single")(torch.empty(8), x, group=group)
+    dist.reduce_scatter(torch.empty(2), [x[:2], x[2:]], group=group)
+    single("reduce_scatter_single")(torch.empty(2), x, group=group)
+    dist.barrier(group=group)
+    functional.all_gather_tensor(x, 0, group) + 0
+    functional.reduce_scatter_tensor(x, "sum", 0, group) + 0
+    dist.all_reduce(x.to(torch.uint8), group=group)
+    dist.reduce(x, 0, group=group)
+    return left
+
+
+# ---- asynchrony ----
+
+
+def begin_and_wait_in_any_order(rank: int, world_size: int) -> dict[str, Any]:
+    group = dist.new_group(backend="psengine")
+    dist.barrier()
+    if rank == 1:
+        time.sleep(1.0)
+    started = time.monotonic()
+    tensors = [torch.full((numel,), float(rank + 1)) for numel in (10, 2_000_000, 7)]
+    works = [dist.all_reduce(tensor, group=group, async_op=True) for tensor in tensors]
+    gathered = torch.empty(4)
+    works.append(single("all_gather_single")(gathered, torch.full((2,), float(rank)), group=group, async_op=True))
+    transposed = torch.arange(6.0).view(2, 3).t() * (rank + 1)
+    works.append(dist.all_reduce(transposed, group=group, async_op=True))
+    began_s = time.monotonic() - started
+    late = raising(works[0].wait, timedelta(milliseconds=50)) if rank == 0 else None
+    was_completed = works[0].is_completed()
+    for work in reversed(works):
+        assert work.wait() is True
+    assert all(work.is_completed() and work.is_success() for work in works)
+    sums = [float(tensor.sum()) for tensor in tensors]
+    # Never waited for: done by the group's thread, and before a later operation of the same group.
+    forgotten = torch.full((3_000_000,), float(rank + 1))
+    dist.all_reduce(forgotten, group=group, async_op=True)
+    after = torch.ones(3)
+    dist.all_reduce(after, group=group)
+    order = []
+    futures = []
+    for number in range(3):
+        future = dist.all_reduce(torch.full((5,), float(number)), group=group, async_op=True).get_future()
+        futures.append(future.then(lambda done, number=number: order.append(number) or done.value()[0] + 1))
+    heard = [float(future.wait()[0]) for future in futures]
+    names = [thread.name for thread in threading.enumerate() if thread.name.startswith("psengine-group")]
+    return {
+        "began_s": began_s,
+        "late": str(late),
+        "was_completed": was_completed,
+        "sums": sums,
+        "gathered": gathered,
+        "transposed": transposed,
+        "forgotten": forgotten[:3].clone(),
+        "after": after,
+        "order": order,
+        "heard": heard,
+        "threads": names,
+    }
+
+
+def test_async_operations_do_not_block_and_complete_in_any_order_of_waits():
+    for rank, found in enumerate(run_ranks(begin_and_wait_in_any_order, 2)):
+        assert found["began_s"] < 0.5, "beginning must not wait for rank 1"
+        if rank == 0:
+            assert "still under way" in found["late"]
+            assert not found["was_completed"]
+        assert found["sums"] == [30.0, 6_000_000.0, 21.0]
+        assert found["gathered"].tolist() == [0, 0, 1, 1]
+        assert torch.equal(found["transposed"], torch.arange(6.0).view(2, 3).t() * 3)
+        assert found["forgotten"].tolist() == [3, 3, 3]
+        assert found["after"].tolist() == [2, 2, 2]
+        assert found["order"] == [0, 1, 2]
+        assert found["heard"] == [1, 3, 5]
+        assert len(found["threads"]) == 1
+
+
+def begin_and_compute(rank: int, world_size: int) -> float:
+    """Rank 0 begins and never comes back to the group; rank 1 waits for the result."""
+    group = dist.new_group(backend="psengine")
+    tensor = torch.full((2_000_000,), float(rank + 1))
+    work = dist.all_reduce(tensor, group=group, async_op=True)
+    if rank == 1:
+        work.wait()
+    dist.barrier()  # over the other group
+    work.get_future().wait()
+    return float(tensor[-1])
+
+
+def test_an_operation_completes_though_nobody_waits():
+    assert run_ranks(begin_and_compute, 2) == [3.0, 3.0]
+
+
+# ---- training ----
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(20, 300), nn.ReLU(), nn.Linear(300, 300), nn.ReLU(), nn.Linear(300, 4))
+        self.norm = nn.BatchNorm1d(4)
+        self.sometimes = nn.Linear(4, 4)
+
+    def forward(self, x, use_all=True):
+        y = self.norm(self.layers(x))
+        return self.sometimes(y) if use_all else y
+
+
+def train(rank: int, wrapper: Any, group: Any, hook: Any = None, unused: bool = False, **options: Any) -> list[Any]:
+    torch.manual_seed(0)
+    model = wrapper(Net(), process_group=group, bucket_cap_mb=0.1, find_unused_parameters=unused, **options)
+    if hook is not None:
+        model.register_comm_hook(group, hook)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    generator = torch.Generator().manual_seed(rank)
+    losses = []
+    for step in range(8):
+        x = torch.randn(8, 20, generator=generator)
+        optimizer.zero_grad()
+        loss = model(x, use_all=not unused or step % 3 != 0).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss))
+    return [losses, *(parameter.detach().clone() for parameter in model.parameters())]
+
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "view": {"gradient_as_bucket_view": True},
+    "unused": {"unused": True},
+    "fp16": {"hook": default_hooks.fp16_compress_hook},
+    "hook": {"hook": default_hooks.allreduce_hook, "gradient_as_bucket_view": True},
+    "static": {"static_graph": True},
+}
+
+
+def train_natively(rank: int, world_size: int) -> dict[str, bool]:
+    group = dist.new_group(backend="psengine")
+    same = {}
+    for name, options in VARIANTS.items():
+        ours, gloos = (train(rank, Native, g, **options) for g in (group, dist.group.WORLD))
+        same[name] = ours[0] == gloos[0] and all(map(torch.equal, ours[1:], gloos[1:]))
+    wrapped, native = (train(rank, w, group) for w in (psengine.DistributedDataParallel, Native))
+    same["psengine's own"] = wrapped[0] == native[0] and all(map(torch.equal, wrapped[1:], native[1:]))
+    return same
+
+
+def test_native_ddp_trains_as_over_gloo_to_the_last_bit():
+    for same in run_ranks(train_natively, 2):
+        assert same == dict.fromkeys([*VARIANTS, "psengine's own"], True)
+
+
+def join_and_shard(rank: int, world_size: int) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    groups = {"psengine": dist.new_group(backend="psengine"), "gloo": dist.group.WORLD}
+    for name, group in groups.items():
+        torch.manual_seed(0)
+        model = Native(nn.Linear(4, 4), process_group=group)
+        with Join([model]):
+            for _ in range(3 + 2 * rank):
+                model(torch.ones(2, 4) * (rank + 1)).sum().backward()
+        found["join", name] = [p.grad.clone() for p in model.parameters()]
+        model = Native(nn.Linear(4, 4), process_group=group)
+        optimizer = ZeroRedundancyOptimizer(
+            model.parameters(), torch.optim.Adam, process_group=group, lr=0.1, parameters_as_bucket_view=True
+        )
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.ones(2, 4) * (rank + 1)).square().sum().backward()
+            optimizer.step()
+        found["zero", name] = [p.detach().clone() for p in model.parameters()]
+    return found
+
+
+def test_join_and_zero_redundancy_optimizer():
+    for found in run_ranks(join_and_shard, 2):
+        for what in ("join", "zero"):
+            assert all(map(torch.equal, found[what, "psengine"], found[what, "gloo"])), what
+
+
+def shard_fully(rank: int, world_size: int, backend: str) -> list[torch.Tensor]:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = DeviceMesh.from_group(dist.new_group(backend=backend), "cpu")
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 33), nn.ReLU(), nn.Linear(33, 2))
+    for layer in (model[0], model[2], model):
+        fully_shard(layer, mesh=mesh)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(3):
+        optimizer.zero_grad()
+        model(torch.ones(2, 8) * (rank + step)).square().sum().backward()
+        optimizer.step()
+    return [p.full_tensor().detach().clone() for p in model.parameters()]
+
+
+def test_fully_shard_on_cpu():
+    # Not in the same processes: DTensor takes two meshes of the same ranks for one.
+    for ours, gloos in zip(*(run_ranks(shard_fully, 2, backend) for backend in ("psengine", "gloo")), strict=True):
+        assert all(map(torch.equal, ours, gloos))
+
+
+# ---- groups ----
+
+
+def start_as_default(rank: int, world_size: int, backend: str, port: int) -> dict[str, Any]:
+    store = dist.TCPStore("127.0.0.1", port, world_size=world_size, is_master=rank == 0, wait_for_workers=False)
+    before = set(os.listdir("/proc/self/fd"))
+    for attempt in range(2):
+        dist.init_process_group(
+            backend,
+            store=dist.PrefixStore(str(attempt), store),
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=30),
+        )
+        total = torch.tensor([rank + 1.0])
+        dist.all_reduce(total)
+        halves = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])] if world_size == 4 else []
+        names = [dist.get_backend()]
+        for group in halves:
+            if group is not dist.GroupMember.NON_GROUP_MEMBER:
+                part = torch.tensor([float(rank)])
+                works = [dist.all_reduce(t, group=g, async_op=True) for t, g in ((part, group), (total, None))]
+                for work in reversed(works):
+                    work.wait()
+                names += [dist.get_backend(group), float(part)]
+        forgotten = torch.ones(1000)
+        dist.all_reduce(forgotten, async_op=True)
+        dist.destroy_process_group()
+        del halves
+        group = None
+        gc.collect()
+    threads = [thread.name for thread in threading.enumerate() if thread.name.startswith("psengine-group")]
+    leaked = {d for d in set(os.listdir("/proc/self/fd")) - before if "memfd" in descriptor_of(d)}
+    return {
+        "names": names,
+        "total": float(total),
+        "threads": threads,
+        "leaked": leaked,
+        "forgotten": float(forgotten[0]),
+    }
+
+
+def descriptor_of(number: str) -> str:
+    try:
+        return os.readlink(f"/proc/self/fd/{number}")
+    except OSError:
+        return ""
+
+
+def free_port() -> int:
+    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False).port
+
+
+@pytest.mark.parametrize(
+    ("backend", "world_size"), [("psengine", 1), ("psengine", 4), ("cpu:psengine,cuda:nccl", 2), ("cpu:psengine", 1)]
+)
+def test_default_group_subgroups_and_their_end(backend, world_size):
+    results = run_ranks(start_as_default, world_size, backend, free_port(), init_group=False)
+    for rank, found in enumerate(results):
+        assert "psengine" in found["names"][0]
+        if world_size == 4:
+            assert found["names"][1:] == ["psengine", 1.0 if rank < 2 else 5.0]
+            assert found["total"] == 40.0
+        assert found["forgotten"] == world_size
+        assert found["threads"] == []
+        assert found["leaked"] == set()
+
+
+def corners(rank: int, world_size: int) -> dict[str, Any]:
+    group = dist.new_group(backend="psengine", timeout=timedelta(seconds=44))
+    monitored = raising(dist.monitored_barrier, group=group)
+    refused = raising(dist.all_reduce, torch.ones(3), dist.ReduceOp.BAND, group=group)
+    average = torch.tensor([1.0, 2.0, 3.0]) * (rank + 1)
+    dist.all_reduce(average, dist.ReduceOp.AVG, group=group)
+    first_deadline_s = group._deadline_s(None)
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=33), group)
+    context = psengine.init()
+    dist.barrier()
+    started = time.monotonic()
+    time.sleep(0.5 * rank)
+    dist.barrier(group=group)
+    barrier_s = time.monotonic() - started
+    return {
+        "monitored": repr(monitored),
+        "refused": repr(refused),
+        "average": average.tolist(),
+        "barrier_s": barrier_s,
+        "repr": repr(group),
+        "timeout_s": psengine.collectives.c10d.C10dCollective(group).timeout_s,
+        "deadlines_s": [first_deadline_s, group._deadline_s(None)],
+        "world_size": context.world_size,
+    }
+
+
+def test_corners():
+    for found in run_ranks(corners, 2):
+        assert "only implemented for GLOO" in found["monitored"]
+        assert found["barrier_s"] > 0.4
+        assert "CollectiveError" in found["refused"]
+        assert "all_reduce failed on rank" in found["refused"]
+        assert found["average"] == [1.5, 3.0, 4.5]
+        assert "SharedMemoryProcessGroup(" in found["repr"]
+        assert found["timeout_s"] == 33
+        assert found["deadlines_s"] == [44, 33]
+
+
+def refuse(rank: int, world_size: int) -> list[str]:
+    if rank == 1:
+        shared_host._describe_this_process = lambda: (1, 4711, 1, 1, os.getpid())
+    error = raising(dist.new_group, backend="psengine")
+    dist.barrier()
+    return [type(error).__name__, str(error)]
+
+
+def test_ranks_of_two_hosts_are_refused():
+    for name, message in run_ranks(refuse, 2):
+        assert name == "SharedMemoryUnavailableError"
+        assert "rank 1 runs in another host than rank 0" in message
+        assert "use backend 'gloo'" in message
+
+
+def test_psengine_init_takes_the_backend_and_registration_has_no_side_effects():
+    program = (
+        "import threading, psengine, torch\n"
+        "import torch.distributed as dist\n"
+        "assert threading.active_count() == 1 and not dist.is_initialized()\n"
+        "assert 'psengine.collectives.torch_backend.process_group' not in __import__('sys').modules\n"
+        "psengine.init(backend='psengine')\n"
+        "assert dist.get_backend() == 'psengine'\n"
+        "x = torch.ones(3); dist.all_reduce(x, async_op=True)\n"
+        "assert threading.active_count() == 2\n"
+        "print('done')\n"  # and the interpreter exits with the thread running
+    )
+    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
+    done = subprocess.run(
+        [sys.executable, "-W", "error::UserWarning", "-c", program],
+        capture_output=True, text=True, timeout=60, env=environment,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr
+
+
+# ---- failures ----
+
+
+def lose_a_rank(rank: int, world_size: int, how: str) -> tuple[float, str, Any]:
+    group = dist.new_group(backend="psengine")
+    tensor = torch.ones(3_000_000)
+    dist.all_reduce(tensor, group=group)
+    work = None
+    if rank != 1 and how in ("future", "ddp"):
+        work = dist.all_reduce(tensor, group=group, async_op=True)
+    if rank == 1:
+        time.sleep(0.3)
+        os.kill(os.getpid(), signal.SIGKILL)
+    started = time.monotonic()
+    try:
+        if how == "future":
+            work.get_future().wait()
+        elif how == "wait":
+            dist.all_reduce(tensor, group=group, async_op=True).wait()
+        elif how == "left to gloo":
+            dist.all_reduce(tensor.to(torch.uint8), group=group)
+        elif how == "ddp":
+            model = Native(nn.Linear(4, 4), process_group=group, init_sync=False)
+            model(torch.ones(2, 4)).sum().backward()
+    except RuntimeError as error:
+        lost_s = time.monotonic() - started
+        dist.destroy_process_group(group)
+        return lost_s, str(error), getattr(error, "ranks", None)
+    raise AssertionError("went on without rank 1")
+
+
+@pytest.mark.parametrize("how", ["wait", "future", "left to gloo", "ddp"])
+def test_a_killed_rank_is_named(how):
+    results = run_ranks_to_any_end(lose_a_rank, 3, how)
+    assert results[1].exit_code == -signal.SIGKILL
+    for rank in (0, 2):
+        assert results[rank].error is None, results[rank].error
+        seconds, message, ranks = results[rank].value
+        assert "Lost rank 1 (process " in message, message
+        assert seconds < 3
+        if how in ("wait", "left to gloo"):
+            assert ranks == (1,)
+
+
+def come_late(rank: int, world_size: int) -> tuple[float, str]:
+    group = dist.new_group(backend="psengine")
+    dist.all_reduce(torch.ones(3), group=group)
+    # Not before, because to set up a group may take longer.
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=0.5), group)
+    if rank == 1:
+        time.sleep(2)
+    started = time.monotonic()
+    error = raising(dist.all_reduce, torch.ones(3), group=group)
+    return time.monotonic() - started, str(error)
+
+
+def test_the_groups_timeout_is_kept():
+    (seconds, message), (_, message_of_the_late_one) = run_ranks(come_late, 2)
+    assert 0.4 < seconds < 1.9
+    assert "another rank stopped waiting for this one" in message_of_the_late_one
+    assert "Lost rank 1" in message
+    assert "did not arrive within 0.5 s" in message
+
+
+DRAIN_S = 0.5
+
+
+def leave_with_work_under_way(rank: int, world_size: int, how: str) -> tuple[float, list[str]]:
+    process_group.DRAIN_S = DRAIN_S
+    group = dist.new_group(backend="psengine")
+    if rank == 0:
+        dist.all_reduce(torch.ones(10), group=group, async_op=True)  # rank 1 never comes
+    started = time.monotonic()
+    if rank == 0:
+        group.abort() if how == "abort" else dist.destroy_process_group(group)
+    left_s = time.monotonic() - started
+    dist.barrier()
+    return left_s, [thread.name for thread in threading.enumerate() if thread.name.startswith("psengine-group")]
+
+
+@pytest.mark.parametrize("how", ["abort", "destroy"])
+def test_a_group_ends_with_work_under_way(how):
+    left_s, threads = run_ranks(leave_with_work_under_way, 2, how)[0]
+    assert left_s < (1.5 if how == "abort" else DRAIN_S + 1.5)
+    assert threads == []
+
+
+def test_without_torch_distributed_nothing_is_registered(monkeypatch):
+    monkeypatch.setattr(dist, "is_available", lambda: False)
+    monkeypatch.setattr(dist.Backend, "register_backend", None)
+    torch_backend.register()

@@ -1,0 +1,494 @@
+"""mean, sum and gather against plain arithmetic, and the errors that keep ranks with different metrics from hanging."""
+
+from __future__ import annotations
+
+import collections
+import math
+import socket
+import warnings
+from contextlib import contextmanager
+from fractions import Fraction
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.expectations import raises
+from support.processes import run_ranks
+
+from psengine.collectives import cache
+from psengine.collectives.shared_memory.collective import SharedMemoryCollective
+from psengine.data import metrics
+from psengine.errors import ArgumentTypeError, ConfigurationError, ReplicaMismatchError
+
+Scores = collections.namedtuple("Scores", ["loss", "correct"])
+DTYPES = [
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+    torch.complex64,
+    torch.complex128,
+    torch.int8,
+    torch.uint8,
+    torch.int32,
+    torch.int64,
+    torch.bool,
+]
+
+
+@contextmanager
+def counted_collectives():
+    """Yield a list of what travels: (operation, numel, dtype)."""
+    calls: list[tuple[str, int, torch.dtype]] = []
+    transport = SharedMemoryCollective
+    all_reduce, all_gather = transport.all_reduce, transport.all_gather
+
+    def counting_all_reduce(self, flat, *args, **kwargs):
+        calls.append(("all_reduce", flat.numel(), flat.dtype))
+        return all_reduce(self, flat, *args, **kwargs)
+
+    def counting_all_gather(self, tensor, **kwargs):
+        calls.append(("all_gather", tensor.numel(), tensor.dtype))
+        return all_gather(self, tensor, **kwargs)
+
+    with (
+        mock.patch.object(transport, "all_reduce", counting_all_reduce),
+        mock.patch.object(transport, "all_gather", counting_all_gather),
+    ):
+        yield calls
+
+
+def assert_identical(got: Any, expected: Any) -> None:
+    """Same structure, types, dtypes and bits."""
+    assert type(got) is type(expected), (got, expected)
+    if isinstance(expected, torch.Tensor):
+        torch.testing.assert_close(got, expected, rtol=0, atol=0, equal_nan=True)
+        assert not got.requires_grad
+    elif isinstance(expected, dict):
+        assert list(got) == list(expected)
+        for key in expected:
+            assert_identical(got[key], expected[key])
+    elif isinstance(expected, (list, tuple)):
+        assert len(got) == len(expected)
+        for g, e in zip(got, expected, strict=True):
+            assert_identical(g, e)
+    else:
+        assert got == expected or (math.isnan(got) and math.isnan(expected)), (got, expected)
+
+
+def sample(dtype: torch.dtype, rank: int, shape=(2, 3)) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(100 + rank)
+    if dtype is torch.bool:
+        return torch.randint(0, 2, shape, generator=generator).to(dtype)
+    if not (dtype.is_floating_point or dtype.is_complex):
+        return torch.randint(0, 20, shape, generator=generator).to(dtype)
+    if dtype.is_complex:
+        return torch.complex(torch.randn(shape, generator=generator), torch.randn(shape, generator=generator)).to(dtype)
+    return torch.randn(shape, generator=generator).to(dtype)
+
+
+# ---- values ----------------------------------------------------------------------------------------------------
+
+
+def numbers_and_structures(rank: int, world_size: int) -> None:
+    warnings.simplefilter("error")
+    n, total = world_size, world_size * (world_size - 1) // 2
+    value = {
+        "loss": 0.5 + rank,
+        "steps": rank,
+        "done": rank == 0,
+        "nested": {"list": [1, rank * 2.0, []], "tuple": (rank,), "scores": Scores(1.5, rank), "empty": {}},
+        2: Fraction(1, 2),
+    }
+    assert_identical(
+        metrics.mean(value),
+        {
+            "loss": 0.5 + total / n,
+            "steps": total / n,
+            "done": 1 / n,
+            "nested": {
+                "list": [1.0, 2.0 * total / n, []],
+                "tuple": (total / n,),
+                "scores": Scores(1.5, total / n),
+                "empty": {},
+            },
+            2: 0.5,
+        },
+    )
+    assert_identical(
+        metrics.sum(value),
+        {
+            "loss": 0.5 * n + total,
+            "steps": total,
+            "done": 1,
+            "nested": {"list": [n, 2.0 * total, []], "tuple": (total,), "scores": Scores(1.5 * n, total), "empty": {}},
+            2: 0.5 * n,
+        },
+    )
+    assert_identical(
+        metrics.gather({"loss": 0.5 + rank, "steps": [rank], "done": rank == 0}),
+        {
+            "loss": [0.5 + r for r in range(n)],
+            "steps": [list(range(n))],
+            "done": [True] + [False] * (n - 1),
+        },
+    )
+    assert_identical(metrics.mean({}), {})
+    assert_identical(metrics.sum([]), [])
+    assert_identical(metrics.gather(()), ())
+    assert_identical(metrics.mean(float(rank)), total / n)
+    # Keys are paired by name, whatever order a rank added them in; the result keeps this rank's order.
+    keys = ["b", "a"] if rank else ["a", "b"]
+    assert_identical(metrics.sum({k: ord(k) for k in keys}), {k: ord(k) * n for k in keys})
+    default = collections.defaultdict(float, {"x": 1.0})
+    averaged = metrics.mean(default)
+    assert type(averaged) is collections.defaultdict
+    assert averaged["unseen"] == 0.0
+    assert dict(default) == {"x": 1.0}
+    # A rank without data says int 0.
+    assert_identical(metrics.mean(1.0 if rank else 0), (n - 1) / n)
+    assert_identical(metrics.mean(math.nan), math.nan)
+    assert_identical(metrics.mean(math.inf if rank else 1.0), math.inf)
+    # 1e308 * 2 overflows nothing but a sum in a narrower dtype.
+    assert_identical(metrics.sum(1e300), 1e300 * n)
+
+
+def exact_integers(rank: int, world_size: int) -> None:
+    n = world_size
+    assert_identical(metrics.sum(2**63 - 1), (2**63 - 1) * n)
+    assert_identical(metrics.sum(-(2**63)), -(2**63) * n)
+    assert_identical(metrics.sum(2**53 + 1), (2**53 + 1) * n)
+    assert_identical(metrics.sum(-1 if rank else 2**40), 2**40 - (n - 1))
+    # Carries between the halves, both signs, up to the limits of the dtype.
+    halves = torch.tensor([2**32 - 1, -1, -(2**33) - 5, 0])
+    assert_identical(metrics.sum(halves), halves * n)
+    limits = torch.tensor([torch.iinfo(torch.int64).min, torch.iinfo(torch.int64).max])
+    assert_identical(metrics.sum(limits if rank == 0 else torch.zeros_like(limits)), limits)
+    assert_identical(metrics.sum(limits // n), limits // n * n)
+    with raises(ConfigurationError, "value['count'] does not fit", "torch.int64"):
+        metrics.sum({"count": torch.tensor([1, 2**62])})
+    with raises(ConfigurationError, "value does not fit", "-128 <= sum <= 127", "torch.int8"):
+        metrics.sum(torch.tensor([100], dtype=torch.int8))
+    with raises(ConfigurationError, "torch.uint8"):
+        metrics.sum(torch.tensor(200, dtype=torch.uint8))
+    # An int beyond int64 on one rank: that rank says so, the others hear of it.
+    with (
+        raises(ConfigurationError, "value['n'] does not fit int64")
+        if rank == 1
+        else raises(ReplicaMismatchError, "value['n']", "an int beyond int64 on rank 1")
+    ):
+        metrics.sum({"n": 2**63 if rank == 1 else 0})
+
+
+def tensors(rank: int, world_size: int) -> None:
+    warnings.simplefilter("error")
+    value = {str(dtype): sample(dtype, rank) for dtype in DTYPES}
+    before = {key: tensor.clone() for key, tensor in value.items()}
+    everyone = [{str(dtype): sample(dtype, r) for dtype in DTYPES} for r in range(world_size)]
+    means, sums, gathered = metrics.mean(value), metrics.sum(value), metrics.gather(value)
+    assert_identical(value, before)
+    for dtype in DTYPES:
+        wide = torch.complex128 if dtype.is_complex else torch.float64
+        total = torch.stack([v[str(dtype)].to(wide) for v in everyone]).sum(0)
+        mean_dtype = dtype if dtype.is_floating_point or dtype.is_complex else torch.float32
+        # Addition in float64 of up to four numbers in any order differs by parts in 1e16; rounded to narrower dtypes
+        # that is at most one unit in the last place, and almost always none.
+        torch.testing.assert_close(means[str(dtype)], (total / world_size).to(mean_dtype))
+        torch.testing.assert_close(sums[str(dtype)], total.to(torch.int64 if dtype is torch.bool else dtype))
+        assert_identical(gathered[str(dtype)], [v[str(dtype)] for v in everyone])
+    # The float32 result is the correctly rounded one, not one of many partial sums.
+    tiny = torch.tensor([1.0 if rank == 0 else 2.0**-25])
+    exact = (1.0 + (world_size - 1) * 2.0**-25) / world_size
+    assert_identical(metrics.mean(tiny), torch.tensor([exact], dtype=torch.float64).float())
+    # Finite numbers have a finite mean, also where their sum leaves the dtype.
+    for dtype in (torch.float16, torch.bfloat16, torch.float32):
+        largest = torch.full((2,), torch.finfo(dtype).max, dtype=dtype)
+        assert_identical(metrics.mean(largest), largest)
+
+
+def awkward_tensors(rank: int, world_size: int) -> None:
+    warnings.simplefilter("error")
+    n = world_size
+    leaf = torch.full((3,), float(rank), requires_grad=True)
+    for result in (metrics.mean(leaf * 2), metrics.sum(torch.nn.Parameter(torch.ones(3))), *metrics.gather(leaf)):
+        assert type(result) is torch.Tensor
+        assert not result.requires_grad
+    base = torch.arange(6.0).view(2, 3) + rank
+    strided = {
+        "transposed": base.t(),
+        "slice": base[:, ::2],
+        "expanded": base[:, :1].expand(2, 4),
+        "scalar": base[0, 0],
+    }
+    shift = (n - 1) / 2
+    assert_identical(metrics.mean(strided), {k: v - rank + shift for k, v in strided.items()})
+    assert_identical(metrics.gather(strided)["transposed"], [base.t() - rank + r for r in range(n)])
+    conjugate = torch.tensor([1 + 2j]).conj()
+    negative = torch.tensor([1 + 2j]).conj().imag
+    assert conjugate.is_conj()
+    assert negative.is_neg()
+    assert_identical(metrics.sum([conjugate, negative]), [torch.tensor([n * (1 - 2j)]), torch.tensor([-2.0 * n])])
+    assert_identical(metrics.gather([conjugate, negative])[0][1], torch.tensor([1 - 2j]))
+    empty = torch.empty(0, 3)
+    assert_identical(metrics.mean([empty, 1.0]), [empty, 1.0])
+    assert_identical(metrics.gather(empty), [empty] * n)
+    # Results are fresh memory: neither the value's nor each other's.
+    one = torch.ones(2, dtype=torch.float64)
+    results = [metrics.mean(one), metrics.sum(one), *metrics.gather(one)]
+    assert len({t.data_ptr() for t in [one, *results]}) == len(results) + 1
+    # Results stay usable in training code whatever mode the caller is in.
+    with torch.inference_mode():
+        assert metrics.mean(torch.ones(1)).item() == 1.0
+    with torch.device("meta"):
+        assert_identical(metrics.mean({"a": 1.0, "b": 2.0}), {"a": 1.0, "b": 2.0})
+        assert_identical(metrics.sum(3), 3 * n)
+        assert_identical(metrics.gather(3.0), [3.0] * n)
+
+
+def weights(rank: int, world_size: int) -> None:
+    n = world_size
+    correct, count = rank, rank + 1
+    expected = sum(range(n)) / sum(r + 1 for r in range(n))
+    for weight in (count, float(count), torch.tensor(count), torch.tensor([float(count)], requires_grad=True)):
+        # One rounding in the division, one in the product.
+        assert math.isclose(metrics.mean(correct / count, weight=weight), expected, rel_tol=1e-15)
+    by_weight = metrics.mean({"t": torch.tensor([1.0 * rank, 1.0]), "c": torch.tensor(1j * rank)}, weight=rank)
+    squares, total = sum(r * r for r in range(n)), sum(range(n))
+    torch.testing.assert_close(by_weight["t"], torch.tensor([squares / total, 1.0]))
+    torch.testing.assert_close(by_weight["c"], torch.tensor(1j * squares / total))
+    # A rank without samples has no say, not even with the nan that an empty batch's loss is.
+    assert_identical(
+        metrics.mean([math.nan if rank == 0 else 3.0, torch.tensor(math.inf if rank == 0 else 3.0)], weight=rank),
+        [3.0, torch.tensor(3.0)],
+    )
+    with raises(ConfigurationError, "above 0 on at least one rank", "leave weight= out"):
+        metrics.mean(1.0, weight=0)
+    for bad, error in ((-1, ConfigurationError), (math.nan, ConfigurationError), ("3", ArgumentTypeError)):
+        with raises(error, "weight=") if rank == 1 else raises(ReplicaMismatchError, "weight", "on rank 1"):
+            metrics.mean(1.0, weight=bad if rank == 1 else 1)
+    with raises(ReplicaMismatchError, "the call", "mean with a weight on rank"):
+        metrics.mean(1.0, weight=1 if rank else None)
+
+
+def uneven_gather(rank: int, world_size: int) -> None:
+    n = world_size
+    value = {"batch": torch.full((rank, 2), float(rank)), "other": [torch.full((2, 3 - rank % 2), rank)], "loss": rank}
+    expected = {
+        "batch": [torch.full((r, 2), float(r)) for r in range(n)],
+        "other": [[torch.full((2, 3 - r % 2), r) for r in range(n)]],
+        "loss": list(range(n)),
+    }
+    with counted_collectives() as calls:
+        assert_identical(metrics.gather(value), expected)
+    assert [(name, dtype) for name, _, dtype in calls] == [
+        ("all_gather", torch.int64),
+        ("all_gather", torch.int64),
+        ("all_gather", torch.uint8),
+    ]
+    with raises(ReplicaMismatchError, "value", "with 2 dimensions on rank 1"):
+        metrics.gather(torch.zeros([1] * (1 + (rank == 1))))
+
+
+def economy(rank: int, world_size: int) -> None:
+    value = {"f": [1.0, torch.ones(3), torch.ones(2, dtype=torch.float16), torch.ones(1, dtype=torch.complex64)]}
+    header = ("all_gather", 8, torch.int64)
+    with counted_collectives() as calls:
+        metrics.mean(value)
+        assert calls == [header, ("all_reduce", 1 + 3 + 2 + 2 + 1, torch.float64)]
+        calls.clear()
+        metrics.sum({**value, "i": [1, True, torch.ones(4, dtype=torch.int32)]})
+        assert calls == [header, ("all_reduce", 8, torch.float64), ("all_reduce", 2 * (1 + 1 + 4), torch.int64)]
+        calls.clear()
+        metrics.gather({**value, "i": [1, True]})
+        assert calls == [header, ("all_gather", 8 + 12 + 4 + 8 + 8 + 8, torch.uint8)]
+    # One collective for the group, however many calls.
+    with mock.patch.object(cache, "C10dCollective", side_effect=AssertionError("made a second collective")):
+        metrics.mean(1.0)
+        metrics.sum(1, dist.group.WORLD)
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize(
+    "function",
+    [numbers_and_structures, exact_integers, tensors, awkward_tensors, weights, uneven_gather, economy],
+)
+def test_across_ranks(function, world_size):
+    run_ranks(function, world_size)
+
+
+# ---- ranks that differ -----------------------------------------------------------------------------------------
+
+
+def structures_that_differ(rank: int, world_size: int) -> None:
+    odd = rank == 1
+    float32, float64 = torch.zeros(2), torch.zeros(2, dtype=torch.float64)
+    cases = [
+        # (this rank's value on rank 1, on the others, what the message must hold)
+        ({"a": 1.0}, {"a": 1.0, "b": 2.0}, ["value['b']", "got nothing on rank 1"]),
+        ({"a": 1.0, "c": 2.0}, {"a": 1.0}, ["value['c']", "to be nothing as on rank 0"]),
+        ({"a": {"b": [1.0]}}, {"a": {"b": [1.0, 2.0]}}, ["value['a']['b'][1]", "nothing on rank 1"]),
+        ({"a": {"b": 1.0}}, {"a": 1.0}, ["value['a']", "a dict on rank 1"]),
+        ([1.0], (1.0,), ["expected value to be a tuple", "a list on rank 1"]),
+        ({"a": float64}, {"a": float32}, ["value['a']", "torch.float32", "torch.float64", "on rank 1"]),
+        ({"a": float32[:1]}, {"a": float32}, ["value['a']", "shape [2]", "shape [1] on rank 1"]),
+        ({"a": 1.0}, {"a": torch.tensor(1.0)}, ["value['a']", "a Python", "on rank 1"]),
+        ({1: 1.0}, {"1": 1.0}, ["value['1']", "nothing on rank 1"]),
+    ]
+    for ours, theirs, texts in cases:
+        for verb in (metrics.mean, metrics.sum):
+            with raises(ReplicaMismatchError, *texts, f"seen on rank {rank}"):
+                verb(ours if odd else theirs)
+    for ours, theirs, texts in cases[:6]:
+        with raises(ReplicaMismatchError, *texts):
+            metrics.gather(ours if odd else theirs)
+    with raises(ReplicaMismatchError, "value['n'] to be a Python int as on rank 0", "a Python float on rank 1"):
+        metrics.sum({"n": 1.0 if odd else 1})
+    with raises(ReplicaMismatchError, "the call to be mean as on rank 0", "sum on rank 1"):
+        (metrics.sum if odd else metrics.mean)(1.0)
+    if world_size == 4:
+        value = {0: 1.0, 1: torch.zeros(1), 2: torch.zeros(2), 3: torch.zeros(1)}[rank]
+        with raises(ReplicaMismatchError, "shape [1] on rank 1 and 3", "shape [2] on rank 2"):
+            metrics.mean({"x": value})
+    # The group is in step after each of these.
+    assert metrics.sum(1) == world_size
+
+
+def leaves_that_are_no_numbers(rank: int, world_size: int) -> None:
+    bad = {
+        "NoneType": None,
+        "str": "0.5",
+        "object": object(),
+        "complex": 1j,
+        "set": {1.0},
+        "sparse": torch.eye(2).to_sparse(),
+        "meta": torch.zeros(2, device="meta"),
+        "quint8": torch.quantize_per_tensor(torch.ones(2), 1.0, 0, torch.quint8),
+    }
+    for kind, leaf in bad.items():
+        for verb in (metrics.mean, metrics.sum, metrics.gather):
+            with raises(TypeError, "value['a'][1]", kind):  # everywhere
+                verb({"a": [1.0, leaf]})
+            # On one rank only: the others must not wait for it.
+            with (
+                raises(ArgumentTypeError, "value['a'][1]", kind)
+                if rank == 1
+                else raises(ReplicaMismatchError, "value['a'][1]", kind, "on rank 1")
+            ):
+                verb({"a": [1.0, leaf if rank == 1 else 1.0]})
+    assert metrics.sum(1) == world_size
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("function", [structures_that_differ, leaves_that_are_no_numbers])
+def test_differences_are_named_on_every_rank(function, world_size):
+    run_ranks(function, world_size)
+
+
+# ---- process groups --------------------------------------------------------------------------------------------
+
+
+def check_alone() -> None:
+    value = {"a": 1, "b": [True, 0.5, torch.tensor([1, 2])], "c": torch.tensor([1.5], dtype=torch.float16)}
+    before = {"a": 1, "b": [True, 0.5, torch.tensor([1, 2])], "c": torch.tensor([1.5], dtype=torch.float16)}
+    assert_identical(
+        metrics.mean(value),
+        {"a": 1.0, "b": [1.0, 0.5, torch.tensor([1.0, 2.0])], "c": torch.tensor([1.5], dtype=torch.float16)},
+    )
+    assert_identical(metrics.mean(0.1, weight=1), 0.1)
+    assert_identical(metrics.sum(value), {**before, "b": [1, *before["b"][1:]]})
+    assert_identical(metrics.sum(2**62), 2**62)
+    assert_identical(metrics.gather(value)["b"], [[True], [0.5], [torch.tensor([1, 2])]])
+    assert_identical(value, before)
+    tensor = torch.ones(2, dtype=torch.float64, requires_grad=True)
+    for result in (metrics.mean(tensor), metrics.sum(tensor), metrics.gather(tensor)[0]):
+        assert result.data_ptr() != tensor.data_ptr()
+        assert not result.requires_grad
+    with pytest.raises(TypeError, match=r"value\['a'\]"):
+        metrics.mean({"a": "x"})
+    with pytest.raises(ConfigurationError, match="above 0"):
+        metrics.mean(1.0, weight=0)
+    with pytest.raises(ConfigurationError, match="int64"):
+        metrics.sum(2**63)
+    assert cache.collective_for() is None
+
+
+def test_without_a_process_group():
+    check_alone()
+
+
+def alone_in_a_group(rank: int, world_size: int) -> None:
+    check_alone()
+
+
+def test_alone_in_a_process_group():
+    run_ranks(alone_in_a_group, 1)
+
+
+def subgroups(rank: int, world_size: int) -> None:
+    even, odd = dist.new_group([0, 2]), dist.new_group([1, 3])
+    mine, other = (even, odd) if rank % 2 == 0 else (odd, even)
+    assert metrics.sum(rank, mine) == (2 if rank % 2 == 0 else 4)
+    assert metrics.gather(rank, mine) == [rank % 2, rank % 2 + 2]
+    assert metrics.mean(float(rank)) == 1.5
+    with raises(TypeError, "process_group", "new_group()"):
+        metrics.mean(1.0, other)
+
+
+def test_subgroups():
+    run_ranks(subgroups, 4)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def a_group_after_another(rank: int, world_size: int, port: int, meeting_port: int) -> None:
+    meeting = dist.TCPStore("127.0.0.1", meeting_port, is_master=False)
+    for generation in range(3):
+        # Each time on the same port: a cache that kept the last group would keep its store, and so the port.
+        dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world_size)
+        assert metrics.sum(generation) == generation * world_size
+        assert metrics.mean(torch.tensor(float(rank))).item() == (world_size - 1) / 2
+        assert len(cache._collectives) == 1
+        dist.barrier()
+        dist.destroy_process_group()
+        assert metrics.sum(7) == 7
+        assert len(cache._collectives) == 0
+        # Nobody may connect to rank 0's last store, which is about to close.
+        meeting.set(f"{generation}/{rank}", "done")
+        meeting.wait([f"{generation}/{other}" for other in range(world_size)])
+
+
+def test_destroyed_groups_are_let_go():
+    meeting = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    run_ranks(a_group_after_another, 2, free_port(), meeting.port, init_group=False)
+
+
+class FakeLeaf(torch.Tensor):
+    """A tensor that claims to lie on an accelerator."""
+
+    device = torch.device("cuda", 1)
+
+
+@pytest.mark.parametrize(
+    ("config", "leaf", "header", "flat"),
+    [
+        ("cpu:gloo,cuda:gloo", "cuda:1", "cpu", "cpu"),
+        ("cpu:gloo,cuda:nccl", "cpu", "cpu", "cpu"),
+        ("cpu:gloo,cuda:nccl", "cuda:1", "cpu", "cuda:1"),
+        ("cuda:nccl", "cuda:1", "cuda:1", "cuda:1"),
+        ("cuda:nccl", "cpu", "cuda:2", "cuda:2"),
+    ],
+)
+def test_where_metrics_travel(config, leaf, header, flat):
+    # No accelerator here: what decides is the group's backends, by name.
+    tensor = torch.zeros(1).as_subclass(FakeLeaf) if leaf == "cuda:1" else torch.zeros(1)
+    with (
+        mock.patch.object(dist, "get_backend_config", return_value=config),
+        mock.patch("torch.cuda.current_device", return_value=2),
+    ):
+        assert metrics._transport_devices(None, [1.0, tensor]) == (torch.device(header), torch.device(flat))

@@ -1,0 +1,460 @@
+"""Batch normalisation over ranks equals torch's BatchNorm in one process on the batches of all ranks together."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+import warnings
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.expectations import raises
+from support.processes import run_ranks
+from torch import nn
+
+from psengine.collectives.shared_memory.collective import SharedMemoryCollective
+from psengine.data.sync_batch_norm import SyncBatchNorm, adopt_sync_batchnorm, convert_sync_batchnorm
+from psengine.errors import ModuleError
+
+CHANNELS = 3
+SHAPES = {2: (), 3: (5,), 4: (4, 2), 5: (2, 3, 2)}
+PLAIN = {2: nn.BatchNorm1d, 3: nn.BatchNorm1d, 4: nn.BatchNorm2d, 5: nn.BatchNorm3d}
+
+
+@contextmanager
+def counted_collectives():
+    calls: list[str] = []
+    all_reduce, all_gather = SharedMemoryCollective.all_reduce, SharedMemoryCollective.all_gather
+
+    def counting_all_reduce(self, *args, **kwargs):
+        calls.append("all_reduce")
+        return all_reduce(self, *args, **kwargs)
+
+    def counting_all_gather(self, *args, **kwargs):
+        calls.append("all_gather")
+        return all_gather(self, *args, **kwargs)
+
+    with (
+        mock.patch.object(SharedMemoryCollective, "all_reduce", counting_all_reduce),
+        mock.patch.object(SharedMemoryCollective, "all_gather", counting_all_gather),
+    ):
+        yield calls
+
+
+def batches_of_ranks(sizes: list[int], dimensions: int, dtype: torch.dtype, seed: int, offset: float):
+    """Inputs and output gradients of every rank; ranks have different means and deviations, so local is not global."""
+    generator = torch.Generator().manual_seed(seed)
+    result = []
+    for rank, size in enumerate(sizes):
+        shape = (size, CHANNELS, *SHAPES[dimensions])
+        x = torch.randn(shape, generator=generator, dtype=torch.float64) * (1 + rank) + 2 * rank + offset
+        dy = torch.randn(shape, generator=generator, dtype=torch.float64)
+        result.append((x.to(dtype), dy.to(dtype)))
+    return result
+
+
+def layer_pair(dimensions: int, dtype: torch.dtype, options: dict[str, Any]):
+    """Ours and the oracle, with the same weights and running statistics that are not the initial ones."""
+    plain = PLAIN[dimensions](CHANNELS, **options).to(dtype)
+    generator = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for tensor in plain.state_dict().values():
+            if tensor.is_floating_point():
+                tensor.copy_(torch.rand(tensor.shape, generator=generator) + 0.5)
+    ours = SyncBatchNorm(CHANNELS, **options).to(dtype)
+    ours.load_state_dict(plain.state_dict())
+    return ours, plain
+
+
+def check(
+    rank: int,
+    sizes: list[int],
+    dimensions: int = 4,
+    dtype: torch.dtype = torch.float32,
+    parameter_dtype: torch.dtype | None = None,
+    memory_format: torch.memory_format | None = None,
+    frozen: tuple[str, ...] = (),
+    input_needs_gradient: bool = True,
+    offset: float = 1.0,
+    steps: int = 2,
+    tolerance: float = 1e-5,
+    **options: Any,
+) -> None:
+    ours, plain = layer_pair(dimensions, parameter_dtype or dtype, options)
+    # The oracle computes low precisions in float32: its own low-precision kernels round partial results.
+    compute = torch.promote_types(dtype, torch.float32)
+    plain = plain.to(compute)
+    start, stop = sum(sizes[:rank]), sum(sizes[: rank + 1])
+    for name in frozen:
+        getattr(ours, name).requires_grad_(False)
+    for step in range(steps):
+        batches = batches_of_ranks(sizes, dimensions, dtype, step, offset)
+        x, dy = (t.clone() for t in batches[rank])
+        whole_x = torch.cat([b[0] for b in batches]).to(compute).requires_grad_(True)
+        whole_dy = torch.cat([b[1] for b in batches]).to(compute)
+        if memory_format is not None:
+            x, whole_x = (t.detach().contiguous(memory_format=memory_format) for t in (x, whole_x))
+            whole_x.requires_grad_(True)
+        x.requires_grad_(input_needs_gradient)
+        before = x.detach().clone()
+        for layer in (ours, plain):
+            layer.zero_grad()
+        y, whole_y = ours(x), plain(whole_x)
+        assert y.dtype == dtype
+        assert y.stride() == x.stride()
+
+        def close(got, expected):
+            got, expected = got.detach(), expected.detach()
+            # Statistics are merged in another order than one batch's are summed; a unit or two in the last place of
+            # sums over the batch. Half precisions round results once more.
+            rounding = {torch.bfloat16: 2**-7, torch.float16: 2**-10}.get(got.dtype, tolerance)
+            scale = float(expected.abs().max()) if expected.numel() else 1.0
+            torch.testing.assert_close(
+                got.to(compute), expected.to(compute), rtol=rounding, atol=rounding * max(scale, 1.0)
+            )
+
+        close(y, whole_y[start:stop])
+        for name in ("running_mean", "running_var"):
+            if ours.track_running_stats:
+                close(getattr(ours, name), getattr(plain, name))
+        if ours.track_running_stats:
+            assert ours.num_batches_tracked == plain.num_batches_tracked
+        if not y.requires_grad:
+            continue
+        y.backward(dy)
+        whole_y.backward(whole_dy)
+        assert torch.equal(x.detach(), before)
+        if input_needs_gradient:
+            assert x.grad.dtype == dtype
+            close(x.grad, whole_x.grad[start:stop])
+        for name, parameter in ours.named_parameters():
+            if name in frozen:
+                assert parameter.grad is None
+                continue
+            # Local sums: theirs added up are the whole batch's.
+            total = parameter.grad.to(torch.float64, copy=True)
+            dist.all_reduce(total)
+            close(total.to(parameter.dtype), getattr(plain, name).grad)
+        if ours.affine and "bias" not in frozen:
+            axes = [d for d in range(dimensions) if d != 1]
+            close(ours.bias.grad, batches[rank][1].to(compute).sum(axes))
+
+
+def equals_one_big_batch(rank: int, world_size: int) -> None:
+    warnings.simplefilter("error")
+    same = [4] * world_size
+    uneven = [3, 1, 5, 2][:world_size]
+    with_empty = [4, 0, 2, 0][:world_size]
+    for sizes in (same, uneven, with_empty):
+        for dimensions in SHAPES:
+            check(rank, sizes, dimensions)
+        check(rank, sizes, dtype=torch.float64, tolerance=1e-13)
+    check(rank, [1] * world_size, 2)
+    check(rank, uneven, dtype=torch.bfloat16, parameter_dtype=torch.float32)
+    check(rank, uneven, dtype=torch.bfloat16)
+    check(rank, uneven, dtype=torch.float16)
+    check(rank, with_empty, dtype=torch.bfloat16)
+    for sizes in (uneven, with_empty):
+        check(rank, sizes, 4, memory_format=torch.channels_last)
+        check(rank, sizes, 5, memory_format=torch.channels_last_3d)
+        check(rank, sizes, momentum=None, steps=3)
+        check(rank, sizes, track_running_stats=False)
+        check(rank, sizes, affine=False)
+        check(rank, sizes, affine=False, track_running_stats=False)
+        check(rank, sizes, momentum=1.0, eps=0.1)
+        check(rank, sizes, frozen=("weight",))
+        check(rank, sizes, frozen=("bias",))
+        check(rank, sizes, frozen=("weight", "bias"))
+        check(rank, sizes, input_needs_gradient=False)
+        check(rank, sizes, frozen=("weight", "bias"), input_needs_gradient=False)
+
+
+def without_gradients_and_communication(rank: int, world_size: int) -> None:
+    warnings.simplefilter("error")
+    ours, plain = layer_pair(4, torch.float32, {})
+    batches = batches_of_ranks([3] * world_size, 4, torch.float32, 0, 0.0)
+    whole = torch.cat([x for x, _ in batches])
+    x = batches[rank][0]
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            y = ours(x)
+            torch.testing.assert_close(y, plain(whole)[3 * rank : 3 * rank + 3])
+            torch.testing.assert_close(ours.running_var, plain.running_var)
+    with counted_collectives() as calls:
+        x.requires_grad_(True)
+        ours(x).sum().backward()
+        assert calls == ["all_gather", "all_reduce"]
+        calls.clear()
+        ours(x.detach()).sum().backward()
+        assert calls == ["all_gather"]
+        calls.clear()
+        for layer in (ours, plain):
+            layer.load_state_dict(plain.state_dict())
+            layer.eval()
+        # Ranks evaluate on their own, as many batches as each has.
+        for _ in range(rank):
+            assert torch.equal(ours(x), plain(x))
+        without_statistics = SyncBatchNorm(CHANNELS, track_running_stats=False).eval()
+        assert torch.equal(without_statistics(x), nn.BatchNorm2d(CHANNELS, track_running_stats=False).eval()(x))
+        assert calls == []
+
+
+def large_means(rank: int, world_size: int) -> None:
+    # |mean| = 1000 deviations: E[x²] - E[x]² in float32 would keep no digit. Inputs are exact in both dtypes.
+    batches = batches_of_ranks([64] * world_size, 2, torch.float32, 0, 1000.0)
+    whole = torch.cat([x for x, _ in batches]).double()
+    layer = SyncBatchNorm(CHANNELS, momentum=1.0)
+    layer(batches[rank][0])
+    torch.testing.assert_close(layer.running_var, whole.var(0).float(), rtol=1e-6, atol=0)
+    torch.testing.assert_close(layer.running_mean, whole.mean(0).float(), rtol=1e-7, atol=0)
+    # The gradient subtracts the mean from the input before it scales either.
+    check(rank, [16] * world_size, 2, offset=1000.0, tolerance=2e-3)
+    # Ranks alike, in numbers whose sums are exact: the running mean is one rank's, bitwise.
+    x = torch.arange(12.0).view(4, 3)
+    alone, together = nn.BatchNorm1d(3), SyncBatchNorm(3)
+    torch.testing.assert_close(together(x), alone(x))
+    assert torch.equal(together.running_mean, alone.running_mean)
+
+
+def refusals(rank: int, world_size: int) -> None:
+    layer = SyncBatchNorm(CHANNELS)
+    one_value = torch.zeros(1 if rank == 0 else 0, CHANNELS)
+    with raises(ValueError, "Expected more than 1 value per channel when training, got input size"):
+        layer(one_value)
+    with raises(ValueError, "expected at least 2D input (got 1D input)"):
+        layer(torch.zeros(3))
+    with raises(ValueError, "number of input channels should be non-zero"):
+        layer(torch.zeros(3, 0))
+    with raises(ValueError, "expected 3 in dimension 1", "[4, 5]"):
+        layer(torch.zeros(4, 5))
+    with raises(TypeError, "floating-point", "torch.int64"):
+        layer(torch.zeros(4, 3, dtype=torch.int64))
+    # All ranks empty: nothing to learn from, as in torch's BatchNorm, and nothing broken.
+    empty = torch.zeros(0, CHANNELS, 2, 2, requires_grad=True)
+    plain = nn.BatchNorm2d(CHANNELS)
+    fresh = SyncBatchNorm(CHANNELS)
+    y = fresh(empty)
+    assert y.shape == plain(empty).shape
+    assert torch.equal(fresh.running_mean, plain.running_mean)
+    assert torch.equal(fresh.running_var, plain.running_var)
+    assert fresh.num_batches_tracked == plain.num_batches_tracked
+    y.sum().backward()
+    assert torch.equal(fresh.weight.grad, torch.zeros(CHANNELS))
+    x = torch.randn(2, CHANNELS, requires_grad=True)
+    (gradient,) = torch.autograd.grad((fresh(x[:, :, None, None]) ** 2).sum(), x, create_graph=True)
+    with raises(RuntimeError, "once_differentiable"):
+        gradient.sum().backward()
+
+
+def in_a_model(rank: int, world_size: int) -> None:
+    """Converted, trained by hand-averaged gradients: the same weights as one process on the whole batch."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(16, 2)).double()
+    ours = convert_sync_batchnorm(copy.deepcopy(plain))
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9) for model in (ours, plain)]
+    for _ in range(3):
+        whole = torch.randn(3 * world_size, 2, 4, 4, dtype=torch.float64)
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        plain(whole).square().mean().backward()
+        ours(whole[3 * rank : 3 * rank + 3]).square().mean().backward()
+        for parameter in ours.parameters():
+            dist.all_reduce(parameter.grad)
+            parameter.grad /= world_size
+        for optimizer in optimizers:
+            optimizer.step()
+    for (name, tensor), expected in zip(ours.state_dict().items(), plain.state_dict().values(), strict=True):
+        torch.testing.assert_close(tensor, expected, rtol=1e-11, atol=1e-11, msg=name)
+
+
+def with_process_groups(rank: int, world_size: int) -> None:
+    halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    mine = halves[rank // 2]
+    x = torch.randn(4, CHANNELS, generator=torch.Generator().manual_seed(rank)) + rank
+    everyone = [torch.randn(4, CHANNELS, generator=torch.Generator().manual_seed(r)) + r for r in range(4)]
+    pair = torch.cat(everyone[2 * (rank // 2) : 2 * (rank // 2) + 2])
+    expected = nn.BatchNorm1d(CHANNELS)(pair)[4 * (rank % 2) : 4 * (rank % 2) + 4]
+    torch.testing.assert_close(SyncBatchNorm(CHANNELS, process_group=mine)(x), expected)
+    torch.testing.assert_close(convert_sync_batchnorm(nn.BatchNorm1d(CHANNELS), mine)(x), expected)
+    native = nn.SyncBatchNorm(CHANNELS, process_group=mine)
+    torch.testing.assert_close(convert_sync_batchnorm(native)(x), expected)
+    assert adopt_sync_batchnorm(native) == 1
+    torch.testing.assert_close(native(x), expected)
+    alone = [dist.new_group([r]) for r in range(4)][rank]
+    assert torch.equal(SyncBatchNorm(CHANNELS, process_group=alone)(x), nn.BatchNorm1d(CHANNELS)(x))
+
+
+def compiled(rank: int, world_size: int) -> None:
+    torch.manual_seed(0)
+    model = convert_sync_batchnorm(nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.ReLU(), nn.Linear(3, 2)))
+    reference = copy.deepcopy(model)
+    fast = torch.compile(model, backend="aot_eager")
+    for _ in range(2):
+        x = torch.randn(5, 4) + rank
+        for m in (fast, reference):
+            m(x).square().sum().backward()
+    for ours, expected in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, expected.grad)
+    torch.testing.assert_close(model[1].running_var, reference[1].running_var)
+    fast.eval()
+    reference.eval()
+    torch.testing.assert_close(fast(x), reference(x))
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize(
+    "function", [equals_one_big_batch, without_gradients_and_communication, large_means, refusals, in_a_model]
+)
+def test_across_ranks(function, world_size):
+    run_ranks(function, world_size)
+
+
+def test_process_groups():
+    run_ranks(with_process_groups, 4)
+
+
+def test_compiled_model():
+    run_ranks(compiled, 2)
+
+
+def alone(rank: int, world_size: int) -> None:
+    ours, plain = layer_pair(4, torch.float32, {})
+    x = torch.randn(3, CHANNELS, 2, 2)
+    with counted_collectives() as calls:
+        assert torch.equal(ours(x), plain(x))
+        assert torch.equal(ours.running_var, plain.running_var)
+    assert calls == []
+    with raises(ValueError, "Expected more than 1 value per channel when training"):
+        SyncBatchNorm(CHANNELS)(torch.zeros(1, CHANNELS))
+
+
+def test_one_rank_is_plain_batch_normalisation():
+    run_ranks(alone, 1)
+
+
+def test_without_a_process_group_it_is_plain_batch_normalisation():
+    for options in ({}, {"momentum": None}, {"affine": False}, {"track_running_stats": False}):
+        for training in (True, False):
+            ours, plain = layer_pair(4, torch.float32, options)
+            x, z = torch.randn(3, CHANNELS, 2, 2, requires_grad=True), torch.randn(3, CHANNELS, 2, 2)
+            x2 = x.detach().clone().requires_grad_(True)
+            for layer in (ours, plain):
+                layer.train(training)
+            y, expected = ours(x), plain(x2)
+            y.backward(z)
+            expected.backward(z)
+            assert torch.equal(y, expected)
+            assert torch.equal(x.grad, x2.grad)
+            for name, tensor in plain.state_dict().items():
+                assert torch.equal(tensor, ours.state_dict()[name])
+
+
+# ---- conversion ------------------------------------------------------------------------------------------------
+
+
+def test_conversion_keeps_what_a_layer_holds():
+    model = nn.Sequential(nn.BatchNorm1d(3, eps=0.1, momentum=None), nn.Sequential(nn.BatchNorm2d(3).eval()))
+    model.append(nn.BatchNorm3d(3, affine=False, track_running_stats=False, dtype=torch.float64))
+    model.append(nn.SyncBatchNorm(3, momentum=0.3))
+    model[0].qconfig = "a qconfig"
+    model[0].weight.requires_grad_(False)
+    old = [model[0], model[1][0], model[2], model[3]]
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    converted = convert_sync_batchnorm(model)
+    assert converted is model
+    new = [model[0], model[1][0], model[2], model[3]]
+    for before, after in zip(old, new, strict=True):
+        assert type(after) is SyncBatchNorm
+        for name in ("eps", "momentum", "affine", "track_running_stats", "num_features", "training"):
+            assert getattr(after, name) == getattr(before, name)
+        for name in ("weight", "bias", "running_mean", "running_var", "num_batches_tracked"):
+            assert getattr(after, name) is getattr(before, name)
+        assert list(after.state_dict()) == list(before.state_dict())
+        assert after.process_group is None
+        assert repr(after) == repr(before).replace(type(before).__name__, "SyncBatchNorm")
+    assert model[0].qconfig == "a qconfig"
+    assert not hasattr(model[3], "qconfig")
+    assert not model[0].weight.requires_grad
+    model[3](torch.randn(4, 3)).sum().backward()
+    optimizer.step()
+    assert torch.equal(model[3].bias, torch.full((3,), -4.0))
+
+
+def test_conversion_of_the_root_and_as_a_class_method():
+    root = nn.BatchNorm2d(3)
+    for convert in (convert_sync_batchnorm, SyncBatchNorm.convert_sync_batchnorm):
+        converted = convert(root)
+        assert type(converted) is SyncBatchNorm
+        assert converted.weight is root.weight
+    plain = nn.Linear(2, 2)
+    assert convert_sync_batchnorm(plain) is plain
+
+
+def test_shared_layers_stay_shared():
+    shared = nn.BatchNorm1d(3)
+    block = nn.Sequential(shared)
+    model = nn.ModuleDict({"a": shared, "b": shared, "c": block, "d": nn.Sequential(block, shared)})
+    convert_sync_batchnorm(model)
+    assert type(model["a"]) is SyncBatchNorm
+    assert model["a"] is model["b"] is model["c"][0] is model["d"][1]
+    assert model["c"] is model["d"][0]
+
+
+def test_lazy_layers_are_refused_before_anything_is_replaced():
+    model = nn.Sequential(nn.BatchNorm1d(3), nn.Sequential(nn.LazyBatchNorm2d()))
+    with pytest.raises(ModuleError, match=r"1\.0 is a LazyBatchNorm2d .* Run one batch"):
+        convert_sync_batchnorm(model)
+    assert type(model[0]) is nn.BatchNorm1d
+    with pytest.raises(ModuleError, match="the module is a LazyBatchNorm1d"):
+        convert_sync_batchnorm(nn.LazyBatchNorm1d(affine=False))
+    model[1](torch.randn(2, 3, 2, 2))
+    convert_sync_batchnorm(model)
+    assert type(model[1][0]) is SyncBatchNorm
+    assert model[1][0].num_features == 3
+
+
+class Special(nn.SyncBatchNorm):
+    pass
+
+
+def test_adoption_changes_torchs_layers_in_place():
+    group = object()
+    layers = [nn.SyncBatchNorm(3), nn.SyncBatchNorm(3, process_group=group), Special(3), nn.BatchNorm1d(3)]
+    model = nn.Sequential(*layers, layers[0])
+    assert adopt_sync_batchnorm(model) == 2
+    assert [type(layer) for layer in layers] == [SyncBatchNorm, SyncBatchNorm, Special, nn.BatchNorm1d]
+    assert model[0] is layers[0] is model[4]
+    assert layers[1].process_group is group
+    assert adopt_sync_batchnorm(model) == 0
+
+
+def test_copies_and_state_dicts():
+    layer = SyncBatchNorm(3, momentum=0.3)
+    layer(torch.randn(4, 3))
+    saved = io.BytesIO()
+    torch.save(layer, saved)
+    saved.seek(0)
+    copies = [copy.deepcopy(layer), pickle.loads(pickle.dumps(layer)), torch.load(saved, weights_only=False)]
+    for other in (nn.BatchNorm1d(3), nn.SyncBatchNorm(3)):
+        other.load_state_dict(layer.state_dict())
+        back = SyncBatchNorm(3)
+        back.load_state_dict(other.state_dict())
+        copies.append(back)
+    for other in copies:
+        assert type(other) is SyncBatchNorm
+        for name, tensor in layer.state_dict().items():
+            assert torch.equal(tensor, other.state_dict()[name])
+    assert all(other.momentum == 0.3 for other in copies[:3])
+
+
+def test_accelerators_get_torchs_layer():
+    # No accelerator here: torch's forward is asked for whatever does not lie in host memory.
+    with mock.patch.object(nn.SyncBatchNorm, "forward", return_value="torch's") as forward:
+        x = torch.zeros(2, 3, device="meta")
+        assert SyncBatchNorm(3)(x) == "torch's"
+    forward.assert_called_once_with(x)

@@ -1,0 +1,100 @@
+"""The examples that compare: each is run as its own main program in real ranks."""
+
+from __future__ import annotations
+
+import importlib
+import io
+import json
+import math
+import re
+import sys
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from support.processes import run_ranks
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+sys.path.append(str(EXAMPLES))  # its modules import each other by name, as they do when one is run
+
+
+def run_main(rank: int, world_size: int, module: str, *options: object) -> SimpleNamespace:
+    sys.path.append(str(EXAMPLES))
+    sys.argv = [f"{module}.py", *map(str, options)]
+    output, errors = io.StringIO(), io.StringIO()
+    with redirect_stdout(output), redirect_stderr(errors):
+        code = importlib.import_module(module).main()
+    return SimpleNamespace(code=code, output=output.getvalue(), errors=errors.getvalue())
+
+
+def test_every_strategy_is_compared_with_native_in_a_table_and_a_plot(tmp_path):
+    plot = tmp_path / "made" / "losses.png"
+    options = ("--epochs", 1, "--plot", plot, "--strategies", "sync,async:max_staleness=2")
+    main, other = run_ranks(run_main, 2, "compare_strategies", *options)
+    assert (main.code, other.code, other.output) == (0, 0, ""), main.errors + other.errors
+    rows = {line.split()[0]: line for line in main.output.splitlines() if line.startswith(" ") and "%" in line}
+    assert list(rows) == ["native", "sync", "async:max_staleness=2"]
+    assert "0 (bitwise)" in rows["sync"]
+    assert "bitwise" not in rows["async:max_staleness=2"]
+    assert all(float(re.search(r"([\d.]+)%", row)[1]) > 60 for row in rows.values())
+    assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_sync_that_is_not_native_is_a_failure(capsys):
+    report = importlib.import_module("comparison_report")
+    outcome = importlib.import_module("compare_strategies").Outcome
+
+    def made(strategy: str, weight: float):
+        return outcome(strategy, losses=[[1.0]], finished_s=[[0.1]], state={"w": torch.tensor([weight])})
+
+    assert report.print_table([made("native", 1.0), made("sync", 1.0)], reference="native")
+    assert not report.print_table([made("native", 1.0), made("sync", 1.0 + 2**-20)], reference="native")
+    assert not report.print_table([made("native", 0.0), made("sync", -0.0)], reference="native")
+    assert report.print_table([made("native", 1.0), made("async", 2.0)], reference="native")
+    state = {"a": torch.ones(1), "b": torch.tensor([float("nan")])}
+    assert math.isnan(report.largest_difference(SimpleNamespace(state=state), SimpleNamespace(state=state)))
+    assert capsys.readouterr().out.count("9.5e-07") == 1
+
+
+@pytest.mark.parametrize(
+    ("module", "options", "complaint"),
+    [
+        ("compare_strategies", ("--epochs", "1", "--strategies", "sink"), "unknown strategy"),
+        ("compare_strategies", ("--slow-ms", "-1"), "at least 0"),
+        ("batch_size_study", ("--batch-sizes", "32,x"), "a whole number above 0, got 'x'"),
+        ("batch_size_study", ("--batch-sizes", "1000000"), "share each batch evenly"),
+        ("train_gpt", ("--width", "6"), "a multiple of 4, got 6"),
+        ("train_gpt", ("--text", "/nonexistent"), "at least 100 kB"),
+    ],
+)
+def test_wrong_options_are_one_line_and_exit_code_2(module, options, complaint):
+    (result,) = run_ranks(run_main, 1, module, *options)
+    assert result.code == 2
+    assert complaint in result.errors
+    assert result.errors.count("\n") == 1
+
+
+def test_the_gpt_takes_native_ddps_steps_and_writes():
+    options = ("--steps", 4, "--evaluate-every", 2, "--layers", 1, "--width", 32, "--context", 32, "--batch-size", 4)
+    ours, _ = run_ranks(run_main, 2, "train_gpt", *options)
+    native, _ = run_ranks(run_main, 2, "train_gpt", "--native", *options)
+    assert ours.code == native.code == 0
+    without_rate = [re.sub(r"[\d,]+ bytes/s", "", result.output) for result in (ours, native)]
+    assert without_rate[0] == without_rate[1]
+    assert "step 4/4" in ours.output
+    assert "def main(" in ours.output
+
+
+def test_the_batch_size_study_can_be_repeated(tmp_path):
+    tables = []
+    for name in ("first.json", "second.json"):
+        options = ("--batch-sizes", "64,128", "--runs", 1, "--epochs", 1, "--plot", tmp_path / "sizes.png")
+        main, _ = run_ranks(run_main, 2, "batch_size_study", *options, "--json", tmp_path / name)
+        assert main.code == 0, main.errors
+        tables.append(json.loads((tmp_path / name).read_text()))
+    assert [row["batch_size"] for row in tables[0]] == [64, 128]
+    assert [row["learning_rate"] for row in tables[0]] == [0.02, 0.04]
+    assert [row["accuracies"] for row in tables[0]] == [row["accuracies"] for row in tables[1]]
+    assert (tmp_path / "sizes.png").read_bytes().startswith(b"\x89PNG")

@@ -1,0 +1,107 @@
+"""examples/evaluate_from_server.py beside a real server and a training run."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from support.server_process import running_server
+
+import psengine
+
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLES = ROOT / "examples"
+DEADLINE_S = 120
+
+sys.path.append(str(EXAMPLES))  # its modules import each other by name, as they do when it is run
+evaluate_from_server = importlib.import_module("evaluate_from_server")
+
+
+@pytest.fixture(scope="module")
+def server():
+    with running_server(shards=2) as running:
+        yield running
+
+
+@pytest.fixture
+def main(server, monkeypatch, capsys):
+    """Run the script's main() in this process: main(*options) -> (exit code, lines on stdout, lines on stderr)."""
+
+    def run(*options: object) -> tuple[int, list[str], list[str]]:
+        arguments = ["--servers", server.addresses[0], *map(str, options)]
+        monkeypatch.setattr(sys, "argv", ["evaluate_from_server.py", *arguments])
+        exit_code = evaluate_from_server.main()
+        captured = capsys.readouterr()
+        return exit_code, captured.out.splitlines(), captured.err.splitlines()
+
+    return run
+
+
+def start(script: str, *options: object, **variables: str) -> subprocess.Popen[str]:
+    kept = {name: value for name, value in os.environ.items() if name in ("PATH", "HOME", "TMPDIR", "LANG")}
+    environment = {**kept, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **variables}
+    command = [sys.executable, str(EXAMPLES / script), *map(str, options)]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, text=True)
+
+
+def test_it_follows_a_training_run_to_its_end(server, main):
+    variables = {"PSENGINE_SERVERS": server.addresses[0], "PSENGINE_JOB": "followed"}
+    reader = start("evaluate_from_server.py", "--every", 0.1, **variables)
+    worker = start("train_images.py", "--strategy", "async", "--epochs", 2, **variables)
+    try:
+        trained, errors = worker.communicate(timeout=DEADLINE_S)
+        assert worker.returncode == 0, errors
+        evaluated, errors = reader.communicate(timeout=DEADLINE_S)
+        assert (reader.returncode, errors) == (0, "")
+    finally:
+        for process in (reader, worker):
+            process.kill()
+            process.wait()
+
+    *lines, last = evaluated.splitlines()
+    assert last == "all workers have left"
+    versions = [int(re.match(r"version (\d+)  accuracy ", line)[1]) for line in lines]
+    assert versions == sorted(set(versions))
+    # One worker's 90 steps; what the servers hold at the end is what it had.
+    assert versions[-1] == 90
+    accuracy = re.findall(r"accuracy .*", trained)[-1]
+    assert lines[-1] == f"version 90  {accuracy}"
+
+    # The servers still have the weights.
+    assert main("--job", "followed", "--every", 0.1, "--times", 1) == (0, [lines[-1], last], [])
+
+
+def test_bad_options_are_one_line(main):
+    exit_code, _, [error] = main("--every", 0)
+    assert exit_code == 2
+    assert error == "evaluate_from_server.py: error: argument --every: expected a finite number above 0, got '0'"
+
+
+def test_a_job_that_nobody_trains(main):
+    exit_code, _, [error] = main("--job", "nobody", "--timeout", 3.0)
+    assert exit_code == 2
+    assert "--job nobody: nobody trains it (expected a worker within --timeout 3 s)" in error
+
+
+def test_a_job_whose_servers_hold_no_weights(server, main):
+    with psengine.connect(server.addresses[0], job="averages") as client:
+        client.register({"weight": torch.zeros(3)})
+        exit_code, _, [error] = main("--job", "averages")
+    assert exit_code == 2
+    assert "its servers hold no weights (expected a job of strategy async, got one that averages" in error
+
+
+def test_a_job_of_another_network(server, main):
+    weight = torch.zeros(3, requires_grad=True)
+    with psengine.connect(server.addresses[0], job="other") as client:
+        client.register({"weight": weight}, torch.optim.SGD([weight], lr=0.1))
+        exit_code, _, [error] = main("--job", "other")
+    assert exit_code == 2
+    assert "tensor 'features.0.weight' is no tensor of this job" in error

@@ -1,0 +1,582 @@
+"""examples/train_images.py as its users start it, and its parts, down to the IDX reader."""
+
+from __future__ import annotations
+
+import gzip
+import importlib
+import io
+import os
+import re
+import signal
+import struct
+import subprocess
+import sys
+import tracemalloc
+from contextlib import nullcontext, redirect_stderr, redirect_stdout
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from support.processes import run_ranks
+from support.server_process import running_server
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import psengine
+from psengine.environment.installation import install_command
+
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLE = ROOT / "examples" / "train_images.py"
+FASHION_MNIST = Path("/usr/share/datasets/fashion-mnist")  # where Debian's dataset-fashion-mnist puts it
+DEADLINE_S = 150
+
+
+sys.path.append(str(EXAMPLE.parent))  # its modules import each other by name, as they do when it is run
+idx_images = importlib.import_module("idx_images")
+epoch_losses = importlib.import_module("epoch_losses")
+train_images = importlib.import_module("train_images")
+
+
+# ------------------------------------------------------------------------------------------------- as users start it
+
+
+def run_example(*options: object, ranks: int | None = None) -> subprocess.CompletedProcess[str]:
+    """Run the example, under torchrun if ``ranks`` is given."""
+    launcher = [sys.executable, str(EXAMPLE)]
+    if ranks is not None:
+        torchrun = [
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--local-addr=127.0.0.1",
+            f"--nproc-per-node={ranks}",
+        ]
+        launcher = [sys.executable, *torchrun, str(EXAMPLE)]
+    return run_command([*launcher, *map(str, options)])
+
+
+def start_command(command: list[str], **variables: str) -> subprocess.Popen[str]:
+    kept = {name: value for name, value in os.environ.items() if name in ("PATH", "HOME", "TMPDIR", "LANG")}
+    environment = {**kept, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **variables}
+    return subprocess.Popen(
+        command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+def run_command(command: list[str]) -> subprocess.CompletedProcess[str]:
+    with start_command(command) as process:
+        try:
+            output, errors = process.communicate(timeout=DEADLINE_S)
+        except subprocess.TimeoutExpired:
+            process.send_signal(signal.SIGTERM)  # torchrun ends its ranks
+            try:
+                output, errors = process.communicate(timeout=30)
+            finally:
+                process.kill()
+            pytest.fail(f"still ran after {DEADLINE_S} s\n{output}\n{errors}")
+    return subprocess.CompletedProcess(command, process.returncode, output, errors)
+
+
+def errors_of(finished: subprocess.CompletedProcess[str]) -> list[str]:
+    return [line for line in finished.stderr.splitlines() if line.startswith("train_images.py: error:")]
+
+
+def test_compare_finds_no_difference_and_the_checkpoint_is_a_plain_modules(tmp_path):
+    checkpoint = tmp_path / "digits.pt"
+    options = ("--compare", "--epochs", 2, "--max-steps", 14, "--accumulate", 2, "--scheduler", "cosine")
+    finished = run_example(*options, "--checkpoint", checkpoint, "--report-every", 5, ranks=2)
+
+    assert finished.returncode == 0, finished.stderr
+    assert "Warning" not in finished.stderr
+    assert finished.stdout.count("largest difference: parameters 0, buffers 0") == 2
+    assert finished.stdout.count("equal to the last bit after 14 steps") == 1
+    assert finished.stdout.count("epoch 1  step 5/12") == 1  # rank 0 alone speaks
+    printed = re.findall(r"accuracy .*?\)", finished.stdout)[-1]
+
+    assert list(tmp_path.iterdir()) == [checkpoint]
+    network = train_images.ImageClassifier(classes=10)
+    network.load_state_dict(torch.load(checkpoint, weights_only=True))
+    images, labels = train_images.load_data(None).test.tensors
+    correct = int((network.eval()(images).argmax(dim=1) == labels).sum())
+    assert train_images.describe_accuracy(correct, len(labels)) == printed
+    assert run_example("--evaluate", checkpoint).stdout.strip() == printed
+
+
+def test_compare_ends_with_an_error_where_models_differ():
+    program = (
+        f"import sys; sys.path.insert(0, {str(EXAMPLE.parent)!r}); import train_images, psengine\n"
+        "native = train_images.make_native_replica\n"
+        "def warmer(network, options, *arguments):\n"
+        "    options.learning_rate *= 2\n"
+        "    return native(network, options, *arguments)\n"
+        "train_images.make_native_replica = warmer\n"
+        "exit_code = train_images.main()\n"
+        "psengine.shutdown()\n"
+        "sys.exit(exit_code)"
+    )
+    finished = run_command([sys.executable, "-c", program, "--compare", "--max-steps", "2"])
+    assert finished.returncode == 1
+    (error,) = finished.stderr.splitlines()
+    assert "differ after epoch 1, step 2 (expected no difference, got largest difference: parameters" in error
+
+
+def test_a_loss_that_is_not_finite_stops_all_ranks():
+    finished = run_example("--learning-rate", "1e30", "--report-every", 1, ranks=2)
+    assert finished.returncode == 1
+    errors = errors_of(finished)
+    assert len(errors) == 2
+    assert errors[0] == errors[1]
+    assert re.search(r"not finite \(expected .*, got (nan|inf) on rank \d, epoch 1, step \d+\)", errors[0])
+
+
+def test_ranks_share_a_users_error(tmp_path):
+    finished = run_example("--data", tmp_path / "nowhere", ranks=2)
+    assert finished.returncode != 0
+    (error,) = errors_of(finished)
+    assert "nowhere: expected a directory with IDX files, got no such directory" in error
+    assert "exitcode  : 2 " in finished.stderr
+
+
+@pytest.mark.skipif(not FASHION_MNIST.is_dir(), reason="Debian's package dataset-fashion-mnist is not installed")
+def test_fashion_mnist():
+    images, labels = idx_images.read_split(FASHION_MNIST, "test")
+    assert images.shape == (10_000, 28, 28)
+    assert labels.bincount().tolist() == [1000] * 10
+    options = ("--data", FASHION_MNIST, "--compare", "--max-steps", 3, "--optimizer", "adamw")
+    finished = run_example(*options, ranks=2)
+    assert finished.returncode == 0, finished.stderr
+    assert "60000 training and 10000 test images of 10 classes" in finished.stdout
+    assert "largest difference: parameters 0, buffers 0" in finished.stdout
+    assert "/10000)" in finished.stdout
+
+
+# ------------------------------------------------------------------------------------------------- parameter servers
+
+
+@pytest.fixture(scope="module")
+def server():
+    with running_server() as running:
+        yield running
+
+
+@pytest.mark.slow
+def test_compare_with_an_embedded_server():
+    finished = run_example("--strategy", "sync-server", "--compare", "--epochs", 1, "--max-steps", 6, ranks=2)
+    assert finished.returncode == 0, finished.stderr
+    assert "Warning" not in finished.stderr
+    # A sum of two has one order only.
+    assert "largest difference: parameters 0, buffers 0" in finished.stdout
+    assert "are equal within 0.05 after 6 steps" in finished.stdout
+
+
+def _train(rank: int, world_size: int, *options: str) -> tuple[int, str, str]:
+    sys.argv = [str(EXAMPLE), *options]
+    with redirect_stdout(io.StringIO()) as output, redirect_stderr(io.StringIO()) as errors:
+        exit_code = train_images.main()
+    return exit_code, output.getvalue(), errors.getvalue()
+
+
+def test_ranks_train_through_an_embedded_server():
+    first, second = run_ranks(_train, 2, "--strategy", "async", "--epochs", "2")
+    exit_code, output, errors = first
+    assert (exit_code, errors) == (0, "")
+    assert second == (0, "", "")
+    assert re.findall(r"epoch (\d)/2  step (\d+)  loss", output) == [("1", "23"), ("2", "46")]
+    assert float(re.findall(r"accuracy (.*?)%", output)[-1]) > 80
+
+
+def test_compare_is_refused_where_native_takes_other_steps(server):
+    [(exit_code, _, errors)] = run_ranks(_compare_with_async, 1, server.addresses[0])
+    assert exit_code == 2
+    assert errors.count("\n") == 1
+    assert "--compare: " in errors
+    assert "(expected sync or sync-server, got async)" in errors
+
+
+def _compare_with_async(rank: int, world_size: int, servers: str) -> tuple[int, str, str]:
+    os.environ["PSENGINE_SERVERS"] = servers
+    return _train(rank, world_size, "--strategy", "async", "--compare")
+
+
+@pytest.mark.parametrize("strategy", [pytest.param("sync-server", marks=pytest.mark.slow), "async:max_staleness=4"])
+def test_processes_that_only_a_server_joins(server, strategy):
+    job = f"single-{strategy}"
+    variables = {"PSENGINE_SERVERS": server.addresses[0], "PSENGINE_JOB": job}
+    command = [sys.executable, str(EXAMPLE), "--epochs", "1", "--strategy", strategy, "--seed"]
+    workers = [start_command([*command, seed], **variables) for seed in ("1", "2")]
+    try:
+        for worker in workers:
+            output, errors = worker.communicate(timeout=DEADLINE_S)
+            assert worker.returncode == 0, errors
+            assert "world size 1" in output
+            assert "step 45  loss" in output
+            assert float(re.findall(r"accuracy (.*?)%", output)[-1]) > 80
+    finally:
+        for worker in workers:
+            worker.kill()
+            worker.wait()
+    [status] = server.job(job)
+    assert status["members"] == 0
+    if strategy.startswith("async"):
+        assert status["version_max"] == 2 * 45
+
+
+# ------------------------------------------------------------------------------------------------------------ options
+
+
+@pytest.fixture
+def main(monkeypatch, capsys):
+    """Run the script's main() in this process: main(*options) -> (exit code, lines on stderr)."""
+
+    def run(*options: object) -> tuple[int, list[str]]:
+        monkeypatch.setattr(sys, "argv", [str(EXAMPLE), *map(str, options)])
+        exit_code = train_images.main()
+        return exit_code, capsys.readouterr().err.splitlines()
+
+    yield run
+    psengine.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (["--batch-size", 0], "argument --batch-size: expected a whole number above 0, got '0'"),
+        (["--batch-size", -3], "argument --batch-size: expected a whole number above 0, got '-3'"),
+        (["--epochs", "two"], "argument --epochs: expected a whole number above 0, got 'two'"),
+        (["--accumulate", 0], "argument --accumulate: expected"),
+        (["--threads", 0], "argument --threads: expected"),
+        (["--learning-rate", "nan"], "argument --learning-rate: expected a finite number above 0, got 'nan'"),
+        (["--learning-rate", "inf"], "argument --learning-rate: expected"),
+        (["--momentum", 1], "argument --momentum: expected a number from 0 to below 1, got '1'"),
+        (["--momentum", 0.5, "--optimizer", "adamw"], "leave it out with --optimizer adamw"),
+        (["--optimizer", "lbfgs"], "argument --optimizer: invalid choice: 'lbfgs'"),
+        (["--seed", -1], "argument --seed: expected"),
+        (["--batch", 3], "unrecognized arguments: --batch 3"),
+        (["--evaluate", "a.pt", "--compare"], "leave out --compare"),
+        (["--strategy", "telepathy"], "telepathy"),
+        (["--compare", "--sync-batchnorm"], "SyncBatchNorm does not run on the CPU"),
+        (["--data", "{tmp}/nowhere"], "nowhere: expected a directory with IDX files, got no such directory"),
+        (["--data", "{tmp}/garbage"], "garbage: expected a directory with IDX files, got a file"),
+        (["--data", "{tmp}"], "expected train-images-idx3-ubyte or train-images-idx3-ubyte.gz, got neither"),
+        (["--checkpoint", "{tmp}/nowhere/a.pt"], "a.pt: expected a file name in a writable directory"),
+        (["--checkpoint", "{tmp}"], "expected a file name in a writable directory"),
+        (["--pretrained", "{tmp}/nowhere.pt"], "nowhere.pt: expected a readable checkpoint, got No such file"),
+        (["--evaluate", "{tmp}/nowhere.pt"], "nowhere.pt: expected a readable checkpoint, got No such file"),
+        (["--evaluate", "{tmp}/garbage"], "garbage: expected a checkpoint of weights only, got: "),
+        (["--evaluate", "{tmp}/empty"], "empty: expected a checkpoint of weights only, got: "),
+    ],
+)
+def test_bad_options_are_one_line_and_exit_code_2(main, tmp_path, options, expected):
+    if "--sync-batchnorm" in options and torch.cuda.is_available():
+        pytest.skip("native SyncBatchNorm runs on this machine's GPU")
+    (tmp_path / "garbage").write_bytes(b"not a checkpoint")
+    (tmp_path / "empty").touch()
+    exit_code, lines = main(*(str(option).format(tmp=tmp_path) for option in options))
+    assert exit_code == 2
+    (line,) = lines
+    assert line.startswith("train_images.py: error: ")
+    assert expected in line
+
+
+def _train_on_one_image(rank: int, world_size: int, directory: str) -> str:
+    options = SimpleNamespace(data=Path(directory))
+    with pytest.raises(train_images.UserError) as caught:
+        train_images.train(options, psengine.init())
+    return str(caught.value)
+
+
+def test_more_ranks_than_images(tmp_path):
+    write_split(tmp_path, "train", torch.zeros(1, 8, 8, dtype=torch.uint8))
+    write_split(tmp_path, "t10k", torch.zeros(3, 8, 8, dtype=torch.uint8))
+    for message in run_ranks(_train_on_one_image, 2, str(tmp_path)):
+        assert message == "every rank needs a training image (expected at most 1 ranks, got 2)"
+
+
+def test_images_too_small_for_the_network(tmp_path):
+    for name in ("train", "t10k"):
+        write_split(tmp_path, name, torch.zeros(3, 8, 7, dtype=torch.uint8))
+    with pytest.raises(train_images.UserError, match="images of at least 8x8, got 8x7"):
+        train_images.load_data(tmp_path)
+
+
+def test_missing_scikit_learn_names_the_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
+    with pytest.raises(train_images.UserError, match=re.escape(install_command("examples"))):
+        train_images.load_data(None)
+
+
+def test_missing_tqdm_names_the_extra(monkeypatch, capsys):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    monkeypatch.setitem(sys.modules, "tqdm", None)
+    assert epoch_losses.progress_bar("epoch 1", 3) is None
+    assert install_command("examples") in capsys.readouterr().err
+
+
+# ----------------------------------------------------------------------------------------------------------- training
+
+
+def test_micro_batches_of_different_sizes_make_the_step_of_one_batch():
+    images, labels = torch.randn(7, 3), torch.tensor([0, 1, 0, 1, 1, 0, 1])
+
+    def step(sizes: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        torch.manual_seed(0)
+        model = nn.Linear(3, 2)
+        model.no_sync = nullcontext
+        replica = train_images.Replica(model, torch.optim.SGD(model.parameters(), lr=0.1), scheduler=None)
+        batches = [list(batch) for batch in zip(images.split(sizes), labels.split(sizes), strict=True)]
+        return train_images.train_step(replica, batches, torch.device("cpu")), model.weight.detach()
+
+    torch.testing.assert_close(step([3, 3, 1]), step([7]))
+
+
+def test_in_groups():
+    assert list(train_images.in_groups(range(5), 2)) == [[0, 1], [2, 3], [4]]
+    assert list(train_images.in_groups(range(4), 2)) == [[0, 1], [2, 3]]
+
+
+def _meet_nan(rank: int, world_size: int) -> str:
+    losses = train_images.EpochLosses(psengine.init(), epoch=4, steps=9, report_every=3)
+    for step in range(1, 6):
+        losses.add(torch.tensor(float("nan") if (rank, step) == (1, 5) else 0.5), samples=2)
+    with pytest.raises(train_images.TrainingError) as caught:
+        losses.add(torch.tensor(0.5), samples=2)
+    return str(caught.value)
+
+
+def test_all_ranks_name_the_rank_whose_loss_is_not_finite():
+    messages = run_ranks(_meet_nan, 3)
+    assert "got nan on rank 1, epoch 4, step 5)" in messages[0]
+    assert len(set(messages)) == 1
+
+
+def _average_losses(rank: int, world_size: int) -> float:
+    losses = train_images.EpochLosses(psengine.init(), epoch=1, steps=3, report_every=2)
+    for loss, samples in ((1.0, 3), (2.0, 3), (6.0 + rank, 2)):
+        losses.add(torch.tensor(loss), samples)
+    return losses.finish()
+
+
+def test_mean_loss_counts_samples():
+    assert run_ranks(_average_losses, 2) == [(3 + 6 + 12 + 3 + 6 + 14) / 16] * 2
+
+
+def _evaluate(rank: int, world_size: int) -> tuple[int, int]:
+    torch.manual_seed(rank)  # rank 0's network is the one that counts
+    context = psengine.init()
+    network = train_images.ImageClassifier(3).to(context.device)
+    return train_images.evaluate_together(network, _random_images(), context)
+
+
+def _random_images() -> TensorDataset:
+    generator = torch.Generator().manual_seed(0)
+    images = torch.randint(256, (7, 1, 8, 8), dtype=torch.uint8, generator=generator)
+    return TensorDataset(images, torch.randint(3, (7,), generator=generator))
+
+
+def test_evaluation_counts_every_image_once():
+    torch.manual_seed(0)
+    correct = train_images.count_correct(
+        train_images.ImageClassifier(3), *_random_images().tensors, torch.device("cpu")
+    )
+    assert run_ranks(_evaluate, 3) == [(correct, 7)] * 3
+
+
+# -------------------------------------------------------------------------------------------------------- checkpoints
+
+
+@pytest.fixture
+def weights_path(tmp_path):
+    torch.manual_seed(1)
+    path = tmp_path / "weights.pt"
+    train_images.save(train_images.ImageClassifier(classes=5), path)
+    return path
+
+
+CPU = torch.device("cpu")
+
+
+def test_pretrained_weights_of_the_same_classes(weights_path):
+    network = train_images.ImageClassifier(classes=5)
+    train_images.load_pretrained(network, weights_path, CPU)
+    torch.testing.assert_close(network.state_dict(), torch.load(weights_path, weights_only=True))
+
+
+@pytest.mark.parametrize("drop_head", [False, True])
+def test_pretrained_weights_of_other_classes_keep_the_new_head(weights_path, drop_head):
+    weights = torch.load(weights_path, weights_only=True)
+    if drop_head:
+        weights = {name: tensor for name, tensor in weights.items() if not name.startswith("head.")}
+        torch.save(weights, weights_path)
+    network = train_images.ImageClassifier(classes=3)
+    head = network.head.weight.clone()
+    train_images.load_pretrained(network, weights_path, CPU)
+    assert torch.equal(network.head.weight, head)
+    features = {name: tensor for name, tensor in weights.items() if name.startswith("features.")}
+    torch.testing.assert_close({name: network.state_dict()[name] for name in features}, features)
+
+
+def test_weights_that_do_not_fit(weights_path):
+    weights = torch.load(weights_path, weights_only=True)
+    weights["features.0.weight"] = torch.zeros(8, 1, 3, 3)
+    del weights["features.1.bias"]
+    weights["stem.weight"] = torch.zeros(2)
+    torch.save(weights, weights_path)
+    with pytest.raises(train_images.UserError) as caught:
+        train_images.load_pretrained(train_images.ImageClassifier(classes=5), weights_path, CPU)
+    message = str(caught.value)
+    assert "features.0.weight (expected shape (16, 1, 3, 3), got shape (8, 1, 3, 3))" in message
+    assert "features.1.bias (expected shape (16,), got none)" in message
+    assert "stem.weight (expected none, got shape (2,))" in message
+
+
+def test_something_else_than_weights(tmp_path):
+    torch.save([torch.zeros(2)], tmp_path / "list.pt")
+    with pytest.raises(train_images.UserError, match="expected a state_dict"):
+        train_images.load_weights(tmp_path / "list.pt", CPU)
+
+
+def test_an_object_is_not_unpickled(tmp_path):
+    torch.save(train_images.ImageClassifier(classes=5), tmp_path / "object.pt")
+    with pytest.raises(train_images.UserError, match="expected a checkpoint of weights only"):
+        train_images.load_weights(tmp_path / "object.pt", CPU)
+
+
+def test_a_failed_save_leaves_the_earlier_checkpoint(weights_path, monkeypatch):
+    before = weights_path.read_bytes()
+
+    def full_disk(state: object, file: object) -> None:
+        file.write(b"half")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(torch, "save", full_disk)
+    with pytest.raises(train_images.UserError, match=r"could not be written: .*No space left"):
+        train_images.save(train_images.ImageClassifier(classes=5), weights_path)
+    assert weights_path.read_bytes() == before
+    assert list(weights_path.parent.iterdir()) == [weights_path]
+
+
+# ---------------------------------------------------------------------------------------------------------- IDX files
+
+
+def idx(values: torch.Tensor, *, shape: tuple[int, ...] | None = None, kind: int = 8) -> bytes:
+    """The bytes of an IDX file; ``shape`` is what its header says."""
+    shape = tuple(values.shape) if shape is None else shape
+    return bytes((0, 0, kind, len(shape))) + struct.pack(f">{len(shape)}I", *shape) + values.numpy().tobytes()
+
+
+def write_split(directory: Path, name: str, images: torch.Tensor, *, compress: bool = False) -> None:
+    labels = (torch.arange(len(images)) % 10).to(torch.uint8)
+    for kind, values in (("images-idx3", images), ("labels-idx1", labels)):
+        path = directory / f"{name}-{kind}-ubyte{'.gz' if compress else ''}"
+        path.write_bytes(gzip.compress(idx(values)) if compress else idx(values))
+
+
+@pytest.fixture
+def images():
+    return torch.randint(256, (11, 9, 8), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture(params=[False, True], ids=["plain", "gzip"])
+def compressed(request):
+    return request.param
+
+
+def test_round_trip(tmp_path, images, compressed):
+    write_split(tmp_path, "train", images, compress=compressed)
+    write_split(tmp_path, "t10k", images[:4], compress=compressed)
+    read_images, read_labels = idx_images.read_split(tmp_path, "train")
+    assert torch.equal(read_images, images)
+    assert read_labels.tolist() == [*range(10), 0]
+    data = train_images.load_data(tmp_path)
+    assert (len(data.train), len(data.test), data.classes) == (11, 4, 10)
+    assert data.train.tensors[0].shape == (11, 1, 9, 8)
+
+
+def test_a_dot_before_idx(tmp_path, images):
+    write_split(tmp_path, "t10k", images)
+    for path in list(tmp_path.iterdir()):
+        path.rename(path.with_name(path.name.replace("-idx", ".idx")))
+    assert torch.equal(idx_images.read_split(tmp_path, "test")[0], images)
+
+
+def test_as_many_labels_as_images(tmp_path, images, compressed):
+    write_split(tmp_path, "train", images, compress=compressed)
+    labels = next(tmp_path.glob("train-labels*"))
+    content = idx(torch.zeros(10, dtype=torch.uint8))
+    labels.write_bytes(gzip.compress(content) if compressed else content)
+    with pytest.raises(idx_images.IdxError, match=r"labels.*expected one label for each of the 11 images .* got 10"):
+        idx_images.read_split(tmp_path, "train")
+
+
+def read_error(path: Path, content: bytes, *, compress: bool) -> str:
+    path.write_bytes(gzip.compress(content) if compress else content)
+    with pytest.raises(idx_images.IdxError) as caught, idx_images.IdxFile(path, 3) as file:
+        file.read()
+    message = str(caught.value)
+    assert message.startswith(f"{path}: expected ")
+    assert "got" in message
+    return message
+
+
+BYTES = torch.zeros(2, 3, 4, dtype=torch.uint8)
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        (b"", "expected a header of 4 more bytes, got 0"),
+        (b"\0\0\x08", "expected a header of 4 more bytes, got 3"),
+        (idx(BYTES)[:9], "expected a header of 12 more bytes, got 5"),
+        (idx(BYTES)[:-1], "expected 24 bytes of values, as the header says (2, 3, 4), got 23"),
+        (idx(BYTES)[:16], "expected 24 bytes of values, as the header says (2, 3, 4), got 0"),
+        (idx(BYTES) + b"\0", "expected 24 bytes of values, as the header says (2, 3, 4), got"),
+        (b"P5 2 3 255 " + bytes(20), "expected an IDX file (magic 00000803), got magic 50352032"),
+        (idx(BYTES, kind=13), "expected unsigned bytes (type 0x08), got 0x0d"),
+        (idx(BYTES[0, 0]), "expected 3 dimensions, got 1"),
+        (idx(BYTES, shape=(2, 0, 4)), "expected at least one value, got dimensions (2, 0, 4)"),
+        (idx(BYTES, shape=(2**32 - 1,) * 3), "expected at most 1073741824 bytes of values, got a header of"),
+    ],
+)
+def test_damaged_files(tmp_path, content, expected, compressed):
+    assert expected in read_error(tmp_path / "images", content, compress=compressed)
+
+
+def test_a_header_promising_much_takes_no_memory(tmp_path, compressed):
+    content = idx(BYTES, shape=(1 << 20, 28, 28))
+    tracemalloc.start()
+    try:
+        message = read_error(tmp_path / "images", content, compress=compressed)
+        _, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert "expected 822083584 bytes of values, as the header says (1048576, 28, 28), got 24" in message
+    assert peak_bytes < 8 << 20
+
+
+def test_a_stream_longer_than_its_header_is_not_unpacked(tmp_path):
+    content = gzip.compress(idx(BYTES) + bytes(64 << 20))
+    path = tmp_path / "images.gz"
+    path.write_bytes(content)
+    tracemalloc.start()
+    try:
+        with pytest.raises(idx_images.IdxError, match="got at least 25"), idx_images.IdxFile(path, 3) as file:
+            file.read()
+        _, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak_bytes < 8 << 20
+
+
+@pytest.mark.parametrize("damage", [lambda stream: stream[:-12], lambda stream: stream[:30] + b"?" * 20 + stream[50:]])
+def test_damaged_gzip(tmp_path, images, damage):
+    path = tmp_path / "images.gz"
+    path.write_bytes(damage(gzip.compress(idx(images))))
+    with pytest.raises(idx_images.IdxError, match="expected an intact gzip stream, got: "):  # noqa: SIM117
+        with idx_images.IdxFile(path, 3) as file:
+            file.read()
+
+
+def test_a_file_that_cannot_be_opened(tmp_path):
+    with pytest.raises(idx_images.IdxError, match="expected a readable file, got No such file"):
+        idx_images.IdxFile(tmp_path / "nowhere", 3)

@@ -1,0 +1,197 @@
+"""check_finite=True: every rank raises, names parameter and rank, and no average is written."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from support.native_extension import SHARED_MEMORY
+from support.processes import run_ranks
+from torch import nn
+
+import psengine
+from psengine.errors import ConfigurationError, NonFiniteGradientError
+
+
+class Poisonable(nn.Module):
+    """Three layers; the middle one's weight gets the gradient ``poison`` adds."""
+
+    def __init__(self, width: int = 4) -> None:
+        super().__init__()
+        self.first, self.middle, self.last = (nn.Linear(width, width) for _ in range(3))
+
+    def forward(self, x: torch.Tensor, poison: float = 0.0) -> torch.Tensor:
+        y = self.last(self.middle(self.first(x)))
+        return y.sum() + (self.middle.weight[0, :2] * poison).sum()
+
+
+def poisoned(
+    rank: int, world_size: int, value: float, guilty: tuple[int, ...], options: dict[str, Any], width: int
+) -> dict[str, Any]:
+    torch.manual_seed(0)
+    model = psengine.DistributedDataParallel(Poisonable(width), check_finite=True, **options)
+    x = torch.ones(2, width)
+    for _ in range(2):  # buckets are rebuilt in between
+        model.zero_grad()
+        model(x).backward()
+    before = {name: p.grad.clone() for name, p in model.named_parameters()}
+    model.zero_grad(set_to_none=False)
+    try:
+        model(x, value if rank in guilty else 0.0).backward()
+    except NonFiniteGradientError as error:
+        own = {name: p.grad.clone() for name, p in model.named_parameters()}
+        found = {"ranks": error.ranks, "parameters": error.parameters, "message": str(error), "own": own}
+    else:
+        raise AssertionError("nothing was raised")
+    # The ranks are still in step: the next backward is as if nothing had happened.
+    model.zero_grad()
+    model(x).backward()
+    for name, p in model.named_parameters():
+        assert torch.equal(p.grad, before[name]), name
+    return found
+
+
+@pytest.mark.parametrize("collective", [SHARED_MEMORY, "c10d"])
+@pytest.mark.parametrize("width", [4, 200])  # small gradients are packed together, large ones each on its own
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_every_rank_names_the_guilty_one(value, width, collective):
+    options = {"collective": collective}
+    results = run_ranks(poisoned, 3, value, (1,), options, width)
+    for rank, result in enumerate(results):
+        assert result["ranks"] == (1,)
+        assert result["parameters"] == ("middle.weight",)
+        assert "rank 1: 2 values, first in parameter 'middle.weight'" in result["message"]
+        for name, gradient in result["own"].items():
+            is_poisoned = rank == 1 and name == "module.middle.weight"
+            assert gradient.isfinite().all() != is_poisoned, f"an average was written to {name}"
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"gradient_as_bucket_view": True},
+        {"find_unused_parameters": True},
+        {"static_graph": True},
+        {"bucket_cap_mb": 1e-5},
+        {"strategy": "sync:dtype=bfloat16"},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+def test_under_other_options(options):
+    for result in run_ranks(poisoned, 2, float("nan"), (0, 1), options, 4):
+        assert result["ranks"] == (0, 1)
+        assert "rank 0: 2 values" in result["message"]
+        assert "rank 1: 2 values" in result["message"]
+        # Bucket views are overwritten by the average, poisoned or not; other gradients stay this rank's own.
+        is_view = "gradient_as_bucket_view" in options
+        for name, gradient in result["own"].items():
+            assert is_view or gradient.isfinite().all() == (name != "module.middle.weight")
+
+
+def alone(rank: int, world_size: int) -> tuple[int, ...]:
+    return poisoned(rank, world_size, float("inf"), (0,), {}, 4)["ranks"]
+
+
+def test_a_single_rank_is_told_too():
+    assert run_ranks(alone, 1) == [(0,)]
+
+
+def sparse_and_undefined(rank: int, world_size: int) -> tuple[str, bool]:
+    torch.manual_seed(0)
+    embedding = nn.Embedding(5, 2, sparse=True)
+    unused = nn.Linear(2, 2)
+    model = psengine.DistributedDataParallel(
+        nn.ModuleDict({"embedding": embedding, "unused": unused}), check_finite=True, find_unused_parameters=True
+    )
+    model.forward = lambda i: model._post_forward(embedding(i))  # a module without a forward of its own
+    model._pre_forward()
+    scale = float("nan") if rank == 1 else 1.0
+    try:
+        (model.forward(torch.tensor([0, 3])) * scale).sum().backward()
+    except NonFiniteGradientError as error:
+        return str(error), bool(embedding.weight.grad.to_dense().isfinite().all())
+    raise AssertionError("nothing was raised")
+
+
+def overflowing(rank: int, world_size: int, views: bool) -> str:
+    model = psengine.DistributedDataParallel(
+        Poisonable(), strategy="sync:dtype=float16", check_finite=True, gradient_as_bucket_view=views
+    )
+    try:
+        model(torch.ones(2, 4), 1e6 if rank == 1 else 0.0).backward()
+    except NonFiniteGradientError as error:
+        return str(error)
+    raise AssertionError("nothing was raised")
+
+
+@pytest.mark.parametrize("views", [False, True], ids=["copies", "views"])
+def test_what_overflows_as_it_travels_counts(views):
+    for message in run_ranks(overflowing, 2, views):
+        assert "as they travel" in message
+        assert "rank 1: 2 values, first in parameter 'middle.weight'" in message
+
+
+def delayed(rank: int, world_size: int) -> None:
+    module = Poisonable()
+    with pytest.raises(ConfigurationError, match=r"got \['last.weight'\]"):
+        psengine.DistributedDataParallel(
+            module,
+            check_finite=True,
+            delay_all_reduce_named_params=[("last.weight", module.last.weight)],
+            param_to_hook_all_reduce=module.first.weight,
+        )
+
+
+def test_delayed_gradients_are_refused():
+    run_ranks(delayed, 1)
+
+
+def test_sparse_gradients_are_counted():
+    results = run_ranks(sparse_and_undefined, 2)
+    for message, _ in results:
+        assert "rank 1: 4 values, first in parameter 'embedding.weight'" in message
+    assert results[0][1], "the healthy rank's gradient became the average"
+
+
+def uneven(rank: int, world_size: int) -> str:
+    torch.manual_seed(0)
+    model = psengine.DistributedDataParallel(Poisonable(), check_finite=True)
+    try:
+        with model.join():
+            for step in range(3 if rank == 0 else 1):
+                model.zero_grad()
+                model(torch.ones(2, 4), float("nan") if step == 2 else 0.0).backward()
+    except NonFiniteGradientError as error:
+        return str(error)
+    raise AssertionError("nothing was raised")
+
+
+def test_a_rank_without_data_is_told():
+    for message in run_ranks(uneven, 2):
+        assert "rank 0: 2 values" in message
+
+
+def on_servers(rank: int, world_size: int, strategy: str) -> str:
+    torch.manual_seed(0)
+    model = psengine.DistributedDataParallel(Poisonable(), strategy=strategy, check_finite=True)
+    optimizer = psengine.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    try:
+        model(torch.ones(2, 4)).backward()
+        optimizer.step()
+        if rank == 0:
+            return "finite"
+        optimizer.zero_grad()
+        model(torch.ones(2, 4), float("nan")).backward()
+    except NonFiniteGradientError as error:
+        return str(error)
+    finally:
+        model.strategy.close()
+    raise AssertionError("nothing was raised")
+
+
+@pytest.mark.parametrize("strategy", ["sync-server", "async"])
+def test_over_servers_the_guilty_worker_raises(strategy):
+    first, second = run_ranks(on_servers, 2, strategy)
+    assert first == "finite"
+    assert "rank 1: 2 values, first in parameter 'middle.weight'" in second

@@ -1,0 +1,721 @@
+"""The client against real servers."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+
+import pytest
+import torch
+import zmq
+from support.server_process import running_server
+
+from psengine.errors import (
+    AuthenticationError,
+    ConfigurationError,
+    FencedError,
+    ReplicaMismatchError,
+    ServerError,
+    ServerLostError,
+    ServerRefusedError,
+)
+from psengine.parameter_server.client.client import connect, parse_addresses
+from psengine.parameter_server.client.embedded import EmbeddedServer
+from psengine.parameter_server.client.partition import cut
+from psengine.parameter_server.client.session import SessionOptions, WorkerSession, wait_all
+from psengine.protocol.keys import CurveClientKeys, KeyPair, write_key_pair
+from psengine.protocol.layout import ChunkKind
+
+AVERAGE = {"name": "average", "quorum": None}
+APPLY = {"name": "apply", "max_staleness": None, "staleness_scaling": None, "delay_compensation": 0.0}
+NUMEL = 1000
+SGD = {
+    "optimizer": "SGD",
+    "groups": [
+        {
+            "lr": 0.5,
+            "momentum": 0.0,
+            "dampening": 0.0,
+            "weight_decay": 0.0,
+            "nesterov": False,
+            "maximize": False,
+        }
+    ],
+    "runs": [[0, NUMEL, 0]],
+}
+
+
+@pytest.fixture(scope="module")
+def server():
+    with running_server(lease_s=2.0) as process:
+        yield process
+
+
+@pytest.fixture
+def job(request):
+    return request.node.name
+
+
+def layout(numel=NUMEL, chunk_bytes=1 << 20, name="weight"):
+    return cut(ChunkKind.PARAMETER, [(name, (numel,), (1,), numel)], torch.float32, 0, chunk_bytes)
+
+
+def worker(addresses, job, rank=0, rule=AVERAGE, **options):
+    options = {"timeout_s": 20.0, **options}
+    return WorkerSession(SessionOptions(addresses=addresses, job=job, rule=rule, rank=rank, **options))
+
+
+def zeros(spec):
+    return torch.zeros(spec.numel)
+
+
+def exchange(session, value, key=0, numel=NUMEL):
+    out = torch.empty(numel)
+    result = session.push(key, torch.full((numel,), float(value)), [out]).wait()
+    return out, result
+
+
+def start(session, initial=zeros, specs=None):
+    session.start()
+    return session.enter(specs or layout(), initial)
+
+
+@contextmanager
+def pair(server, job):
+    """Two workers of an averaging job."""
+    with worker(server.addresses, job, 0, world_size=2) as first:
+        assert first.enter(layout(), zeros) == "initialised"
+        with worker(server.addresses, job, 1, world_size=2) as second:
+            assert second.enter(layout(), zeros) == "ready"
+            yield first, second
+
+
+# ---- exchanges -----------------------------------------------------------------------------------------------------
+
+
+def test_two_workers_average(server, job):
+    with pair(server, job) as (a, b), ThreadPoolExecutor(1) as pool:
+        for step in range(1, 4):
+            first = pool.submit(exchange, a, step)
+            out, result = exchange(b, step + 2)
+            assert torch.equal(out, torch.full((NUMEL,), step + 1.0))
+            assert torch.equal(first.result(20)[0], out)
+            assert (result.version, result.contributors, result.refused) == (step, 2, None)
+            assert a.sequence(0) == b.sequence(0) == a.version(0) == step
+
+
+def test_two_workers_average_by_weight(server, job):
+    generator = torch.Generator().manual_seed(3)
+    with pair(server, job) as workers, ThreadPoolExecutor(2) as pool:
+
+        def push(session, gradient, weight):
+            out = torch.empty(NUMEL)
+            result = session.push(0, gradient, [out], weight=weight).wait()
+            return out, result.contributors
+
+        for weights in ((32, 7), (0.25, 1e6), (5, 5)):
+            grads = [torch.randn(NUMEL, generator=generator) for _ in workers]
+            (first, _), (second, contributors) = pool.map(push, workers, grads, weights)
+            expected = sum(w * g.double().numpy() for w, g in zip(weights, grads, strict=True)) / sum(weights)
+            assert torch.equal(first, second)
+            assert torch.allclose(first.double(), torch.from_numpy(expected), rtol=1e-6, atol=1e-7)
+            assert contributors == 2
+        grads = [None, torch.ones(NUMEL)]
+        (first, _), (second, contributors) = pool.map(push, workers, grads, (0, 3))
+        assert contributors == 1
+        assert torch.equal(first, grads[1])
+        assert torch.equal(second, grads[1])
+
+
+def test_a_worker_without_a_weight_among_weighted_ones_is_told(server, job):
+    with pair(server, job) as (a, b), ThreadPoolExecutor(1) as pool:
+        first = pool.submit(exchange, a, 1)  # the first exchange waits for everybody who was announced
+        exchange(b, 1)
+        first.result(20)
+        held = a.push(0, torch.ones(NUMEL), [torch.empty(NUMEL)], weight=2.0)
+        a.status()  # asked behind the push, so that it was taken
+        with pytest.raises(
+            ServerRefusedError, match=r"worker 0 weighs its gradient and worker 1 does not.*batch_weight"
+        ):
+            exchange(b, 1)
+        b.close()
+        assert held.wait().contributors == 1
+
+
+def test_the_second_worker_waits_for_the_first_ones_values(server, job):
+    with ThreadPoolExecutor(1) as pool, worker(server.addresses, job, 0) as first:
+        second = worker(server.addresses, job, 1)
+        begun = pool.submit(start, second)
+        time.sleep(0.4)
+        assert not begun.done()
+        first.enter(layout(), lambda spec: torch.arange(spec.numel, dtype=torch.float32))
+        assert begun.result(10) == "ready"
+        out = torch.empty(NUMEL)
+        second.pull(0, [out[:100], out[100:]]).wait()
+        assert torch.equal(out, torch.arange(NUMEL, dtype=torch.float32))
+        assert set(second.members) == {0, 1}
+        second.close()
+
+
+def test_chunks_spread_over_the_shards_of_two_servers(job):
+    numel = 500_000
+    values = torch.randn(numel)
+    with running_server(shards=2) as one, running_server(shards=2) as two:
+        addresses = [one.addresses[0], two.addresses[0]]
+        specs = layout(numel, 64 * 1024)
+        offsets = {spec.key: sum(s.numel for s in specs[: spec.key]) for spec in specs}
+
+        def part(spec, of=values):
+            return of[offsets[spec.key] : offsets[spec.key] + spec.numel]
+
+        with worker(addresses, job) as session:
+            assert session.enter(specs, part) == "initialised"
+            assert session.shard_count == 4
+            per_shard = [report["jobs"][job]["chunks"] for report in session.status()]
+            assert sum(per_shard) == len(specs)
+            assert min(per_shard) > 0
+            out = torch.zeros(numel)
+            wait_all([session.push(spec.key, part(spec), [part(spec, out)]) for spec in specs])
+            assert torch.equal(out, values)
+        with worker(addresses, job + "2", rule=None, role="reader", timeout_s=3) as reader:
+            assert reader.state == "wait"
+            assert len(reader.status()) == 4
+            with pytest.raises(ServerRefusedError, match="no values of the job yet"):
+                reader.layout()
+        with pytest.raises(ConfigurationError, match="same process"):
+            worker([one.addresses[0], one.addresses[1]], job + "3").start()
+
+
+def test_pushes_of_one_chunk_queue_and_keep_their_order(server, job):
+    with worker(server.addresses, job, rule=APPLY) as session:
+        session.enter(layout(), zeros)
+        session.configure(0, SGD).wait()
+        outs = [torch.empty(NUMEL) for _ in range(20)]
+        pushes = [session.push(0, torch.ones(NUMEL), [out]) for out in outs]
+        wait_all(pushes)
+        for step, out in enumerate(outs, start=1):
+            assert torch.equal(out, torch.full((NUMEL,), -0.5 * step))
+        assert [push.wait().version for push in pushes] == list(range(1, 21))
+
+
+def test_credit_of_less_than_a_chunk_still_moves(server, job):
+    specs = layout(NUMEL, 512)
+    with worker(server.addresses, job) as session:
+        session.enter(specs, zeros)
+        session._presence.links[0].credit_bytes = 1
+        outs = [torch.zeros(spec.numel) for spec in specs]
+        wait_all([session.push(s.key, torch.ones(s.numel), [out]) for s, out in zip(specs, outs, strict=True)])
+        assert all(bool((out == 1).all()) for out in outs)
+
+
+def test_abstaining_and_the_usage_of_a_blob(server, job):
+    with worker(server.addresses, job) as session:
+        session.enter(layout(), zeros)
+        out = torch.ones(NUMEL)
+        assert session.push(0, None, [out]).wait().contributors == 0
+        assert not out.any()
+        pieces = [torch.full((n,), n, dtype=torch.uint8) for n in (10, 20, 5)]
+        wait_all([session.store(i, piece, blob="state", pieces=3) for i, piece in enumerate(pieces)])
+        assert all(torch.equal(a, b) for a, b in zip(session.pull_blob("state"), pieces, strict=True))
+        with pytest.raises(ServerRefusedError, match="nothing") as caught:
+            session.pull_blob("nothing")
+        assert caught.value.code == "unknown_key"
+
+
+# ---- refusals ------------------------------------------------------------------------------------------------------
+
+
+def test_another_model_is_named(server, job):
+    with worker(server.addresses, job) as first:
+        first.enter(layout(), zeros)
+        with (
+            worker(server.addresses, job, 1) as second,
+            pytest.raises(ReplicaMismatchError, match=r"'weight'.*999.*1000"),
+        ):
+            second.enter(layout(999), zeros)
+
+
+def test_another_rule_is_refused(server, job):
+    with worker(server.addresses, job), pytest.raises(ServerRefusedError, match="another rule") as caught:
+        worker(server.addresses, job, 1, rule=APPLY).start()
+    assert caught.value.code == "rule_mismatch"
+
+
+def test_a_taken_rank_is_refused(server, job):
+    with worker(server.addresses, job), pytest.raises(ServerRefusedError, match="rank 0") as caught:
+        worker(server.addresses, job).start()
+    assert caught.value.code == "duplicate_rank"
+
+
+def test_tensors_that_do_not_fit_are_refused_here(server, job):
+    with worker(server.addresses, job) as session:
+        session.enter(layout(), zeros)
+        with pytest.raises(ConfigurationError, match=r"payload.*1000.*999"):
+            session.push(0, torch.zeros(999), [])
+        with pytest.raises(ConfigurationError, match="add up"):
+            session.push(0, torch.zeros(NUMEL), [torch.zeros(3)])
+        with pytest.raises(ConfigurationError, match="float64"):
+            session.pull(0, [torch.zeros(NUMEL, dtype=torch.float64)])
+        with pytest.raises(ConfigurationError, match="no chunk 5"):
+            session.push(5, torch.zeros(NUMEL), [])
+        assert session.sequence(0) == 0
+
+
+# ---- failures ------------------------------------------------------------------------------------------------------
+
+
+def test_nobody_at_the_address():
+    begun = time.monotonic()
+    with pytest.raises(ServerLostError, match=r"tcp://127\.0\.0\.1:1 did not answer HELLO .*never heard"):
+        worker(["tcp://127.0.0.1:1"], "j", connect_timeout_s=0.5).start()
+    assert time.monotonic() - begun < 5
+
+
+def test_a_silent_server_is_named():
+    with running_server() as server, worker(server.addresses, "j", timeout_s=1.5) as session:
+        session.enter(layout(), zeros)
+        exchange(session, 1)
+        server.signal(signal.SIGSTOP)
+        try:
+            with pytest.raises(ServerLostError) as caught:
+                exchange(session, 2)
+        finally:
+            server.signal(signal.SIGCONT)
+        for text in (server.addresses[0], "push 2 of chunk 0 (weight)", "last heard from", "psengine-server"):
+            assert text in str(caught.value)
+
+
+def test_a_worker_that_never_comes_is_named(server, job):
+    with worker(server.addresses, job, world_size=2, timeout_s=2.5) as session:
+        session.enter(layout(), zeros)
+        with pytest.raises(ServerLostError, match=r"holds push 1 of chunk 0.*waits for workers"):
+            exchange(session, 1)
+
+
+def test_an_averaging_server_may_restart():
+    with running_server(lease_s=2.0) as server, worker(server.addresses, "j") as session:
+        session.enter(layout(), zeros)
+        exchange(session, 1)
+        server.kill()
+        push = session.push(0, torch.ones(NUMEL), [out := torch.zeros(NUMEL)])
+        time.sleep(0.5)
+        with running_server(lease_s=2.0, bind=server.addresses[0]):
+            push.wait()
+            assert bool((out == 1).all())
+            assert torch.equal(exchange(session, 3)[0], torch.full((NUMEL,), 3.0))
+
+
+def await_members(*sessions):
+    """Until all know of all, which takes a heartbeat."""
+    deadline = time.monotonic() + 10
+    while any(len(session.members) < len(sessions) for session in sessions):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def await_exchange(session, number):
+    deadline = time.monotonic() + 20
+    while session.sequence(0) < number:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+@pytest.mark.slow
+def test_exchanges_of_two_workers_survive_restarts_exactly():
+    steps, specs = 400, layout(NUMEL, 1024)
+
+    def run(session):
+        outs = [torch.zeros(spec.numel) for spec in specs]
+        for spec in specs:
+            session.keep_result(spec.key)
+        for step in range(1, steps + 1):
+            value = float(step * (session.rank + 1))
+            wait_all(
+                [
+                    session.push(spec.key, torch.full((spec.numel,), value), [out])
+                    for spec, out in zip(specs, outs, strict=True)
+                ]
+            )
+            for out in outs:
+                assert bool((out == step * 1.5).all()), (step, session.rank, out)
+        return steps
+
+    options = {"lease_s": 3.0}
+    with running_server(**options) as first, worker(first.addresses, "j", 0, world_size=2) as a:
+        a.enter(specs, zeros)
+        with worker(first.addresses, "j", 1, world_size=2) as b, ThreadPoolExecutor(2) as pool:
+            b.enter(specs, zeros)
+            await_members(a, b)
+            running = [pool.submit(run, a), pool.submit(run, b)]
+            await_exchange(a, 50)
+            first.kill()
+            with running_server(bind=first.addresses[0], **options) as second:
+                await_exchange(a, 150)
+                second.kill()
+                with running_server(bind=first.addresses[0], **options):
+                    assert [future.result(40) for future in running] == [steps, steps]
+
+
+def test_an_applying_server_that_lost_its_weights_is_an_error():
+    with running_server() as server, worker(server.addresses, "j", rule=APPLY) as session:
+        session.enter(layout(), zeros)
+        session.configure(0, SGD).wait()
+        exchange(session, 1)
+        server.kill()
+        with running_server(bind=server.addresses[0]):
+            with pytest.raises(ServerRefusedError, match="snapshot") as caught:
+                exchange(session, 1)
+            assert caught.value.code == "state_lost"
+            with pytest.raises(ServerRefusedError, match="snapshot"):
+                exchange(session, 1)
+
+
+def test_an_applying_server_goes_on_from_its_snapshot(tmp_path):
+    options = {"snapshot_dir": str(tmp_path), "snapshot_interval_s": 0.0}
+    with running_server(**options) as server, worker(server.addresses, "j", rule=APPLY) as session:
+        session.enter(layout(), zeros)
+        session.configure(0, SGD).wait()
+        exchange(session, 1)
+        assert session.snapshot() == [1]
+        server.kill()
+        push = session.push(0, torch.ones(NUMEL), [out := torch.zeros(NUMEL)])
+        with running_server(bind=server.addresses[0], **options):
+            push.wait()
+            assert bool((out == -1).all())
+            assert bool((exchange(session, 1)[0] == -1.5).all())
+
+
+def silence(session):
+    """No more heartbeats: the lease runs out."""
+    session._presence.heartbeat_s = 1e9
+    session._presence._next_heartbeat_s = float("inf")
+
+
+def test_a_fenced_applying_worker_goes_on_by_itself(server, job):
+    with worker(server.addresses, job, rule=APPLY) as session:
+        session.enter(layout(), zeros)
+        session.configure(0, SGD).wait()
+        exchange(session, 1)
+        silence(session)
+        time.sleep(2.6)
+        out, result = exchange(session, 1)
+        assert result.version == 2
+        assert bool((out == -1).all())
+
+
+def donate(session, stop):
+    """A live worker: exchanges, and hands its state to whoever joins."""
+    value = torch.full((NUMEL,), 7.0)
+    while not stop.is_set():
+        request = session.take_state_request()
+        if request is not None:
+            session.store(0, value, version=session.sequence(0)).wait()
+            session.store(0, torch.tensor([1, 2], dtype=torch.uint8), blob="worker_state", pieces=1).wait()
+            session.admit(request)
+        exchange(session, 1)
+        time.sleep(0.01)
+
+
+def test_a_late_worker_joins_an_averaging_job(server, job):
+    stop = threading.Event()
+    with worker(server.addresses, job, 0) as first, ThreadPoolExecutor(1) as pool:
+        first.enter(layout(), zeros)
+        exchange(first, 1)
+        donor = pool.submit(donate, first, stop)
+        try:
+            with worker(server.addresses, job, 1) as late:
+                assert late.state == "join"
+                assert late.enter(layout(), zeros) == "joined"
+                answer = late.pull(0, [out := torch.empty(NUMEL)]).wait()
+                assert bool((out == 7).all())
+                assert late.pull_blob("worker_state")[0].tolist() == [1, 2]
+                late.set_sequence(0, answer.version)
+                out, result = exchange(late, 3)
+                assert result.contributors == 2
+                assert bool((out == 2).all())
+                late.push(0, torch.ones(NUMEL), []).wait()
+        finally:
+            stop.set()
+            donor.result(20)
+
+
+def test_a_joiner_asks_again_where_a_donor_failed(server, job, monkeypatch):
+    class StoreFailedError(Exception):
+        pass
+
+    def fail_once(*args, **options):
+        monkeypatch.undo()
+        raise StoreFailedError
+
+    def join():
+        with connect(server.addresses, job=job, timeout_s=20) as late:
+            values = {"a": torch.zeros(4)}
+            entered = late.register(values)
+            late.push(values).wait()
+            return entered, values["a"].tolist()
+
+    tensors, failures = {"a": torch.full((4,), 7.0)}, 0
+    with connect(server.addresses, job=job, timeout_s=20) as client, ThreadPoolExecutor(1) as pool:
+        client.register(tensors)
+        client.push(tensors).wait()
+        monkeypatch.setattr(WorkerSession, "store", fail_once)
+        joining = pool.submit(join)
+        deadline = time.monotonic() + 10
+        while not joining.done() and time.monotonic() < deadline:
+            try:
+                client.push(tensors).wait()
+            except StoreFailedError:
+                failures += 1
+            time.sleep(0.01)
+        assert joining.done(), "the joiner was not heard again"
+        assert (failures, joining.result()) == (1, ("joined", [7.0] * 4))
+
+
+def test_a_fenced_averaging_worker_rejoins(server, job):
+    stop = threading.Event()
+    with pair(server, job) as (first, second):
+        pool = ThreadPoolExecutor(1)
+        both = pool.submit(exchange, first, 1)
+        exchange(second, 1)
+        both.result(20)
+        donor = pool.submit(donate, first, stop)
+        silence(second)
+        time.sleep(3.0)
+        with pytest.raises(FencedError, match="rejoin"):
+            exchange(second, 1)
+        assert isinstance(second.fenced, FencedError)
+        assert second.rejoin() == "joined"
+        second.set_sequence(0, second.pull(0, [torch.empty(NUMEL)]).wait().version)
+        out, result = exchange(second, 3)
+        assert result.contributors == 2
+        assert bool((out == 2).all())
+        stop.set()
+        leftover = second.push(0, None, [])
+        second.close()
+        with pytest.raises(ServerError):
+            leftover.wait()
+        donor.result(20)
+        pool.shutdown()
+
+
+# ---- leaving -------------------------------------------------------------------------------------------------------
+
+
+def test_close_is_idempotent_and_ends_the_thread(server, job):
+    before = threading.active_count()
+    session = worker(server.addresses, job)
+    start(session)
+    waiting = session.push(0, torch.ones(NUMEL), [torch.empty(NUMEL)])
+    waiting.wait()
+    session.close()
+    session.close()
+    assert threading.active_count() == before
+    with pytest.raises(ServerError, match="closed"):
+        session.push(0, torch.ones(NUMEL), [])
+    assert job not in [name for shard in server.status()["shards"] for name, j in shard["jobs"].items() if j["members"]]
+
+
+def test_a_forgotten_session_ends(server, job):
+    before = threading.active_count()
+    start(worker(server.addresses, job))
+    assert threading.active_count() == before
+
+
+def test_exit_with_an_open_session_says_goodbye(server, job):
+    code = f"""
+import torch
+from psengine.parameter_server.client.partition import cut
+from psengine.parameter_server.client.session import SessionOptions, WorkerSession
+from psengine.protocol.layout import ChunkKind
+session = WorkerSession(SessionOptions(addresses={server.addresses!r}, job={job!r}, rule={AVERAGE!r}, rank=0))
+session.start()
+session.enter(cut(ChunkKind.PARAMETER, [("w", (5,), (1,), 5)], torch.float32, 0), lambda s: torch.zeros(s.numel))
+"""
+    done = subprocess.run([sys.executable, "-W", "error", "-c", code], timeout=60, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert server.job(job)[0]["members"] == 0
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_forked_child_is_told(server, job):
+    with worker(server.addresses, job) as session:
+        session.enter(layout(), zeros)
+        reader, writer = os.pipe()
+        child = os.fork()
+        if child == 0:
+            try:
+                session.push(0, torch.ones(NUMEL), [])
+                text = "no error"
+            except ServerError as error:
+                text = str(error)
+            os.write(writer, text.encode())
+            os._exit(0)
+        os.waitpid(child, 0)
+        assert "fork()" in os.read(reader, 4096).decode()
+        os.close(reader)
+        os.close(writer)
+        exchange(session, 1)
+
+
+# ---- keys ----------------------------------------------------------------------------------------------------------
+
+
+def key_pair():
+    public, secret = zmq.curve_keypair()
+    return KeyPair(public.decode(), secret.decode())
+
+
+def test_curve_keys(tmp_path):
+    server_pair, client_pair, stranger = key_pair(), key_pair(), key_pair()
+    secret_path, _ = write_key_pair(tmp_path / "server", "server", server_pair)
+    write_key_pair(tmp_path / "allowed", "client", client_pair)
+    with running_server(curve_key=str(secret_path), allow=str(tmp_path / "allowed")) as server:
+        good = CurveClientKeys(client_pair, server_pair.public)
+        with worker(server.addresses, "j", keys=good) as session:
+            session.enter(layout(), zeros)
+            assert torch.equal(exchange(session, 2)[0], torch.full((NUMEL,), 2.0))
+        for keys, reason in (
+            (CurveClientKeys(stranger, server_pair.public), "does not know this client's public key"),
+            (CurveClientKeys(client_pair, stranger.public), "server's public key is not the one"),
+            (None, "expects CURVE keys"),
+        ):
+            begun = time.monotonic()
+            with pytest.raises(AuthenticationError, match=reason):
+                worker(server.addresses, "j", keys=keys).start()
+            assert time.monotonic() - begun < 3
+
+
+# ---- by names ------------------------------------------------------------------------------------------------------
+
+
+def test_a_client_trains_like_the_optimizer_itself(server, job):
+    torch.manual_seed(1)
+    model, twin = torch.nn.Conv2d(2, 3, 3).to(memory_format=torch.channels_last), torch.nn.Conv2d(2, 3, 3)
+    twin.load_state_dict(model.state_dict())
+    named = dict(model.named_parameters())
+    groups = [{"params": [model.weight], "lr": 0.1}, {"params": [model.bias], "lr": 0.2, "momentum": 0.0}]
+    optimizer = torch.optim.SGD(groups, lr=0.3, momentum=0.9)
+    oracle = torch.optim.SGD(
+        [{"params": [twin.weight], "lr": 0.1}, {"params": [twin.bias], "lr": 0.2, "momentum": 0.0}],
+        lr=0.3,
+        momentum=0.9,
+    )
+    with connect(server.addresses, job=job, timeout_s=20) as client:
+        assert client.register(named, optimizer) == "initialised"
+        for step in range(4):
+            gradients = {name: torch.randn(p.shape) for name, p in named.items()}
+            if step == 3:
+                del gradients["bias"]
+                optimizer.param_groups[0]["lr"] = oracle.param_groups[0]["lr"] = 0.05
+            for name, parameter in twin.named_parameters():
+                parameter.grad = gradients[name].clone() if name in gradients else None
+            oracle.step()
+            returned = client.push_pull(gradients, into=named)
+            assert returned["weight"] is model.weight
+            torch.testing.assert_close(model.weight, twin.weight, rtol=0, atol=0)
+            torch.testing.assert_close(model.bias, twin.bias, rtol=0, atol=0)
+        with connect(server.addresses, job=job, role="reader", timeout_s=20) as reader:
+            values = reader.pull()
+            assert set(values) == {"weight", "bias"}
+            assert torch.equal(values["weight"], model.weight)
+            assert values["weight"].stride() == model.weight.stride()
+            with pytest.raises(ConfigurationError, match="register"):
+                reader.push({"bias": torch.zeros(3)})
+        other = torch.nn.Conv2d(2, 3, 3).to(memory_format=torch.channels_last)
+        with connect(server.addresses, job=job, timeout_s=20, rank=1) as second:
+            with pytest.raises(ServerRefusedError, match="another optimizer"):
+                second.register(dict(other.named_parameters()), torch.optim.SGD(other.parameters(), lr=0.1))
+            assert torch.equal(other.weight, model.weight)
+
+
+def test_a_push_by_name_may_leave_out_one_of_several_tensors_of_a_group(server, job):
+    torch.manual_seed(1)
+    tensors = {name: torch.nn.Parameter(torch.randn(numel)) for name, numel in (("a", 3), ("b", 5), ("c", 2))}
+    twins = {name: torch.nn.Parameter(tensor.detach().clone()) for name, tensor in tensors.items()}
+    optimizer, oracle = (torch.optim.SGD(each.values(), lr=0.1, momentum=0.9) for each in (tensors, twins))
+    with connect(server.addresses, job=job, timeout_s=20) as client:
+        client.register(tensors, optimizer)
+        assert len(client.layout()) == 1
+        for missing in (None, "b", "a", None):
+            gradients = {name: torch.randn(tensor.shape) for name, tensor in tensors.items() if name != missing}
+            for name, twin in twins.items():
+                twin.grad = gradients[name].clone() if name in gradients else None
+            oracle.step()
+            client.push_pull(gradients)
+            for name, values in client.pull().items():
+                torch.testing.assert_close(values, twins[name].detach(), rtol=0, atol=0)
+
+
+def test_a_client_says_how_its_exchanges_go(server, job):
+    with connect(server.addresses[0], job=job, timeout_s=20.0) as client:
+        client.register({"w": torch.zeros(3)})
+        for _ in range(3):
+            exchange = client.push({"w": torch.ones(3)})
+            exchange.wait()
+            exchange.wait()  # is no second step
+        said = client.session.telemetry.to_body()
+        assert said["steps"] == 3
+        assert said["blocked_s"] > 0
+
+
+def test_a_client_without_optimizer_averages(server, job):
+    tensors = {"a": torch.arange(4.0), "steps": torch.tensor(3)}
+    with connect(server.addresses, job=job, timeout_s=20) as client:
+        client.register(tensors)
+        back = client.push({"a": torch.full((4,), 2.0), "steps": torch.tensor(5)}).wait()
+        assert back["a"].tolist() == [2.0] * 4
+        assert back["steps"].item() == 5
+        with pytest.raises(ConfigurationError, match="'steps' is missing"):
+            client.push({"a": torch.zeros(4)})
+        for gradients, words in (
+            ({"b": torch.zeros(4)}, "'b' is no tensor of this job"),
+            ({"a": torch.zeros(5)}, r"'a' does not fit \(expected shape \(4,\)"),
+            ({"a": torch.zeros(4, dtype=torch.float64)}, "float64"),
+        ):
+            with pytest.raises(ConfigurationError, match=words):
+                client.push(gradients)
+        assert client.status()[0]["jobs"][job]["workers"]
+        assert [spec.kind.value for spec in client.layout()] == ["parameter", "buffer"]
+
+
+def test_addresses(monkeypatch):
+    monkeypatch.setenv("PSENGINE_SERVERS", "tcp://a:1, ipc:///tmp/x")
+    assert parse_addresses(None) == ("tcp://a:1", "ipc:///tmp/x")
+    assert parse_addresses(["tcp://[::1]:7077"]) == ("tcp://[::1]:7077",)
+    for bad in ("a:7077", "tcp://a", "tcp://a:0", "tcp://a:70770", "tcp://*:1", "inproc://x"):
+        with pytest.raises(ConfigurationError, match="malformed"):
+            parse_addresses(bad)
+    monkeypatch.delenv("PSENGINE_SERVERS")
+    with pytest.raises(ConfigurationError, match="PSENGINE_SERVERS"):
+        connect()
+
+
+# ---- embedded ------------------------------------------------------------------------------------------------------
+
+
+def test_an_embedded_server_ends_with_its_last_worker(monkeypatch):
+    monkeypatch.setattr("psengine.parameter_server.client.embedded.STOP_S", 1.0)
+    server = EmbeddedServer.start()
+    try:
+        with worker(server.addresses, "j") as session:
+            session.enter(layout(), zeros)
+            server.stop()
+            assert server.is_running
+            exchange(session, 1)
+        deadline = time.monotonic() + 10
+        while server.is_running and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert not server.is_running
+    finally:
+        server.stop()
+
+
+def test_an_embedded_server_that_cannot_start_shows_why():
+    with pytest.raises(ServerError, match=r"exit code 2.*\n.*shards"):
+        EmbeddedServer.start(shards=0)

@@ -1,0 +1,426 @@
+"""A link by a clock of ours: nothing is sent twice that was not lost, and whatever was lost is sent again."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter, deque
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from support.shard_world import APPLY, AVERAGE, SGD, Worker, World, rule_of, spec
+
+from psengine.errors import ServerLostError
+from psengine.parameter_server.client.link import Identity, Link
+from psengine.parameter_server.client.operation import Parking, Push, Request
+from psengine.protocol.messages import Message, MessageType
+
+T = MessageType
+NUMEL = 4
+
+
+class Desk:
+    """A link whose messages go nowhere: the test answers them."""
+
+    def __init__(self, timeout_s=1e6):
+        self.sent = []
+        self.is_connected = True
+        self.now_s = 0.0
+        self.timeout_s = timeout_s
+        self.link = Link(0, "tcp://a:1", Identity(1, 0, 5), self.transmit, lambda text: None)
+        self.link.is_paused = False
+        self.link.epoch = 7
+        self.ids = iter(range(1 << 40, 1 << 41))
+
+    def transmit(self, message):
+        if self.is_connected:
+            self.sent.append(copy.copy(message))
+        return self.is_connected
+
+    def begin(self, operation):
+        operation.submitted_s = self.now_s
+        operation.deadline_s = self.now_s + self.timeout_s
+        self.link.begin(operation, self.now_s)
+        return operation
+
+    def pull(self, key=0):
+        message = Message(T.PULL, key=key, sequence=next(self.ids))
+        return self.begin(Request(message, lambda: f"PULL of {key}", Parking(), self.timeout_s))
+
+    def push(self, key=0, sequence=1):
+        message = Message(T.PUSH, key=key, sequence=sequence, payload=torch.ones(NUMEL))
+        message.dtype, message.numel = torch.float32, NUMEL
+        return self.begin(Push(message, lambda: f"push of {key}", Parking(), self.timeout_s, (), None))
+
+    def wait(self, seconds):
+        """Time passes, a tick each 100 ms; what was sent meanwhile."""
+        before = len(self.sent)
+        for _ in range(round(seconds * 10)):
+            self.now_s += 0.1
+            self.link.tick(self.now_s)
+        return self.sent[before:]
+
+    def answer(self, kind, key=0, sequence=1, **body):
+        """An answer comes; what is sent because of it."""
+        before = len(self.sent)
+        payload = torch.zeros(NUMEL) if kind in (T.UPDATED, T.VALUES) else None
+        self.link.receive(Message(kind, key=key, sequence=sequence, body=body, payload=payload), self.now_s)
+        return [message.type for message in self.sent[before:]]
+
+    def echo(self, marker):
+        """A marker comes back; what is sent because of it."""
+        before = len(self.sent)
+        self.link.receive(Message(T.ECHOED, sequence=marker.sequence, payload=marker.payload), self.now_s)
+        return [message.type for message in self.sent[before:]]
+
+
+def kinds(messages):
+    return Counter(message.type for message in messages)
+
+
+class TestPushes:
+    def test_time_alone_sends_probes_and_seldom(self):
+        desk = Desk()
+        desk.push()
+        asked = desk.wait(600)
+        assert set(kinds(asked)) == {T.PROBE}
+        # After 1, 3, 7, 15, 31 s, then each half minute.
+        assert 20 <= len(asked) <= 26
+
+    def test_each_proof_of_loss_counts_once(self):
+        desk = Desk()
+        push = desk.push()
+        desk.wait(5)
+        assert desk.answer(T.MISSING, round=1) == [T.PUSH]
+        assert desk.answer(T.MISSING, round=1) == [], "the second probe of the same copy proves nothing new"
+        assert desk.wait(9)[-1].body == {"round": 2}
+        assert desk.answer(T.SENT, round=1) == []
+        assert desk.answer(T.SENT, round=2) == [T.REPEAT]
+        assert desk.answer(T.SENT, round=2) == []
+        assert desk.answer(T.MISSING, round=2) == []
+        assert desk.answer(T.UPDATED) == []
+        assert push.is_done
+
+    def test_a_server_of_version_2_knows_no_rounds(self):
+        desk = Desk()
+        desk.push()
+        desk.wait(1.2)
+        assert desk.answer(T.MISSING) == [T.PUSH]
+        assert desk.answer(T.PENDING, waiting_for=[3]) == []
+
+    def test_the_next_question_waits_twice_as_long_as_the_last_took(self):
+        desk = Desk()
+        desk.push()
+        desk.wait(1.05)
+        desk.wait(4)
+        desk.answer(T.PENDING, round=1)
+        assert desk.link.patience.round_trip_s == pytest.approx(4, abs=0.2)
+        assert desk.wait(7.5) == []
+        assert kinds(desk.wait(1)) == {T.PROBE: 1}
+
+    def test_a_faster_answer_makes_it_impatient_again(self):
+        desk = Desk()
+        desk.push(0)
+        desk.wait(6)
+        desk.answer(T.UPDATED)
+        desk.link.patience.note_question(20.0)
+        desk.push(1)
+        desk.wait(0.2)
+        desk.answer(T.UPDATED, key=1)
+        desk.push(2)
+        assert kinds(desk.wait(1.1)) == {T.PROBE: 1}
+
+    def test_a_new_connection_is_asked_at_once(self):
+        desk = Desk()
+        desk.push()
+        desk.wait(40)
+        desk.link.connected(desk.now_s)
+        assert desk.sent[-1].type is T.PROBE
+        assert len(desk.wait(1.9)) == 0
+
+
+class TestRequests:
+    def test_time_alone_sends_markers_and_seldom(self):
+        desk = Desk()
+        for key in range(50):
+            desk.pull(key)
+        asked = desk.wait(600)
+        assert set(kinds(asked)) == {T.ECHO}
+        assert len(asked) <= 26
+
+    def test_a_marker_that_is_back_proves_the_loss_of_what_was_before_it_once(self):
+        desk = Desk()
+        desk.pull(0)
+        (first,) = desk.wait(1.1)
+        desk.pull(1)
+        (second,) = desk.wait(2)
+        assert desk.echo(first) == [T.PULL], "the second request left after the marker"
+        assert desk.echo(first) == []
+        assert desk.echo(second) == [T.PULL], "the first one's new copy left after it"
+        assert [m.key for m in desk.sent if m.type is T.PULL] == [0, 1, 0, 1]
+        assert len({m.sequence for m in desk.sent if m.type is T.PULL}) == 2
+
+    def test_an_answered_request_is_not_asked_again(self):
+        desk = Desk()
+        request = desk.pull()
+        (marker,) = desk.wait(1.1)
+        desk.answer(T.VALUES, sequence=request.message.sequence)
+        assert desk.echo(marker) == []
+        assert desk.wait(60) == []
+
+    def test_after_a_recovery_a_server_of_the_same_life_is_asked_first(self):
+        desk = Desk()
+        desk.pull()
+        desk.link.pause()
+        assert desk.wait(5) == []
+        desk.link.resume(desk.now_s)
+        assert desk.sent[-1].type is T.ECHO
+        assert desk.echo(desk.sent[-1]) == [T.PULL]
+
+    def test_a_server_in_another_life_has_none_of_it(self):
+        desk = Desk()
+        desk.pull()
+        desk.link.pause()
+        desk.link.epoch = 8
+        desk.link.resume(desk.now_s)
+        assert [m.type for m in desk.sent] == [T.PULL, T.PULL]
+
+    def test_what_could_not_be_sent_is_not_asked_about(self):
+        desk = Desk()
+        desk.is_connected = False
+        desk.pull()
+        desk.wait(5)
+        desk.is_connected = True
+        assert kinds(desk.wait(0.2)) == {T.PULL: 1}
+
+
+class TestResults:
+    def send(self, desk):
+        if not desk.link.is_result_under_way(0, 3, desk.now_s):
+            desk.link.send_result(Message(T.RESULT, key=0, sequence=3, payload=torch.ones(NUMEL)))
+
+    def test_an_average_is_sent_again_only_where_it_was_lost(self):
+        desk = Desk()
+        for _ in range(20):
+            self.send(desk)
+            desk.wait(1)
+        assert kinds(desk.sent)[T.RESULT] == 1
+        marker = next(m for m in desk.sent if m.type is T.ECHO)
+        assert desk.echo(marker) == []
+        self.send(desk)
+        assert kinds(desk.sent)[T.RESULT] == 2
+        self.send(desk)
+        assert kinds(desk.sent)[T.RESULT] == 2
+
+    def test_another_life_of_the_server_gets_it_anew(self):
+        desk = Desk()
+        self.send(desk)
+        desk.link.epoch = 8
+        self.send(desk)
+        assert kinds(desk.sent)[T.RESULT] == 2
+
+
+class TestDeadlines:
+    def test_nothing_moves_and_the_time_is_over(self):
+        desk = Desk(timeout_s=10)
+        push, pull = desk.push(), desk.pull()
+        desk.wait(10.2)
+        for operation in (push, pull):
+            assert isinstance(operation.error, ServerLostError)
+
+    def test_while_answers_arrive_nobody_is_late(self):
+        desk = Desk(timeout_s=10)
+        pushes = [desk.push(key) for key in range(10)]
+        for key in range(9):
+            desk.wait(8)
+            desk.answer(T.UPDATED, key=key)
+        desk.wait(9.8)
+        assert not pushes[9].is_done
+        desk.wait(0.5)
+        assert pushes[9].error is not None
+
+    def test_patience_leaves_time_to_hear_that_a_push_is_held(self):
+        desk = Desk(timeout_s=10)
+        desk.link.patience.note_question(20.0)
+        push = desk.push()
+        for arrived_bytes in range(8):
+            assert kinds(desk.wait(4.9))[T.PROBE] >= 1
+            desk.answer(T.PENDING, round=1, waiting_for=[1], arrived_bytes=arrived_bytes)
+            desk.link.patience.note_question(20.0)
+        assert not push.is_done
+
+    def test_what_others_ask_later_keeps_nobody_waiting_for_ever(self):
+        desk = Desk(timeout_s=10)
+        stuck = desk.push(0)
+        for sequence in range(1, 30):
+            desk.push(1, sequence)
+            desk.wait(1)
+            desk.answer(T.UPDATED, key=1, sequence=sequence)
+        assert stuck.error is not None
+        assert desk.now_s < 30
+
+    def test_a_held_answer_is_not_late_while_the_servers_get_what_it_waits_for(self):
+        desk = Desk(timeout_s=10)
+        push = desk.push()
+        for arrived_bytes in range(10):
+            desk.wait(8)
+            desk.answer(T.PENDING, round=1, waiting_for=[1], arrived_bytes=arrived_bytes)
+        for _ in range(3):
+            assert not push.is_done
+            desk.wait(4)
+            desk.answer(T.PENDING, round=1, waiting_for=[1], arrived_bytes=9)
+        assert "waits for workers [1]" in str(push.error)
+
+
+# ---- a link and a shard, and a connection between them that keeps its order, drops and is cut ----------------------
+
+
+class Lane:
+    """One worker: its link, its connection, and what was sent and lost of each type."""
+
+    def __init__(self, world, rank, size, rule):
+        self.world = world
+        self.client = Worker(world, rank, rule=rule, world_size=size)
+        self.up = deque()
+        self.sent, self.lost = Counter(), Counter()
+        self.generation = 0
+        self.done = 0
+        self.push = self.pull = None
+
+    def enter(self):
+        client = self.client
+        if client.hello() == "initialise":
+            client.register(spec(0, NUMEL))
+            client.seal([spec(0, NUMEL)])
+            if client.rule["name"] == "apply":
+                client.configure(0, NUMEL, groups=[SGD])
+        client.take()
+        self.link = Link(0, "tcp://a:1", Identity(1, client.rank, client.incarnation), self.transmit, lambda text: None)
+        self.link.epoch, self.link.is_paused = client.epoch, False
+
+    @property
+    def route(self):
+        return f"{self.client.route.decode()} data {self.generation}".encode()
+
+    @property
+    def down(self):
+        return self.world.sent.setdefault(self.route, [])
+
+    def transmit(self, message):
+        message = copy.copy(message)
+        message.job = next(iter(self.world.shard._jobs))
+        if message.payload is not None:
+            message.dtype, message.numel = message.payload.dtype, message.payload.numel()
+        self.sent[message.type] += 1
+        self.up.append(message)
+        return True
+
+    def now(self):
+        return self.world.now_s
+
+    def act(self):
+        """The next exchange, and a pull, where the last are over."""
+        if self.push is None or self.push.is_done:
+            self.done += 1
+            message = Message(T.PUSH, key=0, sequence=self.done, payload=torch.ones(NUMEL))
+            message.dtype, message.numel = torch.float32, NUMEL
+            self.push = Push(message, lambda: "push", Parking(), 1e9, (), None)
+            self.link.begin(self.push, self.now())
+        if self.pull is None or self.pull.is_done:
+            message = Message(T.PULL, key=0, sequence=(1 << 40) + self.done)
+            self.pull = Request(message, lambda: "pull", Parking(), 1e9)
+            self.pull.submitted_s = self.now()
+            self.asked = getattr(self, "asked", 0) + 1
+            self.link.begin(self.pull, self.now())
+
+    def deliver_up(self):
+        if self.up:
+            self.world.deliver(self.route, self.up.popleft())
+
+    def deliver_down(self):
+        if self.down:
+            self.link.receive(self.down.pop(0), self.now())
+
+    def drop_up(self):
+        if self.up:
+            self.lost[self.up.popleft().type] += 1
+
+    def drop_down(self):
+        if self.down:
+            self.lost[self.down.pop(0).type] += 1
+
+    def cut(self):
+        """The connection ends with all that is on it; what the server sends to it from now on is lost too."""
+        self.lost.update(message.type for message in (*self.up, *self.down))
+        self.up.clear()
+        self.down.clear()
+        self.generation += 1
+        self.link.connected(self.now())
+
+    def lost_by_old_connections(self):
+        routes = [f"{self.client.route.decode()} data {n}".encode() for n in range(self.generation)]
+        return Counter(message.type for route in routes for message in self.world.sent.get(route, []))
+
+
+STEPS = st.lists(
+    st.tuples(
+        st.sampled_from(["act", "act", *["deliver_up", "deliver_down"] * 4, "drop_up", "drop_down", "cut", "wait"]),
+        st.integers(0, 1),
+        st.integers(1, 40),
+    ),
+    max_size=120,
+)
+
+
+@pytest.mark.parametrize("rule", [AVERAGE, APPLY], ids=["average", "apply"])
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(steps=STEPS, lossless=st.booleans())
+def test_every_copy_is_for_a_loss_and_every_update_counts_once(rule, steps, lossless):
+    world = World(codec=False, lease_s=1e9)
+    counted = Counter()
+    lanes = [Lane(world, rank, 2, rule) for rank in range(2)]
+    for lane in lanes:
+        lane.enter()
+    deliver = world.shard.handle
+
+    def count(sender, message, now_s):
+        outgoing = deliver(sender, message, now_s)
+        counted.update((one.route.split(b" ")[0], one.message.type) for one in outgoing)
+        return outgoing
+
+    world.shard.handle = count
+    for what, which, amount in steps:
+        lane = lanes[which]
+        if what == "wait":
+            world.now_s += amount / 2
+            for each in lanes:
+                each.link.tick(world.now_s)
+        elif not (lossless and what in ("drop_up", "drop_down", "cut")):
+            for _ in range(amount % 4 + 1 if what.startswith("deliver") else 1):
+                getattr(lane, what)()
+    last = max(lane.done for lane in lanes)
+    for _ in range(200):
+        world.now_s += 1.0
+        for lane in lanes:
+            lane.link.tick(world.now_s)
+            while lane.up or lane.down:
+                lane.deliver_up()
+                lane.deliver_down()
+            if lane.done < last:
+                lane.act()
+        if all(lane.done == last and not lane.link.open_count for lane in lanes):
+            break
+    assert all(lane.done == last and not lane.link.open_count for lane in lanes), "something was never recovered"
+    for lane in lanes:
+        lost = lane.lost + lane.lost_by_old_connections()
+        if not last:
+            continue
+        assert lane.sent[T.PUSH] == last + lost[T.PUSH]
+        answers = {kind: counted[lane.client.route, kind] for kind in (T.UPDATED, T.VALUES)}
+        assert answers[T.UPDATED] == last + lost[T.UPDATED]
+        assert answers[T.VALUES] == lane.asked + lost[T.VALUES]
+    if last and rule is APPLY:
+        assert rule_of(world).version == 2 * last
+    elif last:
+        assert world.shard.status(world.now_s)["jobs"]["demo"]["averaged"] == last

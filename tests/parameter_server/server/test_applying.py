@@ -1,0 +1,327 @@
+"""Rule "apply" through a whole shard: torch's arithmetic, bounded staleness, and that nothing is applied twice."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.shard_world import APPLY, SGD, Worker, World, codes, rule_of, spec, team
+
+from psengine.parameter_server.server.core.shard import Sender
+from psengine.protocol.codec import encode, payload_tensor
+from psengine.protocol.hyperparameters import wire_groups
+from psengine.protocol.layout import ChunkKind, job_number
+from psengine.protocol.messages import ErrorCode, Message, MessageType
+
+OPTIMIZERS = {
+    "sgd": ("SGD", {"lr": 0.1}),
+    "momentum": ("SGD", {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01, "nesterov": True}),
+    "adam": ("Adam", {"lr": 0.01, "amsgrad": True}),
+    "adamw": ("AdamW", {"lr": 0.01}),
+    "adagrad": ("Adagrad", {"lr": 0.05}),
+    "rmsprop": ("RMSprop", {"lr": 0.01, "momentum": 0.9, "centered": True}),
+}
+
+
+def rule(**options):
+    return APPLY | options
+
+
+def fleet(size, numel=6, *, values=None, optimizer=True, kind=ChunkKind.PARAMETER, world=None, **options):
+    world = world or World()
+    values = torch.zeros(numel) if values is None else values
+    workers = team(world, size, [spec(0, numel, kind=kind)], values={0: values}, rule=rule(**options))
+    if optimizer:
+        for worker in workers:
+            assert worker.configure(0, numel).type is MessageType.OK
+    return world, workers
+
+
+def gradient(numel, seed):
+    return torch.randn(numel, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_steps_like_torch(name):
+    kind, options = OPTIMIZERS[name]
+    parameter = torch.nn.Parameter(gradient(40, 99))
+    optimizer = getattr(torch.optim, kind)([parameter], **options)
+    world, workers = fleet(2, 40, values=parameter.detach().clone(), optimizer=False)
+    for worker in workers:
+        worker.configure(0, 40, kind, wire_groups(optimizer))
+    version, counts = 0, [0, 0]
+    for step, rank in enumerate([0, 1, 1, 0, 0, 1, 0]):
+        if step == 3:
+            optimizer.param_groups[0]["lr"] *= 0.5
+        parameter.grad = gradient(40, step)
+        counts[rank] += 1
+        body = {"groups": wire_groups(optimizer)}
+        (answer,) = workers[rank].push(0, counts[rank], parameter.grad, version, body=body)
+        optimizer.step()
+        version = answer.version
+        assert torch.equal(payload_tensor(answer), parameter.detach())
+    assert version == 7
+    assert rule_of(world).version == 7
+
+
+def test_a_buffer_takes_the_newest_values():
+    _, workers = fleet(2, kind=ChunkKind.BUFFER, optimizer=False)
+    workers[0].push(0, 1, torch.ones(6))
+    (answer,) = workers[1].push(0, 1, torch.full((6,), 2.0))
+    assert payload_tensor(answer).tolist() == [2.0] * 6
+
+
+def test_parameters_need_configure_first():
+    world, workers = fleet(1, optimizer=False)
+    before = world.state_hash()
+    assert codes(workers[0].push(0, 1, torch.ones(6))) == [ErrorCode.NOT_READY]
+    assert world.state_hash() == before
+
+
+class TestStaleness:
+    def test_inverse_scaling_follows_numpy(self):
+        _, workers = fleet(3, staleness_scaling="inverse")
+        weights, version = np.zeros(6, np.float32), 0
+        seen, counts = [0, 0, 0], [0, 0, 0]
+        for step, rank in enumerate([0, 1, 2, 2, 0, 1, 0, 0, 2]):
+            g = gradient(6, step)
+            factor = np.float32(SGD["lr"] * (1.0 / (version - seen[rank] + 1)))
+            weights = weights - factor * g.numpy()
+            counts[rank] += 1
+            (answer,) = workers[rank].push(0, counts[rank], g, seen[rank])
+            version = seen[rank] = answer.version
+            np.testing.assert_allclose(payload_tensor(answer).numpy(), weights, rtol=1e-6, atol=1e-7)
+
+    def test_delay_compensation_follows_numpy(self):
+        strength = 0.4
+        _, workers = fleet(3, values=gradient(6, 50), delay_compensation=strength)
+        weights = gradient(6, 50).double().numpy()
+        seen = [0, 0, 0]
+        had, counts, version = [], [0, 0, 0], 0
+        for worker in workers:
+            worker.pull(0)
+            had.append(weights)
+        for step, rank in enumerate([0, 1, 2, 2, 0, 1, 0, 0, 2, 1, 1]):
+            g = gradient(6, step)
+            wide = g.double().numpy()
+            corrected = wide + strength * wide * wide * (weights - had[rank])
+            weights = weights - SGD["lr"] * corrected
+            counts[rank] += 1
+            (answer,) = workers[rank].push(0, counts[rank], g, seen[rank])
+            version = seen[rank] = answer.version
+            had[rank] = weights
+            np.testing.assert_allclose(payload_tensor(answer).numpy(), weights, rtol=1e-5, atol=1e-6)
+        assert version == 11
+
+    def test_a_repeated_answer_brings_the_weights_the_backup_is_of(self):
+        _, workers = fleet(2, delay_compensation=0.1)
+        (first,) = workers[0].push(0, 1, torch.ones(6))
+        workers[1].push(0, 1, torch.ones(6))
+        (again,) = workers[0].repeat(0, 1)
+        assert again.version == first.version == 1
+        assert torch.equal(payload_tensor(again), payload_tensor(first))
+
+
+class TestRefusals:
+    @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+    def test_non_finite_gradients_change_nothing(self, bad):
+        world, workers = fleet(1)
+        workers[0].push(0, 1, torch.ones(6))
+        values = rule_of(world).values.clone()
+        poison = torch.ones(6)
+        poison[3] = bad
+        (answer,) = workers[0].push(0, 2, poison, 1)
+        assert answer.body == {"refused": "non_finite"}
+        assert answer.version == rule_of(world).version == 1
+        assert torch.equal(payload_tensor(answer), values)
+        assert world.shard.status(0.0)["jobs"]["demo"]["refused"] == {"non_finite": 1}
+        (after,) = workers[0].push(0, 3, torch.ones(6), 1)
+        assert after.body == {}
+
+    def test_abstaining_is_not_for_this_rule(self):
+        _, workers = fleet(1, values=torch.ones(6))
+        (answer,) = workers[0].push(0, 1, None)
+        assert answer.body == {"refused": "abstained"}
+        assert payload_tensor(answer).tolist() == [1.0] * 6
+
+    def test_what_was_computed_before_an_eviction_is_stale_under_a_bound(self):
+        world, workers = fleet(2, max_staleness=1)
+        for sequence in (1, 2):
+            for worker in workers:
+                worker.push(0, sequence, torch.ones(6))
+        world.advance(6, workers[0])
+        workers[0].push(0, 3, torch.ones(6), 4)
+        assert workers[1].hello() == "ready"
+        (answer,) = workers[1].push(0, 3, torch.ones(6), 4)
+        assert answer.body == {"refused": "stale"}
+        assert answer.version == 5
+        workers[0].push(0, 4, torch.ones(6), 5)
+        (answer,) = workers[1].push(0, 4, torch.ones(6), 6)
+        assert answer.body == {}
+
+    def test_a_failed_step_can_be_sent_again(self):
+        world, workers = fleet(1)
+        before = world.state_hash()
+        bad = [SGD | {"lr": -1.0}]
+        assert codes(workers[0].push(0, 1, torch.ones(6), body={"groups": bad})) == [ErrorCode.BAD_VALUE]
+        assert world.state_hash() == before
+        (answer,) = workers[0].push(0, 1, torch.ones(6))
+        assert answer.version == 1
+
+
+class TestBound:
+    @settings(max_examples=40, deadline=None)
+    @given(st.integers(0, 3), st.lists(st.integers(0, 2), min_size=1, max_size=60))
+    def test_nobody_is_further_ahead_than_the_bound(self, bound, schedule):
+        world, workers = fleet(3, max_staleness=bound, world=World(codec=False))
+        clocks, answered = [0, 0, 0], [0, 0, 0]
+        for rank in schedule:
+            if answered[rank] == clocks[rank]:
+                assert clocks[rank] - min(clocks) <= bound, "it was let go too far"
+                clocks[rank] += 1
+                workers[rank].push(0, clocks[rank], torch.ones(6), 0)
+            for other, worker in enumerate(workers):
+                answered[other] = max([answered[other], *worker.updates()])
+                is_free = clocks[other] - min(clocks) <= bound
+                assert (answered[other] == clocks[other]) == is_free
+        assert world.shard.status(0.0)["jobs"]["demo"]["max_lead"] <= bound
+
+    @pytest.mark.parametrize("how", ["advances", "leaves", "is evicted", "is replaced"])
+    def test_a_held_answer_leaves_when_the_slowest(self, how):
+        world, (fast, slow) = fleet(2, max_staleness=1)
+        assert fast.push(0, 1, torch.ones(6))
+        assert fast.push(0, 2, torch.ones(6)) == []
+        assert fast.push(0, 2, torch.ones(6)) == []
+        for ask in (fast.probe, fast.repeat):
+            (pending,) = ask(0, 2)
+            assert (pending.type, pending.body["waiting_for"]) == (MessageType.PENDING, [1])
+        fast.take()
+        if how == "advances":
+            slow.push(0, 1, torch.ones(6))
+        elif how == "leaves":
+            slow.ask(MessageType.BYE)
+        elif how == "is evicted":
+            world.advance(6, fast)
+        else:
+            assert Worker(world, 1, rule=slow.rule).claim(fast) == "ready"
+        assert list(fast.updates()) == [2]
+
+    def test_a_newcomer_starts_level_with_the_slowest(self):
+        world, workers = fleet(2, max_staleness=1)
+        for sequence in range(1, 6):
+            for worker in workers:
+                worker.push(0, sequence, torch.ones(6))
+        newcomer = Worker(world, rule=workers[0].rule)
+        assert newcomer.hello() == "ready"
+        assert rule_of(world).clocks()[newcomer.rank] == 5
+        assert workers[0].push(0, 6, torch.ones(6))
+
+
+class TestOnce:
+    @settings(max_examples=60, deadline=None)
+    @given(st.data())
+    def test_what_is_lost_repeated_or_late_is_applied_once(self, data):
+        """Each worker sends until it has an answer; copies of old pushes arrive whenever they like."""
+        bound = data.draw(st.sampled_from([None, 1]))
+        world, workers = fleet(2, 4, max_staleness=bound, world=World(codec=False))
+        applied, rule_here = [], rule_of(world)
+        original = rule_here._apply
+        rule_here._apply = lambda push: (applied.append((push.rank, push.sequence)), original(push))
+        sent, done, waits = [], [0, 0], [False, False]
+        for _ in range(data.draw(st.integers(5, 40))):
+            what = data.draw(
+                st.sampled_from(["push", "push", "old", "probe", "repeat", "lose", "receive", "receive", "hello"])
+            )
+            rank = data.draw(st.integers(0, 1))
+            worker = workers[rank]
+            if what == "push":
+                sequence = done[rank] + 1
+                waits[rank] = True
+                if (rank, sequence) not in sent:
+                    sent.append((rank, sequence))
+                worker.push(0, sequence, gradient(4, 10 * sequence + rank))
+            elif what == "old" and sent:
+                rank, sequence = data.draw(st.sampled_from(sent))
+                workers[rank].push(0, sequence, gradient(4, 10 * sequence + rank))
+            elif what == "probe" and waits[rank]:
+                worker.probe(0, done[rank] + 1)
+            elif what == "repeat" and waits[rank]:
+                worker.repeat(0, done[rank] + 1)
+            elif what == "lose":
+                worker.take()
+            elif what == "receive":
+                if done[rank] + 1 in worker.updates():
+                    done[rank], waits[rank] = done[rank] + 1, False
+            elif what == "hello":
+                assert worker.hello() == "ready"
+        assert sorted(applied) == sorted(sent)
+        weights = torch.nn.Parameter(torch.zeros(4))
+        optimizer = torch.optim.SGD([weights], lr=0.1)
+        for rank, sequence in applied:
+            weights.grad = gradient(4, 10 * sequence + rank)
+            optimizer.step()
+        assert torch.equal(rule_here.values, weights.detach())
+
+    def test_a_new_process_numbers_anew(self):
+        world, workers = fleet(2)
+        for sequence in (1, 2, 3):
+            workers[1].push(0, sequence, torch.ones(6))
+        workers[1].ask(MessageType.BYE)
+        successor = Worker(world, 1, rule=workers[1].rule)
+        assert successor.hello() == "ready"
+        (answer,) = successor.push(0, 1, torch.ones(6))
+        assert answer.version == 4
+
+    def test_the_same_process_goes_on_counting_after_an_eviction(self):
+        world, workers = fleet(2)
+        workers[1].push(0, 1, torch.ones(6))
+        world.advance(6, workers[0])
+        assert workers[1].hello() == "ready"
+        workers[1].push(0, 1, torch.ones(6))
+        assert rule_of(world).version == 1
+
+
+@pytest.mark.parametrize(("weight", "values"), [(2, torch.ones(6)), (0, None)])
+def test_an_asynchronous_gradient_has_no_weight(weight, values):
+    world, (worker,) = fleet(1)
+    before = world.state_hash()
+    (refusal,) = worker.push(0, 1, values, body={"weight": weight})
+    assert refusal.body["code"] == ErrorCode.BAD_VALUE
+    assert "an asynchronous job averages nothing" in refusal.body["text"]
+    assert world.state_hash() == before
+
+
+class TestLoans:
+    """Weights that a socket still reads; tests/parameter_server/server/test_sending.py has a real one."""
+
+    @pytest.mark.parametrize("how", ["push", "store", "buffer"])
+    def test_lent_weights_stay_as_they_are(self, how):
+        kind = ChunkKind.BUFFER if how == "buffer" else ChunkKind.PARAMETER
+        world, (first, second) = fleet(2, kind=kind, optimizer=how != "buffer")
+        lent = self.lend(world, first, sequence=1)
+        before = bytes(lent)
+        if how == "store":
+            second.ask(MessageType.STORE, key=0, payload=torch.full((6,), 9.0))
+        else:
+            second.push(0, 1, torch.full((6,), 9.0))
+        assert bytes(lent) == before
+        assert bytes(encode(second.ask(MessageType.PULL, key=0))[-1]) != before
+
+    def test_weights_that_have_left_are_stepped_in_place(self):
+        world, (first, second) = fleet(2)
+        self.lend(world, first, sequence=1)  # the buffer is dropped, as a socket does once its bytes have left
+        address = rule_of(world).values.data_ptr()
+        second.push(0, 1, torch.ones(6))
+        assert rule_of(world).values.data_ptr() == address
+
+    @staticmethod
+    def lend(world, worker, sequence):
+        fields = {"job": job_number(worker.job), "worker": worker.worker, "incarnation": worker.incarnation}
+        message = Message(MessageType.PUSH, epoch=worker.epoch, key=0, sequence=sequence, **fields)
+        message.dtype, message.numel, message.payload = torch.float32, 6, torch.ones(6)
+        (answer,) = world.shard.handle(Sender(worker.route, ""), message, world.now_s)
+        lent = encode(answer.message)[-1]
+        answer.loans.lend(lent)
+        return lent

@@ -1,0 +1,405 @@
+from __future__ import annotations
+
+import os
+import stat
+import time
+
+import pytest
+import torch
+import zmq
+from support.server_process import Peer, ServerFailedError, run_command, running_server
+from zmq.utils import z85
+
+from psengine.errors import AuthenticationError, ConfigurationError
+from psengine.parameter_server.server.transport import authentication, key_rings
+from psengine.parameter_server.server.transport.authentication import (
+    ZAP_DOMAIN,
+    Authenticator,
+    keygen,
+    new_key_pair,
+    probe,
+    try_handshake,
+)
+from psengine.parameter_server.server.transport.endpoint import Endpoint
+from psengine.parameter_server.server.transport.key_rings import AllowedKeys
+from psengine.protocol.keys import (
+    CurveClientKeys,
+    KeyPair,
+    is_key,
+    read_allowed,
+    read_key_pair,
+    read_public_key,
+    write_key_pair,
+)
+
+
+@pytest.fixture
+def keys(tmp_path):
+    """A server's key, a directory of allowed clients with one in it, and that client's and a stranger's keys."""
+    server_key, server_public = keygen(tmp_path / "server", "server")
+    client_key, _ = keygen(tmp_path / "clients", "worker")
+    stranger_key, _ = keygen(tmp_path / "elsewhere", "stranger")
+    return {
+        "options": {"curve_key": server_key, "allow": tmp_path / "clients"},
+        "client": CurveClientKeys.load(client_key, server_public),
+        "stranger": CurveClientKeys.load(stranger_key, server_public),
+    }
+
+
+@pytest.fixture
+def context():
+    context = zmq.Context()
+    yield context
+    context.destroy(linger=0)
+
+
+@pytest.fixture
+def authenticator(keys, context):
+    thread = Authenticator(context, AllowedKeys(**keys["options"]))
+    thread.start()
+    yield thread
+    thread.end()
+
+
+def handshake(context, endpoint, keys, who):
+    pair = None if who is None else keys[who].own
+    return try_handshake(context, endpoint.address, keys["client"].server_public, pair)
+
+
+# ---- key files -------------------------------------------------------------------------------------------------
+
+
+def test_keygen_writes_a_secret_for_its_owner_and_a_public_key(tmp_path):
+    secret_path, public_path = keygen(tmp_path / "keys", "me")
+    assert (secret_path.name, public_path.name) == ("me.key", "me.pub")
+    assert stat.S_IMODE(secret_path.stat().st_mode) == 0o600
+    pair = read_key_pair(secret_path)
+    assert read_public_key(public_path) == pair.public
+    assert zmq.curve_public(pair.secret.encode()).decode() == pair.public
+    assert pair.secret not in repr(pair)
+    assert pair.secret not in public_path.read_text()
+
+
+def test_keys_are_never_overwritten(tmp_path):
+    secret_path, public_path = keygen(tmp_path, "me")
+    before = secret_path.read_text()
+    with pytest.raises(ConfigurationError, match="never overwritten"):
+        keygen(tmp_path, "me")
+    public_path.unlink()
+    with pytest.raises(ConfigurationError, match="never overwritten"):
+        keygen(tmp_path, "me")
+    assert secret_path.read_text() == before
+
+
+@pytest.mark.parametrize("name", ["", ".", "../me", "a/b", "-x", "a b", "x" * 101])
+def test_names_are_file_names(tmp_path, name):
+    with pytest.raises(ConfigurationError, match="file name"):
+        write_key_pair(tmp_path, name, KeyPair("", ""))
+
+
+@pytest.mark.parametrize("mode", [0o640, 0o604, 0o660, 0o700 | 0o001, 0o644])
+def test_a_secret_that_others_could_read_is_refused(tmp_path, mode):
+    path, _ = keygen(tmp_path, "me")
+    path.chmod(mode)
+    with pytest.raises(ConfigurationError, match=rf"mode 0600, got owner \d+ and mode {mode:04o}.*chmod 600"):
+        read_key_pair(path)
+    path.chmod(0o400)
+    read_key_pair(path)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
+def test_a_secret_of_somebody_else_is_refused(tmp_path):
+    path, _ = keygen(tmp_path, "me")
+    os.chown(path, 12345, 12345)
+    with pytest.raises(ConfigurationError, match="expected owner 0 and mode 0600, got owner 12345"):
+        read_key_pair(path)
+
+
+@pytest.mark.parametrize("text", ["", "public\n", "secret x\n", "public {p} a\n", "public {p}\nsecret {p}\nextra 1\n"])
+def test_what_is_no_key_pair_is_refused(tmp_path, text):
+    path = tmp_path / "me.key"
+    path.write_text(text.format(p=new_key_pair().public))
+    path.chmod(0o600)
+    with pytest.raises(ConfigurationError, match=r"not understood|no key pair"):
+        read_key_pair(path)
+    with pytest.raises(ConfigurationError, match="cannot be read"):
+        read_key_pair(tmp_path / "absent.key")
+    with pytest.raises(ConfigurationError, match=r"no key file|cannot be read"):
+        read_key_pair(tmp_path)
+
+
+def test_a_pipe_or_binary_is_no_key_file(tmp_path):
+    os.mkfifo(tmp_path / "pipe", 0o600)
+    with pytest.raises(ConfigurationError, match="no key file"):
+        read_key_pair(tmp_path / "pipe")
+    (tmp_path / "binary.pub").write_bytes(b"\xff\x00" * 100)
+    with pytest.raises(ConfigurationError, match="cannot be read"):
+        read_public_key(tmp_path / "binary.pub")
+
+
+def test_allowed_keys_come_from_a_directory_or_a_file(tmp_path):
+    _, first = keygen(tmp_path, "first")
+    _, second = keygen(tmp_path, "second")
+    expected = {read_public_key(first): "first", read_public_key(second): "second"}
+    assert read_allowed(tmp_path) == expected
+    together = tmp_path / "all"
+    together.write_text("# everybody\n" + first.read_text() + "\n" + second.read_text())
+    assert read_allowed(together) == expected
+    with pytest.raises(ConfigurationError, match="one public key"):
+        read_public_key(together)
+    with pytest.raises(ConfigurationError, match="cannot be read"):
+        read_allowed(tmp_path / "absent")
+    (tmp_path / "third.pub").write_text("nonsense")
+    with pytest.raises(ConfigurationError, match=r"third\.pub, line 1"):
+        read_allowed(tmp_path)
+
+
+def test_what_a_key_looks_like():
+    for _ in range(50):
+        assert is_key(new_key_pair().public)
+    assert is_key(z85.encode(b"\xff" * 32).decode())
+    assert not is_key("#" * 40)  # beyond 2**32 in each group
+    for text in ("", "a" * 39, "a" * 41, "a" * 39 + " ", "a" * 39 + "~", "ä" * 40):
+        assert not is_key(text)
+
+
+# ---- who may connect -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["tcp", "ipc"])
+def test_only_allowed_keys_get_in(authenticator, context, keys, tmp_path, kind):
+    address = "tcp://127.0.0.1:0" if kind == "tcp" else f"ipc://{tmp_path}/socket"
+    endpoint = Endpoint(context, address, authenticator)
+    assert handshake(context, endpoint, keys, "client") == "accepted"
+    assert handshake(context, endpoint, keys, "stranger") == "refused"
+    assert handshake(context, endpoint, keys, None) == "cut"
+    other_server = new_key_pair().public
+    assert try_handshake(context, endpoint.address, other_server, keys["client"].own) == "cut"
+    probe(context, [endpoint.address], authenticator.public_key)
+    endpoint.close(0)
+
+
+def test_a_dead_authenticator_lets_nobody_in(authenticator, context, keys):
+    endpoint = Endpoint(context, "tcp://127.0.0.1:0", authenticator)
+    authenticator.end()
+    assert not authenticator.is_alive()
+    for who in ("client", "stranger", None):
+        assert handshake(context, endpoint, keys, who) == "cut"
+    endpoint.close(0)
+
+
+class Hole:
+    """A guard with a lock that something was left out of."""
+
+    names_peers = True
+
+    def __init__(self, authenticator):
+        self.authenticator = authenticator
+
+    def secure(self, router, address):
+        pass
+
+    def watch(self, router):
+        pass
+
+
+class WithoutEnforcement(Hole):
+    def secure(self, router, address):
+        self.authenticator.secure(router, address)
+        router.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 0)
+
+
+class WithoutDomain(Hole):
+    def secure(self, router, address):
+        router.setsockopt(zmq.CURVE_SERVER, 1)
+        router.setsockopt(zmq.CURVE_SECRETKEY, self.authenticator._keys.pair.secret.encode())
+        router.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
+
+
+class WithoutCurve(Hole):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("hole", "verdict"), [(WithoutEnforcement, "accepted"), (WithoutDomain, "accepted"), (WithoutCurve, "cut")]
+)
+def test_the_probe_finds_holes(authenticator, context, hole, verdict):
+    endpoint = Endpoint(context, "tcp://127.0.0.1:0", hole(authenticator))
+    if hole is WithoutEnforcement:
+        authenticator.end()  # zmq lets everybody in when nobody answers
+    with pytest.raises(AuthenticationError, match=rf"does not keep strangers out.*got: {verdict}"):
+        probe(context, [endpoint.address], authenticator.public_key)
+    endpoint.close(0)
+
+
+def test_silence_is_no_proof(context, monkeypatch):
+    monkeypatch.setattr(authentication, "PROBE_DEADLINE_S", 0.2)
+    pair = new_key_pair()
+    # Nobody listens here: neither accepted nor refused.
+    assert try_handshake(context, "tcp://127.0.0.1:1", pair.public, pair, 0.2) == "no verdict"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {0: b"2.0"},
+        {2: b""},
+        {2: b"other"},
+        {5: b"NULL"},
+        {5: b"PLAIN"},
+        {6: b"short"},
+        {6: b"x" * 32},
+    ],
+)
+def test_the_authenticator_judges_strictly(authenticator, keys, change):
+    key = z85.decode(keys["client"].own.public.encode())
+    request = [b"1.0", b"1", ZAP_DOMAIN.encode(), b"127.0.0.1", b"", b"CURVE", key]
+    assert authenticator.judge(request) == [b"1.0", b"1", b"200", b"OK", keys["client"].own.public.encode(), b""]
+    for place, value in change.items():
+        request[place] = value
+    assert authenticator.judge(request)[2] == b"400"
+    assert authenticator.judge([*request, b"more"])[2] == b"400"
+    for length in range(6):
+        assert authenticator.judge(request[:length])[2] == b"500"
+
+
+def test_clients_are_added_and_removed_while_the_server_runs(authenticator, context, keys, tmp_path, monkeypatch):
+    monkeypatch.setattr(key_rings, "RELOAD_S", 0.0)
+    endpoint = Endpoint(context, "tcp://127.0.0.1:0", authenticator)
+    public = tmp_path / "clients" / "stranger.pub"
+    public.write_text((tmp_path / "elsewhere" / "stranger.pub").read_text())
+    assert handshake(context, endpoint, keys, "stranger") == "accepted"
+    (tmp_path / "clients" / "broken.pub").write_text("nonsense")
+    assert handshake(context, endpoint, keys, "client") == "accepted"  # good files still count
+    (tmp_path / "clients" / "broken.pub").unlink()
+    public.unlink()
+    assert handshake(context, endpoint, keys, "stranger") == "refused"
+    endpoint.close(0)
+
+
+# ---- a server with keys ----------------------------------------------------------------------------------------
+
+
+def test_a_server_with_keys_serves_its_clients_and_tests_its_locks(keys):
+    with running_server(shards=2, **keys["options"]) as server:
+        assert "CURVE: 1 keys allowed; strangers were refused in a test" in server.lines
+        with Peer(server.addresses[0], curve=keys["client"]) as peer:
+            peer.make_job(torch.zeros(10))
+            assert peer.request("PUSH", key=0, sequence=1, payload=torch.ones(10)).type.name == "UPDATED"
+        started_s = time.monotonic()
+        for address in server.addresses:
+            for curve in (keys["stranger"], None):
+                with Peer(address, curve=curve) as peer:
+                    assert try_to_speak(peer) is None
+                with zmq.Context() as context:
+                    pair, verdict = (None, "cut") if curve is None else (curve.own, "refused")
+                    assert try_handshake(context, address, keys["client"].server_public, pair) == verdict
+        assert time.monotonic() - started_s < 3 + 4 * 0.3
+        status = server.status()
+        assert status["refused_connections"] >= 2
+        assert keys["stranger"].own.public in server.log()
+        assert sum(shard["transport"]["received_messages"] for shard in status["shards"]) == 6
+
+
+def try_to_speak(peer):
+    peer.send(peer.message("STATUS", worker=2**32 - 1))
+    return peer.receive(0.3)
+
+
+def test_a_worker_belongs_to_the_key_it_came_with(keys, tmp_path):
+    other_key, _ = keygen(tmp_path / "clients", "other")
+    other = CurveClientKeys.load(other_key, tmp_path / "server" / "server.pub")
+    with (
+        running_server(**keys["options"]) as server,
+        Peer(server.addresses[0], curve=keys["client"]) as owner,
+        Peer(server.addresses[0], curve=other) as thief,
+    ):
+        owner.make_job(torch.zeros(10))
+        thief.rank, thief.incarnation, thief.epoch = owner.rank, owner.incarnation, owner.epoch
+        answer = thief.request("PUSH", key=0, sequence=1, payload=torch.ones(10))
+        assert answer.type.name == "ERROR"
+        assert owner.request("PUSH", key=0, sequence=1, payload=torch.ones(10)).type.name == "UPDATED"
+
+
+def dead_authenticator():
+    Authenticator.run = lambda self: self._ends.wait()
+
+
+def hole_in_the_lock():
+    Authenticator.secure = lambda self, router, address: None
+
+
+def open_authenticator():
+    AllowedKeys.allows = lambda self, key: True
+
+
+@pytest.mark.parametrize("sabotage", [hole_in_the_lock, open_authenticator])
+def test_a_server_that_lets_strangers_in_does_not_start(keys, sabotage):
+    with (
+        pytest.raises(ServerFailedError, match=r"exit code 2(.|\n)*does not keep strangers out"),
+        running_server(sabotage=sabotage, **keys["options"]),
+    ):
+        pass
+
+
+def test_a_server_whose_authenticator_hangs_does_not_start(keys):
+    with (
+        pytest.raises(ServerFailedError, match=r"exit code 2(.|\n)*got: cut"),
+        running_server(sabotage=dead_authenticator, **keys["options"]),
+    ):
+        pass
+
+
+def failing_authenticator():
+    judge = Authenticator.judge
+
+    def fail_after_the_probe(self, request):
+        if not self._is_probed:
+            raise RuntimeError("sabotage")
+        return judge(self, request)
+
+    Authenticator.judge = fail_after_the_probe
+
+
+def test_a_server_whose_authenticator_fails_ends(keys):
+    with running_server(sabotage=failing_authenticator, **keys["options"]) as server:
+        with Peer(server.addresses[0], curve=keys["stranger"]) as peer:
+            assert try_to_speak(peer) is None
+        assert server.wait(5.0) == 5
+        assert "the authenticator failed" in server.log()
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "*"])
+def test_with_keys_every_interface_is_fine(keys, host):
+    with running_server(bind=f"tcp://{host}:0", **keys["options"]) as server:
+        port = server.addresses[0].rpartition(":")[2]
+        with Peer(f"tcp://127.0.0.1:{port}", curve=keys["client"]) as peer:
+            assert peer.hello().type.name == "WELCOME"
+        assert "INSECURE" not in server.log()
+
+
+def test_insecure_warns_at_each_start():
+    for _ in range(2):
+        with run_command(["--bind", "tcp://0.0.0.0:0", "--insecure"]) as command:
+            deadline = time.monotonic() + 20
+            while "ready" not in command.stdout():
+                assert time.monotonic() < deadline
+                time.sleep(0.05)
+            assert "INSECURE" in command.stderr()
+            command.terminate()
+            assert command.wait() == 0
+
+
+def test_keygen_on_the_command_line(tmp_path):
+    with run_command(["keygen", str(tmp_path / "keys"), "--name", "server"]) as command:
+        assert command.wait() == 0
+        assert "keep secret" in command.stdout()
+    assert read_key_pair(tmp_path / "keys" / "server.key").public == read_public_key(tmp_path / "keys" / "server.pub")
+    with run_command(["keygen", str(tmp_path / "keys"), "--name", "server"]) as command:
+        assert command.wait() == 2
+        assert "never overwritten" in command.stderr()
+    (tmp_path / "keys" / "server.key").chmod(0o644)
+    arguments = ["--curve-key", str(tmp_path / "keys" / "server.key"), "--allow", str(tmp_path / "keys")]
+    with run_command(arguments) as command:
+        assert command.wait() == 2
+        assert "chmod 600" in command.stderr()

@@ -1,0 +1,1269 @@
+"""Rule "average" through a whole shard: whose gradients are in an average, and that all get the same one, in the end.
+
+The last part plays a job of replicas whose weights are the sum of all averages they got. Whatever is lost, dies,
+restarts or joins: in the end all replicas are equal, and nobody waits for ever.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from support.shard_world import AVERAGE, Worker, World, codes, rule_of, spec, team
+
+from psengine.parameter_server.server.rules.applying import ApplyingRule
+from psengine.parameter_server.server.rules.averaging import HISTORY, AveragingRule
+from psengine.parameter_server.server.rules.consistency import Push, RuleContext
+from psengine.parameter_server.server.rules.statistics import JobStatistics
+from psengine.protocol.codec import payload_tensor
+from psengine.protocol.layout import ChunkKind
+from psengine.protocol.messages import ErrorCode, MessageType
+
+QUORUM_1 = {"name": "average", "quorum": 1}
+QUORUM_2 = {"name": "average", "quorum": 2}
+
+
+def gradients(size, numel, dtype=torch.float32, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    # Of very different sizes, so that another order of summation shows.
+    scales = torch.logspace(-3, 3, size).unsqueeze(1)
+    return list((torch.randn(size, numel, generator=generator) * scales).to(dtype))
+
+
+def reference(grads):
+    """Added up in the order given, by NumPy, in float32 (float64 for float64)."""
+    wide = np.float64 if grads[0].dtype is torch.float64 else np.float32
+    total = grads[0].to(torch.float64 if wide is np.float64 else torch.float32).numpy().copy()
+    for gradient in grads[1:]:
+        total = total + gradient.to(torch.float32 if wide is np.float32 else torch.float64).numpy()
+    if len(grads) > 1:
+        total = total / wide(len(grads))
+    return torch.from_numpy(total).to(grads[0].dtype)
+
+
+def equal(left, right):
+    return left.dtype is right.dtype and torch.equal(left, right)
+
+
+def weighted_reference(grads, weights):
+    """By NumPy, in float64."""
+    total = sum(weight * gradient.double().numpy() for gradient, weight in zip(grads, weights, strict=True))
+    return torch.from_numpy(total / sum(weights))
+
+
+def push_weighted(worker, sequence, gradient, weight, key=0):
+    return worker.push(key, sequence, gradient, body={} if weight is None else {"weight": weight})
+
+
+class TestWeights:
+    @pytest.mark.parametrize("weights", [[3, 1], [0.1, 1e12], [1, 2, 4.5], [1e12, 1e12, 1], [2.5]])
+    def test_the_mean_is_weighted_and_the_same_for_every_order_of_arrival(self, weights):
+        world = World()
+        size = len(weights)
+        workers = team(world, size, [spec(0, 37)])
+        grads = gradients(size, 37)
+        found = []
+        for sequence, order in enumerate(itertools.permutations(range(size)), start=1):
+            for rank in order:
+                push_weighted(workers[rank], sequence, grads[rank], weights[rank])
+            found += [worker.updates()[sequence] for worker in workers]
+        assert all(equal(one, found[0]) for one in found)
+        # Terms cancel: what is lost is lost of the largest.
+        scale = max(g.abs().max() for g in grads)
+        assert torch.allclose(found[0].double(), weighted_reference(grads, weights), rtol=1e-6, atol=1e-7 * scale)
+
+    @pytest.mark.parametrize("weight", [1, 0.3, 7.0, 1e12, 1e-300])
+    @pytest.mark.parametrize("size", [1, 3])
+    def test_equal_weights_are_the_bits_of_no_weights(self, size, weight):
+        world = World()
+        workers = team(world, size, [spec(0, 37)])
+        grads = gradients(size, 37)
+        for worker in workers:
+            push_weighted(worker, 1, grads[worker.rank], weight)
+        for worker in workers:
+            assert equal(worker.updates()[1], reference(grads))
+
+    @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64, torch.complex64])
+    def test_every_dtype(self, dtype):
+        world = World()
+        workers = team(world, 2, [spec(0, 33, dtype)])
+        generator = torch.Generator().manual_seed(1)
+        drawn = torch.complex64 if dtype.is_complex else torch.float32
+        grads = [torch.randn(33, generator=generator, dtype=drawn).to(dtype) for _ in workers]
+        for worker, weight in zip(workers, (5, 3), strict=True):
+            push_weighted(worker, 1, grads[worker.rank], weight)
+        wide = torch.complex128 if dtype.is_complex else torch.float64
+        expected = (5 * grads[0].to(wide) + 3 * grads[1].to(wide)) / 8
+        found = workers[0].updates()[1]
+        tolerance = {torch.float16: 1e-3, torch.bfloat16: 8e-3, torch.complex64: 1e-6, torch.float64: 1e-14}[dtype]
+        assert found.dtype is dtype
+        assert torch.allclose(found.to(wide), expected, rtol=tolerance, atol=tolerance)
+
+    def test_weight_0_takes_part_and_counts_nothing(self):
+        world = World()
+        workers = team(world, 3, [spec(0, 37)])
+        grads = gradients(3, 37)
+        push_weighted(workers[1], 1, None, 0)
+        push_weighted(workers[0], 1, grads[0], 2)
+        assert not workers[1].inbox
+        push_weighted(workers[2], 1, grads[2], 6)
+        (answer,) = workers[1].take(MessageType.UPDATED)
+        assert answer.body == {"contributors": 2}
+        expected = weighted_reference([grads[0], grads[2]], [2, 6])
+        assert torch.allclose(payload_tensor(answer).double(), expected, rtol=1e-6)
+
+    def test_nobody_with_any_weight_gets_zeros(self):
+        world = World()
+        workers = team(world, 2, [spec(0, 5)])
+        for worker in workers:
+            push_weighted(worker, 1, None, 0)
+        (answer,) = workers[0].take(MessageType.UPDATED)
+        assert answer.body == {"contributors": 0}
+        assert equal(payload_tensor(answer), torch.zeros(5))
+
+    @pytest.mark.parametrize(("first", "second"), [(2, None), (None, 2), (0, None)])
+    def test_weighted_and_unweighted_gradients_do_not_mix(self, first, second):
+        world = World()
+        workers = team(world, 2, [spec(0, 5)])
+        push_weighted(workers[0], 1, None if first == 0 else torch.ones(5), first)
+        before = world.state_hash()
+        (refusal,) = push_weighted(workers[1], 1, torch.ones(5), second)
+        assert refusal.body["code"] == ErrorCode.BAD_VALUE
+        weighs, not_ = (0, 1) if second is None else (1, 0)
+        assert f"worker {weighs} weighs its gradient and worker {not_} does not" in refusal.body["text"]
+        assert world.state_hash() == before
+        # Who mends its ways is taken.
+        workers[1].take()
+        push_weighted(workers[1], 1, torch.ones(5), None if first is None else 4)
+        assert equal(workers[0].updates()[1], torch.ones(5))
+
+    def test_the_next_exchange_may_do_without_weights(self):
+        world = World()
+        workers = team(world, 2, [spec(0, 5)])
+        for sequence, weight in ((1, 3), (2, None)):
+            for worker in workers:
+                push_weighted(worker, sequence, torch.ones(5), weight)
+            assert equal(workers[0].updates()[sequence], torch.ones(5))
+
+    def test_who_abstains_without_a_weight_fits_both(self):
+        world = World()
+        workers = team(world, 3, [spec(0, 5)])
+        for sequence, weight in ((1, 3), (2, None)):
+            workers[1].push(0, sequence, None)
+            push_weighted(workers[0], sequence, torch.ones(5), weight)
+            push_weighted(workers[2], sequence, torch.full((5,), 3.0), weight)
+            assert equal(workers[1].updates()[sequence], torch.full((5,), 2.0))
+
+    @pytest.mark.parametrize(
+        ("values", "weight", "words"),
+        [(None, 2, "weight 2 and no gradient"), (torch.ones(5), 0, "weight 0 and a gradient")],
+    )
+    def test_a_weight_and_its_gradient_come_together(self, values, weight, words):
+        world = World()
+        (worker,) = team(world, 1, [spec(0, 5)])
+        (refusal,) = push_weighted(worker, 1, values, weight)
+        assert (refusal.body["code"], words in refusal.body["text"]) == (ErrorCode.BAD_VALUE, True)
+
+    def test_buffers_have_no_weight(self):
+        world = World()
+        (worker,) = team(world, 1, [spec(0, 5, kind=ChunkKind.BUFFER)])
+        assert codes(push_weighted(worker, 1, torch.ones(5), 2)) == [ErrorCode.BAD_VALUE]
+
+    def test_a_quorum_averages_those_that_came(self):
+        world = World()
+        workers = team(world, 3, [spec(0, 5)], rule=QUORUM_2)
+        push_weighted(workers[2], 1, torch.full((5,), 6.0), 3)
+        push_weighted(workers[0], 1, torch.full((5,), 2.0), 1)
+        expected = torch.full((5,), 5.0)
+        assert equal(workers[0].updates()[1], expected)
+        push_weighted(workers[1], 1, torch.full((5,), 100.0), 50)  # late
+        assert equal(workers[1].updates()[1], expected)
+
+    def test_the_weight_of_a_worker_that_dies_goes_with_it(self):
+        world = World()
+        workers = team(world, 3, [spec(0, 5)])
+        for worker in workers:
+            push_weighted(worker, 1, torch.ones(5), 1)
+        for worker, value, weight in zip(workers[:2], (2.0, 6.0), (1, 3), strict=True):
+            push_weighted(worker, 2, torch.full((5,), value), weight)
+        workers[1].send(MessageType.BYE)
+        push_weighted(workers[2], 2, torch.full((5,), 4.0), 2)
+        assert torch.allclose(workers[0].updates()[2], torch.full((5,), 10 / 3))
+
+    def test_a_repeat_does_not_count_twice(self):
+        world = World()
+        workers = team(world, 2, [spec(0, 5)])
+        for _ in range(3):
+            push_weighted(workers[0], 1, torch.full((5,), 2.0), 1)
+        push_weighted(workers[1], 1, torch.full((5,), 6.0), 3)
+        assert equal(workers[0].updates()[1], torch.full((5,), 5.0))
+
+    def test_a_restarted_server_goes_on_with_the_average_that_was_told(self):
+        """One worker has the average of exchange 1 and pushes 2; the other lost its answer with the server."""
+        world = World()
+        workers = team(world, 2, [spec(0, 5)])
+        grads = gradients(2, 5)
+        for worker, weight in zip(workers, (1, 3), strict=True):
+            push_weighted(worker, 1, grads[worker.rank], weight)
+        told = workers[0].updates()[1]
+        workers[1].take()
+        world.start(8)
+        for worker in workers:
+            worker.members = [0, 1]
+            worker.hello(worker.incarnation)
+        workers[0].register(spec(0, 5))
+        workers[0].seal([spec(0, 5)])
+        for worker in workers:
+            worker.hello(worker.incarnation)
+            worker.take()
+        push_weighted(workers[0], 2, grads[0], 1)
+        push_weighted(workers[1], 1, grads[1], 3)
+        (wanted,) = workers[0].take(MessageType.RESULT_WANTED)
+        body = {"contributors": 2}
+        workers[0].send(MessageType.RESULT, key=0, sequence=wanted.sequence, payload=told, body=body)
+        assert equal(workers[1].updates()[1], told)
+
+
+class TestSums:
+    @pytest.mark.parametrize("size", [1, 2, 3, 4])
+    def test_the_same_bits_for_every_order_of_arrival(self, size):
+        world = World()
+        workers = team(world, size, [spec(0, 37)])
+        for sequence, order in enumerate(itertools.permutations(range(size)), start=1):
+            grads = gradients(size, 37, seed=sequence)
+            for rank in order:
+                assert not workers[rank].inbox
+                workers[rank].push(0, sequence, grads[rank])
+            for worker in workers:
+                assert equal(worker.updates()[sequence], reference(grads))
+
+    @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+    def test_small_floats_add_up_in_float32(self, dtype):
+        world = World()
+        workers = team(world, 3, [spec(0, 51, dtype)])
+        grads = gradients(3, 51, dtype)
+        for worker in reversed(workers):
+            worker.push(0, 1, grads[worker.rank])
+        answers = [worker.updates()[1] for worker in workers]
+        assert all(equal(answer, reference(grads)) for answer in answers)
+        if dtype.itemsize == 2:
+            narrow = (grads[0] + grads[1] + grads[2]) / 3
+            assert not torch.equal(narrow, answers[0]), "the test would not notice"
+
+    def test_usage_is_summed_and_stays_int32(self):
+        world = World()
+        workers = team(world, 3, [spec(0, 4, torch.int32, ChunkKind.USAGE)])
+        for rank, worker in enumerate(workers):
+            worker.push(0, 1, torch.tensor([1, 0, rank, 7], dtype=torch.int32))
+        assert workers[2].updates()[1].tolist() == [3, 0, 3, 21]
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.int64, torch.bool])
+    def test_buffers_become_those_of_the_lowest_rank(self, dtype):
+        world = World()
+        workers = team(world, 3, [spec(0, 4, dtype, ChunkKind.BUFFER)])
+        values = [torch.tensor([rank, 1, 0, rank]).to(dtype) for rank in range(3)]
+        for rank in (2, 0, 1):
+            workers[rank].push(0, 1, values[rank])
+        assert all(equal(worker.updates()[1], values[0]) for worker in workers)
+
+    def test_a_constant_is_not_pushed(self):
+        world = World()
+        (worker,) = team(world, 1, [spec(0, 4, kind=ChunkKind.CONSTANT)])
+        assert codes(worker.push(0, 1, torch.ones(4))) == [ErrorCode.BAD_MESSAGE]
+
+    def test_an_integer_parameter_is_refused(self):
+        worker = Worker(World(), 0)
+        worker.hello()
+        assert codes([worker.register(spec(0, 4, torch.int64))]) == [ErrorCode.BAD_MESSAGE]
+
+    def test_non_finite_values_are_passed_on_and_counted(self):
+        world = World()
+        workers = team(world, 2, [spec(0, 2)])
+        workers[0].push(0, 1, torch.tensor([1.0, float("nan")]))
+        workers[1].push(0, 1, torch.tensor([1.0, 1.0]))
+        answer = workers[0].updates()[1]
+        assert answer[0] == 1
+        assert answer[1].isnan()
+        assert world.shard.status(0.0)["jobs"]["demo"]["non_finite"] == 1
+
+    def test_who_abstains_is_not_counted(self):
+        world = World()
+        workers = team(world, 3, [spec(0, 8)])
+        grads = gradients(3, 8)
+        workers[0].push(0, 1, grads[0])
+        workers[1].push(0, 1, None)
+        (answer,) = workers[2].push(0, 1, grads[2])
+        assert answer.body == {"contributors": 2}
+        assert equal(payload_tensor(answer), reference([grads[0], grads[2]]))
+
+    def test_if_all_abstain_there_are_zeros(self):
+        world = World()
+        workers = team(world, 2, [spec(0, 3, torch.bfloat16)])
+        workers[0].push(0, 1, None)
+        (answer,) = workers[1].push(0, 1, None)
+        assert answer.body == {"contributors": 0}
+        assert equal(payload_tensor(answer), torch.zeros(3, dtype=torch.bfloat16))
+
+
+class TestRepeats:
+    def test_a_repeat_is_not_added_again(self):
+        world = World()
+        workers = team(world, 2, [spec(0, 8)])
+        grads = gradients(2, 8)
+        assert workers[0].push(0, 1, grads[0]) == []
+        assert workers[0].push(0, 1, grads[0]) == []
+        workers[1].push(0, 1, grads[1])
+        first = workers[0].updates()[1]
+        assert equal(first, reference(grads))
+        assert workers[0].push(0, 1, grads[0]) == []
+        workers[0].repeat(0, 1)  # the answer was lost
+        assert equal(workers[0].updates()[1], first)
+        assert world.shard.status(0.0)["jobs"]["demo"]["duplicates"] == 2
+
+    def test_probe_says_missing_pending_or_sent_and_never_brings_the_result(self):
+        world = World()
+        workers = team(world, 2, [spec(0, 8)])
+        (answer,) = workers[0].probe(0, 1)
+        assert answer.type is MessageType.MISSING
+        workers[0].push(0, 1, torch.ones(8))
+        (answer,) = workers[0].probe(0, 1)
+        assert answer.type is MessageType.PENDING
+        assert answer.body == {"waiting_for": [1], "round": 1, "arrived_bytes": 64}  # with REGISTER's
+        workers[1].push(0, 1, torch.ones(8))
+        workers[0].take()
+        (answer,) = workers[0].probe(0, 1)
+        assert (answer.type, answer.sequence, answer.body) == (MessageType.SENT, 1, {"round": 1})
+        assert answer.payload is None
+        (answer,) = workers[0].repeat(0, 1)
+        assert (answer.type, answer.sequence) == (MessageType.UPDATED, 1)
+
+    def test_a_client_of_protocol_version_2_gets_the_result_by_its_probe(self):
+        world = World(codec=False)
+        workers = team(world, 2, [spec(0, 8)])
+        for worker in workers:
+            worker.push(0, 1, torch.ones(8))
+        for worker in workers:
+            worker.take()
+        (answer,) = workers[0].send(MessageType.PROBE, key=0, sequence=1, peer_version=2)
+        assert (answer.type, answer.sequence) == (MessageType.UPDATED, 1)
+        (answer,) = workers[0].send(MessageType.PROBE, key=0, sequence=2, peer_version=2)
+        assert (answer.type, answer.body) == (MessageType.MISSING, {})
+
+    def test_a_delayed_duplicate_of_long_ago_changes_nothing(self):
+        """It sat in an old connection, while its repetition went over a new one."""
+        world = World()
+        workers = team(world, 2, [spec(0, 8)])
+        for sequence in (1, 2, 3):
+            for worker in workers:
+                worker.push(0, sequence, torch.full((8,), float(sequence)))
+        before = world.state_hash()
+        assert workers[0].push(0, 1, torch.ones(8)) == []
+        assert world.state_hash() == before
+        for worker in workers:
+            worker.push(0, 4, torch.ones(8))
+        assert workers[0].updates()[4].tolist() == [1.0] * 8
+        assert world.shard.status(0.0)["jobs"]["demo"]["evicted"] == 0
+
+    def test_a_worker_cannot_fill_the_memory_with_exchanges_nobody_ends(self):
+        world = World()
+        workers = team(world, 2, [spec(0, 8)])
+        answers = [workers[0].push(0, sequence, torch.ones(8)) for sequence in range(1, 10)]
+        assert codes(itertools.chain(*answers)) == [ErrorCode.CREDIT] * 7
+        assert world.shard.memory_bytes() == 3 * 32
+
+
+class TestWhoCounts:
+    def test_nothing_ends_before_all_expected_workers_came(self):
+        world = World()
+        first = Worker(world, 0, world_size=3)
+        first.initialise([spec(0, 4)])
+        assert first.push(0, 1, torch.ones(4)) == []
+        second = Worker(world, 1, world_size=3)
+        second.hello()
+        assert second.push(0, 1, torch.ones(4)) == []
+        (pending,) = first.probe(0, 1)
+        assert pending.body["waiting_for"] == [2]
+        third = Worker(world, 2, world_size=3)
+        assert third.hello() == "ready"
+        (answer,) = third.push(0, 1, torch.full((4,), 4.0))
+        assert answer.body == {"contributors": 3}
+
+    def test_an_expected_worker_that_dies_before_the_start_is_waited_for(self):
+        world = World()
+        workers = team(world, 2, [spec(0, 4)])
+        workers[1].push(0, 1, torch.ones(4))
+        world.advance(6, workers[0])
+        assert workers[0].push(0, 1, torch.ones(4)) == []
+        successor = Worker(world, 1, world_size=2)
+        assert successor.hello() == "ready"
+        (answer,) = successor.push(0, 1, torch.full((4,), 3.0))
+        assert payload_tensor(answer).tolist() == [2.0] * 4
+
+    def test_an_evicted_workers_gradient_is_dropped(self, caplog):
+        world = World()
+        workers = team(world, 3, [spec(0, 8)])
+        for worker in workers:
+            worker.push(0, 1, torch.ones(8))
+        grads = gradients(3, 8)
+        workers[0].push(0, 2, grads[0])
+        workers[1].push(0, 2, grads[1])
+        world.advance(6, workers[0], workers[2])
+        assert "is out: silent for " in caplog.text
+        assert not [m for m in workers[0].inbox if m.sequence == 2]
+        (answer,) = workers[2].push(0, 2, grads[2])
+        assert answer.body == {"contributors": 2}
+        assert equal(payload_tensor(answer), reference([grads[0], grads[2]]))
+        assert codes(workers[1].push(0, 2, grads[1])) == [ErrorCode.FENCED]
+
+    @pytest.mark.parametrize("leaves", ["evicted", "bye", "replaced"])
+    def test_an_exchange_ends_when_the_one_it_waits_for_is_gone(self, leaves):
+        world = World()
+        workers = team(world, 2, [spec(0, 8)])
+        for worker in workers:
+            worker.push(0, 1, torch.ones(8))
+        workers[0].take()
+        workers[0].push(0, 2, torch.full((8,), 5.0))
+        if leaves == "evicted":
+            world.advance(6, workers[0])
+        elif leaves == "bye":
+            assert workers[1].ask(MessageType.BYE).type is MessageType.OK
+        else:
+            newcomer = Worker(world, 1)
+            assert newcomer.claim(workers[0]) == "join"
+        assert workers[0].updates()[2].tolist() == [5.0] * 8
+
+    def test_a_worker_that_missed_nothing_goes_on(self):
+        world = World()
+        workers = team(world, 2, [spec(0, 8)])
+        for sequence in (1, 2):
+            for worker in workers:
+                worker.push(0, sequence, torch.ones(8))
+        workers[1].take()
+        workers[1].push(0, 3, torch.full((8,), 3.0))
+        world.advance(6, workers[0])
+        assert workers[1].hello() == "ready"
+        (answer,) = workers[1].probe(0, 3)
+        assert answer.type is MessageType.MISSING, "what it had contributed was dropped"
+        workers[1].push(0, 3, torch.full((8,), 3.0))
+        workers[0].take()
+        workers[0].push(0, 3, torch.ones(8))
+        assert workers[0].updates()[3].tolist() == workers[1].updates()[3].tolist() == [2.0] * 8
+
+    def test_the_lost_answer_of_the_last_exchange_waits_for_it(self):
+        world = World()
+        workers = team(world, 2, [spec(0, 8)])
+        for worker in workers:
+            worker.push(0, 1, torch.ones(8))
+        workers[1].take()  # lost
+        world.advance(6, workers[0])
+        assert workers[1].hello() == "ready"
+        assert workers[1].probe(0, 1)[0].type is MessageType.SENT
+        (answer,) = workers[1].repeat(0, 1)
+        assert payload_tensor(answer).tolist() == [1.0] * 8
+
+    def test_a_process_that_takes_a_rank_over_does_not_inherit_its_gradient(self):
+        world = World()
+        workers = team(world, 2, [spec(0, 4)])
+        workers[1].push(0, 1, torch.full((4,), 100.0))
+        newcomer = Worker(world, 1, world_size=2)
+        assert newcomer.claim(workers[0]) == "ready"  # the job has not started
+        workers[0].take()
+        workers[0].push(0, 1, torch.ones(4))
+        newcomer.push(0, 1, torch.full((4,), 3.0))
+        assert workers[0].updates()[1].tolist() == [2.0] * 4
+
+
+class TestQuorum:
+    def test_the_first_ones_make_the_average_and_the_late_get_it_too(self):
+        world = World()
+        workers = team(world, 3, [spec(0, 8)], rule=QUORUM_2)
+        grads = gradients(3, 8)
+        workers[2].push(0, 1, grads[2])
+        workers[0].push(0, 1, grads[0])
+        (late,) = workers[1].push(0, 1, grads[1])
+        expected = reference([grads[0], grads[2]])
+        assert all(equal(w.updates()[1], expected) for w in workers)
+        assert late.body == {"contributors": 2}
+        assert world.shard.status(0.0)["jobs"]["demo"]["late"] == 1
+
+    def test_quorum_of_more_than_are_left_is_all_that_are_left(self):
+        world = World()
+        workers = team(world, 2, [spec(0, 8)], rule=QUORUM_2)
+        for worker in workers:
+            worker.push(0, 1, torch.ones(8))
+        workers[1].ask(MessageType.BYE)
+        (answer,) = workers[0].push(0, 2, torch.ones(8))
+        assert answer.body == {"contributors": 1}
+
+    @pytest.mark.parametrize("weight", [None, 0])
+    def test_who_brings_nothing_does_not_fill_the_quorum(self, weight):
+        world = World()
+        workers = team(world, 3, [spec(0, 8)], rule=QUORUM_2)
+        for worker in workers[:2]:
+            push_weighted(worker, 1, None, weight)
+            assert worker.updates() == {}
+        push_weighted(workers[2], 1, torch.full((8,), 6.0), None if weight is None else 3)
+        assert [worker.updates()[1].tolist() for worker in workers] == [[6.0] * 8] * 3
+        assert world.shard.status(0.0)["jobs"]["demo"]["late"] == 0
+
+    def test_the_fastest_is_at_most_history_exchanges_ahead(self):
+        world = World()
+        fast, slow = team(world, 2, [spec(0, 8)], rule=QUORUM_1)
+        for sequence in range(1, HISTORY + 1):
+            assert fast.push(0, sequence, torch.full((8,), float(sequence)))
+        assert fast.push(0, HISTORY + 1, torch.ones(8)) == []
+        fast.take()
+        assert len(rule_of(world)._results) <= HISTORY + 1
+        for sequence in range(1, HISTORY + 2):
+            slow.push(0, sequence, torch.zeros(8))
+        averages = slow.updates()
+        assert [averages[s][0].item() for s in range(1, HISTORY + 1)] == list(range(1, HISTORY + 1))
+        assert equal(averages[HISTORY + 1], fast.updates()[HISTORY + 1]), "released as soon as the slow one moved"
+        assert world.shard.status(0.0)["jobs"]["demo"]["evicted"] == 0
+
+    def test_results_are_forgotten_once_all_have_them(self):
+        world = World()
+        workers = team(world, 2, [spec(0, 8)], rule=QUORUM_1)
+        for sequence in range(1, 50):
+            for worker in workers:
+                worker.push(0, sequence, torch.ones(8))
+        assert len(rule_of(world)._results) <= 2
+
+    def test_after_a_restart_a_late_worker_does_not_make_a_second_average(self):
+        world = World()
+        fast, slow = team(world, 2, [spec(0, 8)], rule=QUORUM_1)
+        for worker in (fast, slow):
+            worker.push(0, 1, torch.ones(8))
+        fast.push(0, 2, torch.full((8,), 2.0))
+        average = fast.updates()[2]
+        world.advance(1, fast, slow)
+        world.start(8)
+        assert slow.hello() == "wait"
+        assert fast.hello() == "initialise"
+        fast.register(spec(0, 8))
+        fast.seal([spec(0, 8)])
+        assert slow.hello() == "ready"
+        assert slow.push(0, 2, torch.full((8,), 9.0)) == []
+        slow.take()
+        wanted = fast.push(0, 3, torch.ones(8))[0]
+        assert (wanted.type, wanted.sequence) == (MessageType.RESULT_WANTED, 2)
+        fast.send(MessageType.RESULT, key=0, sequence=2, payload=average)
+        assert equal(slow.updates()[2], average)
+
+
+class TestWhoIsWaitedFor:
+    """The status is asked for every second while everybody waits: once per exchange, not per rank, is enough."""
+
+    def context(self, live):
+        asked = []
+        context = RuleContext(
+            live_ranks=lambda: asked.append(1) or live, missing_ranks=tuple, statistics=JobStatistics()
+        )
+        return context, asked
+
+    def test_an_exchange_is_looked_at_once(self):
+        context, asked = self.context(tuple(range(9)))
+        rule = AveragingRule(spec(0, 4), None, context)
+        for rank in range(8):
+            rule.push(Push(rank, 1, 0, torch.ones(4)))
+        asked.clear()
+        assert rule.waiting() == {rank: [8] for rank in range(8)}
+        assert len(asked) == 1
+
+    def test_where_nothing_is_held_nobody_is_asked(self):
+        context, asked = self.context((0, 1))
+        assert ApplyingRule(spec(0, 4), torch.zeros(4), context, max_staleness=1).waiting() == {}
+        assert asked == []
+
+
+class TestRestart:
+    def restart(self, lost=1):
+        """Two workers; exchange 5 ended, and its answer reached rank 1 - ``lost`` only. Then the server restarted."""
+        world = World()
+        specs = [spec(0, 8)]
+        workers = team(world, 2, specs)
+        for sequence in range(1, 6):
+            for worker in workers:
+                worker.push(0, sequence, torch.full((8,), float(sequence + worker.rank)))
+        average = workers[1 - lost].updates()[5]
+        world.advance(1, *workers)
+        for worker in workers:
+            worker.take()
+        world.start(8)
+        return world, specs, workers, average
+
+    def back(self, workers, specs):
+        first = min(workers, key=lambda worker: worker.rank)
+        for worker in workers:
+            worker.hello()
+        assert first.state == "initialise"
+        for one in specs:
+            assert first.register(one).type is MessageType.OK
+        first.seal(specs)
+        for worker in workers:
+            assert worker.hello() == "ready"
+            worker.take()
+
+    def test_old_messages_are_answered_by_not_member(self):
+        _, _, workers, _ = self.restart()
+        assert codes(workers[0].push(0, 6, torch.ones(8))) == [ErrorCode.NOT_MEMBER]
+
+    @pytest.mark.parametrize("lost", [0, 1])
+    @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+    def test_who_lacks_an_average_gets_the_one_the_other_has(self, lost, order):
+        _, specs, workers, average = self.restart(lost)
+        self.back([workers[rank] for rank in order], specs)
+        ahead, behind = workers[1 - lost], workers[lost]
+        assert behind.probe(0, 5)[0].type is MessageType.MISSING
+        pushes = {
+            lost: lambda: behind.push(0, 5, torch.full((8,), 77.0)),
+            1 - lost: lambda: ahead.push(0, 6, torch.ones(8)),
+        }
+        for rank in order:
+            pushes[rank]()
+        wanted = ahead.take(MessageType.RESULT_WANTED)
+        assert [m.sequence for m in wanted] == [5] * len(wanted)
+        assert wanted
+        for _ in range(2):  # a repetition is ignored
+            ahead.send(MessageType.RESULT, key=0, sequence=5, payload=average)
+        assert equal(behind.updates()[5], average)
+        behind.push(0, 6, torch.full((8,), 3.0))
+        assert ahead.updates()[6].tolist() == behind.updates()[6].tolist() == [2.0] * 8
+
+    def test_a_result_nobody_asked_for_is_refused(self):
+        world = World()
+        workers = team(world, 2, [spec(0, 8)])
+        workers[0].push(0, 1, torch.ones(8))
+        before = world.state_hash()
+        for sender in workers:
+            answers = sender.send(MessageType.RESULT, key=0, sequence=1, payload=torch.full((8,), 66.0))
+            assert codes(answers) == [ErrorCode.BAD_MESSAGE]
+        wrong = workers[1].send(MessageType.RESULT, key=0, sequence=1, payload=torch.ones(8, dtype=torch.int32))
+        assert codes(wrong) == [ErrorCode.BAD_MESSAGE]
+        assert world.state_hash() == before
+
+    def test_whoever_is_left_registers_again(self):
+        """Rank 0 has said goodbye long ago."""
+        world = World()
+        specs = [spec(0, 8)]
+        workers = team(world, 3, specs)
+        for worker in workers:
+            worker.push(0, 1, torch.ones(8))
+        workers[0].ask(MessageType.BYE)
+        world.advance(1, *workers[1:])
+        world.start(8)
+        self.back(workers[1:], specs)
+        for worker in workers[1:]:
+            worker.push(0, 2, torch.ones(8))
+        assert workers[2].updates()[2].tolist() == [1.0] * 8
+
+    def test_one_that_does_not_come_back_is_waited_for_one_lease(self):
+        world, specs, workers, _ = self.restart(lost=0)
+        assert workers[1].hello() == "wait"
+        world.advance(4)
+        workers[1].heartbeat()
+        world.advance(2, workers[1])
+        assert workers[1].hello() == "initialise"
+        workers[1].register(specs[0])
+        workers[1].seal(specs)
+        (answer,) = workers[1].push(0, 6, torch.ones(8))
+        assert answer.body == {"contributors": 1}
+
+    def test_a_new_process_in_place_of_one_that_was_expected_has_to_join(self):
+        world, specs, workers, _ = self.restart()
+        self.back_alone(workers[0], specs)
+        newcomer = Worker(world, 1, world_size=2)
+        assert newcomer.claim(workers[0]) == "join"
+
+    def back_alone(self, worker, specs):
+        assert worker.hello() == "initialise"
+        for one in specs:
+            worker.register(one)
+        worker.seal(specs)
+        worker.take()
+
+    def test_lists_of_members_add_up(self):
+        """One worker's list is from before the other came."""
+        world, specs, workers, _ = self.restart()
+        workers[0].members = [0]
+        self.back_alone(workers[0], specs)
+        assert workers[1].hello() == "ready"
+        assert world.shard._jobs[next(iter(world.shard._jobs))].membership.live_ranks == (0, 1)
+
+    def test_once_an_exchange_ended_they_do_not(self):
+        _, specs, workers, _ = self.restart()
+        workers[0].members = [0]
+        self.back_alone(workers[0], specs)
+        assert workers[0].push(0, 6, torch.ones(8))
+        assert workers[1].hello() == "join", "it missed exchange 6"
+
+    def test_a_hello_with_members_does_not_start_a_job(self):
+        """A worker that lost its lease before the first exchange says HELLO as after a restart."""
+        world = World()
+        workers = team(world, 3, [spec(0, 4)])[:2]
+        world.advance(6, workers[0])
+        workers[1].members = [0, 1]
+        assert workers[1].hello() == "ready"
+        for worker in workers:
+            assert not [m for m in worker.push(0, 1, torch.ones(4)) if m.type is MessageType.UPDATED]
+
+
+class TestJoining:
+    def begun(self, size=2, rule=AVERAGE, world=None, specs=None):
+        world = world or World()
+        workers = team(world, size, specs or [spec(0, 4), spec(1, 2)], rule=rule)
+        for sequence in (1, 2, 3):
+            for worker in workers:
+                for key, numel in ((0, 4), (1, 2)):
+                    worker.push(key, sequence, torch.full((numel,), 1.0))
+        for worker in workers:
+            worker.take()
+        return world, workers
+
+    def donate(self, donor, wanted, value=5.0, version=3):
+        for key, numel in ((0, 4), (1, 2)):
+            donor.send(MessageType.STORE, key=key, version=version, payload=torch.full((numel,), value))
+        blob = torch.arange(6, dtype=torch.uint8)
+        donor.send(MessageType.STORE, key=0, payload=blob, body={"blob": "worker_state", "pieces": 1})
+        donor.take()
+        return donor.ask(MessageType.ADMIT, body=wanted.body)
+
+    def joiner(self, world, rank=None):
+        joiner = Worker(world, rank)
+        assert joiner.hello() == "join"
+        joiner.take()
+        return joiner
+
+    def test_state_comes_from_a_live_worker_and_exchanges_go_on_behind_it(self):
+        world, workers = self.begun()
+        joiner = self.joiner(world)
+        assert joiner.rank == 2
+        workers[1].push(0, 4, torch.ones(4))  # a step ahead of the donor
+        assert codes(joiner.push(0, 1, torch.ones(4))) == [ErrorCode.FENCED]
+        joiner.take()
+        assert joiner.send(MessageType.JOIN, sequence=99) == []
+        (wanted,) = workers[0].take()
+        assert (wanted.type, wanted.body["rank"]) == (MessageType.STATE_WANTED, 2)
+        assert joiner.inbox == []
+        self.donate(workers[0], wanted)
+        (answer,) = joiner.take()
+        assert (answer.type, answer.sequence) == (MessageType.OK, 99)
+        values = joiner.pull(0)
+        assert (values.version, payload_tensor(values).tolist()) == (3, [5.0] * 4)
+        assert bytes(joiner.pull(0, blob="worker_state").payload) == bytes(range(6))
+        assert workers[0].push(0, 4, torch.ones(4)) == []
+        (last,) = joiner.push(0, 4, torch.full((4,), 4.0))
+        assert last.body == {"contributors": 3}
+        assert workers[1].updates()[4].tolist() == [2.0] * 4
+
+    def test_a_lost_ok_is_repeated_and_a_repeated_admit_changes_nothing(self):
+        world, workers = self.begun()
+        joiner = self.joiner(world)
+        joiner.send(MessageType.JOIN, sequence=99)
+        (wanted,) = workers[0].take()
+        self.donate(workers[0], wanted)
+        joiner.take()  # lost
+        assert [m.type for m in joiner.send(MessageType.JOIN, sequence=99)] == [MessageType.OK]
+        joiner.push(0, 4, torch.ones(4))
+        before = world.state_hash()
+        for sequence in (1 << 41, 1 << 41):  # the donor's OK was lost, too
+            workers[0].send(MessageType.ADMIT, body=wanted.body, sequence=sequence)
+        assert world.state_hash() == before or rule_of(world).last_sequence[2] == 3
+        for worker in workers:
+            worker.push(0, 4, torch.ones(4))
+        assert joiner.updates()[4].tolist() == [1.0] * 4
+        assert workers[0].push(0, 5, torch.ones(4)) == []
+
+    def test_admit_may_come_before_join(self):
+        """Another shard asked the donor first."""
+        world, workers = self.begun()
+        joiner = self.joiner(world)
+        body = {"rank": 2, "incarnation": joiner.incarnation}
+        for key, numel in ((0, 4), (1, 2)):
+            workers[0].send(MessageType.STORE, key=key, version=3, payload=torch.ones(numel))
+        workers[0].ask(MessageType.ADMIT, body=body)
+        assert [m.type for m in joiner.send(MessageType.JOIN, sequence=99)] == [MessageType.OK]
+
+    def test_a_second_join_of_the_same_life_is_a_new_one(self):
+        """The worker lost its lease at another shard: this one must not wait for it meanwhile."""
+        world, workers = self.begun()
+        joiner = self.joiner(world)
+        joiner.send(MessageType.JOIN, sequence=99)
+        (wanted,) = workers[0].take()
+        self.donate(workers[0], wanted)
+        for worker in (*workers, joiner):
+            worker.push(0, 4, torch.ones(4))
+        workers[0].take()
+        workers[0].push(0, 5, torch.ones(4))
+        workers[1].push(0, 5, torch.ones(4))
+        assert workers[0].take() == []
+        joiner.send(MessageType.JOIN, sequence=100)
+        assert workers[0].take(MessageType.UPDATED)
+        assert [m.type for m in workers[0].take()] == [MessageType.STATE_WANTED]
+
+    def test_when_the_donor_dies_half_way_another_is_asked(self):
+        world, workers = self.begun(3)
+        joiner = self.joiner(world)
+        joiner.send(MessageType.JOIN, sequence=99)
+        (wanted,) = workers[0].take()
+        workers[0].send(MessageType.STORE, key=0, version=3, payload=torch.full((4,), 6.0))
+        world.advance(3, workers[1], workers[2], joiner)
+        joiner.send(MessageType.JOIN, sequence=99)
+        assert [m.type for m in workers[0].take(MessageType.STATE_WANTED)] == [MessageType.STATE_WANTED]
+        world.advance(3, workers[1], workers[2], joiner)
+        assert workers[1].take(MessageType.STATE_WANTED) == []
+        joiner.send(MessageType.JOIN, sequence=99)
+        (again,) = workers[1].take(MessageType.STATE_WANTED)
+        assert again.body == wanted.body
+        self.donate(workers[1], again, value=7.0)
+        assert [m.type for m in joiner.take()] == [MessageType.OK]
+        assert payload_tensor(joiner.pull(0)).tolist() == [7.0] * 4
+        late = workers[0].send(MessageType.ADMIT, body=wanted.body)
+        assert codes(late) == [ErrorCode.FENCED]
+
+    def test_two_at_once(self):
+        world, workers = self.begun()
+        joiners = [self.joiner(world), self.joiner(world)]
+        assert [joiner.rank for joiner in joiners] == [2, 3]
+        for joiner in joiners:
+            joiner.send(MessageType.JOIN, sequence=99)
+        wanted = workers[0].take(MessageType.STATE_WANTED)
+        assert [m.body["rank"] for m in wanted] == [2, 3]
+        self.donate(workers[0], wanted[0])
+        assert joiners[0].take()
+        assert not joiners[1].inbox
+        for worker in (*workers, joiners[0]):
+            for key, numel in ((0, 4), (1, 2)):
+                worker.push(key, 4, torch.ones(numel))
+        assert joiners[0].updates()
+        self.donate(workers[0], wanted[1], version=4)
+        assert joiners[1].take()
+        assert joiners[1].pull(0).version == 4
+        for worker in (*workers, *joiners):
+            worker.push(0, 5, torch.full((4,), 1.0 + worker.rank))
+        assert joiners[1].updates()[5].tolist() == [2.5] * 4
+
+    def test_with_a_quorum_a_deposit_is_not_overwritten_while_it_is_read(self):
+        world, workers = self.begun(rule=QUORUM_1)
+        joiners = [Worker(world, rule=QUORUM_1), Worker(world, rule=QUORUM_1)]
+        for joiner in joiners:
+            assert joiner.hello() == "join"
+        joiners[0].take()
+        joiners[0].send(MessageType.JOIN, sequence=99)
+        (wanted,) = workers[0].take()
+        self.donate(workers[0], wanted)
+        joiners[1].send(MessageType.JOIN, sequence=99)
+        assert workers[0].take() == [], "the first may still be reading"
+        joiners[0].push(0, 4, torch.ones(4))
+        joiners[1].send(MessageType.JOIN, sequence=99)
+        assert [m.type for m in workers[0].take(MessageType.STATE_WANTED)] == [MessageType.STATE_WANTED]
+
+    def test_a_fenced_worker_joins_even_if_nothing_happened_meanwhile(self, caplog):
+        """Nobody has the average it lacks: the server tells it so, and must not let it in as it is."""
+        world = World()
+        workers = team(world, 2, [spec(0, 4)])
+        for worker in workers:
+            worker.push(0, 1, torch.ones(4))
+        world.advance(1, *workers)
+        world.start(8)
+        for worker in workers:
+            worker.hello()
+        workers[0].register(spec(0, 4))
+        workers[0].seal([spec(0, 4)])
+        workers[1].hello()
+        workers[0].push(0, 9, torch.ones(4))
+        answers = workers[1].push(0, 3, torch.ones(4))
+        assert codes(answers) == [ErrorCode.FENCED]
+        assert "is out: it lacks what nobody can give it any more (" in caplog.text
+        assert "the average of exchange 3 is gone" in caplog.text
+        assert workers[0].updates()[9].tolist() == [1.0] * 4, "nobody waits for it"
+        assert workers[1].hello() == "join"
+
+    def test_the_last_one_left_goes_on_alone(self):
+        """Even if it was away while others went on, who then went for good."""
+        world, workers = self.begun()
+        world.advance(6, workers[0])
+        for sequence in (4, 5):
+            workers[0].push(0, sequence, torch.ones(4))
+        workers[0].ask(MessageType.BYE)
+        assert workers[1].hello() == "ready"
+        (answer,) = workers[1].push(0, 4, torch.ones(4))
+        assert answer.body == {"contributors": 1}
+        assert codes([workers[1].pull(0)]) == [ErrorCode.NOT_READY], "values of long ago are not given away"
+
+    def test_a_newcomer_waits_while_a_survivor_may_return(self):
+        world, workers = self.begun()
+        world.advance(6)
+        newcomer = Worker(world)
+        assert newcomer.hello() == "wait"
+        assert workers[1].hello() == "ready"
+        assert newcomer.hello() == ("wait" if newcomer.rank == 1 else "join")
+
+    def test_the_job_begins_anew_when_all_are_gone(self):
+        world, workers = self.begun()
+        for worker in workers:
+            worker.ask(MessageType.BYE)
+        fresh = [Worker(world, rank, world_size=2) for rank in range(2)]
+        assert fresh[1].hello() == "wait"
+        assert fresh[0].hello() == "initialise"
+        fresh[0].register(spec(0, 4), torch.full((4,), 8.0))
+        fresh[0].seal([spec(0, 4)])
+        assert fresh[0].push(0, 1, torch.ones(4)) == []
+        assert fresh[0].push(0, 1, torch.ones(4)) == [], "the second one is expected, as at any start"
+        assert fresh[1].hello() == "ready"
+        assert payload_tensor(fresh[1].pull(0)).tolist() == [8.0] * 4
+        (answer,) = fresh[1].push(0, 1, torch.full((4,), 3.0))
+        assert payload_tensor(answer).tolist() == [2.0] * 4
+
+    def test_a_joiner_whose_donors_all_vanish_does_not_become_the_source(self):
+        world, _ = self.begun()
+        joiner = self.joiner(world)
+        joiner.send(MessageType.JOIN, sequence=99)
+        world.advance(6, joiner)
+        assert codes(joiner.send(MessageType.JOIN, sequence=99)) == [ErrorCode.NOT_MEMBER]
+        assert joiner.hello() == "wait", "it has no state, and others may return with theirs"
+        world.advance(6, joiner)
+        first = Worker(world, 0)
+        assert first.hello() == "initialise"
+        assert joiner.hello() == "wait"
+
+    def test_joining_is_for_averaging_jobs(self):
+        world = World()
+        rule = {"name": "apply", "max_staleness": None, "staleness_scaling": None, "delay_compensation": 0.0}
+        workers = team(world, 2, [spec(0, 4)], rule=rule)
+        assert codes(workers[1].send(MessageType.JOIN)) == [ErrorCode.BAD_MESSAGE]
+        body = {"rank": 1, "incarnation": workers[1].incarnation}
+        assert codes(workers[0].send(MessageType.ADMIT, body=body)) == [ErrorCode.BAD_MESSAGE]
+
+
+# ---- a job of replicas ---------------------------------------------------------------------------------------------
+
+
+class Replica:
+    """A worker whose weights are the sum of all averages it got; ``act`` does the next thing its client would do."""
+
+    def __init__(self, world, rank, size, rule=AVERAGE):
+        self.world, self.size = world, size
+        self.client = Worker(world, rank, world_size=size, rule=rule)
+        self.weights = torch.zeros(2)
+        self.done = 0
+        self.is_alive = True
+        self.phase = "out"
+        self.is_waiting = False
+        self.abstains = False
+        self.last = None
+        self.wanted = []
+        self.join_id = 0
+
+    @property
+    def rank(self):
+        return self.client.rank
+
+    def gradient(self):
+        return torch.tensor([float(2 ** (self.rank % 8)), float(self.done + 1) * (self.rank + 1)])
+
+    def act(self):
+        if not self.is_alive:
+            return
+        if self.phase == "out":
+            self._enter()
+        elif self.phase == "joining":
+            self._join()
+        elif self.is_waiting:
+            self.client.probe(0, self.done + 1)
+        else:
+            if self.wanted:
+                self._donate(self.wanted.pop(0))
+            if self.phase == "in":
+                self._push()
+
+    def _enter(self):
+        client = self.client
+        queued = client.take()
+        state = client.hello()
+        client.take(MessageType.WELCOME)
+        client.inbox[:0] = [m for m in queued if m.type is not MessageType.ERROR]
+        if state == "initialise":
+            client.register(spec(0, 2), self.weights if not self.done else None)
+            client.seal([spec(0, 2)])
+            client.take(MessageType.OK)
+            state = "ready"
+        if state == "ready":
+            if not self.done and not self.is_waiting:
+                values = client.pull(0)
+                if values.type is MessageType.ERROR:
+                    return
+                self.weights = payload_tensor(values).clone()
+            self.phase = "in"
+        elif state == "join":
+            self.phase, self.is_waiting = "joining", False
+            self.join_id += 1
+
+    def _join(self):
+        queued = self.client.take()
+        answers = self.client.send(MessageType.JOIN, sequence=(1 << 42) + self.join_id)
+        self.client.inbox[:0] = [m for m in queued if m.type is not MessageType.OK]
+        for answer in answers:
+            if answer.type is MessageType.ERROR:
+                self.phase = "out"
+
+    def _joined(self):
+        inbox = self.client.take()
+        values = self.client.pull(0)
+        self.client.inbox[:0] = inbox
+        assert values.type is MessageType.VALUES, values
+        self.weights, self.done = payload_tensor(values).clone(), values.version
+        self.phase, self.abstains = "in", True
+
+    def _donate(self, wanted):
+        inbox = self.client.take()
+        self.client.send(MessageType.STORE, key=0, version=self.done, payload=self.weights)
+        answers = self.client.send(MessageType.ADMIT, body=wanted)
+        self.client.take(MessageType.OK)
+        self.client.inbox[:0] = inbox
+        if codes(answers):
+            self.phase = "out"
+
+    def _push(self):
+        self.is_waiting = True
+        self.client.push(0, self.done + 1, None if self.abstains else self.gradient())
+
+    def receive(self, lose=False):
+        """Take in the oldest message, or lose it."""
+        if not self.client.inbox:
+            return
+        message = self.client.inbox.pop(0)
+        if lose or not self.is_alive:
+            return
+        if message.type is MessageType.UPDATED and self.is_waiting and message.sequence == self.done + 1:
+            average = payload_tensor(message).clone()
+            self.weights = self.weights + average
+            self.done += 1
+            self.is_waiting = self.abstains = False
+            self.last = average
+        elif message.type is MessageType.ERROR and message.body["code"] in (ErrorCode.FENCED, ErrorCode.NOT_MEMBER):
+            if self.phase == "in":
+                self.phase = "out"
+        elif message.type is MessageType.MISSING and self.is_waiting and message.sequence == self.done + 1:
+            self._push()
+        elif message.type is MessageType.SENT and self.is_waiting and message.sequence == self.done + 1:
+            self.client.repeat(0, message.sequence)
+        elif message.type is MessageType.STATE_WANTED:
+            if message.body not in self.wanted:
+                self.wanted.append(message.body)
+        elif message.type is MessageType.RESULT_WANTED and message.sequence == self.done and self.last is not None:
+            self.client.send(MessageType.RESULT, key=0, sequence=self.done, payload=self.last)
+        elif message.type is MessageType.OK and self.phase == "joining":
+            if message.sequence == (1 << 42) + self.join_id:
+                self._joined()
+        elif message.type is MessageType.HEARTBEAT_ACK:
+            self.client.members = message.body["members"]
+
+    def beat(self):
+        if self.is_alive and self.phase != "out":
+            self.client.send(MessageType.HEARTBEAT, sequence=0)
+
+
+class Play:
+    """Replicas at one shard, and what may happen to them."""
+
+    def __init__(self, size, rule=AVERAGE):
+        self.size, self.rule = size, rule
+        self.world = World(codec=False)
+        self.replicas = [Replica(self.world, rank, size, rule) for rank in range(size)]
+        self.epoch = 7
+
+    def pass_time(self, seconds, silent=()):
+        for _ in range(round(seconds * 2)):
+            self.world.now_s += 0.5
+            for replica in self.replicas:
+                if replica not in silent:
+                    replica.beat()
+            self.world._post(self.world.shard.tick(self.world.now_s), False)
+
+    def crash(self):
+        self.epoch += 1
+        self.world.sent.clear()
+        self.world.start(self.epoch)
+
+    def do(self, what, rank, count):
+        replica = self.replicas[rank % self.size]
+        if what == "act":
+            replica.act()
+        elif what == "receive":
+            for _ in range(count):
+                replica.receive()
+        elif what == "lose":
+            replica.receive(lose=True)
+        elif what == "silence":
+            self.pass_time(6, silent=[replica])
+        elif what == "crash":
+            self.crash()
+        elif what == "die":
+            replica.is_alive = False
+        elif what == "replace" and not replica.is_alive:
+            self.replicas[rank % self.size] = Replica(self.world, rank % self.size, self.size, self.rule)
+
+    def settle(self, exchanges=4, rounds=60):
+        """No more faults: everybody gets so many exchanges further."""
+        target = max(replica.done for replica in self.replicas) + exchanges
+        for rank, replica in enumerate(self.replicas):
+            if not replica.is_alive:
+                self.replicas[rank] = Replica(self.world, rank, self.size, self.rule)
+        self._play_until(lambda: all(r.phase == "in" and r.done >= target for r in self.replicas), rounds, 1 << 60)
+        last = max(replica.done + replica.is_waiting for replica in self.replicas)
+        self._play_until(lambda: all(r.done == last for r in self.replicas), rounds, last)
+
+    def _play_until(self, is_over, rounds, last):
+        for _ in range(rounds):
+            if is_over():
+                return
+            for replica in self.replicas:
+                if replica.done < last or replica.phase != "in":
+                    replica.act()
+                for _ in range(6):
+                    replica.receive()
+            self.pass_time(1)
+        shown = [(r.rank, r.phase, r.done, r.is_waiting) for r in self.replicas]
+        raise AssertionError(f"somebody hangs: {shown}")
+
+    def check(self):
+        self.settle()
+        shown = [(r.rank, r.done, r.weights.tolist()) for r in self.replicas]
+        first = self.replicas[0]
+        assert all(r.done == first.done and torch.equal(r.weights, first.weights) for r in self.replicas), shown
+
+
+def actions(*kinds):
+    return st.lists(
+        st.tuples(st.sampled_from(kinds), st.integers(0, 2), st.integers(1, 3)), min_size=5, max_size=60
+    )  # fmt: skip
+
+
+MOSTLY_WORK = ("act", "act", "act", "receive", "receive", "receive")
+LOOK_HARD = settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+
+
+class TestReplicas:
+    @LOOK_HARD
+    @given(actions(*MOSTLY_WORK, "lose", "crash"), st.integers(1, 3))
+    def test_lost_answers_and_restarts(self, script, size):
+        play = Play(size)
+        play.settle(2)
+        for step in script:
+            play.do(*step)
+        play.check()
+        assert not any(r.abstains for r in play.replicas)
+
+    @LOOK_HARD
+    @given(actions(*MOSTLY_WORK, "lose", "silence", "die", "replace"), st.integers(2, 3))
+    def test_evictions_deaths_and_joiners(self, script, size):
+        play = Play(size)
+        play.settle(2)
+        for step in script:
+            play.do(*step)
+        play.check()
+
+    @LOOK_HARD
+    @given(actions(*MOSTLY_WORK, "lose", "silence", "die", "replace", "crash"), st.integers(1, 3))
+    def test_all_of_it(self, script, size):
+        play = Play(size)
+        for step in script:
+            play.do(*step)
+        play.check()
+
+    @LOOK_HARD
+    @given(actions(*MOSTLY_WORK, "lose", "silence", "die", "replace", "crash"), st.integers(1, 2))
+    def test_with_a_quorum(self, script, quorum):
+        play = Play(3, {"name": "average", "quorum": quorum})
+        play.settle(1)
+        for step in script:
+            play.do(*step)
+        play.check()
+
+
+def explore(size, exchanges, crashes):
+    """Every interleaving of sending, receiving and ``crashes`` restarts; (states, those that can reach the end).
+
+    States are replayed from their scripts, and equal ones looked at once.
+    """
+
+    def replay(script):
+        play = Play(size)
+        play.settle(1)
+        for replica in play.replicas:
+            replica.start = replica.done
+            replica.client.members = list(range(size))
+        for step in script:
+            if step[0] == "crash":
+                play.crash()
+            else:
+                getattr(play.replicas[step[1]], step[0])()
+            for replica in play.replicas:  # what is said twice makes no other state
+                once = {(m.type, m.sequence): m for m in replica.client.inbox}
+                replica.client.inbox[:] = once.values()
+        return play
+
+    def key_of(play, crashed):
+        job = next(iter(play.world.shard._jobs.values()), None)
+        server = None
+        if job is not None:
+            rule = job.chunks.rules.get(0)
+            server = (job.is_sealed, job.has_started, job.membership.live_ranks)
+            server += (tuple(sorted((m.rank, m.is_expected) for m in job.membership.members.values())),)
+            if rule is not None:
+                opened = tuple(sorted((s, tuple(sorted(c))) for s, c in rule._open.items()))
+                server += (tuple(sorted(rule.last_sequence.items())), opened, tuple(sorted(rule._results)))
+        replicas = tuple(
+            (r.phase, r.done, r.is_waiting, tuple((m.type, m.sequence) for m in r.client.inbox)) for r in play.replicas
+        )
+        return server, replicas, crashed
+
+    averages = {}
+    seen, parents, ends = {}, {}, []
+    first = replay([])
+    goal = first.replicas[0].done + exchanges
+    queue = deque([((), key_of(first, 0))])
+    seen[queue[0][1]] = ()
+    while queue:
+        assert len(seen) < 5000
+        script, key = queue.popleft()
+        play = replay(script)
+        crashed = key[2]
+        for replica in play.replicas:
+            known = averages.setdefault(replica.done, replica.weights)
+            assert torch.equal(known, replica.weights), (script, known, replica.weights)
+        if all(r.done >= goal for r in play.replicas):
+            ends.append(key)
+        # Asking again while answers are under way leads nowhere new.
+        steps = [("act", i) for i, r in enumerate(play.replicas) if r.done <= goal and not r.client.inbox]
+        steps += [("receive", i) for i, r in enumerate(play.replicas) if r.client.inbox]
+        steps += [("crash", 0)] if crashed < crashes else []
+        for step in steps:
+            longer = (*script, step)
+            after = key_of(replay(longer), crashed + (step[0] == "crash"))
+            parents.setdefault(after, set()).add(key)
+            if after not in seen:
+                seen[after] = longer
+                queue.append((longer, after))
+    reached, stack = set(ends), list(ends)
+    while stack:
+        for parent in parents.get(stack.pop(), ()):
+            if parent not in reached:
+                reached.add(parent)
+                stack.append(parent)
+    return seen, reached
+
+
+class TestEveryInterleaving:
+    @pytest.mark.parametrize(("size", "exchanges", "crashes"), [(2, 2, 1), (2, 1, 2)])
+    def test_all_get_the_same_averages_and_can_always_finish(self, size, exchanges, crashes):
+        seen, reached = explore(size, exchanges, crashes)
+        stuck = [seen[key] for key in seen if key not in reached]
+        assert not stuck, f"{len(stuck)} of {len(seen)} states lead nowhere, the first by {min(stuck, key=len)}"
+        assert len(seen) > 100

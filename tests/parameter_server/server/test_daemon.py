@@ -1,0 +1,822 @@
+"""Real processes and sockets: start-up, signals, snapshots, and peers that misbehave."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import struct
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import pytest
+import torch
+import zmq
+from support.server_process import APPLY, Peer, ServerFailedError, run_command, running_server
+
+from psengine.errors import ConfigurationError
+from psengine.parameter_server.server import systemd
+from psengine.protocol.codec import payload_tensor
+from psengine.protocol.messages import MAX_PAYLOAD_BYTES
+
+MANY_BYTES = os.urandom(4096)
+
+
+def eventually(condition, timeout_s=5.0):
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come true"
+        time.sleep(0.02)
+
+
+def get(url, timeout_s=5.0):
+    with urllib.request.urlopen(url, timeout=timeout_s) as response:
+        return response.status, response.read().decode()
+
+
+# ---- start-up --------------------------------------------------------------------------------------------------
+
+
+def test_start_up_says_where_and_how_durable():
+    with running_server(shards=2) as server:
+        assert len(server.addresses) == len(set(server.addresses)) == 2
+        assert all(re.fullmatch(r"tcp://127\.0\.0\.1:[1-9]\d+", address) for address in server.addresses)
+        assert server.lines[0] == f"2 shards at {' '.join(server.addresses)}"
+        assert server.lines[1] == "not durable: no --snapshot-dir"
+        assert server.lines[-1] == f"psengine-server ready {' '.join(server.addresses)}"
+        for line in server.lines:
+            assert line in server.log()
+        with Peer(server.addresses[0]) as peer:
+            welcome = peer.hello()
+        assert welcome.type.name == "WELCOME"
+        assert welcome.body["shards"] == server.addresses
+        assert welcome.body["shard_index"] == 0
+        with Peer(server.addresses[1]) as peer:
+            assert peer.hello().body["shard_index"] == 1
+
+
+def test_explicit_ports_are_consecutive():
+    with socket.socket() as first, socket.socket() as second:
+        first.bind(("127.0.0.1", 0))
+        port = first.getsockname()[1]
+        second.bind(("127.0.0.1", port + 1))
+    with running_server(bind=f"tcp://127.0.0.1:{port}", shards=2) as server:
+        assert server.addresses == [f"tcp://127.0.0.1:{port}", f"tcp://127.0.0.1:{port + 1}"]
+
+
+def test_ipc_paths_are_for_their_owner_and_are_not_taken_over(tmp_path):
+    path = tmp_path / "socket"
+    with running_server(bind=f"ipc://{path}", shards=2) as server:
+        assert server.addresses == [f"ipc://{path}", f"ipc://{path}-1"]
+        assert path.stat().st_mode & 0o077 == 0
+        with (
+            pytest.raises(ServerFailedError, match=r"exit code 3(.|\n)*another process listens"),
+            running_server(bind=f"ipc://{path}"),
+        ):
+            pass
+        with Peer(server.addresses[1]) as peer:
+            assert peer.hello().type.name == "WELCOME"
+        server.kill()
+    assert path.exists()  # left behind by the kill
+    with running_server(bind=f"ipc://{path}") as server, Peer(server.addresses[0]) as peer:
+        assert peer.hello().type.name == "WELCOME"
+
+
+def test_wildcards_are_known_by_the_host_that_clients_use():
+    with running_server(bind="tcp://0.0.0.0:0", insecure=True) as server:
+        port = server.addresses[0].rpartition(":")[2]
+        assert server.addresses == [f"tcp://{socket.gethostname()}:{port}"]
+        with Peer(f"tcp://127.0.0.1:{port}") as peer:
+            assert peer.hello().body["shards"] == [f"tcp://*:{port}"]
+        assert server.log().count("INSECURE") == 1
+
+
+def test_epochs_differ():
+    epochs = set()
+    for _ in range(2):
+        with running_server() as server:
+            epochs.add(server.status()["epoch"])
+    assert len(epochs) == 2
+    assert all(0 < epoch < 2**63 for epoch in epochs)
+
+
+# ---- the command -----------------------------------------------------------------------------------------------
+
+
+def test_the_command_serves_until_sigterm(tmp_path):
+    config = tmp_path / "server.toml"
+    config.write_text('bind = "tcp://127.0.0.1:0"\nshards = 3\nlog_format = "json"\nlease_s = 9')
+    arguments = ["--config", str(config), "--lease-s", "4"]
+    with run_command(arguments, environment={"PSENGINE_SHARDS": "2"}) as command:
+        eventually(lambda: "psengine-server ready" in command.stdout(), 30)
+        addresses = command.stdout().splitlines()[-1].split()[2:]
+        assert len(addresses) == 2
+        with Peer(addresses[0]) as peer:
+            assert peer.hello().body["lease_s"] == 4.0
+        entries = [json.loads(line) for line in command.stderr().splitlines()]
+        assert any(entry["message"] == "not durable: no --snapshot-dir" for entry in entries)
+        assert set(entries[0]) == {"time", "level", "logger", "thread", "message"}
+        assert any(entry["message"].startswith("psengine-server ready") for entry in entries)
+        assert command.stdout().splitlines() == [f"psengine-server ready {' '.join(addresses)}"]
+        command.terminate()
+        assert command.wait() == 0
+
+
+def test_a_line_of_start_up_is_said_once():
+    with run_command(["--bind", "tcp://127.0.0.1:0", "--status-port", "0"]) as command:
+        eventually(lambda: "psengine-server ready" in command.stdout(), 30)
+        lines = command.stdout().splitlines()
+        assert [line.split()[0] for line in lines] == ["1", "not", "over", "status", "psengine-server"]
+        assert not [line for line in lines if line in command.stderr()]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (["--no-such-option"], 2, "No such option"),
+        (["--shards", "none"], 2, "--shards is not understood"),
+        (["--bind", "tcp://0.0.0.0:0"], 2, "need keys"),
+        (["--config", "/absent.toml"], 2, "cannot be read"),
+        (["--curve-key", "/absent.key", "--allow", "/absent", "--bind", "tcp://127.0.0.1:0"], 2, "/absent.key"),
+        (["--bind", "tcp://203.0.113.1:0", "--insecure"], 3, "could not be bound"),
+        (["--bind", "ipc:///absent/directory/socket"], 3, "could not be bound"),
+        (["--bind", "tcp://127.0.0.1:0", "--snapshot-dir", "/absent/directory/below"], 4, "/absent/directory/below"),
+        (["--version"], 0, "psengine-server 0"),
+        (["--help"], 0, "--snapshot-interval-s"),
+    ],
+)
+def test_exit_codes(arguments, code, words):
+    with run_command(arguments) as command:
+        assert command.wait() == code
+        shown = command.stdout() + command.stderr()
+        assert words in shown
+        assert "Traceback" not in shown
+
+
+def test_a_taken_port_is_exit_code_3():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with run_command(["--bind", f"tcp://127.0.0.1:{port}"]) as command:
+            assert command.wait() == 3
+            assert f"127.0.0.1:{port}" in command.stderr()
+        with run_command(["--bind", "tcp://127.0.0.1:0", "--status-port", str(port)]) as command:
+            assert command.wait() == 3
+            assert "--status-port" in command.stderr()
+
+
+def test_the_ready_line_goes_to_a_descriptor_too():
+    reader, writer = os.pipe()
+    try:
+        with run_command(["--bind", "tcp://127.0.0.1:0", "--announce-fd"], descriptor=writer):
+            os.close(writer)
+            with os.fdopen(reader) as file:
+                line = file.read()  # to its end: the server closes it
+        assert re.fullmatch(r"psengine-server ready tcp://127\.0\.0\.1:\d+\n", line)
+    finally:
+        for descriptor in (reader, writer):
+            with contextlib.suppress(OSError):
+                os.close(descriptor)
+
+
+# ---- the end ---------------------------------------------------------------------------------------------------
+
+
+def test_sigterm_snapshots_what_was_acknowledged(tmp_path):
+    with running_server(snapshot_dir=tmp_path / "s", snapshot_interval_s=0.0) as server:
+        assert server.lines[1] == f"durable to {tmp_path / 's'}, no generation yet"
+        with Peer(server.addresses[0]) as peer:
+            peer.make_job(torch.tensor([1.0, 2.0, 3.0]))
+            for sequence in range(1, 4):
+                updated = peer.request("PUSH", key=0, sequence=sequence, payload=torch.ones(3), version=sequence - 1)
+                assert updated.type.name == "UPDATED", updated
+            started_s = time.monotonic()
+            server.terminate()
+            assert server.wait() == 0
+            assert time.monotonic() - started_s < 10
+    with running_server(bind=server.addresses[0], snapshot_dir=tmp_path / "s") as server:
+        assert server.lines[1] == f"durable to {tmp_path / 's'}, generation 1 (job version 3)"
+        assert server.status()["snapshot"]["generation"] == 1
+        with Peer(server.addresses[0]) as peer:
+            assert peer.hello().body["durable_version"] == 3
+            values = peer.request("PULL", key=0)
+            assert payload_tensor(values).tolist() == [-2.0, -1.0, 0.0]
+
+
+def test_pushes_under_way_at_sigterm_are_either_acknowledged_and_kept_or_neither(tmp_path):
+    with running_server(snapshot_dir=tmp_path / "s", snapshot_interval_s=0.0) as server:
+        with Peer(server.addresses[0]) as peer:
+            peer.make_job(torch.zeros(1000))
+            acknowledged = 0
+            for sequence in range(1, 1000):
+                if sequence == 100:
+                    server.terminate()
+                answer = peer.request("PUSH", key=0, sequence=sequence, payload=torch.ones(1000), timeout_s=1.0)
+                if answer is None:
+                    break
+                acknowledged = answer.sequence
+        assert server.wait() == 0
+        assert acknowledged >= 99
+    with running_server(snapshot_dir=tmp_path / "s") as server:
+        assert server.job("job")[0]["version_max"] == acknowledged
+
+
+def slow_heartbeats():
+    from psengine.parameter_server.server.core.shard import Shard
+
+    handle = Shard.handle
+
+    def slow(self, sender, message, now_s):
+        if message.type.name == "HEARTBEAT":
+            time.sleep(0.01)
+        return handle(self, sender, message, now_s)
+
+    Shard.handle = slow
+
+
+def test_the_end_answers_what_is_queued_and_refuses_newcomers():
+    with (
+        running_server(sabotage=slow_heartbeats) as server,
+        Peer(server.addresses[0]) as busy,
+        Peer(server.addresses[0]) as late,
+    ):
+        busy.make_job(torch.zeros(1))
+        assert late.request("HELLO", body=_hello_body(late)).type.name == "WELCOME"
+        for _ in range(100):
+            busy.send(busy.message("HEARTBEAT"))
+        server.terminate()
+        time.sleep(0.4)
+        assert late.request("HELLO", body=_hello_body(late)).body["code"] == "shutting_down"
+        assert sum(busy.receive(1.0) is not None for _ in range(100)) == 100
+        assert server.wait() == 0
+
+
+def _hello_body(peer):
+    return {
+        "job": peer.job,
+        "role": "reader",
+        "nonce": 1,
+        "host": "test",
+        "pid": 1,
+        "software": "test",
+        "rule": APPLY,
+    }
+
+
+def slow_commit():
+    rename = os.rename
+
+    def slow(source, target, **options):
+        if str(target).endswith("generation-000000000002"):
+            time.sleep(60)
+        rename(source, target, **options)
+
+    os.rename = slow
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_the_second_signal_ends_at_once_and_leaves_a_valid_generation(tmp_path, number):
+    directory = tmp_path / "s"
+    with running_server(snapshot_dir=directory, snapshot_interval_s=0.0, sabotage=slow_commit) as server:
+        with Peer(server.addresses[0]) as peer:
+            peer.make_job(torch.zeros(1000))
+            assert peer.request("SNAPSHOT").body == {"generation": 1}
+            assert peer.request("PUSH", key=0, sequence=1, payload=torch.ones(1000)).type.name == "UPDATED"
+        server.signal(number)
+        eventually((directory / "unfinished-000000000002" / "manifest.json").exists)
+        assert server.is_alive
+        server.signal(number)
+        started_s = time.monotonic()
+        assert server.wait() == 128 + number
+        assert time.monotonic() - started_s < 2
+    with running_server(snapshot_dir=directory, snapshot_interval_s=0.0) as server:
+        assert server.lines[1].endswith("generation 1 (job version 0)")
+        server.terminate()
+        assert server.wait() == 0
+    assert not list(directory.glob("unfinished-*"))
+
+
+def deaf_at_the_end():
+    import zmq
+
+    from psengine.parameter_server.server.transport.shard_thread import ShardThread
+
+    receive = ShardThread._receive
+
+    def fail(self, wait_s):
+        if self._drain_until_s is not None:
+            raise zmq.ZMQError(zmq.ETERM)
+        receive(self, wait_s)
+
+    ShardThread._receive = fail
+
+
+def test_a_shard_that_dies_during_the_end_does_not_hold_it_up(tmp_path):
+    with running_server(snapshot_dir=tmp_path / "s", shards=2, sabotage=deaf_at_the_end) as server:
+        with Peer(server.addresses[0]) as peer:
+            peer.make_job(torch.zeros(1000))
+        server.terminate()
+        assert server.wait(20) == 5
+        assert "shard 0 failed; the server ends" in server.log()
+        assert "no snapshot was written" in server.log()
+
+
+# ---- snapshots -------------------------------------------------------------------------------------------------
+
+
+def test_snapshots_on_an_interval_and_on_request(tmp_path):
+    with running_server(snapshot_dir=tmp_path / "s", snapshot_interval_s=0.3) as server:
+        time.sleep(0.5)
+        assert server.status()["snapshot"]["generation"] is None  # there is nothing to keep yet
+        assert server.status()["snapshot"]["failures"] == 0
+        with Peer(server.addresses[0]) as peer:
+            assert peer.hello().type.name == "WELCOME"
+            refused = peer.request("SNAPSHOT")
+            assert refused.body["code"] == "snapshot_failed"
+            peer.make_job(torch.zeros(10))
+            eventually(lambda: server.status()["snapshot"]["generation"] is not None)
+            peer.change()
+            generation = peer.request("SNAPSHOT").body["generation"]
+            assert generation >= 2
+            heard = peer.request("HEARTBEAT")
+            assert heard.body["durable_version"] == 0
+        server.kill()
+    with running_server(snapshot_dir=tmp_path / "s") as server:
+        assert int(re.search(r"generation (\d+)", server.lines[1])[1]) >= generation
+
+
+def test_a_snapshot_without_a_directory_is_refused():
+    with running_server() as server, Peer(server.addresses[0]) as peer:
+        peer.hello()
+        answer = peer.request("SNAPSHOT", sequence=77)
+        assert (answer.type.name, answer.body["code"], answer.sequence) == ("ERROR", "snapshot_failed", 77)
+        assert "--snapshot-dir" in answer.body["text"]
+
+
+def test_a_failing_snapshot_is_shown_and_harms_nobody(tmp_path):
+    directory = tmp_path / "s"
+    with running_server(snapshot_dir=directory, snapshot_interval_s=0.0) as server:
+        with Peer(server.addresses[0]) as peer:
+            peer.make_job(torch.zeros(10))
+            assert peer.request("SNAPSHOT").body == {"generation": 1}
+            # Root writes where modes forbid it; a file in the way of the next generation stops everybody.
+            (directory / "unfinished-000000000002").write_text("in the way")
+            peer.change()
+            refused = peer.request("SNAPSHOT")
+            assert refused.body["code"] == "snapshot_failed"
+            assert "generation 1 stays durable" in refused.body["text"]
+            shown = server.status()["snapshot"]
+            assert (shown["generation"], shown["failures"]) == (1, 1)
+            assert shown["last_error"]
+            assert peer.request("PUSH", key=0, sequence=1, payload=torch.ones(10)).type.name == "UPDATED"
+            assert peer.request("SNAPSHOT").body["generation"] >= 3
+        server.terminate()
+        assert server.wait() == 0
+
+
+def test_a_damaged_generation_is_named_and_the_older_one_taken(tmp_path):
+    directory = tmp_path / "s"
+    with running_server(snapshot_dir=directory, snapshot_interval_s=0.0) as server, Peer(server.addresses[0]) as peer:
+        peer.make_job(torch.zeros(10))
+        for generation in (1, 2):
+            peer.change()
+            assert peer.request("SNAPSHOT").body == {"generation": generation}
+        server.kill()
+    (directory / "generation-000000000002" / "manifest.json").write_text("{")
+    with running_server(snapshot_dir=directory, snapshot_interval_s=0.0) as server:
+        assert "generation 2 is skipped" in server.log()
+        (event,) = (event for event in server.status()["events"] if event["kind"] == "snapshot_failed")
+        assert event["text"].startswith("generation 2 is skipped: ")
+        assert any("generation 1 (job version 0)" in line for line in server.lines)
+        server.kill()
+    for path in directory.glob("generation-*/manifest.json"):
+        path.write_text("{")
+    with run_command(["--bind", "tcp://127.0.0.1:0", "--snapshot-dir", str(directory)]) as command:
+        assert command.wait() == 4
+        assert "no snapshot in" in command.stderr()
+
+
+def test_one_directory_belongs_to_one_server(tmp_path):
+    arguments = ["--bind", "tcp://127.0.0.1:0", "--snapshot-dir", str(tmp_path / "s")]
+    with running_server(snapshot_dir=tmp_path / "s") as server, run_command(arguments) as command:
+        assert command.wait() == 4
+        assert f"process {server.pid}" in command.stderr()
+
+
+def test_a_snapshot_of_one_shard_is_taken_over_by_three(tmp_path):
+    with running_server(snapshot_dir=tmp_path / "s", snapshot_interval_s=0.0) as server:
+        with Peer(server.addresses[0]) as peer:
+            peer.make_job(torch.arange(10.0))
+        server.terminate()
+        assert server.wait() == 0
+    with running_server(snapshot_dir=tmp_path / "s", shards=3) as server:
+        assert sum(job["chunks"] for job in server.job("job")) == 1
+        server.terminate()
+        assert server.wait() == 0
+
+
+# ---- an embedded server ----------------------------------------------------------------------------------------
+
+
+def test_an_embedded_server_ends_when_stdin_closes_and_nobody_is_left():
+    reader, writer = os.pipe()
+    with running_server(until_stdin_closes=True, stdin=reader, lease_s=1.0) as server:
+        os.close(reader)
+        with Peer(server.addresses[0]) as peer:
+            peer.make_job(torch.zeros(10))
+            server.signal(signal.SIGINT)  # Ctrl-C goes to the whole process group
+            os.close(writer)
+            for _ in range(8):
+                time.sleep(0.2)
+                peer.request("HEARTBEAT")
+                assert server.is_alive
+        assert server.wait(5.0) == 0  # by the end of the lease
+
+
+def test_an_embedded_server_does_not_wait_for_workers_that_wait_for_its_parent():
+    """Only the parent would have given the job its values."""
+    reader, writer = os.pipe()
+    with running_server(until_stdin_closes=True, stdin=reader, lease_s=60.0) as server:
+        os.close(reader)
+        with Peer(server.addresses[0]) as peer:
+            assert peer.hello(rank=1, world_size=2).body["state"] == "wait"
+            os.close(writer)
+            assert server.wait(5.0) == 0
+
+
+def test_an_embedded_server_that_nobody_joined_ends_with_its_parent():
+    reader, writer = os.pipe()
+    with running_server(until_stdin_closes=True, stdin=reader) as server:
+        os.close(reader)
+        time.sleep(0.3)
+        assert server.is_alive
+        os.close(writer)
+        assert server.wait(5.0) == 0
+
+
+# ---- the service manager ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_abstract", [False, True])
+def test_the_service_manager_is_told(tmp_path, is_abstract):
+    name = f"@psengine-{os.getpid()}" if is_abstract else str(tmp_path / "notify")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
+        manager.bind("\0" + name[1:] if is_abstract else name)
+        manager.settimeout(10)
+        environment = {"NOTIFY_SOCKET": name, "WATCHDOG_USEC": "400000"}
+        with running_server(environment=environment) as server:
+            first = manager.recv(4096).decode()
+            assert first.startswith("READY=1\nSTATUS=1 shard at tcp://")
+            told = [manager.recv(4096).decode() for _ in range(5)]
+            assert told.count("WATCHDOG=1") >= 3
+            server.terminate()
+            while "STOPPING=1" not in (last := manager.recv(4096).decode()):
+                assert last.startswith(("WATCHDOG", "STATUS"))
+            assert server.wait() == 0
+
+
+def test_no_service_manager_or_a_dead_one_is_no_harm(monkeypatch, tmp_path):
+    monkeypatch.delenv("NOTIFY_SOCKET", raising=False)
+    assert not systemd.notify("READY=1")
+    monkeypatch.setenv("NOTIFY_SOCKET", str(tmp_path / "absent"))
+    assert not systemd.notify("READY=1")
+    monkeypatch.setenv("NOTIFY_SOCKET", "relative")
+    assert not systemd.notify("READY=1")
+    monkeypatch.setenv("WATCHDOG_USEC", "3000000")
+    assert systemd.watchdog_interval_s() == 1.5
+    monkeypatch.setenv("WATCHDOG_PID", "1")
+    assert systemd.watchdog_interval_s() is None
+
+
+# ---- the monitor -----------------------------------------------------------------------------------------------
+
+
+def test_health_status_and_metrics(tmp_path):
+    with running_server(shards=2, snapshot_dir=tmp_path / "s", snapshot_interval_s=0.0) as server:
+        with Peer(server.addresses[0]) as peer:
+            peer.make_job(torch.zeros(10))
+            assert peer.request("PUSH", key=0, sequence=1, payload=torch.ones(10)).type.name == "UPDATED"
+            peer.send(peer.message("PUSH", key=0, sequence=1, payload=torch.ones(10)))  # a repeat, and ignored
+            assert peer.request("PROBE", key=0, sequence=1).type.name == "SENT"
+            assert peer.request("REPEAT", key=0, sequence=1).type.name == "UPDATED"
+            assert peer.request("SNAPSHOT").type.name == "OK"
+            assert get(f"{server.status_url}/healthz") == (200, "ok\n")
+            status = server.status()
+            assert status["healthy"]
+            assert status["addresses"] == server.addresses
+            assert [shard["index"] for shard in status["shards"]] == [0, 1]
+            assert status["shards"][0]["jobs"]["job"]["applied"] == 1
+            code, text = get(f"{server.status_url}/metrics")
+        assert code == 200
+        for line in (
+            'psengine_applied_total{shard="0",training_job="job"} 1.0',
+            'psengine_duplicates_total{shard="0",training_job="job"} 1.0',
+            'psengine_workers{shard="0",training_job="job"} 1.0',
+            'psengine_pushes_total{shard="0",training_job="job",worker="0"} 2.0',
+            'psengine_staleness_bucket{le="0.0",shard="0",training_job="job"} 1.0',
+            "psengine_snapshot_generation 1.0",
+            "psengine_snapshot_failures_total 0.0",
+            "psengine_healthy 1.0",
+        ):
+            assert line in text, text
+        assert 'psengine_memory_bytes{shard="0"}' in text
+
+
+def test_the_monitor_has_what_it_has():
+    with running_server() as server:
+        for path in ("/status", "/../etc/passwd", "/healthz?x=1", "/" + "x" * 500):
+            with pytest.raises(urllib.error.HTTPError, match="404"):
+                get(server.status_url + path)
+        with pytest.raises(urllib.error.HTTPError, match="405"):
+            urllib.request.urlopen(urllib.request.Request(f"{server.status_url}/healthz", method="POST", data=b"x"))
+        with pytest.raises(urllib.error.HTTPError, match="414"):
+            get(f"{server.status_url}/{'x' * 70000}")
+        assert "Traceback" not in server.log()
+
+
+@pytest.mark.slow
+def test_slow_readers_of_the_monitor_are_cut_and_do_not_block_it():
+    with running_server() as server:
+        host, port = server.status_url.removeprefix("http://").split(":")
+        slow = [socket.create_connection((host, int(port))) for _ in range(20)]
+        try:
+            for connection in slow:
+                connection.sendall(b"GET /heal")
+
+            def answers():
+                try:
+                    return get(f"{server.status_url}/healthz", 1.0)[0] == 200
+                except OSError:
+                    return False
+
+            eventually(answers, 15)
+            with Peer(server.addresses[0]) as peer:
+                assert peer.hello().type.name == "WELCOME"
+        finally:
+            for connection in slow:
+                connection.close()
+
+
+def short_deadline():
+    from psengine.parameter_server.server.status import monitor
+
+    monitor.REQUEST_DEADLINE_S = 1.5
+
+
+def test_one_byte_at_a_time_does_not_hold_the_monitor_for_ever():
+    with running_server(sabotage=short_deadline) as server:
+        host, port = server.status_url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port))) as connection:
+            started_s = time.monotonic()
+            with contextlib.suppress(ConnectionResetError, BrokenPipeError):
+                while time.monotonic() - started_s < 20:
+                    connection.sendall(b"G")
+                    time.sleep(0.2)
+            assert 1 < time.monotonic() - started_s < 10
+
+
+def test_a_stopped_process_is_not_healthy():
+    with running_server() as server:
+        assert get(f"{server.status_url}/healthz")[0] == 200
+        server.signal(signal.SIGSTOP)
+        with pytest.raises(OSError, match="timed out"):
+            get(f"{server.status_url}/healthz", 0.5)
+        server.signal(signal.SIGCONT)
+        assert get(f"{server.status_url}/healthz")[0] == 200
+
+
+# ---- peers that misbehave --------------------------------------------------------------------------------------
+
+
+def is_served(server):
+    with Peer(server.addresses[0]) as peer:
+        return peer.request("STATUS", worker=2**32 - 1).type.name == "STATUS_REPORT"
+
+
+def test_garbage_is_answered_by_errors_and_logged_sparingly():
+    with running_server() as server, Peer(server.addresses[0]) as peer:
+        for count in range(300):
+            peer.socket.send_multipart([MANY_BYTES[: count * 7 % 4096] for _ in range(1 + count % 4)])
+        answers = [peer.receive() for _ in range(300)]
+        assert all(answer.type.name == "ERROR" for answer in answers)
+        assert server.status()["shards"][0]["transport"]["bad_messages"] == 300
+        assert 1 <= server.log().count("refused a message") <= 5
+        assert is_served(server)
+
+
+def test_another_protocol_version_is_told_so():
+    with running_server() as server, Peer(server.addresses[0]) as peer:
+        peer.socket.send(b"PSEN" + struct.pack("<HBB", 9, 8, 0) + bytes(80))
+        assert peer.receive().body["code"] == "version"
+
+
+def test_bytes_that_are_no_zmq_and_connections_that_say_nothing():
+    with running_server() as server:
+        host, port = server.addresses[0].removeprefix("tcp://").split(":")
+        silent = [socket.create_connection((host, int(port))) for _ in range(50)]
+        for connection in silent[:25]:
+            connection.sendall(MANY_BYTES)
+        assert is_served(server)
+        silent[-1].settimeout(5.0)
+        while silent[-1].recv(100):  # our greeting; then the handshake's time is over
+            pass
+        for connection in silent:
+            connection.close()
+        assert is_served(server)
+
+
+def test_a_frame_that_is_too_large_costs_the_connection_only():
+    with running_server() as server, Peer(server.addresses[0]) as peer:
+        peer.socket.send(bytes(MAX_PAYLOAD_BYTES + 65 * 1024))
+        assert peer.receive(0.5) is None
+        assert is_served(server)
+
+
+def test_a_message_of_many_frames_is_an_error():
+    with running_server() as server, Peer(server.addresses[0]) as peer:
+        peer.socket.send_multipart([b"x"] * 20000)
+        assert peer.receive().body["code"] == "bad_message"
+        assert is_served(server)
+
+
+def test_a_peer_that_never_reads_does_not_block_the_others():
+    with running_server() as server, Peer(server.addresses[0]) as peer, Peer(server.addresses[0], deaf=True) as deaf:
+        peer.make_job(torch.zeros(1_000_000))
+        for _ in range(400):
+            deaf.send(deaf.message("PULL", worker=2**32 - 1, key=0))
+
+        def some_were_dropped():
+            started_s = time.monotonic()
+            assert peer.request("HEARTBEAT").type.name == "HEARTBEAT_ACK"
+            assert time.monotonic() - started_s < 2
+            transport = server.status()["shards"][0]["transport"]
+            assert transport["backlog_bytes"] <= 64 * 2**20
+            return transport["dropped"] > 0
+
+        eventually(some_were_dropped, 20)
+        server.terminate()
+        assert server.wait() == 0
+
+
+def test_a_peer_that_left_is_forgotten():
+    with running_server() as server:
+        for _ in range(5):
+            with Peer(server.addresses[0]) as peer:
+                for _ in range(20):
+                    peer.send(peer.message("STATUS", worker=2**32 - 1))
+                time.sleep(0.02)
+        assert is_served(server)
+        eventually(lambda: server.status()["shards"][0]["transport"]["backlog_bytes"] == 0)
+
+
+def test_settings_that_cannot_be_are_refused_before_anything_starts():
+    with pytest.raises(ServerFailedError, match="need keys"), running_server(bind="tcp://0.0.0.0:0"):
+        pass
+    assert issubclass(ConfigurationError, ValueError)
+
+
+def test_nothing_is_left_of_an_ipc_server_that_ended(tmp_path):
+    with running_server(bind=f"ipc://{tmp_path}/s", snapshot_dir=tmp_path / "snapshots") as server:
+        server.terminate()
+        assert server.wait() == 0
+    assert sorted(path.name for path in Path(tmp_path).iterdir()) == ["snapshots"]
+
+
+def small_allowance():
+    from psengine.parameter_server.server.transport import memory_guard
+
+    memory_guard.MIN_ALLOWANCE_BYTES = 64 << 20
+
+
+def test_a_message_that_never_ends_costs_its_connection_and_not_the_memory():
+    with (
+        running_server(max_memory_bytes=64 << 20, sabotage=small_allowance, insecure=True) as server,
+        Peer(server.addresses[0]) as honest,
+        connect_by_hand(server.addresses[0]) as flood,
+    ):
+        honest.make_job(torch.zeros(1000))
+        cut = honest.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        before = resident_bytes(server.pid)
+        more = struct.pack(">BQ", 3, 8 << 20) + bytes(8 << 20)  # a long frame, and more to come
+        largest = count = 0
+        with contextlib.suppress(ConnectionResetError, BrokenPipeError):
+            while count < 1000:
+                count += 1
+                flood.sendall(more)
+                largest = max(largest, resident_bytes(server.pid))
+        assert count < 1000
+        assert 256 << 20 < largest - before < 2 << 30
+        told = "messages that do not end or answers that nobody reads: the connections of 127.0.0.1"
+        eventually(lambda: told in server.log())
+        eventually(lambda: resident_bytes(server.pid) < before + (128 << 20), 10)
+        assert honest.request("PUSH", key=0, sequence=1, payload=torch.ones(1000)).type.name == "UPDATED"
+        assert not cut.poll(0)
+        assert server.job("job")[0]["applied"] == 1
+        assert [event["kind"] for event in server.status()["events"]].count("memory") >= 1
+
+
+def connect_by_hand(address):
+    """A ZMTP 3.0 connection as a DEALER: libzmq itself would not send a message before its last frame."""
+    host, port = address.removeprefix("tcp://").split(":")
+    connection = socket.create_connection((host, int(port)), timeout=20)
+    connection.sendall(b"\xff" + bytes(8) + b"\x7f" + b"\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32))
+    ready = b"\x05READY" + b"\x0bSocket-Type" + struct.pack(">I", 6) + b"DEALER"
+    connection.sendall(struct.pack("BB", 4, len(ready)) + ready)
+    received = b""
+    while b"READY" not in received:
+        received += connection.recv(1000)
+    return connection
+
+
+def resident_bytes(pid):
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+# ---- bugs of ours ----------------------------------------------------------------------------------------------
+
+
+def fail_on_status():
+    from psengine.parameter_server.server.core.shard import Shard
+
+    handle = Shard.handle
+
+    def fail(self, sender, message, now_s):
+        if message.type.name == "STATUS":
+            raise RuntimeError("sabotage of STATUS")
+        return handle(self, sender, message, now_s)
+
+    Shard.handle = fail
+
+
+def test_a_failing_shard_says_so_and_serves_on():
+    with running_server(sabotage=fail_on_status) as server, Peer(server.addresses[0]) as peer:
+        for sequence in range(1, 20):
+            answer = peer.request("STATUS", sequence=sequence)
+            assert (answer.type.name, answer.body["code"], answer.sequence) == ("ERROR", "internal", sequence)
+            assert "sabotage of STATUS" in answer.body["text"]
+        assert peer.hello().type.name == "WELCOME"
+        assert server.status()["shards"][0]["transport"]["failures"] == 19
+        assert 1 <= server.log().count("Traceback") <= 3
+
+
+def fail_in_the_tick():
+    from psengine.parameter_server.server.core.shard import Shard
+
+    def fail(self, now_s):
+        raise RuntimeError("sabotage of the tick")
+
+    Shard.tick = fail
+
+
+def test_a_failing_tick_is_logged_sparingly():
+    with running_server(sabotage=fail_in_the_tick) as server, Peer(server.addresses[0]) as peer:
+        time.sleep(0.5)
+        assert peer.hello().type.name == "WELCOME"
+        assert server.log().count("Traceback") == 1
+
+
+def fail_in_the_socket():
+    import zmq
+
+    from psengine.parameter_server.server.transport.endpoint import Endpoint
+
+    receive = Endpoint.receive
+
+    def fail(self):
+        if receive(self) is not None:
+            raise zmq.ZMQError(zmq.ETERM)
+
+    Endpoint.receive = fail
+
+
+def test_a_dead_shard_ends_the_process():
+    with running_server(sabotage=fail_in_the_socket, shards=2) as server, Peer(server.addresses[1]) as peer:
+        assert peer.request("STATUS", timeout_s=0.5) is None
+        assert server.wait(8.0) == 5
+        assert "shard 1 failed; the server ends" in server.log()
+
+
+def fail_in_the_snapshot():
+    from psengine.parameter_server.server.snapshots.store import SnapshotStore
+
+    def fail(self, shards):
+        raise RuntimeError("sabotage of the snapshot")
+
+    SnapshotStore.save = fail
+
+
+def test_an_unexpected_failure_of_a_snapshot_is_one_like_others(tmp_path):
+    with running_server(snapshot_dir=tmp_path / "s", sabotage=fail_in_the_snapshot) as server:
+        with Peer(server.addresses[0]) as peer:
+            peer.make_job(torch.zeros(10))
+            for _ in range(2):
+                assert peer.request("SNAPSHOT").body["code"] == "snapshot_failed"
+        assert server.status()["snapshot"]["failures"] == 2
+        server.terminate()
+        assert server.wait() == 4  # what came after the last generation is lost

@@ -1,0 +1,301 @@
+"""The dashboard in a real browser: a real server and workers, one of them slow, one killed, one of a hostile name."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from contextlib import ExitStack, contextmanager
+from functools import partial
+
+import pytest
+import torch
+from support.fault_workers import crew
+from support.mute_shards import mute_while
+from support.server_process import Peer, running_server
+from torch import nn
+
+import psengine
+
+HOSTILE = "<img src=x onerror=alert(1)>\"'&<script>window.hacked=1</script>"
+VIOLATIONS = """
+window.violations = [];
+document.addEventListener("securitypolicyviolation", (event) =>
+  window.violations.push(event.blockedURI + event.violatedDirective));
+window.addEventListener("error", (event) => window.violations.push(String(event.message)));
+window.addEventListener("unhandledrejection", (event) => window.violations.push(String(event.reason)));
+"""
+
+
+def train(reports, address, job, pause_s):
+    """A small classifier until the test says stop; every step sleeps ``pause_s``."""
+    torch.manual_seed(0)
+    model = psengine.DistributedDataParallel(
+        nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10)),
+        strategy=psengine.AsyncServer(servers=address, job=job),
+    )
+    optimizer = psengine.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.05), model)
+    centres = torch.randn(10, 64)
+    while not reports.told():
+        y = torch.randint(0, 10, (32,))
+        loss = nn.functional.cross_entropy(model(centres[y] + torch.randn(32, 64)), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        model.report(loss=loss.item(), samples=32)
+        time.sleep(pause_s)
+    model.strategy.close()
+
+
+@contextmanager
+def browser():
+    webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed")
+    driver_path, chromium = shutil.which("chromedriver"), shutil.which("chromium") or shutil.which("google-chrome")
+    if driver_path is None or chromium is None:
+        pytest.skip("no chromium and chromedriver on PATH")
+    options = webdriver.ChromeOptions()
+    options.binary_location = chromium
+    for argument in (
+        "--headless=new",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--disable-dev-shm-usage",
+        "--disable-background-networking",
+        "--no-first-run",
+        "--window-size=1280,1400",
+        # Whatever is not this machine does not resolve.
+        "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1, EXCLUDE localhost",
+    ):
+        options.add_argument(argument)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
+    driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(driver_path))
+    try:
+        driver.set_page_load_timeout(20)
+        driver.execute_cdp_cmd("Page.addScriptToEvaluateOnNewDocument", {"source": VIOLATIONS})
+        yield driver
+    finally:
+        driver.quit()
+
+
+def eventually(look, what, timeout_s=40.0):
+    """The first true value of ``look``."""
+    deadline_s = time.monotonic() + timeout_s
+    while not (found := look()):
+        assert time.monotonic() < deadline_s, f"never: {what}"
+        time.sleep(0.1)
+    return found
+
+
+def rows_of(driver):
+    """By rank: the texts of a worker's cells, by the column's label, and its row's class."""
+    rows = driver.execute_script(
+        "return [...document.querySelectorAll('#workers-body tr')].map((row) =>"
+        " [row.className, [...row.children].map((cell) => [cell.dataset.label || 'reason', cell.textContent])])"
+    )
+    return {int(dict(cells)["Rank"]): {**dict(cells), "class": kind} for kind, cells in rows}
+
+
+def traces_of(driver, chart):
+    """How many points each line of a chart has."""
+    paths = driver.execute_script(
+        f"return [...document.querySelectorAll('#{chart} path.trace')].map((path) => path.getAttribute('d'))"
+    )
+    return [path.count("L") for path in paths]
+
+
+def text_of(driver, css):
+    return driver.execute_script(f"return document.querySelector({json.dumps(css)}).textContent")
+
+
+def choose_job(driver, name):
+    driver.execute_script(
+        "const choice = document.getElementById('job'); choice.value = arguments[0];"
+        "choice.dispatchEvent(new Event('change'));",
+        name,
+    )
+
+
+def test_a_diverged_worker_is_an_alarm_and_a_paused_page_shows_the_other_range():
+    weights = {"w": torch.ones(4)}
+    with running_server(lease_s=1.0) as server, browser() as driver, ExitStack() as clients:
+
+        def join(rank, loss):
+            client = clients.enter_context(psengine.connect(server.addresses[0], rank=rank))
+            client.register(weights, torch.optim.SGD(list(weights.values()), lr=0.1))
+            client.push_pull({"w": torch.zeros(4)}, into=weights)
+            client.session.telemetry.report(loss=loss)
+
+        join(0, 0.5)
+        driver.get(server.status_url + "/")
+        losses = (
+            "return [...document.querySelectorAll('.tile')].filter((one) => one.textContent.startsWith('Loss'))"
+            ".map((one) => [one.className, one.textContent])"
+        )
+        eventually(lambda: ["tile", "Loss0.5000 mean0.5000 to 0.5000"] in driver.execute_script(losses), "the loss")
+        join(1, float("nan"))
+        alarm = ["tile alarm", "Lossnan meannot finite: w1"]
+        eventually(lambda: alarm in driver.execute_script(losses), "the alarm")
+        assert {rank: row["Loss"] for rank, row in rows_of(driver).items()} == {0: "0.5000", 1: "nan"}
+        assert driver.execute_script("return document.querySelector('#workers td.alarm').textContent") == "nan"
+        assert text_of(driver, "#loss-about") == "not finite: w1"
+
+        driver.execute_script("document.getElementById('pause').click()")
+        assert driver.execute_script("return tracks[60].times.length") == 0
+        driver.execute_script("document.getElementById('range-60').click()")
+        eventually(lambda: driver.execute_script("return tracks[60].times.length"), "the day's samples")
+        assert text_of(driver, "#health") == "❚❚ paused"
+        assert text_of(driver, "#loss .empty") == "One sample a minute: lines begin with the second."
+        assert driver.execute_script("return window.violations") == []
+
+
+def test_a_run_with_a_slow_and_a_killed_worker_and_a_hostile_one(tmp_path):
+    token = tmp_path / "token"
+    token.touch(mode=0o600)
+    token.write_text("a-token-for-this-test")
+    mute = tmp_path / "mute"
+    options = {
+        "sabotage": partial(mute_while, mute),
+        "lease_s": 2.0,
+        "shards": 2,
+        "status_token": token,
+        "snapshot_dir": tmp_path / "snapshots",
+    }
+    with running_server(**options) as server, crew() as workers, browser() as driver, Peer(server.addresses[0]) as peer:
+        pauses_s = (0.02, 0.3, 0.02)
+        trainers = [
+            workers.start(train, server.addresses[0], "digits", pause_s, rank=rank)
+            for rank, pause_s in enumerate(pauses_s)
+        ]
+        driver.get(server.status_url + "/")
+        looks = {0: "", 1: "slow", 2: ""}
+        eventually(lambda: {rank: row["class"] for rank, row in rows_of(driver).items()} == looks, "one slow worker")
+        rows = rows_of(driver)
+        assert rows[1]["State"].startswith("▲ slow")
+        assert "of the fastest" in rows[1]["State"]
+        eventually(lambda: int(rows_of(driver)[1]["Lag"].replace(",", "")) > 20, "its lag")
+        assert text_of(driver, "#health") == "✓ serving"
+        assert text_of(driver, "#workers-about").startswith("1 slow · async")
+
+        # Somebody is about to evict worker 2, which dies meanwhile: nobody else is evicted by the second click.
+        driver.execute_script("document.getElementById('victim').value = '2'")
+        driver.execute_script("document.getElementById('do-evict').click()")
+        assert text_of(driver, "#do-evict") == "Really evict worker 2 of job digits? Click again"
+        trainers[2].kill()
+        evicted = eventually(lambda: (row := rows_of(driver)[2])["class"] == "gone" and row, "the killed one is out")
+        assert text_of(driver, "#do-evict") == "Evict the worker"
+        driver.execute_script("document.getElementById('do-evict').click()")
+        assert text_of(driver, "#do-evict") == "Really evict worker 0 of job digits? Click again"
+        driver.execute_script("document.getElementById('victim').dispatchEvent(new Event('change'))")
+        assert text_of(driver, "#do-evict") == "Evict the worker"
+        assert text_of(driver, "#outcome") == ""
+        assert "evicted" in evicted["State"]
+        assert "silent" in evicted["reason"]
+        assert int(evicted["Step"].replace(",", "")) > 0
+        eventually(
+            lambda: any(
+                event.startswith("✕ evicted") and "worker 2 " in event
+                for event in driver.execute_script(
+                    "return [...document.querySelectorAll('#log li')].map((li) => li.children[1].textContent"
+                    " + ' ' + li.children[2].textContent)"
+                )
+            ),
+            "the event",
+        )
+
+        # Every chart shows what happened.
+        eventually(lambda: min(traces_of(driver, "loss")[:2], default=0) >= 2, "losses")
+        eventually(lambda: len(found := traces_of(driver, "updates")) == 2 and min(found) >= 2, "updates")
+        assert len(traces_of(driver, "traffic")) == 4
+        assert driver.execute_script("return document.querySelectorAll('#staleness rect').length") >= 4
+        bars = driver.execute_script(
+            "return [...document.querySelectorAll('#time-body tr')].map((row) =>"
+            " [...row.querySelectorAll('.bar-track span')].map((part) => parseFloat(part.style.flexBasis)))"
+        )
+        assert len(bars) == 2
+        assert all(abs(sum(parts) - 100) < 1 for parts in bars)
+        assert "Loss over time: w0 " in driver.execute_script(
+            "return document.querySelector('#loss svg').getAttribute('aria-label')"
+        )
+
+        # A job and a host with markup for names are shown as they are.
+        peer.job = HOSTILE
+        assert peer.hello(host=HOSTILE).type.name == "WELCOME"
+        eventually(
+            lambda: driver.execute_script("return document.getElementById('job').options.length") == 2, "two jobs"
+        )
+        choose_job(driver, HOSTILE)
+        eventually(lambda: rows_of(driver).get(0, {}).get("Host", "").startswith(HOSTILE), "the hostile host")
+        eventually(lambda: HOSTILE in text_of(driver, "#log"), "the hostile event")
+        assert driver.title.startswith(HOSTILE)
+        assert driver.execute_script("return [document.images.length, document.scripts.length, window.hacked]") == [
+            0,
+            1,
+            None,
+        ]
+
+        # Shards that do not answer are named; what was known of their jobs stays, and so does the choice.
+        mute.touch()
+        eventually(lambda: text_of(driver, "#health") == "✕ shards 0, 1 do not answer", "who does not answer")
+        assert driver.execute_script("return document.getElementById('job').value") == HOSTILE
+        mute.unlink()
+        eventually(lambda: text_of(driver, "#health") == "✓ serving", "they answer again")
+        assert driver.execute_script("return document.getElementById('job').value") == HOSTILE
+
+        # Paused, it asks nothing; the other range has data too.
+        choose_job(driver, "digits")
+        driver.execute_script("document.getElementById('range-60').click()")
+        assert (
+            driver.execute_script("return document.getElementById('range-60').getAttribute('aria-pressed')") == "true"
+        )
+        driver.execute_script("document.getElementById('range-1').click(); document.getElementById('pause').click()")
+        assert text_of(driver, "#health") == "❚❚ paused"
+        asked = server.status()["shards"][0]["transport"]["received_messages"]
+        step = rows_of(driver)[0]["Step"]
+        eventually(lambda: server.status()["shards"][0]["transport"]["received_messages"] > asked + 10, "traffic")
+        assert rows_of(driver)[0]["Step"] == step
+        driver.execute_script("document.getElementById('pause').click()")
+        eventually(lambda: rows_of(driver)[0]["Step"] != step, "it goes on")
+
+        # Actions: with the wrong token nothing happens, with the right one a snapshot is written, and the end comes.
+        driver.execute_script("document.getElementById('act').click()")
+        driver.execute_script("document.getElementById('token').value = 'wrong'")
+        driver.execute_script("document.getElementById('do-snapshot').click()")
+        eventually(lambda: "needs the server's token" in text_of(driver, "#outcome"), "a refusal")
+        driver.execute_script("document.getElementById('token').value = 'a-token-for-this-test'")
+        driver.execute_script("document.getElementById('do-snapshot').click()")
+        eventually(lambda: "Durable to generation 1" in text_of(driver, "#outcome"), "a snapshot")
+        driver.execute_script("document.getElementById('victim').value = '1'")
+        for _ in range(2):
+            driver.execute_script("document.getElementById('do-evict').click()")
+        eventually(lambda: "Worker 1 is out." in text_of(driver, "#outcome"), "it is evicted")
+        for trainer in trainers[:2]:
+            trainer.go()
+            trainer.result()
+        entries = driver.get_log("browser")
+        # A browser reports the refused token's 401 by itself.
+        assert [e for e in entries if e["level"] == "SEVERE" and "401" not in e["message"]] == []
+        shutdown = "document.getElementById('do-shutdown').click()"
+        driver.execute_script(shutdown)
+        assert server.is_alive
+        driver.execute_script(shutdown)
+        eventually(lambda: "The server ends in order" in text_of(driver, "#outcome"), "the end is told")
+        assert server.wait() == 0
+        eventually(lambda: text_of(driver, "#health").startswith("✕ no answer since "), "silence")
+        assert "No answer from 127.0.0.1" in text_of(driver, "#silence")
+        assert not driver.execute_script("return document.getElementById('silence').hidden")
+
+        assert driver.execute_script("return window.violations") == []
+        requests = [json.loads(entry["message"])["message"] for entry in driver.get_log("performance")]
+        asked_of = {
+            message["params"]["request"]["url"].split("?")[0].removeprefix(server.status_url)
+            for message in requests
+            if message["method"] == "Network.requestWillBeSent"
+        }
+        assert {url for url in asked_of if not url.startswith("data:")} == {
+            "/",
+            "/status.json",
+            "/history.json",
+            "/actions/evict",
+            "/actions/snapshot",
+            "/actions/shutdown",
+        }

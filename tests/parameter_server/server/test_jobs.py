@@ -1,0 +1,228 @@
+"""What becomes of jobs that nobody works on any more: their place, their memory, their snapshot, their events."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import time
+from concurrent.futures import TimeoutError as FutureTimeoutError
+
+import pytest
+import torch
+from support.server_process import Peer, running_server
+from support.shard_world import APPLY, ErrorCode, Worker, World, codes, spec, team
+
+from psengine.parameter_server.server.core.events import MAX_EVENTS, SNAPSHOT_FAILED_REPEAT_S, EventLog
+from psengine.parameter_server.server.core.job_places import MAX_JOBS, MAX_JOBS_OF_ONE
+from psengine.parameter_server.server.status.actions import Actions, Deeds
+from psengine.protocol.messages import MessageType
+
+TOKEN = "correct-horse-battery-staple"
+LEASE_S = 5.0
+
+
+def finished(world, job, *, numel=16, rule=None):
+    """A job whose only worker has said goodbye."""
+    more = {} if rule is None else {"rule": rule}
+    worker = Worker(world, 0, job=job, **more)
+    assert worker.hello() == "initialise"
+    answer = worker.register(spec(0, numel))
+    if answer.type is not MessageType.OK:
+        return codes([answer])
+    worker.seal([spec(0, numel)])
+    worker.push(0, 1, torch.ones(numel))
+    worker.send(MessageType.BYE)
+    return []
+
+
+# ---- memory of jobs that are over ------------------------------------------------------------------------------
+
+
+def test_jobs_that_average_one_after_another_need_no_more_memory_than_one():
+    world = World(max_memory_bytes=200)
+    for number in range(10):
+        assert finished(world, f"job{number}") == []
+
+
+def test_values_of_others_are_not_given_up_for_memory():
+    world = World(max_memory_bytes=200, lease_s=LEASE_S)
+    (living,) = team(world, 1, [spec(0, 16)], job="living")
+    living.push(0, 1, torch.ones(16))
+    assert finished(world, "applied", rule=APPLY) == []
+    newcomer = Worker(world, 0, job="new")
+    newcomer.hello()
+    # A lease after its worker went silent the averaging job is over; the other one's values are somebody's still.
+    assert codes([newcomer.register(spec(0, 32))]) == [ErrorCode.MEMORY]
+    world.advance(LEASE_S + 0.5, newcomer)
+    assert codes([newcomer.register(spec(0, 32))]) == [ErrorCode.MEMORY]
+    world.advance(LEASE_S + 0.5, newcomer)
+    assert newcomer.register(spec(0, 32)).type is MessageType.OK
+    assert set(world.shard.status(world.now_s)["jobs"]) == {"applied", "new"}
+
+
+def test_a_snapshot_leaves_out_what_is_over():
+    world = World()
+    finished(world, "averaged")
+    finished(world, "applied", rule=APPLY)
+    team(world, 1, [spec(0, 4)], job="living")
+    assert [state.name for state in world.shard.capture()] == ["applied", "living"]
+
+
+# ---- jobs that are forgotten by hand ---------------------------------------------------------------------------
+
+
+def test_one_job_too_many_is_told_how_to_make_room():
+    world = World(codec=False)
+    for number in range(MAX_JOBS):
+        finished(world, f"job{number}", numel=1, rule=APPLY)
+    late = Worker(world, 0, job="late", rule=APPLY)
+    assert late.hello() == ErrorCode.MEMORY
+    (refused,) = late.take()
+    assert f"expected at most {MAX_JOBS}, got one more, 'late'" in refused.body["text"]
+    assert "POST /actions/forget?job=NAME" in refused.body["text"]
+    world.shard.forget("job7")
+    assert late.hello() == "initialise"
+
+
+# ---- jobs that are only begun --------------------------------------------------------------------------------------
+
+
+def test_who_begins_jobs_without_end_keeps_nobody_else_out():
+    world = World(codec=False)
+    for number in range(2 * MAX_JOBS):
+        Worker(world, 0, job=f"flood{number}", peer="192.0.2.1").hello()
+    assert len(world.shard._jobs) == MAX_JOBS_OF_ONE
+    honest = [Worker(world, 0, job=f"job{number}", peer=f"192.0.2.{2 + number % 3}") for number in range(120)]
+    assert [worker.hello() for worker in honest] == ["initialise"] * len(honest)
+    assert [worker.hello() for worker in honest] == ["initialise"] * len(honest), "none of them made room"
+    assert len(world.shard._jobs) == MAX_JOBS
+
+
+def test_of_ones_own_jobs_those_make_room_for_which_nobody_speaks():
+    world = World(codec=False)
+    alive = Worker(world, 0, job="alive", peer="192.0.2.1")
+    assert alive.hello() == "initialise"
+    for number in range(MAX_JOBS_OF_ONE):
+        Worker(world, 0, job=f"flood{number}", peer="192.0.2.1").hello()
+    late = Worker(world, 0, job="late", peer="192.0.2.1")
+    assert late.hello() == ErrorCode.MEMORY
+    (refused,) = late.take()
+    assert f"expected at most {MAX_JOBS_OF_ONE} begun from 192.0.2.1" in refused.body["text"]
+    world.advance(2.5, alive)
+    assert late.hello() == "initialise"
+    assert {"alive", "late"} < {job.name for job in world.shard._jobs.values()}
+
+
+def test_jobs_with_values_make_no_room():
+    world = World(codec=False)
+    for number in range(MAX_JOBS):
+        worker = Worker(world, 0, job=f"job{number}", rule=APPLY, peer=f"192.0.2.{number % 2}")
+        worker.initialise([spec(0, 1)])
+    assert Worker(world, 0, job="late", peer="198.51.100.1").hello() == ErrorCode.MEMORY
+
+
+def test_of_a_forgotten_job_nothing_is_left():
+    world = World()
+    (worker,) = team(world, 1, [spec(0, 4)], rule=APPLY)
+    worker.push(0, 1, torch.ones(4))
+    world.shard.capture()
+    world.shard.note_durable(3)
+    assert (world.shard.worker_count("demo"), world.shard.worker_count("other")) == (1, None)
+    worker.send(MessageType.BYE)
+    assert world.shard.worker_count("demo") == 0
+    world.shard.forget("demo")
+    world.shard.forget("demo")
+    assert world.shard.worker_count("demo") is None
+    assert world.shard.has_changed()
+    assert (world.shard.capture(), world.shard.memory_bytes()) == ([], 0)
+    successor = Worker(world, 0, rule=APPLY)
+    assert successor.hello() == "initialise"
+    (welcome,) = successor.take()
+    assert welcome.body["durable_version"] is None
+
+
+def test_a_worker_that_came_meanwhile_learns_that_its_job_is_gone():
+    world = World()
+    (worker,) = team(world, 1, [spec(0, 4)], rule=APPLY)
+    world.shard.forget("demo")
+    assert codes(worker.push(0, 1, torch.ones(4))) == [ErrorCode.NOT_MEMBER]
+
+
+def busy(job):
+    raise FutureTimeoutError
+
+
+@pytest.mark.parametrize(
+    ("forget", "code", "text"),
+    [
+        (lambda job: 0, 200, "'a b' is forgotten"),
+        (lambda job: 2, 409, r"'a b' is in use (expected no workers, got 2)"),
+        (lambda job: None, 404, "There is no job 'a b'"),
+        (busy, 503, "ask again"),
+    ],
+)
+def test_the_action_says_what_became_of_the_job(forget, code, text):
+    deeds = Deeds(snapshot=None, evict=lambda job, rank: False, forget=forget, shut_down=lambda: None)
+    actions = Actions(TOKEN, deeds)
+    answered, content = actions.perform("forget", {"job": "a b"}, f"Bearer {TOKEN}")
+    assert answered == code
+    assert text in (content.get("text") or content["error"])
+    assert actions.perform("forget", {"job": "a b"}, None)[0] == 401
+    assert actions.perform("forget", {}, f"Bearer {TOKEN}")[0] == 400
+
+
+def act(url, path):
+    connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=10)
+    try:
+        connection.request("POST", f"/actions/{path}", headers={"Authorization": f"Bearer {TOKEN}"})
+        answer = connection.getresponse()
+        return answer.status, json.load(answer)
+    finally:
+        connection.close()
+
+
+def test_a_forgotten_job_is_gone_from_every_shard_and_does_not_come_back(tmp_path):
+    token = tmp_path / "token"
+    token.touch(mode=0o600)
+    token.write_text(TOKEN)
+    options = {"shards": 2, "snapshot_dir": tmp_path / "s", "snapshot_interval_s": 0.0}
+    with running_server(status_token=token, **options) as server:
+        peers = [Peer(address) for address in server.addresses]
+        for peer in peers:
+            peer.make_job(torch.zeros(10))
+        assert act(server.status_url, "snapshot")[0] == 200
+        code, answer = act(server.status_url, "forget?job=job")
+        assert code == 409
+        assert "expected no workers, got 1" in answer["error"]
+        for peer in peers:
+            assert peer.request("BYE").type.name == "OK"
+        assert act(server.status_url, "forget?job=other")[0] == 404
+        assert len(server.job("job")) == 2
+        assert act(server.status_url, "forget?job=job")[0] == 200
+        assert server.status()["jobs"] == {}
+        while server.status()["snapshot"]["generation"] != 2:
+            time.sleep(0.02)
+        server.kill()
+        for peer in peers:
+            peer.__exit__()
+    with running_server(**options) as server:
+        assert server.status()["jobs"] == {}
+
+
+# ---- what people are told --------------------------------------------------------------------------------------
+
+
+def test_a_disk_that_is_full_for_days_leaves_room_for_other_events():
+    now_s = [0.0]
+    log = EventLog(lambda: now_s[0], lambda: now_s[0])
+    log.note("evicted", "silent for 6.0 s, longer than its lease", job="a", worker=1)
+    for generation in range(2, 2 + 3 * MAX_EVENTS):
+        now_s[0] += 60.0
+        log.note("snapshot_failed", f"a snapshot was not written: generation-{generation:08d}: disk full")
+        log.note("snapshot_failed", "a snapshot was not written: no answer")
+    events = log.to_status()
+    assert events[0]["kind"] == "evicted"
+    full = [event["text"] for event in events if "disk full" in event["text"]]
+    assert len(full) == 3 * MAX_EVENTS * 60 / SNAPSHOT_FAILED_REPEAT_S
+    assert full[0].endswith("generation-00000002: disk full")
+    assert full[1].endswith("generation-00000062: disk full; 59 like it before")

@@ -1,0 +1,382 @@
+"""A machine that several users share: nobody reaches another's servers, and nobody is taken for another's server."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import socket
+import tempfile
+import threading
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+import zmq
+from support.other_user import OTHER_UID, as_other_user, needs_root, other_user
+from support.server_process import Peer, ServerFailedError, run_command, running_server
+
+import psengine
+from psengine.environment import local_sockets
+from psengine.environment.local_sockets import listener_uid, private_directory, socket_beside
+from psengine.errors import AuthenticationError, ConfigurationError, ServerLostError
+from psengine.parameter_server.client.embedded import EmbeddedServer
+from psengine.parameter_server.server.transport.authentication import Authenticator, try_handshake
+from psengine.parameter_server.server.transport.endpoint import Endpoint
+
+NUMEL = 1000
+
+
+@pytest.fixture
+def open_directory():
+    """A directory that every user may enter."""
+    directory = tempfile.mkdtemp(prefix="psengine-open-")
+    os.chmod(directory, 0o777)
+    yield Path(directory)
+    shutil.rmtree(directory)
+
+
+@contextmanager
+def trained_model(address):
+    """A worker's job with values 1, each of which a push lowers by what it holds; nobody else may touch it."""
+    values = torch.ones(NUMEL)
+    with psengine.connect(address, timeout_s=20) as client:
+        client.register({"w": values}, optimizer=torch.optim.SGD([values], lr=1.0))
+        yield client
+        assert torch.equal(client.pull()["w"], torch.ones(NUMEL))
+
+
+def read_model(address, **options):
+    with psengine.connect(address, role="reader", timeout_s=20, **options) as client:
+        return client.pull()["w"].tolist()
+
+
+def answers_to_strangers(address):
+    """Who asks past the client, which is polite: what HELLO, STATUS and a push into the job "default" bring."""
+    with Peer(address) as peer:
+        peer.job = "default"
+        peer.socket.sndtimeo = 500  # without a connection nothing is taken
+        answers = []
+        with contextlib.suppress(zmq.Again):
+            answers.append(peer.request("STATUS", worker=2**32 - 1, timeout_s=0.5))
+            answers.append(peer.hello(rank=5))
+            answers.append(peer.request("PUSH", key=0, payload=torch.full((NUMEL,), 1e6), timeout_s=0.5))
+        return [answer.type.name for answer in answers if answer is not None]
+
+
+@contextmanager
+def server_of_kind(kind, directory):
+    if kind == "embedded":
+        with EmbeddedServer.start() as server:
+            yield server.addresses[0]
+        return
+    bind = {"tcp": "tcp://127.0.0.1:0", "ipc": f"ipc://{directory}/socket", "abstract": f"ipc://@{directory}"}[kind]
+    with running_server(bind=bind) as server:
+        if kind == "ipc":
+            os.chmod(f"{directory}/socket", 0o777)
+        yield server.addresses[0]
+
+
+@needs_root
+@pytest.mark.parametrize(
+    "kind", ["tcp", "embedded", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("ipc", "abstract"))]
+)
+def test_another_user_neither_reads_nor_writes_a_model(kind, open_directory):
+    with server_of_kind(kind, open_directory) as address, trained_model(address):
+        assert read_model(address) == [1.0] * NUMEL
+        assert as_other_user(answers_to_strangers, address) == []
+        started_s = time.monotonic()
+        name, text = as_other_user(read_model, address)
+        assert time.monotonic() < started_s + 10
+        assert name == "AuthenticationError"
+        assert text.startswith(f"{address} does not let this client in")
+        assert "Fix: " in text
+
+
+@needs_root
+@pytest.mark.parametrize("kind", ["tcp", pytest.param("abstract", marks=pytest.mark.slow)])
+def test_who_listens_first_is_not_taken_for_this_users_server(kind, open_directory):
+    with other_user(listen, f"ipc://@{open_directory}" if kind == "abstract" else "tcp://127.0.0.1:0") as receive:
+        address = receive()
+        with pytest.raises(AuthenticationError, match=rf"another user's.*got user {OTHER_UID}'s") as caught:
+            read_model(address)
+        assert str(caught.value).startswith(address)
+
+
+@needs_root
+def test_who_listens_later_is_not_taken_for_this_users_server():
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        address = f"tcp://127.0.0.1:{free.getsockname()[1]}"
+    errors = []
+
+    def meet():
+        try:
+            read_model(address)
+        except Exception as error:
+            errors.append(error)
+
+    client = threading.Thread(target=meet)
+    client.start()
+    time.sleep(0.3)
+    with other_user(listen, address) as receive:
+        receive()
+        client.join(20)
+    assert "another user's" in str(errors[0])
+
+
+def listen(address):
+    """A ROUTER that lets everybody in and says nothing; yields its address, and waits."""
+    router = zmq.Context().socket(zmq.ROUTER)
+    router.bind(address)
+    yield router.getsockopt(zmq.LAST_ENDPOINT).rstrip(b"\0").decode()
+    time.sleep(60)
+
+
+# ---- a secret --------------------------------------------------------------------------------------------------
+
+
+def write_secret(path, text="x" * 40):
+    path.write_text(text + "\n")
+    path.chmod(0o600)
+    return path
+
+
+@needs_root
+def test_another_user_with_the_secret_is_let_in(tmp_path, open_directory):
+    secret = write_secret(tmp_path / "secret")
+    theirs = write_secret(open_directory / "secret")
+    os.chown(theirs, OTHER_UID, OTHER_UID)
+    with running_server(secret_file=secret) as server, trained_model(server.addresses[0]):
+        assert as_other_user(read_with_secret, server.addresses[0], str(theirs)) == [1.0] * NUMEL
+        assert as_other_user(answers_to_strangers, server.addresses[0]) == []
+        assert read_model(server.addresses[0]) == [1.0] * NUMEL
+
+
+def read_with_secret(address, secret):
+    os.environ["PSENGINE_SECRET_FILE"] = secret
+    return read_model(address)
+
+
+def test_a_wrong_secret_is_refused_soon_and_says_what_to_do(tmp_path, monkeypatch):
+    monkeypatch.setenv("PSENGINE_RUNTIME_DIR", str(tmp_path / "elsewhere"))  # no Unix socket is found there
+    wrong = write_secret(tmp_path / "wrong", "y" * 40)
+    right = write_secret(tmp_path / "secret")
+    with running_server(secret_file=right, environment={"PSENGINE_RUNTIME_DIR": ""}) as server:
+        monkeypatch.setenv("PSENGINE_SECRET_FILE", str(right))
+        with psengine.connect(server.addresses[0], role="reader") as client:
+            assert client.status()
+        monkeypatch.setenv("PSENGINE_SECRET_FILE", str(wrong))
+        started_s = time.monotonic()
+        with pytest.raises(AuthenticationError) as caught:
+            psengine.connect(server.addresses[0], role="reader", timeout_s=60)
+        assert time.monotonic() < started_s + 20
+        text = str(caught.value)
+        assert text.startswith(f"{server.addresses[0]} does not let this client in with the secret in {wrong}")
+        assert "--secret-file" in text
+        monkeypatch.setenv("PSENGINE_SECRET_FILE", str(tmp_path / "absent"))
+        with pytest.raises(ConfigurationError, match=r"absent cannot be read \(expected a file that holds a secret"):
+            psengine.connect(server.addresses[0], role="reader")
+        monkeypatch.delenv("PSENGINE_SECRET_FILE")
+        with pytest.raises(AuthenticationError, match="PSENGINE_SECRET_FILE"):
+            psengine.connect(server.addresses[0], role="reader", timeout_s=60)
+
+
+def test_a_client_that_does_not_find_the_socket_hears_every_fix(tmp_path, monkeypatch):
+    with running_server() as server:
+        monkeypatch.setenv("PSENGINE_RUNTIME_DIR", str(tmp_path))
+        with pytest.raises(AuthenticationError) as caught:
+            psengine.connect(server.addresses[0], role="reader", timeout_s=60)
+    for part in (server.addresses[0], str(tmp_path), "PSENGINE_SECRET_FILE=", "keygen", "--insecure"):
+        assert part in str(caught.value)
+
+
+def test_a_secret_that_others_could_read_is_refused(tmp_path):
+    secret = write_secret(tmp_path / "secret")
+    secret.chmod(0o644)
+    with run_command(["--bind", "tcp://127.0.0.1:0", "--secret-file", str(secret)]) as command:
+        assert command.wait() == 2
+        assert "chmod 600" in command.stderr()
+
+
+@needs_root
+def test_insecure_lets_every_user_in():
+    with running_server(insecure=True) as server, trained_model(server.addresses[0]):
+        assert as_other_user(read_model, server.addresses[0]) == [1.0] * NUMEL
+        assert "every user of this machine" in server.log()
+
+
+# ---- the locks themselves --------------------------------------------------------------------------------------
+
+
+def test_a_dead_authenticator_refuses_its_own_user_too(tmp_path):
+    with zmq.Context() as context:
+        guard = Authenticator(context, None)
+        guard.start()
+        endpoint = Endpoint(context, f"ipc://{tmp_path}/socket", guard)
+        try:
+            assert try_handshake(context, endpoint.address, "", None) == "accepted"
+            guard.end()
+            assert try_handshake(context, endpoint.address, "", None) == "cut"
+        finally:
+            endpoint.close(0)
+
+
+def judge_that_takes_everybody():
+    Authenticator._judge_user = lambda self, address: ""
+
+
+def handler_that_hangs():
+    Authenticator.run = lambda self: self._ends.wait()
+
+
+def lock_that_is_left_out():
+    Authenticator.secure = lambda self, router, address: None
+
+
+@pytest.mark.parametrize("sabotage", [judge_that_takes_everybody, handler_that_hangs, lock_that_is_left_out])
+@pytest.mark.parametrize("kind", ["tcp", pytest.param("ipc", marks=pytest.mark.slow)])
+def test_a_server_whose_locks_do_not_hold_does_not_start(sabotage, kind, tmp_path):
+    bind = "tcp://127.0.0.1:0" if kind == "tcp" else f"ipc://{tmp_path}/socket"
+    with (
+        pytest.raises(ServerFailedError, match=r"exit code 2(.|\n)*does not keep strangers out"),
+        running_server(sabotage=sabotage, bind=bind),
+    ):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("address", "verdict"),
+    [
+        ("localhost:{me}:0:1", b"200"),
+        ("localhost:{me}:0:", b"200"),
+        ("localhost:0:7:1", b"200"),
+        ("localhost:65534:0:1", b"400"),
+        ("localhost:{me}9:0:1", b"400"),
+        ("localhost", b"400"),
+        ("localhost:", b"400"),
+        ("127.0.0.1", b"400"),
+        ("", b"400"),
+        ("::1", b"400"),
+        ("localhost:-1:0:1", b"400"),
+        ("xlocalhost:0:0:1", b"400"),
+    ],
+)
+def test_who_may_come_in_without_keys(address, verdict):
+    with zmq.Context() as context:
+        guard = Authenticator(context, None)
+        try:
+            peer = address.format(me=os.geteuid()).encode()
+            assert guard.judge([b"1.0", b"1", b"psengine", peer, b"", b"NULL"])[2] == verdict
+            assert guard.judge([b"1.0", b"1", b"psengine", peer, b"", b"PLAIN", b"a", b"b"])[2] == b"400"
+            assert guard.judge([b"1.0", b"1", b"psengine", peer, b"", b"CURVE", b"k" * 32])[2] == b"400"
+        finally:
+            guard._socket.close(0)
+
+
+# ---- Unix sockets ----------------------------------------------------------------------------------------------
+
+
+def test_a_client_may_be_there_before_its_server():
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        address = f"tcp://127.0.0.1:{free.getsockname()[1]}"
+    found = []
+    client = threading.Thread(target=lambda: found.append(len(connected_status(address))))
+    client.start()
+    time.sleep(0.3)
+    with running_server(bind=address):
+        client.join(30)
+    assert found == [1]
+
+
+def connected_status(address):
+    with psengine.connect(address, role="reader", timeout_s=20) as client:
+        return client.status()
+
+
+def test_a_server_leaves_no_socket_behind_and_clears_up_after_those_that_were_killed(tmp_path, monkeypatch):
+    # Short: pytest's own is too long for a socket's path.
+    directory = Path(tempfile.mkdtemp(prefix="ps-"))
+    monkeypatch.setenv("PSENGINE_RUNTIME_DIR", str(directory))
+    try:
+        with running_server(shards=2) as server:
+            beside = {Path(socket_beside(address).removeprefix("ipc://")).name for address in server.addresses}
+            assert {entry.name for entry in directory.iterdir()} == beside
+            server.kill()
+        assert {entry.name for entry in directory.iterdir()} == beside
+        (directory / "notes").write_text("no socket")
+        monkeypatch.setattr(local_sockets, "_STALE_S", -1.0)
+        local_sockets.remove_stale_sockets()
+        assert [entry.name for entry in directory.iterdir()] == ["notes"]
+        with running_server() as server:
+            local_sockets.remove_stale_sockets()
+            assert len(connected_status(server.addresses[0])) == 1
+            server.terminate()
+            assert server.wait() == 0
+        assert [entry.name for entry in directory.iterdir()] == ["notes"]
+    finally:
+        shutil.rmtree(directory)
+
+
+def test_an_embedded_server_leaves_no_socket_behind_and_the_next_clears_up_after_one_that_was_killed():
+    with EmbeddedServer.start() as server:
+        path = Path(server.addresses[0].removeprefix("ipc://"))
+        assert path.is_socket()
+        assert path.parent.stat().st_mode & 0o777 == 0o700
+    assert not path.exists()
+    with EmbeddedServer.start() as killed:
+        path = Path(killed.addresses[0].removeprefix("ipc://"))
+        killed.kill()
+    assert path.is_socket()
+    os.utime(path, (1, 1))
+    with EmbeddedServer.start():
+        assert not path.exists()
+
+
+def test_a_socket_that_a_killed_server_left_does_not_stand_in_the_way():
+    with running_server() as killed:
+        address = killed.addresses[0]
+        killed.kill()
+        with pytest.raises(ServerLostError):
+            psengine.connect(address, role="reader", timeout_s=0.5)
+        with running_server(bind=address):
+            assert len(connected_status(address)) == 1
+
+
+@needs_root
+@pytest.mark.parametrize("fault", ["owner", "mode", "link", "file"])
+def test_a_directory_that_is_not_ours_alone_is_refused(fault, tmp_path, monkeypatch):
+    directory = tmp_path / "run"
+    monkeypatch.setenv("PSENGINE_RUNTIME_DIR", str(directory))
+    assert private_directory() == directory
+    assert private_directory(make=True).stat().st_mode & 0o777 == 0o700
+    if fault == "owner":
+        os.chown(directory, OTHER_UID, 0)
+    elif fault == "mode":
+        directory.chmod(0o750)
+    else:
+        directory.rename(tmp_path / "aside")
+        directory.symlink_to(tmp_path / "aside") if fault == "link" else directory.touch(0o600)
+    with pytest.raises(ConfigurationError, match=r"must be ours alone.*Fix: .*PSENGINE_RUNTIME_DIR"):
+        private_directory(make=True)
+    with run_command(["--bind", "tcp://127.0.0.1:0"]) as command:
+        assert command.wait() == 2
+        assert "must be ours alone" in command.stderr()
+
+
+def test_who_listens_is_known_for_tcp_and_unix_sockets(tmp_path):
+    me = os.geteuid()
+    with socket.create_server(("127.0.0.1", 0)) as tcp, socket.create_server(("0.0.0.0", 0)) as anywhere:
+        assert listener_uid(f"tcp://127.0.0.1:{tcp.getsockname()[1]}") == me
+        assert listener_uid(f"tcp://localhost:{tcp.getsockname()[1]}") == me
+        assert listener_uid(f"tcp://127.0.0.1:{anywhere.getsockname()[1]}") == me
+        assert listener_uid(f"tcp://127.0.0.2:{tcp.getsockname()[1]}") is None
+    with socket.create_server(("::1", 0), family=socket.AF_INET6) as six:
+        assert listener_uid(f"tcp://[::1]:{six.getsockname()[1]}") == me
+    assert listener_uid("tcp://192.0.2.1:7077") is None
+    with socket.socket(socket.AF_UNIX) as unix:
+        unix.bind(str(tmp_path / "s"))
+        assert listener_uid(f"ipc://{tmp_path}/s") is None
+        unix.listen()
+        assert listener_uid(f"ipc://{tmp_path}/s") == me

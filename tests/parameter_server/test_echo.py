@@ -1,0 +1,104 @@
+"""ECHO: what is sent comes back, for readers and workers, and nothing else is taken for it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support.server_process import running_server
+from support.shard_world import APPLY, Worker, World, codes, spec, team
+
+import psengine
+from psengine.errors import ConfigurationError, ProtocolError, ServerLostError
+from psengine.protocol.codec import payload_tensor
+from psengine.protocol.messages import MAX_PAYLOAD_BYTES, NOBODY, ErrorCode, MessageType
+from tests.parameter_server.client.test_connection import Peer
+
+T = MessageType
+
+
+@pytest.fixture(scope="module")
+def server():
+    with running_server(shards=2) as process:
+        yield process
+
+
+def reader(addresses, **options):
+    return psengine.connect(addresses, role="reader", job="nobody", **{"timeout_s": 10.0, **options})
+
+
+class TestAgainstAServer:
+    @pytest.mark.parametrize("size_bytes", [1, 1000, 4 << 20, MAX_PAYLOAD_BYTES])
+    def test_a_reader_without_a_job_measures_every_shard(self, server, size_bytes):
+        with reader(server.addresses[:1]) as client:
+            for shard in (0, 1):
+                assert 0 < client.echo(size_bytes, shard=shard) < 10
+
+    def test_a_worker_measures_between_its_exchanges(self, server):
+        weights = {"w": torch.zeros(10)}
+        with psengine.connect(server.addresses[:1], job="echoing", timeout_s=10.0) as client:
+            with pytest.raises(ConfigurationError, match="not connected"):
+                client.echo(1000)
+            client.register(weights)
+            assert client.echo() > 0
+            assert torch.equal(client.push_pull({"w": torch.ones(10)})["w"], torch.ones(10))
+
+    @pytest.mark.parametrize(
+        ("options", "words"),
+        [
+            ({"size_bytes": 0}, "expected 1 to 16777216, got 0"),
+            ({"size_bytes": MAX_PAYLOAD_BYTES + 1}, "expected 1 to 16777216"),
+            ({"shard": 2}, "no shard 2 .expected 0 to 1"),
+            ({"shard": -1}, "no shard -1"),
+        ],
+    )
+    def test_what_cannot_be_asked(self, server, options, words):
+        with reader(server.addresses[:1]) as client, pytest.raises(ConfigurationError, match=words):
+            client.echo(**options)
+
+
+class TestAgainstAScriptedPeer:
+    @pytest.fixture
+    def peer(self):
+        peer = Peer()
+        # A reader is nobody.
+        peer.script[T.HELLO] = lambda p, route, m: p.reply(m, T.WELCOME, worker=NOBODY, body=p.welcome())
+        try:
+            yield peer
+        finally:
+            peer.close()
+        assert peer.error is None
+
+    def test_other_bytes_are_noticed(self, peer):
+        peer.script[T.ECHO] = lambda p, route, m: p.reply(m, T.ECHOED, payload=payload_tensor(m).flip(0))
+        with reader([peer.address]) as client, pytest.raises(ProtocolError, match="other bytes back"):
+            client.echo(1000)
+
+    def test_a_lost_echo_is_an_error_and_never_asked_twice(self, peer):
+        peer.script[T.ECHO] = lambda p, route, m: None
+        words = "ECHO of 100 bytes"
+        with reader([peer.address], timeout_s=1.5) as client, pytest.raises(ServerLostError, match=words):
+            client.echo(100)
+        assert peer.seen[T.ECHO] == 1
+
+
+class TestAtTheShard:
+    payload = torch.arange(7, dtype=torch.uint8)
+
+    def test_members_and_greeted_workers_get_theirs_back(self):
+        world = World()
+        (member,) = team(world, 1, [spec(0, 4)], rule=APPLY)
+        greeted = Worker(world, 0, job="other")
+        assert greeted.hello() == "initialise"
+        for worker in (member, greeted):
+            before = world.state_hash()
+            answer = worker.ask(T.ECHO, payload=self.payload)
+            assert answer.type is T.ECHOED
+            assert torch.equal(payload_tensor(answer), self.payload)
+            assert world.state_hash() == before
+
+    def test_a_stranger_gets_an_error(self):
+        world = World()
+        team(world, 1, [spec(0, 4)])
+        stranger = Worker(world, 5)
+        stranger.worker = 5
+        assert codes(stranger.send(T.ECHO, payload=self.payload)) == [ErrorCode.NOT_MEMBER]

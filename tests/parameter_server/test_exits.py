@@ -1,0 +1,160 @@
+"""How workers of sync-server leave where a program just ends, is interrupted, or meets an older server."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+
+import pytest
+import torch
+from support.server_process import running_server
+from support.shard_world import APPLY, AVERAGE, spec
+
+from psengine.parameter_server.client.link import Link
+from psengine.parameter_server.client.options import SessionOptions
+from psengine.parameter_server.client.session import WorkerSession
+from psengine.protocol.messages import Message, MessageType
+
+LEASE_S = 2.0
+# Far beyond what these tests take: who waits for it hangs.
+TIMEOUT_S = 60.0
+LIMIT_S = 20.0
+
+PROGRAM = """
+import sys
+import torch
+from psengine.parameter_server.client.options import SessionOptions
+from psengine.parameter_server.client.session import WorkerSession
+from psengine.protocol.layout import ChunkKind, ChunkSpec, Segment
+
+address, rank = sys.argv[1], int(sys.argv[2])
+rule = {"name": "average", "quorum": None}
+session = WorkerSession(SessionOptions(
+    addresses=(address,), job="job", rule=rule, rank=rank, world_size=2, timeout_s=%g
+))
+session.start()
+chunk = ChunkSpec(0, ChunkKind.PARAMETER, torch.float32, 4, (Segment("p0", (4,), (1,), 0, 4),))
+session.enter([chunk], lambda one: torch.zeros(one.numel))
+landing = torch.zeros(4)
+session.keep_result(0)
+session.push(0, torch.full((4,), 1.0), [landing]).wait()
+print(landing.tolist(), flush=True)
+if rank == 1:
+    sys.stdin.read()
+"""
+
+
+def enter(address: str, rank: int, *, rule: dict[str, object] = AVERAGE) -> WorkerSession:
+    options = SessionOptions(addresses=(address,), job="job", rule=rule, rank=rank, world_size=2, timeout_s=TIMEOUT_S)
+    session = WorkerSession(options)
+    session.start()
+    session.enter([spec(0, 4)], lambda one: torch.zeros(one.numel))
+    return session
+
+
+@contextmanager
+def program(address: str, rank: int) -> Iterator[subprocess.Popen[str]]:
+    """A worker that takes one step and ends without ``close``; rank 1 does not end."""
+    arguments = [sys.executable, "-c", PROGRAM % TIMEOUT_S, address, str(rank)]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(arguments, stdin=pipe, stdout=pipe, stderr=pipe, text=True) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+class Deaf:
+    """Worker 1, in this process: it hears of no average while ``is_deaf``."""
+
+    def __init__(self, session: WorkerSession, patch: pytest.MonkeyPatch) -> None:
+        self.is_deaf = True
+        self.was_asked = False
+        presence, receive = session._presence, Link.receive
+        received = presence.received
+
+        def hear(link: Link, message: Message, now_s: float) -> None:
+            if not (self.is_deaf and message.type in (MessageType.UPDATED, MessageType.SENT)):
+                receive(link, message, now_s)
+
+        def watch(index: int, message: Message, now_s: float) -> None:
+            self.was_asked = self.was_asked or message.type is MessageType.PROGRESS_WANTED
+            received(index, message, now_s)
+
+        patch.setattr(Link, "receive", hear)
+        patch.setattr(presence, "received", watch)
+
+
+def eventually(condition: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + LIMIT_S
+    while not condition():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize("ends_by", ["the other", pytest.param("Ctrl-C", marks=pytest.mark.slow)])
+def test_a_program_that_ends_waits_for_who_lacks_the_average_or_for_ctrl_c(monkeypatch, ends_by):
+    with running_server(lease_s=TIMEOUT_S) as server, ExitStack() as context:
+        leaver = context.enter_context(program(server.addresses[0], 0))
+        session = enter(server.addresses[0], 1)
+        context.callback(session.close)
+        other = Deaf(session, monkeypatch)
+        landing = torch.zeros(4)
+        push = session.push(0, torch.full((4,), 3.0), [landing])
+        assert leaver.stdout is not None
+        assert leaver.stdout.readline() == "[2.0, 2.0, 2.0, 2.0]\n"
+        eventually(lambda: other.was_asked)  # the server holds the leaver's OK
+        assert leaver.poll() is None
+        if ends_by == "the other":
+            other.is_deaf = False
+            push.wait()
+            assert landing.tolist() == [2.0] * 4
+            assert leaver.wait(LIMIT_S) == 0
+        else:
+            leaver.send_signal(signal.SIGINT)
+            leaver.wait(LIMIT_S)
+            other.is_deaf = False
+            push.wait()
+        # It has said BYE.
+        assert [worker["rank"] for worker in server.job("job")[0]["workers"]] == [1]
+
+
+@pytest.mark.slow
+def test_a_program_that_ends_waits_a_lease_for_a_worker_that_died():
+    with running_server(lease_s=LEASE_S) as server, ExitStack() as context:
+        leaver, other = (context.enter_context(program(server.addresses[0], rank)) for rank in range(2))
+        assert other.stdout is not None
+        assert other.stdout.readline() == "[1.0, 1.0, 1.0, 1.0]\n"
+        other.kill()
+        assert leaver.wait(LIMIT_S) == 0
+
+
+# ---- older servers ---------------------------------------------------------------------------------------------------
+
+
+def speak_version_2() -> None:
+    from psengine.parameter_server.server.transport import shard_thread
+
+    shard_thread.encode = partial(shard_thread.encode, version=2)  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize(
+    ("rule", "lacks"),
+    [(AVERAGE, "leave without waiting"), pytest.param(APPLY, "are not counted", marks=pytest.mark.slow)],
+)
+def test_what_an_older_server_does_not_do_is_said_once(caplog, rule, lacks):
+    caplog.set_level(logging.WARNING)
+    with running_server(sabotage=speak_version_2, shards=2) as server:
+        session = enter(server.addresses[0], 0, rule=rule)
+        session.status()
+        session.close()
+    [text] = caplog.messages
+    assert "older protocol version than 3" in text
+    assert lacks in text
+    assert all(address in text for address in server.addresses)

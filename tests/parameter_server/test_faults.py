@@ -1,0 +1,967 @@
+"""Workers and servers killed, stopped and restarted by real signals, while others train; oracles say what is left.
+
+A step of "sync-server" is checked gradient by gradient: each average must be, to the bit, the mean over a set of
+workers that the test allows, of what they compute from the weights that all the averages before lead to.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import pickle
+import random
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from attacks.lossy_proxy import lossy_proxy
+from support.fault_workers import Reports, Worker, crew, end_myself, results_of
+from support.processes import run_ranks
+from support.server_process import ServerProcess, running_server
+from torch import nn
+from torch.nn import functional as F
+
+import psengine
+
+LEASE_S = 1.5
+# What the promises add to a lease, and what a rejoining worker may take.
+GRACE_S = 2.0
+REJOIN_S = 5.0
+FEATURES = 6
+# Until the test says how long: see end_soon.
+ENDLESS = 1_000_000
+
+State = dict[str, torch.Tensor]
+
+
+class Model(nn.Module):
+    """Small; buffers; each parameter a chunk of its own, over all shards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(FEATURES, 8)
+        self.normalise = nn.BatchNorm1d(8)
+        self.last = nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(F.relu(self.normalise(self.first(x))))
+
+
+def build(seed: int = 0) -> Model:
+    torch.manual_seed(seed)
+    return Model()
+
+
+def batch(rank: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(100_000 * (rank + 1) + step)
+    return torch.randn(5, FEATURES, generator=generator), torch.randint(0, 3, (5,), generator=generator)
+
+
+def make_optimizer(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
+
+
+def state_of(model: nn.Module) -> State:
+    return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+
+
+def momenta_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> State:
+    states = optimizer.state_dict()["state"]
+    return {f"momentum of {n}": states[i]["momentum_buffer"] for i, (n, _) in enumerate(model.named_parameters())}
+
+
+def assert_equal(a: State, b: State) -> None:
+    assert a.keys() == b.keys()
+    for name in a:
+        assert torch.equal(a[name], b[name]), f"{name}: {(a[name].float() - b[name].float()).abs().max()}"
+
+
+def free_address(shards: int = 2) -> str:
+    """Where a server can start again: its shards get the ports that follow."""
+    while True:
+        port = random.SystemRandom().randrange(20_000, 32_000)
+        with ExitStack() as taken:
+            try:
+                for shard in range(shards):
+                    taken.enter_context(socket.socket()).bind(("127.0.0.1", port + shard))
+            except OSError:
+                continue
+        return f"tcp://127.0.0.1:{port}"
+
+
+@pytest.fixture
+def server() -> Iterator[ServerProcess]:
+    with running_server(shards=2, lease_s=LEASE_S) as running:
+        yield running
+
+
+def expect_workers(world_size: int) -> None:
+    """Let the servers wait for so many workers, as a process group of that size would."""
+    from dataclasses import replace
+
+    from psengine.strategies.servers import base as server_strategy
+    from psengine.strategies.servers.discovery import meet
+
+    def meet_several(*arguments: Any, **options: Any) -> Any:
+        return replace(meet(*arguments, **options), world_size=world_size)
+
+    server_strategy.meet = meet_several  # type: ignore[assignment]
+
+
+def rank_of_mine() -> int:
+    return int(os.environ["PSENGINE_WORKER"])
+
+
+# ---- workers of sync-server ------------------------------------------------------------------------------------------
+
+
+def train_sync(
+    reports: Reports,
+    address: str,
+    steps: int,
+    world_size: int = 1,
+    pause_s: float = 0.0,
+    prepare: Callable[[Any], None] | None = None,
+    awaits_go: bool = False,
+    options: dict[str, Any] | None = None,
+    wrapping: dict[str, Any] | None = None,
+) -> Any:
+    """Train until the model has seen ``steps`` steps.
+
+    Returns {step: averages}, the state, and the momenta. ``prepare(strategy)`` plants a fault.
+    """
+    rank = rank_of_mine()
+    expect_workers(world_size)
+    strategy = psengine.SyncServer(servers=address, **{"timeout_s": 40.0, **(options or {})})
+    wrapped = psengine.DistributedDataParallel(
+        build(seed=rank), strategy=strategy, bucket_cap_mb=0.00001, **(wrapping or {})
+    )
+    optimizer = psengine.DistributedOptimizer(make_optimizer(wrapped.parameters()), wrapped)
+    reports.say("entered", strategy.completed_steps)
+    if awaits_go:
+        reports.await_go()
+    if prepare is not None:
+        prepare(strategy)
+    averages: dict[int, State] = {}
+    while strategy.completed_steps < (steps := reports.told() or steps):
+        x, y = batch(rank, strategy.completed_steps)
+        optimizer.zero_grad()
+        F.cross_entropy(wrapped(x), y).backward()
+        step = strategy.completed_steps
+        averages[step] = {name: p.grad.clone() for name, p in wrapped.module.named_parameters()}
+        nn.utils.clip_grad_norm_(wrapped.parameters(), 0.5)
+        optimizer.step()
+        reports.say("step", step)
+        time.sleep(pause_s)
+    result = averages, state_of(wrapped.module), momenta_of(wrapped.module, optimizer)
+    strategy.close()
+    return result
+
+
+def replay(rank: int, _: int, ranks: Sequence[int], result: bytes) -> list[dict[str, list[tuple[int, ...]]]]:
+    """Per step and parameter, the sets of workers whose mean that average is; fails where it is nobody's."""
+    averages, final, momenta = pickle.loads(result)
+    model = build(seed=0)
+    optimizer = make_optimizer(model.parameters())
+    found = []
+    for step in range(1, max(averages) + 1):
+        gradients, buffers = {}, {}
+        before = state_of(model)
+        for worker in ranks:
+            model.load_state_dict(before)
+            optimizer.zero_grad()
+            x, y = batch(worker, step - 1)
+            F.cross_entropy(model(x), y).backward()
+            gradients[worker] = {name: p.grad.clone() for name, p in model.named_parameters()}
+            buffers[worker] = {name: b.clone() for name, b in model.named_buffers()}
+        matches = {}
+        for name, parameter in model.named_parameters():
+            sets = [s for size in range(1, len(ranks) + 1) for s in itertools.combinations(ranks, size)]
+            matches[name] = [
+                s for s in sets if torch.equal(mean_of([gradients[w][name] for w in s]), averages[step][name])
+            ]
+            assert matches[name], f"step {step}, {name}: the mean over no set of workers"
+            parameter.grad = averages[step][name].clone()
+        found.append(matches)
+        model.load_state_dict({**before, **buffers[ranks[0]]})
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+    assert_equal(state_of(model), final)
+    assert_equal(momenta_of(model, optimizer), momenta)
+    return found
+
+
+def mean_of(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    total = tensors[0].clone()
+    for tensor in tensors[1:]:
+        total += tensor
+    return total / len(tensors) if len(tensors) > 1 else total
+
+
+def phases_of(result: Any, ranks: Sequence[int]) -> list[set[tuple[int, ...]]]:
+    """Replay a survivor's whole run; per step the sets of workers that its averages are made of.
+
+    The lowest of ``ranks`` is one that stays, and gives the buffers.
+    """
+    # Pickled here: multiprocessing would send a descriptor for each tensor.
+    [found] = run_ranks(replay, 1, ranks, pickle.dumps(result), init_group=False)
+    return [{sets[0] for sets in matches.values()} for matches in found]
+
+
+def assert_same_end(results: Sequence[Any]) -> None:
+    for _, state, momenta in results[1:]:
+        assert_equal(results[0][1], state)
+        assert_equal(results[0][2], momenta)
+    for (averages, _, _), step in itertools.product(results, results[0][0]):
+        if step in averages:
+            assert_equal(averages[step], results[0][0][step])
+
+
+def assert_left_out(phases: list[set[tuple[int, ...]]], everybody: tuple[int, ...], survivors: tuple[int, ...]) -> int:
+    """All, then at most one step of both, then survivors only; the number of the first step without the others."""
+    first = next(i for i, sets in enumerate(phases) if survivors in sets)
+    assert all(sets == {everybody} for sets in phases[:first])
+    assert phases[first] <= {everybody, survivors}
+    assert all(sets == {survivors} for sets in phases[first + 1 :])
+    return first + 1
+
+
+# ---- 1: a worker is killed in the middle of a push -------------------------------------------------------------------
+
+
+class DieInStep:
+    """SIGKILL from inside, once ``pushes`` of step ``step``'s chunks have been handed over, ``after_s`` later."""
+
+    def __init__(self, step: int, pushes: int, after_s: float = 0.0) -> None:
+        self._step, self._pushes, self._after_s = step, pushes, after_s
+
+    def __call__(self, strategy: Any) -> None:
+        session, count, push = strategy.session, 0, strategy.session.push
+
+        def count_and_die(*arguments: Any, **keywords: Any) -> Any:
+            nonlocal count
+            operation = push(*arguments, **keywords)
+            if strategy.completed_steps >= self._step:
+                count += 1
+                if count == self._pushes:
+                    time.sleep(self._after_s)
+                    end_myself()
+            return operation
+
+        session.push = count_and_die
+
+
+@pytest.mark.parametrize(
+    ("pushes", "after_s"), [(2, 0.2), *(pytest.param(n, 0.0, marks=pytest.mark.slow) for n in (3, 6))]
+)
+def test_a_worker_killed_in_the_middle_of_a_push_is_left_out(server, pushes, after_s):
+    steps = 12
+    with crew() as workers:
+        survivors = [workers.start(train_sync, server.addresses[0], steps, 3, rank=rank) for rank in (0, 2)]
+        victim = workers.start(train_sync, server.addresses[0], steps, 3, 0.0, DieInStep(5, pushes, after_s), rank=1)
+        _, died_s = victim.wait_for("step", at_least=5)
+        died_s += after_s
+        for survivor in survivors:
+            _, done_s = survivor.wait_for("step", at_least=7)
+            assert done_s - died_s < LEASE_S + GRACE_S
+        results = results_of(survivors)
+    assert_same_end(results)
+    phases = phases_of(results[0], (0, 1, 2))
+    first = assert_left_out(phases, (0, 1, 2), (0, 2))
+    # With all six parameters on their way its last step may count in full.
+    assert first == 6 or (first, pushes) == (7, 6)
+    assert (phases[5] == {(0, 1, 2), (0, 2)}) >= (after_s > 0)
+    assert max(results[0][0]) == steps
+
+
+def test_two_workers_dying_at_once_are_left_out(server):
+    with crew() as workers:
+        survivors = [workers.start(train_sync, server.addresses[0], ENDLESS, 4, 0.01, rank=rank) for rank in (0, 3)]
+        victims = [workers.start(train_sync, server.addresses[0], ENDLESS, 4, 0.01, rank=rank) for rank in (1, 2)]
+        victims[0].wait_for("step", at_least=10)
+        died_s = time.monotonic()
+        for victim in victims:
+            victim.signal(signal.SIGKILL)
+        assert_goes_on(survivors, died_s)
+        results = end_soon(survivors)
+    assert_same_end(results)
+    assert_left_out(phases_of(results[0], (0, 1, 2, 3)), (0, 1, 2, 3), (0, 3))
+
+
+def end_soon(workers: Sequence[Worker]) -> list[Any]:
+    """Let workers of one job train some steps more; their results."""
+    last = max(steps_of(worker) for worker in workers) + 25
+    for worker in workers:
+        worker.go(last)
+    return results_of(workers)
+
+
+def steps_of(worker: Worker) -> int:
+    worker.drain()
+    return max((value for said, value, _ in worker.heard if said == "step"), default=0)
+
+
+def assert_goes_on(survivors: Sequence[Worker], died_s: float) -> None:
+    """No survivor goes longer without a step than a lease and GRACE_S."""
+    for survivor in survivors:
+        reached = steps_of(survivor)
+        # Two steps on: the first of them may have been all but done.
+        _, done_s = survivor.wait_for("step", at_least=reached + 2)
+        assert done_s - died_s < LEASE_S + GRACE_S
+
+
+# ---- 2: a worker restarts --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("waits_for_eviction", [False, True])
+def test_a_restarted_worker_gets_weights_buffers_and_momenta(server, waits_for_eviction):
+    arguments = (train_sync, server.addresses[0], ENDLESS, 2, 0.01)
+    with crew() as workers:
+        survivor = workers.start(*arguments, rank=0)
+        first_life = workers.start(*arguments, rank=1)
+        first_life.wait_for("step", at_least=10)
+        first_life.kill()
+        died_s = time.monotonic()
+        if waits_for_eviction:
+            assert_goes_on([survivor], died_s)
+        begun_s = time.monotonic()
+        second_life = workers.start(*arguments, rank=1)
+        entered, entered_s = second_life.wait_for("entered")
+        assert entered >= 10
+        assert entered_s - begun_s < REJOIN_S
+        results = end_soon([survivor, second_life])
+    assert_same_end(results)
+    phases = phases_of(results[0], (0, 1))
+    assert phases[0] == phases[-1] == {(0, 1)}
+    alone = [i for i, sets in enumerate(phases) if sets == {(0,)}]
+    # One stretch without it, whose first and last step may be mixed.
+    assert not alone or alone == list(range(alone[0], alone[-1] + 1))
+    assert sum((0,) in sets for sets in phases) <= len(alone) + 2
+
+
+def test_the_old_life_of_a_restarted_worker_is_fenced(server):
+    """A stopped process whose rank was given to another comes back as nobody: what it pushes changes nothing."""
+    with crew() as workers:
+        survivor = workers.start(train_sync, server.addresses[0], ENDLESS, 2, 0.01, rank=0)
+        old = workers.start(train_sync, server.addresses[0], ENDLESS, 2, 0.01, rank=1)
+        old.wait_for("step", at_least=5)
+        old.signal(signal.SIGSTOP)
+        new = workers.start(train_sync, server.addresses[0], ENDLESS, 2, 0.01, rank=1)
+        _, entered_s = new.wait_for("entered")
+        old.signal(signal.SIGCONT)
+        text, failed_s = old.wait_for("failed")
+        assert "ServerRefusedError" in text
+        assert "duplicate_rank" in text
+        assert "rank 1 of job 'default'" in text
+        assert failed_s - entered_s < REJOIN_S + GRACE_S
+        results = end_soon([survivor, new])
+    assert_same_end(results)
+    phases_of(results[0], (0, 1))
+
+
+# ---- 3: the server is killed and restarted ---------------------------------------------------------------------------
+
+
+def restart(server: ServerProcess, context: Any, **options: Any) -> ServerProcess:
+    """SIGKILL, and another server on the same address."""
+    server.kill()
+    shards = len(server.addresses)
+    return context.enter_context(running_server(bind=server.addresses[0], shards=shards, lease_s=LEASE_S, **options))
+
+
+@pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("has_snapshots", [False, True], ids=["memory", "snapshots"])
+def test_sync_server_loses_no_step_to_restarts_of_its_server(tmp_path, has_snapshots, seed):
+    chooser = random.Random(seed)
+    options = {"snapshot_dir": tmp_path, "snapshot_interval_s": 0.3} if has_snapshots else {}
+    run_through_restarts(chooser, options, restarts=2, steps=60, wrapping={"gradient_as_bucket_view": has_snapshots})
+
+
+@pytest.mark.slow
+def test_sync_server_loses_no_step_to_many_restarts():
+    run_through_restarts(random.Random(4), {}, restarts=25, steps=1200, wrapping={})
+
+
+def run_through_restarts(
+    chooser: random.Random, options: dict[str, Any], *, restarts: int, steps: int, wrapping: dict[str, Any]
+) -> None:
+    with ExitStack() as context:
+        server = context.enter_context(running_server(bind=free_address(), shards=2, lease_s=LEASE_S, **options))
+        workers = context.enter_context(crew())
+        arguments = (train_sync, server.addresses[0], steps, 3, 0.005, None, False, None, wrapping)
+        members = [workers.start(*arguments, rank=rank) for rank in range(3)]
+        for kill in range(restarts):
+            members[kill % 3].wait_for("step", at_least=(kill + 1) * steps // (restarts + 3))
+            time.sleep(chooser.random() * 0.02)
+            server = restart(server, context, **options)
+        results = results_of(members)
+    assert_same_end(results)
+    assert phases_of(results[0], (0, 1, 2)) == [{(0, 1, 2)}] * steps
+
+
+class StallAnswer:
+    """Let no answer through to this worker from step ``step`` on, until its server has another epoch."""
+
+    def __init__(self, step: int) -> None:
+        self._step = step
+
+    def __call__(self, strategy: Any) -> None:
+        from psengine.parameter_server.client.link import Link
+        from psengine.protocol.messages import MessageType
+
+        receive, epochs = Link.receive, {link.index: link.epoch for link in strategy.session._presence.links}
+
+        def stall(link: Any, message: Any, now_s: float) -> None:
+            is_old = message.epoch == epochs[link.index]
+            if not (message.type is MessageType.UPDATED and is_old and strategy.completed_steps >= self._step):
+                receive(link, message, now_s)
+
+        Link.receive = stall  # type: ignore[method-assign]
+
+
+def test_an_average_that_one_worker_has_survives_the_server():
+    """Rank 0 gets the averages of step 6 and goes on, rank 1 never hears of them; then the server dies."""
+    steps = 12
+    with ExitStack() as context:
+        server = context.enter_context(running_server(bind=free_address(), shards=2, lease_s=LEASE_S))
+        workers = context.enter_context(crew())
+        ahead = workers.start(train_sync, server.addresses[0], steps, 2, rank=0)
+        behind = workers.start(train_sync, server.addresses[0], steps, 2, 0.0, StallAnswer(5), rank=1)
+        ahead.wait_for("step", at_least=6)
+        time.sleep(0.2)
+        ahead.drain()
+        behind.drain()
+        assert max(value for said, value, _ in ahead.heard if said == "step") == 6
+        assert max(value for said, value, _ in behind.heard if said == "step") == 5
+        restart(server, context)
+        results = results_of([ahead, behind])
+    assert_same_end(results)
+    assert phases_of(results[0], (0, 1)) == [{(0, 1)}] * steps
+
+
+class StallPull:
+    """Wait for the test before the values of the job are read."""
+
+    def __call__(self, reports: Reports) -> None:
+        from psengine.strategies.servers.base import ServerStrategy
+
+        pull_values = ServerStrategy.pull_values
+
+        def stall(strategy: Any, specs: Any) -> None:
+            reports.say("will pull")
+            reports.await_go()
+            ServerStrategy.pull_values = pull_values  # type: ignore[method-assign]
+            pull_values(strategy, specs)
+
+        ServerStrategy.pull_values = stall  # type: ignore[method-assign]
+
+
+def enter_slowly(reports: Reports, *arguments: Any) -> Any:
+    StallPull()(reports)
+    return train_sync(reports, *arguments)
+
+
+def test_a_server_that_dies_before_a_worker_has_its_values_gives_it_no_others():
+    """Worker 0 tells a restarted server the layout, not the values; worker 1 must not begin from what is there."""
+    with ExitStack() as context:
+        server = context.enter_context(running_server(bind=free_address(), shards=2, lease_s=LEASE_S))
+        workers = context.enter_context(crew())
+        first = workers.start(train_sync, server.addresses[0], ENDLESS, 2, 0.01, rank=0)
+        second = workers.start(enter_slowly, server.addresses[0], ENDLESS, 2, 0.01, rank=1)
+        second.wait_for("will pull")
+        restart(server, context)
+        time.sleep(0.5)
+        second.go()
+        second.wait_for("step")
+        results = end_soon([first, second])
+    assert_same_end(results)
+    phases_of(results[0], (0, 1))
+
+
+# ---- 4: a worker stops for longer than its lease ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("steps_before", [3, pytest.param(8, marks=pytest.mark.slow)])
+def test_a_stopped_worker_rejoins_with_the_others_state(server, steps_before):
+    with crew() as workers:
+        members = [workers.start(train_sync, server.addresses[0], ENDLESS, 3, 0.01, rank=rank) for rank in range(3)]
+        stopped, others = members[1], [members[0], members[2]]
+        stopped.wait_for("step", at_least=steps_before)
+        stopped.signal(signal.SIGSTOP)
+        assert_goes_on(others, time.monotonic())
+        time.sleep(0.3)
+        stopped.signal(signal.SIGCONT)
+        continued_s = time.monotonic()
+        _, rejoined_s = stopped.wait_for("step", at_least=steps_of(others[0]))
+        assert rejoined_s - continued_s < REJOIN_S
+        results = end_soon([*others, stopped])
+    assert_same_end(results)
+    phases = phases_of(results[0], (0, 1, 2))
+    assert phases[0] == phases[-1] == {(0, 1, 2)}
+    assert {(0, 2)} in phases
+
+
+@pytest.mark.parametrize("shards", [pytest.param(1, marks=pytest.mark.slow), 2])
+def test_all_workers_stopped_for_longer_than_the_lease_go_on(shards):
+    with running_server(shards=shards, lease_s=LEASE_S) as server, crew() as workers:
+        members = [workers.start(train_sync, server.addresses[0], ENDLESS, 3, 0.01, rank=rank) for rank in range(3)]
+        members[0].wait_for("step", at_least=20)
+        for member in members:
+            member.signal(signal.SIGSTOP)
+            time.sleep(0.05)
+        time.sleep(LEASE_S + 1.0)
+        for member in reversed(members):
+            member.signal(signal.SIGCONT)
+        for member in members:
+            member.wait_for("step", at_least=steps_of(member) + 5)
+        results = end_soon(members)
+    assert_same_end(results)
+
+
+# ---- 5: the server stops for longer than the lease -------------------------------------------------------------------
+
+
+def stop_for_longer_than_the_lease(server: ServerProcess, meanwhile: Callable[[], None] = lambda: None) -> None:
+    server.signal(signal.SIGSTOP)
+    meanwhile()
+    time.sleep(LEASE_S + 1.0)
+    server.signal(signal.SIGCONT)
+
+
+def test_a_stopped_server_keeps_its_workers_and_averages_over_all(server):
+    with crew() as workers:
+        members = [workers.start(train_sync, server.addresses[0], ENDLESS, 3, 0.01, rank=rank) for rank in range(3)]
+        for member in members:
+            member.wait_for("step", at_least=10)
+        stop_for_longer_than_the_lease(server)
+        for member in members:
+            member.wait_for("step", at_least=steps_of(member) + 5)
+        for shard in server.job("default"):
+            assert ([worker["rank"] for worker in shard["workers"]], shard["evicted"]) == ([0, 1, 2], 0)
+        kinds = [event["kind"] for event in server.status()["events"]]
+        results = end_soon(members)
+    assert (kinds.count("joined"), kinds.count("stood_still")) == (3, 1)
+    assert_same_end(results)
+    assert set(itertools.chain.from_iterable(phases_of(results[0], (0, 1, 2)))) == {(0, 1, 2)}
+
+
+def test_a_worker_that_died_while_the_server_stopped_is_left_out(server):
+    with crew() as workers:
+        members = [workers.start(train_sync, server.addresses[0], ENDLESS, 3, 0.01, rank=rank) for rank in range(3)]
+        for member in members:
+            member.wait_for("step", at_least=10)
+        stop_for_longer_than_the_lease(server, meanwhile=members[1].kill)
+        survivors = [members[0], members[2]]
+        for survivor in survivors:
+            survivor.wait_for("step", at_least=steps_of(survivor) + 5)
+        results = end_soon(survivors)
+    assert_same_end(results)
+    assert_left_out(phases_of(results[0], (0, 1, 2)), (0, 1, 2), (0, 2))
+
+
+# ---- 6: several things at once ---------------------------------------------------------------------------------------
+
+
+def test_a_worker_joins_while_another_dies(server):
+    arguments = (train_sync, server.addresses[0], ENDLESS, 3, 0.01)
+    with crew() as workers:
+        members = [workers.start(*arguments, rank=rank) for rank in range(3)]
+        members[0].wait_for("step", at_least=10)
+        begun_s = time.monotonic()
+        joiner = workers.start(*arguments, rank=3)
+        members[2].kill()
+        _, entered_s = joiner.wait_for("entered")
+        assert entered_s - begun_s < REJOIN_S
+        results = end_soon([members[0], members[1], joiner])
+    assert_same_end(results)
+    phases = phases_of(results[0], (0, 1, 2, 3))
+    assert phases[0] == {(0, 1, 2)}
+    assert phases[-1] == {(0, 1, 3)}
+
+
+class DieAsDonor:
+    """SIGKILL while it deposits its state: at the nth STORE, or between the ADMITs of two shards."""
+
+    def __init__(self, where: str) -> None:
+        self._where = where
+
+    def __call__(self, strategy: Any) -> None:
+        session, store, admit = strategy.session, strategy.session.store, strategy.session._admit
+        stored = 0
+
+        def store_or_die(*arguments: Any, **keywords: Any) -> Any:
+            nonlocal stored
+            stored += 1
+            if self._where == "store" and stored == 5:
+                time.sleep(0.1)
+                end_myself()
+            return store(*arguments, **keywords)
+
+        def admit_or_die(link: Any, request: Any) -> Any:
+            if (self._where, link.index) == ("admit", 0):
+                end_myself()
+            return admit(link, request)
+
+        session.store, session._admit = store_or_die, admit_or_die
+
+
+@pytest.mark.parametrize("where", ["store", "admit"])
+def test_a_donor_that_dies_is_replaced(server, where):
+    arguments = (server.addresses[0], ENDLESS, 3, 0.01)
+    with crew() as workers:
+        donor = workers.start(train_sync, *arguments, DieAsDonor(where), rank=0)
+        members = [workers.start(train_sync, *arguments, rank=rank) for rank in (1, 2)]
+        members[0].wait_for("step", at_least=10)
+        joiner = workers.start(train_sync, *arguments, rank=3)
+        joiner.wait_for("entered", timeout_s=LEASE_S + GRACE_S + REJOIN_S)
+        assert donor.has_ended
+        results = end_soon([*members, joiner])
+    assert_same_end(results)
+
+
+class DieBeforeSeal:
+    def __call__(self) -> None:
+        from psengine.parameter_server.client.presence import Presence
+
+        Presence.seal = lambda *_, **__: end_myself()  # type: ignore[assignment,method-assign]
+
+
+def die_before_seal(reports: Reports, *arguments: Any) -> Any:
+    DieBeforeSeal()()
+    return train_sync(reports, *arguments)
+
+
+def test_a_worker_that_never_gave_its_values_is_named(server):
+    with crew() as workers:
+        workers.start(die_before_seal, server.addresses[0], 10, 2, rank=0)
+        waiting = workers.start(train_sync, server.addresses[0], 10, 2, 0.0, None, False, {"timeout_s": 2.0}, rank=1)
+        begun_s = time.monotonic()
+        text, failed_s = waiting.wait_for("failed", timeout_s=15.0)
+    assert failed_s - begun_s < 2.0 + REJOIN_S
+    assert "ServerLostError" in text
+    assert "worker 0 registers the model" in text
+    assert "job 'default'" in text
+
+
+def test_a_worker_that_never_gave_its_values_may_come_again(server):
+    with crew() as workers:
+        first_life = workers.start(die_before_seal, server.addresses[0], 10, 2, rank=0)
+        waiting = workers.start(train_sync, server.addresses[0], 10, 2, rank=1)
+        with pytest.raises(AssertionError, match="it has ended"):
+            first_life.wait_for("entered")
+        second_life = workers.start(train_sync, server.addresses[0], 10, 2, rank=0)
+        results = results_of([second_life, waiting])
+    assert_same_end(results)
+    assert phases_of(results[0], (0, 1)) == [{(0, 1)}] * 10
+
+
+@pytest.mark.parametrize("strategy", ["sync", pytest.param("async", marks=pytest.mark.slow)])
+def test_a_second_process_with_a_rank_is_refused_and_the_first_unharmed(server, strategy):
+    function = train_sync if strategy == "sync" else train_async
+    with crew() as workers:
+        members = [workers.start(function, server.addresses[0], ENDLESS, 2, 0.01, rank=rank) for rank in range(2)]
+        members[1].wait_for("step", at_least=5)
+        begun_s = time.monotonic()
+        second = workers.start(function, server.addresses[0], ENDLESS, 2, 0.01, rank=1)
+        text, failed_s = second.wait_for("failed")
+        assert failed_s - begun_s < REJOIN_S
+        results = end_soon(members)
+    assert "ServerRefusedError" in text
+    assert "duplicate_rank" in text
+    for part in ("rank 1", "job 'default'", server.addresses[0], f"process {members[1].pid}", "PSENGINE_"):
+        assert part in text
+    if strategy == "sync":
+        assert_same_end(results)
+        assert all(sets == {(0, 1)} for sets in phases_of(results[0], (0, 1)))
+
+
+# ---- 7: what never comes back ----------------------------------------------------------------------------------------
+
+
+def test_a_server_that_is_gone_for_good_is_named():
+    with crew() as workers, running_server(lease_s=LEASE_S) as server:
+        options = {"timeout_s": 2.0}
+        members = [
+            workers.start(function, server.addresses[0], 10_000, 1, 0.005, None, False, options, rank=0)
+            for function in (train_sync,)
+        ]
+        members[0].wait_for("step", at_least=5)
+        server.kill()
+        died_s = time.monotonic()
+        text, failed_s = members[0].wait_for("failed")
+    assert failed_s - died_s < 2.0 + GRACE_S
+    assert "ServerLostError" in text
+    assert server.addresses[0] in text
+    assert "of chunk " in text
+    assert "did not answer push" in text
+    assert " for 2." in text
+
+
+def test_a_worker_that_never_comes_is_named(server):
+    with crew() as workers:
+        alone = workers.start(train_sync, server.addresses[0], 10, 3, 0.0, None, False, {"timeout_s": 2.0}, rank=0)
+        _, entered_s = alone.wait_for("entered")
+        text, failed_s = alone.wait_for("failed")
+    assert failed_s - entered_s < 2.0 + GRACE_S
+    assert "ServerLostError" in text
+    assert "waits for workers [1, 2]" in text
+
+
+# ---- workers of async ------------------------------------------------------------------------------------------------
+
+
+def train_async(
+    reports: Reports,
+    address: str,
+    steps: int,
+    world_size: int = 1,
+    pause_s: float = 0.0,
+    prepare: Callable[[Any], None] | None = None,
+    awaits_go: bool = False,
+    options: dict[str, Any] | None = None,
+) -> Any:
+    """Take ``steps`` steps.
+
+    Returns the log of answered pushes, {parameter: [(sequence, version, gradient, refused)]}, and the weights at the
+    end; before the first step it says the weights it begins with.
+    """
+    from psengine.protocol.layout import ChunkKind
+
+    rank = rank_of_mine()
+    expect_workers(world_size)
+    strategy = psengine.AsyncServer(servers=address, **{"timeout_s": 40.0, **(options or {})})
+    wrapped = psengine.DistributedDataParallel(build(seed=rank), strategy=strategy, bucket_cap_mb=0.00001)
+    optimizer = psengine.DistributedOptimizer(make_optimizer(wrapped.parameters()), wrapped)
+    log: dict[str, list[tuple[int, int, torch.Tensor, str | None]]] = {
+        name: [] for name, _ in wrapped.module.named_parameters()
+    }
+    reports.say("entered", state_of(wrapped.module))
+    if awaits_go:
+        reports.await_go()
+    if prepare is not None:
+        prepare(strategy)
+    session = strategy.session
+    answers, push = {}, session.push
+
+    def note(key: int, *arguments: Any, **keywords: Any) -> Any:
+        answers[key] = push(key, *arguments, **keywords)
+        return answers[key]
+
+    session.push = note  # type: ignore[method-assign]
+    names = {spec.key: spec.segments[0].name for spec in strategy.chunks.specs if spec.kind is ChunkKind.PARAMETER}
+    step = 0
+    while step < (steps := reports.told() or steps):
+        x, y = batch(rank, step)
+        optimizer.zero_grad()
+        F.cross_entropy(wrapped(x), y).backward()
+        gradients = {name: p.grad.clone() for name, p in wrapped.module.named_parameters()}
+        optimizer.step()
+        for key, name in names.items():
+            refused = answers[key].wait().refused
+            log[name].append((session.sequence(key), session.version(key), gradients[name], refused))
+        step += 1
+        reports.say("step", step)
+        time.sleep(pause_s)
+    result = log, state_of(wrapped.module)
+    strategy.close()
+    return result
+
+
+def replay_updates(rank: int, _: int, result: bytes) -> int:
+    """Apply one worker's updates as the versions of its answers say they were; returns how many were lost.
+
+    Version v says that the update was the chunk's v-th: of those before, v - 1 still count.
+    """
+    log, final = pickle.loads(result)
+    model = build(seed=0)
+    lost = 0
+    for name, parameter in model.named_parameters():
+        applied: list[torch.Tensor] = []
+        sequences = [sequence for sequence, *_ in log[name]]
+        assert sequences == list(range(1, len(sequences) + 1))
+        for _, version, gradient, refused in log[name]:
+            assert refused is None
+            assert 1 <= version <= len(applied) + 1, "an update was applied that nobody sent, or one twice"
+            lost += len(applied) + 1 - version
+            del applied[version - 1 :]
+            applied.append(gradient)
+        optimizer = make_optimizer([parameter])
+        for gradient in applied:
+            parameter.grad = gradient
+            optimizer.step()
+        assert torch.equal(parameter.detach(), final[name]), name
+    return lost
+
+
+# ---- async: workers killed, stopped, restarted -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bound", [None, 0, pytest.param(2, marks=pytest.mark.slow)])
+def test_async_goes_on_without_a_worker_that_was_killed(server, bound):
+    options = {"max_staleness": bound}
+    steps = 120
+    with crew() as workers:
+        survivors = [
+            workers.start(train_async, server.addresses[0], steps, 3, 0.005, None, False, options, rank=rank)
+            for rank in (0, 2)
+        ]
+        victim = workers.start(
+            train_async, server.addresses[0], steps, 3, 0.005, DieInStep(10, 2), False, options, rank=1
+        )
+        _, died_s = victim.wait_for("step", at_least=10)
+        assert_goes_on(survivors, died_s)
+        for survivor in survivors:
+            survivor.result()
+        done = steps_of(victim)
+    assert done == 10
+    versions = [(shard["version_min"], shard["version_max"]) for shard in server.job("default")]
+    # Each chunk saw every survivor's updates once, and of the victim's eleventh step what had left.
+    for lowest, highest in versions:
+        assert 2 * steps + done <= lowest <= highest <= 2 * steps + done + 1
+
+
+def test_async_restarted_worker_begins_with_the_servers_weights(server):
+    options = {"max_staleness": 3}
+    with crew() as workers:
+        arguments = (train_async, server.addresses[0], ENDLESS, 2, 0.01, None, False, options)
+        survivor = workers.start(*arguments, rank=0)
+        first_life = workers.start(*arguments, rank=1)
+        first_life.wait_for("step", at_least=10)
+        first_life.kill()
+        begun_s = time.monotonic()
+        second_life = workers.start(*arguments, rank=1)
+        begun, entered_s = second_life.wait_for("entered")
+        assert entered_s - begun_s < REJOIN_S
+        assert not torch.equal(begun["first.weight"], build(1).first.weight)
+        assert not torch.equal(begun["first.weight"], build(0).first.weight)
+        second_life.wait_for("step", at_least=5)
+        # The new life numbers its pushes anew, and each counts.
+        for worker in (survivor, second_life):
+            worker.go(-1)
+        total = len(survivor.result()[0]["last.bias"]) + len(second_life.result()[0]["last.bias"])
+    versions = {v for shard in server.job("default") for v in (shard["version_min"], shard["version_max"])}
+    total += steps_of(first_life)
+    assert total <= min(versions) <= max(versions) <= total + 1
+
+
+@pytest.mark.parametrize("bound", [None, 1])
+def test_async_goes_on_past_a_stopped_worker(server, bound):
+    options = {"max_staleness": bound}
+    with crew() as workers:
+        members = [
+            workers.start(train_async, server.addresses[0], ENDLESS, 3, 0.01, None, False, options, rank=rank)
+            for rank in range(3)
+        ]
+        members[1].wait_for("step", at_least=10)
+        members[1].signal(signal.SIGSTOP)
+        assert_goes_on([members[0], members[2]], time.monotonic())
+        time.sleep(0.3)
+        members[1].signal(signal.SIGCONT)
+        continued_s = time.monotonic()
+        _, done_s = members[1].wait_for("step", at_least=steps_of(members[1]) + 2)
+        assert done_s - continued_s < REJOIN_S
+        for member in members:
+            member.go(-1)
+        logs = [member.result()[0] for member in members]
+    applied = sum(shard["applied"] for shard in server.job("default"))
+    reasons = [reason for log in logs for updates in log.values() for *_, reason in updates]
+    assert applied == reasons.count(None)
+    # Only with a bound there is something to keep: what was computed before that worker went is too old then.
+    assert set(reasons) <= ({None} if bound is None else {None, "stale"})
+
+
+def test_a_worker_that_has_yet_to_come_is_not_left_behind(server):
+    """The bound counts from the first step of all, and the first worker says whom it waits for."""
+    bound, options = 2, {"max_staleness": 2}
+    with crew() as workers:
+        first = workers.start(train_async, server.addresses[0], 20, 2, 0.0, None, False, options, rank=0)
+        first.wait_for("step", at_least=bound)
+        time.sleep(1.2)
+        assert steps_of(first) == bound
+        statuses = [worker for shard in server.job("default") for worker in shard["workers"]]
+        assert [worker["waiting_for"] for worker in statuses] == [[1]] * len(statuses)
+        second = workers.start(train_async, server.addresses[0], 20, 2, 0.0, None, False, options, rank=1)
+        results_of([first, second])
+
+
+# ---- async: the server is killed -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow)])
+def test_async_goes_on_from_the_last_snapshot(tmp_path: Path, seed: int):
+    chooser = random.Random(seed)
+    options = {"snapshot_dir": tmp_path, "snapshot_interval_s": 0.2}
+    with ExitStack() as context:
+        server = context.enter_context(running_server(bind=free_address(), shards=2, lease_s=LEASE_S, **options))
+        workers = context.enter_context(crew())
+        worker = workers.start(train_async, server.addresses[0], 180, 1, 0.005, rank=0)
+        for kill in range(2):
+            worker.wait_for("step", at_least=60 * (kill + 1))
+            time.sleep(chooser.random() * 0.05)
+            server = restart(server, context, **options)
+        log, final = worker.result()
+        statuses = server.job("default")
+    [lost] = run_ranks(replay_updates, 1, pickle.dumps((log, final)), init_group=False)
+    assert lost > 0
+    parameters = [updates[-1][1] for updates in log.values()]
+    assert max(parameters) <= max(status["version_max"] for status in statuses)
+    for updates in log.values():
+        assert len(updates) == 180
+
+
+# ---- 5: messages are lost, doubled, delayed and swapped --------------------------------------------------------------
+
+
+def impatient(strategy: Any = None) -> None:
+    """Ask again after a tenth of a second rather than a whole one."""
+    from psengine.parameter_server.client import patience
+
+    patience.PROBE_S = 0.1
+
+
+def train_sync_impatiently(reports: Reports, *arguments: Any) -> Any:
+    impatient()
+    return train_sync(reports, *arguments)
+
+
+def train_async_impatiently(reports: Reports, *arguments: Any) -> Any:
+    impatient()
+    return train_async(reports, *arguments)
+
+
+@pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow)])
+def test_sync_server_counts_every_gradient_once_over_a_lossy_network(seed):
+    steps = 12
+    with (
+        running_server(lease_s=4.0) as server,
+        lossy_proxy(server.addresses[0], seed=seed, share=0.1) as proxy,
+        crew() as workers,
+    ):
+        members = [workers.start(train_sync_impatiently, proxy.address, steps, 2, rank=rank) for rank in range(2)]
+        results = results_of(members)
+        assert min(proxy.counts[kind] for kind in ("dropped", "doubled", "delayed")) > 4
+    assert_same_end(results)
+    assert phases_of(results[0], (0, 1)) == [{(0, 1)}] * steps
+
+
+@pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow)])
+def test_async_applies_every_update_once_over_a_lossy_network(seed):
+    steps = 12
+    with (
+        running_server(lease_s=4.0) as server,
+        lossy_proxy(server.addresses[0], seed=seed, share=0.1) as proxy,
+        crew() as workers,
+    ):
+        log, final = workers.start(train_async_impatiently, proxy.address, steps, rank=0).result()
+        assert min(proxy.counts[kind] for kind in ("dropped", "doubled", "delayed")) > 4
+        [status] = server.job("default")
+    [lost] = run_ranks(replay_updates, 1, pickle.dumps((log, final)), init_group=False)
+    assert lost == 0
+    assert status["version_max"] == status["version_min"] == steps
+    assert status["applied"] == steps * len(log)

@@ -1,0 +1,334 @@
+"""The last step of sync-server: nobody leaves with an average that another lacks, and no step has two results."""
+
+from __future__ import annotations
+
+import atexit
+import signal
+import subprocess
+import sys
+import threading
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.fault_workers import Reports, crew, results_of
+from support.server_process import running_server
+from support.shard_world import Worker, World, rule_of, spec, team
+
+from psengine.errors import FencedError
+from psengine.protocol.messages import MessageType
+
+LEASE_S = 1.5
+GRADIENTS = {0: 1.0, 1: 3.0}
+
+
+def exchange_and_leave(
+    reports: Reports, address: str, world_size: int, steps: int, deaf_step: int | None = None
+) -> Any:
+    """Push a number a step; the averages. From ``deaf_step`` on no answer arrives before the server has restarted."""
+    import os
+
+    from psengine.parameter_server.client.link import Link
+    from psengine.parameter_server.client.options import SessionOptions
+    from psengine.parameter_server.client.session import WorkerSession
+
+    rank = int(os.environ["PSENGINE_WORKER"])
+    rule = {"name": "average", "quorum": None}
+    options = SessionOptions(
+        addresses=(address,), job="job", rule=rule, rank=rank, world_size=world_size, timeout_s=30.0
+    )
+    session = WorkerSession(options)
+    session.start()
+    specs = [spec(key, 4) for key in range(2)]
+    session.enter(specs, lambda one: torch.zeros(one.numel))
+    landings = [torch.zeros(4) for _ in specs]
+    epochs = {link.index: link.epoch for link in session._presence.links}
+    step, receive = 0, Link.receive
+
+    def hear(link: Any, message: Any, now_s: float) -> None:
+        is_deaf = deaf_step is not None and step >= deaf_step and message.epoch == epochs[link.index]
+        if not (is_deaf and message.type in (MessageType.UPDATED, MessageType.SENT)):
+            receive(link, message, now_s)
+
+    Link.receive = hear  # type: ignore[method-assign]
+    averages = []
+    for step in range(1, steps + 1):
+        pushes = []
+        for one, landing in zip(specs, landings, strict=True):
+            session.keep_result(one.key)
+            pushes.append(session.push(one.key, torch.full((4,), GRADIENTS[rank]), [landing]))
+        for push in pushes:
+            push.wait()
+        averages.append([landing[0].item() for landing in landings])
+        reports.say("step", step)
+    session.close()
+    reports.say("left")
+    return averages
+
+
+def test_a_server_that_dies_at_the_last_step_gives_it_one_result(tmp_path):
+    """Worker 0 has the last average; worker 1 never hears of it before the server dies."""
+    address = f"ipc://{tmp_path}/socket"
+    with ExitStack() as context:
+        server = context.enter_context(running_server(bind=address, shards=2, lease_s=LEASE_S))
+        workers = context.enter_context(crew())
+        first = workers.start(exchange_and_leave, address, 2, 3, rank=0)
+        second = workers.start(exchange_and_leave, address, 2, 3, 3, rank=1)
+        first.wait_for("step", at_least=3)
+        time.sleep(0.3)
+        assert not first.has_said("left")
+        assert not second.has_said("left")
+        server.kill()
+        context.enter_context(running_server(bind=address, shards=2, lease_s=LEASE_S))
+        results = results_of([first, second])
+    assert results == [[[2.0, 2.0]] * 3] * 2
+
+
+@pytest.mark.slow
+def test_nobody_is_held_up_where_all_have_everything(tmp_path):
+    with running_server(shards=2, lease_s=60.0) as server, crew() as workers:
+        members = [workers.start(exchange_and_leave, server.addresses[0], 2, 3, rank=rank) for rank in range(2)]
+        assert results_of(members) == [[[2.0, 2.0]] * 3] * 2
+        assert all("waits to leave" not in member.story() for member in members)
+
+
+@pytest.mark.slow
+def test_a_worker_that_never_hears_again_is_waited_for_a_lease():
+    with running_server(lease_s=LEASE_S) as server, crew() as workers:
+        first = workers.start(exchange_and_leave, server.addresses[0], 2, 3, rank=0)
+        second = workers.start(exchange_and_leave, server.addresses[0], 2, 4, 3, rank=1)
+        first.wait_for("step", at_least=3)
+        second.signal(signal.SIGSTOP)
+        first.result(LEASE_S + 5.0)
+
+
+def train_and_rejoin(reports: Reports, address: str, steps: int) -> float:
+    """Worker 1: push, be stopped, come back to the job of others by taking over their state; seconds to leave."""
+    session = enter_alone(address, 1, world_size=2)
+    landing = torch.zeros(4)
+    for step in range(steps):
+        session.push(0, torch.ones(4), [landing]).wait()
+        reports.say("step", step + 1)
+    reports.await_go()
+    with pytest.raises(FencedError):
+        session.push(0, torch.ones(4), [landing]).wait()
+    assert session.rejoin() == "joined"
+    answer = session.pull(0).wait()
+    session.set_sequence(0, answer.version)
+    reports.say("rejoined", answer.version)
+    session.push(0, torch.ones(4), [landing]).wait()
+    reports.say("averaged")
+    reports.await_go()
+    began_s = time.monotonic()
+    session.close()
+    return time.monotonic() - began_s
+
+
+def train_anew(reports: Reports, address: str, rank: int) -> None:
+    """A worker of the job's second life: one step, then let worker 1 in, one step together, and stay."""
+    session = enter_alone(address, rank, world_size=2)
+    landing = torch.zeros(4)
+    session.push(0, torch.ones(4), [landing]).wait()
+    reports.say("step", 1)
+    deadline_s = time.monotonic() + 30.0
+    while len(session.members) < 3 and time.monotonic() < deadline_s:
+        session.serve_joiner(lambda: session.store(0, torch.ones(4), version=1).wait() and None)
+        time.sleep(0.02)
+    session.push(0, torch.ones(4), [landing]).wait()
+    reports.await_go()
+    session.close()
+
+
+def train_briefly(reports: Reports, address: str, steps: int) -> None:
+    """Worker 0 of the first life."""
+    session = enter_alone(address, 0, world_size=2)
+    for _ in range(steps):
+        session.push(0, torch.ones(4), [torch.zeros(4)]).wait()
+    reports.say("trained")
+    reports.await_go()
+
+
+def enter_alone(address: str, rank: int, world_size: int) -> Any:
+    from psengine.parameter_server.client.session import SessionOptions, WorkerSession
+
+    rule = {"name": "average", "quorum": None}
+    options = SessionOptions(
+        addresses=(address,), job="job", rule=rule, rank=rank, world_size=world_size, timeout_s=30.0
+    )
+    session = WorkerSession(options)
+    session.start()
+    session.enter([spec(0, 4)], lambda one: torch.zeros(one.numel))
+    return session
+
+
+def test_who_rejoined_a_job_that_began_anew_has_no_averages_of_its_former_life():
+    with running_server(lease_s=LEASE_S) as server, crew() as workers:
+        address = server.addresses[0]
+        first = workers.start(train_briefly, address, 5)
+        second = workers.start(train_and_rejoin, address, 5)
+        first.wait_for("trained")
+        second.wait_for("step", at_least=5)
+        second.signal(signal.SIGSTOP)
+        first.kill()
+        time.sleep(2 * LEASE_S + 1.0)
+        others = [workers.start(train_anew, address, rank) for rank in (0, 2)]
+        for other in others:
+            other.wait_for("step")
+        second.signal(signal.SIGCONT)
+        second.go()
+        second.wait_for("averaged")
+        second.go()
+        assert second.result() < 2.0
+        assert "waits to leave" not in second.story()
+        for other in others:
+            other.go()
+        results_of(others)
+
+
+def train_and_leave_open(address: str, rank: int) -> Any:
+    """A worker's script that closes nothing, in a Python that starts no thread once it exits, as 3.12 and later."""
+    session = enter_alone(address, rank, world_size=2)
+    for _ in range(3):
+        session.push(0, torch.ones(4), [torch.zeros(4)]).wait()
+
+    def start_none(thread: threading.Thread) -> None:
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    atexit.register(setattr, threading.Thread, "start", start_none)  # runs before the session's own end
+    return session
+
+
+def test_scripts_that_close_nothing_leave_where_exits_start_no_thread():
+    with running_server(lease_s=60.0) as server, ExitStack() as context:
+        calls = [f"session = train_and_leave_open({server.addresses[0]!r}, {rank})" for rank in range(2)]
+        scripts = [
+            context.enter_context(
+                subprocess.Popen(
+                    [sys.executable, "-c", f"from parameter_server.test_leaving import *; {call}"],
+                    cwd=Path(__file__).parents[1],
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                    text=True,
+                )
+            )
+            for call in calls
+        ]
+        assert [(script.communicate(timeout=30)[0], script.returncode) for script in scripts] == [("", 0)] * 2
+
+
+# ---- pure ------------------------------------------------------------------------------------------------------------
+
+
+def progress(worker: Worker, *entries: list[int]) -> None:
+    worker.send(MessageType.PROGRESS, body={"chunks": list(entries), "more": False}, sequence=0)
+
+
+def leave(worker: Worker) -> list[MessageType]:
+    return [message.type for message in worker.send(MessageType.LEAVE)]
+
+
+@pytest.fixture
+def world() -> World:
+    return World()
+
+
+def test_the_leaver_s_ok_is_held_until_the_other_says_that_it_has_all(world):
+    first, second = team(world, 2, [spec(0, 4)])
+    first.push(0, 1, torch.ones(4))
+    second.push(0, 1, torch.ones(4))
+    first.take()
+    second.take()
+    progress(first, [0, 1, 1, 0])
+    assert leave(first) == []
+    [question] = second.take()
+    assert question.type is MessageType.PROGRESS_WANTED
+    progress(second, [0, 0, 0, 1])
+    assert first.take(MessageType.OK)[1:] == []
+    progress(second, [0, 1, 1, 0])
+    assert [m.type for m in first.take()] == [MessageType.OK]
+
+
+@pytest.mark.parametrize("end", ["push", "bye", "lease"])
+def test_a_push_a_bye_or_a_lease_lets_the_leaver_go(world, end):
+    first, second = team(world, 2, [spec(0, 4)])
+    for worker in (first, second):
+        worker.push(0, 1, torch.ones(4))
+    progress(first, [0, 1, 1, 0])
+    first.take()
+    assert leave(first) == []
+    if end == "push":
+        second.push(0, 2, torch.ones(4))
+    elif end == "bye":
+        second.send(MessageType.BYE)
+    else:
+        world.advance(6.0, first)
+    assert MessageType.OK in [m.type for m in first.take()]
+
+
+def test_a_restarted_server_asks_the_leaver_for_what_the_other_lacks(world):
+    first, second = team(world, 2, [spec(0, 4)])
+    world.start(8)
+    for worker in (first, second):
+        worker.epoch, worker.members = 0, [0, 1]
+    assert first.hello() == "initialise"
+    first.register(spec(0, 4))
+    first.seal([spec(0, 4)])
+    assert second.hello() == "ready"
+    second.push(0, 5, torch.ones(4))  # alone, it would be the average
+    assert second.updates() == {}
+    progress(first, [0, 5, 5, 0])
+    [wanted] = first.take(MessageType.RESULT_WANTED)
+    assert (wanted.key, wanted.sequence) == (0, 5)
+    first.send(MessageType.RESULT, key=0, sequence=5, payload=torch.full((4,), 2.0), body={})
+    assert torch.equal(second.updates()[5], torch.full((4,), 2.0))
+
+
+def test_all_evicted_the_one_behind_gets_the_average_that_the_other_has(world):
+    """Worker 0 is put out first, so that the exchange ends without it; then worker 1 is, and worker 0 returns first."""
+    first, second = team(world, 2, [spec(0, 4)])
+    for sequence in (1, 2):
+        for worker in (first, second):
+            worker.push(0, sequence, torch.full((4,), float(sequence)))
+            worker.take()
+    second.push(0, 3, torch.full((4,), 3.0))
+    world.advance(3.0, second)
+    world.advance(3.0)
+    assert torch.equal(second.updates()[3], torch.full((4,), 3.0))  # its own alone: worker 0 was out
+    world.advance(3.0)
+    assert rule_of(world).context.live_ranks() == ()
+    assert first.hello() == "ready"
+    first.push(0, 3, torch.full((4,), 9.0))
+    assert torch.equal(first.updates()[3], torch.full((4,), 3.0))
+
+
+def test_all_evicted_the_one_behind_waits_for_one_that_may_be_ahead(world):
+    first, second = team(world, 2, [spec(0, 4)])
+    for worker in (first, second):
+        worker.push(0, 1, torch.ones(4))
+        worker.take()
+    world.advance(6.0, second)  # worker 0 is out, and worker 1 goes on
+    for sequence in (2, 3, 4):
+        second.push(0, sequence, torch.ones(4))
+    world.advance(6.0)
+    assert first.hello() == "wait"
+    assert second.hello() == "ready"
+    assert first.hello() == "join"
+
+
+def test_all_evicted_the_one_behind_goes_on_alone_after_a_lease(world):
+    first, second = team(world, 2, [spec(0, 4)])
+    for worker in (first, second):
+        worker.push(0, 1, torch.ones(4))
+        worker.take()
+    world.advance(6.0, second)
+    for sequence in (2, 3, 4):
+        second.push(0, sequence, torch.ones(4))
+    world.advance(6.0)
+    for _ in range(3):
+        first.hello()
+        world.advance(2.5)
+    assert first.hello() == "ready"
+    assert second.hello() == "join"

@@ -1,0 +1,305 @@
+"""What a server that came back from a snapshot has lost: counted once each, in the workers' logs and at the server."""
+
+from __future__ import annotations
+
+import logging
+import random
+import re
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+import torch
+from support.server_process import APPLY, SGD, ServerProcess, running_server
+from support.shard_world import APPLY as APPLY_RULE
+from support.shard_world import Worker, World, spec, team
+
+from psengine.parameter_server.client.options import SessionOptions
+from psengine.parameter_server.client.progress import Ledger
+from psengine.parameter_server.client.session import WorkerSession, wait_all
+from psengine.parameter_server.server.core.losses import Losses
+from psengine.protocol.messages import MessageType
+
+CHUNKS = 5
+LEASE_S = 3.0
+
+
+def eventually(condition, timeout_s=10.0):
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come true"
+        time.sleep(0.02)
+
+
+# ---- real servers, killed --------------------------------------------------------------------------------------------
+
+
+class Trainer:
+    """A worker of an asynchronous job of ``CHUNKS`` chunks, in this process."""
+
+    def __init__(self, address: str, rank: int, world_size: int) -> None:
+        specs = [spec(key, 4) for key in range(CHUNKS)]
+        options = SessionOptions(
+            addresses=(address,), job="job", rule=APPLY, rank=rank, world_size=world_size, timeout_s=20.0
+        )
+        self.session = WorkerSession(options)
+        self.session.start()
+        self.session.enter(specs, lambda one: torch.zeros(one.numel))
+        body = {"optimizer": "SGD", "groups": [{**SGD, "lr": 1.0}], "runs": [[0, 4, 0]]}
+        wait_all([self.session.configure(key, body) for key in range(CHUNKS)])
+        self.acknowledged = [0] * CHUNKS
+
+    def step(self, keys=range(CHUNKS), value=1.0) -> None:
+        pushes = [(key, self.session.push(key, torch.full((4,), value), [])) for key in keys]
+        for key, push in pushes:
+            self.acknowledged[key] += push.wait().refused is None
+
+
+@pytest.fixture
+def context() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+
+
+class Trial:
+    """A server with snapshots on request, and its workers."""
+
+    def __init__(self, context: ExitStack, directory: Path, workers: int, shards: int = 2) -> None:
+        self._servers = context.enter_context(ExitStack())  # they end after the workers
+        self._options = {"shards": shards, "lease_s": LEASE_S, "snapshot_dir": directory, "snapshot_interval_s": 0.0}
+        address = f"ipc://{directory.parent}/socket"
+        self.server: ServerProcess = self._servers.enter_context(running_server(bind=address, **self._options))
+        self.workers = [Trainer(address, rank, workers) for rank in range(workers)]
+        for worker in self.workers:
+            context.callback(worker.session.close)
+
+    def restart(self) -> None:
+        address = self.server.addresses[0]
+        self.server.kill()
+        self.server = self._servers.enter_context(running_server(bind=address, **self._options))
+
+    def lost(self) -> int:
+        return sum(shard["lost_updates"] for shard in self.server.job("job"))
+
+    def present(self) -> list[int]:
+        reader = self.workers[0].session
+        answers = [reader.pull(key) for key in range(CHUNKS)]
+        return [answer.wait().version for answer in answers]
+
+    def told(self) -> int:
+        """In the server's events."""
+        texts = [event["text"] for event in self.server.status()["events"] if event["kind"] == "lost"]
+        return sum(int(re.match(r"(\d+) updates", text)[1]) for text in texts)
+
+
+def told_by(caplog: pytest.LogCaptureFixture) -> list[tuple[int, int, int]]:
+    """(updates known, own, chunks) of what workers logged."""
+    found = [
+        re.search(r"last snapshot: (\d+) updates that worker \d+ knew of are lost, over (\d+) chunks; (\d+) of", text)
+        for text in caplog.messages
+    ]
+    return [(int(match[1]), int(match[3]), int(match[2])) for match in found if match]
+
+
+def test_one_lost_update_of_each_chunk_is_told_and_counted(tmp_path, context, caplog):
+    caplog.set_level(logging.WARNING)
+    trial = Trial(context, tmp_path / "s", workers=1)
+    [worker] = trial.workers
+    worker.step()
+    worker.session.snapshot()
+    worker.step()
+    trial.restart()
+    worker.step()
+    assert told_by(caplog) == [(CHUNKS, CHUNKS, CHUNKS)]
+    assert (trial.lost(), trial.told()) == (CHUNKS, CHUNKS)
+    assert trial.present() == [2] * CHUNKS
+
+
+def test_a_pull_after_the_restart_hides_nothing(tmp_path, context, caplog):
+    caplog.set_level(logging.WARNING)
+    trial = Trial(context, tmp_path / "s", workers=1)
+    [worker] = trial.workers
+    worker.session.snapshot()
+    for _ in range(30):
+        worker.step()
+    trial.restart()
+    assert trial.present() == [0] * CHUNKS
+    worker.step()
+    assert told_by(caplog) == [(30 * CHUNKS, 30 * CHUNKS, CHUNKS)]
+    assert trial.lost() == 30 * CHUNKS
+
+
+@pytest.mark.slow
+def test_what_is_durable_is_not_lost_and_a_second_crash_counts_its_own(tmp_path, context, caplog):
+    caplog.set_level(logging.WARNING)
+    trial = Trial(context, tmp_path / "s", workers=1)
+    [worker] = trial.workers
+    worker.step()
+    worker.session.snapshot()
+    trial.restart()
+    worker.step()
+    assert (told_by(caplog), trial.lost()) == ([], 0)
+    trial.restart()  # to the same snapshot
+    worker.step()
+    worker.step()
+    trial.restart()
+    worker.step()
+    assert told_by(caplog) == [(CHUNKS, CHUNKS, CHUNKS), (2 * CHUNKS, 2 * CHUNKS, CHUNKS)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [1, 2])
+def test_the_shortfall_over_kills_is_what_was_reported(tmp_path, context, caplog, seed):
+    """Three workers push whatever they like, some of it refused; the server is killed between pushes."""
+    caplog.set_level(logging.WARNING)
+    chooser = random.Random(seed)
+    trial = Trial(context, tmp_path / "s", workers=3)
+    counted = 0
+    trial.workers[0].session.snapshot()
+    for _ in range(2):
+        if chooser.random() < 0.7:
+            trial.workers[0].session.snapshot()
+        for _ in range(chooser.randrange(1, 20)):
+            keys = chooser.sample(range(CHUNKS), chooser.randrange(1, CHUNKS + 1))
+            chooser.choice(trial.workers).step(keys, chooser.choice([1.0, 1.0, float("nan")]))
+        trial.restart()
+        for worker in trial.workers:
+            worker.step()
+        eventually(lambda: all(len(shard["workers"]) == 3 for shard in trial.server.job("job")))
+        assert trial.told() == trial.lost()
+        counted += trial.lost()
+    acknowledged = sum(sum(worker.acknowledged) for worker in trial.workers)
+    assert acknowledged - sum(trial.present()) == counted > 0
+    assert sum(own for _, own, _ in told_by(caplog)) == counted
+
+
+@pytest.mark.slow
+def test_updates_of_a_worker_that_is_gone_count_as_others_have_seen_them(tmp_path, context, caplog):
+    caplog.set_level(logging.WARNING)
+    trial = Trial(context, tmp_path / "s", workers=2)
+    stays, goes = trial.workers
+    stays.session.snapshot()
+    for _ in range(4):
+        goes.step()
+    stays.step()
+    goes.session.close()
+    trial.restart()
+    stays.step()
+    assert told_by(caplog) == [(5 * CHUNKS, CHUNKS, CHUNKS)]
+    eventually(lambda: trial.lost() == 5 * CHUNKS, LEASE_S + 5.0)  # the snapshot knows the one that left
+
+
+# ---- pure ------------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_sent_again_is_not_lost():
+    world = World()
+    first, second = team(world, 2, [spec(0, 4)], rule=APPLY_RULE)
+    first.configure(0, 4)
+    saved = world.shard.capture()
+    first.push(0, 1, torch.ones(4))  # version 1: the answer never arrives
+    second.push(0, 1, torch.ones(4))  # version 2
+    world.start(8, saved)
+    for worker in (first, second):
+        worker.epoch = 0
+        assert worker.hello() == "ready"
+    # What the first one sent when it knew version 0 may be part of the second one's version 2, and is.
+    assert tell(first, [0, 0, 0, 1]) == [0, 0, 0]
+    assert tell(second, [0, 2, 1, 0]) == [2, 1, 1]
+    assert world.shard.status(world.now_s)["jobs"]["demo"]["lost_updates"] == 1
+
+
+def tell(worker: Worker, *entries: list[int], more: bool = False) -> list[int]:
+    answer = worker.ask(MessageType.PROGRESS, body={"chunks": list(entries), "more": more})
+    assert answer.type is MessageType.OK
+    return answer.body["lost"]
+
+
+def test_a_worker_that_does_not_speak_is_waited_for_a_lease():
+    world = World(lease_s=5.0)
+    first, _ = team(world, 2, [spec(0, 4)], rule=APPLY_RULE)
+    first.configure(0, 4)
+    saved = world.shard.capture()
+    first.push(0, 1, torch.ones(4))
+    world.start(8, saved)
+    first.epoch = 0
+    first.hello()
+    lost = lambda: world.shard.status(world.now_s)["jobs"]["demo"]["lost_updates"]  # noqa: E731
+    tell(first, [0, 1, 1, 0])
+    world.advance(4.0, first)
+    assert lost() == 0
+    world.advance(2.0, first)
+    assert lost() == 1
+    [event] = [event for event in world.shard.events.to_status() if event["kind"] == "lost"]
+    assert event["text"].startswith("1 updates of 1 chunks are lost")
+    tell(first, [0, 1, 1, 0])  # its OK was lost
+    world.advance(2.0, first)
+    assert lost() == 1
+
+
+@pytest.mark.parametrize(
+    ("restored", "known", "under_way", "unused", "own"),
+    [
+        ((8, 5), (12, 7), 0, [], 2),
+        ((8, 5), (12, 7), 0, [7, 7], 1),
+        ((8, 5), (12, 7), 0, [1, 6], 1),
+        ((8, 5), (12, 7), 0, [1, 3], 2),
+        ((8, 7), (12, 7), 13, [], 0),
+        ((8, 8), (7, 7), 8, [], 0),  # the answer to the eighth was lost
+        ((8, 0), (12, 3), 0, [1, 1, 3, 3], 1),
+    ],
+)
+def test_own_updates(restored, known, under_way, unused, own):
+    assert Losses().report(0, 0, restored, known, under_way, unused) == (max(own, known[0] - restored[0]), own)
+
+
+def test_the_ledger_knows_what_was_refused_never_answered_or_counted():
+    ledger = Ledger()
+    for sequence in (1, 2, 5):
+        ledger.sent(3)
+        ledger.answered(3, sequence, 10 + sequence, is_used=sequence != 2)
+    ledger.sent(3)
+    assert ledger.pages([3]) == [[[3, 15, 5, 16, 2, 4]]]
+    ledger.settle(9)
+    ledger.answered(3, 6, 9, is_used=True)
+    assert ledger.pages([]) == [[[3, 9, 6, 0, 1, 5]]]
+
+
+def test_many_chunks_need_several_pages():
+    ledger = Ledger()
+    for key in range(5000):
+        ledger.answered(key, 1, 2**62, is_used=True)
+    pages = ledger.pages([])
+    assert len(pages) > 1
+    assert [entry[0] for page in pages for entry in page] == list(range(5000))
+
+
+class TestCounting:
+    """What a mutation run saw survive."""
+
+    def counted(self, losses, members=(0,), now_s=0.0):
+        return losses.count(members, LEASE_S, now_s)
+
+    def test_runs_of_exchanges_that_were_not_applied_are_no_losses(self):
+        losses = Losses()
+        assert losses.report(0, 0, (1, 0), (1, 10), 0, [2, 3, 6, 8]) == (5, 5)
+        assert losses.report(0, 0, (1, 4), (1, 10), 0, [2, 3, 4, 8]) == (2, 2)
+
+    @pytest.mark.parametrize(("under_way", "lost"), [(0, 4), (12, 3), (13, 4)])
+    def test_what_was_under_way_may_be_part_of_the_newest_version_unless_it_was_sent_after_that(self, under_way, lost):
+        losses = Losses()
+        losses.report(0, 0, (8, 0), (12, 0), under_way, [])
+        losses.spoke(0, 0.0)
+        assert self.counted(losses) == (lost, 1)
+
+    def test_a_lease_runs_from_the_first_who_speaks_and_not_while_the_server_stands_still(self):
+        losses = Losses()
+        losses.expect([0, 1, 2])
+        for rank, now_s in ((0, 100.0), (1, 100.0 + LEASE_S - 0.5)):
+            losses.report(rank, 0, (8, 0), (12, 0), 0, [])
+            losses.spoke(rank, now_s)
+        losses.stood_still(50.0)
+        assert self.counted(losses, (0, 1, 2), 150.0 + LEASE_S) == (0, 0)
+        assert self.counted(losses, (0, 1, 2), 150.0 + LEASE_S + 0.1) == (4, 1)

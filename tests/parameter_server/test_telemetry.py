@@ -1,0 +1,496 @@
+"""What a worker says of itself, what a shard sees of it, and what people are told happened."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+import urllib.request
+from fractions import Fraction
+
+import pytest
+import torch
+from support.processes import run_ranks
+from support.server_process import running_server
+from support.shard_world import APPLY, Worker, World, spec, team
+from torch import nn
+
+import psengine
+from psengine.errors import ConfigurationError
+from psengine.parameter_server.client.telemetry import MAX_COMING, Telemetry
+from psengine.parameter_server.overview import merge_jobs
+from psengine.parameter_server.server.core.events import MAX_EVENTS, REPEAT_S, EventLog
+from psengine.parameter_server.server.core.job_record import MAX_DEPARTED
+from psengine.parameter_server.server.core.telemetry import NOT_FINITE, WorkerTelemetry
+from psengine.protocol.messages import ErrorCode, MessageType
+
+STEPS = 6
+
+
+def body(steps, step_s=0.0, blocked_s=0.0, samples=0, **loss):
+    return {"steps": steps, "step_s": step_s, "blocked_s": blocked_s, "samples": samples, **loss}
+
+
+# ---- what a worker says --------------------------------------------------------------------------------------------
+
+
+class TestWhatAWorkerSays:
+    def test_nothing_yet(self):
+        assert Telemetry().to_body() == body(0)
+
+    def test_totals_change_at_the_end_of_a_step(self):
+        telemetry = Telemetry()
+        telemetry.step_ended()
+        with telemetry.blocked():
+            time.sleep(0.01)
+        assert telemetry.to_body() == body(1)
+        telemetry.step_ended()
+        said = telemetry.to_body()
+        assert said["steps"] == 2
+        assert 0.01 <= said["blocked_s"] <= said["step_s"]
+
+    def test_a_wait_that_fails_was_one_too(self):
+        telemetry = Telemetry()
+        with pytest.raises(ValueError, match="lost"), telemetry.blocked():
+            raise ValueError("lost")
+        telemetry.step_ended()
+        assert telemetry.to_body()["blocked_s"] > 0
+
+    @pytest.mark.parametrize(
+        ("loss", "said"),
+        [
+            (0.5, 0.5),
+            (2, 2.0),
+            (Fraction(1, 2), 0.5),  # as NumPy's scalars, another kind of number
+            (torch.tensor(0.25, requires_grad=True), 0.25),
+            (torch.tensor([[1.5]], dtype=torch.bfloat16), 1.5),
+            (math.nan, None),
+            (torch.tensor(math.inf), None),
+        ],
+    )
+    def test_losses(self, loss, said):
+        telemetry = Telemetry()
+        telemetry.report(loss=9.0)
+        telemetry.report(loss=loss, samples=3)
+        telemetry.report(samples=4)
+        assert (telemetry.to_body()["loss"], telemetry.to_body()["samples"]) == (said, 7)
+
+    def test_a_loss_is_what_it_was_when_it_was_reported(self):
+        telemetry, running = Telemetry(), torch.zeros(())
+        telemetry.report(loss=running)
+        running += 5
+        assert telemetry.to_body()["loss"] == 0.0
+
+    @pytest.mark.parametrize(
+        ("given", "words"),
+        [
+            ({"loss": torch.ones(2)}, r"one number \(expected .*got shape \(2,\).*Fix: report\(loss=loss.mean\(\)\)"),
+            ({"loss": "0.5"}, "got str"),
+            ({"loss": True}, "got bool"),
+            ({"samples": -1}, "got -1"),
+            ({"samples": 1.5}, "got 1.5"),
+        ],
+    )
+    def test_what_is_no_loss_or_no_number_of_samples(self, given, words):
+        telemetry = Telemetry()
+        with pytest.raises(ConfigurationError, match=words):
+            telemetry.report(**given)
+        assert telemetry.to_body() == body(0)
+
+    def test_losses_that_a_device_still_computes_are_waited_for_by_nobody(self):
+        class Coming:
+            def __init__(self, value):
+                self.value, self.is_ready = value, False
+
+            def is_there(self):
+                return self.is_ready
+
+            def read(self):
+                assert self.is_ready
+                return self.value
+
+        telemetry = Telemetry()
+        telemetry.report(loss=7.0)
+        coming = [Coming(float(i)) for i in range(MAX_COMING + 5)]
+        for one in coming:
+            telemetry._queue(one)
+        assert telemetry.to_body()["loss"] == 7.0
+        coming[0].is_ready = coming[1].is_ready = True
+        assert telemetry.to_body()["loss"] == 1.0
+        for one in coming:
+            one.is_ready = True
+        assert telemetry.to_body()["loss"] == coming[-1].value
+
+
+# ---- what a shard makes of it --------------------------------------------------------------------------------------
+
+
+class TestRates:
+    def test_nothing_is_known_before_two_heartbeats_with_steps(self):
+        telemetry = WorkerTelemetry()
+        for now_s in (0.0, 1.0):
+            telemetry.hear(body(0), now_s)
+        telemetry.hear({}, 1.5)
+        telemetry.hear(body(1, loss=3.0), 2.0)
+        assert telemetry.to_status() == {"steps": 1, "loss": 3.0} | dict.fromkeys(
+            ("steps_per_s", "samples_per_s", "step_s", "blocked_s", "apply_s", "held_s")
+        )
+
+    def test_means_are_of_the_window(self):
+        telemetry = WorkerTelemetry()
+        # Slow for 30 s, then ten times as fast.
+        for second in range(1, 31):
+            telemetry.hear(body(second, second - 1.0, 0.5 * second, 10 * second), second)
+        for second in range(31, 61):
+            steps = 30 + 10 * (second - 30)
+            telemetry.apply_s += 0.2
+            telemetry.hear(body(steps, second - 1.0, 15 + 0.25 * (second - 30), 10 * steps), second)
+        status = telemetry.to_status()
+        assert status["steps_per_s"] == pytest.approx(10)
+        assert status["samples_per_s"] == pytest.approx(100)
+        assert status["step_s"] == pytest.approx(0.1)
+        assert status["blocked_s"] == pytest.approx(0.025)
+        assert status["apply_s"] == pytest.approx(0.02)
+
+    def test_a_step_longer_than_the_window_is_still_seen(self):
+        telemetry = WorkerTelemetry()
+        for second in range(200):
+            steps = 1 + second // 40
+            telemetry.hear(body(steps, 40.0 * (steps - 1)), second)
+        status = telemetry.to_status()
+        assert status["step_s"] == 40.0
+        assert 0 < status["steps_per_s"] <= 1 / 39
+        assert len(telemetry._samples) <= 4  # however many heartbeats a step has
+
+    def test_a_stalled_worker_slows_down_and_keeps_its_means(self):
+        telemetry = WorkerTelemetry()
+        for second in range(1, 20):
+            telemetry.hear(body(second, second - 1.0), second)
+        for second in range(20, 120):
+            telemetry.hear(body(19, 18.0), second)
+        assert telemetry.to_status()["steps_per_s"] < 0.05
+        assert telemetry.to_status()["step_s"] == 1.0
+
+    def test_a_count_that_begins_anew_begins_a_window(self):
+        telemetry = WorkerTelemetry()
+        for second in range(1, 9):
+            telemetry.hear(body(10 * second, second), second)
+        telemetry.hear(body(1), 9)
+        telemetry.hear(body(3, 2.0), 10)
+        assert telemetry.to_status()["step_s"] == 1.0
+        assert telemetry.to_status()["steps_per_s"] == 2.0
+
+    def test_of_the_chunks_of_an_exchange_the_longest_hold_counts(self):
+        telemetry = WorkerTelemetry()
+        for key, came_s in ((0, 1.0), (1, 2.0), (2, 3.0)):
+            telemetry.hold(key, 7, came_s)
+        telemetry.hold(0, 7, 3.5)  # came again
+        for key, left_s in ((1, 4.0), (0, 5.0), (2, 5.0)):
+            telemetry.release(key, 7, left_s)
+        telemetry.release(0, 7, 6.0)  # answered again
+        assert telemetry.held_s == pytest.approx(4.0)
+        telemetry.hold(1, 8, 6.0)
+        telemetry.release(1, 8, 6.5)
+        assert telemetry.held_s == pytest.approx(4.5)
+
+    def test_a_late_repeat_of_an_older_exchange_changes_nothing(self):
+        telemetry = WorkerTelemetry()
+        telemetry.hold(0, 8, 5.0)
+        telemetry.hold(0, 7, 6.0)
+        telemetry.release(0, 8, 9.0)
+        assert telemetry.held_s == pytest.approx(4.0)
+
+
+class TestLosses:
+    @pytest.mark.parametrize(
+        ("said", "shown"), [({}, None), ({"loss": 0.5}, 0.5), ({"loss": 0}, 0), ({"loss": None}, NOT_FINITE)]
+    )
+    def test_one_that_is_not_finite_is_not_one_that_was_never_reported(self, said, shown):
+        telemetry = WorkerTelemetry()
+        telemetry.hear(body(1, **said), 1.0)
+        assert telemetry.to_status()["loss"] == shown
+        telemetry.hear(body(2, loss=3.0), 2.0)
+        assert telemetry.to_status()["loss"] == 3.0
+
+    @pytest.mark.parametrize("loss", [math.nan, -math.inf, torch.tensor(math.nan)])
+    def test_a_diverged_worker_shows_everywhere(self, loss):
+        """From ``report`` to the merged view: the protocol carries no NaN."""
+        world, telemetry = World(), Telemetry()
+        (worker,) = team(world, 1, [spec(0, 4)])
+
+        def view():
+            (job,) = merge_jobs([json.loads(json.dumps(world.shard.status(world.now_s)))]).values()
+            return job["workers"][0]["loss"]
+
+        telemetry.step_ended()
+        worker.send(MessageType.HEARTBEAT, sequence=0, body=telemetry.to_body())
+        assert view() is None
+        telemetry.report(loss=loss)
+        worker.send(MessageType.HEARTBEAT, sequence=0, body=telemetry.to_body())
+        assert view() == "nan"
+
+
+class TestAtTheShard:
+    def status(self, world, rank=0):
+        return world.shard.status(world.now_s)["jobs"]["demo"]["workers"][rank]
+
+    def test_a_held_answer_is_the_time_until_the_last_one_came(self):
+        world = World()
+        specs = [spec(0, 4), spec(1, 4)]
+        first, second = team(world, 2, specs)
+        for step, late_s in enumerate((0.5, 2.0), start=1):
+            first.send(MessageType.HEARTBEAT, sequence=0, body=body(step, 1.0 * step))
+            for key in (0, 1):
+                first.push(key, step, torch.ones(4))
+            world.advance(late_s, second)
+            for key in (0, 1):
+                second.push(key, step, torch.ones(4))
+        first.send(MessageType.HEARTBEAT, sequence=0, body=body(3, 3.0))
+        assert self.status(world)["telemetry"]["held_s"] == pytest.approx(1.25)
+        assert self.status(world, 1)["telemetry"]["steps"] is None
+        assert first.take(MessageType.ERROR) == []
+
+    def test_the_time_an_average_takes_is_everybodys(self):
+        world = World()
+        workers = team(world, 2, [spec(0, 4)])
+        clock = iter(range(1000))
+        job = next(iter(world.shard._jobs.values()))
+        job._clock_s = lambda: float(next(clock))
+        for worker in workers:
+            worker.push(0, 1, torch.ones(4))
+        assert [job.membership.members[rank].telemetry.apply_s for rank in (0, 1)] == [2.0, 1.0]
+
+    def test_a_push_that_was_refused_is_not_held(self):
+        world = World()
+        (worker,) = team(world, 1, [spec(0, 4)], rule=APPLY)
+        (answer,) = worker.push(0, 1, torch.ones(4))
+        assert answer.body["code"] == ErrorCode.NOT_READY  # there is no optimizer yet
+        world.advance(3.0, worker)
+        worker.configure(0, 4)
+        worker.push(0, 1, torch.ones(4))
+        (job,) = world.shard._jobs.values()
+        assert job.membership.members[0].telemetry.held_s == 0
+
+    def test_a_worker_that_greets_again_keeps_what_is_known_of_it(self):
+        world = World()
+        (worker,) = team(world, 1, [spec(0, 4)])
+        worker.send(MessageType.HEARTBEAT, sequence=0, body=body(4, loss=0.5))
+        worker.hello()
+        assert self.status(world)["telemetry"]["loss"] == 0.5
+
+
+# ---- events --------------------------------------------------------------------------------------------------------
+
+
+def told(world):
+    return [(e["kind"], e["worker"]) for e in world.shard.events.to_status()]
+
+
+class TestEvents:
+    def test_coming_and_going(self):
+        world = World()
+        first, _, third = team(world, 3, [spec(0, 4)])
+        third.send(MessageType.BYE)
+        world.advance(6, first)
+        assert told(world) == [("joined", 0), ("joined", 1), ("joined", 2), ("left", 2), ("evicted", 1)]
+        events = world.shard.events.to_status()
+        assert events[3]["text"] == "worker 2 (process 1 on h) left: it said goodbye"
+        assert "silent for 5." in events[4]["text"]
+        assert {e["job"] for e in events} == {"demo"}
+        gone = world.shard.status(world.now_s)["jobs"]["demo"]["departed"]
+        assert [(g["rank"], g["reason"], g["host"], g["step"]) for g in gone] == [
+            (2, "left", "h", 0),
+            (1, "evicted", "h", 0),
+        ]
+
+    def test_a_replaced_process_was_fenced(self):
+        world = World()
+        first, _ = team(world, 2, [spec(0, 4)], rule=APPLY)
+        successor = Worker(world, 1, rule=APPLY, world_size=2)
+        assert successor.claim(first) == "ready"
+        assert told(world)[2:] == [("fenced", 1), ("joined", 1)]
+        assert world.shard.status(world.now_s)["jobs"]["demo"]["departed"][0]["reason"] == "fenced"
+
+    def test_a_joiner_is_announced_once_it_takes_part(self):
+        world = World()
+        first, _ = team(world, 2, [spec(0, 4)])
+        for worker in (first, _):
+            worker.push(0, 1, torch.ones(4))
+        late = Worker(world, 2, world_size=2)
+        assert late.hello() == "join"
+        late.send(MessageType.JOIN)
+        assert len(told(world)) == 2
+        (wanted,) = first.take(MessageType.STATE_WANTED) + _.take(MessageType.STATE_WANTED)
+        first.send(MessageType.ADMIT, body=dict(wanted.body))
+        assert told(world)[2:] == [("joined", 2)]
+
+    def test_what_is_refused_is_told_and_not_a_hundred_times(self):
+        world = World()
+        specs = [spec(key, 4) for key in range(50)]
+        (worker,) = team(world, 1, specs, rule=APPLY)
+        for one in specs:
+            worker.configure(one.key, 4)
+            worker.push(one.key, 1, torch.full((4,), math.nan))
+        kinds = [event for event in world.shard.events.to_status() if event["kind"] == "refused"]
+        assert [(e["worker"], e["job"]) for e in kinds] == [(0, "demo")]
+        assert "its gradient of chunk 0 (p0) was refused (non_finite)" in kinds[0]["text"]
+
+    def test_asking_for_weights_alone_is_no_refusal(self):
+        world = World()
+        (worker,) = team(world, 1, [spec(0, 4)], rule=APPLY)
+        worker.configure(0, 4)
+        worker.push(0, 1, None)
+        assert told(world) == [("joined", 0)]
+        job = world.shard.status(world.now_s)["jobs"]["demo"]
+        assert (job["refused"], job["workers"][0]["refused"]) == ({"abstained": 1}, 0)
+
+    def test_late_gradients_another_rule_and_too_little_memory(self):
+        world = World(max_memory_bytes=1000)
+        first, second = team(world, 2, [spec(0, 4)], rule={"name": "average", "quorum": 1})
+        first.push(0, 1, torch.ones(4))
+        second.push(0, 1, torch.ones(4))
+        assert Worker(world, 5, rule=APPLY).hello() == ErrorCode.RULE_MISMATCH
+        big = Worker(world, 0, job="big")
+        assert big.hello() == "initialise"
+        assert big.register(spec(0, 4000)).body["code"] == ErrorCode.MEMORY
+        assert told(world)[2:] == [("late", 1), ("refused", 5), ("memory", 0)]
+
+    def test_only_the_lead_tells_of_workers_and_every_shard_of_refusals(self):
+        world = World()
+        world.shard.index = 1
+        (worker,) = team(world, 1, [spec(0, 4)], rule=APPLY)
+        worker.configure(0, 4)
+        worker.push(0, 1, torch.full((4,), math.nan))
+        assert told(world) == [("refused", 0)]
+
+    def test_the_log_is_bounded_and_counts_what_it_leaves_out(self):
+        now_s = [0.0]
+        log = EventLog(lambda: 1e9 + now_s[0], lambda: now_s[0])
+        for _ in range(3):
+            log.note("refused", "no", job="a", worker=1)
+        log.note("refused", "no", job="a", worker=2)
+        now_s[0] = REPEAT_S + 1
+        log.note("refused", "no", job="a", worker=1)
+        assert [(e["worker"], e["text"]) for e in log.to_status()] == [
+            (1, "no"),
+            (2, "no"),
+            (1, "no; 2 like it before"),
+        ]
+        assert log.to_status()[-1]["unix_s"] == 1e9 + REPEAT_S + 1
+        for generation in range(9):
+            log.note("snapshot", f"generation {generation} is written")
+        assert [e["text"] for e in log.to_status()][3:] == ["generation 8 is written"]
+        for rank in range(MAX_EVENTS + 50):
+            log.note("joined", "in", worker=rank)
+        assert len(log.to_status()) == MAX_EVENTS
+        assert log.to_status()[-1]["worker"] == MAX_EVENTS + 49
+
+    def test_departed_workers_are_bounded(self):
+        world = World()
+        team(world, 1, [spec(0, 4)], rule=APPLY)
+        for rank in range(1, MAX_DEPARTED + 5):
+            worker = Worker(world, rank, rule=APPLY)
+            worker.hello()
+            worker.send(MessageType.BYE)
+        gone = world.shard.status(world.now_s)["jobs"]["demo"]["departed"]
+        assert [g["rank"] for g in gone] == list(range(5, MAX_DEPARTED + 5))
+
+
+def test_snapshots_and_a_restart_are_told(tmp_path):
+    def kinds(server):
+        return [event["kind"] for event in server.status()["events"]]
+
+    with running_server(snapshot_dir=tmp_path, snapshot_interval_s=0.0) as server:
+        with psengine.connect(server.addresses[0], timeout_s=20.0) as client:
+            tensors = {"w": torch.zeros(3, requires_grad=True)}
+            client.register(tensors, optimizer=torch.optim.SGD(tensors.values(), lr=0.1))
+            for _ in range(2):
+                client.pull()  # a change: what is durable already is not written again
+                client.snapshot()
+        deadline = time.monotonic() + 10
+        while "snapshot" not in kinds(server) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert kinds(server)[:2] == ["started", "joined"]
+        assert "snapshot" in kinds(server)
+    with running_server(snapshot_dir=tmp_path) as server:
+        assert kinds(server) == ["restored", "started"]
+        assert "generation 2" in server.status()["events"][0]["text"]
+
+
+# ---- everything together: two ranks, two shards, real sockets --------------------------------------------------------
+
+SLOW_S = 0.05
+
+
+def _status(url):
+    with urllib.request.urlopen(f"{url}/status.json", timeout=10) as response:
+        return json.load(response)
+
+
+def _train_and_look(rank, world_size, addresses, url, strategy):
+    torch.manual_seed(0)
+    model = psengine.DistributedDataParallel(
+        nn.Linear(4, 3), strategy=strategy(servers=addresses, job=f"job-{strategy.name}")
+    )
+    optimizer = psengine.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    torch.distributed.barrier()  # who comes late to an asynchronous job counts from the slowest on
+    view = None
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss = model(torch.ones(2, 4)).square().mean()
+        loss.backward()
+        if rank == 1:
+            time.sleep(SLOW_S)
+        optimizer.step()
+        model.report(loss=loss, samples=2)
+        if step == 2:
+            time.sleep(0.25)  # a heartbeat, so that there are two with steps
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        view = _status(url)
+        workers = view["jobs"][f"job-{strategy.name}"]["workers"]
+        known = [w["step"] == STEPS and w["step_s"] is not None for w in workers]
+        if known == [True, True] and workers[rank]["loss"] == loss.item():
+            break
+        time.sleep(0.05)
+    torch.distributed.barrier()
+    model.strategy.close()
+    return view, loss.item()
+
+
+@pytest.mark.parametrize("strategy", [psengine.SyncServer, psengine.AsyncServer])
+def test_a_run_shows_in_the_servers_status(strategy):
+    with running_server(shards=2, lease_s=1.0) as server:
+        (view, loss), _ = run_ranks(
+            _train_and_look, 2, server.addresses[:1], server.status_url, strategy, deadline_s=60
+        )
+        name = f"job-{strategy.name}"
+        assert {"host", "unix_s", "can_act", "events", "jobs", "shards"} <= set(view)
+        assert view["jobs"] == merge_jobs(view["shards"])
+        job = view["jobs"][name]
+        assert (job["kind"], job["members"]) == (strategy.name, 2)
+        fast, slow = job["workers"]
+        for worker in (fast, slow):
+            assert (worker["state"], worker["step"], worker["lag"]) == ("live", STEPS, 0)
+            assert worker["samples_per_s"] > 0
+            assert worker["steps_per_s"] > 0
+            parts = [worker[part] for part in ("compute_s", "apply_s", "wait_s", "wire_s")]
+            assert min(parts) >= 0
+            assert sum(parts) == pytest.approx(worker["step_s"], abs=1e-5)
+            assert worker["apply_s"] > 0
+        assert slow["compute_s"] >= SLOW_S
+        assert fast["loss"] == loss
+        if strategy.name == "async":
+            assert fast["staleness_p50"] is not None
+            assert fast["wait_s"] == 0
+        else:
+            assert fast["wait_s"] > 0
+        kinds = [(event["kind"], event["worker"]) for event in server.status()["events"]]
+        assert sorted(kinds) == sorted(
+            [("started", None), ("joined", 0), ("joined", 1), ("left", 0), ("left", 1)]
+        )  # two shards, and each worker once
+        departed = server.status()["jobs"][name]["departed"]
+        assert sorted((gone["rank"], gone["reason"], gone["step"]) for gone in departed) == [
+            (0, "left", STEPS),
+            (1, "left", STEPS),
+        ]

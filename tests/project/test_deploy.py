@@ -1,0 +1,253 @@
+"""deploy/: files that nobody runs here name only what exists, and the scripts do what their comments say."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from psengine.parameter_server.server.settings import ENVIRONMENT_PREFIX, ServerSettings
+
+ROOT = Path(__file__).parents[2]
+DEPLOY = ROOT / "deploy"
+SCRIPTS = sorted((DEPLOY / "slurm").glob("*.sbatch"))
+MANIFESTS = sorted((DEPLOY / "kubernetes").glob("*.yaml"))
+UNIT = DEPLOY / "systemd" / "psengine-server.service"
+DOCKERFILE = DEPLOY / "docker" / "Dockerfile"
+README = DEPLOY / "README.md"
+
+
+def options_of(command):
+    return {name for parameter in command.params for name in (*parameter.opts, *parameter.secondary_opts)}
+
+
+@pytest.fixture(scope="module")
+def known():
+    """Program and subcommand to their options, as the programs themselves have them."""
+    import torch.distributed.run
+    from typer.main import get_command
+
+    from psengine.cli import main, server
+
+    serve = get_command(server._build())
+    run = get_command(main.build_app()).commands["run"]
+    torchrun = {name for action in torch.distributed.run.get_args_parser()._actions for name in action.option_strings}
+    return {
+        "psengine-server": options_of(serve),
+        "psengine-server keygen": options_of(serve.commands["keygen"]),
+        "psengine run": options_of(run) | torchrun,
+    }
+
+
+def commands_in(text):
+    """(program, options) of each command line in a script or a text."""
+    for line in text.replace("\\\n", " ").splitlines():
+        found = re.search(
+            r"(?<![\w/-])(?:/usr/local/bin/)?(psengine-server keygen|psengine-server|psengine run)\s(.*)", line
+        )
+        if found and not line.lstrip().startswith("#"):
+            yield found[1], re.findall(r"(?<!\S)(--[a-z][a-z-]*)", found[2])
+
+
+def command_lines(path):
+    """What ``path`` starts, one command a line."""
+    if path.suffix == ".yaml":
+        return "\n".join(" ".join(map(str, command)) for command in commands_of(parsed(path)))
+    text = path.read_text()
+    if path.name == "Dockerfile":
+        arrays = re.findall(r"^(?:ENTRYPOINT|CMD) (\[.*\])$", text, re.MULTILINE)
+        return " ".join(word for array in arrays for word in json.loads(array))
+    return text
+
+
+def parsed(path):
+    yaml = pytest.importorskip("yaml")
+    return yaml.safe_load(path.read_text())
+
+
+def commands_of(node):
+    if isinstance(node, dict):
+        if "command" in node:
+            yield [*node["command"], *node.get("args", [])]
+        for value in node.values():
+            yield from commands_of(value)
+    elif isinstance(node, list):
+        for value in node:
+            yield from commands_of(value)
+
+
+@pytest.mark.parametrize(
+    "path",
+    [*SCRIPTS, UNIT, DOCKERFILE, README, DEPLOY / "kubernetes" / "runtime.yaml"],
+    ids=lambda path: path.name,
+)
+def test_every_option_exists(path, known):
+    found = list(commands_in(command_lines(path)))
+    assert any(options for _, options in found)
+    for program, options in found:
+        assert set(options) <= known[program], program
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
+def test_scripts_are_shell(script):
+    done = subprocess.run(["bash", "-n", script], capture_output=True, text=True, timeout=10)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_ports_of_jobs_that_share_a_node_are_apart():
+    def port_of(script, number):
+        (line,) = re.findall(r"^port=.*$", (DEPLOY / "slurm" / script).read_text(), re.MULTILINE)
+        values = {"PATH": os.environ["PATH"], "SLURM_JOB_ID": str(number), "SHARDS": "4"}
+        done = subprocess.run(
+            ["bash", "-uec", f"{line}; echo $port"], env=values, capture_output=True, text=True, timeout=10, check=True
+        )
+        return int(done.stdout)
+
+    numbers = (41_999, 42_000, 42_001)
+    servers = [port_of("async.sbatch", number) + shard for number in numbers for shard in range(4)]
+    meetings = [port_of("sync.sbatch", number) for number in numbers]
+    assert len(set(servers)) == len(servers)
+    assert len(set(meetings)) == len(meetings)
+    assert max(servers) < 30000 <= min(meetings)
+    assert all(1024 < port < 32768 for port in (*servers, *meetings))  # Linux gives those above to clients
+
+
+def test_the_runtime_has_a_server_and_nodes():
+    spec = parsed(DEPLOY / "kubernetes" / "runtime.yaml")["spec"]
+    jobs = {job["name"]: job for job in spec["template"]["spec"]["replicatedJobs"]}
+    assert spec["template"]["spec"]["successPolicy"]["targetReplicatedJobs"] == ["node"]
+    assert jobs["node"]["dependsOn"] == [{"name": "server", "status": "Ready"}]
+    assert jobs["node"]["template"]["metadata"]["labels"] == {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}
+    pods = {name: job["template"]["spec"]["template"]["spec"] for name, job in jobs.items()}
+    assert [container["name"] for container in pods["node"]["containers"]] == ["node"]
+    address = {v["name"]: v.get("value") for v in pods["node"]["containers"][0]["env"]}["PSENGINE_SERVERS"]
+    assert address == "tcp://$(TRAIN_JOB_NAME)-server-0-0.$(TRAIN_JOB_NAME):7077"
+    for pod in pods.values():
+        mounted = {m["name"] for c in (*pod["initContainers"], *pod["containers"]) for m in c["volumeMounts"]}
+        assert mounted == {volume["name"] for volume in pod["volumes"]}
+    server = pods["server"]["containers"][0]
+    startup = server["startupProbe"]
+    assert startup["failureThreshold"] * startup["periodSeconds"] == 600
+    assert startup["exec"] == server["livenessProbe"]["exec"]
+    assert "/healthz" in startup["exec"]["command"][-1]
+    job = parsed(DEPLOY / "kubernetes" / "train-job.yaml")["spec"]
+    assert job["runtimeRef"]["name"] == parsed(DEPLOY / "kubernetes" / "runtime.yaml")["metadata"]["name"]
+
+
+def test_the_images_are_made_of_what_there_is():
+    text = DOCKERFILE.read_text()
+    ignored = (DOCKERFILE.parent / "Dockerfile.dockerignore").read_text().split()
+    sources = [word for line in re.findall(r"^COPY (?!--from)(.*)$", text, re.MULTILINE) for word in line.split()[:-1]]
+    assert sources
+    for source in sources:
+        assert (ROOT / source).exists(), source
+        assert f"!{source}" in ignored
+    stages = re.findall(r"^FROM \S+ AS (\S+)$", text, re.MULTILINE)
+    assert stages == ["build", "worker", "server"]
+    assert set(re.findall(r"COPY --from=(\S+)", text)) <= set(stages)
+
+
+def test_the_unit_is_one_that_systemd_takes(tmp_path):
+    program = shutil.which("systemd-analyze")
+    if program is None:
+        pytest.skip("systemd-analyze is not installed")
+    # What is installed here, at the path where an administrator would install it.
+    copy = tmp_path / UNIT.name
+    copy.write_text(UNIT.read_text().replace("/usr/local/bin/psengine-server", sys.executable))
+    done = subprocess.run([program, "verify", "--man=no", copy], capture_output=True, text=True, timeout=30)
+    if "Failed to" in done.stderr and UNIT.name not in done.stderr:
+        pytest.skip(f"systemd-analyze does not work here: {done.stderr.strip()}")
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_the_settings_are_a_servers(monkeypatch):
+    names = re.findall(r"^(\w+)=", (DEPLOY / "systemd" / "server.env").read_text(), re.MULTILINE)
+    assert names
+    known = {f"{ENVIRONMENT_PREFIX}{setting.name.upper()}" for setting in fields(ServerSettings)}
+    assert set(names) <= known
+    for name in known:
+        monkeypatch.delenv(name, raising=False)
+    settings = ServerSettings.load(config=DEPLOY / "systemd" / "server.toml")
+    assert settings.snapshot_dir == Path("/var/lib/psengine")
+
+
+# srun and scontrol as far as the scripts use them: tasks are processes of this machine.
+SRUN = """
+import os, signal, subprocess, sys
+group, words = "0", sys.argv[1:]
+while words[0].startswith("--"):
+    group = words[0].removeprefix("--het-group=") if words[0].startswith("--het-group=") else group
+    words = words[1:]
+count = int(os.environ["FAKE_TASKS"].split(",")[int(group)])
+tasks = []
+for rank in range(count):
+    step = {"SLURM_STEP_ID": group, "SLURM_PROCID": rank, "SLURM_NTASKS": count, "SLURM_STEP_NUM_TASKS": count,
+            "SLURM_LOCALID": rank, "SLURM_STEP_NODELIST": "localhost", "SLURM_STEP_TASKS_PER_NODE": count,
+            "SLURM_NODEID": 0}
+    tasks.append(subprocess.Popen(words, env={**os.environ, **{name: str(value) for name, value in step.items()}}))
+signal.signal(signal.SIGTERM, lambda *_: [task.terminate() for task in tasks])
+sys.exit(max(abs(task.wait()) for task in tasks))
+"""
+
+TRAIN = """
+import sys, pathlib, torch, psengine
+if psengine.environment.context.default_strategy() == "sync":
+    psengine.init()
+model = psengine.DistributedDataParallel(torch.nn.Linear(3, 1))
+optimizer = psengine.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+for _ in range(3):
+    optimizer.zero_grad()
+    model(torch.ones(2, 3)).sum().backward()
+    optimizer.step()
+rank = model.strategy.session.rank if hasattr(model.strategy, "session") else torch.distributed.get_rank()
+pathlib.Path(sys.argv[1], f"rank{rank}").write_text(model.strategy.name)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("script", "tasks", "ranks"), [("sync", "2", 4), ("async", "1,2", 2)])
+def test_the_slurm_scripts_train(tmp_path, script, tasks, ranks):
+    binaries = tmp_path / "bin"
+    binaries.mkdir()
+    for name, text in {"srun": SRUN, "scontrol": "print('localhost')"}.items():
+        (binaries / name).write_text(f"#!{sys.executable}\n{text}")
+        (binaries / name).chmod(0o755)
+    (tmp_path / "train.py").write_text(TRAIN)
+    (tmp_path / "out").mkdir()
+    environment = {
+        **{name: value for name, value in os.environ.items() if not name.startswith(("SLURM", "PSENGINE"))},
+        "PATH": f"{binaries}:{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "PYTHONPATH": str(ROOT),
+        "FAKE_TASKS": tasks,
+        "SLURM_JOB_ID": str(os.getpid()),
+        "SLURM_JOB_NUM_NODES": "2",
+        "SLURM_JOB_NODELIST": "localhost",
+        "SLURM_JOB_NODELIST_HET_GROUP_0": "localhost",
+        "SLURM_CPUS_PER_TASK": "2",
+        "SLURM_SUBMIT_DIR": str(tmp_path),
+        "WORKERS_PER_NODE": "2",
+        "SHARDS": "2",
+        "PSENGINE_MAX_MEMORY_BYTES": "1GiB",
+    }
+    done = subprocess.run(
+        ["bash", DEPLOY / "slurm" / f"{script}.sbatch", "train.py", "out"],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=150,
+    )
+    assert done.returncode == 0, shlex.join(map(str, done.args)) + done.stdout + done.stderr
+    wrote = {path.name: path.read_text() for path in (tmp_path / "out").iterdir()}
+    assert wrote == {f"rank{rank}": script for rank in range(ranks)}
+    if script == "async":
+        keys = tmp_path / f"psengine-{os.getpid()}" / "keys"
+        assert (keys / "server.key").stat().st_mode & 0o077 == 0

@@ -1,0 +1,100 @@
+"""The documentation builds without a warning, and what it quotes and commands is there."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from support.processes import run_ranks
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md")), *sorted(ROOT.glob("deploy/**/*.md"))]
+DEADLINE_S = 150
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
+
+
+def test_the_pages_build_without_a_warning(tmp_path):
+    command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "-b", "html", str(DOCS), str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
+    assert done.returncode == 0, done.stderr[-6000:]
+
+
+def run_program(rank: int, world_size: int, source: str) -> float:
+    names: dict[str, object] = {}
+    exec(compile(source, "quickstart.md", "exec"), names)
+    return float(names["mean_loss"])
+
+
+def test_the_program_of_the_quick_start_learns():
+    torch.manual_seed(0)
+    (program,) = blocks(DOCS / "quickstart.md", "python")
+    losses = run_ranks(run_program, 2, program.replace("psengine.shutdown()", ""))
+    assert losses[0] == losses[1] < 0.5
+
+
+def normalised_source() -> str:
+    """All of the package's source, with texts that were cut for their length joined again."""
+    source = "\n".join(path.read_text() for path in sorted((ROOT / "psengine").rglob("*.py")))
+    return re.sub(r"\"\s*\n\s*f?\"", "", source)
+
+
+def test_every_message_of_the_troubleshooting_page_is_one_we_print():
+    text = (DOCS / "troubleshooting.md").read_text()
+    # The terms of its definition lists: a line before one that begins with a colon.
+    terms = re.findall(r"^(\S.*)\n: ", text, re.MULTILINE)
+    quoted = [message for term in terms for message in re.findall(r"`([^`]+)`", term)]
+    assert len(quoted) > 25
+    source = normalised_source()
+    unknown = []
+    for message in quoted:
+        words = message.split()
+        if len(words) < 3:
+            known = message in source
+        else:
+            # Numbers, names and addresses stand for what varies: most runs of three words have none.
+            runs = [" ".join(words[start : start + 3]) for start in range(len(words) - 2)]
+            known = sum(run.strip(",.:;") in source for run in runs) >= 0.33 * len(runs)
+        if not known and not message.startswith("terminate called"):
+            unknown.append(message)
+    assert not unknown
+
+
+@pytest.fixture(scope="module")
+def options_of() -> dict[str, str]:
+    """By command, its --help."""
+    commands = ("run", "verify", "status", "top", "doctor", "advise", "bench")
+    helps = {}
+    for command in commands:
+        done = subprocess.run(
+            [sys.executable, "-m", "psengine.cli.main", command, "--help"],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=True,
+            env={"PATH": "/usr/bin:/bin", "COLUMNS": "200", "PYTHONPATH": str(ROOT), "NO_COLOR": "1"},
+        )
+        helps[command] = done.stdout
+    return helps
+
+
+def test_commands_in_the_documentation_have_the_options_they_are_given(options_of):
+    wrong = []
+    for page in PAGES:
+        for line in re.findall(r"^\s*(?:[A-Z_]+=\S+ )*psengine (\w+)(.*)$", page.read_text(), re.MULTILINE):
+            command, rest = line
+            if command not in options_of:
+                wrong.append(f"{page.name}: psengine {command}")
+                continue
+            given = re.split(r"\s\S+\.py\b|\s-m\s|#|\s\|", f" {rest}")[0]  # what follows the script is the script's
+            for option in re.findall(r"\s(--[a-z][a-z-]*)", given):
+                if option not in options_of[command]:
+                    wrong.append(f"{page.name}: psengine {command} {option}")
+    assert not wrong

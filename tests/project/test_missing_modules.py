@@ -1,0 +1,107 @@
+"""``import psengine`` and strategy "sync" need no module that Windows lacks, and no numpy: torch brings none."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+from support.processes import free_port
+
+import psengine
+
+# Modules that are POSIX's alone, and numpy, which no requirement of torch brings. Not here: what torch itself imports
+# on this system.
+MODULES = (
+    *("fcntl", "resource", "pwd", "grp", "termios", "tty", "pty", "syslog", "readline", "curses"),
+    *("multiprocessing.shared_memory", "numpy"),
+)
+# Functions of os that are POSIX's alone.
+FUNCTIONS = (
+    *("fork", "register_at_fork", "memfd_create", "sched_getaffinity", "pidfd_open", "mkfifo", "statvfs", "killpg"),
+    *("getuid", "geteuid", "getgid", "getpgrp", "setsid"),
+)
+BLOCK = textwrap.dedent(
+    f"""
+    import os, sys, warnings
+
+    for name in {MODULES!r}:
+        sys.modules[name] = None  # where it is imported, ModuleNotFoundError
+    warnings.filterwarnings("ignore", "Failed to initialize NumPy")
+    import torch, torch.distributed
+    """
+)
+AS_ON_WINDOWS = textwrap.dedent(
+    f"""
+    for name in {FUNCTIONS!r}:
+        delattr(os, name)
+    sys.modules["psengine._native"] = None  # built without shared memory there
+    """
+)
+TRAIN = textwrap.dedent(
+    """
+    import contextlib, psengine
+    context = psengine.init("gloo", timeout_s=60)
+    finals = []
+    for collective, timeline in (("c10d", psengine.timeline(sys.argv[1])), ("auto", contextlib.nullcontext())):
+        torch.manual_seed(0)
+        module = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.BatchNorm1d(16), torch.nn.Linear(16, 4))
+        model = psengine.DistributedDataParallel(module, collective=collective)
+        optimizer = psengine.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+        with timeline:
+            for step in range(3):
+                torch.manual_seed(10 * step + context.rank)
+                optimizer.zero_grad()
+                loss = model(torch.randn(5, 8)).square().mean()
+                loss.backward()
+                psengine.clip_grad_norm_(model, 1.0)
+                optimizer.step()
+        finals.append([parameter.sum().item() for parameter in model.parameters()])
+        psengine.mean({"loss": loss.detach()})
+    of_rank_0 = torch.tensor(finals)
+    torch.distributed.broadcast(of_rank_0, 0)
+    assert of_rank_0.tolist() == finals, "the ranks' models differ"
+    assert finals[0] == finals[1], "the collectives' results differ"
+    assert all(sys.modules[name] is None for name in ("fcntl", "numpy", "resource"))
+    psengine.shutdown()
+    """
+)
+
+
+def test_the_blocker_blocks():
+    program = BLOCK + "import psengine.parameter_server.server.snapshots.store"  # a server locks its directory
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert done.returncode != 0
+    assert "import of fcntl halted" in done.stderr
+
+
+@pytest.mark.parametrize("lacking", [pytest.param("modules", marks=pytest.mark.slow), "all that Windows lacks"])
+def test_two_ranks_train_under_sync_and_merge_their_timelines_without(lacking, tmp_path):
+    path = tmp_path / "timeline.json"
+    program = BLOCK + (AS_ON_WINDOWS if lacking != "modules" else "") + TRAIN
+    shared = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    python_path = os.pathsep.join([str(Path(psengine.__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", program, str(path)],
+            env={**os.environ, **shared, "PYTHONPATH": python_path, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        said = [process.communicate(timeout=120)[0] for process in ranks]
+    finally:
+        for process in ranks:
+            process.kill()
+            process.wait()
+    assert [process.returncode for process in ranks] == [0, 0], "\n".join(said)
+    merged = json.loads(path.read_text())
+    assert {process["rank"] for process in merged["otherData"]["processes"]} == {0, 1}
+    assert {event["pid"] for event in merged["traceEvents"] if event["ph"] == "X"} == {0, 1}

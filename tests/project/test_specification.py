@@ -1,0 +1,158 @@
+"""What users write to choose a strategy or a collective, and the names that programs register."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support.processes import run_ranks
+from torch import nn
+
+import psengine
+from psengine.collectives.c10d import C10dCollective
+from psengine.collectives.registry import COLLECTIVES, resolve_collective
+from psengine.errors import ConfigurationError
+from psengine.specification import Registry, Specification
+from psengine.strategies.registry import STRATEGIES, resolve_strategy
+from psengine.strategies.sync_all_reduce import SyncAllReduce
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "options"),
+    [
+        ("sync", "sync", {}),
+        ("sync:", "sync", {}),
+        ("a:x=1,y=0.5,z=text", "a", {"x": 1, "y": 0.5, "z": "text"}),
+        ("a:x=true,y=False,z=none,w=", "a", {"x": True, "y": False, "z": None, "w": ""}),
+        ("a: x = 1 , y=2,", "a", {"x": 1, "y": 2}),
+        # A colon separates once, an address has more.
+        ("a:servers=tcp://h:7077", "a", {"servers": "tcp://h:7077"}),
+        ("a:servers=tcp://h:1,tcp://[::1]:2,x=4", "a", {"servers": ["tcp://h:1", "tcp://[::1]:2"], "x": 4}),
+        ("a:servers=ipc:///x=1,ipc:///y=2,x=4", "a", {"servers": ["ipc:///x=1", "ipc:///y=2"], "x": 4}),
+        ("a:layers=1,2,3", "a", {"layers": [1, 2, 3]}),
+    ],
+)
+def test_specifications_are_parsed(text, name, options):
+    specification = Specification.parse("strategy", text)
+    assert (specification.name, dict(specification.options)) == (name, options)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a:checksum", r"'a:checksum': options are written option=value \(got 'checksum'\)"),
+        ("a:x=1,y=2,x=1", r"each option is given once \(got 'x' twice\)"),
+    ],
+)
+def test_malformed_options_are_refused(text, message):
+    with pytest.raises(ConfigurationError, match=message):
+        Specification.parse("strategy", text)
+
+
+def test_a_list_reaches_the_option_before_it():
+    strategy = resolve_strategy("async:servers=tcp://a:1,tcp://b:2,max_staleness=4")
+    assert repr(strategy) == repr(psengine.AsyncServer(4, servers=["tcp://a:1", "tcp://b:2"]))
+    with pytest.raises(ConfigurationError, match=r"got \[4, 'checksum'\]"):
+        resolve_strategy("async:max_staleness=4,checksum")
+
+
+class Ingredient:
+    def __init__(self, *, share: float = 1.0) -> None:
+        self.share = share
+
+
+class Dish:
+    def __init__(self, filling: Ingredient | None = None, *, size: int = 1) -> None:
+        self.filling, self.size = filling, size
+
+
+@pytest.fixture
+def dishes() -> tuple[Registry[Dish], Registry[Ingredient]]:
+    whole: Registry[Dish] = Registry("dish")
+    whole.register("pie", Dish)
+    part: Registry[Ingredient] = Registry("filling")
+    part.register("apple", Ingredient)
+    return whole, part
+
+
+def test_a_part_gets_the_options_that_the_whole_does_not_name(dishes):
+    whole, part = dishes
+    pie = whole.read("pie:filling=apple,share=0.5,size=3", {"filling": part})()
+    assert (pie.size, pie.filling.share) == (3, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "pie:filling=apple,shair=2",
+            r"unknown option 'shair' \(expected some of \['filling', 'size'\] of dish 'pie', \['share'\] of filling"
+            r" 'apple', got shair=2\)\. Did you mean share\?",
+        ),
+        ("pie:share=2", r"expected some of \['filling', 'size'\] of dish 'pie', got share=2\)"),
+        ("pie:filling=pear", r"unknown filling \(expected one of \['apple'\], got 'pear'\)"),
+        ("pei", r"unknown dish \(expected one of \['pie'\], got 'pei'\)\. Did you mean pie\?"),
+    ],
+)
+def test_unknown_names_list_what_whole_and_part_know(dishes, text, message):
+    whole, part = dishes
+    with pytest.raises(ConfigurationError, match=message):
+        whole.read(text, {"filling": part})
+
+
+def test_registering_refuses_what_users_could_not_write():
+    with pytest.raises(ConfigurationError, match="strategy 'sync' is registered already"):
+        psengine.register_strategy("sync", SyncAllReduce)
+    with pytest.raises(ConfigurationError, match="collective 'auto' is registered already"):
+        psengine.register_collective("auto", lambda process_group, device: None)
+    for name in ("a:b", "a,b", "a=b", "", " a", None):
+        with pytest.raises(ConfigurationError, match=r"the name of a strategy .* got"):
+            psengine.register_strategy(name, SyncAllReduce)
+    with pytest.raises(ConfigurationError, match=r"expected its class or a function, got 'sync'"):
+        psengine.register_strategy("mine", "sync")
+    assert "mine" not in STRATEGIES
+
+
+class Rescaled(SyncAllReduce):
+    """The average, times ``factor``."""
+
+    name = "rescaled"
+
+    def __init__(self, *, factor: float = 1.0) -> None:
+        super().__init__()
+        self._factor = factor
+
+    def begin(self, live_world_size: int, *, in_join: bool = False) -> float:
+        return super().begin(live_world_size, in_join=in_join) / self._factor
+
+
+class Counting(C10dCollective):
+    """Counts the bytes of all-reduces, in units of ``unit`` bytes."""
+
+    def __init__(self, process_group: object, unit: int) -> None:
+        super().__init__(process_group)
+        self.unit, self.count = unit, 0
+
+    def all_reduce(self, flat, scale=1.0, *, what="tensor"):
+        self.count += flat.nbytes // self.unit
+        return super().all_reduce(flat, scale, what=what)
+
+
+def train_under_registered_names(rank: int, world_size: int) -> tuple[float, int]:
+    psengine.register_strategy("rescaled", Rescaled)
+    psengine.register_collective("counting", lambda process_group, device, unit=1: Counting(process_group, unit))
+    module = nn.Linear(4, 1, bias=False)
+    model = psengine.DistributedDataParallel(module, strategy="rescaled:factor=3", collective="counting:unit=4")
+    model(torch.full((1, 4), float(rank))).sum().backward()
+    return module.weight.grad[0, 0].item(), model._collective.count
+
+
+def test_registered_names_train():
+    assert run_ranks(train_under_registered_names, 2) == [(1.5, 4), (1.5, 4)]
+
+
+def test_options_of_collectives():
+    assert all(COLLECTIVES.options_of(name) == [] for name in COLLECTIVES)
+    with pytest.raises(ConfigurationError, match=r"unknown option 'x' \(expected some of no options of collective"):
+        resolve_collective("c10d:x=1", None, torch.device("cpu"))
+    with pytest.raises(ConfigurationError, match=r"or a psengine.Collective, got 3\)"):
+        resolve_collective(3, None, torch.device("cpu"))

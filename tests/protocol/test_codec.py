@@ -1,0 +1,712 @@
+"""Messages to frames and back; and whatever else a peer may send is refused in words."""
+
+from __future__ import annotations
+
+import gc
+import json
+import math
+import random
+import re
+import struct
+import time
+from pathlib import Path
+
+import msgpack
+import pytest
+import torch
+import xxhash
+from fuzz.fuzz_codec import check, mutate
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from psengine.errors import ConfigurationError, ProtocolError
+from psengine.protocol import bodies
+from psengine.protocol.codec import HEADER_BYTES, buffer_of, decode, encode, payload_tensor, refusal
+from psengine.protocol.layout import job_number
+from psengine.protocol.messages import DTYPES, NO_KEY, PROTOCOL_VERSION, ErrorCode, Message, MessageType
+
+VECTORS = json.loads((Path(__file__).parent / "protocol_vectors.json").read_text())
+DOCUMENT = Path(__file__).parents[2] / "docs" / "protocol.md"
+FRAMES = {vector["name"]: [bytes.fromhex(frame) for frame in vector["frames"]] for vector in VECTORS}
+
+# Written down here a second time, from docs/protocol.md.
+LAYOUT = struct.Struct("<4sHBBQQIIQQQQQIB3sQ")
+NAMES = (
+    "magic", "protocol", "type", "flags", "job", "epoch", "worker", "key", "incarnation", "sequence", "version",
+    "numel", "payload_bytes", "body_bytes", "dtype", "zeros", "checksum",
+)  # fmt: skip
+
+
+def raises(error_type, words):
+    return pytest.raises(error_type, match=re.escape(words))
+
+
+def fields_of(frames):
+    return dict(zip(NAMES, LAYOUT.unpack(frames[0]), strict=True))
+
+
+def with_fields(frames, **changes):
+    fields = fields_of(frames) | changes
+    return [LAYOUT.pack(*fields.values()), *frames[1:]]
+
+
+def with_body(name, raw, **changes):
+    """A vector with another body: bytes, or something to pack."""
+    frames = FRAMES[name]
+    raw = raw if isinstance(raw, bytes) else msgpack.packb(raw)
+    payload = frames[-1:] if fields_of(frames)["flags"] & 4 else []
+    flags = fields_of(frames)["flags"] | 2
+    return with_fields([frames[0], raw, *payload], flags=flags, body_bytes=len(raw), **changes)
+
+
+def body_of(name):
+    return msgpack.unpackb(FRAMES[name][1])
+
+
+def same(a, b):
+    assert (a.payload is None) == (b.payload is None)
+    if a.payload is not None:
+        assert bytes(a.payload) == bytes(b.payload)
+    for name in ("type", "job", "epoch", "worker", "incarnation", "key", "sequence", "version", "dtype", "numel"):
+        assert getattr(a, name) == getattr(b, name), name
+    assert a.body == b.body
+
+
+# ---- What goes in comes out
+
+
+def test_every_type_has_a_vector_and_a_schema():
+    assert {vector["type"] for vector in VECTORS} == {kind.name for kind in MessageType}
+    assert set(bodies.SCHEMAS) == set(MessageType)
+
+
+@pytest.mark.parametrize("vector", VECTORS, ids=[vector["name"] for vector in VECTORS])
+def test_vectors(vector):
+    frames = FRAMES[vector["name"]]
+    dtype = DTYPES.get(vector["dtype"])
+    payload = frames[-1] if dtype else None
+    message = Message(
+        MessageType[vector["type"]], dtype=dtype, numel=vector["numel"], payload=payload, body=vector["body"],
+        **vector["header"],
+    )  # fmt: skip
+    assert [bytes(frame) for frame in encode(message, checksum=vector["checksum"])] == frames
+    decoded = decode(frames)
+    same(decoded, message)
+    assert decoded.peer_version == PROTOCOL_VERSION
+    assert check(frames)
+
+
+def test_the_header_lies_as_documented():
+    header = FRAMES["push_checksum"][0]
+    assert HEADER_BYTES == len(header) == 88
+
+    def at(start, end):
+        return int.from_bytes(header[start:end], "little")
+
+    assert header[:4] == b"PSEN"
+    assert (at(4, 6), header[6], header[7]) == (3, 8, 0b101)
+    assert (at(8, 16), at(16, 24), at(24, 28), at(28, 32)) == (xxhash.xxh3_64_intdigest(b"demo"), 7, 1, 0)
+    assert (at(32, 40), at(40, 48), at(48, 56)) == (5, 1, 41)  # incarnation, sequence, version
+    assert (at(56, 64), at(64, 72), at(72, 76), header[76], header[77:80]) == (2, 8, 0, 1, b"\0\0\0")
+    assert at(80, 88) == xxhash.xxh3_64_intdigest(struct.pack("<2f", 1.0, -2.0))
+
+
+@pytest.mark.parametrize("name", ["heartbeat", "list", "push_checksum", "push_groups", "hello", "error"])
+def test_the_document_shows_the_vectors(name):
+    hex_only = re.sub(r"[^0-9a-f]", "", "".join(re.findall(r"```hex\n(.*?)```", DOCUMENT.read_text(), re.S)))
+    for frame in FRAMES[name]:
+        assert frame.hex() in hex_only
+
+
+def test_the_document_names_every_message_and_error():
+    text = DOCUMENT.read_text()
+    for word in [kind.name for kind in MessageType] + [v for k, v in vars(ErrorCode).items() if k.isupper()]:
+        assert f"`{word}`" in text, word
+
+
+def test_the_document_numbers_types_and_dtypes_as_the_code_does():
+    text = DOCUMENT.read_text()
+    for kind in MessageType:
+        assert re.search(rf"^\| {int(kind)} \| `{kind.name}` ", text, re.M), kind
+    for number, dtype in DTYPES.items():
+        assert re.search(rf"^\| {number} \| {str(dtype).removeprefix('torch.')} \| {dtype.itemsize} ", text, re.M)
+
+
+uint64 = st.integers(0, 2**64 - 1)
+finite = st.floats(allow_nan=False, allow_infinity=False)
+hyperparameters = st.dictionaries(
+    st.from_regex(r"\A[a-z_]{1,20}\Z"),
+    st.one_of(
+        st.none(), st.booleans(), st.integers(-(2**63), 2**64 - 1), finite, st.lists(finite, min_size=2, max_size=2)
+    ),
+    max_size=8,
+)
+
+
+@given(
+    st.sampled_from(sorted(DTYPES.values(), key=str)),
+    st.integers(0, 40),
+    st.tuples(uint64, uint64, uint64, uint64, st.integers(1, 2**64 - 1)),
+    st.tuples(st.integers(0, 2**32 - 1), st.integers(0, NO_KEY - 1)),
+    st.lists(hyperparameters, max_size=4),
+    st.booleans(),
+)
+def test_round_trip(dtype, numel, longs, shorts, groups, checksum):
+    job, epoch, incarnation, version, sequence = longs
+    worker, key = shorts
+    tensor = torch.randint(0, 2, (numel,)).to(dtype)
+    message = Message(MessageType.PUSH, job, epoch, worker, incarnation, key, sequence, version, payload=tensor)
+    message.body = {"groups": groups} if groups else {}
+    frames = encode(message, checksum=checksum)
+    assert len(frames) == 2 + bool(groups)
+    decoded = decode([bytes(frame) for frame in frames])
+    same(decoded, Message(MessageType.PUSH, job, epoch, worker, incarnation, key, sequence, version, dtype, numel,
+                          message.body, buffer_of(tensor)))  # fmt: skip
+    assert torch.equal(payload_tensor(decoded), tensor)
+
+
+def test_ints_of_64_bits_survive_and_keep_their_type():
+    body = body_of("hello") | {"nonce": 2**64 - 1, "pid": 2**63 - 1}
+    assert decode(with_body("hello", body)).body == body
+    group = {"lr": 1, "nesterov": True}
+    decoded = decode(with_body("push", {"groups": [group]})).body["groups"][0]
+    assert [type(value) for value in decoded.values()] == [int, bool]
+
+
+# ---- Payloads are not copied
+
+
+def test_encode_and_decode_do_not_copy_the_payload():
+    tensor = torch.zeros(1000)
+    frames = encode(Message(MessageType.PUSH, key=0, sequence=1, payload=tensor))
+    message = decode([bytes(frames[0]), frames[-1]])
+    tensor[7] = 3.0
+    assert payload_tensor(message)[7] == 3.0
+    assert payload_tensor(message).data_ptr() == tensor.data_ptr()
+
+
+def test_a_buffer_keeps_its_tensor_alive():
+    view = buffer_of(torch.full((1 << 20,), 7, dtype=torch.uint8))
+    gc.collect()
+    others = [torch.zeros(1 << 20, dtype=torch.uint8) for _ in range(8)]
+    assert view[0] == view[-1] == 7
+    assert len(others) == 8
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [bytes, bytearray, lambda raw: memoryview(bytes(raw)), memoryview],
+    ids=["bytes", "bytearray", "read-only view", "view"],
+)
+def test_payload_tensor_keeps_its_memory_alive(wrap):
+    message = Message(MessageType.PUSH, dtype=torch.uint8, numel=1 << 20, payload=wrap(bytearray(b"\7" * (1 << 20))))
+    tensor = payload_tensor(message)
+    del message
+    gc.collect()
+    others = [torch.zeros(1 << 20, dtype=torch.uint8) for _ in range(8)]
+    assert tensor.min() == 7
+    assert len(others) == 8
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=str)
+@pytest.mark.parametrize(
+    "wrap", [bytes, bytearray, lambda raw: memoryview(bytes(raw))], ids=["bytes", "bytearray", "read-only view"]
+)
+def test_payload_tensor_of_every_dtype_without_a_warning(dtype, wrap):
+    tensor = torch.tensor([1, 0, 1, 1, 0]).to(dtype)
+    frames = [wrap(frame) for frame in encode(Message(MessageType.PUSH, key=0, sequence=1, payload=tensor))]
+    assert torch.equal(payload_tensor(decode(frames)), tensor)
+
+
+@pytest.mark.parametrize("numel", [1, 3, 1000, 300_000])
+def test_payload_tensor_of_zmq_frames(numel):
+    zmq = pytest.importorskip("zmq")
+    tensor = torch.arange(numel, dtype=torch.float64)
+    context = zmq.Context()
+    with context, context.socket(zmq.PAIR) as one, context.socket(zmq.PAIR) as other:
+        for end in (one, other):
+            end.linger = 0
+            end.rcvtimeo = 10_000
+        other.connect(f"tcp://127.0.0.1:{one.bind_to_random_port('tcp://127.0.0.1')}")
+        body = {"groups": [{"lr": 0.1}]}
+        one.send_multipart(encode(Message(MessageType.PUSH, key=0, sequence=1, payload=tensor, body=body)), copy=False)
+        frames = other.recv_multipart(copy=False)
+        message = decode(frames)
+        received = payload_tensor(message)
+        assert torch.equal(received, tensor)
+        assert received.data_ptr() % 8 == 0
+        assert message.body == body
+
+
+def test_a_payload_at_an_odd_address_is_copied_to_an_even_one():
+    raw = bytearray(33)
+    raw[1:] = struct.pack("<4d", 1, 2, 3, 4)
+    message = Message(MessageType.PUSH, dtype=torch.float64, numel=4, payload=memoryview(raw)[1:])
+    tensor = payload_tensor(message)
+    assert tensor.data_ptr() % 8 == 0
+    assert tensor.tolist() == [1, 2, 3, 4]
+
+
+def test_empty_payloads():
+    frames = encode(Message(MessageType.PUSH, key=0, sequence=1, payload=torch.empty(0, dtype=torch.bfloat16)))
+    message = decode(frames)
+    assert payload_tensor(message).shape == (0,)
+    assert payload_tensor(message).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.zeros(4, 4).t()[1:],
+        torch.zeros(4)[::2],
+        torch.zeros(2, device="meta"),
+        torch.zeros(2, dtype=torch.complex64).conj(),
+        torch.zeros(2, dtype=torch.complex64).conj().imag,
+    ],
+    ids=["transposed", "strided", "meta", "conjugate", "negative"],
+)
+def test_buffer_of_wants_plain_memory(tensor):
+    with raises(ConfigurationError, "contiguous CPU tensor"):
+        buffer_of(tensor)
+
+
+# ---- Our own mistakes are another error than a peer's
+
+GOOD = {"key": 0, "sequence": 1}
+
+
+@pytest.mark.parametrize(
+    ("message", "words"),
+    [
+        (Message(MessageType.PUSH, **GOOD, body={"groups": [{"lr": math.nan}]}), "lr must be a finite number"),
+        (Message(MessageType.PUSH, **GOOD, body={"groups": [{"lr": "x"}]}), "lr must be a finite number"),
+        (Message(MessageType.PUSH, **GOOD, body={"groups": [{"lr": b"x"}]}), "byte string"),
+        (Message(MessageType.PUSH, **GOOD, body={"groups": [{"lr": object()}]}), "can not serialize"),
+        (Message(MessageType.PUSH, **GOOD, body={"groups": [{"lr": 2**64}]}), "cannot encode PUSH"),
+        (Message(MessageType.PUSH, **GOOD, payload=b"1234"), "dtype"),
+        (Message(MessageType.PUSH, **GOOD, payload=b"1234", dtype=torch.float32, numel=2), "does not match its numel"),
+        (Message(MessageType.PUSH, **GOOD, payload=torch.zeros(2), numel=3), "expected 2 elements"),
+        (Message(MessageType.PUSH, **GOOD, payload=torch.zeros(2, dtype=torch.float8_e5m2)), "no number on the wire"),
+        (Message(MessageType.PUSH, **GOOD, dtype=torch.float32), "describes a payload and has none"),
+        (Message(MessageType.PUSH, key=0, payload=torch.zeros(2)), "exchange number"),
+        (Message(MessageType.PUSH, sequence=1), "names no chunk"),
+        (Message(MessageType.HELLO), "lacks the field 'job'"),
+        (Message(MessageType.BYE, epoch=-1), "cannot encode BYE"),
+        (Message(MessageType.BYE, payload=torch.zeros(1)), "has a payload"),
+        (Message(MessageType.PUSH, **GOOD, payload=torch.zeros(4 * 1024 * 1024 + 1)), "too large"),
+    ],
+)
+def test_encode_refuses_what_decode_would(message, words):
+    with raises(ConfigurationError, words):
+        encode(message)
+
+
+# ---- Malformed headers
+
+HUGE = 2**40
+
+
+@pytest.mark.parametrize(
+    ("frames", "words"),
+    [
+        ([], "without frames"),
+        ([b""], "expected 88 bytes, got 0"),
+        ([FRAMES["push"][0][:87]], "expected 88 bytes, got 87"),
+        ([FRAMES["push"][0] + b"\0"], "expected 88 bytes, got 89"),
+        ([b"GET / HTTP/1.1"], "no psengine message"),
+        (with_fields(FRAMES["push"], magic=b"PSEM"), "no psengine message (expected it to begin with b'PSEN'"),
+        (with_fields(FRAMES["push"], type=0), f"unknown message type (expected 1 to {max(MessageType)}, got 0)"),
+        (with_fields(FRAMES["push"], type=99), f"unknown message type (expected 1 to {max(MessageType)}, got 99)"),
+        (with_fields(FRAMES["push"], dtype=0), "unknown dtype (expected 1 to 12, got 0)"),
+        (with_fields(FRAMES["push"], dtype=13), "unknown dtype (expected 1 to 12, got 13)"),
+        (with_fields(FRAMES["push"], dtype=2), "expected 2 elements of torch.float64 in 16 bytes, got 8"),
+        (with_fields(FRAMES["push"], flags=12), "reserved bits"),
+        (with_fields(FRAMES["push"], zeros=b"\0\0\1"), "reserved bits"),
+        (with_fields(FRAMES["push"], flags=6), "wrong number of frames (expected 3 by its flags, got 2)"),
+        (with_fields(FRAMES["push"], flags=0), "wrong number of frames (expected 1 by its flags, got 2)"),
+        ([*FRAMES["push"], b""], "wrong number of frames"),
+        (FRAMES["push"][:1], "wrong number of frames"),
+        (with_fields(FRAMES["push"], numel=3), "expected 3 elements of torch.float32 in 12 bytes, got 8"),
+        (with_fields(FRAMES["push"], numel=2**62), "does not match its numel"),
+        (with_fields(FRAMES["push"], payload_bytes=12, numel=3), "expected 12 bytes by the header, got 8"),
+        (with_fields(FRAMES["push"], payload_bytes=HUGE, numel=HUGE // 4), "too large (expected at most 16777216"),
+        ([FRAMES["push"][0], FRAMES["push"][1][:-1]], "expected 8 bytes by the header, got 7"),
+        (with_fields(FRAMES["push"], body_bytes=1), "declares 1 bytes of body and has none"),
+        (with_fields(FRAMES["push"], checksum=1), "checksum without its flag"),
+        (with_fields(FRAMES["push_checksum"], checksum=1), "corrupted (expected checksum 0000000000000001"),
+        (with_fields(FRAMES["push_abstain"], flags=1), "describes a payload and has none"),
+        (with_fields(FRAMES["push_abstain"], numel=1), "describes a payload and has none"),
+        (with_fields(FRAMES["push_abstain"], dtype=1), "describes a payload and has none"),
+        (with_fields(FRAMES["push"], key=NO_KEY), "names no chunk"),
+        (with_fields(FRAMES["push"], sequence=0), "no exchange number"),
+        (with_fields(FRAMES["heartbeat"], type=MessageType.UPDATED), "UPDATED lacks its payload"),
+        (with_fields(FRAMES["push"], type=MessageType.HEARTBEAT), "HEARTBEAT has a payload"),
+        (with_fields(FRAMES["status_report"], dtype=8), "expected torch.uint8, got torch.int8"),
+        (with_fields(FRAMES["heartbeat"], type=MessageType.HELLO), "HELLO has no body, and so lacks the field 'job'"),
+        (with_fields(FRAMES["hello"], body_bytes=3), "expected 3 bytes by the header"),
+        (with_fields(FRAMES["hello"], job=5), "job of the body is not the header's"),
+        ([*with_fields(FRAMES["register"], payload_bytes=4, numel=1)[:2], b"1234"], "sum of the segments"),
+        ([FRAMES["push_checksum"][0], b"\0" * 8], "corrupted"),
+    ],
+)
+def test_malformed_headers(frames, words):
+    with raises(ProtocolError, words) as caught:
+        decode(frames)
+    assert caught.value.code == ErrorCode.BAD_MESSAGE
+
+
+def test_a_declared_size_allocates_nothing():
+    frames = with_fields(FRAMES["push"], payload_bytes=HUGE, numel=HUGE // 4)
+    began = time.perf_counter()
+    for _ in range(100):
+        with pytest.raises(ProtocolError):
+            decode(frames)
+    assert time.perf_counter() - began < 1.0
+
+
+# ---- Malformed bodies
+
+
+def bomb(levels, opener=b"\x91"):
+    return b"\x81\xa6groups" + opener * levels + b"\xc0"
+
+
+SIXTEEN_CHARACTERS = b"\xb0" + b"x" * 16
+
+
+@pytest.mark.parametrize(
+    ("raw", "words"),
+    [
+        (b"", "must be a msgpack map"),
+        (b"\x90", "must be a msgpack map"),
+        (b"\x01", "must be a msgpack map"),
+        (b"\xc0", "must be a msgpack map"),
+        (b"\x81", "cut short: a value is missing at byte 1"),
+        (b"\x81\xa6gro", "cut short"),
+        (b"\x81\xa6groups\xcb\0\0", "cut short"),
+        (b"\x81\xa6groups\xdd\xff\xff\xff\xff", "cut short"),
+        (b"\xdf\xff\xff\xff\xff", "cut short"),
+        (b"\x81\xa6groups\xdb\xff\xff\xff\xff", "cut short"),
+        (b"\x80\x80", "followed by 1 bytes"),
+        (bomb(4), "nested too deeply (expected at most 4 levels"),
+        (bomb(60_000), "nested too deeply"),
+        (bomb(20_000, b"\x81\xa1a"), "nested too deeply"),
+        (b"\x81\xa6groups\xc1", "unused byte 0xc1"),
+        (b"\x81\xa6groups\xd4\x05\x00", "extension type or timestamp"),
+        (b"\x81\xa6groups\xc7\x00\x05", "extension type or timestamp"),
+        (msgpack.packb({"groups": msgpack.Timestamp(5, 0)}), "extension type or timestamp"),
+        (msgpack.packb({"groups": msgpack.Timestamp(5, 7)}), "extension type or timestamp"),
+        (msgpack.packb({"groups": msgpack.Timestamp(2**40, 7)}), "extension type or timestamp"),
+        (msgpack.packb({"groups": b"x"}), "byte string"),
+        (b"\x81\xc4\x06groups\x90", "byte string"),
+        (b"\x82\xa6groups\x90\xa6groups\x90", "'groups' stands twice"),
+        (b"\x82\xa6groups\x90\xd9\x06groups\x90", "'groups' stands twice"),
+        (b"\x81\xa6groups\x91\x82\xa2lr\x01\xa2lr\x02", "'lr' stands twice"),
+        (msgpack.packb({1: 2}), "no valid msgpack"),
+        (msgpack.packb({None: 2}), "no valid msgpack"),
+        (b"\x81\x90\x01", "no valid msgpack"),
+        (b"\x81\xa6groups\xa1\xff", "no valid msgpack: 'utf-8'"),
+        (msgpack.packb({"groups": [], "colour": 1}), "unknown field 'colour' (expected groups, absent, weight, step)"),
+        (msgpack.packb({"groups": 5}), "groups must be a list (got 5)"),
+        (msgpack.packb({"groups": [5]}), "groups[0] must be a map"),
+        (msgpack.packb({"groups": [{"lr": math.nan}]}), "groups[0].lr must be a finite number"),
+        (msgpack.packb({"groups": [{"lr": math.inf}]}), "groups[0].lr must be a finite number"),
+        (msgpack.packb({"groups": [{"lr": -math.inf}]}, use_single_float=True), "groups[0].lr must be a finite number"),
+        (msgpack.packb({"groups": [{"betas": [0.9, math.nan]}]}), "groups[0].betas[1] must be a finite number"),
+        (msgpack.packb({"groups": [{"betas": [0.9]}]}), "groups[0].betas must be a list of 2 items"),
+        (msgpack.packb({"groups": [{"x" * 65: 1}]}), "bad name"),
+        (msgpack.packb({"groups": [{"a b": 1}]}), "bad name"),
+        (msgpack.packb({"groups": [{f"h{i}": 1 for i in range(65)}]}), "at most 64 fields"),
+        (msgpack.packb({"absent": [-1]}), "absent[0] must be an integer (expected 0 to 511, got -1)"),
+        (msgpack.packb({"absent": [512]}), "absent[0] must be an integer"),
+        (msgpack.packb({"absent": [True]}), "absent[0] must be an integer"),
+        (msgpack.packb({"absent": [0] * 513}), "absent is too long (expected at most 512 items, got 513)"),
+        (msgpack.packb({"groups": ["x" * 66_000]}), "at most 65536"),
+    ],
+)
+def test_malformed_bodies(raw, words):
+    frames = with_body("push", raw)
+    with raises(ProtocolError, words):
+        decode(frames)
+    with raises(ProtocolError, words):  # a refusal is not remembered as anything else
+        decode(frames)
+
+
+SEGMENT = ["fc1.weight", [2, 3], [3, 1], 0, 2]
+
+
+def hello(**changes):
+    return body_of("hello") | changes
+
+
+def register(*segment):
+    return {"kind": "parameter", "segments": [list(segment)]}
+
+
+def without(body, name):
+    return {key: value for key, value in body.items() if key != name}
+
+
+@pytest.mark.parametrize(
+    ("name", "body", "words"),
+    [
+        ("hello", hello(job=""), "job has a bad length"),
+        ("hello", hello(job="x" * 201), "job has a bad length (expected 1 to 200 characters, got 201)"),
+        ("hello", hello(job="a\nb"), "job must have printable characters only"),
+        ("hello", hello(job=5), "job must be a string (got 5)"),
+        ("hello", hello(host="x" * 60_000), "host has a bad length"),
+        ("hello", hello(role="king"), "role is unknown (expected one of 'worker', 'reader', got 'king')"),
+        ("hello", hello(role=[]), "role is unknown"),
+        ("hello", hello(nonce=-1), "nonce must be an integer"),
+        ("hello", hello(nonce=1.0), "nonce must be an integer"),
+        ("hello", hello(rank=2**32 - 1), "rank must be an integer"),
+        ("hello", hello(world_size=0), "world_size must be an integer"),
+        ("hello", without(hello(), "rule"), "lacks the field 'rule'"),
+        ("hello", without(hello(), "world_size"), "lacks the field 'world_size'"),
+        ("hello", without(hello(), "nonce"), "lacks the field 'nonce'"),
+        ("hello", hello(rule={"name": "vote"}), "rule must be an update rule"),
+        ("hello", hello(rule={"name": []}), "rule must be an update rule"),
+        ("hello", hello(rule="average"), "rule must be an update rule"),
+        ("hello", hello(rule={"name": "average"}), "rule lacks the field 'quorum'"),
+        ("hello", hello(rule={"name": "average", "quorum": 0}), "rule.quorum must be an integer"),
+        ("hello", hello(rule={"name": "average", "quorum": None, "x": 1}), "rule has the unknown field 'x'"),
+        (
+            "hello",
+            hello(rule=body_of("hello_again_apply")["rule"] | {"delay_compensation": -0.1}),
+            "rule.delay_compensation must be a finite number (expected an int or float, at least 0.0, got -0.1)",
+        ),
+        ("hello", hello(members=[0, "1"]), "members[1] must be an integer"),
+        (
+            "register",
+            register("x" * 513, [2], [1], 0, 2),
+            "has a bad length (expected 1 to 512 bytes in UTF-8, got 513)",
+        ),
+        ("register", register("ü" * 300, [2], [1], 0, 2), "got 600"),
+        ("register", register("a", [2], [1], 0), "segments[0] must be a list of 5 items"),
+        ("register", register("a", [2], [1, 1], 0, 2), "needs a stride per dimension"),
+        ("register", register("a", [2], [1], 1, 2), "reaches past its tensor's end"),
+        ("register", register("a", [2, 3], [4, 1], 0, 2), "without gaps"),
+        ("register", register("a", [2], [2**62], 0, 2), "without gaps"),
+        ("register", register("a", [2**62] * 64, [1] * 64, 0, 2), "without gaps"),
+        ("register", register("a", [1] * 65, [1] * 65, 0, 1), "too long (expected at most 64 items"),
+        ("register", register("a", [-2], [1], 0, 2), "[1][0] must be an integer"),
+        ("push", {"weight": -1}, "at least 0.0, at most 1e+12,"),
+        ("push", {"weight": 1.1e12}, "weight must be a finite number"),
+        ("push", {"weight": math.nan}, "weight must be a finite number"),
+        ("push", {"weight": True}, "weight must be a finite number"),
+        ("heartbeat", {"steps": -1}, "steps must be an integer"),
+        ("heartbeat", {"steps": 2**53 + 1}, "steps must be an integer"),
+        ("heartbeat", {"step_s": math.inf}, "step_s must be a finite number"),
+        ("heartbeat", {"blocked_s": 1e300}, "blocked_s must be a finite number"),
+        ("heartbeat", {"samples": 1.5}, "samples must be an integer"),
+        ("heartbeat", {"loss": math.nan}, "loss must be a finite number"),
+        ("heartbeat", {"mood": 1}, "unknown field 'mood'"),
+        ("register", register(*SEGMENT[:4], 1), "sum of the segments"),
+        ("register", register(*SEGMENT) | {"kind": "magic"}, "kind is unknown"),
+        ("register", register(*SEGMENT) | {"key": 4}, "key of the body is not the header's (expected 0, got 4)"),
+        ("register", register(*SEGMENT) | {"dtype": 3}, "dtype of the body is not the header's"),
+        ("register", register(*SEGMENT) | {"numel": 3}, "segments must add up to the chunk"),
+        ("configure", body_of("configure") | {"optimizer": "LBFGS"}, "optimizer is unknown"),
+        ("configure", body_of("configure") | {"runs": [[0, 1, 0], [2, 3, 0]]}, "runs[1] must begin where"),
+        ("configure", body_of("configure") | {"runs": [[0, 0, 0]]}, "runs[0] must begin where"),
+        ("configure", body_of("configure") | {"runs": [[0, 1, 1]]}, "names a group that is not there"),
+        ("configure", body_of("configure") | {"runs": [[0, 1, -2]]}, "runs[0][2] must be an integer"),
+        ("chunks", {"chunks": [body_of("chunks")["chunks"][0] | {"numel": 3}], "more": False, "total": 1}, "add up"),
+        ("chunks", body_of("chunks") | {"more": 1}, "more must be true or false"),
+        ("pull", {"slot": "a", "blob": "b"}, "both a slot and a blob"),
+        ("values", {"steps": [math.nan]}, "steps[0] must be a finite number"),
+        ("welcome", body_of("welcome") | {"lease_s": math.inf}, "lease_s must be a finite number"),
+        ("welcome", body_of("welcome") | {"state": None}, "state is unknown"),
+        ("join", {"x": 1}, "unknown field 'x' (expected none)"),
+        ("error", {"code": "memory", "text": "x" * 4001}, "text has a bad length"),
+        ("updated", {"refused": "mood"}, "refused is unknown"),
+    ],
+)
+def test_bodies_that_break_their_schema(name, body, words):
+    with raises(ProtocolError, words) as caught:
+        decode(with_body(name, body))
+    assert len(str(caught.value)) < 500
+
+
+def test_only_chunks_may_nest_deeper():
+    assert decode(FRAMES["chunks"]).body["chunks"][0]["segments"][0][1] == [2, 3]
+    with raises(ProtocolError, "nested too deeply (expected at most 6"):
+        decode(with_body("chunks", b"\x81\xa1a" + b"\x91" * 6 + b"\xc0"))
+
+
+def test_a_repeated_body_is_decoded_once_and_only_for_its_own_type():
+    frames = FRAMES["push_groups"]
+    assert decode(frames).body is decode(frames).body
+    with raises(ProtocolError, "unknown field 'groups'"):
+        decode(with_body("updated", frames[1]))
+    hello_frames = FRAMES["hello"]
+    assert decode(hello_frames).body is not decode(hello_frames).body
+
+
+def test_the_memory_of_repeated_bodies_is_bounded():
+    for index in range(300):
+        decode(with_body("push", {"groups": [{"lr": index}]}))
+    assert bodies._remembered.cache_info().currsize <= 64
+    before = bodies._remembered.cache_info().misses
+    decode(with_body("push", {"groups": [{f"h{i}": 0.1 for i in range(64)}] * 10}))
+    assert bodies._remembered.cache_info().misses == before
+
+
+def test_a_body_has_a_size_limit_of_its_own():
+    with raises(ProtocolError, "PUSH body is too large (expected at most 65536 bytes, got 65537)"):
+        bodies.unpack(MessageType.PUSH, b"\x80" * 65537)
+    message = Message(MessageType.ERROR, body={"code": "memory", "text": "x", "shards": ["y" * 70_000]})
+    with raises(ConfigurationError, "too large"):
+        encode(message)
+
+
+# ---- Versions
+
+
+@pytest.mark.parametrize("own", [1, 2, 7])
+@pytest.mark.parametrize("distance", [-1, 0, 1])
+def test_neighbouring_versions_understand_each_other(own, distance):
+    peer = own + distance
+    if peer < 1:
+        pytest.skip("there is no version 0")
+    for frames in FRAMES.values():
+        message = decode(with_fields(frames, protocol=peer), version=own)
+        assert message.peer_version == peer
+
+
+@pytest.mark.parametrize(("own", "peer"), [(1, 3), (3, 1), (7, 9), (9, 7), (1, 0), (1, 65535)])
+@pytest.mark.parametrize("name", ["hello", "push", "status"])
+def test_versions_further_apart_are_refused_naming_both(own, peer, name):
+    with raises(ProtocolError, f"this side speaks version {own}; got version {peer}") as caught:
+        decode(with_fields(FRAMES[name], protocol=peer), version=own)
+    assert caught.value.code == ErrorCode.VERSION
+
+
+def test_a_distant_version_is_recognised_even_if_its_header_has_another_size():
+    header = with_fields(FRAMES["hello"], protocol=6)[0] + b"\0" * 8
+    with raises(ProtocolError, "got version 6") as caught:
+        decode([header, *FRAMES["hello"][1:]])
+    assert caught.value.code == ErrorCode.VERSION
+
+
+@pytest.mark.parametrize("peer", [2, 3, 900])
+def test_an_error_is_readable_from_any_version(peer):
+    message = decode(with_body("error", body_of("error") | {"hint": [1]}, protocol=peer))
+    assert message.body == body_of("error")
+
+
+def test_unknown_fields_are_an_error_of_an_equal_or_older_peer_and_dropped_of_a_newer_one():
+    rule = body_of("hello")["rule"]
+    body = hello(colour="blue", rule=rule | {"mood": [1, {"a": None}]})
+    assert decode(with_body("hello", body, protocol=2), version=1).body == hello()
+    for peer in (1, 2):
+        with raises(ProtocolError, "unknown field"):
+            decode(with_body("hello", body, protocol=peer), version=2)
+    groups = {"groups": [{"lr": 0.1}], "later": True}
+    for _ in range(2):  # also where bodies are remembered
+        assert decode(with_body("push", groups, protocol=PROTOCOL_VERSION + 1)).body == {"groups": [{"lr": 0.1}]}
+        with raises(ProtocolError, "unknown field 'later'"):
+            decode(with_body("push", groups, protocol=PROTOCOL_VERSION))
+
+
+def test_a_heartbeat_of_an_older_or_newer_peer_is_one_too():
+    assert decode(with_fields(FRAMES["heartbeat"], protocol=PROTOCOL_VERSION - 1)).body == {}
+    body = body_of("heartbeat_telemetry")
+    assert decode(with_body("heartbeat", body | {"mood": "good"}, protocol=PROTOCOL_VERSION + 1)).body == body
+
+
+def test_a_newer_peer_may_add_fields_but_not_break_rules():
+    with raises(ProtocolError, "nonce must be an integer"):
+        decode(with_body("hello", hello(nonce="x"), protocol=PROTOCOL_VERSION + 1))
+    with raises(ProtocolError, "nested too deeply"):
+        decode(with_body("hello", hello(extra=[[[[1]]]]), protocol=PROTOCOL_VERSION + 1))
+
+
+def test_encode_writes_the_version_it_is_told():
+    message = Message(MessageType.ERROR, body={"code": ErrorCode.VERSION, "text": "1 and 3"})
+    assert decode(encode(message, version=9)).peer_version == 9
+
+
+# ---- Refusals
+
+
+def test_a_refusal_finds_the_request_it_answers():
+    frames = with_body("push", {"x": 1})
+    with pytest.raises(ProtocolError) as caught:
+        decode(frames)
+    answer = decode(encode(refusal(frames, caught.value)))
+    assert (answer.type, answer.key, answer.sequence, answer.worker) == (MessageType.ERROR, 0, 1, 1)
+    assert answer.body == {"code": "bad_message", "text": str(caught.value)}
+
+
+def test_a_refusal_reads_hello_of_any_version_and_nothing_else_of_a_distant_one():
+    error = ProtocolError("too far", ErrorCode.VERSION)
+    for name, job in (("hello", job_number("demo")), ("push", 0)):
+        assert refusal(with_fields(FRAMES[name], protocol=50), error).job == job
+
+
+@pytest.mark.parametrize("frames", [[], [b""], [b"x" * 88], [b"PSEN"]])
+def test_a_refusal_of_noise_is_plain(frames):
+    answer = decode(encode(refusal(frames, ProtocolError("x" * 9000))))
+    assert answer.key == NO_KEY
+    assert len(answer.body["text"]) == 4000
+
+
+def test_errors_are_not_answered():
+    assert refusal(with_fields(FRAMES["error"], flags=8), ProtocolError("x")) is None
+
+
+# ---- Fuzz; longer runs: tests/fuzz/fuzz_codec.py
+
+
+@given(st.lists(st.binary(max_size=200), max_size=4))
+def test_arbitrary_frames(frames):
+    check(frames)
+
+
+@given(st.sampled_from(sorted(FRAMES)), st.binary(max_size=300))
+@settings(max_examples=500)
+def test_arbitrary_bodies(name, raw):
+    check(with_body(name, raw))
+
+
+values = st.recursive(
+    st.one_of(
+        st.none(),
+        st.booleans(),
+        st.integers(-(2**63), 2**64 - 1),
+        st.floats(),
+        st.text(max_size=9),
+        st.binary(max_size=5),
+    ),
+    lambda inner: st.one_of(st.lists(inner, max_size=4), st.dictionaries(st.text(max_size=9), inner, max_size=4)),
+    max_leaves=12,
+)
+
+
+@given(
+    st.sampled_from([vector for vector in VECTORS if vector["body"]]),
+    values,
+    st.randoms(use_true_random=False),
+    st.booleans(),
+)
+@settings(max_examples=500)
+def test_bodies_with_one_wrong_value(vector, value, rng, newer):
+    body = json.loads(json.dumps(vector["body"]))
+    place, names = body, []
+    while True:
+        keys = list(place) if isinstance(place, dict) else range(len(place))
+        key = rng.choice(keys)
+        names.append(key)
+        if not isinstance(place[key], dict | list) or not place[key] or rng.random() < 0.3:
+            break
+        place = place[key]
+    place[key] = value
+    check(with_body(vector["name"], body, protocol=PROTOCOL_VERSION + newer))
+
+
+@given(st.integers(0, 2**32))
+@settings(max_examples=1000)
+def test_mutated_frames(seed):
+    rng = random.Random(seed)
+    check(mutate(rng, rng.choice(list(FRAMES.values()))))

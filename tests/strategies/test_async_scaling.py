@@ -1,0 +1,191 @@
+"""GradScaler in front of every strategy's optimizer, against one plain process; what push="backward" cannot follow."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from typing import Any
+
+import pytest
+import torch
+from support.expectations import raises
+from support.processes import run_ranks
+from support.server_process import running_server
+from torch import nn
+
+import psengine
+from tests.strategies.test_server_strategies import assert_equal, state_of, use
+
+STEPS, OVERFLOWS_AT, RELOADS_AT = 8, 3, 5
+IMPLEMENTATIONS: dict[str, dict[str, bool]] = {
+    "plain": {"foreach": False, "fused": False},
+    "foreach": {"foreach": True},
+    "fused": {"fused": True},
+}
+OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, float]]] = {
+    "sgd": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9}),
+    "adamw": (torch.optim.AdamW, {"lr": 0.01}),
+    "adagrad": (torch.optim.Adagrad, {"lr": 0.05}),
+}
+CASES = list(itertools.product(OPTIMIZERS, [False, True]))
+
+
+@pytest.fixture(scope="module")
+def server():
+    with running_server(shards=2) as running:
+        yield running
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
+
+
+def train_scaled(
+    model: nn.Module, optimizer: torch.optim.Optimizer, *, unscales: bool
+) -> tuple[dict[str, torch.Tensor], list[float]]:
+    """Train with a scale that grows, and once overflows; return the weights and the scales.
+
+    ``unscales``: clip in between, as torch's documentation does.
+    """
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
+    scales = []
+    for step in range(STEPS):
+        inputs = torch.randn(4, 5, generator=torch.Generator().manual_seed(step))
+        optimizer.zero_grad()
+        loss = model(inputs).pow(2).mean() * (torch.inf if step == OVERFLOWS_AT else 1.0)
+        scaler.scale(loss).backward()
+        if unscales:
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+        scaler.step(optimizer)
+        scaler.update()
+        scheduler.step()
+        scales.append(scaler.get_scale())
+        if step == RELOADS_AT:
+            optimizer.load_state_dict(optimizer.state_dict())
+    return state_of(model), scales
+
+
+def train_plainly(name: str, implementation: str, *, unscales: bool) -> tuple[dict[str, torch.Tensor], list[float]]:
+    optimizer_class, options = OPTIMIZERS[name]
+    model = network()
+    optimizer = optimizer_class(model.parameters(), **options, **IMPLEMENTATIONS[implementation])
+    return train_scaled(model, optimizer, unscales=unscales)
+
+
+def scaled_is_plain(rank: int, world_size: int, address: str, strategy: str, implementation: str) -> None:
+    """All ranks have the same data, so that their average is each one's gradient."""
+    use(address)
+    for name, unscales in CASES:
+        os.environ["PSENGINE_JOB"] = f"{strategy}-{implementation}-{name}-{unscales}"
+        expected, scales = train_plainly(name, implementation, unscales=unscales)
+        wrapped = psengine.DistributedDataParallel(network(), strategy=strategy)
+        optimizer_class, options = OPTIMIZERS[name]
+        inner = optimizer_class(wrapped.parameters(), **options, **IMPLEMENTATIONS[implementation])
+        optimizer = psengine.DistributedOptimizer(inner, wrapped)
+        _, own_scales = train_scaled(wrapped, optimizer, unscales=unscales)
+        assert own_scales == scales
+        assert len(set(scales)) > 2
+        assert_equal(state_of(wrapped.module), expected)
+        wrapped.strategy.close()
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize(("strategy", "world_size"), [("sync", 2), ("sync-server", 2), ("async", 1)])
+def test_a_gradient_scaler_is_that_of_plain_training(server, strategy, world_size, implementation):
+    run_ranks(scaled_is_plain, world_size, server.addresses[0], strategy, implementation)
+
+
+def scales_of_its_own(rank: int, world_size: int, address: str) -> None:
+    use(address)
+    wrapped = psengine.DistributedDataParallel(network(), strategy=psengine.AsyncServer(job="own scale"))
+    optimizer = psengine.DistributedOptimizer(torch.optim.SGD(wrapped.parameters(), lr=0.1, fused=True), wrapped)
+    before = state_of(wrapped.module)
+    wrapped(torch.ones(2, 5)).sum().backward()
+    optimizer.grad_scale = torch.tensor(8.0)
+    with raises(psengine.ConfigurationError, "optimizer.grad_scale (expected it unset, got 8.0)"):
+        optimizer.step()
+    assert_equal(state_of(wrapped.module), before)
+    wrapped.strategy.close()
+
+
+def test_servers_refuse_a_scale_that_only_a_fused_kernel_divides_by(server):
+    run_ranks(scales_of_its_own, 1, server.addresses[0], init_group=False)
+
+
+# ---- push="backward" ---------------------------------------------------------------------------------------------
+
+CHANGED = "gradients were changed between backward and optimizer.step()"
+
+
+def wrap_early_push(address: str, job: str, *, as_views: bool, **options: Any) -> tuple[Any, torch.optim.Optimizer]:
+    use(address)
+    wrapped = psengine.DistributedDataParallel(
+        network(),
+        strategy=psengine.AsyncServer(push="backward", job=job),
+        gradient_as_bucket_view=as_views,
+    )
+    inner = torch.optim.SGD(wrapped.parameters(), lr=0.1, **options)
+    return wrapped, psengine.DistributedOptimizer(inner, wrapped)
+
+
+def early_push_refuses_scaling(rank: int, world_size: int, address: str, as_views: bool) -> None:
+    for implementation, unscales in itertools.product(IMPLEMENTATIONS, [False, True]):
+        job = f"scaled-{implementation}-{unscales}-{as_views}"
+        wrapped, optimizer = wrap_early_push(address, job, as_views=as_views, **IMPLEMENTATIONS[implementation])
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        scaler.scale(wrapped(torch.ones(2, 5)).sum()).backward()
+        if unscales:
+            scaler.unscale_(optimizer)
+        with raises(psengine.ReductionError, f"{CHANGED}", "GradScaler", "AsyncServer(push='step')"):
+            scaler.step(optimizer)
+        wrapped.strategy.close()
+
+
+@pytest.mark.parametrize("as_views", [False, True], ids=["default", "views"])
+def test_gradients_that_left_during_backward_cannot_be_unscaled(server, as_views):
+    run_ranks(early_push_refuses_scaling, 1, server.addresses[0], as_views, init_group=False)
+
+
+def early_push_sees_hidden_writes(rank: int, world_size: int, address: str, as_views: bool) -> None:
+    for count in range(4):
+        wrapped, optimizer = wrap_early_push(address, f"data-{count}-{as_views}", as_views=as_views)
+        wrapped(torch.ones(2, 5)).sum().backward()
+        gradient = list(wrapped.parameters())[count].grad
+        gradient.data.view(-1)[-1:].mul_(0.5)  # a write that torch does not count, of one value
+        with raises(psengine.ReductionError, CHANGED):
+            optimizer.step()
+        wrapped.strategy.close()
+
+
+@pytest.mark.parametrize("as_views", [False, True], ids=["default", "views"])
+def test_a_single_value_written_after_it_left_is_noticed(server, as_views):
+    run_ranks(early_push_sees_hidden_writes, 1, server.addresses[0], as_views, init_group=False)
+
+
+def early_push_takes_what_is_unchanged(rank: int, world_size: int, address: str, as_views: bool) -> None:
+    wrapped, optimizer = wrap_early_push(address, f"unchanged-{as_views}", as_views=as_views)
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    for factor in (1.0, torch.nan, 0.0, torch.inf, 1.0):
+        optimizer.zero_grad()
+        scaler.scale(wrapped(torch.ones(2, 5)).pow(2).sum() * factor).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    assert wrapped.strategy.completed_steps == 5
+    assert wrapped.strategy.refused_pushes
+    assert all(parameter.isfinite().all() for parameter in wrapped.parameters())
+    # A scale that overflows makes the scaler leave out the step.
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    scaler.scale(wrapped(torch.ones(2, 5)).sum() * torch.inf).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    with raises(psengine.ReductionError, "second backward came before optimizer.step()", "GradScaler", "push='step'"):
+        wrapped(torch.ones(2, 5)).sum().backward()
+    wrapped.strategy.close()
+
+
+@pytest.mark.parametrize("as_views", [False, True], ids=["default", "views"])
+def test_gradients_that_stay_what_was_sent_are_taken_even_where_they_are_not_finite(server, as_views):
+    run_ranks(early_push_takes_what_is_unchanged, 1, server.addresses[0], as_views, init_group=False)

@@ -1,0 +1,549 @@
+"""What users do around an asynchronous optimizer.step(), against one plain process: followed to the bit, or refused."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from support.expectations import raises
+from support.processes import run_ranks
+from support.server_process import running_server
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+import psengine
+from tests.strategies.test_async_scaling import network
+from tests.strategies.test_server_strategies import assert_equal, state_of, use
+
+STEPS = 4
+PUSHES = ["step", "backward"]
+MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
+
+
+@pytest.fixture(scope="module")
+def server():
+    with running_server(shards=2) as running:
+        yield running
+
+
+def batch(step: int) -> torch.Tensor:
+    return torch.randn(4, 5, generator=torch.Generator().manual_seed(step))
+
+
+def momentum(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
+
+
+def two_groups(model: nn.Module) -> torch.optim.Optimizer:
+    first, *rest = model.parameters()
+    return torch.optim.SGD([{"params": [first], "lr": 0.05}, {"params": rest}], lr=0.1, momentum=0.9)
+
+
+@dataclass
+class Training:
+    """One way to train: in one plain process, or under 'async', with a job for each model.
+
+    Attributes:
+        job: None trains plainly.
+        push: see ``AsyncServer``.
+        options: of the wrapper.
+    """
+
+    job: str | None = None
+    push: str = "step"
+    options: dict[str, Any] = field(default_factory=dict)
+    strategies: list[psengine.AsyncServer] = field(default_factory=list)
+
+    def start(
+        self, module: nn.Module, make: MakeOptimizer = momentum, *, number: int | None = None
+    ) -> tuple[Any, torch.optim.Optimizer]:
+        """The model, wrapped, and its optimizer; ``number`` is the job's, else the next one."""
+        if self.job is None:
+            return module, make(module)
+        number = len(self.strategies) if number is None else number
+        strategy = psengine.AsyncServer(push=self.push, job=f"{self.job}-{number}", timeout_s=20)
+        self.strategies.append(strategy)
+        wrapped = psengine.DistributedDataParallel(module, strategy=strategy, **self.options)
+        return wrapped, psengine.DistributedOptimizer(make(module), wrapped)
+
+    def local(self, model: Any) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if self.job is None else model.no_sync()
+
+    def close(self) -> None:
+        for strategy in self.strategies:
+            strategy.close()
+
+
+def backward(model: nn.Module, step: int = 0) -> None:
+    model(batch(step)).square().mean().backward()
+
+
+# ---- like plain training -----------------------------------------------------------------------------------------
+
+
+def micro_batches_alone(training: Training) -> nn.Module:
+    model, optimizer = training.start(network())
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        for part in range(2):
+            with training.local(model):
+                backward(model, 10 * step + part)
+        optimizer.step()
+    return model
+
+
+def one_window_without_its_end(training: Training) -> nn.Module:
+    model, optimizer = training.start(network())
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        with training.local(model) if step == 2 else contextlib.nullcontext():
+            backward(model, step)
+        optimizer.step()
+    return model
+
+
+def two_steps_for_a_backward(training: Training) -> nn.Module:
+    model, optimizer = training.start(network())
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        backward(model, step)
+        optimizer.step()
+        optimizer.step()
+    return model
+
+
+def a_step_without_gradients(training: Training) -> nn.Module:
+    model, optimizer = training.start(network())
+    for step in range(STEPS):
+        optimizer.step()
+        backward(model, step)
+        optimizer.step()
+        optimizer.zero_grad()
+    return model
+
+
+def gradients_by_hand(training: Training) -> nn.Module:
+    module = network()
+    model, optimizer = training.start(module)
+    for step in range(STEPS):
+        loss = module(batch(step)).square().mean()
+        for parameter, gradient in zip(
+            module.parameters(), torch.autograd.grad(loss, list(module.parameters())), strict=True
+        ):
+            parameter.grad = gradient
+        optimizer.step()
+    return model
+
+
+def past_the_wrapper(training: Training) -> nn.Module:
+    module = network()
+    model, optimizer = training.start(module)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        backward(model if step % 2 else module, step)
+        optimizer.step()
+    return model
+
+
+def a_backward_that_raised(training: Training) -> nn.Module:
+    """The head's gradients have left when it raises, the others are those of the step before."""
+    module = network()
+    model, optimizer = training.start(module)
+    for step in range(STEPS - 1):
+        optimizer.zero_grad()
+        backward(model, step)
+        optimizer.step()
+    module[1].register_full_backward_hook(interrupt)
+    with raises(KeyError, "interrupted"):
+        backward(model, 9)
+    optimizer.step()
+    return model
+
+
+def interrupt(*_: Any) -> None:
+    raise KeyError("interrupted")
+
+
+def shared_trunk(training: Training) -> nn.Module:
+    """Two models with a trunk in common, each with its own optimizer."""
+    torch.manual_seed(0)
+    trunk = nn.Linear(5, 7)
+    left, right = nn.Sequential(trunk, nn.Tanh(), nn.Linear(7, 3)), nn.Sequential(trunk, nn.Linear(7, 2))
+    trained = [training.start(left), training.start(right, lambda m: torch.optim.Adam(m.parameters(), lr=0.01))]
+    for step in range(STEPS):
+        for model, optimizer in trained:
+            model.zero_grad()
+            backward(model, step)
+            optimizer.step()
+    return nn.ModuleList([left, right])
+
+
+def trunk_that_another_job_trained(training: Training) -> nn.Module:
+    """Wrapping a model whose job the servers know already writes to the trunk that it shares with a wrapped model."""
+    torch.manual_seed(0)
+    trunk = nn.Linear(5, 7)
+    left, right = nn.Sequential(trunk, nn.Linear(7, 3)), nn.Sequential(trunk, nn.Linear(7, 2))
+    earlier = copy.deepcopy(right)
+    model, optimizer = training.start(earlier)
+    backward(model)
+    optimizer.step()
+    training.close()
+    model, optimizer = training.start(left)
+    training.start(right, number=0)
+    if training.job is None:
+        right.load_state_dict(earlier.state_dict())
+    backward(model, 1)
+    optimizer.step()
+    return nn.ModuleList([left, right])
+
+
+def state_reset_by_loading(training: Training) -> nn.Module:
+    model, optimizer = training.start(network())
+    for step in range(STEPS):
+        if step == 2:
+            optimizer.load_state_dict({"state": {}, "param_groups": optimizer.state_dict()["param_groups"]})
+        optimizer.zero_grad()
+        backward(model, step)
+        optimizer.step()
+    return model
+
+
+def hooks_of_all_optimizers(training: Training) -> nn.Module:
+    """Global ones too, each once, also after a state was loaded; one of them replaces the closure."""
+    calls: list[str] = []
+    model, optimizer = training.start(network())
+
+    def note(name: str) -> Callable[..., None]:
+        def hook(owner: torch.optim.Optimizer, arguments: Any, options: Any) -> None:
+            assert owner is optimizer
+            assert arguments[0] is optimizer
+            calls.append(f"{name} {len(arguments)} {sorted(options)}")
+
+        return hook
+
+    def replace_closure(owner: torch.optim.Optimizer, arguments: Any, options: Any) -> Any:
+        calls.append("replace")
+
+        def twice() -> float:
+            calls.append("closure")
+            optimizer.zero_grad()
+            loss = model(batch(int(arguments[1]()))).square().mean() * 2
+            loss.backward()
+            return loss.item()
+
+        return (owner,), {"closure": twice}
+
+    handles = [
+        register_optimizer_step_pre_hook(note("all before")),
+        register_optimizer_step_post_hook(note("all after")),
+    ]
+    optimizer.register_step_pre_hook(note("before"))
+    optimizer.register_step_post_hook(note("after"))
+    try:
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            backward(model, step)
+            optimizer.step()
+            if step == 1:
+                optimizer.load_state_dict(optimizer.state_dict())
+        # All gradients of that step are the closure's.
+        optimizer.zero_grad()
+        handles.append(optimizer.register_step_pre_hook(replace_closure))
+        calls.append(f"loss {optimizer.step(lambda: 7.0)}")
+        handles.append(optimizer.register_step_pre_hook(lambda *_: "nonsense"))
+        optimizer.zero_grad()
+        with raises(RuntimeError, "must return None or a tuple of (new_args, new_kwargs), but got nonsense"):
+            optimizer.step(lambda: 8.0)
+    finally:
+        for handle in handles:
+            handle.remove()
+    model.calls = calls
+    return model
+
+
+def gradients_halved_by_a_global_hook(training: Training) -> nn.Module:
+    model, optimizer = training.start(network())
+    handle = register_optimizer_step_pre_hook(
+        lambda owner, *_: [p.grad.mul_(0.5) for group in owner.param_groups for p in group["params"]] and None
+    )
+    try:
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            backward(model, step)
+            optimizer.step()
+    finally:
+        handle.remove()
+    return model
+
+
+FOLLOWED: list[Callable[[Training], nn.Module]] = [
+    micro_batches_alone,
+    one_window_without_its_end,
+    two_steps_for_a_backward,
+    a_step_without_gradients,
+    gradients_by_hand,
+    past_the_wrapper,
+    a_backward_that_raised,
+    shared_trunk,
+    trunk_that_another_job_trained,
+    state_reset_by_loading,
+    hooks_of_all_optimizers,
+]
+
+
+def is_followed(rank: int, world_size: int, address: str, push: str, as_views: bool) -> None:
+    use(address)
+    failures = []
+    for scenario in FOLLOWED + ([gradients_halved_by_a_global_hook] if push == "step" else []):
+        training = Training(
+            job=f"{scenario.__name__}-{push}-{as_views}",
+            push=push,
+            # Small buckets, so that a backward can fail between two.
+            options={"gradient_as_bucket_view": as_views, "bucket_cap_mb": 1e-5},
+        )
+        try:
+            ours, plain = scenario(training), scenario(Training())
+            assert_equal(state_of(getattr(ours, "module", ours)), state_of(plain))
+            assert getattr(ours, "calls", None) == getattr(plain, "calls", None)
+        except Exception as error:
+            failures.append(f"{scenario.__name__}: {type(error).__name__}: {error}")
+        finally:
+            training.close()
+    assert not failures, "\n".join(failures)
+
+
+@pytest.mark.parametrize("as_views", [False, True], ids=["default", "views"])
+@pytest.mark.parametrize("push", PUSHES)
+def test_one_worker_is_plain_training_whatever_comes_before_a_step(server, push, as_views):
+    run_ranks(is_followed, 1, server.addresses[0], push, as_views, init_group=False)
+
+
+def old_graph(training: Training) -> None:
+    """Backward needs the head's weights for the hidden layer's gradient, and a step has overwritten them."""
+    model, optimizer = training.start(network())
+    late = model(batch(1)).square().mean()
+    backward(model)
+    optimizer.step()
+    with raises(RuntimeError, "has been modified by an inplace operation"):
+        late.backward()
+
+
+def sees_old_graphs(rank: int, world_size: int, address: str, push: str) -> None:
+    use(address)
+    old_graph(Training())
+    training = Training(job=f"old graph-{push}", push=push)
+    old_graph(training)
+    training.close()
+
+
+@pytest.mark.parametrize("push", PUSHES)
+def test_a_backward_through_weights_that_a_step_overwrote_is_an_error(server, push):
+    run_ranks(sees_old_graphs, 1, server.addresses[0], push, init_group=False)
+
+
+# ---- refused -----------------------------------------------------------------------------------------------------
+
+
+def unfreeze(model: Any, optimizer: torch.optim.Optimizer) -> None:
+    model.module[0].requires_grad_(True)
+
+
+def append_parameters(model: Any, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.param_groups[0]["params"] += optimizer.param_groups[1]["params"][:1]
+
+
+def remove_parameters(model: Any, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.param_groups[1]["params"] = optimizer.param_groups[1]["params"][1:]
+
+
+def exchange_parameters(model: Any, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.param_groups[1]["params"].reverse()
+
+
+def add_group(model: Any, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
+
+
+def delete_group(model: Any, optimizer: torch.optim.Optimizer) -> None:
+    del optimizer.param_groups[1]
+
+
+def reverse_groups(model: Any, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.param_groups.reverse()
+
+
+def replace_state(model: Any, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.state = type(optimizer.state)(dict)
+
+
+def empty_state(model: Any, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.state_dict()
+    optimizer.state.clear()
+
+
+def drop_state_of_one(model: Any, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.load_state_dict(optimizer.state_dict())
+    optimizer.state.pop(optimizer.param_groups[0]["params"][0])
+
+
+CHANGED_GROUPS = "the servers train the parameters that the optimizer had when psengine.DistributedOptimizer"
+CHANGED_STATE = "optimizer.state is only a copy of the servers'"
+# What is done before the third backward, and what is said then.
+REFUSED: list[tuple[Callable[[Any, torch.optim.Optimizer], None], list[str]]] = [
+    (append_parameters, [CHANGED_GROUPS, "expected 1 parameters in group 0, got 2"]),
+    (remove_parameters, [CHANGED_GROUPS, "expected 3 parameters in group 1, got 2"]),
+    (exchange_parameters, [CHANGED_GROUPS, "expected the same 3 parameters in group 1, got others"]),
+    (add_group, [CHANGED_GROUPS, "expected 2 groups, got 3"]),
+    (delete_group, [CHANGED_GROUPS, "expected 2 groups, got 1"]),
+    (reverse_groups, [CHANGED_GROUPS, "expected 1 parameters in group 0, got 3"]),
+    (replace_state, [CHANGED_STATE, "expected the mapping that psengine knows, got another", "load_state_dict"]),
+    (empty_state, [CHANGED_STATE, "expected that of 4 parameters, got 0", "load_state_dict"]),
+    (drop_state_of_one, [CHANGED_STATE, "expected that of 4 parameters, got 3", "load_state_dict"]),
+]
+
+
+def refuses_changes(rank: int, world_size: int, address: str, push: str) -> None:
+    use(address)
+    for change, texts in REFUSED:
+        training = Training(job=f"{change.__name__}-{push}", push=push)
+        model, optimizer = training.start(network(), two_groups)
+        for step in range(2):
+            optimizer.zero_grad()
+            backward(model, step)
+            optimizer.step()
+        change(model, optimizer)
+        with raises(psengine.ConfigurationError, *texts):
+            backward(model, 2)
+            optimizer.step()
+        assert not model.strategy._pushes  # the servers' weights are here
+        training.close()
+
+
+@pytest.mark.parametrize("push", PUSHES)
+def test_an_optimizer_that_is_no_longer_what_the_servers_run_is_refused(server, push):
+    run_ranks(refuses_changes, 1, server.addresses[0], push, init_group=False)
+
+
+def refuses_untrained(rank: int, world_size: int, address: str, push: str) -> None:
+    use(address)
+    texts = ["parameter 0 of group 0 (shape (7, 5)) has a gradient", "when the model was wrapped it was frozen"]
+
+    training = Training(job=f"unfrozen-{push}", push=push)
+    module = network()
+    module[0].requires_grad_(False)
+    model, optimizer = training.start(module)
+    for step in range(2):
+        optimizer.zero_grad()
+        backward(model, step)
+        optimizer.step()
+    module[0].requires_grad_(True)
+    backward(model, 2)
+    with raises(psengine.ConfigurationError, *texts):
+        optimizer.step()
+    training.close()
+
+    training = Training(job=f"ignored-{push}", push=push)
+    module = network()
+    nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, ["0.weight"])
+    model, optimizer = training.start(module)
+    backward(model)
+    with raises(psengine.ConfigurationError, *texts, "an optimizer of its own"):
+        optimizer.step()
+    # The way out that it names.
+    other = torch.optim.SGD([module[0].weight], lr=0.1)
+    other.step()
+    other.zero_grad()
+    optimizer.step()
+    training.close()
+
+
+@pytest.mark.parametrize("push", PUSHES)
+def test_a_gradient_that_no_server_would_apply_is_refused(server, push):
+    run_ranks(refuses_untrained, 1, server.addresses[0], push, init_group=False)
+
+
+# ---- push="backward": between backward and step ------------------------------------------------------------------
+
+
+def set_rate(model: Any, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.param_groups[0]["lr"] = 0.01
+
+
+def set_rate_in_hook(model: Any, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.register_step_pre_hook(lambda *_: set_rate(model, optimizer))
+
+
+def step_scheduler(model: Any, optimizer: torch.optim.Optimizer) -> None:
+    torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5).step()
+
+
+def set_bad_rate(model: Any, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.param_groups[0]["lr"] = torch.nan
+
+
+def clamp_weights(model: Any, optimizer: torch.optim.Optimizer) -> None:
+    with torch.no_grad():
+        next(model.parameters()).clamp_(-0.1, 0.1)
+
+
+def load_weights(model: Any, optimizer: torch.optim.Optimizer) -> None:
+    module = getattr(model, "module", model)
+    module.load_state_dict({name: tensor + 1 for name, tensor in module.state_dict().items()})
+
+
+CHANGED_RATE = "hyperparameters were changed between backward and optimizer.step()"
+CHANGED_WEIGHTS = "parameters were written between backward and optimizer.step()"
+TOO_LATE: list[tuple[Callable[[Any, torch.optim.Optimizer], None], type[Exception], str]] = [
+    (set_rate, psengine.ReductionError, CHANGED_RATE),
+    (set_rate_in_hook, psengine.ReductionError, CHANGED_RATE),
+    (step_scheduler, psengine.ReductionError, CHANGED_RATE),
+    (set_bad_rate, psengine.ConfigurationError, "hyperparameter 'lr' of SGD is out of bounds"),
+    (clamp_weights, psengine.ReductionError, CHANGED_WEIGHTS),
+    (load_weights, psengine.ReductionError, CHANGED_WEIGHTS),
+]
+
+
+def refuses_what_comes_too_late(rank: int, world_size: int, address: str) -> None:
+    use(address)
+    for change, error_type, text in TOO_LATE:
+        training = Training(job=f"late-{change.__name__}", push="backward")
+        model, optimizer = training.start(network())
+        backward(model)
+        change(model, optimizer)
+        with raises(error_type, text, "AsyncServer(push='step')" if error_type is psengine.ReductionError else ""):
+            optimizer.step()
+        assert not model.strategy._pushes  # the servers' weights are here
+        training.close()
+
+
+def test_what_changes_after_the_gradients_left_is_refused(server):
+    run_ranks(refuses_what_comes_too_late, 1, server.addresses[0], init_group=False)
+
+
+def takes_what_comes_in_time(training: Training) -> nn.Module:
+    """The same changes, but nothing has left when they are made."""
+    model, optimizer = training.start(network())
+    for step, change in enumerate([set_rate, step_scheduler, clamp_weights, load_weights, set_rate]):
+        optimizer.zero_grad()
+        with training.local(model):
+            backward(model, step)
+        change(model, optimizer)
+        optimizer.step()
+    return model
+
+
+def is_taken_in_time(rank: int, world_size: int, address: str, push: str) -> None:
+    use(address)
+    training = Training(job=f"in time-{push}", push=push)
+    assert_equal(state_of(takes_what_comes_in_time(training).module), state_of(takes_what_comes_in_time(Training())))
+    training.close()
+
+
+@pytest.mark.parametrize("push", PUSHES)
+def test_what_changes_before_any_gradient_left_counts(server, push):
+    run_ranks(is_taken_in_time, 1, server.addresses[0], push, init_group=False)

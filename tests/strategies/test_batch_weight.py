@@ -1,0 +1,398 @@
+"""``model.batch_weight``: averages by samples, against one plain process over all ranks' samples."""
+
+from __future__ import annotations
+
+import copy
+import math
+import os
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from support.expectations import raises
+from support.native_extension import SHARED_MEMORY, needs_shared_memory
+from support.processes import run_ranks
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+
+import psengine
+from psengine import DistributedDataParallel
+from psengine.errors import ArgumentTypeError, CollectiveError, ConfigurationError
+from psengine.strategies.base import Strategy
+
+FEATURES = 12
+
+
+class Perceptron(nn.Module):
+    """One layer is large enough to be packed by itself, the others are packed together."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Linear(FEATURES, 1000), nn.Tanh(), nn.Linear(1000, 30), nn.Tanh(), nn.Linear(30, 1)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x)
+
+
+class Convolution(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution = nn.Conv2d(1, 4, 2).to(memory_format=torch.channels_last)
+        self.out = nn.Linear(4 * 2 * 3, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(self.convolution(x.view(-1, 1, 3, 4)).tanh().flatten(1))
+
+
+class Optional(nn.Module):
+    """``b`` serves batches of an odd size only, ``never`` none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.never = nn.Linear(FEATURES, 1), nn.Linear(FEATURES, 1), nn.Linear(2, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.a(x) + self.b(x) if len(x) % 2 else self.a(x)
+
+
+class Sparse(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(50, 3, sparse=True)
+        self.out = nn.Linear(3, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(self.words((x * 10).long().abs().clamp(max=49)).mean(1))
+
+
+def seeded(build: Callable[[], nn.Module], dtype: torch.dtype = torch.float64) -> nn.Module:
+    torch.manual_seed(0)
+    return build().to(dtype)
+
+
+def share_of(rank: int, step: int) -> int:
+    """Samples of a rank: uneven, and rank 0's third batch is empty."""
+    return 0 if (rank, step) == (0, 2) else 1 + 3 * rank + (step + rank) % 3
+
+
+def batches_of(step: int, world_size: int, dtype: torch.dtype) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Every rank's batch of a step; each rank can make them all."""
+    generator = torch.Generator().manual_seed(step)
+    counts = [share_of(rank, step) for rank in range(world_size)]
+    x = torch.randn(sum(counts), FEATURES, generator=generator, dtype=torch.float64).to(dtype)
+    y = x.sum(1, keepdim=True).sin()
+    return list(zip(x.split(counts), y.split(counts), strict=True))
+
+
+OPTIMIZERS = {
+    "SGD": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9),
+    "AdamW": lambda p: torch.optim.AdamW(p, lr=1e-3),
+}
+# float64 sums of a few dozen samples in another order differ by some 1e-16; Adam divides small gradients by themselves.
+FLOAT64 = {"rtol": 1e-9, "atol": 1e-12}
+CASES: list[tuple[Callable[[], nn.Module], str, torch.dtype, dict[str, Any], dict[str, float]]] = [
+    (Perceptron, "SGD", torch.float64, {}, FLOAT64),
+    (Perceptron, "AdamW", torch.float64, {"gradient_as_bucket_view": True}, FLOAT64),
+    (Perceptron, "SGD", torch.float64, {"bucket_cap_mb": 1e-5, "check_finite": True}, FLOAT64),
+    (Perceptron, "SGD", torch.float64, {"static_graph": True}, FLOAT64),
+    (Perceptron, "SGD", torch.float32, {}, {"rtol": 1e-4, "atol": 1e-6}),
+    (Perceptron, "SGD", torch.float32, {"strategy": "sync:dtype=bfloat16"}, {"rtol": 0.05, "atol": 0.01}),
+    (Convolution, "AdamW", torch.float64, {}, FLOAT64),
+    (Convolution, "SGD", torch.float64, {"gradient_as_bucket_view": True, "bucket_cap_mb": 1e-5}, FLOAT64),
+    (Sparse, "SGD", torch.float64, {}, FLOAT64),
+]
+
+
+def train_beside_one_process(rank: int, world_size: int, collective: str) -> None:
+    cases = CASES if world_size == 2 else CASES[::3]
+    for build, optimizer_name, dtype, options, tolerance in cases:
+        model = DistributedDataParallel(seeded(build, dtype), collective=collective, **options)
+        reference = seeded(build, dtype)
+        pairs = [(m, OPTIMIZERS[optimizer_name](m.parameters())) for m in (model, reference)]
+        for step in range(4):
+            batches = batches_of(step, world_size, dtype)
+            model.batch_weight = len(batches[rank][0])
+            together = tuple(map(torch.cat, zip(*batches, strict=True)))
+            for (m, optimizer), (x, y) in zip(pairs, (batches[rank], together), strict=True):
+                optimizer.zero_grad(set_to_none=step % 2 == 0)
+                nn.functional.mse_loss(m(x), y).backward()  # nan where the batch is empty, and so are its gradients
+                optimizer.step()
+        for (name, p), q in zip(reference.named_parameters(), model.parameters(), strict=True):
+            assert torch.allclose(p, q, **tolerance), (build.__name__, options, name, (p - q).abs().max())
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("collective", [SHARED_MEMORY, "c10d"])
+def test_uneven_batches_train_like_one_process(collective, world_size):
+    run_ranks(train_beside_one_process, world_size, collective)
+
+
+def unused_parameters(rank: int, world_size: int, collective: str, skips: bool) -> None:
+    options = {"find_unused_parameters": True, "skip_all_reduce_unused_params": skips, "bucket_cap_mb": 1e-5}
+    model = DistributedDataParallel(seeded(Optional), collective=collective, **options)
+    reference = seeded(Optional)
+    for step in range(5):
+        batches = batches_of(step, world_size, torch.float64)
+        total = sum(len(x) for x, _ in batches)
+        model.zero_grad()
+        reference.zero_grad()
+        model.batch_weight = len(batches[rank][0])
+        nn.functional.mse_loss(model(batches[rank][0]), batches[rank][1]).backward()
+        losses = [nn.functional.mse_loss(reference(x), y, reduction="sum") / total for x, y in batches if len(x)]
+        sum(losses).backward()
+        for p, q in zip(reference.parameters(), model.parameters(), strict=True):
+            assert (p.grad is None) == (q.grad is None)
+            assert p.grad is None or torch.allclose(p.grad, q.grad, **FLOAT64)
+
+
+@pytest.mark.parametrize("skips", [False, True])
+@pytest.mark.parametrize("collective", [SHARED_MEMORY, "c10d"])
+def test_parameters_that_some_batches_do_not_use(collective, skips):
+    run_ranks(unused_parameters, 2, collective, skips)
+
+
+def no_say(rank: int, world_size: int, collective: str) -> None:
+    """Rank 0's gradients are NaN, and count nothing."""
+    x = torch.full((1, FEATURES), 1.5, dtype=torch.float64)
+    for build in (Perceptron, Sparse):
+        for options in ({}, {"gradient_as_bucket_view": True}, {"check_finite": True}):
+            model = DistributedDataParallel(seeded(build), collective=collective, **options)
+            reference = seeded(build)
+            reference(x).sum().backward()
+            model.batch_weight = 5 * rank
+            for step in range(2):
+                model.zero_grad(set_to_none=step == 0)
+                (model(x).sum() * (1.0 if rank else math.nan)).backward()
+                for p, q in zip(reference.parameters(), model.parameters(), strict=True):
+                    assert torch.equal(p.grad.to_dense(), q.grad.to_dense())
+
+
+@pytest.mark.parametrize("collective", [SHARED_MEMORY, "c10d"])
+def test_a_rank_without_samples_has_no_say(collective):
+    run_ranks(no_say, 2, collective)
+
+
+def equal_weights(rank: int, world_size: int, collective: str, as_view: bool) -> None:
+    models = [
+        DistributedDataParallel(
+            seeded(Perceptron, torch.float32), collective=collective, gradient_as_bucket_view=as_view
+        )
+        for _ in range(2)
+    ]
+    for step in range(4):
+        torch.manual_seed(10 * rank + step)
+        x = torch.randn(7, FEATURES)
+        models[0].batch_weight = 7
+        for model in models:
+            model.zero_grad(set_to_none=step % 2 == 0)
+            model(x).square().mean().backward()
+        norms = [psengine.clip_grad_norm_(model, 1e-3) for model in models]
+        assert norms[0] == norms[1]
+        for p, q in zip(*(model.parameters() for model in models), strict=True):
+            assert torch.equal(p.grad, q.grad)
+
+
+@pytest.mark.parametrize("as_view", [False, True])
+@pytest.mark.parametrize("collective", [SHARED_MEMORY, "c10d"])
+def test_equal_weights_change_no_bit(collective, as_view):
+    run_ranks(equal_weights, 2, collective, as_view)
+
+
+def accumulated(rank: int, world_size: int) -> None:
+    """The documented recipe: a mean over all of this rank's samples, the weight at the forward that synchronises."""
+    model = DistributedDataParallel(seeded(Perceptron))
+    reference = seeded(Perceptron)
+    mine = [batches_of(step, world_size, torch.float64)[rank] for step in range(2)]
+    count = sum(len(x) for x, _ in mine)
+    for position, (x, y) in enumerate(mine):
+        is_last = position == len(mine) - 1
+        model.batch_weight = count if is_last else None
+        with torch.enable_grad() if is_last else model.no_sync():
+            (nn.functional.mse_loss(model(x), y, reduction="sum") / count).backward()
+    together = [batch for step in range(2) for batch in batches_of(step, world_size, torch.float64)]
+    x, y = map(torch.cat, zip(*together, strict=True))
+    nn.functional.mse_loss(reference(x), y).backward()
+    for p, q in zip(reference.parameters(), model.parameters(), strict=True):
+        assert torch.allclose(p.grad, q.grad, **FLOAT64)
+
+
+def test_micro_batches():
+    run_ranks(accumulated, 2)
+
+
+JOINED_BATCHES = [0, 1, 3]
+
+
+def joined(rank: int, world_size: int, collective: str) -> list[torch.Tensor]:
+    model = DistributedDataParallel(seeded(Perceptron), collective=collective)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    with model.join(divide_by_initial_world_size=False):
+        for step in range(JOINED_BATCHES[rank]):
+            x, y = batches_of(step, world_size, torch.float64)[rank]
+            model.batch_weight = len(x) if step != 1 else None
+            optimizer.zero_grad()
+            nn.functional.mse_loss(model(x), y).backward()
+            optimizer.step()
+    return [p.detach().clone() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("collective", [SHARED_MEMORY, "c10d"])
+def test_ranks_that_joined_have_no_say(collective):
+    results = run_ranks(joined, 3, collective)
+    reference = seeded(Perceptron)
+    optimizer = torch.optim.SGD(reference.parameters(), lr=0.05)
+    for step in range(3):
+        live = [batches_of(step, 3, torch.float64)[rank] for rank in range(3) if step < JOINED_BATCHES[rank]]
+        x, y = map(torch.cat, zip(*live, strict=True))
+        optimizer.zero_grad()
+        nn.functional.mse_loss(reference(x), y).backward()
+        optimizer.step()
+    for result in results:
+        for p, q in zip(reference.parameters(), result, strict=True):
+            assert torch.allclose(p, q, **FLOAT64)
+
+
+def switches(rank: int, world_size: int) -> None:
+    model = DistributedDataParallel(seeded(Perceptron))
+    x = torch.full((1, FEATURES), rank + 1.0, dtype=torch.float64)
+
+    def gradients() -> list[torch.Tensor]:
+        model.zero_grad()
+        model(x).sum().backward()
+        return [p.grad.clone() for p in model.parameters()]
+
+    assert model.batch_weight is None
+    plain = gradients()
+    model.batch_weight = torch.tensor(rank)
+    assert model.batch_weight == rank
+    only_rank_1 = gradients()
+    assert copy.deepcopy(model).batch_weight is None
+    model.batch_weight = 0
+    assert all(not g.any() for g in gradients()), "nobody has a say"
+    model.batch_weight = 3
+    model(x).sum()  # a forward without a backward
+    with torch.no_grad():
+        model(x)
+    model.batch_weight = None
+    assert all(map(torch.equal, gradients(), plain))
+    reference = seeded(Perceptron)
+    reference(torch.full((1, FEATURES), 2.0, dtype=torch.float64)).sum().backward()
+    for p, g in zip(reference.parameters(), only_rank_1, strict=True):
+        assert torch.allclose(p.grad, g, **FLOAT64)
+
+
+@pytest.mark.parametrize("world_size", [2])
+def test_weights_can_be_switched_off(world_size):
+    run_ranks(switches, world_size)
+
+
+def alone(rank: int, world_size: int) -> None:
+    model = DistributedDataParallel(seeded(Perceptron))
+    x = torch.ones(2, FEATURES, dtype=torch.float64)
+    reference = seeded(Perceptron)
+    reference(x).mean().backward()
+    for weight in (2, 0):
+        model.zero_grad()
+        model.batch_weight = weight
+        model(x).mean().backward()
+        for p, q in zip(reference.parameters(), model.parameters(), strict=True):
+            assert torch.equal(q.grad, p.grad if weight else torch.zeros_like(p))
+
+
+def test_a_world_of_one():
+    run_ranks(alone, 1)
+
+
+def refusals(rank: int, world_size: int) -> None:
+    model = DistributedDataParallel(seeded(Perceptron))
+    for weight, error, text in [
+        (-1, ConfigurationError, "expected a finite number >= 0, got -1"),
+        (math.nan, ConfigurationError, "got nan"),
+        (math.inf, ConfigurationError, "got inf"),
+        (10**400, ConfigurationError, "got inf"),
+        ("8", ArgumentTypeError, "expected a float or None, got str"),
+        (True, ArgumentTypeError, "got bool"),
+        (torch.ones(2), ArgumentTypeError, "got Tensor"),
+    ]:
+        with raises(error, text):
+            model.batch_weight = weight
+    assert model.batch_weight is None
+
+    x = torch.ones(1, FEATURES, dtype=torch.float64)
+    model.register_comm_hook(None, allreduce_hook)
+    model.batch_weight = 1
+    with raises(ConfigurationError, "a communication hook"):
+        model(x)
+
+    module = seeded(Perceptron)
+    delayed = [("layers.0.weight", module.layers[0].weight)]
+    model = DistributedDataParallel(
+        module, delay_all_reduce_named_params=delayed, param_to_hook_all_reduce=module.layers[0].weight
+    )
+    with raises(ConfigurationError, "no delay_all_reduce_named_params"):
+        model.batch_weight = 1
+
+
+def test_what_is_refused():
+    run_ranks(refusals, 2)
+    with pytest.raises(ConfigurationError, match=r"strategy 'sync' does not average gradients by samples"):
+        Strategy.weigh(psengine.SyncAllReduce(), 2.0)  # what a strategy of one's own inherits
+    Strategy.weigh(psengine.SyncAllReduce(), None)
+
+
+def only_one_weighs(rank: int, world_size: int) -> str:
+    model = DistributedDataParallel(seeded(Perceptron), collective="shared_memory")
+    if rank == 0:
+        model.batch_weight = 3
+    try:
+        model(torch.ones(1, FEATURES, dtype=torch.float64)).sum().backward()
+    except CollectiveError as error:
+        return str(error)
+    return "no error"
+
+
+@needs_shared_memory
+def test_ranks_that_differ_are_told():
+    first, second = run_ranks(only_one_weighs, 2)
+    assert "batch weights (model.batch_weight is set on every rank, or on none)" in first
+    assert "ranks must call the same operations" in first + second
+
+
+@pytest.fixture(scope="module")
+def servers():
+    pytest.importorskip("zmq")
+    from support.server_process import running_server
+
+    with running_server() as server:
+        yield server.addresses[0]
+
+
+def over_servers(rank: int, world_size: int, servers: str) -> None:
+    os.environ["PSENGINE_SERVERS"] = servers
+    model = DistributedDataParallel(seeded(Perceptron), strategy="sync-server")
+    reference = seeded(Perceptron)
+    pairs = [(m, OPTIMIZERS["SGD"](m.parameters())) for m in (model, reference)]
+    for step in range(4):  # rank 0's third batch is empty
+        batches = batches_of(step, world_size, torch.float64)
+        model.batch_weight = len(batches[rank][0])
+        together = tuple(map(torch.cat, zip(*batches, strict=True)))
+        for (m, optimizer), (x, y) in zip(pairs, (batches[rank], together), strict=True):
+            optimizer.zero_grad()
+            nn.functional.mse_loss(m(x), y).backward()
+            optimizer.step()
+    for p, q in zip(reference.parameters(), model.parameters(), strict=True):
+        assert torch.allclose(p, q, **FLOAT64)
+    model.strategy.close()
+
+    model = DistributedDataParallel(seeded(Perceptron), strategy=psengine.AsyncServer(job="applied"))
+    model.batch_weight = 2
+    with raises(ConfigurationError, "averages nothing", "expected batch_weight = None, got 2"):
+        model(torch.ones(1, FEATURES, dtype=torch.float64))
+    model.strategy.close()
+
+
+def test_servers_average_by_weight_or_refuse(servers):
+    run_ranks(over_servers, 2, servers)

@@ -1,0 +1,167 @@
+"""The contract of the strategy interface, parametrized over every strategy that gives native DDP's semantics."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+from support.processes import run_ranks
+from support.server_process import running_server
+
+from psengine.collectives.c10d import C10dCollective
+from psengine.errors import ConfigurationError, ReductionError, ReplicaMismatchError
+from psengine.strategies.base import Replica, Strategy
+from psengine.strategies.registry import STRATEGIES, resolve_strategy
+from psengine.strategies.sync_all_reduce import SyncAllReduce
+from psengine.tensors.bucket import Bucket
+
+SYNCHRONOUS = ["sync", "sync-server"]
+
+
+@pytest.fixture(scope="module")
+def servers():
+    """What PSENGINE_SERVERS is in ranks, for strategies that need it."""
+    with running_server() as server:
+        yield server.addresses[0]
+
+
+def make_replica(parameters: dict[str, torch.nn.Parameter]) -> Replica:
+    return Replica(
+        parameters=parameters,
+        buffers=dict,
+        state={name: p.detach() for name, p in parameters.items()},
+        collective=C10dCollective(),
+        device=torch.device("cpu"),
+    )
+
+
+def make_buckets(strategy: Strategy, parameters: dict[str, torch.nn.Parameter]) -> list[Bucket]:
+    names, tensors = list(parameters), list(parameters.values())
+    plans = [(2, 1), (0,)]
+    return [Bucket(i, plan, tensors, names, sparse=False, allocate=strategy.allocate) for i, plan in enumerate(plans)]
+
+
+def synchronous_contract(rank: int, world_size: int, name: str, servers: str) -> dict[str, Any]:
+    os.environ["PSENGINE_SERVERS"] = servers
+    strategy = resolve_strategy(name)
+    generator = torch.Generator().manual_seed(rank)
+    shapes = {"weight": (50, 3), "bias": (3,), "scale": ()}
+    parameters = {k: torch.nn.Parameter(torch.randn(s, generator=generator)) for k, s in shapes.items()}
+    strategy.prepare(make_replica(parameters), synchronize=True)
+    buckets = make_buckets(strategy, parameters)
+    strategy.lay_out(buckets)
+    start = {k: p.detach().clone() for k, p in parameters.items()}
+    gradients = []
+    for _ in range(3):  # the same buckets serve every step
+        for p in parameters.values():
+            p.grad = torch.randn(p.shape, generator=generator)
+        gradients.append({k: p.grad.clone() for k, p in parameters.items()})
+        divisor = strategy.begin(world_size)
+        reductions = []
+        for bucket in buckets:
+            for position, is_eager in enumerate(bucket.is_eager):
+                if is_eager:
+                    bucket.pack_one(position, divisor, as_view=False)
+            bucket.pack_rest(divisor, as_view=False)
+            reductions.append(strategy.reduce(bucket))
+        usage = torch.tensor([1, 0, rank], dtype=torch.int32)
+        usage_work = strategy.reduce_usage(usage)
+        for bucket, reduction in zip(buckets, reductions, strict=True):
+            result = reduction.wait()
+            if result is not None:
+                bucket.unpack(result, None)
+        usage_work.wait()
+        strategy.finish()
+        assert strategy.step(lambda: "stepped") == "stepped"
+    received = [torch.full((2,), float(rank)), torch.full((1,), rank)]
+    strategy.broadcast(received, source_rank=world_size - 1)
+    averaged = {k: p.grad.clone() for k, p in parameters.items()}
+    with pytest.raises(ConfigurationError, match="serves one wrapped model"):
+        strategy.prepare(make_replica(parameters), synchronize=False)
+    strategy.close()
+    strategy.close()
+    strategy.prepare(make_replica(parameters), synchronize=False)
+    strategy.lay_out(buckets)
+    strategy.close()
+    if strategy.capabilities.carries_buffers:
+        received = []  # nothing is broadcast: buffers travel with the gradients
+    return {"start": start, "sent": gradients[-1], "averaged": averaged, "usage": usage, "received": received}
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("name", SYNCHRONOUS)
+def test_synchronous_contract(name, world_size, servers):
+    results = run_ranks(synchronous_contract, world_size, name, servers)
+    for result in results:
+        for key, start in result["start"].items():
+            assert torch.equal(start, results[0]["start"][key]), "replicas start equal"
+            mean = torch.stack([r["sent"][key].double() for r in results]).mean(0)
+            assert torch.equal(result["averaged"][key], results[0]["averaged"][key]), "replicas agree to the bit"
+            # One rounding for each product and each sum.
+            assert torch.allclose(result["averaged"][key].double(), mean, rtol=0, atol=1e-6)
+        assert result["usage"].tolist() == [world_size, 0, sum(range(world_size))]
+        expected = [] if name == "sync-server" else [[world_size - 1.0] * 2, [world_size - 1]]
+        assert [t.tolist() for t in result["received"]] == expected
+
+
+def different_models(rank: int, world_size: int, name: str, difference: str) -> str:
+    shape, dtype, extra = (4, 3), torch.float32, {}
+    if rank == 1:
+        shape = {"shape": (4, 5), "stride": (4, 3)}.get(difference, shape)
+        dtype = torch.float64 if difference == "dtype" else dtype
+        extra = {"head.bias": torch.nn.Parameter(torch.zeros(2))} if difference == "count" else {}
+    weight = torch.zeros(shape, dtype=dtype)
+    if rank == 1 and difference == "stride":
+        weight = torch.zeros(3, 4).t()
+    parameters = {"body.bias": torch.nn.Parameter(torch.zeros(2)), "body.weight": torch.nn.Parameter(weight), **extra}
+    try:
+        resolve_strategy(name).prepare(make_replica(parameters), synchronize=True)
+    except ReplicaMismatchError as error:
+        return str(error)
+    return "accepted"
+
+
+@pytest.mark.parametrize(
+    ("difference", "texts"),
+    [
+        ("shape", ["[1]: params[1] ('body.weight')", "sizes [4, 5] appears not to match sizes", "rank 0", "[4, 3]"]),
+        ("stride", ["'body.weight'", "strides [1, 4] appears not to match strides", "[3, 1]"]),
+        ("dtype", ["'body.weight'", "dtype torch.float64", "torch.float32"]),
+        ("count", ["Rank 0 has 2 params, while rank 1 has inconsistent 3 params", "head.bias"]),
+    ],
+)
+@pytest.mark.parametrize("name", ["sync"])
+def test_every_rank_learns_how_models_differ(name, difference, texts):
+    for rank, message in enumerate(run_ranks(different_models, 2, name, difference)):
+        for text in [*texts, f"seen on rank {rank}"]:
+            assert text in message
+
+
+def test_registry():
+    assert set(SYNCHRONOUS) <= set(STRATEGIES)
+    own = SyncAllReduce()
+    assert resolve_strategy(own) is own
+    assert isinstance(resolve_strategy("sync"), SyncAllReduce)
+
+
+@pytest.mark.parametrize(
+    ("specification", "message"),
+    [
+        ("asinc", r"got 'asinc'\)\. Did you mean async\?"),
+        ("gossip", r"unknown strategy \(expected one of \[.*'sync'.*\], got 'gossip'\)"),
+        ("sync:quorum=3", r"unknown option 'quorum' \(expected some of \['dtype'\] of strategy 'sync', got quorum=3\)"),
+        (3, r"got 3\)"),
+        (SyncAllReduce, "call it to make an object"),
+        ("", r"got ''"),
+    ],
+)
+def test_bad_specifications(specification, message):
+    with pytest.raises(ConfigurationError, match=message):
+        resolve_strategy(specification)
+
+
+def test_unprepared_strategy_says_so():
+    with pytest.raises(ReductionError, match="was not prepared"):
+        SyncAllReduce().collective  # noqa: B018

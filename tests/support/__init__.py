@@ -1,0 +1,1 @@
+"""What tests share: processes of every kind, worlds without processes, and what is expected of them."""

@@ -1,0 +1,122 @@
+"""The one way tests start the ``psengine`` command: a real process, signals, its output in files, always ended."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from support.processes import _context
+
+DEADLINE_S = 60.0
+
+# Test modules are imported before any of them starts a process: what the command imports, torchrun above all, is there
+# in each that is forked.
+_context.set_forkserver_preload(
+    [
+        *("torch._dynamo", "torch.distributed", "torch.testing", "psengine"),
+        *("psengine.cli.main", "psengine.cli.run", "psengine.cli.advise"),
+        *("psengine.cli.launching.elastic", "psengine.cli.launching.run", "psengine.strategies.registry"),
+    ]
+)
+
+
+class RunningCommand:
+    """``psengine`` with arguments, in a process of its own."""
+
+    def __init__(self, process: Any, directory: Path) -> None:
+        self._process = process
+        self._directory = directory
+        self.pid: int = process.pid
+
+    @property
+    def stdout(self) -> str:
+        return (self._directory / "stdout").read_text(errors="replace")
+
+    @property
+    def stderr(self) -> str:
+        return (self._directory / "stderr").read_text(errors="replace")
+
+    def signal(self, number: int) -> None:
+        os.kill(self.pid, number)
+
+    def wait(self, timeout_s: float = DEADLINE_S) -> int:
+        """Its exit code; negative for a signal."""
+        self._process.join(timeout=timeout_s)
+        code = self._process.exitcode
+        assert code is not None, f"the command still ran after {timeout_s:g} s\n{self.stdout}\n{self.stderr}"
+        return int(code)
+
+    def wait_until(self, condition: Callable[[], Any], timeout_s: float = DEADLINE_S) -> Any:
+        """What ``condition`` returns, once it is true."""
+        deadline_s = time.monotonic() + timeout_s
+        while not (found := condition()):
+            state = f"{self.stdout}\n{self.stderr}"
+            assert self._process.is_alive(), f"the command has ended\n{state}"
+            assert time.monotonic() < deadline_s, f"still not so after {timeout_s:g} s\n{state}"
+            time.sleep(0.05)
+        return found
+
+
+@contextmanager
+def running_command(
+    arguments: Sequence[str],
+    *,
+    environment: dict[str, str] | None = None,
+    prepare: Callable[[], None] | None = None,
+) -> Iterator[RunningCommand]:
+    """Run ``psengine`` as the shell would, forked from a process that has imported torch; there, ``prepare`` first."""
+    with tempfile.TemporaryDirectory(prefix="psengine-command-") as directory:
+        for name in ("stdout", "stderr"):
+            (Path(directory) / name).touch()
+        variables = {**os.environ, **(environment or {})}
+        process = _context.Process(target=_main, args=(list(arguments), variables, directory, prepare))
+        process.start()
+        try:
+            yield RunningCommand(process, Path(directory))
+        finally:
+            if process.is_alive():
+                # Twice: at once, and with all that it started.
+                for _ in range(2):
+                    os.kill(process.pid or 0, signal.SIGTERM)
+                    process.join(timeout=5)
+                    if not process.is_alive():
+                        break
+                else:
+                    process.kill()
+            process.join(timeout=10)
+            process.close()
+
+
+def run_command(arguments: Sequence[str], *, environment: dict[str, str] | None = None) -> tuple[int, str, str]:
+    """(exit code, stdout, stderr) of ``psengine`` with ``arguments``."""
+    with running_command(arguments, environment=environment) as command:
+        return command.wait(), command.stdout, command.stderr
+
+
+def _main(
+    arguments: list[str], environment: dict[str, str], directory: str, prepare: Callable[[], None] | None
+) -> None:
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        os.dup2(os.open(f"{directory}/{name}", os.O_WRONLY | os.O_APPEND), number)
+    os.environ.clear()
+    os.environ.update(environment)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    from psengine.cli.main import main
+
+    if prepare is not None:
+        prepare()
+    code: Any = 0
+    try:
+        main(arguments)
+    except SystemExit as end:
+        code = end.code
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code if isinstance(code, int) else 1)

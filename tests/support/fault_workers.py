@@ -1,0 +1,209 @@
+"""Workers for tests of faults: processes that a test starts, kills, stops and starts again, one by one."""
+
+from __future__ import annotations
+
+import logging
+import os
+import pickle
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from support.processes import _context
+from support.signals import send_signal
+
+
+class WorkerFailedError(AssertionError):
+    """A worker ended in a way that the test did not ask for; holds its traceback and its log."""
+
+
+class Reports:
+    """A worker's side of its pipe: it says what it does, and may be told to go on."""
+
+    def __init__(self, connection: Any) -> None:
+        self._connection = connection
+
+    def say(self, what: str, value: Any = None) -> None:
+        """Tell the test, with the time."""
+        self._connection.send_bytes(pickle.dumps((what, value, time.monotonic())))
+
+    def await_go(self, timeout_s: float = 60.0) -> Any:
+        """Wait for ``Worker.go``; what it was given."""
+        if not self._connection.poll(timeout_s):
+            raise TimeoutError("the test never said go")
+        return pickle.loads(self._connection.recv_bytes())
+
+    def told(self) -> Any:
+        """What ``Worker.go`` was given, if it was called since; else None."""
+        return pickle.loads(self._connection.recv_bytes()) if self._connection.poll(0) else None
+
+
+class Worker:
+    """One worker process.
+
+    Attributes:
+        pid: of its process.
+        heard: (what, value, time) of everything it said.
+    """
+
+    def __init__(
+        self, function: Callable[..., Any], arguments: tuple[Any, ...], environment: dict[str, str], log: Path
+    ) -> None:
+        self._log = log
+        self._log.touch()
+        self._connection, remote = _context.Pipe(duplex=True)
+        self._process = _context.Process(
+            target=_worker_main, args=(remote, function, arguments, environment, str(log)), daemon=True
+        )
+        self._process.start()
+        remote.close()
+        assert self._process.pid is not None
+        self.pid: int = self._process.pid
+        self.heard: list[tuple[str, Any, float]] = []
+        self._has_ended = False
+
+    def go(self, what: Any = True) -> None:
+        """Let it go on."""
+        self._connection.send_bytes(pickle.dumps(what))
+
+    def kill(self) -> None:
+        """SIGKILL, and wait until it is gone."""
+        self._process.kill()
+        self._process.join(timeout=10)
+
+    def signal(self, number: int) -> None:
+        """Send a signal, such as SIGSTOP."""
+        send_signal(self.pid, number)
+
+    def drain(self) -> None:
+        """Take in what it has said."""
+        try:
+            while not self._has_ended and self._connection.poll(0):
+                self.heard.append(pickle.loads(self._connection.recv_bytes()))
+        except (EOFError, OSError):
+            self._has_ended = True
+
+    def wait_for(self, what: str, timeout_s: float = 30.0, at_least: int | None = None) -> tuple[Any, float]:
+        """(value, time) of the first report ``what`` (of one whose value is ``at_least`` that)."""
+        deadline_s = time.monotonic() + timeout_s
+        looked_at = 0
+        while True:
+            self.drain()
+            for said, value, when_s in self.heard[looked_at:]:
+                if said == what and (at_least is None or value >= at_least):
+                    return value, when_s
+                if said == "failed" and what != "failed":
+                    raise WorkerFailedError(f"worker {self.pid} failed, awaited {what!r}\n{value}")
+            looked_at = len(self.heard)
+            if self._has_ended or time.monotonic() > deadline_s:
+                ended = "it has ended" if self._has_ended else f"{timeout_s:g} s passed"
+                raise WorkerFailedError(f"worker {self.pid} did not say {what!r}: {ended}\n{self.story()}")
+            self._connection.poll(0.05)
+
+    def has_said(self, what: str) -> bool:
+        """Whether it said that."""
+        self.drain()
+        return any(said == what for said, _, _ in self.heard)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it is gone, and has not said a result."""
+        self.drain()
+        return self._has_ended and not any(said == "result" for said, _, _ in self.heard)
+
+    def story(self) -> str:
+        """Its log, and its last words."""
+        self.drain()
+        words = [(said, value if said != "result" else "...") for said, value, _ in self.heard if said != "failed"]
+        failures = [value for said, value, _ in self.heard if said == "failed"]
+        return "\n".join([str(words[-3:]), self._log.read_text(errors="replace"), *failures])
+
+    def result(self, timeout_s: float = 60.0) -> Any:
+        """What its function returned."""
+        return self.wait_for("result", timeout_s)[0]
+
+    def end(self) -> None:
+        """Whatever it does, it is gone afterwards."""
+        if self._process.is_alive():
+            self._process.kill()
+        self._process.join(timeout=10)
+        self._process.close()
+        self._connection.close()
+
+
+class Crew:
+    """The workers of a test; ended with it."""
+
+    def __init__(self, directory: Path) -> None:
+        self.workers: list[Worker] = []
+        self._directory = directory
+
+    def start(self, function: Callable[..., Any], *arguments: Any, rank: int | None = None) -> Worker:
+        """``function(reports, *arguments)`` in a process of its own, as worker ``rank``."""
+        environment = {} if rank is None else {"PSENGINE_WORKER": str(rank)}
+        worker = Worker(function, arguments, environment, self._directory / f"{len(self.workers)}.log")
+        self.workers.append(worker)
+        return worker
+
+
+def results_of(workers: Sequence[Worker], timeout_s: float = 60.0) -> list[Any]:
+    """What their functions returned; the first failure of any ends the wait, and is told with the others'."""
+    deadline_s = time.monotonic() + timeout_s
+    while not all(worker.has_said("result") for worker in workers):
+        if any(worker.has_said("failed") or worker.has_ended for worker in workers):
+            time.sleep(0.5)
+            stories = "\n".join(f"--- worker {worker.pid}\n{worker.story()}" for worker in workers)
+            raise WorkerFailedError(f"a worker failed\n{stories}")
+        if time.monotonic() > deadline_s:
+            stories = "\n".join(f"--- worker {worker.pid}\n{worker.story()}" for worker in workers)
+            raise WorkerFailedError(f"after {timeout_s:g} s workers still run\n{stories}")
+        time.sleep(0.02)
+    return [worker.result() for worker in workers]
+
+
+@contextmanager
+def crew() -> Iterator[Crew]:
+    """Workers that all end with this context."""
+    with tempfile.TemporaryDirectory(prefix="psengine-workers-") as directory:
+        workers = Crew(Path(directory))
+        try:
+            yield workers
+        finally:
+            for worker in workers.workers:
+                worker.end()
+
+
+def end_myself() -> None:
+    """SIGKILL, from inside: dies at an exact place."""
+    os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(60)
+
+
+def _worker_main(
+    connection: Any, function: Callable[..., Any], arguments: tuple[Any, ...], environment: dict[str, str], log: str
+) -> None:
+    os.environ.update(environment)
+    descriptor = os.open(log, os.O_WRONLY | os.O_APPEND)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    logging.basicConfig(format="%(asctime)s.%(msecs)03d %(threadName)s %(message)s", datefmt="%H:%M:%S")
+    torch.set_num_threads(1)
+    reports = Reports(connection)
+    code = 0
+    try:
+        reports.say("result", function(reports, *arguments))
+    except BaseException:
+        reports.say("failed", traceback.format_exc())
+        code = 1
+    connection.close()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

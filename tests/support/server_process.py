@@ -1,0 +1,380 @@
+"""The one way tests start servers: a real process, port 0 or ipc, always ended, nothing left behind."""
+
+from __future__ import annotations
+
+import json
+import logging
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import tempfile
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+from psengine.environment.local_sockets import way_to
+from support.processes import _context
+from support.signals import send_signal
+
+START_DEADLINE_S = 30.0
+
+
+class ServerFailedError(AssertionError):
+    """The server ended before it was ready; the message holds its exit code and its log."""
+
+
+@dataclass
+class ServerProcess:
+    """A running server.
+
+    Attributes:
+        addresses: of its shards.
+        pid: of its process.
+        status_url: of its monitor.
+        lines: what it announced at start-up.
+    """
+
+    addresses: list[str]
+    pid: int
+    status_url: str
+    lines: list[str]
+    _process: Any = field(repr=False)
+    _log: Path = field(repr=False)
+
+    def terminate(self) -> None:
+        """Ask it to end in order; ``wait`` for it."""
+        self._process.terminate()
+
+    def kill(self) -> None:
+        """End it at once and wait until it is gone."""
+        self._process.kill()
+        self._process.join(timeout=10)
+
+    def signal(self, number: int) -> None:
+        """Send it a signal, such as SIGSTOP."""
+        send_signal(self.pid, number)
+
+    def wait(self, timeout_s: float = 15.0) -> int:
+        """Its exit code, negative for a signal."""
+        self._process.join(timeout=timeout_s)
+        code = self._process.exitcode
+        if code is None:
+            raise AssertionError(f"the server still ran after {timeout_s:g} s\n{self.log()}")
+        assert isinstance(code, int)
+        return code
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the process runs."""
+        return bool(self._process.is_alive())
+
+    def log(self) -> str:
+        """What it wrote to stdout and stderr so far."""
+        return self._log.read_text(errors="replace")
+
+    def status(self) -> dict[str, Any]:
+        """What /status.json says: pid, epoch, snapshot, and per shard the jobs."""
+        with urllib.request.urlopen(f"{self.status_url}/status.json", timeout=10) as response:
+            result: dict[str, Any] = json.load(response)
+            return result
+
+    def job(self, name: str) -> list[dict[str, Any]]:
+        """One job's status at each shard that knows it."""
+        return [shard["jobs"][name] for shard in self.status()["shards"] if name in shard["jobs"]]
+
+
+@contextmanager
+def running_server(
+    *,
+    environment: dict[str, str] | None = None,
+    until_stdin_closes: bool = False,
+    stdin: int | None = None,
+    sabotage: Callable[[], None] | None = None,
+    **options: Any,
+) -> Iterator[ServerProcess]:
+    """A server with ``ServerSettings(**options)``; by default one shard on a free loopback port, and a monitor.
+
+    A server restarted on its own address: pass ``bind=server.addresses[0]``.
+
+    Args:
+        environment: variables set in its process, besides this one's.
+        sabotage: called in its process before it starts.
+        until_stdin_closes, stdin: an embedded server, and the descriptor of a pipe to be its standard input.
+
+    Raises:
+        ServerFailedError: it ended, or said nothing, before it was ready.
+    """
+    options = {"bind": "tcp://127.0.0.1:0", "status_port": 0, **options}
+    receiver, sender = _context.Pipe(duplex=False)
+    with tempfile.TemporaryDirectory(prefix="psengine-server-") as directory:
+        log = Path(directory) / "log"
+        log.touch()
+        setup = _Setup(options, {**os.environ, **(environment or {})}, until_stdin_closes, str(log), sabotage)
+        # Connections are how descriptors travel to a forkserver's child.
+        pipe = None if stdin is None else _connection(stdin)
+        process = _context.Process(target=_server_main, args=(setup, sender, pipe), daemon=True)
+        process.start()
+        sender.close()
+        try:
+            yield _await_ready(process, receiver, log)
+        finally:
+            receiver.close()
+            if process.is_alive():
+                process.kill()
+            process.join(timeout=10)
+            process.close()
+
+
+@dataclass(frozen=True)
+class _Setup:
+    options: dict[str, Any]
+    environment: dict[str, str]
+    until_stdin_closes: bool
+    log: str
+    sabotage: Callable[[], None] | None
+
+
+def _connection(descriptor: int, *, writable: bool = False) -> Any:
+    return Connection(os.dup(descriptor), writable=writable, readable=not writable)
+
+
+def _await_ready(process: Any, receiver: Any, log: Path) -> ServerProcess:
+    deadline = time.monotonic() + START_DEADLINE_S
+    try:
+        if receiver.poll(max(0.0, deadline - time.monotonic())):
+            ready = pickle.loads(receiver.recv_bytes())
+            return ServerProcess(ready["addresses"], process.pid, ready["status_url"], ready["lines"], process, log)
+    except EOFError:
+        process.join(timeout=10)
+    raise ServerFailedError(f"the server was not ready (exit code {process.exitcode})\n{log.read_text()}")
+
+
+def _end_with_parent() -> None:
+    """A test process that is killed cannot end its servers."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def watch(sentinel: int) -> None:
+        wait([sentinel])
+        os._exit(9)
+
+    threading.Thread(target=watch, args=[parent.sentinel], daemon=True).start()
+
+
+def _server_main(setup: _Setup, sender: Any, stdin: Any) -> None:
+    _end_with_parent()
+    descriptor = os.open(setup.log, os.O_WRONLY | os.O_APPEND)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    if stdin is not None:
+        os.dup2(stdin.fileno(), 0)
+        stdin.close()
+    os.environ.clear()
+    os.environ.update(setup.environment)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    from psengine.parameter_server.server.daemon import Server
+    from psengine.parameter_server.server.settings import ServerSettings
+    from psengine.tracing.logging_format import TextFormatter
+
+    handler = logging.StreamHandler()
+    handler.setFormatter(TextFormatter())
+    logging.getLogger("psengine").addHandler(handler)
+    logging.getLogger("psengine").setLevel(logging.INFO)
+    if setup.sabotage is not None:
+        setup.sabotage()
+    server = Server(ServerSettings(**setup.options), until_stdin_closes=setup.until_stdin_closes)
+    lines: list[str] = []
+
+    def announce(line: str) -> None:
+        lines.append(line)
+        print(line, flush=True)
+        if line.startswith("psengine-server ready"):
+            ready = {"addresses": server.addresses, "status_url": server.status_url, "lines": lines}
+            sender.send_bytes(pickle.dumps(ready))
+            sender.close()
+
+    code = server.run(announce)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+@dataclass
+class Command:
+    """``psengine-server`` with arguments, in a process of its own."""
+
+    _process: Any
+    _directory: Path
+
+    def stdout(self) -> str:
+        return (self._directory / "stdout").read_text(errors="replace")
+
+    def stderr(self) -> str:
+        return (self._directory / "stderr").read_text(errors="replace")
+
+    def terminate(self) -> None:
+        self._process.terminate()
+
+    def wait(self, timeout_s: float = 20.0) -> int:
+        """Its exit code."""
+        self._process.join(timeout=timeout_s)
+        code = self._process.exitcode
+        if code is None:
+            raise AssertionError(f"the command still ran after {timeout_s:g} s\n{self.stdout()}\n{self.stderr()}")
+        assert isinstance(code, int)
+        return code
+
+
+@contextmanager
+def run_command(
+    arguments: list[str], *, environment: dict[str, str] | None = None, descriptor: int | None = None
+) -> Iterator[Command]:
+    """Run ``psengine-server`` as the shell would; with ``descriptor``, its number there is the last argument."""
+    with tempfile.TemporaryDirectory(prefix="psengine-command-") as directory:
+        for name in ("stdout", "stderr"):
+            (Path(directory) / name).touch()
+        variables = {**os.environ, **(environment or {})}
+        inherited = None if descriptor is None else _connection(descriptor, writable=True)
+        process = _context.Process(target=_command_main, args=(arguments, variables, directory, inherited), daemon=True)
+        process.start()
+        if inherited is not None:
+            inherited.close()
+        try:
+            yield Command(process, Path(directory))
+        finally:
+            if process.is_alive():
+                process.kill()
+            process.join(timeout=10)
+            process.close()
+
+
+def _command_main(arguments: list[str], environment: dict[str, str], directory: str, inherited: Any) -> None:
+    _end_with_parent()
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        os.dup2(os.open(f"{directory}/{name}", os.O_WRONLY | os.O_APPEND), number)
+    os.environ.clear()
+    os.environ.update(environment)
+    if inherited is not None:
+        arguments = [*arguments, str(os.dup(inherited.fileno()))]
+        inherited.close()
+    from psengine.cli.server import main
+
+    try:
+        main(arguments)
+    except SystemExit as end:
+        code = end.code
+    else:
+        code = 0
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code if isinstance(code, int) else 1)
+
+
+class Peer:
+    """A client without manners: one DEALER socket, and whatever the test wants to say.
+
+    Without keys it goes to the Unix socket beside ``address``, where there is one, as clients do; not ``over_tcp``.
+    """
+
+    def __init__(self, address: str, *, curve: Any = None, deaf: bool = False, over_tcp: bool = False) -> None:
+        import zmq
+
+        self._context: Any = zmq.Context()
+        self.socket: Any = self._context.socket(zmq.DEALER)
+        self.socket.setsockopt(zmq.LINGER, 0)
+        if deaf:
+            self.socket.setsockopt(zmq.RCVHWM, 1)
+        if curve is not None:
+            self.socket.setsockopt(zmq.CURVE_SERVERKEY, curve.server_public.encode())
+            self.socket.setsockopt(zmq.CURVE_PUBLICKEY, curve.own.public.encode())
+            self.socket.setsockopt(zmq.CURVE_SECRETKEY, curve.own.secret.encode())
+        self.socket.connect(address if curve is not None or over_tcp else way_to(address))
+        self.job = "job"
+        self.rank = self.incarnation = self.epoch = 0
+        self.nonce = int.from_bytes(os.urandom(7), "little")
+        self._requests = 0
+
+    def __enter__(self) -> Peer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._context.destroy(linger=0)
+
+    def send(self, message: Any) -> None:
+        from psengine.protocol.codec import encode
+
+        self.socket.send_multipart(encode(message))
+
+    def receive(self, timeout_s: float = 5.0) -> Any:
+        """The next message; None where none comes in time."""
+        from psengine.protocol.codec import decode
+
+        if not self.socket.poll(int(timeout_s * 1000)):
+            return None
+        return decode(self.socket.recv_multipart())
+
+    def request(self, kind: str, *, timeout_s: float = 5.0, **fields: Any) -> Any:
+        """Send a message as the worker that said hello, and return the answer."""
+        self.send(self.message(kind, **fields))
+        return self.receive(timeout_s)
+
+    def message(self, kind: str, **fields: Any) -> Any:
+        from psengine.protocol.layout import job_number
+        from psengine.protocol.messages import Message, MessageType
+
+        self._requests += 1
+        given = {"sequence": self._requests, "worker": self.rank, "incarnation": self.incarnation, **fields}
+        return Message(MessageType[kind], job=job_number(self.job), epoch=self.epoch, **given)
+
+    def hello(self, *, rank: int = 0, world_size: int = 1, rule: dict[str, Any] | None = None, **body: Any) -> Any:
+        """Say HELLO as a worker; remembers rank, incarnation and epoch of the WELCOME."""
+        from psengine.protocol.messages import NOBODY
+
+        full = {
+            "job": self.job,
+            "role": "worker",
+            "nonce": self.nonce,
+            "rank": rank,
+            "world_size": world_size,
+            "rule": rule or APPLY,
+            "host": "test",
+            "pid": os.getpid(),
+            "software": "test",
+            **body,
+        }
+        answer = self.request("HELLO", worker=NOBODY, incarnation=0, body=full)
+        if answer is not None and answer.type.name == "WELCOME":
+            self.rank, self.incarnation, self.epoch = answer.worker, answer.incarnation, answer.epoch
+        return answer
+
+    def change(self, key: int = 0) -> None:
+        """Make the next SNAPSHOT write: what is durable already is not written again."""
+        assert self.request("PULL", key=key).type.name == "VALUES"
+
+    def make_job(self, values: Any, *, key: int = 0, lr: float = 1.0) -> None:
+        """HELLO as rank 0 of one, REGISTER one chunk, SEAL, CONFIGURE plain SGD, HELLO again: a job that is ready."""
+        assert self.hello().body["state"] == "initialise"
+        numel = values.numel()
+        segments = [["weight", [numel], [1], 0, numel]]
+        body = {"kind": "parameter", "segments": segments}
+        registered = self.request("REGISTER", key=key, payload=values, body=body)
+        assert registered.type.name == "OK", registered
+        runs = {"optimizer": "SGD", "groups": [{**SGD, "lr": lr}], "runs": [[0, numel, 0]]}
+        configured = self.request("CONFIGURE", key=key, body=runs)
+        assert configured.type.name == "OK", configured
+        sealed = self.request("SEAL", body={"chunks": 1, "fingerprint": 1})
+        assert sealed.type.name == "OK", sealed
+        assert self.hello().body["state"] == "ready"
+
+
+SGD = {"momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0, "nesterov": False, "maximize": False}
+APPLY = {"name": "apply", "max_staleness": None, "staleness_scaling": None, "delay_compensation": 0.0}
+AVERAGE_RULE = {"name": "average", "quorum": None}

@@ -1,0 +1,221 @@
+"""What watches a step never fails it: times, timelines, stalls, norms and what is reported, whatever a program does."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import logging
+import os
+import shutil
+import threading
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from support.expectations import raises
+from support.processes import run_ranks
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import psengine
+from psengine.parameter_server.client.telemetry import Telemetry
+from psengine.tracing.backward_timer import ALWAYS_SAMPLED_ITERATIONS, BackwardTimer
+from tests.wrapper.test_ddp import assert_same_gradients, pair
+
+# ---- times of an iteration ---------------------------------------------------------------------------------------
+
+EVENTS = ("start_forward", "start_backward", "start_communication", "end_backward", "end_communication")
+
+
+@pytest.mark.parametrize("first_iteration", [1, ALWAYS_SAMPLED_ITERATIONS - 2, 97])
+def test_the_timer_takes_its_events_in_any_order(first_iteration):
+    published = 0
+    for order in itertools.product(EVENTS, repeat=6):
+        timer = BackwardTimer()
+        iterations = itertools.count(first_iteration)
+        for event in (*order, "start_forward"):
+            getattr(timer, event)(*([next(iterations)] if event == "start_forward" else []))
+        times = timer.snapshot()
+        published += bool(times)
+        assert all(value >= 0 for value in times.values()), (order, times)
+    assert published > 0
+
+
+def test_an_iteration_is_timed_by_the_forward_that_was_complete():
+    timer = BackwardTimer()
+    timer.start_forward(1)
+    timer.start_backward()
+    timer.start_forward(2)  # interrupted, as checkpointing interrupts the forward that it repeats
+    for event in EVENTS[2:]:
+        getattr(timer, event)()
+    timer.start_forward(3)
+    assert timer.snapshot()["iteration"] == 1
+
+
+# ---- forwards that are interrupted -------------------------------------------------------------------------------
+
+
+class Choosy(nn.Module):
+    """Raises for a batch with NaN, half-way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4))
+
+    def forward(self, x):
+        y = self.layers[0](x)
+        if y.isnan().any():
+            raise ValueError("a bad batch")
+        return self.layers[1:](y)
+
+
+def _bad_batch_after(model, x):
+    """A complete forward, one that raises and is caught, and the backward of the first."""
+    output = model(x)
+    with contextlib.suppress(ValueError):
+        model(torch.full_like(x, torch.nan))
+    output.square().sum().backward()
+
+
+def _bad_batch_before(model, x):
+    with contextlib.suppress(ValueError):
+        model(torch.full_like(x, torch.nan))
+    model(x).square().sum().backward()
+
+
+def _bad_batch_alone(model, x):
+    with contextlib.suppress(ValueError):
+        model(torch.full_like(x, torch.nan)).sum().backward()
+
+
+def _checkpointed(model, x):
+    checkpoint(model, x.requires_grad_(), use_reentrant=False).square().sum().backward()
+
+
+def _bad_batch_in_no_sync(model, x):
+    output = model(x)
+    with contextlib.suppress(ValueError), model.no_sync():
+        model(torch.full_like(x, torch.nan))
+    output.square().sum().backward()
+
+
+def interrupted_forwards(rank: int, world_size: int, records: bool, path: str) -> None:
+    programs = (_bad_batch_after, _bad_batch_before, _bad_batch_alone, _checkpointed, _bad_batch_in_no_sync)
+    for options in ({}, {"find_unused_parameters": True}, {"gradient_as_bucket_view": True}):
+        ours, native = pair(Choosy, **options)
+        ours._set_ddp_runtime_logging_sample_rate(3)
+        with psengine.timeline(path) if records else contextlib.nullcontext():
+            # All of the first ten iterations are sampled, then every third: programs meet both kinds.
+            for step in range(20):
+                for program in programs:
+                    for model in (ours, native):
+                        torch.manual_seed(100 * rank + step)
+                        model.zero_grad()
+                        program(model, torch.randn(3, 4))
+                    assert_same_gradients(ours, native)
+        times = ours._get_ddp_logging_data()
+        assert times["backward_compute_time_start"] >= times["forward_compute_time_start"] > 0
+
+
+@pytest.mark.parametrize("records", [False, True], ids=["", "timeline"])
+def test_a_forward_that_was_interrupted_fails_no_later_step(tmp_path, records):
+    run_ranks(interrupted_forwards, 2, records, str(tmp_path / "timeline.json"))
+
+
+# ---- timelines ---------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class HalfMade:
+    """An output whose second field is only there later."""
+
+    loss: torch.Tensor
+    later: Any = field(init=False)
+
+
+class Unusual(nn.Module):
+    """Takes a nested tensor, which has no shape, and returns what cannot be looked through."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return HalfMade(sum(self.layer(row).sum() for row in x.unbind()))
+
+
+def _train_unusual(steps: int) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    model = psengine.DistributedDataParallel(Unusual())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(torch.nested.nested_tensor([torch.ones(2, 4), torch.ones(3, 4)])).loss.backward()
+        optimizer.step()
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def unusual_inputs(rank: int, world_size: int, path: str) -> None:
+    plain = _train_unusual(3)
+    with psengine.timeline(path):
+        watched = _train_unusual(3)
+    assert all(map(torch.equal, plain, watched))
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_timeline_of_a_model_that_it_cannot_look_into_has_the_rest(tmp_path):
+    path = tmp_path / "timeline.json"
+    run_ranks(unusual_inputs, 1, str(path))
+    names = {event["name"] for event in json.loads(path.read_text())["traceEvents"]}
+    assert "forward" in names
+
+
+def folder_is_gone(rank: int, world_size: int, path: str) -> None:
+    torch.manual_seed(0)
+    model = psengine.DistributedDataParallel(nn.Linear(4, 4))
+    with psengine.timeline(path):
+        model(torch.ones(1, 4)).sum().backward()
+        if rank == 0:
+            shutil.rmtree(os.path.dirname(path))
+
+
+def test_a_timeline_that_cannot_be_written_ends_no_training(tmp_path):
+    (tmp_path / "runs").mkdir()
+    run_ranks(folder_is_gone, 2, str(tmp_path / "runs" / "timeline.json"))
+
+
+# ---- stalls ------------------------------------------------------------------------------------------------------
+
+
+def no_thread_can_start(rank: int, world_size: int) -> None:
+    before = threading.stack_size(2**46)  # more than there is: no thread of Python's starts any more
+    try:
+        with raises(RuntimeError, "can't start new thread"):
+            threading.Thread(target=print).start()
+        model = psengine.DistributedDataParallel(nn.Linear(4, 4), collective="c10d")
+        for _ in range(3):
+            model(torch.ones(2, 4)).sum().backward()
+    finally:
+        threading.stack_size(before)
+
+
+def test_waits_are_not_watched_where_no_thread_can_start_and_training_goes_on():
+    run_ranks(no_thread_can_start, 2)
+
+
+# ---- what a worker reports ---------------------------------------------------------------------------------------
+
+
+def test_a_loss_that_cannot_be_read_is_left_out(caplog):
+    telemetry = Telemetry()
+    telemetry.report(loss=1.5)
+    assert telemetry.to_body()["loss"] == 1.5
+    with caplog.at_level(logging.WARNING):
+        for _ in range(3):
+            telemetry.report(loss=torch.empty((), device="meta"), samples=2)
+            assert telemetry.to_body()["samples"] > 0
+    assert len([record for record in caplog.records if "loss" in record.message]) == 1
+    telemetry.report(loss=2.5)
+    assert telemetry.to_body()["loss"] == 2.5

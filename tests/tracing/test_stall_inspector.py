@@ -1,0 +1,310 @@
+"""A wait that lasts names who is missing, whatever they do instead; and changes nothing."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.native_extension import SHARED_MEMORY, needs_shared_memory
+from support.processes import run_ranks
+
+import psengine
+from psengine.collectives.c10d import C10dCollective
+from psengine.collectives.liveness.roll_call import process_state
+from psengine.tracing.stall_inspector import Position, StallSchedule, Wait, describe_stall, inspector, stall_after_s
+
+STEPS = 4
+SLOW_SHARED_MEMORY = pytest.param(*SHARED_MEMORY.values, marks=[*SHARED_MEMORY.marks, pytest.mark.slow])
+
+
+# ---- alone -------------------------------------------------------------------------------------------------------
+
+
+def test_reports_come_at_doubling_intervals():
+    schedule = StallSchedule(30.0)
+    assert [s for s in range(0, 301, 10) if schedule.is_due(s)] == [30, 60, 120, 240]
+    assert schedule.has_reported
+
+
+def test_nothing_is_due_when_turned_off():
+    schedule = StallSchedule(0.0)
+    assert not any(schedule.is_due(s) for s in range(10_000))
+
+
+@pytest.mark.parametrize(("text", "seconds"), [("", 30.0), ("0", 0.0), ("2.5", 2.5), (" 7 ", 7.0)])
+def test_the_variable(monkeypatch, text, seconds):
+    monkeypatch.setenv("PSENGINE_STALL_S", text)
+    assert stall_after_s() == seconds
+
+
+@pytest.mark.parametrize("text", ["-1", "soon", "inf", "nan", "1 2"])
+def test_wrong_values_of_the_variable(monkeypatch, text):
+    monkeypatch.setenv("PSENGINE_STALL_S", text)
+    with pytest.raises(psengine.EnvironmentVariableError, match="PSENGINE_STALL_S"):
+        stall_after_s()
+
+
+class _Collective:
+    rank, world_size, whereabouts = 0, 4, None
+
+    def late_ranks(self):
+        return None
+
+
+def _describe(answers, late, whereabouts=None):
+    wait = Wait((0.0, _Collective(), 58, "all-reduce of bucket 3", 600.0, 30.0))
+    return describe_stall(wait, 31.0, answers, late, whereabouts)
+
+
+def test_what_is_said_depends_on_what_is_known():
+    here, there = Position(58, "all-reduce of bucket 3"), Position(57, "all-reduce of bucket 2")
+    assert "Missing: rank 2, rank 3." in _describe({1: here}, (2, 3))
+    assert "rank 1 waits for another: all-reduce of bucket 2, operation 57." in _describe({1: there}, None)
+    assert "same order" in _describe({1: there}, None)
+    # Rank 3 said nothing, but has begun: it computes, and is not who is waited for.
+    assert "rank 3" not in _describe({1: here}, (2,))
+    assert "network" in _describe(dict.fromkeys((1, 2, 3), here), ())
+    assert "Missing" not in _describe({}, None)
+
+
+class _SilentStore:
+    """What stays known where the store does not answer."""
+
+    def describe(self, rank):
+        return f"rank {rank} (process 47{rank})"
+
+    def advise(self, ranks):
+        return f" Look at {ranks}."
+
+
+def test_where_nobody_could_be_asked_nobody_is_blamed_but_by_the_transport():
+    text = _describe(None, (2,), _SilentStore())
+    assert "Missing: rank 2 (process 472). The rendezvous store does not answer" in text
+    assert "Look at [2]." in text
+    text = _describe(None, None, _SilentStore())
+    assert "nobody could be asked. This is no error yet" in text
+    assert "Missing" not in text
+    assert "network" not in text
+
+
+def test_importing_starts_no_thread():
+    code = "import threading, psengine.wrapper.ddp; print([thread.name for thread in threading.enumerate()])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "['MainThread']"
+
+
+def test_a_forked_child_starts_over():
+    key = inspector.enter(_Collective(), 1, "test", 1.0, 30.0)
+    try:
+        process_id = os.fork()
+        if process_id == 0:
+            os._exit(0 if inspector._thread is None and not inspector._noted else 1)
+        assert os.waitpid(process_id, 0)[1] == 0
+    finally:
+        inspector.leave(key)
+
+
+# ---- among ranks -------------------------------------------------------------------------------------------------
+
+
+class _Listener(logging.Handler):
+    """Keeps what the inspector says; ``heard`` is set, and ``on_warning`` called, at the first warning."""
+
+    def __init__(self, on_warning=lambda: None):
+        super().__init__()
+        self.texts = {"WARNING": [], "INFO": []}
+        self.heard = threading.Event()
+        self._on_warning = on_warning
+        logger = logging.getLogger("psengine.tracing.stall_inspector")
+        logger.setLevel(logging.INFO)
+        logger.addHandler(self)
+
+    def emit(self, record):
+        self.texts[record.levelname].append(record.getMessage())
+        if record.levelname == "WARNING" and not self.heard.is_set():
+            self.heard.set()
+            self._on_warning()
+
+    def wait_for_end(self):
+        deadline = time.monotonic() + 20
+        while not self.texts["INFO"] and time.monotonic() < deadline:
+            time.sleep(0.05)
+        return self.texts
+
+
+def _until_set(key):
+    deadline = time.monotonic() + 30
+    while not dist.distributed_c10d._get_default_store().check([key]) and time.monotonic() < deadline:
+        time.sleep(0.05)
+
+
+def _say(key):
+    dist.distributed_c10d._get_default_store().set(key, "yes")
+
+
+def _train(rank, collective, before_last_step):
+    torch.manual_seed(0)
+    model = psengine.DistributedDataParallel(torch.nn.Linear(8, 4), collective=collective)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(STEPS):
+        torch.manual_seed(10 * rank + step)
+        optimizer.zero_grad()
+        loss = model(torch.randn(6, 8)).square().mean()
+        if step == STEPS - 1:
+            before_last_step()
+        loss.backward()
+        optimizer.step()
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def _check_equal_to_undisturbed(rank, collective, found):
+    for value, other in zip(found, _train(rank, collective, lambda: None), strict=True):
+        assert torch.equal(value, other)
+
+
+def _one_sleeps(rank, world_size, collective):
+    listener = _Listener(lambda: _say("heard"))
+    found = _train(rank, collective, lambda: _until_set("heard") if rank == 1 else None)
+    texts = listener.wait_for_end() if rank == 0 else listener.texts
+    _check_equal_to_undisturbed(rank, collective, found)
+    return texts, os.getpid()
+
+
+@pytest.mark.parametrize("collective", ["c10d", SLOW_SHARED_MEMORY])
+def test_a_rank_that_comes_late_is_named_and_training_goes_on(monkeypatch, collective):
+    monkeypatch.setenv("PSENGINE_STALL_S", "0.5")
+    (texts, _), (others, process_id) = run_ranks(_one_sleeps, 2, collective)
+    warning = texts["WARNING"][0]
+    assert "all-reduce of gradient bucket 0 (" in warning
+    assert "weight" in warning
+    assert "bias" in warning
+    assert f"Missing: rank 1 (process {process_id} on " in warning
+    assert "not waiting in any psengine operation" in warning
+    assert f"py-spy dump --pid {process_id}" in warning
+    assert "no longer waits for all-reduce of gradient bucket 0" in texts["INFO"][0]
+    assert others["WARNING"] == []
+
+
+def _stop_oneself():
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def _until_stopped(process_id):
+    deadline = time.monotonic() + 30
+    while process_state(process_id) != "T" and time.monotonic() < deadline:
+        time.sleep(0.01)
+
+
+def _one_is_stopped(rank, world_size, collective):
+    process_id = int(psengine.gather(os.getpid())[1])
+    listener = _Listener(lambda: os.kill(process_id, signal.SIGCONT))
+    found = _train(rank, collective, lambda: _stop_oneself() if rank == 1 else _until_stopped(process_id))
+    texts = listener.wait_for_end() if rank == 0 else listener.texts
+    _check_equal_to_undisturbed(rank, collective, found)
+    return texts
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("collective", [SHARED_MEMORY])
+def test_a_stopped_process_is_called_that(monkeypatch, collective):
+    monkeypatch.setenv("PSENGINE_STALL_S", "0.5")
+    texts, _ = run_ranks(_one_is_stopped, 2, collective)
+    assert "stopped by a signal" in texts["WARNING"][0]
+
+
+def _host_of_the_store_is_stopped(rank, world_size, port_file):
+    if rank == 0:
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        port_file.with_suffix(".tmp").write_text(str(store.port))
+        port_file.with_suffix(".tmp").rename(port_file)
+    else:
+        while not port_file.exists():
+            time.sleep(0.02)
+        store = dist.TCPStore("127.0.0.1", int(port_file.read_text()), is_master=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+    process_id = int(psengine.gather(os.getpid())[0])
+    listener = _Listener(lambda: os.kill(process_id, signal.SIGCONT))
+    deadline = threading.Timer(20, os.kill, (process_id, signal.SIGCONT))
+
+    def before_last_step():
+        if rank == 0:
+            _stop_oneself()
+        else:
+            _until_stopped(process_id)
+            deadline.start()
+
+    found = _train(rank, "shared_memory", before_last_step)
+    deadline.cancel()
+    _check_equal_to_undisturbed(rank, "shared_memory", found)
+    dist.barrier()  # the store serves until everybody is done
+    return listener.texts, process_id
+
+
+@needs_shared_memory
+def test_the_stopped_host_of_the_store_is_named_by_what_is_known_without_it(monkeypatch, tmp_path):
+    monkeypatch.setenv("PSENGINE_STALL_S", "0.5")
+    _, (texts, process_id) = run_ranks(_host_of_the_store_is_stopped, 2, tmp_path / "port", init_group=False)
+    assert texts["WARNING"], "the inspector waits for the store"
+    assert f"Missing: rank 0 (process {process_id} on " in texts["WARNING"][0]
+    assert "stopped by a signal). The rendezvous store does not answer" in texts["WARNING"][0]
+
+
+def _one_is_elsewhere(rank, world_size, collective):
+    """Rank 2 meets the others in another group, whose barrier they reach only when they have been told of it."""
+    other = C10dCollective(dist.new_group(list(range(world_size))))
+    listener = _Listener(lambda: _say(f"heard/{rank}"))
+    helpers = []
+
+    def before_last_step():
+        if rank == 2:
+            other.barrier()
+        else:
+            helper = threading.Thread(target=lambda: [_until_set("heard/0"), _until_set("heard/1"), other.barrier()])
+            helper.start()
+            helpers.append(helper)
+
+    found = _train(rank, collective, before_last_step)
+    for helper in helpers:
+        helper.join(30)
+    _check_equal_to_undisturbed(rank, collective, found)
+    return listener.texts
+
+
+@pytest.mark.parametrize("collective", ["c10d", SLOW_SHARED_MEMORY])
+def test_a_rank_in_another_operation_is_named_with_it(monkeypatch, collective):
+    monkeypatch.setenv("PSENGINE_STALL_S", "0.5")
+    for texts in run_ranks(_one_is_elsewhere, 3, collective)[:2]:
+        warning = texts["WARNING"][0]
+        assert "all-reduce of gradient bucket 0" in warning
+        assert "rank 2 (process " in warning
+        assert "waits for another: barrier, operation 1." in warning
+        assert "Missing" not in warning
+
+
+def _turned_off(rank, world_size):
+    model = psengine.DistributedDataParallel(torch.nn.Linear(8, 4))
+    model(torch.randn(2, 8)).sum().backward()
+    return inspector._thread is None
+
+
+def test_turned_off_it_has_no_thread(monkeypatch):
+    monkeypatch.setenv("PSENGINE_STALL_S", "0")
+    assert run_ranks(_turned_off, 2) == [True, True]
+
+
+def _wrongly_set(rank, world_size):
+    with pytest.raises(psengine.EnvironmentVariableError, match="PSENGINE_STALL_S"):
+        psengine.DistributedDataParallel(torch.nn.Linear(8, 4))
+
+
+def test_a_wrong_setting_is_said_when_a_model_is_wrapped(monkeypatch):
+    monkeypatch.setenv("PSENGINE_STALL_S", "soon")
+    run_ranks(_wrongly_set, 1)

@@ -1,0 +1,449 @@
+"""Timelines: what is in the file, on one clock, whatever the model does meanwhile; and nothing changes by it."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from support.native_extension import SHARED_MEMORY, needs_shared_memory
+from support.processes import run_ranks, run_ranks_to_any_end
+from torch.distributed.device_mesh import init_device_mesh
+
+import psengine
+from psengine.collectives.c10d import C10dCollective
+from psengine.collectives.timeline_group import TimelineGroup
+from psengine.tracing import files as timeline_files
+from psengine.tracing.clocks import Offset, estimate_offset
+from psengine.tracing.timeline import recorder
+
+STEPS = 3
+
+
+def _model(**options):
+    torch.manual_seed(0)
+    layers = torch.nn.Linear(8, 32), torch.nn.BatchNorm1d(32), torch.nn.ReLU(), torch.nn.Linear(32, 4)
+    # Two buckets from the second step on.
+    return psengine.DistributedDataParallel(torch.nn.Sequential(*layers), bucket_cap_mb=0.0005, **options)
+
+
+def _step(model, optimizer, rank, step):
+    torch.manual_seed(100 * rank + step)
+    optimizer.zero_grad()
+    loss = model(torch.randn(6, 8)).square().mean()
+    loss.backward()
+    optimizer.step()
+    return loss.detach()
+
+
+def _values(model):
+    return [p.detach().clone() for p in model.parameters()]
+
+
+# ---- files -------------------------------------------------------------------------------------------------------
+
+
+def _part(rank, events=(), *, clock=None, offset=None, anchor_ns=0, device=None):
+    part = timeline_files.trace(
+        events, rank=rank, process_id=4711, host="node", anchor_ns=anchor_ns, offset=offset, dropped=0, device=device
+    )
+    if clock is not None:
+        part["otherData"]["processes"][0]["clock"] = clock
+    return part
+
+
+def _event(name, started_ns, ended_ns, track=timeline_files.COMPUTE):
+    return (name, name, track, started_ns, ended_ns, 1, None)
+
+
+def _spans(trace, **wanted):
+    found = [e for e in trace["traceEvents"] if e["ph"] == "X"]
+    return [e for e in found if all(e[key] == value for key, value in wanted.items())]
+
+
+def test_spans_that_overlap_get_lanes_of_their_own_and_nested_ones_do_not():
+    events = [
+        _event("backward", 0, 100),
+        _event("pack", 10, 20),
+        _event("pack", 90, 110),
+        _event("reduce", 20, 60, timeline_files.EXCHANGE),
+        _event("reduce", 30, 40, timeline_files.EXCHANGE),
+        _event("reduce", 60, 70, timeline_files.EXCHANGE),
+    ]
+    trace = _part(0, events)
+    threads = {e["tid"]: e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "thread_name"}
+    lanes = [(e["name"], e["ts"], threads[e["tid"]]) for e in _spans(trace)]
+    assert lanes == [
+        ("backward", 0, "compute"),
+        ("pack", 0.01, "compute"),
+        ("pack", 0.09, "compute 2"),
+        ("reduce", 0.02, "exchange"),
+        ("reduce", 0.03, "exchange 2"),
+        ("reduce", 0.06, "exchange"),
+    ]
+
+
+def test_parts_of_one_host_keep_their_times():
+    parts = [_part(rank, [_event("forward", 5000, 6000)], anchor_ns=rank) for rank in (1, 0)]
+    merged = timeline_files.merge(parts)
+    assert [(e["pid"], e["ts"]) for e in _spans(merged)] == [(0, 5), (1, 5)]
+    assert "one host" in merged["otherData"]["clock"]
+
+
+def test_parts_of_several_hosts_are_shifted_by_what_was_measured():
+    parts = [
+        _part(0, [_event("forward", 5000, 6000)], clock="a", offset=Offset(0, 0)),
+        _part(1, [_event("forward", 9000, 9500)], clock="b", offset=Offset(-3000, 70)),
+    ]
+    merged = timeline_files.merge(parts)
+    assert [(e["pid"], e["ts"]) for e in _spans(merged)] == [(0, 5), (1, 6)]
+    assert "within 70 ns" in merged["otherData"]["clock"]
+
+
+def test_parts_that_were_never_compared_meet_on_the_wall_clock():
+    parts = [
+        _part(0, [_event("forward", 5000, 6000)], clock="a", anchor_ns=10_000),
+        _part(1, [_event("forward", 5000, 6000)], clock="b", anchor_ns=12_000),
+    ]
+    merged = timeline_files.merge(parts)
+    assert [(e["pid"], e["ts"]) for e in _spans(merged)] == [(0, 15), (1, 17)]
+    assert "wall" in merged["otherData"]["clock"]
+
+
+@pytest.mark.parametrize(
+    ("devices", "said"), [(("cpu", "cpu"), "cpu"), (("cpu", "cuda"), "cuda"), ((None, "cpu"), "cpu"), ((None,), None)]
+)
+def test_a_file_says_what_its_models_are_on(devices, said):
+    parts = [_part(rank, device=device) for rank, device in enumerate(devices)]
+    assert [part["otherData"]["device"] for part in parts] == list(devices)
+    assert timeline_files.merge(parts)["otherData"]["device"] == said
+
+
+@pytest.mark.parametrize("content", [None, "", "{", "[]", '{"traceEvents": [1], "otherData": {"processes": []}}', "\0"])
+def test_what_is_no_part_is_refused_by_name(tmp_path, content):
+    path = tmp_path / "out.json.rank0"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(psengine.ConfigurationError, match=r"out\.json\.rank0"):
+        timeline_files.merge_parts([path], tmp_path / "out.json")
+    with pytest.raises(psengine.ConfigurationError, match="at least one"):
+        timeline_files.merge_parts([], tmp_path / "out.json")
+    assert not (tmp_path / "out.json").exists()
+
+
+def test_an_offset_is_bounded_from_both_sides():
+    # This clock is 1000 ahead; two exchanges are over at once, the last takes its time.
+    found = estimate_offset([1099, 1110, 1900], [1101, 1112, 1990], [100, 108, 950])
+    assert found.offset_ns - found.error_ns <= -1000 <= found.offset_ns + found.error_ns
+    assert found.error_ns < 10
+
+
+def test_folders_that_do_not_exist_are_refused_before_anything_is_recorded(tmp_path):
+    with pytest.raises(psengine.ConfigurationError, match="existing folder"), psengine.timeline(tmp_path / "no" / "f"):
+        raise AssertionError("entered")
+    with pytest.raises(psengine.ConfigurationError, match="got a folder"), psengine.timeline(tmp_path):
+        raise AssertionError("entered")
+    assert not recorder.is_on
+
+
+def test_a_process_whose_model_is_gone_writes_the_file_itself(tmp_path):
+    run_ranks(_record_after_a_model, 1, tmp_path / "out.json")
+    assert json.loads((tmp_path / "out.json").read_text())["traceEvents"]
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def _record_after_a_model(rank, world_size, path):
+    _model(collective="c10d")
+    gc.collect()
+    with psengine.timeline(path), recorder.span("mine"):
+        pass
+
+
+def test_a_process_without_a_model_writes_the_file_itself(tmp_path):
+    with psengine.timeline(tmp_path / "out.json"), recorder.span("mine", size=3):
+        pass
+    trace = json.loads((tmp_path / "out.json").read_text())
+    assert [(e["name"], e["args"]) for e in _spans(trace)] == [("mine", {"step": 0, "size": 3})]
+    assert not recorder.is_on
+
+
+# ---- training ----------------------------------------------------------------------------------------------------
+
+
+def _train_recorded(rank, world_size, path, collective):
+    model = _model(collective=collective)
+    optimizer = psengine.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    slept_ns = (0, 0)
+    with psengine.timeline(path):
+        for step in range(STEPS):
+            if rank == 1 and step == STEPS - 1:
+                started_ns = time.monotonic_ns()
+                time.sleep(0.2)
+                slept_ns = (started_ns, time.monotonic_ns())
+            loss = _step(model, optimizer, rank, step)
+        psengine.mean(loss)
+        with torch.no_grad():
+            model(torch.randn(5, 8))
+    recorded = _values(model)
+    model = _model(collective=collective)
+    optimizer = psengine.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    for step in range(STEPS):
+        _step(model, optimizer, rank, step)
+    for value, other in zip(recorded, _values(model), strict=True):
+        assert torch.equal(value, other), "recording changed a result"
+    return slept_ns
+
+
+@pytest.mark.parametrize("collective", ["c10d", SHARED_MEMORY])
+def test_a_file_has_every_rank_and_step_in_order(tmp_path, collective):
+    path = tmp_path / "out.json"
+    results = run_ranks(_train_recorded, 2, str(path), collective)
+    assert [p.name for p in tmp_path.iterdir()] == ["out.json"]
+    trace = json.loads(path.read_text())
+    assert [process["rank"] for process in trace["otherData"]["processes"]] == [0, 1]
+    assert "one host" in trace["otherData"]["clock"]
+    assert trace["otherData"]["device"] == "cpu"
+    for rank in (0, 1):
+        names = {e["name"] for e in trace["traceEvents"] if e["ph"] == "M" and e["pid"] == rank}
+        assert {"process_name", "process_sort_index", "thread_name"} <= names
+        for step in range(1, STEPS + 1):
+            (forward,) = _spans(trace, pid=rank, name="forward", args={"step": step, "samples": 6})
+            (backward,) = [e for e in _spans(trace, pid=rank, name="backward") if e["args"]["step"] == step]
+            (optimizer,) = [e for e in _spans(trace, pid=rank, name="optimizer step") if e["args"]["step"] == step]
+            assert _end(forward) <= backward["ts"]
+            assert _end(backward) <= optimizer["ts"]
+            buckets = 1 if step == 1 else 2
+            for name in ("pack", "reduce", "wait", "unpack"):
+                found = [e for e in _spans(trace, pid=rank, name=name) if e["args"]["step"] == step]
+                assert [e["args"]["bucket"] for e in found] == list(range(buckets)), (name, step)
+                assert sum(e["args"]["bytes"] for e in found) == sum(
+                    p.numel() * 4 for p in _model_layers().parameters()
+                )
+            for wait in (e for e in _spans(trace, pid=rank, name="wait") if e["args"]["step"] == step):
+                assert _end(backward) <= wait["ts"]
+                assert _end(wait) <= optimizer["ts"]
+            packs = [e for e in _spans(trace, pid=rank, name="pack") if e["args"]["step"] == step]
+            if buckets == 2:
+                assert all(backward["ts"] <= e["ts"] and _end(e) <= _end(backward) for e in packs)
+        assert _spans(trace, pid=rank, cat="collective", name="broadcast of buffers from rank 0")
+        assert any("mean()" in e["name"] for e in _spans(trace, pid=rank, cat="collective"))
+        (evaluation,) = _spans(trace, pid=rank, name="forward without gradients")
+        assert evaluation["args"]["samples"] == 5
+    names = {e["args"]["parameters"][0] for e in _spans(trace, name="reduce") if e["args"]["step"] > 1}
+    assert names == {"3.bias", "1.bias"} or all(name[0] in "013" for name in names)
+    started_us, ended_us = (ns / 1000 for ns in results[1])
+    waits = [e for e in _spans(trace, pid=0) if e["name"] in ("wait", "broadcast of buffers from rank 0")]
+    assert any(e["ts"] < ended_us and _end(e) > started_us for e in waits), "rank 0 waited while rank 1 slept"
+
+
+def _model_layers():
+    return torch.nn.Sequential(
+        torch.nn.Linear(8, 32), torch.nn.BatchNorm1d(32), torch.nn.ReLU(), torch.nn.Linear(32, 4)
+    )
+
+
+def _end(event):
+    return round(event["ts"] + event["dur"], 3)  # both are whole nanoseconds
+
+
+class _Branches(torch.nn.Module):
+    """One of two branches; both outputs in a dict."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = torch.nn.Linear(4, 4)
+        self.second = torch.nn.Linear(4, 4)
+        self.third = torch.nn.Linear(4, 4)
+
+    def forward(self, x, use_second):
+        x = self.first(x)
+        return {"out": [self.second(x) if use_second else self.third(x)]}
+
+
+def _train_all_ways(rank, world_size, path):
+    torch.manual_seed(0)
+    with psengine.timeline(path):
+        model = _model()
+        with model.no_sync():
+            model(torch.randn(3, 8)).sum().backward()
+        model(torch.randn(3, 8)).sum().backward()
+        branches = psengine.DistributedDataParallel(_Branches(), find_unused_parameters=True)
+        for step in range(2):
+            branches(torch.randn(2, 4), use_second=step == 0)["out"][0].sum().backward()
+        static = psengine.DistributedDataParallel(_Branches(), static_graph=True)
+        for _ in range(2):
+            static(torch.randn(2, 4), True)["out"][0].sum().backward()
+        views = _model(gradient_as_bucket_view=True)
+        with views.join():
+            for _ in range(1 + rank):
+                views(torch.randn(3, 8)).sum().backward()
+    assert torch.equal(psengine.gather(model.module[0].weight.grad)[0], model.module[0].weight.grad)
+
+
+def test_every_way_of_training_is_recorded(tmp_path):
+    path = tmp_path / "out.json"
+    run_ranks(_train_all_ways, 2, str(path))
+    trace = json.loads(path.read_text())
+    # no_sync: two backwards of one step; unused and static graphs: two each; join: one, and a second on rank 1.
+    assert [len(_spans(trace, pid=rank, name="backward")) for rank in (0, 1)] == [7, 8]
+    assert [e["args"]["step"] for e in _spans(trace, pid=0, name="backward")] == [1, 1, 1, 2, 1, 2, 1]
+
+
+def _fail_inside(rank, world_size, path):
+    model = _model()
+    with psengine.timeline(path):
+        model(torch.randn(3, 8)).sum().backward()
+        if rank == 0:
+            raise ValueError("on purpose")
+    return "done"
+
+
+def test_after_an_exception_each_rank_writes_its_own_part(tmp_path):
+    path = tmp_path / "out.json"
+    results = run_ranks_to_any_end(_fail_inside, 2, str(path), deadline_s=40.0)
+    assert "on purpose" in results[0].error
+    assert results[1].value == "done", results[1].error
+    parts = sorted(tmp_path.iterdir())
+    assert [p.name for p in parts] == ["out.json.rank0", "out.json.rank1"]
+    timeline_files.merge_parts(parts, path)
+    merged = json.loads(path.read_text())
+    assert [e["pid"] for e in _spans(merged, name="backward")] == [0, 1]
+
+
+def _train_for_environment(rank, world_size):
+    psengine.init()
+    model = _model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(4):
+        _step(model, optimizer, rank, step)
+    psengine.shutdown()
+    return recorder.is_on
+
+
+@pytest.mark.parametrize("steps", ["", "2"])
+def test_the_environment_turns_it_on(tmp_path, monkeypatch, steps):
+    monkeypatch.setenv("PSENGINE_TIMELINE", str(tmp_path / "out.json"))
+    monkeypatch.setenv("PSENGINE_TIMELINE_STEPS", steps)
+    assert run_ranks(_train_for_environment, 2) == [not steps] * 2
+    for rank in (0, 1):
+        part = json.loads((tmp_path / f"out.json.rank{rank}").read_text())
+        assert [e["args"]["step"] for e in _spans(part, name="backward")] == ([1, 2] if steps else [1, 2, 3, 4])
+
+
+def _train_on_a_mesh(rank, world_size, path):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "model"))
+    model = _model(device_mesh=mesh["data"])
+    with psengine.timeline(path):
+        model(torch.randn(3, 8)).sum().backward()
+    psengine.shutdown()
+
+
+def test_replicas_that_are_some_of_the_ranks_write_parts_under_names_of_their_own(tmp_path, monkeypatch):
+    monkeypatch.setenv("PSENGINE_TIMELINE", str(tmp_path / "environment.json"))
+    run_ranks(_train_on_a_mesh, 4, str(tmp_path / "block.json"))
+    wanted = [f"{name}.json.rank{rank}" for name in ("block", "environment") for rank in range(4)]
+    assert sorted(p.name for p in tmp_path.iterdir()) == wanted
+    for name in ("block", "environment"):
+        parts = sorted(tmp_path.glob(f"{name}.json.rank*"))
+        timeline_files.merge_parts(parts, tmp_path / "merged.json")
+        merged = json.loads((tmp_path / "merged.json").read_text())
+        assert [e["pid"] for e in _spans(merged, name="backward")] == [0, 1, 2, 3]
+        assert len({process["process_id"] for process in merged["otherData"]["processes"]}) == 4
+        assert merged["otherData"]["device"] == "cpu"
+
+
+def _record_without_model(rank, world_size, path):
+    with psengine.timeline(path), recorder.span("mine"):
+        pass
+
+
+def test_processes_of_a_group_without_a_model_write_parts(tmp_path):
+    run_ranks(_record_without_model, 2, str(tmp_path / "out.json"))
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["out.json.rank0", "out.json.rank1"]
+
+
+def _wrap(rank, world_size):
+    with contextlib.suppress(psengine.EnvironmentVariableError):
+        _model()
+        return "wrapped"
+    return "refused"
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("PSENGINE_TIMELINE", "/no/such/folder/out.json"), ("PSENGINE_TIMELINE_STEPS", "-1")]
+)
+def test_wrong_values_of_the_environment_are_refused(tmp_path, monkeypatch, name, value):
+    monkeypatch.setenv("PSENGINE_TIMELINE", str(tmp_path / "out.json"))
+    monkeypatch.setenv(name, value)
+    assert run_ranks(_wrap, 1) == ["refused"]
+
+
+def _train_with_server(rank, world_size, path, strategy, push):
+    options = {"push": push} if strategy is psengine.AsyncServer else {}
+    model = _model(strategy=strategy(**options))
+    optimizer = psengine.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    with psengine.timeline(path):
+        for step in range(2):
+            _step(model, optimizer, rank, step)
+    model.strategy.close()
+
+
+@pytest.mark.slow  # each starts a server
+@pytest.mark.parametrize(
+    ("strategy", "push"),
+    [(psengine.AsyncServer, "step"), (psengine.AsyncServer, "backward"), (psengine.SyncServer, None)],
+)
+def test_workers_of_servers_show_pushes_and_what_came_back(tmp_path, strategy, push):
+    pytest.importorskip("zmq")
+    path = tmp_path / "out.json"
+    run_ranks(_train_with_server, 1, str(path), strategy, push, init_group=False)
+    part = json.loads((tmp_path / "out.json.rank0").read_text())
+    for step in (1, 2):
+        spans = [e for e in _spans(part) if e["args"]["step"] == step]
+        found = {e["name"]: e for e in reversed(spans)}
+        taken = "unpack" if strategy is psengine.SyncServer else "apply"
+        assert {"forward", "backward", "pack", "push", "wait", taken, "optimizer step"} <= found.keys()
+        assert sum(e["args"]["bytes"] for e in spans if e["name"] == "push") == sum(
+            p.numel() * 4 for p in _model_layers().parameters()
+        )
+        assert found["push"]["ts"] <= found["wait"]["ts"] < _end(found["wait"]) <= found[taken]["ts"]
+        assert _end(found["push"]) == pytest.approx(_end(found["wait"]))
+
+
+def _compare_clocks(rank, world_size):
+    return TimelineGroup(C10dCollective(), torch.device("cpu")).exchange_clocks()
+
+
+def test_two_ranks_find_their_clocks_equal_within_the_error_they_state():
+    for found in run_ranks(_compare_clocks, 2):
+        assert abs(found.offset_ns) <= found.error_ns
+
+
+def _train_under_torch_profiler(rank, world_size):
+    model = _model(collective="shared_memory")
+    for _ in range(2):
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+            model(torch.randn(3, 8)).sum().backward()
+    return {event.key for event in profiler.key_averages()}
+
+
+@needs_shared_memory
+def test_torch_profiler_shows_operations_in_shared_memory():
+    for names in run_ranks(_train_under_torch_profiler, 2):
+        assert {"psengine:all_reduce", "psengine:wait_for_all_reduce", "psengine:broadcast"} <= names
+
+
+def test_a_full_timeline_stops_and_says_so(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(recorder, "most_events", 3)
+    with psengine.timeline(tmp_path / "out.json"):
+        for _ in range(5):
+            with recorder.span("mine"):
+                pass
+    trace = json.loads(Path(tmp_path / "out.json").read_text())
+    assert len(_spans(trace)) == 3
+    assert trace["otherData"]["processes"][0]["spans_left_out"] == 2
+    assert "full after 3 spans" in caplog.text

@@ -1,0 +1,446 @@
+"""psengine verify: planted differences are found where they were planted, and nothing is found where nothing is."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from support import verify_targets
+from support.processes import run_ranks
+
+from psengine.cli.main import main
+from psengine.cli.verify import _print_report
+from psengine.errors import ConfigurationError
+from psengine.verify import Settings, TargetError, compare, compare_zoo
+from psengine.verify.differences import Difference, Tolerance, find_difference
+from psengine.verify.place import Place
+from psengine.verify.target import check_loss, check_name, check_optimizer, check_target, load_function
+from psengine.verify.verdict import merge
+from psengine.verify.worker import compare_target
+from psengine.verify.zoo import ZOO
+
+TARGETS = str(Path(verify_targets.__file__))
+SETTINGS = {"steps": 5, "seed": 3}
+
+
+def sparse(indices, values, size):
+    return torch.sparse_coo_tensor(indices, values, size, check_invariants=True)
+
+
+# ---- two tensors -----------------------------------------------------------------------------------------------------
+
+
+def difference_of(candidate, reference, tolerance=None):
+    where = {"step": 0, "rank": 0, "kind": "parameter", "name": "w", "place": 0}
+    return find_difference(candidate, reference, tolerance or Tolerance(), **where)
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.tensor([1.0, math.nan, math.inf, -0.0]),
+        torch.tensor([1 + 2j, complex(math.nan, 1)]),
+        torch.tensor([True, False]),
+        torch.tensor(3),
+        torch.zeros(0),
+        torch.arange(6.0, dtype=torch.bfloat16).view(2, 3).t(),
+        sparse([[1, 1]], [[1.0], [2.0]], (4, 1)),
+    ],
+    ids=str,
+)
+def test_a_tensor_is_bitwise_equal_to_its_copy(tensor):
+    assert difference_of(tensor.clone(), tensor) is None
+
+
+def test_sparse_tensors_are_equal_where_their_sums_are():
+    assert difference_of(sparse([[1, 1]], [1.0, 2.0], (4,)), sparse([[1, 2]], [3.0, 0.0], (4,))) is None
+    found = difference_of(sparse([[1]], [1.0], (4,)), sparse([[1, 3]], [1.0, 2.0], (4,)))
+    assert (found.index, found.absolute, found.differing) == ((3,), 2.0, 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64])
+def test_the_last_bit_of_one_number_is_found(dtype):
+    reference = torch.linspace(1, 2, 12).to(dtype).view(3, 4)
+    candidate = reference.clone()
+    real = torch.view_as_real(candidate)[..., 1] if dtype.is_complex else candidate
+    real[1, 2] += torch.finfo(dtype).eps * 2 if not dtype.is_complex else 1e-7
+    found = difference_of(candidate, reference)
+    assert (found.index, found.differing, found.within) == ((1, 2), 1, True)
+    assert found.absolute == pytest.approx(float((candidate - reference).abs().max()))
+    assert 0 < found.relative <= 1
+
+
+@pytest.mark.parametrize(
+    ("candidate", "reference", "absolute", "within"),
+    [
+        (torch.tensor([1.0, -0.0]), torch.tensor([1.0, 0.0]), 0.0, True),
+        (torch.tensor([1.0, math.nan]), torch.tensor([1.0, 2.0]), math.inf, False),
+        (torch.tensor([1.0, math.inf]), torch.tensor([1.0, -math.inf]), math.inf, False),
+        (torch.tensor([2**53 + 1]), torch.tensor([2**53]), 1.0, False),
+        (torch.tensor([True]), torch.tensor([False]), 1.0, False),
+        (torch.zeros(2), torch.zeros(3), math.inf, False),
+        (torch.zeros(2), torch.zeros(2, dtype=torch.float64), math.inf, False),
+        (None, torch.zeros(2), math.inf, False),
+        (torch.zeros(2), None, math.inf, False),
+    ],
+    ids=str,
+)
+def test_what_is_not_equal(candidate, reference, absolute, within):
+    found = difference_of(candidate, reference)
+    assert (found.absolute, found.within) == (absolute, within)
+    # Reports travel between processes, and reach programs.
+    fields = found.to_json()
+    assert Difference.from_json(json.loads(json.dumps(fields, allow_nan=False))).to_json() == fields
+
+
+def test_tolerances_are_relative_to_the_largest_magnitude():
+    reference = torch.tensor([1e-6, 100.0])
+    candidate = reference + torch.tensor([5e-5, 0.0])
+    assert difference_of(candidate, reference).within
+    assert not difference_of(candidate, reference, Tolerance(absolute=1e-5)).within
+    assert difference_of(candidate, reference, Tolerance(relative=1e-6)).within
+    assert not difference_of(candidate, reference, Tolerance(relative=1e-7)).within
+
+
+# ---- the target ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "texts"),
+    [
+        ("train", ("module:function or path/to/file.py:function", "'train'")),
+        (":target", ("':target'",)),
+        ("nowhere.py:target", ("no such file", "nowhere.py")),
+        (f"{TARGETS}:2nd", ("'2nd' is no function's name",)),
+        ("nowhere_at_all.part:target", ("no module 'nowhere_at_all'",)),
+        ("support.verify_targets.part:target", ("no module 'support.verify_targets.part'",)),
+        (f"{TARGETS}:missing", ("no function 'missing'", "plain")),
+        (f"{TARGETS}:not_a_function", ("got int",)),
+        (f"{TARGETS}:with_arguments", ("without arguments", "(width)")),
+    ],
+)
+def test_a_target_that_is_not_there_is_named(name, texts):
+    with pytest.raises(TargetError) as caught:
+        load_function(name)
+    assert all(text in str(caught.value) for text in texts), str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("function", "texts"),
+    [
+        ("three_parts", ("expected 4 or 5 parts", "got 3 parts")),
+        ("a_dict", ("got dict",)),
+        ("no_module", ("model", "got function")),
+        ("odd_batch", ("batch_fn", "(step, rank, world_size)")),
+        ("odd_options", ("'bucket_size'", "find_unused_parameters")),
+    ],
+)
+def test_what_a_target_returns_is_checked(function, texts):
+    with pytest.raises(TargetError) as caught:
+        check_target(getattr(verify_targets, function)(), "t")
+    assert all(text in str(caught.value) for text in texts), str(caught.value)
+
+
+def test_losses_and_optimizers_are_checked():
+    rows = verify_targets.batch(0, 0, 1)
+    for function, text in (("vector_loss", "got shape (4, 3)"), ("detached_loss", "requires grad")):
+        target = check_target(getattr(verify_targets, function)(), "t")
+        with pytest.raises(TargetError) as caught:
+            check_loss(target.loss_fn(target.model, rows), "t")
+        assert text in str(caught.value)
+    with pytest.raises(TargetError, match="got list"):
+        check_optimizer(check_target(verify_targets.no_optimizer(), "t").optimizer_fn([]), "t")
+
+
+def test_a_missing_import_of_the_users_own_module_comes_through(tmp_path):
+    (tmp_path / "broken.py").write_text("import nothing_like_this\n")
+    with pytest.raises(ModuleNotFoundError, match="nothing_like_this"):
+        load_function(f"{tmp_path}/broken.py:target")
+
+
+def test_a_script_that_reads_its_arguments_at_the_top_level_is_told_where_they_belong(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["worker", "{}"])
+    (tmp_path / "script.py").write_text("import argparse\nargparse.ArgumentParser().parse_args()\n")
+    with pytest.raises(TargetError, match=r"ended the process \(exit code 2.*__main__"):
+        load_function(f"{tmp_path}/script.py:target")
+
+
+# ---- trainings in real ranks -----------------------------------------------------------------------------------------
+
+
+def found_on_rank(rank, world_size, names):
+    """Reports of several comparisons, in order, each of a function in verify_targets or a zoo model."""
+
+    def any_rank(flag):
+        total = torch.tensor([int(flag)])
+        torch.distributed.all_reduce(total)
+        return bool(total)
+
+    place = Place(rank=rank, world_size=world_size, device=torch.device("cpu"), any_rank=any_rank)
+    reports = []
+    for name, options in names:
+        function = ZOO[name].build if name in ZOO else getattr(verify_targets, name)
+        try:
+            reports.append(compare_target(function, name, place, {"settings": {**SETTINGS, **options}, "server": None}))
+        except ConfigurationError as error:
+            reports.append(str(error))
+    return reports
+
+
+def compared(world_size, *names):
+    found = []
+    for (name, _), reports in zip(names, zip(*run_ranks(found_on_rank, world_size, names), strict=True), strict=True):
+        errors = [report for report in reports if isinstance(report, str)]
+        found.append(errors if errors else merge(reports, **common(name)))
+    return found
+
+
+def common(name):
+    return {"target": name, "strategy": "sync", "against": "native", "steps": SETTINGS["steps"], "seed": 3}
+
+
+@pytest.fixture(scope="module")
+def two_ranks():
+    """Everything that two ranks are started for, by name."""
+    names = ("plain", "awkward", "lbfgs", "wrong_gradient", "wrong_buffer", "unreproducible", "one_model")
+    names += ("net_from_outside", "inner_module", "called_without_graph")
+    names += ("never_finite", "no_finite_gradient", "finite_for_two_steps", "one_nan_gradient")
+    found = compared(
+        2,
+        *((name, {}) for name in names),
+        ("wrapped_already", {}),
+        ("wrong_gradient", {"rtol": 0.05, "atol": 0.01}),
+    )
+    return dict(zip([*names, "wrapped_already", "wrong_gradient, tolerated"], found, strict=True))
+
+
+@pytest.mark.parametrize("name", ["plain", "awkward", "lbfgs"])
+def test_what_trains_alike_is_bitwise_equal(two_ranks, name):
+    found = two_ranks[name]
+    assert (found.verdict, found.first, found.control, found.notes) == ("bitwise equal", None, None, ())
+    assert found.counts["gradient"] == len(list(getattr(verify_targets, name)()[0].parameters()))
+    assert [entry["step"] for entry in found.history] == [-1, 0, 1, 2, 3, 4]
+    # It did train: equal, but not because nothing happened.
+    losses = [entry["reference_loss"] for entry in found.history[1:]]
+    assert len(set(losses)) == 5
+    assert losses == [entry["candidate_loss"] for entry in found.history[1:]]
+
+
+def test_a_planted_gradient_is_found(two_ranks):
+    found = two_ranks["wrong_gradient"]
+    assert (found.verdict, found.agrees) == ("different", False)
+    first = found.first
+    assert (first.step, first.kind, first.name, first.index) == (3, "gradient", "3.weight", (1, 2))
+    assert (first.differing, first.numel) == (1, 15)
+    assert first == found.first_beyond
+    assert first.relative == pytest.approx(0.005 / 1.005, rel=1e-3)
+    # The weights differ from that step on.
+    assert [entry["parameter"] > 0 for entry in found.history] == [False, False, False, False, True, True]
+    assert found.largest_absolute.absolute == max(
+        entry.get(kind, 0) for entry in found.history for kind in ("loss", "buffer", "gradient", "parameter")
+    )
+    json.dumps(found.to_json(), allow_nan=False)
+
+
+def test_the_same_within_a_tolerance(two_ranks):
+    found = two_ranks["wrong_gradient, tolerated"]
+    assert (found.verdict, found.agrees, found.control, found.first_beyond) == ("within tolerance", True, None, None)
+    assert found.first.name
+
+
+def test_a_planted_buffer_is_found(two_ranks):
+    first = two_ranks["wrong_buffer"].first
+    assert (first.step, first.kind, first.name, first.index) == (2, "buffer", "1.running_mean", (4,))
+    assert first.absolute == pytest.approx(0.5)
+
+
+def test_what_has_no_source_but_chance_differs(two_ranks):
+    assert two_ranks["unreproducible"].verdict == "different"
+
+
+def test_the_control_begins_where_the_trainings_began():
+    """In processes that trained already, the count would be past the one that makes the difference."""
+    found = compare(f"{TARGETS}:counts_calls", Settings(steps=1, world_size=1))
+    assert found.verdict == "different"
+    assert not found.control.reproducible
+    assert (found.control.first.step, found.control.first.kind) == (0, "loss")
+    assert "the target itself is not reproducible: native differs from itself, first at step 0, loss" in found.notes[0]
+    assert "state at module level" in found.notes[1]
+    json.dumps(found.to_json(), allow_nan=False)
+
+
+def test_a_control_that_fails_is_told_beside_the_verdict(two_ranks):
+    zeros = {"first": None, "largest_absolute": None, "largest_relative": None, "counts": {}}
+    findings = {**zeros, "first_beyond": two_ranks["wrong_gradient"].first.to_json(), "history": [{"step": -1}] * 6}
+    findings["first"] = findings["first_beyond"]
+    found = merge([{"findings": findings}], **common("t"), why_no_control="rank 0 raised OSError")
+    assert (found.verdict, found.control) == ("different", None)
+    assert found.notes == ("no control: native against itself could not be tried: rank 0 raised OSError",)
+
+
+def test_what_cannot_be_wrapped_twice_is_refused(two_ranks):
+    assert all("same object twice" in error for error in two_ranks["one_model"])
+    assert all("the plain module" in error for error in two_ranks["wrapped_already"])
+
+
+@pytest.mark.parametrize("name", ["net_from_outside", "inner_module", "called_without_graph"])
+def test_a_loss_that_goes_round_the_wrapper_is_refused(two_ranks, name):
+    errors = two_ranks[name]
+    assert len(errors) == 2
+    assert all("loss_fn computes the loss with the model it is given" in error for error in errors), errors
+
+
+@pytest.mark.parametrize("name", ["never_finite", "no_finite_gradient"])
+def test_two_trainings_that_are_nan_from_the_start_do_not_agree(two_ranks, name, capsys):
+    found = two_ranks[name]
+    assert (found.verdict, found.agrees, found.first) == ("not finite", False, None)
+    assert found.notes[0].startswith("not finite from step 0 on: the loss, or every gradient,")
+    _print_report(found, 1.0)
+    assert "verdict: not finite" in capsys.readouterr().out
+
+
+def test_what_was_compared_until_it_was_nan_is_told(two_ranks):
+    found = two_ranks["finite_for_two_steps"]
+    assert (found.verdict, found.agrees) == ("bitwise equal", True)
+    assert [note.partition(":")[0] for note in found.notes] == ["not finite from step 2 on"]
+
+
+def test_one_gradient_of_nan_says_nothing_about_the_others(two_ranks):
+    assert (two_ranks["one_nan_gradient"].verdict, two_ranks["one_nan_gradient"].notes) == ("bitwise equal", ())
+
+
+def test_steps_that_are_not_finite_count_to_the_last():
+    """A loss of NaN that the optimizer skips leaves steps to compare; one rank's is enough."""
+
+    def merged(*blind_steps):
+        zeros = dict.fromkeys(("first", "first_beyond", "largest_absolute", "largest_relative"))
+        ranks = [
+            {**zeros, "counts": {}, "history": [{"step": s, "is_blind": s in blind} for s in range(-1, 5)]}
+            for blind in blind_steps
+        ]
+        return merge([{"findings": findings} for findings in ranks], **common("t"))
+
+    assert (merged({0, 1}, {0, 1}).verdict, merged({0, 1}, {0, 1}).notes) == ("bitwise equal", ())
+    assert "not finite from step 3 on" in merged({0, 3, 4}, {0}).notes[0]
+    assert merged({0, 1}, {0, 1, 2, 3, 4}).verdict == "not finite"
+
+
+def test_three_ranks_round_otherwise_and_stay_within_tolerance():
+    (found,) = compared(3, ("cnn", {}))
+    assert found.agrees
+    if found.verdict == "within tolerance":
+        assert found.first_beyond is None
+        assert "rank order" in found.notes[0]
+
+
+# ---- the command -----------------------------------------------------------------------------------------------------
+
+
+def run_command(*arguments):
+    with pytest.raises(SystemExit) as end:
+        main(["verify", *arguments])
+    return end.value.code
+
+
+def test_the_command_reports_a_planted_gradient_and_fails(capfd):
+    code = run_command(f"{TARGETS}:wrong_gradient", "--steps", "4", "--strategy", "sync-server", "--json")
+    written = capfd.readouterr()
+    assert code == 1, written.err
+    found = json.loads(written.out)
+    assert (found["verdict"], found["strategy"], found["world_size"]) == ("different", "sync-server", 2)
+    first = found["first"]
+    assert (first["step"], first["kind"], first["name"], first["index"]) == (3, "gradient", "3.weight", [1, 2])
+    assert found["control"] == {"reproducible": True, "first": None}
+    assert "native in both places, in fresh processes, is bitwise equal" in found["notes"][0]
+    assert written.err.startswith(f"loading {TARGETS} on each rank")
+
+
+def test_a_difference_that_is_first_and_largest_is_printed_once(two_ranks, capsys):
+    first = two_ranks["wrong_gradient"].first
+    found = replace(two_ranks["wrong_gradient"], largest_absolute=first, largest_relative=first)
+    _print_report(found, 1.0)
+    out = capsys.readouterr().out
+    assert out.count(" under sync, ") == 1
+    assert "first difference, largest absolute difference, largest relative difference: at step 3" in out
+
+
+def test_a_crash_shows_the_users_traceback(capfd):
+    """Not that of the rank which lost a peer by it, and said so first."""
+    assert run_command(f"{TARGETS}:crashing") == 3
+    written = capfd.readouterr()
+    assert 'raise NoColumnError("no such column: price")' in written.err
+    assert "rank 1 of 2 raised NoColumnError at step 1 of" in written.err
+    assert "PeerLostError" not in written.err
+    assert "psengine/verify" not in written.err
+    assert written.out == ""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["nothing"], "module:function"),
+        ([f"{TARGETS}:plain", "--strategy", "bogus"], "unknown strategy"),
+        ([f"{TARGETS}:plain", "--strategy", "async:speed=9"], "speed=9"),
+        ([f"{TARGETS}:plain", "--against", "ddp"], "'native'"),
+        ([f"{TARGETS}:plain", "--strategy", "asinc"], "Did you mean async?"),
+        ([f"{TARGETS}:plain", "--steps", "0"], "'--steps': expected at least 1, got 0"),
+        ([f"{TARGETS}:plain", "--world-size", "two"], "--world-size"),
+        ([f"{TARGETS}:plain", "--rtol", "-1"], "--rtol"),
+        ([f"{TARGETS}:plain", "--timeout-s", "0"], "timeout_s"),
+        ([f"{TARGETS}:plain", "--device", "tpu"], "device"),
+        ([f"{TARGETS}:plain", "more"], "more"),
+    ],
+)
+def test_wrong_arguments_end_with_2_and_a_message(arguments, text, capfd):
+    assert run_command(*arguments) == 2
+    written = capfd.readouterr()
+    assert text in written.err
+    assert "Traceback" not in written.err
+
+
+def test_wrong_arguments_of_the_functions():
+    for arguments in ({"steps": True}, {"seed": -1}, {"rtol": math.nan}, {"atol": "x"}, {"against": None}):
+        with pytest.raises(ConfigurationError):
+            Settings(**arguments)
+    with pytest.raises(ConfigurationError, match="no such model"):
+        compare_zoo(["lion"])
+    with pytest.raises(TargetError):
+        check_name("train.py")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["sync", "sync-server"])
+def test_the_zoo_is_bitwise_equal_with_two_ranks(strategy):
+    found = compare_zoo(settings=Settings(steps=6, strategy=strategy))
+    assert [comparison.target for comparison in found] == list(ZOO)
+    refused = ["sparse"] if strategy == "sync-server" else []
+    assert [comparison.target for comparison in found if comparison.verdict != "bitwise equal"] == refused
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("target", "timeout_s", "text"),
+    [
+        ("dying", 100, "rank 1 of 2 (process "),
+        ("dying", 100, "was ended by signal SIGKILL"),
+        ("hanging", 15, "rank 1 was at step 0 of"),
+    ],
+)
+def test_a_rank_that_dies_or_hangs_is_named(target, timeout_s, text, capfd):
+    assert run_command(f"{TARGETS}:{target}", "--timeout-s", str(timeout_s)) == 3
+    assert text in capfd.readouterr().err
+
+
+@pytest.mark.slow
+def test_async_with_one_worker_is_plain_training_and_with_two_another_algorithm():
+    target = f"{TARGETS}:plain"
+    assert compare(target, Settings(strategy="async", world_size=1, steps=4)).verdict == "bitwise equal"
+    found = compare(target, Settings(strategy="async:max_staleness=2", against="sync", steps=4))
+    assert found.verdict == "different"
+    assert any("another algorithm" in note for note in found.notes)
+    assert compare(target, Settings(strategy="async", steps=2, rtol=1000.0)).verdict == "within tolerance"

@@ -1,0 +1,189 @@
+"""What a script changes behind the wrapper's back: gradients' memory, lazy gradients, the parameters' dtype."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from support.expectations import raises
+from support.processes import run_ranks
+from support.server_process import running_server
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as Native
+
+import psengine
+from psengine.errors import ReductionError
+from tests.strategies.test_server_strategies import use
+
+
+@pytest.fixture(scope="module")
+def server():
+    with running_server() as running:
+        yield running
+
+
+def images(step: int, rank: int) -> torch.Tensor:
+    return torch.randn(2, 3, 5, 5, generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+def average_gradients(model: nn.Module, step: int, world_size: int) -> list[torch.Tensor]:
+    """By plain arithmetic, on a copy of ``model``."""
+    plain = copy.deepcopy(model)
+    plain.zero_grad()
+    for rank in range(world_size):
+        (plain(images(step, rank)).square().mean() / world_size).backward()
+    return [parameter.grad for parameter in plain.parameters()]
+
+
+def clamp(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.grad.data = parameter.grad.data.clamp(-1e3, 1e3)
+
+
+def to_channels_last(model: nn.Module) -> None:
+    model.to(memory_format=torch.channels_last)
+
+
+def assigned_data(rank: int, world_size: int, address: str) -> None:
+    use(address)
+    for name in ("sync", "sync-server"):
+        for change in (clamp, to_channels_last):
+            for set_to_none in (True, False):
+                torch.manual_seed(0)
+                # The second layer's gradient is packed by itself.
+                model = nn.Sequential(nn.Conv2d(3, 64, 3), nn.Conv2d(64, 64, 3))
+                ddp = psengine.DistributedDataParallel(model, gradient_as_bucket_view=True, strategy=name)
+                for step in range(4):
+                    expected = average_gradients(model, step, world_size)
+                    ddp.zero_grad(set_to_none=set_to_none)
+                    ddp(images(step, rank)).square().mean().backward()
+                    for parameter, gradient in zip(model.parameters(), expected, strict=True):
+                        torch.testing.assert_close(parameter.grad, gradient, msg=f"{name} {change} {step}")
+                    change(model)
+                ddp.strategy.close()
+
+
+def test_gradients_that_are_views_survive_a_new_data(server):
+    run_ranks(assigned_data, 2, server.addresses[0])
+
+
+class Lazy(nn.Module):
+    """Gradients come conjugated, and for the scalar negated, without anybody having computed it yet."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, dtype=torch.complex64))
+        self.scalar = nn.Parameter(torch.randn(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        turned = torch.complex(torch.ones(()), self.scalar).conj()
+        return (self.weight.conj() * x).sum().abs() + (turned * (1 + 2j)).real * x.sum().real
+
+
+def lazy_gradients(rank: int, world_size: int, address: str) -> None:
+    use(address)
+    torch.manual_seed(0)
+    model = Lazy()
+    x = torch.complex(torch.full((4,), 1.0 + rank), torch.full((4,), 0.5))
+    plain = copy.deepcopy(model)
+    plain(x).backward()
+    assert plain.weight.grad.is_conj()
+    assert plain.scalar.grad.is_neg()
+    for as_view in (False, True):
+        native = Native(copy.deepcopy(model), gradient_as_bucket_view=as_view)
+        native(x).backward()
+        for name in ("sync", "sync-server"):
+            ddp = psengine.DistributedDataParallel(copy.deepcopy(model), gradient_as_bucket_view=as_view, strategy=name)
+            for _ in range(2):
+                ddp.zero_grad()
+                ddp(x).backward()
+                for ours, theirs in zip(ddp.parameters(), native.parameters(), strict=True):
+                    torch.testing.assert_close(ours.grad.resolve_neg(), theirs.grad.resolve_neg())
+            ddp.strategy.close()
+
+
+def test_lazily_conjugated_and_negated_gradients(server):
+    run_ranks(lazy_gradients, 2, server.addresses[0])
+
+
+class Head(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head, self.spare = nn.Linear(4, 4), nn.Linear(4, 2), nn.Linear(4, 4)
+        self.spare.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.body(x.to(self.body.weight.dtype)).to(self.head.weight.dtype))
+
+
+def there_and_back(model: nn.Module) -> None:
+    model.double()
+    model.float()
+
+
+def head_to_double(model: nn.Module) -> None:
+    model.head.double()
+
+
+def conversions(rank: int, world_size: int, address: str) -> None:
+    use(address)
+    cases: list[tuple[Callable[[nn.Module], Any], dict[str, Any], int]] = [
+        # How many steps may pass until it is said.
+        (nn.Module.double, {}, 0),
+        (nn.Module.double, {"strategy": "sync-server"}, 0),
+        (nn.Module.double, {"find_unused_parameters": True}, 0),
+        (there_and_back, {}, 1),
+        (head_to_double, {}, 1),
+        (head_to_double, {"static_graph": True}, 1),
+    ]
+
+    def train(ddp: nn.Module, steps: int) -> None:
+        for _ in range(steps):
+            ddp.zero_grad()
+            ddp(torch.full((1, 4), 1.0 + rank)).sum().backward()
+
+    for change, options, silent_steps in cases:
+        torch.manual_seed(0)
+        ddp = psengine.DistributedDataParallel(Head(), **options)
+        train(ddp, 3)
+        change(ddp.module)
+        train(ddp, silent_steps)
+        name = "'head.weight'" if change is head_to_double else "'body.weight'"
+        got = "got another in between" if change is there_and_back else "got torch.float64"
+        with raises(ReductionError, "dtype and device", name, f"rank {rank}", got, "Fix: call .double()"):
+            train(ddp, 1)
+        ddp.strategy.close()
+
+    # With a search the lost parameter looks like an unused one.
+    ddp = psengine.DistributedDataParallel(Head(), find_unused_parameters=True)
+    train(ddp, 2)
+    ddp.module.head.double()
+    with raises(ReductionError, "'head.weight'", "expected torch.float32 on cpu", "got torch.float64"):
+        train(ddp, 1)
+
+
+def nothing_lost(rank: int, world_size: int) -> None:
+    """What keeps the hooks goes on: new memory, freezing, forwards without a backward."""
+    torch.manual_seed(0)
+    ddp = psengine.DistributedDataParallel(Head(), find_unused_parameters=True)
+    for step in range(4):
+        ddp.zero_grad()
+        ddp(torch.ones(1, 4))
+        ddp(torch.full((1, 4), 1.0 + rank)).sum().backward()
+        assert torch.equal(ddp.module.head.bias.grad, torch.ones(2))
+        ddp.module.body.weight.data = ddp.module.body.weight.data.clone()
+        ddp.module.body.requires_grad_(step % 2 == 1)
+    with torch.no_grad():
+        ddp.double()
+        ddp(torch.ones(1, 4))
+
+
+def test_conversions_after_wrapping_are_refused(server):
+    run_ranks(conversions, 2, server.addresses[0])
+
+
+def test_what_is_no_conversion_goes_on():
+    run_ranks(nothing_lost, 2)

@@ -1,0 +1,1021 @@
+"""DistributedDataParallel's behaviour, against native DDP in the same ranks or against plain arithmetic."""
+
+from __future__ import annotations
+
+import collections
+import copy
+import gc
+import io
+import os
+import signal
+import time
+import unittest
+import warnings
+import weakref
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.expectations import raises
+from support.processes import run_ranks, run_ranks_to_any_end
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as Native
+from torch.utils.checkpoint import checkpoint
+
+import psengine
+
+
+class Net(nn.Module):
+    """Two layers; ``body`` is used, ``spare`` only on demand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(4, 4)
+        self.spare = nn.Linear(4, 4)
+
+    def forward(self, x, use_spare=False):
+        y = self.body(x)
+        return self.spare(y) if use_spare else y
+
+
+def seeded(build, seed=0):
+    torch.manual_seed(seed)
+    return build()
+
+
+def assert_same_gradients(ours, native):
+    for (name, p), q in zip(ours.named_parameters(), native.parameters(), strict=True):
+        if q.grad is None:
+            assert p.grad is None, name
+        elif q.grad.is_sparse:
+            assert torch.equal(p.grad.to_dense(), q.grad.to_dense()), name
+        else:
+            assert torch.equal(p.grad, q.grad), name
+
+
+def pair(build, **options):
+    """The same model under psengine and under native DDP."""
+    collective = options.pop("collective", None)
+    ours = psengine.DistributedDataParallel(seeded(build), **options, collective=collective)
+    return ours, Native(seeded(build), **options)
+
+
+# ---- what the issue promises in numbers ------------------------------------------------------------------------
+
+
+def sum_within_mean_across(rank: int, world_size: int) -> float:
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.ones_(model.weight)
+    ddp = psengine.DistributedDataParallel(model)
+    x = torch.tensor([[0.0], [1.0]]) if rank == 0 else torch.tensor([[2.0], [3.0]])
+    (ddp(x) ** 2).sum().backward()
+    return ddp.module.weight.grad.item()
+
+
+def test_gradients_are_summed_within_and_averaged_across():
+    # d/dw sum (w x)^2 = 2 sum x^2: 2 on rank 0, 26 on rank 1; their mean is 14.
+    assert run_ranks(sum_within_mean_across, 2) == [14.0, 14.0]
+
+
+def never_native(rank: int, world_size: int) -> None:
+    with (
+        mock.patch.object(dist, "Reducer", side_effect=AssertionError("native Reducer constructed")),
+        mock.patch.object(dist, "Logger", side_effect=AssertionError("native Logger constructed")),
+        mock.patch.object(Native, "__init__", side_effect=AssertionError("native constructor called")),
+    ):
+        ddp = psengine.DistributedDataParallel(seeded(Net), find_unused_parameters=True)
+        assert isinstance(ddp, Native)
+        for _ in range(3):
+            ddp(torch.randn(2, 4)).sum().backward()
+        ddp._get_ddp_logging_data()
+        copy.deepcopy(ddp)(torch.randn(2, 4)).sum().backward()
+
+
+def test_native_reducer_and_logger_are_never_constructed():
+    run_ranks(never_native, 2)
+
+
+def initial_state(rank: int, world_size: int) -> list[torch.Tensor]:
+    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 1))
+    model[1].running_mean.fill_(rank)
+    model[0].weight.requires_grad_(False)
+    for p in model.parameters():
+        p.data.fill_(rank + 1)
+    psengine.DistributedDataParallel(model)
+    kept = nn.Linear(2, 2)
+    kept.weight.data.fill_(rank)
+    psengine.DistributedDataParallel(kept, init_sync=False)
+    return [t.clone() for t in model.state_dict().values()] + [kept.weight.detach()]
+
+
+def test_rank_0s_weights_and_buffers_reach_everybody():
+    first, second = run_ranks(initial_state, 2)
+    for a, b in zip(first[:-1], second[:-1], strict=True):
+        assert torch.equal(a, b)
+    assert first[0].unique().tolist() == [1.0]
+    assert second[-1].unique().tolist() == [1.0], "init_sync=False leaves weights alone"
+
+
+# ---- outputs and unused parameters -----------------------------------------------------------------------------
+
+
+@dataclass
+class Output:
+    prediction: torch.Tensor
+    extra: Any
+
+
+Pair = collections.namedtuple("Pair", "left right")
+
+
+class Nested(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 3)
+        self.kind = kind
+
+    def forward(self, x):
+        a, b = self.a(x), self.b(x)
+        return {
+            "list": [a, [b]],
+            "dict": {"a": a, "inner": {"b": b}},
+            "namedtuple": Pair(a, b),
+            "dataclass": Output(a, (b, 3)),
+        }[self.kind]
+
+
+def first_tensor(output):
+    if isinstance(output, Output):
+        return output.prediction
+    return output["a"] if isinstance(output, dict) else output[0]
+
+
+def unused_outputs(rank: int, world_size: int) -> None:
+    for kind in ("list", "dict", "namedtuple", "dataclass"):
+        for as_view in (False, True):
+            ours, native = pair(lambda k=kind: Nested(k), find_unused_parameters=True, gradient_as_bucket_view=as_view)
+            for step in range(3):
+                x = torch.randn(2, 3) + rank
+                for model in (ours, native):
+                    output = model(x)
+                    assert type(output) is type(model.module(x))
+                    if kind == "dataclass":
+                        # A dataclass hides its tensors from pytree: all outputs must be used, as with native DDP.
+                        (output.prediction.sum() + output.extra[0].sum()).backward()
+                    else:
+                        first_tensor(output).sum().backward()
+                assert_same_gradients(ours, native)
+                assert ours.module.c.weight.grad is None, "unused everywhere stays None"
+                if kind != "dataclass":
+                    assert ours.module.b.weight.grad is None, f"output not in the loss, step {step}"
+
+
+def test_unused_parameters_in_nested_outputs():
+    run_ranks(unused_outputs, 2)
+
+
+def unused_on_one_rank(rank: int, world_size: int) -> None:
+    for as_view in (False, True):
+        ours, native = pair(Net, find_unused_parameters=True, gradient_as_bucket_view=as_view)
+        for step in range(4):
+            x = torch.randn(2, 4)
+            use_spare = rank == step % world_size
+            for model in (ours, native):
+                model.zero_grad()
+                model(x, use_spare=use_spare).sum().backward()
+            assert_same_gradients(ours, native)
+            assert ours.module.spare.weight.grad is not None
+
+
+def test_parameters_used_on_some_ranks_only():
+    run_ranks(unused_on_one_rank, 2)
+
+
+def unused_is_named(rank: int, world_size: int) -> None:
+    ddp = psengine.DistributedDataParallel(seeded(Net))
+    ddp(torch.randn(2, 4)).sum().backward()
+    texts = (
+        "Expected to have finished reduction in the prior iteration before starting a new one",
+        "find_unused_parameters=True",
+        f"did not receive grad for rank {rank}: spare.weight, spare.bias",
+        f"Parameter indices which did not receive grad for rank {rank}: 2 3",
+    )
+    with raises(RuntimeError, *texts):
+        ddp(torch.randn(2, 4))
+    with raises(RuntimeError, "spare.weight"):
+        ddp._check_reducer_finalized()
+
+
+def test_an_unused_parameter_is_named():
+    run_ranks(unused_is_named, 2)
+
+
+def skipped_buckets(rank: int, world_size: int) -> tuple[int, int]:
+    found = []
+    for skip in (False, True):
+        ddp = psengine.DistributedDataParallel(
+            seeded(Net), find_unused_parameters=True, skip_all_reduce_unused_params=skip, bucket_cap_mb=1e-5
+        )
+        for step in range(3):
+            ddp(torch.randn(2, 4), use_spare=step == 1).sum().backward()
+        found.append(ddp._get_ddp_logging_data()["num_buckets_reduced"])
+    return tuple(found)
+
+
+def test_buckets_nobody_uses_can_be_skipped():
+    assert run_ranks(skipped_buckets, 2) == [(4, 2), (4, 2)]
+
+
+def marked_twice(rank: int, world_size: int) -> None:
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.layer = nn.Linear(3, 3), nn.Linear(3, 3)
+
+        def forward(self, x):
+            x = self.first(x)
+            return checkpoint(self.layer, checkpoint(self.layer, x, use_reentrant=True), use_reentrant=True)
+
+    x = torch.ones(2, 3)
+    text = "Expected to mark a variable ready only once"
+    ours, native = pair(Twice)
+    with raises(RuntimeError, text, "with name layer."):
+        ours(x).sum().backward()
+    with raises(RuntimeError, text):
+        native(x).sum().backward()
+    ours, native = pair(Twice, static_graph=True)
+    for _ in range(4):
+        for model in (ours, native):
+            model.zero_grad()
+            model(x * (rank + 1)).sum().backward()
+        assert_same_gradients(ours, native)
+
+
+def test_reentrant_checkpointing_needs_a_static_graph():
+    run_ranks(marked_twice, 2)
+
+
+def static_graph_changes(rank: int, world_size: int) -> None:
+    ddp = psengine.DistributedDataParallel(seeded(Net), static_graph=True)
+    ddp(torch.ones(1, 4)).sum().backward()
+    with raises(RuntimeError, "Your training graph has changed", "spare."):
+        ddp(torch.ones(1, 4), use_spare=True).sum().backward()
+    ddp = psengine.DistributedDataParallel(seeded(Net), static_graph=True)
+    ddp(torch.ones(1, 4), use_spare=True).sum().backward()
+    ddp(torch.ones(1, 4)).sum().backward()
+    with raises(RuntimeError, "Expected to have finished reduction", "static_graph"):
+        ddp(torch.ones(1, 4))
+    ddp = psengine.DistributedDataParallel(seeded(Net), find_unused_parameters=True)
+    ddp(torch.ones(1, 4)).sum().backward()
+    with raises(RuntimeError, "should be called before training loop starts"):
+        ddp._set_static_graph()
+
+
+def test_a_changed_static_graph_is_an_error():
+    run_ranks(static_graph_changes, 2)
+
+
+def undefined_gradients(rank: int, world_size: int) -> None:
+    """A gradient that autograd leaves undefined still makes its parameter ready."""
+
+    class Drop(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, w):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return gradient, None
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.kept, self.dropped = nn.Linear(2, 2), nn.Parameter(torch.ones(2))
+
+        def forward(self, x):
+            return Drop.apply(self.kept(x), self.dropped)
+
+    ours, native = pair(Model)
+    for _ in range(3):
+        for model in (ours, native):
+            model.zero_grad()
+            model(torch.ones(1, 2)).sum().backward()
+        assert_same_gradients(ours, native)
+
+
+def test_undefined_gradients():
+    run_ranks(undefined_gradients, 2)
+
+
+# ---- kinds of parameters and gradients -------------------------------------------------------------------------
+
+
+def complex_parameters(rank: int, world_size: int) -> None:
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(3, 3, dtype=torch.complex64))
+            self.real = nn.Parameter(torch.randn(3))
+
+        def forward(self, x):
+            return (x.to(torch.complex64) @ self.weight).abs().sum() + (self.real * x).sum()
+
+    for as_view in (False, True):
+        model = seeded(Model)
+        reference = copy.deepcopy(model)
+        ddp = psengine.DistributedDataParallel(model, gradient_as_bucket_view=as_view)
+        batches = [torch.randn(4, 3, generator=torch.Generator().manual_seed(r)) for r in range(world_size)]
+        ddp(batches[rank]).backward()
+        (sum(reference(b) for b in batches) / world_size).backward()
+        for p, q in zip(ddp.parameters(), reference.parameters(), strict=True):
+            # Rounding of the sum over ranks only; the bug of native DDP is an error of order one.
+            assert torch.allclose(p.grad, q.grad, rtol=1e-5, atol=1e-6)
+        assert model.weight.grad.imag.abs().max() > 0.1
+
+
+def test_complex_parameters_are_averaged_whole():
+    run_ranks(complex_parameters, 2)
+
+
+class Embedded(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(10, 3, sparse=True)
+        self.bag = nn.EmbeddingBag(6, 3, sparse=True)
+        self.head = nn.Linear(3, 2)
+
+    def forward(self, indices):
+        return self.head(self.table(indices).sum(0) + self.bag(indices.view(1, -1) % 6)[0])
+
+
+def sparse_gradients(rank: int, world_size: int) -> None:
+    ours, native = pair(Embedded)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (ours, native)]
+    for step in range(4):
+        indices = torch.tensor([rank, step, 9])
+        for model, optimizer in zip((ours, native), optimizers, strict=True):
+            optimizer.zero_grad()
+            model(indices).sum().backward()
+        assert_same_gradients(ours, native)
+        assert ours.module.table.weight.grad.is_sparse
+        for optimizer in optimizers:
+            optimizer.step()
+
+
+def test_sparse_gradients():
+    run_ranks(sparse_gradients, 2)
+
+
+def layouts_and_dtypes(rank: int, world_size: int) -> None:
+    class Mixed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
+            self.wide = nn.Linear(4, 4).double()
+            self.brain = nn.Linear(4, 4).bfloat16()
+            self.transposed = nn.Parameter(torch.randn(4, 5).t())
+            self.expanded = nn.Parameter(torch.randn(1, 4))
+
+        def forward(self, x):
+            y = self.conv(x.to(memory_format=torch.channels_last)).mean((2, 3))
+            y = self.wide(y.double()).bfloat16()
+            return ((self.brain(y).float() + self.expanded) @ self.transposed.t()).sum()
+
+    for as_view in (False, True):
+        ours, native = pair(Mixed, gradient_as_bucket_view=as_view)
+        for _ in range(3):
+            x = torch.randn(2, 3, 5, 5)
+            for model in (ours, native):
+                model.zero_grad()
+                model(x).backward()
+            assert_same_gradients(ours, native)
+            assert ours.module.conv.weight.grad.stride() == ours.module.conv.weight.stride()
+
+
+def test_channels_last_and_mixed_dtypes():
+    run_ranks(layouts_and_dtypes, 2)
+
+
+def several_forwards(rank: int, world_size: int) -> None:
+    def build():
+        return nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 3))
+
+    ours, native = pair(build)
+    for _ in range(3):
+        batches = torch.randn(3, 4, 3)
+        for model in (ours, native):
+            model.zero_grad()
+            # BatchNorm's buffers are overwritten between these forwards; the first one's backward must not mind.
+            sum(model(b).pow(2).sum() for b in batches).backward()
+        assert_same_gradients(ours, native)
+    for a, b in zip(ours.module.buffers(), native.module.buffers(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_several_forwards_before_one_backward():
+    run_ranks(several_forwards, 2)
+
+
+def forgotten_backward(rank: int, world_size: int) -> None:
+    ours, native = pair(Net)
+    x = torch.ones(2, 4) * (rank + 1)
+
+    def loss(ddp, scale):
+        return ddp(x * scale, use_spare=True).pow(2).sum()
+
+    with unittest.TestCase().assertNoLogs("psengine.gradients.reducer", "WARNING"):
+        for _ in range(2):
+            loss(ours, 1)  # as in a validation without no_grad()
+            with torch.no_grad():
+                loss(ours, 1)
+            loss(ours, 1).backward()
+        with ours.no_sync():
+            loss(ours, 1).backward()
+        (loss(ours, 1) + loss(ours, 2)).backward()
+    ours.zero_grad()
+    with unittest.TestCase().assertLogs("psengine.gradients.reducer", "WARNING") as caught:
+        for _ in range(2):
+            for ddp in (ours, native):
+                losses = loss(ddp, 1), loss(ddp, 2)
+                for one in losses:
+                    one.backward()
+            assert_same_gradients(ours, native)
+    (said,) = caught.output
+    assert "called twice before its first backward" in said
+    gradient = ours.module.body.weight.grad
+    assert not all(torch.equal(gradient, other) for other in psengine.gather(gradient)), "nothing stayed local"
+
+
+def test_a_second_backward_that_exchanges_nothing_is_pointed_out():
+    run_ranks(forgotten_backward, 2)
+
+
+def accumulation(rank: int, world_size: int) -> None:
+    for as_view in (False, True):
+        for to_none in (False, True):
+            ours, native = pair(Net, gradient_as_bucket_view=as_view)
+            for _ in range(3):
+                batches = torch.randn(3, 2, 4)
+                for model in (ours, native):
+                    model.zero_grad(set_to_none=to_none)
+                    with model.no_sync():
+                        model(batches[0], use_spare=True).sum().backward()
+                        model(batches[1], use_spare=True).sum().backward()
+                        local = model.module.body.weight.grad.clone()
+                    model(batches[2], use_spare=True).sum().backward()
+                    assert not torch.equal(local, model.module.body.weight.grad)
+                assert_same_gradients(ours, native)
+            ddp = ours
+            before = ddp.require_backward_grad_sync
+            with raises(ZeroDivisionError), ddp.no_sync():
+                raise ZeroDivisionError
+            assert ddp.require_backward_grad_sync is before
+
+
+def test_no_sync_accumulates():
+    run_ranks(accumulation, 2)
+
+
+def views(rank: int, world_size: int) -> None:
+    ddp = psengine.DistributedDataParallel(seeded(Net), gradient_as_bucket_view=True)
+    for _ in range(3):
+        ddp.zero_grad()
+        ddp(torch.randn(1, 4), use_spare=True).sum().backward()
+        storages = {p.grad.untyped_storage().data_ptr() for p in ddp.parameters()}
+        assert storages == {b.flat.untyped_storage().data_ptr() for b in ddp.reducer.buckets}
+    plain = psengine.DistributedDataParallel(seeded(Net))
+    plain(torch.randn(1, 4), use_spare=True).sum().backward()
+    held = plain.module.body.weight.grad
+    value = held.clone()
+    plain.zero_grad()
+    plain(torch.randn(1, 4), use_spare=True).sum().backward()
+    assert torch.equal(held, value), "without views, a gradient somebody kept is never overwritten"
+
+
+def test_gradient_as_bucket_view():
+    run_ranks(views, 2)
+
+
+def frozen_and_ignored(rank: int, world_size: int) -> None:
+    model = seeded(Net)
+    model.body.bias.requires_grad_(False)
+    psengine.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["spare.weight"])
+    model.spare.weight.data.fill_(rank)
+    ddp = psengine.DistributedDataParallel(model)
+    assert ddp.reducer.names == ["body.weight", "spare.bias"]
+    ddp(torch.ones(1, 4) * (rank + 1), use_spare=True).sum().backward()
+    assert model.spare.weight.unique().tolist() == [float(rank)], "ignored parameters are not broadcast"
+    gathered = [torch.empty(4, 4) for _ in range(world_size)]
+    dist.all_gather(gathered, model.spare.weight.grad)
+    assert not torch.equal(*gathered), "nor are their gradients averaged"
+
+
+def test_frozen_and_ignored_parameters():
+    run_ranks(frozen_and_ignored, 2)
+
+
+def delayed_all_reduce(rank: int, world_size: int) -> None:
+    model = seeded(Net)
+    named = [(n, p) for n, p in model.named_parameters() if n.startswith("spare")]
+    ddp = psengine.DistributedDataParallel(
+        model, delay_all_reduce_named_params=named, param_to_hook_all_reduce=model.body.weight
+    )
+    reference = Native(seeded(Net))
+    for _ in range(3):
+        x = torch.randn(2, 4)
+        for m in (ddp, reference):
+            m.zero_grad()
+            m(x, use_spare=True).sum().backward()
+        for p, q in zip(model.parameters(), reference.module.parameters(), strict=True):
+            assert torch.equal(p.grad, q.grad)
+    with raises(ValueError, "need to be set at the same time"):
+        psengine.DistributedDataParallel(seeded(Net), delay_all_reduce_named_params=named)
+
+
+def test_delay_all_reduce_named_params():
+    run_ranks(delayed_all_reduce, 2)
+
+
+# ---- buffers ---------------------------------------------------------------------------------------------------
+
+
+def buffers(rank: int, world_size: int) -> dict[str, Any]:
+    found = {}
+    for sync in (True, False):
+        model = nn.BatchNorm1d(2)
+        model.register_buffer("flag", torch.tensor([rank == 0]))
+        model.register_buffer("wide", torch.full((3,), complex(rank, 1)))
+        ddp = psengine.DistributedDataParallel(model, forward_sync_buffers=sync)
+        assert ddp.broadcast_buffers is sync
+        for step in range(2):
+            model.flag = torch.tensor([rank == 0, step == 1])  # reassigned, and changed in shape
+            ddp(torch.randn(8, 2) + rank)
+        with torch.no_grad():
+            ddp.eval()
+            ddp(torch.randn(1, 2))
+        found[sync] = {k: v.clone() for k, v in model.state_dict().items()}
+    return found
+
+
+def test_buffers_follow_rank_0_when_asked():
+    first, second = run_ranks(buffers, 2)
+    assert torch.equal(first[True]["flag"], second[True]["flag"])
+    assert torch.equal(first[True]["wide"], second[True]["wide"])
+    assert not torch.equal(first[False]["running_mean"], second[False]["running_mean"])
+
+
+def old_buffer_argument(rank: int, world_size: int) -> None:
+    for cls in (psengine.DistributedDataParallel, Native):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            ddp = cls(nn.BatchNorm1d(2), broadcast_buffers=False)
+            cls(nn.BatchNorm1d(2), broadcast_buffers=False, forward_sync_buffers=True)
+            cls(nn.BatchNorm1d(2), check_reduction=True)
+        messages = [str(w.message) for w in caught if issubclass(w.category, FutureWarning)]
+        assert len(messages) == 3
+        assert "`broadcast_buffers` is deprecated" in messages[0]
+        assert all(w.filename == __file__ for w in caught if issubclass(w.category, FutureWarning))
+        assert ddp.forward_sync_buffers is False
+
+
+def test_deprecated_arguments_warn_like_native():
+    run_ranks(old_buffer_argument, 1)
+
+
+# ---- errors ----------------------------------------------------------------------------------------------------
+
+
+def constructor_errors(rank: int, world_size: int) -> None:
+    wrap = psengine.DistributedDataParallel
+    frozen = nn.Linear(2, 2).requires_grad_(False)
+    group = dist.new_group()
+    with raises(RuntimeError, "doesn't have any parameter that requires a gradient"):
+        wrap(frozen)
+    with raises(RuntimeError, "doesn't have any parameter"):
+        wrap(nn.Module())
+    with raises(RuntimeError, "wrapped already", "Wrap model.module"):
+        wrap(wrap(nn.Linear(2, 2)))
+    with raises(RuntimeError, "wrapped already"):
+        wrap(Native(nn.Linear(2, 2)))
+    with raises(RuntimeError, "wraps a torch.nn.Module (got int)"):
+        wrap(3)
+    with raises(ValueError, "can only be None or contain a single element", "[0, 1]"):
+        wrap(nn.Linear(2, 2), device_ids=[0, 1])
+    with raises(ValueError, "device_ids and output_device arguments only work with"):
+        wrap(nn.Linear(2, 2), device_ids=[0])
+    with raises(ValueError, "same type of devices"):
+        wrap(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta")))
+    with raises(RuntimeError, "uninitialized parameters"):
+        wrap(nn.LazyLinear(2))
+    with raises(RuntimeError, "Cannot specify both process_group and device_mesh"):
+        wrap(nn.Linear(2, 2), process_group=group, device_mesh=object())
+    with raises(ValueError, "unknown strategy", "got 'gossip'"):
+        wrap(nn.Linear(2, 2), strategy="gossip")
+    with raises(ValueError, "unknown collective"):
+        wrap(nn.Linear(2, 2), collective="pigeon")
+    with raises(ValueError, "bucket caps"):
+        wrap(nn.Linear(2, 2), bucket_cap_mb=-3)
+    ddp = wrap(nn.Linear(2, 2))
+    with raises(ValueError, "should be equal or greater than 1", "got 0"):
+        ddp._set_ddp_runtime_logging_sample_rate(0)
+    for error_type in (TypeError, psengine.PSEngineError):
+        with raises(error_type, "must be callable"):
+            ddp.register_comm_hook(None, 3)
+    assert "must be callable" in ddp._get_ddp_logging_data()["error"]
+
+
+def test_constructor_errors():
+    run_ranks(constructor_errors, 1)
+
+
+def test_no_process_group_says_what_to_call():
+    with pytest.raises(RuntimeError, match=r"psengine\.init\(\)"):
+        psengine.DistributedDataParallel(nn.Linear(2, 2))
+
+
+def die_in_training(rank: int, world_size: int, moment: str) -> tuple[str, tuple[int, ...]]:
+    ddp = psengine.DistributedDataParallel(
+        seeded(lambda: nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4)))
+    )
+    try:
+        for step in range(100):
+            output = ddp(torch.randn(3, 4))
+            if rank == 1 and step == 5 and moment == "before backward":
+                os.kill(os.getpid(), signal.SIGKILL)
+            output.sum().backward()
+            if rank == 1 and step == 5 and moment == "before forward":
+                os.kill(os.getpid(), signal.SIGKILL)
+    except psengine.PeerLostError as error:
+        return str(error), error.ranks
+    raise AssertionError("training went on without rank 1")
+
+
+@pytest.mark.parametrize("moment", ["before forward", "before backward"])
+def test_a_dead_rank_is_named(moment):
+    started = time.monotonic()
+    results = run_ranks_to_any_end(die_in_training, 3, moment, group_timeout_s=30)
+    assert time.monotonic() - started < 30
+    for rank in (0, 2):
+        assert results[rank].error is None, results[rank].error
+        message, ranks = results[rank].value
+        assert ranks == (1,)
+        assert "Lost rank 1" in message
+        # Rank 0 only sends buffers, so it may notice in the backward after.
+        assert "gradient bucket 0" in message or moment == "before forward"
+
+
+# ---- copies, names, cycles -------------------------------------------------------------------------------------
+
+
+def state_dicts(rank: int, world_size: int) -> None:
+    ddp = psengine.DistributedDataParallel(seeded(Net))
+    assert all(k.startswith("module.") for k in ddp.state_dict())
+    seeded(Net, 1).load_state_dict(ddp.module.state_dict())
+    other = psengine.DistributedDataParallel(seeded(Net, 2))
+    other.load_state_dict(ddp.state_dict())
+    Native(seeded(Net, 3)).load_state_dict(ddp.state_dict())
+    for p, q in zip(ddp.parameters(), other.parameters(), strict=True):
+        assert torch.equal(p, q)
+
+
+def test_state_dict_has_the_module_prefix():
+    run_ranks(state_dicts, 2)
+
+
+def copies(rank: int, world_size: int) -> None:
+    for options in ({}, {"static_graph": True}, {"find_unused_parameters": True}, {"gradient_as_bucket_view": True}):
+        ddp = psengine.DistributedDataParallel(seeded(Net), **options)
+        buffer = io.BytesIO()
+        torch.save(ddp, buffer)
+        buffer.seek(0)
+        loaded = torch.load(buffer, weights_only=False)
+        for other in (copy.deepcopy(ddp), loaded):
+            x = torch.randn(2, 4)
+            for _ in range(3):
+                for model in (ddp, other):
+                    model.zero_grad()
+                    model(x, use_spare=True).sum().backward()
+                assert_same_gradients(other, ddp)
+    grouped = psengine.DistributedDataParallel(seeded(Net), process_group=dist.new_group())
+    with raises(
+        RuntimeError, "DDP Pickling/Unpickling are only supported when using DDP with the default process group"
+    ):
+        copy.deepcopy(grouped)
+
+
+def test_pickle_and_deepcopy():
+    run_ranks(copies, 2)
+
+
+def release(rank: int, world_size: int) -> None:
+    module = seeded(Net)
+    ddp = psengine.DistributedDataParallel(module)
+    ddp(torch.randn(1, 4), use_spare=True).sum().backward()
+    reducer, bucket = weakref.ref(ddp.reducer), weakref.ref(ddp.reducer.buckets[0])
+    del ddp
+    gc.collect()
+    assert reducer() is None, "the hooks must not keep a dropped wrapper's buckets"
+    assert bucket() is None
+    again = psengine.DistributedDataParallel(module)
+    for _ in range(2):
+        again.zero_grad()
+        again(torch.ones(1, 4) * (rank + 1), use_spare=True).sum().backward()
+    again._remove_autograd_hooks()
+    module.zero_grad()
+    again(torch.ones(1, 4) * (rank + 1), use_spare=True).sum().backward()
+    gathered = [torch.empty(4, 4) for _ in range(world_size)]
+    dist.all_gather(gathered, module.body.weight.grad)
+    assert not torch.equal(*gathered), "without hooks gradients stay local"
+
+
+def test_a_dropped_wrapper_lets_go():
+    run_ranks(release, 2)
+
+
+def groups(rank: int, world_size: int) -> float:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    results = []
+    for options in ({"process_group": mesh.get_group("a")}, {"device_mesh": mesh["a"]}):
+        model = nn.Linear(1, 1, bias=False)
+        nn.init.ones_(model.weight)
+        ddp = psengine.DistributedDataParallel(model, **options)
+        for _ in range(2):
+            ddp.zero_grad()
+            ddp(torch.full((1, 1), float(rank))).sum().backward()
+        results.append(model.weight.grad.item())
+    with raises(RuntimeError, "Only 1D device mesh is supported"):
+        psengine.DistributedDataParallel(nn.Linear(1, 1), device_mesh=mesh)
+    assert results[0] == results[1]
+    return results[0]
+
+
+def test_process_group_and_device_mesh():
+    # Columns of the mesh [[0, 1], [2, 3]]: ranks 0 and 2 average to 1, ranks 1 and 3 to 2.
+    assert run_ranks(groups, 4) == [1.0, 2.0, 1.0, 2.0]
+
+
+def higher_order(rank: int, world_size: int) -> None:
+    ddp = psengine.DistributedDataParallel(seeded(Net))
+    with unittest.TestCase().assertLogs("psengine", "WARNING") as caught:
+        ddp(torch.ones(1, 4) * rank, use_spare=True).pow(2).sum().backward(create_graph=True)
+    assert "create_graph=True is not well-supported" in caught.output[0]
+    ddp.zero_grad()
+
+
+def test_create_graph_warns():
+    run_ranks(higher_order, 2)
+
+
+def shrink(rank: int, world_size: int) -> float | None:
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.ones_(model.weight)
+    ddp = psengine.DistributedDataParallel(model)
+    ddp(torch.full((1, 1), float(rank))).sum().backward()
+    group = dist.new_group([0, 2])
+    ddp._update_process_group(group)
+    if rank == 1:
+        return None
+    for _ in range(2):
+        ddp.zero_grad()
+        ddp(torch.full((1, 1), float(rank))).sum().backward()
+    return model.weight.grad.item()
+
+
+def test_update_process_group():
+    assert run_ranks(shrink, 3) == [1.0, None, 1.0]
+
+
+def static_graph_starts_in_no_sync(rank: int, world_size: int) -> None:
+    """Native DDP fails here (pytorch#143580); the oracle is a model without static_graph."""
+    static = psengine.DistributedDataParallel(seeded(Net), static_graph=True)
+    reference = Native(seeded(Net))
+    for _ in range(4):
+        batches = torch.randn(2, 2, 4)
+        for model in (static, reference):
+            model.zero_grad()
+            with model.no_sync():
+                model(batches[0], use_spare=True).sum().backward()
+            model(batches[1], use_spare=True).sum().backward()
+        assert_same_gradients(static, reference)
+
+
+def test_static_graph_may_start_in_no_sync():
+    run_ranks(static_graph_starts_in_no_sync, 2)
+
+
+def used_only_inside_no_sync(rank: int, world_size: int) -> None:
+    ours, native = pair(Net, find_unused_parameters=True)
+    for step in range(4):
+        x = torch.randn(2, 4)
+        for model in (ours, native):
+            model.zero_grad()
+            with model.no_sync():
+                model(x, use_spare=rank == step % 2).sum().backward()
+            model(x).sum().backward()
+        assert_same_gradients(ours, native)
+        assert ours.module.spare.weight.grad is not None, "rank 0 or 1 used it, so everybody gets it"
+    # Skipping buckets must not forget it either (native DDP does: its ranks drift apart).
+    skipping = psengine.DistributedDataParallel(
+        seeded(Net), find_unused_parameters=True, skip_all_reduce_unused_params=True, bucket_cap_mb=1e-5
+    )
+    with skipping.no_sync():
+        skipping(torch.ones(1, 4) * (rank + 1), use_spare=True).sum().backward()
+    skipping(torch.ones(1, 4)).sum().backward()
+    gathered = [torch.empty(4, 4) for _ in range(world_size)]
+    dist.all_gather(gathered, skipping.module.spare.weight.grad)
+    assert torch.equal(*gathered)
+
+
+def test_what_no_sync_accumulates_is_exchanged():
+    run_ranks(used_only_inside_no_sync, 2)
+
+
+# ---- what reviewers found --------------------------------------------------------------------------------------
+
+
+class Words(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Embedding(10, 4, sparse=True), nn.Embedding(10, 4, sparse=True)
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, indices, use_b=True):
+        x = self.a(indices)
+        return self.head(x + self.b(indices) if use_b else x)
+
+
+def sparse_corners(rank: int, world_size: int) -> None:
+    """An embedding unused on one rank, ranks without data, and two gradients that share their values."""
+    indices = torch.arange(4) + rank
+    for options in ({"find_unused_parameters": True}, {"static_graph": True}):
+        ddp, dense = psengine.DistributedDataParallel(seeded(Words), **options), seeded(Words)
+        for _ in range(3):
+            ddp.zero_grad()
+            ddp(indices, use_b=rank == 0).sum().backward()
+        for r in range(world_size):
+            (dense(torch.arange(4) + r, use_b=r == 0).sum() / world_size).backward()
+        for p, q in zip(ddp.parameters(), dense.parameters(), strict=True):
+            assert torch.allclose(p.grad.to_dense(), q.grad.to_dense())
+    ours, native = pair(lambda: nn.Sequential(nn.Embedding(10, 4, sparse=True), nn.Linear(4, 3)))
+    for model in (ours, native):
+        with model.join():
+            for step in range(2 + 2 * rank):
+                model.zero_grad()
+                model(torch.arange(4) + step).sum().backward()
+    for p, q in zip(ours.parameters(), native.parameters(), strict=True):
+        assert torch.equal(p, q)
+
+
+def test_sparse_corners():
+    run_ranks(sparse_corners, 2)
+
+
+def inference_first(rank: int, world_size: int) -> None:
+    ddp = psengine.DistributedDataParallel(nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8)))
+    with torch.inference_mode():
+        ddp.eval()(torch.randn(2, 4))
+    for _ in range(2):
+        ddp.train()(torch.randn(4, 4)).sum().backward()
+
+
+def test_a_first_forward_in_inference_mode():
+    run_ranks(inference_first, 2)
+
+
+def aliased_gradients(rank: int, world_size: int) -> None:
+    # Three ranks: in shared memory sums associate in rank order, over gloo round a ring.
+    ours, native = pair(Net, gradient_as_bucket_view=True, collective="c10d")
+    for _ in range(3):
+        x = torch.randn(2, 4)
+        for model in (ours, native):
+            for p in model.parameters():
+                p.grad = None if p.grad is None else p.grad.detach()
+            model(x, use_spare=True).sum().backward()
+        assert_same_gradients(ours, native)
+
+
+def test_an_alias_of_a_view_is_divided_like_the_view():
+    run_ranks(aliased_gradients, 3)  # multiplying by 1/3 and dividing by 3 differ
+
+
+def undefined_alone(rank: int, world_size: int) -> None:
+    undefined_gradients(rank, world_size)
+
+
+def test_undefined_gradients_of_a_single_rank():
+    run_ranks(undefined_alone, 1)
+
+
+def static_graph_recovers(rank: int, world_size: int) -> None:
+    ddp, native = psengine.DistributedDataParallel(seeded(Net), static_graph=True), Native(seeded(Net))
+
+    class Fail(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            raise ArithmeticError("once")
+
+    with raises(ArithmeticError, "once"):
+        ddp(Fail.apply(torch.ones(1, 4, requires_grad=True)), use_spare=True).sum().backward()
+    for _ in range(3):
+        x = torch.randn(2, 4)
+        for model in (ddp, native):
+            model.zero_grad()
+            model(x, use_spare=True).sum().backward()
+        assert_same_gradients(ddp, native)
+
+
+def test_a_static_graph_recovers_from_a_failed_first_backward():
+    run_ranks(static_graph_recovers, 2)
+
+
+def state_differs(rank: int, world_size: int) -> None:
+    module = nn.Linear(2, 2)
+    module.register_buffer("mask", torch.ones(4 + 2 * rank))
+    with raises(RuntimeError, "buffers and frozen parameters[0] ('mask')", "[6]", "[4]", f"seen on rank {rank}"):
+        psengine.DistributedDataParallel(module)
+    for bad, text in (
+        (torch.ones(1).expand(5), "'mask' is expanded"),
+        (torch.ones(2).to_sparse(), "No support for sparse tensors"),
+        (torch.ones(2, device="meta"), "meta device"),
+    ):
+        module.mask = bad
+        with raises(RuntimeError, text):
+            psengine.DistributedDataParallel(module)
+    strategy = psengine.SyncAllReduce()
+    with raises(RuntimeError, "appears not to match"):
+        psengine.DistributedDataParallel(nn.Linear(2, 2 + rank), strategy=strategy)
+    psengine.DistributedDataParallel(nn.Linear(2, 2), strategy=strategy)
+
+
+def test_buffers_are_verified_and_a_failed_strategy_can_be_used_again():
+    run_ranks(state_differs, 2)
+
+
+def delayed_lets_go(rank: int, world_size: int) -> None:
+    module = seeded(Net)
+    named = list(module.named_parameters())
+    options = {"delay_all_reduce_named_params": named, "param_to_hook_all_reduce": module.body.weight}
+    for _ in range(2):
+        ddp = psengine.DistributedDataParallel(module, **options)
+        with raises(RuntimeError, "there is no bucket for a hook"):
+            ddp.register_comm_hook(None, lambda state, bucket: None)
+        del ddp
+    assert not module.body.weight._backward_hooks
+
+
+def test_delayed_all_reduce_goes_with_its_wrapper():
+    run_ranks(delayed_lets_go, 1)
+
+
+def own_collective(rank: int, world_size: int) -> None:
+    from psengine.collectives.c10d import C10dCollective
+
+    ddp = psengine.DistributedDataParallel(seeded(Net), collective=C10dCollective())
+    other = copy.deepcopy(ddp)
+    for model in (ddp, other):
+        model(torch.ones(1, 4) * rank, use_spare=True).sum().backward()
+    assert_same_gradients(other, ddp)
+
+
+def test_a_collective_object_and_deepcopy():
+    run_ranks(own_collective, 2)
+
+
+def kill_with_hook(rank: int, world_size: int) -> tuple[int, ...]:
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+
+    ddp = psengine.DistributedDataParallel(seeded(Net))
+    ddp.register_comm_hook(dist.group.WORLD, allreduce_hook)
+    try:
+        for step in range(50):
+            output = ddp(torch.ones(1, 4), use_spare=True)
+            if rank == 3 and step == 4:
+                os.kill(os.getpid(), signal.SIGKILL)
+            output.sum().backward()
+    except psengine.PeerLostError as error:
+        return error.ranks
+    raise AssertionError("went on without rank 3")
+
+
+def test_only_the_dead_rank_is_named_with_a_hook_registered():
+    results = run_ranks_to_any_end(kill_with_hook, 4, group_timeout_s=30)
+    assert [r.value for r in results[:3]] == [(3,)] * 3, results
+
+
+def hidden_outputs(rank: int, world_size: int) -> None:
+    ddp = psengine.DistributedDataParallel(seeded(lambda: Nested("dataclass")), static_graph=True)
+    with raises(RuntimeError, "static_graph=True must see backward begin", "Output"):
+        ddp(torch.ones(1, 3))
+
+
+def test_static_graph_refuses_outputs_it_cannot_watch():
+    run_ranks(hidden_outputs, 1)

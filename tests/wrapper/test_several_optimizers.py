@@ -1,0 +1,220 @@
+"""Several optimizers of one model, where workers step: native DDP's numbers, and all of their states for a joiner."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.expectations import raises
+from support.processes import run_ranks
+from support.server_process import running_server
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as Native
+
+import psengine
+from psengine.errors import ServerError
+from psengine.strategies.servers.worker_state import OptimizerState, pack, unpack
+
+STEPS = 6
+
+
+@pytest.fixture(scope="module")
+def server():
+    with running_server(shards=2) as running:
+        yield running
+
+
+class Gan(nn.Module):
+    """Two networks that are trained against each other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 5))
+        self.critic = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 1))
+
+    def forward(self, noise: torch.Tensor, real: torch.Tensor | None = None) -> torch.Tensor:
+        fake = self.generator(noise)
+        if real is None:
+            return self.critic(fake).mean()
+        return self.critic(real).mean() - self.critic(fake.detach()).mean()
+
+
+def values_of(model: nn.Module) -> list[torch.Tensor]:
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def optimizers_of(gan: Gan) -> list[torch.optim.Optimizer]:
+    matrices = [p for p in gan.generator.parameters() if p.dim() == 2]
+    vectors = [p for p in gan.generator.parameters() if p.dim() < 2]
+    return [
+        torch.optim.Muon(matrices, lr=0.02),
+        torch.optim.AdamW(vectors, lr=0.01),
+        torch.optim.RMSprop(gan.critic.parameters(), lr=0.01, momentum=0.5),
+    ]
+
+
+def play(wrapped: Any, optimizers: list[torch.optim.Optimizer], rank: int, steps: int) -> None:
+    generator = torch.Generator().manual_seed(rank)
+    for _ in range(steps):
+        noise, real = torch.randn(4, 3, generator=generator), torch.randn(4, 5, generator=generator)
+        for turn, loss_inputs in ((optimizers[2:], (noise, real)), (optimizers[:2], (noise,))):
+            wrapped.zero_grad()
+            wrapped(*loss_inputs).backward()
+            for optimizer in turn:
+                optimizer.step()
+
+
+def against_native(rank: int, world_size: int, address: str) -> None:
+    os.environ["PSENGINE_SERVERS"] = address
+    results = []
+    for wrap, bind in (
+        (lambda m: Native(m, find_unused_parameters=True), lambda optimizer, _: optimizer),
+        (
+            lambda m: psengine.DistributedDataParallel(m, find_unused_parameters=True, strategy="sync-server"),
+            psengine.DistributedOptimizer,
+        ),
+    ):
+        torch.manual_seed(0)
+        gan = Gan()
+        wrapped = wrap(gan)
+        play(wrapped, [bind(optimizer, wrapped) for optimizer in optimizers_of(gan)], rank, STEPS)
+        results.append(values_of(gan))
+    assert all(map(torch.equal, *results))
+
+
+def test_several_optimizers_train_over_servers_as_over_native_ddp(server):
+    run_ranks(against_native, 2, server.addresses[0])
+
+
+def late_joiner(rank: int, world_size: int, address: str) -> Any:
+    """Rank 1 comes late and makes its optimizers in another order; both end with the same model and states."""
+    os.environ.update(PSENGINE_SERVERS=address, PSENGINE_JOB="late-gan")
+    if rank == 1:
+        time.sleep(1.0)
+    torch.manual_seed(rank)
+    gan = Gan()
+    wrapped = psengine.DistributedDataParallel(gan, find_unused_parameters=True, strategy="sync-server")
+    made = optimizers_of(gan)
+    bound: dict[torch.optim.Optimizer, torch.optim.Optimizer] = {}
+    for optimizer in made if rank == 0 else reversed(made):
+        bound[optimizer] = psengine.DistributedOptimizer(optimizer, wrapped)
+    optimizers = [bound[optimizer] for optimizer in made]
+    start = wrapped.strategy.completed_steps
+    while wrapped.strategy.completed_steps < 120:
+        play(wrapped, optimizers, rank, 1)
+        if rank == 0 and len(wrapped.strategy.members) < 2:
+            time.sleep(0.05)
+    states = [optimizer.state_dict()["state"] for optimizer in optimizers]
+    wrapped.strategy.close()
+    return start, values_of(gan), states
+
+
+def test_a_joiner_gets_the_state_of_every_optimizer(server):
+    (first_start, first, first_states), (start, late, states) = run_ranks(
+        late_joiner, 2, server.addresses[0], init_group=False
+    )
+    assert first_start == 0
+    assert start > 0
+    assert all(map(torch.equal, first, late))
+    for a, b in zip(first_states, states, strict=True):
+        assert a.keys() == b.keys() != set()
+        for index in a:
+            assert all(torch.equal(a[index][name], b[index][name]) for name in a[index])
+
+
+def other_optimizers(rank: int, world_size: int, address: str, is_over: Path) -> None:
+    os.environ.update(PSENGINE_SERVERS=address, PSENGINE_JOB="other-optimizers")
+    if rank == 1:
+        time.sleep(1.0)
+    model = nn.Linear(4, 4)
+    wrapped = psengine.DistributedDataParallel(model, strategy="sync-server")
+    plain = torch.optim.SGD(model.parameters(), lr=0.1) if rank == 0 else torch.optim.Adagrad([model.weight])
+    if rank == 1:
+        with raises(ServerError, "expected one of SGD over 2 parameters from 'weight' on; got Adagrad over 1", "Fix: "):
+            psengine.DistributedOptimizer(plain, wrapped)
+        wrapped.strategy.close()
+        is_over.touch()
+        return
+    optimizer = psengine.DistributedOptimizer(plain, wrapped)
+    deadline = time.monotonic() + 60
+    while not is_over.exists() and time.monotonic() < deadline:
+        wrapped(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+    # What a program makes later, all workers make: it begins anew. What it has dropped is nobody's any more.
+    del optimizer
+    psengine.DistributedOptimizer(torch.optim.Adam(model.parameters()), wrapped)
+    gc.collect()
+    assert wrapped.strategy._live_optimizers() == []
+    wrapped.strategy.close()
+
+
+def test_a_joiner_whose_optimizers_are_others_is_refused(server, tmp_path):
+    run_ranks(other_optimizers, 2, server.addresses[0], tmp_path / "is_over", init_group=False)
+
+
+# ---- what travels ------------------------------------------------------------------------------------------------
+
+
+def stepped(*classes: type[torch.optim.Optimizer]) -> tuple[dict[torch.Tensor, str], list[torch.optim.Optimizer]]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    optimizers = [c(layer.parameters()) for c, layer in zip(classes, itertools.cycle(model), strict=False)]
+
+    def closure() -> torch.Tensor:
+        model.zero_grad()
+        loss = model(torch.ones(2, 3)).square().sum()
+        loss.backward()
+        return loss
+
+    for optimizer in optimizers:
+        optimizer.step(closure)
+    return {parameter: name for name, parameter in model.named_parameters()}, optimizers
+
+
+def test_states_travel_by_optimizer():
+    names, optimizers = stepped(torch.optim.Adam, torch.optim.Adagrad)
+    state = unpack(pack(7, optimizers, names))
+    assert state.steps == 7
+    for optimizer, arrived in zip(optimizers, state.optimizers, strict=True):
+        assert arrived.belongs_to(OptimizerState.of(optimizer, names))
+        assert arrived.kind == type(optimizer).__name__
+        expected = optimizer.state_dict()["state"]
+        for index in expected:
+            assert all(torch.equal(arrived.state_dict["state"][index][name], t) for name, t in expected[index].items())
+    assert not state.optimizers[0].belongs_to(OptimizerState.of(optimizers[1], names))
+    assert unpack(pack(3, [], {})).optimizers == ()
+
+
+def test_a_state_that_cannot_travel_keeps_no_other_back(caplog):
+    names, optimizers = stepped(torch.optim.LBFGS, torch.optim.Adam)
+    state = unpack(pack(1, optimizers, names))
+    assert [arrived.state_dict is None for arrived in state.optimizers] == [True, False]
+    assert "LBFGS over 2 parameters" in caplog.text
+
+
+def test_what_a_worker_of_an_older_version_left_is_the_one_optimizers():
+    names, [optimizer] = stepped(torch.optim.Adam)
+    data = bytes(torch.cat(pack(5, [optimizer], names)).numpy())
+    header_bytes = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + header_bytes])
+    document = json.loads(header["__metadata__"]["psengine"])
+    del document["further_optimizers"], document["optimizer"]["kind"], document["optimizer"]["parameters"]
+    header["__metadata__"]["psengine"] = json.dumps(document)
+    encoded = json.dumps(header).encode()
+    older = len(encoded).to_bytes(8, "little") + encoded + data[8 + header_bytes :]
+    [arrived] = unpack([torch.frombuffer(bytearray(older), dtype=torch.uint8)]).optimizers
+    assert arrived.belongs_to(OptimizerState.of(optimizer, names))
+    assert arrived.state_dict["state"].keys() == {0, 1}
+
+
+@pytest.mark.parametrize("data", [b"", b"8", b"\x00" * 64])
+def test_what_is_no_state_is_refused(data):
+    with pytest.raises(ServerError, match="cannot be read"):
+        unpack([torch.frombuffer(bytearray(data), dtype=torch.uint8)] if data else [])
