@@ -19,6 +19,7 @@ import psengine
 from psengine.errors import ConfigurationError
 from psengine.parameter_server.client.telemetry import MAX_COMING, Telemetry
 from psengine.parameter_server.overview import merge_jobs
+from psengine.parameter_server.server.core.clocks import Clocks
 from psengine.parameter_server.server.core.events import MAX_EVENTS, REPEAT_S, EventLog
 from psengine.parameter_server.server.core.job_record import MAX_DEPARTED
 from psengine.parameter_server.server.core.telemetry import NOT_FINITE, WorkerTelemetry
@@ -255,7 +256,7 @@ class TestAtTheShard:
         workers = team(world, 2, [spec(0, 4)])
         clock = iter(range(1000))
         job = next(iter(world.shard._jobs.values()))
-        job._clock_s = lambda: float(next(clock))
+        world.measure_s = lambda: float(next(clock))
         for worker in workers:
             worker.push(0, 1, torch.ones(4))
         assert [job.membership.members[rank].telemetry.apply_s for rank in (0, 1)] == [2.0, 1.0]
@@ -365,7 +366,7 @@ class TestEvents:
 
     def test_the_log_is_bounded_and_counts_what_it_leaves_out(self):
         now_s = [0.0]
-        log = EventLog(lambda: 1e9 + now_s[0], lambda: now_s[0])
+        log = EventLog(Clocks(wall_s=lambda: 1e9 + now_s[0], measure_s=lambda: now_s[0]))
         for _ in range(3):
             log.note("refused", "no", job="a", worker=1)
         log.note("refused", "no", job="a", worker=2)

@@ -84,6 +84,8 @@ MAY_USE_TORCH_DISTRIBUTED = {
     "wrapper/native_features/logging_data",
     "wrapper/native_features/mixed_precision",
 }
+# Both halves of a server that a simulation runs under a clock of its own.
+IS_GIVEN_TIME = ("parameter_server/server/core/", "parameter_server/server/rules/")
 MAY_READ_ENVIRONMENT = {"environment/context"}
 MAY_USE_ZMQ = {
     "parameter_server/client/connection",
@@ -219,6 +221,11 @@ def test_only_one_module_reads_the_environment(module):
     tree = ast.parse(MODULES[module].read_text())
     reads = [n for n in ast.walk(tree) if isinstance(n, ast.Attribute) and n.attr in ("environ", "getenv")]
     assert not reads
+
+
+@pytest.mark.parametrize("module", [m for m in MODULES if m.startswith(IS_GIVEN_TIME)])
+def test_the_core_of_the_server_is_given_its_clocks_and_takes_none(module):
+    assert not {"time", "datetime", "random", "secrets"} & {n.split(".")[0] for n in imports(MODULES[module])}
 
 
 @pytest.mark.parametrize("module", MODULES)

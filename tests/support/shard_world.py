@@ -8,6 +8,7 @@ import itertools
 import torch
 import xxhash
 
+from psengine.parameter_server.server.core.clocks import Clocks
 from psengine.parameter_server.server.core.shard import Sender, Shard, ShardSettings
 from psengine.protocol.codec import decode, encode, payload_tensor
 from psengine.protocol.layout import ChunkKind, ChunkSpec, Segment, job_number, layout_fingerprint
@@ -17,6 +18,8 @@ AVERAGE = {"name": "average", "quorum": None}
 APPLY = {"name": "apply", "max_staleness": None, "staleness_scaling": None, "delay_compensation": 0.0}
 SGD = {"lr": 0.1, "momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0, "nesterov": False, "maximize": False}
 
+# What the wall clock of a world shows at its time 0.
+WALL_S = 1.7e9
 _nonces = itertools.count(1000)
 
 
@@ -30,13 +33,15 @@ class World:
     def __init__(self, *, epoch=7, lease_s=5.0, codec=True, **settings):
         self.settings = ShardSettings(lease_s=lease_s, software="test", **settings)
         self.codec = codec
+        self.measure_s = lambda: self.now_s
+        self.clocks = Clocks(wall_s=lambda: WALL_S + self.now_s, measure_s=lambda: self.measure_s())
         self.now_s = 100.0
         self.sent = {}
         self.start(epoch)
 
     def start(self, epoch, states=None):
         """The server process starts (again)."""
-        self.shard = Shard(0, epoch, self.settings)
+        self.shard = Shard(0, epoch, self.settings, self.clocks)
         self.shard.shard_addresses = ["tcp://127.0.0.1:1"]
         if states is not None:
             self.shard.restore(states, self.now_s)
@@ -254,6 +259,7 @@ __all__ = [
     "DTYPE_NUMBERS",
     "NO_KEY",
     "SGD",
+    "WALL_S",
     "ErrorCode",
     "Worker",
     "World",

@@ -35,6 +35,7 @@ from psengine.errors import AuthenticationError, ConfigurationError, SnapshotErr
 from psengine.kernels.freed_memory import keep_freed_memory
 from psengine.parameter_server.overview import merge_jobs
 from psengine.parameter_server.server import systemd
+from psengine.parameter_server.server.core.clocks import Clocks
 from psengine.parameter_server.server.core.events import EventLog
 from psengine.parameter_server.server.core.shard import Outgoing, Shard, ShardSettings
 from psengine.parameter_server.server.durability.snapshot_thread import Outcome, Restored, SnapshotThread, restore
@@ -80,6 +81,7 @@ STATUS_DEADLINE_S = 3.0
 LAST_SNAPSHOT_S = 600.0
 CONTEXT_DEADLINE_S = 5.0
 _REPORT_S = 10.0
+CLOCKS = Clocks(wall_s=time.time, measure_s=time.perf_counter)
 _Answer = TypeVar("_Answer")
 
 
@@ -106,7 +108,7 @@ class Server:
         self._until_stdin_closes = until_stdin_closes
         self._stdin_closed = threading.Event()
         self._events: SimpleQueue[str | None] = SimpleQueue()
-        self._event_log = EventLog()
+        self._event_log = EventLog(CLOCKS)
         self._snapshots_noted = (0, 0)
         self._signals = 0
         self._threads: list[ShardThread] = []
@@ -160,7 +162,7 @@ class Server:
             self._authenticator = Authenticator(context, _key_ring(settings))
             stack.callback(self._authenticator.end)
         shard_settings = self._shard_settings()
-        shards = [Shard(index, self.epoch, shard_settings) for index in range(settings.shards)]
+        shards = [Shard(index, self.epoch, shard_settings, CLOCKS) for index in range(settings.shards)]
         for shard in shards:
             shard.events = self._event_log
         restored = Restored(None, "not durable: no --snapshot-dir", [])

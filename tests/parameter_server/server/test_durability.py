@@ -349,10 +349,10 @@ def test_backups_beyond_the_memory_do_not_keep_a_server_from_starting_again(tmp_
     assert world.shard.memory_bytes() == 160
     with SnapshotStore(tmp_path / "s") as store:
         store.save([world.shard.capture()])
-        restore(store, [shard := Shard(0, 8, ShardSettings(max_memory_bytes=64))])
+        restore(store, [shard := Shard(0, 8, ShardSettings(max_memory_bytes=64), world.clocks)])
         assert shard.memory_bytes() == 160
         with pytest.raises(SnapshotError, match=r"expected at most 31 bytes at shard 0, its share, got 32\)"):
-            restore(store, [Shard(0, 9, ShardSettings(max_memory_bytes=31))])
+            restore(store, [Shard(0, 9, ShardSettings(max_memory_bytes=31), world.clocks)])
 
 
 # ---- ipc paths -------------------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ import torch
 from support.server_process import Peer, running_server
 from support.shard_world import APPLY, ErrorCode, Worker, World, codes, spec, team
 
+from psengine.parameter_server.server.core.clocks import Clocks
 from psengine.parameter_server.server.core.events import MAX_EVENTS, SNAPSHOT_FAILED_REPEAT_S, EventLog
 from psengine.parameter_server.server.core.job_places import MAX_JOBS, MAX_JOBS_OF_ONE
 from psengine.parameter_server.server.status.actions import Actions, Deeds
@@ -214,7 +215,7 @@ def test_a_forgotten_job_is_gone_from_every_shard_and_does_not_come_back(tmp_pat
 
 def test_a_disk_that_is_full_for_days_leaves_room_for_other_events():
     now_s = [0.0]
-    log = EventLog(lambda: now_s[0], lambda: now_s[0])
+    log = EventLog(Clocks(wall_s=lambda: now_s[0], measure_s=lambda: now_s[0]))
     log.note("evicted", "silent for 6.0 s, longer than its lease", job="a", worker=1)
     for generation in range(2, 2 + 3 * MAX_EVENTS):
         now_s[0] += 60.0

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 import threading
-import time
 from collections import deque
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
+
+from psengine.parameter_server.server.core.clocks import Clocks
 
 MAX_EVENTS = 200
 # A refused gradient comes with hundreds of chunks a second: one event tells, the next says how many followed.
@@ -69,15 +69,11 @@ class EventLog:
     that fail for one cause once in ``SNAPSHOT_FAILED_REPEAT_S``; of snapshots in a row the last one stays.
 
     Args:
-        wall_clock_s: the time events carry.
-        clock_s: measures how long ago the last one was.
+        clocks: date events, and measure how long ago the last one was.
     """
 
-    def __init__(
-        self, wall_clock_s: Callable[[], float] = time.time, clock_s: Callable[[], float] = time.monotonic
-    ) -> None:
-        self._wall_clock_s = wall_clock_s
-        self._clock_s = clock_s
+    def __init__(self, clocks: Clocks) -> None:
+        self._clocks = clocks
         self._lock = threading.Lock()
         self._events: deque[Event] = deque(maxlen=MAX_EVENTS)
         # (kind, job, worker; None for strangers, cause) -> (when the next may follow, how many were left out)
@@ -101,7 +97,7 @@ class EventLog:
         source = (kind, job, None if is_stranger else worker, cause)
         with self._lock:
             if kind in _REPEATING:
-                now_s = self._clock_s()
+                now_s = self._clocks.measure_s()
                 next_s, left_out = self._repeats.get(source, (float("-inf"), 0))
                 if now_s < next_s:
                     self._repeats[source] = (next_s, left_out + 1)
@@ -113,7 +109,7 @@ class EventLog:
                     text = f"{text}; {left_out} like it before"
             elif kind in _COLLAPSING and self._events and self._events[-1].kind == kind:
                 self._events.pop()
-            self._events.append(Event(round(self._wall_clock_s(), 3), kind, job, worker, text))
+            self._events.append(Event(round(self._clocks.wall_s(), 3), kind, job, worker, text))
 
     def to_status(self) -> list[dict[str, object]]:
         """JSON-able; the newest last."""

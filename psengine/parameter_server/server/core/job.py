@@ -8,13 +8,13 @@ unsealed ──rank 0 registers, seals──► sealed ──first exchange ends
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from psengine.errors import ProtocolError
 from psengine.parameter_server.server.core.admission import Admissions
 from psengine.parameter_server.server.core.capture import Cuts
+from psengine.parameter_server.server.core.clocks import Clocks
 from psengine.parameter_server.server.core.job_record import JobRecord
 from psengine.parameter_server.server.core.leaving import Leaving
 from psengine.parameter_server.server.core.losses import Losses
@@ -43,9 +43,9 @@ class Job:
         name: as in HELLO.
         rule: as in HELLO: "average" with a quorum, or "apply" with its options.
         lease_s: silence after which a worker is evicted.
+        clocks: see there.
         take_memory: see ``ChunkStore``.
         note: told of what happens to workers, for people: see ``EventLog.note``.
-        clock_s: measures how long a push takes to apply; nothing depends on it.
         begun_by: the peer whose HELLO was the first, see ``Sender``; "" where that is not known.
     """
 
@@ -54,9 +54,9 @@ class Job:
         name: str,
         rule: Mapping[str, Any],
         lease_s: float,
+        clocks: Clocks,
         take_memory: Any,
         note: Callable[..., None] | None = None,
-        clock_s: Callable[[], float] = time.perf_counter,
         begun_by: str = "",
     ) -> None:
         self.name = name
@@ -74,14 +74,14 @@ class Job:
         self._is_restored = False
         self._began_anew = False
         self._resumed: tuple[float, int] | None = None
-        self._clock_s = clock_s
+        self._measure_s = clocks.measure_s
         self._lines = RateLimit(LINES_INTERVAL_S, MAX_LINES)
         self.statistics = JobStatistics()
-        self.membership = Membership(lease_s)
+        self.membership = Membership(lease_s, lambda: int(clocks.wall_s() * 1000))
         self._losses = Losses()
         self._leaving = Leaving()
         self.cuts = Cuts()
-        self._record = JobRecord(name, note, self.membership.wall_clock_ms)
+        self._record = JobRecord(name, note, clocks.wall_s)
         context = RuleContext(
             live_ranks=lambda: self.membership.live_ranks, missing_ranks=self.missing_ranks, statistics=self.statistics
         )
@@ -476,9 +476,9 @@ class Job:
         refused_before = sum(self.statistics.refused.values())
         late_before = self.statistics.late
         taken_before = rule.last_sequence.get(push.rank, 0)
-        began_s = self._clock_s()
+        began_s = self._measure_s()
         replies = rule.push(push)
-        self._time_push(push, rule, replies, self._clock_s() - began_s, now_s)
+        self._time_push(push, rule, replies, self._measure_s() - began_s, now_s)
         if sum(self.statistics.refused.values()) != refused_before:
             self._note_refusal(member, rule)
         if self.statistics.late != late_before:

@@ -22,13 +22,13 @@ class JobRecord:
     Args:
         job: its name.
         note: told of what happens, see ``EventLog.note``; None tells nobody.
-        wall_clock_ms: the time.
+        wall_clock_s: dates those that are gone.
     """
 
-    def __init__(self, job: str, note: Callable[..., None] | None, wall_clock_ms: Callable[[], int]) -> None:
+    def __init__(self, job: str, note: Callable[..., None] | None, wall_clock_s: Callable[[], float]) -> None:
         self._job = job
         self._note_event = note
-        self._wall_clock_ms = wall_clock_ms
+        self._wall_clock_s = wall_clock_s
         self._departed: deque[dict[str, Any]] = deque(maxlen=MAX_DEPARTED)
 
     def joined(self, member: Member, donor: int | None = None) -> None:
@@ -49,7 +49,7 @@ class JobRecord:
                 "rank": member.rank,
                 "host": member.host,
                 "reason": reason,
-                "unix_s": round(self._wall_clock_ms() / 1000, 3),
+                "unix_s": round(self._wall_clock_s(), 3),
                 "step": step,
             }
         )

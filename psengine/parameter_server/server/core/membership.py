@@ -9,8 +9,7 @@ of an older one is *fenced*: answered by an error and never applied.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -124,7 +123,7 @@ class Membership:
     """
 
     lease_s: float
-    wall_clock_ms: Callable[[], int] = lambda: time.time_ns() // 1_000_000
+    wall_clock_ms: Callable[[], int]
     members: dict[int, Member] = field(default_factory=dict)
     live_ranks: tuple[int, ...] = ()
     _claims: dict[int, _Claim] = field(default_factory=dict)
@@ -362,12 +361,3 @@ class Membership:
             # What it missed is not known.
             self._absent[m["rank"]] = _Absence(m["nonce"], m["incarnation"], -1, now_s, m["was_live"])
         self._recount()
-
-
-def merge_members(metas: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """What several shards saved of one job's members: of each rank its newest incarnation, present rather than gone."""
-    entries = [(m["incarnation"], kind, m) for meta in metas for kind in ("absent", "members") for m in meta[kind]]
-    newest: dict[int, tuple[str, dict[str, Any]]] = {}
-    for _, kind, entry in sorted(entries, key=lambda entry: (entry[0], entry[1])):
-        newest[entry["rank"]] = (kind, entry)
-    return {kind: [entry for k, entry in newest.values() if k == kind] for kind in ("members", "absent")}

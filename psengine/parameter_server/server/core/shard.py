@@ -10,7 +10,6 @@ took long. What workers said meanwhile is unread still, so that such a leap is n
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,11 +19,12 @@ import torch
 from psengine.errors import ProtocolError
 from psengine.parameter_server.overview import rule_text
 from psengine.parameter_server.server.core.capture import Capture, Goals, Meeting
+from psengine.parameter_server.server.core.clocks import Clocks
 from psengine.parameter_server.server.core.events import EventLog
 from psengine.parameter_server.server.core.job import Job
 from psengine.parameter_server.server.core.job_places import check_place, find_replaceable, is_full
 from psengine.parameter_server.server.core.job_status import status_of
-from psengine.parameter_server.server.core.membership import Member, merge_members
+from psengine.parameter_server.server.core.membership import Member
 from psengine.parameter_server.server.core.readers import Readers, traffic_bytes
 from psengine.parameter_server.server.core.status_report import StatusReport
 from psengine.parameter_server.server.rules.consistency import Reply
@@ -110,21 +110,21 @@ class Shard:
         index: of this shard in its server process, 0 first.
         epoch: random number of the server process's life.
         settings: see there.
+        clocks: see there.
 
     Attributes:
         shard_addresses: of all shards of the process, told to clients; set before the first message.
-        wall_clock_s: dates reports; nothing depends on it.
         want_snapshot: called with the route and the message of a member's SNAPSHOT; whoever sets it answers.
         events: what happened, for people; of workers' coming and going only the first shard tells.
     """
 
-    def __init__(self, index: int, epoch: int, settings: ShardSettings) -> None:
+    def __init__(self, index: int, epoch: int, settings: ShardSettings, clocks: Clocks) -> None:
         self.index = index
         self.epoch = epoch
         self.settings = settings
         self.shard_addresses: list[str] = []
-        self.wall_clock_s: Callable[[], float] = time.time
-        self.events = EventLog()
+        self._clocks = clocks
+        self.events = EventLog(clocks)
         self.want_snapshot: Callable[[bytes, Message], None] = _keep_no_snapshots
         self.is_draining = False
         self._now_s = 0.0
@@ -136,7 +136,7 @@ class Shard:
         self._changes = 0
         self._captured_state: tuple[int, int] | None = None
         self._durable_state: tuple[int, int] | None = None
-        self._report = StatusReport(self._describe)
+        self._report = StatusReport(self._describe, clocks.measure_s)
         self._readers = Readers(self._jobs, self._message, self._status_report, self._heartbeat_body)
         self._handlers: dict[MessageType, Callable[[Job, Member, Message], list[Reply]]] = {
             MessageType.PUSH: lambda job, member, message: job.push(message, member, self._now_s),
@@ -303,7 +303,10 @@ class Shard:
             if replaceable is not None:
                 self._drop(replaceable)
         check_place(jobs, peer, body["job"])
-        return Job(body["job"], body["rule"], self.settings.lease_s, self._take_memory, self.note, begun_by=peer)
+        return self._make_job(body["job"], body["rule"], begun_by=peer)
+
+    def _make_job(self, name: str, rule: dict[str, Any], begun_by: str = "") -> Job:
+        return Job(name, rule, self.settings.lease_s, self._clocks, self._take_memory, self.note, begun_by)
 
     def _drop_finished_jobs(self) -> None:
         """Forget jobs without workers whose values are nobody's."""
@@ -433,7 +436,7 @@ class Shard:
         return {
             **self.status(self._now_s),
             # Whoever asks has another clock than the one that dates what departed.
-            "unix_s": round(self.wall_clock_s(), 3),
+            "unix_s": round(self._clocks.wall_s(), 3),
             "software": self.settings.software,
         }
 
@@ -583,7 +586,7 @@ class Shard:
         """Take over a snapshot's state, before the first message."""
         self._now_s = now_s  # until it is looked at next nobody can be heard
         for state in jobs:
-            job = Job(state.name, state.meta["rule"], self.settings.lease_s, self._take_memory, self.note)
+            job = self._make_job(state.name, state.meta["rule"])
             job.restore_meta(state.meta, now_s)
             for chunk in state.chunks:
                 spec = ChunkSpec.from_body(chunk.meta["spec"])
@@ -593,17 +596,6 @@ class Shard:
                 job.chunks.rules[chunk.key] = rule
             self._jobs[job.number] = job
         self._captured_version, self._captured_state = self._versions(), self._state()
-
-
-def merge_job_meta(metas: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """One job's meta from those of several shards: everybody's members, each with its newest incarnation."""
-    return {
-        **metas[0],
-        **merge_members(metas),
-        "has_started": any(meta["has_started"] for meta in metas),
-        "came": sorted({rank for meta in metas for rank in meta["came"]}),
-        "expected_workers": max(meta["expected_workers"] for meta in metas),
-    }
 
 
 def _keep_no_snapshots(route: bytes, message: Message) -> None:

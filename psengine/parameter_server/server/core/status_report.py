@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -22,9 +21,7 @@ class StatusReport:
         clock_s: measures how long that took, and how long ago it was.
     """
 
-    def __init__(
-        self, describe: Callable[[], dict[str, Any]], clock_s: Callable[[], float] = time.perf_counter
-    ) -> None:
+    def __init__(self, describe: Callable[[], dict[str, Any]], clock_s: Callable[[], float]) -> None:
         self._describe = describe
         self._clock_s = clock_s
         self._kept: torch.Tensor | None = None

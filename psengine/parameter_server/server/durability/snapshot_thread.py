@@ -18,7 +18,8 @@ from typing import Any
 
 from psengine.errors import ProtocolError, SnapshotError
 from psengine.parameter_server.server.core.capture import Meeting
-from psengine.parameter_server.server.core.shard import Shard, merge_job_meta
+from psengine.parameter_server.server.core.job_meta import merge_job_meta
+from psengine.parameter_server.server.core.shard import Shard
 from psengine.parameter_server.server.durability.wishes import MAX_WISHES, SnapshotWishes
 from psengine.parameter_server.server.snapshots.store import JobState, SnapshotStore, distribute
 from psengine.parameter_server.server.transport.shard_thread import ShardThread
