@@ -6,8 +6,10 @@ from collections.abc import Sequence
 
 import torch
 
+from psengine.gradients.packing import CopyPacking, Packing, SparsePacking, ViewPacking
 from psengine.strategies.base import Strategy
-from psengine.tensors.bucket import Bucket, plan_buckets
+from psengine.tensors.bucket import Bucket
+from psengine.tensors.bucket_plan import plan_buckets
 
 
 class BucketLayout:
@@ -21,7 +23,8 @@ class BucketLayout:
 
     Attributes:
         buckets: in the order they are reduced.
-        locators: by parameter, its bucket and its position there.
+        packings: by bucket, what moves its gradients.
+        locators: by parameter, the packing of its bucket and its position there.
         small_parameter_buckets: by parameter, its bucket where it is packed together with others, else None.
     """
 
@@ -42,8 +45,10 @@ class BucketLayout:
         self._as_view = as_view
         self._counts_non_finite = counts_non_finite
         self.buckets: list[Bucket] = []
-        self.locators: list[tuple[Bucket, int]] = []
+        self.packings: list[Packing] = []
+        self.locators: list[tuple[Packing, int]] = []
         self.small_parameter_buckets: list[Bucket | None] = []
+        self._adopts = False
 
     def create(self, limits_bytes: Sequence[int], order: Sequence[int] | None = None) -> list[Bucket]:
         """Make buckets of at most ``limits_bytes`` (see ``plan_buckets``) and return them.
@@ -67,17 +72,17 @@ class BucketLayout:
             # A measured order needs no guess.
             for index, plan in enumerate(plans[::-1] if order is None else plans)
         ]
+        self.packings = [self._make_packing(bucket) for bucket in self.buckets]
         located = {
-            index: (bucket, position)
-            for bucket in self.buckets
-            for position, index in enumerate(bucket.parameter_indices)
+            index: (packing, position)
+            for packing in self.packings
+            for position, index in enumerate(packing.bucket.parameter_indices)
         }
         self.locators = [located[index] for index in range(len(self._parameters))]
         self.small_parameter_buckets = [
-            None if bucket.is_eager[position] or bucket.sparse else bucket for bucket, position in self.locators
+            None if packing.is_eager(position) or packing.bucket.sparse else packing.bucket
+            for packing, position in self.locators
         ]
-        if self._as_view:
-            self._adopt_gradients()
         self._strategy.lay_out(self.buckets)
         return self.buckets
 
@@ -85,11 +90,19 @@ class BucketLayout:
         """Gradients that are views of the flat tensor keep their dtype; the strategy then converts on the way out."""
         return dtype if self._as_view else self._strategy.communication_dtype(dtype)
 
-    def _adopt_gradients(self) -> None:
-        """Move gradients that exist already (accumulated, not yet stepped) into the buckets' views."""
-        for bucket in self.buckets:
-            for position, (parameter, view) in enumerate(zip(bucket.parameters, bucket.views, strict=False)):
-                if parameter.grad is not None and not parameter.grad.is_sparse:
-                    with torch.no_grad():
-                        view.copy_(parameter.grad)
-                    parameter.grad = bucket.gradient_view(position)
+    def _make_packing(self, bucket: Bucket) -> Packing:
+        if bucket.sparse:
+            return SparsePacking(bucket)
+        if not self._as_view:
+            return CopyPacking(bucket)
+        packing = ViewPacking(bucket)
+        packing.adopts = self._adopts
+        packing.take_over()
+        return packing
+
+    def adopt_replaced_gradients(self) -> None:
+        """From now on gradients that something replaced are no error; see ``ViewPacking.adopts``."""
+        self._adopts = True
+        for packing in self.packings:
+            if isinstance(packing, ViewPacking):
+                packing.adopts = True

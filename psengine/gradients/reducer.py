@@ -36,10 +36,12 @@ from psengine.gradients.error_texts import (
 )
 from psengine.gradients.finite_check import FiniteCheck
 from psengine.gradients.hooks import AccumulationNodes, ShortWay, counting_hook
+from psengine.gradients.packing import Packing
 from psengine.gradients.static_graph import UNEXPECTED, StaticGraph
 from psengine.gradients.usage import ParameterUsage
 from psengine.strategies.base import Reduction, Strategy
 from psengine.tensors.bucket import Bucket
+from psengine.tensors.share import Share
 from psengine.tracing.backward_timer import BackwardTimer
 from psengine.tracing.spans import ExchangeSpans
 from psengine.tracing.timeline import now_ns, recorder
@@ -132,7 +134,7 @@ class Reducer:
         self._no_way: ShortWay = [False] * len(self.parameters)
         self._short_way = list(self._no_short_way if find_unused_parameters else self._no_way)
         self._is_multi_device = len({p.device for p in self.parameters}) > 1
-        self._divisor: float | None = None
+        self._share: Share | None = None
         self._arrival_order: list[int] = []
         self._ready_order: list[int] = []
         self._has_marked_unused = False
@@ -230,7 +232,7 @@ class Reducer:
         self._expect_hooks = True
         self._next_bucket = 0
         self._reductions = []
-        self._divisor = None
+        self._share = None
         if self._has_weighed:
             self.strategy.weigh(self._batch_weight)
         self._is_packing = self._as_view or self.strategy.needs_packing or self._finite_check is not None
@@ -337,23 +339,23 @@ class Reducer:
         self._ready[index] = 1
         if self._short_way[index] is None and len(self._ready_order) < len(self.parameters):
             self._ready_order.append(index)
-        bucket, position = self._locators[index]
-        if self._is_packing and bucket.is_eager[position]:
-            self._pack_one(bucket, position)
-        bucket.pending -= 1
-        if bucket.pending == 0:
+        packing, position = self._locators[index]
+        if self._is_packing and packing.is_eager(position):
+            self._pack_one(packing, position)
+        packing.bucket.pending -= 1
+        if packing.bucket.pending == 0:
             self._reduce_full_buckets()
 
-    def _pack_one(self, bucket: Bucket, position: int) -> None:
+    def _pack_one(self, packing: Packing, position: int) -> None:
         started_ns = now_ns() if recorder.is_on else 0
         if torch.is_grad_enabled():
             self._warn_create_graph()
             with torch.no_grad():
-                bucket.pack_one(position, self._get_divisor(), as_view=self._as_view)
+                packing.pack_one(position, self._get_share())
         else:
-            bucket.pack_one(position, self._get_divisor(), as_view=self._as_view)
+            packing.pack_one(position, self._get_share())
         if started_ns:
-            recorder.add("pack", started_ns, step=self.iteration, args=bucket.facts_of(position))
+            recorder.add("pack", started_ns, step=self.iteration, args=packing.bucket.facts_of(position))
 
     def _warn_create_graph(self) -> None:
         if not self._warned_create_graph:
@@ -389,17 +391,14 @@ class Reducer:
         """Pack what is not packed yet and hand the bucket over; None where there is nothing to exchange."""
         if self.usage.is_unused_everywhere(bucket.parameter_indices):
             return None
-        divisor = self._get_divisor()
+        share = self._get_share()
         if not self._is_packing:
             return None
         if torch.is_grad_enabled():
             self._warn_create_graph()
         started_ns = now_ns() if recorder.is_on else 0
         with torch.no_grad():
-            if bucket.sparse:
-                bucket.pack_sparse(divisor)
-            else:
-                bucket.pack_rest(divisor, as_view=self._as_view)
+            self._layout.packings[bucket.index].pack_rest(share)
         if started_ns:
             self._spans.packed(bucket, started_ns, self.iteration)
         if self._finite_check is None:
@@ -409,9 +408,9 @@ class Reducer:
         self._finite_check.note(bucket)  # what overflowed where the strategy converted it
         return reduction
 
-    def _get_divisor(self) -> float:
-        """By what this backward's gradients are divided; ranks that ran out of data may be left out of the count."""
-        if self._divisor is None:
+    def _get_share(self) -> Share:
+        """What this rank's gradients count in this backward; ranks that ran out of data may be left out."""
+        if self._share is None:
             live_world_size = self._world_size
             in_join = self._live_ranks_work is not None
             if self._live_ranks_work is not None:
@@ -419,8 +418,8 @@ class Reducer:
                 if not use_initial_world_size:
                     work.wait()
                     live_world_size = int(work.result()[0].item())
-            self._divisor = self.strategy.begin(live_world_size, in_join=in_join)
-        return self._divisor
+            self._share = self.strategy.begin(live_world_size, in_join=in_join)
+        return self._share
 
     def _delay_all_reduce(self) -> None:
         """End of static graph's first backward: only now is known who is used how often, so everything goes now."""
@@ -428,10 +427,9 @@ class Reducer:
             self.usage.reduce()
             self.usage.unused = self._static_graph.learn()
             with torch.no_grad():
-                for bucket in self.buckets:
-                    for position in range(len(bucket.parameters)):
-                        if self._is_packing and bucket.is_eager[position]:
-                            self._pack_one(bucket, position)
+                for packing in self._layout.packings if self._is_packing else ():
+                    for position in packing.bucket.eager_runs:
+                        self._pack_one(packing, position)
             self.timer.start_communication()
             self._reductions = [self._reduce(bucket) for bucket in self.buckets]
             self._next_bucket = len(self.buckets)
@@ -512,14 +510,7 @@ class Reducer:
         self._short_way[:] = self._no_short_way if takes_long_way else self._no_way
 
     def _unpack(self, bucket: Bucket, result: torch.Tensor) -> None:
-        skip = self._unused_positions(bucket)
-        if bucket.sparse:
-            bucket.unpack_sparse(result, skip)
-            return
-        if self._as_view:
-            bucket.unpack_as_views(result, skip, adopt=self._mixed_precision_dtype is not None)
-        else:
-            bucket.unpack(result, skip)
+        self._layout.packings[bucket.index].unpack(result, self._unused_positions(bucket))
 
     # ---- for join, communication hooks and frameworks ----------------------------------------------------------
 
@@ -555,7 +546,7 @@ class Reducer:
         with torch.no_grad():
             for bucket in self.buckets:
                 if not self.usage.is_unused_everywhere(bucket.parameter_indices):
-                    bucket.fill_with_zeros()
+                    self._layout.packings[bucket.index].fill_with_zeros()
                     reductions.append(self.strategy.reduce(bucket))
             if self._find_unused and not self._static_graph.is_promised:
                 self.usage.shadow()
@@ -586,6 +577,7 @@ class Reducer:
 
     def _set_mixed_precision_param_dtype(self, dtype: torch.dtype) -> None:
         self._mixed_precision_dtype = dtype
+        self._layout.adopt_replaced_gradients()
 
     def _ddp_graph_static(self) -> bool:
         """Whether every search so far found the same parameters unused, so that ``static_graph`` would have served."""

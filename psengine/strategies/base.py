@@ -19,6 +19,7 @@ import torch
 from psengine.collectives.base import Collective, Work
 from psengine.errors import ConfigurationError
 from psengine.tensors.bucket import Bucket
+from psengine.tensors.share import WHOLE, Share
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,15 +124,14 @@ class Strategy(ABC):
                 f" {weight:g}). Fix: leave model.batch_weight alone, or use strategy='sync'."
             )
 
-    def begin(self, live_world_size: int, *, in_join: bool = False) -> float:
+    def begin(self, live_world_size: int, *, in_join: bool = False) -> Share:
         """The first gradient of a backward is ready, and ``live_world_size`` ranks contribute to this one.
 
         ``in_join``: ranks without data may take part with zeros, and do not know how many have some.
 
-        Returns by what the reducer divides gradients while it packs them; 1 leaves them as they are, infinity makes
-        zeros of them whatever they are.
+        Returns what this replica's gradients count; the reducer applies it while it packs them.
         """
-        return 1
+        return WHOLE
 
     def communication_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """Return what gradients of ``dtype`` are exchanged in; the reducer converts them while packing."""

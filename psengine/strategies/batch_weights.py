@@ -17,6 +17,7 @@ import torch
 from psengine.collectives.base import Collective, Work
 from psengine.errors import ArgumentTypeError, ConfigurationError
 from psengine.tensors.leaves import is_real_scalar, to_float
+from psengine.tensors.share import NOTHING, Share
 
 WHAT = "batch weights (model.batch_weight is set on every rank, or on none)"
 
@@ -74,13 +75,13 @@ class BatchWeights:
             self._total = torch.tensor([weight], dtype=torch.float64, device=self._device)
             self._work = self._collective.all_reduce(self._total, what=WHAT)
 
-    def divisor(self) -> float:
-        """Return total / weight, by which this rank's gradients are divided so that their sum is the average.
+    def share(self) -> Share:
+        """Return this rank's: its gradients are divided by total / weight, so that the sum over ranks is the average.
 
-        Infinite for a rank that has no say, and for all of them where the total is 0: the average is zeros then.
+        Nothing for a rank that has no say; where that is all of them, the average is zeros.
         """
         assert self._total is not None, "asked without weights"
         if self._work is not None:
             self._work.wait()
             self._work = None
-        return self._total.item() / self._weight if self._weight else math.inf
+        return Share(self._total.item() / self._weight) if self._weight else NOTHING

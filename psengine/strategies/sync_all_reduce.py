@@ -14,6 +14,7 @@ from psengine.strategies.base import Capabilities, Reduction, Replica, Strategy
 from psengine.strategies.batch_weights import BatchWeights
 from psengine.strategies.verification import verify_replicas
 from psengine.tensors.bucket import Bucket
+from psengine.tensors.share import WHOLE, Share
 
 COMMUNICATION_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -90,7 +91,7 @@ class SyncAllReduce(Strategy):
         assert self._weights is not None, "weighed before it was prepared"
         self._weights.exchange(weight)
 
-    def begin(self, live_world_size: int, *, in_join: bool = False) -> float:
+    def begin(self, live_world_size: int, *, in_join: bool = False) -> Share:
         """Divide by the number of contributing ranks while packing, unless a hook or the collective does the scaling;
         by weights, which differ from rank to rank, always while packing.
 
@@ -100,13 +101,13 @@ class SyncAllReduce(Strategy):
         """
         self._scale = 1.0
         if self._weights is not None and self._weights.weight is not None:
-            return self._weights.divisor()
+            return self._weights.share()
         if self._hook is not None:
-            return 1
+            return WHOLE
         if self._dtype is None and not in_join and self.collective.scales_for_free:
             self._scale = 1.0 / live_world_size
-            return 1
-        return live_world_size
+            return WHOLE
+        return Share(live_world_size)
 
     @override
     def communication_dtype(self, dtype: torch.dtype) -> torch.dtype:

@@ -11,8 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from psengine.errors import ConfigurationError, ReductionError
-from psengine.tensors.bucket import EAGER_PACK_BYTES, Bucket, is_non_overlapping_and_dense, plan_buckets
+from psengine.gradients.packing import CopyPacking, SparsePacking, ViewPacking
+from psengine.tensors.bucket import EAGER_PACK_BYTES, Bucket, is_non_overlapping_and_dense
+from psengine.tensors.bucket_plan import plan_buckets
 from psengine.tensors.caps import BucketCaps
+from psengine.tensors.share import NOTHING, Share
 
 DTYPES = [torch.float32, torch.float64, torch.float16]
 
@@ -110,11 +113,10 @@ def random_parameters(dtype=torch.float32):
     return parameters
 
 
-def pack_all(bucket, divisor, *, as_view=False):
-    for position, is_eager in enumerate(bucket.is_eager):
-        if is_eager:
-            bucket.pack_one(position, divisor, as_view=as_view)
-    bucket.pack_rest(divisor, as_view=as_view)
+def pack_all(packing, divisor):
+    for position in packing.bucket.eager_runs:
+        packing.pack_one(position, Share(divisor))
+    packing.pack_rest(Share(divisor))
 
 
 @pytest.mark.parametrize("as_view", [False, True])
@@ -124,7 +126,7 @@ def test_pack_multiplies_by_the_reciprocal_like_native(as_view, divisor, dtype):
     parameters = random_parameters(dtype)
     expected = [p.grad * (1.0 / divisor) if divisor != 1 else p.grad.clone() for p in parameters]
     bucket = make_bucket(parameters)
-    pack_all(bucket, divisor, as_view=as_view)
+    pack_all((ViewPacking if as_view else CopyPacking)(bucket), divisor)
     assert not bucket.flat.isnan().any()
     for parameter, view, want in zip(parameters, bucket.views, expected, strict=True):
         assert torch.equal(view, want)
@@ -137,9 +139,9 @@ def test_gradient_that_is_the_view_is_divided_in_place():
     parameter = torch.nn.Parameter(torch.randn(1000))
     parameter.grad = torch.randn(1000)
     original = parameter.grad.clone()
-    bucket = make_bucket([parameter])
-    pack_all(bucket, 1, as_view=True)
-    pack_all(bucket, 3, as_view=True)
+    packing = ViewPacking(make_bucket([parameter]))
+    pack_all(packing, 1)
+    pack_all(packing, 3)
     assert torch.equal(parameter.grad, original / 3)
     assert not torch.equal(original / 3, original * (1.0 / 3))
 
@@ -148,14 +150,15 @@ def test_gradient_whose_data_was_assigned_does_not_take_the_view_along():
     for numel in (10, EAGER_PACK_BYTES):  # in a run, and by itself
         parameter = torch.nn.Parameter(torch.zeros(numel))
         bucket = make_bucket([parameter])
+        packing = ViewPacking(bucket)
         for step in (1.0, 2.0, 3.0):
             parameter.grad = torch.full((numel,), step)
-            pack_all(bucket, 1, as_view=True)
-            bucket.unpack_as_views(bucket.flat, None)
+            pack_all(packing, 1)
+            packing.unpack(bucket.flat, None)
             assert parameter.grad.data_ptr() == bucket.flat.data_ptr()
             assert torch.equal(bucket.flat, torch.full((numel,), step))
             parameter.grad.data = parameter.grad.data.clone()
-        pack_all(bucket, 1, as_view=True)  # kept and accumulated into, as by zero_grad(set_to_none=False)
+        pack_all(packing, 1)  # kept and accumulated into, as by zero_grad(set_to_none=False)
         assert parameter.grad.data_ptr() == bucket.flat.data_ptr()
         assert torch.equal(parameter.grad, torch.full((numel,), 3.0))
 
@@ -165,10 +168,11 @@ def test_undefined_gradient_counts_as_zero_and_is_created(missing):
     parameters = random_parameters()
     parameters[missing].grad = None
     bucket = make_bucket(parameters)
-    pack_all(bucket, 2)
+    packing = CopyPacking(bucket)
+    pack_all(packing, 2)
     assert torch.equal(bucket.views[missing], torch.zeros_like(parameters[missing]))
     result = torch.randn_like(bucket.flat)
-    bucket.unpack(result, None)
+    packing.unpack(result, None)
     for parameter, want in zip(parameters, bucket.views_of(result), strict=True):
         assert torch.equal(parameter.grad, want)
         assert parameter.grad.untyped_storage().data_ptr() != result.untyped_storage().data_ptr() or want.numel() == 0
@@ -178,10 +182,11 @@ def test_unpack_leaves_skipped_parameters_alone():
     parameters = random_parameters()
     parameters[3].grad = None
     bucket = make_bucket(parameters)
-    pack_all(bucket, 1)
+    packing = CopyPacking(bucket)
+    pack_all(packing, 1)
     before = copy.deepcopy(parameters[0].grad)
     skip = [i in (0, 3) for i in range(len(parameters))]
-    bucket.unpack(torch.zeros_like(bucket.flat), skip)
+    packing.unpack(torch.zeros_like(bucket.flat), skip)
     assert parameters[3].grad is None
     assert torch.equal(parameters[0].grad, before)
     assert parameters[1].grad.abs().sum() == 0
@@ -190,29 +195,55 @@ def test_unpack_leaves_skipped_parameters_alone():
 def test_a_replaced_view_is_an_error():
     parameters = random_parameters()
     bucket = make_bucket(parameters)
-    pack_all(bucket, 1, as_view=True)
+    packing = ViewPacking(bucket)
+    pack_all(packing, 1)
     parameters[1].grad = torch.zeros_like(parameters[1])
     with pytest.raises(ReductionError, match=r"not the expected DDP bucket view.*'p1'"):
-        bucket.unpack_as_views(bucket.flat, None)
+        packing.unpack(bucket.flat, None)
 
 
 def test_sparse_gradient_in_a_dense_bucket_is_named():
     parameters = random_parameters()
     parameters[0].grad = torch.sparse_coo_tensor([[0]], [1.0], (3,), check_invariants=True)
-    bucket = make_bucket(parameters)
     with pytest.raises(ReductionError, match=r"'p0' received a sparse gradient"):
-        pack_all(bucket, 2)
+        pack_all(CopyPacking(make_bucket(parameters)), 2)
 
 
 def test_sparse_bucket():
     parameter = torch.nn.Parameter(torch.randn(4, 2))
     bucket = make_bucket([parameter], sparse=True)
-    bucket.pack_sparse(2)
+    packing = SparsePacking(bucket)
+    packing.pack_rest(Share(2))
     assert bucket.flat.is_sparse
     assert bucket.flat.coalesce().indices().numel() == 0
     parameter.grad = torch.sparse_coo_tensor([[1, 3]], [[2.0, 2.0], [4.0, 4.0]], (4, 2), check_invariants=True)
-    bucket.pack_sparse(2)
+    packing.pack_rest(Share(2))
     assert torch.equal(bucket.flat.to_dense()[3], torch.tensor([2.0, 2.0]))
     parameter.grad = torch.zeros(4, 2)
     with pytest.raises(ReductionError, match="Expected variable to have sparse gradient"):
-        bucket.pack_sparse(2)
+        packing.pack_rest(Share(2))
+
+
+def test_any_tensors_go_there_and_back():
+    parameters = random_parameters()
+    bucket = make_bucket(parameters)
+    values = [torch.randn_like(p) for p in parameters]
+    bucket.pack(values, Share(2))
+    for view, value in zip(bucket.views, values, strict=True):
+        assert torch.equal(view, value / 2)
+    with torch.no_grad():
+        bucket.unpack(parameters, bucket.flat * 4)
+    for parameter, value in zip(parameters, values, strict=True):
+        assert torch.equal(parameter, value * 2)
+    bucket.pack([None] * len(parameters))
+    assert not bucket.flat.any()
+    bucket.pack([torch.full_like(p, torch.nan) for p in parameters], NOTHING)
+    assert not bucket.flat.any()
+
+
+def test_tensors_in_the_flat_memory_are_divided_in_place():
+    parameters = [torch.nn.Parameter(torch.randn(100)) for _ in range(2)]
+    bucket = make_bucket(parameters)
+    bucket.pack([torch.ones(100), torch.full((100,), 2.0)])
+    bucket.pack([bucket.views[0], torch.full((100,), 8.0)], Share(4))
+    assert bucket.flat.tolist() == [0.25] * 100 + [2.0] * 100

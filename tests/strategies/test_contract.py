@@ -58,20 +58,17 @@ def synchronous_contract(rank: int, world_size: int, name: str, servers: str) ->
         for p in parameters.values():
             p.grad = torch.randn(p.shape, generator=generator)
         gradients.append({k: p.grad.clone() for k, p in parameters.items()})
-        divisor = strategy.begin(world_size)
+        share = strategy.begin(world_size)
         reductions = []
         for bucket in buckets:
-            for position, is_eager in enumerate(bucket.is_eager):
-                if is_eager:
-                    bucket.pack_one(position, divisor, as_view=False)
-            bucket.pack_rest(divisor, as_view=False)
+            bucket.pack([p.grad for p in bucket.parameters], share)
             reductions.append(strategy.reduce(bucket))
         usage = torch.tensor([1, 0, rank], dtype=torch.int32)
         usage_work = strategy.reduce_usage(usage)
         for bucket, reduction in zip(buckets, reductions, strict=True):
             result = reduction.wait()
             if result is not None:
-                bucket.unpack(result, None)
+                bucket.unpack([p.grad for p in bucket.parameters], result)
         usage_work.wait()
         strategy.finish()
         assert strategy.step(lambda: "stepped") == "stepped"

@@ -23,6 +23,7 @@ from psengine.strategies.base import Reduction
 from psengine.strategies.servers.base import DEFAULT_TIMEOUT_S, ServerStrategy
 from psengine.strategies.servers.optimizer_binding import OptimizerBinding
 from psengine.tensors.bucket import Bucket
+from psengine.tensors.share import WHOLE, Share
 from psengine.tracing.spans import PushSpans
 from psengine.tracing.timeline import now_ns, recorder
 
@@ -189,7 +190,7 @@ class AsyncServer(ServerStrategy):
         return bool(self._options["push"] == "backward")
 
     @override
-    def begin(self, live_world_size: int, *, in_join: bool = False) -> int:
+    def begin(self, live_world_size: int, *, in_join: bool = False) -> Share:
         """Nothing is divided, because nothing is added up."""
         binding = self._bound()
         if self._left:
@@ -201,7 +202,7 @@ class AsyncServer(ServerStrategy):
         if self._options["push"] == "backward":
             binding.check_groups()
             self._note_hyperparameters(binding.optimizer)
-        return 1
+        return WHOLE
 
     def weigh(self, weight: float | None) -> None:
         """See ``Strategy.weigh``.
@@ -285,7 +286,7 @@ class AsyncServer(ServerStrategy):
 
     def _pack_and_push(self, bucket: Bucket) -> None:
         started_ns = now_ns() if recorder.is_on else 0
-        bucket.pack(1, as_view=False)
+        bucket.pack([parameter.grad for parameter in bucket.parameters])
         if started_ns:
             recorder.add("pack", started_ns, args=bucket.facts)
         self._push(bucket, bucket.flat)

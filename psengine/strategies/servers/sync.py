@@ -25,6 +25,7 @@ from psengine.errors import ConfigurationError, FencedError, ServerError
 from psengine.strategies.base import Reduction
 from psengine.strategies.servers.base import DEFAULT_TIMEOUT_S, ServerStrategy
 from psengine.tensors.bucket import Bucket
+from psengine.tensors.share import WHOLE, Share
 
 if TYPE_CHECKING:
     from psengine.parameter_server.client.operation import Push
@@ -131,13 +132,13 @@ class SyncServer(ServerStrategy):
             )
         self._weight = None if weight is None else float(weight)
 
-    def begin(self, live_world_size: int, *, in_join: bool = False) -> int:
+    def begin(self, live_world_size: int, *, in_join: bool = False) -> Share:
         """Gradients travel undivided, because only the servers know how many workers contribute.
 
         A worker that waits to join gets this one's state now, while the weights are those before the step.
         """
         self._open_step()
-        return 1
+        return WHOLE
 
     def _open_step(self) -> None:
         if self._is_open:

@@ -1,0 +1,219 @@
+"""The ``.grad`` of a bucket's parameters on their way into the bucket, and the result on its way back.
+
+One object for each bucket, chosen when buckets are made::
+
+    CopyPacking     gradients are tensors of their own: copied in, and back
+    ViewPacking     gradients are views of the bucket (gradient_as_bucket_view): copied once at most
+    SparsePacking   the bucket's only gradient is sparse, and is itself what travels
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+import torch
+from typing_extensions import override
+
+from psengine.errors import ReductionError
+from psengine.tensors.bucket import Bucket, Run, resolve_lazy
+from psengine.tensors.share import Share
+
+
+class Packing(ABC):
+    """Moves the gradients of ``bucket``'s parameters.
+
+    Attributes:
+        bucket: where to.
+    """
+
+    def __init__(self, bucket: Bucket) -> None:
+        self.bucket = bucket
+
+    def is_eager(self, position: int) -> bool:
+        """Whether the gradient at this position is large enough for ``pack_one``."""
+        return position in self.bucket.eager_runs
+
+    def pack_one(self, position: int, share: Share) -> None:
+        """Pack an eager parameter's gradient, of which this replica contributes ``share``."""
+        self._pack(self.bucket.eager_runs[position], share)
+
+    def pack_rest(self, share: Share) -> None:
+        """Pack the gradients that are not eager."""
+        for run in self.bucket.runs:
+            self._pack(run, share)
+
+    @abstractmethod
+    def _pack(self, run: Run, share: Share) -> None: ...
+
+    @abstractmethod
+    def unpack(self, result: torch.Tensor, skip: Sequence[bool] | None) -> None:
+        """Make ``result`` the gradients.
+
+        Args:
+            result: laid out like ``bucket.flat``; that tensor itself, or another.
+            skip: positions that stay untouched, because no rank used the parameter; None skips nothing.
+        """
+
+    def fill_with_zeros(self) -> None:
+        """Let the bucket hold what a rank without data contributes."""
+        self.bucket.flat.zero_()
+
+    def _gradients(self, run: Run) -> list[torch.Tensor | None]:
+        bucket = self.bucket
+        for position in bucket.may_be_lazy:
+            if run.first <= position < run.last:
+                # A result cannot be written to lists of lazy tensors either.
+                parameter = bucket.parameters[position]
+                resolved = resolve_lazy(parameter.grad)
+                if resolved is not parameter.grad:
+                    parameter.grad = resolved
+        return [parameter.grad for parameter in bucket.parameters[run.first : run.last]]
+
+
+class CopyPacking(Packing):
+    """Gradients are tensors of their own."""
+
+    @override
+    def _pack(self, run: Run, share: Share) -> None:
+        self.bucket.pack_run(run, self._gradients(run), share)
+
+    @override
+    def unpack(self, result: torch.Tensor, skip: Sequence[bool] | None) -> None:
+        """Gradients that are missing are created."""
+        bucket = self.bucket
+        skips = skip is not None and any(skip)
+        for position, (parameter, view) in enumerate(zip(bucket.parameters, bucket.views, strict=True)):
+            if parameter.grad is None and not (skips and skip[position]):  # type: ignore[index]
+                parameter.grad = torch.empty_strided(
+                    view.shape, view.stride(), dtype=parameter.dtype, device=view.device
+                )
+        if not skips:
+            bucket.unpack([_detached(parameter.grad) for parameter in bucket.parameters], result)
+            return
+        for position, view in enumerate(bucket.views_of_result(result)):
+            if not skip[position]:  # type: ignore[index]
+                _detached(bucket.parameters[position].grad).copy_(view)
+
+
+class ViewPacking(Packing):
+    """Gradients are views of the bucket's flat memory.
+
+    Attributes:
+        adopts: whether gradients that something replaced become the bucket's views again (mixed precision's hook makes
+            new ones); else they are an error.
+    """
+
+    def __init__(self, bucket: Bucket) -> None:
+        super().__init__(bucket)
+        self.adopts = False
+        self._handed_out = [view.detach() for view in bucket.views]
+
+    def gradient_view(self, position: int) -> torch.Tensor:
+        """The view to hand out as a gradient: an alias, because assigning to its ``.data`` (as ``Module.to`` does)
+        takes it off the flat memory for good; then there is a new one.
+        """
+        if self._handed_out[position].data_ptr() != self.bucket.addresses[position]:
+            self._handed_out[position] = self.bucket.views[position].detach()
+        return self._handed_out[position]
+
+    def take_over(self) -> None:
+        """Move gradients that exist already (accumulated, not yet stepped) into the bucket."""
+        for position, (parameter, view) in enumerate(zip(self.bucket.parameters, self.bucket.views, strict=True)):
+            if parameter.grad is not None and not parameter.grad.is_sparse:
+                with torch.no_grad():
+                    view.copy_(parameter.grad)
+                parameter.grad = self.gradient_view(position)
+
+    @override
+    def _pack(self, run: Run, share: Share) -> None:
+        bucket, gradients = self.bucket, self._gradients(run)
+        addresses = bucket.addresses[run.first : run.last]
+        is_in_place = [
+            gradient is not None and gradient.data_ptr() == address
+            for gradient, address in zip(gradients, addresses, strict=True)
+        ]
+        if any(is_in_place) and not share.is_nothing:
+            bucket.pack_each(run, gradients, share)
+        else:
+            bucket.pack_run(run, gradients, share)
+        for position, gradient in enumerate(gradients, run.first):
+            is_foreign = gradient is not None and not is_in_place[position - run.first]
+            if is_foreign and gradient.dtype == bucket.flat_dtype:  # type: ignore[union-attr]
+                bucket.parameters[position].grad = self.gradient_view(position)
+
+    @override
+    def unpack(self, result: torch.Tensor, skip: Sequence[bool] | None) -> None:
+        """Only a result that is not the bucket's flat memory is copied.
+
+        Raises:
+            ReductionError: something replaced a gradient during backward.
+        """
+        bucket = self.bucket
+        if result is not bucket.flat:
+            bucket.flat.copy_(result.view(-1))
+        for position, parameter in enumerate(bucket.parameters):
+            if skip is not None and skip[position]:
+                continue
+            gradient = parameter.grad
+            if gradient is None or self.adopts:
+                parameter.grad = self.gradient_view(position)
+            elif (
+                gradient is not self._handed_out[position]
+                and gradient.data_ptr() != bucket.addresses[position]
+                and gradient.numel() > 0
+            ):
+                raise ReductionError(
+                    "Detected at least one parameter gradient is not the expected DDP bucket view with"
+                    f" gradient_as_bucket_view=True (parameter {bucket.names[position]!r}). Something replaced the"
+                    " gradient during backward, for example a second set of gradient hooks on the same parameter."
+                )
+
+
+class SparsePacking(Packing):
+    """The gradient of the bucket's only parameter is sparse: it takes the place of flat memory."""
+
+    @override
+    def pack_rest(self, share: Share) -> None:
+        """An undefined gradient counts as zero."""
+        bucket = self.bucket
+        gradient = bucket.parameters[0].grad
+        if gradient is None or share.is_nothing:
+            self.fill_with_zeros()
+            return
+        if not gradient.is_sparse:
+            raise ReductionError(
+                f"Expected variable to have sparse gradient. (parameter {bucket.names[0]!r}: expected torch.sparse_coo,"
+                f" got {gradient.layout})"
+            )
+        if bucket.counts_non_finite:
+            bucket.note_non_finite(0, gradient._values().isfinite().logical_not_().sum().view(1))
+        # Not in place: the gradients of two embeddings may share their values.
+        if share.divisor != 1:
+            gradient = gradient / share.divisor
+        elif bucket.counts_non_finite:
+            gradient = gradient.clone()  # it is to stay what it is where another rank's is not finite
+        bucket.flat = gradient
+
+    @override
+    def _pack(self, run: Run, share: Share) -> None:
+        raise AssertionError("a sparse bucket has no runs")
+
+    @override
+    def fill_with_zeros(self) -> None:
+        bucket = self.bucket
+        # One sparse dimension, rows, like the gradients of embeddings: gloo sizes its messages by that number.
+        shape = bucket.parameters[0].shape
+        indices = torch.empty(1, 0, dtype=torch.int64, device=bucket.device)
+        values = torch.empty(0, *shape[1:], dtype=bucket.dtype, device=bucket.device)
+        bucket.flat = torch.sparse_coo_tensor(indices, values, shape, check_invariants=False)
+
+    @override
+    def unpack(self, result: torch.Tensor, skip: Sequence[bool] | None) -> None:
+        if skip is None or not skip[0]:
+            self.bucket.parameters[0].grad = result
+
+
+def _detached(gradient: torch.Tensor | None) -> torch.Tensor:
+    assert gradient is not None, "gradients that were missing have been created"
+    return gradient.detach() if gradient.requires_grad else gradient
