@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -26,6 +25,7 @@ from attacks.hostile_client import (
     slow_readers,
 )
 from support.shard_world import spec
+from support.waiting import eventually
 
 from psengine.parameter_server.client.presence import Presence
 from psengine.parameter_server.client.session import SessionOptions, WorkerSession
@@ -37,13 +37,6 @@ SHORT = dict.fromkeys(ATTACKS, 1000) | {idle_connections: 100, slow_readers: 2, 
 def attacked():
     with ordeal() as made:
         yield made
-
-
-def eventually(condition, timeout_s=15.0):
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "it did not come true"
-        time.sleep(0.02)
 
 
 @pytest.mark.parametrize("attack", ATTACKS, ids=lambda attack: attack.__name__)

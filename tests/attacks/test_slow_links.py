@@ -10,15 +10,15 @@ from contextlib import ExitStack, contextmanager
 import pytest
 import torch
 from attacks.throttled_relay import ThrottledRelay, throttled_relay
-from support.fault_workers import Reports, crew, results_of
+from support.fault_workers import Reports, crew, expect_workers, results_of
 from support.server_process import ServerProcess, running_server
+from support.waiting import eventually
 
 import psengine
 from psengine.errors import ServerLostError
 from psengine.parameter_server.client.partition import cut
 from psengine.parameter_server.client.session import Push, SessionOptions, WorkerSession, wait_all
 from psengine.protocol.layout import ChunkKind, ChunkSpec
-from tests.parameter_server.test_faults import expect_workers
 
 AVERAGE = {"name": "average", "quorum": None}
 APPLY = {"name": "apply", "max_staleness": None, "staleness_scaling": None, "delay_compensation": 0.0}
@@ -208,13 +208,6 @@ def test_a_step_of_a_strategy_sends_its_bytes_once_at_10_mbit_per_s(server, stra
 # ---- a link that is cut ----------------------------------------------------------------------------------------------
 
 
-def wait_until(is_true, what: str, deadline_s: float = 30.0) -> None:
-    last_s = time.monotonic() + deadline_s
-    while not is_true():
-        assert time.monotonic() < last_s, what
-        time.sleep(0.01)
-
-
 @pytest.mark.parametrize("rule", [AVERAGE, pytest.param(APPLY, marks=pytest.mark.slow)], ids=["average", "apply"])
 def test_a_result_cut_on_its_way_is_asked_for_once(server, rule):
     """The pushes are all there and some results too, when every connection ends; the link is there again at once."""
@@ -223,8 +216,8 @@ def test_a_result_cut_on_its_way_is_asked_for_once(server, rule):
         before = carried([relay])[0]
         relay.down.bytes_per_s = 0.7e6
         pushes = trainer.push(1.0)
-        wait_until(lambda: relay.up.carried_bytes - before[0] >= least_bytes(chunks), "the pushes do not arrive")
-        wait_until(lambda: sum(push.is_done for push in pushes) >= 3, "no result came")
+        eventually(lambda: relay.up.carried_bytes - before[0] >= least_bytes(chunks), "the pushes do not arrive")
+        eventually(lambda: sum(push.is_done for push in pushes) >= 3, "no result came")
         done = sum(push.is_done for push in pushes)
         assert relay.cut() >= 2
         assert done < chunks
@@ -244,7 +237,7 @@ def test_pushes_cut_on_their_way_count_once(server):
         relay.up.bytes_per_s = 1e6
         before = relay.up.carried_bytes
         pushes = trainer.push(1.0)
-        wait_until(lambda: relay.up.carried_bytes - before > least_bytes(chunks) / 2, "nothing goes up")
+        eventually(lambda: relay.up.carried_bytes - before > least_bytes(chunks) / 2, "nothing goes up")
         assert relay.cut() >= 2
         wait_all(pushes)
         assert trainer.values.eq(-1.0).all()
@@ -259,7 +252,7 @@ def test_a_dead_server_behind_a_slow_link_is_found_in_time(server):
     chunks, timeout_s = 8, 1.5
     with slow_crew(server, chunks, AVERAGE, 1, 1e6, timeout_s=timeout_s) as ([trainer], _):
         pushes = trainer.push(1.0)
-        wait_until(lambda: pushes[0].is_done, "no result came")
+        eventually(lambda: pushes[0].is_done, "no result came")
         server.kill()
         killed_s = time.monotonic()
         with pytest.raises(ServerLostError, match="did not answer"):

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import pytest
 from support.command_process import run_command, running_command
+from support.process_table import children_of, command_line, is_running
 
 import psengine
 from psengine.cli.launching import output as worker_output
@@ -587,25 +588,3 @@ ValueError: b"""
         "    | ValueError: c",
     ]
     assert last_traceback([(1.0, line) for line in ["x", *group]])[1] == tuple(group)
-
-
-def children_of(pid: int) -> list[int]:
-    found = []
-    for task in Path(f"/proc/{pid}/task").iterdir():
-        found += [int(child) for child in (task / "children").read_text().split()]
-    return found
-
-
-def command_line(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
-    except OSError:
-        return ""
-
-
-def is_running(pid: int) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return False
-    return state not in ("Z", "X")

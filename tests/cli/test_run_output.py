@@ -7,13 +7,14 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 import urllib.request
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 from support.command_process import run_command, running_command
+from support.process_table import children_of, command_line
+from support.waiting import eventually
 
 import psengine.cli.main
 from psengine.cli.launching.deaths import DeathWatch
@@ -21,21 +22,12 @@ from psengine.cli.launching.output import WorkerOutput
 from psengine.cli.launching.servers import ServerGroup, has_joined_workers
 from psengine.cli.main import main
 from psengine.cli.server_status import ServerReport
-from tests.cli.test_run import children_of, command_line
 
 SUPPORT = Path(__file__).parents[1] / "support"
 WORKER = str(SUPPORT / "launched_worker.py")
 TRAINING = str(SUPPORT / "launched_training.py")
 COMMAND = [sys.executable, "-m", "psengine.cli.main"]
 DEADLINE_S = 30.0
-
-
-def wait_until(condition):
-    deadline_s = time.monotonic() + DEADLINE_S
-    while not (found := condition()):
-        assert time.monotonic() < deadline_s
-        time.sleep(0.01)
-    return found
 
 
 def nobody_reads_stderr():
@@ -135,7 +127,7 @@ def test_pipes_of_workers_that_were_started_again_are_closed(tmp_path):
             for file in files:
                 Path(file).write_bytes(b"life %d\nunfinished" % life)
             files = [output.pipe(0, is_stderr=is_stderr) for is_stderr in (False, True)]
-        wait_until(lambda: (open_descriptors(), len(os.listdir(tmp_path))) == before)
+        eventually(lambda: (open_descriptors(), len(os.listdir(tmp_path))) == before)
         assert output.stderr_of(0) == []
         lines = (tmp_path / "shown").read_text().splitlines()
     assert sorted(lines) == sorted(2 * [f"[rank 0] life {life}" for life in range(8)] + 16 * ["[rank 0] unfinished"])
@@ -150,7 +142,7 @@ def test_a_pipe_stays_while_somebody_writes_to_it(tmp_path):
             for number in range(3):
                 child.write(b"late %d\n" % number)
                 output.drain()
-        wait_until(lambda: open_descriptors() == before + 1)
+        eventually(lambda: open_descriptors() == before + 1)
         assert output.stderr_of(0) == []
     assert (tmp_path / "shown").read_text() == "".join(f"[rank 0] late {number}\n" for number in range(3))
 
@@ -166,7 +158,7 @@ def test_a_line_begins_behind_an_unfinished_one_on_the_next(tmp_path):
             (others, "done\n", "\r50%\n[rank 1] half\n\r100%\n[rank 1] done\n"),
         ):
             file.write_bytes(text.encode())
-            wait_until(lambda expected=expected: shown.read_bytes() == expected.encode())
+            eventually(lambda expected=expected: shown.read_bytes() == expected.encode())
 
 
 def test_the_dead_are_watched_no_longer():
@@ -175,9 +167,9 @@ def test_the_dead_are_watched_no_longer():
         for code in range(8):
             process = stack.enter_context(subprocess.Popen(["sh", "-c", f"exit {code}"]))
             watch.add(process.pid)
-            wait_until(lambda pid=process.pid: pid in watch.ended_s)
+            eventually(lambda pid=process.pid: pid in watch.ended_s)
             assert watch.exit_codes[process.pid] == code
-        wait_until(lambda: open_descriptors() == before)
+        eventually(lambda: open_descriptors() == before)
 
 
 def servers_here():
@@ -225,7 +217,7 @@ def test_force_does_not_wait_for_a_server_that_is_starting_again(tmp_path):
         stack.enter_context(group)
         (first,) = servers_here()
         os.kill(first, signal.SIGKILL)
-        (second,) = wait_until(lambda: [pid for pid in servers_here() if pid != first])
+        (second,) = eventually(lambda: [pid for pid in servers_here() if pid != first])
         # It never says that it is ready.
         os.kill(second, signal.SIGSTOP)
         stack.callback(group._thread.join, DEADLINE_S)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from support.scripted_peer import Peer
 from support.server_process import running_server
 from support.shard_world import APPLY, Worker, World, codes, spec, team
 
@@ -11,7 +12,6 @@ import psengine
 from psengine.errors import ConfigurationError, ProtocolError, ServerLostError
 from psengine.protocol.codec import payload_tensor
 from psengine.protocol.messages import MAX_PAYLOAD_BYTES, NOBODY, ErrorCode, MessageType
-from tests.parameter_server.client.test_connection import Peer
 
 T = MessageType
 

@@ -6,8 +6,7 @@ import logging
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 
@@ -15,6 +14,7 @@ import pytest
 import torch
 from support.server_process import running_server
 from support.shard_world import APPLY, AVERAGE, spec
+from support.waiting import eventually
 
 from psengine.parameter_server.client.link import Link
 from psengine.parameter_server.client.options import SessionOptions
@@ -89,13 +89,6 @@ class Deaf:
 
         patch.setattr(Link, "receive", hear)
         patch.setattr(presence, "received", watch)
-
-
-def eventually(condition: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + LIMIT_S
-    while not condition():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.02)
 
 
 @pytest.mark.parametrize("ends_by", ["the other", pytest.param("Ctrl-C", marks=pytest.mark.slow)])

@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 import torch
 from attacks.lossy_proxy import lossy_proxy
-from support.fault_workers import Reports, Worker, crew, end_myself, results_of
+from support.fault_workers import Reports, Worker, crew, end_myself, expect_workers, results_of
 from support.processes import run_ranks
 from support.server_process import ServerProcess, running_server
 from torch import nn
@@ -99,19 +99,6 @@ def free_address(shards: int = 2) -> str:
 def server() -> Iterator[ServerProcess]:
     with running_server(shards=2, lease_s=LEASE_S) as running:
         yield running
-
-
-def expect_workers(world_size: int) -> None:
-    """Let the servers wait for so many workers, as a process group of that size would."""
-    from dataclasses import replace
-
-    from psengine.strategies.servers import base as server_strategy
-    from psengine.strategies.servers.discovery import meet
-
-    def meet_several(*arguments: Any, **options: Any) -> Any:
-        return replace(meet(*arguments, **options), world_size=world_size)
-
-    server_strategy.meet = meet_several  # type: ignore[assignment]
 
 
 def rank_of_mine() -> int:

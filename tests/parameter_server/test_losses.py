@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import random
 import re
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -15,6 +14,7 @@ import torch
 from support.server_process import APPLY, SGD, ServerProcess, running_server
 from support.shard_world import APPLY as APPLY_RULE
 from support.shard_world import Worker, World, spec, team
+from support.waiting import eventually
 
 from psengine.parameter_server.client.options import SessionOptions
 from psengine.parameter_server.client.progress import Ledger
@@ -24,13 +24,6 @@ from psengine.protocol.messages import MessageType
 
 CHUNKS = 5
 LEASE_S = 3.0
-
-
-def eventually(condition, timeout_s=10.0):
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "it did not come true"
-        time.sleep(0.02)
 
 
 # ---- real servers, killed --------------------------------------------------------------------------------------------

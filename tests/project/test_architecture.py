@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -96,9 +97,15 @@ MAY_USE_ZMQ = {
 }
 
 
+@cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+@cache
 def imports(path: Path) -> set[str]:
     found: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.Import):
             found.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -107,10 +114,11 @@ def imports(path: Path) -> set[str]:
     return found
 
 
+@cache
 def house_imports(module: str) -> set[str]:
     """The modules of psengine that this one names in imports, for types and inside functions too."""
     found = set()
-    for node in ast.walk(ast.parse(MODULES[module].read_text())):
+    for node in ast.walk(tree_of(MODULES[module])):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -218,7 +226,7 @@ def test_the_command_needs_no_server_packages():
 
 @pytest.mark.parametrize("module", sorted(set(MODULES) - MAY_READ_ENVIRONMENT))
 def test_only_one_module_reads_the_environment(module):
-    tree = ast.parse(MODULES[module].read_text())
+    tree = tree_of(MODULES[module])
     reads = [n for n in ast.walk(tree) if isinstance(n, ast.Attribute) and n.attr in ("environ", "getenv")]
     assert not reads
 
@@ -230,7 +238,7 @@ def test_the_core_of_the_server_is_given_its_clocks_and_takes_none(module):
 
 @pytest.mark.parametrize("module", MODULES)
 def test_nothing_unpickles_or_evaluates(module):
-    tree = ast.parse(MODULES[module].read_text())
+    tree = tree_of(MODULES[module])
     assert not {"pickle", "marshal", "shelve", "dill", "cloudpickle"} & {
         n.split(".")[0] for n in imports(MODULES[module])
     }
@@ -250,3 +258,20 @@ def test_modules_stay_small():
     # House style: past 400 lines look for the second noun. The wrapper and the reducer mirror a native class each.
     too_long = {m: n for m, p in MODULES.items() if (n := len(p.read_text().splitlines())) > 620}
     assert not too_long
+
+
+# ---- the tests themselves --------------------------------------------------------------------------------------------
+
+TESTS = Path(__file__).parents[1]
+TEST_FILES = {str(p.relative_to(TESTS)): p for p in sorted(TESTS.rglob("*.py"))}
+
+
+def test_every_test_stands_in_the_folder_of_what_it_tests():
+    assert not list(TESTS.glob("*.py"))
+
+
+@pytest.mark.parametrize("name", TEST_FILES)
+def test_tests_share_by_way_of_support_alone(name):
+    parts = [n.split(".") for n in imports(TEST_FILES[name])]
+    assert not [".".join(p) for p in parts if p[0] == "tests" or any(q.startswith("test_") for q in p[:-1])]
+    assert not {p[0] for p in parts} & {p.stem for p in (TESTS / "support").glob("*.py")}, "expected support.NAME"

@@ -11,10 +11,10 @@ import torch
 from support.expectations import raises
 from support.processes import run_ranks
 from support.server_process import running_server
+from support.server_training import assert_equal, network, state_of, use
 from torch import nn
 
 import psengine
-from tests.strategies.test_server_strategies import assert_equal, state_of, use
 
 STEPS, OVERFLOWS_AT, RELOADS_AT = 8, 3, 5
 IMPLEMENTATIONS: dict[str, dict[str, bool]] = {
@@ -34,11 +34,6 @@ CASES = list(itertools.product(OPTIMIZERS, [False, True]))
 def server():
     with running_server(shards=2) as running:
         yield running
-
-
-def network() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
 
 
 def train_scaled(

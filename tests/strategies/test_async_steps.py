@@ -13,12 +13,11 @@ import torch
 from support.expectations import raises
 from support.processes import run_ranks
 from support.server_process import running_server
+from support.server_training import assert_equal, network, state_of, use
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 import psengine
-from tests.strategies.test_async_scaling import network
-from tests.strategies.test_server_strategies import assert_equal, state_of, use
 
 STEPS = 4
 PUSHES = ["step", "backward"]

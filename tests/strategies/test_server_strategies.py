@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -13,66 +12,11 @@ import pytest
 import torch
 from support.processes import run_ranks
 from support.server_process import running_server
+from support.server_training import OPTIMIZERS, STEPS, assert_equal, batches, build, state_of, use
 from torch import nn
 from torch.nn import functional as F
 
 import psengine
-
-STEPS = 12
-Optimizers = dict[str, Callable[[Any], torch.optim.Optimizer]]
-
-OPTIMIZERS: Optimizers = {
-    "sgd": lambda p: torch.optim.SGD(p, lr=0.05),
-    "momentum": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, dampening=0.1, weight_decay=0.01),
-    "nesterov": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, nesterov=True),
-    "adam": lambda p: torch.optim.Adam(p, lr=0.01, weight_decay=0.01, amsgrad=True),
-    "adamw": lambda p: torch.optim.AdamW(p, lr=0.01),
-    "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.05, lr_decay=0.1),
-    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.01, momentum=0.5, centered=True),
-}
-
-
-class Model(nn.Module):
-    """Odd sizes, a parameter of several chunks, buffers, channels_last weights, a frozen parameter."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.convolution = nn.Conv2d(3, 5, 3).to(memory_format=torch.channels_last)
-        self.normalise = nn.BatchNorm2d(5)
-        self.wide = nn.Linear(5 * 6 * 6, 2003)
-        self.head = nn.Linear(2003, 7)
-        self.frozen = nn.Parameter(torch.randn(7), requires_grad=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        features = F.relu(self.normalise(self.convolution(x))).flatten(1)
-        return self.head(F.relu(self.wide(features))) + self.frozen
-
-
-def batches(rank: int, steps: int = STEPS) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    generator = torch.Generator().manual_seed(1000 + rank)
-    return [
-        (torch.randn(4, 3, 8, 8, generator=generator), torch.randint(0, 7, (4,), generator=generator))
-        for _ in range(steps)
-    ]
-
-
-def build(seed: int) -> Model:
-    torch.manual_seed(seed)
-    return Model()
-
-
-def state_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
-
-
-def use(server: Any) -> None:
-    os.environ["PSENGINE_SERVERS"] = server
-
-
-def assert_equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
-    assert a.keys() == b.keys()
-    for name in a:
-        assert torch.equal(a[name], b[name]), f"{name}: {(a[name].float() - b[name].float()).abs().max()}"
 
 
 @pytest.fixture(scope="module")

@@ -13,12 +13,12 @@ import torch
 from support.expectations import raises
 from support.processes import run_ranks
 from support.server_process import running_server
+from support.server_training import assert_equal, batches, build, state_of, use
 from torch import nn
 from torch.nn import functional as F
 
 import psengine
 from psengine.errors import ConfigurationError, ReductionError, ServerLostError, ServerRefusedError
-from tests.strategies.test_server_strategies import assert_equal, batches, build, state_of, use
 
 
 @pytest.fixture(scope="module")

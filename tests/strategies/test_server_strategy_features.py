@@ -15,6 +15,7 @@ import torch
 from support.expectations import raises
 from support.processes import run_ranks
 from support.server_process import running_server
+from support.server_training import assert_equal, batches, build, state_of, use
 from torch import nn
 from torch.distributed.algorithms.join import Join
 from torch.nn import functional as F
@@ -27,7 +28,6 @@ from psengine.errors import (
     ServerLostError,
     ServerRefusedError,
 )
-from tests.strategies.test_server_strategies import assert_equal, batches, build, state_of, use
 
 
 @pytest.fixture(scope="module")

@@ -12,13 +12,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from support.processes import _context
+from support.processes import forkserver
 
 DEADLINE_S = 60.0
 
 # Test modules are imported before any of them starts a process: what the command imports, torchrun above all, is there
 # in each that is forked.
-_context.set_forkserver_preload(
+forkserver.set_forkserver_preload(
     [
         *("torch._dynamo", "torch.distributed", "torch.testing", "psengine"),
         *("psengine.cli.main", "psengine.cli.run", "psengine.cli.advise"),
@@ -76,7 +76,7 @@ def running_command(
         for name in ("stdout", "stderr"):
             (Path(directory) / name).touch()
         variables = {**os.environ, **(environment or {})}
-        process = _context.Process(target=_main, args=(list(arguments), variables, directory, prepare))
+        process = forkserver.Process(target=_main, args=(list(arguments), variables, directory, prepare))
         process.start()
         try:
             yield RunningCommand(process, Path(directory))

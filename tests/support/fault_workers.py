@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from support.processes import _context
+from support.processes import forkserver
 from support.signals import send_signal
 
 
@@ -59,8 +59,8 @@ class Worker:
     ) -> None:
         self._log = log
         self._log.touch()
-        self._connection, remote = _context.Pipe(duplex=True)
-        self._process = _context.Process(
+        self._connection, remote = forkserver.Pipe(duplex=True)
+        self._process = forkserver.Process(
             target=_worker_main, args=(remote, function, arguments, environment, str(log)), daemon=True
         )
         self._process.start()
@@ -207,3 +207,16 @@ def _worker_main(
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
+
+
+def expect_workers(world_size: int) -> None:
+    """Let the servers wait for so many workers, as a process group of that size would."""
+    from dataclasses import replace
+
+    from psengine.strategies.servers import base as server_strategy
+    from psengine.strategies.servers.discovery import meet
+
+    def meet_several(*arguments: Any, **options: Any) -> Any:
+        return replace(meet(*arguments, **options), world_size=world_size)
+
+    server_strategy.meet = meet_several  # type: ignore[assignment]

@@ -14,7 +14,7 @@ import pytest
 
 import psengine
 from psengine.errors import PSEngineError
-from support.processes import _context
+from support.processes import forkserver
 
 OTHER_UID = 65534
 DEADLINE_S = 30.0
@@ -34,8 +34,8 @@ def other_user(function: Callable[..., Any], *arguments: Any) -> Iterator[Callab
 
     It is killed at the end of the block.
     """
-    receiver, sender = _context.Pipe(duplex=False)
-    process = _context.Process(target=_main, args=(function, arguments, sender), daemon=True)
+    receiver, sender = forkserver.Pipe(duplex=False)
+    process = forkserver.Process(target=_main, args=(function, arguments, sender), daemon=True)
     process.start()
     sender.close()
 

@@ -22,8 +22,8 @@ GROUP_TIMEOUT_S = 60.0
 
 # Ranks fork from one process that has imported torch already (and dynamo, which native DDP's constructor loads): a
 # start costs 50 ms instead of seconds.
-_context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch._dynamo", "torch.distributed", "torch.testing", "psengine"])
+forkserver = multiprocessing.get_context("forkserver")
+forkserver.set_forkserver_preload(["torch._dynamo", "torch.distributed", "torch.testing", "psengine"])
 
 
 @dataclass(frozen=True)
@@ -99,9 +99,9 @@ def run_ranks_to_any_end(
     processes, receivers = [], []
     try:
         for rank in range(world_size):
-            receiver, sender = _context.Pipe(duplex=False)
+            receiver, sender = forkserver.Pipe(duplex=False)
             setup = _Setup(rank, world_size, store.port, group_timeout_s, init_group, leave_together, dict(os.environ))
-            process = _context.Process(
+            process = forkserver.Process(
                 target=_rank_main, args=(setup, sender, function, arguments), daemon=not may_have_children
             )
             process.start()

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from psengine.environment.local_sockets import way_to
-from support.processes import _context
+from support.processes import forkserver
 from support.signals import send_signal
 
 START_DEADLINE_S = 30.0
@@ -113,14 +113,14 @@ def running_server(
         ServerFailedError: it ended, or said nothing, before it was ready.
     """
     options = {"bind": "tcp://127.0.0.1:0", "status_port": 0, **options}
-    receiver, sender = _context.Pipe(duplex=False)
+    receiver, sender = forkserver.Pipe(duplex=False)
     with tempfile.TemporaryDirectory(prefix="psengine-server-") as directory:
         log = Path(directory) / "log"
         log.touch()
         setup = _Setup(options, {**os.environ, **(environment or {})}, until_stdin_closes, str(log), sabotage)
         # Connections are how descriptors travel to a forkserver's child.
         pipe = None if stdin is None else _connection(stdin)
-        process = _context.Process(target=_server_main, args=(setup, sender, pipe), daemon=True)
+        process = forkserver.Process(target=_server_main, args=(setup, sender, pipe), daemon=True)
         process.start()
         sender.close()
         try:
@@ -243,7 +243,9 @@ def run_command(
             (Path(directory) / name).touch()
         variables = {**os.environ, **(environment or {})}
         inherited = None if descriptor is None else _connection(descriptor, writable=True)
-        process = _context.Process(target=_command_main, args=(arguments, variables, directory, inherited), daemon=True)
+        process = forkserver.Process(
+            target=_command_main, args=(arguments, variables, directory, inherited), daemon=True
+        )
         process.start()
         if inherited is not None:
             inherited.close()

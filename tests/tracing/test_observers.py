@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from support.expectations import raises
+from support.native_twins import assert_same_gradients, pair
 from support.processes import run_ranks
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -22,7 +23,6 @@ from torch.utils.checkpoint import checkpoint
 import psengine
 from psengine.parameter_server.client.telemetry import Telemetry
 from psengine.tracing.backward_timer import ALWAYS_SAMPLED_ITERATIONS, BackwardTimer
-from tests.wrapper.test_ddp import assert_same_gradients, pair
 
 # ---- times of an iteration ---------------------------------------------------------------------------------------
 

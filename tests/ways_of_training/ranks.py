@@ -24,7 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from parity.comparison import describe_difference
-from support.processes import GROUP_TIMEOUT_S, _context, _rank_main, _Setup
+from support.processes import GROUP_TIMEOUT_S, _rank_main, _Setup, forkserver
 from torch import Tensor
 from ways_of_training.run import Run
 from ways_of_training.table import Expected, Program, oracle_of
@@ -110,11 +110,11 @@ class Ranks:
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         environment = {**os.environ, "PSENGINE_SERVERS": self._servers}
         for rank in range(self._world_size):
-            ours, theirs = _context.Pipe()
+            ours, theirs = forkserver.Pipe()
             setup = _Setup(rank, self._world_size, self._store.port, GROUP_TIMEOUT_S, True, False, environment)
             arguments = (theirs, self._directory.name)
             # Not as daemons, which may not have the children that a DataLoader starts; they end when the pipe closes.
-            process = _context.Process(target=_rank_main, args=(setup, theirs, serve, arguments))
+            process = forkserver.Process(target=_rank_main, args=(setup, theirs, serve, arguments))
             process.start()
             theirs.close()
             self._members.append((process, ours))

@@ -11,12 +11,12 @@ import torch
 from support.expectations import raises
 from support.processes import run_ranks
 from support.server_process import running_server
+from support.server_training import use
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as Native
 
 import psengine
 from psengine.errors import ReductionError
-from tests.strategies.test_server_strategies import use
 
 
 @pytest.fixture(scope="module")

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.expectations import raises
+from support.native_twins import Net, assert_same_gradients, pair, seeded
 from support.processes import run_ranks
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import (
@@ -21,7 +22,6 @@ from torch.nn.parallel import DistributedDataParallel as Native
 from torch.nn.parallel.distributed import _BufferCommHookLocation, _MixedPrecision
 
 from psengine import CommunicationHookError, DistributedDataParallel
-from tests.wrapper.test_ddp import Net, assert_same_gradients, pair, seeded
 
 
 def model():

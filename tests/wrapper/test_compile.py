@@ -6,12 +6,12 @@ import subprocess
 import sys
 
 import torch
+from support.native_twins import assert_same_gradients, seeded
 from support.processes import run_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as Native
 
 from psengine import DistributedDataParallel
-from tests.wrapper.test_ddp import assert_same_gradients, seeded
 
 
 class Stack(nn.Module):

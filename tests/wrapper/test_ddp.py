@@ -20,48 +20,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.expectations import raises
+from support.native_twins import Net, assert_same_gradients, pair, seeded
 from support.processes import run_ranks, run_ranks_to_any_end
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as Native
 from torch.utils.checkpoint import checkpoint
 
 import psengine
-
-
-class Net(nn.Module):
-    """Two layers; ``body`` is used, ``spare`` only on demand."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = nn.Linear(4, 4)
-        self.spare = nn.Linear(4, 4)
-
-    def forward(self, x, use_spare=False):
-        y = self.body(x)
-        return self.spare(y) if use_spare else y
-
-
-def seeded(build, seed=0):
-    torch.manual_seed(seed)
-    return build()
-
-
-def assert_same_gradients(ours, native):
-    for (name, p), q in zip(ours.named_parameters(), native.parameters(), strict=True):
-        if q.grad is None:
-            assert p.grad is None, name
-        elif q.grad.is_sparse:
-            assert torch.equal(p.grad.to_dense(), q.grad.to_dense()), name
-        else:
-            assert torch.equal(p.grad, q.grad), name
-
-
-def pair(build, **options):
-    """The same model under psengine and under native DDP."""
-    collective = options.pop("collective", None)
-    ours = psengine.DistributedDataParallel(seeded(build), **options, collective=collective)
-    return ours, Native(seeded(build), **options)
-
 
 # ---- what the issue promises in numbers ------------------------------------------------------------------------
 

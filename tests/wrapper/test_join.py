@@ -8,13 +8,13 @@ import pytest
 import torch
 from support.expectations import raises
 from support.native_extension import SHARED_MEMORY
+from support.native_twins import Net, pair, seeded
 from support.processes import run_ranks
 from torch import nn
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel as Native
 
 from psengine import DistributedDataParallel
-from tests.wrapper.test_ddp import Net, pair, seeded
 
 
 def with_buffers():

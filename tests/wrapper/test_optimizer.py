@@ -10,11 +10,11 @@ import warnings
 import pytest
 import torch
 from support.expectations import raises
+from support.native_twins import Net, seeded
 from support.processes import run_ranks
 
 from psengine import DistributedDataParallel, DistributedOptimizer
 from psengine.tracing.timeline import recorder
-from tests.wrapper.test_ddp import Net, seeded
 
 CLASSES = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True),

@@ -18,6 +18,7 @@ import pytest
 import torch
 import zmq
 from support.server_process import APPLY, Peer, ServerFailedError, run_command, running_server
+from support.waiting import eventually
 
 from psengine.errors import ConfigurationError
 from psengine.parameter_server.server import systemd
@@ -25,13 +26,6 @@ from psengine.protocol.codec import payload_tensor
 from psengine.protocol.messages import MAX_PAYLOAD_BYTES
 
 MANY_BYTES = os.urandom(4096)
-
-
-def eventually(condition, timeout_s=5.0):
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "it did not come true"
-        time.sleep(0.02)
 
 
 def get(url, timeout_s=5.0):
@@ -113,7 +107,7 @@ def test_the_command_serves_until_sigterm(tmp_path):
     config.write_text('bind = "tcp://127.0.0.1:0"\nshards = 3\nlog_format = "json"\nlease_s = 9')
     arguments = ["--config", str(config), "--lease-s", "4"]
     with run_command(arguments, environment={"PSENGINE_SHARDS": "2"}) as command:
-        eventually(lambda: "psengine-server ready" in command.stdout(), 30)
+        eventually(lambda: "psengine-server ready" in command.stdout())
         addresses = command.stdout().splitlines()[-1].split()[2:]
         assert len(addresses) == 2
         with Peer(addresses[0]) as peer:
@@ -129,7 +123,7 @@ def test_the_command_serves_until_sigterm(tmp_path):
 
 def test_a_line_of_start_up_is_said_once():
     with run_command(["--bind", "tcp://127.0.0.1:0", "--status-port", "0"]) as command:
-        eventually(lambda: "psengine-server ready" in command.stdout(), 30)
+        eventually(lambda: "psengine-server ready" in command.stdout())
         lines = command.stdout().splitlines()
         assert [line.split()[0] for line in lines] == ["1", "not", "over", "status", "psengine-server"]
         assert not [line for line in lines if line in command.stderr()]
@@ -555,7 +549,7 @@ def test_slow_readers_of_the_monitor_are_cut_and_do_not_block_it():
                 except OSError:
                     return False
 
-            eventually(answers, 15)
+            eventually(answers)
             with Peer(server.addresses[0]) as peer:
                 assert peer.hello().type.name == "WELCOME"
         finally:
@@ -659,7 +653,7 @@ def test_a_peer_that_never_reads_does_not_block_the_others():
             assert transport["backlog_bytes"] <= 64 * 2**20
             return transport["dropped"] > 0
 
-        eventually(some_were_dropped, 20)
+        eventually(some_were_dropped)
         server.terminate()
         assert server.wait() == 0
 
@@ -714,7 +708,7 @@ def test_a_message_that_never_ends_costs_its_connection_and_not_the_memory():
         assert 256 << 20 < largest - before < 2 << 30
         told = "messages that do not end or answers that nobody reads: the connections of 127.0.0.1"
         eventually(lambda: told in server.log())
-        eventually(lambda: resident_bytes(server.pid) < before + (128 << 20), 10)
+        eventually(lambda: resident_bytes(server.pid) < before + (128 << 20))
         assert honest.request("PUSH", key=0, sequence=1, payload=torch.ones(1000)).type.name == "UPDATED"
         assert not cut.poll(0)
         assert server.job("job")[0]["applied"] == 1

@@ -13,6 +13,7 @@ import torch
 from support.fault_workers import crew
 from support.mute_shards import mute_while
 from support.server_process import Peer, running_server
+from support.waiting import eventually
 from torch import nn
 
 import psengine
@@ -75,15 +76,6 @@ def browser():
         yield driver
     finally:
         driver.quit()
-
-
-def eventually(look, what, timeout_s=40.0):
-    """The first true value of ``look``."""
-    deadline_s = time.monotonic() + timeout_s
-    while not (found := look()):
-        assert time.monotonic() < deadline_s, f"never: {what}"
-        time.sleep(0.1)
-    return found
 
 
 def rows_of(driver):

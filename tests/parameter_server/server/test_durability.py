@@ -15,6 +15,7 @@ import pytest
 import torch
 from support.server_process import Peer, ServerFailedError, running_server
 from support.shard_world import APPLY, AVERAGE, SGD, Worker, World, spec, team
+from support.waiting import eventually
 
 from psengine.errors import SnapshotError
 from psengine.parameter_server.server.core.shard import Shard, ShardSettings
@@ -26,13 +27,6 @@ from psengine.protocol.messages import MessageType
 INTERVAL_S = 0.1
 # Longer than any test: nobody is evicted, which would be a change.
 LEASE_S = 120.0
-
-
-def eventually(condition, timeout_s=10.0):
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "it did not come true"
-        time.sleep(0.02)
 
 
 def generations(directory: Path) -> list[str]:

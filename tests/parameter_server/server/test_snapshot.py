@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 import xxhash
-from support.processes import _context
+from support.processes import forkserver
 
 from psengine.errors import SnapshotError
 from psengine.parameter_server.server.snapshots.files import read_manifest, write_manifest
@@ -575,8 +575,8 @@ def _save_beyond_the_limit(directory: Path, sender) -> None:
 
 
 def test_a_file_that_may_not_grow_keeps_the_older_generation(tmp_path):
-    receiver, sender = _context.Pipe(duplex=False)
-    process = _context.Process(target=_save_beyond_the_limit, args=(tmp_path / "s", sender), daemon=True)
+    receiver, sender = forkserver.Pipe(duplex=False)
+    process = forkserver.Process(target=_save_beyond_the_limit, args=(tmp_path / "s", sender), daemon=True)
     process.start()
     sender.close()
     try:
@@ -637,8 +637,8 @@ def test_after_a_kill_at_any_moment_a_complete_generation_loads(tmp_path):
     leftovers = 0
     number = 0
     for _ in range(15):
-        receiver, sender = _context.Pipe(duplex=False)
-        process = _context.Process(target=_save_for_ever, args=(directory, number, sender), daemon=True)
+        receiver, sender = forkserver.Pipe(duplex=False)
+        process = forkserver.Process(target=_save_for_ever, args=(directory, number, sender), daemon=True)
         process.start()
         sender.close()
         acknowledged = number
@@ -766,8 +766,8 @@ def _hold(directory: Path, sender) -> None:
 
 
 def test_a_directory_belongs_to_one_process_until_it_dies(tmp_path):
-    receiver, sender = _context.Pipe(duplex=False)
-    process = _context.Process(target=_hold, args=(tmp_path / "s", sender), daemon=True)
+    receiver, sender = forkserver.Pipe(duplex=False)
+    process = forkserver.Process(target=_hold, args=(tmp_path / "s", sender), daemon=True)
     process.start()
     try:
         assert receiver.poll(60)
