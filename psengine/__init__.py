@@ -3,6 +3,8 @@
 from typing import TYPE_CHECKING, Any
 
 from psengine import former_names
+from psengine.codecs.base import Codec
+from psengine.codecs.registry import register_codec
 from psengine.collectives.base import Collective
 from psengine.collectives.registry import register_collective
 from psengine.collectives.torch_backend import backend as torch_backend
@@ -55,6 +57,7 @@ __all__ = [
     "AsyncServer",
     "AuthenticationError",
     "Client",
+    "Codec",
     "Collective",
     "CollectiveError",
     "CommunicationHookError",
@@ -90,6 +93,7 @@ __all__ = [
     "init",
     "is_main_process",
     "mean",
+    "register_codec",
     "register_collective",
     "register_strategy",
     "shutdown",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -65,8 +66,7 @@ class BucketLayout:
                 self._parameters,
                 self._names,
                 sparse=self._expects_sparse[plan[0]],
-                allocate=self._strategy.allocate,
-                flat_dtype=self._flat_dtype(self._parameters[plan[0]].dtype),
+                allocate=functools.partial(self._strategy.allocate, keeps_dtype=self._as_view),
                 counts_non_finite=self._counts_non_finite,
             )
             # A measured order needs no guess.
@@ -85,10 +85,6 @@ class BucketLayout:
         ]
         self._strategy.lay_out(self.buckets)
         return self.buckets
-
-    def _flat_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """Gradients that are views of the flat tensor keep their dtype; the strategy then converts on the way out."""
-        return dtype if self._as_view else self._strategy.communication_dtype(dtype)
 
     def _make_packing(self, bucket: Bucket) -> Packing:
         if bucket.sparse:

@@ -139,7 +139,7 @@ class ViewPacking(Packing):
             bucket.pack_run(run, gradients, share)
         for position, gradient in enumerate(gradients, run.first):
             is_foreign = gradient is not None and not is_in_place[position - run.first]
-            if is_foreign and gradient.dtype == bucket.flat_dtype:  # type: ignore[union-attr]
+            if is_foreign and gradient.dtype == bucket.flat.dtype:  # type: ignore[union-attr]
                 bucket.parameters[position].grad = self.gradient_view(position)
 
     @override

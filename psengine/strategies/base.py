@@ -133,17 +133,19 @@ class Strategy(ABC):
         """
         return WHOLE
 
-    def communication_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """Return what gradients of ``dtype`` are exchanged in; the reducer converts them while packing."""
-        return dtype
-
     @property
     def needs_packing(self) -> bool:
         """False where gradients are final as they are (one replica), so that the reducer copies nothing."""
         return True
 
-    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Return an uninitialised flat tensor for a bucket, in the memory this strategy exchanges best."""
+    def allocate(
+        self, numel: int, dtype: torch.dtype, device: torch.device, *, keeps_dtype: bool = False
+    ) -> torch.Tensor:
+        """Return an uninitialised flat tensor for a bucket, in the memory this strategy exchanges best.
+
+        Where that is memory of another dtype, packing converts gradients; with ``keeps_dtype``, for gradients that are
+        views of the tensor, it is ``dtype`` itself.
+        """
         return torch.empty(numel, dtype=dtype, device=device)
 
     def lay_out(self, buckets: Sequence[Bucket]) -> None:  # noqa: B027 - most strategies take buckets as they come

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from psengine.codecs.registry import CODECS
 from psengine.errors import ConfigurationError
 from psengine.specification import Registry
 from psengine.strategies.base import Strategy
@@ -36,6 +37,8 @@ for strategy_class in (SyncAllReduce, SyncServer, AsyncServer):
 def resolve_strategy(specification: Any) -> Strategy:
     """Return the strategy that ``specification`` names: an object, "sync", or "name:option=value,option=value".
 
+    Options that the strategy does not name go to the codec of its option ``compress``.
+
     Option values are read as int, float, true/false, none, else text; as a list where items without ``=`` follow.
 
     Raises:
@@ -46,4 +49,4 @@ def resolve_strategy(specification: Any) -> Strategy:
     if not isinstance(specification, str):
         hint = "; call it to make an object" if isinstance(specification, type) else ""
         raise ConfigurationError(f"strategy must be a name or a psengine.Strategy object (got {specification!r}{hint})")
-    return STRATEGIES.read(specification)()
+    return STRATEGIES.read(specification, {"compress": CODECS})()

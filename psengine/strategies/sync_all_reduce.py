@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from typing_extensions import override
 
+from psengine.codecs.base import Codec
+from psengine.codecs.registry import codec_for, resolve_codec
 from psengine.collectives.base import Collective, CompletedWork, Work
 from psengine.errors import CommunicationHookError, ConfigurationError, ReductionError
 from psengine.strategies.base import Capabilities, Reduction, Replica, Strategy
 from psengine.strategies.batch_weights import BatchWeights
+from psengine.strategies.bucket_exchange import BucketExchange, make_exchanges
 from psengine.strategies.verification import verify_replicas
 from psengine.tensors.bucket import Bucket
 from psengine.tensors.share import WHOLE, Share
 
-COMMUNICATION_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+# What ``dtype=`` was, for one more version.
+FORMER_DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 CommHook = Callable[[Bucket], "torch.futures.Future[Any]"]
 
@@ -25,35 +30,36 @@ class SyncAllReduce(Strategy):
     """Average each bucket over all ranks by one all-reduce; staleness 0, each worker steps its own optimizer.
 
     Args:
-        dtype: exchange wider gradients in this dtype (``torch.bfloat16``, ``torch.float16`` or ``torch.float32``, or
-            its name), converted in the pass that packs and in the one that unpacks. Halves what travels and costs
-            precision: each addend and the average are rounded once. None keeps the gradients' own.
+        compress: what travels in the gradients' place: the name of a codec, or a codec. "bf16" and "fp16" halve the
+            bytes and cost precision: each addend and the average are rounded once. They convert gradients in the pass
+            that packs and in the one that unpacks. None: the gradients themselves.
+        dtype: former name of ``compress``: ``torch.bfloat16``, ``torch.float16``, ``torch.float32``, or their names.
 
     Raises:
-        ConfigurationError: another dtype.
+        ConfigurationError: there is no such codec.
     """
 
     name = "sync"
     capabilities = Capabilities(gathers=True)
 
-    def __init__(self, *, dtype: torch.dtype | str | None = None) -> None:
-        self._dtype = _checked_dtype(dtype)
+    def __init__(self, *, compress: str | Codec | None = None, dtype: torch.dtype | str | None = None) -> None:
+        self._codec = resolve_codec(compress if dtype is None else _codec_of_dtype(dtype))
         self._collective: Collective | None = None
         self._hook: CommHook | None = None
         self._weights: BatchWeights | None = None
         self._scale = 1.0
-        # By bucket: where gradients that stay views of their bucket are converted to on the way out.
-        self._converted: dict[int, torch.Tensor] = {}
+        # By index of the bucket.
+        self._exchanges: list[BucketExchange] = []
 
     def __repr__(self) -> str:
-        return "SyncAllReduce()" if self._dtype is None else f"SyncAllReduce(dtype={self._dtype})"
+        return "SyncAllReduce()" if self._codec.is_lossless else f"SyncAllReduce(compress={str(self._codec)!r})"
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy of the model is prepared anew, and registers its own hooks, as with native DDP.
-        return {"dtype": self._dtype}
+        return {"compress": self._codec}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(dtype=state["dtype"])  # type: ignore[misc]
+        self.__init__(compress=state["compress"])  # type: ignore[misc]
 
     @property
     def collective(self) -> Collective:
@@ -85,7 +91,7 @@ class SyncAllReduce(Strategy):
         if weight is not None and self._hook is not None:
             raise ConfigurationError(
                 "a communication hook gets gradients as they are and averages them itself (expected batch_weight ="
-                f" None, got {weight:g}). Fix: leave out the hook (strategy='sync:dtype=bfloat16' halves what travels),"
+                f" None, got {weight:g}). Fix: leave out the hook (strategy='sync:compress=bf16' halves what travels),"
                 " or weigh in the hook."
             )
         assert self._weights is not None, "weighed before it was prepared"
@@ -95,25 +101,19 @@ class SyncAllReduce(Strategy):
         """Divide by the number of contributing ranks while packing, unless a hook or the collective does the scaling;
         by weights, which differ from rank to rank, always while packing.
 
-        Dividing before summing keeps low-precision sums from overflowing, and is what native DDP does. A narrower dtype
-        is scaled while packing, so that addends are rounded once; and so it is in ``join``, where ranks without data do
-        not know the factor.
+        Dividing before summing keeps low-precision sums from overflowing, and is what native DDP does. What a codec
+        encodes is scaled while packing, so that addends are rounded once; and so is everything in ``join``, where ranks
+        without data do not know the factor.
         """
         self._scale = 1.0
         if self._weights is not None and self._weights.weight is not None:
             return self._weights.share()
         if self._hook is not None:
             return WHOLE
-        if self._dtype is None and not in_join and self.collective.scales_for_free:
+        if self._codec.is_lossless and not in_join and self.collective.scales_for_free:
             self._scale = 1.0 / live_world_size
             return WHOLE
         return Share(live_world_size)
-
-    @override
-    def communication_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """Only wider floats are converted."""
-        is_wider = self._dtype is not None and dtype.is_floating_point and dtype.itemsize > self._dtype.itemsize
-        return self._dtype if self._dtype is not None and is_wider else dtype
 
     @property
     def needs_packing(self) -> bool:
@@ -122,26 +122,22 @@ class SyncAllReduce(Strategy):
         return self.collective.world_size > 1 or self._hook is not None or has_no_say
 
     @override
-    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        return self.collective.allocate(numel, dtype, device)
+    def allocate(
+        self, numel: int, dtype: torch.dtype, device: torch.device, *, keeps_dtype: bool = False
+    ) -> torch.Tensor:
+        summed_dtype = codec_for(self._codec, dtype).summed_dtype(dtype)
+        return self.collective.allocate(numel, dtype if keeps_dtype else summed_dtype or dtype, device)
 
     @override
     def lay_out(self, buckets: Sequence[Bucket]) -> None:
-        self._converted = {}
-        for bucket in buckets:
-            if not bucket.sparse and bucket.flat_dtype != self.communication_dtype(bucket.flat_dtype):
-                dtype = self.communication_dtype(bucket.flat_dtype)
-                self._converted[bucket.index] = self.allocate(bucket.numel, dtype, bucket.device)
+        self._exchanges = make_exchanges(buckets, self.collective, self._codec, former=self._exchanges)
 
     @override
     def reduce(self, bucket: Bucket) -> Reduction:
         if self._hook is not None:
             return _HookReduction(self.collective, bucket, self._hook(bucket))
-        payload = self._converted.get(bucket.index, bucket.flat) if self._converted else bucket.flat
-        if payload is not bucket.flat:
-            bucket.convert_to(payload)
-        work = self.collective.all_reduce(payload, self._scale, what=bucket.describe())
-        return _SumReduction(payload, work)
+        _ = self.collective  # a strategy that was closed says so
+        return self._exchanges[bucket.index].reduce(self._scale)
 
     @override
     def reduce_usage(self, used: torch.Tensor) -> Work:
@@ -163,10 +159,10 @@ class SyncAllReduce(Strategy):
 
     def register_comm_hook(self, hook: CommHook) -> None:
         """Let ``hook`` replace the all-reduce; gradients then reach it undivided, as with native DDP."""
-        if self._dtype is not None:
+        if not self._codec.is_lossless:
             raise ConfigurationError(
-                f"a communication hook decides itself what travels (expected SyncAllReduce() without dtype, got"
-                f" {self._dtype}). Leave out dtype=, or the hook."
+                f"a communication hook decides itself what travels (expected SyncAllReduce() without compress, got"
+                f" {str(self._codec)!r}). Leave out compress=, or the hook."
             )
         if self._hook is not None:
             raise ReductionError("register_comm_hook or register_builtin_comm_hook can only be called once.")
@@ -177,18 +173,7 @@ class SyncAllReduce(Strategy):
         """The process group belongs to the caller and stays open."""
         self._collective = None
         self._weights = None
-
-
-class _SumReduction(Reduction):
-    """An all-reduce in place."""
-
-    def __init__(self, flat: torch.Tensor, work: Work) -> None:
-        self._flat = flat
-        self._work = work
-
-    def wait(self) -> torch.Tensor:
-        self._work.wait()
-        return self._flat
+        self._exchanges = []
 
 
 class _HookReduction(Reduction):
@@ -210,14 +195,18 @@ class _HookReduction(Reduction):
         return result
 
 
-def _checked_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
-    names = {str(choice).removeprefix("torch."): choice for choice in COMMUNICATION_DTYPES}
-    chosen = names.get(dtype) if isinstance(dtype, str) else dtype
-    if chosen is not None and chosen in COMMUNICATION_DTYPES:
-        return chosen
-    if dtype is None:
-        return None
-    raise ConfigurationError(f"SyncAllReduce: dtype must be None or one of {sorted(names)} (got {dtype!r})")
+def _codec_of_dtype(dtype: torch.dtype | str) -> str:
+    """The codec that ``dtype=`` of the last version means."""
+    names = {str(choice).removeprefix("torch."): codec for choice, codec in FORMER_DTYPES.items()}
+    codec = names.get(dtype if isinstance(dtype, str) else str(dtype).removeprefix("torch."))
+    if codec is None:
+        raise ConfigurationError(f"SyncAllReduce: dtype must be None or one of {sorted(names)} (got {dtype!r})")
+    warnings.warn(
+        f"dtype={dtype} of SyncAllReduce is now compress={codec!r}; the former name goes with the next version",
+        DeprecationWarning,
+        stacklevel=3,
+    )
+    return codec
 
 
 def tensor_of_future(value: Any) -> torch.Tensor:

@@ -65,8 +65,7 @@ class Bucket:
         parameters: all of the model's reducible parameters.
         names: their names, for errors.
         sparse: whether the only parameter's gradient is a sparse COO tensor; then there is no flat memory.
-        allocate: makes the flat tensor; see ``Collective.allocate``.
-        flat_dtype: what gradients are exchanged in; None: their own dtype.
+        allocate: makes the flat tensor; see ``Strategy.allocate``. Where its dtype is another one, packing converts.
         counts_non_finite: whether packing counts values that are not finite (``take_non_finite_counts``).
 
     Attributes:
@@ -87,7 +86,6 @@ class Bucket:
         *,
         sparse: bool,
         allocate: Allocator,
-        flat_dtype: torch.dtype | None = None,
         counts_non_finite: bool = False,
     ) -> None:
         self.index = index
@@ -96,7 +94,6 @@ class Bucket:
         self.names = [names[i] for i in parameter_indices]
         self.sparse = sparse
         self.dtype = self.parameters[0].dtype
-        self.flat_dtype = self.dtype if flat_dtype is None else flat_dtype
         self.device = self.parameters[0].device
         self.numel = sum(p.numel() for p in self.parameters)
         self.size_bytes = self.numel * self.parameters[0].element_size()
@@ -115,7 +112,7 @@ class Bucket:
         # Tensors of these autograd may leave lazily conjugated or negated: others it copies, which resolves them.
         self.may_be_lazy = [i for i, p in enumerate(self.parameters) if p.is_complex() or p.numel() == 1]
         if not sparse:
-            self._lay_out(allocate(self.numel, self.flat_dtype, self.device))
+            self._lay_out(allocate(self.numel, self.dtype, self.device))
 
     def __repr__(self) -> str:
         return f"Bucket({self.index}, {len(self.parameters)} parameters, {self.size_bytes} bytes, {self.dtype})"
@@ -274,19 +271,17 @@ class Bucket:
         else:
             torch._foreach_copy_(tensors, self.views_of_result(result))
 
-    def convert_to(self, payload: torch.Tensor) -> None:
-        """Write ``flat`` to ``payload``, of another dtype; what overflows in it counts as not finite."""
-        if self.counts_non_finite:
-            parts = self.flat.split([parameter.numel() for parameter in self.parameters])
-            self.note_non_finite(0, ops.pack_stats_(payload, parts)[0])
-        else:
-            ops.pack_(payload, [self.flat])
-
     # ---- values that are not finite ----------------------------------------------------------------------------
 
     def note_non_finite(self, position: int, counts: torch.Tensor) -> None:
         """So many values (int64) are not finite in the parameters from ``position`` on."""
         self._non_finite.append((position, counts))
+
+    def note_encoded(self, payload: torch.Tensor) -> None:
+        """``payload`` travels: the values of ``flat``, in a dtype that some of them may overflow."""
+        if self.counts_non_finite:
+            parts = payload.split([parameter.numel() for parameter in self.parameters])
+            self.note_non_finite(0, torch.stack([part.isfinite().logical_not_().sum() for part in parts]))
 
     def take_non_finite_counts(self) -> list[tuple[int, torch.Tensor]]:
         """What the last packing found, as pairs: a position, and int64 counts for the parameters from there on."""

@@ -74,7 +74,7 @@ def test_every_rank_names_the_guilty_one(value, width, collective):
         {"find_unused_parameters": True},
         {"static_graph": True},
         {"bucket_cap_mb": 1e-5},
-        {"strategy": "sync:dtype=bfloat16"},
+        {"strategy": "sync:compress=bf16"},
     ],
     ids=lambda options: next(iter(options)),
 )
@@ -116,7 +116,7 @@ def sparse_and_undefined(rank: int, world_size: int) -> tuple[str, bool]:
 
 def overflowing(rank: int, world_size: int, views: bool) -> str:
     model = psengine.DistributedDataParallel(
-        Poisonable(), strategy="sync:dtype=float16", check_finite=True, gradient_as_bucket_view=views
+        Poisonable(), strategy="sync:compress=fp16", check_finite=True, gradient_as_bucket_view=views
     )
     try:
         model(torch.ones(2, 4), 1e6 if rank == 1 else 0.0).backward()

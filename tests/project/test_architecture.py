@@ -40,6 +40,7 @@ FLOORS = [
     "parameter_server",
     "tracing",
     "tensors",
+    "codecs",
     "flat_optimizers",
     "protocol",
     "kernels",

@@ -99,7 +99,7 @@ CASES: list[tuple[Callable[[], nn.Module], str, torch.dtype, dict[str, Any], dic
     (Perceptron, "SGD", torch.float64, {"bucket_cap_mb": 1e-5, "check_finite": True}, FLOAT64),
     (Perceptron, "SGD", torch.float64, {"static_graph": True}, FLOAT64),
     (Perceptron, "SGD", torch.float32, {}, {"rtol": 1e-4, "atol": 1e-6}),
-    (Perceptron, "SGD", torch.float32, {"strategy": "sync:dtype=bfloat16"}, {"rtol": 0.05, "atol": 0.01}),
+    (Perceptron, "SGD", torch.float32, {"strategy": "sync:compress=bf16"}, {"rtol": 0.05, "atol": 0.01}),
     (Convolution, "AdamW", torch.float64, {}, FLOAT64),
     (Convolution, "SGD", torch.float64, {"gradient_as_bucket_view": True, "bucket_cap_mb": 1e-5}, FLOAT64),
     (Sparse, "SGD", torch.float64, {}, FLOAT64),

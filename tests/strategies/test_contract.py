@@ -148,7 +148,10 @@ def test_registry():
     [
         ("asinc", r"got 'asinc'\)\. Did you mean async\?"),
         ("gossip", r"unknown strategy \(expected one of \[.*'sync'.*\], got 'gossip'\)"),
-        ("sync:quorum=3", r"unknown option 'quorum' \(expected some of \['dtype'\] of strategy 'sync', got quorum=3\)"),
+        (
+            "sync:quorum=3",
+            r"unknown option 'quorum' \(expected some of \['compress', 'dtype'\] of strategy 'sync', got quorum=3\)",
+        ),
         (3, r"got 3\)"),
         (SyncAllReduce, "call it to make an object"),
         ("", r"got ''"),

@@ -1,0 +1,158 @@
+"""How one bucket's values travel over a collective, and become the sum of all ranks' again.
+
+::
+
+    summed as packed   values ───────────── all-reduce ────────────────────────────► sum
+    summed payload     values ─ encode ─► payload ─ all-reduce ────────────────────► sum, in the payload's dtype
+    gathered payloads  values ─ encode ─► payload ─ all-gather ─► decode each, add ─► sum
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+import torch
+from typing_extensions import override
+
+from psengine.codecs.base import Codec
+from psengine.codecs.identity import IDENTITY
+from psengine.codecs.registry import codec_for
+from psengine.collectives.base import Collective, Work
+from psengine.strategies.base import Reduction
+from psengine.tensors.bucket import Bucket
+
+
+class BucketExchange(ABC):
+    """One bucket's way. Made when buckets are laid out, used in every step.
+
+    Args:
+        bucket: whose gradients; packed before each ``reduce``.
+        collective: carries the payload.
+        codec: makes the payload; it covers the bucket's dtype.
+    """
+
+    def __init__(self, bucket: Bucket, collective: Collective, codec: Codec = IDENTITY) -> None:
+        self.bucket = bucket
+        self.state = None if bucket.sparse else codec.make_state(bucket.numel, bucket.dtype, bucket.device)
+        self._collective = collective
+        self._codec = codec
+
+    @abstractmethod
+    def reduce(self, scale: float) -> Reduction:
+        """Begin to add the packed gradients up, and to multiply the sum by ``scale``."""
+
+
+class SummedAsPacked(BucketExchange):
+    """Packing made the payload: the values themselves, perhaps in a narrower dtype, or a sparse gradient."""
+
+    @override
+    def reduce(self, scale: float) -> Reduction:
+        flat = self.bucket.flat
+        return _Sum(flat, self._collective.all_reduce(flat, scale, what=self.bucket.describe()))
+
+
+class SummedPayload(BucketExchange):
+    """The values stay where they are, because gradients are views of them; the collective adds payloads up."""
+
+    def __init__(self, bucket: Bucket, collective: Collective, codec: Codec) -> None:
+        super().__init__(bucket, collective, codec)
+        spec = codec.payload_spec(bucket.numel, bucket.dtype)
+        self._payload = collective.allocate(spec.numel, spec.dtype, bucket.device)
+
+    @override
+    def reduce(self, scale: float) -> Reduction:
+        self._codec.encode(self.bucket.flat, self._payload)
+        self.bucket.note_encoded(self._payload)
+        return _Sum(self._payload, self._collective.all_reduce(self._payload, scale, what=self.bucket.describe()))
+
+
+class GatheredPayloads(BucketExchange):
+    """No collective can add these payloads: each rank decodes those of all and adds them up in the order of ranks."""
+
+    def __init__(self, bucket: Bucket, collective: Collective, codec: Codec) -> None:
+        super().__init__(bucket, collective, codec)
+        spec = codec.payload_spec(bucket.numel, bucket.dtype)
+        self._payload = torch.empty(spec.numel, dtype=spec.dtype, device=bucket.device)
+
+    @override
+    def reduce(self, scale: float) -> Reduction:
+        self._codec.encode(self.bucket.flat, self._payload, self.state)
+        return _DecodedSum(self.bucket, self._collective, self._codec, self._payload, scale)
+
+
+class _Sum(Reduction):
+    """An all-reduce in place."""
+
+    def __init__(self, payload: torch.Tensor, work: Work) -> None:
+        self._payload = payload
+        self._work = work
+
+    @override
+    def wait(self) -> torch.Tensor:
+        self._work.wait()
+        return self._payload
+
+
+class _DecodedSum(Reduction):
+    """Payloads are gathered when somebody waits: ``Collective.all_gather`` blocks."""
+
+    def __init__(
+        self, bucket: Bucket, collective: Collective, codec: Codec, payload: torch.Tensor, scale: float
+    ) -> None:
+        self._bucket = bucket
+        self._collective = collective
+        self._codec = codec
+        self._payload = payload
+        self._scale = scale
+
+    @override
+    def wait(self) -> torch.Tensor:
+        payloads = self._collective.all_gather(self._payload, what=self._bucket.describe())
+        total = self._bucket.flat
+        self._codec.decode(payloads[0], total)
+        addend = torch.empty_like(total)
+        for payload in payloads[1:]:
+            self._codec.decode(payload, addend)
+            total.add_(addend)
+        if self._scale != 1:
+            total.mul_(self._scale)
+        return total
+
+
+def make_exchanges(
+    buckets: Sequence[Bucket], collective: Collective, codec: Codec, former: Sequence[BucketExchange] = ()
+) -> list[BucketExchange]:
+    """The way of each bucket; what earlier payloads left out stays with the parameters that it was left out of.
+
+    Args:
+        buckets: all of a replica's.
+        collective: carries them.
+        codec: what the user chose.
+        former: the ways of the same parameters in another layout.
+    """
+    exchanges = [_make_exchange(bucket, collective, codec) for bucket in buckets]
+    residuals = {
+        index: residual
+        for exchange in former
+        if exchange.state is not None
+        for index, residual in zip(
+            exchange.bucket.parameter_indices, exchange.bucket.views_of(exchange.state.residual), strict=True
+        )
+    }
+    for exchange in exchanges:
+        if exchange.state is not None and residuals:
+            places = exchange.bucket.views_of(exchange.state.residual)
+            for index, place in zip(exchange.bucket.parameter_indices, places, strict=True):
+                place.copy_(residuals[index])
+    return exchanges
+
+
+def _make_exchange(bucket: Bucket, collective: Collective, codec: Codec) -> BucketExchange:
+    if bucket.sparse:
+        return SummedAsPacked(bucket, collective)
+    codec = codec_for(codec, bucket.dtype)
+    summed_dtype = codec.summed_dtype(bucket.dtype)
+    if summed_dtype is bucket.flat.dtype:
+        return SummedAsPacked(bucket, collective)
+    return (GatheredPayloads if summed_dtype is None else SummedPayload)(bucket, collective, codec)
