@@ -27,7 +27,7 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from psengine.environment.launchers import Master, Placement, detect
-from psengine.environment.rendezvous import Wait
+from psengine.environment.rendezvous import MasterUnresolvedError, Wait
 from psengine.errors import (
     CollectiveError,
     ConfigurationError,
@@ -281,7 +281,7 @@ def _unreachable(placement: Placement, timeout: timedelta, waited_s: float, erro
 
 
 def _fix(master: Master, error: Exception) -> str:
-    if "does not resolve" in str(error):
+    if isinstance(error, MasterUnresolvedError):
         return (
             f"make {master.address} known to every host (DNS, /etc/hosts), or set MASTER_ADDR on every rank to an"
             " address of rank 0's host that they all reach"

@@ -39,6 +39,10 @@ class MasterUnreachableError(OSError):
     """Nobody was met at the master's address; the text says what was tried last, and what came of it."""
 
 
+class MasterUnresolvedError(MasterUnreachableError):
+    """The master's host name has no address here."""
+
+
 @dataclass
 class Wait:
     """One rank's wait for the others: until when, and what it is waiting for just now."""
@@ -87,7 +91,8 @@ class Wait:
         """Return when the master's name resolves and, unless this rank is to listen there, somebody listens.
 
         Raises:
-            MasterUnreachableError: not before the deadline, or a launcher's own name does not resolve.
+            MasterUnresolvedError: the name does not resolve; a launcher's own has seconds to do so.
+            MasterUnreachableError: nobody listened before the deadline.
         """
         master = self.placement.master
         assert master is not None
@@ -102,6 +107,7 @@ class Wait:
                     f"the host name {master.address!r} ({master.address_source}) does not resolve on"
                     f" {socket.gethostname()} ({reason})"
                 )
+                kind: type[MasterUnreachableError] = MasterUnresolvedError
                 limit_s = self.timeout_s if master.is_address_given else min(LAUNCHERS_NAME_S, self.timeout_s)
                 if not was_said and self.elapsed_s < limit_s:
                     was_said = True
@@ -112,10 +118,11 @@ class Wait:
                 refusals = connect_to_any(found)
                 if refusals is None:
                     return
+                kind = MasterUnreachableError
                 self.state = f"nobody can be reached at {master} ({master.sources}): {refusals}"
                 limit_s = self.timeout_s
             if self.elapsed_s + RETRY_S >= limit_s:
-                raise MasterUnreachableError(self.state)
+                raise kind(self.state)
             time.sleep(RETRY_S)
 
     def meet(self, rendezvous: Callable[[], T], *, listens_here: bool) -> T:

@@ -458,11 +458,11 @@ class Reducer:
                     self._create_missing_gradients(bucket)
                     continue
                 self.buckets_reduced += 1
-                started_ns = now_ns() if recorder.is_on else 0
-                result = reduction.wait()
-                if started_ns and result is not None:
-                    started_ns = self._spans.waited(bucket, started_ns, self.iteration)
+                result = (
+                    self._spans.wait(reduction.wait, bucket, self.iteration) if recorder.is_on else reduction.wait()
+                )
                 if result is not None and not self._optimizer_in_backward:
+                    started_ns = now_ns() if recorder.is_on else 0
                     self._unpack(bucket, result)
                     if started_ns:
                         recorder.add("unpack", started_ns, step=self.iteration, args=bucket.facts)

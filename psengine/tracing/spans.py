@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -73,14 +74,25 @@ class ExchangeSpans:
         recorder.add("pack", started_ns, ended_ns=ended_ns, step=step, args=bucket.facts)
         self._handed_over_ns[bucket.index] = ended_ns
 
-    def waited(self, bucket: Bucket, started_ns: int, step: int) -> int:
-        """The wait for a result, which began at ``started_ns``, is over; return when."""
+    def wait(self, wait: Callable[[], torch.Tensor | None], bucket: Bucket, step: int) -> torch.Tensor | None:
+        """Return the reduced gradients of ``bucket`` that ``wait`` waits for, and record the wait and the exchange.
+
+        Gradients that stay what this process computed (None) were not waited for here.
+        """
+        started_ns = now_ns()
+        recorder.notes_waits = False
+        try:
+            result = wait()
+        finally:
+            recorder.notes_waits = True
+        if result is None:
+            return None
         ended_ns = now_ns()
         recorder.add("wait", started_ns, ended_ns=ended_ns, step=step, args=bucket.facts)
         handed_over_ns = self._handed_over_ns.pop(bucket.index, None)
         if handed_over_ns is not None:
             recorder.add(self._name, handed_over_ns, ended_ns=ended_ns, step=step, args=bucket.facts, track=EXCHANGE)
-        return ended_ns
+        return result
 
 
 class PushSpans:

@@ -69,6 +69,7 @@ class Recorder:
         most_events: how many spans are kept.
         dropped: how many came after those.
         device: type of the device of the first model that was wrapped, such as "cpu"; None until then.
+        notes_waits: whether waits for collective operations leave spans; not while who waits records the wait itself.
     """
 
     def __init__(self) -> None:
@@ -77,6 +78,7 @@ class Recorder:
         self.dropped = 0
         self.most_events = MAX_EVENTS
         self.device: str | None = None
+        self.notes_waits = True
         self._events: list[Event] = []
         self._users = 0
         self._on_step: Callable[[int], None] | None = None
@@ -355,8 +357,8 @@ def _checked_path(path: str | os.PathLike[str], error: type[PSEngineError], name
 
 
 def record_wait(what: str, started_ns: int) -> None:
-    """A wait for a collective operation is over; those for gradients are the reducer's to note."""
-    if "gradient bucket" not in what:
+    """A wait for the collective operation ``what`` is over."""
+    if recorder.notes_waits:
         recorder.add(what, started_ns, category="collective")
 
 

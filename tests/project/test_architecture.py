@@ -88,6 +88,13 @@ MAY_USE_TORCH_DISTRIBUTED = {
 }
 # Both halves of a server that a simulation runs under a clock of its own.
 IS_GIVEN_TIME = ("parameter_server/server/core/", "parameter_server/server/rules/")
+# Functions that decide by an error's text, because whoever raises it has neither a type nor a code for the case.
+MAY_READ_ERROR_TEXTS = {
+    ("cli/doctor_checks/findings", "problem_of"): "shows what an error is about, once",
+    ("cli/launching/elastic", "_launch"): "torch's DistNetworkError has no errno of a port that is taken",
+    ("collectives/c10d", "wait_for"): "gloo's errors are plain RuntimeErrors",
+    ("collectives/torch_backend/process_group", "_describe_failure"): "gloo's errors are plain RuntimeErrors",
+}
 MAY_READ_ENVIRONMENT = {"environment/context"}
 MAY_USE_ZMQ = {
     "parameter_server/client/connection",
@@ -235,6 +242,51 @@ def test_only_one_module_reads_the_environment(module):
 @pytest.mark.parametrize("module", [m for m in MODULES if m.startswith(IS_GIVEN_TIME)])
 def test_the_core_of_the_server_is_given_its_clocks_and_takes_none(module):
     assert not {"time", "datetime", "random", "secrets"} & {n.split(".")[0] for n in imports(MODULES[module])}
+
+
+TEXT_TESTS = {"startswith", "endswith", "find", "index", "count", "match", "search", "fullmatch", "findall"}
+
+
+def reads_text(node: ast.AST, texts: set[str], errors: set[str]) -> bool:
+    """Whether an expression is made of a variable in ``texts``, or of the text of a variable in ``errors``."""
+    parts = list(ast.walk(node))
+    names = {part.id for part in parts if isinstance(part, ast.Name)}
+    makes_text = any(isinstance(part, ast.Attribute) and part.attr == "args" for part in parts)
+    return bool(names & texts) or bool(names & errors and (makes_text or names & {"str", "repr"}))
+
+
+def decisions_on_error_texts(tree: ast.AST) -> set[str]:
+    """Functions in which a caught error's text, or a part of it, is compared with something or searched."""
+    found = set()
+    for function in ast.walk(tree):
+        if not isinstance(function, ast.FunctionDef):
+            continue
+        annotated = {a.arg: ast.unparse(a.annotation) for a in function.args.args if a.annotation is not None}
+        errors = {name for name, kind in annotated.items() if "Error" in kind or "Exception" in kind}
+        errors |= {n.name for n in ast.walk(function) if isinstance(n, ast.ExceptHandler) and n.name}
+
+        texts: set[str] = set()
+        for node in ast.walk(function):
+            if isinstance(node, ast.Assign) and reads_text(node.value, texts, errors):
+                parts = [part for t in node.targets for part in (t.elts if isinstance(t, ast.Tuple) else [t])]
+                texts |= {part.id for part in parts if isinstance(part, ast.Name)}
+        for node in ast.walk(function):
+            if isinstance(node, ast.Compare):
+                decides = any(reads_text(side, texts, errors) for side in (node.left, *node.comparators))
+            elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in TEXT_TESTS:
+                decides = any(reads_text(side, texts, errors) for side in (node.func.value, *node.args))
+            else:
+                continue
+            if decides:
+                found.add(function.name)
+    return found
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_no_decision_reads_the_text_of_an_error(module):
+    found = decisions_on_error_texts(ast.parse(MODULES[module].read_text()))
+    allowed = {function for place, function in MAY_READ_ERROR_TEXTS if place == module}
+    assert found == allowed, "a type, a status code or a kind decides; a text is for people"
 
 
 @pytest.mark.parametrize("module", MODULES)
