@@ -396,9 +396,9 @@ def interrupt_while_torchrun_listens():
 def test_a_signal_to_torchruns_own_handler_ends_the_run():
     with running_command(["run", WORKER, "hang"], prepare=interrupt_while_torchrun_listens) as command:
         assert command.wait() == 130
-        # A worker whose interpreter is just starting says this much, before the launcher knows of the signal.
-        said = command.stderr.removeprefix("KeyboardInterrupt\n")
-        assert said == "psengine run: SIGINT: ending the workers (again: at once)\n"
+        # The signal may reach a worker while its interpreter starts: Python then writes an error before ours.
+        lines = [line for line in command.stderr.splitlines() if line.startswith("psengine run:")]
+        assert lines == ["psengine run: SIGINT: ending the workers (again: at once)"]
 
 
 def test_a_signal_at_the_end_interrupts_neither_report_nor_tidying(tmp_path):
