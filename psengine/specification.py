@@ -58,6 +58,13 @@ class Specification:
         values = {key: [_value(item) for item in items] for key, items in written.items()}
         return cls(text, name, {key: items[0] if len(items) == 1 else items for key, items in values.items()})
 
+    def with_options(self, **more: str) -> str:
+        """Return the text with the options in ``more`` that it does not give."""
+        missing = [f"{key}={value}" for key, value in more.items() if key not in self.options]
+        if not missing:
+            return self.text
+        return (f"{self.text.rstrip(',')}," if self.options else f"{self.name}:") + ",".join(missing)
+
 
 class Registry(Generic[Made]):
     """Names that users write, and what makes an object of each.

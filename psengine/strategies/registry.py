@@ -14,6 +14,8 @@ from psengine.strategies.servers.sync import SyncServer
 from psengine.strategies.sync_all_reduce import SyncAllReduce
 
 STRATEGIES: Registry[Strategy] = Registry("strategy")
+# By option of a strategy, what its value names: that gets the options that the strategy does not name.
+PARTS: dict[str, Registry[Any]] = {"compress": CODECS}
 
 
 def register_strategy(name: str, factory: Callable[..., Strategy]) -> None:
@@ -49,4 +51,4 @@ def resolve_strategy(specification: Any) -> Strategy:
     if not isinstance(specification, str):
         hint = "; call it to make an object" if isinstance(specification, type) else ""
         raise ConfigurationError(f"strategy must be a name or a psengine.Strategy object (got {specification!r}{hint})")
-    return STRATEGIES.read(specification, {"compress": CODECS})()
+    return STRATEGIES.read(specification, PARTS)()

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from psengine.errors import ConfigurationError
-from psengine.specification import did_you_mean
+from psengine.specification import Specification, did_you_mean
 from psengine.strategies.registry import STRATEGIES, resolve_strategy
 from psengine.verify.launch import MAX_RANKS
 from psengine.verify.training import NATIVE
@@ -68,7 +68,10 @@ class Settings:
     @property
     def needs_server(self) -> bool:
         """Whether one of the strategies meets at a server and names none."""
-        return any(is_over_servers(name) and "servers=" not in name for name in (self.strategy, self.against))
+        return any(
+            is_over_servers(name) and "servers" not in Specification.parse("strategy", name).options
+            for name in (self.strategy, self.against)
+        )
 
 
 def is_over_servers(exchange: str) -> bool:
@@ -81,7 +84,7 @@ def _check_exchange(exchange: str) -> None:
         raise ConfigurationError(f"a strategy is named here (expected 'native' or a strategy, got {exchange!r})")
     if exchange == NATIVE:
         return
-    name = exchange.partition(":")[0]
+    name = Specification.parse("strategy", exchange).name
     if name not in STRATEGIES:
         raise ConfigurationError(
             f"unknown strategy (expected {NATIVE!r} for native DDP, or one of {sorted(STRATEGIES)}, got {name!r})"

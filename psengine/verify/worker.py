@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
+from psengine.specification import Specification
 from psengine.verify.differences import Tolerance
 from psengine.verify.place import Place
 from psengine.verify.rank import serve
@@ -60,12 +61,10 @@ def _exchange(name: str, work: dict[str, Any]) -> Exchange:
     """``name`` with, for a strategy over servers, the server of this comparison and a job of its own there."""
     if not is_over_servers(name):
         return Exchange(name, name)
-    options = [option for option in (name.partition(":")[2],) if option]
-    if work["server"] is not None and "servers=" not in name:
-        options.append(f"servers={work['server']}")
-    if "job=" not in name:
-        options.append(f"job={work['job']}.{next(_numbers)}")
-    return Exchange(name, f"{name.partition(':')[0]}:{','.join(options)}")
+    own = {"job": f"{work['job']}.{next(_numbers)}"}
+    if work["server"] is not None:
+        own["servers"] = work["server"]
+    return Exchange(name, Specification.parse("strategy", name).with_options(**own))
 
 
 if __name__ == "__main__":

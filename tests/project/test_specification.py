@@ -8,12 +8,14 @@ from support.processes import run_ranks
 from torch import nn
 
 import psengine
+from psengine.codecs.registry import CODECS
 from psengine.collectives.c10d import C10dCollective
 from psengine.collectives.registry import COLLECTIVES, resolve_collective
 from psengine.errors import ConfigurationError
 from psengine.specification import Registry, Specification
-from psengine.strategies.registry import STRATEGIES, resolve_strategy
+from psengine.strategies.registry import PARTS, STRATEGIES, resolve_strategy
 from psengine.strategies.sync_all_reduce import SyncAllReduce
+from psengine.tensors.share import Share
 
 
 @pytest.mark.parametrize(
@@ -53,6 +55,28 @@ def test_a_list_reaches_the_option_before_it():
     assert repr(strategy) == repr(psengine.AsyncServer(4, servers=["tcp://a:1", "tcp://b:2"]))
     with pytest.raises(ConfigurationError, match=r"got \[4, 'checksum'\]"):
         resolve_strategy("async:max_staleness=4,checksum")
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("async", "async:job=j,servers=tcp://a:1"),
+        ("async:", "async:job=j,servers=tcp://a:1"),
+        ("async:servers=ipc:///job=1,ipc:///b", "async:servers=ipc:///job=1,ipc:///b,job=j"),
+        ("async:job=a,servers=x,", "async:job=a,servers=x,"),
+    ],
+)
+def test_options_that_are_not_given_are_added(text, expected):
+    assert Specification.parse("strategy", text).with_options(job="j", servers="tcp://a:1") == expected
+
+
+def test_no_option_has_two_owners():
+    """An option goes to the strategy if it names one, else to its codec: a shared name would never reach the codec."""
+    of_codecs = {option for name in CODECS for option in CODECS.options_of(name)}
+    of_strategies = {option for name in STRATEGIES for option in STRATEGIES.options_of(name)}
+    assert not of_codecs & of_strategies
+    assert not set(PARTS) & of_codecs
+    assert all(option in of_strategies for option in PARTS)
 
 
 class Ingredient:
@@ -121,8 +145,9 @@ class Rescaled(SyncAllReduce):
         super().__init__()
         self._factor = factor
 
-    def begin(self, live_world_size: int, *, in_join: bool = False) -> float:
-        return super().begin(live_world_size, in_join=in_join) / self._factor
+    def begin(self, live_world_size: int, *, in_join: bool = False) -> Share:
+        share = super().begin(live_world_size, in_join=in_join)
+        return Share(share.divisor / self._factor)
 
 
 class Counting(C10dCollective):
