@@ -33,7 +33,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from machine import describe_machine
 
-from psengine.collectives.shared_memory.collective import SharedMemoryCollective
+from psengine.collectives.base import Collective
+from psengine.collectives.registry import collective_for
 from psengine.kernels import native
 
 GROUP_TIMEOUT_S = 120
@@ -107,7 +108,7 @@ class Barrier:
 
 
 def candidates_of(
-    collective: SharedMemoryCollective, numel: int, has_mpi: bool
+    collective: Collective, numel: int, has_mpi: bool
 ) -> dict[str, tuple[torch.Tensor, Callable[[], object]]]:
     """For each candidate the tensor that it sums, and the call; ``COPY`` leaves its tensor as it is."""
     own = torch.empty(numel)
@@ -158,7 +159,7 @@ def check(name: str, tensor: torch.Tensor, reduce: Callable[[], object], rank: i
         )
 
 
-def measure(plan: Plan, rank: int, collective: SharedMemoryCollective, barrier: Barrier, size_kb: int) -> Row:
+def measure(plan: Plan, rank: int, collective: Collective, barrier: Barrier, size_kb: int) -> Row:
     """Time every candidate in every round; each sums a tensor that its rank has just written, as after a backward."""
     candidates = candidates_of(collective, size_kb * 256, plan.has_mpi)
     for name, (tensor, reduce) in candidates.items():
@@ -222,10 +223,10 @@ def rank_main(plan: Plan, rank: int) -> None:
     store = dist.TCPStore("127.0.0.1", plan.port, is_master=False)
     timeout = timedelta(seconds=GROUP_TIMEOUT_S)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=plan.world_size, timeout=timeout)
-    collective = SharedMemoryCollective()
+    collective = collective_for(dist.group.WORLD, "shared_memory")
     try:
         barrier = Barrier(plan.barrier_path, rank, plan.world_size)
-        collective.all_reduce(torch.zeros(1)).wait()  # connects, and counts cores
+        collective.connect()  # counts cores
         keep_to_core(rank, plan.world_size)
         for size_kb in plan.sizes_kb:
             row = measure(plan, rank, collective, barrier, size_kb)
@@ -233,7 +234,6 @@ def rank_main(plan: Plan, rank: int) -> None:
                 store.set(f"row/{size_kb}", json.dumps(asdict(row)))
         dist.barrier()
     finally:
-        collective.close()
         dist.destroy_process_group()
 
 

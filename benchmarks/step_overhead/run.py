@@ -138,12 +138,11 @@ def measure(plan: Plan, rank: int) -> tuple[int, list[list[float]]]:
 
 def _cheap_barrier(world_size: int) -> Callable[[], None]:
     """Microseconds in shared memory where it can be had; gloo's, half a millisecond, would count as plain's."""
-    from psengine.collectives.registry import resolve_collective
+    from psengine.collectives.registry import collective_for, default_group
 
-    collective = resolve_collective("auto", dist.group.WORLD, torch.device("cpu"))
-    if world_size > 1:
-        collective.all_reduce(torch.zeros(1)).wait()  # the ranks meet
-    return collective.barrier
+    collective = collective_for(default_group(), "auto")
+    collective.connect()
+    return lambda: collective.barrier().wait()
 
 
 def rank_main(plan: Plan, rank: int, sender: Connection) -> None:

@@ -6,6 +6,7 @@ counts with the slowest rank's time, and every candidate's result is checked.
 
 from __future__ import annotations
 
+import functools
 import gc
 import itertools
 import time
@@ -17,7 +18,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
-from psengine.collectives.shared_memory.collective import SharedMemoryCollective
+from psengine.collectives.base import Collective
+from psengine.collectives.registry import collective_for, default_group
 from psengine.kernels import native
 from psengine.verify.place import Place
 from psengine.verify.rank import serve
@@ -43,32 +45,31 @@ def run(place: Place, work: dict[str, Any]) -> dict[str, Any]:
     """Measure each part; seconds of every turn, by candidate."""
     torch.set_num_threads(1)
     has_shared_memory = native.has_shared_memory()
-    collective = SharedMemoryCollective() if has_shared_memory else None
+    collective = collective_for(default_group(), "shared_memory") if has_shared_memory else None
     found: dict[str, Any] = {"has_shared_memory": has_shared_memory, "all_reduce": {}, "step": None, "server": None}
-    try:
-        if collective is not None:
-            collective.connect()
-        barrier = dist.barrier if collective is None else collective.barrier
-        for size_bytes in work["sizes_bytes"]:
-            place.note(f"the all-reduce of {size_bytes} bytes")
-            found["all_reduce"][str(size_bytes)] = measure_all_reduce(
-                place, collective, barrier, size_bytes, work["turns"]
-            )
-        place.note("the training step")
-        found["step"] = measure_step(place, barrier, work["turns"])
-        if work["server"] is not None:
-            place.note("the server's round trip")
-            if place.rank == 0:
-                found["server"] = measure_server(work["server"], work["model_bytes"], work["turns"])
-            dist.barrier()
-    finally:
-        if collective is not None:
-            collective.close()
+    barrier: Callable[[], object] = dist.barrier
+    if collective is not None:
+        collective.connect()
+        barrier = functools.partial(_meet, collective)
+    for size_bytes in work["sizes_bytes"]:
+        place.note(f"the all-reduce of {size_bytes} bytes")
+        found["all_reduce"][str(size_bytes)] = measure_all_reduce(place, collective, barrier, size_bytes, work["turns"])
+    place.note("the training step")
+    found["step"] = measure_step(place, barrier, work["turns"])
+    if work["server"] is not None:
+        place.note("the server's round trip")
+        if place.rank == 0:
+            found["server"] = measure_server(work["server"], work["model_bytes"], work["turns"])
+        dist.barrier()
     return found
 
 
+def _meet(collective: Collective) -> None:
+    collective.barrier().wait()
+
+
 def measure_all_reduce(
-    place: Place, collective: SharedMemoryCollective | None, barrier: Callable[[], object], size_bytes: int, turns: int
+    place: Place, collective: Collective | None, barrier: Callable[[], object], size_bytes: int, turns: int
 ) -> dict[str, list[float]]:
     """Seconds of summing a float32 tensor that its rank has just written, as after a backward.
 

@@ -1,4 +1,14 @@
-"""What the engine asks of a collective: sum a flat tensor over ranks, copy one from a rank, wait for everybody."""
+"""What a collective is: operations that all ranks of one group call in the same order.
+
+Every operation begins without waiting for other ranks and returns a ``Work``; ``Work.wait()`` returns when the result
+is there. W is the world size, n the numel of the tensor that is named first::
+
+    all_reduce(flat)                 flat[n] on each rank  ->  the sum of the W flats, on each rank
+    reduce_scatter(output, flat)     flat[W * n]           ->  output[n]: part r of that sum, on rank r
+    all_gather(output, tensor)       tensor[n / W]         ->  output[n]: the W tensors in rank order, on each rank
+    broadcast(tensors, source_rank)  the source's tensors  ->  the same, on each rank
+    barrier()                        nothing               ->  every rank has called it
+"""
 
 from __future__ import annotations
 
@@ -12,14 +22,7 @@ from psengine.errors import CollectiveError
 
 
 class Work(ABC):
-    """An operation under way.
-
-    Attributes:
-        square_sum: after ``wait``, the sum of squares of an all-reduce's result, the same bits on every rank; None
-            where nobody asked (``Collective.collects_square_sums``) or the transport does not see it.
-    """
-
-    square_sum: float | None = None
+    """An operation under way."""
 
     @abstractmethod
     def wait(self) -> None:
@@ -41,23 +44,40 @@ class CompletedWork(Work):
 class Collective(ABC):
     """One group of ranks that call the same operations in the same order.
 
-    Every operation is called by all ranks with tensors of equal numel and dtype; operations complete in call order.
-    Every wait has a deadline of ``timeout_s`` and its error names the ranks that are missing.
+    Every operation is called by all ranks, with tensors of equal numel and dtype; operations complete in call order.
+    Tensors must not be touched between the call and the end of ``Work.wait()``. Those that are written (``flat``,
+    ``output``) are contiguous. Every wait has a deadline of ``timeout_s``, and its error names the ranks that are
+    missing.
 
     Attributes:
         rank: this process in the group, 0 <= rank < world_size.
         world_size: number of ranks.
         timeout_s: seconds after which a wait is an error.
-        scales_for_free: True where ``all_reduce`` multiplies by ``scale`` without another pass over memory, so that
-            callers should leave the scaling to it; False where they should scale while packing.
-        collects_square_sums: set to let works yield ``square_sum`` where that costs no further pass.
     """
 
     rank: int
     world_size: int
     timeout_s: float
-    scales_for_free: bool = False
-    collects_square_sums: bool = False
+
+    @property
+    def scales_for_free(self) -> bool:
+        """Whether ``all_reduce`` multiplies by ``scale`` without another pass over memory.
+
+        Where it does, callers should leave the scaling to it; elsewhere they should scale while packing. The answer is
+        final once ``connect`` was called, and never needs the other ranks.
+        """
+        return False
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether no operation can succeed any more: it was closed, or a failure ended the whole group."""
+        return False
+
+    def connect(self) -> None:  # noqa: B027 - most transports are connected when they are made
+        """Meet the other ranks, where this collective has to and has not yet; all ranks call it at the same place.
+
+        Operations do so by themselves; call it to have ``scales_for_free`` final before the first one.
+        """
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Return an uninitialised flat tensor of ``numel`` elements in memory this collective reduces best."""
@@ -65,26 +85,82 @@ class Collective(ABC):
 
     @abstractmethod
     def all_reduce(self, flat: torch.Tensor, scale: float = 1.0, *, what: str = "tensor") -> Work:
-        """Begin ``flat = scale * sum of every rank's flat``; never blocks. Mutates ``flat``, which must stay untouched
-        until the work is waited for.
+        """Begin ``flat = scale * sum of every rank's flat``. Mutates ``flat``.
 
         Args:
             flat: dense contiguous tensor, or a sparse COO one where the transport covers it.
             scale: factor applied once to the sum (transports may apply it to the addends); the same on every rank.
+                Integers are summed only.
             what: name used in error messages, such as "gradient bucket 3".
         """
 
     @abstractmethod
-    def broadcast(self, tensors: Sequence[torch.Tensor], source_rank: int = 0, *, what: str = "tensors") -> None:
-        """Overwrite ``tensors`` on every rank by those of ``source_rank``; returns when they may be read."""
+    def reduce_scatter(
+        self, output: torch.Tensor, flat: torch.Tensor, scale: float = 1.0, *, what: str = "tensor"
+    ) -> Work:
+        """Begin ``output = scale * sum over ranks of this rank's part of each rank's flat``. Mutates ``output``.
+
+        Args:
+            output: dense contiguous tensor.
+            flat: dense contiguous, ``world_size`` times as many elements of the same dtype; part r belongs to rank r.
+            scale: as for ``all_reduce``.
+            what: as for ``all_reduce``.
+        """
 
     @abstractmethod
-    def all_gather(self, tensor: torch.Tensor, *, what: str = "tensor") -> list[torch.Tensor]:
+    def all_gather(self, output: torch.Tensor, tensor: torch.Tensor, *, what: str = "tensor") -> Work:
+        """Begin to fill ``output`` with every rank's ``tensor``, in rank order. Mutates ``output``.
+
+        Args:
+            output: dense contiguous tensor with ``world_size`` times as many elements of the same dtype.
+            tensor: dense, of the same numel on every rank; may be this rank's part of ``output``.
+            what: as for ``all_reduce``.
+        """
+
+    @abstractmethod
+    def broadcast(self, tensors: Sequence[torch.Tensor], source_rank: int = 0, *, what: str = "tensors") -> Work:
+        """Begin to overwrite ``tensors``, dense and strided at will, on every rank by those of ``source_rank``."""
+
+    @abstractmethod
+    def barrier(self, timeout_s: float | None = None) -> Work:
+        """Begin to wait until every rank has called it; ``timeout_s`` overrides the collective's own deadline."""
+
+    def progress(self) -> None:  # noqa: B027 - most transports have somebody who works for them
+        """Do what can be done for operations under way without waiting; cheap enough for every gradient's hook."""
+
+    def gather(self, tensor: torch.Tensor, *, what: str = "tensor") -> list[torch.Tensor]:
         """Return every rank's ``tensor`` (same shape and dtype everywhere), in rank order; blocks."""
+        tensor = tensor.detach()
+        output = torch.empty((self.world_size, *tensor.shape), dtype=tensor.dtype, device=tensor.device)
+        self.all_gather(output, tensor, what=what).wait()
+        return list(output.unbind())
 
-    @abstractmethod
-    def barrier(self, timeout_s: float | None = None) -> None:
-        """Return when every rank has called it; ``timeout_s`` overrides the collective's own deadline."""
+    def gather_bytes(self, payload: bytes, device: torch.device, *, what: str = "bytes") -> list[bytes]:
+        """Return every rank's ``payload``, of any length, in rank order; blocks.
+
+        Args:
+            payload: this rank's bytes.
+            device: where the group exchanges tensors.
+            what: as for ``all_reduce``.
+        """
+        length = torch.tensor([len(payload)], dtype=torch.int64, device=device)
+        lengths = [int(found.item()) for found in self.gather(length, what=f"length of {what}")]
+        if max(lengths) == 0:
+            return [b""] * self.world_size
+        padded = _tensor_of(payload.ljust(max(lengths), b"\0"), device)
+        gathered = self.gather(padded, what=what)
+        return [_bytes_of(found)[:length] for found, length in zip(gathered, lengths, strict=True)]
+
+    def broadcast_bytes(self, payload: bytes, source_rank: int, device: torch.device, *, what: str = "bytes") -> bytes:
+        """Return ``source_rank``'s ``payload``, of any length; what the others give is not looked at. Blocks."""
+        length = torch.tensor([len(payload)], dtype=torch.int64, device=device)
+        self.broadcast([length], source_rank, what=f"length of {what}").wait()
+        if length.item() == 0:
+            return b""
+        is_source = self.rank == source_rank
+        content = _tensor_of(payload if is_source else bytes(int(length.item())), device)
+        self.broadcast([content], source_rank, what=what).wait()
+        return payload if is_source else _bytes_of(content)
 
     def wait_for(self, future: torch.futures.Future[Any], what: str) -> Any:
         """Return the value of somebody else's exchange (a communication hook's) once it is there.
@@ -102,7 +178,18 @@ class Collective(ABC):
 
     def diagnose(self, error: BaseException, what: str) -> Exception:
         """Return the exception to raise for ``error``, which ``what`` failed with: who is missing, and what to do."""
-        return CollectiveError(f"{what} failed on rank {self.rank}: {error}")
+        return CollectiveError(f"{what} failed on rank {self.rank} of {self.world_size}: {error}")
 
     def close(self) -> None:  # noqa: B027 - most transports hold nothing
         """Release what the collective holds; its tensors must no longer be used. Safe to call twice."""
+
+
+def _tensor_of(payload: bytes, device: torch.device) -> torch.Tensor:
+    return torch.frombuffer(bytearray(payload), dtype=torch.uint8).to(device)
+
+
+def _bytes_of(tensor: torch.Tensor) -> bytes:
+    # Through a buffer, because torch's own ways from a tensor to bytes need numpy or a Python int for each byte.
+    content = bytearray(tensor.numel())
+    torch.frombuffer(content, dtype=torch.uint8).copy_(tensor)
+    return bytes(content)

@@ -6,6 +6,7 @@ import collections
 import functools
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -15,8 +16,11 @@ import torch.distributed as dist
 from typing_extensions import override
 
 from psengine.collectives.base import Collective, CompletedWork, Work
+from psengine.collectives.coalescing import coalesce, copy_out
 from psengine.collectives.liveness.roll_call import RollCall
 from psengine.collectives.liveness.whereabouts import StoreWhereabouts
+from psengine.collectives.operands import check_flat, check_parts, flat_bytes, real
+from psengine.collectives.transport_errors import is_transport_error
 from psengine.errors import CollectiveError, PeerLostError
 from psengine.tracing.stall_inspector import inspector, stall_after_s
 from psengine.tracing.timeline import now_ns, record_wait, recorder
@@ -34,49 +38,51 @@ SPLIT_FROM_BYTES = 4 * 1024 * 1024
 # interpreter's lock, and a thread that does so while the interpreter finalizes is ended in a way that aborts the
 # process.
 LATEST_WORKS = 4
-# What errors of a transport have in their text.
-TRANSPORT_NAMES = ("gloo", "NCCL", "Connection closed", "Connection reset", "Broken pipe")
-# Native DDP's coalescing size for broadcasts (torch/nn/parallel/distributed.py, broadcast_bucket_size).
-BROADCAST_BUCKET_BYTES = 250 * 1024 * 1024
 
 
 class C10dCollective(Collective):
     """Collective operations of a ``torch.distributed`` process group.
 
     Args:
-        process_group: the group; None means the default group, which must be initialised.
+        process_group: the group; None means the default group, which must be initialised. Held weakly: a collective
+            that outlives its group is of no use, and the group's store would keep its port.
         timeout_s: deadline of every wait; None takes the process group's own timeout.
 
     Scaling: ``all_reduce`` multiplies the addends by ``scale`` and sums, as native DDP does, so results agree bitwise.
     """
 
     def __init__(self, process_group: dist.ProcessGroup | None = None, timeout_s: float | None = None) -> None:
-        self.process_group: dist.ProcessGroup = process_group or dist.distributed_c10d._get_default_group()
-        self.rank = self.process_group.rank()
-        self.world_size = self.process_group.size()
-        self.timeout_s = timeout_s if timeout_s is not None else _group_timeout_s(self.process_group)
-        self._is_gloo = "gloo" in _backends(self.process_group)
+        group: dist.ProcessGroup = process_group or dist.distributed_c10d._get_default_group()
+        self.process_group: dist.ProcessGroup = weakref.proxy(group)
+        self.rank = group.rank()
+        self.world_size = group.size()
+        self.timeout_s = timeout_s if timeout_s is not None else _group_timeout_s(group)
+        self._backends = _backends(group)
+        self._is_gloo = "gloo" in self._backends
         self._latest_works: collections.deque[list[dist.Work]] = collections.deque(maxlen=LATEST_WORKS)
         after_s = stall_after_s()
-        self.stall_after_s = after_s if self.world_size > 1 else 0.0  # nobody waits for nobody
+        self._stall_after_s = after_s if self.world_size > 1 else 0.0  # nobody waits for nobody
         self._begun = 0
-        self._roll_call = _start_roll_call(self.process_group, self.timeout_s)
+        self._roll_call = _start_roll_call(group, self.timeout_s)
         self.whereabouts = None if self._roll_call is None else StoreWhereabouts(self._roll_call)
 
     @override
     def all_reduce(self, flat: torch.Tensor, scale: float = 1.0, *, what: str = "tensor") -> Work:
-        """Complex tensors are reduced through their real view."""
+        what = f"all-reduce of {what}"
+        check_flat(self, what, flat, scale)
         if scale != 1.0:
             flat.mul_(scale)
+        return self._sum(real(flat), what)
+
+    def _sum(self, payload: torch.Tensor, what: str, finish: Callable[[], object] | None = None) -> Work:
+        """Sum ``payload`` over ranks in place, then ``finish``."""
         if self.world_size == 1:
+            if finish is not None:
+                finish()
             return CompletedWork()
-        # Transports reduce real numbers; handing complex storage over as if it were real loses the imaginary half
-        # (https://github.com/pytorch/pytorch/issues/158753).
-        payload = torch.view_as_real(flat) if flat.is_complex() else flat
+        messages = self._messages(payload)
         return self._begin(
-            lambda: [self.process_group.allreduce([part]) for part in self._messages(payload)],
-            f"all-reduce of {what}",
-            flat.device,
+            lambda: [self.process_group.allreduce([part]) for part in messages], what, payload.device, finish=finish
         )
 
     def _messages(self, payload: torch.Tensor) -> Sequence[torch.Tensor]:
@@ -87,36 +93,69 @@ class C10dCollective(Collective):
         return payload.tensor_split(2)
 
     @override
-    def broadcast(self, tensors: Sequence[torch.Tensor], source_rank: int = 0, *, what: str = "tensors") -> None:
-        """Tensors of one dtype and device travel together."""
+    def reduce_scatter(
+        self, output: torch.Tensor, flat: torch.Tensor, scale: float = 1.0, *, what: str = "tensor"
+    ) -> Work:
+        """Over gloo this is an all-reduce of a copy, as gloo's own is: it sends no less than an all-reduce."""
+        what = f"reduce-scatter of {what}"
+        check_parts(self, what, flat, output)
+        check_flat(self, what, output, scale)
+        part, whole = real(output.detach()).view(-1), real(flat.detach()).view(-1)
+        scatter = self._own_reduce_scatter(flat.device)
+        if scatter is not None and self.world_size > 1:
+            whole = whole if scale == 1.0 else whole * scale
+            return self._begin(lambda: [scatter(part, whole)], what, flat.device)
+        whole = whole * scale if scale != 1.0 else whole.clone()
+        own = whole[self.rank * part.numel() : (self.rank + 1) * part.numel()]
+        return self._sum(whole, what, lambda: part.copy_(own))
+
+    def _own_reduce_scatter(self, device: torch.device) -> Callable[[torch.Tensor, torch.Tensor], dist.Work] | None:
+        """The transport's own reduce-scatter, where it sends less than an all-reduce."""
+        is_nccl = "nccl" in self._backends and device.type == "cuda"
+        if not is_nccl and "psengine" not in self._backends:
+            return None
+        names = ("reduce_scatter_single", "_reduce_scatter_base")  # since torch 2.13, and before
+        scatter: Any = next(getattr(self.process_group, name) for name in names if hasattr(self.process_group, name))
+        return lambda part, whole: scatter(part, whole)
+
+    @override
+    def all_gather(self, output: torch.Tensor, tensor: torch.Tensor, *, what: str = "tensor") -> Work:
+        what = f"all-gather of {what}"
+        check_parts(self, what, output, tensor)
+        parts = list(flat_bytes(output.detach()).view(self.world_size, -1).unbind())
+        payload = flat_bytes(tensor.detach().contiguous().resolve_conj().resolve_neg())
+        return self._begin(lambda: [self.process_group.allgather([parts], [payload])], what, tensor.device)
+
+    @override
+    def broadcast(self, tensors: Sequence[torch.Tensor], source_rank: int = 0, *, what: str = "tensors") -> Work:
+        """Tensors of one dtype and device travel together, in messages of at most 250 MB. Of several messages each
+        begins when the one before has arrived, so that their copies do not take as much memory as the tensors.
+        """
         if self.world_size == 1:
-            return
+            return CompletedWork()
         what = f"broadcast of {what} from rank {source_rank}"
         options = dist.BroadcastOptions()
         options.rootRank = source_rank
-        for group in _coalesce(tensors):
+        work: Work = CompletedWork()
+        for group in coalesce(tensors):
+            work.wait()
             is_alone = len(group) == 1 and group[0].is_contiguous()
             payload = group[0] if is_alone else torch.cat([t.reshape(-1) for t in group])
-            self._begin(functools.partial(self._broadcast_one, payload, options), what, payload.device).wait()
-            if not is_alone and self.rank != source_rank:
-                parts = payload.split([t.numel() for t in group])
-                torch._foreach_copy_(group, [part.view(t.shape) for part, t in zip(parts, group, strict=True)])
+            has_news = not is_alone and self.rank != source_rank
+            work = self._begin(
+                functools.partial(self._broadcast_one, payload, options),
+                what,
+                payload.device,
+                finish=functools.partial(copy_out, payload, group) if has_news else None,
+            )
+        return work
 
     @override
-    def all_gather(self, tensor: torch.Tensor, *, what: str = "tensor") -> list[torch.Tensor]:
-        gathered = [torch.empty_like(tensor) for _ in range(self.world_size)]
-        what = f"all-gather of {what}"
-        self._begin(
-            lambda: [self.process_group.allgather([gathered], [tensor.contiguous()])], what, tensor.device
-        ).wait()
-        return gathered
-
-    @override
-    def barrier(self, timeout_s: float | None = None) -> None:
-        self._begin(lambda: [self.process_group.barrier()], "barrier", None, timeout_s).wait()
+    def barrier(self, timeout_s: float | None = None) -> Work:
+        return self._begin(lambda: [self.process_group.barrier()], "barrier", None, timeout_s)
 
     def _broadcast_one(self, payload: torch.Tensor, options: dist.BroadcastOptions) -> list[dist.Work]:
-        return [self.process_group.broadcast([payload], options)]
+        return [self.process_group.broadcast([flat_bytes(payload)], options)]
 
     def _begin(
         self,
@@ -124,6 +163,7 @@ class C10dCollective(Collective):
         what: str,
         device: torch.device | None,
         timeout_s: float | None = None,
+        finish: Callable[[], object] | None = None,
     ) -> C10dWork:
         """Start an operation on tensors of ``device`` (None: on the host); failing to start is diagnosed too."""
         try:
@@ -134,7 +174,9 @@ class C10dCollective(Collective):
         self._begun += 1
         # NCCL orders streams and keeps deadlines itself; everything else, gloo on CUDA tensors too, blocks the host.
         is_stream_ordered = device is not None and device.type != "cpu" and not self._is_gloo
-        return C10dWork(self, works, what, self._begun, is_stream_ordered=is_stream_ordered, timeout_s=timeout_s)
+        return C10dWork(
+            self, works, what, self._begun, is_stream_ordered=is_stream_ordered, timeout_s=timeout_s, finish=finish
+        )
 
     def late_ranks(self) -> None:
         """See ``stall_inspector.Watched``: the transport does not know."""
@@ -148,9 +190,8 @@ class C10dCollective(Collective):
             return future.wait()
         except Exception as error:
             # A hook may fail for reasons of its own: only a death that is certain, or the transport's word, is news.
-            if self._roll_call is not None and self._roll_call.lost_processes():
-                raise self.diagnose(error, what) from error
-            if isinstance(error, RuntimeError) and any(name in str(error) for name in TRANSPORT_NAMES):
+            has_lost = self._roll_call is not None and self._roll_call.lost_processes()
+            if has_lost or is_transport_error(error):
                 raise self.diagnose(error, what) from error
             raise
 
@@ -170,8 +211,8 @@ class C10dCollective(Collective):
             PeerLostError, CollectiveError: ranks are missing, or ``timeout_s`` passed.
         """
         watched = None
-        if self.stall_after_s:
-            watched = inspector.enter(self, operation, what, timeout_s, self.stall_after_s)
+        if self._stall_after_s:
+            watched = inspector.enter(self, operation, what, timeout_s, self._stall_after_s)
         deadline = time.monotonic() + timeout_s
         try:
             while not wait_for_s(min(WAIT_SLICE_S, timeout_s)):
@@ -253,6 +294,7 @@ class C10dWork(Work):
         *,
         is_stream_ordered: bool,
         timeout_s: float | None = None,
+        finish: Callable[[], object] | None = None,
     ) -> None:
         self._collective = collective
         self._works = works
@@ -260,6 +302,7 @@ class C10dWork(Work):
         self._operation = operation
         self._is_stream_ordered = is_stream_ordered
         self._timeout_s = collective.timeout_s if timeout_s is None else timeout_s
+        self._finish = finish
 
     @override
     def wait(self) -> None:
@@ -270,6 +313,9 @@ class C10dWork(Work):
             else:
                 wait_for_s = functools.partial(self._wait_once, work)
                 self._collective.watch(wait_for_s, work.is_completed, self._what, self._operation, self._timeout_s)
+        finish, self._finish = self._finish, None
+        if finish is not None:
+            finish()
         if started_ns:
             record_wait(self._what, started_ns)
 
@@ -286,22 +332,6 @@ class C10dWork(Work):
                 return False
             raise self._collective.diagnose(error, self._what) from error
         return True
-
-
-def _coalesce(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
-    """Group tensors, real and detached, by dtype and device into messages of at most ``BROADCAST_BUCKET_BYTES``."""
-    groups: list[list[torch.Tensor]] = []
-    open_groups: dict[tuple[torch.dtype, torch.device], tuple[list[torch.Tensor], int]] = {}
-    for tensor in tensors:
-        real = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
-        size_bytes = real.numel() * real.element_size()
-        group, group_bytes = open_groups.get((real.dtype, real.device), ([], 0))
-        if not group or group_bytes + size_bytes > BROADCAST_BUCKET_BYTES:
-            group, group_bytes = [], 0
-            groups.append(group)
-        group.append(real)
-        open_groups[real.dtype, real.device] = (group, group_bytes + size_bytes)
-    return groups
 
 
 def _backends(process_group: dist.ProcessGroup) -> str:

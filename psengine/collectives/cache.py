@@ -1,56 +1,46 @@
-"""One collective for each process group, for those who are called with a group and keep nothing between calls.
+"""One collective for each process group and name, made once and kept as long as the group lives.
 
-Making one costs a store write and a look at the group's timeout; metrics and batch normalisation, which run in every
-step, find theirs here instead.
+Whoever exchanges tensors within a group asks for the group's collective and keeps no other: operations of one group
+then have one order, ranks meet once, and what a rank waits for is known in one place.
 """
 
 from __future__ import annotations
 
+import threading
 import weakref
+from collections.abc import Callable
 from typing import Any
 
-import torch.distributed as dist
-
 from psengine.collectives.base import Collective
-from psengine.collectives.c10d import C10dCollective
-from psengine.collectives.registry import check_name
-from psengine.collectives.shared_memory.collective import SharedMemoryCollective
-from psengine.environment.context import default_collective
-from psengine.errors import ArgumentTypeError
 
-_collectives: weakref.WeakKeyDictionary[Any, Collective] = weakref.WeakKeyDictionary()
+# By process group, by name. Weak: a group that somebody destroyed must go, because its store holds the rendezvous port,
+# and the next init_process_group() on that port would fail.
+_collectives: weakref.WeakKeyDictionary[Any, dict[str, Collective]] = weakref.WeakKeyDictionary()
+_lock = threading.RLock()  # to make one collective may ask for another
 
 
-def collective_for(process_group: Any = None) -> Collective | None:
-    """Return the collective of ``process_group`` (None: the default group), made once; None where nobody else is in it.
+def collective_of(process_group: Any, name: str, make: Callable[[], Collective]) -> Collective:
+    """Return the collective ``name`` of ``process_group``; make it where there is none, or none that still works.
 
-    Raises:
-        ArgumentTypeError: not a process group, such as the marker ``new_group`` returns to ranks outside the group.
+    It is closed when the group is destroyed and nobody refers to it any more; a new group, of the same ranks too, gets
+    a new one.
+
+    Args:
+        process_group: any object of torch.distributed that groups ranks.
+        name: which of the group's collectives.
+        make: makes it; what it returns must not keep the group alive.
     """
-    if process_group is None:
-        if not (dist.is_available() and dist.is_initialized()):
-            return None
-        process_group = dist.group.WORLD
-    if not isinstance(process_group, dist.ProcessGroup):
-        raise ArgumentTypeError(
-            "process_group is not a process group this rank belongs to (expected torch.distributed.ProcessGroup or"
-            f" None, got {process_group!r}). Call it only on the ranks given to new_group()."
-        )
-    if process_group.size() == 1:
-        return None
-    collective = _collectives.get(process_group)
-    if collective is None:
-        _collectives[process_group] = collective = _make(process_group)
-    return collective
+    with _lock:
+        by_name = _collectives.get(process_group)
+        if by_name is None:
+            by_name = _collectives[process_group] = {}
+            weakref.finalize(process_group, _close, by_name).atexit = False
+        collective = by_name.get(name)
+        if collective is None or collective.has_ended:
+            collective = by_name[name] = make()
+        return collective
 
 
-def _make(process_group: dist.ProcessGroup) -> Collective:
-    over_torch = C10dCollective(process_group)
-    # The cache must not keep a destroyed group alive: its store would go on holding the rendezvous port, and the next
-    # init_process_group() on that port would fail.
-    over_torch.process_group = weakref.proxy(process_group)
-    name = default_collective()
-    check_name(name)
-    if name == "c10d":
-        return over_torch
-    return SharedMemoryCollective(over_torch, required=name == "shared_memory")
+def _close(by_name: dict[str, Collective]) -> None:
+    for collective in by_name.values():
+        collective.close()

@@ -7,6 +7,9 @@ from typing import Any
 
 import torch
 
+from psengine.collectives.base import Collective
+from psengine.errors import CollectiveError
+
 
 def is_plain(tensor: torch.Tensor) -> bool:
     """Whether the tensor's elements lie on the CPU one after another, as they are."""
@@ -23,6 +26,44 @@ def plain(tensor: torch.Tensor) -> torch.Tensor:
 def real(tensor: torch.Tensor) -> torch.Tensor:
     """``tensor``, a complex one as pairs of real numbers."""
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of a contiguous tensor, as which every transport copies what it cannot add up."""
+    return tensor.view(-1).view(torch.uint8)
+
+
+def check_flat(collective: Collective, what: str, flat: torch.Tensor, scale: float = 1.0) -> None:
+    """Raise ``CollectiveError`` unless ``flat`` may be written by an operation, and scaled by ``scale``."""
+    if not flat.is_sparse and (not flat.is_contiguous() or flat.is_neg() or flat.is_conj()):
+        raise _refusal(
+            collective,
+            what,
+            "the tensor that is written must hold its elements one after another (expected a contiguous tensor, got"
+            f" shape {tuple(flat.shape)} with strides {flat.stride()}, a negative or conjugate view:"
+            f" {flat.is_neg() or flat.is_conj()}). Fix: exchange a contiguous copy",
+        )
+    if scale != 1.0 and not (flat.is_floating_point() or flat.is_complex()):
+        raise _refusal(
+            collective, what, f"integers are summed, not scaled (expected scale 1.0 for {flat.dtype}, got {scale})"
+        )
+
+
+def check_parts(collective: Collective, what: str, whole: torch.Tensor, part: torch.Tensor) -> None:
+    """Raise ``CollectiveError`` unless ``whole``, contiguous, has room for a ``part`` of every rank."""
+    expected_numel = part.numel() * collective.world_size
+    if whole.numel() != expected_numel or whole.dtype != part.dtype:
+        raise _refusal(
+            collective,
+            what,
+            f"every rank has an equal part of the whole (expected {expected_numel} elements of {part.dtype}, got"
+            f" {whole.numel()} of {whole.dtype})",
+        )
+    check_flat(collective, what, whole)
+
+
+def _refusal(collective: Collective, what: str, why: str) -> CollectiveError:
+    return CollectiveError(f"{what} failed on rank {collective.rank} of {collective.world_size}: {why}")
 
 
 def are_parts(lists: Any, part: torch.Tensor, world_size: int) -> bool:

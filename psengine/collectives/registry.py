@@ -1,4 +1,4 @@
-"""From what a user writes to a collective."""
+"""From what a user writes to the one collective of a process group."""
 
 from __future__ import annotations
 
@@ -6,16 +6,22 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
+from psengine.collectives.automatic import AutomaticCollective
 from psengine.collectives.base import Collective
 from psengine.collectives.c10d import C10dCollective
+from psengine.collectives.cache import collective_of
 from psengine.collectives.shared_memory.collective import SharedMemoryCollective
 from psengine.collectives.solo import SoloCollective
-from psengine.errors import ConfigurationError
+from psengine.environment.context import default_collective
+from psengine.errors import ArgumentTypeError, ConfigurationError
 from psengine.kernels import native
 from psengine.specification import Registry
 
 COLLECTIVES: Registry[Collective] = Registry("collective", ("process_group", "device"))
+
+CPU = torch.device("cpu")
 
 
 def register_collective(name: str, factory: Callable[..., Collective]) -> None:
@@ -24,7 +30,9 @@ def register_collective(name: str, factory: Callable[..., Collective]) -> None:
     Args:
         name: what stands before the colon, in PSENGINE_COLLECTIVE too.
         factory: called as ``factory(process_group, device)`` with a torch.distributed process group and the device of
-            the tensors, by every rank of the group. Its other parameters are the options of ``name:option=value``.
+            the tensors, once for each group and type of device, by every rank of the group. What it returns serves all
+            who exchange tensors in that group, and must not keep the group alive. Its other parameters are the options
+            of ``name:option=value``.
 
     Raises:
         ConfigurationError: the name is taken, or is none.
@@ -34,15 +42,18 @@ def register_collective(name: str, factory: Callable[..., Collective]) -> None:
 
 def _auto(process_group: Any, device: torch.device) -> Collective:
     """The fastest that works: shared memory where all ranks share this host and tensors are on the CPU, else c10d."""
-    if device.type == "cpu" and process_group.size() > 1:
-        native.say_if_missing()
-        # Also where this rank lacks the extension: the others learn it when they connect.
-        return SharedMemoryCollective(process_group, required=False)
-    return _c10d(process_group, device)
+    c10d = _c10d(process_group, device)
+    if device.type != "cpu" or c10d.world_size == 1:
+        return c10d
+    native.say_if_missing()
+    # Also where this rank lacks the extension: the others learn it when they connect.
+    return AutomaticCollective(_shared_memory_alone(process_group), c10d, required=False)
 
 
-def _c10d(process_group: Any, device: torch.device) -> Collective:
-    return C10dCollective(process_group)
+def _c10d(process_group: Any, device: torch.device) -> C10dCollective:
+    c10d = collective_of(process_group, "c10d", lambda: C10dCollective(process_group))
+    assert isinstance(c10d, C10dCollective)
+    return c10d
 
 
 def _shared_memory(process_group: Any, device: torch.device) -> Collective:
@@ -51,7 +62,15 @@ def _shared_memory(process_group: Any, device: torch.device) -> Collective:
             f"collective 'shared_memory' exchanges CPU tensors (expected a model on the CPU, got {device}). Use"
             " collective='auto' or 'c10d'."
         )
-    return SharedMemoryCollective(process_group)
+    c10d = _c10d(process_group, device)
+    return AutomaticCollective(_shared_memory_alone(process_group), c10d, required=True)
+
+
+def _shared_memory_alone(process_group: Any) -> SharedMemoryCollective:
+    meeting = _c10d(process_group, CPU)
+    shared = collective_of(process_group, "shared memory alone", lambda: SharedMemoryCollective(meeting))
+    assert isinstance(shared, SharedMemoryCollective)
+    return shared
 
 
 register_collective("auto", _auto)
@@ -69,16 +88,37 @@ def check_name(name: Any) -> None:
 
 
 def resolve_collective(specification: str | Collective, process_group: Any, device: torch.device) -> Collective:
-    """Return the collective that ``specification`` names for tensors on ``device``, or the object itself.
-
-    Without a group it is a collective of one.
-
-    Raises:
-        ConfigurationError: unknown name or option, or shared memory for tensors that are not on the CPU.
-    """
+    """Return the collective that ``specification`` names, or the object itself; see ``collective_for``."""
     if isinstance(specification, Collective):
         return specification
+    return collective_for(process_group, specification, device)
+
+
+def collective_for(process_group: Any, specification: str | None = None, device: torch.device = CPU) -> Collective:
+    """Return the one collective of ``process_group`` that ``specification`` names; made at the first call.
+
+    Args:
+        process_group: None for a collective of one.
+        specification: None takes PSENGINE_COLLECTIVE, else "auto".
+        device: where most of the tensors are. Tensors on other devices are exchanged too, over torch.distributed.
+
+    Raises:
+        ArgumentTypeError: not a process group, such as the marker ``new_group`` returns to ranks outside the group.
+        ConfigurationError: unknown name or option, or shared memory for tensors that are not on the CPU.
+    """
+    specification = default_collective() if specification is None else specification
     check_name(specification)
     if process_group is None:
         return SoloCollective()
-    return COLLECTIVES.read(specification)(process_group, device)
+    if not isinstance(process_group, dist.ProcessGroup):
+        raise ArgumentTypeError(
+            "process_group is not a process group this rank belongs to (expected torch.distributed.ProcessGroup or"
+            f" None, got {process_group!r}). Call it only on the ranks given to new_group()."
+        )
+    make = COLLECTIVES.read(specification)
+    return collective_of(process_group, f"{specification} on {device.type}", lambda: make(process_group, device))
+
+
+def default_group() -> Any:
+    """The default process group; None where there is none."""
+    return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None

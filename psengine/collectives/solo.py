@@ -8,6 +8,7 @@ import torch
 from typing_extensions import override
 
 from psengine.collectives.base import Collective, CompletedWork, Work
+from psengine.collectives.operands import check_flat, check_parts
 
 
 class SoloCollective(Collective):
@@ -19,18 +20,33 @@ class SoloCollective(Collective):
 
     @override
     def all_reduce(self, flat: torch.Tensor, scale: float = 1.0, *, what: str = "tensor") -> Work:
+        check_flat(self, f"all-reduce of {what}", flat, scale)
         if scale != 1.0:
             flat.mul_(scale)
         return CompletedWork()
 
     @override
-    def broadcast(self, tensors: Sequence[torch.Tensor], source_rank: int = 0, *, what: str = "tensors") -> None:
-        """Leaves ``tensors`` as they are."""
+    def reduce_scatter(
+        self, output: torch.Tensor, flat: torch.Tensor, scale: float = 1.0, *, what: str = "tensor"
+    ) -> Work:
+        what = f"reduce-scatter of {what}"
+        check_parts(self, what, flat, output)
+        check_flat(self, what, output, scale)
+        output.view(-1).copy_(flat.view(-1))
+        if scale != 1.0:
+            output.mul_(scale)
+        return CompletedWork()
 
     @override
-    def all_gather(self, tensor: torch.Tensor, *, what: str = "tensor") -> list[torch.Tensor]:
-        return [tensor.clone()]
+    def all_gather(self, output: torch.Tensor, tensor: torch.Tensor, *, what: str = "tensor") -> Work:
+        check_parts(self, f"all-gather of {what}", output, tensor)
+        output.view(-1).copy_(tensor.detach().reshape(-1))
+        return CompletedWork()
 
     @override
-    def barrier(self, timeout_s: float | None = None) -> None:
-        pass
+    def broadcast(self, tensors: Sequence[torch.Tensor], source_rank: int = 0, *, what: str = "tensors") -> Work:
+        return CompletedWork()
+
+    @override
+    def barrier(self, timeout_s: float | None = None) -> Work:
+        return CompletedWork()

@@ -36,29 +36,24 @@ class TimelineGroup:
             sent.append(now_ns())
             mine = torch.tensor([sent[-1]], dtype=torch.int64, device=self._device)
             # The tensor is read before the clock is, or a device would answer later than it seems.
-            reference.append(int(self._collective.all_gather(mine, what="clocks of the timeline")[0].item()))
+            reference.append(int(self._collective.gather(mine, what="clocks of the timeline")[0].item()))
             received.append(now_ns())
         return estimate_offset(sent, received, reference)
 
     def gather(self, payload: bytes) -> list[bytes]:
         """Every rank's ``payload`` on rank 0, nothing on the others. All ranks call it."""
         mine = torch.tensor([len(payload)], dtype=torch.int64, device=self._device)
-        lengths = self._collective.all_gather(mine, what="length of the timeline")
+        lengths = self._collective.gather(mine, what="length of the timeline")
         others = [self._broadcast(payload, rank, int(length.item())) for rank, length in enumerate(lengths) if rank > 0]
         return [payload, *others] if self.rank == 0 else []
 
     def _broadcast(self, payload: bytes, source_rank: int, length: int) -> bytes:
         received = bytearray()
         for start in range(0, length, PIECE_BYTES):
-            size = min(PIECE_BYTES, length - start)
-            content = bytearray(payload[start : start + size]) if self.rank == source_rank else bytearray(size)
-            # Through the buffer, because torch's own way from a tensor to bytes needs numpy.
-            on_host = torch.frombuffer(content, dtype=torch.uint8)
-            piece = on_host.to(self._device)
-            self._collective.broadcast([piece], source_rank, what="timeline")
+            own = payload[start : start + PIECE_BYTES] if self.rank == source_rank else b""
+            piece = self._collective.broadcast_bytes(own, source_rank, self._device, what="timeline")
             if self.rank == 0:
-                on_host.copy_(piece)
-                received += content
+                received += piece
         return bytes(received)
 
 

@@ -24,8 +24,7 @@ from typing import Any, TypeVar, overload
 import torch
 import torch.distributed as dist
 
-from psengine.collectives.base import Collective
-from psengine.collectives.cache import collective_for
+from psengine.collectives.registry import collective_for, default_group
 from psengine.errors import ArgumentTypeError, ConfigurationError, ReplicaMismatchError
 from psengine.tensors.leaves import (
     CPU,
@@ -181,15 +180,16 @@ class _Exchange:
     def __init__(self, verb: str, value: Any, process_group: Any) -> None:
         self._verb = verb
         self._value = value
+        process_group = process_group or default_group()
         self._collective = collective_for(process_group)
-        self.world_size = 1 if self._collective is None else self._collective.world_size
+        self.world_size = self._collective.world_size
         self._walk = Walk()
         self._walk.visit(value, "value")
         self.leaves = self._walk.leaves
         self.paths = self._walk.paths
         self._header_device, self._device = CPU, CPU
-        if self._collective is not None:
-            self._header_device, self._device = _transport_devices(process_group or dist.group.WORLD, self.leaves)
+        if self.world_size > 1:
+            self._header_device, self._device = _transport_devices(process_group, self.leaves)
 
     def check_weight(self, weight: Any) -> float:
         """Return the weight as a number, 1 for None; what is wrong with it is raised by ``check``."""
@@ -215,16 +215,17 @@ class _Exchange:
             ReplicaMismatchError: the ranks called different verbs, or with values of different structure.
         """
         sizes_differ = False
-        if self._collective is not None:
+        if self.world_size > 1:
             description = {"the call": self._verb, "the transport's device": self._device.type}
             description |= self._walk.description
             description |= {path: kind(leaf) for path, leaf in zip(self.paths, self.leaves, strict=True)}
             payload = json.dumps(description).encode()
             header = hashlib.sha256(payload).digest() + hashlib.sha256(json.dumps(list(sizes)).encode()).digest()
             flat = torch.frombuffer(bytearray(header), dtype=torch.int64).to(self._header_device)
-            headers = [t.tolist() for t in self._collective.all_gather(flat, what=f"header of {self._verb}()")]
+            headers = [t.tolist() for t in self._collective.gather(flat, what=f"header of {self._verb}()")]
             if any(h[:4] != headers[0][:4] for h in headers):
-                descriptions = self._gather_descriptions(self._collective, payload)
+                payloads = self._collective.gather_bytes(payload, self._header_device, what="metrics description")
+                descriptions: list[Description] = [json.loads(other) for other in payloads]
                 if not self._walk.faults:
                     raise ReplicaMismatchError(_first_difference(descriptions, self._collective.rank))
             sizes_differ = any(h[4:] != headers[0][4:] for h in headers)
@@ -234,7 +235,7 @@ class _Exchange:
 
     def all_reduce(self, addends: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return the sum over ranks of each addend, all of one dtype, with its shape and on its device."""
-        if self._collective is None or not addends:
+        if self.world_size == 1 or not addends:
             return list(addends)
         flat = pack(addends, self._device)
         self._collective.all_reduce(flat, what=f"metrics of {self._verb}()").wait()
@@ -244,11 +245,11 @@ class _Exchange:
     def all_gather(self, parts: Sequence[torch.Tensor], counts_of_ranks: list[list[int]]) -> list[list[torch.Tensor]]:
         """Return every rank's flat ``parts``, of ``counts_of_ranks[rank]`` elements, on the devices of this rank's."""
         longest = max(builtins.sum(counts) for counts in counts_of_ranks)
-        if self._collective is None or longest == 0:
+        if self.world_size == 1 or longest == 0:
             return [list(parts)] * self.world_size
         flat = pack(parts, self._device)
         padded = torch.cat([flat, flat.new_zeros(longest - flat.numel())])
-        gathered = self._collective.all_gather(padded, what=f"metrics of {self._verb}()")
+        gathered = self._collective.gather(padded, what=f"metrics of {self._verb}()")
         devices = [part.device for part in parts]
         return [
             unpack(flat[: builtins.sum(counts)], devices, counts)
@@ -257,20 +258,12 @@ class _Exchange:
 
     def gather_sizes(self, sizes: Sequence[int]) -> list[list[int]]:
         """Return every rank's ``sizes``; their number is the same everywhere."""
-        assert self._collective is not None
         flat = torch.tensor(sizes, dtype=torch.int64, device=self._header_device)
-        return [t.tolist() for t in self._collective.all_gather(flat, what=f"sizes of {self._verb}()")]
+        return [t.tolist() for t in self._collective.gather(flat, what=f"sizes of {self._verb}()")]
 
     def rebuild(self, leaves: Sequence[Any]) -> Any:
         """Return the value's structure, in new containers, around ``leaves``."""
         return rebuild(self._value, iter(leaves))
-
-    def _gather_descriptions(self, collective: Collective, payload: bytes) -> list[Description]:
-        length = torch.tensor([len(payload)], dtype=torch.int64, device=self._header_device)
-        lengths = [int(t.item()) for t in collective.all_gather(length, what="metrics description length")]
-        padded = bytearray(payload.ljust(max(lengths), b" "))
-        flat = torch.frombuffer(padded, dtype=torch.uint8).to(self._header_device)
-        return [json.loads(bytes(t.tolist())) for t in collective.all_gather(flat, what="metrics description")]
 
 
 def _transport_devices(process_group: Any, leaves: Sequence[Leaf]) -> tuple[torch.device, torch.device]:

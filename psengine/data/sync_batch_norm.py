@@ -23,7 +23,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.lazy import LazyModuleMixin
 
 from psengine.collectives.base import Collective
-from psengine.collectives.cache import collective_for
+from psengine.collectives.registry import collective_for, default_group
 from psengine.errors import ArgumentTypeError, ConfigurationError, ModuleError
 
 
@@ -60,8 +60,8 @@ class SyncBatchNorm(torch.nn.SyncBatchNorm):
     def _forward_on_cpu(self, input: Tensor) -> Tensor:
         self._check_input_dim(input)
         self._check_non_zero_input_channels(input)
-        collective = collective_for(self.process_group)
-        if collective is None:
+        collective = collective_for(self.process_group or default_group())
+        if collective.world_size == 1:
             return _BatchNorm.forward(self, input)
         self._check_input(input)
         with torch.no_grad():
@@ -184,7 +184,8 @@ def _global_statistics(input: Tensor, collective: Collective) -> tuple[Tensor, T
     if input.numel() > 0:
         mean, variance = _local_statistics(input.to(_compute_dtype(input)))
         local = torch.cat([mean, variance, local.new_tensor([input.numel() // channels])])
-    gathered = torch.stack(collective.all_gather(local, what="batch normalisation statistics"))
+    gathered = local.new_empty((collective.world_size, local.numel()))
+    collective.all_gather(gathered, local, what="batch normalisation statistics").wait()
     means, variances, counts = torch.split(gathered, [channels, channels, 1], dim=1)
     total = int(counts.sum())
     shares = counts / max(total, 1)

@@ -600,6 +600,7 @@ class Reducer:
     def update_group(self, rank: int, world_size: int) -> None:
         """Go on in another group of ranks, to which the strategy has been moved already."""
         self._rank, self._world_size = rank, world_size
+        self.strategy.lay_out(self.buckets)  # which it exchanges over another collective now
 
     def previous_ready_order(self) -> list[int]:
         """Indices of parameters in the order they became ready in the last backward that recorded it, a sampled one."""

@@ -74,11 +74,13 @@ class GatheredPayloads(BucketExchange):
         super().__init__(bucket, collective, codec)
         spec = codec.payload_spec(bucket.numel, bucket.dtype)
         self._payload = torch.empty(spec.numel, dtype=spec.dtype, device=bucket.device)
+        self._gathered = self._payload.new_empty((collective.world_size, spec.numel))
 
     @override
     def reduce(self, scale: float) -> Reduction:
         self._codec.encode(self.bucket.flat, self._payload, self.state)
-        return _DecodedSum(self.bucket, self._collective, self._codec, self._payload, scale)
+        work = self._collective.all_gather(self._gathered, self._payload, what=self.bucket.describe())
+        return _DecodedSum(self.bucket, self._codec, self._gathered, scale, work)
 
 
 class _Sum(Reduction):
@@ -95,24 +97,22 @@ class _Sum(Reduction):
 
 
 class _DecodedSum(Reduction):
-    """Payloads are gathered when somebody waits: ``Collective.all_gather`` blocks."""
+    """An all-gather; whoever waits decodes the payloads."""
 
-    def __init__(
-        self, bucket: Bucket, collective: Collective, codec: Codec, payload: torch.Tensor, scale: float
-    ) -> None:
+    def __init__(self, bucket: Bucket, codec: Codec, gathered: torch.Tensor, scale: float, work: Work) -> None:
         self._bucket = bucket
-        self._collective = collective
         self._codec = codec
-        self._payload = payload
+        self._gathered = gathered
         self._scale = scale
+        self._work = work
 
     @override
     def wait(self) -> torch.Tensor:
-        payloads = self._collective.all_gather(self._payload, what=self._bucket.describe())
+        self._work.wait()
         total = self._bucket.flat
-        self._codec.decode(payloads[0], total)
+        self._codec.decode(self._gathered[0], total)
         addend = torch.empty_like(total)
-        for payload in payloads[1:]:
+        for payload in self._gathered[1:]:
             self._codec.decode(payload, addend)
             total.add_(addend)
         if self._scale != 1:

@@ -77,7 +77,7 @@ class SyncAllReduce(Strategy):
             )
         if synchronize:
             verify_replicas(replica.collective, replica.parameters, replica.state, replica.device)
-            replica.collective.broadcast(list(replica.state.values()), 0, what="initial parameters and buffers")
+            replica.collective.broadcast(list(replica.state.values()), 0, what="initial parameters and buffers").wait()
         self._collective = replica.collective
         self._weights = BatchWeights(replica.collective, replica.device)
 
@@ -110,6 +110,7 @@ class SyncAllReduce(Strategy):
             return self._weights.share()
         if self._hook is not None:
             return WHOLE
+        self.collective.connect()
         if self._codec.is_lossless and not in_join and self.collective.scales_for_free:
             self._scale = 1.0 / live_world_size
             return WHOLE
@@ -147,11 +148,11 @@ class SyncAllReduce(Strategy):
 
     @override
     def gather(self, tensor: torch.Tensor, what: str) -> list[torch.Tensor]:
-        return self.collective.all_gather(tensor, what=what)
+        return self.collective.gather(tensor, what=what)
 
     @override
     def broadcast(self, tensors: Sequence[torch.Tensor], source_rank: int = 0) -> None:
-        self.collective.broadcast(tensors, source_rank, what="buffers")
+        self.collective.broadcast(tensors, source_rank, what="buffers").wait()
 
     @override
     def wait_for(self, future: torch.futures.Future[Any], what: str) -> Any:

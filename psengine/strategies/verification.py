@@ -42,10 +42,11 @@ def verify_replicas(
     # Names are for the message only: native DDP pairs tensors by position.
     identity = json.dumps([[entry[1:] for entry in part] for part in description]).encode()
     digest = torch.frombuffer(bytearray(hashlib.sha256(identity).digest()), dtype=torch.int64).to(device)
-    digests = [d.tolist() for d in collective.all_gather(digest, what="model description digest")]
+    digests = [d.tolist() for d in collective.gather(digest, what="model description digest")]
     if all(d == digests[0] for d in digests):
         return
-    descriptions = _gather_descriptions(collective, description, device)
+    payloads = collective.gather_bytes(json.dumps(description).encode(), device, what="model description")
+    descriptions: list[Description] = [json.loads(payload) for payload in payloads]
     for index, kind in enumerate(("params", "buffers and frozen parameters")):
         difference = _first_difference([d[index] for d in descriptions], kind, collective.rank)
         if difference:
@@ -54,16 +55,6 @@ def verify_replicas(
 
 def _describe(tensors: Mapping[str, torch.Tensor]) -> Description:
     return [[name, list(t.shape), list(t.stride()), str(t.dtype)] for name, t in tensors.items()]
-
-
-def _gather_descriptions(collective: Collective, description: Description, device: torch.device) -> list[Description]:
-    payload = json.dumps(description).encode()
-    length = torch.tensor([len(payload)], dtype=torch.int64, device=device)
-    lengths = [int(t.item()) for t in collective.all_gather(length, what="model description length")]
-    padded = torch.zeros(max(lengths), dtype=torch.uint8)
-    padded[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
-    gathered = collective.all_gather(padded.to(device), what="model description")
-    return [json.loads(bytes(t[:n].tolist())) for t, n in zip(gathered, lengths, strict=True)]
 
 
 def _first_difference(descriptions: list[Description], kind: str, this_rank: int) -> str:

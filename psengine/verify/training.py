@@ -128,7 +128,7 @@ class Training:
         return {name: parameter.detach() for name, parameter in module.named_parameters()}
 
     def close(self) -> None:
-        """Leave servers and let go of the wrapper, whose collective closes with it."""
+        """Leave servers and let go of the wrapper."""
         if self._strategy is not None:
             self._strategy.close()
         del self._wrapped, self._optimizer

@@ -16,7 +16,7 @@ from torch.distributed.utils import _cast_forward_inputs, _to_kwargs
 from torch.nn.parallel import distributed as native
 
 from psengine.collectives.base import Collective
-from psengine.collectives.c10d import BROADCAST_BUCKET_BYTES
+from psengine.collectives.coalescing import BROADCAST_BUCKET_BYTES
 from psengine.collectives.registry import resolve_collective
 from psengine.collectives.timeline_group import attach as attach_timeline
 from psengine.data.sync_batch_norm import adopt_sync_batchnorm
@@ -242,9 +242,8 @@ class DistributedDataParallel(NativeDistributedDataParallel):  # type: ignore[mi
         )
         # The hooks keep the reducer alive; it must go when this wrapper goes, or a module that is wrapped again would
         # answer to both.
-        self._owned_collectives = [self._collective] if isinstance(self._collective_choice, str) else []
         attach_timeline(self._collective, self.device, self.strategy.worker_rank)
-        weakref.finalize(self, _release, self.reducer, self.strategy, self._owned_collectives).atexit = False
+        weakref.finalize(self, _release, self.reducer, self.strategy).atexit = False
 
     def _buffers_to_share(self) -> Callable[[], dict[str, torch.Tensor]]:
         """For the strategy: the module's buffers as they are when asked; without a reference to this wrapper."""
@@ -484,7 +483,7 @@ class DistributedDataParallel(NativeDistributedDataParallel):  # type: ignore[mi
         self._authoritative_rank = highest_rank(self._collective, self.device, is_last_joiner)
         state = shared_state(self.module, self.parameters_to_ignore, with_buffers=self.forward_sync_buffers)
         # Whoever averages: Join has a group, and servers carry gradients only.
-        self._collective.broadcast(list(state.values()), self._authoritative_rank, what="the final model")
+        self._collective.broadcast(list(state.values()), self._authoritative_rank, what="the final model").wait()
 
     # ---- hooks and switches ------------------------------------------------------------------------------------
 
@@ -537,9 +536,7 @@ class DistributedDataParallel(NativeDistributedDataParallel):  # type: ignore[mi
         if not isinstance(self._collective_choice, str):
             raise ConfigurationError("the collective object that was passed as collective= cannot change its group")
         self.process_group = new_process_group
-        self._collective.close()
         self._collective = resolve_collective(self._collective_choice, new_process_group, self.device)
-        self._owned_collectives[:] = [self._collective]
         replica = Replica(
             parameters=dict(zip(self.reducer.names, self.reducer.parameters, strict=True)),
             buffers=self._buffers_to_share(),
@@ -581,7 +578,7 @@ class DistributedDataParallel(NativeDistributedDataParallel):  # type: ignore[mi
     def __getstate__(self) -> dict[str, Any]:
         checks.check_default_group(self)
         attributes = copy.copy(self.__dict__)
-        for name in ("process_group", "reducer", "logger", "_collective", "_owned_collectives", "_buffer_broadcast"):
+        for name in ("process_group", "reducer", "logger", "_collective", "_buffer_broadcast"):
             attributes.pop(name, None)
         if not isinstance(self._collective_choice, str):
             attributes["_collective_choice"] = "auto"  # the object belongs to this process
@@ -601,11 +598,9 @@ class DistributedDataParallel(NativeDistributedDataParallel):  # type: ignore[mi
             self._static_graph_delay_allreduce_enqueued = False
 
 
-def _release(reducer: Reducer, strategy: Strategy, collectives: list[Collective]) -> None:
+def _release(reducer: Reducer, strategy: Strategy) -> None:
     reducer._remove_autograd_hooks()
     strategy.abandon()
-    for collective in collectives:
-        collective.close()
 
 
 def _start_backward(replica_reference: weakref.ref[DistributedDataParallel]) -> None:

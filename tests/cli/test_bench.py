@@ -11,6 +11,7 @@ from support.processes import run_ranks
 from psengine.cli import bench_worker
 from psengine.cli.bench import MODEL_BYTES, describe_machine, measure, print_tables, rows_of
 from psengine.cli.main import main
+from psengine.collectives import registry
 from psengine.kernels import native
 from psengine.parameter_server.client.embedded import EmbeddedServer
 from psengine.verify.place import Place
@@ -46,16 +47,16 @@ def test_every_part_is_measured_and_its_results_are_right():
 
 
 def spoiled_on_rank(rank, world_size, work):
+    from psengine.collectives.automatic import AutomaticCollective
     from psengine.collectives.base import CompletedWork
-    from psengine.collectives.shared_memory.collective import SharedMemoryCollective
 
-    class Wrong(SharedMemoryCollective):
+    class Wrong(AutomaticCollective):
         def all_reduce(self, flat, scale=1.0, *, what="tensor"):
             super().all_reduce(flat, scale, what=what).wait()
             flat[-1] += self.rank  # on one rank alone
             return CompletedWork()
 
-    bench_worker.SharedMemoryCollective = Wrong
+    registry.AutomaticCollective = Wrong
     try:
         on_rank(rank, world_size, work)
     except bench_worker.WrongResultError as error:

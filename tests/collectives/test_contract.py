@@ -2,98 +2,311 @@
 
 from __future__ import annotations
 
+import gc
+import hashlib
 import os
 import signal
 import socket
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
-from support.native_extension import SHARED_MEMORY
+import torch.distributed as dist
+from support.counting_collective import CountingCollective
+from support.expectations import raises
+from support.native_extension import SHARED_MEMORY, needs_shared_memory
 from support.processes import RanksFailedError, run_ranks, run_ranks_to_any_end
 
-from psengine.collectives.base import Collective
+import psengine
+from psengine.collectives.base import Collective, Work
 from psengine.collectives.c10d import C10dCollective
 from psengine.collectives.liveness.roll_call import is_process_running
-from psengine.collectives.registry import resolve_collective
-from psengine.collectives.shared_memory.collective import SharedMemoryCollective
+from psengine.collectives.registry import collective_for, default_group, resolve_collective
 from psengine.errors import CollectiveError, ConfigurationError, PeerLostError
 
-COLLECTIVES = {"c10d": C10dCollective, "shared_memory": SharedMemoryCollective}
-DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.complex64]
+CPU = torch.device("cpu")
+# A collective joins the contract by a line here: its name, and with how many ranks it is tried.
+CONTRACT = {"solo": [1], "c10d": [1, 2, 4], "shared_memory": [1, 2, 4], "auto": [2], "counting": [1, 2]}
+SUMMED = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int32, torch.int64, torch.complex64]
+COPIED = [*SUMMED, torch.bool, torch.uint8, torch.int16]
+NUMELS = [0, 1, 3, 1001, 300_001]
+
+
+def contract_cases() -> list[Any]:
+    marks = {"shared_memory": [needs_shared_memory]}
+    return [pytest.param(n, w, marks=marks.get(n, [])) for n, sizes in CONTRACT.items() for w in sizes]
+
+
+def make(name: str) -> Collective:
+    return collective_for(None if name == "solo" else default_group(), "auto" if name == "solo" else name)
 
 
 def addend(rank: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
     generator = torch.Generator().manual_seed(rank * 1000 + numel)
-    if dtype is torch.complex64:
+    if dtype.is_complex:
         return torch.complex(*torch.randn(2, numel, generator=generator))
     return (torch.randn(numel, generator=generator) * 10).to(dtype)
 
 
-def contract(rank: int, world_size: int, name: str) -> dict[str, Any]:
-    collective: Collective = COLLECTIVES[name]()
-    assert (collective.rank, collective.world_size) == (rank, world_size)
-    found = {}
-    for dtype in DTYPES:
-        for numel in (1, 3, 1001, 300_001):
-            flat = collective.allocate(numel, dtype, torch.device("cpu"))
-            assert flat.shape == (numel,)
-            assert flat.dtype == dtype
-            flat.copy_(addend(rank, numel, dtype))
+def bits(tensor: torch.Tensor) -> str:
+    real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    return hashlib.sha256(bytes(real.contiguous().view(torch.uint8).numpy())).hexdigest()
+
+
+# ---- operations ------------------------------------------------------------------------------------------------------
+
+
+def sums(collective: Collective) -> list[str]:
+    """All-reduces and reduce-scatters; the same bits on every rank, and of one as of the other."""
+    rank, world_size = collective.rank, collective.world_size
+    found = []
+    for dtype in SUMMED:
+        for numel in NUMELS:
+            addends = [addend(rank, numel, dtype) for rank in range(world_size)]
+            flat = collective.allocate(numel, dtype, CPU)
+            assert (flat.shape, flat.dtype) == ((numel,), dtype)
+            flat.copy_(addends[rank])
             collective.all_reduce(flat, what="test").wait()
-            found[dtype, numel] = flat.clone()
-    # Two under way at once, waited for in the other order.
-    first, second = torch.full((100,), rank + 1.0), torch.full((7,), 10.0 * rank)
-    works = [collective.all_reduce(first, 0.5), collective.all_reduce(second)]
+            found.append(bits(flat))
+            if not (dtype.is_floating_point or dtype.is_complex):
+                assert torch.equal(flat, sum(addends))
+            elif numel > 0:
+                wide = torch.complex128 if dtype.is_complex else torch.float64
+                # world_size - 1 roundings in the dtype's own precision, relative to the largest addend.
+                bound = world_size**2 * torch.finfo(dtype).eps * max(a.abs().max().item() for a in addends)
+                assert (flat.to(wide) - sum(a.to(wide) for a in addends)).abs().max() <= bound
+        for numel, scale in [(0, 1.0), (1, 1.0), (1001, 0.5), (100_003, 1.0)]:
+            factor = scale if dtype.is_floating_point else 1.0
+            whole = addend(rank, numel * world_size, dtype)
+            before, output, summed = whole.clone(), torch.empty(numel, dtype=dtype), whole.clone()
+            collective.reduce_scatter(output, whole, factor, what="test").wait()
+            collective.all_reduce(summed, factor).wait()
+            assert bits(output) == bits(summed[rank * numel : (rank + 1) * numel]), (dtype, numel)
+            assert torch.equal(whole, before)
+    return found
+
+
+def copies(collective: Collective) -> None:
+    rank, world_size = collective.rank, collective.world_size
+    for dtype in COPIED:
+        for numel in NUMELS:
+            output, expected = torch.empty(world_size, numel, dtype=dtype), torch.empty(world_size, numel, dtype=dtype)
+            for other in range(world_size):
+                expected[other] = addend(other, numel, dtype)
+            collective.all_gather(output, addend(rank, numel, dtype), what="test").wait()
+            assert torch.equal(output, expected)
+            output.zero_()
+            output[rank] = expected[rank]
+            collective.all_gather(output, output[rank]).wait()
+            assert torch.equal(output, expected), "this rank's part is where it belongs already"
+    strided = torch.arange(6.0).view(2, 3).t() * (rank + 1)
+    expected = [torch.arange(6.0).view(2, 3).t() * (other + 1) for other in range(world_size)]
+    assert torch.equal(torch.stack(collective.gather(strided)), torch.stack(expected))
+    last = world_size - 1
+    tensors = [addend(rank, 6, dtype) for dtype in COPIED]
+    tensors += [torch.full((3, 2), float(rank)).t(), torch.empty(0), torch.tensor(float(rank))]
+    collective.broadcast(tensors, source_rank=last, what="test").wait()
+    expected = [addend(last, 6, dtype) for dtype in COPIED]
+    expected += [torch.full((2, 3), float(last)), torch.empty(0), torch.tensor(float(last))]
+    assert all(torch.equal(got, sent) for got, sent in zip(tensors, expected, strict=True))
+
+
+def bytes_of_any_length(collective: Collective) -> None:
+    rank, world_size = collective.rank, collective.world_size
+    assert collective.gather_bytes(b"x" * 1000 * rank, CPU) == [b"x" * 1000 * other for other in range(world_size)]
+    assert collective.gather_bytes(b"", CPU) == [b""] * world_size
+    for source in range(world_size):
+        assert collective.broadcast_bytes(bytes([rank]) * 3 * rank, source, CPU) == bytes([source]) * 3 * source
+
+
+def several_under_way(collective: Collective) -> None:
+    """Nobody waits between the calls, and then in the other order."""
+    rank, world_size = collective.rank, collective.world_size
+    first, second, part = torch.full((100,), rank + 1.0), torch.full((7,), 10.0 * rank), torch.empty(4)
+    gathered, sent = torch.empty(world_size, 2), torch.full((5,), float(rank))
+    works: list[Work] = [
+        collective.all_reduce(first, 0.5),
+        collective.all_reduce(second),
+        collective.reduce_scatter(part, torch.full((4 * world_size,), rank + 1.0), 2.0),
+        collective.all_gather(gathered, torch.full((2,), float(rank))),
+        collective.broadcast([sent], source_rank=world_size - 1),
+        collective.barrier(),
+    ]
+    collective.progress()
     for work in reversed(works):
         work.wait()
-    found["scaled"], found["second"] = first, second
-    mixed = [torch.full((2, 2), float(rank)), torch.full((3,), rank), torch.tensor([complex(rank, -rank)])]
-    collective.broadcast(mixed, source_rank=world_size - 1)
-    found["broadcast"] = mixed
-    found["gathered"] = collective.all_gather(torch.tensor([rank, rank * rank]))
-    collective.barrier()
+    total = sum(range(1, world_size + 1))
+    assert (first == 0.5 * total).all()
+    assert (second == 10.0 * (total - world_size)).all()
+    assert (part == 2.0 * total).all()
+    assert gathered[:, 0].tolist() == list(range(world_size))
+    assert (sent == world_size - 1).all()
+    collective.progress()
+
+
+def refusals(collective: Collective) -> None:
+    """Before anything is sent: the ranks go on together."""
+    here, world_size = f"failed on rank {collective.rank} of {collective.world_size}", collective.world_size
+    for begin in (
+        lambda: collective.all_reduce(torch.ones(4)[::2], what="this"),
+        lambda: collective.reduce_scatter(torch.zeros(4)[::2], torch.zeros(2 * world_size), what="this"),
+        lambda: collective.reduce_scatter(torch.zeros(2), torch.zeros(4 * world_size)[::2], what="this"),
+        lambda: collective.all_gather(torch.zeros(4 * world_size)[::2], torch.zeros(2), what="this"),
+    ):
+        with raises(CollectiveError, "of this " + here, "expected a contiguous tensor"):
+            begin()
+    with raises(CollectiveError, "integers are summed, not scaled", here):
+        collective.all_reduce(torch.ones(3, dtype=torch.int64), 0.5)
+    with raises(CollectiveError, here, f"expected {3 * world_size} elements of torch.float32"):
+        collective.reduce_scatter(torch.zeros(3), torch.zeros(3 * world_size + 1))
+    with raises(CollectiveError, here, f"expected {3 * world_size} elements of torch.float32, got {3 * world_size} of"):
+        collective.all_gather(torch.zeros(3 * world_size, dtype=torch.float64), torch.zeros(3))
+
+
+def meet_after_asking(collective: Collective, meet: Callable[[], object]) -> None:
+    """One rank asks alone what needs no other; then all meet, and the answer is the same everywhere."""
+    if collective.rank == 0:
+        assert collective.scales_for_free in (True, False)
+        collective.hosts()
+    meet()
+    collective.connect()
+    collective.connect()
+    answers = collective.gather(torch.tensor(collective.scales_for_free))
+    assert len({answer.item() for answer in answers}) == 1
+
+
+def contract(rank: int, world_size: int, name: str) -> list[str]:
+    meet = dist.barrier if dist.is_initialized() else lambda: None
+    collective = make(name)
+    assert (collective.rank, collective.world_size) == (rank, world_size)
+    meet_after_asking(collective, meet)
+    found = sums(collective)
+    copies(collective)
+    bytes_of_any_length(collective)
+    several_under_way(collective)
+    refusals(collective)
+    if name != "solo":
+        store = dist.distributed_c10d._get_default_store()
+        store.compare_set(f"{name}/{rank}", "", "before the barrier")  # set() would return before the store has it
+        collective.barrier().wait()
+        assert store.check([f"{name}/{other}" for other in range(world_size)])
+    meet()
     collective.close()
     collective.close()
     return found
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-@pytest.mark.parametrize("name", ["c10d", SHARED_MEMORY])
+@pytest.mark.parametrize(("name", "world_size"), contract_cases())
 def test_contract(name, world_size):
-    results = run_ranks(contract, world_size, name)
-    for dtype in DTYPES:
-        for numel in (1, 3, 1001, 300_001):
-            addends = [addend(rank, numel, dtype) for rank in range(world_size)]
-            wide = torch.complex128 if dtype is torch.complex64 else torch.float64
-            reference = sum(a.to(wide) for a in addends)
-            for result in results:
-                got = result[dtype, numel]
-                assert torch.equal(got, results[0][dtype, numel]), "ranks differ"
-                if dtype is torch.int64:
-                    assert torch.equal(got, sum(addends))
-                else:
-                    # world_size - 1 roundings in the dtype's own precision, relative to the largest addend.
-                    bound = world_size * torch.finfo(dtype).eps * max(a.abs().max().item() for a in addends)
-                    assert (got.to(wide) - reference).abs().max() <= bound * world_size
-    total = sum(range(1, world_size + 1))
-    for result in results:
-        assert torch.equal(result["scaled"], torch.full((100,), 0.5 * total))
-        assert torch.equal(result["second"], torch.full((7,), 10.0 * sum(range(world_size))))
-        last = world_size - 1
-        assert torch.equal(result["broadcast"][0], torch.full((2, 2), float(last)))
-        assert torch.equal(result["broadcast"][1], torch.full((3,), last))
-        assert torch.equal(result["broadcast"][2], torch.tensor([complex(last, -last)]))
-        assert [t.tolist() for t in result["gathered"]] == [[r, r * r] for r in range(world_size)]
+    results = run_ranks(contract, world_size, name, init_group=name != "solo")
+    assert all(result == results[0] for result in results), "ranks have different bits"
+
+
+def over_our_backend(rank: int, world_size: int) -> None:
+    collective = collective_for(dist.new_group(backend="psengine"), "c10d")
+    sums(collective)
+    several_under_way(collective)
+
+
+@needs_shared_memory
+def test_the_transports_own_reduce_scatter():
+    run_ranks(over_our_backend, 2)
+
+
+# ---- one for each process group --------------------------------------------------------------------------------------
+
+
+def ask_everybody(rank: int, world_size: int) -> None:
+    module = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.SyncBatchNorm(3), torch.nn.Linear(3, 1))
+    model = psengine.DistributedDataParallel(module)
+    other = psengine.DistributedDataParallel(torch.nn.Linear(3, 1))
+    group = dist.new_group()
+    assert model._collective is other._collective is collective_for(default_group())
+    assert collective_for(group) is not model._collective
+    assert collective_for(group) is collective_for(group)
+    assert collective_for(group, "c10d") is collective_for(group, "c10d", torch.device("cuda"))
+    assert collective_for(group, "c10d") is collective_for(group, "auto", torch.device("cuda"))
+    # Models share it, in whatever order they are used, with whoever else exchanges something.
+    for wrapped in (other, model, other):
+        wrapped(torch.randn(4, 3)).sum().backward()
+        assert psengine.sum(1) == world_size
+    model._update_process_group(group)
+    assert model._collective is collective_for(group)
+
+
+def test_everybody_asks_one_collective():
+    run_ranks(ask_everybody, 2)
+
+
+def destroy_and_make_again(rank: int, world_size: int, name: str) -> None:
+    group = dist.new_group()
+    first = collective_for(group, name)
+    first.all_reduce(torch.ones(3)).wait()
+    dist.barrier()
+    dist.destroy_process_group(group)
+    del group
+    gc.collect()
+    if name == "shared_memory":
+        assert first.has_ended
+        with raises(CollectiveError, "the collective is closed"):
+            first.barrier()
+    second = collective_for(dist.new_group(), name)
+    assert second is not first
+    assert [part.item() for part in second.gather(torch.tensor(rank))] == list(range(world_size))
+
+
+@pytest.mark.parametrize("name", ["c10d", SHARED_MEMORY])
+def test_a_destroyed_group_takes_its_collective_along(name):
+    run_ranks(destroy_and_make_again, 2, name)
+
+
+def fail_and_ask_again(rank: int, world_size: int) -> None:
+    failed = collective_for(default_group(), "shared_memory")
+    with raises(CollectiveError, "same operations in the same order"):
+        failed.all_reduce(torch.ones(3 + rank)).wait()
+    dist.barrier()
+    again = collective_for(default_group(), "shared_memory")
+    assert failed.has_ended
+    assert not again.has_ended
+    assert [part.item() for part in again.gather(torch.tensor(rank))] == list(range(world_size))
+
+
+@needs_shared_memory
+def test_a_collective_that_failed_is_replaced():
+    run_ranks(fail_and_ask_again, 2)
+
+
+def train_counting(rank: int, world_size: int) -> tuple[list[tuple[str, int]], float]:
+    module = torch.nn.Linear(4, 2, bias=False)
+    model = psengine.DistributedDataParallel(module, collective="counting")
+    counting = model._collective
+    assert isinstance(counting, CountingCollective)
+    counting.calls.clear()
+    for _ in range(3):
+        model.zero_grad()
+        model(torch.full((1, 4), float(rank))).sum().backward()
+    return counting.calls, module.weight.grad[0, 0].item()
+
+
+def test_training_over_a_registered_collective():
+    gradients, order = ("all_reduce", 8 * 4), ("broadcast", 8)  # of one parameter, when buckets are rebuilt
+    (first, gradient), (second, _) = run_ranks(train_counting, 2)
+    assert first == [gradients, order, gradients, gradients]
+    assert second == [gradients] * 3
+    assert gradient == 0.5
+
+
+# ---- lost ranks ------------------------------------------------------------------------------------------------------
 
 
 def lose_a_rank(rank: int, world_size: int, name: str, fate: str, operation: str) -> tuple[Any, ...]:
     if fate == "silent":
-        C10dCollective().barrier()  # to start may take a rank longer than this timeout
+        C10dCollective().barrier().wait()  # to start may take a rank longer than this timeout
         torch.distributed.distributed_c10d._set_pg_timeout(timedelta(seconds=1))
-    collective: Collective = COLLECTIVES[name]()
+    collective = make(name)
     collective.all_reduce(torch.ones(1)).wait()
     if rank == 1:
         if fate == "silent":
@@ -105,17 +318,19 @@ def lose_a_rank(rank: int, world_size: int, name: str, fate: str, operation: str
         if operation == "all_reduce":
             collective.all_reduce(flat, what="gradient bucket 3 (layer.weight)").wait()
         elif operation == "broadcast":
-            collective.broadcast([flat], source_rank=1, what="buffers")
+            collective.broadcast([flat], source_rank=1, what="buffers").wait()
         elif operation == "all_gather":
-            collective.all_gather(flat)
+            collective.all_gather(torch.empty(world_size * flat.numel()), flat).wait()
+        elif operation == "reduce_scatter":
+            collective.reduce_scatter(torch.empty(flat.numel() // world_size), flat).wait()
         else:
-            collective.barrier()
+            collective.barrier().wait()
     except PeerLostError as error:
         return time.monotonic() - started, str(error), error.ranks
     raise AssertionError("the operation succeeded without rank 1")
 
 
-@pytest.mark.parametrize("operation", ["all_reduce", "broadcast", "all_gather", "barrier"])
+@pytest.mark.parametrize("operation", ["all_reduce", "reduce_scatter", "broadcast", "all_gather", "barrier"])
 @pytest.mark.parametrize("name", ["c10d", SHARED_MEMORY])
 def test_killed_rank_is_named_by_all_others(name, operation):
     results = run_ranks_to_any_end(lose_a_rank, 4, name, "killed", operation, group_timeout_s=30)
@@ -181,7 +396,7 @@ def host_a_store_and_stop(rank: int, world_size: int, port: int) -> tuple[float,
         "gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=4)
     )
     collective = C10dCollective()
-    collective.barrier()
+    collective.barrier().wait()
     if rank == 0:
         os.kill(os.getpid(), signal.SIGSTOP)
     started = time.monotonic()
@@ -232,6 +447,6 @@ def test_process_states():
 
 
 def test_unknown_collective_is_refused():
-    expected = r"\('auto', 'c10d', 'shared_memory'\) or an object, got 'carrier-pigeon'"
+    expected = r"'auto', 'c10d', 'counting', 'shared_memory'\], got 'carrier-pigeon'"
     with pytest.raises(ConfigurationError, match=expected):
         resolve_collective("carrier-pigeon", None, torch.device("cpu"))

@@ -29,8 +29,10 @@ from support.native_extension import needs_shared_memory
 from support.processes import free_port, run_ranks, run_ranks_to_any_end
 
 import psengine
+from psengine.collectives.automatic import AutomaticCollective
 from psengine.collectives.base import Work
 from psengine.collectives.c10d import C10dCollective
+from psengine.collectives.registry import collective_for
 from psengine.collectives.shared_memory import host as shared_host
 from psengine.collectives.shared_memory.collective import SCALAR_KINDS, SharedMemoryCollective
 from psengine.collectives.shared_memory.host import SharedMemoryUnavailableError
@@ -65,10 +67,14 @@ def sending(delay_s: float, *signals: int, pause_s: float = 0.0) -> Iterator[Non
         os.waitpid(sender, 0)
 
 
+def shared_memory(**options: Any) -> SharedMemoryCollective:
+    return SharedMemoryCollective(C10dCollective(**options))
+
+
 def connect(**options: Any) -> SharedMemoryCollective:
-    """A collective whose first operation is behind it: that is what connects the ranks, over gloo."""
-    collective = SharedMemoryCollective(**options)
-    collective.all_reduce(torch.ones(1)).wait()
+    """A collective whose ranks have met, over gloo."""
+    collective = shared_memory(**options)
+    collective.connect()
     return collective
 
 
@@ -90,7 +96,7 @@ class Program:
     rank: int
     world_size: int
     seed: int
-    collective: SharedMemoryCollective = field(default_factory=SharedMemoryCollective)
+    collective: SharedMemoryCollective = field(default_factory=lambda: shared_memory())
     outstanding: list[tuple[Work, Callable[[], None]]] = field(default_factory=list)
     results: dict[int, str] = field(default_factory=dict)  # of each all-reduce, by step
 
@@ -108,7 +114,7 @@ class Program:
                 self.finish(self.own.randrange(len(self.outstanding)))
         while self.outstanding:
             self.finish(self.own.randrange(len(self.outstanding)))
-        self.collective.barrier()
+        self.collective.barrier().wait()
         return self.results
 
     def finish(self, index: int) -> None:
@@ -180,18 +186,18 @@ class Program:
         tensors = [sent.clone() if self.rank == source else torch.empty_like(sent), torch.zeros(4, 3, dtype=dtype).t()]
         if self.rank == source:
             tensors[1].copy_(square)
-        self.collective.broadcast(tensors, source, what=f"step {step}")
+        self.collective.broadcast(tensors, source, what=f"step {step}").wait()
         assert torch.equal(tensors[0], sent)
         assert torch.equal(tensors[1], square)
 
     def all_gather(self, step: int) -> None:
         dtype = self.common.choice(list(SCALAR_KINDS))
         addends = self.addends(step, self.numel(dtype) // self.world_size, dtype)
-        gathered = self.collective.all_gather(addends[self.rank], what=f"step {step}")
+        gathered = self.collective.gather(addends[self.rank], what=f"step {step}")
         assert all(torch.equal(got, sent) for got, sent in zip(gathered, addends, strict=True))
 
     def barrier(self, step: int) -> None:
-        self.collective.barrier()
+        self.collective.barrier().wait()
 
 
 def run_programs(rank: int, world_size: int, seeds: list[int], steps: int) -> list[dict[int, str]]:
@@ -251,7 +257,7 @@ def reduce_in_three_ways(collective: SharedMemoryCollective, data: torch.Tensor,
 
 
 def compare_bits(rank: int, world_size: int) -> None:
-    collective, gloo = SharedMemoryCollective(), C10dCollective()
+    collective, gloo = shared_memory(), C10dCollective()
     for dtype in FLOATS:
         data = any_bits(dtype, 300_001, seed=rank)
         for scale in (1.0, 0.5):
@@ -270,33 +276,6 @@ def test_bits_are_those_of_gloo_and_of_every_way(world_size):
     run_ranks(compare_bits, world_size)
 
 
-def square_sums(rank: int, world_size: int) -> list[float]:
-    collective = SharedMemoryCollective()
-    unasked = collective.all_reduce(torch.ones(3))
-    unasked.wait()
-    assert unasked.square_sum is None
-    collective.collects_square_sums = True
-    found = []
-    for dtype in SCALAR_KINDS:
-        for numel in (0, 5, 1000, 100_003, 600_001):
-            for is_shared in (False, True):
-                flat = collective.allocate(numel, dtype, CPU) if is_shared else torch.empty(numel, dtype=dtype)
-                flat.copy_(torch.randn(numel, generator=torch.Generator().manual_seed(rank + numel)) * 5)
-                work = collective.all_reduce(flat, 0.5 if dtype.is_floating_point else 1.0)
-                work.wait()
-                # Of numel sums of positive numbers, in float64.
-                expected = flat.double().square().sum().item()
-                assert work.square_sum == pytest.approx(expected, rel=(numel + 1) * 2**-53)
-                found.append(work.square_sum)
-    return found
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_square_sums(world_size):
-    results = run_ranks(square_sums, world_size)
-    assert all(result == results[0] for result in results)
-
-
 # ---- faults ----------------------------------------------------------------------------------------------------------
 
 
@@ -308,7 +287,7 @@ def work_until_failure(collective: SharedMemoryCollective, seconds: float) -> tu
             flats = [torch.ones(100), torch.ones(400_000), collective.allocate(600_000, torch.float32, CPU).fill_(1.0)]
             for work in [collective.all_reduce(flat) for flat in flats]:
                 work.wait()
-            collective.broadcast(flats[:1], source_rank=1)
+            collective.broadcast(flats[:1], source_rank=1).wait()
     except PeerLostError as error:
         return error.ranks, str(error), time.monotonic() - started
     return (), "", time.monotonic() - started
@@ -356,7 +335,7 @@ def be_stopped(rank: int, world_size: int, timeout_s: float, pause_s: float, sec
 
 
 def continue_after_stop(rank: int, world_size: int) -> None:
-    collective = SharedMemoryCollective(timeout_s=20)
+    collective = shared_memory(timeout_s=20)
     total = torch.ones(1)
     with sending(0.1 if rank == 1 else 0.0, *([signal.SIGSTOP, signal.SIGCONT] if rank == 1 else []), pause_s=0.7):
         for step in range(100):
@@ -383,7 +362,7 @@ def test_a_rank_that_stops_for_too_long_is_the_one_named():
 
 
 def leave(rank: int, world_size: int, way: str) -> tuple[tuple[int, ...], str]:
-    collective = SharedMemoryCollective()
+    collective = shared_memory()
     flats = [torch.ones(10), torch.ones(300_000), collective.allocate(400_000, torch.float32, CPU).fill_(1.0)]
     works = [collective.all_reduce(flat) for flat in flats]
     if rank == 1:
@@ -393,7 +372,7 @@ def leave(rank: int, world_size: int, way: str) -> tuple[tuple[int, ...], str]:
             time.sleep(0.3)  # the others wait by then
             collective.close()
             with raises(CollectiveError, "the collective is closed"):
-                collective.barrier()
+                collective.barrier().wait()
             time.sleep(1.5)
         return (), ""
     if rank == 2:
@@ -402,7 +381,7 @@ def leave(rank: int, world_size: int, way: str) -> tuple[tuple[int, ...], str]:
         work.wait()
         assert (flat == world_size).all()
     try:
-        collective.barrier()
+        collective.barrier().wait()
     except PeerLostError as error:
         return error.ranks, str(error)
     raise AssertionError("the barrier came to an end without rank 1")
@@ -424,13 +403,16 @@ def differ(rank: int, world_size: int) -> None:
         return lambda collective: collective.all_reduce(torch.ones(numel, dtype=dtype), scale).wait()
 
     def broadcast(numel: int, source: int) -> Callable[..., None]:
-        return lambda collective: collective.broadcast([torch.ones(numel)], source)
+        return lambda collective: collective.broadcast([torch.ones(numel)], source).wait()
 
     def in_place(collective: SharedMemoryCollective) -> None:
         collective.all_reduce(collective.allocate(90_000, torch.float32, CPU)).wait()
 
     def gather(collective: SharedMemoryCollective) -> None:
-        collective.all_gather(torch.ones(7))
+        collective.gather(torch.ones(7))
+
+    def barrier(collective: SharedMemoryCollective) -> None:
+        collective.barrier().wait()
 
     def outstanding(numel: int) -> Callable[..., None]:
         def call(collective: SharedMemoryCollective) -> None:
@@ -445,20 +427,20 @@ def differ(rank: int, world_size: int) -> None:
         (all_reduce(300_000), all_reduce(600_000), "300000 elements", "600000 elements"),
         (all_reduce(4), all_reduce(4, torch.int32), "4 elements of float32", "4 elements of int32"),
         (all_reduce(4, scale=0.5), all_reduce(4, scale=0.25), "times 0.5", "times 0.25"),
-        (all_reduce(4), SharedMemoryCollective.barrier, "all_reduce of 4 elements", "barrier"),
+        (all_reduce(4), barrier, "all_reduce of 4 elements", "barrier"),
         (gather, broadcast(7, 0), "all_gather of 28 bytes", "broadcast of 28 bytes from rank 0"),
         (broadcast(7, 0), broadcast(7, 2), "from rank 0", "from rank 2"),
         (broadcast(7, 0), broadcast(7, 1), "from rank 0", "from rank 1"),
-        (broadcast(7, 0), SharedMemoryCollective.barrier, "broadcast of 28 bytes", "barrier"),
+        (broadcast(7, 0), barrier, "broadcast of 28 bytes", "barrier"),
         (in_place, all_reduce(90_000), "times 1.000000 in memory from allocate()", "all_reduce of 90000 elements"),
         (outstanding(500), outstanding(501), "500 elements", "501 elements"),
     ]
     for number, (others_call, rank_1_calls, *texts) in enumerate(cases):
-        collective = SharedMemoryCollective(timeout_s=20)
+        collective = shared_memory(timeout_s=20)
         collective.all_reduce(torch.ones(1)).wait()
         with raises(CollectiveError, "same operations in the same order", "rank 1 called", *texts):
             (rank_1_calls if rank == 1 else others_call)(collective)
-            collective.barrier()  # a source of a broadcast does not wait for the others
+            collective.barrier().wait()  # a source of a broadcast does not wait for the others
             raise AssertionError(f"case {number} went unnoticed")
         dist.barrier()
 
@@ -540,7 +522,7 @@ def wait_through_signals(rank: int, world_size: int) -> None:
         started = time.monotonic()
         while time.monotonic() < started + 0.5:  # a system call that a signal broke off says nothing of rank 1
             assert all(is_running for *_, is_running in collective._extension.shared_memory_states(collective._group))
-    collective.barrier()
+    collective.barrier().wait()
     if rank == 0:
         signal.setitimer(signal.ITIMER_REAL, 0)
         assert len(sampled) > 100
@@ -586,7 +568,7 @@ def take_turns(rank: int, world_size: int) -> float:
     for turn in range(40):
         if turn % world_size == rank:
             time.sleep(0.01)  # the others have gone to sleep
-        collective.barrier()
+        collective.barrier().wait()
     return time.monotonic() - started
 
 
@@ -634,19 +616,17 @@ def test_works_that_nobody_waits_for_are_let_go():
 
 def view_lazily(rank: int, world_size: int) -> None:
     """Conjugates and negatives that torch has not computed yet."""
-    collective = SharedMemoryCollective()
+    collective = shared_memory()
     number = torch.tensor([complex(rank, 1.0)])
-    assert torch.cat(collective.all_gather(number.conj())).tolist() == [complex(0, -1), complex(1, -1)]
-    assert torch.cat(collective.all_gather(number.conj().imag)).tolist() == [-1, -1]
+    assert torch.cat(collective.gather(number.conj())).tolist() == [complex(0, -1), complex(1, -1)]
+    assert torch.cat(collective.gather(number.conj().imag)).tolist() == [-1, -1]
     conjugate = number.conj()
-    collective.broadcast([conjugate], source_rank=1)
+    collective.broadcast([conjugate], source_rank=1).wait()
     assert conjugate.tolist() == [complex(1, -1)]
-    with raises(CollectiveError, "only contiguous CPU tensors of torch.float32", "got torch.bool"):
+    with raises(CollectiveError, "shared memory sums CPU tensors of torch.float32", "torch.bool on cpu"):
         collective.reduce_scatter(torch.zeros(1, dtype=torch.bool), torch.zeros(2, dtype=torch.bool))
-    with raises(CollectiveError, "only contiguous CPU tensors"):
-        collective.reduce_scatter(torch.zeros(1), torch.zeros(4)[::2])
-    with raises(CollectiveError, "integers are summed, not scaled"):
-        collective.reduce_scatter(torch.zeros(1, dtype=torch.int32), torch.zeros(2, dtype=torch.int32), 0.5)
+    with raises(CollectiveError, "shared memory copies strided CPU tensors", "torch.sparse_coo on cpu"):
+        collective.broadcast([torch.zeros(2).to_sparse()])
 
 
 def test_views_that_are_not_plain_memory():
@@ -655,7 +635,7 @@ def test_views_that_are_not_plain_memory():
 
 def reduce_gigabytes(rank: int, world_size: int) -> None:
     """More than 2**31 bytes and elements' bytes beyond every 32-bit offset, in place and staged."""
-    collective = SharedMemoryCollective()
+    collective = shared_memory()
     numel = 5 * 2**28 + 77  # 2.5 GiB of float16
     for is_shared in (True, False):
         allocate = collective.allocate if is_shared else super(SharedMemoryCollective, collective).allocate
@@ -678,7 +658,7 @@ def test_tensors_beyond_32_bits():
 
 
 def reduce_once(rank: int, world_size: int) -> list[float]:
-    collective = SharedMemoryCollective()
+    collective = shared_memory()
     flats = [torch.ones(5), torch.ones(300_000), collective.allocate(300_000, torch.float32, CPU).fill_(1.0)]
     for flat in flats:
         collective.all_reduce(flat).wait()
@@ -702,7 +682,7 @@ def test_one_more_rank_than_there_are_bits():
 
 def free_at_once(rank: int, world_size: int, rounds: int) -> None:
     """Memory that is freed as soon as this rank is through, while others may not even have mapped it."""
-    collective = SharedMemoryCollective()
+    collective = shared_memory()
     for step in range(rounds):
         flat = collective.allocate(300_000, torch.float32, CPU).fill_(float(step))
         collective.all_reduce(flat).wait()
@@ -734,7 +714,7 @@ def test_what_others_read_cannot_be_shrunk():
 
 
 def rebuild_buckets(rank: int, world_size: int) -> None:
-    collective = SharedMemoryCollective()
+    collective = shared_memory()
     descriptors, resident_kib = [], []
     for _ in range(40):
         buckets = [collective.allocate(2 * MIB, torch.float32, CPU).fill_(1.0) for _ in range(3)]
@@ -747,7 +727,7 @@ def rebuild_buckets(rank: int, world_size: int) -> None:
     assert max(resident_kib) < 2 * world_size * 24 * 1024 + 64 * 1024
     assert max(descriptors[5:]) <= descriptors[5] + 2
     dist.barrier()
-    collective.barrier()
+    collective.barrier().wait()
     assert mapped_segments() == []
     # Control block and slots alone.
     assert kib_of("/proc/self/status", "RssShmem") < 24 * 1024
@@ -760,7 +740,7 @@ def test_memory_comes_back_after_buckets_are_rebuilt():
 
 
 def die_with_memory(rank: int, world_size: int) -> None:
-    collective = SharedMemoryCollective()
+    collective = shared_memory()
     flat = collective.allocate(50 * MIB, torch.float32, CPU).fill_(1.0)
     collective.all_reduce(flat).wait()
     dist.barrier()
@@ -794,16 +774,16 @@ def is_permitted(namespace: str) -> bool:
 def try_to_share() -> str:
     """What both kinds of collective make of two ranks that cannot share memory; returns the reason."""
     try:
-        SharedMemoryCollective().all_reduce(torch.ones(3)).wait()
+        shared_memory().all_reduce(torch.ones(3)).wait()
     except SharedMemoryUnavailableError as error:
         reason = str(error)
     else:
         raise AssertionError("the ranks do share memory")
-    collective = SharedMemoryCollective(required=False)
+    collective = collective_for(dist.group.WORLD, "auto")
     for flat in (torch.ones(3), collective.allocate(90_000, torch.float32, CPU).fill_(1.0)):
         collective.all_reduce(flat, 0.5).wait()
         assert (flat == 1).all()
-    collective.barrier()
+    collective.barrier().wait()
     return reason
 
 
@@ -914,8 +894,8 @@ def copy_on_one_rank(rank: int, world_size: int) -> bool:
     copied_later = copy.deepcopy(model) if rank == 0 else None
     model(torch.ones(2, 3)).sum().backward()
     assert (model.module.weight.grad == 4).all()
-    assert isinstance(model._collective, SharedMemoryCollective)
-    assert model._collective._group is not None
+    assert isinstance(model._collective, AutomaticCollective)
+    assert model._collective.scales_for_free
     return copied is None or torch.equal(copied_later.module.weight, model.module.weight)
 
 

@@ -6,7 +6,6 @@ import collections
 import math
 import socket
 import warnings
-from contextlib import contextmanager
 from fractions import Fraction
 from typing import Any
 from unittest import mock
@@ -14,11 +13,12 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from support.counting_collective import note_calls
 from support.expectations import raises
 from support.processes import run_ranks
 
 from psengine.collectives import cache
-from psengine.collectives.shared_memory.collective import SharedMemoryCollective
+from psengine.collectives.registry import collective_for, default_group
 from psengine.data import metrics
 from psengine.errors import ArgumentTypeError, ConfigurationError, ReplicaMismatchError
 
@@ -36,28 +36,6 @@ DTYPES = [
     torch.int64,
     torch.bool,
 ]
-
-
-@contextmanager
-def counted_collectives():
-    """Yield a list of what travels: (operation, numel, dtype)."""
-    calls: list[tuple[str, int, torch.dtype]] = []
-    transport = SharedMemoryCollective
-    all_reduce, all_gather = transport.all_reduce, transport.all_gather
-
-    def counting_all_reduce(self, flat, *args, **kwargs):
-        calls.append(("all_reduce", flat.numel(), flat.dtype))
-        return all_reduce(self, flat, *args, **kwargs)
-
-    def counting_all_gather(self, tensor, **kwargs):
-        calls.append(("all_gather", tensor.numel(), tensor.dtype))
-        return all_gather(self, tensor, **kwargs)
-
-    with (
-        mock.patch.object(transport, "all_reduce", counting_all_reduce),
-        mock.patch.object(transport, "all_gather", counting_all_gather),
-    ):
-        yield calls
 
 
 def assert_identical(got: Any, expected: Any) -> None:
@@ -280,33 +258,24 @@ def uneven_gather(rank: int, world_size: int) -> None:
         "other": [[torch.full((2, 3 - r % 2), r) for r in range(n)]],
         "loss": list(range(n)),
     }
-    with counted_collectives() as calls:
-        assert_identical(metrics.gather(value), expected)
-    assert [(name, dtype) for name, _, dtype in calls] == [
-        ("all_gather", torch.int64),
-        ("all_gather", torch.int64),
-        ("all_gather", torch.uint8),
-    ]
+    calls = note_calls()
+    assert_identical(metrics.gather(value), expected)
+    assert [name for name, _ in calls] == ["all_gather"] * 3, "a header, sizes, values"
     with raises(ReplicaMismatchError, "value", "with 2 dimensions on rank 1"):
         metrics.gather(torch.zeros([1] * (1 + (rank == 1))))
 
 
 def economy(rank: int, world_size: int) -> None:
     value = {"f": [1.0, torch.ones(3), torch.ones(2, dtype=torch.float16), torch.ones(1, dtype=torch.complex64)]}
-    header = ("all_gather", 8, torch.int64)
-    with counted_collectives() as calls:
-        metrics.mean(value)
-        assert calls == [header, ("all_reduce", 1 + 3 + 2 + 2 + 1, torch.float64)]
-        calls.clear()
-        metrics.sum({**value, "i": [1, True, torch.ones(4, dtype=torch.int32)]})
-        assert calls == [header, ("all_reduce", 8, torch.float64), ("all_reduce", 2 * (1 + 1 + 4), torch.int64)]
-        calls.clear()
-        metrics.gather({**value, "i": [1, True]})
-        assert calls == [header, ("all_gather", 8 + 12 + 4 + 8 + 8 + 8, torch.uint8)]
-    # One collective for the group, however many calls.
-    with mock.patch.object(cache, "C10dCollective", side_effect=AssertionError("made a second collective")):
-        metrics.mean(1.0)
-        metrics.sum(1, dist.group.WORLD)
+    header, calls = ("all_gather", 64), note_calls()
+    metrics.mean(value)
+    assert calls == [header, ("all_reduce", 8 * (1 + 3 + 2 + 2 + 1))]
+    calls.clear()
+    metrics.sum({**value, "i": [1, True, torch.ones(4, dtype=torch.int32)]})
+    assert calls == [header, ("all_reduce", 8 * 8), ("all_reduce", 8 * 2 * (1 + 1 + 4))]
+    calls.clear()
+    metrics.gather({**value, "i": [1, True]})
+    assert calls == [header, ("all_gather", 8 + 12 + 4 + 8 + 8 + 8)]
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
@@ -411,7 +380,7 @@ def check_alone() -> None:
         metrics.mean(1.0, weight=0)
     with pytest.raises(ConfigurationError, match="int64"):
         metrics.sum(2**63)
-    assert cache.collective_for() is None
+    assert collective_for(default_group()).world_size == 1
 
 
 def test_without_a_process_group():

@@ -6,44 +6,23 @@ import copy
 import io
 import pickle
 import warnings
-from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from support.counting_collective import note_calls
 from support.expectations import raises
 from support.processes import run_ranks
 from torch import nn
 
-from psengine.collectives.shared_memory.collective import SharedMemoryCollective
 from psengine.data.sync_batch_norm import SyncBatchNorm, adopt_sync_batchnorm, convert_sync_batchnorm
 from psengine.errors import ModuleError
 
 CHANNELS = 3
 SHAPES = {2: (), 3: (5,), 4: (4, 2), 5: (2, 3, 2)}
 PLAIN = {2: nn.BatchNorm1d, 3: nn.BatchNorm1d, 4: nn.BatchNorm2d, 5: nn.BatchNorm3d}
-
-
-@contextmanager
-def counted_collectives():
-    calls: list[str] = []
-    all_reduce, all_gather = SharedMemoryCollective.all_reduce, SharedMemoryCollective.all_gather
-
-    def counting_all_reduce(self, *args, **kwargs):
-        calls.append("all_reduce")
-        return all_reduce(self, *args, **kwargs)
-
-    def counting_all_gather(self, *args, **kwargs):
-        calls.append("all_gather")
-        return all_gather(self, *args, **kwargs)
-
-    with (
-        mock.patch.object(SharedMemoryCollective, "all_reduce", counting_all_reduce),
-        mock.patch.object(SharedMemoryCollective, "all_gather", counting_all_gather),
-    ):
-        yield calls
 
 
 def batches_of_ranks(sizes: list[int], dimensions: int, dtype: torch.dtype, seed: int, offset: float):
@@ -185,23 +164,23 @@ def without_gradients_and_communication(rank: int, world_size: int) -> None:
             y = ours(x)
             torch.testing.assert_close(y, plain(whole)[3 * rank : 3 * rank + 3])
             torch.testing.assert_close(ours.running_var, plain.running_var)
-    with counted_collectives() as calls:
-        x.requires_grad_(True)
-        ours(x).sum().backward()
-        assert calls == ["all_gather", "all_reduce"]
-        calls.clear()
-        ours(x.detach()).sum().backward()
-        assert calls == ["all_gather"]
-        calls.clear()
-        for layer in (ours, plain):
-            layer.load_state_dict(plain.state_dict())
-            layer.eval()
-        # Ranks evaluate on their own, as many batches as each has.
-        for _ in range(rank):
-            assert torch.equal(ours(x), plain(x))
-        without_statistics = SyncBatchNorm(CHANNELS, track_running_stats=False).eval()
-        assert torch.equal(without_statistics(x), nn.BatchNorm2d(CHANNELS, track_running_stats=False).eval()(x))
-        assert calls == []
+    calls = note_calls()
+    x.requires_grad_(True)
+    ours(x).sum().backward()
+    assert [name for name, _ in calls] == ["all_gather", "all_reduce"]
+    calls.clear()
+    ours(x.detach()).sum().backward()
+    assert [name for name, _ in calls] == ["all_gather"]
+    calls.clear()
+    for layer in (ours, plain):
+        layer.load_state_dict(plain.state_dict())
+        layer.eval()
+    # Ranks evaluate on their own, as many batches as each has.
+    for _ in range(rank):
+        assert torch.equal(ours(x), plain(x))
+    without_statistics = SyncBatchNorm(CHANNELS, track_running_stats=False).eval()
+    assert torch.equal(without_statistics(x), nn.BatchNorm2d(CHANNELS, track_running_stats=False).eval()(x))
+    assert calls == []
 
 
 def large_means(rank: int, world_size: int) -> None:
@@ -325,9 +304,9 @@ def test_compiled_model():
 def alone(rank: int, world_size: int) -> None:
     ours, plain = layer_pair(4, torch.float32, {})
     x = torch.randn(3, CHANNELS, 2, 2)
-    with counted_collectives() as calls:
-        assert torch.equal(ours(x), plain(x))
-        assert torch.equal(ours.running_var, plain.running_var)
+    calls = note_calls()
+    assert torch.equal(ours(x), plain(x))
+    assert torch.equal(ours.running_var, plain.running_var)
     assert calls == []
     with raises(ValueError, "Expected more than 1 value per channel when training"):
         SyncBatchNorm(CHANNELS)(torch.zeros(1, CHANNELS))

@@ -69,10 +69,11 @@ MAY_USE_TORCH_DISTRIBUTED = {
     "cli/launching/nodes",
     "cli/launching/torchrun_options",
     "collectives/c10d",
-    "collectives/cache",
+    "collectives/registry",
     "collectives/torch_backend/backend",
     "collectives/torch_backend/group_work",
     "collectives/torch_backend/process_group",
+    "collectives/transport_errors",
     "data/metrics",
     "data/samplers",
     "environment/context",
@@ -92,8 +93,7 @@ IS_GIVEN_TIME = ("parameter_server/server/core/", "parameter_server/server/rules
 MAY_READ_ERROR_TEXTS = {
     ("cli/doctor_checks/findings", "problem_of"): "shows what an error is about, once",
     ("cli/launching/elastic", "_launch"): "torch's DistNetworkError has no errno of a port that is taken",
-    ("collectives/c10d", "wait_for"): "gloo's errors are plain RuntimeErrors",
-    ("collectives/torch_backend/process_group", "_describe_failure"): "gloo's errors are plain RuntimeErrors",
+    ("collectives/transport_errors", "is_transport_error"): "gloo's errors are plain RuntimeErrors",
 }
 MAY_READ_ENVIRONMENT = {"environment/context"}
 MAY_USE_ZMQ = {

@@ -265,9 +265,11 @@ def _one_is_elsewhere(rank, world_size, collective):
 
     def before_last_step():
         if rank == 2:
-            other.barrier()
+            other.barrier().wait()
         else:
-            helper = threading.Thread(target=lambda: [_until_set("heard/0"), _until_set("heard/1"), other.barrier()])
+            helper = threading.Thread(
+                target=lambda: [_until_set("heard/0"), _until_set("heard/1"), other.barrier().wait()]
+            )
             helper.start()
             helpers.append(helper)
 

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from psengine.cli.doctor_checks.findings import CheckContext, Finding, note, ok, problem, warning
-from psengine.collectives.c10d import C10dCollective
-from psengine.collectives.shared_memory.collective import SharedMemoryCollective
+from psengine.collectives.base import Collective
+from psengine.collectives.registry import collective_for, default_group
 from psengine.errors import PSEngineError
 from psengine.verify.launch import RankFailedError, run_ranks
 from psengine.verify.place import Place
@@ -61,31 +61,28 @@ def _judge(transport: str, result: Mapping[str, Any], context: CheckContext) -> 
 def run(place: Place, work: dict[str, Any]) -> dict[str, Any]:
     """A rank of the trial: by transport, the median seconds of each size, or what failed."""
     torch.set_num_threads(1)
-    found: dict[str, Any] = {"gloo": _measure(C10dCollective(), place.rank)}
+    found: dict[str, Any] = {"gloo": _measure(collective_for(default_group(), "c10d"), place.rank)}
     try:
-        found["shared memory"] = _measure(SharedMemoryCollective(), place.rank)
+        found["shared memory"] = _measure(collective_for(default_group(), "shared_memory"), place.rank)
     except PSEngineError as error:
         found["shared memory"] = {"error": str(error)}
     return found
 
 
-def _measure(collective: C10dCollective | SharedMemoryCollective, rank: int) -> dict[str, float]:
+def _measure(collective: Collective, rank: int) -> dict[str, float]:
     seconds = {}
-    try:
-        for name, size_bytes in (("small_s", SMALL_BYTES), ("large_s", LARGE_BYTES)):
-            flat = collective.allocate(size_bytes // 4, torch.float32, torch.device("cpu"))
-            times = []
-            for _ in range(ROUNDS):
-                flat.fill_(rank + 1.0)
-                collective.barrier()
-                started_s = time.perf_counter()
-                collective.all_reduce(flat, what="the doctor's tensor").wait()
-                times.append(time.perf_counter() - started_s)
-                if not bool((flat == 3.0).all()):
-                    raise ArithmeticError(f"the sum of 1 and 2 is {flat[flat != 3.0][0].item()}")
-            seconds[name] = statistics.median(times)
-    finally:
-        collective.close()
+    for name, size_bytes in (("small_s", SMALL_BYTES), ("large_s", LARGE_BYTES)):
+        flat = collective.allocate(size_bytes // 4, torch.float32, torch.device("cpu"))
+        times = []
+        for _ in range(ROUNDS):
+            flat.fill_(rank + 1.0)
+            collective.barrier().wait()
+            started_s = time.perf_counter()
+            collective.all_reduce(flat, what="the doctor's tensor").wait()
+            times.append(time.perf_counter() - started_s)
+            if not bool((flat == 3.0).all()):
+                raise ArithmeticError(f"the sum of 1 and 2 is {flat[flat != 3.0][0].item()}")
+        seconds[name] = statistics.median(times)
     return seconds
 
 

@@ -22,28 +22,25 @@ left behind, however processes end.
 
 from __future__ import annotations
 
-import logging
-import math
 import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from typing_extensions import override
 
-from psengine.collectives.base import Collective, Work
+from psengine.collectives.base import Collective, CompletedWork, Work
 from psengine.collectives.c10d import C10dCollective
-from psengine.collectives.operands import copying, is_plain, plain
+from psengine.collectives.operands import check_flat, check_parts, copying, plain, real
+from psengine.collectives.shared_memory.failures import LOST, error_of
 from psengine.collectives.shared_memory.host import join_host_group
 from psengine.collectives.shared_memory.segments import SharedSegments
-from psengine.errors import CollectiveError, PeerLostError, SharedMemoryUnavailableError
+from psengine.errors import CollectiveError
 from psengine.kernels import native
-from psengine.tracing.stall_inspector import Whereabouts, inspector
+from psengine.tracing.stall_inspector import Whereabouts, inspector, stall_after_s
 from psengine.tracing.timeline import is_profiling, now_ns, profiled, record_wait, recorder
-
-logger = logging.getLogger(__name__)
 
 # csrc/kernels.h, ScalarKind
 SCALAR_KINDS = {
@@ -54,8 +51,6 @@ SCALAR_KINDS = {
     torch.int32: 4,
     torch.int64: 5,
 }
-# csrc/shared_memory.h, WaitStatus
-LOST, TIMED_OUT, MISMATCHED, CLOSED = 1, 2, 3, 4
 # So many operations may be under way before the complete ones are looked for, in case nobody waits for them.
 FORGET_FROM = 64
 # A number no operation reaches.
@@ -63,40 +58,34 @@ NO_OPERATION = 2**63
 
 
 class SharedMemoryCollective(Collective):
-    """Collective operations between the ranks of a process group that share a host.
+    """Collective operations on CPU tensors between ranks that share a host.
 
-    Ranks connect at the first operation on a CPU tensor. Tensors that shared memory does not cover (sparse, on other
-    devices, of rarer dtypes) go through the process group.
+    Ranks connect at the first operation, or by ``connect``. Sums are of the dtypes in ``SCALAR_KINDS`` and of complex
+    ones, copies of any dtype; see ``sums`` and ``copies``.
 
     Args:
-        process_group: the group, or a collective over it; None means the default group. For CPU tensors it needs a
-            backend that takes them.
-        timeout_s: deadline of every wait; None takes the process group's own timeout.
-        required: False to go on over the process group where ranks cannot share memory, saying so at info level.
+        meeting: a collective of the same ranks, over which they connect; for CPU tensors. Its deadline is taken over,
+            and it says where ranks wait that are missing.
 
     Scaling: each addend is multiplied by ``scale`` and rounded to its dtype, and the products are added in rank order,
-    16-bit ones in float32. Between two ranks that is what native DDP does over gloo, to the last bit.
-
-    Attributes:
-        collects_square_sums: whether each all-reduce also yields the sum of squares of its result
-            (``SharedMemoryWork.square_sum``), which costs no further pass.
+    16-bit ones in float32. Between two ranks that is what native DDP does over gloo, to the last bit. A reduce-scatter
+    gives the bits of its part of the all-reduce.
 
     Operations raise:
         SharedMemoryUnavailableError: the ranks do not share a host, or cannot open each other's memory.
     """
 
-    def __init__(self, process_group: Any = None, timeout_s: float | None = None, *, required: bool = True) -> None:
-        is_collective = isinstance(process_group, C10dCollective)
-        self._c10d = process_group if is_collective else C10dCollective(process_group, timeout_s)
-        self.rank = self._c10d.rank
-        self.world_size = self._c10d.world_size
-        self.timeout_s = self._c10d.timeout_s
-        self.collects_square_sums = False
-        self._required = required
+    def __init__(self, meeting: C10dCollective) -> None:
+        self._meeting = meeting
+        self.rank = meeting.rank
+        self.world_size = meeting.world_size
+        self.timeout_s = meeting.timeout_s
+        after_s = stall_after_s()
+        self._stall_after_s = after_s if self.world_size > 1 else 0.0  # nobody waits for nobody
         self._extension: Any = native.extension
         self._host = socket.gethostname()
         self._group: Any = None
-        self._is_unavailable = False
+        self._has_ended = False
         self._connecting = threading.Lock()
         self._segments = SharedSegments(self._extension) if native.has_shared_memory() else None
         # By operation, what it works on: kept until the native side is done, whoever drops the work.
@@ -107,183 +96,142 @@ class SharedMemoryCollective(Collective):
 
     @property
     @override
-    def scales_for_free(self) -> bool:  # type: ignore[override]
-        """Connects the ranks, because only then is it known."""
-        return self._is_connected()
+    def scales_for_free(self) -> bool:
+        return True
 
-    def _is_connected(self) -> bool:
-        """Whether ranks share memory; the first call, which all ranks make at the same place, connects them."""
-        if self._group is None and not self._is_unavailable:
-            with self._connecting:
-                if self._group is None and not self._is_unavailable:
-                    self._connect()
+    @property
+    @override
+    def has_ended(self) -> bool:
+        return self._has_ended
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether the ranks have met."""
         return self._group is not None
 
+    @override
     def connect(self) -> None:
-        """Connect the ranks now, if they are not, instead of at the first operation; all ranks call it.
-
-        Raises:
-            SharedMemoryUnavailableError: the ranks do not share a host, or cannot open each other's memory.
-        """
-        self._is_connected()
-
-    def _connect(self) -> None:
-        try:
-            self._group = join_host_group(self._c10d)
-        except SharedMemoryUnavailableError as error:
-            if self._required:
-                raise
-            self._is_unavailable = True
-            logger.info("%s; going on over torch.distributed", error)
+        """Raises ``SharedMemoryUnavailableError`` where the ranks cannot share memory, on all of them."""
+        if self._group is not None:
             return
-        assert self._segments is not None
-        self._segments.attach(self._group)
-        self._c10d.note_processes([state[0] for state in self._extension.shared_memory_states(self._group)])
+        with self._connecting:
+            if self._group is None:
+                group = join_host_group(self._meeting)
+                assert self._segments is not None
+                self._segments.attach(group)
+                self._group = group
+                self._meeting.note_processes([state[0] for state in self._extension.shared_memory_states(group)])
+
+    @staticmethod
+    def copies(tensor: torch.Tensor) -> bool:
+        """Whether operations that copy carry ``tensor``."""
+        return tensor.device.type == "cpu" and tensor.layout == torch.strided
+
+    @staticmethod
+    def sums(tensor: torch.Tensor) -> bool:
+        """Whether operations that sum carry ``tensor``."""
+        return SharedMemoryCollective.copies(tensor) and real(tensor).dtype in SCALAR_KINDS
 
     @override
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Memory in which ``all_reduce`` needs no copies.
-
-        All ranks must allocate what they will reduce together, or none of them.
+        """Memory in which ``all_reduce`` needs no copies. All ranks must allocate what they will reduce together, or
+        none of them.
         """
-        if self._segments is None or self._is_unavailable or device.type != "cpu" or dtype not in SCALAR_KINDS:
-            return torch.empty(numel, dtype=dtype, device=device)
+        if self._segments is None or device.type != "cpu" or dtype not in SCALAR_KINDS:
+            return super().allocate(numel, dtype, device)
         return self._segments.allocate(numel, dtype)
 
     @override
-    def all_reduce(self, flat: torch.Tensor, scale: float = 1.0, *, what: str = "tensor") -> Work:
-        """Complex tensors are reduced through their real view."""
-        if flat.is_complex():
-            flat = torch.view_as_real(flat)
-        kind = SCALAR_KINDS.get(flat.dtype)
-        if kind is None or not is_plain(flat) or not self._is_connected():
-            return self._c10d.all_reduce(flat, scale, what=what)
-        self._check_scale(f"all-reduce of {what}", flat, scale)
+    def all_reduce(self, flat: torch.Tensor, scale: float = 1.0, *, what: str = "tensor") -> SharedMemoryWork:
         what = f"all-reduce of {what}"
+        check_flat(self, what, flat, scale)
+        flat = real(flat)
         operation = self._begin(
             what,
-            self._extension.shared_memory_all_reduce,
+            "shared_memory_all_reduce",
             flat.data_ptr(),
             flat.numel(),
-            kind,
+            self._kind(what, flat),
             scale,
-            self.collects_square_sums,
+            False,
         )
         self._keep(operation, flat)
-        return SharedMemoryWork(self, operation, what, self.collects_square_sums)
+        return SharedMemoryWork(self, operation, what)
 
     @override
-    def broadcast(self, tensors: Sequence[torch.Tensor], source_rank: int = 0, *, what: str = "tensors") -> None:
-        is_covered = all(t.device.type == "cpu" and t.layout == torch.strided for t in tensors)
-        if not is_covered or not self._is_connected():
-            self._c10d.broadcast(tensors, source_rank, what=what)
-            return
-        what = f"broadcast of {what} from rank {source_rank}"
-        work = None
-        for tensor in tensors:
-            payload = plain(tensor)
-            work = self.start_broadcast(payload, source_rank, what=what)
-            copy = copying([tensor], [payload])
-            if copy is not None and self.rank != source_rank:
-                work.wait()
-                copy()
-        if work is not None:
-            work.wait()
-
-    def start_broadcast(self, payload: torch.Tensor, source_rank: int, *, what: str) -> SharedMemoryWork:
-        """Begin to overwrite ``payload``, contiguous on the CPU, by ``source_rank``'s, between connected ranks."""
-        operation = self._begin(
-            what,
-            self._extension.shared_memory_broadcast,
-            payload.data_ptr(),
-            payload.numel() * payload.element_size(),
-            source_rank,
-        )
-        self._keep(operation, payload)
-        return SharedMemoryWork(self, operation, what, wants_square_sum=False)
-
-    @override
-    def all_gather(self, tensor: torch.Tensor, *, what: str = "tensor") -> list[torch.Tensor]:
-        if tensor.device.type != "cpu" or tensor.layout != torch.strided or not self._is_connected():
-            return self._c10d.all_gather(tensor, what=what)
-        payload = plain(tensor)
-        gathered = payload.new_empty((self.world_size, *payload.shape))
-        self.start_all_gather(gathered, payload, what=f"all-gather of {what}").wait()
-        return list(gathered.unbind())
-
-    def start_all_gather(self, gathered: torch.Tensor, payload: torch.Tensor, *, what: str) -> SharedMemoryWork:
-        """Begin to fill ``gathered`` with every rank's ``payload``, in rank order, between connected ranks.
-
-        Both are contiguous CPU tensors; ``gathered`` has ``world_size`` times as many bytes, and may hold ``payload``
-        in its own place.
-        """
-        operation = self._begin(
-            what,
-            self._extension.shared_memory_all_gather,
-            payload.data_ptr(),
-            gathered.data_ptr(),
-            payload.numel() * payload.element_size(),
-        )
-        self._keep(operation, payload, gathered)
-        return SharedMemoryWork(self, operation, what, wants_square_sum=False)
-
     def reduce_scatter(
         self, output: torch.Tensor, flat: torch.Tensor, scale: float = 1.0, *, what: str = "tensor"
-    ) -> Work:
-        """Begin ``output = scale * sum over ranks of this rank's part of each rank's flat``.
-
-        Args:
-            output: contiguous CPU tensor of a dtype in ``SCALAR_KINDS``; mutated.
-            flat: contiguous, ``world_size`` times as many elements of the same dtype; part r belongs to rank r.
-            scale: as in ``all_reduce``.
-            what: as in ``all_reduce``.
-        """
-        if flat.numel() != output.numel() * self.world_size or flat.dtype != output.dtype:
-            raise CollectiveError(
-                f"reduce-scatter of {what}: every rank gets an equal part (expected {output.numel() * self.world_size}"
-                f" elements of {output.dtype}, got {flat.numel()} of {flat.dtype})"
-            )
-        if flat.dtype not in SCALAR_KINDS or not is_plain(flat) or not is_plain(output):
-            raise CollectiveError(
-                f"reduce-scatter of {what}: only contiguous CPU tensors of {', '.join(map(str, SCALAR_KINDS))} are"
-                f" covered (got {flat.dtype} on {flat.device} and {output.device})"
-            )
-        self._check_scale(f"reduce-scatter of {what}", flat, scale)
-        if not self._is_connected():
-            raise CollectiveError(f"reduce-scatter of {what} needs ranks that share memory")
+    ) -> SharedMemoryWork:
         what = f"reduce-scatter of {what}"
+        check_parts(self, what, flat, output)
+        check_flat(self, what, output, scale)
+        part, whole = real(output.detach()), real(flat.detach())
         operation = self._begin(
             what,
-            self._extension.shared_memory_reduce_scatter,
-            flat.data_ptr(),
-            output.data_ptr(),
-            output.numel(),
-            SCALAR_KINDS[flat.dtype],
+            "shared_memory_reduce_scatter",
+            whole.data_ptr(),
+            part.data_ptr(),
+            part.numel(),
+            self._kind(what, part),
             scale,
         )
-        self._keep(operation, flat, output)
-        return SharedMemoryWork(self, operation, what, wants_square_sum=False)
+        self._keep(operation, whole, part)
+        return SharedMemoryWork(self, operation, what)
 
     @override
-    def barrier(self, timeout_s: float | None = None) -> None:
-        if self._group is None:
-            self._c10d.barrier(timeout_s)
-            return
-        self.start_barrier().wait(timeout_s)
-
-    def start_barrier(self) -> SharedMemoryWork:
-        """Begin a barrier between connected ranks."""
-        operation = self._begin("barrier", self._extension.shared_memory_barrier)
-        return SharedMemoryWork(self, operation, "barrier", wants_square_sum=False)
+    def all_gather(self, output: torch.Tensor, tensor: torch.Tensor, *, what: str = "tensor") -> SharedMemoryWork:
+        what = f"all-gather of {what}"
+        check_parts(self, what, output, tensor)
+        self._check_copies(what, tensor)
+        payload = plain(tensor)
+        operation = self._begin(
+            what,
+            "shared_memory_all_gather",
+            payload.data_ptr(),
+            output.data_ptr(),
+            payload.numel() * payload.element_size(),
+        )
+        self._keep(operation, payload, output)
+        return SharedMemoryWork(self, operation, what)
 
     @override
-    def wait_for(self, future: torch.futures.Future[Any], what: str) -> Any:
-        return self._c10d.wait_for(future, what)
+    def broadcast(self, tensors: Sequence[torch.Tensor], source_rank: int = 0, *, what: str = "tensors") -> Work:
+        """An operation for each tensor."""
+        what = f"broadcast of {what} from rank {source_rank}"
+        work: Work = CompletedWork()
+        copies: list[Callable[[], None]] = []
+        for tensor in tensors:
+            self._check_copies(what, tensor)
+            payload = plain(tensor)
+            copy = copying([tensor], [payload])
+            if copy is not None and self.rank != source_rank:
+                copies.append(copy)
+            operation = self._begin(
+                what,
+                "shared_memory_broadcast",
+                payload.data_ptr(),
+                payload.numel() * payload.element_size(),
+                source_rank,
+            )
+            self._keep(operation, payload)
+            # Operations complete in call order, so the last one stands for all, with the copies of all.
+            work = SharedMemoryWork(self, operation, what, finish=copies)
+        return work
+
+    @override
+    def barrier(self, timeout_s: float | None = None) -> SharedMemoryWork:
+        operation = self._begin("barrier", "shared_memory_barrier")
+        return SharedMemoryWork(self, operation, "barrier", timeout_s=timeout_s)
+
+    @override
+    def progress(self) -> None:
+        if self._outstanding:
+            self._forget(self._begin("an earlier operation", "shared_memory_progress"))
 
     @property
     def whereabouts(self) -> Whereabouts | None:
         """See ``stall_inspector.Watched``."""
-        return self._c10d.whereabouts
+        return self._meeting.whereabouts
 
     def late_ranks(self) -> tuple[int, ...] | None:
         """See ``stall_inspector.Watched``: those that have not come as far as this rank."""
@@ -292,15 +240,12 @@ class SharedMemoryCollective(Collective):
 
     @override
     def hosts(self) -> tuple[str, ...]:
-        return (self._host,) * self.world_size if self._group is not None else self._c10d.hosts()
-
-    @override
-    def diagnose(self, error: BaseException, what: str) -> Exception:
-        return self._c10d.diagnose(error, what)
+        return (self._host,) * self.world_size if self._group is not None else ()
 
     @override
     def close(self) -> None:
         """Ranks that wait for this one learn that it left."""
+        self._has_ended = True
         if self._group is not None:
             self._extension.shared_memory_close(self._group)
 
@@ -311,31 +256,36 @@ class SharedMemoryCollective(Collective):
             states = self._extension.shared_memory_states(self._group)
             rank_bits = sum(1 << rank for rank, (*_, is_running) in enumerate(states) if not is_running)
             if rank_bits:
-                return self._error(what, self.timeout_s, LOST, rank_bits, "")
+                return self._error(what, self.timeout_s, (LOST, rank_bits, ""))
             if time.monotonic() >= deadline:
                 return None
             time.sleep(0.01)
 
     def give_up(self) -> None:
         """Fail, on every rank, what is under way; for a group whose end does not come by itself."""
+        self._has_ended = True
         if self._group is not None:
             self._extension.shared_memory_wait(self._group, NO_OPERATION, 0.0)
 
-    def take_square_sum(self, operation: int) -> float | None:
-        """The sum of squares of a completed all-reduce, once; None where a rank did not compute its part."""
-        value: float = self._extension.shared_memory_take_square_sum(self._group, operation)
-        return None if math.isnan(value) else value
-
-    def _check_scale(self, what: str, flat: torch.Tensor, scale: float) -> None:
-        if scale != 1.0 and not flat.is_floating_point():
+    def _kind(self, what: str, tensor: torch.Tensor) -> int:
+        if not self.sums(tensor):
             raise CollectiveError(
-                f"{what}: integers are summed, not scaled (expected scale 1.0 for {flat.dtype}, got {scale})"
+                f"{what} failed on rank {self.rank} of {self.world_size}: shared memory sums CPU tensors of"
+                f" {', '.join(map(str, SCALAR_KINDS))} (got {tensor.layout} {tensor.dtype} on {tensor.device})"
+            )
+        return SCALAR_KINDS[tensor.dtype]
+
+    def _check_copies(self, what: str, tensor: torch.Tensor) -> None:
+        if not self.copies(tensor):
+            raise CollectiveError(
+                f"{what} failed on rank {self.rank} of {self.world_size}: shared memory copies strided CPU tensors (got"
+                f" {tensor.layout} on {tensor.device})"
             )
 
     def _keep(self, operation: int, *tensors: torch.Tensor) -> None:
         self._outstanding[operation] = tensors
         if len(self._outstanding) > FORGET_FROM:
-            self._forget(self._begin("an earlier operation", self._extension.shared_memory_progress))
+            self._forget(self._begin("an earlier operation", "shared_memory_progress"))
 
     def _forget(self, complete: int) -> None:
         for operation in list(self._outstanding):
@@ -343,7 +293,11 @@ class SharedMemoryCollective(Collective):
                 break
             self._outstanding.pop(operation, None)  # another thread may wait too
 
-    def _begin(self, what: str, begin: Any, *arguments: Any) -> int:
+    def _begin(self, what: str, function: str, *arguments: Any) -> int:
+        """Call ``function`` of the native extension; return the number of the operation it began."""
+        if self._group is None:
+            self.connect()
+        begin = getattr(self._extension, function)
         try:
             if is_profiling():
                 with profiled(what):
@@ -354,11 +308,11 @@ class SharedMemoryCollective(Collective):
             raise CollectiveError(f"{what} failed on rank {self.rank} of {self.world_size}: {error}") from error
         return operation
 
-    def _wait(self, operation: int, what: str, timeout_s: float | None = None) -> None:
-        timeout_s = self.timeout_s if timeout_s is None else timeout_s
+    def _wait(self, operation: int, what: str, timeout_s: float) -> None:
         started_ns = now_ns() if recorder.is_on else 0
-        stall_after_s = self._c10d.stall_after_s
-        watched = inspector.enter(self, operation, what, timeout_s, stall_after_s) if stall_after_s else None
+        watched = None
+        if self._stall_after_s:
+            watched = inspector.enter(self, operation, what, timeout_s, self._stall_after_s)
         try:
             if is_profiling():
                 with profiled(f"wait for {what}"):
@@ -372,53 +326,47 @@ class SharedMemoryCollective(Collective):
             if watched is not None:
                 inspector.leave(watched)
         if failure is not None:
-            raise self._error(what, timeout_s, *failure)
+            self._has_ended = True
+            raise self._error(what, timeout_s, failure)
         if started_ns:
             record_wait(what, started_ns)
         self._forget(operation)
 
-    def _error(self, what: str, timeout_s: float, status: int, rank_bits: int, detail: str) -> CollectiveError:
-        failed = f"{what} failed on rank {self.rank} of {self.world_size}"
-        if status == MISMATCHED:
-            return CollectiveError(
-                f"{failed}: ranks must call the same operations in the same order ({detail or 'another rank differs'})."
-                " Look for a branch that only some ranks take."
-            )
-        ranks = tuple(rank for rank in range(self.world_size) if rank_bits >> rank & 1)
-        if self.rank in ranks:
-            return CollectiveError(
-                f"{failed}: the group has ended, because another rank stopped waiting for this one (its timeout passed,"
-                " or it left with operations under way). Look at the first error in the output of the other ranks."
-            )
-        if not ranks:
-            return CollectiveError(f"{failed}: no result within {timeout_s:g} s, though every rank arrived")
-        fates = {LOST: "has exited", TIMED_OUT: f"did not arrive within {timeout_s:g} s", CLOSED: "has left the group"}
+    def _error(self, what: str, timeout_s: float, failure: tuple[int, int, str]) -> CollectiveError:
         states = self._extension.shared_memory_states(self._group)
-        lost = ", ".join(
-            f"rank {rank} (process {states[rank][0]} on {self._host}, which"
-            f" {fates[status] if states[rank][4] else fates[LOST]})"
-            for rank in ranks
-        )
-        return PeerLostError(
-            f"Lost {lost}. {failed}.\nLook at the first error in the output of the ranks named above; restart the job"
-            " from its last checkpoint.",
-            ranks,
-        )
+        return error_of(what, self.rank, self._host, timeout_s, states, failure)
 
 
 class SharedMemoryWork(Work):
-    """An operation in shared memory."""
+    """An operation in shared memory.
 
-    def __init__(self, collective: SharedMemoryCollective, operation: int, what: str, wants_square_sum: bool) -> None:
+    Args:
+        collective: whose operation it is.
+        operation: its number.
+        what: its name in errors.
+        timeout_s: deadline of the wait; None takes the collective's.
+        finish: called once, in order, when the operation is over: they copy results to their places.
+    """
+
+    def __init__(
+        self,
+        collective: SharedMemoryCollective,
+        operation: int,
+        what: str,
+        *,
+        timeout_s: float | None = None,
+        finish: Sequence[Callable[[], None]] = (),
+    ) -> None:
         self._collective = collective
         self._operation = operation
         self._what = what
-        self._wants_square_sum = wants_square_sum
+        self._timeout_s = collective.timeout_s if timeout_s is None else timeout_s
+        self._finish = finish
 
     @override
     def wait(self, timeout_s: float | None = None) -> None:
-        """``timeout_s`` overrides the collective's deadline. Passing it ends the whole group."""
-        self._collective._wait(self._operation, self._what, timeout_s)
-        if self._wants_square_sum:
-            self._wants_square_sum = False
-            self.square_sum = self._collective.take_square_sum(self._operation)
+        """``timeout_s`` overrides the deadline. Passing it ends the whole group."""
+        self._collective._wait(self._operation, self._what, self._timeout_s if timeout_s is None else timeout_s)
+        finish, self._finish = self._finish, ()
+        for copy in finish:
+            copy()

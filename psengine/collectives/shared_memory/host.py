@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from psengine.collectives.c10d import C10dCollective
+from psengine.collectives.base import Collective
 from psengine.errors import SharedMemoryUnavailableError
 from psengine.kernels import native
 
@@ -24,26 +24,26 @@ SLOT_BYTES_WHERE_CORES_ARE_SHARED = 1024 * 1024
 SLOT_BYTES_PER_RANK = 16 * 1024
 
 
-def join_host_group(c10d: C10dCollective) -> Any:
+def join_host_group(meeting: Collective) -> Any:
     """Join this rank to its group's shared memory and return the native handle; all ranks succeed, or all raise.
 
-    Four exchanges through the process group: who is where, where the control block is, did everybody get in, and can
+    Four exchanges over ``meeting``: who is where, where the control block is, did everybody get in, and can
     everybody see everybody.
 
     Raises:
         SharedMemoryUnavailableError: the ranks do not share a host, or cannot open each other's memory.
     """
-    facts = c10d.all_gather(torch.tensor(_describe_this_process()), what="who shares this host")
+    facts = meeting.gather(torch.tensor(_describe_this_process()), what="who shares this host")
     reason = _reason_against([tuple(int(fact) for fact in row.tolist()) for row in facts])
     if reason is not None:
         raise SharedMemoryUnavailableError(f"collective 'shared_memory' cannot connect these ranks: {reason}")
-    file_descriptor, token = _create_control(c10d) if c10d.rank == 0 else (-1, bytes(16))
+    file_descriptor, token = _create_control(meeting) if meeting.rank == 0 else (-1, bytes(16))
     try:
         control = torch.tensor([os.getpid(), file_descriptor, *_words_of(token)])
-        c10d.broadcast([control], 0, what="where shared memory is")
+        meeting.broadcast([control], 0, what="where shared memory is").wait()
         process_id, descriptor, *words = control.tolist()
-        group = _join(c10d, f"/proc/{process_id}/fd/{descriptor}", _bytes_of(words))
-        _watch(c10d, group)
+        group = _join(meeting, f"/proc/{process_id}/fd/{descriptor}", _bytes_of(words))
+        _watch(meeting, group)
     finally:
         if file_descriptor >= 0:
             os.close(file_descriptor)
@@ -80,38 +80,38 @@ def _reason_against(facts: list[tuple[int, ...]]) -> str | None:
     return None
 
 
-def _create_control(c10d: C10dCollective) -> tuple[int, bytes]:
-    has_core_for_each = c10d.world_size <= len(os.sched_getaffinity(0))
+def _create_control(meeting: Collective) -> tuple[int, bytes]:
+    has_core_for_each = meeting.world_size <= len(os.sched_getaffinity(0))
     slot_bytes = SLOT_BYTES if has_core_for_each else SLOT_BYTES_WHERE_CORES_ARE_SHARED
-    slot_bytes = max(slot_bytes, c10d.world_size * SLOT_BYTES_PER_RANK)
+    slot_bytes = max(slot_bytes, meeting.world_size * SLOT_BYTES_PER_RANK)
     token = secrets.token_bytes(16)
     try:
-        return native.extension.shared_memory_create_control(c10d.world_size, slot_bytes, token), token
+        return native.extension.shared_memory_create_control(meeting.world_size, slot_bytes, token), token
     except RuntimeError:
         return -1, token  # nobody can open that, and everybody says so
 
 
-def _join(c10d: C10dCollective, path: str, token: bytes) -> Any:
+def _join(meeting: Collective, path: str, token: bytes) -> Any:
     try:
-        group, error = native.extension.shared_memory_join(path, c10d.rank, c10d.world_size, token), None
+        group, error = native.extension.shared_memory_join(path, meeting.rank, meeting.world_size, token), None
     except RuntimeError as failure:
         group, error = None, failure
-    _agree(c10d, error)
+    _agree(meeting, error)
     return group
 
 
-def _watch(c10d: C10dCollective, group: Any) -> None:
+def _watch(meeting: Collective, group: Any) -> None:
     try:
         native.extension.shared_memory_watch_peers(group)
         error = None
     except RuntimeError as failure:
         error = failure
-    _agree(c10d, error)
+    _agree(meeting, error)
 
 
-def _agree(c10d: C10dCollective, error: RuntimeError | None) -> None:
+def _agree(meeting: Collective, error: RuntimeError | None) -> None:
     """Raise on every rank where one has an error."""
-    successes = c10d.all_gather(torch.tensor([error is None]), what="whether shared memory works")
+    successes = meeting.gather(torch.tensor([error is None]), what="whether shared memory works")
     failed = [rank for rank, success in enumerate(successes) if not success.item()]
     if failed:
         why = f": {error}" if error is not None else ""

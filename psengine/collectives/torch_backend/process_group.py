@@ -20,10 +20,12 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo
 
-from psengine.collectives.operands import are_multiples, are_parts, copying, describe, given, have_cuda, plain, real
+from psengine.collectives.c10d import C10dCollective
+from psengine.collectives.operands import are_multiples, are_parts, copying, describe, given, have_cuda, plain
 from psengine.collectives.shared_memory.collective import SCALAR_KINDS, SharedMemoryCollective
 from psengine.collectives.torch_backend import NAME
 from psengine.collectives.torch_backend.group_work import GroupWork, OrdinaryWork, Waiter
+from psengine.collectives.transport_errors import is_transport_error
 from psengine.errors import CollectiveError, SharedMemoryUnavailableError
 
 # How long the end of a group waits for operations that nobody waited for; those that still miss a rank then fail.
@@ -32,8 +34,7 @@ DRAIN_S = 2.0
 LEAVE_S = 0.5
 # Whose works explain their errors; those of others stay torch's own, of which recv's knows the source rank.
 EXPLAINED = ("all_reduce", "broadcast", "barrier", "all_gather", "reduce_scatter")
-# What gloo's errors say where a peer died, and how long after its connections a process may take to end.
-DEATH_SIGNS = ("Connection closed", "Connection reset", "Broken pipe")
+# How long after its connections a process that dies may take to end.
 DEATH_S = 0.5
 
 
@@ -92,7 +93,7 @@ class SharedMemoryProcessGroup(dist.ProcessGroup):
             group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
         ordinary_name: Any = f"{name}/ordinary"
         self._ordinary._set_group_name(ordinary_name)
-        self._shared = SharedMemoryCollective(self._ordinary, timeout.total_seconds())
+        self._shared = SharedMemoryCollective(C10dCollective(self._ordinary, timeout.total_seconds()))
         try:
             self._shared.connect()
         except SharedMemoryUnavailableError as error:
@@ -143,7 +144,7 @@ class SharedMemoryProcessGroup(dist.ProcessGroup):
         if not is_ours or arguments or options:
             return self._delegate("broadcast", ("broadcast",), tensors, *given(opts), *arguments, **options)
         flat = plain(tensors[0])
-        operation = self._shared.start_broadcast(flat, opts.rootRank, what=f"broadcast from rank {opts.rootRank}")
+        operation = self._shared.broadcast([flat], opts.rootRank)
         has_news = opts.rootRank != self.rank()
         return self._begun(operation, tensors, opts, copying(tensors, [flat]) if has_news else None)
 
@@ -152,7 +153,7 @@ class SharedMemoryProcessGroup(dist.ProcessGroup):
         device = getattr(opts, "device", None)
         if options or isinstance(opts, timedelta) or (device is not None and device.type != "cpu"):
             return self._delegate("barrier", ("barrier",), *given(opts), device=device, **options)
-        return self._begun(self._shared.start_barrier(), (), opts)
+        return self._begun(self._shared.barrier(), (), opts)
 
     def allgather(self, output_tensors: Any, input_tensors: Any, opts: Any = None, **options: Any) -> dist.Work:  # type: ignore[override]
         """Fill ``output_tensors``, a list of one list, with every rank's tensor, in rank order."""
@@ -161,7 +162,7 @@ class SharedMemoryProcessGroup(dist.ProcessGroup):
             return self._delegate("all_gather", ("allgather",), output_tensors, input_tensors, *given(opts), **options)
         payload = plain(input_tensors[0])
         gathered = payload.new_empty((self.size(), *payload.shape))
-        operation = self._shared.start_all_gather(gathered, payload, what="all-gather")
+        operation = self._shared.all_gather(gathered, payload)
         outputs = output_tensors[0]
         return self._begun(operation, outputs, opts, copying(outputs, gathered.unbind()))
 
@@ -184,7 +185,7 @@ class SharedMemoryProcessGroup(dist.ProcessGroup):
         gathered = [plain(output) for output in outputs]
         operation = None
         for whole, part in zip(gathered, inputs, strict=True):
-            operation = self._shared.start_all_gather(whole, plain(part), what="all-gather")
+            operation = self._shared.all_gather(whole, part)
         return self._begun(operation, outputs, opts, copying(outputs, gathered))
 
     def reduce_scatter(self, output_tensors: Any, input_tensors: Any, opts: Any = None, **options: Any) -> dist.Work:  # type: ignore[override]
@@ -221,7 +222,7 @@ class SharedMemoryProcessGroup(dist.ProcessGroup):
         parts = [plain(output) for output in outputs]
         operation = None
         for part, whole in zip(parts, wholes, strict=True):
-            operation = self._shared.reduce_scatter(real(part), real(whole), scale)
+            operation = self._shared.reduce_scatter(part, whole, scale)
         return self._begun(operation, outputs, opts, copying(outputs, parts))
 
     # The names before torch 2.13, and those that C++ looks up.
@@ -296,7 +297,7 @@ class SharedMemoryProcessGroup(dist.ProcessGroup):
 
     def _describe_failure(self, error: RuntimeError, what: str, arguments: Any) -> Exception:
         message = str(error).strip()
-        if any(sign in message for sign in DEATH_SIGNS):
+        if is_transport_error(error):
             lost = self._shared.find_lost(what, DEATH_S)
             if lost is not None:
                 return lost

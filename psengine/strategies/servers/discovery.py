@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import socket
 from collections.abc import Sequence
@@ -20,8 +19,6 @@ from psengine.parameter_server.client.addresses import parse_addresses
 
 if TYPE_CHECKING:
     from psengine.parameter_server.client.embedded import EmbeddedServer
-
-_ADDRESS_BYTES = 512
 
 # Models that this process has wrapped get jobs of their own, under one name by the lowest number that is free. A number
 # becomes free when its strategy is closed, which scripts do alike on all ranks, and not when garbage is collected. A
@@ -136,13 +133,10 @@ def _embed(collective: Collective, device: torch.device) -> tuple[EmbeddedServer
             text = ",".join(embedded.addresses).encode()
         except (ServerError, OSError) as failure:
             error = failure  # the others must not wait for an address
-    packed = torch.zeros(_ADDRESS_BYTES, dtype=torch.uint8)
-    packed[: len(text)] = torch.tensor(list(text), dtype=torch.uint8)
-    packed = packed.to(device)
-    collective.broadcast([packed], 0, what="address of the embedded server")
+    text = collective.broadcast_bytes(text, 0, device, what="address of the embedded server")
     if error is not None:
         raise error
-    addresses = parse_addresses(bytes(packed.tolist()).rstrip(b"\0").decode())
+    addresses = parse_addresses(text.decode())
     if not addresses:
         raise ServerError("rank 0 could not start the embedded parameter server; its error says why")
     return embedded, addresses
@@ -151,9 +145,7 @@ def _embed(collective: Collective, device: torch.device) -> tuple[EmbeddedServer
 def _check_one_host(collective: Collective, device: torch.device) -> None:
     if collective.world_size == 1:
         return
-    digest = hashlib.blake2b(socket.gethostname().encode(), digest_size=8).digest()
-    mine = torch.tensor(list(digest), dtype=torch.uint8, device=device)
-    hosts = {tuple(other.tolist()) for other in collective.all_gather(mine, what="host names")}
+    hosts = set(collective.gather_bytes(socket.gethostname().encode(), device, what="host names"))
     if len(hosts) > 1:
         raise ConfigurationError(
             f"no parameter server is named, and the workers are on {len(hosts)} hosts (expected one, where rank 0 can"

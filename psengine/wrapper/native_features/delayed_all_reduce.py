@@ -35,7 +35,7 @@ class DelayedAllReduce:
         self._flat = torch.zeros(sum(p.numel() for p in parameters), dtype=dtype, device=device)
         sizes = [p.numel() for p in parameters]
         self._views = [v.view(p.shape) for v, p in zip(self._flat.split(sizes), parameters, strict=True)]
-        collective.broadcast([p.detach() for p in parameters], 0, what="delayed parameters")
+        collective.broadcast([p.detach() for p in parameters], 0, what="delayed parameters").wait()
         self._handle = trigger.register_hook(self._reduce)
 
     def attach(self) -> None:

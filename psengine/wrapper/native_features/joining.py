@@ -68,7 +68,7 @@ class ShadowHook(JoinHook):
 def highest_rank(collective: Collective, device: torch.device, is_candidate: bool) -> int:
     """The highest rank of those that are candidates; the same answer on every rank, and all ask."""
     mine = torch.tensor([collective.rank if is_candidate else -1], dtype=torch.int64, device=device)
-    highest = max(int(t.item()) for t in collective.all_gather(mine, what="join: source of the model"))
+    highest = max(int(t.item()) for t in collective.gather(mine, what="join: source of the model"))
     if highest == -1:
         raise ModuleError("join: expected at least one rank to offer its model, got none")
     return highest

@@ -1,0 +1,123 @@
+"""Shared memory for what it can carry, another collective for the rest: the collectives "auto" and "shared_memory"."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from typing_extensions import override
+
+from psengine.collectives.base import Collective, Work
+from psengine.collectives.shared_memory.collective import SharedMemoryCollective
+from psengine.errors import SharedMemoryUnavailableError
+
+logger = logging.getLogger(__name__)
+
+
+class AutomaticCollective(Collective):
+    """Two collectives of the same ranks, and for each operation a choice between them.
+
+    The choice follows from the tensors' device, layout and dtype, which are the same on every rank, and from whether
+    the ranks could share memory, which they find out together at the first operation that could use it.
+
+    Args:
+        shared: carries CPU tensors where ranks share memory.
+        otherwise: carries everything else.
+        required: raise where ranks cannot share memory; False goes on without, saying so at info level.
+    """
+
+    def __init__(self, shared: SharedMemoryCollective, otherwise: Collective, *, required: bool) -> None:
+        self._shared = shared
+        self._otherwise = otherwise
+        self._required = required
+        self._is_unavailable = False
+        self.rank = otherwise.rank
+        self.world_size = otherwise.world_size
+        self.timeout_s = otherwise.timeout_s
+
+    def __repr__(self) -> str:
+        return f"AutomaticCollective({self._shared!r}, {self._otherwise!r}, required={self._required})"
+
+    @property
+    @override
+    def scales_for_free(self) -> bool:
+        return self._shared.is_connected
+
+    @property
+    @override
+    def has_ended(self) -> bool:
+        return self._shared.has_ended or self._otherwise.has_ended
+
+    @override
+    def connect(self) -> None:
+        """Raises ``SharedMemoryUnavailableError`` where it is required and the ranks cannot share memory."""
+        self._otherwise.connect()
+        if self._shared.is_connected or self._is_unavailable:
+            return
+        try:
+            self._shared.connect()
+        except SharedMemoryUnavailableError as error:
+            if self._required:
+                raise
+            self._is_unavailable = True
+            logger.info("%s; going on over torch.distributed", error)
+
+    def _carrier(self, is_covered: bool) -> Collective:
+        """Shared memory for an operation whose tensors it covers, where ranks share some."""
+        if not is_covered or self._is_unavailable:
+            return self._otherwise
+        if not self._shared.is_connected:
+            self.connect()
+        return self._otherwise if self._is_unavailable else self._shared
+
+    @override
+    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return (self._otherwise if self._is_unavailable else self._shared).allocate(numel, dtype, device)
+
+    @override
+    def all_reduce(self, flat: torch.Tensor, scale: float = 1.0, *, what: str = "tensor") -> Work:
+        return self._carrier(self._shared.sums(flat)).all_reduce(flat, scale, what=what)
+
+    @override
+    def reduce_scatter(
+        self, output: torch.Tensor, flat: torch.Tensor, scale: float = 1.0, *, what: str = "tensor"
+    ) -> Work:
+        return self._carrier(self._shared.sums(flat)).reduce_scatter(output, flat, scale, what=what)
+
+    @override
+    def all_gather(self, output: torch.Tensor, tensor: torch.Tensor, *, what: str = "tensor") -> Work:
+        return self._carrier(self._shared.copies(tensor)).all_gather(output, tensor, what=what)
+
+    @override
+    def broadcast(self, tensors: Sequence[torch.Tensor], source_rank: int = 0, *, what: str = "tensors") -> Work:
+        carrier = self._carrier(all(self._shared.copies(tensor) for tensor in tensors))
+        return carrier.broadcast(tensors, source_rank, what=what)
+
+    @override
+    def barrier(self, timeout_s: float | None = None) -> Work:
+        return (self._shared if self._shared.is_connected else self._otherwise).barrier(timeout_s)
+
+    @override
+    def progress(self) -> None:
+        if self._shared.is_connected:
+            self._shared.progress()
+        self._otherwise.progress()
+
+    @override
+    def wait_for(self, future: torch.futures.Future[Any], what: str) -> Any:
+        return self._otherwise.wait_for(future, what)
+
+    @override
+    def hosts(self) -> tuple[str, ...]:
+        return self._shared.hosts() or self._otherwise.hosts()
+
+    @override
+    def diagnose(self, error: BaseException, what: str) -> Exception:
+        return self._otherwise.diagnose(error, what)
+
+    @override
+    def close(self) -> None:
+        self._shared.close()
+        self._otherwise.close()
