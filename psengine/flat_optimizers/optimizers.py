@@ -192,6 +192,12 @@ class ChunkOptimizer:
             else:
                 _step_in_window(step, stretch, stretch.window, part, options)
 
+    def check(self, groups: Sequence[Mapping[str, Any]] | None, absent: Sequence[tuple[int, int]]) -> None:
+        """Raise ProtocolError where ``apply`` would for these; nothing changes."""
+        if groups is not None:
+            self._check_change(groups)
+        self._present_runs(tuple((start, end) for start, end in absent))
+
     def slots(self) -> dict[str, Tensor]:
         """The state by torch's names, each like ``values``; the tensors themselves: clone what is to be kept."""
         return dict(self._slots)

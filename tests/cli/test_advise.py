@@ -15,7 +15,7 @@ from psengine.cli.advising import advice
 from psengine.cli.advising.step_times import StepTimes, step_times
 from psengine.cli.main import main
 from psengine.errors import ConfigurationError
-from psengine.parameter_server.server.rules.averaging import HISTORY
+from psengine.parameter_server.server.rules.together import HISTORY
 
 TRAINING = str(Path(__file__).parents[1] / "support" / "launched_training.py")
 

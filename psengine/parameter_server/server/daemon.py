@@ -38,7 +38,12 @@ from psengine.parameter_server.server import systemd
 from psengine.parameter_server.server.core.clocks import Clocks
 from psengine.parameter_server.server.core.events import EventLog
 from psengine.parameter_server.server.core.shard import Outgoing, Shard, ShardSettings
-from psengine.parameter_server.server.durability.snapshot_thread import Outcome, Restored, SnapshotThread, restore
+from psengine.parameter_server.server.durability.snapshot_thread import (
+    Restored,
+    SnapshotOutcome,
+    SnapshotThread,
+    restore,
+)
 from psengine.parameter_server.server.settings import ServerSettings
 from psengine.parameter_server.server.snapshots.store import SnapshotStore
 from psengine.parameter_server.server.status.actions import Actions, Deeds
@@ -408,14 +413,14 @@ class Server:
     def _on_snapshot(self, thread: ShardThread, route: bytes, message: Message) -> None:
         """SNAPSHOT arrived at a shard; its answer leaves once the snapshot is durable."""
 
-        def done(outcome: Outcome) -> None:
+        def done(outcome: SnapshotOutcome) -> None:
             reply = answer(message, self.epoch, MessageType.OK, {"generation": outcome.generation})
             if outcome.error:
                 reply = error_answer(message, self.epoch, ErrorCode.SNAPSHOT_FAILED, outcome.error)
             thread.post(Outgoing(route, reply))
 
         if self._snapshots is None:
-            done(Outcome(None, "this server keeps no snapshots; start it with --snapshot-dir"))
+            done(SnapshotOutcome(None, "this server keeps no snapshots; start it with --snapshot-dir"))
         else:
             self._snapshots.request(done)
 

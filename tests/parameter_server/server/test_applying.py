@@ -129,7 +129,7 @@ class TestRefusals:
     def test_non_finite_gradients_change_nothing(self, bad):
         world, workers = fleet(1)
         workers[0].push(0, 1, torch.ones(6))
-        values = rule_of(world).values.clone()
+        values = rule_of(world).outcome.values.clone()
         poison = torch.ones(6)
         poison[3] = bad
         (answer,) = workers[0].push(0, 2, poison, 1)
@@ -215,7 +215,7 @@ class TestBound:
                 worker.push(0, sequence, torch.ones(6))
         newcomer = Worker(world, rule=workers[0].rule)
         assert newcomer.hello() == "ready"
-        assert rule_of(world).clocks()[newcomer.rank] == 5
+        assert rule_of(world).gathering.clocks()[newcomer.rank] == 5
         assert workers[0].push(0, 6, torch.ones(6))
 
 
@@ -227,8 +227,8 @@ class TestOnce:
         bound = data.draw(st.sampled_from([None, 1]))
         world, workers = fleet(2, 4, max_staleness=bound, world=World(codec=False))
         applied, rule_here = [], rule_of(world)
-        original = rule_here._apply
-        rule_here._apply = lambda push: (applied.append((push.rank, push.sequence)), original(push))
+        original = rule_here.gathering._conclude
+        rule_here.gathering._conclude = lambda push: (applied.append((push.rank, push.sequence)), original(push))
         sent, done, waits = [], [0, 0], [False, False]
         for _ in range(data.draw(st.integers(5, 40))):
             what = data.draw(
@@ -262,7 +262,7 @@ class TestOnce:
         for rank, sequence in applied:
             weights.grad = gradient(4, 10 * sequence + rank)
             optimizer.step()
-        assert torch.equal(rule_here.values, weights.detach())
+        assert torch.equal(rule_here.outcome.values, weights.detach())
 
     def test_a_new_process_numbers_anew(self):
         world, workers = fleet(2)
@@ -312,9 +312,9 @@ class TestLoans:
     def test_weights_that_have_left_are_stepped_in_place(self):
         world, (first, second) = fleet(2)
         self.lend(world, first, sequence=1)  # the buffer is dropped, as a socket does once its bytes have left
-        address = rule_of(world).values.data_ptr()
+        address = rule_of(world).outcome.values.data_ptr()
         second.push(0, 1, torch.ones(6))
-        assert rule_of(world).values.data_ptr() == address
+        assert rule_of(world).outcome.values.data_ptr() == address
 
     @staticmethod
     def lend(world, worker, sequence):

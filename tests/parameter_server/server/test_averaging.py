@@ -14,12 +14,12 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from support.shard_world import AVERAGE, Worker, World, codes, rule_of, spec, team
+from support.shard_world import APPLY, AVERAGE, Worker, World, codes, rule_of, spec, team
 
-from psengine.parameter_server.server.rules.applying import ApplyingRule
-from psengine.parameter_server.server.rules.averaging import HISTORY, AveragingRule
-from psengine.parameter_server.server.rules.consistency import Push, RuleContext
+from psengine.parameter_server.server.rules.exchange import Contribution, RuleContext
+from psengine.parameter_server.server.rules.registry import JobRule
 from psengine.parameter_server.server.rules.statistics import JobStatistics
+from psengine.parameter_server.server.rules.together import HISTORY
 from psengine.protocol.codec import payload_tensor
 from psengine.protocol.layout import ChunkKind
 from psengine.protocol.messages import ErrorCode, MessageType
@@ -518,7 +518,7 @@ class TestQuorum:
             assert fast.push(0, sequence, torch.full((8,), float(sequence)))
         assert fast.push(0, HISTORY + 1, torch.ones(8)) == []
         fast.take()
-        assert len(rule_of(world)._results) <= HISTORY + 1
+        assert len(rule_of(world).outcome._results) <= HISTORY + 1
         for sequence in range(1, HISTORY + 2):
             slow.push(0, sequence, torch.zeros(8))
         averages = slow.updates()
@@ -532,7 +532,7 @@ class TestQuorum:
         for sequence in range(1, 50):
             for worker in workers:
                 worker.push(0, sequence, torch.ones(8))
-        assert len(rule_of(world)._results) <= 2
+        assert len(rule_of(world).outcome._results) <= 2
 
     def test_after_a_restart_a_late_worker_does_not_make_a_second_average(self):
         world = World()
@@ -568,16 +568,16 @@ class TestWhoIsWaitedFor:
 
     def test_an_exchange_is_looked_at_once(self):
         context, asked = self.context(tuple(range(9)))
-        rule = AveragingRule(spec(0, 4), None, context)
+        rule = JobRule(AVERAGE).make(spec(0, 4), None, context).gathering
         for rank in range(8):
-            rule.push(Push(rank, 1, 0, torch.ones(4)))
+            rule.push(Contribution(rank, 1, 0, torch.ones(4)))
         asked.clear()
         assert rule.waiting() == {rank: [8] for rank in range(8)}
         assert len(asked) == 1
 
     def test_where_nothing_is_held_nobody_is_asked(self):
         context, asked = self.context((0, 1))
-        assert ApplyingRule(spec(0, 4), torch.zeros(4), context, max_staleness=1).waiting() == {}
+        assert JobRule(APPLY | {"max_staleness": 1}).make(spec(0, 4), torch.zeros(4), context).gathering.waiting() == {}
         assert asked == []
 
 
@@ -773,7 +773,7 @@ class TestJoining:
         before = world.state_hash()
         for sequence in (1 << 41, 1 << 41):  # the donor's OK was lost, too
             workers[0].send(MessageType.ADMIT, body=wanted.body, sequence=sequence)
-        assert world.state_hash() == before or rule_of(world).last_sequence[2] == 3
+        assert world.state_hash() == before or rule_of(world).progress.last_sequence[2] == 3
         for worker in workers:
             worker.push(0, 4, torch.ones(4))
         assert joiner.updates()[4].tolist() == [1.0] * 4
@@ -1217,8 +1217,9 @@ def explore(size, exchanges, crashes):
             server = (job.is_sealed, job.has_started, job.membership.live_ranks)
             server += (tuple(sorted((m.rank, m.is_expected) for m in job.membership.members.values())),)
             if rule is not None:
-                opened = tuple(sorted((s, tuple(sorted(c))) for s, c in rule._open.items()))
-                server += (tuple(sorted(rule.last_sequence.items())), opened, tuple(sorted(rule._results)))
+                opened = tuple(sorted((s, tuple(sorted(c.by_rank))) for s, c in rule.gathering._open.items()))
+                server += (tuple(sorted(rule.progress.last_sequence.items())), opened)
+                server += (tuple(sorted(rule.outcome._results)),)
         replicas = tuple(
             (r.phase, r.done, r.is_waiting, tuple((m.type, m.sequence) for m in r.client.inbox)) for r in play.replicas
         )

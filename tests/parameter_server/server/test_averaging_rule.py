@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.shard_world import Worker, World, spec, team
+from support.shard_world import AVERAGE, Worker, World, spec, team
 
-from psengine.parameter_server.server.rules.averaging import AveragingRule
-from psengine.parameter_server.server.rules.consistency import Push, RuleContext
+from psengine.parameter_server.server.rules.exchange import Contribution, RuleContext
+from psengine.parameter_server.server.rules.registry import JobRule
 from psengine.parameter_server.server.rules.statistics import JobStatistics
 from psengine.protocol.codec import payload_tensor
 from psengine.protocol.layout import job_number
@@ -21,11 +21,11 @@ class Room:
         self.live = tuple(live)
         self.statistics = JobStatistics()
         context = RuleContext(live_ranks=lambda: self.live, missing_ranks=tuple, statistics=self.statistics)
-        self.rule = AveragingRule(spec(), torch.zeros(4), context, quorum=quorum)
+        self.rule = JobRule(AVERAGE | {"quorum": quorum}).make(spec(), torch.zeros(4), context)
 
     def push(self, rank, sequence, value=1.0, weight=None):
         values = torch.full((4,), value)
-        return self.rule.push(Push(rank, sequence, base_version=0, values=values, weight=weight))
+        return self.rule.push(Contribution(rank, sequence, base_version=0, values=values, weight=weight))
 
     def exchange(self, sequence, *ranks):
         replies = [reply for rank in ranks or self.live for reply in self.push(rank, sequence)]
@@ -38,61 +38,61 @@ class TestJoiners:
         for sequence in (1, 2, 3):
             room.exchange(sequence)
         room.live = (0, 1)
-        room.rule.continue_from(1, 0, was_live=False)
-        assert room.rule.last_sequence[1] == room.rule.reached(1) == 3
+        room.rule.progress.continue_from(1, 0, was_live=False)
+        assert room.rule.progress.last_sequence[1] == room.rule.progress.reached(1) == 3
         room.exchange(4)
 
     def test_a_joiner_that_never_left_keeps_the_lower_number(self):
         room = Room(0, 1)
         room.exchange(1)
         room.push(1, 2)  # it is one ahead of its donor, and its contribution is here
-        room.rule.continue_from(1, 0, was_live=True)
-        assert room.rule.last_sequence[1] == 1
+        room.rule.progress.continue_from(1, 0, was_live=True)
+        assert room.rule.progress.last_sequence[1] == 1
         room = Room(0, 1)
         room.exchange(1)
         room.push(0, 2)  # the donor is ahead
-        room.rule.continue_from(1, 0, was_live=True)
-        assert room.rule.last_sequence[1] == 1
+        room.rule.progress.continue_from(1, 0, was_live=True)
+        assert room.rule.progress.last_sequence[1] == 1
 
     def test_a_joiner_that_was_gone_takes_the_donors_number_whatever_its_own_was(self):
         room = Room(0, 1)
         room.exchange(1)
         room.live = (0,)
-        room.rule.worker_left(1)
+        room.rule.gathering.worker_left(1)
         room.exchange(2)
-        room.rule.continue_from(1, 0, was_live=False)
-        assert room.rule.last_sequence[1] == 2
+        room.rule.progress.continue_from(1, 0, was_live=False)
+        assert room.rule.progress.last_sequence[1] == 2
 
     def test_without_a_number_of_the_donor_the_joiners_is_forgotten(self):
         room = Room(0, 1)
         room.push(1, 7)
-        room.rule.continue_from(1, 0, was_live=True)
-        assert room.rule.last_sequence[1] == 7
-        room.rule.continue_from(1, 0, was_live=False)
-        assert 1 not in room.rule.last_sequence
+        room.rule.progress.continue_from(1, 0, was_live=True)
+        assert room.rule.progress.last_sequence[1] == 7
+        room.rule.progress.continue_from(1, 0, was_live=False)
+        assert 1 not in room.rule.progress.last_sequence
 
 
 class TestReached:
     def test_a_push_proves_the_average_before_it(self):
         room = Room(0, 1)
-        assert room.rule.reached(0) <= 0
+        assert room.rule.progress.reached(0) <= 0
         room.exchange(1)
-        assert room.rule.reached(0) == 0
+        assert room.rule.progress.reached(0) == 0
         room.push(0, 2)
-        assert room.rule.reached(0) == 1
+        assert room.rule.progress.reached(0) == 1
 
     def test_what_a_worker_says_never_goes_back(self):
         room = Room(0)
-        room.rule.note_progress(0, 5)
-        room.rule.note_progress(0, 3)
-        assert room.rule.reached(0) == 5
+        room.rule.gathering.note_answered(0, 5)
+        room.rule.gathering.note_answered(0, 3)
+        assert room.rule.progress.reached(0) == 5
 
     def test_a_new_process_has_what_it_was_given(self):
         room = Room(0)
         room.exchange(1)
         room.exchange(2)
-        room.rule.worker_came(1, is_new_process=True)
-        assert room.rule.reached(1) == 2
+        room.rule.gathering.worker_came(1, is_new_process=True)
+        assert room.rule.progress.reached(1) == 2
 
 
 class TestCatchingUp:
@@ -100,7 +100,7 @@ class TestCatchingUp:
 
     def after(self, averages, pushed=0):
         room = Room(0, 1, quorum=1)
-        room.rule.last_sequence[1] = pushed
+        room.rule.progress.last_sequence[1] = pushed
         for sequence in range(pushed + 1, averages + 1):
             room.push(0, sequence)
         return room.rule
@@ -109,7 +109,7 @@ class TestCatchingUp:
         assert self.after(3).can_catch_up(1)
         for lost in (1, 2, 3):
             rule = self.after(3)
-            del rule._results[lost]
+            del rule.outcome._results[lost]
             assert not rule.can_catch_up(1)
 
     def test_nothing_is_lacking_where_nothing_was_averaged(self):
@@ -117,10 +117,10 @@ class TestCatchingUp:
 
     def test_it_is_repeated_to_whom_it_ended_without(self):
         rule = self.after(2)
-        (answer,) = rule.repeat(1, 1)
+        (answer,) = rule.gathering.repeat(1, 1)
         assert (answer.type, answer.rank, answer.sequence) == (MessageType.UPDATED, 1, 1)
-        assert rule.last_sequence[1] == 1
-        (answer,) = rule.repeat(1, 9)
+        assert rule.progress.last_sequence[1] == 1
+        (answer,) = rule.gathering.repeat(1, 9)
         assert (answer.type, answer.rank, answer.sequence) == (MessageType.MISSING, 1, 9)
 
 
@@ -133,7 +133,7 @@ def test_weights_scale_out_of_what_gradients_are_added_in():
 
 def test_late_gradients_are_counted():
     room = Room(0, 1, quorum=1)
-    room.rule.last_sequence[1] = 0
+    room.rule.progress.last_sequence[1] = 0
     for sequence in (1, 2):
         room.push(0, sequence)
     for sequence in (1, 2):
@@ -146,7 +146,7 @@ def test_a_job_that_begins_anew_counts_from_the_beginning():
     room.exchange(1)
     room.rule.reset()
     assert room.rule.version == 0
-    assert room.rule.values is None
+    assert room.rule.outcome.values is None
     room.exchange(1)
 
 

@@ -457,7 +457,7 @@ class TestSnapshots:
             for key in (0, 1):
                 for worker in workers:
                     worker.push(key, step, self.gradient(10 * step + key), 2 * (step - 1))
-        return [rule_of(world, key).values.clone() for key in (0, 1)]
+        return [rule_of(world, key).outcome.values.clone() for key in (0, 1)]
 
     def test_it_continues_bit_by_bit_and_applies_nothing_twice(self):
         world, twin = World(), World()
@@ -496,7 +496,7 @@ class TestSnapshots:
                 for step in range(3, 7):
                     for worker in workers:
                         worker.push(key, step, self.gradient(10 * step + key), 2 * (step - 1))
-                found[key] = job.chunks.rules[key].values
+                found[key] = job.chunks.rules[key].outcome.values
         assert all(torch.equal(found[key], value) for key, value in enumerate(self.further(twin, twins)))
 
     def test_one_that_was_away_does_not_apply_twice_either(self):

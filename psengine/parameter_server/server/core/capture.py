@@ -22,11 +22,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from psengine.parameter_server.server.rules.applying import ApplyingRule
-from psengine.parameter_server.server.rules.consistency import ChunkRule, Push, RuleContext
+from psengine.parameter_server.server.rules.chunk_rule import ChunkRule
+from psengine.parameter_server.server.rules.exchange import Contribution, RuleContext
 from psengine.parameter_server.server.rules.statistics import JobStatistics
 from psengine.parameter_server.server.snapshots.store import ChunkState, JobState
-from psengine.protocol.layout import ChunkKind, ChunkSpec
+from psengine.protocol.layout import ChunkSpec
 
 if TYPE_CHECKING:
     from psengine.parameter_server.server.core.job import Job
@@ -125,7 +125,7 @@ class JobCapture:
         self._on_complete = on_complete
         self._rules: dict[int, ChunkRule] = {}
 
-    def pushed(self, push: Push, key: int, step: Step | None) -> None:
+    def pushed(self, push: Contribution, key: int, step: Step | None) -> None:
         """A push was taken in by the chunk; the copy takes it, too, if it is of a step that the copy has begun."""
         known = self.awaited.get(push.rank)
         if known is None:
@@ -172,7 +172,7 @@ class Cuts:
         """See ``Steps``."""
         return dict(self._steps.begun)
 
-    def pushed(self, push: Push, key: int, mark: Sequence[Any] | None) -> None:
+    def pushed(self, push: Contribution, key: int, mark: Sequence[Any] | None) -> None:
         """A push was taken in; ``mark`` is its message's ``step``."""
         step = None if mark is None else Step(*mark)
         self._steps.pushed(push.rank, key, step)
@@ -215,7 +215,7 @@ class Cuts:
 
 def chunk_state(rule: ChunkRule, *, copies: bool = False) -> ChunkState:
     """What a snapshot keeps of a chunk; its own tensors, unless ``copies``."""
-    tensors = {name: tensor.clone() if copies else tensor for name, tensor in rule.tensors().items()}
+    tensors = {name: tensor.clone() if copies else tensor for name, tensor in rule.outcome.tensors().items()}
     return ChunkState(rule.spec.key, {"spec": rule.spec.to_body(), **rule.to_meta()}, tensors)
 
 
@@ -285,7 +285,4 @@ class Meeting:
 
 def has_pushed_chunks(rules: Mapping[int, ChunkRule]) -> bool:
     """Whether steps push any of these chunks."""
-    return any(
-        isinstance(rule, ApplyingRule) and (rule.optimizer is not None or rule.spec.kind is ChunkKind.BUFFER)
-        for rule in rules.values()
-    )
+    return any(rule.is_changed_by_each for rule in rules.values())

@@ -19,11 +19,11 @@ from psengine.parameter_server.server.core.job_record import JobRecord
 from psengine.parameter_server.server.core.leaving import Leaving
 from psengine.parameter_server.server.core.losses import Losses
 from psengine.parameter_server.server.core.membership import MAX_WORKERS, Greeting, Member, Membership
-from psengine.parameter_server.server.rules.applying import ApplyingRule
-from psengine.parameter_server.server.rules.averaging import AveragingRule
+from psengine.parameter_server.server.rules.chunk_rule import ChunkRule
 from psengine.parameter_server.server.rules.chunk_store import ChunkStore, absent_ranges
-from psengine.parameter_server.server.rules.consistency import ChunkRule, Push, Reply, RuleContext
+from psengine.parameter_server.server.rules.exchange import Contribution, Reply, RuleContext
 from psengine.parameter_server.server.rules.received import received_values
+from psengine.parameter_server.server.rules.registry import JobRule
 from psengine.parameter_server.server.rules.statistics import JobStatistics
 from psengine.protocol.layout import ChunkKind, job_number
 from psengine.protocol.messages import RECOVERY_VERSION, ErrorCode, Message, MessageType
@@ -62,14 +62,14 @@ class Job:
         self.name = name
         self.begun_by = begun_by
         self.number = job_number(name)
-        self.rule = dict(rule)
+        self.rule = JobRule(rule)
         self.is_sealed = False
         self.expected_workers = 1
         self._came: set[int] = set()
         self.fingerprint = 0
         # Whether it had started before this server did, or since it began anew; and the exchanges of before.
         self._has_started = False
-        self._averaged_before = 0
+        self._ended_before = 0
         # The server may know less of the job than its workers do: when it heard of that, and what was averaged then.
         self._is_restored = False
         self._began_anew = False
@@ -86,29 +86,22 @@ class Job:
             live_ranks=lambda: self.membership.live_ranks, missing_ranks=self.missing_ranks, statistics=self.statistics
         )
         self.chunks = ChunkStore(self.rule, context, take_memory)
-        self._admissions = Admissions(one_at_a_time=self.rule.get("quorum") is not None)
-
-    @property
-    def averages(self) -> bool:
-        """Whether answers are averages; else the server applies updates to weights it holds."""
-        return bool(self.rule["name"] == "average")
+        self._admissions = Admissions(one_at_a_time=self.rule.body.get("quorum") is not None)
 
     @property
     def has_started(self) -> bool:
         """Whether an exchange has ended, here or before this server started."""
-        if not self.averages:
-            return self._has_started or self.statistics.applied > 0
-        return self._has_started or self.statistics.averaged > self._averaged_before
+        return self._has_started or self._ended() > self._ended_before
+
+    def _ended(self) -> int:
+        """Grows with every exchange that ends."""
+        return self.statistics.averaged + self.statistics.applied
 
     def missing_ranks(self) -> tuple[int, ...]:
-        """Expected workers that are not here: an averaging job's first exchange waits for them.
-
-        Where updates are applied: those that never were here yet; their clocks stand at 0.
-        """
-        if self.averages and self.has_started:
-            return ()
-        here = self.membership.live_ranks if self.averages else self._came
-        if len(here) >= self.expected_workers:
+        """Expected workers that are not here, or never were, as the rule's gathering has it."""
+        awaited = self.rule.kind.gathering.awaited
+        here = awaited(self.membership.live_ranks, self._came, has_started=self.has_started)
+        if here is None or len(here) >= self.expected_workers:
             return ()
         return tuple(rank for rank in range(self.expected_workers) if rank not in here)
 
@@ -137,7 +130,7 @@ class Job:
                 f"a job has at most {MAX_WORKERS} workers (expected ranks below that, got {largest})",
                 ErrorCode.BAD_VALUE,
             )
-        if self.averages and members:
+        if members and not self.rule.holds_weights:
             self._resume(members, now_s)
         elif self._is_restored:
             self._losses.expect(members)
@@ -213,15 +206,15 @@ class Job:
             return ("initialise" if member.rank == self.initialiser else "wait"), member, []
         if member.is_live:
             return "ready", member, []
-        if self.averages and not self.has_started and member.is_survivor:
+        if not self.rule.holds_weights and not self.has_started and member.is_survivor:
             return self._go_on_from(member)
-        if not self.averages or not self.has_started or (greeting.missed_nothing and member.was_live):
+        if self.rule.holds_weights or not self.has_started or (greeting.missed_nothing and member.was_live):
             return "ready", member, self._admit(member)
         if self.membership.live_ranks:
             self._admissions.forget(member.rank)
             return "join", member, []
         if member.was_live:
-            if greeting.progress >= 0 and all(rule.can_catch_up(member.rank) for rule in self._averaging_rules()):
+            if greeting.progress >= 0 and all(rule.can_catch_up(member.rank) for rule in self.chunks.rules.values()):
                 return "ready", member, self._admit(member)
             if self.membership.may_others_be_ahead(member.rank, greeting.progress, now_s):
                 return "wait", member, []
@@ -238,7 +231,7 @@ class Job:
         replies = [Reply(MessageType.ERROR, rank, 0, body=fenced) for rank in self.membership.live_ranks]
         self._has_started = True
         self.membership.lose_track()
-        for rule in self._averaging_rules():
+        for rule in self.chunks.rules.values():
             rule.reset()
         return "ready", member, [*replies, *self._admit(member)]
 
@@ -246,7 +239,7 @@ class Job:
         """Nobody is left who knows where an averaging job stood."""
         logger.warning("job %r begins anew: all its workers are gone", self.name)
         self.is_sealed = self._has_started = self._is_restored = False
-        self._averaged_before = self.statistics.averaged
+        self._ended_before = self._ended()
         self._resumed = None
         self._came.clear()
         self._began_anew = True
@@ -262,7 +255,7 @@ class Job:
         return [
             reply
             for rule in self.chunks.rules.values()
-            for reply in rule.worker_came(member.rank, is_new_process=is_new_process)
+            for reply in rule.gathering.worker_came(member.rank, is_new_process=is_new_process)
         ]
 
     def check_initialiser(self, member: Member, what: str) -> None:
@@ -285,7 +278,7 @@ class Job:
             )
         self.fingerprint = fingerprint
         self.is_sealed = True
-        if self.averages and member.is_survivor:
+        if not self.rule.holds_weights and member.is_survivor:
             self._has_started = True  # it goes on where it was; who comes now has to join
         return [] if member.is_live else self._admit(member)
 
@@ -326,26 +319,23 @@ class Job:
         self.membership.admit(rank)
         if not was_live:
             self._record.joined(joiner, donor.rank)
-        for rule in self._averaging_rules():
-            rule.continue_from(rank, donor.rank, was_live=was_live)
+        for rule in self.chunks.rules.values():
+            rule.progress.continue_from(rank, donor.rank, was_live=was_live)
         request = self._admissions.answer(rank)
         return [] if request is None else [Reply(MessageType.OK, rank, request)]
-
-    def _averaging_rules(self) -> list[AveragingRule]:
-        return [rule for rule in self.chunks.rules.values() if isinstance(rule, AveragingRule)]
 
     def leave(self, message: Message, member: Member) -> list[Reply]:
         """LEAVE: OK is held until every live worker has the averages that this one has."""
         self._check_averages("LEAVE")
         self._leaving.ask(member.rank, message.sequence)
-        questions = self._leaving.questions(member.rank, self._averaging_rules(), self.membership.members)
+        questions = self._leaving.questions(member.rank, self.chunks.rules.values(), self.membership.members)
         return questions or self._let_leave()
 
     def _let_leave(self) -> list[Reply]:
-        return self._leaving.release(self._averaging_rules(), self.membership.live_ranks) if self._leaving else []
+        return self._leaving.release(self.chunks.rules.values(), self.membership.live_ranks) if self._leaving else []
 
     def _check_averages(self, what: str) -> None:
-        if not self.averages:
+        if self.rule.holds_weights:
             raise ProtocolError(f"{what} is for averaging jobs (job {self.name!r} is none)")
         if not self.is_sealed:
             raise ProtocolError(f"job {self.name!r} has begun anew; say HELLO again", ErrorCode.NOT_MEMBER)
@@ -419,10 +409,8 @@ class Job:
 
     def steps(self) -> dict[int, int]:
         """Per worker the step it is in, by the first chunk that is trained; {} where this shard has none."""
-        trained = (rule for rule in self.chunks.rules.values() if rule.spec.kind is ChunkKind.PARAMETER)
-        # What a frozen parameter's chunk counts stands still.
-        clocks = (rule.clocks() for rule in trained if not isinstance(rule, ApplyingRule) or rule.optimizer is not None)
-        return next(clocks, {})
+        trained = (rule for rule in self.chunks.rules.values() if rule.is_trained)
+        return next((rule.gathering.clocks() for rule in trained), {})
 
     def _left(self, rank: int) -> list[Reply]:
         """Exchanges do not wait for this worker any more, or not for the process that had its rank.
@@ -438,7 +426,7 @@ class Job:
                 replies += self._left(joiner)
         self._leaving.forget(rank)
         self.cuts.left(rank)
-        replies += [reply for rule in self.chunks.rules.values() for reply in rule.worker_left(rank)]
+        replies += [reply for rule in self.chunks.rules.values() for reply in rule.gathering.worker_left(rank)]
         return replies + self._let_leave()
 
     # ---- exchanges ---------------------------------------------------------------------------------------------
@@ -452,30 +440,23 @@ class Job:
                 ErrorCode.FENCED,
             )
         spec = rule.spec
-        if spec.kind is ChunkKind.CONSTANT or (spec.kind is ChunkKind.USAGE and not self.averages):
+        if spec.kind not in rule.outcome.pushed_kinds:
             raise ProtocolError(f"{spec.describe()} is a {spec.kind.value}, which is not pushed in this job")
         values = None if message.payload is None else received_values(message, spec)
         body = message.body
-        weight = body.get("weight")
-        if weight is not None and not self.averages:
-            raise ProtocolError(
-                f"{spec.describe()}: an asynchronous job averages nothing, so that no gradient has a weight (expected"
-                f" none, got {weight:g})",
-                ErrorCode.BAD_VALUE,
-            )
-        member.pushes += 1
-        push = Push(
+        push = Contribution(
             member.rank,
             message.sequence,
             message.version,
             values,
-            body.get("groups") if isinstance(rule, ApplyingRule) else None,
+            body.get("groups"),
             absent_ranges(spec.segments, body["absent"]) if body.get("absent") else (),
-            weight,
+            body.get("weight"),
         )
+        member.pushes += 1
         refused_before = sum(self.statistics.refused.values())
         late_before = self.statistics.late
-        taken_before = rule.last_sequence.get(push.rank, 0)
+        taken_before = rule.progress.last_sequence.get(push.rank, 0)
         began_s = self._measure_s()
         replies = rule.push(push)
         self._time_push(push, rule, replies, self._measure_s() - began_s, now_s)
@@ -484,7 +465,7 @@ class Job:
         if self.statistics.late != late_before:
             member.late += 1
             self._record.late(member, push.sequence)
-        if isinstance(rule, ApplyingRule) and taken_before < push.sequence == rule.last_sequence.get(push.rank):
+        if rule.gathering.is_single and taken_before < push.sequence == rule.progress.last_sequence.get(push.rank):
             self.cuts.pushed(push, spec.key, body.get("step"))
         self._admissions.pushed(member.rank)
         return replies + self._let_leave()
@@ -495,14 +476,16 @@ class Job:
             member.refused += 1
             self._record.refused(member, rule.spec.describe(), reason)
 
-    def _time_push(self, push: Push, rule: ChunkRule, replies: Sequence[Reply], apply_s: float, now_s: float) -> None:
+    def _time_push(
+        self, push: Contribution, rule: ChunkRule, replies: Sequence[Reply], apply_s: float, now_s: float
+    ) -> None:
         """Whose time it was: that of the worker, or of all whose average this push completed."""
         members = self.membership.members
         is_answered = False
         for reply in replies:
             if reply.rank == push.rank and reply.type in (MessageType.UPDATED, MessageType.ERROR):
                 is_answered = True
-            elif reply.type is MessageType.UPDATED and self.averages and reply.rank in members:
+            elif reply.type is MessageType.UPDATED and not rule.gathering.is_single and reply.rank in members:
                 members[reply.rank].telemetry.apply_s += apply_s
         telemetry = members[push.rank].telemetry
         telemetry.apply_s += apply_s
@@ -512,10 +495,11 @@ class Job:
     def supply_result(self, message: Message, member: Member) -> list[Reply]:
         """RESULT: an average that ended before this server started."""
         rule = self.chunks.find(message.key)
-        if not isinstance(rule, AveragingRule) or not member.is_live:
+        if not member.is_live:
             raise ProtocolError(f"{rule.spec.describe()}: this RESULT was not asked for")
         values = received_values(message, rule.spec)
-        return rule.supply_result(member.rank, message.sequence, values, message.body.get("contributors"))
+        contributors = message.body.get("contributors")
+        return rule.gathering.supply_result(member.rank, message.sequence, values, contributors)
 
     def probe(self, message: Message, member: Member) -> list[Reply]:
         """PROBE: what became of a push? REPEAT (and PROBE of protocol version 2): its answer again."""
@@ -523,7 +507,7 @@ class Job:
             raise ProtocolError(f"worker {member.rank} was not admitted to job {self.name!r}", ErrorCode.FENCED)
         rule = self.chunks.find(message.key)
         repeats = message.type is MessageType.REPEAT or message.peer_version < RECOVERY_VERSION
-        replies = (rule.repeat if repeats else rule.probe)(member.rank, message.sequence)
+        replies = (rule.gathering.repeat if repeats else rule.gathering.probe)(member.rank, message.sequence)
         for reply in replies:
             if reply.type in (MessageType.PENDING, MessageType.MISSING, MessageType.SENT):
                 reply.body.update(message.body)
@@ -538,12 +522,12 @@ class Job:
         lost, replies = [0, 0, 0], list[Reply]()
         for key, version, sequence, under_way, *unused in message.body["chunks"]:
             rule = self.chunks.find(key)
-            if isinstance(rule, ApplyingRule):
-                restored = rule.restored(member.rank)
+            if rule.outcome.holds_weights:
+                restored = rule.gathering.restored(member.rank)
                 updates, own = self._losses.report(member.rank, key, restored, (version, sequence), under_way, unused)
                 lost = [lost[0] + updates, lost[1] + own, lost[2] + (updates > 0)]
-            elif isinstance(rule, AveragingRule) and member.is_live:
-                replies += rule.note_progress(member.rank, sequence)
+            elif member.is_live:
+                replies += rule.gathering.note_answered(member.rank, sequence)
         if not message.body["more"]:
             self._losses.spoke(member.rank, now_s)
             self.count_losses(now_s)
@@ -557,18 +541,12 @@ class Job:
             self.statistics.lost_updates += updates
             self._record.lost(updates, chunks)
 
-    def note_pull(self, message: Message, member: Member) -> None:
-        """A worker reads weights: with delay compensation these are what its next gradient is computed from."""
-        rule = self.chunks.rules.get(message.key)
-        if isinstance(rule, ApplyingRule) and not message.body:
-            rule.back_up(member.rank)
-
     # ---- for snapshots and status ------------------------------------------------------------------------------
 
     def to_meta(self) -> dict[str, Any]:
         """What a snapshot keeps of the job itself."""
         return {
-            "rule": self.rule,
+            "rule": self.rule.body,
             "expected_workers": self.expected_workers,
             "has_started": self.has_started,
             "came": sorted(self._came),

@@ -16,7 +16,7 @@ def _waiting(job: Job) -> dict[int, list[int]]:
         # Those in one exchange of a chunk share a list.
         last: list[int] = []
         mask = 0
-        for rank, missing in rule.waiting().items():
+        for rank, missing in rule.gathering.waiting().items():
             if missing is not last:
                 last, mask = missing, sum(1 << other for other in missing)
             masks[rank] = masks.get(rank, 0) | mask
@@ -36,7 +36,7 @@ def status_of(job: Job, now_s: float, heartbeat_s: float) -> dict[str, Any]:
     waiting = _waiting(job)
     clocks = job.steps()
     return {
-        "rule": job.rule,
+        "rule": job.rule.body,
         "sealed": job.is_sealed,
         "started": job.has_started,
         "expected_workers": job.expected_workers,

@@ -9,11 +9,11 @@ Until then the leaver can give an average once more to a server that dies and co
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from psengine.parameter_server.server.core.membership import Member
-from psengine.parameter_server.server.rules.averaging import AveragingRule
-from psengine.parameter_server.server.rules.consistency import ChunkRule, Reply
+from psengine.parameter_server.server.rules.chunk_rule import ChunkRule
+from psengine.parameter_server.server.rules.exchange import Reply
 from psengine.protocol.messages import RECOVERY_VERSION, MessageType
 
 
@@ -35,17 +35,16 @@ class Leaving:
         """Live workers that lack an average which worker ``rank`` has, as far as is known here."""
         behind: set[int] = set()
         for rule in rules:
-            assert isinstance(rule, AveragingRule)
-            reached = rule.reached(rank)
-            behind.update(other for other in live if other != rank and rule.reached(other) < reached)
+            reached = rule.progress.reached(rank)
+            behind.update(other for other in live if other != rank and rule.progress.reached(other) < reached)
         return sorted(behind)
 
-    def release(self, rules: Sequence[ChunkRule], live: Sequence[int]) -> list[Reply]:
+    def release(self, rules: Collection[ChunkRule], live: Sequence[int]) -> list[Reply]:
         """Answers to those that may leave now."""
         free = [rank for rank in self._requests if not self.who_is_behind(rank, rules, live)]
         return [Reply(MessageType.OK, rank, self._requests.pop(rank)) for rank in free]
 
-    def questions(self, rank: int, rules: Sequence[ChunkRule], members: dict[int, Member]) -> list[Reply]:
+    def questions(self, rank: int, rules: Collection[ChunkRule], members: dict[int, Member]) -> list[Reply]:
         """Ask those that seem to be behind worker ``rank`` how far they are."""
         live = [other for other, member in members.items() if member.is_live]
         behind = self.who_is_behind(rank, rules, live)

@@ -67,7 +67,7 @@ class Readers:
         return self._of_a_job[message.type](job, message)
 
     def _pull(self, job: Job, message: Message) -> Message:
-        if job.averages and job.has_started:
+        if not job.rule.holds_weights and job.has_started:
             raise ProtocolError(
                 f"job {job.name!r} averages gradients; its weights are in its workers, not here", ErrorCode.NOT_READY
             )

@@ -27,7 +27,7 @@ from psengine.parameter_server.server.core.job_status import status_of
 from psengine.parameter_server.server.core.membership import Member
 from psengine.parameter_server.server.core.readers import Readers, traffic_bytes
 from psengine.parameter_server.server.core.status_report import StatusReport
-from psengine.parameter_server.server.rules.consistency import Reply
+from psengine.parameter_server.server.rules.exchange import Reply
 from psengine.parameter_server.server.rules.loans import Loans
 from psengine.parameter_server.server.snapshots.store import JobState
 from psengine.protocol.bodies import MAX_TEXT_CHARS
@@ -279,9 +279,9 @@ class Shard:
         job = self._jobs.get(message.job) or self._new_job(body, sender.peer)
         if job.name != body["job"]:
             raise ProtocolError(f"jobs {job.name!r} and {body['job']!r} have the same number; rename one")
-        if job.rule != body["rule"]:
+        if job.rule.body != body["rule"]:
             raise ProtocolError(
-                f"job {job.name!r} runs under another rule (expected strategy {rule_text(job.rule)!r}, got"
+                f"job {job.name!r} runs under another rule (expected strategy {rule_text(job.rule.body)!r}, got"
                 f" {rule_text(body['rule'])!r}). Every worker of a job needs the same strategy and options; give"
                 " another run another job (PSENGINE_JOB).",
                 ErrorCode.RULE_MISMATCH,
@@ -316,7 +316,7 @@ class Shard:
 
     def _is_finished(self, job: Job) -> bool:
         """Whether nobody misses it: it averages, or never had values, and its workers have been gone for a lease."""
-        return (job.averages or not job.is_sealed) and not job.membership.is_remembered(self._now_s)
+        return not (job.rule.holds_weights and job.is_sealed) and not job.membership.is_remembered(self._now_s)
 
     def _drop(self, job: Job) -> None:
         del self._jobs[job.number]
@@ -356,7 +356,7 @@ class Shard:
                 "chunks": len(job.chunks) if job is not None else 0,
                 "started": job is not None and job.has_started,
                 "durable_version": self._durable_version.get(message.job),
-                "rule": job.rule if job is not None else None,
+                "rule": job.rule.body if job is not None else None,
                 "software": self.settings.software,
             },
         )
@@ -402,16 +402,16 @@ class Shard:
 
     def _pull(self, job: Job, member: Member, message: Message) -> list[Reply]:
         type, version, payload, body = job.chunks.read(message)
-        job.note_pull(message, member)
+        if not message.body:
+            job.chunks.find(message.key).outcome.note_base(member.rank)
         return [Reply(type, member.rank, message.sequence, version, payload, body, message.key)]
 
     def _store(self, job: Job, member: Member, message: Message) -> list[Reply]:
         job.chunks.store(message)
-        if message.body or job.averages:
+        if message.body:
             return _ok(member, message)
         # What was stored is what this worker computes its next gradient from.
-        job.note_pull(message, member)
-        version = job.chunks.find(message.key).version
+        version = job.chunks.find(message.key).outcome.note_base(member.rank)
         return [Reply(MessageType.OK, member.rank, message.sequence, version, key=message.key)]
 
     def _heartbeat(self, job: Job, member: Member, message: Message) -> list[Reply]:

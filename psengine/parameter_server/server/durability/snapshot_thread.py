@@ -36,7 +36,7 @@ _LOOK_S = 0.05
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class SnapshotOutcome:
     """What came of a wish for a snapshot.
 
     Attributes:
@@ -142,9 +142,9 @@ class SnapshotThread(threading.Thread):
         self._interval_s = interval_s
         # When ``generation`` was last known to be all that the shards hold.
         self._current_s: float | None = None
-        self._wishes: SnapshotWishes[Callable[[Outcome], None]] = SnapshotWishes()
+        self._wishes: SnapshotWishes[Callable[[SnapshotOutcome], None]] = SnapshotWishes()
 
-    def request(self, done: Callable[[Outcome], None], *, is_ours: bool = False) -> None:
+    def request(self, done: Callable[[SnapshotOutcome], None], *, is_ours: bool = False) -> None:
         """Make durable what is there now, or later.
 
         Args:
@@ -153,11 +153,11 @@ class SnapshotThread(threading.Thread):
         """
         if not self._wishes.add(done, is_ours=is_ours):
             text = f"the server ends, or too many wait for a snapshot (expected at most {MAX_WISHES}); ask again later"
-            done(Outcome(self.generation, text))
+            done(SnapshotOutcome(self.generation, text))
 
-    def begin(self) -> Future[Outcome]:
+    def begin(self) -> Future[SnapshotOutcome]:
         """``request``, to be waited for."""
-        written: Future[Outcome] = Future()
+        written: Future[SnapshotOutcome] = Future()
         self.request(written.set_result, is_ours=True)
         return written
 
@@ -184,7 +184,7 @@ class SnapshotThread(threading.Thread):
             wishes = self._wishes.take(max(0.0, due_s - time.monotonic()) if self._interval_s else None)
             if wishes is None:
                 return
-            outcome = Outcome(self.generation) if self._is_current() else self.write()
+            outcome = SnapshotOutcome(self.generation) if self._is_current() else self.write()
             if not wishes:
                 due_s = time.monotonic() + self._interval_s
             for done in wishes:
@@ -207,14 +207,14 @@ class SnapshotThread(threading.Thread):
         self._current_s = asked_s
         return True
 
-    def write(self) -> Outcome:
+    def write(self) -> SnapshotOutcome:
         """Capture and write one generation; call it in this thread, or once this thread has ended."""
         started_s = time.monotonic()
         try:
             shards = self._capture()
             # Where there are generations, an empty one tells that their jobs are gone.
             if self.generation is None and not any(shards):
-                return Outcome(self.generation, "there is no job with values yet", is_empty=True)
+                return SnapshotOutcome(self.generation, "there is no job with values yet", is_empty=True)
             generation = self._save(shards)
         except Exception as error:
             self.failures += 1
@@ -226,14 +226,14 @@ class SnapshotThread(threading.Thread):
                 self.last_error,
                 exc_info=not isinstance(error, SnapshotError),
             )
-            return Outcome(self.generation, self.last_error)
+            return SnapshotOutcome(self.generation, self.last_error)
         self.generation, self.last_error = generation, ""
         self._current_s = started_s
         self.last_seconds = time.monotonic() - started_s
         for thread in self._threads:
             thread.ask(partial(thread.shard.note_durable, generation))
         logger.info("durable to %s, generation %d, after %.2f s", self.store.directory, generation, self.last_seconds)
-        return Outcome(generation)
+        return SnapshotOutcome(generation)
 
     def _capture(self) -> list[list[JobState]]:
         """What all shards hold, cut between workers' steps; see ``capture.py``."""

@@ -9,10 +9,10 @@ import torch
 
 from psengine.errors import ProtocolError
 from psengine.flat_optimizers.optimizers import OptimizerSpec
-from psengine.parameter_server.server.rules.applying import ApplyingRule
-from psengine.parameter_server.server.rules.averaging import AveragingRule
-from psengine.parameter_server.server.rules.consistency import ChunkRule, RuleContext
+from psengine.parameter_server.server.rules.chunk_rule import ChunkRule
+from psengine.parameter_server.server.rules.exchange import RuleContext
 from psengine.parameter_server.server.rules.received import received_values
+from psengine.parameter_server.server.rules.registry import JobRule
 from psengine.protocol import bodies
 from psengine.protocol.codec import payload_tensor
 from psengine.protocol.hyperparameters import SLOTS
@@ -30,12 +30,12 @@ class ChunkStore:
     """The chunks of one job at one shard, by key.
 
     Args:
-        rule: as in HELLO's body.
+        rule: of the job.
         context: what the chunks' rules share.
         take_memory: told of bytes about to be taken; raises ProtocolError where there are not enough.
     """
 
-    def __init__(self, rule: Mapping[str, Any], context: RuleContext, take_memory: Any) -> None:
+    def __init__(self, rule: JobRule, context: RuleContext, take_memory: Any) -> None:
         self._rule = rule
         self._context = context
         self._take_memory = take_memory
@@ -71,19 +71,7 @@ class ChunkStore:
 
     def make_rule(self, spec: ChunkSpec, values: torch.Tensor | None, context: RuleContext | None = None) -> ChunkRule:
         """A chunk under the job's rule; ``context``: another than the job's."""
-        context = context or self._context
-        if self._rule["name"] == "average":
-            return AveragingRule(spec, values, context, quorum=self._rule.get("quorum"))
-        if values is None:
-            raise ProtocolError(f"{spec.describe()}: expected initial values as payload, got none")
-        return ApplyingRule(
-            spec,
-            values,
-            context,
-            max_staleness=self._rule.get("max_staleness"),
-            scales_by_staleness=self._rule.get("staleness_scaling") == "inverse",
-            delay_compensation=self._rule.get("delay_compensation", 0.0),
-        )
+        return self._rule.make(spec, values, context or self._context)
 
     def register(self, message: Message) -> None:
         """REGISTER: take a chunk with its initial values; a repetition replaces it."""
@@ -111,25 +99,26 @@ class ChunkStore:
     def configure(self, message: Message) -> list[str]:
         """CONFIGURE: attach the server-side optimizer; returns the names of its slots so far."""
         rule = self.find(message.key)
-        if not isinstance(rule, ApplyingRule) or rule.spec.kind is not ChunkKind.PARAMETER:
+        outcome = rule.outcome
+        if not outcome.takes_optimizer:
             raise ProtocolError(
                 f"{rule.spec.describe()} takes no optimizer (a {rule.spec.kind.value} of a job with rule"
-                f" {self._rule['name']!r})",
+                f" {self._rule.body['name']!r})",
                 ErrorCode.RULE_MISMATCH,
             )
         spec = OptimizerSpec.from_body(message.body, rule.spec.numel)
-        if rule.optimizer is None:
+        if outcome.optimizer is None:
             self._take_memory(MAX_SLOTS * rule.spec.size_bytes, f"the optimizer of {rule.spec.describe()}")
         try:
-            rule.configure(spec)
+            outcome.configure(spec)
         except ValueError as error:
             raise ProtocolError(
                 f"{rule.spec.describe()} has another optimizer already (expected {error}, got {spec.name} over"
                 f" {len(spec.runs)} runs). Every worker of a job needs the same optimizer and parameter groups.",
                 ErrorCode.RULE_MISMATCH,
             ) from None
-        assert rule.optimizer is not None
-        return sorted(rule.optimizer.slots())
+        assert outcome.optimizer is not None
+        return sorted(outcome.optimizer.slots())
 
     def page(self, after: int) -> dict[str, Any]:
         """LIST: the specs of as many chunks after key ``after`` as fit a page."""
@@ -156,14 +145,10 @@ class ChunkStore:
         rule = self.find(message.key)
         if body.get("slot") is not None:
             return self._read_slot(rule, body["slot"])
-        if isinstance(rule, AveragingRule):
-            if rule.values is None:
-                raise ProtocolError(f"nobody has deposited values of {rule.spec.describe()}", ErrorCode.NOT_READY)
-            return MessageType.VALUES, rule.values_version, rule.values, {}
-        return MessageType.VALUES, rule.version, rule.values, {}
+        return MessageType.VALUES, *rule.outcome.read(), {}
 
     def _read_slot(self, rule: ChunkRule, slot: str) -> Answer:
-        optimizer = rule.optimizer if isinstance(rule, ApplyingRule) else None
+        optimizer = rule.outcome.optimizer
         if optimizer is None:
             raise ProtocolError(f"{rule.spec.describe()} has no optimizer here", ErrorCode.NOT_READY)
         if slot not in SLOTS[optimizer.spec.name]:
@@ -189,15 +174,10 @@ class ChunkStore:
             return  # its OK was lost
         if body.get("slot") is not None:
             self._store_slot(rule, body["slot"], values, body.get("steps", []))
-        elif isinstance(rule, AveragingRule):
-            if rule.values is None:
-                self._take_memory(spec.size_bytes, f"values of {spec.describe()}")
-            rule.values = values.clone()
-            rule.values_version = message.version
         else:
-            assert isinstance(rule, ApplyingRule)
-            rule.writable_values().copy_(values)
-            rule.version += 1
+            if rule.outcome.values is None:
+                self._take_memory(spec.size_bytes, f"values of {spec.describe()}")
+            rule.store(values, message.version)
         self._last_stores[place] = request
 
     def _store_piece(self, message: Message, name: str, pieces: int) -> None:
@@ -217,18 +197,14 @@ class ChunkStore:
         self._blob_pieces[name] = pieces
 
     def _store_slot(self, rule: ChunkRule, slot: str, values: torch.Tensor, steps: list[float]) -> None:
-        optimizer = rule.optimizer if isinstance(rule, ApplyingRule) else None
+        optimizer = rule.outcome.optimizer
         if optimizer is None:
             raise ProtocolError(f"{rule.spec.describe()} has no optimizer here", ErrorCode.NOT_READY)
         optimizer.load_slot(slot, values.clone(), steps)
 
     def size_bytes(self) -> int:
-        """Memory of values, optimizers, backups, what is held for exchanges, and blobs."""
-        chunks = sum(
-            (rule.spec.size_bytes if rule.values is not None else 0) + rule.extra_bytes()
-            for rule in self.rules.values()
-        )
-        return chunks + sum(piece.numel() for piece in self.blobs.values())
+        """Memory of all chunks and blobs."""
+        return sum(rule.size_bytes() for rule in self.rules.values()) + sum(map(torch.numel, self.blobs.values()))
 
 
 def _entry_bytes(entry: dict[str, Any]) -> int:

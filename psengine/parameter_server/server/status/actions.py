@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from psengine.parameter_server.server.core.membership import MAX_WORKERS
-from psengine.parameter_server.server.durability.snapshot_thread import Outcome
+from psengine.parameter_server.server.durability.snapshot_thread import SnapshotOutcome
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +40,7 @@ class Deeds:
         shut_down: ends the server in order; returns at once.
     """
 
-    snapshot: Callable[[], Future[Outcome]] | None
+    snapshot: Callable[[], Future[SnapshotOutcome]] | None
     evict: Callable[[str, int], bool]
     forget: Callable[[str], int | None]
     shut_down: Callable[[], None]

@@ -1,0 +1,123 @@
+"""Outcome "average": the average goes back to the workers, which hold the weights.
+
+An exchange has one result. It is kept until every live worker has it, so that nobody is told two different ones. A
+server that restarted has none; a worker that is further on returns it (RESULT_WANTED). ``values`` are whatever a worker
+deposited last for others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from typing_extensions import override
+
+from psengine.errors import ProtocolError
+from psengine.flat_optimizers.optimizers import OptimizerSpec, is_finite
+from psengine.parameter_server.server.rules.exchange import Contribution, Progress, Update
+from psengine.parameter_server.server.rules.loans import Loans
+from psengine.parameter_server.server.rules.outcome import Answer, Outcome
+from psengine.parameter_server.server.rules.statistics import JobStatistics
+from psengine.protocol.layout import ChunkKind, ChunkSpec
+from psengine.protocol.messages import ErrorCode
+
+
+class AverageOutcome(Outcome):
+    """See the module's text."""
+
+    holds_weights = False
+    pushed_kinds = frozenset({ChunkKind.PARAMETER, ChunkKind.BUFFER, ChunkKind.USAGE})
+
+    def __init__(
+        self, spec: ChunkSpec, values: torch.Tensor | None, progress: Progress, statistics: JobStatistics
+    ) -> None:
+        super().__init__(spec, values, progress, statistics)
+        self.values_version = 0
+        # Averages that some live worker may still ask for: exchange -> (average, number of gradients in it).
+        self._results: dict[int, tuple[torch.Tensor, int]] = {}
+
+    @override
+    def configure(self, spec: OptimizerSpec) -> None:
+        raise AssertionError("takes_optimizer says no")
+
+    @override
+    def check(self, contribution: Contribution) -> None:
+        """Any can be part of an average."""
+
+    @override
+    def accepts(self, values: torch.Tensor) -> bool:
+        # Passed on, as native DDP does.
+        self.statistics.non_finite += not is_finite(values)
+        return True
+
+    @override
+    def conclude(self, sequence: int, update: Update) -> None:
+        average = update.values
+        if average is None:
+            average = torch.zeros(self.spec.numel, dtype=self.spec.dtype)
+        self._results[sequence] = (average, len(update.contributions))
+
+    @override
+    def can_answer(self, first: int, last: int) -> bool:
+        if last - first >= len(self._results):
+            return last < first
+        return all(sequence in self._results for sequence in range(first, last + 1))
+
+    @override
+    def answer(self, rank: int, sequence: int, *, repeated: bool = False) -> Answer:
+        average, contributors = self._results[sequence]
+        # An average is made once and never changed.
+        return Answer(sequence, average, Loans(), {"contributors": contributors})
+
+    @override
+    def take_result(self, sequence: int, values: torch.Tensor, contributors: int) -> bool:
+        self._results[sequence] = (values.clone(), contributors)
+        return True
+
+    @override
+    def forget_before(self, sequence: int) -> None:
+        for old in [known for known in self._results if known < sequence]:
+            del self._results[old]
+
+    @override
+    def worker_left(self, rank: int) -> None:
+        """Nothing is kept for one worker."""
+
+    @override
+    def read(self) -> tuple[int, torch.Tensor]:
+        if self.values is None:
+            raise ProtocolError(f"nobody has deposited values of {self.spec.describe()}", ErrorCode.NOT_READY)
+        return self.values_version, self.values
+
+    @override
+    def store(self, values: torch.Tensor, version: int) -> None:
+        self.values, self.values_version = values.clone(), version
+
+    @override
+    def note_base(self, rank: int) -> int:
+        return 0
+
+    @override
+    def reset(self) -> None:
+        super().reset()
+        self._results.clear()
+
+    @override
+    def extra_bytes(self) -> int:
+        return len(self._results) * self.spec.size_bytes
+
+    @override
+    def to_meta(self) -> dict[str, Any]:
+        return {"version": self.progress.version, "values_version": self.values_version}
+
+    @override
+    def tensors(self) -> dict[str, torch.Tensor]:
+        return {} if self.values is None else {"values": self.values}
+
+    @override
+    def restore(self, meta: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
+        # Exchanges go on at whatever number workers say.
+        self.progress.version = 0
+        self.values_version = meta["values_version"]
+        self.values = tensors.get("values")

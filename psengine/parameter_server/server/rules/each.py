@@ -1,0 +1,219 @@
+"""Gathering "each": a contribution is complete when it arrives; its answer may be held.
+
+    rank 0   push ─► apply ─► weights           rank 2, four times slower
+    rank 1      push ─► apply ─► weights        push ─► apply ─► weights
+    rank 0         push ─► apply ─ held: more than max_staleness steps ahead of rank 2 ─────► weights
+
+Unbounded without ``max_staleness``, with it the stale-synchronous parallel model (Ho et al. 2013, "More Effective
+Distributed ML via a Stale Synchronous Parallel Parameter Server").
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from typing_extensions import override
+
+from psengine.errors import ProtocolError
+from psengine.parameter_server.server.rules.exchange import Contribution, Progress, Reply, RuleContext, Update
+from psengine.parameter_server.server.rules.gathering import Gathering
+from psengine.parameter_server.server.rules.outcome import Outcome
+from psengine.protocol.layout import ChunkKind, ChunkSpec
+from psengine.protocol.messages import ErrorCode, MessageType
+
+
+class Each(Gathering):
+    """See the module's text.
+
+    Args:
+        max_staleness: hold an answer while its worker's clock (number of its pushes) is more than this many ahead of
+            the slowest live worker's; None never holds.
+
+    The chunk's version counts the contributions that changed it.
+    """
+
+    is_single = True
+
+    def __init__(
+        self,
+        spec: ChunkSpec,
+        outcome: Outcome,
+        progress: Progress,
+        context: RuleContext,
+        *,
+        max_staleness: int | None = None,
+    ) -> None:
+        super().__init__(spec, outcome, progress, context)
+        self._max_staleness = max_staleness
+        self._clocks: dict[int, int] = {}
+        self._held: dict[int, int] = {}
+        self._refused: dict[int, str] = {}
+        # Pushes computed from older versions were under way when their worker's lease ran out.
+        self._oldest_base: dict[int, int] = {}
+        # What a snapshot had: the version, and each worker's last exchange in it.
+        self._restored_version = 0
+        self._restored_sequence: dict[int, int] = {}
+
+    @staticmethod
+    @override
+    def options(rule: Mapping[str, Any]) -> dict[str, Any]:
+        return {"max_staleness": rule.get("max_staleness")}
+
+    @staticmethod
+    @override
+    def awaited(live: Collection[int], came: Collection[int], *, has_started: bool) -> Collection[int] | None:
+        # The clocks of those that never were here stand at 0.
+        return came
+
+    @override
+    def push(self, contribution: Contribution) -> list[Reply]:
+        rank, sequence = contribution.rank, contribution.sequence
+        if contribution.weight is not None:
+            raise ProtocolError(
+                f"{self.spec.describe()}: an asynchronous job averages nothing, so that no gradient has a weight"
+                f" (expected none, got {contribution.weight:g})",
+                ErrorCode.BAD_VALUE,
+            )
+        if sequence <= self.progress.last_sequence.get(rank, 0):
+            self.context.statistics.duplicates += 1
+            return []
+        reason = self._reason_to_refuse(contribution)
+        if reason is None:
+            self._conclude(contribution)
+            self._refused.pop(rank, None)
+        else:
+            self._refused[rank] = reason
+            self.context.statistics.count_refused(reason)
+        self.progress.last_sequence[rank] = sequence
+        self._clocks[rank] = self._clocks.get(rank, 0) + 1
+        if self._max_staleness is None:
+            return [self._answer(rank, sequence, self._refused)]
+        self._held[rank] = sequence
+        return self._release()
+
+    def _reason_to_refuse(self, contribution: Contribution) -> str | None:
+        if contribution.values is None:
+            return "abstained"
+        if contribution.base_version < self._oldest_base.get(contribution.rank, 0):
+            return "stale"
+        return None if self.outcome.accepts(contribution.values) else "non_finite"
+
+    def _conclude(self, contribution: Contribution) -> None:
+        # After a restart workers may be ahead of the restored weights for one push.
+        staleness = max(0, self.progress.version - contribution.base_version)
+        self.outcome.conclude(contribution.sequence, Update(contribution.values, (contribution,), staleness))
+        self.progress.version += 1
+        if self.spec.kind is ChunkKind.PARAMETER:
+            self.context.statistics.applied += 1
+            self.context.statistics.count_staleness(staleness, contribution.rank)
+
+    @override
+    def probe(self, rank: int, sequence: int) -> list[Reply]:
+        last = self.progress.last_sequence.get(rank, 0)
+        if sequence > last:
+            return [self._reply(MessageType.MISSING, rank, sequence, self.progress.version)]
+        if sequence < last:
+            return []  # answered long ago
+        if self._held.get(rank) == sequence:
+            return [self._pending(rank, sequence), *self._release()]
+        if self._max_staleness is not None and self._lead(rank) > self._max_staleness:
+            self._held[rank] = sequence  # restored from a snapshot, which keeps no held answers
+            return [self._pending(rank, sequence)]
+        return [self._reply(MessageType.SENT, rank, sequence, self.progress.version)]
+
+    @override
+    def repeat(self, rank: int, sequence: int) -> list[Reply]:
+        found = self.probe(rank, sequence)
+        if found and found[0].type is MessageType.SENT:
+            return [self._answer(rank, sequence, self._refused, repeated=True)]
+        return found
+
+    def _pending(self, rank: int, sequence: int) -> Reply:
+        body = {"waiting_for": self.waiting().get(rank, [])}
+        return self._reply(MessageType.PENDING, rank, sequence, self.progress.version, None, body)
+
+    def _lead(self, rank: int) -> int:
+        """How many steps this worker is ahead of the slowest live one, or of one that has yet to come."""
+        if self.context.missing_ranks():
+            return self._clocks.get(rank, 0)
+        slowest = min((self._clocks.get(r, 0) for r in self.context.live_ranks()), default=0)
+        return self._clocks.get(rank, 0) - slowest
+
+    def _release(self) -> list[Reply]:
+        """Answers that may leave now. The comparison is <=: a clock may jump over the one waited for."""
+        assert self._max_staleness is not None
+        free = [rank for rank in self._held if self._lead(rank) <= self._max_staleness]
+        replies = []
+        for rank in sorted(free):
+            self.context.statistics.count_lead(max(0, self._lead(rank)))
+            replies.append(self._answer(rank, self._held.pop(rank), self._refused))
+        return replies
+
+    @override
+    def worker_came(self, rank: int, *, is_new_process: bool) -> list[Reply]:
+        """It starts level with the slowest, so that nobody waits for its past."""
+        if is_new_process:
+            self.progress.last_sequence.pop(rank, None)
+            self._restored_sequence.pop(rank, None)
+            self._refused.pop(rank, None)
+        elif self._max_staleness is not None:
+            self._oldest_base[rank] = self.progress.version
+        others = [self._clocks.get(other, 0) for other in self.context.live_ranks() if other != rank]
+        self._clocks[rank] = min(others, default=self._clocks.get(rank, 0))
+        return self._release() if self._max_staleness is not None else []
+
+    @override
+    def worker_left(self, rank: int) -> list[Reply]:
+        self._held.pop(rank, None)
+        self.outcome.worker_left(rank)
+        return self._release() if self._max_staleness is not None else []
+
+    @override
+    def waiting(self) -> dict[int, list[int]]:
+        if self._max_staleness is None or not self._held:
+            return {}
+        clocks = {rank: self._clocks.get(rank, 0) for rank in self.context.live_ranks()}
+        clocks.update(dict.fromkeys(self.context.missing_ranks(), 0))
+        return {
+            rank: sorted(r for r in clocks if self._clocks.get(rank, 0) - clocks[r] > self._max_staleness)
+            for rank in self._held
+        }
+
+    @override
+    def clocks(self) -> dict[int, int]:
+        """The number of a worker's pushes, counted from where it joined."""
+        return dict(self._clocks)
+
+    @override
+    def stored(self) -> None:
+        self.progress.version += 1
+
+    @override
+    def restored(self, rank: int) -> tuple[int, int]:
+        return self._restored_version, self._restored_sequence.get(rank, 0)
+
+    @override
+    def to_meta(self) -> dict[str, Any]:
+        return {
+            "last_sequence": _string_keys(self.progress.last_sequence),
+            "clocks": _string_keys(self._clocks),
+            "oldest_base": _string_keys(self._oldest_base),
+            "refused": _string_keys(self._refused),
+        }
+
+    @override
+    def restore(self, meta: Mapping[str, Any]) -> None:
+        self.progress.last_sequence = _integer_keys(meta["last_sequence"])
+        self._restored_version, self._restored_sequence = self.progress.version, dict(self.progress.last_sequence)
+        self._clocks = _integer_keys(meta["clocks"])
+        self._oldest_base = _integer_keys(meta["oldest_base"])
+        self._refused = _integer_keys(meta["refused"])
+
+
+def _string_keys(mapping: Mapping[int, Any]) -> dict[str, Any]:
+    return {str(key): value for key, value in mapping.items()}
+
+
+def _integer_keys(mapping: Mapping[str, Any]) -> dict[int, Any]:
+    return {int(key): value for key, value in mapping.items()}

@@ -1,0 +1,146 @@
+"""What the rule of a chunk is given and what it gives back: contributions in, replies out. Pure.
+
+A worker numbers its exchanges of a chunk 1, 2, ...; the number, not the message, is the update. A number that was seen
+is a repeat and is never applied again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+
+from psengine.parameter_server.server.rules.loans import Loans
+from psengine.parameter_server.server.rules.statistics import JobStatistics
+from psengine.protocol.messages import NO_KEY, MessageType
+
+
+@dataclass(frozen=True, slots=True)
+class Contribution:
+    """A worker's contribution to one exchange of a chunk.
+
+    Attributes:
+        rank: the worker.
+        sequence: the number of the exchange, 1 first.
+        base_version: the version of the chunk the worker computed it from.
+        values: 1-D gradient (or a buffer's values), read-only, valid for as long as it is referenced; None abstains.
+        groups: the worker's current hyperparameters by group, checked; None: as configured.
+        absent: [start, end) ranges of elements without a gradient.
+        weight: what its gradient counts in an average; 0 abstains. None where the worker weighs nothing.
+    """
+
+    rank: int
+    sequence: int
+    base_version: int
+    values: torch.Tensor | None
+    groups: Sequence[Mapping[str, Any]] | None = None
+    absent: Sequence[tuple[int, int]] = ()
+    weight: float | None = None
+
+
+class Update(NamedTuple):
+    """What a complete set of contributions comes to.
+
+    Attributes:
+        values: 1-D; the average of the gradients (of a buffer the lowest rank's values, of a usage map the sum); None
+            where nobody brought any. Of a single contribution it may be the contribution's own memory.
+        contributions: those that brought values, in the order of ranks.
+        staleness: by how many versions the oldest of them is older than the chunk.
+    """
+
+    values: torch.Tensor | None
+    contributions: Sequence[Contribution]
+    staleness: int
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """What a rule wants sent to a worker.
+
+    Attributes:
+        payload: its memory may change once the rule is called again, unless there are ``loans``.
+        loans: told when the payload's memory is sent as it is, without a copy; None has it copied.
+    """
+
+    type: MessageType
+    rank: int
+    sequence: int
+    version: int = 0
+    payload: torch.Tensor | None = None
+    body: dict[str, Any] = field(default_factory=dict)
+    key: int = NO_KEY
+    loans: Loans | None = None
+
+
+@dataclass(kw_only=True)
+class RuleContext:
+    """What the rules of all chunks of a job share.
+
+    Attributes:
+        live_ranks: who exchanges wait for, ascending.
+        missing_ranks: expected workers that have yet to come, ascending: see ``Job.missing_ranks``.
+        statistics: counters, mutated by the rules.
+    """
+
+    live_ranks: Callable[[], tuple[int, ...]]
+    missing_ranks: Callable[[], tuple[int, ...]]
+    statistics: JobStatistics
+
+
+class Progress:
+    """How far one chunk and its workers are.
+
+    Attributes:
+        version: of the chunk; what it counts is the gathering's.
+        last_sequence: by rank, the last exchange the worker contributed to.
+    """
+
+    def __init__(self) -> None:
+        self.version = 0
+        self.last_sequence: dict[int, int] = {}
+        # The last exchange whose answer a worker has: as it said itself, and as it got with another's state.
+        self._said: dict[int, int] = {}
+        self._given: dict[int, int] = {}
+
+    def begin(self, rank: int) -> None:
+        """A new process without state begins where the chunk stands."""
+        self.last_sequence[rank] = self._given[rank] = self.version
+        self._said.pop(rank, None)
+
+    def note_answered(self, rank: int, sequence: int) -> None:
+        """Worker ``rank`` says that it has the answer of exchange ``sequence``."""
+        self._said[rank] = max(sequence, self._said.get(rank, 0))
+
+    def said(self, rank: int) -> int:
+        """The last exchange whose answer worker ``rank`` says it has; 0 where it said nothing."""
+        return self._said.get(rank, 0)
+
+    def reached(self, rank: int) -> int:
+        """The last exchange whose answer worker ``rank`` is known to have."""
+        pushed = self.last_sequence.get(rank, 0)
+        return max(self.said(rank), self._given.get(rank, 0), pushed - 1)
+
+    def is_past(self, rank: int, sequence: int) -> bool:
+        """Whether worker ``rank`` has the answer of that exchange, or had it: it says so, or has pushed since."""
+        return self.last_sequence.get(rank, 0) > sequence or self.said(rank) >= sequence
+
+    def continue_from(self, rank: int, donor: int, *, was_live: bool) -> None:
+        """A joiner has the state of ``donor`` after its last exchange; it takes part in the next.
+
+        ``was_live``: it never left at this shard, or was admitted twice, and may be further on already.
+        """
+        reached, own = self.last_sequence.get(donor), self.last_sequence.get(rank)
+        if reached is not None:
+            self.last_sequence[rank] = min(reached, own) if was_live and own is not None else reached
+            self._given[rank] = self.last_sequence[rank]
+        elif not was_live:
+            self.last_sequence.pop(rank, None)
+
+    def reset(self) -> None:
+        """The job goes on from the only worker there is, at whatever number that says."""
+        self.version = 0
+        self.last_sequence.clear()
+        self._said.clear()
+        self._given.clear()

@@ -1,0 +1,59 @@
+"""The rules that a job may name in HELLO: each is a gathering and an outcome, one line here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from psengine.parameter_server.server.rules.average import AverageOutcome
+from psengine.parameter_server.server.rules.chunk_rule import ChunkRule
+from psengine.parameter_server.server.rules.each import Each
+from psengine.parameter_server.server.rules.exchange import Progress, RuleContext
+from psengine.parameter_server.server.rules.gathering import Gathering
+from psengine.parameter_server.server.rules.outcome import Outcome
+from psengine.parameter_server.server.rules.step import StepOutcome
+from psengine.parameter_server.server.rules.together import Together
+from psengine.protocol.layout import ChunkSpec
+
+
+class RuleKind(NamedTuple):
+    """The halves of a rule."""
+
+    gathering: type[Gathering]
+    outcome: type[Outcome]
+
+
+RULES = {
+    "average": RuleKind(Together, AverageOutcome),
+    "apply": RuleKind(Each, StepOutcome),
+}
+
+
+class JobRule:
+    """The rule of one job.
+
+    Args:
+        body: as in HELLO: its name, and options of its halves.
+    """
+
+    def __init__(self, body: Mapping[str, Any]) -> None:
+        self.body = dict(body)
+        self.kind = RULES[self.body["name"]]
+
+    @property
+    def holds_weights(self) -> bool:
+        """See ``Outcome.holds_weights``."""
+        return self.kind.outcome.holds_weights
+
+    def make(self, spec: ChunkSpec, values: torch.Tensor | None, context: RuleContext) -> ChunkRule:
+        """The rule of one chunk; ``values`` are owned by it.
+
+        Raises:
+            ProtocolError: it needs values, and there are none.
+        """
+        progress, (gathers, concludes) = Progress(), self.kind
+        outcome = concludes(spec, values, progress, context.statistics, **concludes.options(self.body))
+        gathering = gathers(spec, outcome, progress, context, **gathers.options(self.body))
+        return ChunkRule(spec, progress, gathering, outcome)

@@ -1,0 +1,220 @@
+"""Outcome "step": the chunk's optimizer steps with the gradient, and the answer is the chunk's new weights.
+
+The weights are here, so that a worker that lost an answer, or joins, gets those of now. ``values`` are the weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from typing_extensions import override
+
+from psengine.errors import ProtocolError
+from psengine.flat_optimizers.kernel_windows import places_of
+from psengine.flat_optimizers.optimizers import ChunkOptimizer, OptimizerSpec, compensate, is_finite, staleness_factor
+from psengine.parameter_server.server.rules.exchange import Contribution, Progress, Update
+from psengine.parameter_server.server.rules.loans import Loans
+from psengine.parameter_server.server.rules.outcome import Answer, Outcome
+from psengine.parameter_server.server.rules.statistics import JobStatistics
+from psengine.protocol.layout import ChunkKind, ChunkSpec
+
+
+class StepOutcome(Outcome):
+    """See the module's text.
+
+    Args:
+        scales_by_staleness: multiply the learning rate by 1 / (staleness + 1).
+        delay_compensation: strength of the correction of DC-ASGD; 0 keeps no backups.
+    """
+
+    holds_weights = True
+    pushed_kinds = frozenset({ChunkKind.PARAMETER, ChunkKind.BUFFER})
+    values: torch.Tensor
+
+    def __init__(
+        self,
+        spec: ChunkSpec,
+        values: torch.Tensor | None,
+        progress: Progress,
+        statistics: JobStatistics,
+        *,
+        scales_by_staleness: bool = False,
+        delay_compensation: float = 0.0,
+    ) -> None:
+        if values is None:
+            raise ProtocolError(f"{spec.describe()}: expected initial values as payload, got none")
+        super().__init__(spec, values, progress, statistics)
+        self._loans = Loans()
+        self._optimizer_spec: OptimizerSpec | None = None
+        self._scales_by_staleness = scales_by_staleness
+        self._delay_compensation = delay_compensation if spec.kind is ChunkKind.PARAMETER else 0.0
+        # What each worker was last sent, and its version.
+        self._backups: dict[int, tuple[int, torch.Tensor]] = {}
+
+    @staticmethod
+    @override
+    def options(rule: Mapping[str, Any]) -> dict[str, Any]:
+        return {
+            "scales_by_staleness": rule.get("staleness_scaling") == "inverse",
+            "delay_compensation": rule.get("delay_compensation", 0.0),
+        }
+
+    @property
+    @override
+    def takes_optimizer(self) -> bool:
+        return self.spec.kind is ChunkKind.PARAMETER
+
+    @property
+    @override
+    def is_ready(self) -> bool:
+        return self.optimizer is not None or not self.takes_optimizer
+
+    @override
+    def configure(self, spec: OptimizerSpec) -> None:
+        if self._optimizer_spec is None:
+            self.optimizer = ChunkOptimizer(self.values, spec, places_of(spec.runs, self.spec.segments))
+            self._optimizer_spec = spec
+        elif _shape_of(self._optimizer_spec) != _shape_of(spec):
+            known = self._optimizer_spec
+            raise ValueError(f"{known.name} of {len(known.groups)} groups over {len(known.runs)} runs")
+
+    @override
+    def check(self, contribution: Contribution) -> None:
+        if self.optimizer is not None:
+            self.optimizer.check(contribution.groups, contribution.absent)
+
+    @override
+    def accepts(self, values: torch.Tensor) -> bool:
+        # A buffer may hold infinities on purpose, such as an attention mask.
+        return self.spec.kind is not ChunkKind.PARAMETER or is_finite(values)
+
+    @override
+    def conclude(self, sequence: int, update: Update) -> None:
+        if update.values is None:
+            return
+        if self.optimizer is None:
+            self._writable_values().copy_(update.values)
+            return
+        self._writable_values()
+        self.optimizer.apply(
+            self._compensated(update.values, update),
+            groups=next((one.groups for one in update.contributions if one.groups is not None), None),
+            learning_rate_scale=staleness_factor(update.staleness) if self._scales_by_staleness else 1.0,
+            absent=absent_in_all(update.contributions),
+        )
+
+    def _compensated(self, gradient: torch.Tensor, update: Update) -> torch.Tensor:
+        """With delay compensation: the gradient of one worker, corrected for what changed since its weights left."""
+        if not update.staleness or len(update.contributions) > 1:
+            return gradient
+        one = update.contributions[0]
+        version, backup = self._backups.get(one.rank, (-1, gradient))
+        if version != one.base_version:
+            return gradient
+        return compensate(gradient, self.values, backup, self._delay_compensation)
+
+    def _writable_values(self) -> torch.Tensor:
+        """``values``, in other memory if the old is still being sent."""
+        if self._loans.are_out():
+            self._loans = Loans()
+            self.values = self.values.clone()
+            if self.optimizer is not None:
+                self.optimizer.move_to(self.values)
+        return self.values
+
+    @override
+    def can_answer(self, first: int, last: int) -> bool:
+        return last <= self.progress.version
+
+    @override
+    def answer(self, rank: int, sequence: int, *, repeated: bool = False) -> Answer:
+        version, values, loans = self.progress.version, self.values, self._loans
+        if self._delay_compensation:
+            # A repeat must bring what the first answer brought: the worker may have received that one.
+            if not repeated or rank not in self._backups:
+                self._back_up(rank)
+            (version, values), loans = self._backups[rank], Loans()
+        return Answer(version, values, loans, {})
+
+    def _back_up(self, rank: int) -> None:
+        if self._delay_compensation:
+            self._backups[rank] = (self.progress.version, self.values.clone())
+
+    @override
+    def forget_before(self, sequence: int) -> None:
+        """The weights of now answer every exchange."""
+
+    @override
+    def worker_left(self, rank: int) -> None:
+        self._backups.pop(rank, None)
+
+    @override
+    def read(self) -> tuple[int, torch.Tensor]:
+        return self.progress.version, self.values
+
+    @override
+    def store(self, values: torch.Tensor, version: int) -> None:
+        self._writable_values().copy_(values)
+
+    @override
+    def note_base(self, rank: int) -> int:
+        self._back_up(rank)
+        return self.progress.version
+
+    @override
+    def extra_bytes(self) -> int:
+        optimizer_bytes = self.optimizer.size_bytes if self.optimizer is not None else 0
+        return optimizer_bytes + len(self._backups) * self.spec.size_bytes
+
+    @override
+    def to_meta(self) -> dict[str, Any]:
+        meta: dict[str, Any] = {
+            "version": self.progress.version,
+            "backup_versions": {str(rank): version for rank, (version, _) in self._backups.items()},
+        }
+        if self.optimizer is not None:
+            meta["optimizer"] = self.optimizer.spec.to_body()  # with the hyperparameters of now
+            meta["steps"] = self.optimizer.steps()
+        return meta
+
+    @override
+    def tensors(self) -> dict[str, torch.Tensor]:
+        tensors = {"values": self.values}
+        if self.optimizer is not None:
+            tensors.update({f"slot/{name}": tensor for name, tensor in self.optimizer.slots().items()})
+        tensors.update({f"backup/{rank}": backup for rank, (_, backup) in self._backups.items()})
+        return tensors
+
+    @override
+    def restore(self, meta: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
+        self.values.copy_(tensors["values"])
+        self.progress.version = meta["version"]
+        self._backups = {
+            int(rank): (version, tensors[f"backup/{rank}"]) for rank, version in meta["backup_versions"].items()
+        }
+        if "optimizer" in meta:
+            self.configure(OptimizerSpec.from_body(meta["optimizer"], self.spec.numel))
+            assert self.optimizer is not None
+            for name, tensor in tensors.items():
+                if name.startswith("slot/"):
+                    self.optimizer.load_slot(name.removeprefix("slot/"), tensor, meta["steps"])
+
+
+def absent_in_all(contributions: Sequence[Contribution]) -> Sequence[tuple[int, int]]:
+    """[start, end) ranges of elements for which no contribution has a gradient."""
+    common = contributions[0].absent
+    for one in contributions[1:]:
+        common = [
+            (max(start, other_start), min(end, other_end))
+            for start, end in common
+            for other_start, other_end in one.absent
+            if max(start, other_start) < min(end, other_end)
+        ]
+    return common
+
+
+def _shape_of(spec: OptimizerSpec) -> tuple[Any, ...]:
+    """What every worker's description of the optimizer must share; hyperparameters may differ, and change."""
+    return spec.name, len(spec.groups), spec.runs

@@ -1,0 +1,283 @@
+"""Gathering "together": an exchange ends when everybody who is live has contributed, or a quorum has.
+
+    rank 0   push 7 ─────────┐                    ┌─► answer 7
+    rank 1        push 7 ──┐ │                    ├─► answer 7
+    rank 2              push 7: everybody is here ┴─► answer 7
+
+A worker that dies in between is left out of the sum and of the denominator. A server that restarted does not know how
+far workers are (no ``last_sequence``): one that turns out to be further on has the answer that others wait for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from typing_extensions import override
+
+from psengine.errors import ProtocolError
+from psengine.parameter_server.server.rules.contribution_set import ContributionSet
+from psengine.parameter_server.server.rules.exchange import Contribution, Progress, Reply, RuleContext, Update
+from psengine.parameter_server.server.rules.gathering import Gathering
+from psengine.parameter_server.server.rules.outcome import Outcome
+from psengine.protocol.layout import ChunkSpec
+from psengine.protocol.messages import ErrorCode, MessageType
+
+# With a quorum: how many exchanges the fastest may be ahead of the slowest, whose averages have to be kept for it.
+HISTORY = 8
+# A worker has at most this many contributions to unfinished exchanges of a chunk: it numbers them one after the other,
+# and sends the next when it has the answer.
+MAX_OPEN = 2
+MAX_SHOWN_RANKS = 256
+
+
+class Together(Gathering):
+    """See the module's text.
+
+    Args:
+        quorum: end an exchange with this many gradients (backup workers, Chen et al. 2016,
+            https://arxiv.org/abs/1604.00981); None waits for everybody.
+
+    The chunk's version is the number of the last exchange that ended.
+    """
+
+    is_single = False
+
+    def __init__(
+        self,
+        spec: ChunkSpec,
+        outcome: Outcome,
+        progress: Progress,
+        context: RuleContext,
+        *,
+        quorum: int | None = None,
+    ) -> None:
+        super().__init__(spec, outcome, progress, context)
+        self._quorum = quorum
+        self._open: dict[int, ContributionSet] = {}
+        self._refused: dict[int, str] = {}
+        self._restored_version = 0
+
+    @staticmethod
+    @override
+    def options(rule: Mapping[str, Any]) -> dict[str, Any]:
+        return {"quorum": rule.get("quorum")}
+
+    @staticmethod
+    @override
+    def awaited(live: Collection[int], came: Collection[int], *, has_started: bool) -> Collection[int] | None:
+        # The first exchange waits for all that are expected.
+        return None if has_started else live
+
+    @override
+    def push(self, contribution: Contribution) -> list[Reply]:
+        rank, sequence = contribution.rank, contribution.sequence
+        last = self.progress.last_sequence.get(rank, 0)
+        if sequence <= last or rank in self._contributors(sequence):
+            self.context.statistics.duplicates += 1
+            return []
+        if self.outcome.can_answer(sequence, sequence):
+            return self._answer_late(contribution)
+        if sum(rank in one.by_rank for one in self._open.values()) >= MAX_OPEN:
+            raise ProtocolError(
+                f"{self.spec.describe()}: worker {rank} has contributions to {MAX_OPEN} unfinished exchanges already"
+                f" (expected no more, got exchange {sequence})",
+                ErrorCode.CREDIT,
+            )
+        gathered = self._open.get(sequence) or ContributionSet(self.spec)
+        gathered.check_weight(contribution)
+        self.outcome.check(contribution)
+        self._refused.pop(rank, None)
+        if contribution.values is None:
+            self.context.statistics.abstained += 1
+        elif not self.outcome.accepts(contribution.values):
+            self._refused[rank] = "non_finite"
+            self.context.statistics.count_refused("non_finite")
+            contribution = replace(contribution, values=None)
+        gathered.add(contribution)
+        self._open[sequence] = gathered
+        self.progress.last_sequence[rank] = sequence
+        return self._complete_all()
+
+    def _contributors(self, sequence: int) -> Collection[int]:
+        gathered = self._open.get(sequence)
+        return gathered.by_rank if gathered is not None else ()
+
+    @override
+    def probe(self, rank: int, sequence: int) -> list[Reply]:
+        version = self.progress.version
+        if self.outcome.can_answer(sequence, sequence):
+            return [self._reply(MessageType.SENT, rank, sequence, version)]
+        if rank in self._contributors(sequence):
+            body = {"waiting_for": self._missing_from(sequence)}
+            pending = self._reply(MessageType.PENDING, rank, sequence, version, None, body)
+            return [pending, *self._complete(sequence)]
+        return [self._reply(MessageType.MISSING, rank, sequence, version)]
+
+    @override
+    def repeat(self, rank: int, sequence: int) -> list[Reply]:
+        """An exchange that ended without this worker has an answer for it too."""
+        if not self.outcome.can_answer(sequence, sequence):
+            return self.probe(rank, sequence)
+        last_sequence = self.progress.last_sequence
+        last_sequence[rank] = max(sequence, last_sequence.get(rank, 0))
+        return [self._answer(rank, sequence, self._refused, repeated=True), *self._complete_all()]
+
+    @override
+    def supply_result(self, rank: int, sequence: int, values: torch.Tensor, contributors: int | None) -> list[Reply]:
+        waiting = self._contributors(sequence)
+        if not waiting:
+            return []  # others were asked too
+        is_asked = rank not in waiting and self.progress.is_past(rank, sequence)
+        count = len(waiting) if contributors is None else contributors
+        if not is_asked or not self.outcome.take_result(sequence, values, count):
+            return super().supply_result(rank, sequence, values, contributors)
+        del self._open[sequence]
+        self.progress.version = max(self.progress.version, sequence)
+        replies = [self._answer(other, sequence) for other in sorted(waiting)]
+        return [*replies, *self._complete_all()]
+
+    @override
+    def worker_came(self, rank: int, *, is_new_process: bool) -> list[Reply]:
+        if is_new_process:
+            self.progress.begin(rank)
+        return self._complete_all()
+
+    @override
+    def note_answered(self, rank: int, sequence: int) -> list[Reply]:
+        super().note_answered(rank, sequence)
+        return self._complete_all()
+
+    @override
+    def worker_left(self, rank: int) -> list[Reply]:
+        """What it contributed to unfinished exchanges it has to send again."""
+        self.outcome.worker_left(rank)
+        last_sequence = self.progress.last_sequence
+        for sequence in sorted(self._open):
+            gathered = self._open[sequence]
+            if rank in gathered.by_rank:
+                gathered.remove(rank)
+                last_sequence[rank] = min(last_sequence[rank], sequence - 1)
+            if not gathered.by_rank:
+                del self._open[sequence]
+        return self._complete_all()
+
+    @override
+    def reset(self) -> None:
+        super().reset()
+        self._open.clear()
+
+    @override
+    def waiting(self) -> dict[int, list[int]]:
+        waiting: dict[int, list[int]] = {}
+        for sequence, gathered in self._open.items():
+            waiting.update(dict.fromkeys(gathered.by_rank, self._missing_from(sequence)))
+        return waiting
+
+    @override
+    def clocks(self) -> dict[int, int]:
+        """The number of a worker's last exchange."""
+        return dict(self.progress.last_sequence)
+
+    @override
+    def stored(self) -> None:
+        """The version stays: it is the number that joiners go on from."""
+
+    @override
+    def restored(self, rank: int) -> tuple[int, int]:
+        return self._restored_version, self._restored_version
+
+    @override
+    def held_bytes(self) -> int:
+        return sum(len(gathered.given) for gathered in self._open.values()) * self.spec.size_bytes
+
+    @override
+    def to_meta(self) -> dict[str, Any]:
+        """Exchanges under way are not kept, because workers send them again."""
+        return {}
+
+    @override
+    def restore(self, meta: Mapping[str, Any]) -> None:
+        self._restored_version = self.progress.version
+
+    # ---- the end of an exchange --------------------------------------------------------------------------------
+
+    def _missing_from(self, sequence: int) -> list[int]:
+        contributors = self._contributors(sequence)
+        absent = [rank for rank in self.context.live_ranks() if rank not in contributors]
+        behind = [rank for rank in absent if not self.progress.is_past(rank, sequence)]
+        return sorted({*behind, *self.context.missing_ranks()})[:MAX_SHOWN_RANKS]
+
+    def _complete_all(self) -> list[Reply]:
+        """End what can end now."""
+        if len(self._open) == 1:
+            return self._complete(next(iter(self._open)))
+        return [reply for sequence in sorted(self._open) for reply in self._complete(sequence)]
+
+    def _complete(self, sequence: int) -> list[Reply]:
+        gathered = self._open.get(sequence)
+        if gathered is None or self.context.missing_ranks():
+            return []
+        live = self.context.live_ranks()
+        missing = [rank for rank in live if rank not in gathered.by_rank]
+        if len(missing) == len(live):
+            return []  # who contributed is on its way out
+        if missing:
+            past = [rank for rank in missing if self.progress.is_past(rank, sequence)]
+            if past and not self.outcome.holds_weights:
+                return self._ask_for_result(sequence)
+            missing = [rank for rank in missing if rank not in past]
+        if missing and not self._is_quorum(gathered, sequence, missing, live):
+            return []
+        return self._end(gathered, sequence, live)
+
+    def _is_quorum(
+        self, gathered: ContributionSet, sequence: int, missing: Collection[int], live: Collection[int]
+    ) -> bool:
+        # Who brings no gradient takes part, but an average is not made of nothing while gradients are on their way.
+        if self._quorum is None or len(gathered.given) < min(self._quorum, len(live)):
+            return False
+        last_sequence = self.progress.last_sequence
+        if any(rank not in last_sequence for rank in missing):
+            return False  # since a restart of this server it was not heard from, and may have the result
+        return sequence - min(last_sequence[rank] for rank in missing) <= HISTORY
+
+    def _end(self, gathered: ContributionSet, sequence: int, live: Collection[int]) -> list[Reply]:
+        del self._open[sequence]
+        given = gathered.given
+        base = min((one.base_version for one in given), default=self.progress.version)
+        staleness = max(0, self.progress.version - base)
+        self.outcome.conclude(sequence, Update(gathered.combine(), given, staleness))
+        self.progress.version = max(self.progress.version, sequence)
+        self.context.statistics.averaged += 1
+        self.context.statistics.applied += len(given)
+        # A worker that pushes exchange n + 1 has the answer of exchange n.
+        last_sequence = self.progress.last_sequence
+        self.outcome.forget_before(min((last_sequence.get(rank, 0) for rank in live), default=self.progress.version))
+        return [self._answer(rank, sequence, self._refused) for rank in sorted(gathered.by_rank)]
+
+    def _answer_late(self, contribution: Contribution) -> list[Reply]:
+        rank, sequence = contribution.rank, contribution.sequence
+        self.progress.last_sequence[rank] = sequence
+        self.context.statistics.late += 1
+        # The slowest has moved on, and others may be waiting for that.
+        return [self._answer(rank, sequence), *self._complete_all()]
+
+    def _ask_for_result(self, sequence: int) -> list[Reply]:
+        """The exchange ended before this server started. Who is one further on has its average still."""
+        waiting, progress = self._contributors(sequence), self.progress
+        one_ahead = [
+            rank
+            for rank in self.context.live_ranks()
+            if progress.last_sequence.get(rank, 0) == sequence + 1
+            or (progress.said(rank) == sequence and rank not in waiting)
+        ]
+        if one_ahead:
+            return [self._reply(MessageType.RESULT_WANTED, one_ahead[0], sequence)]
+        # Nobody has it: who waits for it has to start from somebody else's state.
+        del self._open[sequence]
+        text = f"{self.spec.describe()}: the average of exchange {sequence} is gone, the others are further on"
+        body = {"code": ErrorCode.FENCED, "text": text}
+        return [self._reply(MessageType.ERROR, rank, sequence, body=body) for rank in sorted(waiting)]
