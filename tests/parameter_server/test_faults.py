@@ -402,7 +402,7 @@ class StallAnswer:
         from psengine.parameter_server.client.link import Link
         from psengine.protocol.messages import MessageType
 
-        receive, epochs = Link.receive, {link.index: link.epoch for link in strategy.session._presence.links}
+        receive, epochs = Link.receive, {link.index: link.epoch for link in strategy.session._membership.links}
 
         def stall(link: Any, message: Any, now_s: float) -> None:
             is_old = message.epoch == epochs[link.index]
@@ -614,9 +614,9 @@ def test_a_donor_that_dies_is_replaced(server, where):
 
 class DieBeforeSeal:
     def __call__(self) -> None:
-        from psengine.parameter_server.client.presence import Presence
+        from psengine.parameter_server.client.own_membership import OwnMembership
 
-        Presence.seal = lambda *_, **__: end_myself()  # type: ignore[assignment,method-assign]
+        OwnMembership.seal = lambda *_, **__: end_myself()  # type: ignore[assignment,method-assign]
 
 
 def die_before_seal(reports: Reports, *arguments: Any) -> Any:

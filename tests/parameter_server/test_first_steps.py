@@ -49,7 +49,7 @@ def test_a_server_that_dies_after_the_first_step_waits_for_workers_that_nobody_h
         sessions = [enter(address, rank) for rank in range(WORLD_SIZE)]
         for session in sessions:
             context.callback(session.close)
-        first, second = (session._presence for session in sessions)
+        first, second = (session._membership for session in sessions)
         received, greet = first.received, second.greet
 
         def hear(index: int, message: Message, now_s: float) -> None:

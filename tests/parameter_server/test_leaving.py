@@ -45,7 +45,7 @@ def exchange_and_leave(
     specs = [spec(key, 4) for key in range(2)]
     session.enter(specs, lambda one: torch.zeros(one.numel))
     landings = [torch.zeros(4) for _ in specs]
-    epochs = {link.index: link.epoch for link in session._presence.links}
+    epochs = {link.index: link.epoch for link in session._membership.links}
     step, receive = 0, Link.receive
 
     def hear(link: Any, message: Any, now_s: float) -> None:

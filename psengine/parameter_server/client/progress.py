@@ -19,7 +19,7 @@ from psengine.protocol.messages import RECOVERY_VERSION, Message, MessageType
 
 if TYPE_CHECKING:
     from psengine.parameter_server.client.link import Link
-    from psengine.parameter_server.client.presence import Presence
+    from psengine.parameter_server.client.own_membership import OwnMembership
 
 logger = logging.getLogger(__name__)
 
@@ -116,14 +116,14 @@ class Ledger:
         return pages
 
 
-def tell(presence: Presence) -> None:
+def tell(membership: OwnMembership) -> None:
     """Tell servers that restarted how far this worker is, and the log what they lost. Blocking, for recoveries.
 
     Raises:
         ServerLostError, ServerRefusedError: see ``Operation.settle``.
     """
-    restarted = [link for link in presence.links if link.ledger.epoch != link.epoch]
-    asked = [(link, _ask(presence, link)) for link in restarted if link.server_version >= RECOVERY_VERSION]
+    restarted = [link for link in membership.links if link.ledger.epoch != link.epoch]
+    asked = [(link, _ask(membership, link)) for link in restarted if link.server_version >= RECOVERY_VERSION]
     losses = [_read(link, requests) for link, requests in asked]
     for link in restarted:
         link.ledger.settle(link.epoch)
@@ -136,16 +136,16 @@ def tell(presence: Presence) -> None:
         " its own",
         ", ".join(address for address, _ in lossy),
         updates,
-        presence.identity.worker,
+        membership.identity.worker,
         chunks,
         own,
     )
 
 
-def _ask(presence: Presence, link: Link) -> list[Request]:
+def _ask(membership: OwnMembership, link: Link) -> list[Request]:
     pages = link.ledger.pages(link.keys_under_way())
     return [
-        presence.ask(
+        membership.ask(
             link,
             Message(MessageType.PROGRESS, body={"chunks": page, "more": page is not pages[-1]}),
             is_urgent=True,

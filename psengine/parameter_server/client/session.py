@@ -19,12 +19,12 @@ from typing import Any
 import torch
 
 from psengine.errors import ConfigurationError, FencedError, ProtocolError, PSEngineError
-from psengine.parameter_server.client import entrance
+from psengine.parameter_server.client import join
 from psengine.parameter_server.client.chunk_map import check_destinations, check_tensor
 from psengine.parameter_server.client.link import Link
 from psengine.parameter_server.client.operation import Answer, Operation, Push, PushResult, Request, wait_all
 from psengine.parameter_server.client.options import SessionOptions
-from psengine.parameter_server.client.presence import Presence, StateRequest
+from psengine.parameter_server.client.own_membership import OwnMembership, StateRequest
 from psengine.parameter_server.client.telemetry import Telemetry
 from psengine.protocol.layout import ChunkSpec
 from psengine.protocol.messages import MAX_PAYLOAD_BYTES, RECOVERY_VERSION, Message, MessageType
@@ -54,13 +54,13 @@ class WorkerSession:
         self.options = options
         self.state = ""
         self.started = False
-        self._presence = Presence(options)
+        self._membership = OwnMembership(options)
         self._sequences: dict[int, int] = {}
         self._step = 0
         # What the pushes of the step under way carry, by chunk.
         self._step_marks: dict[int, list[Any]] = {}
         # Called at exit too; holds no reference to this object, so that a forgotten session can go.
-        self._finalizer = weakref.finalize(self, _say_goodbye, self._presence, os.getpid())
+        self._finalizer = weakref.finalize(self, _say_goodbye, self._membership, os.getpid())
 
     def __enter__(self) -> WorkerSession:
         if not self.state:
@@ -85,12 +85,12 @@ class WorkerSession:
             AuthenticationError: a CURVE key is wrong or missing.
         """
         try:
-            welcome = entrance.greet(self._presence)
+            welcome = join.greet(self._membership)
         except BaseException:
             self.close()
             raise
         self.state, self.started = welcome.state, welcome.started
-        entrance.warn_of_old_servers(self._presence)
+        join.warn_of_old_servers(self._membership)
         return self.state
 
     def enter(self, layout: Sequence[ChunkSpec], initial: Callable[[ChunkSpec], torch.Tensor]) -> str:
@@ -108,16 +108,16 @@ class WorkerSession:
             ReplicaMismatchError: the job's model is another one; names the first parameter that differs.
             ServerLostError, ServerRefusedError: see ``start``.
         """
-        presence = self._presence
+        membership = self._membership
         layout = sorted(layout, key=lambda spec: spec.key)
         state = self.state
         if state == "join":
-            state = entrance.join(presence)
+            state = join.join(membership)
         if state == "initialise":
-            entrance.initialise(presence, layout, initial)
-            presence.takes_part = True
+            join.initialise(membership, layout, initial)
+            membership.takes_part = True
             return "initialised"
-        entrance.compare(presence, layout, self.layout())
+        join.compare(membership, layout, self.layout())
         return state
 
     def rejoin(self) -> str:
@@ -129,16 +129,16 @@ class WorkerSession:
         Raises:
             ServerLostError, ServerRefusedError: see ``start``.
         """
-        presence = self._presence
+        membership = self._membership
         state = "join"
-        if presence.fenced is None:
-            presence.pause()
-            state = entrance.greet(presence).state
+        if membership.fenced is None:
+            membership.pause()
+            state = join.greet(membership).state
         if state == "join":
-            state = entrance.join(presence)
-        presence.fenced = None
+            state = join.join(membership)
+        membership.fenced = None
         self.layout()
-        presence.takes_part = state != "joined"
+        membership.takes_part = state != "joined"
         return state
 
     def layout(self) -> list[ChunkSpec]:
@@ -147,7 +147,7 @@ class WorkerSession:
         Raises:
             ServerRefusedError: the job has no values yet ("not_ready").
         """
-        return entrance.fetch_layout(self._presence)
+        return join.fetch_layout(self._membership)
 
     def close(self) -> None:
         """Leave, and end the thread; whatever still waits fails.
@@ -162,7 +162,7 @@ class WorkerSession:
     @property
     def rank(self) -> int:
         """Rank of this worker; 0xFFFFFFFF for readers."""
-        return self._presence.identity.worker
+        return self._membership.identity.worker
 
     @property
     def job(self) -> str:
@@ -172,26 +172,26 @@ class WorkerSession:
     @property
     def members(self) -> tuple[int, ...]:
         """Ranks of the live workers, as of the last heartbeat."""
-        return self._presence.members
+        return self._membership.members
 
     @property
     def lease_s(self) -> float:
         """Silence after which the servers evict a worker."""
-        return self._presence.lease_s
+        return self._membership.lease_s
 
     @property
     def shard_count(self) -> int:
         """Shards of all servers together."""
-        return len(self._presence.links)
+        return len(self._membership.links)
 
     @property
     def fenced(self) -> FencedError | None:
         """Why exchanges need a ``rejoin`` first; None where they go on."""
-        return self._presence.fenced
+        return self._membership.fenced
 
     def version(self, key: int) -> int:
         """The version of the chunk's values that came last, by push or pull; 0 before."""
-        self._presence.chunks.spec(key)
+        self._membership.chunks.spec(key)
         return self._link(key).versions.get(key, 0)
 
     def sequence(self, key: int) -> int:
@@ -201,16 +201,16 @@ class WorkerSession:
     def set_sequence(self, key: int, sequence: int) -> None:
         """The next push of this chunk is exchange ``sequence`` + 1; its values are here."""
         self._sequences[key] = sequence
-        self._presence.takes_part = True
+        self._membership.takes_part = True
 
     # ---- exchanges ---------------------------------------------------------------------------------------------
 
     def configure(self, key: int, body: Mapping[str, Any]) -> Request:
         """Attach the server-side optimizer to a chunk; ``body`` as in CONFIGURE: optimizer, groups, runs."""
-        spec = self._presence.chunks.spec(key)
-        self._presence.configured[key] = dict(body)
+        spec = self._membership.chunks.spec(key)
+        self._membership.configured[key] = dict(body)
         message = Message(MessageType.CONFIGURE, key=key, body=dict(body))
-        return self._presence.ask(self._link(key), message, what=f"CONFIGURE of {spec.describe()}")
+        return self._membership.ask(self._link(key), message, what=f"CONFIGURE of {spec.describe()}")
 
     def begin_step(self, keys: Sequence[int], *, is_whole: bool) -> None:
         """The next pushes of these chunks belong together: a snapshot has all of them, or none.
@@ -221,7 +221,7 @@ class WorkerSession:
                 of a server together, else for each by itself.
         """
         self._step += 1
-        shard_of = self._presence.chunks.shard_of
+        shard_of = self._membership.chunks.shard_of
         parts = Counter(shard_of[key] for key in keys)
         self._step_marks = {key: [self._step, parts[shard_of[key]], is_whole] for key in keys}
 
@@ -252,15 +252,15 @@ class WorkerSession:
             ServerError: the session failed or is closed.
             ConfigurationError: a tensor does not fit the chunk.
         """
-        presence = self._presence
-        spec = presence.chunks.spec(key)
-        if presence.fenced is not None:
-            raise presence.fenced.with_traceback(None)
+        membership = self._membership
+        spec = membership.chunks.spec(key)
+        if membership.fenced is not None:
+            raise membership.fenced.with_traceback(None)
         check_destinations(destinations, spec)
         if payload is not None:
             check_tensor(payload, spec, "payload")
         link = self._link(key)
-        presence.takes_part = True
+        membership.takes_part = True
         self._sequences[key] = sequence = self._sequences.get(key, 0) + 1
         body: dict[str, Any] = {}
         if groups is not None:
@@ -277,12 +277,12 @@ class WorkerSession:
         push = Push(
             message,
             lambda: f"push {sequence} of {spec.describe()}",
-            presence.parking,
+            membership.parking,
             self.options.timeout_s,
             destinations,
             spec.dtype,
         )
-        presence.submit(link, push)
+        membership.submit(link, push)
         return push
 
     def keep_result(self, key: int, destinations: Sequence[torch.Tensor] | None = None) -> None:
@@ -294,8 +294,8 @@ class WorkerSession:
             key: the chunk.
             destinations: the next push's, to be checked; they count when that push is answered.
         """
-        check_destinations(destinations or (), self._presence.chunks.spec(key))
-        self._presence.kept.add(key)
+        check_destinations(destinations or (), self._membership.chunks.spec(key))
+        self._membership.kept.add(key)
 
     def pull(
         self, key: int, destinations: Sequence[torch.Tensor] = (), slot: str | None = None, blob: str | None = None
@@ -312,11 +312,11 @@ class WorkerSession:
         """
         message = Message(MessageType.PULL, key=key, body=_named(slot=slot, blob=blob))
         if blob is not None:
-            return self._presence.ask(self._presence.links[0], message, what=f"PULL of piece {key} of {blob!r}")
-        spec = self._presence.chunks.spec(key)
+            return self._membership.ask(self._membership.links[0], message, what=f"PULL of piece {key} of {blob!r}")
+        spec = self._membership.chunks.spec(key)
         check_destinations(destinations, spec)
         what = f"PULL of {_slot_of(slot)}{spec.describe()}"
-        return self._presence.ask(self._link(key), message, what=what, destinations=destinations, dtype=spec.dtype)
+        return self._membership.ask(self._link(key), message, what=what, destinations=destinations, dtype=spec.dtype)
 
     def pull_blob(self, name: str) -> list[torch.Tensor]:
         """All pieces of a blob, in order: 1-D uint8 tensors of their own memory.
@@ -354,12 +354,12 @@ class WorkerSession:
         fields = _named(slot=slot, steps=counts, blob=blob, pieces=pieces)
         message = Message(MessageType.STORE, key=key, version=version or 0, body=fields, payload=payload.detach())
         if blob is not None:
-            return self._presence.ask(self._presence.links[0], message, what=f"STORE of piece {key} of {blob!r}")
-        spec = self._presence.chunks.spec(key)
+            return self._membership.ask(self._membership.links[0], message, what=f"STORE of piece {key} of {blob!r}")
+        spec = self._membership.chunks.spec(key)
         check_tensor(payload, spec, "payload")
         if version is None:
             message.version = self.version(key)
-        return self._presence.ask(self._link(key), message, what=f"STORE of {_slot_of(slot)}{spec.describe()}")
+        return self._membership.ask(self._link(key), message, what=f"STORE of {_slot_of(slot)}{spec.describe()}")
 
     # ---- joiners -----------------------------------------------------------------------------------------------
 
@@ -384,32 +384,32 @@ class WorkerSession:
 
     def take_state_request(self) -> StateRequest | None:
         """A worker that waits for this worker's state (STORE it, then ``admit``), each once; None without one."""
-        return self._presence.take_state_request()
+        return self._membership.take_state_request()
 
     def decline(self, request: StateRequest) -> None:
         """The state could not be deposited; the joiner may ask again."""
-        self._presence.forget_state_request(request)
+        self._membership.forget_state_request(request)
 
     def admit(self, request: StateRequest) -> None:
         """The state is deposited: the joiner takes part from this worker's next exchange on; waits for all shards."""
-        links = self._presence.links
+        links = self._membership.links
         try:
             wait_all([self._admit(link, request) for link in links[1:]])
             self._admit(links[0], request).wait()
         finally:
-            self._presence.forget_state_request(request)  # the same worker may come back and ask again
+            self._membership.forget_state_request(request)  # the same worker may come back and ask again
 
     def _admit(self, link: Link, request: StateRequest) -> Request:
         body = {"rank": request.rank, "incarnation": request.incarnation}
         message = Message(MessageType.ADMIT, body=body)
-        return self._presence.ask(link, message, what=f"ADMIT of worker {request.rank}")
+        return self._membership.ask(link, message, what=f"ADMIT of worker {request.rank}")
 
     # ---- for people --------------------------------------------------------------------------------------------
 
     @property
     def telemetry(self) -> Telemetry:
         """What this worker's heartbeats say of it; strategies fill it."""
-        return self._presence.telemetry
+        return self._membership.telemetry
 
     def echo(self, size_bytes: int, shard: int = 0) -> float:
         """Seconds that ``size_bytes`` random bytes take to a shard and back; for measuring the way there.
@@ -419,7 +419,7 @@ class WorkerSession:
             ServerLostError: nothing came back in time.
             ProtocolError: something else came back.
         """
-        links = self._presence.links
+        links = self._membership.links
         if not 0 <= shard < len(links):
             raise ConfigurationError(f"there is no shard {shard} (expected 0 to {len(links) - 1})")
         link = links[shard]
@@ -428,7 +428,7 @@ class WorkerSession:
             raise ConfigurationError(f"size_bytes is out of bounds (expected 1 to {most_bytes}, got {size_bytes})")
         payload = torch.frombuffer(bytearray(os.urandom(size_bytes)), dtype=torch.uint8)
         what = f"ECHO of {size_bytes} bytes"
-        request = self._presence.ask(link, Message(MessageType.ECHO, payload=payload), what=what)
+        request = self._membership.ask(link, Message(MessageType.ECHO, payload=payload), what=what)
         answer = request.wait()
         if answer.values is None or not torch.equal(answer.values, payload):
             raise ProtocolError(f"{link.address} sent other bytes back than it got ({what})")
@@ -436,9 +436,9 @@ class WorkerSession:
 
     def status(self) -> list[dict[str, Any]]:
         """What every shard says of itself."""
-        requests = [self._presence.ask(link, Message(MessageType.STATUS)) for link in self._presence.links]
+        requests = [self._membership.ask(link, Message(MessageType.STATUS)) for link in self._membership.links]
         reports = []
-        for request, link in zip(requests, self._presence.links, strict=True):
+        for request, link in zip(requests, self._membership.links, strict=True):
             report = json.loads(bytes(request.reply().payload))
             reports.append({"address": link.address, **report})
         return reports
@@ -449,39 +449,41 @@ class WorkerSession:
         Raises:
             ServerRefusedError: a server could not ("snapshot_failed").
         """
-        presence = self._presence
-        requests = [presence.ask(link, Message(MessageType.SNAPSHOT)) for link in presence.greeting.first_links()]
+        membership = self._membership
+        requests = [membership.ask(link, Message(MessageType.SNAPSHOT)) for link in membership.handshake.first_links()]
         return [int(request.wait().body.get("generation", 0)) for request in requests]
 
     def _link(self, key: int) -> Link:
-        return self._presence.links[self._presence.chunks.shard_of[key]]
+        return self._membership.links[self._membership.chunks.shard_of[key]]
 
 
-def _say_goodbye(presence: Presence, process_id: int) -> None:
+def _say_goodbye(membership: OwnMembership, process_id: int) -> None:
     """Leave: BYE where there is somebody to hear it, then end the I/O thread."""
     if os.getpid() != process_id:
-        presence.closing.set()
+        membership.closing.set()
         return
     try:
-        if not presence.connection.is_own_thread:  # where a forgotten session is collected is anybody's guess
-            entrance.await_leave(presence)
+        if not membership.connection.is_own_thread:  # where a forgotten session is collected is anybody's guess
+            join.await_leave(membership)
     finally:
-        _end(presence)
+        _end(membership)
 
 
-def _end(presence: Presence) -> None:
-    presence.closing.set()
+def _end(membership: OwnMembership) -> None:
+    membership.closing.set()
     goodbyes: list[Operation] = []
     try:
-        for link in presence.links:
-            if link.last_heard_s is not None and not link.is_paused and presence.fatal is None:
-                goodbyes.append(presence.ask(link, Message(MessageType.BYE), timeout_s=GOODBYE_S, handles_refusal=True))
-        if not presence.connection.is_own_thread:
+        for link in membership.links:
+            if link.last_heard_s is not None and not link.is_paused and membership.fatal is None:
+                goodbyes.append(
+                    membership.ask(link, Message(MessageType.BYE), timeout_s=GOODBYE_S, handles_refusal=True)
+                )
+        if not membership.connection.is_own_thread:
             wait_all(goodbyes)
     except PSEngineError as error:
         logger.debug("no answer to BYE: %s", error)
     finally:
-        presence.connection.close()
+        membership.connection.close()
 
 
 def _named(**fields: Any) -> dict[str, Any]:

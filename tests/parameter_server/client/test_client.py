@@ -208,7 +208,7 @@ def test_credit_of_less_than_a_chunk_still_moves(server, job):
     specs = layout(NUMEL, 512)
     with worker(server.addresses, job) as session:
         session.enter(specs, zeros)
-        session._presence.links[0].credit_bytes = 1
+        session._membership.links[0].credit_bytes = 1
         outs = [torch.zeros(spec.numel) for spec in specs]
         wait_all([session.push(s.key, torch.ones(s.numel), [out]) for s, out in zip(specs, outs, strict=True)])
         assert all(bool((out == 1).all()) for out in outs)
@@ -393,8 +393,8 @@ def test_an_applying_server_goes_on_from_its_snapshot(tmp_path):
 
 def silence(session):
     """No more heartbeats: the lease runs out."""
-    session._presence.heartbeat_s = 1e9
-    session._presence._next_heartbeat_s = float("inf")
+    session._membership.heartbeat_s = 1e9
+    session._membership._next_heartbeat_s = float("inf")
 
 
 def test_a_fenced_applying_worker_goes_on_by_itself(server, job):

@@ -274,7 +274,7 @@ def test_a_state_request_is_taken_once_and_again_only_if_it_was_not_admitted():
 def test_one_push_per_chunk_is_out_and_credit_bounds_the_rest():
     most, open_now = [0], set()
     with connected() as (peer, session):
-        session._presence.links[0].credit_bytes = 1
+        session._membership.links[0].credit_bytes = 1
 
         def count(peer, route, message):
             open_now.add(message.key)
@@ -294,7 +294,7 @@ def test_a_crash_of_the_thread_fails_every_waiter(monkeypatch, caplog):
     with connected() as (peer, session):
         peer.script[T.PUSH] = lambda *_: None
         waiting = push(session)[0]
-        monkeypatch.setattr(session._presence, "tick", lambda now_s: 1 / 0)
+        monkeypatch.setattr(session._membership, "tick", lambda now_s: 1 / 0)
         with pytest.raises(ServerError, match=r"I/O thread failed: ZeroDivisionError") as caught:
             waiting.wait()
         assert isinstance(caught.value.__cause__, ZeroDivisionError)
@@ -306,7 +306,7 @@ def test_a_crash_of_the_thread_fails_every_waiter(monkeypatch, caplog):
 def test_large_payloads_are_not_copied_and_arrive_whole():
     specs = cut(ChunkKind.PARAMETER, [("w", (1 << 20,), (1,), 1 << 20)], torch.float32, 0, 1 << 20)
     with connected(checksum=True) as (_, session):
-        session._presence.chunks.place(specs, [0] * len(specs))
+        session._membership.chunks.place(specs, [0] * len(specs))
         values = torch.randn(1 << 20)
         out = torch.zeros(1 << 20)
         pushes = []

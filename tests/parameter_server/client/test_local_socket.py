@@ -30,7 +30,7 @@ def entered(address: str, **options: object) -> WorkerSession:
 
 
 def ways(session: WorkerSession) -> set[str]:
-    return {monitor.way for monitor in session._presence.connection._monitors}
+    return {monitor.way for monitor in session._membership.connection._monitors}
 
 
 def test_a_client_on_loopback_goes_through_the_socket_and_survives_a_restart():

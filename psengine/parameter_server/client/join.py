@@ -17,10 +17,10 @@ import torch
 
 from psengine.errors import PSEngineError, ReplicaMismatchError, ServerRefusedError
 from psengine.parameter_server.client.chunk_map import check_tensor
-from psengine.parameter_server.client.greeting import Welcome
+from psengine.parameter_server.client.handshake import Welcome
 from psengine.parameter_server.client.operation import Request, wait_all
+from psengine.parameter_server.client.own_membership import OwnMembership
 from psengine.parameter_server.client.partition import assign
-from psengine.parameter_server.client.presence import Presence
 from psengine.protocol.layout import ChunkSpec, first_difference, layout_fingerprint
 from psengine.protocol.messages import RECOVERY_VERSION, ErrorCode, Message, MessageType
 
@@ -35,32 +35,32 @@ LEAVE_POLL_S = 0.002
 EMBEDDED_LEAVE_S = 10.0
 
 
-def greet(presence: Presence) -> Welcome:
+def greet(membership: OwnMembership) -> Welcome:
     """Say HELLO to all servers, and let traffic flow.
 
     Raises:
         ServerRefusedError: some servers have the job's values and others lost theirs ("state_lost").
-        ServerLostError, AuthenticationError, ConfigurationError: see ``Greeting.greet``.
+        ServerLostError, AuthenticationError, ConfigurationError: see ``Handshake.greet``.
     """
-    welcome = presence.greet()
-    if welcome.lost and welcome.state in ("ready", "join") and presence.options.role == "worker":
+    welcome = membership.greet()
+    if welcome.lost and welcome.state in ("ready", "join") and membership.options.role == "worker":
         raise ServerRefusedError(
-            f"{presence.links[welcome.lost[0]].address} has lost its part of job {presence.options.job!r}, and other"
-            " servers have theirs. Start all of the job's servers with --snapshot-dir, or all of them and the workers"
-            " anew.",
+            f"{membership.links[welcome.lost[0]].address} has lost its part of job {membership.options.job!r}, and"
+            " other servers have theirs. Start all of the job's servers with --snapshot-dir, or all of them and the"
+            " workers anew.",
             ErrorCode.STATE_LOST,
         )
-    presence.resume()
+    membership.resume()
     return welcome
 
 
-def warn_of_old_servers(presence: Presence) -> None:
+def warn_of_old_servers(membership: OwnMembership) -> None:
     """Say in the log what servers of another version do not do for this job."""
-    old = [link.address for link in presence.links if link.server_version < RECOVERY_VERSION]
-    if not old or presence.options.role != "worker":
+    old = [link.address for link in membership.links if link.server_version < RECOVERY_VERSION]
+    if not old or membership.options.role != "worker":
         return
     lacks = "updates that it loses by going back to a snapshot are not counted, and snapshots may have parts of a step"
-    if presence.options.averages:
+    if membership.options.averages:
         lacks = "workers leave without waiting until all have the averages of the last step"
     logger.warning(
         "%s speaks an older protocol version than %d: %s. Update psengine where the servers run.",
@@ -70,69 +70,71 @@ def warn_of_old_servers(presence: Presence) -> None:
     )
 
 
-def initialise(presence: Presence, layout: Sequence[ChunkSpec], initial: Callable[[ChunkSpec], torch.Tensor]) -> None:
+def initialise(
+    membership: OwnMembership, layout: Sequence[ChunkSpec], initial: Callable[[ChunkSpec], torch.Tensor]
+) -> None:
     """Give the job its values."""
-    presence.chunks.place(layout, assign(layout, len(presence.links)))
+    membership.chunks.place(layout, assign(layout, len(membership.links)))
     under_way: deque[Request] = deque()
     for spec in layout:
         values = initial(spec)
         check_tensor(values, spec, "initial values")
-        link = presence.links[presence.chunks.shard_of[spec.key]]
-        under_way.append(presence.register(link, spec, values.detach()))
+        link = membership.links[membership.chunks.shard_of[spec.key]]
+        under_way.append(membership.register(link, spec, values.detach()))
         if len(under_way) >= REGISTERS_UNDER_WAY:
             under_way.popleft().wait()
     wait_all(under_way)
     # The lead last: it is the one that tells other workers that values are there.
-    wait_all([presence.seal(link) for link in presence.links[1:]])
-    presence.seal(presence.links[0]).wait()
+    wait_all([membership.seal(link) for link in membership.links[1:]])
+    membership.seal(membership.links[0]).wait()
 
 
-def fetch_layout(presence: Presence) -> list[ChunkSpec]:
-    """The job's chunks by key, from the servers, which know best where each is; remembered in ``presence.chunks``."""
+def fetch_layout(membership: OwnMembership) -> list[ChunkSpec]:
+    """The job's chunks by key, from the servers, which know best where each is; remembered in ``membership.chunks``."""
     found: list[tuple[ChunkSpec, int]] = []
-    for link in presence.links:
+    for link in membership.links:
         after, more = -1, True
         while more:
-            reply = presence.ask(link, Message(MessageType.LIST, body={"after": after})).reply()
+            reply = membership.ask(link, Message(MessageType.LIST, body={"after": after})).reply()
             page = [ChunkSpec.from_body(entry) for entry in reply.body["chunks"]]
             found.extend((spec, link.index) for spec in page)
             more = reply.body["more"] and bool(page)
             after = max([after, *(spec.key for spec in page)])
     found.sort(key=lambda place: place[0].key)
     specs = [spec for spec, _ in found]
-    presence.chunks.place(specs, [index for _, index in found])
+    membership.chunks.place(specs, [index for _, index in found])
     return specs
 
 
-def compare(presence: Presence, mine: Sequence[ChunkSpec], theirs: Sequence[ChunkSpec]) -> None:
+def compare(membership: OwnMembership, mine: Sequence[ChunkSpec], theirs: Sequence[ChunkSpec]) -> None:
     """Raise ReplicaMismatchError, naming the first parameter that differs, unless the models are the same."""
     if layout_fingerprint(mine) == layout_fingerprint(theirs):
         return
     raise ReplicaMismatchError(
-        f"job {presence.options.job!r} holds another model than this worker's: {first_difference(mine, theirs)}. Every"
-        " worker of a job needs the same model; another model needs another job (PSENGINE_JOB), or servers that were"
-        " started anew."
+        f"job {membership.options.job!r} holds another model than this worker's: {first_difference(mine, theirs)}."
+        " Every worker of a job needs the same model; another model needs another job (PSENGINE_JOB), or servers that"
+        " were started anew."
     )
 
 
-def join(presence: Presence) -> str:
+def join(membership: OwnMembership) -> str:
     """Wait until another worker has deposited its state, and every shard lets us take part.
 
     Returns:
         "joined", or "ready" or "initialise" where all others went away meanwhile.
     """
-    options = presence.options
+    options = membership.options
     deadline_s = time.monotonic() + options.timeout_s
     while True:
-        what = f"JOIN of worker {presence.identity.worker} to job {options.job!r}"
+        what = f"JOIN of worker {membership.identity.worker} to job {options.job!r}"
         timeout_s = deadline_s - time.monotonic()
         requests = [
-            presence.ask(link, Message(MessageType.JOIN), what=what, timeout_s=timeout_s, handles_refusal=True)
-            for link in presence.links
+            membership.ask(link, Message(MessageType.JOIN), what=what, timeout_s=timeout_s, handles_refusal=True)
+            for link in membership.links
         ]
         try:
             wait_all(requests)
-            for link in presence.links:
+            for link in membership.links:
                 link.ledger.forget()
             return "joined"
         except ServerRefusedError as error:
@@ -140,34 +142,34 @@ def join(presence: Presence) -> str:
             if not lost_meanwhile or time.monotonic() >= deadline_s:
                 raise
             logger.warning("joining job %r again: %s", options.job, error)
-        presence.pause()
-        state = greet(presence).state
+        membership.pause()
+        state = greet(membership).state
         if state != "join":
             return state
 
 
-def await_leave(presence: Presence) -> None:
+def await_leave(membership: OwnMembership) -> None:
     """Where servers average: wait until every live worker has the averages that this one has.
 
     Until then this worker may be the only one that has the average of its last step: a server that dies and comes back
     would let those who lack it average without this worker, to another result. Who is in the middle of a step, or has
     failed in one, has nothing to give, and is not held up.
     """
-    options, links = presence.options, presence.links
-    takes_part = presence.takes_part and presence.fenced is None and presence.fatal is None
-    if not options.averages or not takes_part or max(len(presence.members), presence.contributors) < 2:
+    options, links = membership.options, membership.links
+    takes_part = membership.takes_part and membership.fenced is None and membership.fatal is None
+    if not options.averages or not takes_part or max(len(membership.members), membership.contributors) < 2:
         return
-    if not all(link.is_level or not presence.chunks.at(link.index) for link in links):
+    if not all(link.is_level or not membership.chunks.at(link.index) for link in links):
         return
     if any(link.server_version < RECOVERY_VERSION for link in links):
         return
     timeout_s = min(options.timeout_s, EMBEDDED_LEAVE_S) if options.is_embedded else options.timeout_s
-    who = f"worker {presence.identity.worker} of job {options.job!r}"
+    who = f"worker {membership.identity.worker} of job {options.job!r}"
     try:
         asked = []
         for link in links:
-            presence.connection.do(link.tell_progress)
-            asked.append(presence.ask(link, Message(MessageType.LEAVE), timeout_s=timeout_s))
+            membership.connection.do(link.tell_progress)
+            asked.append(membership.ask(link, Message(MessageType.LEAVE), timeout_s=timeout_s))
         if not _end_within(asked, QUIET_LEAVE_S):
             logger.warning(
                 "%s waits to leave, for %g s at most, until every other worker has the averages of its last step",

@@ -24,7 +24,7 @@ from psengine.errors import AuthenticationError, FencedError, ProtocolError, PSE
 from psengine.parameter_server.client import progress
 from psengine.parameter_server.client.chunk_map import ChunkMap
 from psengine.parameter_server.client.connection import Connection
-from psengine.parameter_server.client.greeting import Greeting, Welcome
+from psengine.parameter_server.client.handshake import Handshake, Welcome
 from psengine.parameter_server.client.link import Identity, Link
 from psengine.parameter_server.client.operation import Operation, Parking, Push, Request, wait_all
 from psengine.parameter_server.client.options import SessionOptions
@@ -51,7 +51,7 @@ class StateRequest:
     incarnation: int
 
 
-class Presence:
+class OwnMembership:
     """See the module's text.
 
     Attributes:
@@ -96,7 +96,7 @@ class Presence:
         self.closing = threading.Event()
         self.telemetry = Telemetry()
         self._stalls = StallWatch(stall_after_s())
-        self.greeting = Greeting(self)
+        self.handshake = Handshake(self)
         self._ids = itertools.count(FIRST_REQUEST)
         self._next_heartbeat_s = 0.0
         self._state_requests: dict[int, StateRequest] = {}
@@ -187,13 +187,13 @@ class Presence:
         return self.ask(link, Message(MessageType.SEAL, body=body), is_urgent=is_urgent)
 
     def greet(self) -> Welcome:
-        """HELLO to all; everything else is held until ``resume``. Raises like ``Greeting.greet``."""
-        welcome = self.greeting.greet()
+        """HELLO to all; everything else is held until ``resume``. Raises like ``Handshake.greet``."""
+        welcome = self.handshake.greet()
         self.members = welcome.members
         return welcome
 
     def pause(self) -> None:
-        """Hold everything but greetings, until ``resume``."""
+        """Hold everything but handshakes, until ``resume``."""
         self.connection.do(self._pause)
 
     def _pause(self) -> None:
@@ -236,7 +236,7 @@ class Presence:
             self._slow_down()
             welcome = self.greet()
             if welcome.lost and self.options.role == "worker":
-                self.greeting.restore(welcome.lost)
+                self.handshake.restore(welcome.lost)
             self._configure_again()
             if self.options.role == "worker":
                 progress.tell(self)

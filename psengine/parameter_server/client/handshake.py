@@ -26,7 +26,7 @@ from psengine.protocol.messages import NOBODY, ErrorCode, Message, MessageType
 from psengine.version import __version__
 
 if TYPE_CHECKING:
-    from psengine.parameter_server.client.presence import Presence
+    from psengine.parameter_server.client.own_membership import OwnMembership
 
 logger = logging.getLogger(__name__)
 
@@ -55,23 +55,23 @@ class Welcome:
         return [index for index, state in enumerate(self.states) if state in ("initialise", "wait")]
 
 
-class Greeting:
+class Handshake:
     """How a client introduces itself; one object for its whole life.
 
     Args:
-        presence: whose; its identity and links are set.
+        membership: whose; its identity and links are set.
     """
 
-    def __init__(self, presence: Presence) -> None:
-        self._presence = presence
-        self._options = presence.options
+    def __init__(self, membership: OwnMembership) -> None:
+        self._membership = membership
+        self._options = membership.options
         self._nonce = random.SystemRandom().getrandbits(64)
         # Shards per server, in the order of addresses.
         self._server_sizes: list[int] = []
 
     def first_links(self) -> list[Link]:
         """Each server's first shard."""
-        links, sizes = self._presence.links, self._server_sizes
+        links, sizes = self._membership.links, self._server_sizes
         return [links[sum(sizes[:server])] for server in range(len(sizes))]
 
     def greet(self) -> Welcome:
@@ -83,18 +83,18 @@ class Greeting:
             AuthenticationError: the CURVE handshake failed.
             ConfigurationError: two addresses name the same server.
         """
-        presence, identity = self._presence, self._presence.identity
+        membership, identity = self._membership, self._membership.identity
         deadline_s = time.monotonic() + self._options.timeout_s
-        if not presence.links:
-            presence.open(self._options.addresses[0])
-        lead = self._hello(presence.links[0], deadline_s)
+        if not membership.links:
+            membership.open(self._options.addresses[0])
+        lead = self._hello(membership.links[0], deadline_s)
         identity.worker, identity.incarnation = lead.worker, lead.incarnation
         if not self._server_sizes:
             self._open_others(lead, deadline_s)
         firsts = [link.index for link in self.first_links()]
         states = [lead.body["state"]]
         self._check_shards(lead, 0)
-        for link in presence.links[1:]:
+        for link in membership.links[1:]:
             answer = self._hello(link, deadline_s)
             states.append(answer.body["state"])
             if link.index in firsts:
@@ -103,13 +103,13 @@ class Greeting:
 
     def _open_others(self, lead: Message, deadline_s: float) -> None:
         """Connect to all shards of all servers: each server's first shard knows the others."""
-        presence = self._presence
-        epochs = {lead.epoch: presence.links[0].address}
-        for address in shard_addresses(presence.links[0].address, lead.body["shards"]):
-            presence.open(address)
-        sizes = [len(presence.links)]
+        membership = self._membership
+        epochs = {lead.epoch: membership.links[0].address}
+        for address in shard_addresses(membership.links[0].address, lead.body["shards"]):
+            membership.open(address)
+        sizes = [len(membership.links)]
         for address in self._options.addresses[1:]:
-            answer = self._hello(presence.open(address), deadline_s)
+            answer = self._hello(membership.open(address), deadline_s)
             if answer.epoch in epochs:
                 raise ConfigurationError(
                     f"server addresses must name different servers (got {epochs[answer.epoch]} and {address} of the"
@@ -117,8 +117,8 @@ class Greeting:
                 )
             epochs[answer.epoch] = address
             for other in shard_addresses(address, answer.body["shards"]):
-                presence.open(other)
-            sizes.append(len(presence.links) - sum(sizes))
+                membership.open(other)
+            sizes.append(len(membership.links) - sum(sizes))
         self._server_sizes = sizes
 
     def _check_shards(self, welcome: Message, server: int) -> None:
@@ -132,17 +132,17 @@ class Greeting:
 
     def _hello(self, link: Link, deadline_s: float) -> Message:
         """One shard's WELCOME; where its values are not there yet, and may come, after waiting for them."""
-        presence, options = self._presence, self._options
+        membership, options = self._membership, self._options
         connect_deadline_s = time.monotonic() + options.connect_timeout_s
         while True:
             last_s = deadline_s if link.last_heard_s is not None else min(deadline_s, connect_deadline_s)
             timeout_s = last_s - time.monotonic()
             message = Message(
                 MessageType.HELLO,
-                job=presence.identity.job,
-                worker=presence.identity.worker,
+                job=membership.identity.job,
+                worker=membership.identity.worker,
                 # The lead gives incarnations, the others hear which it was.
-                incarnation=0 if link.index == 0 else presence.identity.incarnation,
+                incarnation=0 if link.index == 0 else membership.identity.incarnation,
                 body=self._hello_body(),
             )
             answer = self._answer(link, message, timeout_s)
@@ -155,7 +155,7 @@ class Greeting:
                     f"job {options.job!r} has no values at {link.address} after {options.timeout_s:g} s: worker 0"
                     " registers the model, and has not yet. Is it running, and does it use the same job and servers?"
                 )
-            if presence.closing.wait(WAIT_S):
+            if membership.closing.wait(WAIT_S):
                 raise ServerLostError(f"the session was closed while it waited for the values of job {options.job!r}")
 
     def _answer(self, link: Link, message: Message, timeout_s: float) -> Message | None:
@@ -165,7 +165,7 @@ class Greeting:
         # A reader's question is about the server, whatever its jobs.
         what = "HELLO" if options.role == "reader" else f"HELLO to job {options.job!r}"
         try:
-            return self._presence.ask(link, message, what=what, timeout_s=wait_s, is_urgent=True).reply()
+            return self._membership.ask(link, message, what=what, timeout_s=wait_s, is_urgent=True).reply()
         except ServerLostError as error:
             if options.is_embedded and not is_listening(link.address):
                 raise ServerLostError(
@@ -180,10 +180,10 @@ class Greeting:
         """Whether a "wait" is worth waiting through: weights that a server had and lost do not come back by it."""
         if self._options.role == "reader":
             return False  # it may want to know no more than that
-        return self._options.averages or not self._presence.is_welcome
+        return self._options.averages or not self._membership.is_welcome
 
     def _hello_body(self) -> dict[str, Any]:
-        options, presence = self._options, self._presence
+        options, membership = self._options, self._membership
         body: dict[str, Any] = {
             "job": options.job,
             "role": options.role,
@@ -196,16 +196,16 @@ class Greeting:
         }
         if options.role == "reader":
             return body
-        rank = options.rank if presence.identity.worker == NOBODY else presence.identity.worker
+        rank = options.rank if membership.identity.worker == NOBODY else membership.identity.worker
         if rank is not None:
             body["rank"] = rank
         # A restarted server waits for these. Who is still to be given the others' state has nothing to go on from.
-        members = {*presence.members} - {presence.identity.worker}
-        if presence.takes_part:
-            members.add(presence.identity.worker)
-            if options.averages and not presence.has_roll:
+        members = {*membership.members} - {membership.identity.worker}
+        if membership.takes_part:
+            members.add(membership.identity.worker)
+            if options.averages and not membership.has_roll:
                 members.update(range(options.world_size))  # without whom there is no first average
-        if presence.is_welcome and members:
+        if membership.is_welcome and members:
             body["members"] = sorted(members)
         return body
 
@@ -215,9 +215,9 @@ class Greeting:
         Raises:
             ServerRefusedError: they held the job's weights ("state_lost").
         """
-        presence = self._presence
+        membership = self._membership
         if not self._options.averages:
-            where = ", ".join(presence.links[index].address for index in lost)
+            where = ", ".join(membership.links[index].address for index in lost)
             raise ServerRefusedError(
                 f"{where} restarted without a snapshot of job {self._options.job!r}, so the weights and optimizer state"
                 " it held are lost. Start the servers with --snapshot-dir, and the workers again from a checkpoint.",
@@ -225,11 +225,11 @@ class Greeting:
             )
         logger.warning("registering %d shards of job %r again", len(lost), self._options.job)
         for index in sorted(lost, reverse=True):  # the lead last: others wait for it
-            link = presence.links[index]
-            for spec in presence.chunks.at(index):
+            link = membership.links[index]
+            for spec in membership.chunks.at(index):
                 # Weights live in the workers; a joiner gets them from one of those.
-                presence.register(link, spec, torch.zeros(spec.numel, dtype=spec.dtype), is_urgent=True).wait()
-            presence.seal(link, is_urgent=True).wait()
+                membership.register(link, spec, torch.zeros(spec.numel, dtype=spec.dtype), is_urgent=True).wait()
+            membership.seal(link, is_urgent=True).wait()
 
 
 def is_listening(address: str) -> bool:
