@@ -5,7 +5,7 @@ The life of one backward pass; every rank reduces the same buckets in the same o
     forward      prepare_for_forward  rebuild_buckets (once)  prepare_for_backward ── which parameters are unused?
     backward     hook(p9) hook(p8) │ bucket 0 full ─► strategy.reduce(0)
                  hook(p7) ...      │ bucket 1 full ─► strategy.reduce(1)          exchange overlaps with backward
-    end          _finalize: reduction 0.wait() ─ unpack ─ reduction 1.wait() ─ unpack ─ strategy.finish()
+    end          strategy.finish() ─ reduction 0.wait() ─ unpack ─ reduction 1.wait() ─ unpack
 
 The rules (when buckets are rebuilt, what counts as unused, which error says what) are native DDP's:
 torch/csrc/distributed/c10d/reducer.cpp. Methods with a leading underscore that others call carry the names that
@@ -452,27 +452,33 @@ class Reducer:
         self.buckets_reduced = 0
         if self._finite_check is not None:
             self._check_finite(reductions)
+        remainder = self.strategy.finish()
         with torch.no_grad():
             for bucket, reduction in zip(self.buckets, reductions, strict=True):
                 if reduction is None:
                     self._create_missing_gradients(bucket)
-                    continue
-                self.buckets_reduced += 1
-                result = (
-                    self._spans.wait(reduction.wait, bucket, self.iteration) if recorder.is_on else reduction.wait()
-                )
-                if result is not None and not self._optimizer_in_backward:
-                    started_ns = now_ns() if recorder.is_on else 0
-                    self._unpack(bucket, result)
-                    if started_ns:
-                        recorder.add("unpack", started_ns, step=self.iteration, args=bucket.facts)
+                else:
+                    self.buckets_reduced += 1
+                    self._collect(bucket, reduction)
+            remainder.wait()
+            for bucket, reduction in zip(self.buckets, reductions, strict=True):
+                if reduction is not None and reduction.is_superseded:
+                    self._collect(bucket, reduction)
         for future in self._post_backward_futures:
             self.strategy.wait_for(future, "buffer communication hook")
         self._post_backward_futures = []
-        self.strategy.finish()
         self.usage.settle(forget=not self._static_graph.is_promised)
         self._live_ranks_work = None
         self.timer.end_communication()
+
+    def _collect(self, bucket: Bucket, reduction: Reduction) -> None:
+        """Wait for a bucket's result and write it to the gradients."""
+        result = self._spans.wait(reduction.wait, bucket, self.iteration) if recorder.is_on else reduction.wait()
+        if result is not None and not self._optimizer_in_backward:
+            started_ns = now_ns() if recorder.is_on else 0
+            self._layout.packings[bucket.index].unpack(result, self._unused_positions(bucket))
+            if started_ns:
+                recorder.add("unpack", started_ns, step=self.iteration, args=bucket.facts)
 
     def _check_finite(self, reductions: Sequence[Reduction | None]) -> None:
         """Before any average is written: raise on every rank alike where a gradient of one is not finite."""
@@ -508,9 +514,6 @@ class Reducer:
         self._expect_hooks = False
         takes_long_way = self._is_recording_usage() or self._may_forget_a_backward
         self._short_way[:] = self._no_short_way if takes_long_way else self._no_way
-
-    def _unpack(self, bucket: Bucket, result: torch.Tensor) -> None:
-        self._layout.packings[bucket.index].unpack(result, self._unused_positions(bucket))
 
     # ---- for join, communication hooks and frameworks ----------------------------------------------------------
 
@@ -552,8 +555,10 @@ class Reducer:
                 self.usage.shadow()
             if self._finite_check is not None:
                 self._finite_check.add_shadow(self.parameters[0].device)
+            remainder = self.strategy.finish()
             for reduction in reductions:
                 reduction.wait()
+            remainder.wait()
         self.usage.settle(forget=not self._static_graph.is_promised)
         if not is_first_of_static_graph:
             self._push_all_rebuilt_params()

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from psengine.collectives.base import Collective, Work
+from psengine.collectives.base import Collective, CompletedWork, Work
 from psengine.errors import ConfigurationError
 from psengine.tensors.bucket import Bucket
 from psengine.tensors.share import WHOLE, Share
@@ -57,6 +57,15 @@ class Reduction(ABC):
         Raises:
             CollectiveError: the exchange failed or passed its deadline; the message names who is missing.
         """
+
+    @property
+    def is_superseded(self) -> bool:
+        """Whether what ``wait`` returned is no longer the result, so that it is to be called again.
+
+        Asked when everything of a backward was waited for: a worker that lost its place in the job and joined again
+        takes part in a later step than the one it was in, with every bucket.
+        """
+        return False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,8 +175,12 @@ class Strategy(ABC):
         """Return every replica's ``tensor``, by rank, where ``gathers``; all call it at the same place."""
         return [tensor]
 
-    def finish(self) -> None:  # noqa: B027 - most strategies are done once their reductions are
-        """The end of backward, after every reduction: returns when gradients are what ``step`` may use."""
+    def finish(self) -> Work:
+        """Every bucket of this backward was handed over: begin to exchange what travels beside them.
+
+        The work is waited for after the reductions; then gradients are what ``step`` may use.
+        """
+        return CompletedWork()
 
     def bind_optimizer(self, optimizer: torch.optim.Optimizer) -> None:  # noqa: B027 - most leave it alone
         """``optimizer`` will step through this strategy.

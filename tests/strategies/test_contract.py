@@ -65,12 +65,14 @@ def synchronous_contract(rank: int, world_size: int, name: str, servers: str) ->
             reductions.append(strategy.reduce(bucket))
         usage = torch.tensor([1, 0, rank], dtype=torch.int32)
         usage_work = strategy.reduce_usage(usage)
+        remainder = strategy.finish()
         for bucket, reduction in zip(buckets, reductions, strict=True):
             result = reduction.wait()
             if result is not None:
                 bucket.unpack([p.grad for p in bucket.parameters], result)
         usage_work.wait()
-        strategy.finish()
+        remainder.wait()
+        assert not any(reduction.is_superseded for reduction in reductions)
         assert strategy.step(lambda: "stepped") == "stepped"
     received = [torch.full((2,), float(rank)), torch.full((1,), rank)]
     strategy.broadcast(received, source_rank=world_size - 1)

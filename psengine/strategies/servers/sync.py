@@ -14,8 +14,8 @@ from __future__ import annotations
 import gc
 import logging
 import weakref
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from typing_extensions import override
@@ -78,13 +78,14 @@ class SyncServer(ServerStrategy):
         self._loaded: set[int] = set()
         self._payloads: list[torch.Tensor] = []
         self._results: list[torch.Tensor] = []
-        # The step under way: its exchanges in order, as (key, what is sent, where the answer lands). A chunk may have
-        # several: the usage map is exchanged twice where buckets that nobody uses are skipped.
+        # The step under way: its exchanges in order, and the push of each. A chunk may have several: the usage map is
+        # exchanged twice where buckets that nobody uses are skipped.
         self._is_open = False
         self._sits_out = False
-        self._exchanges: list[tuple[int, torch.Tensor, torch.Tensor]] = []
+        self._exchanges: list[_ChunkExchange] = []
         self._pushes: list[Push] = []
-        self._buffer_landings: dict[int, torch.Tensor] | None = None
+        # How often this worker rejoined in the step under way.
+        self.rejoins = 0
         self._weight: float | None = None
         self._gradient_keys: set[int] = set()
 
@@ -146,7 +147,7 @@ class SyncServer(ServerStrategy):
         self._is_open = True
         self._sits_out = False
         self._forget_arrived_state()
-        self._exchanges, self._pushes, self._buffer_landings = [], [], None
+        self._exchanges, self._pushes, self.rejoins = [], [], 0
         try:
             self.session.serve_joiner(self._deposit_state)
         except FencedError:
@@ -158,26 +159,28 @@ class SyncServer(ServerStrategy):
         payload, result = self._payloads[bucket.index], self._results[bucket.index]
         if payload is not bucket.flat:
             payload.copy_(bucket.flat)
+        first = len(self._exchanges)
         for spec, start, end in self.chunks.of_bucket[bucket.index]:
             self._exchange(spec.key, payload[start:end], result[start:end])
-        return _Average(self, bucket, result)
+        return _Average(self, bucket, result, range(first, len(self._exchanges)))
 
     def _exchange(self, key: int, payload: torch.Tensor, landing: torch.Tensor) -> None:
         self._open_step()
         if self._copies_payloads:
             payload = payload.clone()
-        self._exchanges.append((key, payload, landing))
+        self._exchanges.append(_ChunkExchange(key, payload, landing))
         self.session.keep_result(key, [landing])
         try:
-            self._pushes.append(self._begin_exchange(key, payload, landing))
+            self._pushes.append(self._push(self._exchanges[-1]))
         except FencedError:
             self._rejoin()
 
-    def _begin_exchange(self, key: int, payload: torch.Tensor, landing: torch.Tensor) -> Push:
+    def _push(self, exchange: _ChunkExchange) -> Push:
+        key, landing = exchange.key, [exchange.landing]
         if self._sits_out:
-            return self.session.push(key, None, [landing])
+            return self.session.push(key, None, landing)
         weight = self._weight if key in self._gradient_keys else None
-        return self.session.push(key, None if weight == 0 else payload, [landing], weight=weight)
+        return self.session.push(key, None if weight == 0 else exchange.payload, landing, weight=weight)
 
     @override
     def reduce_usage(self, used: torch.Tensor) -> Work:
@@ -186,46 +189,45 @@ class SyncServer(ServerStrategy):
         self._exchange(self.chunks.usage, used.cpu().contiguous().clone(), landing)
         return _UsageSum(self, used, landing)
 
-    def await_exchanges(self) -> None:
-        """Wait for all exchanges of this step. A worker that was fenced rejoins, and sits the step out: what it
-        computed belongs to weights that the others have left behind.
+    def await_exchanges(self, indices: range | None = None) -> None:
+        """Wait for these exchanges of the step under way; None: for all of them.
 
-        All, not one bucket's: a worker that rejoins takes part in a later step than it was in, with every bucket.
+        A worker that was fenced rejoins, and sits the step out: what it computed belongs to weights that the others
+        have left behind. It takes part in a later step than it was in, with every bucket (``rejoins`` has grown).
         """
         from psengine.parameter_server.client.operation import wait_all
 
         try:
-            for _ in range(MAX_REJOINS):
+            while True:
+                pushes = self._pushes if indices is None else self._pushes[indices.start : indices.stop]
                 try:
                     with self.session.telemetry.blocked():
-                        wait_all(self._pushes)
-                    break
+                        wait_all(pushes)
+                    return
                 except FencedError:
+                    if self.rejoins == MAX_REJOINS:
+                        raise
                     self._rejoin()
-            else:
-                wait_all(self._pushes)
         except BaseException:
             # What was sent may still be on its way from memory that the next step packs anew.
             self._is_open, self._copies_payloads = False, True
             raise
-        self._pushes = []  # the next bucket's wait need not look at them again; a rejoin goes by _exchanges
-
-    def finish_exchanges(self) -> None:
-        """The end of backward: buffers travel too, and everything is waited for."""
-        if self._buffer_landings is None:
-            self.chunks.follow_buffers()
-            specs = [self.chunks.specs[key] for key in self.chunks.buffers]
-            self._buffer_landings = {spec.key: torch.empty(spec.numel, dtype=spec.dtype) for spec in specs}
-            for spec in specs:
-                self._exchange(spec.key, self.chunks.values(spec), self._buffer_landings[spec.key])
-        self.await_exchanges()
 
     @override
-    def finish(self) -> None:
+    def finish(self) -> Work:
         """Buffers become those of the lowest rank, as native DDP's broadcast makes them."""
-        self.finish_exchanges()
-        for key, landing in (self._buffer_landings or {}).items():
-            self.chunks.assign(self.chunks.specs[key], landing)
+        self.chunks.follow_buffers()
+        landings = {}
+        for key in self.chunks.buffers:
+            spec = self.chunks.specs[key]
+            landings[key] = torch.empty(spec.numel, dtype=spec.dtype)
+            self._exchange(key, self.chunks.values(spec), landings[key])
+        return _Remainder(self, landings)
+
+    def end_step(self, buffers: Mapping[int, torch.Tensor]) -> None:
+        """Every exchange of the step was waited for; ``buffers`` are the values of those chunks from now on."""
+        for key, values in buffers.items():
+            self.chunks.assign(self.chunks.specs[key], values)
         self._is_open = False
         self.completed_steps += 1
         self.session.telemetry.step_ended()
@@ -281,13 +283,14 @@ class SyncServer(ServerStrategy):
         Where nobody else is left, this worker's state is the job's, and its step goes on.
         """
         logger.warning("worker %d was away for longer than its lease; rejoining", self.session.rank)
+        self.rejoins += 1
         if self.session.rejoin() == "joined":
             self._sits_out = True
             with torch.no_grad():
                 self.pull_values(self.chunks.specs)
             self._continue()
             self._take_state()
-        self._pushes = [self._begin_exchange(*exchange) for exchange in self._exchanges]
+        self._pushes = [self._push(exchange) for exchange in self._exchanges]
 
     def _take_state(self) -> None:
         from psengine.strategies.servers.worker_state import unpack
@@ -341,24 +344,56 @@ class SyncServer(ServerStrategy):
         self._arrived = None
 
 
-class _Average(Reduction):
-    """A bucket whose chunks are being averaged."""
+class _ChunkExchange(NamedTuple):
+    """One chunk's part in a step: what is sent, and where the answer lands."""
 
-    def __init__(self, strategy: SyncServer, bucket: Bucket, result: torch.Tensor) -> None:
+    key: int
+    payload: torch.Tensor
+    landing: torch.Tensor
+
+
+class _Average(Reduction):
+    """A bucket whose chunks are being averaged; ``indices`` are those of its exchanges in the step."""
+
+    def __init__(self, strategy: SyncServer, bucket: Bucket, result: torch.Tensor, indices: range) -> None:
         self._strategy = strategy
         self._bucket = bucket
         self._result = result
+        self._indices = indices
+        self._rejoins = 0
 
+    @property
+    @override
+    def is_superseded(self) -> bool:
+        return self._strategy.rejoins > self._rejoins
+
+    @override
     def wait(self) -> torch.Tensor:
-        self._strategy.finish_exchanges()
+        self._strategy.await_exchanges(self._indices)
+        self._rejoins = self._strategy.rejoins
         if self._result.device == self._bucket.device:
             return self._result
         self._bucket.flat.copy_(self._result)
         return self._bucket.flat
 
 
+class _Remainder(Work):
+    """The end of a step: everything is there, buffers too."""
+
+    def __init__(self, strategy: SyncServer, landings: Mapping[int, torch.Tensor]) -> None:
+        self._strategy = strategy
+        self._landings = landings
+
+    @override
+    def wait(self) -> None:
+        self._strategy.await_exchanges()
+        self._strategy.end_step(self._landings)
+
+
 class _UsageSum(Work):
-    """The map of used parameters on its way."""
+    """The map of used parameters on its way. Its wait is for the whole step: after it no bucket is exchanged anew, so
+    that the map and the averages are those of one step.
+    """
 
     def __init__(self, strategy: SyncServer, used: torch.Tensor, landing: torch.Tensor) -> None:
         self._strategy = strategy

@@ -1,0 +1,119 @@
+"""Under sync-server each bucket is waited for by itself, also where a worker loses its place in the job between two."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from support.processes import run_ranks
+from support.server_process import running_server
+
+from psengine.collectives.c10d import C10dCollective
+from psengine.strategies.base import Replica
+from psengine.strategies.servers.sync import SyncServer
+from psengine.tensors.bucket import Bucket
+
+LEASE_S = 2.0
+
+
+def enter(address: str) -> tuple[SyncServer, list[torch.nn.Parameter], list[Bucket]]:
+    """A strategy in service, for two parameters in a bucket each."""
+    strategy = SyncServer(servers=address, timeout_s=30.0)
+    parameters = {"first": torch.nn.Parameter(torch.zeros(3)), "second": torch.nn.Parameter(torch.zeros(5))}
+    replica = Replica(
+        parameters=parameters,
+        buffers=dict,
+        state={name: p.detach() for name, p in parameters.items()},
+        collective=C10dCollective(),
+        device=torch.device("cpu"),
+    )
+    strategy.prepare(replica, synchronize=True)
+    names, tensors = list(parameters), list(parameters.values())
+    buckets = [Bucket(i, (i,), tensors, names, sparse=False, allocate=strategy.allocate) for i in range(2)]
+    strategy.lay_out(buckets)
+    return strategy, tensors, buckets
+
+
+def begin(strategy: SyncServer, bucket: Bucket, value: float) -> Any:
+    bucket.pack([torch.full_like(p, value) for p in bucket.parameters])
+    return strategy.reduce(bucket)
+
+
+def one_after_the_other(rank: int, world_size: int, address: str) -> list[float]:
+    strategy, _, buckets = enter(address)
+    strategy.begin(world_size)
+    reductions = [begin(strategy, buckets[0], rank)]
+    if rank == 0:
+        reductions.append(begin(strategy, buckets[1], 10.0))
+        first = reductions[0].wait()[0].item()
+        dist.barrier()
+    else:
+        first = reductions[0].wait()[0].item()
+        dist.barrier()  # rank 0 has its first average, and this rank's second gradient has yet to be computed
+        reductions.append(begin(strategy, buckets[1], 20.0))
+    remainder = strategy.finish()
+    second = reductions[1].wait()[0].item()
+    remainder.wait()
+    strategy.close()
+    return [first, second]
+
+
+def test_a_bucket_is_there_before_another_has_left():
+    with running_server() as server:
+        assert run_ranks(one_after_the_other, 2, server.addresses[0]) == [[0.5, 15.0]] * 2
+
+
+def stopped_between_two_buckets(rank: int, world_size: int, address: str) -> list[Any]:
+    strategy, _, buckets = enter(address)
+    store = dist.distributed_c10d._get_default_store()
+    pid = torch.tensor(os.getpid())
+    dist.broadcast(pid, 1)
+    strategy.begin(world_size)
+    first = begin(strategy, buckets[0], rank)
+    assert first.wait()[0].item() == 0.5
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+        second = begin(strategy, buckets[1], 20.0)
+        remainder = strategy.finish()
+        results = [float(second.wait()[0])]
+        remainder.wait()
+        assert first.is_superseded, "the average that was waited for before is that of an earlier step"
+        assert not second.is_superseded
+        results = [float(first.wait()[0]), *results]
+        assert not first.is_superseded
+        steps = strategy.completed_steps
+        store.set("rank 1 is done", "")
+        strategy.close()
+        return [results, steps]
+    deadline = time.monotonic() + 30.0
+    while strategy.members != (0,):
+        assert time.monotonic() < deadline, "rank 1 was never evicted"
+        time.sleep(0.05)
+    second = begin(strategy, buckets[1], 10.0)
+    remainder = strategy.finish()
+    assert second.wait()[0].item() == 10.0
+    remainder.wait()
+    os.kill(int(pid), signal.SIGCONT)
+    while not store.check(["rank 1 is done"]):
+        assert time.monotonic() < deadline, "rank 1 never came back"
+        strategy.begin(world_size)
+        reductions = [begin(strategy, bucket, 100.0 + strategy.completed_steps) for bucket in buckets]
+        remainder = strategy.finish()
+        results = [float(reduction.wait()[0]) for reduction in reductions]
+        remainder.wait()
+        time.sleep(0.05)
+    steps = strategy.completed_steps
+    strategy.close()
+    return [results, steps]
+
+
+def test_a_worker_that_rejoins_between_two_buckets_waits_for_both_again():
+    with running_server(lease_s=LEASE_S) as server:
+        ahead, behind = run_ranks(stopped_between_two_buckets, 2, server.addresses[0])
+    results, steps = behind
+    assert results == [100.0 + steps - 1] * 2, "both buckets are those of the step that it took part in"
+    assert steps <= ahead[1]
