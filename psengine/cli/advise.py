@@ -20,7 +20,7 @@ from psengine.cli.advising.server_exchange import server_exchange_s
 from psengine.cli.advising.step_times import StepTimes, step_times
 from psengine.cli.failure_report import show_outcome, speaker
 from psengine.cli.launching.plan import Plan, make_plan
-from psengine.cli.run import PARTS, ScriptCommand
+from psengine.cli.run_arguments import PARTS, ScriptCommand
 from psengine.errors import ConfigurationError, PSEngineError
 
 DEFAULT_WORKERS = 2

@@ -6,8 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from rich.console import Console, Group
-from rich.panel import Panel
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -43,14 +42,10 @@ def show_failure(console: Console, first: RankEnd, ends: Sequence[RankEnd], comm
     when = "" if first.failed_s is None else f", at {time.strftime('%H:%M:%S', time.localtime(first.failed_s))}"
     again = f", after {first.restarts} restarts" if first.restarts else ""
     headline = f"{first.name} failed first{when}{again}: {describe_exit(first.exit_code)}"
-    lines = [Text(line) for line in first.traceback] or [Text("(it wrote nothing to stderr)", style="dim")]
-    others = [Text(line, style="dim") for line in _others(first, ends)]
-    if console.is_terminal:
-        body = Group(Text(headline, style="bold"), Text(), *lines, *([Text(), *others] if others else []))
-        print_if_read(console, Panel(body, title=command, border_style="red"))
-        return
-    for text in (Text(f"{command}: {headline}"), *(Text("  ") + line for line in lines), *others):
-        print_if_read(console, text, soft_wrap=True)
+    lines = first.traceback or ("(it wrote nothing to stderr)",)
+    print_if_read(console, Text(f"{command}: {headline}", style="bold red"), soft_wrap=True)
+    for line in (*(f"  {line}" for line in lines), *_others(first, ends)):
+        print_if_read(console, Text(line), soft_wrap=True)
 
 
 def show_fates(console: Console, ends: Sequence[RankEnd]) -> None:

@@ -6,28 +6,23 @@ import os
 import socket
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
-from typer.core import TyperCommand
 
 from psengine.cli.failure_report import show_outcome, speaker
 from psengine.cli.launching.plan import make_plan
-from psengine.cli.run_arguments import split_arguments
+from psengine.cli.run_arguments import PARTS, ScriptCommand
 from psengine.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from psengine.cli.launching.plan import Plan
     from psengine.cli.launching.run import Outcome
-
-PARTS = "psengine.run_arguments"
-# How long workers try to meet servers: the default of psengine.connect.
-MEET_S = 30.0
 
 HELP = """Launch a training script: on one machine, or by the same line on every node.
 
@@ -50,46 +45,9 @@ psengine run --nnodes 2 --workers 8 --rdzv-endpoint node-0:29400 train.py  (the 
 Exit codes: the failed rank's own (128 + the signal that killed it), 130 after Ctrl-C, 2 for a wrong command line."""
 
 
-class ScriptCommand(TyperCommand):
-    """A command whose line ends in a script and the script's own arguments, which nobody else reads."""
-
-    def parse_args(self, context: Any, args: list[str]) -> list[str]:
-        own = {
-            option: not getattr(parameter, "is_flag", False)
-            for parameter in self.get_params(context)
-            for option in [*parameter.opts, *parameter.secondary_opts]
-            if option.startswith("-")
-        }
-        # Completion, and --help alone, need no launcher.
-        if context.resilient_parsing or args[:1] in ([name] for name in context.help_option_names):
-            return super().parse_args(context, args)
-        from psengine.cli.launching.torchrun_options import torchrun_options
-
-        parts = split_arguments(args, own, torchrun_options(), command=context.command_path)
-        context.meta[PARTS] = parts
-        return super().parse_args(context, parts.own)
-
-    def collect_usage_pieces(self, context: Any) -> list[str]:
-        return ["[OPTIONS]", "[TORCHRUN OPTIONS]", "SCRIPT.py | -m MODULE", "[ARGUMENTS]..."]
-
-
 def register(app: typer.Typer) -> None:
     """Add the command."""
     app.command(name="run", cls=ScriptCommand, help=HELP)(run)
-
-
-def complete_strategy(incomplete: str) -> list[str]:
-    """Names of strategies, for the shell."""
-    from psengine.strategies.registry import STRATEGIES
-
-    return [name for name in STRATEGIES if name.startswith(incomplete)]
-
-
-def complete_collective(incomplete: str) -> list[str]:
-    """Names of collectives, for the shell."""
-    from psengine.collectives.registry import COLLECTIVES
-
-    return [name for name in COLLECTIVES if name.startswith(incomplete)]
 
 
 def run(
@@ -106,7 +64,6 @@ def run(
         str | None,
         typer.Option(
             metavar="NAME[:OPTION=VALUE,...]",
-            autocompletion=complete_strategy,
             help="How replicas agree where the script does not say: sync, sync-server, async,"
             " async:max_staleness=4, ...",
         ),
@@ -115,7 +72,6 @@ def run(
         str | None,
         typer.Option(
             metavar="NAME",
-            autocompletion=complete_collective,
             help="Who carries the bytes of strategy sync where the script does not say: auto, c10d, shared_memory.",
         ),
     ] = None,
@@ -199,21 +155,9 @@ def run(
     if plan.servers and not plan.uses_servers:
         say("strategy 'sync' uses no servers: those of --servers serve only a script that chooses another itself")
     with recorded(plan, timeline, say) as plan:
-        warn_of_silent_servers(plan.named_servers, say)
         outcome = launch(plan, console)
         show_outcome(console, outcome, independent=independent)
     raise typer.Exit(outcome.exit_code)
-
-
-def warn_of_silent_servers(addresses: Sequence[str], say: Callable[[str], None]) -> None:
-    """Say which of the servers that should run already do not: workers try for long before they give up."""
-    from psengine.cli.launching.silent_servers import silent_servers
-
-    if silent := silent_servers(addresses):
-        say(
-            f"nobody answers at {', '.join(silent)}; workers go on trying for {MEET_S:g} s."
-            " Is psengine-server running there?"
-        )
 
 
 def launch(plan: Plan, console: Console) -> Outcome:
@@ -231,29 +175,21 @@ def launch(plan: Plan, console: Console) -> Outcome:
 
 @contextmanager
 def recorded(plan: Plan, timeline: Path | None, say: Callable[[str], None]) -> Iterator[Plan]:
-    """Have the workers of the block record a timeline; after it their parts are one file.
-
-    A timeline that cannot be written then is said, and its parts are kept: the run itself is not at fault.
+    """Have the workers of the block record a timeline; after it their parts are merged into one file.
 
     Raises:
-        ConfigurationError: ``timeline`` is no file in an existing folder, or cannot be written there.
+        ConfigurationError: ``timeline`` cannot be written.
     """
     if timeline is None:
         yield plan
         return
-    from psengine.cli.launching.run_directory import run_directory
     from psengine.tracing.files import find_parts, merge_parts
 
-    path = Path(os.path.abspath(timeline))
-    if path.is_dir() or not path.parent.is_dir():
+    path = timeline.absolute()
+    if path.is_dir() or not os.access(path.parent, os.W_OK):
         raise ConfigurationError(f"--timeline writes to a file in an existing folder (got {timeline})")
-    try:
-        tempfile.TemporaryFile(dir=path.parent).close()
-    except OSError as error:
-        raise ConfigurationError(f"--timeline cannot write in {path.parent}: {error.strerror}") from error
-    # What a killed launcher leaves there goes when the next one starts.
-    with run_directory() as directory:
-        part = directory / "timeline.json"
+    with tempfile.TemporaryDirectory(prefix="psengine-timeline-") as directory:
+        part = Path(directory) / "timeline.json"
         yield replace(plan, variables={**plan.variables, "PSENGINE_TIMELINE": str(part)})
         parts = find_parts(part)
         if not parts:
@@ -263,15 +199,6 @@ def recorded(plan: Plan, timeline: Path | None, say: Callable[[str], None]) -> I
             # Each node has the parts of its own ranks; the folder may be shared, and so may a host's name.
             first = parts[0].name.rpartition(".rank")[2]
             path = path.with_name(f"{path.stem}.{socket.gethostname()}.rank{first}{path.suffix}")
-        try:
-            merge_parts(parts, path)
-        except (OSError, ConfigurationError) as error:
-            kept = directory.with_name(f"psengine-timeline-{directory.name.rpartition('-')[2]}")
-            directory.rename(kept)
-            say(
-                f"the timeline could not be written to {path}: {error}. The ranks' parts are kept in {kept};"
-                " psengine.tracing.files.merge_parts joins them"
-            )
-            return
+        merge_parts(parts, path)
         ranks = "1 rank" if len(parts) == 1 else f"{len(parts)} ranks"
         say(f"timeline of {ranks} in {path}; open it at https://ui.perfetto.dev or chrome://tracing")

@@ -1,4 +1,4 @@
-"""The command line of ``psengine run``, cut in three: its own options, torchrun's, the script with its arguments."""
+"""The command line of ``psengine run``: its own options and torchrun's, then the script with its own arguments."""
 
 from __future__ import annotations
 
@@ -10,8 +10,15 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
+
+from typer.core import TyperCommand
+from typing_extensions import override
 
 from psengine.errors import ConfigurationError
+
+# Where a command finds them in its context.
+PARTS = "psengine.run_arguments"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,13 +27,36 @@ class RunArguments:
 
     Attributes:
         own: options of ``psengine run``, as typer takes them.
-        torchrun: options that go to torchrun as they are.
+        torchrun: torchrun's options by their name, such as "--nnodes", with their values; None for flags.
         script: the script, module or program, and its arguments; [] where none was given.
     """
 
     own: list[str] = field(default_factory=list)
-    torchrun: list[str] = field(default_factory=list)
+    torchrun: dict[str, str | None] = field(default_factory=dict)
     script: list[str] = field(default_factory=list)
+
+
+class ScriptCommand(TyperCommand):
+    """A command that takes torchrun's options too; its line ends in a script whose arguments nobody else reads."""
+
+    @override
+    def parse_args(self, context: Any, args: list[str]) -> list[str]:
+        # Completion, and --help alone, need no launcher.
+        if context.resilient_parsing or args[:1] in ([name] for name in context.help_option_names):
+            return super().parse_args(context, args)
+        from psengine.cli.launching.torchrun_options import torchrun_options
+
+        own = {
+            option: not getattr(parameter, "is_flag", False)
+            for parameter in self.get_params(context)
+            for option in [*parameter.opts, *parameter.secondary_opts]
+        }
+        parts = context.meta[PARTS] = split_arguments(args, own, torchrun_options(), command=context.command_path)
+        return super().parse_args(context, parts.own)
+
+    @override
+    def collect_usage_pieces(self, context: Any) -> list[str]:
+        return ["[OPTIONS]", "[TORCHRUN OPTIONS]", "SCRIPT.py | -m MODULE", "[ARGUMENTS]..."]
 
 
 def split_arguments(
@@ -37,7 +67,7 @@ def split_arguments(
     Args:
         arguments: after the command's name.
         own: each option to whether it takes a value.
-        torchrun: the same; own ones count where both know a name.
+        torchrun: the same.
         command: named in errors.
 
     Raises:
@@ -45,51 +75,28 @@ def split_arguments(
     """
     parts = RunArguments()
     remaining = list(arguments)
-    while remaining:
+    while remaining and remaining[0].startswith("-") and remaining[0] not in ("-", "--"):
         argument = remaining.pop(0)
-        if argument == "--":
-            break
-        if not argument.startswith("-") or argument == "-":
-            remaining.insert(0, argument)
-            break
-        name, equals, _ = argument.partition("=")
-        if name in own:
-            target, takes_value = parts.own, own[name]
-        elif name in torchrun:
-            target, takes_value = parts.torchrun, torchrun[name]
-        elif not name.startswith("--") and name[:2] in torchrun and torchrun[name[:2]]:
-            target, takes_value = parts.torchrun, False  # -r3
-        else:
-            raise ConfigurationError(_unknown_option(name, {*own, *torchrun}, command))
-        target.append(argument)
+        name, equals, value = argument.partition("=")
+        if torchrun.get(name[:2]) and not name.startswith("--"):
+            name, equals, value = name[:2], name[2:], argument[2:]  # -r3
+        if name not in own and name not in torchrun:
+            close = difflib.get_close_matches(name, sorted({*own, *torchrun}), n=1)
+            hint = f" Did you mean {close[0]}?" if close else f" See {command} --help."
+            raise ConfigurationError(
+                f"no such option: {name} (expected an option of {command} or of torchrun before the script).{hint}"
+            )
+        takes_value = own[name] if name in own else torchrun[name]
         if takes_value and not equals:
             if not remaining:
                 raise ConfigurationError(f"{name} needs a value (expected {name} VALUE, got the end of the line)")
-            target.append(remaining.pop(0))
-    parts.script.extend(remaining)
+            value = remaining.pop(0)
+        if name in own:
+            parts.own.extend([name, value] if takes_value else [argument])
+        else:
+            parts.torchrun[name.replace("_", "-")] = value if takes_value else None
+    parts.script.extend(remaining[1:] if remaining[:1] == ["--"] else remaining)
     return parts
-
-
-def given_options(parts: RunArguments, torchrun: Mapping[str, bool]) -> list[str]:
-    """Names of torchrun's options in ``parts``, as they were spelt; ``torchrun`` as in ``split_arguments``."""
-    names = []
-    remaining = iter(parts.torchrun)
-    for argument in remaining:
-        name, equals, _ = argument.partition("=")
-        if name not in torchrun:
-            name = name[:2]  # -r3
-        elif torchrun[name] and not equals:
-            next(remaining)  # its value
-        names.append(name)
-    return names
-
-
-def _unknown_option(name: str, known: set[str], command: str) -> str:
-    # Their spelling with underscores is torchrun's second one.
-    names = sorted(option for option in known if "_" not in option)
-    close = difflib.get_close_matches(name.replace("_", "-"), names, n=1)
-    hint = f" Did you mean {close[0]}?" if close else f" See {command} --help."
-    return f"no such option: {name} (expected an option of {command} or of torchrun before the script).{hint}"
 
 
 def check_program(script: Sequence[str], *, is_module: bool, has_python: bool) -> None:
@@ -105,9 +112,7 @@ def check_program(script: Sequence[str], *, is_module: bool, has_python: bool) -
         )
     name = script[0]
     if is_module:
-        top = name.partition(".")[0]
-        found = top.isidentifier() and importlib.machinery.PathFinder.find_spec(top, [os.getcwd(), *sys.path])
-        if not found:
+        if not importlib.machinery.PathFinder.find_spec(name.partition(".")[0], [os.getcwd(), *sys.path]):
             raise ConfigurationError(f"no such module: {name} (expected it here or among the installed packages)")
     elif has_python:
         if not Path(name).exists():

@@ -12,8 +12,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from support.process_table import children_of, command_line
 from support.processes import forkserver
 
+SUPPORT = Path(__file__).parent
+WORKER = str(SUPPORT / "launched_worker.py")
 DEADLINE_S = 60.0
 
 # Test modules are imported before any of them starts a process: what the command imports, torchrun above all, is there
@@ -98,6 +101,11 @@ def run_command(arguments: Sequence[str], *, environment: dict[str, str] | None 
     """(exit code, stdout, stderr) of ``psengine`` with ``arguments``."""
     with running_command(arguments, environment=environment) as command:
         return command.wait(), command.stdout, command.stderr
+
+
+def servers_of(pid: int) -> list[int]:
+    """Parameter servers that ``pid`` started."""
+    return [child for child in children_of(pid) if "psengine.cli.server" in command_line(child)]
 
 
 def _main(

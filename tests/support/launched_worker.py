@@ -41,6 +41,9 @@ def main() -> None:
     elif end == "fail-once":
         if rank == 1 and mark_life(rank) == 1:
             sys.exit("not yet")
+    elif end == "fail-once-and-for-good":
+        if rank == 3 or (rank == 1 and mark_life(rank) == 1):
+            sys.exit("not yet")
     elif end == "raise-on-rank-3":
         if rank == 3:
             raise RuntimeError(f"on rank {rank}")

@@ -6,7 +6,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 
 from psengine.cli.launching.deaths import DeathWatch
@@ -16,11 +15,11 @@ from psengine.cli.launching.output import WorkerOutput
 from psengine.environment.launchers import PLACEMENT_VARIABLES
 from psengine.errors import ConfigurationError
 
-_POLL_S = 0.1
+_JOIN_S = 2.0
 
 
 class IndependentWorkers:
-    """As many workers as told, each a world of its own; ``run`` is their life.
+    """Workers of which each is a world of its own.
 
     Args:
         command: program and arguments.
@@ -29,12 +28,11 @@ class IndependentWorkers:
         variables: set in each worker; besides PSENGINE_WORKER, its rank.
         devices: one CUDA device for each worker; () where there are none.
         max_restarts: how often each may be started again.
-        shutdown_s: between the signal that asks and the one that does not.
         output: takes what they write.
         report: takes a line about a worker that is started again.
 
     Attributes:
-        ends: how each worker ended, its last life.
+        ends: how the last life of each worker ended.
     """
 
     def __init__(
@@ -46,52 +44,62 @@ class IndependentWorkers:
         variables: Mapping[str, str],
         devices: Sequence[str],
         max_restarts: int,
-        shutdown_s: float,
         output: WorkerOutput,
         report: Callable[[str], None],
     ) -> None:
         self.ends: list[RankEnd] = []
-        self._command = list(command)
+        self._command = command
         self._ranks = ranks
         # A process that another launcher (srun, mpirun) placed would believe that it is one of that world.
         own = {name: value for name, value in environment.items() if name not in PLACEMENT_VARIABLES}
         self._environment = own | dict(variables)
         self._devices = devices
         self._max_restarts = max_restarts
-        self._shutdown_s = shutdown_s
         self._output = output
         self._report = report
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         self._restarts = dict.fromkeys(ranks, 0)
         self._watch = DeathWatch()
+        self._is_stopping = False
 
-    def run(self) -> None:
-        """Start the workers and wait until the last has ended, for good.
+    def start(self) -> None:
+        """Start the workers.
 
         Raises:
             ConfigurationError: the program cannot be started.
-            Interrupted: a signal came; the workers have been ended.
         """
-        with self._watch:
-            number: int = signal.SIGTERM
-            try:
-                for rank in self._ranks:
-                    self._start(rank)
-                while self._processes:
-                    for rank, process in list(self._processes.items()):
-                        if process.poll() is not None:
-                            self._ended(rank, process)
-                    time.sleep(_POLL_S)
-            except BaseException as error:
-                number = getattr(error, "sigval", number)
-                raise
-            finally:
-                self._shut_down(number)
+        for rank in self._ranks:
+            self._start(rank)
+
+    def is_running(self) -> bool:
+        """Whether a worker runs; those that died are started again."""
+        for rank, process in list(self._processes.items()):
+            if process.poll() is not None:
+                self._end(rank, process)
+        return bool(self._processes)
+
+    def lost_node(self) -> bool:
+        """Independent workers have no other nodes."""
+        return False
+
+    def stop(self, number: int) -> None:
+        """Pass a signal on to the workers; none is started again."""
+        self._is_stopping = True
+        for process in self._processes.values():
+            kill_group(process.pid, number)
 
     def kill(self) -> None:
         """End all workers at once."""
+        self._is_stopping = True
         for process in list(self._processes.values()):
             kill_group(process.pid, signal.SIGKILL)
+
+    def finish(self) -> None:
+        """Wait for workers that were killed."""
+        for process in self._processes.values():
+            process.wait(_JOIN_S)
+        self.is_running()
+        self.ends.sort(key=lambda end: end.rank)
 
     def _start(self, rank: int) -> None:
         environment = {**self._environment, "PSENGINE_WORKER": str(rank)}
@@ -108,47 +116,33 @@ class IndependentWorkers:
         self._processes[rank] = process
         self._watch.add(process.pid)
 
-    def _ended(self, rank: int, process: subprocess.Popen[bytes]) -> None:
+    def _end(self, rank: int, process: subprocess.Popen[bytes]) -> None:
         del self._processes[rank]
-        end = self._describe(rank, process)
-        if end.exit_code != 0 and self._restarts[rank] < self._max_restarts:
+        code = process.returncode
+        if code != 0 and not self._is_stopping and self._restarts[rank] < self._max_restarts:
             self._restarts[rank] += 1
             self._report(
-                f"worker {rank} ended ({describe_exit(end.exit_code)}); starting it again"
+                f"worker {rank} ended ({describe_exit(code)}); starting it again"
                 f" ({self._restarts[rank]} of {self._max_restarts})"
             )
             self._start(rank)
             return
-        self.ends = sorted([*self.ends, end], key=lambda one: one.rank)
-
-    def _describe(self, rank: int, process: subprocess.Popen[bytes]) -> RankEnd:
-        self._watch.settle()
-        self._output.drain()
-        ended_s = self._watch.ended_s.get(process.pid, time.time())
-        spoke_s, traceback = last_traceback(self._output.stderr_of(rank))
-        exit_code = process.returncode
-        return RankEnd(
-            rank=rank,
-            local_rank=rank - self._ranks.start,
-            host=socket.gethostname(),
-            pid=process.pid,
-            exit_code=exit_code,
-            ended_s=ended_s,
-            failed_s=failure_time(exit_code, spoke_s, ended_s),
-            traceback=traceback,
-            restarts=self._restarts[rank],
+        if self._is_stopping:
+            return  # it ended as it was told to
+        self._watch.settle(process.pid)
+        spoke_s, traceback = last_traceback(self._output.last_lines(rank))
+        self.ends.append(
+            RankEnd(
+                rank=rank,
+                local_rank=rank - self._ranks.start,
+                host=socket.gethostname(),
+                pid=process.pid,
+                exit_code=code,
+                failed_s=failure_time(code, spoke_s, self._watch.ended_s.get(process.pid)),
+                traceback=traceback,
+                restarts=self._restarts[rank],
+            )
         )
-
-    def _shut_down(self, number: int) -> None:
-        for process in self._processes.values():
-            kill_group(process.pid, number)
-        deadline_s = time.monotonic() + self._shutdown_s
-        for process in self._processes.values():
-            try:
-                process.wait(max(0.0, deadline_s - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                kill_group(process.pid, signal.SIGKILL)
-                process.wait(self._shutdown_s)
 
 
 def visible_devices(count: int, named: str | None) -> tuple[str, ...]:

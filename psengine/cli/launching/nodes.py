@@ -14,34 +14,23 @@ from torch.distributed import TCPStore
 from psengine.cli.launching.failure import RankEnd
 
 POLL_S = 1.0
-# The store ends with the launcher that holds it: whoever tells stays until the others have looked.
+# The store ends with the launcher that holds it: who tells stays until the others have looked.
 LINGER_S = 3.0
-# A store whose host stands still answers nobody, and knows no deadline for some questions.
+# A store whose host stands still answers nobody, and some questions to it have no deadline.
 ANSWER_S = 5.0
 _KEY = "psengine/first_failure"
 _CONNECT = timedelta(seconds=10)
 
 
 class NodeFailures:
-    """Looks now and then whether another node's rank has failed. A context manager.
-
-    Only its thread speaks with the store, and nobody waits for that thread without a timeout.
-
-    Args:
-        on_failure: called, from a thread, with another node's first failure.
-        interrupted: the end of this node's launcher by a signal, of which the other nodes are told; None while there
-            is none.
+    """What the nodes tell each other. Only its thread speaks with the store; no wait for that thread is unbounded.
 
     Attributes:
         first: the run's first failure, once some node has told it.
     """
 
-    def __init__(
-        self, on_failure: Callable[[RankEnd], None], interrupted: Callable[[], RankEnd | None] = lambda: None
-    ) -> None:
+    def __init__(self) -> None:
         self.first: RankEnd | None = None
-        self._on_failure = on_failure
-        self._interrupted = interrupted
         self._own: RankEnd | None = None
         self._told_s: float | None = None  # time.monotonic()
         self._wake = threading.Event()
@@ -49,47 +38,47 @@ class NodeFailures:
         self._is_over = False
         self._thread: threading.Thread | None = None
 
-    def __enter__(self) -> NodeFailures:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._is_over = True
-        self._wake.set()
-        if self._thread is not None:
-            self._thread.join(POLL_S)
-
     def watch(self, host: str, port: int) -> None:
         """The nodes have met at ``host:port``. Called again where they meet again."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._watch, args=(host, port), name="psengine-nodes", daemon=True)
             self._thread.start()
 
-    def settle(self, own: RankEnd, is_hurried: Callable[[], bool] = lambda: False) -> None:
-        """Here ``own`` failed first: learn whether another was before it, else tell the others.
+    def tell(self, own: RankEnd) -> None:
+        """Here ``own`` was the end; the other nodes are told, unless another was before it."""
+        self._own = own
+        self._wake.set()
+
+    def settle(self, own: RankEnd, is_hurried: Callable[[], bool]) -> None:
+        """Here ``own`` failed first: learn whether another failed before it, else tell the others.
 
         ``is_hurried`` says when there is no time for either any more.
         """
-        _wait(lambda: not own.speaks_of_peer or self.first is not None or is_hurried(), LINGER_S)
+        if own.speaks_of_peer:
+            _wait(lambda: self.first is not None or is_hurried(), LINGER_S)
         if self.first is None and self._thread is not None:
-            self._own = own
-            self._wake.set()
+            self.tell(own)
             _wait(lambda: self._is_answered.is_set() or is_hurried(), ANSWER_S)
         if self._told_s is not None:
             _wait(is_hurried, self._told_s + LINGER_S - time.monotonic())
+
+    def close(self) -> None:
+        """End the thread."""
+        self._is_over = True
+        self._wake.set()
+        if self._thread is not None:
+            self._thread.join(POLL_S)
 
     def _watch(self, host: str, port: int) -> None:
         try:
             store = TCPStore(host, port, is_master=False, timeout=_CONNECT)
             while not self._is_over and self.first is None:
-                own = self._own or self._interrupted()
-                if own is not None:
-                    self._own = own
-                    found = store.compare_set(_KEY, "", json.dumps(asdict(own)))
+                if self._own is not None:
+                    found = store.compare_set(_KEY, "", json.dumps(asdict(self._own)))
                     self._told_s = time.monotonic()
                     self.first = _read(found)
                 elif store.check([_KEY]):
                     self.first = _read(store.get(_KEY))
-                    self._on_failure(self.first)
                 else:
                     self._wake.wait(POLL_S)
                     self._wake.clear()

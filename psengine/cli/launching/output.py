@@ -1,72 +1,49 @@
-"""What workers write: shown at once behind the rank's name, and the end of stderr kept.
+"""What workers write: shown at once behind the rank's name; the last lines of stderr are kept, with their times.
 
-    worker ── stdout, stderr ──► named pipes ──► one thread here ──┬─► "[rank 1] ..." on our stdout, stderr
-                                                                   └─► the last lines of stderr, with their times
+    worker ── stdout, stderr ──► named pipes ──► a thread for each ──┬─► "[rank 1] ..." on our stdout, stderr
+                                                                     └─► the last lines of stderr
 
-Named pipes, because torchrun's agent takes paths to redirect to; unlike files that are polled they show a line when it
-is written, and say when that was.
+Named pipes, because torchrun's agent takes paths to redirect to. Unlike log files that are followed, as torchrun's
+``--tee`` follows them, a pipe shows a line when it is written, tells when that was, and fills no disk.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 import select
-import selectors
 import threading
 import time
 from collections import deque
-from collections.abc import Container
-from contextlib import suppress
-from dataclasses import dataclass, field
+from collections.abc import Callable, Container
 from pathlib import Path
 from typing import BinaryIO
 
-from psengine.cli.launching.interrupt_filter import InterruptFilter
-
 KEPT_LINES = 400
 _READ_BYTES = 65536
-_LONGEST_LINE_BYTES = 1 << 20
-# What a pipe may hold at most (pipe-max-size); a process that writes without end has no rest.
-_REST_BYTES = 1 << 20
-_FULL_S = 0.01
-# ``python -u`` writes a line and its end one after the other; nobody else's line is to come between.
+MAX_LINE_BYTES = 1 << 20
+_POLL_S = 0.2
+# ``python -u`` writes a line and its end one after the other.
 _LINE_END_S = 0.005
-# A progress bar redraws its line many times a second; of several ranks' one drawing in so long is shown.
+# A progress bar redraws its line many times a second; with a rank's name before it, it is shown this often.
 REDRAW_S = 2.0
-# Whoever reads our output may stand still (a pager): so long is waited for what a process wrote last, ...
+# How long the last words of a process are waited for, while whoever reads our output (a pager) stands still.
 DRAIN_S = 2.0
-# ... and so long, after a signal, for the rest. Without a signal the reader has all the time it wants.
-CLOSE_S = 5.0
 _COLOURS = (36, 33, 35, 32, 34, 96, 93, 95, 92, 94)
-
-
-@dataclass
-class _Stream:
-    rank: int
-    is_stderr: bool
-    is_shown: bool
-    is_plain: bool
-    file: Path
-    descriptor: int
-    # The last lines of a stderr.
-    kept: deque[tuple[float, str]] = field(default_factory=lambda: deque(maxlen=KEPT_LINES))
-    # Nobody has it open for writing any more, and nobody will.
-    has_ended: bool = False
-    pending: bytes = b""
-    # Of a plain stream's pending line, what was passed on already.
-    passed_bytes: int = 0
-    redrawn_s: float = -REDRAW_S
-    interrupt: InterruptFilter = field(default_factory=InterruptFilter)
+_HEADER = "Traceback (most recent call last):"
 
 
 class WorkerOutput:
-    """Reads what workers write, for as long as they run: a full pipe would stop them. A context manager.
+    """Reads what workers write for as long as they run, because a full pipe would stop them.
 
     Args:
         directory: where the pipes are made.
-        stdout, stderr: where it is shown.
-        plain_ranks: their bytes are passed on as they are; others' lines are shown behind their rank.
-        is_coloured: each rank's name has its colour.
+        stdout, stderr: where the output is shown.
+        plain_ranks: their output is passed on as it is; the lines of others are shown behind their rank.
+        is_coloured: each rank's name has a colour.
+
+    Attributes:
+        hides_interrupts: Ctrl-C was passed on: the KeyboardInterrupt with which each rank ends is left out.
     """
 
     def __init__(
@@ -78,239 +55,173 @@ class WorkerOutput:
         plain_ranks: Container[int] = (),
         is_coloured: bool = False,
     ) -> None:
+        self.hides_interrupts = False
         self._directory = directory
-        # Unbuffered: a thread that is left behind in a buffer's write would hold that buffer's lock at exit.
-        self._targets = tuple(getattr(target, "raw", target) for target in (stdout, stderr))
+        self._screens = (_Screen(stdout), _Screen(stderr))
         self._plain_ranks = plain_ranks
         self._is_coloured = is_coloured
-        self._selector = selectors.DefaultSelector()
-        self._lock = threading.Lock()  # of the selector's map and of what is kept; never held while showing
-        self._count = 0
-        # By target: whether what is shown ends in the middle of a line.
-        self._is_line_open = [False, False]
-        # Of each rank: its stdout and its stderr.
-        self._streams: dict[tuple[int, bool], _Stream] = {}
-        self._replaced: deque[_Stream] = deque()
-        self._wake_reader, self._wake_writer = os.pipe()
-        os.set_blocking(self._wake_reader, False)
-        self._selector.register(self._wake_reader, selectors.EVENT_READ, None)
-        self._drains: deque[threading.Event] = deque()
-        self._is_closing = False
-        self._hurried_s: float | None = None
-        self._is_abandoned = threading.Event()
-        self._broken: set[bool] = set()
-        self._is_interrupted = False
-        self._thread = threading.Thread(target=self._read_all, name="psengine-worker-output", daemon=True)
-        self._thread.start()
-
-    def __enter__(self) -> WorkerOutput:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
+        self._numbers = itertools.count()
+        self._streams: list[_Stream] = []
+        self._stderrs: dict[int, _Stream] = {}
 
     def pipe(self, rank: int, *, is_stderr: bool, is_shown: bool = True) -> str:
-        """Path of a new pipe for a worker's stream; takes the place of the rank's former one.
-
-        A new stderr forgets what the former one said. A former pipe is closed when its last writer is gone: a worker's
-        own children may outlive it.
-        """
-        with self._lock:
-            self._count += 1
-            path = self._directory / f"output-{self._count}"
-            os.mkfifo(path, 0o600)
-            # Open for both, it neither waits for a writer nor ends with one.
-            descriptor = os.open(path, os.O_RDWR | os.O_NONBLOCK)
-            stream = _Stream(rank, is_stderr, is_shown, rank in self._plain_ranks, path, descriptor)
-            self._selector.register(descriptor, selectors.EVENT_READ, stream)
-            former = self._streams.get((rank, is_stderr))
-            self._streams[rank, is_stderr] = stream
-        if former is not None:
-            self._replaced.append(former)
-            self._wake()
+        """Path of a new pipe for a worker's stream; a new stderr takes the place of the rank's former one."""
+        path = self._directory / f"output-{next(self._numbers)}"
+        os.mkfifo(path, 0o600)
+        name = f"[rank {rank}]"
+        if self._is_coloured:
+            name = f"\x1b[{_COLOURS[rank % len(_COLOURS)]}m{name}\x1b[0m"
+        stream = _Stream(
+            self, path, rank, self._screens[is_stderr], is_stderr=is_stderr, is_shown=is_shown,
+            prefix=None if rank in self._plain_ranks else f"{name} ".encode(),
+        )  # fmt: skip
+        self._streams = [*(one for one in self._streams if one.is_alive()), stream]
+        if is_stderr:
+            self._stderrs[rank] = stream
         return str(path)
 
-    def expect_interrupts(self) -> None:
-        """Ctrl-C was passed on: leave out the KeyboardInterrupt with which each rank ends."""
-        self._is_interrupted = True
+    def last_lines(self, rank: int) -> list[tuple[float, str]]:
+        """The last lines of the stderr of a rank that has ended, with when they were read (``time.time()``)."""
+        stream = self._stderrs.get(rank)
+        if stream is None:
+            return []
+        stream.is_finishing = True
+        stream.join(DRAIN_S)
+        return list(stream.kept)
 
-    def hurry(self) -> None:
-        """A signal asked for the end: ``close`` does not wait longer than ``CLOSE_S``."""
-        self._hurried_s = time.monotonic()
+    def close(self, is_hurried: Callable[[], bool]) -> None:
+        """Show the rest. Whoever reads our output has all the time it wants, until ``is_hurried``."""
+        for stream in self._streams:
+            stream.is_finishing = True
+        for stream in self._streams:
+            while stream.is_alive() and not is_hurried():
+                stream.join(0.05)
 
-    def abandon(self) -> None:
-        """Whoever reads our output is not waited for any more."""
-        self._is_abandoned.set()
 
-    def stderr_of(self, rank: int) -> list[tuple[float, str]]:
-        """The last lines of a rank's stderr, with when they were read (``time.time()``)."""
+class _Screen:
+    """Where one of our own streams is shown; safe from any thread. Nobody may read it any more."""
+
+    def __init__(self, target: BinaryIO) -> None:
+        # Unbuffered: a thread that is left behind in a buffer's write would hold that buffer's lock at exit.
+        self._target = getattr(target, "raw", target)
+        self._lock = threading.Lock()
+        self._is_broken = False
+        # What is shown ends in the middle of a line: a progress bar that is passed on as it is.
+        self._is_line_open = False
+
+    def show(self, data: bytes, *, is_line: bool = False) -> None:
+        """Show bytes as they are, or a whole line, which begins on a new one."""
         with self._lock:
-            stream = self._streams.get((rank, True))
-            return [] if stream is None else list(stream.kept)
-
-    def drain(self) -> None:
-        """Read what is there now, whatever a process wrote before it ended; not where our own reader stands still."""
-        drained = threading.Event()
-        self._drains.append(drained)
-        self._wake()
-        deadline_s = time.monotonic() + DRAIN_S
-        while not drained.wait(0.05) and time.monotonic() < deadline_s:
-            if self._is_abandoned.is_set() or not self._thread.is_alive():
-                return
-
-    def close(self) -> None:
-        """Show the rest and end. Safe twice."""
-        if self._is_closing:
-            return
-        self._is_closing = True
-        self._wake()
-        begin_s = time.monotonic()
-        while self._thread.is_alive():
-            self._thread.join(0.05)
-            hurried_s = self._hurried_s
-            is_late = hurried_s is not None and time.monotonic() > max(begin_s, hurried_s) + CLOSE_S
-            if is_late or self._is_abandoned.is_set():
-                return  # the thread stands in a write, and ends with this process
-        self._selector.close()
-        os.close(self._wake_reader)
-        os.close(self._wake_writer)
-
-    def _wake(self) -> None:
-        os.write(self._wake_writer, b"x")
-
-    def _read_all(self) -> None:
-        while not self._is_closing:
-            for key, _ in self._selector.select(1.0):
-                if key.data is not None:
-                    self._read(key.data)
-                    if key.data.has_ended:
-                        self._drop(key.data)
-                    continue
-                with suppress(BlockingIOError):
-                    os.read(self._wake_reader, 64)
-                while self._replaced:
-                    self._await_end(self._replaced.popleft())
-                while self._drains:
-                    drained = self._drains.popleft()
-                    self._read_rest()
-                    drained.set()
-        for stream in self._read_rest():
-            self._finish(stream)
-
-    def _await_end(self, stream: _Stream) -> None:
-        """Keep a pipe that was replaced as a mere reader: then it tells when its last writer is gone."""
-        try:
-            reader = os.open(stream.file, os.O_RDONLY | os.O_NONBLOCK)
-        except OSError:
-            return  # it stays open, until the end
-        with self._lock:
-            self._selector.unregister(stream.descriptor)
-            os.close(stream.descriptor)
-            stream.descriptor = reader
-            self._selector.register(reader, selectors.EVENT_READ, stream)
-
-    def _drop(self, stream: _Stream) -> None:
-        with self._lock:
-            self._selector.unregister(stream.descriptor)
-        self._finish(stream)
-
-    def _read_rest(self) -> list[_Stream]:
-        with self._lock:
-            streams = [key.data for key in self._selector.get_map().values() if key.data is not None]
-        for stream in streams:
-            for _ in range(_REST_BYTES // _READ_BYTES):
-                if not self._read(stream):
-                    break
-        return streams
-
-    def _read(self, stream: _Stream) -> bool:
-        try:
-            data = os.read(stream.descriptor, _READ_BYTES)
-        except (BlockingIOError, OSError):
-            return False
-        if not data:
-            stream.has_ended = True
-            return False
-        now = time.time()
-        is_passed = stream.is_plain and stream.is_shown and not self._is_interrupted
-        if is_passed:
-            if not data.endswith((b"\n", b"\r")):
-                data += _read_soon(stream.descriptor)
-            self._show(stream, data)
-        stream.pending += data
-        *lines, stream.pending = stream.pending.split(b"\n")
-        for line in lines:
-            self._take(stream, line, now)
-        if len(stream.pending) > _LONGEST_LINE_BYTES:
-            self._take(stream, stream.pending, now)
-            stream.pending = b""
-        elif b"\r" in stream.pending and not stream.is_plain:
-            # A line that is drawn again and again: only its newest state matters.
-            drawn, _, stream.pending = stream.pending.rpartition(b"\r")
-            if drawn.strip(b"\r") and now - stream.redrawn_s >= REDRAW_S:
-                stream.redrawn_s = now
-                self._show_line(stream, drawn.rstrip(b"\r").rpartition(b"\r")[2])
-        if is_passed:
-            stream.passed_bytes = len(stream.pending)
-        return True
-
-    def _take(self, stream: _Stream, line: bytes, now: float) -> None:
-        rest, stream.passed_bytes = line[stream.passed_bytes :], 0
-        # torch names the rank before each line of a traceback; we do.
-        name = b"[rank%d]: " % stream.rank
-        shown = rest if stream.is_plain else _last_drawn(line).removeprefix(name)
-        if not stream.is_stderr:
-            self._show_line(stream, shown)
-            return
-        kept = _last_drawn(line).removeprefix(name).decode(errors="replace")
-        with self._lock:
-            stream.kept.append((now, kept))
-        shown_lines = stream.interrupt.take(kept, shown) if self._is_interrupted else [shown]
-        for one in shown_lines:
-            self._show_line(stream, one)
-
-    def _finish(self, stream: _Stream) -> None:
-        if stream.pending:
-            self._take(stream, stream.pending, time.time())
-        for line in stream.interrupt.finish():
-            self._show_line(stream, line)
-        os.close(stream.descriptor)
-        stream.file.unlink(missing_ok=True)
-
-    def _show_line(self, stream: _Stream, line: bytes) -> None:
-        if stream.is_shown and (not stream.is_plain or self._is_interrupted):
-            # Behind a progress bar, say, that is drawn as it is.
-            new_line = b"\n" if self._is_line_open[stream.is_stderr] and not stream.is_plain else b""
-            self._show(stream, new_line + self._prefix(stream) + line + b"\n")
-
-    def _prefix(self, stream: _Stream) -> bytes:
-        if stream.is_plain:
-            return b""
-        name = f"[rank {stream.rank}]"
-        colour = _COLOURS[stream.rank % len(_COLOURS)]
-        return (f"\x1b[{colour}m{name}\x1b[0m " if self._is_coloured else f"{name} ").encode()
-
-    def _show(self, stream: _Stream, data: bytes) -> None:
-        self._is_line_open[stream.is_stderr] = not data.endswith(b"\n")
-        remaining = memoryview(data)
-        while remaining and stream.is_stderr not in self._broken and not self._is_abandoned.is_set():
-            try:
-                written = self._targets[stream.is_stderr].write(remaining)
+            if is_line and self._is_line_open:
+                data = b"\n" + data
+            self._is_line_open = not data.endswith(b"\n")
+            remaining = memoryview(data)
+            while remaining and not self._is_broken:
+                try:
+                    written = self._target.write(remaining)
+                except (OSError, ValueError):
+                    self._is_broken = True  # whoever read it is gone; the workers go on
+                    return
                 if written is None:  # a terminal that somebody made non-blocking, and that is full
-                    time.sleep(_FULL_S)
+                    time.sleep(0.01)
                 remaining = remaining[written or 0 :]
-            except (OSError, ValueError):
-                self._broken.add(stream.is_stderr)  # whoever read it is gone; the workers go on
 
 
-def _read_soon(descriptor: int) -> bytes:
-    """What follows at once, if anything does."""
-    soon = select.poll()  # unlike select(), takes descriptors beyond 1024
-    soon.register(descriptor, select.POLLIN)
-    try:
-        return os.read(descriptor, _READ_BYTES) if soon.poll(1e3 * _LINE_END_S) else b""
-    except OSError:
-        return b""
+class _Stream(threading.Thread):
+    """One stream of one worker. ``prefix`` stands before each line; None: the bytes are passed on as they are."""
+
+    def __init__(
+        self,
+        output: WorkerOutput,
+        path: Path,
+        rank: int,
+        screen: _Screen,
+        *,
+        is_stderr: bool,
+        is_shown: bool,
+        prefix: bytes | None,
+    ) -> None:
+        super().__init__(name=f"psengine-{path.name}", daemon=True)
+        self.kept: deque[tuple[float, str]] = deque(maxlen=KEPT_LINES)
+        # The process has ended: read what is there, and do not wait for its children, which may have the pipe open.
+        self.is_finishing = False
+        self._output = output
+        self._path = path
+        # torch names the rank before each line of a traceback.
+        self._torch_name = b"[rank%d]: " % rank
+        self._screen = screen
+        self._is_stderr = is_stderr
+        self._is_shown = is_shown
+        self._prefix = prefix
+        self._pending = b""
+        self._redrawn_s = 0.0
+        self._held: list[bytes] = []
+        self._descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+        self.start()
+
+    def run(self) -> None:
+        poll = select.poll()
+        poll.register(self._descriptor, select.POLLIN)
+        while True:
+            is_last = self.is_finishing
+            if not poll.poll(1e3 * _POLL_S if not is_last else 0):
+                if is_last:
+                    break
+                continue
+            data = os.read(self._descriptor, _READ_BYTES)
+            if not data:
+                break
+            if self._is_plain and not data.endswith(b"\n") and poll.poll(1e3 * _LINE_END_S):
+                data += os.read(self._descriptor, _READ_BYTES)
+            self._take(data)
+        if self._pending:
+            self._take_line(_last_drawn(self._pending))
+        for line in self._held:
+            self._show(line)
+        os.close(self._descriptor)
+        self._path.unlink(missing_ok=True)
+
+    @property
+    def _is_plain(self) -> bool:
+        return self._prefix is None and not self._output.hides_interrupts
+
+    def _take(self, data: bytes) -> None:
+        if self._is_plain and self._is_shown:
+            self._screen.show(data)
+        *lines, self._pending = (self._pending + data).split(b"\n")
+        if len(self._pending) > MAX_LINE_BYTES:
+            lines, self._pending = [*lines, self._pending], b""
+        for line in lines:
+            self._take_line(_last_drawn(line))
+        if b"\r" in self._pending and time.monotonic() - self._redrawn_s > REDRAW_S:
+            self._redrawn_s = time.monotonic()
+            self._show(_last_drawn(self._pending.rpartition(b"\r")[0]))
+
+    def _take_line(self, line: bytes) -> None:
+        line = line.removeprefix(self._torch_name)
+        if not self._is_stderr:
+            self._show(line)
+            return
+        text = line.decode(errors="replace")
+        self.kept.append((time.time(), text))
+        if not self._output.hides_interrupts:
+            self._show(line)
+            return
+        # A traceback is held back until it is known whether it is that of the KeyboardInterrupt.
+        if self._held and text.startswith(" "):
+            self._held.append(line)
+        elif text.startswith(_HEADER):
+            self._held = [line]
+        elif text.rstrip() == "KeyboardInterrupt":
+            self._held = []
+        else:
+            for one in (*self._held, line):
+                self._show(one)
+            self._held = []
+
+    def _show(self, line: bytes) -> None:
+        if self._is_shown and not self._is_plain:
+            self._screen.show((self._prefix or b"") + line + b"\n", is_line=True)
 
 
 def _last_drawn(line: bytes) -> bytes:

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import uuid
 from argparse import ArgumentParser, Namespace
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
 import torch.distributed.run as torchrun
-from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
-from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
 from psengine.errors import ConfigurationError
 
@@ -25,7 +22,7 @@ def torchrun_options() -> dict[str, bool]:
     }
 
 
-def parse_torchrun(options: Sequence[str], script: Sequence[str]) -> Namespace:
+def parse_torchrun(options: Mapping[str, str | None], script: Sequence[str]) -> Namespace:
     """What torchrun's own parser makes of its options, and of its ``PET_*`` variables.
 
     Raises:
@@ -37,20 +34,13 @@ def parse_torchrun(options: Sequence[str], script: Sequence[str]) -> Namespace:
         raise ConfigurationError(message)
 
     parser.error = fail  # type: ignore[method-assign]
-    namespace: Namespace = parser.parse_args([*options, *script])
+    given = [part for name, value in options.items() for part in ([name] if value is None else [name, value])]
+    namespace: Namespace = parser.parse_args([*given, *script])
     return namespace
 
 
-@dataclass(frozen=True, kw_only=True)
-class Nodes:
-    """How many nodes take part: torchrun's MIN:MAX."""
-
-    minimum: int
-    maximum: int
-
-
-def node_counts(options: Namespace) -> Nodes:
-    """What ``--nnodes`` says.
+def node_counts(options: Namespace) -> tuple[int, int]:
+    """How many nodes ``--nnodes`` says take part: (MIN, MAX).
 
     Raises:
         ConfigurationError: not N or MIN:MAX with 0 < MIN <= MAX.
@@ -58,7 +48,7 @@ def node_counts(options: Namespace) -> Nodes:
     try:
         minimum, maximum = torchrun.parse_min_max_nnodes(options.nnodes)
         if 0 < minimum <= maximum:
-            return Nodes(minimum=minimum, maximum=maximum)
+            return minimum, maximum
     except (ValueError, RuntimeError):
         pass
     raise ConfigurationError(
@@ -83,33 +73,27 @@ def local_world_size(nproc_per_node: str) -> int:
     return count
 
 
-def choose_meeting_point(options: Namespace, nodes: Nodes) -> None:
-    """Fill in where the nodes' agents meet: one node, on a free port of its own; several, where the user says.
+def choose_rendezvous(options: Namespace) -> None:
+    """Fill in where the nodes' agents meet: one node at a free port of its own, several where the user says.
 
     Raises:
-        ConfigurationError: several nodes, and no address; no such backend; an address that is none.
+        ConfigurationError: several nodes, and no address.
     """
-    if options.standalone and nodes.maximum > 1:
-        raise ConfigurationError(
-            f"--standalone is one node alone (expected no --nnodes, or --nnodes 1; got --nnodes {options.nnodes}). Fix:"
-            " give every node --rdzv-endpoint HOST:PORT in its place"
-        )
-    backends = sorted(rendezvous_handler_registry._registry)
-    if options.rdzv_backend not in backends:
-        raise ConfigurationError(
-            f"--rdzv-backend is one of those torch has (expected one of {backends}, got {options.rdzv_backend!r})"
-        )
-    says_where = options.rdzv_endpoint or options.master_port is not None or options.master_addr != "127.0.0.1"
-    is_alone = nodes.maximum == 1 and options.rdzv_backend in ("c10d", "static") and not _meets_in_a_file(options)
-    if options.standalone or (is_alone and not says_where):
+    is_alone = node_counts(options)[1] == 1
+    is_named = bool(options.rdzv_endpoint) or options.master_port is not None or options.master_addr != "127.0.0.1"
+    if options.standalone or (is_alone and options.rdzv_backend in ("c10d", "static") and not is_named):
+        if not is_alone:
+            raise ConfigurationError(
+                "--standalone is one node alone (expected no --nnodes, or --nnodes 1; got --nnodes"
+                f" {options.nnodes}). Fix: give every node --rdzv-endpoint HOST:PORT in its place"
+            )
         options.rdzv_backend, options.rdzv_endpoint = "c10d", "localhost:0"
-        if options.standalone or options.rdzv_id == "none":
+        if options.rdzv_id == "none":
             options.rdzv_id = str(uuid.uuid4())
-        if options.local_addr is None:
-            # Names of containers and laptops often have no address.
-            options.local_addr = "127.0.0.1"
+        # Names of containers and laptops often have no address.
+        options.local_addr = options.local_addr or "127.0.0.1"
         return
-    if not says_where and not _meets_in_a_file(options):
+    if not is_named:
         raise ConfigurationError(
             f"--nnodes {options.nnodes} needs an address at which the nodes meet (expected --rdzv-endpoint HOST:PORT"
             " with a host of theirs and a free port; got none). Run the same line on every node, for example:\n"
@@ -119,17 +103,5 @@ def choose_meeting_point(options: Namespace, nodes: Nodes) -> None:
         options.rdzv_backend = "c10d"
         if options.rdzv_id == "none":
             options.rdzv_id = "psengine"
-    if options.rdzv_backend == "c10d" and not _meets_in_a_file(options):
-        try:
-            parse_rendezvous_endpoint(options.rdzv_endpoint, default_port=0)
-        except ValueError as error:
-            raise ConfigurationError(
-                f"--rdzv-endpoint is HOST:PORT (expected a host and a port, got {options.rdzv_endpoint!r}): {error}"
-            ) from None
     if options.master_port is None:
         options.master_port = 29500
-
-
-def _meets_in_a_file(options: Namespace) -> bool:
-    """Whether the endpoint is a path: torch's c10d backend over a file that all nodes see."""
-    return options.rdzv_backend == "c10d" and "store_type=file" in options.rdzv_conf.replace(" ", "")

@@ -1,0 +1,104 @@
+"""psengine run's parameter servers: started again where they die, given up where that does not help."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import time
+import urllib.request
+
+import pytest
+from support.command_process import SUPPORT, WORKER, run_command, running_command, servers_of
+from support.waiting import eventually
+
+from psengine.cli.launching import servers as launched_servers
+from psengine.cli.launching.servers import ServerGroup
+
+TRAINING = str(SUPPORT / "launched_training.py")
+
+
+def group_of_one(directory, *options, report=lambda line: None):
+    return ServerGroup(
+        1, snapshot_dir=directory, status_port=0, options=options, report=report, is_hurried=lambda: False
+    )  # fmt: skip
+
+
+def kill_server(group):
+    (pid,) = servers_of(os.getpid())
+    os.kill(pid, signal.SIGKILL)
+    eventually(lambda: not group._servers[0].is_running)
+    return pid
+
+
+def test_a_server_comes_back_at_its_address_until_it_dies_too_often(tmp_path):
+    said = []
+    with group_of_one(tmp_path, "log_format=json", report=said.append) as group:
+        assert group.revive() == ""
+        assert not group.had_workers()
+        address, dashboard = group.addresses[0], group.dashboard_url
+        for _ in range(2):
+            kill_server(group)
+            assert group.revive() == ""
+            assert group._servers[0].addresses == (address,)
+            with urllib.request.urlopen(f"{dashboard}/healthz", timeout=10) as answer:
+                assert answer.status == 200
+        assert said[-1].startswith(f"the server at {address} is back")
+        kill_server(group)
+        failure = group.revive()
+        assert failure.startswith(f"the server at {address} died 3 times in 60 s. It wrote last:\n  ")
+    assert servers_of(os.getpid()) == []
+
+
+def test_a_server_that_cannot_be_started_again_is_given_up(tmp_path, monkeypatch):
+    monkeypatch.setattr(launched_servers, "MAX_STARTS", 1)
+    with group_of_one(tmp_path) as group, socket.socket() as taken:
+        host, _, port = group.addresses[0].removeprefix("tcp://").rpartition(":")
+        kill_server(group)
+        taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        deadline_s = time.monotonic() + 5
+        while True:  # its other threads may outlive its first one, and hold the port
+            try:
+                taken.bind((host, int(port)))
+                break
+            except OSError:
+                assert time.monotonic() < deadline_s
+                time.sleep(0.001)
+        taken.listen()
+        assert "died, and could not be started again (1 attempts)" in group.revive()
+
+
+@pytest.mark.slow
+def test_a_server_that_keeps_dying_ends_the_run():
+    with running_command(["run", "--strategy", "async", WORKER, "hang"]) as command:
+        seen: set[int] = set()
+
+        def new_server() -> int | None:
+            return next((pid for pid in servers_of(command.pid) if pid not in seen), None)
+
+        command.wait_until(lambda: "worker 0 has" in command.stdout)
+        for life in range(3):
+            server = command.wait_until(new_server)
+            command.wait_until(lambda life=life: command.stderr.count("is back") == life)
+            seen.add(server)
+            os.kill(server, signal.SIGKILL)
+        assert command.wait() == 1
+        assert "died 3 times in 60 s. It wrote last:" in command.stderr
+
+
+@pytest.mark.slow
+def test_async_training_outlives_its_server(tmp_path):
+    arguments = ["run", "--workers", "2", "--strategy", "async", "--server-option", "snapshot_interval_s=0.2"]
+    with running_command([*arguments, TRAINING, "600", "0", "0.02", str(tmp_path)]) as command:
+        command.wait_until(lambda: (tmp_path / "steps").exists() and int((tmp_path / "steps").read_text() or 0) > 100)
+        (server,) = servers_of(command.pid)
+        os.kill(server, signal.SIGKILL)
+        assert command.wait(120) == 0, command.stderr
+        assert (tmp_path / "steps").read_text() == "600"
+        assert "starting it again" in command.stderr
+
+
+def test_servers_that_no_worker_joined_are_said():
+    code, _, err = run_command(["run", "--strategy", "async", WORKER, "well"])
+    assert code == 0, err
+    assert "psengine run: no worker joined the servers: does the script name its own strategy" in err

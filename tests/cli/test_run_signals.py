@@ -1,0 +1,161 @@
+"""psengine run: Ctrl-C and its like end everything that it started, and nothing is left behind."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+
+import pytest
+from support.command_process import WORKER, running_command, servers_of
+from support.process_table import children_of, command_line, is_running
+
+import psengine.cli.main
+from psengine.cli.launching.interruption import REPEAT_S
+from psengine.cli.main import main
+
+
+def pids_of(directory):
+    """Of the workers "grandchildren", and their children."""
+    files = [directory / f"pids-{rank}" for rank in range(2)]
+    return [int(pid) for file in files for pid in file.read_text().split()] if all(map(Path.exists, files)) else []
+
+
+def test_the_second_ctrl_c_ends_everything_at_once(tmp_path):
+    """Workers that ignore it, their children, a child that left the group."""
+    arguments = ["run", "--workers", "2", "--shutdown-timeout", "60", WORKER, "grandchildren", str(tmp_path)]
+    with running_command(arguments) as command:
+        pids = command.wait_until(lambda: pids_of(tmp_path))
+        command.signal(signal.SIGINT)
+        command.wait_until(lambda: "again: at once" in command.stderr)
+        command.signal(signal.SIGINT)  # the same Ctrl-C, once more: a wrapper passed it on
+        time.sleep(REPEAT_S + 0.1)
+        assert len([pid for pid in pids if is_running(pid)]) == 6
+        command.signal(signal.SIGINT)
+        assert command.wait() == 128 + signal.SIGINT
+        assert [pid for pid in pids if is_running(pid)] == []
+
+
+def test_a_signal_ends_the_server_too():
+    options = ["--workers", "2", "--strategy", "async", "--shutdown-timeout", "1", "--server-option", "lease_s=3"]
+    with running_command(["run", *options, WORKER, "hang"]) as command:
+        command.wait_until(lambda: command.stdout.count(" has ") == 2)
+        pids = [pid for pid in children_of(command.pid) if WORKER in command_line(pid)]
+        match = re.search(r"1 server at (\S+); dashboard at (http://127\.0\.0\.1:\d+)", command.stderr)
+        assert match, command.stderr
+        assert f"PSENGINE_SERVERS={match[1]}" in command.stdout
+        with urllib.request.urlopen(f"{match[2]}/healthz", timeout=10) as answer:
+            assert answer.status == 200
+        pids += servers_of(command.pid)
+        command.signal(signal.SIGTERM)
+        assert command.wait() == 128 + signal.SIGTERM
+        assert len(pids) == 3
+        assert [pid for pid in pids if is_running(pid)] == []
+
+
+def test_ctrl_c_leaves_out_what_each_rank_says_of_it():
+    with running_command(["run", "--workers", "2", WORKER, "save"]) as command:
+        command.wait_until(lambda: command.stdout.count(" has ") == 2)
+        command.signal(signal.SIGINT)
+        assert command.wait() == 130
+        announced, *saved = command.stderr.splitlines()
+        assert announced == "psengine run: SIGINT: ending the workers (again: at once)"
+        assert sorted(saved) == ["[rank 0] checkpoint saved", "[rank 1] checkpoint saved"]
+
+
+def test_independent_workers_end_with_their_launcher():
+    options = ["--workers", "2", "--independent", "--strategy", "async", "--server-address", "tcp://127.0.0.1:9"]
+    with running_command(["run", *options, "--max-restarts", "3", WORKER, "save"]) as command:
+        command.wait_until(lambda: command.stdout.count(" has ") == 2)
+        command.signal(signal.SIGINT)
+        assert command.wait() == 130
+        assert command.stdout.count(" has ") == 2
+        assert command.stderr.count("checkpoint saved") == 2
+
+
+def ignore_hangup():
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+
+
+def test_what_was_ignored_stays_so_and_sigterm_always_ends_the_run():
+    line = ["run", "--signals-to-handle", "SIGHUP,SIGINT", WORKER, "hang"]
+    with running_command(line, prepare=ignore_hangup) as command:
+        command.wait_until(lambda: " has " in command.stdout)
+        command.signal(signal.SIGHUP)
+        command.signal(signal.SIGTERM)
+        assert command.wait() == 128 + signal.SIGTERM
+        assert command.stderr == "psengine run: SIGTERM: ending the workers\n"
+
+
+def test_a_signal_after_a_failure_keeps_its_report(tmp_path):
+    line = ["run", "--workers", "2", "--shutdown-timeout", "1", WORKER, "raise-and-leave", str(tmp_path), "stubborn"]
+    with running_command(line) as command:
+        command.wait_until(lambda: "ValueError: bad data" in command.stderr)
+        # Rank 0 is asked to end, and does not.
+        command.wait_until(lambda: len([p for p in children_of(command.pid) if WORKER in command_line(p)]) == 1)
+        command.signal(signal.SIGINT)
+        assert command.wait() == 130
+        report = command.stderr[command.stderr.index("failed first") :]
+        assert "ValueError: bad data" in report
+        assert "ended because of it: rank 0" in report
+        assert [pid for pid in pids_of(tmp_path) if is_running(pid)] == []
+
+
+def nobody_reads_stderr():
+    reader, writer = os.pipe()
+    os.close(reader)
+    os.dup2(writer, 2)
+
+
+def test_a_signal_that_cannot_be_announced_ends_the_run_in_order():
+    with running_command(["run", WORKER, "hang"], prepare=nobody_reads_stderr) as command:
+        command.wait_until(lambda: " has " in command.stdout)
+        command.signal(signal.SIGTERM)
+        assert command.wait() == 128 + signal.SIGTERM
+
+
+def test_a_stream_that_the_shell_closed_is_dev_null(tmp_path):
+    script = tmp_path / "write.py"
+    script.write_text("import sys; sys.stdin.read(); print('out'); print('err', file=sys.stderr); sys.exit(5)")
+    command = [sys.executable, "-m", "psengine.cli.main", "run", str(script)]
+    line = ["sh", "-c", 'exec "$@" <&- 2>&-', "sh", *command]
+    done = subprocess.run(line, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (5, "out\n", "")
+
+
+def interrupt_at_the_start():
+    build_app = psengine.cli.main.build_app
+
+    def interrupted():
+        os.kill(os.getpid(), signal.SIGINT)
+        return build_app()
+
+    psengine.cli.main.build_app = interrupted
+
+
+def interrupt_in_the_background():
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    interrupt_at_the_start()
+
+
+def test_ctrl_c_before_anything_began_ends_it_without_a_word():
+    with running_command(["run", WORKER, "well"], prepare=interrupt_at_the_start) as command:
+        assert command.wait() == -signal.SIGINT
+        assert command.stdout + command.stderr == ""
+    with running_command(["--version"], prepare=interrupt_in_the_background) as command:
+        assert command.wait() == 0
+
+
+def test_commands_get_the_interrupts_they_had(capsys):
+    found = signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job of a shell ignores it
+    try:
+        with pytest.raises(SystemExit):
+            main(["--version"])
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, found)
