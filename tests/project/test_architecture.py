@@ -92,7 +92,6 @@ IS_GIVEN_TIME = ("parameter_server/server/core/", "parameter_server/server/rules
 # Functions that decide by an error's text, because whoever raises it has neither a type nor a code for the case.
 MAY_READ_ERROR_TEXTS = {
     ("cli/doctor_checks/findings", "problem_of"): "shows what an error is about, once",
-    ("cli/launching/elastic", "_launch"): "torch's DistNetworkError has no errno of a port that is taken",
     ("collectives/transport_errors", "is_transport_error"): "gloo's errors are plain RuntimeErrors",
 }
 MAY_READ_ENVIRONMENT = {"environment/context"}
