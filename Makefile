@@ -40,11 +40,11 @@ docs: $(STAMP)
 	$(BIN)/python -m sphinx -W --keep-going -q -b html docs build/docs
 	@echo "build/docs/index.html"
 
-# csrc/fusion_cuda.cu at least compiles, wherever there is a compiler for it; setup.py says what is linked.
+# csrc/kernels/fusion_cuda.cu at least compiles, wherever there is a compiler for it; setup.py says what is linked.
 cuda: $(if $(NVCC),build/cuda/.compiled)
-	@$(if $(NVCC),,echo "make: no nvcc on PATH: csrc/fusion_cuda.cu was not compiled")
+	@$(if $(NVCC),,echo "make: no nvcc on PATH: csrc/kernels/fusion_cuda.cu was not compiled")
 
-build/cuda/.compiled: $(STAMP) $(wildcard csrc/*.cu csrc/*.h)
+build/cuda/.compiled: $(STAMP) $(wildcard csrc/*/*.cu csrc/*/*.h)
 	PSENGINE_CUDA=1 $(BIN)/python setup.py -q build_ext --build-lib build/cuda --build-temp build/cuda
 	@touch $@
 
@@ -80,7 +80,7 @@ clean:
 # torch comes first and alone: an exact pin takes a CPU build where one is offered. The build requirements are installed
 # because the package is built against that torch, not in an environment of its own. What is installed as psengine is
 # this package under its former name, or another project's: uninstalled later, it would take our files with it.
-$(STAMP): pyproject.toml constraints.txt setup.py $(wildcard csrc/*)
+$(STAMP): pyproject.toml constraints.txt setup.py $(wildcard csrc/*/*)
 	@command -v $(PYTHON) >/dev/null || { echo "make: expected Python 3.10 or later as $(PYTHON), got no such command." \
 	  "Name one: make PYTHON=/path/to/python3" >&2; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { echo "make: expected Python 3.10 or later," \

@@ -7,8 +7,8 @@ pure-torch references.
 
 PSENGINE_CUDA=1 asks for the CUDA kernels and makes every failure an error; 0 builds without them. A torch built for
 CUDA gets them without asking where there is an nvcc of its major version. A CPU-only torch lacks the functions that
-they call (aoti_torch_get_current_cuda_stream), so with it csrc/fusion_cuda.cu is compiled, to see that it does, but not
-linked.
+they call (aoti_torch_get_current_cuda_stream), so with it csrc/kernels/fusion_cuda.cu is compiled, to see that it
+does, but not linked.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from pathlib import Path
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
-SOURCES = sorted(str(path) for path in Path("csrc").glob("*.cpp"))
-CUDA_SOURCES = sorted(str(path) for path in Path("csrc").glob("*.cu"))
+SOURCES = sorted(str(path) for path in Path("csrc").rglob("*.cpp"))
+CUDA_SOURCES = sorted(str(path) for path in Path("csrc").rglob("*.cu"))
 TORCH_TARGET = "TORCH_TARGET_VERSION=0x020b000000000000"  # 2.11
 # No -march: kernels_avx*.cpp name their own instruction sets, and are chosen when the processor is known. No fused
 # multiply-add: the kernels' bits must not depend on the processor.
@@ -137,7 +137,7 @@ class BuildNative(build_ext):
                 output_dir=self.build_temp,
                 macros=[("Py_LIMITED_API", "0x030a0000"), tuple(TORCH_TARGET.split("="))],
                 # Another's header is not ours to keep free of warnings.
-                extra_postargs=["-isystem", str(include), *COMPILE_FLAGS],
+                extra_postargs=["-Icsrc", "-isystem", str(include), *COMPILE_FLAGS],
             )
 
         sources = extension.sources + (CUDA_SOURCES if nvcc else [])
@@ -182,7 +182,7 @@ class BuildNative(build_ext):
     def _compile_cuda(self, nvcc: str, source: str, include: Path) -> str:
         target = str(Path(self.build_temp, Path(source).name + ".o"))
         command = [nvcc, "-c", source, "-o", target, "-std=c++17", "-O3", f"-D{TORCH_TARGET}", "-DUSE_CUDA"]
-        command += ["-isystem", str(include), "-Xcompiler", "-fPIC,-fvisibility=hidden", "--fmad=false"]
+        command += ["-Icsrc", "-isystem", str(include), "-Xcompiler", "-fPIC,-fvisibility=hidden", "--fmad=false"]
         architectures = known_architectures(nvcc)
         for architecture in architectures:
             command += ["-gencode", f"arch=compute_{architecture},code=sm_{architecture}"]

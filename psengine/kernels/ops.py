@@ -1,10 +1,10 @@
 """Fused passes over a flat tensor and the tensors that make it up, each beside its pure-torch reference.
 
 ``pack_`` gathers tensors into a flat one, ``unpack_`` spreads it again; both scale and convert in the same pass over
-memory. The native operators are ``torch.ops.psengine.*`` (csrc/fusion_cpu.cpp, csrc/fusion_cuda.cu). They cover floats
-of 16, 32 and 64 bits on the CPU and, where built, on CUDA; all else, and everything where the extension is missing,
-runs on the references, to the same bits. Autograd does not see any of it: nothing is recorded, leaves may be written,
-and the native operators leave version counters as they are.
+memory. The native operators are ``torch.ops.psengine.*`` (csrc/kernels/fusion_cpu.cpp, fusion_cuda.cu). They cover
+floats of 16, 32 and 64 bits on the CPU and, where built, on CUDA; all else, and everything where the extension is
+missing, runs on the references, to the same bits. Autograd does not see any of it: nothing is recorded, leaves may be
+written, and the native operators leave version counters as they are.
 
 A tensor's *place* is its part of the flat tensor. A dense tensor, whose elements fill their span of memory exactly once
 in any order of dimensions, travels in the order of its memory; any other in row-major order. Where the places must be
@@ -21,7 +21,7 @@ import torch
 
 from psengine.kernels import native
 
-# csrc/kernels.h, the floating kinds of ScalarKind
+# csrc/kernels/kernels.h, the floating kinds of ScalarKind
 NATIVE_DTYPES = frozenset({torch.float32, torch.float64, torch.float16, torch.bfloat16})
 
 # setup.py, CUDA_ARCHITECTURES
@@ -221,7 +221,7 @@ def _statistics(flat: torch.Tensor, written: Sequence[torch.Tensor]) -> Statisti
     return non_finite_counts, square_sums
 
 
-# ---- places, and the checks of csrc/fusion.cpp ----
+# ---- places, and the checks of csrc/kernels/fusion.cpp ----
 
 
 def is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:

@@ -1,6 +1,6 @@
 """The collective between processes of one host: sums in shared memory, at the speed of memory.
 
-Algorithm, for W ranks and n bytes (csrc/shared_memory.h says how it is done)::
+Algorithm, for W ranks and n bytes (csrc/shared_memory/group.h says how it is done)::
 
     tensor from allocate()   in place: each byte of the W tensors is read once and written once, by whoever has time
     any other tensor         in pieces of a staging slot: copied in, summed, copied out
@@ -42,7 +42,7 @@ from psengine.kernels import native
 from psengine.tracing.stall_inspector import Whereabouts, inspector, stall_after_s
 from psengine.tracing.timeline import is_profiling, now_ns, profiled, record_wait, recorder
 
-# csrc/kernels.h, ScalarKind
+# csrc/kernels/kernels.h, ScalarKind
 SCALAR_KINDS = {
     torch.float32: 0,
     torch.float64: 1,

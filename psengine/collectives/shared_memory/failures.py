@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from psengine.errors import CollectiveError, PeerLostError
 
-# csrc/shared_memory.h, WaitStatus
+# csrc/shared_memory/group.h, WaitStatus
 LOST, TIMED_OUT, MISMATCHED, CLOSED = 1, 2, 3, 4
 
 

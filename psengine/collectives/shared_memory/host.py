@@ -14,13 +14,13 @@ from psengine.collectives.base import Collective
 from psengine.errors import SharedMemoryUnavailableError
 from psengine.kernels import native
 
-# csrc/shared_memory.h, kMaxWorldSize
+# csrc/shared_memory/group.h, kMaxWorldSize
 MAX_WORLD_SIZE = 64
 # A staging slot: pieces that stay in a core's second-level cache while ranks pass them on. Where ranks share cores each
 # step costs a change of process instead, so there are fewer and larger ones.
 SLOT_BYTES = 512 * 1024
 SLOT_BYTES_WHERE_CORES_ARE_SHARED = 1024 * 1024
-# csrc/shared_memory_layout.h, kSmallBytes
+# csrc/shared_memory/layout.h, kSmallBytes
 SLOT_BYTES_PER_RANK = 16 * 1024
 
 

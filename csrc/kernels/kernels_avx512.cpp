@@ -1,5 +1,5 @@
 // The kernels for x86-64 processors with AVX-512 as in Skylake-SP and Zen 4.
-#include "kernels.h"
+#include "kernels/kernels.h"
 
 #if defined(__x86_64__) && defined(__GNUC__)
 #include <immintrin.h>
@@ -19,7 +19,7 @@
 
 namespace psengine {
 namespace {
-#include "kernels.inl"
+#include "kernels/kernels.inl"
 }  // namespace
 
 extern const Kernels avx512_kernels;

@@ -3,7 +3,7 @@
 
 #include <algorithm>
 
-#include "shared_memory_layout.h"
+#include "shared_memory/layout.h"
 
 namespace psengine {
 

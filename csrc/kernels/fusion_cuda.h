@@ -11,7 +11,7 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "kernels.h"
+#include "kernels/kernels.h"
 
 #ifdef __CUDACC__
 #define PSENGINE_HOST_DEVICE __host__ __device__

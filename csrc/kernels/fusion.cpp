@@ -1,5 +1,5 @@
 // The checks that every device's kernels share; see fusion.h.
-#include "fusion.h"
+#include "kernels/fusion.h"
 
 #include <algorithm>
 #include <sstream>

@@ -1,5 +1,5 @@
 // The kernels for x86-64 processors with AVX2 (and no FMA: products are rounded before they are added).
-#include "kernels.h"
+#include "kernels/kernels.h"
 
 #if defined(__x86_64__) && defined(__GNUC__)
 #include <immintrin.h>
@@ -17,7 +17,7 @@
 
 namespace psengine {
 namespace {
-#include "kernels.inl"
+#include "kernels/kernels.inl"
 }  // namespace
 
 extern const Kernels avx2_kernels;

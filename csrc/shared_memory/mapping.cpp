@@ -1,6 +1,6 @@
 #if defined(__linux__)
 
-#include "shared_memory_mapping.h"
+#include "shared_memory/mapping.h"
 
 #include <fcntl.h>
 #include <sys/mman.h>

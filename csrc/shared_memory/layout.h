@@ -5,7 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "shared_memory.h"
+#include "shared_memory/group.h"
 
 namespace psengine {
 

@@ -23,8 +23,8 @@
 #include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/core/ScalarType.h>
 
-#include "fusion.h"
-#include "fusion_cuda.h"
+#include "kernels/fusion.h"
+#include "kernels/fusion_cuda.h"
 
 namespace psengine {
 namespace {

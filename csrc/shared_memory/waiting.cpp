@@ -20,8 +20,8 @@
 #include <immintrin.h>
 #endif
 
-#include "shared_memory_call.h"
-#include "shared_memory_layout.h"
+#include "shared_memory/call.h"
+#include "shared_memory/layout.h"
 
 namespace psengine {
 

@@ -2,7 +2,7 @@
 //
 // Work is cut into blocks of kBlock elements of one tensor, whatever the number of threads: statistics are taken a
 // block at a time and combined in the order of the blocks, so that they have the same bits on every rank.
-#include "fusion.h"
+#include "kernels/fusion.h"
 
 #include <algorithm>
 #include <cstring>

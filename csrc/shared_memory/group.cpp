@@ -1,6 +1,6 @@
 #if defined(__linux__)
 
-#include "shared_memory.h"
+#include "shared_memory/group.h"
 
 #include <sched.h>
 #include <sys/stat.h>
@@ -16,8 +16,8 @@
 #include <immintrin.h>
 #endif
 
-#include "shared_memory_call.h"
-#include "shared_memory_layout.h"
+#include "shared_memory/call.h"
+#include "shared_memory/layout.h"
 
 namespace psengine {
 

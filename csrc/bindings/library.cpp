@@ -1,11 +1,11 @@
-// The operators' schemas and the Python module; csrc/fusion_cpu.cpp and csrc/fusion_cuda.cu implement the operators.
-#include "shared_memory_python.h"
+// The operators' schemas and the Python module; csrc/kernels/fusion_cpu.cpp and csrc/kernels/fusion_cuda.cu implement the operators.
+#include "bindings/shared_memory.h"
 
 #include <vector>
 
 #include <torch/csrc/stable/library.h>
 
-#include "kernels.h"
+#include "kernels/kernels.h"
 
 // layout: int64 on the CPU, from psengine.kernels.ops.layout_of(). The statistics are, for each tensor, the number of
 // values written that are not finite (int64) and the sum of the squares of what was written (float64), on flat's device.

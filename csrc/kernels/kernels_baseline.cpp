@@ -1,5 +1,5 @@
 // The kernels for every processor of the target architecture.
-#include "kernels.h"
+#include "kernels/kernels.h"
 
 #if defined(__SSE2__)
 #include <emmintrin.h>
@@ -9,7 +9,7 @@
 
 namespace psengine {
 namespace {
-#include "kernels.inl"
+#include "kernels/kernels.inl"
 }  // namespace
 
 extern const Kernels baseline_kernels;

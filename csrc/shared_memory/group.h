@@ -29,8 +29,8 @@
 #include <utility>
 #include <vector>
 
-#include "kernels.h"
-#include "shared_memory_mapping.h"
+#include "kernels/kernels.h"
+#include "shared_memory/mapping.h"
 
 namespace psengine {
 
@@ -57,7 +57,7 @@ struct RankState {
   bool is_running;
 };
 
-// The layout of the control block; see shared_memory_layout.h.
+// The layout of the control block; see layout.h.
 struct ControlHeader;
 struct RankRegion;
 struct Round;

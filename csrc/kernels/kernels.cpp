@@ -1,5 +1,5 @@
 // Which table of kernels this processor runs.
-#include "kernels.h"
+#include "kernels/kernels.h"
 
 #include <atomic>
 #include <cstring>

@@ -7,7 +7,7 @@
 
 #include <torch/csrc/stable/tensor.h>
 
-#include "kernels.h"
+#include "kernels/kernels.h"
 
 namespace psengine {
 

@@ -3,7 +3,7 @@
 // Plain functions of CPython's limited interface, not torch operators: a call costs a tenth of a microsecond instead of
 // several, and a small all-reduce takes ten.
 
-#include "shared_memory_python.h"
+#include "bindings/shared_memory.h"
 
 #include <cstdint>
 #include <cstring>
@@ -17,7 +17,7 @@
 
 #if defined(__linux__)
 
-#include "shared_memory.h"
+#include "shared_memory/group.h"
 
 namespace psengine {
 namespace {
@@ -296,7 +296,7 @@ PyMethodDef method(const char* name, FastFunction function, const char* document
 }  // namespace
 
 PyMethodDef* shared_memory_methods() {
-  // The types and the meaning of each are those of SharedMemoryGroup's methods (csrc/shared_memory.h); `group` is what
+  // The types and the meaning of each are those of SharedMemoryGroup's methods (csrc/shared_memory/group.h); `group` is what
   // join returns, addresses are Tensor.data_ptr(), kinds are numbers of ScalarKind.
   static PyMethodDef methods[] = {
       method("shared_memory_create_control", create_control, "(world_size, slot_bytes, token) -> file descriptor"),
