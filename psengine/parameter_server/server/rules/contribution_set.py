@@ -1,5 +1,10 @@
 """The contributions to one exchange of a chunk, and what they come to: added in the order of ranks. Pure.
 
+    rank 0   here ─┐            The gradients of the lowest ranks are added as soon as nobody can come between them;
+    rank 1   here ─┴ added      the rest when the exchange ends. Contributions are kept until then, because a worker
+    rank 2   awaited            that dies is taken out again: what it is part of is added anew.
+    rank 3   here, kept
+
 They are added in float32 at least. The bits of the sum do not depend on the order of arrival. Where workers weigh their
 gradients (by the sizes of their batches), the average is sum(u g) / sum(u), in the same order and type, u being weights
 scaled by a power of two; equal weights give the very bits of no weights.
@@ -8,6 +13,7 @@ scaled by a power of two; equal weights give the very bits of no weights.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 
@@ -28,14 +34,36 @@ class ContributionSet:
     def __init__(self, spec: ChunkSpec) -> None:
         self._spec = spec
         self.by_rank: dict[int, Contribution] = {}
+        self._sum = _RankOrderSum(spec.dtype)
 
-    def add(self, contribution: Contribution) -> None:
-        """One more, which was checked."""
+    def add(self, contribution: Contribution, live: Sequence[int]) -> None:
+        """One more, which was checked.
+
+        Args:
+            contribution: of a rank that is not here yet.
+            live: the ranks whose contributions are awaited, ascending.
+        """
         self.by_rank[contribution.rank] = contribution
+        if self._spec.kind is ChunkKind.BUFFER:
+            return
+        for rank in live:
+            if self._sum.added and rank <= self._sum.added[-1].rank:
+                continue
+            one = self.by_rank.get(rank)
+            if one is None or not self._sum.takes(one):
+                return
+            if one.values is not None:
+                self._sum.add(one)
 
     def remove(self, rank: int) -> None:
         """The contribution of this worker does not count after all."""
-        del self.by_rank[rank]
+        if self.by_rank.pop(rank) in self._sum.added:
+            self._sum = _RankOrderSum(self._spec.dtype)
+
+    @property
+    def size_bytes(self) -> int:
+        """Memory of the contributions and of what is added already."""
+        return len(self.given) * self._spec.size_bytes + self._sum.size_bytes
 
     @property
     def given(self) -> list[Contribution]:
@@ -74,24 +102,26 @@ class ContributionSet:
             return  # the others are like this one
 
     def combine(self) -> torch.Tensor | None:
-        """The average of gradients, the lowest rank's buffer, or the sum of usage maps; None where there is none."""
+        """The average of gradients, the lowest rank's buffer, or the sum of usage maps; None where there is none.
+
+        To be called once, at the end. A single contribution comes back as its own memory.
+        """
         given = self.given
-        tensors = [one.values for one in given if one.values is not None]
-        if not tensors:
+        if not given:
             return None
-        if self._spec.kind is ChunkKind.BUFFER:
-            return tensors[0].clone()
+        if self._spec.kind is ChunkKind.BUFFER or len(given) == 1:
+            return given[0].values
         weights = [one.weight for one in given if one.weight is not None]
         if len(set(weights)) > 1:
-            return self._combine_weighted(tensors, weights)
-        total = tensors[0].to(_accumulation_dtype(self._spec.dtype), copy=True)
-        for values in tensors[1:]:
-            if total.is_floating_point():
-                ops.accumulate_(total, values)  # 16-bit values are widened in the same pass
-            else:
-                total += values
-        if self._spec.kind is not ChunkKind.USAGE and len(tensors) > 1:
-            total /= len(tensors)
+            return self._combine_weighted([one.values for one in given if one.values is not None], weights)
+        added = self._sum.added
+        # A worker that nobody awaited, because it was new or on its way out, may stand between those added.
+        rank_order = self._sum if given[: len(added)] == added else _RankOrderSum(self._spec.dtype)
+        for one in given[len(rank_order.added) :]:
+            rank_order.add(one)
+        total = rank_order.total()
+        if self._spec.kind is not ChunkKind.USAGE:
+            total /= len(given)
         return total.to(self._spec.dtype)
 
     def _combine_weighted(self, tensors: list[torch.Tensor], weights: list[float]) -> torch.Tensor:
@@ -106,6 +136,51 @@ class ContributionSet:
                 total.add_(values, alpha=share)
         total /= sum(shares)
         return total.to(self._spec.dtype)
+
+
+class _RankOrderSum:
+    """The sum of some contributions' values, added one after the other.
+
+    Attributes:
+        added: those in it, ascending by rank.
+    """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = _accumulation_dtype(dtype)
+        self.added: list[Contribution] = []
+        # None until there are two: the first is not copied for itself.
+        self._total: torch.Tensor | None = None
+
+    def takes(self, contribution: Contribution) -> bool:
+        """Whether this one can be added as it is: contributions that weigh differently are scaled at the end."""
+        return contribution.values is None or not self.added or contribution.weight == self.added[0].weight
+
+    def add(self, contribution: Contribution) -> None:
+        """Add the next one."""
+        values, first = contribution.values, self.added[0].values if self.added else None
+        assert values is not None
+        self.added.append(contribution)
+        if first is None:
+            return
+        if self._total is None and first.dtype is self._dtype:
+            self._total = first + values
+            return
+        if self._total is None:
+            self._total = first.to(self._dtype)
+        if self._total.is_floating_point():
+            ops.accumulate_(self._total, values)  # 16-bit values are widened in the same pass
+        else:
+            self._total += values
+
+    def total(self) -> torch.Tensor:
+        """The sum of two or more; nobody else's memory."""
+        assert self._total is not None
+        return self._total
+
+    @property
+    def size_bytes(self) -> int:
+        """Memory of the sum."""
+        return self._total.nbytes if self._total is not None else 0
 
 
 def _accumulation_dtype(dtype: torch.dtype) -> torch.dtype:

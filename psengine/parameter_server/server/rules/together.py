@@ -96,7 +96,7 @@ class Together(Gathering):
             self._refused[rank] = "non_finite"
             self.context.statistics.count_refused("non_finite")
             contribution = replace(contribution, values=None)
-        gathered.add(contribution)
+        gathered.add(contribution, self.context.live_ranks())
         self._open[sequence] = gathered
         self.progress.last_sequence[rank] = sequence
         return self._complete_all()
@@ -191,7 +191,7 @@ class Together(Gathering):
 
     @override
     def held_bytes(self) -> int:
-        return sum(len(gathered.given) for gathered in self._open.values()) * self.spec.size_bytes
+        return sum(gathered.size_bytes for gathered in self._open.values())
 
     @override
     def to_meta(self) -> dict[str, Any]:

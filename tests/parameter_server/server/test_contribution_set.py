@@ -1,0 +1,91 @@
+"""Gradients are added while others are still awaited; the bits are those of adding all at the end."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.shard_world import spec
+
+from psengine.parameter_server.server.rules.contribution_set import ContributionSet
+from psengine.parameter_server.server.rules.exchange import Contribution
+from psengine.protocol.layout import ChunkKind
+
+NUMEL = 37
+RANKS = 6
+
+
+def contribution(rank, dtype, weight=None, salt=0):
+    generator = torch.Generator().manual_seed(1000 * salt + rank)
+    values = torch.randn(NUMEL, generator=generator, dtype=torch.float64) * 10.0 ** (rank - 2)
+    return Contribution(rank, 1, 0, values.to(dtype), weight=weight)
+
+
+def added_at_the_end(contributions):
+    """The average as it is written down: one after the other by rank, in float32 at least, then divided."""
+    ordered = [one.values for one in sorted(contributions, key=lambda one: one.rank)]
+    dtype = ordered[0].dtype
+    total = ordered[0].to(torch.float32 if dtype.itemsize == 2 else dtype, copy=True)
+    for values in ordered[1:]:
+        total += values.to(total.dtype)
+    return (total / len(ordered)).to(dtype)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64]),
+    st.lists(
+        st.tuples(st.sampled_from(["come", "come", "come", "die", "leave"]), st.integers(0, RANKS - 1)), max_size=25
+    ),
+)
+def test_the_bits_are_those_of_adding_at_the_end_whoever_comes_dies_and_returns(dtype, script):
+    """ "leave": nobody awaits the worker any more, and its contribution is taken out a little later, or never."""
+    gathered, live = ContributionSet(spec(0, NUMEL, dtype)), set(range(RANKS))
+    for salt, (what, rank) in enumerate(script):
+        if what == "come" and rank not in gathered.by_rank:
+            live.add(rank)
+            gathered.add(contribution(rank, dtype, salt=salt), sorted(live))
+        elif what == "die" and rank in gathered.by_rank:
+            live.discard(rank)
+            gathered.remove(rank)
+        elif what == "leave":
+            live.discard(rank)
+    if gathered.by_rank:
+        assert torch.equal(gathered.combine(), added_at_the_end(gathered.by_rank.values()))
+
+
+def test_what_is_lowest_is_added_before_the_others_are_here():
+    gathered = ContributionSet(spec(0, NUMEL))
+    size = 4 * NUMEL
+    gathered.add(contribution(3, torch.float32), range(4))
+    gathered.add(contribution(1, torch.float32), range(4))
+    assert gathered.size_bytes == 2 * size  # 0 is awaited, and comes before both
+    gathered.add(contribution(0, torch.float32), range(4))
+    assert gathered.size_bytes == 4 * size  # three contributions, and the sum of 0 and 1
+    gathered.remove(1)
+    assert gathered.size_bytes == 2 * size
+    gathered.add(contribution(2, torch.float32), (0, 2, 3))
+    assert torch.equal(gathered.combine(), added_at_the_end(gathered.by_rank.values()))
+
+
+@pytest.mark.parametrize("weights", [(4.0, 4.0, 4.0), (4.0, 1.0, 4.0)])
+def test_equal_weights_are_added_early_and_unequal_ones_at_the_end(weights):
+    gathered = ContributionSet(spec(0, NUMEL, torch.float64))
+    for rank, weight in enumerate(weights):
+        gathered.add(contribution(rank, torch.float64, weight), range(3))
+    values = [one.values for one in gathered.by_rank.values()]
+    expected = sum(weight * value for weight, value in zip(weights, values, strict=True)) / sum(weights)
+    is_equal = len(set(weights)) == 1
+    assert gathered.size_bytes == (4 if is_equal else 3) * 8 * NUMEL
+    average = gathered.combine()
+    assert torch.allclose(average, expected, rtol=1e-14)
+    if is_equal:
+        assert torch.equal(average, added_at_the_end(gathered.by_rank.values()))
+
+
+def test_usage_maps_are_added_and_not_divided():
+    gathered = ContributionSet(spec(0, 4, torch.int32, ChunkKind.USAGE))
+    for rank in range(3):
+        gathered.add(Contribution(rank, 1, 0, torch.tensor([1, 0, rank, 2], dtype=torch.int32)), range(3))
+    assert gathered.combine().tolist() == [3, 0, 3, 6]
