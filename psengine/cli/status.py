@@ -14,7 +14,8 @@ from rich.console import Group
 from rich.text import Text
 
 from psengine.cli.console import open_console
-from psengine.cli.server_status import Overview, ask_all, open_sources
+from psengine.cli.status_overview import Overview, ask_all
+from psengine.cli.status_sources import open_sources
 from psengine.cli.status_table import events_view, jobs_view, servers_table
 from psengine.cli.top import Watch, show_frames, show_live
 

@@ -11,9 +11,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from psengine.cli.console import printable
-from psengine.cli.server_status import Overview, ServerReport, shard_bytes
-from psengine.parameter_server.server.core.telemetry import NOT_FINITE
+from psengine.cli.status_overview import Overview, ServerReport, shard_bytes
+from psengine.parameter_server.status_model import Counts, Event, JobStatus, WorkerStatus
 
 # Where a step's time goes: part, colour, and a glyph that tells them apart without colour, or in ASCII.
 PARTS = (("compute", "green", "█", "#"), ("wait", "yellow", "░", "."), ("wire", "blue", "▒", "-"),
@@ -21,43 +20,42 @@ PARTS = (("compute", "green", "█", "#"), ("wait", "yellow", "░", "."), ("wir
 BAR_WIDTH = 13
 SPARKS, ASCII_SPARKS = "▁▂▃▄▅▆▇█", "_.:-=+*#"
 STATE_STYLES = {"live": "green", "joining": "cyan", "silent": "bold red"}
+ALARMING_EVENTS = {"evicted", "snapshot_failed", "gone", "memory"}
 UNKNOWN = "-"
-
-Worker = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class _Column:
-    """A column of the workers' table; of those that do not fit, the least wanted go first."""
+    """A column of the workers' table; of those that do not fit, the columns of the highest rank go first."""
 
     title: str
     width: int
     rank: int
-    cell: Callable[[Worker, bool], RenderableType]
+    cell: Callable[[WorkerStatus, bool], RenderableType]
     is_text: bool = False
 
 
-def _plain(name: str) -> Callable[[Worker, bool], str]:
-    return lambda worker, ascii_only: _number(worker.get(name))
+def _plain(name: str) -> Callable[[WorkerStatus, bool], str]:
+    return lambda worker, ascii_only: _number(getattr(worker, name))
 
 
 _COLUMNS = (
     _Column("rank", 4, 0, _plain("rank")),
-    _Column("state", 7, 1, lambda w, _: Text(_word(w.get("state")), STATE_STYLES.get(w.get("state", ""), "")), True),
-    _Column("host", 14, 9, lambda w, _: Text(_host(w)), True),
+    _Column("state", 7, 1, lambda w, _: Text(w.state, STATE_STYLES[w.state]), True),
+    _Column("host", 14, 9, lambda w, _: Text(f"{w.host}:{w.pid}" if w.pid else w.host), True),
     _Column("step", 7, 2, _plain("step")),
     _Column("lag", 4, 3, _plain("lag")),
-    _Column("stale", 6, 6, lambda w, _: _pair(w.get("staleness_p50"), w.get("staleness_p99"))),
-    _Column("heard", 6, 4, lambda w, _: _seconds(w.get("silent_s"))),
-    _Column("steps/s", 7, 7, lambda w, _: _number(w.get("steps_per_s"))),
-    _Column("samples/s", 9, 12, lambda w, _: _number(w.get("samples_per_s"))),
-    _Column("loss", 8, 8, lambda w, _: _number(w.get("loss"))),
-    _Column("ms/step", 7, 10, lambda w, _: _number(None if w.get("step_s") is None else w["step_s"] * 1e3)),
+    _Column("stale", 6, 6, lambda w, _: _pair(w.staleness_p50, w.staleness_p99)),
+    _Column("heard", 6, 4, lambda w, _: _seconds(w.silent_s)),
+    _Column("steps/s", 7, 7, _plain("steps_per_s")),
+    _Column("samples/s", 9, 12, _plain("samples_per_s")),
+    _Column("loss", 8, 8, _plain("loss")),
+    _Column("ms/step", 7, 10, lambda w, _: _number(None if w.step_s is None else w.step_s * 1e3)),
     _Column("a step's time", BAR_WIDTH, 5, lambda w, ascii_only: time_bar(w, ascii_only), True),
     _Column("pushes", 8, 13, _plain("pushes")),
     _Column("refused", 7, 11, _plain("refused")),
     _Column("late", 5, 14, _plain("late")),
-    _Column("waits for", 9, 15, lambda w, _: ",".join(map(str, w.get("waiting_for") or ())) or UNKNOWN, True),
+    _Column("waits for", 9, 15, lambda w, _: ",".join(map(str, w.waiting_for)) or UNKNOWN, True),
 )
 
 
@@ -72,18 +70,17 @@ def jobs_view(overview: Overview, width: int, ascii_only: bool = False) -> Rende
         if not overview.is_complete:
             text = "which jobs there are is not known: not every shard answers"
         parts = [Text(text, style="dim"), Text()]
-    elif overview.jobs and any(w.get("step_s") is not None for j in overview.jobs.values() for w in j["workers"]):
+    elif any(worker.step_s is not None for job in overview.jobs.values() for worker in job.workers):
         parts.append(_legend(ascii_only))
     return Group(*parts)
 
 
-def workers_table(job: Mapping[str, Any], width: int, ascii_only: bool = False) -> RenderableType:
+def workers_table(job: JobStatus, width: int, ascii_only: bool = False) -> RenderableType:
     """A row for each worker, with as many columns as fit."""
-    workers = job.get("workers") or []
-    if not workers:
+    if not job.workers:
         return Text("  no workers now", style="dim")
     columns = _fitting(width)
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim", show_edge=False)
+    table = _table()
     for column in columns:
         table.add_column(
             column.title,
@@ -93,8 +90,8 @@ def workers_table(job: Mapping[str, Any], width: int, ascii_only: bool = False) 
             no_wrap=True,
             overflow="ellipsis",
         )
-    for worker in workers:
-        style = "red" if worker.get("state") == "silent" else ""
+    for worker in job.workers:
+        style = "red" if worker.state == "silent" else ""
         table.add_row(*(column.cell(worker, ascii_only) for column in columns), style=style)
     return table
 
@@ -103,49 +100,40 @@ def servers_table(
     reports: Sequence[ServerReport], rates: Mapping[Any, tuple[float, float]] | None = None
 ) -> RenderableType:
     """A row for each shard; with ``rates`` (by address and index: bytes in and out a second) those, else totals."""
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim", show_edge=False)
+    table = _table()
     table.add_column("server", no_wrap=True, overflow="ellipsis", min_width=16)
-    table.add_column("shard", justify="right")
-    table.add_column("memory", justify="right", no_wrap=True)
-    for title in ("MB/s in", "MB/s out") if rates is not None else ("MB in", "MB out"):
+    for title in ("shard", "memory", *(("MB/s in", "MB/s out") if rates is not None else ("MB in", "MB out"))):
         table.add_column(title, justify="right", no_wrap=True)
     for report in reports:
         if report.error:
-            table.add_row(Text(report.address, "bold red"), "", Text("does not answer", "bold red"), "", "")
-        for shard in report.mute:
-            table.add_row(
-                _server_name(report) if shard is report.mute[0] else "",
-                Text(_word(shard.get("index"))),
-                Text("does not answer", "bold red"),
-                "",
-                "",
-            )
-        for position, shard in enumerate(report.shards, start=len(report.mute)):
-            key = (report.address, shard.get("index"))
-            moved = shard_bytes(shard) if rates is None else rates.get(key)
+            table.add_row(Text(report.address, "bold red"), "", Text("does not answer", "bold red"))
+        rows: list[tuple[RenderableType, ...]] = [
+            (str(shard.index), Text("does not answer", "bold red")) for shard in report.mute
+        ]
+        for shard in report.shards:
+            moved = shard_bytes(shard) if rates is None else rates.get((report.address, shard.index))
             cells = [UNKNOWN, UNKNOWN] if moved is None else [_number(amount / 1e6) for amount in moved]
-            memory = f"{_megabytes(shard.get('memory_bytes'))} / {_megabytes(shard.get('max_memory_bytes'))}"
-            table.add_row(
-                _server_name(report) if position == 0 else "", Text(str(shard.get("index", position))), memory, *cells
-            )
+            memory = f"{_megabytes(shard.memory_bytes)} / {_megabytes(shard.max_memory_bytes)}"
+            rows.append((str(shard.index), memory, *cells))
+        for position, row in enumerate(rows):
+            table.add_row(_server_name(report) if position == 0 else "", *row)
     return table
 
 
-def events_view(events: Iterable[Mapping[str, Any]], most: int) -> RenderableType:
+def events_view(events: Iterable[Event], max_lines: int) -> RenderableType:
     """The last few, one a line."""
     lines = []
-    for event in list(events)[-most:]:
-        clock = time.strftime("%H:%M:%S", time.localtime(event.get("unix_s", 0.0)))
-        style = "red" if event.get("kind") in ("evicted", "snapshot_failed", "gone", "memory") else ""
-        job = f"{event['job']}  " if event.get("job") else ""
-        text = printable(str(event.get("text", "")))
-        lines.append(Text.assemble((f"{clock}  {job}", "dim"), (text, style), no_wrap=True, overflow="ellipsis"))
+    for event in list(events)[-max_lines:]:
+        clock = time.strftime("%H:%M:%S", time.localtime(event.unix_s))
+        style = "red" if event.kind in ALARMING_EVENTS else ""
+        job = f"{event.job}  " if event.job else ""
+        lines.append(Text.assemble((f"{clock}  {job}", "dim"), (event.text, style), no_wrap=True, overflow="ellipsis"))
     return Group(*lines)
 
 
-def time_bar(worker: Worker, ascii_only: bool = False, width: int = BAR_WIDTH) -> Text:
+def time_bar(worker: WorkerStatus, ascii_only: bool = False, width: int = BAR_WIDTH) -> Text:
     """A worker's step, cut into its parts in proportion."""
-    times = [max(0.0, worker.get(f"{name}_s") or 0.0) for name, *_ in PARTS]
+    times = [max(0.0, getattr(worker, f"{name}_s") or 0.0) for name, *_ in PARTS]
     total = sum(times)
     if total <= 0:
         return Text(UNKNOWN, "dim")
@@ -158,7 +146,7 @@ def time_bar(worker: Worker, ascii_only: bool = False, width: int = BAR_WIDTH) -
     return bar
 
 
-def sparkline(counts: Mapping[str, int], ascii_only: bool = False, most: int = 24) -> str:
+def sparkline(counts: Counts, ascii_only: bool = False, most: int = 24) -> str:
     """How often each value occurred, from 0 on; the highest bar is the most frequent."""
     by_value = {int(value): count for value, count in counts.items() if count}
     if not by_value:
@@ -183,51 +171,58 @@ def _fitting(width: int) -> list[_Column]:
     return [column for column in _COLUMNS if column in chosen]
 
 
-def _headline(name: str, job: Mapping[str, Any]) -> Text:
-    members, expected = job.get("members", len(job.get("workers") or ())), job.get("expected_workers")
-    is_short = expected is not None and members < expected
-    count = f"{members} of {expected} workers" if is_short else f"{members} worker{'s' if members != 1 else ''}"
-    newest, oldest = job.get("version_max", 0), job.get("version_min", 0)
-    version = f"version {newest}" if newest == oldest else f"versions {oldest} to {newest}"
-    size = f"{_megabytes(job.get('values_bytes'))} in {job.get('chunks', 0)} chunks"
+def _headline(name: str, job: JobStatus) -> Text:
+    is_short = job.members < job.expected_workers
+    count = f"{job.members} worker{'s' if job.members != 1 else ''}"
+    if is_short:
+        count = f"{job.members} of {job.expected_workers} workers"
+    version = f"version {job.version_max}"
+    if job.version_min != job.version_max:
+        version = f"versions {job.version_min} to {job.version_max}"
+    size = f"{_megabytes(job.values_bytes)} in {job.chunks} chunks"
     style = "yellow" if is_short else ""
-    rule = job.get("rule_text") or (job.get("rule") or {}).get("name", "")
-    return Text.assemble(("job ", "dim"), (name, "bold"), f"  {rule}  ", (count, style), f"  {size}  {version}")
+    return Text.assemble(
+        ("job ", "dim"), (name, "bold"), f"  {job.rule_text}  ", (count, style), f"  {size}  {version}"
+    )
 
 
-def _counters(job: Mapping[str, Any], ascii_only: bool) -> Text:
-    text = Text(f"  applied {job.get('applied', 0)}", style="")
-    if job.get("averaged"):
-        text.append(f"  averaged {job['averaged']}")
-    # Who abstained only asked for weights: nothing was refused.
-    reasons = (job.get("refused") or {}).items()
-    refused = {reason: count for reason, count in reasons if count and reason != "abstained"}
+def _counters(job: JobStatus, ascii_only: bool) -> Text:
+    text = Text(f"  applied {job.applied}", style="")
+    if job.averaged:
+        text.append(f"  averaged {job.averaged}")
+    # A worker that abstained only asked for weights: nothing was refused.
+    refused = {reason: count for reason, count in job.refused.items() if count and reason != "abstained"}
     if refused:
         listed = ", ".join(f"{count} {reason}" for reason, count in refused.items())
         text.append(f"  refused {sum(refused.values())} ({listed})", "yellow")
     for name in ("late", "duplicates", "non_finite", "evicted"):
-        if job.get(name):
-            text.append(f"  {name.replace('_', ' ')} {job[name]}", "yellow" if name != "duplicates" else "")
-    bars = sparkline(job.get("staleness") or {}, ascii_only)
+        if getattr(job, name):
+            style = "yellow" if name != "duplicates" else ""
+            text.append(f"  {name.replace('_', ' ')} {getattr(job, name)}", style)
+    bars = sparkline(job.staleness, ascii_only)
     if bars:
         text.append("  staleness 0")
         text.append(f"|{bars}|", "cyan")
-        text.append(f"most {job.get('max_staleness', 0)}")
+        text.append(f"most {job.max_staleness}")
     return text
 
 
-def _departed(job: Mapping[str, Any], unix_s: float) -> list[Text]:
-    """Who is gone and has not come back, and why: the row that somebody misses in the table."""
-    here = {worker["rank"] for worker in job.get("workers") or ()}
-    gone = {entry["rank"]: entry for entry in job.get("departed") or () if entry["rank"] not in here}
+def _departed(job: JobStatus, unix_s: float) -> list[Text]:
+    """The workers that left and have not come back, and why."""
+    here = {worker.rank for worker in job.workers}
+    gone = {one.rank: one for one in job.departed if one.rank not in here}
     return [
         Text(
-            f"  worker {rank} on {entry.get('host')} is gone: {entry.get('reason')} after step {entry.get('step')},"
-            f" {_seconds(max(0.0, unix_s - entry.get('unix_s', 0.0)))} ago",
-            "dim" if entry.get("reason") == "left" else "yellow",
+            f"  worker {rank} on {one.host} is gone: {one.reason} after step {one.step},"
+            f" {_seconds(max(0.0, unix_s - one.unix_s))} ago",
+            "dim" if one.reason == "left" else "yellow",
         )
-        for rank, entry in sorted(gone.items())
+        for rank, one in sorted(gone.items())
     ]
+
+
+def _table() -> Table:
+    return Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim", show_edge=False)
 
 
 def _legend(ascii_only: bool) -> Text:
@@ -240,37 +235,26 @@ def _legend(ascii_only: bool) -> Text:
 
 def _server_name(report: ServerReport) -> Text:
     text = Text(report.address)
-    uptime_s = report.about("uptime_s")
-    if uptime_s is not None:
-        text.append(f" up {_seconds(uptime_s)}", "dim")
+    if report.status.uptime_s is not None:
+        text.append(f" up {_seconds(report.status.uptime_s)}", "dim")
     if not report.healthy:
         text.append(" unhealthy", "bold red")
     return text
 
 
-def _number(value: Any) -> str:
+def _number(value: float | str | None) -> str:
     if value is None:
         return UNKNOWN
-    if isinstance(value, int) or value == NOT_FINITE:
+    if isinstance(value, int | str):
         return str(value)
     return f"{value:.4g}" if abs(value) < 1e4 else f"{value:.0f}"
 
 
-def _pair(one: Any, other: Any) -> str:
+def _pair(one: int | None, other: int | None) -> str:
     return UNKNOWN if one is None and other is None else f"{_number(one)}/{_number(other)}"
 
 
-def _word(value: Any) -> str:
-    return UNKNOWN if value is None else str(value)
-
-
-def _host(worker: Worker) -> str:
-    return f"{_word(worker.get('host'))}:{worker['pid']}" if worker.get("pid") else _word(worker.get("host"))
-
-
-def _seconds(value: Any) -> str:
-    if value is None:
-        return UNKNOWN
+def _seconds(value: float) -> str:
     if value < 10:
         return f"{value:.1f}s"
     if value < 120:
@@ -278,7 +262,5 @@ def _seconds(value: Any) -> str:
     return f"{value / 60:.0f}m" if value < 7200 else f"{value / 3600:.0f}h"
 
 
-def _megabytes(value: Any) -> str:
-    if value is None:
-        return UNKNOWN
+def _megabytes(value: float) -> str:
     return f"{value / 1e6:.3g} MB" if value < 1e9 else f"{value / 1e9:.3g} GB"

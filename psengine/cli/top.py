@@ -20,8 +20,10 @@ from rich.live import Live
 from rich.text import Text
 
 from psengine.cli.keyboard import listening
-from psengine.cli.server_status import Overview, ServerReport, Source, merge, shard_bytes
+from psengine.cli.status_overview import Overview, ServerReport, merge, shard_bytes
+from psengine.cli.status_sources import Source
 from psengine.cli.status_table import events_view, jobs_view, servers_table
+from psengine.parameter_server.status_model import Event
 
 FRAMES_PER_S = 4
 MAX_EVENTS = 200
@@ -49,7 +51,7 @@ class Watch:
         self._reports: dict[str, ServerReport] = {}
         self._rates: Rates = {}
         self._answers: dict[str, int] = dict.fromkeys((source.address for source in sources), 0)
-        self._events: deque[dict[str, Any]] = deque(maxlen=MAX_EVENTS)
+        self._events: deque[Event] = deque(maxlen=MAX_EVENTS)
         self._stopping = threading.Event()
         self._threads = [
             threading.Thread(target=self._run, args=[source], name="psengine-top", daemon=True) for source in sources
@@ -84,7 +86,7 @@ class Watch:
                 for source in self._sources
             ]
             overview = merge(reports, self._job)
-            events = sorted([*overview.events, *self._events], key=lambda event: event.get("unix_s", 0.0))
+            events = sorted([*overview.events, *self._events], key=lambda event: event.unix_s)
             return View(overview, dict(self._rates), events, self._job)
 
     def _run(self, source: Source) -> None:
@@ -112,14 +114,13 @@ class Watch:
         elif before.error and not report.error:
             self._say("back", f"{report.address} answers again")
         elif not report.error:
-            epochs = before.about("epoch"), report.about("epoch")
-            # None where no shard answered.
-            if None not in epochs and epochs[0] != epochs[1]:
+            # 0 where no shard answered.
+            if 0 != before.status.epoch != report.status.epoch != 0:
                 self._say("restarted", f"{report.address} was restarted")
             self._rates.update(_rates(before, report))
 
     def _say(self, kind: str, text: str) -> None:
-        self._events.append({"unix_s": time.time(), "kind": kind, "job": "", "worker": None, "text": text})
+        self._events.append(Event(time.time(), kind, "", None, text))
 
 
 @dataclass(frozen=True)
@@ -128,7 +129,7 @@ class View:
 
     overview: Overview
     rates: Rates
-    events: Sequence[dict[str, Any]]
+    events: Sequence[Event]
     job: str | None = None
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
@@ -187,14 +188,14 @@ def _screen(console: Console, watch: Watch) -> Iterator[Live]:
 def _rates(before: ServerReport, now: ServerReport) -> Rates:
     """Bytes in and out a second of each shard that is the same process as before."""
     passed_s = now.answered_s - before.answered_s
-    earlier = {(shard.get("epoch"), shard.get("index")): shard_bytes(shard) for shard in before.shards}
+    earlier = {(shard.epoch, shard.index): shard_bytes(shard) for shard in before.shards}
     rates: Rates = {}
     for shard in now.shards:
-        then = earlier.get((shard.get("epoch"), shard.get("index")))
+        then = earlier.get((shard.epoch, shard.index))
         if then is not None and passed_s > 0:
             bytes_in, bytes_out = shard_bytes(shard)
             # A job that ended takes its counts with it.
-            rates[now.address, shard.get("index")] = (
+            rates[now.address, shard.index] = (
                 max(0.0, (bytes_in - then[0]) / passed_s),
                 max(0.0, (bytes_out - then[1]) / passed_s),
             )

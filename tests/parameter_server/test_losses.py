@@ -201,7 +201,7 @@ def test_what_is_sent_again_is_not_lost():
     # What the first one sent when it knew version 0 may be part of the second one's version 2, and is.
     assert tell(first, [0, 0, 0, 1]) == [0, 0, 0]
     assert tell(second, [0, 2, 1, 0]) == [2, 1, 1]
-    assert world.shard.status(world.now_s)["jobs"]["demo"]["lost_updates"] == 1
+    assert world.shard.status(world.now_s).jobs["demo"].lost_updates == 1
 
 
 def tell(worker: Worker, *entries: list[int], more: bool = False) -> list[int]:
@@ -219,14 +219,14 @@ def test_a_worker_that_does_not_speak_is_waited_for_a_lease():
     world.start(8, saved)
     first.epoch = 0
     first.hello()
-    lost = lambda: world.shard.status(world.now_s)["jobs"]["demo"]["lost_updates"]  # noqa: E731
+    lost = lambda: world.shard.status(world.now_s).jobs["demo"].lost_updates  # noqa: E731
     tell(first, [0, 1, 1, 0])
     world.advance(4.0, first)
     assert lost() == 0
     world.advance(2.0, first)
     assert lost() == 1
-    [event] = [event for event in world.shard.events.to_status() if event["kind"] == "lost"]
-    assert event["text"].startswith("1 updates of 1 chunks are lost")
+    [event] = [event for event in world.shard.events.events() if event.kind == "lost"]
+    assert event.text.startswith("1 updates of 1 chunks are lost")
     tell(first, [0, 1, 1, 0])  # its OK was lost
     world.advance(2.0, first)
     assert lost() == 1

@@ -16,13 +16,15 @@ from support.shard_world import APPLY, Worker, World, spec, team
 from torch import nn
 
 import psengine
+from psengine.cli.status_reading import read_status
 from psengine.errors import ConfigurationError
 from psengine.parameter_server.client.telemetry import MAX_COMING, Telemetry
 from psengine.parameter_server.overview import merge_jobs
 from psengine.parameter_server.server.core.clocks import Clocks
 from psengine.parameter_server.server.core.events import MAX_EVENTS, REPEAT_S, EventLog
 from psengine.parameter_server.server.core.job_record import MAX_DEPARTED
-from psengine.parameter_server.server.core.telemetry import NOT_FINITE, WorkerTelemetry
+from psengine.parameter_server.server.core.telemetry import WorkerTelemetry
+from psengine.parameter_server.status_model import NOT_FINITE, WorkerTimes, to_json
 from psengine.protocol.messages import ErrorCode, MessageType
 
 STEPS = 6
@@ -133,9 +135,7 @@ class TestRates:
             telemetry.hear(body(0), now_s)
         telemetry.hear({}, 1.5)
         telemetry.hear(body(1, loss=3.0), 2.0)
-        assert telemetry.to_status() == {"steps": 1, "loss": 3.0} | dict.fromkeys(
-            ("steps_per_s", "samples_per_s", "step_s", "blocked_s", "apply_s", "held_s")
-        )
+        assert telemetry.times == WorkerTimes(steps=1, loss=3.0)
 
     def test_means_are_of_the_window(self):
         telemetry = WorkerTelemetry()
@@ -146,21 +146,21 @@ class TestRates:
             steps = 30 + 10 * (second - 30)
             telemetry.apply_s += 0.2
             telemetry.hear(body(steps, second - 1.0, 15 + 0.25 * (second - 30), 10 * steps), second)
-        status = telemetry.to_status()
-        assert status["steps_per_s"] == pytest.approx(10)
-        assert status["samples_per_s"] == pytest.approx(100)
-        assert status["step_s"] == pytest.approx(0.1)
-        assert status["blocked_s"] == pytest.approx(0.025)
-        assert status["apply_s"] == pytest.approx(0.02)
+        times = telemetry.times
+        assert times.steps_per_s == pytest.approx(10)
+        assert times.samples_per_s == pytest.approx(100)
+        assert times.step_s == pytest.approx(0.1)
+        assert times.blocked_s == pytest.approx(0.025)
+        assert times.apply_s == pytest.approx(0.02)
 
     def test_a_step_longer_than_the_window_is_still_seen(self):
         telemetry = WorkerTelemetry()
         for second in range(200):
             steps = 1 + second // 40
             telemetry.hear(body(steps, 40.0 * (steps - 1)), second)
-        status = telemetry.to_status()
-        assert status["step_s"] == 40.0
-        assert 0 < status["steps_per_s"] <= 1 / 39
+        times = telemetry.times
+        assert times.step_s == 40.0
+        assert 0 < times.steps_per_s <= 1 / 39
         assert len(telemetry._samples) <= 4  # however many heartbeats a step has
 
     def test_a_stalled_worker_slows_down_and_keeps_its_means(self):
@@ -169,8 +169,8 @@ class TestRates:
             telemetry.hear(body(second, second - 1.0), second)
         for second in range(20, 120):
             telemetry.hear(body(19, 18.0), second)
-        assert telemetry.to_status()["steps_per_s"] < 0.05
-        assert telemetry.to_status()["step_s"] == 1.0
+        assert telemetry.times.steps_per_s < 0.05
+        assert telemetry.times.step_s == 1.0
 
     def test_a_count_that_begins_anew_begins_a_window(self):
         telemetry = WorkerTelemetry()
@@ -178,8 +178,8 @@ class TestRates:
             telemetry.hear(body(10 * second, second), second)
         telemetry.hear(body(1), 9)
         telemetry.hear(body(3, 2.0), 10)
-        assert telemetry.to_status()["step_s"] == 1.0
-        assert telemetry.to_status()["steps_per_s"] == 2.0
+        assert telemetry.times.step_s == 1.0
+        assert telemetry.times.steps_per_s == 2.0
 
     def test_of_the_chunks_of_an_exchange_the_longest_hold_counts(self):
         telemetry = WorkerTelemetry()
@@ -209,9 +209,9 @@ class TestLosses:
     def test_one_that_is_not_finite_is_not_one_that_was_never_reported(self, said, shown):
         telemetry = WorkerTelemetry()
         telemetry.hear(body(1, **said), 1.0)
-        assert telemetry.to_status()["loss"] == shown
+        assert telemetry.times.loss == shown
         telemetry.hear(body(2, loss=3.0), 2.0)
-        assert telemetry.to_status()["loss"] == 3.0
+        assert telemetry.times.loss == 3.0
 
     @pytest.mark.parametrize("loss", [math.nan, -math.inf, torch.tensor(math.nan)])
     def test_a_diverged_worker_shows_everywhere(self, loss):
@@ -220,8 +220,8 @@ class TestLosses:
         (worker,) = team(world, 1, [spec(0, 4)])
 
         def view():
-            (job,) = merge_jobs([json.loads(json.dumps(world.shard.status(world.now_s)))]).values()
-            return job["workers"][0]["loss"]
+            (job,) = merge_jobs([world.shard.status(world.now_s)]).values()
+            return json.loads(json.dumps(to_json(job), allow_nan=False))["workers"][0]["loss"]
 
         telemetry.step_ended()
         worker.send(MessageType.HEARTBEAT, sequence=0, body=telemetry.to_body())
@@ -233,7 +233,7 @@ class TestLosses:
 
 class TestAtTheShard:
     def status(self, world, rank=0):
-        return world.shard.status(world.now_s)["jobs"]["demo"]["workers"][rank]
+        return world.shard.status(world.now_s).jobs["demo"].workers[rank]
 
     def test_a_held_answer_is_the_time_until_the_last_one_came(self):
         world = World()
@@ -247,8 +247,8 @@ class TestAtTheShard:
             for key in (0, 1):
                 second.push(key, step, torch.ones(4))
         first.send(MessageType.HEARTBEAT, sequence=0, body=body(3, 3.0))
-        assert self.status(world)["telemetry"]["held_s"] == pytest.approx(1.25)
-        assert self.status(world, 1)["telemetry"]["steps"] is None
+        assert self.status(world).telemetry.held_s == pytest.approx(1.25)
+        assert self.status(world, 1).telemetry.steps is None
         assert first.take(MessageType.ERROR) == []
 
     def test_the_time_an_average_takes_is_everybodys(self):
@@ -277,14 +277,14 @@ class TestAtTheShard:
         (worker,) = team(world, 1, [spec(0, 4)])
         worker.send(MessageType.HEARTBEAT, sequence=0, body=body(4, loss=0.5))
         worker.hello()
-        assert self.status(world)["telemetry"]["loss"] == 0.5
+        assert self.status(world).telemetry.loss == 0.5
 
 
 # ---- events --------------------------------------------------------------------------------------------------------
 
 
 def told(world):
-    return [(e["kind"], e["worker"]) for e in world.shard.events.to_status()]
+    return [(e.kind, e.worker) for e in world.shard.events.events()]
 
 
 class TestEvents:
@@ -294,12 +294,12 @@ class TestEvents:
         third.send(MessageType.BYE)
         world.advance(6, first)
         assert told(world) == [("joined", 0), ("joined", 1), ("joined", 2), ("left", 2), ("evicted", 1)]
-        events = world.shard.events.to_status()
-        assert events[3]["text"] == "worker 2 (process 1 on h) left: it said goodbye"
-        assert "silent for 5." in events[4]["text"]
-        assert {e["job"] for e in events} == {"demo"}
-        gone = world.shard.status(world.now_s)["jobs"]["demo"]["departed"]
-        assert [(g["rank"], g["reason"], g["host"], g["step"]) for g in gone] == [
+        events = world.shard.events.events()
+        assert events[3].text == "worker 2 (process 1 on h) left: it said goodbye"
+        assert "silent for 5." in events[4].text
+        assert {e.job for e in events} == {"demo"}
+        gone = world.shard.status(world.now_s).jobs["demo"].departed
+        assert [(g.rank, g.reason, g.host, g.step) for g in gone] == [
             (2, "left", "h", 0),
             (1, "evicted", "h", 0),
         ]
@@ -310,7 +310,7 @@ class TestEvents:
         successor = Worker(world, 1, rule=APPLY, world_size=2)
         assert successor.claim(first) == "ready"
         assert told(world)[2:] == [("fenced", 1), ("joined", 1)]
-        assert world.shard.status(world.now_s)["jobs"]["demo"]["departed"][0]["reason"] == "fenced"
+        assert world.shard.status(world.now_s).jobs["demo"].departed[0].reason == "fenced"
 
     def test_a_joiner_is_announced_once_it_takes_part(self):
         world = World()
@@ -332,9 +332,9 @@ class TestEvents:
         for one in specs:
             worker.configure(one.key, 4)
             worker.push(one.key, 1, torch.full((4,), math.nan))
-        kinds = [event for event in world.shard.events.to_status() if event["kind"] == "refused"]
-        assert [(e["worker"], e["job"]) for e in kinds] == [(0, "demo")]
-        assert "its gradient of chunk 0 (p0) was refused (non_finite)" in kinds[0]["text"]
+        kinds = [event for event in world.shard.events.events() if event.kind == "refused"]
+        assert [(e.worker, e.job) for e in kinds] == [(0, "demo")]
+        assert "its gradient of chunk 0 (p0) was refused (non_finite)" in kinds[0].text
 
     def test_asking_for_weights_alone_is_no_refusal(self):
         world = World()
@@ -342,8 +342,8 @@ class TestEvents:
         worker.configure(0, 4)
         worker.push(0, 1, None)
         assert told(world) == [("joined", 0)]
-        job = world.shard.status(world.now_s)["jobs"]["demo"]
-        assert (job["refused"], job["workers"][0]["refused"]) == ({"abstained": 1}, 0)
+        job = world.shard.status(world.now_s).jobs["demo"]
+        assert (job.refused, job.workers[0].refused) == ({"abstained": 1}, 0)
 
     def test_late_gradients_another_rule_and_too_little_memory(self):
         world = World(max_memory_bytes=1000)
@@ -372,19 +372,19 @@ class TestEvents:
         log.note("refused", "no", job="a", worker=2)
         now_s[0] = REPEAT_S + 1
         log.note("refused", "no", job="a", worker=1)
-        assert [(e["worker"], e["text"]) for e in log.to_status()] == [
+        assert [(e.worker, e.text) for e in log.events()] == [
             (1, "no"),
             (2, "no"),
             (1, "no; 2 like it before"),
         ]
-        assert log.to_status()[-1]["unix_s"] == 1e9 + REPEAT_S + 1
+        assert log.events()[-1].unix_s == 1e9 + REPEAT_S + 1
         for generation in range(9):
             log.note("snapshot", f"generation {generation} is written")
-        assert [e["text"] for e in log.to_status()][3:] == ["generation 8 is written"]
+        assert [e.text for e in log.events()][3:] == ["generation 8 is written"]
         for rank in range(MAX_EVENTS + 50):
             log.note("joined", "in", worker=rank)
-        assert len(log.to_status()) == MAX_EVENTS
-        assert log.to_status()[-1]["worker"] == MAX_EVENTS + 49
+        assert len(log.events()) == MAX_EVENTS
+        assert log.events()[-1].worker == MAX_EVENTS + 49
 
     def test_departed_workers_are_bounded(self):
         world = World()
@@ -393,8 +393,8 @@ class TestEvents:
             worker = Worker(world, rank, rule=APPLY)
             worker.hello()
             worker.send(MessageType.BYE)
-        gone = world.shard.status(world.now_s)["jobs"]["demo"]["departed"]
-        assert [g["rank"] for g in gone] == list(range(5, MAX_DEPARTED + 5))
+        gone = world.shard.status(world.now_s).jobs["demo"].departed
+        assert [g.rank for g in gone] == list(range(5, MAX_DEPARTED + 5))
 
 
 def test_snapshots_and_a_restart_are_told(tmp_path):
@@ -466,8 +466,9 @@ def test_a_run_shows_in_the_servers_status(strategy):
             _train_and_look, 2, server.addresses[:1], server.status_url, strategy, deadline_s=60
         )
         name = f"job-{strategy.name}"
-        assert {"host", "unix_s", "can_act", "events", "jobs", "shards"} <= set(view)
-        assert view["jobs"] == merge_jobs(view["shards"])
+        status = read_status(view, server.status_url)
+        assert to_json(status) == view  # what is read is what was written
+        assert status.jobs == merge_jobs(status.answering)
         job = view["jobs"][name]
         assert (job["kind"], job["members"]) == (strategy.name, 2)
         fast, slow = job["workers"]

@@ -46,9 +46,9 @@ from psengine.parameter_server.server.durability.snapshot_thread import (
 )
 from psengine.parameter_server.server.settings import ServerSettings
 from psengine.parameter_server.server.snapshots.store import SnapshotStore
-from psengine.parameter_server.server.status.actions import Actions, Deeds
+from psengine.parameter_server.server.status.actions import ActionHandlers, Actions
 from psengine.parameter_server.server.status.history import History
-from psengine.parameter_server.server.status.monitor import Monitor
+from psengine.parameter_server.server.status.monitor import Monitor, Pages
 from psengine.parameter_server.server.transport.authentication import Authenticator
 from psengine.parameter_server.server.transport.connections import Connections, raise_descriptor_limit
 from psengine.parameter_server.server.transport.endpoint import LINGER_MS, BindError, Endpoint
@@ -61,6 +61,7 @@ from psengine.parameter_server.server.transport.shard_thread import (
     answer,
     error_answer,
 )
+from psengine.parameter_server.status_model import MuteShard, ServerStatus, ShardStatus
 from psengine.protocol.keys import read_token
 from psengine.protocol.messages import ErrorCode, Message, MessageType
 from psengine.version import __version__
@@ -251,14 +252,14 @@ class Server:
         return f"tcp://{host}:{address.rpartition(':')[2]}" if self.settings.is_wildcard else address
 
     def _monitor(self, port: int, history: History, token: str) -> Monitor:
-        deeds = Deeds(
+        handlers = ActionHandlers(
             snapshot=None if self._snapshots is None else self._snapshots.begin,
             evict=self._evict,
             forget=self._forget,
             shut_down=lambda: self._events.put("POST /actions/shutdown"),
         )
         try:
-            return Monitor(port, self.status, self.is_healthy, history, Actions(token, deeds))
+            return Monitor(port, Pages(self.status, self.is_healthy, history, Actions(token, handlers)))
         except OSError as error:
             raise BindError(
                 f"The status port 127.0.0.1:{port} could not be bound (expected a free one, got: {error.strerror})."
@@ -434,36 +435,37 @@ class Server:
         guarded = self._authenticator is None or self._authenticator.is_alive()
         return guarded and all(t.is_alive() and now_s - t.last_tick_s < HEALTHY_S for t in self._threads)
 
-    def status(self) -> dict[str, Any]:
-        """JSON-able; asks the shards' threads. Callable from any thread."""
+    def status(self) -> ServerStatus:
+        """The server as it is now; asks the shards' threads. Callable from any thread."""
         futures = [(thread, thread.ask(thread.status)) for thread in self._threads]
         last_s = time.monotonic() + STATUS_DEADLINE_S
-        shards = []
+        shards: list[ShardStatus | MuteShard] = []
         for thread, future in futures:
             try:
                 shards.append(future.result(max(0.0, last_s - time.monotonic())))
             except FutureTimeoutError:
                 future.cancel()
-                shards.append({"index": thread.shard.index, "error": f"no answer within {STATUS_DEADLINE_S:g} s"})
+                error = f"no answer within {STATUS_DEADLINE_S:g} s"
+                shards.append(MuteShard(index=thread.shard.index, error=error))
             except ShardEndedError as error:
-                shards.append({"index": thread.shard.index, "error": str(error)})
-        return {
-            "host": socket.gethostname(),
-            "unix_s": round(time.time(), 3),
-            "software": self._threads[0].shard.settings.software if self._threads else "",
-            "pid": os.getpid(),
-            "epoch": self.epoch,
-            "uptime_s": round(time.monotonic() - self._started_s, 3),
-            "healthy": self.is_healthy(),
-            "addresses": self.addresses,
+                shards.append(MuteShard(index=thread.shard.index, error=str(error)))
+        return ServerStatus(
+            host=socket.gethostname(),
+            unix_s=round(time.time(), 3),
+            software=__version__,
+            pid=os.getpid(),
+            epoch=self.epoch,
+            uptime_s=round(time.monotonic() - self._started_s, 3),
+            healthy=self.is_healthy(),
+            addresses=tuple(self.addresses),
+            refused_connections=0 if self._authenticator is None else self._authenticator.refused,
+            snapshot=None if self._snapshots is None else self._snapshots.status(),
+            shards=tuple(shards),
+            jobs=merge_jobs(shard for shard in shards if isinstance(shard, ShardStatus)),
+            events=self._event_log.events(),
+            can_act=self.settings.status_token is not None,
             **self._connections.status(),
-            "refused_connections": 0 if self._authenticator is None else self._authenticator.refused,
-            "snapshot": None if self._snapshots is None else self._snapshots.status(),
-            "shards": shards,
-            "jobs": merge_jobs(shards),
-            "events": self._event_log.to_status(),
-            "can_act": self.settings.status_token is not None,
-        }
+        )
 
     # ---- shutdown ----------------------------------------------------------------------------------------------
 

@@ -423,4 +423,4 @@ def test_every_copy_is_for_a_loss_and_every_update_counts_once(rule, steps, loss
     if last and rule is APPLY:
         assert rule_of(world).version == 2 * last
     elif last:
-        assert world.shard.status(world.now_s)["jobs"]["demo"]["averaged"] == last
+        assert world.shard.status(world.now_s).jobs["demo"].averaged == last

@@ -136,7 +136,7 @@ class TestRefusals:
         assert answer.body == {"refused": "non_finite"}
         assert answer.version == rule_of(world).version == 1
         assert torch.equal(payload_tensor(answer), values)
-        assert world.shard.status(0.0)["jobs"]["demo"]["refused"] == {"non_finite": 1}
+        assert world.shard.status(0.0).jobs["demo"].refused == {"non_finite": 1}
         (after,) = workers[0].push(0, 3, torch.ones(6), 1)
         assert after.body == {}
 
@@ -186,7 +186,7 @@ class TestBound:
                 answered[other] = max([answered[other], *worker.updates()])
                 is_free = clocks[other] - min(clocks) <= bound
                 assert (answered[other] == clocks[other]) == is_free
-        assert world.shard.status(0.0)["jobs"]["demo"]["max_lead"] <= bound
+        assert world.shard.status(0.0).jobs["demo"].max_lead <= bound
 
     @pytest.mark.parametrize("how", ["advances", "leaves", "is evicted", "is replaced"])
     def test_a_held_answer_leaves_when_the_slowest(self, how):

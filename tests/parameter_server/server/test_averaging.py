@@ -289,7 +289,7 @@ class TestSums:
         answer = workers[0].updates()[1]
         assert answer[0] == 1
         assert answer[1].isnan()
-        assert world.shard.status(0.0)["jobs"]["demo"]["non_finite"] == 1
+        assert world.shard.status(0.0).jobs["demo"].non_finite == 1
 
     def test_who_abstains_is_not_counted(self):
         world = World()
@@ -323,7 +323,7 @@ class TestRepeats:
         assert workers[0].push(0, 1, grads[0]) == []
         workers[0].repeat(0, 1)  # the answer was lost
         assert equal(workers[0].updates()[1], first)
-        assert world.shard.status(0.0)["jobs"]["demo"]["duplicates"] == 2
+        assert world.shard.status(0.0).jobs["demo"].duplicates == 2
 
     def test_probe_says_missing_pending_or_sent_and_never_brings_the_result(self):
         world = World()
@@ -367,7 +367,7 @@ class TestRepeats:
         for worker in workers:
             worker.push(0, 4, torch.ones(8))
         assert workers[0].updates()[4].tolist() == [1.0] * 8
-        assert world.shard.status(0.0)["jobs"]["demo"]["evicted"] == 0
+        assert world.shard.status(0.0).jobs["demo"].evicted == 0
 
     def test_a_worker_cannot_fill_the_memory_with_exchanges_nobody_ends(self):
         world = World()
@@ -489,7 +489,7 @@ class TestQuorum:
         expected = reference([grads[0], grads[2]])
         assert all(equal(w.updates()[1], expected) for w in workers)
         assert late.body == {"contributors": 2}
-        assert world.shard.status(0.0)["jobs"]["demo"]["late"] == 1
+        assert world.shard.status(0.0).jobs["demo"].late == 1
 
     def test_quorum_of_more_than_are_left_is_all_that_are_left(self):
         world = World()
@@ -509,7 +509,7 @@ class TestQuorum:
             assert worker.updates() == {}
         push_weighted(workers[2], 1, torch.full((8,), 6.0), None if weight is None else 3)
         assert [worker.updates()[1].tolist() for worker in workers] == [[6.0] * 8] * 3
-        assert world.shard.status(0.0)["jobs"]["demo"]["late"] == 0
+        assert world.shard.status(0.0).jobs["demo"].late == 0
 
     def test_the_fastest_is_at_most_history_exchanges_ahead(self):
         world = World()
@@ -524,7 +524,7 @@ class TestQuorum:
         averages = slow.updates()
         assert [averages[s][0].item() for s in range(1, HISTORY + 1)] == list(range(1, HISTORY + 1))
         assert equal(averages[HISTORY + 1], fast.updates()[HISTORY + 1]), "released as soon as the slow one moved"
-        assert world.shard.status(0.0)["jobs"]["demo"]["evicted"] == 0
+        assert world.shard.status(0.0).jobs["demo"].evicted == 0
 
     def test_results_are_forgotten_once_all_have_them(self):
         world = World()

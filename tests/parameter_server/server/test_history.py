@@ -5,42 +5,25 @@ from __future__ import annotations
 import json
 import math
 import random
-import time
+from dataclasses import replace
 
 import pytest
+from support.statuses import server, shard, worker
+from support.waiting import eventually
 
 from psengine.parameter_server.server.status import history as history_module
-from psengine.parameter_server.server.status.history import LENGTHS, History, Track
-from psengine.parameter_server.server.status.monitor import _history_page
+from psengine.parameter_server.server.status.history import LENGTHS, MAX_ROWS, History, Track
+from psengine.parameter_server.server.status.monitor import Pages
+from psengine.parameter_server.status_model import MuteShard, Transport, WorkerTimes
 
 
-def status_of(
-    *,
-    bytes_in=0,
-    applied=0,
-    refused=None,
-    staleness=None,
-    staleness_sum=None,
-    workers=(),
-    job="job",
-    bytes_out=0,
-    has_error=False,
-):
-    shard = {"index": 0, "transport": {"received_bytes": bytes_in, "sent_bytes": bytes_out}}
-    return {
-        "shards": [{"index": 0, "error": "no answer"} if has_error else shard],
-        "jobs": {
-            job: {
-                "applied": applied,
-                "refused": refused or {},
-                "staleness": staleness or {},
-                "staleness_sum": staleness_sum or 0,
-                "workers": [
-                    {"rank": rank, "step": step, "loss": loss, "steps_per_s": None} for rank, step, loss in workers
-                ],
-            }
-        },
-    }
+def status_of(*, bytes_in=0, bytes_out=0, workers=(), job="job", has_error=False, **counters):
+    """One shard that moved so many bytes, and a job of (rank, step, loss)."""
+    described = [worker(rank, clock=step, telemetry=WorkerTimes(steps=1, loss=loss)) for rank, step, loss in workers]
+    moved = Transport(received_bytes=bytes_in, sent_bytes=bytes_out)
+    one = replace(shard(*described, name=job, **{"applied": 0} | counters), transport=moved)
+    status = server(one)
+    return replace(status, shards=(MuteShard(index=0, error="no answer"),)) if has_error else status
 
 
 def shown(track, *arguments, **options):
@@ -118,7 +101,7 @@ def test_what_is_not_known_is_none_and_a_counter_that_begins_anew_is_no_negative
         "steps_per_s": [None, None, None],
     }
     json.dumps(found, allow_nan=False)
-    track.record({}, 4.0, 4.0)
+    track.record(server(), 4.0, 4.0)
     assert shown(track)["jobs"]["job"]["applied_per_s"][-1] is None
 
 
@@ -141,7 +124,7 @@ def test_who_is_gone_for_a_whole_ring_is_forgotten():
         track.record(status_of(workers=[(0, number, 1.0)] + ([(1, 0, 1.0)] if number == 0 else [])), number, number)
         assert ("1" in shown(track)["jobs"]["job"]["workers"]) == (number < 3)
     for number in range(4, 8):
-        track.record({"shards": [], "jobs": {}}, number, number)
+        track.record(server(), number, number)
     assert shown(track)["jobs"] == {}
     assert shown(track)["shards"] == []
 
@@ -154,7 +137,7 @@ def test_a_lap_later_nothing_is_left_of_what_was():
 
 
 def test_memory_is_bounded_whoever_comes():
-    track = Track(1, 5, most_workers=3, most_jobs=2)
+    track = Track(1, 5, {"shard": 1, "job": 2, "worker": 3})
     for number in range(20):
         track.record(status_of(job=f"job-{number}", workers=[(rank, 1, 1.0) for rank in range(2)]), number, number)
     found = shown(track)
@@ -162,14 +145,14 @@ def test_memory_is_bounded_whoever_comes():
     assert "job-19" in found["jobs"]
     assert sum(len(job["workers"]) for job in found["jobs"].values()) <= 3
     # Who is here is not pushed out by who comes.
-    crowd = Track(1, 5, most_workers=3)
+    crowd = Track(1, 5, MAX_ROWS | {"worker": 3})
     for number in range(3):
         crowd.record(status_of(workers=[(rank, 1, 1.0) for rank in range(10)]), number, number)
         assert set(shown(crowd)["jobs"]["job"]["workers"]) == {"0", "1", "2"}
 
 
 def test_who_came_back_is_not_pushed_out_by_who_comes():
-    track = Track(1, 5, most_workers=3)
+    track = Track(1, 5, MAX_ROWS | {"worker": 3})
     for number, here in enumerate([(0, 1, 2), (0,), (1, 5, 6, 7)]):
         track.record(status_of(workers=[(rank, 1, 1.0) for rank in here]), number, number)
     assert set(shown(track)["jobs"]["job"]["workers"]) == {"0", "1", "5"}
@@ -184,7 +167,7 @@ def test_who_finds_no_room_is_turned_away_without_a_search():
             return int(self)
 
     most, crowd = 16, 400
-    track = Track(1, 5, most_workers=most)
+    track = Track(1, 5, MAX_ROWS | {"worker": most})
     workers = [(Rank(rank), 1, 1.0) for rank in range(crowd)]
     for number in range(3):
         Rank.looked_up = 0
@@ -195,7 +178,7 @@ def test_who_finds_no_room_is_turned_away_without_a_search():
 
 def test_a_page_is_made_a_series_at_a_time_and_holds_up_no_sample(monkeypatch):
     """One call of the json module holds the GIL to its end: of a whole page, it would stop every shard."""
-    history = History(dict)
+    history = History(server)
     track = history._tracks[60]
     for number in range(100):
         track.record(status_of(applied=number, workers=[(rank, number, 1.5) for rank in range(8)]), number, number + 1)
@@ -209,7 +192,7 @@ def test_a_page_is_made_a_series_at_a_time_and_holds_up_no_sample(monkeypatch):
 
     monkeypatch.setattr(json.JSONEncoder, "iterencode", measured)
     monkeypatch.setattr(history_module, "_plain", lambda value: is_held.append(history._lock.locked()) or plain(value))
-    code, kind, content = _history_page(history, {"resolution": "60"})
+    code, kind, content = Pages(server, bool, history, None).read("/history.json", {"resolution": "60"})
     assert (code, kind) == (200, "application/json; charset=utf-8")
     found = json.loads(content)
     assert found["jobs"]["job"]["workers"]["7"]["step"] == list(range(100))
@@ -218,26 +201,27 @@ def test_a_page_is_made_a_series_at_a_time_and_holds_up_no_sample(monkeypatch):
     assert not any(is_held)
 
 
-def test_the_thread_samples_and_survives_a_status_that_fails():
+def test_a_sample_is_taken_once_an_interval():
+    history = History(lambda: status_of(applied=1))
+    for now_s in (100.0, 100.9, 101.05, 159.9, 160.0, 185.5):
+        history.sample(now_s, 1000.0 + now_s)
+    assert shown(history, 1)["unix_s"] == [1100.0, 1101.05, 1159.9, 1160.0, 1185.5]
+    assert shown(history, 60)["unix_s"] == [1100.0, 1159.9, 1185.5]
+    assert shown(history, 1, since_unix_s=1159.9)["unix_s"] == [1160.0, 1185.5]
+    assert set(LENGTHS) == {1, 60}
+    with pytest.raises(KeyError):
+        shown(history, 7)
+
+
+def test_the_thread_survives_a_status_that_fails_and_ends():
     calls = []
 
     def status():
         calls.append(1)
         if len(calls) == 1:
             raise RuntimeError("sabotage of the status")
-        return status_of(applied=len(calls), workers=[(0, len(calls), 0.5)])
+        return status_of(applied=len(calls))
 
     with History(status) as history:
-        deadline_s = time.monotonic() + 20
-        while len(shown(history, 1)["unix_s"]) < 2:
-            assert time.monotonic() < deadline_s
-            time.sleep(0.05)
-        found = shown(history, 1)
-        newest = shown(history, 1, since_unix_s=found["unix_s"][0])
-        assert newest["unix_s"][0] == found["unix_s"][1]
-    before = len(calls)
-    time.sleep(1.2)
-    assert len(calls) == before
-    assert set(LENGTHS) == {1, 60}
-    with pytest.raises(KeyError):
-        shown(history, 7)
+        eventually(lambda: shown(history, 1)["unix_s"], "a sample")
+    assert not history._thread.is_alive()

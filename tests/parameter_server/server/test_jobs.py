@@ -15,7 +15,7 @@ from support.shard_world import APPLY, ErrorCode, Worker, World, codes, spec, te
 from psengine.parameter_server.server.core.clocks import Clocks
 from psengine.parameter_server.server.core.events import MAX_EVENTS, SNAPSHOT_FAILED_REPEAT_S, EventLog
 from psengine.parameter_server.server.core.job_places import MAX_JOBS, MAX_JOBS_OF_ONE
-from psengine.parameter_server.server.status.actions import Actions, Deeds
+from psengine.parameter_server.server.status.actions import ActionHandlers, Actions
 from psengine.protocol.messages import MessageType
 
 TOKEN = "correct-horse-battery-staple"
@@ -58,7 +58,7 @@ def test_values_of_others_are_not_given_up_for_memory():
     assert codes([newcomer.register(spec(0, 32))]) == [ErrorCode.MEMORY]
     world.advance(LEASE_S + 0.5, newcomer)
     assert newcomer.register(spec(0, 32)).type is MessageType.OK
-    assert set(world.shard.status(world.now_s)["jobs"]) == {"applied", "new"}
+    assert set(world.shard.status(world.now_s).jobs) == {"applied", "new"}
 
 
 def test_a_snapshot_leaves_out_what_is_over():
@@ -163,13 +163,14 @@ def busy(job):
     ],
 )
 def test_the_action_says_what_became_of_the_job(forget, code, text):
-    deeds = Deeds(snapshot=None, evict=lambda job, rank: False, forget=forget, shut_down=lambda: None)
-    actions = Actions(TOKEN, deeds)
-    answered, content = actions.perform("forget", {"job": "a b"}, f"Bearer {TOKEN}")
+    handlers = ActionHandlers(snapshot=None, evict=lambda job, rank: False, forget=forget, shut_down=lambda: None)
+    actions = Actions(TOKEN, handlers)
+    assert actions.refusal("forget", {"job": "a b"}, f"Bearer {TOKEN}") is None
+    answered, content = actions.perform("forget", {"job": "a b"})
     assert answered == code
     assert text in (content.get("text") or content["error"])
-    assert actions.perform("forget", {"job": "a b"}, None)[0] == 401
-    assert actions.perform("forget", {}, f"Bearer {TOKEN}")[0] == 400
+    assert actions.refusal("forget", {"job": "a b"}, None)[0] == 401
+    assert actions.refusal("forget", {}, f"Bearer {TOKEN}")[0] == 400
 
 
 def act(url, path):
@@ -221,9 +222,9 @@ def test_a_disk_that_is_full_for_days_leaves_room_for_other_events():
         now_s[0] += 60.0
         log.note("snapshot_failed", f"a snapshot was not written: generation-{generation:08d}: disk full")
         log.note("snapshot_failed", "a snapshot was not written: no answer")
-    events = log.to_status()
-    assert events[0]["kind"] == "evicted"
-    full = [event["text"] for event in events if "disk full" in event["text"]]
+    events = log.events()
+    assert events[0].kind == "evicted"
+    full = [event.text for event in events if "disk full" in event.text]
     assert len(full) == 3 * MAX_EVENTS * 60 / SNAPSHOT_FAILED_REPEAT_S
     assert full[0].endswith("generation-00000002: disk full")
     assert full[1].endswith("generation-00000062: disk full; 59 like it before")

@@ -10,30 +10,30 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from support.server_process import Peer, ServerFailedError, running_server
 from support.shard_world import World, spec, team
+from support.statuses import TIMES, shard, worker
+from support.statuses import server as server_status
 
 from psengine.errors import ConfigurationError
 from psengine.parameter_server.client.embedded import EmbeddedServer
 from psengine.parameter_server.server import daemon
 from psengine.parameter_server.server.settings import ServerSettings
+from psengine.parameter_server.server.status import connection_limits
 from psengine.parameter_server.server.status import monitor as monitor_module
-from psengine.parameter_server.server.status.actions import Actions, Deeds
+from psengine.parameter_server.server.status.actions import ActionHandlers, Actions
+from psengine.parameter_server.server.status.connection_limits import MAX_CONNECTIONS, MAX_REQUESTS, MAX_WAITING
 from psengine.parameter_server.server.status.dashboard_page import dashboard
 from psengine.parameter_server.server.status.exposition import render_metrics
 from psengine.parameter_server.server.status.history import History
-from psengine.parameter_server.server.status.monitor import (
-    MAX_CONNECTIONS,
-    MAX_REQUESTS,
-    MAX_WAITING,
-    REQUEST_TIMEOUT_S,
-    Monitor,
-)
+from psengine.parameter_server.server.status.monitor import REQUEST_TIMEOUT_S, Monitor, Pages
 from psengine.parameter_server.server.transport.shard_thread import ShardThread
+from psengine.parameter_server.status_model import SnapshotStatus, WorkerTimes
 from psengine.protocol.keys import read_token
 
 GRAFANA = Path(__file__).parents[3] / "docs" / "grafana" / "psengine.json"
@@ -188,7 +188,7 @@ def test_history_is_of_this_server(server):
 
 @pytest.mark.parametrize("broken", ["socketserver.ThreadingMixIn.process_request", "threading.Timer.start"])
 def test_requests_that_find_no_thread_keep_no_slot(broken, monkeypatch):
-    with monitor_of(lambda: {"shards": [], "jobs": {}}) as monitor:
+    with monitor_of(server_status) as monitor:
         with monkeypatch.context() as patch:
             patch.setattr(broken, no_thread)
             for _ in range(MAX_CONNECTIONS + 1):
@@ -203,7 +203,7 @@ def idle_connections(url, count):
 
 
 def test_connections_that_ask_nothing_keep_nobody_away():
-    with monitor_of(dict) as monitor, ExitStack() as open_ones:
+    with monitor_of(server_status) as monitor, ExitStack() as open_ones:
         for begun in (b"", b"GET / HTTP/1.1\r\nHost: loc"):
             for connection in idle_connections(monitor.url, MAX_CONNECTIONS):
                 open_ones.enter_context(connection)
@@ -214,7 +214,7 @@ def test_connections_that_ask_nothing_keep_nobody_away():
 
 def test_the_one_that_has_been_silent_the_longest_makes_room(monkeypatch):
     monkeypatch.setattr(monitor_module._Handler, "timeout", 30.0)
-    with monitor_of(dict) as monitor, ExitStack() as open_ones:
+    with monitor_of(server_status) as monitor, ExitStack() as open_ones:
         first, *others = map(open_ones.enter_context, idle_connections(monitor.url, MAX_CONNECTIONS))
         assert ask(monitor.url, "/healthz")[0] == 200
         assert first.recv(1) == b""
@@ -230,9 +230,9 @@ def test_health_is_answered_behind_any_number_of_readers(monkeypatch):
     def status():
         at_work.release()
         assert may_end.wait(30)
-        return {"healthy": True, "shards": [], "jobs": {}}
+        return server_status()
 
-    monkeypatch.setattr(monitor_module, "WAIT_S", 30.0)
+    monkeypatch.setattr(connection_limits, "WAIT_S", 30.0)
     with monitor_of(status) as monitor, ThreadPoolExecutor(2 * MAX_CONNECTIONS) as pool:
         try:
             asked = [pool.submit(ask, monitor.url, "/status.json") for _ in range(2 * MAX_CONNECTIONS)]
@@ -247,8 +247,8 @@ def test_health_is_answered_behind_any_number_of_readers(monkeypatch):
 
 
 def test_readers_that_do_not_read_their_answers_keep_nobody_from_health(monkeypatch):
-    monkeypatch.setattr(monitor_module, "WAIT_S", 0.2)
-    large = {**status_with_everything(), "text": "x" * (16 << 20)}
+    monkeypatch.setattr(connection_limits, "WAIT_S", 0.2)
+    large = replace(status_with_everything(), host="x" * (16 << 20))
     with monitor_of(lambda: large) as monitor, ExitStack() as open_ones:
         for connection in idle_connections(monitor.url, 2 * MAX_REQUESTS):
             open_ones.enter_context(connection)
@@ -304,7 +304,7 @@ def test_bodies_that_never_come_are_waited_for_by_nobody(acting, path):
 
 def test_a_body_that_does_not_come_is_the_senders_fault(monkeypatch, caplog):
     monkeypatch.setattr(monitor_module._Handler, "timeout", 0.5)
-    with monitor_of(dict, TOKEN) as monitor, caplog.at_level("INFO"):
+    with monitor_of(server_status, TOKEN) as monitor, caplog.at_level("INFO"):
         code, _, content = ask(monitor.url, "/actions/shutdown", "POST", {**ALLOWED, "Content-Length": "5"})
     assert (code, content) == (408, "the body did not come (expected 5 bytes; none is needed)\n")
     assert caplog.messages == []
@@ -325,9 +325,9 @@ def test_what_is_logged_of_a_request_moves_no_cursor(caplog):
 @contextmanager
 def monitor_of(status, token=""):
     """A status port of this process, over a server that is not there."""
-    deeds = Deeds(snapshot=None, evict=lambda *_: False, forget=lambda job: None, shut_down=lambda: None)
-    actions = Actions(token, deeds)
-    with Monitor(0, status, lambda: True, History(status), actions) as monitor:
+    handlers = ActionHandlers(snapshot=None, evict=lambda *_: False, forget=lambda job: None, shut_down=lambda: None)
+    pages = Pages(status, lambda: True, History(status), Actions(token, handlers))
+    with Monitor(0, pages) as monitor:
         yield monitor
 
 
@@ -338,41 +338,20 @@ def no_thread(*_):
 # ---- metrics ---------------------------------------------------------------------------------------------------
 
 
-def status_with_everything():
-    """What /status.json says of a job with one worker of which all is known."""
-    worker = {
-        "rank": 3,
-        "state": "live",
-        "step": 12,
-        "lag": 2,
-        "loss": 0.5,
-        "silent_s": 0.1,
-        "steps_per_s": 4.0,
-        "samples_per_s": 128.0,
-        "step_s": 0.25,
-        "compute_s": 0.2,
-        "wait_s": 0.01,
-        "wire_s": 0.03,
-        "apply_s": 0.01,
-        "staleness_p50": 1,
-        "staleness_p99": 5,
-        "pushes": 12,
-    }
-    job = {"members": 1, "version_max": 9, "workers": [worker], "refused": {"not_finite": 2}}
-    job |= {"staleness": {"0": 2, "64": 1}, "staleness_sum": 500}
-    transport = dict.fromkeys(
-        ("received_messages", "received_bytes", "sent_bytes", "dropped", "bad_messages", "failures"), 0
+TOLD = replace(TIMES, step_s=0.25, blocked_s=0.05, apply_s=0.01, held_s=0.01)
+
+
+def status_with_everything(name="j", **changes):
+    """A server with one worker of which all is known, 2 steps behind another."""
+    snapshot = SnapshotStatus(
+        directory="d", interval_s=1.0, generation=1, age_s=2.0, last_seconds=0.1, failures=0, last_error=""
     )
-    shard = {"index": 0, "memory_bytes": 1, "max_memory_bytes": 2, "transport": transport, "jobs": {"j": job}}
-    snapshot = {"generation": 1, "age_s": 2.0, "last_seconds": 0.1, "failures": 0}
-    return {
-        "healthy": True,
-        "uptime_s": 1.0,
-        "refused_connections": 0,
-        "snapshot": snapshot,
-        "shards": [shard],
-        "jobs": {"j": job},
-    }
+    workers = [
+        worker(3, **{"clock": 12, "staleness": {"1": 9, "5": 1}, "telemetry": TOLD} | changes),
+        worker(4, clock=14),
+    ]
+    counts = {"refused": {"not_finite": 2}, "staleness": {"0": 2, "64": 1}, "staleness_sum": 500}
+    return server_status(shard(*workers, name=name, **counts), snapshot=snapshot)
 
 
 def test_metrics_tell_of_workers():
@@ -380,12 +359,12 @@ def test_metrics_tell_of_workers():
     for line in (
         'psengine_worker_step{training_job="j",worker="3"} 12.0',
         'psengine_worker_lag_steps{training_job="j",worker="3"} 2.0',
-        'psengine_worker_loss{training_job="j",worker="3"} 0.5',
+        'psengine_worker_loss{training_job="j",worker="3"} 0.25',
         'psengine_worker_step_seconds{training_job="j",worker="3"} 0.25',
         'psengine_worker_step_part_seconds{part="compute",training_job="j",worker="3"} 0.2',
         'psengine_worker_step_part_seconds{part="wire",training_job="j",worker="3"} 0.03',
         'psengine_worker_staleness{quantile="0.99",training_job="j",worker="3"} 5.0',
-        'psengine_job_workers{state="live",training_job="j"} 1.0',
+        'psengine_job_workers{state="live",training_job="j"} 2.0',
         'psengine_staleness_bucket{le="+Inf",shard="0",training_job="j"} 3.0',
         'psengine_staleness_sum{shard="0",training_job="j"} 500.0',
     ):
@@ -395,26 +374,19 @@ def test_metrics_tell_of_workers():
 
 
 def test_a_loss_that_is_not_finite_is_there():
-    status = status_with_everything()
-    status["jobs"]["j"]["workers"][0]["loss"] = "nan"
+    status = status_with_everything(telemetry=replace(TOLD, loss="nan"))
     assert 'psengine_worker_loss{training_job="j",worker="3"} NaN' in render_metrics(status)[1].decode()
 
 
 def test_what_is_not_known_of_a_worker_is_left_out():
-    status = status_with_everything()
-    for field in ("loss", "step", "lag", "step_s", "compute_s", "staleness_p50"):
-        status["jobs"]["j"]["workers"][0][field] = None
-    text = render_metrics(status)[1].decode()
-    assert "psengine_worker_step{" not in text
-    assert "psengine_worker_lag_steps{" not in text
-    assert "psengine_worker_loss{" not in text
-    assert 'part="compute"' not in text
-    assert 'part="wait"' in text
+    text = render_metrics(status_with_everything(clock=None, staleness={}, telemetry=WorkerTimes()))[1].decode()
+    for name in ("step", "lag_steps", "loss", "step_seconds", "step_part_seconds", "staleness"):
+        assert f'psengine_worker_{name}{{training_job="j",worker="3"' not in text
+    assert 'psengine_worker_silent_seconds{training_job="j",worker="3"}' in text
 
 
 def test_names_cannot_break_out_of_their_label():
-    status = status_with_everything()
-    status["jobs"] = {'a"}\npsengine_healthy 0\n': status["jobs"]["j"]}
+    status = status_with_everything('a"}\npsengine_healthy 0\n')
     lines = render_metrics(status)[1].decode().splitlines()
     assert [line for line in lines if line.startswith("psengine_healthy")] == ["psengine_healthy 1.0"]
 
@@ -545,8 +517,8 @@ def test_a_busy_shard_ends_the_lease_later(monkeypatch):
     server._threads = [ShardThread(world.shard, None, None, None) for world in worlds]  # not started: busy
     for world in worlds:
         team(world, 1, [spec(0, 4)])
-    deeds = Deeds(snapshot=None, evict=server._evict, forget=server._forget, shut_down=lambda: None)
-    code, answer = Actions(TOKEN, deeds).perform("evict", {"job": "demo", "worker": "0"}, f"Bearer {TOKEN}")
+    handlers = ActionHandlers(snapshot=None, evict=server._evict, forget=server._forget, shut_down=lambda: None)
+    code, answer = Actions(TOKEN, handlers).perform("evict", {"job": "demo", "worker": "0"})
     assert (code, set(answer)) == (202, {"text"})
     assert "busy" in answer["text"]
     for thread in server._threads:

@@ -22,12 +22,12 @@ def stand_still(world, seconds=PAUSE_S):
 
 
 def members_of(world):
-    (job,) = world.shard.status(world.now_s)["jobs"].values()
-    return [worker["rank"] for worker in job["workers"]]
+    (job,) = world.shard.status(world.now_s).jobs.values()
+    return [worker.rank for worker in job.workers]
 
 
 def told(world):
-    return [(event["kind"], event["worker"]) for event in world.shard.events.to_status()]
+    return [(event.kind, event.worker) for event in world.shard.events.events()]
 
 
 @pytest.fixture
@@ -128,14 +128,14 @@ class TestTelling:
         with caplog.at_level(logging.WARNING):
             stand_still(world)
         assert told(world) == [("joined", 0), ("joined", 1), ("joined", 2), ("stood_still", None)]
-        text = world.shard.events.to_status()[-1]["text"]
+        text = world.shard.events.events()[-1].text
         assert text.startswith(f"shard 0 stood still for {PAUSE_S:.1f} s")
         assert [record.getMessage() for record in caplog.records] == [text]
 
     def test_a_shard_that_is_not_the_first_tells_of_itself(self, world, workers):
         world.shard.index = 1
         stand_still(world)
-        assert world.shard.events.to_status()[-1]["text"].startswith("shard 1 stood still")
+        assert world.shard.events.events()[-1].text.startswith("shard 1 stood still")
 
     def test_short_pauses_and_those_that_concern_nobody_are_not_told(self, world):
         stand_still(world)

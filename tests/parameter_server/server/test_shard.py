@@ -117,14 +117,14 @@ class TestStrangers:
     def test_a_job_begins_with_its_first_worker(self, world_of_one):
         for count in range(300):
             assert Worker(world_of_one, 70_000 + count, job=f"job {count}").hello() == ErrorCode.BAD_VALUE
-        assert list(world_of_one.shard.status(world_of_one.now_s)["jobs"]) == ["demo"]
+        assert list(world_of_one.shard.status(world_of_one.now_s).jobs) == ["demo"]
         assert Worker(world_of_one, 0, job="job 1").hello() == "initialise"
 
     def test_their_refusals_do_not_push_out_what_happened(self, world_of_one):
         for rank in range(250):
             assert Worker(world_of_one, 70_000 + rank, job="new").hello() == ErrorCode.BAD_VALUE
             assert Worker(world_of_one, 1 + rank, rule=APPLY).hello() == ErrorCode.RULE_MISMATCH
-        kinds = [event["kind"] for event in world_of_one.shard.events.to_status()]
+        kinds = [event.kind for event in world_of_one.shard.events.events()]
         assert kinds == ["joined", "refused", "refused"]
 
     @pytest.fixture
@@ -138,8 +138,8 @@ class TestTraffic:
     """Every payload of a job counts, once, whoever sends it."""
 
     def traffic(self, world):
-        job = world.shard.status(world.now_s)["jobs"]["demo"]
-        return job["bytes_in"], job["bytes_out"]
+        job = world.shard.status(world.now_s).jobs["demo"]
+        return job.bytes_in, job.bytes_out
 
     def test_of_workers(self):
         world = World()
@@ -399,7 +399,7 @@ class TestReaders:
         world = World()
         reader = Worker(world, role="reader")
         assert reader.hello() == "wait"
-        assert world.shard.status(0.0)["jobs"] == {}
+        assert world.shard.status(0.0).jobs == {}
         assert codes([reader.pull(0)]) == [ErrorCode.NOT_READY]
 
     def test_weights_of_an_averaging_job_that_has_begun_are_elsewhere(self):
@@ -432,8 +432,8 @@ class TestReaders:
         for key, ranks in ((0, range(66)), (1, [*range(3), *range(6, 70)])):
             for rank in ranks:
                 workers[rank].push(key, 1, torch.ones(4))
-        found = world.shard.status(world.now_s)["jobs"]["demo"]["workers"]
-        waiting = {worker["rank"]: worker["waiting_for"] for worker in found}
+        found = world.shard.status(world.now_s).jobs["demo"].workers
+        waiting = {worker.rank: list(worker.waiting_for) for worker in found}
         first, second = [66, 67, 68, 69], [3, 4, 5]
         assert waiting[0] == second + first
         assert (waiting[3], waiting[68]) == (first, second)

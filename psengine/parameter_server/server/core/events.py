@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 import threading
 from collections import deque
-from dataclasses import asdict, dataclass
 
 from psengine.parameter_server.server.core.clocks import Clocks
+from psengine.parameter_server.status_model import Event
 
 MAX_EVENTS = 200
 # A refused gradient comes with hundreds of chunks a second: one event tells, the next says how many followed.
@@ -24,42 +24,9 @@ _MAX_REMEMBERED = 1024
 _NUMBER = re.compile(r"\d+")
 
 KINDS = frozenset(
-    {
-        "started",
-        "restored",
-        "joined",
-        "left",
-        "evicted",
-        "fenced",
-        "refused",
-        "late",
-        "lost",
-        "torn",
-        "snapshot",
-        "snapshot_failed",
-        "memory",
-        "stood_still",
-    }
-)
-
-
-@dataclass(frozen=True, slots=True)
-class Event:
-    """One thing that happened.
-
-    Attributes:
-        unix_s: when, by the wall clock.
-        kind: one of ``KINDS``.
-        job: name of the job, "" where it concerns none.
-        worker: rank, None where it concerns none.
-        text: for people, without a full stop.
-    """
-
-    unix_s: float
-    kind: str
-    job: str
-    worker: int | None
-    text: str
+    {"started", "restored", "joined", "left", "evicted", "fenced", "refused", "late", "lost", "torn", "snapshot",
+     "snapshot_failed", "memory", "stood_still"}
+)  # fmt: skip
 
 
 class EventLog:
@@ -111,7 +78,7 @@ class EventLog:
                 self._events.pop()
             self._events.append(Event(round(self._clocks.wall_s(), 3), kind, job, worker, text))
 
-    def to_status(self) -> list[dict[str, object]]:
-        """JSON-able; the newest last."""
+    def events(self) -> tuple[Event, ...]:
+        """The newest last."""
         with self._lock:
-            return [asdict(event) for event in self._events]
+            return tuple(self._events)

@@ -25,6 +25,7 @@ from psengine.parameter_server.server.rules.exchange import Contribution, Reply,
 from psengine.parameter_server.server.rules.received import received_values
 from psengine.parameter_server.server.rules.registry import JobRule
 from psengine.parameter_server.server.rules.statistics import JobStatistics
+from psengine.parameter_server.status_model import Departed
 from psengine.protocol.layout import ChunkKind, job_number
 from psengine.protocol.messages import RECOVERY_VERSION, ErrorCode, Message, MessageType
 from psengine.tracing.logging_format import RateLimit
@@ -403,7 +404,7 @@ class Job:
     def _departed(self, member: Member, reason: str, why: str) -> None:
         """Tell of a worker that goes, before it is forgotten."""
         steps = self.steps()
-        step = steps.get(member.rank, 0) if steps else member.telemetry.steps or 0
+        step = steps.get(member.rank, 0) if steps else member.telemetry.times.steps or 0
         self._record.departed(member, reason, why, step)
         self.statistics.recent_staleness.pop(member.rank, None)
 
@@ -568,6 +569,6 @@ class Job:
         """HEARTBEAT, and what the worker says of itself."""
         member.telemetry.hear(body, now_s)
 
-    def departed(self) -> list[dict[str, Any]]:
-        """Workers that are gone, the latest last; JSON-able."""
+    def departed(self) -> tuple[Departed, ...]:
+        """Workers that are gone, the latest last."""
         return self._record.to_status()

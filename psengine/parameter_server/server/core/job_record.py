@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable
-from typing import Any
 
 from psengine.parameter_server.server.core.membership import Member
+from psengine.parameter_server.status_model import Departed
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +29,7 @@ class JobRecord:
         self._job = job
         self._note_event = note
         self._wall_clock_s = wall_clock_s
-        self._departed: deque[dict[str, Any]] = deque(maxlen=MAX_DEPARTED)
+        self._departed: deque[Departed] = deque(maxlen=MAX_DEPARTED)
 
     def joined(self, member: Member, donor: int | None = None) -> None:
         """A worker takes part, perhaps with the state of another."""
@@ -45,13 +45,13 @@ class JobRecord:
             step: the one it was in.
         """
         self._departed.append(
-            {
-                "rank": member.rank,
-                "host": member.host,
-                "reason": reason,
-                "unix_s": round(self._wall_clock_s(), 3),
-                "step": step,
-            }
+            Departed(
+                rank=member.rank,
+                host=member.host,
+                reason=reason,
+                unix_s=round(self._wall_clock_s(), 3),
+                step=step,
+            )
         )
         self._note(reason, member, f" {_WORDS[reason]}: {why}")
 
@@ -73,9 +73,9 @@ class JobRecord:
         if self._note_event is not None:
             self._note_event("lost", text, job=self._job)
 
-    def to_status(self) -> list[dict[str, Any]]:
-        """Those that are gone, the latest last; JSON-able."""
-        return list(self._departed)
+    def to_status(self) -> tuple[Departed, ...]:
+        """Those that are gone, the latest last."""
+        return tuple(self._departed)
 
     def _note(self, kind: str, member: Member, text: str) -> None:
         if self._note_event is not None:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from psengine.parameter_server.server.core.job import Job
 from psengine.parameter_server.server.core.membership import Member
+from psengine.parameter_server.status_model import ShardJob, ShardWorker, State
 
 
 def _waiting(job: Job) -> dict[int, list[int]]:
@@ -24,49 +23,49 @@ def _waiting(job: Job) -> dict[int, list[int]]:
     return {rank: ranks[mask] for rank, mask in masks.items()}
 
 
-def _state_of(member: Member, now_s: float, heartbeat_s: float) -> str:
+def _state_of(member: Member, now_s: float, heartbeat_s: float) -> State:
     if not member.is_live:
         return "joining"
     return "silent" if now_s - member.last_heard_s > 2 * heartbeat_s else "live"
 
 
-def status_of(job: Job, now_s: float, heartbeat_s: float) -> dict[str, Any]:
-    """JSON-able: workers, versions, counters."""
+def status_of(job: Job, now_s: float, heartbeat_s: float) -> ShardJob:
+    """The job at this shard, as it is now."""
     rules = list(job.chunks.rules.values())
     waiting = _waiting(job)
     clocks = job.steps()
-    return {
-        "rule": job.rule.body,
-        "sealed": job.is_sealed,
-        "started": job.has_started,
-        "expected_workers": job.expected_workers,
-        "chunks": len(rules),
-        "values_bytes": sum(rule.spec.size_bytes for rule in rules),
-        "memory_bytes": job.chunks.size_bytes(),
-        "version_min": min((rule.version for rule in rules), default=0),
-        "version_max": max((rule.version for rule in rules), default=0),
-        "members": len(job.membership.members),
-        "workers": [
-            {
-                "rank": m.rank,
-                "incarnation": m.incarnation,
-                "state": _state_of(m, now_s, heartbeat_s),
-                "host": m.host,
-                "pid": m.pid,
-                "silent_s": round(now_s - m.last_heard_s, 3),
-                "pushes": m.pushes,
-                "refused": m.refused,
-                "late": m.late,
-                "clock": clocks.get(m.rank),
-                "waiting_for": waiting.get(m.rank, []),
-                "staleness": job.statistics.staleness_of(m.rank),
-                "telemetry": m.telemetry.to_status(),
-            }
+    return ShardJob(
+        rule=job.rule.body,
+        sealed=job.is_sealed,
+        started=job.has_started,
+        expected_workers=job.expected_workers,
+        chunks=len(rules),
+        values_bytes=sum(rule.spec.size_bytes for rule in rules),
+        memory_bytes=job.chunks.size_bytes(),
+        version_min=min((rule.version for rule in rules), default=0),
+        version_max=max((rule.version for rule in rules), default=0),
+        members=len(job.membership.members),
+        workers=tuple(
+            ShardWorker(
+                rank=m.rank,
+                incarnation=m.incarnation,
+                state=_state_of(m, now_s, heartbeat_s),
+                host=m.host,
+                pid=m.pid,
+                silent_s=round(now_s - m.last_heard_s, 3),
+                pushes=m.pushes,
+                refused=m.refused,
+                late=m.late,
+                clock=clocks.get(m.rank),
+                waiting_for=tuple(waiting.get(m.rank, ())),
+                staleness=job.statistics.staleness_of(m.rank),
+                telemetry=m.telemetry.times,
+            )
             for m in sorted(job.membership.members.values(), key=lambda m: m.rank)
-        ],
-        "departed": job.departed(),
+        ),
+        departed=job.departed(),
         **job.statistics.to_status(),
-    }
+    )
 
 
 def _ranks_in(mask: int) -> list[int]:

@@ -30,6 +30,7 @@ from psengine.parameter_server.server.core.status_report import StatusReport
 from psengine.parameter_server.server.rules.exchange import Reply
 from psengine.parameter_server.server.rules.loans import Loans
 from psengine.parameter_server.server.snapshots.store import JobState
+from psengine.parameter_server.status_model import ShardStatus
 from psengine.protocol.bodies import MAX_TEXT_CHARS
 from psengine.protocol.codec import payload_tensor
 from psengine.protocol.layout import ChunkSpec, job_number
@@ -136,7 +137,7 @@ class Shard:
         self._changes = 0
         self._captured_state: tuple[int, int] | None = None
         self._durable_state: tuple[int, int] | None = None
-        self._report = StatusReport(self._describe, clocks.measure_s)
+        self._report = StatusReport(lambda: self.status(self._now_s), clocks.measure_s)
         self._readers = Readers(self._jobs, self._message, self._status_report, self._heartbeat_body)
         self._handlers: dict[MessageType, Callable[[Job, Member, Message], list[Reply]]] = {
             MessageType.PUSH: lambda job, member, message: job.push(message, member, self._now_s),
@@ -432,14 +433,6 @@ class Shard:
     def _status_report(self, message: Message) -> Message:
         return self._message(MessageType.STATUS_REPORT, message, payload=self._report.payload())
 
-    def _describe(self) -> dict[str, Any]:
-        return {
-            **self.status(self._now_s),
-            # Whoever asks has another clock than the one that dates what departed.
-            "unix_s": round(self._clocks.wall_s(), 3),
-            "software": self.settings.software,
-        }
-
     # ---- answers -----------------------------------------------------------------------------------------------
 
     def _outgoing(self, job: Job, replies: Iterable[Reply]) -> list[Outgoing]:
@@ -530,16 +523,19 @@ class Shard:
         """The same, without those that wait for a job's first values."""
         return sum(len(job.membership.members) for job in self._jobs.values() if job.is_sealed)
 
-    def status(self, now_s: float) -> dict[str, Any]:
-        """JSON-able."""
-        return {
-            "index": self.index,
-            "epoch": self.epoch,
-            "durable_generation": self._durable_generation,
-            "memory_bytes": self.memory_bytes(),
-            "max_memory_bytes": self.settings.max_memory_bytes,
-            "jobs": {job.name: status_of(job, now_s, self.settings.heartbeat_s) for job in self._jobs.values()},
-        }
+    def status(self, now_s: float) -> ShardStatus:
+        """The shard as it is now."""
+        return ShardStatus(
+            index=self.index,
+            epoch=self.epoch,
+            durable_generation=self._durable_generation,
+            memory_bytes=self.memory_bytes(),
+            max_memory_bytes=self.settings.max_memory_bytes,
+            software=self.settings.software,
+            # Whoever asks has another clock than the one that dates what departed.
+            unix_s=round(self._clocks.wall_s(), 3),
+            jobs={job.name: status_of(job, now_s, self.settings.heartbeat_s) for job in self._jobs.values()},
+        )
 
     def capture(self) -> list[JobState]:
         """Copies of everything a snapshot keeps, as it is now."""

@@ -4,24 +4,25 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
-# A shard with many workers and chunks needs milliseconds: whoever asks all the time takes a tenth of its time at most.
+from psengine.parameter_server.status_model import ShardStatus, to_json
+
+# A shard with many workers and chunks needs milliseconds for a report: asking all the time takes a tenth of its time.
 COSTLY_S = 0.001
 KEPT_FACTOR = 10.0
 
 
 class StatusReport:
-    """One shard's; a costly one is told again until ``KEPT_FACTOR`` times what it took to make have passed.
+    """Makes and keeps reports: one that was costly to make is sent again for ``KEPT_FACTOR`` times that long.
 
     Args:
-        describe: makes it, JSON-able.
-        clock_s: measures how long that took, and how long ago it was.
+        describe: the shard's status.
+        clock_s: measures how long making it took, and how old it is.
     """
 
-    def __init__(self, describe: Callable[[], dict[str, Any]], clock_s: Callable[[], float]) -> None:
+    def __init__(self, describe: Callable[[], ShardStatus], clock_s: Callable[[], float]) -> None:
         self._describe = describe
         self._clock_s = clock_s
         self._kept: torch.Tensor | None = None
@@ -32,7 +33,7 @@ class StatusReport:
         began_s = self._clock_s()
         if self._kept is not None and began_s < self._kept_until_s:
             return self._kept
-        self._kept = torch.frombuffer(bytearray(json.dumps(self._describe()).encode()), dtype=torch.uint8)
+        self._kept = torch.frombuffer(bytearray(json.dumps(to_json(self._describe())).encode()), dtype=torch.uint8)
         ended_s = self._clock_s()
         cost_s = ended_s - began_s
         self._kept_until_s = ended_s + (KEPT_FACTOR * cost_s if cost_s > COSTLY_S else 0.0)

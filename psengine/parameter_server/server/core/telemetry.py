@@ -11,16 +11,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from psengine.parameter_server.status_model import NOT_FINITE, WorkerTimes
+
 WINDOW_S = 10.0
-LONGEST_WINDOW_S = 600.0
-
-# JSON has no NaN.
-NOT_FINITE = "nan"
-
-RATES = ("steps_per_s", "samples_per_s", "step_s", "blocked_s", "apply_s", "held_s")
+MAX_WINDOW_S = 600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,28 +37,25 @@ class WorkerTelemetry:
     """One worker's, at one shard.
 
     Attributes:
-        steps: completed ones, as it said last; None where it says nothing of itself.
-        loss: as it said last, ``NOT_FINITE`` of one that is NaN or infinite; None where it said none.
+        times: what is known now; seconds are means of a step.
         apply_s: total time spent on its pushes here.
         held_s: total time its answers were held for others, of each exchange the longest hold.
     """
 
-    __slots__ = ("_exchange", "_held", "_longest_s", "_means", "_samples", "apply_s", "held_s", "loss", "steps")
+    __slots__ = ("_exchange", "_held", "_max_hold_s", "_samples", "apply_s", "held_s", "times")
 
     def __init__(self) -> None:
-        self.steps: int | None = None
-        self.loss: float | str | None = None
+        self.times = WorkerTimes()
         self.apply_s = 0.0
         self.held_s = 0.0
         self._samples: deque[_Sample] = deque()
-        self._means: dict[str, float | None] = dict.fromkeys(RATES)
         # key -> (exchange, when its push came) of answers that are held
         self._held: dict[int, tuple[int, float]] = {}
         self._exchange = 0
-        self._longest_s = 0.0
+        self._max_hold_s = 0.0
 
     def hold(self, key: int, exchange: int, now_s: float) -> None:
-        """A push came, and its answer cannot leave yet; repeats, late ones of older exchanges too, change nothing."""
+        """A push came, and its answer is held; repeats, late ones of older exchanges too, change nothing."""
         held = self._held.get(key)
         if held is None or held[0] < exchange:
             self._held[key] = (exchange, now_s)
@@ -73,11 +67,11 @@ class WorkerTelemetry:
             return
         del self._held[key]
         if exchange != self._exchange:
-            self._exchange, self._longest_s = exchange, 0.0
+            self._exchange, self._max_hold_s = exchange, 0.0
         hold_s = now_s - held[1]
-        if hold_s > self._longest_s:
-            self.held_s += hold_s - self._longest_s
-            self._longest_s = hold_s
+        if hold_s > self._max_hold_s:
+            self.held_s += hold_s - self._max_hold_s
+            self._max_hold_s = hold_s
 
     def hear(self, body: Mapping[str, Any], now_s: float) -> None:
         """A heartbeat came; {} of a worker that says nothing of itself."""
@@ -92,16 +86,16 @@ class WorkerTelemetry:
             self.apply_s,
             self.held_s,
         )
-        self.steps = sample.steps
-        # Said as None, it is no number that JSON has.
-        self.loss = NOT_FINITE if "loss" in body and body["loss"] is None else body.get("loss")
+        # A heartbeat says None of a loss that is not finite.
+        loss = NOT_FINITE if "loss" in body and body["loss"] is None else body.get("loss")
+        self.times = replace(self.times, steps=sample.steps, loss=loss)
         samples = self._samples
         if samples and (sample.steps < samples[-1].steps or now_s < samples[-1].at_s):
             samples.clear()
         # A step's seconds are counted from the end of the first step on.
         if not sample.steps:
             return
-        # A step that takes long is many heartbeats, of which the first and the last tell all.
+        # Of the heartbeats of a long step only the first and the last count.
         if len(samples) > 1 and samples[-2].steps == sample.steps:
             samples.pop()
         samples.append(sample)
@@ -113,26 +107,16 @@ class WorkerTelemetry:
     def _is_dispensable(next_first: _Sample, last: _Sample) -> bool:
         """Whether the window can begin at ``next_first`` and still be long enough, with a step in it."""
         length_s = last.at_s - next_first.at_s
-        return length_s >= LONGEST_WINDOW_S or (length_s >= WINDOW_S and last.steps > next_first.steps)
+        return length_s >= MAX_WINDOW_S or (length_s >= WINDOW_S and last.steps > next_first.steps)
 
     def _average(self, first: _Sample, last: _Sample) -> None:
         seconds, steps = last.at_s - first.at_s, last.steps - first.steps
         if seconds <= 0:
             return
-        means = self._means
-        means["steps_per_s"] = steps / seconds
+        found: dict[str, Any] = {"steps_per_s": steps / seconds}
         if last.samples:
-            means["samples_per_s"] = (last.samples - first.samples) / seconds
+            found["samples_per_s"] = (last.samples - first.samples) / seconds
         if steps:
-            means["step_s"] = (last.step_s - first.step_s) / steps
-            means["blocked_s"] = (last.blocked_s - first.blocked_s) / steps
-            means["apply_s"] = (last.apply_s - first.apply_s) / steps
-            means["held_s"] = (last.held_s - first.held_s) / steps
-
-    def to_status(self) -> dict[str, Any]:
-        """JSON-able: "steps", "loss" and ``RATES``, the last four in seconds a step; None where not known yet.
-
-        A loss that is not finite is ``NOT_FINITE``: whoever watches has to see that it is there.
-        """
-        means = {name: None if mean is None else round(mean, 6) for name, mean in self._means.items()}
-        return {"steps": self.steps, "loss": self.loss, **means}
+            for name in ("step_s", "blocked_s", "apply_s", "held_s"):
+                found[name] = (getattr(last, name) - getattr(first, name)) / steps
+        self.times = replace(self.times, **{name: round(value, 6) for name, value in found.items()})

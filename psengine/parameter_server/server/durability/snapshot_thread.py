@@ -14,7 +14,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 from psengine.errors import ProtocolError, SnapshotError
 from psengine.parameter_server.server.core.capture import Meeting
@@ -23,6 +22,7 @@ from psengine.parameter_server.server.core.shard import Shard
 from psengine.parameter_server.server.durability.wishes import MAX_WISHES, SnapshotWishes
 from psengine.parameter_server.server.snapshots.store import JobState, SnapshotStore, distribute
 from psengine.parameter_server.server.transport.shard_thread import ShardThread
+from psengine.parameter_server.status_model import SnapshotStatus
 
 logger = logging.getLogger(__name__)
 
@@ -112,8 +112,8 @@ def restore(store: SnapshotStore, shards: Sequence[Shard]) -> Restored:
         ) from error
     versions: dict[str, int] = {}
     for shard in shards:
-        for name, job in shard.status(time.monotonic())["jobs"].items():
-            versions[name] = max(versions.get(name, 0), job["version_max"])
+        for name, job in shard.status(time.monotonic()).jobs.items():
+            versions[name] = max(versions.get(name, 0), job.version_max)
     shown = ", ".join(f"{name} version {version}" for name, version in versions.items()) or "no job"
     summary = f"durable to {store.directory}, generation {loaded.generation} ({shown})"
     return Restored(loaded.generation, summary, loaded.notes)
@@ -165,17 +165,17 @@ class SnapshotThread(threading.Thread):
         """Write one more snapshot if one was wished for, then end; join afterwards."""
         self._wishes.end()
 
-    def status(self) -> dict[str, Any]:
-        """JSON-able; "age_s" is for how long the server may have held more than the generation does."""
-        return {
-            "directory": str(self.store.directory),
-            "interval_s": self._interval_s,
-            "generation": self.generation,
-            "age_s": None if self._current_s is None else round(time.monotonic() - self._current_s, 3),
-            "last_seconds": round(self.last_seconds, 3),
-            "failures": self.failures,
-            "last_error": self.last_error,
-        }
+    def status(self) -> SnapshotStatus:
+        """How far it is."""
+        return SnapshotStatus(
+            directory=str(self.store.directory),
+            interval_s=self._interval_s,
+            generation=self.generation,
+            age_s=None if self._current_s is None else round(time.monotonic() - self._current_s, 3),
+            last_seconds=round(self.last_seconds, 3),
+            failures=self.failures,
+            last_error=self.last_error,
+        )
 
     def run(self) -> None:
         """The loop."""

@@ -1,8 +1,6 @@
-"""What the status port can do, besides show: write a snapshot, end a worker's lease, forget a job,
-end the server.
+"""What the status port can do: write a snapshot, end a worker's lease, forget a job, shut the server down.
 
-Only whoever knows the token may: another page in the same browser or another user of this machine reaches
-the port too.
+Every action needs the server's token: pages in the same browser and other users of this machine reach the port too.
 """
 
 from __future__ import annotations
@@ -27,8 +25,8 @@ Answer = tuple[int, dict[str, Any]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Deeds:
-    """What the server lends its actions; each may be called from any thread.
+class ActionHandlers:
+    """The server's side of the actions; each may be called from any thread.
 
     Attributes:
         snapshot: begins one; None where the server keeps none.
@@ -47,48 +45,39 @@ class Deeds:
 
 
 class Actions:
-    """POST /actions/NAME, for those who know the token.
+    """POST /actions/NAME.
 
     Args:
         token: "" switches all actions off.
-        deeds: see there.
+        handlers: do the work.
     """
 
-    def __init__(self, token: str, deeds: Deeds) -> None:
+    def __init__(self, token: str, handlers: ActionHandlers) -> None:
         self._token = token.encode()
-        self._deeds = deeds
+        self._handlers = handlers
         # By name: what is done, and the names of its parameters, all of them needed.
-        self._known: dict[str, tuple[Callable[[Mapping[str, str]], Answer], frozenset[str]]] = {
-            "snapshot": (self._snapshot, frozenset()),
-            "evict": (self._evict, frozenset({"job", "worker"})),
-            "forget": (self._forget, frozenset({"job"})),
-            "shutdown": (self._shut_down, frozenset()),
+        self._known: dict[str, tuple[Callable[..., Answer], set[str]]] = {
+            "snapshot": (self._snapshot, set()),
+            "evict": (self._evict, {"job", "worker"}),
+            "forget": (self._forget, {"job"}),
+            "shutdown": (self._shut_down, set()),
         }
 
-    def perform(self, name: str, parameters: Mapping[str, str], authorization: str | None) -> Answer:
-        """HTTP status and JSON-able content.
+    def refusal(self, name: str, parameters: Mapping[str, str], authorization: str | None) -> Answer | None:
+        """HTTP status and JSON-able content for a request that must not be performed; None for one that may.
 
         Args:
             name: of the action.
             parameters: of the query.
             authorization: the request's header of that name.
         """
-        refused = self.refusal(name, parameters, authorization)
-        if refused is not None:
-            return refused
-        logger.warning("the status port was told: %s %s", name, dict(parameters) or "")
-        act, _ = self._known[name]
-        return act(parameters)
-
-    def refusal(self, name: str, parameters: Mapping[str, str], authorization: str | None) -> Answer | None:
-        """What ``perform`` answers where it does nothing; None where it acts."""
         if not self._token:
             return 403, _error(
                 "Actions are off (expected a server with a token). Fix: start it with --status-token FILE, where FILE"
                 " has mode 0600 and holds the token."
             )
         scheme, _, given = (authorization or "").partition(" ")
-        # Bytes, as compare_digest takes no texts beyond ASCII; headers are Latin-1.
+        # As bytes: compare_digest takes ASCII texts only, and headers are Latin-1.
         if scheme.lower() != "bearer" or not hmac.compare_digest(given.strip().encode(), self._token):
             return 401, _error("This needs the server's token (expected the header Authorization: Bearer TOKEN).")
         if name not in self._known:
@@ -101,53 +90,51 @@ class Actions:
             )
         return None
 
-    def _snapshot(self, parameters: Mapping[str, str]) -> Answer:
-        if self._deeds.snapshot is None:
+    def perform(self, name: str, parameters: Mapping[str, str]) -> Answer:
+        """Perform an action for which there is no ``refusal``; HTTP status and JSON-able content."""
+        logger.warning("the status port was told: %s %s", name, dict(parameters) or "")
+        act, _ = self._known[name]
+        return act(**parameters)
+
+    def _snapshot(self) -> Answer:
+        if self._handlers.snapshot is None:
             return 409, _error("This server keeps no snapshots (expected a --snapshot-dir).")
         try:
-            outcome = self._deeds.snapshot().result(SNAPSHOT_WAIT_S)
+            outcome = self._handlers.snapshot().result(SNAPSHOT_WAIT_S)
         except FutureTimeoutError:
             return 202, {"text": f"The snapshot is being written; it takes longer than {SNAPSHOT_WAIT_S:g} s."}
-        if outcome.is_empty:
-            return 409, _error(f"No snapshot was written: {outcome.error}.")
         if outcome.error:
-            return 500, _error(f"No snapshot was written: {outcome.error}")
+            return 409 if outcome.is_empty else 500, _error(f"No snapshot was written: {outcome.error}.")
         return 200, {"generation": outcome.generation, "text": f"Durable to generation {outcome.generation}."}
 
-    def _evict(self, parameters: Mapping[str, str]) -> Answer:
-        job, text = parameters["job"], parameters["worker"]
-        if not (text.isascii() and text.isdigit()) or len(text) > 5 or int(text) >= MAX_WORKERS:
-            return 400, _error(f"worker is no rank (expected 0 to {MAX_WORKERS - 1}, got {text[:40]!r}).")
+    def _evict(self, job: str, worker: str) -> Answer:
+        if not (worker.isascii() and worker.isdigit()) or len(worker) > 5 or int(worker) >= MAX_WORKERS:
+            return 400, _error(f"worker is no rank (expected 0 to {MAX_WORKERS - 1}, got {worker[:40]!r}).")
         try:
-            is_known = self._deeds.evict(job, int(text))
+            is_known = self._handlers.evict(job, int(worker))
         except FutureTimeoutError:
             return 202, {"text": "A shard is busy; it ends the lease as soon as it can."}
         if not is_known:
-            return 404, _error(f"There is no worker {text} in job {job[:100]!r}.")
-        return 200, {"text": f"Worker {text} is out. If its process lives, it says HELLO again and comes back."}
+            return 404, _error(f"There is no worker {worker} in job {job[:100]!r}.")
+        return 200, {"text": f"Worker {worker} is out. If its process lives, it says HELLO again and comes back."}
 
-    def _forget(self, parameters: Mapping[str, str]) -> Answer:
-        job = parameters["job"]
+    def _forget(self, job: str) -> Answer:
         try:
-            workers = self._deeds.forget(job)
+            workers = self._handlers.forget(job)
         except FutureTimeoutError:
-            return 503, _error(
-                "A shard is busy and did not answer in time. Fix: ask again, until there is no such job."
-            )
+            return 503, _error("A shard is busy and did not answer in time. Fix: ask again until the job is gone.")
         if workers is None:
             return 404, _error(f"There is no job {job[:100]!r}.")
         if workers:
             return 409, _error(
                 f"Job {job[:100]!r} is in use (expected no workers, got {workers}). Fix: end them, or their leases"
-                " (/actions/evict); one that died counts until its lease is over."
+                " (/actions/evict); a worker that died counts until its lease is over."
             )
         return 200, {"text": f"Job {job[:100]!r} is forgotten: its values, and its place among the server's jobs."}
 
-    def _shut_down(self, parameters: Mapping[str, str]) -> Answer:
-        self._deeds.shut_down()
-        return 202, {
-            "text": "The server ends in order: it answers what is queued and writes a snapshot if it keeps any."
-        }
+    def _shut_down(self) -> Answer:
+        self._handlers.shut_down()
+        return 202, {"text": "The server shuts down: it answers what is queued, and writes a snapshot if it keeps any."}
 
 
 def _error(text: str) -> dict[str, Any]:

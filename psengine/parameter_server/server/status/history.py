@@ -3,7 +3,7 @@
     History (a thread) ── once a second ──► status ──┬─► Track: 600 samples, 1 s apart      the last ten minutes
                                                      └─► Track: 1440 samples, 60 s apart    the last day
 
-Counters become rates per second between two samples of a track; NaN stands for what is not known.
+Counters become rates per second between two samples of a track. NaN stands for what is not known.
 """
 
 from __future__ import annotations
@@ -15,88 +15,89 @@ import math
 import threading
 import time
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any
+
+from psengine.parameter_server.status_model import JobStatus, ServerStatus
 
 logger = logging.getLogger(__name__)
 
 _dumps = json.JSONEncoder(allow_nan=False, separators=(",", ":")).encode
 
 LENGTHS = {1: 600, 60: 1440}
-# Memory stays bounded whoever comes: workers cost 24 bytes a sample, 12.5 MB in all with both tracks full.
-MAX_WORKERS = 256
-MAX_JOBS = 64
-MAX_SHARDS = 256
+# What is kept of each kind of row.
+FIELDS = {
+    "shard": ("bytes_in_per_s", "bytes_out_per_s"),
+    "job": ("applied_per_s", "refused_per_s", "staleness_mean"),
+    "worker": ("step", "loss", "steps_per_s"),
+}
+# Bounds memory: workers cost 24 bytes a sample, 12.5 MB in all with both tracks full.
+MAX_ROWS = {"shard": 256, "job": 64, "worker": 256}
 
 
 class _Row:
     """The series of one shard, job or worker.
 
     Attributes:
-        series: by field, as long as the track; what is not known is NaN.
-        counters: the newest counts, of which rates are differences, and when they were taken.
-        seen: number of the newest sample it was part of.
+        series: by field, as long as the track.
+        seen: number of the newest sample that it was part of.
     """
 
-    __slots__ = ("counted_s", "counters", "seen", "series")
+    __slots__ = ("_counted_s", "_counts", "seen", "series")
 
-    def __init__(self, fields: Sequence[str], length: int) -> None:
+    def __init__(self, fields: tuple[str, ...], length: int) -> None:
         self.series = {field: array("d", [math.nan]) * length for field in fields}
-        self.counters: dict[str, float] = {}
-        self.counted_s = -math.inf
         self.seen = -1
+        self._counts: Mapping[str, float] = {}
+        self._counted_s = -math.inf
 
     def rates(self, counts: Mapping[str, float], now_s: float) -> dict[str, float]:
         """Per second since the last call; NaN at the first, and where a counter began anew."""
-        elapsed_s = now_s - self.counted_s
+        elapsed_s = now_s - self._counted_s
         found = {}
         for name, count in counts.items():
-            before = self.counters.get(name, math.inf)
+            before = self._counts.get(name, math.inf)
             is_known = count >= before and 0.0 < elapsed_s < math.inf
             found[name] = (count - before) / elapsed_s if is_known else math.nan
-        self.counters, self.counted_s = dict(counts), now_s
+        self._counts, self._counted_s = counts, now_s
         return found
 
 
 class _Rows:
-    """At most ``most`` rows with the same fields; who was not seen for a whole track is forgotten."""
+    """The rows of one kind; a row that was in no sample of the track is forgotten.
 
-    def __init__(self, fields: Sequence[str], most: int, length: int) -> None:
-        self._fields, self._most, self._length = fields, most, length
+    Where there is no room for a new row, it replaces the row that has been missing the longest. Rows of the last sample
+    stay.
+    """
+
+    def __init__(self, kind: str, max_rows: int, length: int) -> None:
+        self._fields, self._max_rows, self._length = FIELDS[kind], max_rows, length
         self.rows: dict[Any, _Row] = {}
-        # Who was not part of the sample before this one, the longest gone last.
         self._replaceable: list[Any] = []
 
     def begin(self, number: int) -> None:
-        """Sample ``number`` begins: nothing is known of anybody."""
-        slot = number % self._length
-        for key, row in list(self.rows.items()):
-            if number - row.seen >= self._length:
-                del self.rows[key]
-            else:
-                for series in row.series.values():
-                    series[slot] = math.nan
-        gone = (key for key, row in self.rows.items() if row.seen < number - 1)
-        self._replaceable = sorted(gone, key=lambda key: self.rows[key].seen, reverse=True)
+        """Sample ``number`` begins: nothing is known of any row."""
+        self.rows = {key: row for key, row in self.rows.items() if number - row.seen < self._length}
+        for row in self.rows.values():
+            for series in row.series.values():
+                series[number % self._length] = math.nan
+        missing = [key for key, row in self.rows.items() if row.seen < number - 1]
+        self._replaceable = sorted(missing, key=lambda key: self.rows[key].seen, reverse=True)
 
     def row(self, key: Any, number: int) -> _Row | None:
         """The row of ``key``, which is part of sample ``number``; None where there is no room."""
         row = self.rows.get(key)
         if row is None:
-            if len(self.rows) >= self._most and not self._make_room(number):
-                return None
+            while len(self.rows) >= self._max_rows:
+                if not self._replaceable:
+                    return None
+                if self.rows[self._replaceable[-1]].seen < number:
+                    del self.rows[self._replaceable[-1]]
+                self._replaceable.pop()
             row = self.rows[key] = _Row(self._fields, self._length)
         row.seen = number
         return row
-
-    def _make_room(self, number: int) -> bool:
-        while self._replaceable:
-            key = self._replaceable.pop()
-            if self.rows[key].seen != number:  # it did not come back
-                del self.rows[key]
-                return True
-        return False
 
 
 class Track:
@@ -105,84 +106,69 @@ class Track:
     Args:
         interval_s: distance of samples.
         length: how many are kept.
-        most_workers: how many workers, of all jobs, are followed; newcomers replace who has been gone the longest.
-        most_jobs: the same of jobs.
+        max_rows: how many shards, jobs and workers of all jobs are followed.
     """
 
-    def __init__(
-        self, interval_s: int, length: int, *, most_workers: int = MAX_WORKERS, most_jobs: int = MAX_JOBS
-    ) -> None:
+    def __init__(self, interval_s: int, length: int, max_rows: Mapping[str, int] = MAX_ROWS) -> None:
         self.interval_s = interval_s
         self._length = length
         self._unix_s = array("d", [math.nan]) * length
         self._count = 0
-        self._shards = _Rows(("bytes_in_per_s", "bytes_out_per_s"), MAX_SHARDS, length)
-        self._jobs = _Rows(("applied_per_s", "refused_per_s", "staleness_mean"), most_jobs, length)
-        self._workers = _Rows(("step", "loss", "steps_per_s"), most_workers, length)
+        self._rows = {kind: _Rows(kind, max_rows[kind], length) for kind in FIELDS}
 
-    def record(self, status: Mapping[str, Any], now_s: float, unix_s: float) -> None:
-        """Take a sample of what /status.json shows.
+    def record(self, status: ServerStatus, now_s: float, unix_s: float) -> None:
+        """Take a sample.
 
         Args:
-            status: shards that do not answer, and fields that are not there, are not known at this time; nor is any job
-                where a shard does not answer.
+            status: shards that do not answer are not known at this time, and no job where a shard does not answer.
             now_s: monotonic time.
-            unix_s: what the sample is dated.
+            unix_s: the sample's date.
         """
-        number, slot = self._count, self._count % self._length
-        # As it is shown: whoever asks for what is newer names it.
-        self._unix_s[slot] = round(unix_s, 3)
-        for rows in (self._shards, self._jobs, self._workers):
-            rows.begin(number)
-        for shard in status.get("shards", ()):
-            transport = shard.get("transport")
-            row = self._shards.row(shard["index"], number) if transport else None
-            if row is not None:
-                counts = {
-                    "bytes_in_per_s": transport["received_bytes"],
-                    "bytes_out_per_s": transport["sent_bytes"],
-                }
-                _write(row, slot, row.rates(counts, now_s))
+        # Rounded as it is shown: the page asks for what is newer than the newest that it was shown.
+        self._unix_s[self._count % self._length] = round(unix_s, 3)
+        for rows in self._rows.values():
+            rows.begin(self._count)
+        for shard in status.answering:
+            row = self._rows["shard"].row(shard.index, self._count)
+            if row is not None and shard.transport is not None:
+                moved = {"in": shard.transport.received_bytes, "out": shard.transport.sent_bytes}
+                rates = row.rates(moved, now_s)
+                self._write(row, bytes_in_per_s=rates["in"], bytes_out_per_s=rates["out"])
         # Without a shard's part a job's counters are too small, and the next rates would be too large.
-        is_whole = not any("error" in shard for shard in status.get("shards", ()))
-        for name, job in status.get("jobs", {}).items() if is_whole else ():
-            self._record_job(name, job, number, now_s)
+        if not status.mute:
+            for name, job in status.jobs.items():
+                self._record_job(name, job, now_s)
         self._count += 1
 
-    def _record_job(self, name: str, job: Mapping[str, Any], number: int, now_s: float) -> None:
-        slot = number % self._length
-        row = self._jobs.row(name, number)
+    def _record_job(self, name: str, job: JobStatus, now_s: float) -> None:
+        row = self._rows["job"].row(name, self._count)
         if row is None:
             return
-        rates = row.rates(
-            {
-                "applied_per_s": job.get("applied", 0),
-                "refused_per_s": sum(n for reason, n in job.get("refused", {}).items() if reason != "abstained"),
-                "pushes": sum(job.get("staleness", {}).values()),
-                "staleness": job.get("staleness_sum", 0),
-            },
-            now_s,
-        )
-        pushes, staleness_sum = rates.pop("pushes"), rates.pop("staleness")
-        rates["staleness_mean"] = staleness_sum / pushes if pushes > 0 else math.nan
-        _write(row, slot, rates)
-        for worker in job.get("workers", ()):
-            row = self._workers.row((name, worker["rank"]), number)
+        refused = sum(count for reason, count in job.refused.items() if reason != "abstained")
+        counts = {"applied": job.applied, "refused": refused, "sum": job.staleness_sum}
+        rates = row.rates({**counts, "pushes": sum(job.staleness.values())}, now_s)
+        staleness = rates["sum"] / rates["pushes"] if rates["pushes"] > 0 else math.nan
+        self._write(row, applied_per_s=rates["applied"], refused_per_s=rates["refused"], staleness_mean=staleness)
+        for worker in job.workers:
+            row = self._rows["worker"].row((name, worker.rank), self._count)
             if row is None:
                 continue
-            step = _number(worker.get("step"))
-            steps_per_s = _number(worker.get("steps_per_s"))
-            if math.isnan(steps_per_s) and not math.isnan(step):
-                steps_per_s = row.rates({"step": step}, now_s)["step"]
-            _write(row, slot, {"step": step, "loss": _number(worker.get("loss")), "steps_per_s": steps_per_s})
+            steps_per_s = worker.steps_per_s
+            if steps_per_s is None and worker.step is not None:
+                steps_per_s = row.rates({"step": worker.step}, now_s)["step"]
+            loss = worker.loss if isinstance(worker.loss, int | float) else None
+            self._write(row, step=worker.step, loss=loss, steps_per_s=steps_per_s)
+
+    def _write(self, row: _Row, **values: float | None) -> None:
+        for field, value in values.items():
+            row.series[field][self._count % self._length] = math.nan if value is None else value
 
     def to_text(self, since_unix_s: float = 0.0) -> str:
         """JSON: samples after ``since_unix_s``, oldest first, null where something is not known.
 
-        One series at a time: one call of ``json`` holds the GIL to its end, and a day's would stop every shard.
+        Each series is encoded alone: one call of ``json`` holds the GIL to its end, and a day's would stop every shard.
         """
-        first = max(0, self._count - self._length)
-        slots = [n % self._length for n in range(first, self._count)]
+        slots = [number % self._length for number in range(max(0, self._count - self._length), self._count)]
         slots = [slot for slot in slots if self._unix_s[slot] > since_unix_s]
 
         def text_of(value: Any) -> str:
@@ -190,29 +176,25 @@ class Track:
                 return _dumps([_plain(value[slot]) for slot in slots])
             if isinstance(value, dict):
                 return "{" + ",".join(f"{_dumps(name)}:{text_of(item)}" for name, item in value.items()) + "}"
-            return _dumps(value)
+            return "[" + ",".join(map(text_of, value)) + "]" if isinstance(value, list) else _dumps(value)
 
-        jobs: dict[Any, dict[str, Any]] = {name: {**row.series, "workers": {}} for name, row in self._jobs.rows.items()}
-        for (name, rank), row in self._workers.rows.items():
+        jobs: dict[str, Any] = {name: {**row.series, "workers": {}} for name, row in self._rows["job"].rows.items()}
+        for (name, rank), row in self._rows["worker"].rows.items():
             if name in jobs:
                 jobs[name]["workers"][str(rank)] = row.series
-        shards = [text_of({"index": index, **row.series}) for index, row in self._shards.rows.items()]
+        shards = [{"index": index, **row.series} for index, row in self._rows["shard"].rows.items()]
         times = _dumps([self._unix_s[slot] for slot in slots])
-        return (
-            f'{{"interval_s":{self.interval_s},"unix_s":{times},"shards":[{",".join(shards)}],"jobs":{text_of(jobs)}}}'
-        )
+        return f'{{"interval_s":{self.interval_s},"unix_s":{times},"shards":{text_of(shards)},"jobs":{text_of(jobs)}}}'
 
 
 class History:
-    """Samples ``status`` once a second, in a thread of its own, between ``__enter__`` and ``__exit__``.
+    """Samples ``status`` once a second, in a thread of its own, between ``__enter__`` and ``__exit__``."""
 
-    Args:
-        status: what /status.json shows.
-    """
-
-    def __init__(self, status: Callable[[], Mapping[str, Any]]) -> None:
+    def __init__(self, status: Callable[[], ServerStatus]) -> None:
         self._status = status
         self._tracks = {interval_s: Track(interval_s, length) for interval_s, length in LENGTHS.items()}
+        # The number of the interval that each track's newest sample was taken in.
+        self._sampled = dict.fromkeys(LENGTHS, -math.inf)
         self._lock = threading.Lock()
         self._ends = threading.Event()
         self._thread = threading.Thread(target=self._run, name="psengine-history", daemon=True)
@@ -234,41 +216,33 @@ class History:
             resolution: 1 or 60, see ``LENGTHS``.
             since_unix_s: only what is newer.
         """
-        # Making a day's text takes a second, which the next sample does not wait for.
+        # Making a day's text takes a second, and the next sample must not wait for it.
         with self._lock:
             track = copy.deepcopy(self._tracks[resolution])
         return track.to_text(since_unix_s)
 
+    def sample(self, now_s: float, unix_s: float) -> None:
+        """Record the status on the tracks whose next interval has begun."""
+        due = [interval_s for interval_s in LENGTHS if now_s // interval_s > self._sampled[interval_s]]
+        if not due:
+            return
+        status = self._status()
+        with self._lock:
+            for interval_s in due:
+                self._sampled[interval_s] = now_s // interval_s
+                self._tracks[interval_s].record(status, now_s, unix_s)
+
     def _run(self) -> None:
-        due_s = dict.fromkeys(self._tracks, time.monotonic())
         has_failed = False
         while not self._ends.is_set():
             try:
-                status = self._status()
-                now_s, unix_s = time.monotonic(), time.time()
-                with self._lock:
-                    for interval_s, track in self._tracks.items():
-                        if now_s >= due_s[interval_s]:
-                            track.record(status, now_s, unix_s)
+                self.sample(time.monotonic(), time.time())
                 has_failed = False
             except Exception:
                 # A second without a sample is a gap in a chart; one line in the log is enough for many of them.
                 logger.log(logging.DEBUG if has_failed else logging.ERROR, "no sample for the charts", exc_info=True)
                 has_failed = True
-            now_s = time.monotonic()
-            for interval_s in due_s:
-                while due_s[interval_s] <= now_s:
-                    due_s[interval_s] += interval_s
-            self._ends.wait(min(due_s.values()) - now_s)
-
-
-def _write(row: _Row, slot: int, values: Mapping[str, float]) -> None:
-    for field, value in values.items():
-        row.series[field][slot] = value
-
-
-def _number(value: Any) -> float:
-    return float(value) if isinstance(value, int | float) else math.nan
+            self._ends.wait(1.0 - time.monotonic() % 1.0)
 
 
 def _plain(value: float) -> float | int | None:

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
@@ -21,6 +22,7 @@ import torch
 from psengine.errors import ProtocolError, ServerError
 from psengine.parameter_server.server.core.shard import TICK_S, Outgoing, Sender, Shard
 from psengine.parameter_server.server.transport.endpoint import Endpoint, Received
+from psengine.parameter_server.status_model import ShardStatus, Transport
 from psengine.protocol.bodies import MAX_TEXT_CHARS
 from psengine.protocol.codec import decode, encode, refusal
 from psengine.protocol.messages import ErrorCode, Message, MessageType
@@ -122,23 +124,20 @@ class ShardThread(threading.Thread):
 
         self._asked.put(stop)
 
-    def status(self) -> dict[str, Any]:
+    def status(self) -> ShardStatus:
         """The shard's, and what went over the socket; call it in this thread."""
         endpoint = self.endpoint
-        return {
-            **self.shard.status(time.monotonic()),
-            "address": endpoint.address,
-            "transport": {
-                "received_messages": endpoint.received_messages,
-                "received_bytes": endpoint.received_bytes,
-                "sent_bytes": endpoint.sent_bytes,
-                "backlog_bytes": endpoint.backlog_bytes,
-                "dropped": endpoint.dropped,
-                "unreachable": endpoint.unreachable,
-                "bad_messages": self.bad_messages,
-                "failures": self.failures,
-            },
-        }
+        transport = Transport(
+            received_messages=endpoint.received_messages,
+            received_bytes=endpoint.received_bytes,
+            sent_bytes=endpoint.sent_bytes,
+            backlog_bytes=endpoint.backlog_bytes,
+            dropped=endpoint.dropped,
+            unreachable=endpoint.unreachable,
+            bad_messages=self.bad_messages,
+            failures=self.failures,
+        )
+        return replace(self.shard.status(time.monotonic()), address=endpoint.address, transport=transport)
 
     def evict(self, job: str, rank: int) -> bool:
         """End a worker's lease, see ``Shard.evict``; call it in this thread."""

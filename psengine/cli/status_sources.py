@@ -1,0 +1,196 @@
+"""Servers that can be asked what they do, over ZeroMQ or HTTP. A server that does not answer is a report too.
+
+tcp://a:7077, ipc:///run/b      a reader's STATUS; works before any job exists, and of jobs whose values are workers'
+http://127.0.0.1:9100           /status.json of --status-port: has the event log too
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import time
+import urllib.error
+import urllib.request
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+from typing_extensions import override
+
+from psengine.cli.console import printable
+from psengine.cli.status_overview import ServerReport
+from psengine.cli.status_reading import NoStatusError, read_status
+from psengine.environment.context import read_variable
+from psengine.environment.extras import require_server_packages
+from psengine.errors import ConfigurationError, PSEngineError
+from psengine.parameter_server.client.addresses import parse_addresses
+from psengine.parameter_server.client.options import keys_from_environment
+from psengine.parameter_server.overview import merge_jobs
+from psengine.parameter_server.status_model import ServerStatus
+from psengine.protocol.keys import CurveClientKeys
+
+if TYPE_CHECKING:
+    from psengine.parameter_server.client.client import Client
+
+MAX_PAGE_BYTES = 64 << 20
+# Of a page that says why a request is refused.
+MAX_REASON_CHARACTERS = 200
+PAGE = "/status.json"
+
+
+class Source(ABC):
+    """A server that can be asked again and again.
+
+    Attributes:
+        address: as the user named it.
+    """
+
+    address: str
+
+    def ask(self) -> ServerReport:
+        """Its report; never raises for a server that is away. Blocks for the timeout at most, per shard."""
+        try:
+            status = self._read()
+            merge_jobs(status.answering)
+        except (PSEngineError, OSError, ValueError, LookupError, TypeError, RecursionError) as error:
+            self.close()
+            return ServerReport(address=self.address, error=printable(str(error)) or type(error).__name__)
+        return ServerReport(address=self.address, status=status, answered_s=time.monotonic())
+
+    @abstractmethod
+    def _read(self) -> ServerStatus:
+        """The server's status; raises where there is none."""
+
+    def close(self) -> None:  # noqa: B027 - HTTP holds nothing between questions
+        """Drop the connection; the next question makes a new one."""
+
+
+class ProtocolSource(Source):
+    """A server asked as workers ask it."""
+
+    def __init__(self, address: str, keys: CurveClientKeys | None, timeout_s: float) -> None:
+        self.address = address
+        self._keys = keys
+        self._timeout_s = timeout_s
+        self._client: Client | None = None
+
+    @override
+    def _read(self) -> ServerStatus:
+        from psengine.parameter_server.client.client import connect
+
+        if self._client is None:
+            self._client = connect(
+                self.address,
+                role="reader",
+                timeout_s=self._timeout_s,
+                connect_timeout_s=self._timeout_s,
+                keys=self._keys,
+            )
+        shards = self._client.status()
+        told = {name: next((shard[name] for shard in shards if name in shard), None) for name in ("epoch", "software")}
+        stamps = [shard["unix_s"] for shard in shards if "unix_s" in shard]
+        page = {"healthy": True, "shards": shards, **told, "unix_s": max(stamps, default=None)}
+        return read_status({name: value for name, value in page.items() if value is not None}, self.address)
+
+    @override
+    def close(self) -> None:
+        client, self._client = self._client, None
+        if client is not None:
+            client.close()
+
+
+class HttpSource(Source):
+    """A server's status page."""
+
+    def __init__(self, url: str, timeout_s: float) -> None:
+        self.address = url
+        self._timeout_s = timeout_s
+        # The page is on this machine, or at the end of a tunnel: no proxy reaches it.
+        self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+    @override
+    def _read(self) -> ServerStatus:
+        path = urlsplit(self.address).path
+        url = self.address if path.endswith(".json") else self.address.rstrip("/") + PAGE
+        try:
+            with self._opener.open(url, timeout=self._timeout_s) as response:
+                page = json.loads(self._content_of(response))
+        except urllib.error.HTTPError as error:
+            with error:
+                text = f"{url} answers {error.code} {error.reason}; is it a psengine-server's?{_reason(error)}"
+            raise NoStatusError(text) from None
+        except urllib.error.URLError as error:
+            raise OSError(str(error.reason)) from None
+        # Neither an OSError nor a ValueError: something else than HTTP is spoken there.
+        except http.client.HTTPException as error:
+            said = str(error).strip()[:MAX_REASON_CHARACTERS]
+            text = f"{url} is no status page: no HTTP came back ({said or type(error).__name__})"
+            raise NoStatusError(text) from None
+        except (ValueError, RecursionError):
+            page = None
+        if not (isinstance(page, dict) and isinstance(page.get("shards"), list) and "healthy" in page):
+            raise NoStatusError(f"{url} is no status page of a psengine-server")
+        return read_status(page, self.address)
+
+    def _content_of(self, response: Any) -> bytes:
+        deadline_s = time.monotonic() + self._timeout_s
+        content = bytearray()
+        while part := response.read1(1 << 16):
+            content += part
+            if len(content) > MAX_PAGE_BYTES:
+                raise OSError(f"its page is too long (expected at most {MAX_PAGE_BYTES} bytes)")
+            if time.monotonic() > deadline_s:
+                raise OSError(f"its page had not ended after {self._timeout_s:g} s")
+        return bytes(content)
+
+
+def open_sources(servers: str | None, timeout_s: float) -> list[Source]:
+    """A source for each address of an argument, else of PSENGINE_SERVERS.
+
+    Raises:
+        ConfigurationError: none is named, one is malformed, or CURVE keys are half given.
+        MissingExtraError: an address is to be asked over ZeroMQ, which is not installed.
+    """
+    text = servers if servers is not None else read_variable("PSENGINE_SERVERS") or ""
+    parts = [part.strip() for part in text.split(",") if part.strip()]
+    if not parts:
+        raise ConfigurationError(
+            "no server is named (expected tcp://host:port, or the http://... of a --status-port; got none)."
+            " Fix: --servers tcp://127.0.0.1:7077, or set PSENGINE_SERVERS"
+        )
+    keys = keys_from_environment()
+    sources: list[Source] = []
+    for part in dict.fromkeys(parts):
+        if part.startswith(("http://", "https://")):
+            _check_url(part)
+            sources.append(HttpSource(part, timeout_s))
+            continue
+        require_server_packages("servers asked over ZeroMQ")
+        try:
+            sources.extend(ProtocolSource(address, keys, timeout_s) for address in parse_addresses(part))
+        except ConfigurationError as error:
+            raise ConfigurationError(f"{error}. A --status-port is asked as http://host:port") from None
+    return sources
+
+
+def _reason(error: urllib.error.HTTPError) -> str:
+    """What a page in plain text says of its refusal; "" of other pages."""
+    content: Any = error.fp
+    if content is None or error.headers.get_content_type() != "text/plain":
+        return ""
+    # One read, so that there is one timeout; the reason is an extra.
+    with contextlib.suppress(OSError, http.client.HTTPException):
+        text = content.read1(4 * MAX_REASON_CHARACTERS).decode(errors="replace").strip()
+        return f" It says: {text[:MAX_REASON_CHARACTERS]}" if text else ""
+    return ""
+
+
+def _check_url(url: str) -> None:
+    try:
+        parts = urlsplit(url)
+        is_good = bool(parts.hostname) and (parts.port is None or parts.port > 0)
+    except ValueError:
+        is_good = False
+    if not is_good:
+        raise ConfigurationError(f"a status page's address is malformed (expected http://host:port, got {url!r})")

@@ -1,0 +1,312 @@
+"""What is known of a server, its shards, its jobs and their workers. JSON is these fields by name, see ``to_json``.
+
+    one shard says        ShardStatus ─► ShardJob ─► ShardWorker ─► WorkerTimes     a STATUS_REPORT; "shards"
+    all shards together   JobStatus ─► WorkerStatus (``overview.merge_jobs``)       "jobs"
+    a server process      ServerStatus, with both, Event, SnapshotStatus            /status.json
+
+``psengine status``, ``psengine top``, the dashboard, /metrics and the charts are views of it. None means not known. A
+field's metadata says how shards' values are merged, and how /metrics exports the field.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, is_dataclass
+from functools import cache
+from typing import Any, Literal
+
+# A loss that is NaN or infinite: JSON has no such number.
+NOT_FINITE: Literal["nan"] = "nan"
+
+State = Literal["live", "silent", "joining"]
+# How often each value was counted, by the value as text.
+Counts = Mapping[str, int]
+
+
+def _total(explanation: str = "") -> Any:
+    """A number that is added over shards; with an explanation /metrics exports it as a counter."""
+    return field(default=0, metadata={"merge": sum, "counter": explanation})
+
+
+def _most(explanation: str = "") -> Any:
+    """A number of which the largest of all shards counts."""
+    return field(default=0, metadata={"merge": max, "counter": explanation})
+
+
+def _counter(explanation: str) -> Any:
+    return field(default=0, metadata={"counter": explanation})
+
+
+def _gauge(name: str, explanation: str) -> Any:
+    """A number of a worker that /metrics exports as psengine_worker_``name``."""
+    return field(metadata={"gauge": (name, explanation)})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerTimes:
+    """What a worker's heartbeats and one shard know of its steps; rates and means are of the last seconds.
+
+    Attributes:
+        steps: completed ones, as the worker said last.
+        loss: as the worker said last; ``NOT_FINITE`` of one that is NaN or infinite.
+        step_s, blocked_s: of a step, and of it the time that the worker waited for servers.
+        apply_s, held_s: of a step, what this shard worked on its pushes, and held its answers for other workers.
+    """
+
+    steps: int | None = None
+    loss: float | Literal["nan"] | None = None
+    steps_per_s: float | None = None
+    samples_per_s: float | None = None
+    step_s: float | None = None
+    blocked_s: float | None = None
+    apply_s: float | None = None
+    held_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardWorker:
+    """A worker as one shard sees it.
+
+    Attributes:
+        silent_s: since its last message.
+        pushes, refused, late: chunks that it sent; that were refused; that came after their average.
+        clock: the exchange it is in; None where no chunk of this shard is trained.
+        waiting_for: ranks that its answers are held for.
+        staleness: of its last pushes.
+    """
+
+    rank: int
+    incarnation: int
+    state: State
+    host: str
+    pid: int
+    silent_s: float
+    pushes: int
+    refused: int
+    late: int
+    clock: int | None
+    waiting_for: tuple[int, ...]
+    staleness: Counts
+    telemetry: WorkerTimes = WorkerTimes()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Departed:
+    """A worker that is gone: "left", "evicted" or "fenced" after ``step``."""
+
+    rank: int
+    host: str
+    reason: str
+    unix_s: float
+    step: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobCounters:
+    """What is counted of a job at one shard, or over all of them.
+
+    Attributes:
+        staleness, lead: how many pushes were how many updates old; how many answers left while their worker was how
+            many steps ahead of the slowest. Large values are counted together; the sums are exact.
+        refused: pushes refused, by reason; "abstained" are those that only asked for weights.
+    """
+
+    rule: Mapping[str, Any]
+    sealed: bool
+    started: bool
+    expected_workers: int
+    version_min: int
+    version_max: int
+    members: int
+    chunks: int = _total()
+    values_bytes: int = _total()
+    applied: int = _total("Pushes that changed weights, or were part of an average.")
+    averaged: int = _total("Exchanges of chunks that ended in an average.")
+    duplicates: int = _total("Repeats that were recognised and not applied again.")
+    late: int = _total("Contributions that came after their exchange had ended.")
+    abstained: int = _total("Exchanges a worker took part in without a gradient.")
+    non_finite: int = _total("Contributions with NaN or infinity that an average passed on.")
+    lost_updates: int = _total("Acknowledged pushes that a restart from an older snapshot lost.")
+    bytes_in: int = _total("Payload bytes received from workers: pushes, registered and stored values.")
+    bytes_out: int = _total("Payload bytes sent to workers and readers.")
+    staleness_sum: int = _total()
+    lead_sum: int = _total()
+    # Every shard evicts the same worker.
+    evicted: int = _most("Workers removed: their lease ran out or was ended by hand, or they were too far behind.")
+    max_staleness: int = _most()
+    max_lead: int = _most()
+    refused: Counts = field(default_factory=dict)
+    staleness: Counts = field(default_factory=dict)
+    lead: Counts = field(default_factory=dict)
+    departed: tuple[Departed, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardJob(JobCounters):
+    """A job at one shard."""
+
+    memory_bytes: int = 0
+    workers: tuple[ShardWorker, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Transport:
+    """What went over a shard's socket since the server started."""
+
+    received_messages: int = _counter("Messages received.")
+    received_bytes: int = _counter("Bytes received, in frames.")
+    sent_bytes: int = _counter("Bytes sent, in frames.")
+    dropped: int = _counter("Messages not sent: their peer was gone or did not read.")
+    bad_messages: int = _counter("Messages that broke the protocol.")
+    failures: int = _counter("Messages on which the server itself failed.")
+    backlog_bytes: int = 0
+    unreachable: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardStatus:
+    """A shard; ``unix_s`` and ``software`` in a STATUS_REPORT, ``transport`` on the status page alone."""
+
+    index: int
+    epoch: int = 0
+    address: str = ""
+    durable_generation: int | None = None
+    memory_bytes: int = 0
+    max_memory_bytes: int = 0
+    unix_s: float | None = None
+    software: str = ""
+    transport: Transport | None = None
+    jobs: Mapping[str, ShardJob]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MuteShard:
+    """A shard that did not answer its server, and why."""
+
+    index: int
+    error: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerStatus:
+    """A worker as all shards together see it: the worst state, pushes added up.
+
+    Attributes:
+        step: exchanges; of an asynchronous job, from where the worker joined. Where no chunk of the job is trained, the
+            steps that the worker says it completed.
+        lag: steps behind the fastest worker that takes part.
+        compute_s, wait_s, wire_s, apply_s: the parts of ``step_s``, see ``overview``.
+    """
+
+    rank: int
+    state: State
+    host: str
+    pid: int
+    silent_s: float = _gauge("silent_seconds", "Since its last message.")
+    step: int | None = _gauge("step", "Steps completed.")
+    lag: int | None = _gauge("lag_steps", "Steps behind the fastest live worker.")
+    staleness_p50: int | None
+    staleness_p99: int | None
+    pushes: int
+    refused: int
+    late: int
+    waiting_for: tuple[int, ...]
+    loss: float | Literal["nan"] | None = _gauge("loss", "What the script reported last.")
+    samples_per_s: float | None = _gauge("samples_per_second", "Lately.")
+    steps_per_s: float | None = _gauge("steps_per_second", "Lately.")
+    step_s: float | None = _gauge("step_seconds", "Mean time of a step, lately.")
+    compute_s: float | None
+    wait_s: float | None
+    wire_s: float | None
+    apply_s: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobStatus(JobCounters):
+    """A job as all its shards together see it; ``kind`` is the strategy's name, ``rule_text`` it with its options."""
+
+    rule_text: str
+    kind: str
+    workers: tuple[WorkerStatus, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SnapshotStatus:
+    """A server's snapshots; ``age_s`` is for how long the server may have held more than the generation does."""
+
+    directory: str
+    interval_s: float
+    generation: int | None
+    age_s: float | None
+    last_seconds: float
+    failures: int
+    last_error: str
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One thing that happened.
+
+    Attributes:
+        unix_s: when, by the wall clock.
+        kind: one of ``events.KINDS``.
+        job: name of the job, "" where it concerns none.
+        worker: rank, None where it concerns none.
+        text: for people, without a full stop.
+    """
+
+    unix_s: float
+    kind: str
+    job: str
+    worker: int | None
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerStatus:
+    """A server process: /status.json."""
+
+    host: str = ""
+    unix_s: float | None = None
+    software: str = ""
+    pid: int | None = None
+    epoch: int = 0
+    uptime_s: float | None = None
+    healthy: bool
+    addresses: tuple[str, ...] = ()
+    connections: int = 0
+    descriptor_limit: int = 0
+    cut_connections: int = 0
+    refused_connections: int = 0
+    snapshot: SnapshotStatus | None = None
+    shards: tuple[ShardStatus | MuteShard, ...]
+    jobs: Mapping[str, JobStatus] = field(default_factory=dict)
+    events: tuple[Event, ...] = ()
+    can_act: bool = False
+
+    @property
+    def answering(self) -> list[ShardStatus]:
+        """The shards that answered."""
+        return [shard for shard in self.shards if isinstance(shard, ShardStatus)]
+
+    @property
+    def mute(self) -> list[MuteShard]:
+        """The others."""
+        return [shard for shard in self.shards if isinstance(shard, MuteShard)]
+
+
+def to_json(status: Any) -> Any:
+    """A status, or a part of one, in JSON's types: dataclasses as objects with a member for each field."""
+    if is_dataclass(status):
+        kind: Any = type(status)
+        return {name: to_json(getattr(status, name)) for name in _names(kind)}
+    if isinstance(status, Mapping):
+        return {name: to_json(value) for name, value in status.items()}
+    if isinstance(status, list | tuple):
+        return [to_json(value) for value in status]
+    return status
+
+
+@cache
+def _names(kind: type) -> tuple[str, ...]:
+    return tuple(one.name for one in fields(kind))
