@@ -2,31 +2,15 @@
 
 from __future__ import annotations
 
-import importlib
-import io
 import json
 import math
 import re
-import sys
-from contextlib import redirect_stderr, redirect_stdout
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from support.examples import example, run_main
 from support.processes import run_ranks
-
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
-sys.path.append(str(EXAMPLES))  # its modules import each other by name, as they do when one is run
-
-
-def run_main(rank: int, world_size: int, module: str, *options: object) -> SimpleNamespace:
-    sys.path.append(str(EXAMPLES))
-    sys.argv = [f"{module}.py", *map(str, options)]
-    output, errors = io.StringIO(), io.StringIO()
-    with redirect_stdout(output), redirect_stderr(errors):
-        code = importlib.import_module(module).main()
-    return SimpleNamespace(code=code, output=output.getvalue(), errors=errors.getvalue())
 
 
 def test_every_strategy_is_compared_with_native_in_a_table_and_a_plot(tmp_path):
@@ -43,8 +27,8 @@ def test_every_strategy_is_compared_with_native_in_a_table_and_a_plot(tmp_path):
 
 
 def test_a_sync_that_is_not_native_is_a_failure(capsys):
-    report = importlib.import_module("comparison_report")
-    outcome = importlib.import_module("compare_strategies").Outcome
+    report = example("comparison_report")
+    outcome = example("compare_strategies").Outcome
 
     def made(strategy: str, weight: float):
         return outcome(strategy, losses=[[1.0]], finished_s=[[0.1]], state={"w": torch.tensor([weight])})

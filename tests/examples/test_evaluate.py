@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-import importlib
-import os
+import functools
 import re
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
+from support.examples import Ended, example, run_main
+from support.processes import run_ranks
 from support.server_process import running_server
 
 import psengine
 
-ROOT = Path(__file__).resolve().parents[2]
-EXAMPLES = ROOT / "examples"
-DEADLINE_S = 120
-
-sys.path.append(str(EXAMPLES))  # its modules import each other by name, as they do when it is run
-evaluate_from_server = importlib.import_module("evaluate_from_server")
+evaluate_from_server = example("evaluate_from_server")
 
 
 @pytest.fixture(scope="module")
@@ -43,35 +37,25 @@ def main(server, monkeypatch, capsys):
     return run
 
 
-def start(script: str, *options: object, **variables: str) -> subprocess.Popen[str]:
-    kept = {name: value for name, value in os.environ.items() if name in ("PATH", "HOME", "TMPDIR", "LANG")}
-    environment = {**kept, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **variables}
-    command = [sys.executable, str(EXAMPLES / script), *map(str, options)]
-    pipe = subprocess.PIPE
-    return subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, text=True)
+def read_or_train(rank: int, world_size: int, **variables: str) -> Ended:
+    if rank == 0:
+        return run_main(0, 1, "evaluate_from_server", "--every", 0.1, **variables)
+    return run_main(0, 1, "train_images", "--strategy", "async", "--epochs", 2, **variables)
 
 
 def test_it_follows_a_training_run_to_its_end(server, main):
-    variables = {"PSENGINE_SERVERS": server.addresses[0], "PSENGINE_JOB": "followed"}
-    reader = start("evaluate_from_server.py", "--every", 0.1, **variables)
-    worker = start("train_images.py", "--strategy", "async", "--epochs", 2, **variables)
-    try:
-        trained, errors = worker.communicate(timeout=DEADLINE_S)
-        assert worker.returncode == 0, errors
-        evaluated, errors = reader.communicate(timeout=DEADLINE_S)
-        assert (reader.returncode, errors) == (0, "")
-    finally:
-        for process in (reader, worker):
-            process.kill()
-            process.wait()
+    job = {"PSENGINE_SERVERS": server.addresses[0], "PSENGINE_JOB": "followed"}
+    reader, worker = run_ranks(functools.partial(read_or_train, **job), 2, init_group=False)
+    assert worker.code == 0, worker.errors
+    assert (reader.code, reader.errors) == (0, "")
 
-    *lines, last = evaluated.splitlines()
+    *lines, last = reader.output.splitlines()
     assert last == "all workers have left"
     versions = [int(re.match(r"version (\d+)  accuracy ", line)[1]) for line in lines]
     assert versions == sorted(set(versions))
     # One worker's 90 steps; what the servers hold at the end is what it had.
     assert versions[-1] == 90
-    accuracy = re.findall(r"accuracy .*", trained)[-1]
+    accuracy = re.findall(r"accuracy .*", worker.output)[-1]
     assert lines[-1] == f"version 90  {accuracy}"
 
     # The servers still have the weights.

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 import gzip
-import importlib
-import io
 import os
 import re
-import signal
 import struct
 import subprocess
 import sys
 import tracemalloc
-from contextlib import nullcontext, redirect_stderr, redirect_stdout
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from support.examples import EXAMPLES, ROOT, Ended, example, run_main
 from support.processes import run_ranks
 from support.server_process import running_server
 from torch import nn
@@ -26,67 +25,29 @@ from torch.utils.data import TensorDataset
 import psengine
 from psengine.environment.installation import install_command
 
-ROOT = Path(__file__).resolve().parents[2]
-EXAMPLE = ROOT / "examples" / "train_images.py"
 FASHION_MNIST = Path("/usr/share/datasets/fashion-mnist")  # where Debian's dataset-fashion-mnist puts it
 DEADLINE_S = 150
 
-
-sys.path.append(str(EXAMPLE.parent))  # its modules import each other by name, as they do when it is run
-idx_images = importlib.import_module("idx_images")
-epoch_losses = importlib.import_module("epoch_losses")
-train_images = importlib.import_module("train_images")
+idx_images, epoch_losses, train_images = map(example, ("idx_images", "epoch_losses", "train_images"))
 
 
 # ------------------------------------------------------------------------------------------------- as users start it
 
 
-def run_example(*options: object, ranks: int | None = None) -> subprocess.CompletedProcess[str]:
-    """Run the example, under torchrun if ``ranks`` is given."""
-    launcher = [sys.executable, str(EXAMPLE)]
-    if ranks is not None:
-        torchrun = [
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            "--local-addr=127.0.0.1",
-            f"--nproc-per-node={ranks}",
-        ]
-        launcher = [sys.executable, *torchrun, str(EXAMPLE)]
-    return run_command([*launcher, *map(str, options)])
-
-
-def start_command(command: list[str], **variables: str) -> subprocess.Popen[str]:
-    kept = {name: value for name, value in os.environ.items() if name in ("PATH", "HOME", "TMPDIR", "LANG")}
-    environment = {**kept, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **variables}
-    return subprocess.Popen(
-        command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-
-
-def run_command(command: list[str]) -> subprocess.CompletedProcess[str]:
-    with start_command(command) as process:
-        try:
-            output, errors = process.communicate(timeout=DEADLINE_S)
-        except subprocess.TimeoutExpired:
-            process.send_signal(signal.SIGTERM)  # torchrun ends its ranks
-            try:
-                output, errors = process.communicate(timeout=30)
-            finally:
-                process.kill()
-            pytest.fail(f"still ran after {DEADLINE_S} s\n{output}\n{errors}")
-    return subprocess.CompletedProcess(command, process.returncode, output, errors)
-
-
-def errors_of(finished: subprocess.CompletedProcess[str]) -> list[str]:
-    return [line for line in finished.stderr.splitlines() if line.startswith("train_images.py: error:")]
-
-
 def test_compare_finds_no_difference_and_the_checkpoint_is_a_plain_modules(tmp_path):
     checkpoint = tmp_path / "digits.pt"
     options = ("--compare", "--epochs", 2, "--max-steps", 14, "--accumulate", 2, "--scheduler", "cosine")
-    finished = run_example(*options, "--checkpoint", checkpoint, "--report-every", 5, ranks=2)
-
+    options += ("--checkpoint", checkpoint, "--report-every", 5)
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1", "--nproc-per-node=2")
+    kept = {name: value for name, value in os.environ.items() if name in ("PATH", "HOME", "TMPDIR", "LANG")}
+    finished = subprocess.run(
+        [sys.executable, *torchrun, *map(str, [EXAMPLES / "train_images.py", *options])],
+        env={**kept, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+    )
     assert finished.returncode == 0, finished.stderr
     assert "Warning" not in finished.stderr
     assert finished.stdout.count("largest difference: parameters 0, buffers 0") == 2
@@ -100,42 +61,40 @@ def test_compare_finds_no_difference_and_the_checkpoint_is_a_plain_modules(tmp_p
     images, labels = train_images.load_data(None).test.tensors
     correct = int((network.eval()(images).argmax(dim=1) == labels).sum())
     assert train_images.describe_accuracy(correct, len(labels)) == printed
-    assert run_example("--evaluate", checkpoint).stdout.strip() == printed
+    [evaluated] = run_ranks(run_main, 1, "train_images", "--evaluate", checkpoint)
+    assert evaluated.output.strip() == printed
+
+
+def compare_with_a_warmer_native(rank: int, world_size: int) -> Ended:
+    make_native_replica = train_images.make_native_replica
+
+    def warmer(network, options, *arguments):
+        options.learning_rate *= 2
+        return make_native_replica(network, options, *arguments)
+
+    train_images.make_native_replica = warmer
+    return run_main(rank, world_size, "train_images", "--compare", "--max-steps", 2)
 
 
 def test_compare_ends_with_an_error_where_models_differ():
-    program = (
-        f"import sys; sys.path.insert(0, {str(EXAMPLE.parent)!r}); import train_images, psengine\n"
-        "native = train_images.make_native_replica\n"
-        "def warmer(network, options, *arguments):\n"
-        "    options.learning_rate *= 2\n"
-        "    return native(network, options, *arguments)\n"
-        "train_images.make_native_replica = warmer\n"
-        "exit_code = train_images.main()\n"
-        "psengine.shutdown()\n"
-        "sys.exit(exit_code)"
-    )
-    finished = run_command([sys.executable, "-c", program, "--compare", "--max-steps", "2"])
-    assert finished.returncode == 1
-    (error,) = finished.stderr.splitlines()
+    [finished] = run_ranks(compare_with_a_warmer_native, 1)
+    assert finished.code == 1
+    (error,) = finished.errors.splitlines()
     assert "differ after epoch 1, step 2 (expected no difference, got largest difference: parameters" in error
 
 
 def test_a_loss_that_is_not_finite_stops_all_ranks():
-    finished = run_example("--learning-rate", "1e30", "--report-every", 1, ranks=2)
-    assert finished.returncode == 1
-    errors = errors_of(finished)
-    assert len(errors) == 2
-    assert errors[0] == errors[1]
-    assert re.search(r"not finite \(expected .*, got (nan|inf) on rank \d, epoch 1, step \d+\)", errors[0])
+    first, second = run_ranks(run_main, 2, "train_images", "--learning-rate", "1e30", "--report-every", 1)
+    assert first.code == second.code == 1
+    assert first.errors == second.errors
+    assert re.search(r"not finite \(expected .*, got (nan|inf) on rank \d, epoch 1, step \d+\)", first.errors)
 
 
 def test_ranks_share_a_users_error(tmp_path):
-    finished = run_example("--data", tmp_path / "nowhere", ranks=2)
-    assert finished.returncode != 0
-    (error,) = errors_of(finished)
-    assert "nowhere: expected a directory with IDX files, got no such directory" in error
-    assert "exitcode  : 2 " in finished.stderr
+    first, second = run_ranks(run_main, 2, "train_images", "--data", tmp_path / "nowhere")
+    assert first.code == second.code == 2
+    assert "nowhere: expected a directory with IDX files, got no such directory" in first.errors
+    assert second.errors == ""
 
 
 @pytest.mark.skipif(not FASHION_MNIST.is_dir(), reason="Debian's package dataset-fashion-mnist is not installed")
@@ -144,11 +103,11 @@ def test_fashion_mnist():
     assert images.shape == (10_000, 28, 28)
     assert labels.bincount().tolist() == [1000] * 10
     options = ("--data", FASHION_MNIST, "--compare", "--max-steps", 3, "--optimizer", "adamw")
-    finished = run_example(*options, ranks=2)
-    assert finished.returncode == 0, finished.stderr
-    assert "60000 training and 10000 test images of 10 classes" in finished.stdout
-    assert "largest difference: parameters 0, buffers 0" in finished.stdout
-    assert "/10000)" in finished.stdout
+    finished, _ = run_ranks(run_main, 2, "train_images", *options)
+    assert finished.code == 0, finished.errors
+    assert "60000 training and 10000 test images of 10 classes" in finished.output
+    assert "largest difference: parameters 0, buffers 0" in finished.output
+    assert "/10000)" in finished.output
 
 
 # ------------------------------------------------------------------------------------------------- parameter servers
@@ -162,61 +121,46 @@ def server():
 
 @pytest.mark.slow
 def test_compare_with_an_embedded_server():
-    finished = run_example("--strategy", "sync-server", "--compare", "--epochs", 1, "--max-steps", 6, ranks=2)
-    assert finished.returncode == 0, finished.stderr
-    assert "Warning" not in finished.stderr
+    options = ("--strategy", "sync-server", "--compare", "--epochs", 1, "--max-steps", 6)
+    finished, _ = run_ranks(run_main, 2, "train_images", *options)
+    assert finished.code == 0, finished.errors
     # A sum of two has one order only.
-    assert "largest difference: parameters 0, buffers 0" in finished.stdout
-    assert "are equal within 0.05 after 6 steps" in finished.stdout
-
-
-def _train(rank: int, world_size: int, *options: str) -> tuple[int, str, str]:
-    sys.argv = [str(EXAMPLE), *options]
-    with redirect_stdout(io.StringIO()) as output, redirect_stderr(io.StringIO()) as errors:
-        exit_code = train_images.main()
-    return exit_code, output.getvalue(), errors.getvalue()
+    assert "largest difference: parameters 0, buffers 0" in finished.output
+    assert "are equal within 0.05 after 6 steps" in finished.output
 
 
 def test_ranks_train_through_an_embedded_server():
-    first, second = run_ranks(_train, 2, "--strategy", "async", "--epochs", "2")
-    exit_code, output, errors = first
-    assert (exit_code, errors) == (0, "")
-    assert second == (0, "", "")
-    assert re.findall(r"epoch (\d)/2  step (\d+)  loss", output) == [("1", "23"), ("2", "46")]
-    assert float(re.findall(r"accuracy (.*?)%", output)[-1]) > 80
+    first, second = run_ranks(run_main, 2, "train_images", "--strategy", "async", "--epochs", 2)
+    assert (first.code, first.errors) == (0, "")
+    assert second == Ended(0, "", "")
+    assert re.findall(r"epoch (\d)/2  step (\d+)  loss", first.output) == [("1", "23"), ("2", "46")]
+    assert float(re.findall(r"accuracy (.*?)%", first.output)[-1]) > 80
+
+
+def join_by_server(rank: int, world_size: int, strategy: str, *options: object, **variables: str) -> Ended:
+    """A process without a group; in the others' job by its variables alone."""
+    return run_main(rank, world_size, "train_images", "--strategy", strategy, *options, **variables)
 
 
 def test_compare_is_refused_where_native_takes_other_steps(server):
-    [(exit_code, _, errors)] = run_ranks(_compare_with_async, 1, server.addresses[0])
-    assert exit_code == 2
-    assert errors.count("\n") == 1
-    assert "--compare: " in errors
-    assert "(expected sync or sync-server, got async)" in errors
-
-
-def _compare_with_async(rank: int, world_size: int, servers: str) -> tuple[int, str, str]:
-    os.environ["PSENGINE_SERVERS"] = servers
-    return _train(rank, world_size, "--strategy", "async", "--compare")
+    join = functools.partial(join_by_server, PSENGINE_SERVERS=server.addresses[0])
+    [refused] = run_ranks(join, 1, "async", "--compare", init_group=False)
+    assert refused.code == 2
+    assert refused.errors.count("\n") == 1
+    assert "--compare: " in refused.errors
+    assert "(expected sync or sync-server, got async)" in refused.errors
 
 
 @pytest.mark.parametrize("strategy", [pytest.param("sync-server", marks=pytest.mark.slow), "async:max_staleness=4"])
 def test_processes_that_only_a_server_joins(server, strategy):
     job = f"single-{strategy}"
-    variables = {"PSENGINE_SERVERS": server.addresses[0], "PSENGINE_JOB": job}
-    command = [sys.executable, str(EXAMPLE), "--epochs", "1", "--strategy", strategy, "--seed"]
-    workers = [start_command([*command, seed], **variables) for seed in ("1", "2")]
-    try:
-        for worker in workers:
-            output, errors = worker.communicate(timeout=DEADLINE_S)
-            assert worker.returncode == 0, errors
-            assert "world size 1" in output
-            assert "step 45  loss" in output
-            # Chance is 10; how stale the gradients are, and so how far one epoch comes, follows the machine's load.
-            assert float(re.findall(r"accuracy (.*?)%", output)[-1]) > 50
-    finally:
-        for worker in workers:
-            worker.kill()
-            worker.wait()
+    join = functools.partial(join_by_server, PSENGINE_SERVERS=server.addresses[0], PSENGINE_JOB=job)
+    for finished in run_ranks(join, 2, strategy, "--epochs", 1, init_group=False, deadline_s=DEADLINE_S):
+        assert finished.code == 0, finished.errors
+        assert "world size 1" in finished.output
+        assert "step 45  loss" in finished.output
+        # Chance is 10; how stale the gradients are, and so how far one epoch comes, follows the machine's load.
+        assert float(re.findall(r"accuracy (.*?)%", finished.output)[-1]) > 50
     [status] = server.job(job)
     assert status["members"] == 0
     if strategy.startswith("async"):
@@ -231,7 +175,7 @@ def main(monkeypatch, capsys):
     """Run the script's main() in this process: main(*options) -> (exit code, lines on stderr)."""
 
     def run(*options: object) -> tuple[int, list[str]]:
-        monkeypatch.setattr(sys, "argv", [str(EXAMPLE), *map(str, options)])
+        monkeypatch.setattr(sys, "argv", [str(EXAMPLES / "train_images.py"), *map(str, options)])
         exit_code = train_images.main()
         return exit_code, capsys.readouterr().err.splitlines()
 
@@ -543,26 +487,14 @@ def test_damaged_files(tmp_path, content, expected, compressed):
     assert expected in read_error(tmp_path / "images", content, compress=compressed)
 
 
-def test_a_header_promising_much_takes_no_memory(tmp_path, compressed):
-    content = idx(BYTES, shape=(1 << 20, 28, 28))
+def test_no_more_is_unpacked_than_the_file_has_or_its_header_says(tmp_path):
+    promising = idx(BYTES, shape=(1 << 20, 28, 28))
+    longer = idx(BYTES) + bytes(64 << 20)
     tracemalloc.start()
     try:
-        message = read_error(tmp_path / "images", content, compress=compressed)
-        _, peak_bytes = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
-    assert "expected 822083584 bytes of values, as the header says (1048576, 28, 28), got 24" in message
-    assert peak_bytes < 8 << 20
-
-
-def test_a_stream_longer_than_its_header_is_not_unpacked(tmp_path):
-    content = gzip.compress(idx(BYTES) + bytes(64 << 20))
-    path = tmp_path / "images.gz"
-    path.write_bytes(content)
-    tracemalloc.start()
-    try:
-        with pytest.raises(idx_images.IdxError, match="got at least 25"), idx_images.IdxFile(path, 3) as file:
-            file.read()
+        assert "(1048576, 28, 28), got 24" in read_error(tmp_path / "promising", promising, compress=True)
+        tracemalloc.reset_peak()
+        assert "got at least 25" in read_error(tmp_path / "longer", longer, compress=True)
         _, peak_bytes = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
