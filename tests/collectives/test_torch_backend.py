@@ -7,19 +7,19 @@ import gc
 import hashlib
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 import warnings
 from collections.abc import Iterator
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
+from support.interpreters import running_program
 from support.native_extension import needs_shared_memory
 from support.processes import run_ranks, run_ranks_to_any_end
 from torch import nn
@@ -563,7 +563,8 @@ def test_ranks_of_two_hosts_are_refused():
 
 def test_psengine_init_takes_the_backend_and_registration_has_no_side_effects():
     program = (
-        "import threading, psengine, torch\n"
+        "import threading, warnings, psengine, torch\n"
+        "warnings.filterwarnings('error', category=UserWarning)\n"
         "import torch.distributed as dist\n"
         "assert threading.active_count() == 1 and not dist.is_initialized()\n"
         "assert 'psengine.collectives.torch_backend.process_group' not in __import__('sys').modules\n"
@@ -573,12 +574,9 @@ def test_psengine_init_takes_the_backend_and_registration_has_no_side_effects():
         "assert threading.active_count() == 2\n"
         "print('done')\n"  # and the interpreter exits with the thread running
     )
-    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
-    done = subprocess.run(
-        [sys.executable, "-W", "error::UserWarning", "-c", program],
-        capture_output=True, text=True, timeout=60, env=environment,
-    )  # fmt: skip
-    assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr
+    environment = {"PATH": os.environ["PATH"], "PYTHONPATH": str(Path(psengine.__file__).parents[1])}
+    with running_program(program, environment) as run:
+        assert (run.wait(), run.stdout) == (0, "done\n"), run.stderr
 
 
 # ---- failures ----

@@ -4,12 +4,14 @@ import dataclasses
 import json
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
 import textwrap
 import time
 import zlib
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -17,6 +19,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.interpreters import running_program
 from support.processes import free_port, run_ranks, run_ranks_to_any_end
 
 from psengine.environment import context as environment
@@ -664,9 +667,11 @@ def test_unreachable_master(missing_rank):
 
 
 SCRIPT = """
-    import json, os, signal, sys, time
+    import json, os, signal, sys, time, warnings
     import torch, torch.distributed as dist
     from psengine.environment import context as environment
+
+    warnings.filterwarnings("error", category=UserWarning, module="__main__")
 
     def say(*values):  # in one write, so that ranks do not interleave
         os.write(1, (json.dumps(values) + "\\n").encode())
@@ -678,16 +683,13 @@ SCRIPT = """
 """
 
 
-def write_script(folder: Path, more: str = "") -> Path:
-    path = folder / "script.py"
-    path.write_text(textwrap.dedent(SCRIPT) + textwrap.dedent(more))
-    return path
+def script(more: str = "") -> str:
+    return textwrap.dedent(SCRIPT) + textwrap.dedent(more)
 
 
 def script_environment() -> dict[str, str]:
     kept = {name: value for name, value in os.environ.items() if not LAUNCHER_VARIABLE.match(name)}
-    root = str(Path(environment.__file__).parents[2])
-    return kept | {"PYTHONPATH": root, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "error::UserWarning:__main__"}
+    return kept | {"PYTHONPATH": str(Path(environment.__file__).parents[2]), "OMP_NUM_THREADS": "1"}
 
 
 def test_torchrun(tmp_path):
@@ -697,10 +699,11 @@ def test_torchrun(tmp_path):
     dist.all_reduce(total)
     say("again", total.item())
     """
-    script = write_script(tmp_path, again)
+    path = tmp_path / "script.py"
+    path.write_text(script(again))
     endpoint = ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0"]
     run = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", *endpoint, str(script)],
+        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", *endpoint, str(path)],
         env=script_environment(),
         capture_output=True,
         text=True,
@@ -712,34 +715,18 @@ def test_torchrun(tmp_path):
     assert "destroy_process_group" not in run.stderr
 
 
-def start_two(folder: Path, more: str) -> list[subprocess.Popen[str]]:
-    path, port = write_script(folder, more), str(free_port())
-    shared = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    return [
-        subprocess.Popen(
-            [sys.executable, str(path)],
-            env=script_environment() | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
+ENDS_OF_ONE = [
+    ("cpu:gloo", "", False),
+    ("cpu:gloo", "raise RuntimeError('boom')", False),
+    ("cuda:nccl", "", False),
+    ("cuda:nccl", "raise RuntimeError('boom')", True),
+]
 
 
-@pytest.mark.parametrize(
-    ("backends", "ending", "group_is_left"),
-    [
-        ("cpu:gloo", "", False),
-        ("cpu:gloo", "raise RuntimeError('boom')", False),
-        ("cuda:nccl", "", False),
-        ("cuda:nccl", "raise RuntimeError('boom')", True),
-    ],
-)
-def test_end_of_the_interpreter_closes_the_group(tmp_path, backends, ending, group_is_left):
+@pytest.mark.parametrize(("backends", "ending", "group_is_left"), ENDS_OF_ONE)
+def test_end_of_the_interpreter_closes_the_group(backends, ending, group_is_left):
     """Unless an exception ended it and nccl's peers may be waiting within a collective."""
-    path = tmp_path / "script.py"
-    path.write_text(
+    program = (
         "import atexit, torch.distributed as dist\n"
         "from psengine.environment import context as environment\n"
         "atexit.register(lambda: print(dist.is_initialized()))  # runs last\n"
@@ -747,10 +734,9 @@ def test_end_of_the_interpreter_closes_the_group(tmp_path, backends, ending, gro
         f"dist.get_backend_config = lambda: {backends!r}\n"
         f"{ending}\n"
     )
-    run = subprocess.run(
-        [sys.executable, str(path)], env=script_environment(), capture_output=True, text=True, timeout=60
-    )
-    assert run.stdout.split() == [str(group_is_left)], run.stderr
+    with running_program(program, script_environment()) as run:
+        run.wait()
+        assert run.stdout.split() == [str(group_is_left)], run.stderr
 
 
 @pytest.mark.parametrize(
@@ -773,17 +759,19 @@ def test_end_of_the_interpreter_closes_the_group(tmp_path, backends, ending, gro
         pytest.param("if context.rank == 0: raise RuntimeError('boom')\ntime.sleep(1)", (1, 0), id="exception"),
     ],
 )
-def test_end_of_the_interpreter_does_not_hang(tmp_path, ending, exit_codes):
-    processes = start_two(tmp_path, ending)
-    try:
-        exits = [processes[0].wait(timeout=60)]
+def test_end_of_the_interpreter_does_not_hang(ending, exit_codes):
+    shared = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    with ExitStack() as programs:
+        first, second = (
+            programs.enter_context(
+                running_program(script(ending), script_environment() | shared | {"RANK": rank, "LOCAL_RANK": rank})
+            )
+            for rank in "01"
+        )
+        exits = [first.wait()]
         if "SIGSTOP" in ending:
-            processes[1].kill()
-        exits.append(processes[1].wait(timeout=60))
-        errors = [process.communicate()[1] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-            process.communicate()
+            second.signal(signal.SIGKILL)
+        exits.append(second.wait())
+        errors = [first.stderr, second.stderr]
     assert tuple(exits) == exit_codes, errors
     assert all("destroy_process_group" not in error for error in errors)

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import logging
 import signal
-import subprocess
-import sys
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
+from support.interpreters import Interpreter, running_program
 from support.server_process import running_server
 from support.shard_world import APPLY, AVERAGE, spec
 from support.waiting import eventually
 
+import psengine
 from psengine.parameter_server.client.link import Link
 from psengine.parameter_server.client.options import SessionOptions
 from psengine.parameter_server.client.session import WorkerSession
@@ -27,16 +27,15 @@ TIMEOUT_S = 60.0
 LIMIT_S = 20.0
 
 PROGRAM = """
-import sys
+import time
 import torch
 from psengine.parameter_server.client.options import SessionOptions
 from psengine.parameter_server.client.session import WorkerSession
 from psengine.protocol.layout import ChunkKind, ChunkSpec, Segment
 
-address, rank = sys.argv[1], int(sys.argv[2])
-rule = {"name": "average", "quorum": None}
+address, rank = {address!r}, {rank}
 session = WorkerSession(SessionOptions(
-    addresses=(address,), job="job", rule=rule, rank=rank, world_size=2, timeout_s=%g
+    addresses=(address,), job="job", rule={rule}, rank=rank, world_size=2, timeout_s={timeout_s}
 ))
 session.start()
 chunk = ChunkSpec(0, ChunkKind.PARAMETER, torch.float32, 4, (Segment("p0", (4,), (1,), 0, 4),))
@@ -46,7 +45,7 @@ session.keep_result(0)
 session.push(0, torch.full((4,), 1.0), [landing]).wait()
 print(landing.tolist(), flush=True)
 if rank == 1:
-    sys.stdin.read()
+    time.sleep(600)
 """
 
 
@@ -58,16 +57,10 @@ def enter(address: str, rank: int, *, rule: dict[str, object] = AVERAGE) -> Work
     return session
 
 
-@contextmanager
-def program(address: str, rank: int) -> Iterator[subprocess.Popen[str]]:
+def program(address: str, rank: int) -> AbstractContextManager[Interpreter]:
     """A worker that takes one step and ends without ``close``; rank 1 does not end."""
-    arguments = [sys.executable, "-c", PROGRAM % TIMEOUT_S, address, str(rank)]
-    pipe = subprocess.PIPE
-    with subprocess.Popen(arguments, stdin=pipe, stdout=pipe, stderr=pipe, text=True) as process:
-        try:
-            yield process
-        finally:
-            process.kill()
+    text = PROGRAM.format(address=address, rank=rank, rule=AVERAGE, timeout_s=TIMEOUT_S)
+    return running_program(text, {"PYTHONPATH": str(Path(psengine.__file__).parents[1])})
 
 
 class Deaf:
@@ -76,8 +69,8 @@ class Deaf:
     def __init__(self, session: WorkerSession, patch: pytest.MonkeyPatch) -> None:
         self.is_deaf = True
         self.was_asked = False
-        presence, receive = session._presence, Link.receive
-        received = presence.received
+        membership, receive = session._membership, Link.receive
+        received = membership.received
 
         def hear(link: Link, message: Message, now_s: float) -> None:
             if not (self.is_deaf and message.type in (MessageType.UPDATED, MessageType.SENT)):
@@ -88,7 +81,7 @@ class Deaf:
             received(index, message, now_s)
 
         patch.setattr(Link, "receive", hear)
-        patch.setattr(presence, "received", watch)
+        patch.setattr(membership, "received", watch)
 
 
 @pytest.mark.parametrize("ends_by", ["the other", pytest.param("Ctrl-C", marks=pytest.mark.slow)])
@@ -100,8 +93,7 @@ def test_a_program_that_ends_waits_for_who_lacks_the_average_or_for_ctrl_c(monke
         other = Deaf(session, monkeypatch)
         landing = torch.zeros(4)
         push = session.push(0, torch.full((4,), 3.0), [landing])
-        assert leaver.stdout is not None
-        assert leaver.stdout.readline() == "[2.0, 2.0, 2.0, 2.0]\n"
+        eventually(lambda: leaver.stdout == "[2.0, 2.0, 2.0, 2.0]\n")
         eventually(lambda: other.was_asked)  # the server holds the leaver's OK
         assert leaver.poll() is None
         if ends_by == "the other":
@@ -110,7 +102,7 @@ def test_a_program_that_ends_waits_for_who_lacks_the_average_or_for_ctrl_c(monke
             assert landing.tolist() == [2.0] * 4
             assert leaver.wait(LIMIT_S) == 0
         else:
-            leaver.send_signal(signal.SIGINT)
+            leaver.signal(signal.SIGINT)
             leaver.wait(LIMIT_S)
             other.is_deaf = False
             push.wait()
@@ -122,9 +114,8 @@ def test_a_program_that_ends_waits_for_who_lacks_the_average_or_for_ctrl_c(monke
 def test_a_program_that_ends_waits_a_lease_for_a_worker_that_died():
     with running_server(lease_s=LEASE_S) as server, ExitStack() as context:
         leaver, other = (context.enter_context(program(server.addresses[0], rank)) for rank in range(2))
-        assert other.stdout is not None
-        assert other.stdout.readline() == "[1.0, 1.0, 1.0, 1.0]\n"
-        other.kill()
+        eventually(lambda: other.stdout == "[1.0, 1.0, 1.0, 1.0]\n")
+        other.signal(signal.SIGKILL)
         assert leaver.wait(LIMIT_S) == 0
 
 

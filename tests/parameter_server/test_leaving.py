@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import atexit
+import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from contextlib import ExitStack
@@ -15,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from support.fault_workers import Reports, crew, results_of
+from support.interpreters import running_program
 from support.server_process import running_server
 from support.shard_world import Worker, World, rule_of, spec, team
 
@@ -202,21 +202,14 @@ def train_and_leave_open(address: str, rank: int) -> Any:
 
 
 def test_scripts_that_close_nothing_leave_where_exits_start_no_thread():
+    root = Path(__file__).parents[2]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (root, root / "tests")))}
     with running_server(lease_s=60.0) as server, ExitStack() as context:
-        calls = [f"session = train_and_leave_open({server.addresses[0]!r}, {rank})" for rank in range(2)]
-        scripts = [
-            context.enter_context(
-                subprocess.Popen(
-                    [sys.executable, "-c", f"from parameter_server.test_leaving import *; {call}"],
-                    cwd=Path(__file__).parents[1],
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.STDOUT,
-                    text=True,
-                )
-            )
-            for call in calls
-        ]
-        assert [(script.communicate(timeout=30)[0], script.returncode) for script in scripts] == [("", 0)] * 2
+        program = (
+            f"from parameter_server.test_leaving import *\nsession = train_and_leave_open({server.addresses[0]!r}, "
+        )
+        scripts = [context.enter_context(running_program(f"{program}{rank})", environment)) for rank in range(2)]
+        assert [(script.wait(30.0), script.stdout, script.stderr) for script in scripts] == [(0, "", "")] * 2
 
 
 # ---- pure ------------------------------------------------------------------------------------------------------------

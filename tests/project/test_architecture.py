@@ -327,3 +327,34 @@ def test_tests_share_by_way_of_support_alone(name):
     parts = [n.split(".") for n in imports(TEST_FILES[name])]
     assert not [".".join(p) for p in parts if p[0] == "tests" or any(q.startswith("test_") for q in p[:-1])]
     assert not {p[0] for p in parts} & {p.stem for p in (TESTS / "support").glob("*.py")}, "expected support.NAME"
+
+
+def names_in(module: str) -> set[str]:
+    """What other files may import from a module: what it binds at its top, in a condition too."""
+    found = set()
+    for node in ast.walk(tree_of(MODULES[module])):
+        if isinstance(node, ast.ClassDef | ast.FunctionDef):
+            found.add(node.name)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            found.update(alias.asname or alias.name for alias in node.names)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found.add(node.id)
+    return found
+
+
+@pytest.mark.parametrize("name", TEST_FILES)
+def test_tests_import_what_is_there(name):
+    """Inside functions too, where no run of the tests may come by."""
+    missing = []
+    for node in ast.walk(tree_of(TEST_FILES[name])):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.partition(".")[0] == "psengine":
+            path = "/".join(node.module.split(".")[1:])
+            module = path if path in MODULES else f"{path}/__init__".lstrip("/")
+            if module not in MODULES:
+                missing.append(node.module)
+                continue
+            names = {alias.name for alias in node.names} - names_in(module)
+            missing += [
+                f"{node.module}.{n}" for n in names if not {f"{path}/{n}", f"{path}/{n}/__init__"} & set(MODULES)
+            ]
+    assert not missing

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.command_process import run_command
 from support.processes import run_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -73,15 +74,8 @@ def options_of() -> dict[str, str]:
     commands = ("run", "verify", "status", "top", "doctor", "advise", "bench")
     helps = {}
     for command in commands:
-        done = subprocess.run(
-            [sys.executable, "-m", "psengine.cli.main", command, "--help"],
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=True,
-            env={"PATH": "/usr/bin:/bin", "COLUMNS": "200", "PYTHONPATH": str(ROOT), "NO_COLOR": "1"},
-        )
-        helps[command] = done.stdout
+        code, helps[command], _ = run_command([command, "--help"], environment={"COLUMNS": "200", "NO_COLOR": "1"})
+        assert code == 0
     return helps
 
 

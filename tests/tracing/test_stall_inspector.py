@@ -5,14 +5,14 @@ from __future__ import annotations
 import logging
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from support.interpreters import running_program
 from support.native_extension import SHARED_MEMORY, needs_shared_memory
 from support.processes import run_ranks
 
@@ -97,8 +97,9 @@ def test_where_nobody_could_be_asked_nobody_is_blamed_but_by_the_transport():
 
 def test_importing_starts_no_thread():
     code = "import threading, psengine.wrapper.ddp; print([thread.name for thread in threading.enumerate()])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
-    assert done.stdout.strip() == "['MainThread']"
+    with running_program(code, {"PYTHONPATH": str(Path(psengine.__file__).parents[1])}) as program:
+        assert program.wait() == 0
+        assert program.stdout.strip() == "['MainThread']"
 
 
 def test_a_forked_child_starts_over():

@@ -30,7 +30,7 @@ from ways_of_training.run import Run
 from ways_of_training.table import Expected, Program, oracle_of
 
 from psengine.parameter_server.client import connection as connection_module
-from psengine.parameter_server.client import greeting, link
+from psengine.parameter_server.client import handshake, link
 
 CELL_DEADLINE_S = 30.0
 # How long the others may take to fail too, once one rank has.
@@ -198,7 +198,7 @@ def serve(rank: int, world_size: int, connection: Connection, directory: str) ->
     warnings.simplefilter("ignore")
     # A new connection is looked at with each tick, a new job's values are asked for at this interval: a tenth of a
     # second each, for hundreds of jobs.
-    connection_module.TICK_S = link.RETRY_S = greeting.WAIT_S = 0.005
+    connection_module.TICK_S = link.RETRY_S = handshake.WAIT_S = 0.005
     oracle: tuple[Program, str, dict[str, Tensor] | str] | None = None
     gc.collect()
     gc.freeze()  # what stays anyway need not be looked at after each cell

@@ -320,18 +320,17 @@ def test_a_server_leaves_no_socket_behind_and_clears_up_after_those_that_were_ki
 
 
 def test_an_embedded_server_leaves_no_socket_behind_and_the_next_clears_up_after_one_that_was_killed():
+    with EmbeddedServer.start() as killed:
+        left = Path(killed.addresses[0].removeprefix("ipc://"))
+        killed.kill()
+    assert left.is_socket()
+    os.utime(left, (1, 1))
     with EmbeddedServer.start() as server:
+        assert not left.exists()
         path = Path(server.addresses[0].removeprefix("ipc://"))
         assert path.is_socket()
         assert path.parent.stat().st_mode & 0o777 == 0o700
     assert not path.exists()
-    with EmbeddedServer.start() as killed:
-        path = Path(killed.addresses[0].removeprefix("ipc://"))
-        killed.kill()
-    assert path.is_socket()
-    os.utime(path, (1, 1))
-    with EmbeddedServer.start():
-        assert not path.exists()
 
 
 def test_a_socket_that_a_killed_server_left_does_not_stand_in_the_way():
