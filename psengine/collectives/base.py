@@ -126,7 +126,7 @@ class Collective(ABC):
         """Begin to wait until every rank has called it; ``timeout_s`` overrides the collective's own deadline."""
 
     def progress(self) -> None:  # noqa: B027 - most transports have somebody who works for them
-        """Do what can be done for operations under way without waiting; cheap enough for every gradient's hook."""
+        """Do what can be done for operations under way without waiting; cheap enough for every large gradient."""
 
     def gather(self, tensor: torch.Tensor, *, what: str = "tensor") -> list[torch.Tensor]:
         """Return every rank's ``tensor`` (same shape and dtype everywhere), in rank order; blocks."""

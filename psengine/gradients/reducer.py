@@ -342,6 +342,8 @@ class Reducer:
         packing, position = self._locators[index]
         if self._is_packing and packing.is_eager(position):
             self._pack_one(packing, position)
+            if self._reductions:
+                self.strategy.progress()
         packing.bucket.pending -= 1
         if packing.bucket.pending == 0:
             self._reduce_full_buckets()

@@ -167,6 +167,9 @@ class Strategy(ABC):
         Must not block. ``bucket.flat`` belongs to the strategy until the reduction was waited for.
         """
 
+    def progress(self) -> None:  # noqa: B027 - most have somebody who works for them
+        """A large gradient was packed while buckets may be under way: do for those what needs no waiting."""
+
     @abstractmethod
     def reduce_usage(self, used: torch.Tensor) -> Work:
         """Begin summing over ranks, in place, which parameters this backward used (int32, 1 or 0 by index)."""

@@ -141,6 +141,10 @@ class SyncAllReduce(Strategy):
         return self._exchanges[bucket.index].reduce(self._scale)
 
     @override
+    def progress(self) -> None:
+        self.collective.progress()
+
+    @override
     def reduce_usage(self, used: torch.Tensor) -> Work:
         if self.collective.world_size == 1:
             return CompletedWork()

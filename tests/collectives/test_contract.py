@@ -299,6 +299,21 @@ def test_training_over_a_registered_collective():
     assert gradient == 0.5
 
 
+def train_large_layers(rank: int, world_size: int) -> int:
+    layers = [torch.nn.Linear(200, 200) for _ in range(3)]
+    model = psengine.DistributedDataParallel(torch.nn.Sequential(*layers), collective="counting", bucket_cap_mb=0.1)
+    counts = []
+    for _ in range(3):
+        model(torch.ones(1, 200)).sum().backward()
+        counts.append(model._collective.progress_calls)
+    return counts[2] - counts[1]
+
+
+def test_backward_moves_exchanges_along():
+    # Buckets of one layer: when the second and the third layer's gradients come, one is under way.
+    assert all(count >= 2 for count in run_ranks(train_large_layers, 2))
+
+
 # ---- lost ranks ------------------------------------------------------------------------------------------------------
 
 

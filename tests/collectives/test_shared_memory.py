@@ -598,6 +598,25 @@ def test_a_rank_may_be_far_ahead():
     run_ranks(get_far_ahead, 3)
 
 
+def progress_only(rank: int, world_size: int) -> None:
+    """Nobody waits: calls of progress alone bring operations to their end."""
+    collective = connect()
+    flats = [torch.ones(10), torch.ones(700_000), collective.allocate(300_000, torch.float32, CPU).fill_(1.0)]
+    works = [collective.all_reduce(flat) for flat in flats]
+    deadline = time.monotonic() + 20
+    while collective._outstanding and time.monotonic() < deadline:
+        collective.progress()
+    assert not collective._outstanding
+    assert all((flat == world_size).all() for flat in flats)
+    for work in works:
+        work.wait()
+    dist.barrier()
+
+
+def test_progress_completes_operations():
+    run_ranks(progress_only, 3)
+
+
 def drop_works(rank: int, world_size: int) -> None:
     collective = connect()
     for step in range(150):

@@ -21,6 +21,7 @@ class CountingCollective(Collective):
         self.inner = inner
         self.rank, self.world_size, self.timeout_s = inner.rank, inner.world_size, inner.timeout_s
         self.calls: list[tuple[str, int]] = []
+        self.progress_calls = 0
 
     @property
     @override
@@ -69,6 +70,7 @@ class CountingCollective(Collective):
 
     @override
     def progress(self) -> None:
+        self.progress_calls += 1
         self.inner.progress()
 
     @override
