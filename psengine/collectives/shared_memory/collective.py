@@ -51,6 +51,7 @@ SCALAR_KINDS = {
     torch.int32: 4,
     torch.int64: 5,
 }
+SUMMED_DTYPES = {*SCALAR_KINDS, torch.complex64, torch.complex128}
 # So many operations may be under way before the complete ones are looked for, in case nobody waits for them.
 FORGET_FROM = 64
 # A number no operation reaches.
@@ -125,12 +126,12 @@ class SharedMemoryCollective(Collective):
     @staticmethod
     def copies(tensor: torch.Tensor) -> bool:
         """Whether operations that copy carry ``tensor``."""
-        return tensor.device.type == "cpu" and tensor.layout == torch.strided
+        return tensor.is_cpu and tensor.layout is torch.strided
 
     @staticmethod
     def sums(tensor: torch.Tensor) -> bool:
         """Whether operations that sum carry ``tensor``."""
-        return SharedMemoryCollective.copies(tensor) and real(tensor).dtype in SCALAR_KINDS
+        return tensor.dtype in SUMMED_DTYPES and tensor.is_cpu and tensor.layout is torch.strided
 
     @override
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -268,12 +269,13 @@ class SharedMemoryCollective(Collective):
             self._extension.shared_memory_wait(self._group, NO_OPERATION, 0.0)
 
     def _kind(self, what: str, tensor: torch.Tensor) -> int:
-        if not self.sums(tensor):
+        kind = SCALAR_KINDS.get(tensor.dtype)
+        if kind is None or not self.copies(tensor):
             raise CollectiveError(
                 f"{what} failed on rank {self.rank} of {self.world_size}: shared memory sums CPU tensors of"
                 f" {', '.join(map(str, SCALAR_KINDS))} (got {tensor.layout} {tensor.dtype} on {tensor.device})"
             )
-        return SCALAR_KINDS[tensor.dtype]
+        return kind
 
     def _check_copies(self, what: str, tensor: torch.Tensor) -> None:
         if not self.copies(tensor):
