@@ -59,7 +59,7 @@ class Difference:
         candidate, reference: that number in either training; None where there is no such number.
         differing, numel: how many numbers differ, of how many.
         within: whether all are within the tolerance.
-        note: what is different about the tensors themselves (shape, dtype, absence), else "".
+        note: what is different about the tensors themselves (shape, dtype, strides, absence), else "".
     """
 
     step: int
@@ -118,8 +118,8 @@ def find_difference(
 ) -> Difference | None:
     """Return how the tensors differ, or None where they are bitwise equal.
 
-    NaN equals NaN, whatever its payload; 0 and -0 differ by nothing, but are not bitwise equal. Sparse tensors are
-    compared as the sums they stand for.
+    NaN equals NaN, whatever its payload. 0 and -0 differ by nothing, but are not bitwise equal; nor are equal numbers
+    in another memory layout. Sparse tensors are compared as the sums they stand for.
     """
     where: dict[str, Any] = {"step": step, "rank": rank, "kind": kind, "name": name, "place": place}
     if candidate is None or reference is None:
@@ -133,7 +133,10 @@ def find_difference(
     ours, theirs = _plain_pair(candidate, reference)
     relative_tolerance, absolute_tolerance = tolerance.of(candidate.dtype)
     if ours.numel() == 0 or torch.equal(_bits(ours), _bits(theirs)):
-        return None
+        if _significant_strides(candidate) == _significant_strides(reference):
+            return None
+        note = f"strides {candidate.stride()} in the candidate, {reference.stride()} in the reference"
+        return Difference(**where, absolute=0.0, relative=0.0, differing=0, numel=ours.numel(), within=True, note=note)
     differs = _bits(ours) != _bits(theirs)
     if ours.is_floating_point():
         differs &= ~(ours.isnan() & theirs.isnan())
@@ -185,6 +188,13 @@ def _unlike(candidate: torch.Tensor, reference: torch.Tensor) -> str:
             ours, theirs = (tuple(size) if what == "shape" else size for size in (ours, theirs))
             return f"{what} {ours} in the candidate, {theirs} in the reference"
     return ""
+
+
+def _significant_strides(tensor: torch.Tensor) -> list[int]:
+    """Strides of the dimensions that have more than one element."""
+    if tensor.layout != torch.strided:
+        return []
+    return [stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1]
 
 
 def _plain_pair(candidate: torch.Tensor, reference: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -107,6 +107,18 @@ def _is_blind(training: Training) -> bool:
     return not is_finite(training.loss) or (bool(gradients) and not any(map(is_finite, gradients)))
 
 
+def _distance(candidate: Training, reference: Training) -> float:
+    """The norm of the difference of the weights, divided by that of the reference's."""
+    theirs = reference.tensors("parameter")
+    apart = norm = 0.0
+    for name, ours in candidate.tensors("parameter").items():
+        other = theirs.get(name)
+        if ours is not None and other is not None:
+            squares = square_distance(ours, other)
+            apart, norm = apart + squares[0], norm + squares[1]
+    return math.sqrt(apart / norm) if norm else math.sqrt(apart)
+
+
 class _Findings:
     """What differed so far on this rank."""
 
@@ -123,7 +135,6 @@ class _Findings:
     def compare(self, step: int, candidate: Training, reference: Training) -> None:
         """Compare everything that the trainings hold after ``step``."""
         entry: dict[str, Any] = {"step": step}
-        squares = [0.0, 0.0]
         for kind in KINDS if step != START else ("buffer", "parameter"):
             if kind == "buffer" and not self._sees_buffers(candidate, reference):
                 continue
@@ -138,10 +149,8 @@ class _Findings:
                 if found is not None:
                     entry[kind] = max(entry[kind], found.absolute)
                     self._note(found)
-                if kind == "parameter" and a is not None and b is not None:
-                    squares = [total + part for total, part in zip(squares, square_distance(a, b), strict=True)]
             entry[kind] = finite_or_name(entry[kind])
-        entry["distance"] = finite_or_name(math.sqrt(squares[0] / squares[1]) if squares[1] else math.sqrt(squares[0]))
+        entry["distance"] = finite_or_name(_distance(candidate, reference) if entry["parameter"] else 0.0)
         if step != START:
             entry["candidate_loss"] = finite_or_name(float(candidate.loss))
             entry["reference_loss"] = finite_or_name(float(reference.loss))

@@ -1,16 +1,47 @@
-"""The built-in models of ``psengine verify``: each is a target that asks something else of data-parallel training."""
+"""The zoo: small models, one for each thing that data-parallel training is known to get wrong.
+
+``psengine verify`` trains them where no target is named; the parity tests train them in many more ways.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import itertools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 ROWS = 8
+WORDS = 32
+# The target is the last.
+Batch = tuple[Tensor, ...]
+
+
+def momentum(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    """SGD with momentum."""
+    return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
+
+
+def adamw(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    """AdamW."""
+    return torch.optim.AdamW(parameters, lr=1e-3)
+
+
+def cross_entropy(model: nn.Module, batch: Batch) -> Tensor:
+    """The loss of most models."""
+    return F.cross_entropy(model(*batch[:-1]).flatten(0, -2), batch[-1].flatten())
+
+
+def halves(model: nn.Module, batch: Batch) -> Tensor:
+    """Accumulate the gradients of two halves of a batch, the first under ``no_sync``."""
+    first, second = zip(*(part.chunk(2) for part in batch), strict=True)
+    with model.no_sync():  # type: ignore[operator]
+        (cross_entropy(model, first) / 2).backward()
+    return cross_entropy(model, second) / 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,193 +50,269 @@ class ZooModel:
 
     Attributes:
         asks: what it asks of data-parallel training, for the table.
-        build: the target function.
+        module: makes the model.
+        batch: makes batch ``index`` of a rank.
+        loss: of the wrapped model and a batch.
+        optimizer: makes the optimizer of a list of parameters.
+        options: keyword arguments for both wrappers.
     """
 
     asks: str
-    build: Callable[[], tuple[Any, ...]]
+    module: Callable[[], nn.Module]
+    batch: Callable[[int, int], Batch]
+    loss: Callable[[nn.Module, Batch], Tensor] = cross_entropy
+    optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer] = momentum
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def build(self) -> tuple[Any, ...]:
+        """The target function."""
+        return self.module(), self.batch, self.loss, self.optimizer, self.options
 
 
-def _vectors(width: int, classes: int) -> Callable[[int, int, int], tuple[Tensor, Tensor]]:
-    """Random rows and labels that depend on step and rank alone."""
+def _generator(index: int, rank: int) -> torch.Generator:
+    """Batches depend on their number and the rank alone."""
+    return torch.Generator().manual_seed(1_000_003 * (rank + 1) + index)
 
-    def batch(step: int, rank: int, world_size: int) -> tuple[Tensor, Tensor]:
-        generator = torch.Generator().manual_seed(1000 * step + rank)
+
+def vectors(width: int, classes: int) -> Callable[[int, int], Batch]:
+    """Random rows and labels."""
+
+    def batch(index: int, rank: int) -> Batch:
+        generator = _generator(index, rank)
         return torch.randn(ROWS, width, generator=generator), torch.randint(classes, (ROWS,), generator=generator)
 
     return batch
 
 
-def _images(step: int, rank: int, world_size: int) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(1000 * step + rank)
+def images(index: int, rank: int) -> Batch:
+    """Random images and labels."""
+    generator = _generator(index, rank)
     return torch.randn(ROWS, 3, 8, 8, generator=generator), torch.randint(4, (ROWS,), generator=generator)
 
 
-def _text(step: int, rank: int, world_size: int) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(1000 * step + rank)
-    text = torch.randint(32, (ROWS, 9), generator=generator)
-    return text[:, :-1], text[:, 1:]
+def text(index: int, rank: int) -> Batch:
+    """Random words, each of which the next is to be predicted from."""
+    words = torch.randint(WORDS, (ROWS, 9), generator=_generator(index, rank))
+    return words[:, :-1], words[:, 1:]
 
 
-def _cross_entropy(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-    inputs, targets = batch
-    output = model(inputs)
-    return F.cross_entropy(output.flatten(0, -2), targets.flatten())
+def labelled_text(index: int, rank: int) -> Batch:
+    """Random words and labels."""
+    generator = _generator(index, rank)
+    return torch.randint(WORDS, (ROWS, 5), generator=generator), torch.randint(4, (ROWS,), generator=generator)
 
 
-def _momentum(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
+def routed(index: int, rank: int) -> Batch:
+    """Expert 0 is used by all or nobody, 1 by one rank at a time, 2 by most ranks; in some steps none is."""
+    inputs, targets = vectors(9, 4)(index, rank)
+    used = [index % 4 == 0, index % 3 == rank, (index + rank) % 5 < 3]
+    chosen = [] if index % 7 == 0 else [expert for expert, use in enumerate(used) if use]
+    return inputs, torch.tensor(chosen, dtype=torch.long), targets
 
 
-def _adamw(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=1e-3)
+def mlp(*widths: int) -> nn.Sequential:
+    """Linear layers with tanh between them."""
+    layers: list[nn.Module] = []
+    for inputs, outputs in itertools.pairwise(widths):
+        layers += [nn.Linear(inputs, outputs), nn.Tanh()]
+    return nn.Sequential(*layers[:-1])
 
 
-def _mlp() -> tuple[Any, ...]:
-    model = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Dropout(0.3), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 4))
-    return model, _vectors(16, 4), _cross_entropy, _momentum
+def _dropout() -> nn.Module:
+    return nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Dropout(0.3), *mlp(64, 64, 4))
 
 
-def _cnn() -> tuple[Any, ...]:
-    model = nn.Sequential(
-        nn.Conv2d(3, 8, 3, padding=1, bias=False),
-        nn.BatchNorm2d(8),
-        nn.ReLU(),
-        nn.Conv2d(8, 16, 3, stride=2),
-        nn.BatchNorm2d(16, momentum=None),
-        nn.ReLU(),
-        nn.AdaptiveAvgPool2d(1),
-        nn.Flatten(),
-        nn.Linear(16, 4),
-    )
-    return model, _images, _cross_entropy, _momentum
+class Convolutional(nn.Module):
+    """Convolutions and batch norms: gradients of four dimensions, float and integer buffers."""
+
+    def __init__(self, memory_format: torch.memory_format = torch.contiguous_format) -> None:
+        super().__init__()
+        self.memory_format = memory_format
+        self.features = nn.Sequential(
+            nn.Conv2d(3, 8, 3, padding=1, bias=False),
+            nn.BatchNorm2d(8),
+            nn.ReLU(),
+            nn.Conv2d(8, 16, 3, stride=2),
+            nn.BatchNorm2d(16, momentum=None),
+            nn.ReLU(),
+        )
+        self.head = nn.Linear(16, 4)
+        self.to(memory_format=memory_format)  # type: ignore[call-overload]
+
+    def forward(self, images: Tensor) -> Tensor:
+        features = self.features(images.contiguous(memory_format=self.memory_format))
+        return self.head(features.mean((2, 3)))  # type: ignore[no-any-return]
 
 
-class _Transformer(nn.Module):
+class Transformer(nn.Module):
+    """Causal language model with dropout, and one weight in two places."""
+
     def __init__(self) -> None:
         super().__init__()
-        self.tokens = nn.Embedding(32, 32)
+        self.tokens = nn.Embedding(WORDS, 32)
         self.positions = nn.Parameter(torch.randn(8, 32) * 0.02)
         layer = nn.TransformerEncoderLayer(32, 4, 64, dropout=0.1, batch_first=True)
         self.layers = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
-        self.head = nn.Linear(32, 32)
+        self.head = nn.Linear(32, WORDS)
+        self.head.weight = self.tokens.weight
         self.register_buffer("mask", nn.Transformer.generate_square_subsequent_mask(8))
 
-    def forward(self, text: Tensor) -> Tensor:
-        return self.head(self.layers(self.tokens(text) + self.positions, mask=self.mask))  # type: ignore[no-any-return]
-
-
-def _transformer() -> tuple[Any, ...]:
-    # Not Adam: the attention's key bias has no effect, so its gradient is rounding alone; Adam would make steps of it.
-    return _Transformer(), _text, _cross_entropy, _momentum
+    def forward(self, words: Tensor) -> Tensor:
+        return self.head(self.layers(self.tokens(words) + self.positions, mask=self.mask))  # type: ignore[no-any-return]
 
 
 class _Recurrent(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.tokens = nn.Embedding(32, 24)
+        self.tokens = nn.Embedding(WORDS, 24)
         self.cells = nn.LSTM(24, 32, num_layers=2, dropout=0.2, batch_first=True)
-        self.head = nn.Linear(32, 32)
+        self.head = nn.Linear(32, WORDS)
 
-    def forward(self, text: Tensor) -> Tensor:
-        return self.head(self.cells(self.tokens(text))[0])  # type: ignore[no-any-return]
-
-
-def _recurrent() -> tuple[Any, ...]:
-    return _Recurrent(), _text, _cross_entropy, _adamw
+    def forward(self, words: Tensor) -> Tensor:
+        return self.head(self.cells(self.tokens(words))[0])  # type: ignore[no-any-return]
 
 
-class _Branching(nn.Module):
-    """Two branches, of which a row takes one: ranks use different parameters, and one is used by nobody."""
+class Experts(nn.Module):
+    """Parameters that nobody uses, that some ranks use, and that only lead to an output the loss ignores."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.trunk = nn.Linear(16, 32)
-        self.branches = nn.ModuleList(nn.Linear(32, 4) for _ in range(3))
+        self.trunk = nn.Linear(9, 16)
+        self.experts = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
+        self.never = nn.Linear(16, 16)
+        self.ignored_head = nn.Linear(16, 2)
+        self.head = nn.Linear(16, 4)
 
-    def forward(self, inputs: Tensor) -> Tensor:
-        branch = int(inputs[0, 0] > 0)
-        return self.branches[branch](self.trunk(inputs).relu())  # type: ignore[no-any-return]
+    def forward(self, inputs: Tensor, chosen: Tensor) -> dict[str, Any]:
+        hidden = torch.tanh(self.trunk(inputs))
+        for index in chosen.tolist():
+            hidden = hidden + torch.tanh(self.experts[index](hidden))
+        return {"auxiliary": [self.ignored_head(hidden)], "scores": (self.head(hidden),)}
 
 
-def _branching() -> tuple[Any, ...]:
-    return _Branching(), _vectors(16, 4), _cross_entropy, _momentum, {"find_unused_parameters": True}
+def _scores(model: nn.Module, batch: Batch) -> Tensor:
+    return F.cross_entropy(model(*batch[:-1])["scores"][0], batch[-1])
 
 
-class _Tied(nn.Module):
+class Shared(nn.Module):
+    """One layer called three times, one weight in two modules, one parameter frozen."""
+
     def __init__(self) -> None:
         super().__init__()
-        self.tokens = nn.Embedding(32, 24)
-        self.middle = nn.Linear(24, 24)
-        self.head = nn.Linear(24, 32, bias=False)
-        self.head.weight = self.tokens.weight
+        self.inlet = nn.Linear(10, 12)
+        self.again = nn.Linear(12, 12)
+        self.twin = nn.Linear(12, 12)
+        self.twin.weight = self.again.weight
+        self.frozen = nn.Parameter(torch.randn(12), requires_grad=False)
+        self.outlet = nn.Linear(12, 4)
 
-    def forward(self, text: Tensor) -> Tensor:
-        return self.head(self.middle(self.tokens(text)).relu())  # type: ignore[no-any-return]
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.inlet(x))
+        for _ in range(3):
+            x = torch.tanh(self.again(x)) * self.frozen
+        return self.outlet(torch.tanh(self.twin(x)))  # type: ignore[no-any-return]
 
 
-def _tied() -> tuple[Any, ...]:
-    return _Tied(), _text, _cross_entropy, _adamw
+class SparseText(nn.Module):
+    """Sparse gradients from an embedding and an embedding bag, between dense ones."""
 
-
-class _SparseRows(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.tokens = nn.Embedding(32, 16, sparse=True)
-        self.head = nn.Linear(16, 32)
+        self.words = nn.Embedding(WORDS, 8, sparse=True)
+        self.hidden = nn.Linear(16, 16)
+        self.bag = nn.EmbeddingBag(WORDS, 8, sparse=True, mode="sum")
+        self.head = nn.Linear(16, 4)
 
-    def forward(self, text: Tensor) -> Tensor:
-        return self.head(self.tokens(text))  # type: ignore[no-any-return]
+    def forward(self, words: Tensor) -> Tensor:
+        both = torch.cat([self.words(words).mean(1), self.bag(words)], dim=1)
+        return self.head(torch.tanh(self.hidden(both)))  # type: ignore[no-any-return]
 
 
-def _sparse() -> tuple[Any, ...]:
-    return _SparseRows(), _text, _cross_entropy, lambda parameters: torch.optim.SGD(parameters, lr=0.1)
+class MixedDtypes(nn.Module):
+    """Layers in float32, float64 and bfloat16 take turns, so that every bucket has to be split by dtype."""
 
-
-class _Mixed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.first = nn.Linear(16, 32)
-        self.second = nn.Linear(32, 32, dtype=torch.float64)
-        self.third = nn.Linear(32, 4)
+        self.dtypes = [torch.float32, torch.float64, torch.bfloat16, torch.float32, torch.bfloat16, torch.float64]
+        widths = itertools.pairwise([10, 12, 17, 12, 9, 12, 4])
+        self.layers = nn.ModuleList(
+            nn.Linear(inputs, outputs, dtype=dtype)
+            for (inputs, outputs), dtype in zip(widths, self.dtypes, strict=True)
+        )
 
-    def forward(self, inputs: Tensor) -> Tensor:
-        hidden = self.second(self.first(inputs).relu().double()).relu()
-        return self.third(hidden.float())  # type: ignore[no-any-return]
+    def forward(self, x: Tensor) -> Tensor:
+        for layer, dtype in zip(self.layers, self.dtypes, strict=True):
+            x = layer(torch.tanh(x).to(dtype))
+        return x
 
 
-def _mixed() -> tuple[Any, ...]:
-    return _Mixed(), _vectors(16, 4), _cross_entropy, _momentum
+class OddSizes(nn.Module):
+    """No biases, prime widths, a scalar and parameters of one element, used in another order than declared."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.last = nn.Linear(11, 3, bias=False)
+        self.shift = nn.Parameter(torch.zeros(1))
+        self.first = nn.Linear(7, 13, bias=False)
+        self.gate = nn.Parameter(torch.full((1, 1, 1), 0.5))
+        self.middle = nn.Linear(13, 11, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.first(x)) * self.scale
+        return self.last(torch.tanh(self.middle(x)) * self.gate.view(1, 1) + self.shift)  # type: ignore[no-any-return]
 
 
-def _frozen() -> tuple[Any, ...]:
+class Checkpointed(nn.Module):
+    """Blocks recomputed in backward; ``reuse`` calls the last one twice, which needs a static graph if reentrant."""
+
+    def __init__(self, *, use_reentrant: bool = False, reuse: bool = False) -> None:
+        super().__init__()
+        self.use_reentrant = use_reentrant
+        self.inlet = nn.Linear(10, 12)
+        self.blocks = nn.ModuleList(mlp(12, 24, 12) for _ in range(3))
+        self.outlet = nn.Linear(12, 4)
+        self.calls = [0, 1, 2, 2] if reuse else [0, 1, 2]
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.inlet(x))
+        for index in self.calls:
+            x = x + checkpoint(self.blocks[index], x, use_reentrant=self.use_reentrant)
+        return self.outlet(x)  # type: ignore[no-any-return]
+
+
+def _frozen() -> nn.Module:
     model = nn.Sequential(nn.Linear(16, 32), nn.LayerNorm(32), nn.GELU(), nn.Linear(32, 4))
     model[0].requires_grad_(False)
-    options = {"gradient_as_bucket_view": True, "static_graph": True}
-    return model, _vectors(16, 4), _cross_entropy, _adamw, options
-
-
-def _accumulating() -> tuple[Any, ...]:
-    def two_halves(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-        inputs, targets = batch
-        half = ROWS // 2
-        with model.no_sync():  # type: ignore[operator]
-            (F.cross_entropy(model(inputs[:half]), targets[:half]) / 2).backward()
-        return F.cross_entropy(model(inputs[half:]), targets[half:]) / 2
-
-    model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4))
-    return model, _vectors(16, 4), two_halves, _momentum
+    return model
 
 
 ZOO = {
-    "mlp": ZooModel(asks="dropout; momentum", build=_mlp),
-    "cnn": ZooModel(asks="BatchNorm's running statistics", build=_cnn),
-    "transformer": ZooModel(asks="attention with dropout", build=_transformer),
-    "rnn": ZooModel(asks="LSTM with dropout; AdamW", build=_recurrent),
-    "unused": ZooModel(asks="parameters that a rank, or all, leave unused", build=_branching),
-    "tied": ZooModel(asks="one weight in two places; AdamW", build=_tied),
-    "sparse": ZooModel(asks="sparse embedding gradients", build=_sparse),
-    "mixed": ZooModel(asks="float32 and float64 parameters", build=_mixed),
-    "frozen": ZooModel(asks="frozen layer, views, static graph", build=_frozen),
-    "accumulation": ZooModel(asks="gradients accumulated under no_sync", build=_accumulating),
+    "mlp": ZooModel(asks="dropout; momentum", module=_dropout, batch=vectors(16, 4)),
+    "cnn": ZooModel(asks="BatchNorm's running statistics", module=Convolutional, batch=images),
+    # Not Adam: the attention's key bias has no effect, so its gradient is rounding alone; Adam would make steps of it.
+    "transformer": ZooModel(asks="attention with dropout; one weight in two places", module=Transformer, batch=text),
+    "rnn": ZooModel(asks="LSTM with dropout; AdamW", module=_Recurrent, batch=text, optimizer=adamw),
+    "unused": ZooModel(
+        asks="parameters that a rank, or all, leave unused",
+        module=Experts,
+        batch=routed,
+        loss=_scores,
+        options={"find_unused_parameters": True},
+    ),
+    "tied": ZooModel(asks="one layer called three times; AdamW", module=Shared, batch=vectors(10, 4), optimizer=adamw),
+    "sparse": ZooModel(asks="sparse embedding gradients", module=SparseText, batch=labelled_text),
+    "mixed": ZooModel(asks="float32, float64 and bfloat16 parameters", module=MixedDtypes, batch=vectors(10, 4)),
+    "odd": ZooModel(asks="scalars, prime widths, another order of use", module=OddSizes, batch=vectors(7, 3)),
+    "checkpointed": ZooModel(asks="activations recomputed in backward", module=Checkpointed, batch=vectors(10, 4)),
+    "frozen": ZooModel(
+        asks="frozen layer, views, static graph",
+        module=_frozen,
+        batch=vectors(16, 4),
+        optimizer=adamw,
+        options={"gradient_as_bucket_view": True, "static_graph": True},
+    ),
+    "accumulation": ZooModel(
+        asks="gradients accumulated under no_sync", module=lambda: mlp(16, 32, 4), batch=vectors(16, 4), loss=halves
+    ),
 }

@@ -23,7 +23,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from parity.comparison import describe_difference
 from support.processes import GROUP_TIMEOUT_S, _rank_main, _Setup, forkserver
 from torch import Tensor
 from ways_of_training.run import Run
@@ -31,6 +30,7 @@ from ways_of_training.table import Expected, Program, oracle_of
 
 from psengine.parameter_server.client import connection as connection_module
 from psengine.parameter_server.client import handshake, link
+from psengine.verify.differences import Tolerance, find_difference
 
 CELL_DEADLINE_S = 30.0
 # How long the others may take to fail too, once one rank has.
@@ -264,14 +264,18 @@ def _first_difference(expected: Expected, oracle: dict[str, Tensor], trained: di
                 worst = (oracle[name].double() - trained[name].double()).abs().max().item()
                 difference = f"off by {worst:.3g}" if not worst <= expected.tolerance else None
             else:
-                difference = describe_difference(*map(_real, (oracle[name], trained[name])))
+                difference = _difference(trained[name], oracle[name], name)
         if difference is not None:
             return Outcome(difference=f"{name}: {difference}")
     return Outcome(compared=len(names))
 
 
-def _real(tensor: Tensor) -> Tensor:
-    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+def _difference(trained: Tensor, oracle: Tensor, name: str) -> str | None:
+    found = find_difference(trained, oracle, Tolerance(), step=0, rank=0, kind="parameter", name=name, place=0)
+    if found is None:
+        return None
+    at = list(found.index)
+    return found.note or f"{found.differing} of {found.numel} numbers differ, by up to {found.absolute:.3g} at {at}"
 
 
 @contextlib.contextmanager

@@ -79,7 +79,7 @@ def compares_nothing(run: Run) -> None:
 # Expected in the table, and the texts of the report; none: the cell is green.
 CASES: list[tuple[Program, Expected, list[str]]] = [
     (right, SAME_BITS, []),
-    (nudged, SAME_BITS, ["rank 1: parameter 2.bias: 1 of 8 elements differ, by up to 0.001; the first is element 3"]),
+    (nudged, SAME_BITS, ["rank 1: parameter 2.bias: 1 of 8 numbers differ, by up to 0.001 at [3]"]),
     (nudged, within(1e-2, "a test"), []),
     (nudged, within(1e-4, "a test"), ["rank 1: parameter 2.bias: off by 0.001"]),
     (nudged, apart_from("parameter 2.", reason="a test"), []),
