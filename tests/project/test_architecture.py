@@ -98,7 +98,7 @@ MAY_READ_ENVIRONMENT = {"environment/context"}
 MAY_USE_ZMQ = {
     "parameter_server/client/connection",
     "parameter_server/server/transport/authentication",
-    "parameter_server/server/daemon",
+    "parameter_server/server/listening",
     "parameter_server/server/transport/endpoint",
     "parameter_server/shared_secret",
 }

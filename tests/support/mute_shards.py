@@ -11,14 +11,14 @@ DEADLINE_S = 0.2
 
 def mute_while(flag: Path) -> None:
     """For ``running_server(sabotage=partial(mute_while, flag))``; the server then waits ``DEADLINE_S`` for a shard."""
-    from psengine.parameter_server.server import daemon
+    from psengine.parameter_server.server import daemon, shard_group
     from psengine.parameter_server.server.transport.shard_thread import ShardThread
 
-    patience_s = daemon.STATUS_DEADLINE_S
+    patience_s = shard_group.ANSWER_DEADLINE_S
     ask, answer = daemon.Server.status, ShardThread.status
 
     def impatient(server: Any) -> dict[str, Any]:
-        daemon.STATUS_DEADLINE_S = DEADLINE_S if flag.exists() else patience_s
+        shard_group.ANSWER_DEADLINE_S = DEADLINE_S if flag.exists() else patience_s
         return ask(server)
 
     def mute(thread: Any) -> dict[str, Any]:

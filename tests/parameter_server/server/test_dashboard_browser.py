@@ -270,7 +270,7 @@ def test_a_run_with_a_slow_and_a_killed_worker_and_a_hostile_one(tmp_path):
         driver.execute_script(shutdown)
         assert server.is_alive
         driver.execute_script(shutdown)
-        eventually(lambda: "The server ends in order" in text_of(driver, "#outcome"), "the end is told")
+        eventually(lambda: "The server shuts down" in text_of(driver, "#outcome"), "the end is told")
         assert server.wait() == 0
         eventually(lambda: text_of(driver, "#health").startswith("✕ no answer since "), "silence")
         assert "No answer from 127.0.0.1" in text_of(driver, "#silence")

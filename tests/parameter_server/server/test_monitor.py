@@ -22,8 +22,8 @@ from support.statuses import server as server_status
 
 from psengine.errors import ConfigurationError
 from psengine.parameter_server.client.embedded import EmbeddedServer
-from psengine.parameter_server.server import daemon
-from psengine.parameter_server.server.settings import ServerSettings
+from psengine.parameter_server.server import shard_group
+from psengine.parameter_server.server.shard_group import ShardGroup
 from psengine.parameter_server.server.status import connection_limits
 from psengine.parameter_server.server.status import monitor as monitor_module
 from psengine.parameter_server.server.status.actions import ActionHandlers, Actions
@@ -511,17 +511,17 @@ def test_a_snapshot_on_demand_and_the_end_of_a_lease(acting):
 
 def test_a_busy_shard_ends_the_lease_later(monkeypatch):
     """The deadline is one for all shards; who missed it still does what it was asked."""
-    monkeypatch.setattr(daemon, "STATUS_DEADLINE_S", 0.05)
-    server = daemon.Server(ServerSettings())
+    monkeypatch.setattr(shard_group, "ANSWER_DEADLINE_S", 0.05)
+    shards = ShardGroup()
     worlds = [World(), World()]
-    server._threads = [ShardThread(world.shard, None, None, None) for world in worlds]  # not started: busy
+    shards.threads = [ShardThread(world.shard, None, None, None) for world in worlds]  # not started: busy
     for world in worlds:
         team(world, 1, [spec(0, 4)])
-    handlers = ActionHandlers(snapshot=None, evict=server._evict, forget=server._forget, shut_down=lambda: None)
+    handlers = ActionHandlers(snapshot=None, evict=shards.evict, forget=lambda job: None, shut_down=lambda: None)
     code, answer = Actions(TOKEN, handlers).perform("evict", {"job": "demo", "worker": "0"})
     assert (code, set(answer)) == (202, {"text"})
     assert "busy" in answer["text"]
-    for thread in server._threads:
+    for thread in shards.threads:
         monkeypatch.setattr(thread, "_send", lambda outgoing: None)
         thread._answer_asked()
     assert [world.shard.member_count for world in worlds] == [0, 0]
