@@ -52,7 +52,6 @@ FLOORS = [
 ]
 # Imports against that order, or in a circle, that are still to be mended: (importer, imported) -> why it is there.
 EXCEPTIONS = {
-    ("parameter_server/server/core/capture", "parameter_server/server/core/job"): "a type",
     (
         "parameter_server/client/handshake",
         "parameter_server/client/own_membership",

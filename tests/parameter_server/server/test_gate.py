@@ -6,7 +6,7 @@ import pytest
 import torch
 from support.shard_world import APPLY, NOBODY, ErrorCode, Worker, World, codes, spec, team
 
-from psengine.parameter_server.server.core.job import LINES_INTERVAL_S, MAX_LINES
+from psengine.parameter_server.server.core.job_record import LINES_INTERVAL_S, MAX_LINES
 from psengine.parameter_server.server.core.status_report import KEPT_FACTOR, StatusReport
 from psengine.protocol import session
 from psengine.protocol.messages import MessageType

@@ -92,7 +92,7 @@ class TestClaims:
         assert seconds == pytest.approx(CLAIM_PATIENCE_S, abs=0.15)
         assert greeting.is_new_process
         assert greeting.replaced_live
-        assert not greeting.member.is_live
+        assert not greeting.member.phase.is_live
         assert greeting.member.incarnation > first.incarnation
         assert room.membership.live_ranks == ()
         assert room.find(first) == "fenced"
@@ -145,7 +145,7 @@ class TestIncarnations:
         room.wall_ms += 1000
         again = room.greet(0, 11)
         assert again.member.incarnation == first.incarnation
-        assert again.member.is_live
+        assert again.member.phase.is_live
         assert not again.is_new_process
 
     def test_an_evicted_worker_gets_a_new_one_from_the_lead(self, room):
@@ -169,7 +169,7 @@ class TestIncarnations:
     def test_a_newer_one_of_the_same_process_keeps_it_live(self, room):
         room.enter(0, 11, incarnation=500)
         greeting = room.greet(0, 11, incarnation=501)
-        assert greeting.member.is_live
+        assert greeting.member.phase.is_live
         assert not greeting.replaced_live
         assert room.membership.find(0, 500, "", b"r", room.now_s) == "fenced"
 
@@ -234,14 +234,14 @@ class TestExpected:
         room.membership.expect([0, 1], room.now_s)
         assert room.membership.live_ranks == (0, 1)
         greeting = room.greet(1, 12, knows_members=True)
-        assert greeting.member.is_live
+        assert greeting.member.phase.is_live
         assert not greeting.is_new_process
         assert greeting.member.incarnation > 0
 
     def test_a_process_that_knows_nobody_has_to_claim_the_rank(self, room):
         room.membership.expect([0, 1], room.now_s)
         assert room.greet(1, 12).verdict == "wait"
-        assert room.greet(1, 13, knows_members=True).member.is_live
+        assert room.greet(1, 13, knows_members=True).member.phase.is_live
 
     def test_nobody_speaks_in_their_name(self, room):
         room.membership.expect([0], room.now_s)

@@ -82,8 +82,8 @@ def test_everybodys_average_is_one_step_of_torch_whatever_the_order_of_arrival(s
     oracle = Oracle()
     for sequence in range(1, 8):
         exchange(world, workers, sequence, oracle, random.Random(sequence).sample(range(size), size))
-    status = world.shard.status(world.now_s)["jobs"]["demo"]
-    assert (status["averaged"], status["applied"], status["version_max"]) == (7, 7 * size, 7)
+    status = world.shard.status(world.now_s).jobs["demo"]
+    assert (status.averaged, status.applied, status.version_max) == (7, 7 * size, 7)
 
 
 def test_a_quorum_steps_and_who_is_late_gets_the_weights_of_now():
@@ -98,7 +98,7 @@ def test_a_quorum_steps_and_who_is_late_gets_the_weights_of_now():
     assert (sequence, version) == (1, 2)
     assert torch.equal(weights, oracle.weights.detach())
     assert torch.equal(rule_of(world).outcome.values, before)
-    assert world.shard.status(world.now_s)["jobs"]["demo"]["late"] == 1
+    assert world.shard.status(world.now_s).jobs["demo"].late == 1
 
 
 def test_a_worker_that_dies_is_left_out_of_the_average():

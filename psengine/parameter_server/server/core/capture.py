@@ -18,7 +18,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -27,9 +27,6 @@ from psengine.parameter_server.server.rules.exchange import Contribution, RuleCo
 from psengine.parameter_server.server.rules.statistics import JobStatistics
 from psengine.parameter_server.server.snapshots.store import ChunkState, JobState
 from psengine.protocol.layout import ChunkSpec
-
-if TYPE_CHECKING:
-    from psengine.parameter_server.server.core.job import Job
 
 # How long shards wait for each other; one that is busy for longer is cut at another moment.
 MEET_S = 1.0
@@ -116,7 +113,7 @@ class JobCapture:
         self,
         state: JobState,
         awaited: dict[int, _Open],
-        make_rule: Callable[[ChunkSpec, torch.Tensor | None, RuleContext], ChunkRule],
+        make_rule: Callable[..., ChunkRule],
         on_complete: Callable[[], None],
     ) -> None:
         self.awaited = awaited
@@ -188,22 +185,23 @@ class Cuts:
             self._let_go()
 
     def copy(
-        self, job: Job, goals: Mapping[int, int], on_complete: Callable[[], None], *, awaits_steps: bool
+        self,
+        state: JobState,
+        make_rule: Callable[..., ChunkRule],
+        goals: Mapping[int, int],
+        live_ranks: tuple[int, ...],
+        on_complete: Callable[[], None],
     ) -> JobCapture:
-        """A copy of everything a snapshot keeps.
+        """Make of a copy one that is cut between steps.
 
         Args:
-            job: whose.
+            state: the copy, as things are now.
+            make_rule: see ``JobCapture``.
             goals: by rank, steps that another shard has begun.
+            live_ranks: the workers whose steps are to be in it as a whole; () takes it as it is.
             on_complete: see ``JobCapture``.
-            awaits_steps: whether it is to have the whole of steps that are under way; else it is as things are now.
         """
-        rules = job.chunks.rules
-        state = JobState(job.name, job.to_meta(), [chunk_state(rule, copies=True) for rule in rules.values()])
-        awaited = {}
-        if awaits_steps and has_pushed_chunks(rules):
-            awaited = self._steps.awaited(goals, job.membership.live_ranks)
-        capture = self._capture = JobCapture(state, awaited, job.chunks.make_rule, on_complete)
+        capture = self._capture = JobCapture(state, self._steps.awaited(goals, live_ranks), make_rule, on_complete)
         self._let_go()
         return capture
 
@@ -281,8 +279,3 @@ class Meeting:
                 for rank, number in steps.items():
                     known[rank] = max(number, known.get(rank, 0))
         return furthest
-
-
-def has_pushed_chunks(rules: Mapping[int, ChunkRule]) -> bool:
-    """Whether steps push any of these chunks."""
-    return any(rule.is_changed_by_each for rule in rules.values())

@@ -8,10 +8,14 @@ from collections.abc import Callable
 
 from psengine.parameter_server.server.core.membership import Member
 from psengine.parameter_server.status_model import Departed
+from psengine.tracing.logging_format import RateLimit
 
 logger = logging.getLogger(__name__)
 
 MAX_DEPARTED = 20
+# Of workers that are out: a whole host's fit in.
+LINES_INTERVAL_S = 10.0
+MAX_LINES = 128
 
 _WORDS = {"left": "left", "evicted": "was evicted", "fenced": "was fenced"}
 
@@ -29,6 +33,7 @@ class JobRecord:
         self._job = job
         self._note_event = note
         self._wall_clock_s = wall_clock_s
+        self._lines = RateLimit(LINES_INTERVAL_S, MAX_LINES)
         self._departed: deque[Departed] = deque(maxlen=MAX_DEPARTED)
 
     def joined(self, member: Member, donor: int | None = None) -> None:
@@ -54,6 +59,22 @@ class JobRecord:
             )
         )
         self._note(reason, member, f" {_WORDS[reason]}: {why}")
+
+    def out(self, member: Member, why: str, now_s: float) -> None:
+        """The others go on without a worker."""
+        # Whoever reaches the server can come and go: a line for each would fill the disk.
+        suppressed = self._lines.allows(now_s)
+        if suppressed is None:
+            return
+        logger.warning(
+            "job %r: worker %d (process %d on %s) is out: %s; the others go on without it%s",
+            self._job,
+            member.rank,
+            member.pid,
+            member.host,
+            why,
+            f" ({suppressed} more unmentioned)" if suppressed else "",
+        )
 
     def refused(self, member: Member, what: str, reason: str) -> None:
         """A gradient was not applied."""

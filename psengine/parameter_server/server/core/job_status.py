@@ -24,7 +24,7 @@ def _waiting(job: Job) -> dict[int, list[int]]:
 
 
 def _state_of(member: Member, now_s: float, heartbeat_s: float) -> State:
-    if not member.is_live:
+    if not member.phase.is_live:
         return "joining"
     return "silent" if now_s - member.last_heard_s > 2 * heartbeat_s else "live"
 
@@ -63,7 +63,7 @@ def status_of(job: Job, now_s: float, heartbeat_s: float) -> ShardJob:
             )
             for m in sorted(job.membership.members.values(), key=lambda m: m.rank)
         ),
-        departed=job.departed(),
+        departed=job.record.to_status(),
         **job.statistics.to_status(),
     )
 

@@ -46,7 +46,7 @@ class Leaving:
 
     def questions(self, rank: int, rules: Collection[ChunkRule], members: dict[int, Member]) -> list[Reply]:
         """Ask those that seem to be behind worker ``rank`` how far they are."""
-        live = [other for other, member in members.items() if member.is_live]
+        live = [other for other, member in members.items() if member.phase.is_live]
         behind = self.who_is_behind(rank, rules, live)
         return [
             Reply(MessageType.PROGRESS_WANTED, other, 0)

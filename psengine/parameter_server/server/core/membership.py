@@ -1,10 +1,8 @@
 """Who takes part: leases, incarnations, and who is who after a restart. Pure; the caller brings the time.
 
-    HELLO ──► joining ──ADMIT──► live ──silent for a lease──► evicted ──HELLO──► ...
-         └───────(nothing has begun, or the servers hold the weights)───► live
-
-A rank belongs to one process at a time. The incarnation, given by the lead, tells two lives of a rank apart; a message
-of an older one is *fenced*: answered by an error and never applied.
+What a worker can be, and what leads from one to the next, is the table of ``life.py``. A rank belongs to one process at
+a time. The incarnation, given by the lead, tells two lives of a rank apart; a message of an older one is *fenced*:
+answered by an error and never applied.
 """
 
 from __future__ import annotations
@@ -13,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from psengine.parameter_server.server.core.life import MEMBER, MemberEvent, MemberPhase, after
 from psengine.parameter_server.server.core.telemetry import WorkerTelemetry
 from psengine.protocol.messages import CONTROL, MessageType
 
@@ -35,11 +34,9 @@ class Member:
         user_id: its public key, "" without CURVE.
         route: the routing id of the newest connection that it says HELLO and heartbeats by.
         data_route: the same of everything else; b"" where nothing else came yet.
-        is_live: whether exchanges wait for it.
+        phase: what it is to its job.
         last_heard_s: when its last message came.
         host, pid: where it runs, for people.
-        was_live: it has been live; what it has of an averaging job's state is worth something.
-        is_survivor: it was, but not in this life of the job.
         protocol_version: that it speaks.
         telemetry: what its steps are made of.
     """
@@ -49,15 +46,13 @@ class Member:
     nonce: int
     user_id: str
     route: bytes
-    is_live: bool
+    phase: MemberPhase
     last_heard_s: float
     host: str = ""
     pid: int = 0
     pushes: int = 0
     refused: int = 0
     late: int = 0
-    was_live: bool = False
-    is_survivor: bool = False
     protocol_version: int = 2
     telemetry: WorkerTelemetry = field(default_factory=WorkerTelemetry)
     data_route: bytes = b""
@@ -69,7 +64,11 @@ class Member:
     @property
     def is_expected(self) -> bool:
         """A restarted server was told of it, and has not heard from it yet."""
-        return self.incarnation == 0
+        return self.phase is MemberPhase.EXPECTED
+
+    def advance(self, event: MemberEvent) -> None:
+        """Something happens to it."""
+        self.phase = after(MEMBER, self.phase, event)
 
 
 @dataclass(slots=True)
@@ -88,8 +87,7 @@ class _Absence:
     incarnation: int
     progress: int
     since_s: float
-    was_live: bool
-    is_survivor: bool = False
+    phase: MemberPhase
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,17 +172,17 @@ class Membership:
         self._claims.pop(rank, None)
         self._absent.pop(rank, None)
         is_present = same_process and holder is not None
+        if previous is None:
+            event = MemberEvent.KNEW_OTHERS if knows_members else MemberEvent.CAME
+        else:
+            event = MemberEvent.HEARD if same_process else MemberEvent.CAME
+        phase = after(MEMBER, previous.phase if previous is not None else MemberPhase.ABSENT, event)
         known = previous.incarnation if previous is not None else 0
         if not incarnation:
             incarnation = known if is_present and known else max(known + 1, self.wall_clock_ms())
         missed_nothing = same_process and absence is not None and absence.progress == progress
-        member = Member(rank, incarnation, nonce, user_id, route, False, now_s, host, pid)
-        if previous is None:
-            member.was_live = member.is_survivor = knows_members
-        elif same_process:
-            member.was_live, member.is_survivor = previous.was_live, previous.is_survivor
+        member = Member(rank, incarnation, nonce, user_id, route, phase, now_s, host, pid)
         if holder is not None and is_present:
-            member.is_live = holder.is_live
             member.pushes, member.refused, member.late = holder.pushes, holder.refused, holder.late
             member.telemetry = holder.telemetry
             if holder.data_route != holder.route:  # a connection of its own, of which HELLO says nothing
@@ -194,10 +192,10 @@ class Membership:
         return Greeting(
             "member",
             member,
-            is_new_process=not member.was_live,
+            is_new_process=not phase.was_live,
             missed_nothing=missed_nothing,
             progress=absence.progress if same_process and absence is not None else -1,
-            replaced_live=holder is not None and holder.is_live and not is_present,
+            replaced_live=holder is not None and holder.phase.is_live and not is_present,
         )
 
     def _rank_of(self, nonce: int) -> int:
@@ -243,13 +241,12 @@ class Membership:
 
     def admit(self, rank: int) -> None:
         """From here on exchanges wait for this worker."""
-        member = self.members[rank]
-        member.is_live, member.was_live, member.is_survivor = True, True, False
+        self.members[rank].advance(MemberEvent.ADMITTED)
         self._recount()
 
     def demote(self, rank: int) -> None:
         """Exchanges no longer wait for this worker, which stays a member: it has asked for state."""
-        self.members[rank].is_live = False
+        self.members[rank].advance(MemberEvent.DEMOTED)
         self._recount()
 
     def remove(self, rank: int, *, progress: int, now_s: float, forget: bool = False) -> None:
@@ -257,22 +254,21 @@ class Membership:
         member = self.members.pop(rank, None)
         if member is not None:
             self._claims.pop(rank, None)
-            if not forget and not member.is_expected:
-                self._absent[rank] = _Absence(
-                    member.nonce, member.incarnation, progress, now_s, member.was_live, member.is_survivor
-                )
+            member.advance(MemberEvent.LEFT)
+            if not forget and member.phase is not MemberPhase.ABSENT:
+                self._absent[rank] = _Absence(member.nonce, member.incarnation, progress, now_s, member.phase)
             self._recount()
 
     def has_survivor(self, rank: int, now_s: float) -> bool:
         """Whether another worker than ``rank`` has been live, and is here or has not been gone for a lease."""
-        return any(m.was_live for r, m in self.members.items() if r != rank) or any(
-            gone.was_live and now_s - gone.since_s <= self.lease_s for r, gone in self._absent.items() if r != rank
-        )
+        others = (m for other, m in self.members.items() if other != rank)
+        gone = (one for other, one in self._absent.items() if other != rank and now_s - one.since_s <= self.lease_s)
+        return any(m.phase.was_live for m in others) or any(one.phase.was_live for one in gone)
 
     def may_others_be_ahead(self, rank: int, progress: int, now_s: float) -> bool:
         """Whether a worker may come back that was put out less than a lease ago, and after ``progress``."""
         return any(
-            gone.was_live and gone.progress > progress and now_s - gone.since_s <= self.lease_s
+            gone.phase.was_live and gone.progress > progress and now_s - gone.since_s <= self.lease_s
             for other, gone in self._absent.items()
             if other != rank
         )
@@ -285,9 +281,9 @@ class Membership:
     def begin_anew(self) -> None:
         """The job begins anew: whoever was live is a survivor of its former life."""
         for member in self.members.values():
-            member.is_survivor = member.was_live
+            member.advance(MemberEvent.ORPHANED)
         for gone in self._absent.values():
-            gone.is_survivor = gone.was_live
+            gone.phase = after(MEMBER, gone.phase, MemberEvent.ORPHANED)
 
     def is_remembered(self, now_s: float) -> bool:
         """Whether anybody is here, or has not been gone for a lease."""
@@ -320,13 +316,14 @@ class Membership:
         for rank in ranks:
             member = self.members.get(rank)
             if member is None:
-                self.members[rank] = Member(rank, 0, 0, "", b"", True, now_s, "expected", was_live=True)
-            elif not member.route:  # of the snapshot, and not heard since
-                member.is_live = member.was_live = True
+                phase = after(MEMBER, MemberPhase.ABSENT, MemberEvent.TOLD)
+                self.members[rank] = Member(rank, 0, 0, "", b"", phase, now_s, "expected")
+            elif not member.route and not member.phase.is_live:  # of the snapshot, and not heard since
+                member.advance(MemberEvent.TOLD)
         self._recount()
 
     def _recount(self) -> None:
-        self.live_ranks = tuple(sorted(rank for rank, member in self.members.items() if member.is_live))
+        self.live_ranks = tuple(sorted(rank for rank, member in self.members.items() if member.phase.is_live))
 
     def to_meta(self) -> dict[str, Any]:
         """For a snapshot: members, and those gone, whose exchanges must not be applied again when they return."""
@@ -337,8 +334,8 @@ class Membership:
                     "incarnation": m.incarnation,
                     "nonce": m.nonce,
                     "user_id": m.user_id,
-                    "is_live": m.is_live,
-                    "was_live": m.was_live,
+                    "is_live": m.phase.is_live,
+                    "was_live": m.phase.was_live,
                     "host": m.host,
                     "pid": m.pid,
                 }
@@ -346,7 +343,7 @@ class Membership:
                 if not m.is_expected
             ],
             "absent": [
-                {"rank": rank, "incarnation": gone.incarnation, "nonce": gone.nonce, "was_live": gone.was_live}
+                {"rank": rank, "incarnation": gone.incarnation, "nonce": gone.nonce, "was_live": gone.phase.was_live}
                 for rank, gone in self._absent.items()
             ],
         }
@@ -354,10 +351,15 @@ class Membership:
     def restore(self, meta: Mapping[str, Any], now_s: float) -> None:
         """Take over a snapshot's members, each with a fresh lease."""
         for m in meta["members"]:
-            member = Member(m["rank"], m["incarnation"], m["nonce"], m["user_id"], b"", m["is_live"], now_s, m["host"])
-            member.pid, member.was_live = m["pid"], m["was_live"]
-            self.members[member.rank] = member
+            phase = MemberPhase.LIVE if m["is_live"] else _away(m)
+            place = m["rank"], m["incarnation"], m["nonce"], m["user_id"], b"", phase, now_s, m["host"], m["pid"]
+            self.members[m["rank"]] = Member(*place)
         for m in meta["absent"]:
             # What it missed is not known.
-            self._absent[m["rank"]] = _Absence(m["nonce"], m["incarnation"], -1, now_s, m["was_live"])
+            self._absent[m["rank"]] = _Absence(m["nonce"], m["incarnation"], -1, now_s, _away(m))
         self._recount()
+
+
+def _away(entry: Mapping[str, Any]) -> MemberPhase:
+    """What a snapshot's worker is that exchanges did not wait for."""
+    return MemberPhase.BEHIND if entry["was_live"] else MemberPhase.NEWCOMER

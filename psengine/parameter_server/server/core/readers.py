@@ -67,10 +67,7 @@ class Readers:
         return self._of_a_job[message.type](job, message)
 
     def _pull(self, job: Job, message: Message) -> Message:
-        if not job.rule.holds_weights and job.has_started:
-            raise ProtocolError(
-                f"job {job.name!r} averages gradients; its weights are in its workers, not here", ErrorCode.NOT_READY
-            )
+        job.weights.check_readable()
         type, version, payload, body = job.chunks.read(message)
         answer = self._reply(type, message, version=version, payload=payload, body=body)
         job.statistics.bytes_out += traffic_bytes(answer)

@@ -140,9 +140,9 @@ class Shard:
         self._report = StatusReport(lambda: self.status(self._now_s), clocks.measure_s)
         self._readers = Readers(self._jobs, self._message, self._status_report, self._heartbeat_body)
         self._handlers: dict[MessageType, Callable[[Job, Member, Message], list[Reply]]] = {
-            MessageType.PUSH: lambda job, member, message: job.push(message, member, self._now_s),
-            **dict.fromkeys((MessageType.PROBE, MessageType.REPEAT), lambda job, member, m: job.probe(m, member)),
-            MessageType.RESULT: lambda job, member, message: job.supply_result(message, member),
+            MessageType.PUSH: lambda job, member, message: job.exchanges.push(message, member, self._now_s),
+            **dict.fromkeys((MessageType.PROBE, MessageType.REPEAT), self._probe),
+            MessageType.RESULT: lambda job, member, message: job.exchanges.supply_result(message, member),
             MessageType.REGISTER: self._register,
             MessageType.SEAL: lambda job, member, message: [*_ok(member, message), *job.seal(message, member)],
             MessageType.CONFIGURE: self._configure,
@@ -150,11 +150,14 @@ class Shard:
             MessageType.PULL: self._pull,
             MessageType.STORE: self._store,
             MessageType.HEARTBEAT: self._heartbeat,
-            MessageType.JOIN: lambda job, member, message: job.join(member, message.sequence),
-            MessageType.ADMIT: lambda job, member, message: [*_ok(member, message), *job.admit(message, member)],
+            MessageType.JOIN: lambda job, member, message: job.weights.join(member, message.sequence),
+            MessageType.ADMIT: lambda job, member, message: [
+                *_ok(member, message),
+                *job.weights.admit(message, member),
+            ],
             MessageType.STATUS: self._status,
-            MessageType.LEAVE: lambda job, member, message: job.leave(message, member),
-            MessageType.PROGRESS: lambda job, member, message: job.hear_progress(message, member, self._now_s),
+            MessageType.LEAVE: lambda job, member, message: job.weights.leave(message, member),
+            MessageType.PROGRESS: lambda job, member, message: job.weights.hear_progress(message, member, self._now_s),
             MessageType.ECHO: lambda job, member, message: [
                 Reply(MessageType.ECHOED, member.rank, message.sequence, payload=payload_tensor(message))
             ],
@@ -182,7 +185,7 @@ class Shard:
             if message.type is MessageType.BYE:
                 # Answered first: afterwards there is no member to send to.
                 goodbye = self._outgoing(job, _ok(member, message))
-                return [*goodbye, *self._outgoing(job, job.remove(member.rank, now_s, forget=True))]
+                return [*goodbye, *self._outgoing(job, job.goodbye(member.rank, now_s))]
             return self._outgoing(job, self._handlers[message.type](job, member, message))
         except ProtocolError as error:
             if error.code in _NOTABLE_REFUSALS:
@@ -202,7 +205,7 @@ class Shard:
         job, member = self._authenticate(sender, message, now_s)
         # What a worker pushes that has lost its place is left to the job, which has it come back through JOIN.
         believes_in_it = message.type in (MessageType.PUSH, MessageType.PROBE, MessageType.REPEAT)
-        is_member = (member.is_live and job.is_sealed) or believes_in_it
+        is_member = (member.phase.is_live and job.is_sealed) or believes_in_it
         return (Phase.MEMBER if is_member else Phase.GREETED), (job, member)
 
     def _look_at_time(self, now_s: float) -> None:
@@ -316,8 +319,8 @@ class Shard:
                 self._drop(job)
 
     def _is_finished(self, job: Job) -> bool:
-        """Whether nobody misses it: it averages, or never had values, and its workers have been gone for a lease."""
-        return not (job.rule.holds_weights and job.is_sealed) and not job.membership.is_remembered(self._now_s)
+        """Whether nobody misses it."""
+        return not job.weights.is_missed(self._now_s)
 
     def _drop(self, job: Job) -> None:
         del self._jobs[job.number]
@@ -397,6 +400,12 @@ class Shard:
         slots = job.chunks.configure(message)
         return [Reply(MessageType.OK, member.rank, message.sequence, body={"slots": slots})]
 
+    def _probe(self, job: Job, member: Member, message: Message) -> list[Reply]:
+        return job.exchanges.probe(message, member)
+
+    def _admit(self, job: Job, member: Member, message: Message) -> list[Reply]:
+        return [*_ok(member, message), *job.weights.admit(message, member)]
+
     def _list(self, job: Job, member: Member, message: Message) -> list[Reply]:
         page = job.chunks.page(message.body["after"])
         return [Reply(MessageType.CHUNKS, member.rank, message.sequence, body=page)]
@@ -416,7 +425,7 @@ class Shard:
         return [Reply(MessageType.OK, member.rank, message.sequence, version, key=message.key)]
 
     def _heartbeat(self, job: Job, member: Member, message: Message) -> list[Reply]:
-        job.hear(message.body, member, self._now_s)
+        member.telemetry.hear(message.body, self._now_s)
         body = self._heartbeat_body(job, message)
         return [Reply(MessageType.HEARTBEAT_ACK, member.rank, message.sequence, body=body)]
 
@@ -461,9 +470,7 @@ class Shard:
             job.statistics.bytes_out += traffic_bytes(message)
             outgoing.append(Outgoing(route, message, reply.loans))
             if reply.type is MessageType.ERROR and reply.body["code"] == ErrorCode.FENCED:
-                outgoing.extend(
-                    self._outgoing(job, job.remove(reply.rank, self._now_s, must_join=True, why=reply.body["text"]))
-                )
+                outgoing.extend(self._outgoing(job, job.fence(reply.rank, reply.body["text"], self._now_s)))
         return outgoing
 
     def _message(
@@ -553,7 +560,8 @@ class Shard:
         awaits_steps = goals is not None and not self.is_draining
         for job in self._kept_jobs():
             steps = (goals or {}).get(job.number, {})
-            capture.add(job.cuts.copy(job, steps, capture.look, awaits_steps=awaits_steps))
+            awaited = job.membership.live_ranks if awaits_steps else ()
+            capture.add(job.copy(steps, awaited, capture.look))
         capture.look()
         return capture
 

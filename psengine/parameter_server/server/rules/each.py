@@ -105,6 +105,7 @@ class Each(Gathering):
         self.outcome.conclude(contribution.sequence, Update(contribution.values, (contribution,), staleness))
         self.progress.version += 1
         if self.spec.kind is ChunkKind.PARAMETER:
+            self.context.exchange_ended()
             self.context.statistics.applied += 1
             self.context.statistics.count_staleness(staleness, contribution.rank)
 

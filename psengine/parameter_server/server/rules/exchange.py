@@ -82,11 +82,13 @@ class RuleContext:
         live_ranks: who exchanges wait for, ascending.
         missing_ranks: expected workers that have yet to come, ascending: see ``Job.missing_ranks``.
         statistics: counters, mutated by the rules.
+        exchange_ended: to be called whenever an exchange of trained values has ended.
     """
 
     live_ranks: Callable[[], tuple[int, ...]]
     missing_ranks: Callable[[], tuple[int, ...]]
     statistics: JobStatistics
+    exchange_ended: Callable[[], None] = lambda: None
 
 
 class Progress:

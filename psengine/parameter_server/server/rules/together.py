@@ -251,6 +251,7 @@ class Together(Gathering):
         staleness = max(0, self.progress.version - base)
         self.outcome.conclude(sequence, Update(gathered.combine(), given, staleness))
         self.progress.version = max(self.progress.version, sequence)
+        self.context.exchange_ended()
         self.context.statistics.averaged += 1
         self.context.statistics.applied += len(given)
         # A worker that pushes exchange n + 1 has the answer of exchange n.
