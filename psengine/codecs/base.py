@@ -12,8 +12,9 @@ is allocated beforehand, and whoever receives a payload can check its size befor
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
@@ -47,14 +48,18 @@ class CodecState:
     """
 
     def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
-        self.residual = torch.zeros(numel, dtype=dtype, device=device)
+        self.residual = self._former = torch.zeros(numel, dtype=dtype, device=device)
 
     def replace(self, residual: torch.Tensor) -> None:
         """Keep ``residual`` (owned and mutated here) for the next payload.
 
         A value that is not finite becomes zero: it would be in the residual for ever, and so in all later payloads.
         """
-        self.residual = residual.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+        self._former, self.residual = self.residual, residual.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+
+    def give_back(self) -> None:
+        """The last payload did not count: what it brought of the residual is to go with the next one."""
+        self.residual = self._former
 
 
 class Codec(ABC):
@@ -63,6 +68,9 @@ class Codec(ABC):
     Attributes:
         name: what users write to get it, as in ``compress=name``.
         is_lossless: whether decoding yields the very bits that were encoded.
+        is_identity: whether the payload is the values, so that callers may hand over these.
+        encodes_answers: whether servers may answer by payloads of it: averages and weights. What these leave out never
+            comes, so it is False for a codec with a residual.
 
     Values that are not finite must stay visible: where there is one, the decoded values are not all finite. Training
     code looks for them (``check_finite``, ``torch.amp.GradScaler``).
@@ -70,9 +78,18 @@ class Codec(ABC):
 
     name: ClassVar[str]
     is_lossless: ClassVar[bool] = False
+    is_identity: ClassVar[bool] = False
+    encodes_answers: ClassVar[bool] = True
 
     def __repr__(self) -> str:
-        return self.name
+        """What users write to get this one, such as "topk:ratio=0.01"."""
+        options = ",".join(f"{name}={value}" for name, value in self.options.items())
+        return f"{self.name}:{options}" if options else self.name
+
+    @property
+    def options(self) -> Mapping[str, Any]:
+        """The options it was made with, by name: numbers, booleans, words. Servers make the like of it by them."""
+        return {}
 
     def covers(self, dtype: torch.dtype) -> bool:
         """Whether it encodes values of ``dtype``; others travel as they are. Default: floating dtypes."""

@@ -9,10 +9,11 @@ from psengine.codecs.base import Codec, CodecState, PayloadSpec
 
 
 class Identity(Codec):
-    """Values of any dtype, as they are. Callers may skip ``encode``, and hand over the values themselves."""
+    """Values of any dtype, as they are."""
 
     name = "none"
     is_lossless = True
+    is_identity = True
 
     @override
     def covers(self, dtype: torch.dtype) -> bool:

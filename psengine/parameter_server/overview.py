@@ -134,7 +134,7 @@ def _split(told: WorkerTimes, parts: Sequence[WorkerTimes]) -> dict[str, float |
 def rule_text(rule: Mapping[str, Any]) -> str:
     """A rule as users write it: the strategy's name and the options that are set, such as "async:max_staleness=2"."""
     options = [
-        f"{name}={value}"
+        f"{name}={str(value).replace(':', ',')}"  # options of a codec are written like the strategy's own
         for name, value in rule.items()
         # 0 is a bound of max_staleness; of other options it means that there is no such thing.
         if name != "name" and (value or (name == "max_staleness" and value is not None))

@@ -266,20 +266,24 @@ _chunk_key = integer(0, NO_KEY - 1)
 _kind = one_of(*(kind.value for kind in ChunkKind))
 _dtype_number = integer(1, max(DTYPES))
 _worker_life = record({"rank": _rank, "incarnation": _any_64_bits})
-_answer = record({}, {"contributors": _unsigned, "refused": one_of("non_finite", "stale", "abstained")})
+_answer = record(
+    {}, {"contributors": _unsigned, "refused": one_of("non_finite", "stale", "abstained"), "late": boolean}
+)
 _empty = record({})
 _round = integer(1)
 _probed = record({}, {"round": _round})
 
+_compress: dict[str, Check] = {"compress": short_text(255)}
 _RULES: dict[str, Check] = {
-    "average": record({"name": one_of("average"), "quorum": nullable(integer(1, NOBODY))}),
+    "average": record({"name": one_of("average"), "quorum": nullable(integer(1, NOBODY))}, _compress),
     "apply": record(
         {
             "name": one_of("apply"),
             "max_staleness": nullable(_unsigned),
             "staleness_scaling": one_of(None, "inverse"),
             "delay_compensation": number(0.0),
-        }
+        },
+        _compress,
     ),
 }
 

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-PROTOCOL_VERSION = 3
-# Peers know what recovery needs from this version on: SENT and REPEAT, PROGRESS, LEAVE, and PUSH's "step".
-RECOVERY_VERSION = 3
+PROTOCOL_VERSION = 4
+# Peers know codecs from this version on: a rule's "compress".
+CODEC_VERSION = 4
 MAGIC = b"PSEN"
 
 MAX_BODY_BYTES = 64 * 1024
@@ -65,13 +65,13 @@ class MessageType(IntEnum):
     BYE = 26  # C  I leave; answered by OK
     OK = 27  # S  answers a request
     ERROR = 28  # S  refuses a message: body has the code and the words
-    ECHO = 29  # C  send this back; since protocol version 2
+    ECHO = 29  # C  send this back
     ECHOED = 30  # S  answers ECHO: the same payload
-    SENT = 31  # S  answers PROBE: the push was answered, and the answer was sent before this; since version 3
-    REPEAT = 32  # C  send the answer to my push again, it was lost; since protocol version 3
-    PROGRESS = 33  # C  how far I am, by chunk, for a server that restarted; answered by OK; since protocol version 3
-    PROGRESS_WANTED = 34  # S  to one worker: send PROGRESS; since protocol version 3
-    LEAVE = 35  # C  may I leave? OK once every live worker has the averages that I have; since protocol version 3
+    SENT = 31  # S  answers PROBE: the push was answered, and the answer was sent before this
+    REPEAT = 32  # C  send the answer to my push again, it was lost
+    PROGRESS = 33  # C  how far I am, by chunk, for a server that restarted; answered by OK
+    PROGRESS_WANTED = 34  # S  to one worker: send PROGRESS
+    LEAVE = 35  # C  may I leave? OK once every live worker has the averages that I have
 
 
 # What a worker says, and is told, by a connection of its own: it never waits behind payloads.

@@ -76,7 +76,9 @@ class SyncAllReduce(Strategy):
                 "a strategy object serves one wrapped model (got a second); make a psengine.SyncAllReduce() for each"
             )
         if synchronize:
-            verify_replicas(replica.collective, replica.parameters, replica.state, replica.device)
+            verify_replicas(
+                replica.collective, replica.parameters, replica.state, replica.device, compress=repr(self._codec)
+            )
             replica.collective.broadcast(list(replica.state.values()), 0, what="initial parameters and buffers").wait()
         self._collective = replica.collective
         self._weights = BatchWeights(replica.collective, replica.device)

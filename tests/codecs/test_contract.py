@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from support.int8_codec import Int8
-from support.top_one_codec import TopOne
+from support.trial_codecs import register
 
 import psengine
 from psengine.codecs.base import Codec, CodecState
@@ -34,8 +34,7 @@ ERROR_BOUNDS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "int8": lambda values: values.abs().double().amax() / 127 / 2 * (1 + 2.0**-7) + values.abs().double() * 2.0**-8,
     "top1": lambda values: values.abs().double().sort().values[-2:-1].expand_as(values),
 }
-psengine.register_codec("int8", Int8)
-psengine.register_codec("top1", TopOne)
+register()
 
 
 @pytest.fixture(params=list(ERROR_BOUNDS))

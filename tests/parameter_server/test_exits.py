@@ -1,18 +1,16 @@
-"""How workers of sync-server leave where a program just ends, is interrupted, or meets an older server."""
+"""How workers of sync-server leave where a program just ends or is interrupted."""
 
 from __future__ import annotations
 
-import logging
 import signal
 from contextlib import AbstractContextManager, ExitStack
-from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from support.interpreters import Interpreter, running_program
 from support.server_process import running_server
-from support.shard_world import APPLY, AVERAGE, spec
+from support.shard_world import AVERAGE, spec
 from support.waiting import eventually
 
 import psengine
@@ -49,8 +47,10 @@ if rank == 1:
 """
 
 
-def enter(address: str, rank: int, *, rule: dict[str, object] = AVERAGE) -> WorkerSession:
-    options = SessionOptions(addresses=(address,), job="job", rule=rule, rank=rank, world_size=2, timeout_s=TIMEOUT_S)
+def enter(address: str, rank: int) -> WorkerSession:
+    options = SessionOptions(
+        addresses=(address,), job="job", rule=AVERAGE, rank=rank, world_size=2, timeout_s=TIMEOUT_S
+    )
     session = WorkerSession(options)
     session.start()
     session.enter([spec(0, 4)], lambda one: torch.zeros(one.numel))
@@ -117,28 +117,3 @@ def test_a_program_that_ends_waits_a_lease_for_a_worker_that_died():
         eventually(lambda: other.stdout == "[1.0, 1.0, 1.0, 1.0]\n")
         other.signal(signal.SIGKILL)
         assert leaver.wait(LIMIT_S) == 0
-
-
-# ---- older servers ---------------------------------------------------------------------------------------------------
-
-
-def speak_version_2() -> None:
-    from psengine.parameter_server.server.transport import shard_thread
-
-    shard_thread.encode = partial(shard_thread.encode, version=2)  # type: ignore[assignment]
-
-
-@pytest.mark.parametrize(
-    ("rule", "lacks"),
-    [(AVERAGE, "leave without waiting"), pytest.param(APPLY, "are not counted", marks=pytest.mark.slow)],
-)
-def test_what_an_older_server_does_not_do_is_said_once(caplog, rule, lacks):
-    caplog.set_level(logging.WARNING)
-    with running_server(sabotage=speak_version_2, shards=2) as server:
-        session = enter(server.addresses[0], 0, rule=rule)
-        session.status()
-        session.close()
-    [text] = caplog.messages
-    assert "older protocol version than 3" in text
-    assert lacks in text
-    assert all(address in text for address in server.addresses)

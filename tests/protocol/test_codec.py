@@ -104,7 +104,7 @@ def test_the_header_lies_as_documented():
         return int.from_bytes(header[start:end], "little")
 
     assert header[:4] == b"PSEN"
-    assert (at(4, 6), header[6], header[7]) == (3, 8, 0b101)
+    assert (at(4, 6), header[6], header[7]) == (4, 8, 0b101)
     assert (at(8, 16), at(16, 24), at(24, 28), at(28, 32)) == (xxhash.xxh3_64_intdigest(b"demo"), 7, 1, 0)
     assert (at(32, 40), at(40, 48), at(48, 56)) == (5, 1, 41)  # incarnation, sequence, version
     assert (at(56, 64), at(64, 72), at(72, 76), header[76], header[77:80]) == (2, 8, 0, 1, b"\0\0\0")

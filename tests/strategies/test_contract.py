@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from support import trial_codecs
 from support.processes import run_ranks
 from support.server_process import running_server
 
@@ -17,13 +18,22 @@ from psengine.strategies.registry import STRATEGIES, resolve_strategy
 from psengine.strategies.sync_all_reduce import SyncAllReduce
 from psengine.tensors.bucket import Bucket
 
-SYNCHRONOUS = ["sync", "sync-server"]
+# Strategies that give native DDP's semantics, and how far their averages may be from the mean: without a codec one
+# rounding for each product and each sum.
+SYNCHRONOUS = {
+    "sync": 1e-6,
+    "sync-server": 1e-6,
+    "sync:compress=bf16": 3e-2,
+    "sync:compress=int8": 5e-2,
+    "sync-server:compress=fp16": 4e-3,
+    "sync-server:compress=int8": 5e-2,
+}
 
 
 @pytest.fixture(scope="module")
 def servers():
     """What PSENGINE_SERVERS is in ranks, for strategies that need it."""
-    with running_server() as server:
+    with running_server(sabotage=trial_codecs.register) as server:
         yield server.addresses[0]
 
 
@@ -44,7 +54,8 @@ def make_buckets(strategy: Strategy, parameters: dict[str, torch.nn.Parameter]) 
 
 
 def synchronous_contract(rank: int, world_size: int, name: str, servers: str) -> dict[str, Any]:
-    os.environ["PSENGINE_SERVERS"] = servers
+    os.environ |= {"PSENGINE_SERVERS": servers, "PSENGINE_JOB": f"{name}, {world_size} workers"}
+    trial_codecs.register()
     strategy = resolve_strategy(name)
     generator = torch.Generator().manual_seed(rank)
     shapes = {"weight": (50, 3), "bias": (3,), "scale": ()}
@@ -98,10 +109,9 @@ def test_synchronous_contract(name, world_size, servers):
             assert torch.equal(start, results[0]["start"][key]), "replicas start equal"
             mean = torch.stack([r["sent"][key].double() for r in results]).mean(0)
             assert torch.equal(result["averaged"][key], results[0]["averaged"][key]), "replicas agree to the bit"
-            # One rounding for each product and each sum.
-            assert torch.allclose(result["averaged"][key].double(), mean, rtol=0, atol=1e-6)
+            assert torch.allclose(result["averaged"][key].double(), mean, rtol=0, atol=SYNCHRONOUS[name])
         assert result["usage"].tolist() == [world_size, 0, sum(range(world_size))]
-        expected = [] if name == "sync-server" else [[world_size - 1.0] * 2, [world_size - 1]]
+        expected = [] if name.startswith("sync-server") else [[world_size - 1.0] * 2, [world_size - 1]]
         assert [t.tolist() for t in result["received"]] == expected
 
 
@@ -139,10 +149,27 @@ def test_every_rank_learns_how_models_differ(name, difference, texts):
 
 
 def test_registry():
-    assert set(SYNCHRONOUS) <= set(STRATEGIES)
+    assert {name.partition(":")[0] for name in SYNCHRONOUS} <= set(STRATEGIES)
     own = SyncAllReduce()
     assert resolve_strategy(own) is own
     assert isinstance(resolve_strategy("sync"), SyncAllReduce)
+
+
+def different_codecs(rank: int, world_size: int) -> str:
+    parameters = {"weight": torch.nn.Parameter(torch.zeros(3))}
+    strategy = resolve_strategy(f"sync:compress={'bf16' if rank == 1 else 'none'}")
+    try:
+        strategy.prepare(make_replica(parameters), synchronize=True)
+    except ReplicaMismatchError as error:
+        return str(error)
+    return "accepted"
+
+
+def test_every_rank_learns_that_codecs_differ():
+    for rank, message in enumerate(run_ranks(different_codecs, 2)):
+        assert (
+            f"expected compress=none of rank 0 on every rank, got, by rank, none, bf16; seen on rank {rank}" in message
+        )
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ class TopOne(Codec):
     """The value of the largest magnitude, with error feedback (Seide et al. 2014). The payload is place and value."""
 
     name = "top1"
+    encodes_answers = False
 
     @override
     def payload_spec(self, numel: int, dtype: torch.dtype) -> PayloadSpec:

@@ -18,6 +18,8 @@ from typing import Any
 
 import torch
 
+from psengine.codecs.base import Codec
+from psengine.codecs.registry import resolve_codec
 from psengine.environment.context import read_variable
 from psengine.errors import ConfigurationError
 from psengine.parameter_server.client.addresses import parse_addresses
@@ -45,6 +47,7 @@ def connect(
     timeout_s: float = 300.0,
     connect_timeout_s: float = 30.0,
     checksum: bool = False,
+    compress: str | Codec | None = None,
     keys: CurveClientKeys | None = None,
 ) -> Client:
     """Make a client of parameter servers. A reader meets them at once, a worker when it registers its tensors.
@@ -63,6 +66,7 @@ def connect(
         timeout_s: deadline of everything that is asked.
         connect_timeout_s: deadline of a server's first answer.
         checksum: add a checksum to every payload.
+        compress: what travels in the place of gradients and of the answers to them: a codec's name, or a codec.
         keys: CURVE keys; by default those that PSENGINE_SERVER_KEY and PSENGINE_CLIENT_KEY name, if any.
 
     Raises:
@@ -80,6 +84,7 @@ def connect(
             timeout_s=timeout_s,
             connect_timeout_s=connect_timeout_s,
             checksum=checksum,
+            codec=resolve_codec(compress),
             keys=keys_from_environment() if keys is None else keys,
         ),
         {

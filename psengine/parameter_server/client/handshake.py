@@ -21,8 +21,7 @@ import torch
 from psengine.environment import local_sockets
 from psengine.errors import ConfigurationError, ServerLostError, ServerRefusedError
 from psengine.parameter_server.client.link import Link
-from psengine.parameter_server.client.options import READER_RULE
-from psengine.protocol.messages import NOBODY, ErrorCode, Message, MessageType
+from psengine.protocol.messages import CODEC_VERSION, NOBODY, ErrorCode, Message, MessageType
 from psengine.version import __version__
 
 if TYPE_CHECKING:
@@ -148,6 +147,7 @@ class Handshake:
             answer = self._answer(link, message, timeout_s)
             if answer is None:
                 continue
+            self._check_version(link)
             if answer.body["state"] != "wait" or not self._may_come():
                 return answer
             if time.monotonic() >= deadline_s:
@@ -157,6 +157,16 @@ class Handshake:
                 )
             if membership.closing.wait(WAIT_S):
                 raise ServerLostError(f"the session was closed while it waited for the values of job {options.job!r}")
+
+    def _check_version(self, link: Link) -> None:
+        codec = self._options.codec
+        if codec.is_identity or link.server_version >= CODEC_VERSION:
+            return
+        raise ServerRefusedError(
+            f"{link.address} knows no codecs (expected protocol version {CODEC_VERSION} or later for compress={codec},"
+            f" got {link.server_version}). Update psengine where the servers run, or leave out compress=.",
+            ErrorCode.VERSION,
+        )
 
     def _answer(self, link: Link, message: Message, timeout_s: float) -> Message | None:
         """The answer to a HELLO; None where an embedded server has yet to give it."""
@@ -192,7 +202,7 @@ class Handshake:
             "pid": os.getpid(),
             "software": options.software or __version__,
             "world_size": options.world_size,
-            "rule": options.rule or READER_RULE,
+            "rule": options.whole_rule,
         }
         if options.role == "reader":
             return body

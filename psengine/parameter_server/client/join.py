@@ -22,7 +22,7 @@ from psengine.parameter_server.client.operation import Request, wait_all
 from psengine.parameter_server.client.own_membership import OwnMembership
 from psengine.parameter_server.client.partition import assign
 from psengine.protocol.layout import ChunkSpec, first_difference, layout_fingerprint
-from psengine.protocol.messages import RECOVERY_VERSION, ErrorCode, Message, MessageType
+from psengine.protocol.messages import ErrorCode, Message, MessageType
 
 logger = logging.getLogger(__name__)
 
@@ -52,22 +52,6 @@ def greet(membership: OwnMembership) -> Welcome:
         )
     membership.resume()
     return welcome
-
-
-def warn_of_old_servers(membership: OwnMembership) -> None:
-    """Say in the log what servers of another version do not do for this job."""
-    old = [link.address for link in membership.links if link.server_version < RECOVERY_VERSION]
-    if not old or membership.options.role != "worker":
-        return
-    lacks = "updates that it loses by going back to a snapshot are not counted, and snapshots may have parts of a step"
-    if membership.options.averages:
-        lacks = "workers leave without waiting until all have the averages of the last step"
-    logger.warning(
-        "%s speaks an older protocol version than %d: %s. Update psengine where the servers run.",
-        ", ".join(old),
-        RECOVERY_VERSION,
-        lacks,
-    )
 
 
 def initialise(
@@ -160,8 +144,6 @@ def await_leave(membership: OwnMembership) -> None:
     if not options.averages or not takes_part or max(len(membership.members), membership.contributors) < 2:
         return
     if not all(link.is_level or not membership.chunks.at(link.index) for link in links):
-        return
-    if any(link.server_version < RECOVERY_VERSION for link in links):
         return
     timeout_s = min(options.timeout_s, EMBEDDED_LEAVE_S) if options.is_embedded else options.timeout_s
     who = f"worker {membership.identity.worker} of job {options.job!r}"

@@ -390,7 +390,7 @@ class Link:
         if push is None or push.message.sequence != message.sequence:
             return
         if message.body.get("round", push.round) != push.round:
-            return  # of an earlier copy; a server of version 2 knows no rounds
+            return  # of an earlier copy
         if push.unanswered:
             self.patience.note_question(now_s - push.asked_s)
         push.unanswered = 0

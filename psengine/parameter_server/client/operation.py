@@ -18,8 +18,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from typing_extensions import override
 
-from psengine.errors import ProtocolError, PSEngineError, ServerError
+from psengine.codecs.exchange_outcome import ExchangeOutcome
+from psengine.errors import FencedError, ProtocolError, PSEngineError, ServerError
+from psengine.parameter_server.client.chunk_encoder import ChunkEncoder
 from psengine.protocol.codec import payload_tensor
 from psengine.protocol.messages import Message
 
@@ -52,12 +55,14 @@ class PushResult:
         version: of the chunk, now that the push is in.
         contributors: how many workers' gradients the average is made of; None where servers apply updates.
         refused: why the server did not use it ("non_finite"); None where it did.
+        outcome: whether it counts, and if not, why.
         seconds: from ``push()`` to the answer.
     """
 
     version: int
     contributors: int | None
     refused: str | None
+    outcome: ExchangeOutcome
     seconds: float
 
 
@@ -182,7 +187,7 @@ class Operation:
 
     def finish(self, answer: Message, now_s: float) -> PSEngineError | None:
         """I/O thread: take the answer, its payload into the destinations; or say why it cannot be taken."""
-        problem = self._take_payload(answer) if self._targets else None
+        problem = self._take_payload(answer) if self.numel else None
         if problem is not None:
             self.fail(problem)
             return problem
@@ -208,6 +213,8 @@ class Operation:
             return ProtocolError(
                 f"the answer to {self.describe()} does not fit (expected {self.numel} of {self.dtype}, got {got})"
             )
+        if not self._targets:
+            return None
         source = payload_tensor(answer)
         address = source.data_ptr()
         # memmove: without the GIL, and without torch's thread pool, which belongs to the training.
@@ -216,6 +223,9 @@ class Operation:
             address += size_bytes
         answer.payload = None
         return None
+
+    def conclude(self) -> None:
+        """The thread that waits: do what is left to do once it is done; a second time does nothing."""
 
     def settle(self) -> None:
         """Wait for the end, and raise what went wrong.
@@ -227,6 +237,7 @@ class Operation:
         """
         if not self.is_done:
             self.parking.park(self, (self,))
+        self.conclude()
         if self.error is not None:
             raise self.error.with_traceback(None)
 
@@ -280,11 +291,21 @@ class Request(Operation):
 class Push(Operation):
     """A chunk's exchange; see ``WorkerSession.push``.
 
+    ``encoder``: where a codec makes the chunk's payloads, and this one has one.
     ``round``: how often it, or its answer, was asked for. ``asked_s``: when the first of the unanswered probes left.
     ``arrived_bytes``: what the server has of everybody, as it said last while it held the answer.
     """
 
-    __slots__ = ("arrived_bytes", "asked_s", "fenced_count", "round", "size_bytes", "waiting_for")
+    __slots__ = (
+        "_encoder",
+        "_is_concluded",
+        "arrived_bytes",
+        "asked_s",
+        "fenced_count",
+        "round",
+        "size_bytes",
+        "waiting_for",
+    )
 
     def __init__(
         self,
@@ -294,8 +315,15 @@ class Push(Operation):
         timeout_s: float,
         destinations: Sequence[torch.Tensor],
         dtype: torch.dtype | None,
+        encoder: ChunkEncoder | None = None,
     ) -> None:
         super().__init__(message, what, parking, timeout_s, destinations, dtype)
+        self._encoder = encoder
+        self._is_concluded = encoder is None
+        if encoder is not None and encoder.decodes:
+            # The answer stays as it came until somebody waits: decoding is work for the training's threads.
+            self._targets = []
+            self.numel, self.dtype = encoder.answer.numel if destinations else 0, encoder.answer.dtype
         self.size_bytes = message.numel * message.dtype.itemsize if message.dtype is not None else 0
         self.fenced_count = 0
         self.round = 1
@@ -322,9 +350,41 @@ class Push(Operation):
             ServerRefusedError: the server refused it.
         """
         self.settle()
+        outcome = self._outcome()
         assert self.answer is not None
+        assert outcome is not None
         body = self.answer.body
-        return PushResult(self.answer.version, body.get("contributors"), body.get("refused"), self.seconds)
+        return PushResult(self.answer.version, body.get("contributors"), body.get("refused"), outcome, self.seconds)
+
+    @override
+    def conclude(self) -> None:
+        if self._is_concluded or not self.is_done:
+            return
+        self._is_concluded = True
+        assert self._encoder is not None
+        outcome = self._outcome()
+        if self.message.dtype is not None and outcome is not None:  # it brought a payload
+            self._encoder.end(outcome)
+        if self._encoder.decodes and self.destinations and self.answer is not None:
+            self._encoder.decode(payload_tensor(self.answer), self.destinations)
+
+    def _outcome(self) -> ExchangeOutcome | None:
+        """None: it failed, and nobody knows whether the servers have it."""
+        if self.answer is None:
+            return ExchangeOutcome.FENCED if isinstance(self.error, FencedError) else None
+        body = self.answer.body
+        if body.get("refused", "abstained") != "abstained":
+            return ExchangeOutcome.REFUSED
+        if body.get("late"):
+            return ExchangeOutcome.LATE
+        return ExchangeOutcome.APPLIED if "contributors" not in body else ExchangeOutcome.AVERAGED
+
+    def result(self) -> torch.Tensor:
+        """The values of the answer as they travelled, in memory of their own."""
+        assert self.answer is not None
+        if self.answer.payload is not None:
+            return payload_tensor(self.answer).clone()
+        return torch.cat([destination.detach().view(-1) for destination in self.destinations])
 
 
 def wait_all(operations: Sequence[Operation]) -> None:
@@ -337,6 +397,8 @@ def wait_all(operations: Sequence[Operation]) -> None:
     for operation in reversed(operations):
         if not operation.is_done:
             operation.parking.park(operation, operations)
+    for operation in operations:
+        operation.conclude()
     for operation in operations:
         if operation.error is not None:
             raise operation.error.with_traceback(None)

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from psengine.codecs.base import Codec
+from psengine.codecs.identity import IDENTITY
 from psengine.environment.context import read_variable
 from psengine.errors import ConfigurationError
 from psengine.protocol.keys import CurveClientKeys
@@ -21,7 +23,8 @@ class SessionOptions:
     Attributes:
         addresses: of each server process; the first is the lead.
         job: name of the job; workers of one job share its values.
-        rule: the job's update rule, as in HELLO; None for readers.
+        rule: the job's update rule, as in HELLO, without its codec; None for readers.
+        codec: makes the payloads of gradients and of answers to them.
         rank: this worker; None lets the servers choose.
         world_size: workers expected at the start.
         role: "worker" or "reader".
@@ -36,6 +39,7 @@ class SessionOptions:
     addresses: Sequence[str]
     job: str = "default"
     rule: dict[str, Any] | None = None
+    codec: Codec = IDENTITY
     rank: int | None = None
     world_size: int = 1
     role: str = "worker"
@@ -51,6 +55,12 @@ class SessionOptions:
     def averages(self) -> bool:
         """Whether the job's servers average, so that its weights live in its workers."""
         return (self.rule or READER_RULE)["name"] == "average"
+
+    @property
+    def whole_rule(self) -> dict[str, Any]:
+        """The rule as HELLO says it."""
+        rule = self.rule or READER_RULE
+        return rule if self.codec.is_identity else {**rule, "compress": repr(self.codec)}
 
     def check(self) -> None:
         """Raise ConfigurationError unless the options make sense."""

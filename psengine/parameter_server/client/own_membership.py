@@ -392,5 +392,5 @@ class OwnMembership:
                            message.sequence, message.key)  # fmt: skip
             return
         # A copy: the next answer overwrites it while it may still be on its way out.
-        values = torch.cat([destination.detach().view(-1) for destination in last.destinations])
-        link.send_result(Message(MessageType.RESULT, key=message.key, sequence=message.sequence, payload=values))
+        result = Message(MessageType.RESULT, key=message.key, sequence=message.sequence, payload=last.result())
+        link.send_result(result)

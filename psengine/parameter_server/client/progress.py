@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from psengine.parameter_server.client.operation import Request
-from psengine.protocol.messages import RECOVERY_VERSION, Message, MessageType
+from psengine.protocol.messages import Message, MessageType
 
 if TYPE_CHECKING:
     from psengine.parameter_server.client.link import Link
@@ -123,7 +123,7 @@ def tell(membership: OwnMembership) -> None:
         ServerLostError, ServerRefusedError: see ``Operation.settle``.
     """
     restarted = [link for link in membership.links if link.ledger.epoch != link.epoch]
-    asked = [(link, _ask(membership, link)) for link in restarted if link.server_version >= RECOVERY_VERSION]
+    asked = [(link, _ask(membership, link)) for link in restarted]
     losses = [_read(link, requests) for link, requests in asked]
     for link in restarted:
         link.ledger.settle(link.epoch)

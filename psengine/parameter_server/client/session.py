@@ -19,7 +19,9 @@ from typing import Any
 import torch
 
 from psengine.errors import ConfigurationError, FencedError, ProtocolError, PSEngineError
+from psengine.parameter_server.chunk_codecs import gradient_codec
 from psengine.parameter_server.client import join
+from psengine.parameter_server.client.chunk_encoder import ChunkEncoder
 from psengine.parameter_server.client.chunk_map import check_destinations, check_tensor
 from psengine.parameter_server.client.link import Link
 from psengine.parameter_server.client.operation import Answer, Operation, Push, PushResult, Request, wait_all
@@ -27,7 +29,7 @@ from psengine.parameter_server.client.options import SessionOptions
 from psengine.parameter_server.client.own_membership import OwnMembership, StateRequest
 from psengine.parameter_server.client.telemetry import Telemetry
 from psengine.protocol.layout import ChunkSpec
-from psengine.protocol.messages import MAX_PAYLOAD_BYTES, RECOVERY_VERSION, Message, MessageType
+from psengine.protocol.messages import MAX_PAYLOAD_BYTES, Message, MessageType
 
 __all__ = ["Answer", "Push", "PushResult", "Request", "SessionOptions", "StateRequest", "WorkerSession", "wait_all"]
 
@@ -56,6 +58,9 @@ class WorkerSession:
         self.started = False
         self._membership = OwnMembership(options)
         self._sequences: dict[int, int] = {}
+        # By chunk, where the job has a codec; and the last push of each.
+        self._encoders: dict[int, ChunkEncoder] = {}
+        self._encoded: dict[int, Push] = {}
         self._step = 0
         # What the pushes of the step under way carry, by chunk.
         self._step_marks: dict[int, list[Any]] = {}
@@ -90,7 +95,6 @@ class WorkerSession:
             self.close()
             raise
         self.state, self.started = welcome.state, welcome.started
-        join.warn_of_old_servers(self._membership)
         return self.state
 
     def enter(self, layout: Sequence[ChunkSpec], initial: Callable[[ChunkSpec], torch.Tensor]) -> str:
@@ -239,9 +243,11 @@ class WorkerSession:
         Args:
             key: the chunk.
             payload: contiguous on the CPU, the chunk's dtype and numel: the gradient, or a buffer's values. Must stay
-                unchanged until the answer came. None takes part without contributing (averaging jobs).
+                unchanged until the answer came. None takes part without contributing (averaging jobs). What travels is
+                what the job's codec makes of it.
             destinations: contiguous CPU tensors that together have the chunk's numel: written, one after the other,
-                with the answer (weights or average). Empty drops it. They may share the payload's memory.
+                with the answer (weights or average), at the latest when it was waited for. Empty drops it. They may
+                share the payload's memory.
             groups: the optimizer's hyperparameters now, per group.
             absent: indices of the chunk's segments without a gradient this time.
             weight: what the gradient counts in an average, up to 1e12: every worker gives one, or none does. 0, which
@@ -269,11 +275,13 @@ class WorkerSession:
             body["absent"] = list(absent)
         if weight is not None:
             body["weight"] = weight
-        if key in self._step_marks and link.server_version >= RECOVERY_VERSION:
+        if key in self._step_marks:
             body["step"] = self._step_marks[key]
         message = Message(MessageType.PUSH, key=key, sequence=sequence, version=link.versions.get(key, 0), body=body)
+        encoder = self._encoder(spec)
         if payload is not None:
-            message.dtype, message.numel, message.payload = spec.dtype, spec.numel, payload.detach()
+            payload = payload.detach() if encoder is None else encoder.encode(payload)
+            message.dtype, message.numel, message.payload = payload.dtype, payload.numel(), payload
         push = Push(
             message,
             lambda: f"push {sequence} of {spec.describe()}",
@@ -281,9 +289,23 @@ class WorkerSession:
             self.options.timeout_s,
             destinations,
             spec.dtype,
+            encoder,
         )
+        if encoder is not None:
+            self._encoded[key] = push
         membership.submit(link, push)
         return push
+
+    def _encoder(self, spec: ChunkSpec) -> ChunkEncoder | None:
+        """That of a chunk, which has come to the end of its last push; None where values travel as they are."""
+        if gradient_codec(self.options.codec, spec).is_identity:
+            return None
+        last = self._encoded.pop(spec.key, None)
+        if last is not None:
+            last.conclude()  # perhaps nobody has waited for it
+        if spec.key not in self._encoders:
+            self._encoders[spec.key] = ChunkEncoder(spec, self.options.codec)
+        return self._encoders[spec.key]
 
     def keep_result(self, key: int, destinations: Sequence[torch.Tensor] | None = None) -> None:
         """From now on the destinations of this chunk's pushes stay as the answer left them, until the next answer.

@@ -36,6 +36,7 @@ from psengine.parameter_server.server.durability.snapshot_thread import (
 )
 from psengine.parameter_server.server.end_requests import EndRequests
 from psengine.parameter_server.server.listening import Listeners
+from psengine.parameter_server.server.plugins import import_plugins
 from psengine.parameter_server.server.settings import ServerSettings
 from psengine.parameter_server.server.shard_group import ShardGroup
 from psengine.parameter_server.server.snapshots.store import SnapshotStore
@@ -127,6 +128,7 @@ class Server:
         torch.set_num_threads(1)
         keep_freed_memory()
         raise_descriptor_limit()
+        import_plugins(settings.plugins or ())
         self._connections = stack.enter_context(closing(Connections(self._shards.owns)))
         token = self._read_status_token()
         store = None

@@ -70,6 +70,16 @@ def _parse_seconds(value: Any) -> float:
         raise ValueError("a number of seconds") from None
 
 
+def _parse_modules(value: Any) -> tuple[str, ...]:
+    names = value.split(",") if isinstance(value, str) else value
+    if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
+        raise ValueError("names of modules, with commas")
+    names = [name.strip() for name in names]
+    if not names or not all(part.isidentifier() for name in names for part in name.split(".")):
+        raise ValueError("names of modules, with commas")
+    return tuple(names)
+
+
 def _parse_path(value: Any) -> Path:
     if not isinstance(value, str | Path) or not str(value).strip():
         raise ValueError("a path")
@@ -165,6 +175,12 @@ class ServerSettings:
             parse_size,
             "Most memory for values, optimizer state and held gradients, such as 8GiB; shards share it evenly. Default:"
             " four fifths of the machine's.",
+        ),
+    )
+    plugins: tuple[str, ...] | None = field(
+        default=None,
+        metadata=_about(
+            _parse_modules, "Modules to import at the start, with commas: those that register codecs of your own."
         ),
     )
     log_format: str = field(

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from typing_extensions import override
 
+from psengine.codecs.base import Codec
 from psengine.collectives.base import CompletedWork, Work
 from psengine.errors import ConfigurationError, PSEngineError, ReductionError
 from psengine.strategies.base import Reduction
@@ -50,7 +51,7 @@ class AsyncServer(ServerStrategy):
             gradients, hyperparameters or weights between the two is an error, so neither clipping nor
             ``torch.amp.GradScaler`` goes with it. To notice that, ``step()`` reads gradients once more;
             ``gradient_as_bucket_view=True`` costs a copy of them on top. What did not leave is sent in ``step()``.
-        servers, job, timeout_s, checksum: see ``ServerStrategy``.
+        servers, job, timeout_s, checksum, compress: see ``ServerStrategy``.
 
     Attributes:
         completed_steps: how many steps this worker took.
@@ -71,9 +72,10 @@ class AsyncServer(ServerStrategy):
         job: str | None = None,
         timeout_s: float = DEFAULT_TIMEOUT_S,
         checksum: bool = False,
+        compress: str | Codec | None = None,
     ) -> None:
         _check_options(max_staleness, staleness_scaling, delay_compensation, push)
-        super().__init__(servers=servers, job=job, timeout_s=timeout_s, checksum=checksum)
+        super().__init__(servers=servers, job=job, timeout_s=timeout_s, checksum=checksum, compress=compress)
         self._options.update(
             max_staleness=max_staleness,
             staleness_scaling=staleness_scaling,

@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from typing_extensions import override
 
+from psengine.codecs.base import Codec
+from psengine.codecs.registry import resolve_codec
 from psengine.errors import ConfigurationError, ReductionError
 from psengine.strategies.base import Capabilities, Replica, Strategy
 from psengine.strategies.servers.discovery import Meeting, leave, meet
@@ -42,6 +44,8 @@ class ServerStrategy(Strategy):
             and numbers the models that one process wraps. A copy of a strategy (``deepcopy``, pickle) is numbered too.
         timeout_s: deadline of every wait for a server.
         checksum: protect payloads by a hash on the way (TCP's own checks miss one error in some terabytes).
+        compress: what travels in the place of gradients, and of the servers' answers: the name of a codec, or a codec.
+            All workers of a job use the same, and the servers know it. None: the values.
     """
 
     # defines_gradients: averages are defined by writing them; servers that apply gradients are told which are missing.
@@ -61,6 +65,7 @@ class ServerStrategy(Strategy):
         job: str | None = None,
         timeout_s: float = DEFAULT_TIMEOUT_S,
         checksum: bool = False,
+        compress: str | Codec | None = None,
     ) -> None:
         if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float) or not 0 < timeout_s < float("inf"):
             raise ConfigurationError(f"timeout_s is a positive number of seconds (got {timeout_s!r})")
@@ -69,6 +74,7 @@ class ServerStrategy(Strategy):
             "job": job,
             "timeout_s": float(timeout_s),
             "checksum": bool(checksum),
+            "compress": None if compress is None else resolve_codec(compress),
         }
         self._is_copy = False
         # Met for a replica that was forgotten without ``close``.
@@ -160,6 +166,7 @@ class ServerStrategy(Strategy):
                     addresses=meeting.addresses,
                     job=meeting.job,
                     rule=self.rule,
+                    codec=resolve_codec(options["compress"]),
                     rank=meeting.rank,
                     world_size=meeting.world_size,
                     timeout_s=options["timeout_s"],

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from typing_extensions import override
 
+from psengine.codecs.base import Codec
 from psengine.collectives.base import Work
 from psengine.errors import ConfigurationError, FencedError, ServerError
 from psengine.strategies.base import Reduction
@@ -44,7 +45,7 @@ class SyncServer(ServerStrategy):
     Args:
         quorum: go on with the first ``quorum`` gradients of a step, N - b with b backup workers (Chen et al. 2016,
             https://arxiv.org/abs/1604.00981); late ones are dropped. None waits for every live worker.
-        servers, job, timeout_s, checksum: see ``ServerStrategy``.
+        servers, job, timeout_s, checksum, compress: see ``ServerStrategy``.
 
     Attributes:
         completed_steps: how many steps this worker's model has seen; a worker that joined late starts with the others'.
@@ -61,12 +62,13 @@ class SyncServer(ServerStrategy):
         job: str | None = None,
         timeout_s: float = DEFAULT_TIMEOUT_S,
         checksum: bool = False,
+        compress: str | Codec | None = None,
     ) -> None:
         if quorum is not None and (isinstance(quorum, bool) or not isinstance(quorum, int) or quorum < 1):
             raise ConfigurationError(
                 f"quorum is a number of workers (expected an integer of at least 1, got {quorum!r})"
             )
-        super().__init__(servers=servers, job=job, timeout_s=timeout_s, checksum=checksum)
+        super().__init__(servers=servers, job=job, timeout_s=timeout_s, checksum=checksum, compress=compress)
         self._options["quorum"] = quorum
 
     def _forget(self) -> None:

@@ -343,18 +343,6 @@ class TestRepeats:
         (answer,) = workers[0].repeat(0, 1)
         assert (answer.type, answer.sequence) == (MessageType.UPDATED, 1)
 
-    def test_a_client_of_protocol_version_2_gets_the_result_by_its_probe(self):
-        world = World(codec=False)
-        workers = team(world, 2, [spec(0, 8)])
-        for worker in workers:
-            worker.push(0, 1, torch.ones(8))
-        for worker in workers:
-            worker.take()
-        (answer,) = workers[0].send(MessageType.PROBE, key=0, sequence=1, peer_version=2)
-        assert (answer.type, answer.sequence) == (MessageType.UPDATED, 1)
-        (answer,) = workers[0].send(MessageType.PROBE, key=0, sequence=2, peer_version=2)
-        assert (answer.type, answer.body) == (MessageType.MISSING, {})
-
     def test_a_delayed_duplicate_of_long_ago_changes_nothing(self):
         """It sat in an old connection, while its repetition went over a new one."""
         world = World()
@@ -489,7 +477,7 @@ class TestQuorum:
         (late,) = workers[1].push(0, 1, grads[1])
         expected = reference([grads[0], grads[2]])
         assert all(equal(w.updates()[1], expected) for w in workers)
-        assert late.body == {"contributors": 2}
+        assert late.body == {"contributors": 2, "late": True}
         assert world.shard.status(0.0).jobs["demo"].late == 1
 
     def test_quorum_of_more_than_are_left_is_all_that_are_left(self):

@@ -63,6 +63,7 @@ def test_every_setting_can_be_given_in_each_way(tmp_path, monkeypatch):
         "secret_file": None,
         "insecure": True,
         "max_memory_bytes": "2GiB",
+        "plugins": "json,os.path",
         "log_format": "json",
     }
     assert list(values) == [setting.name for setting in fields(ServerSettings)]

@@ -11,9 +11,8 @@ from psengine.parameter_server.server.core.weights import Weights
 from psengine.parameter_server.server.rules.chunk_rule import ChunkRule
 from psengine.parameter_server.server.rules.chunk_store import absent_ranges
 from psengine.parameter_server.server.rules.exchange import Contribution, Reply
-from psengine.parameter_server.server.rules.received import received_values
 from psengine.protocol.layout import ChunkKind
-from psengine.protocol.messages import RECOVERY_VERSION, ErrorCode, Message, MessageType
+from psengine.protocol.messages import ErrorCode, Message, MessageType
 
 
 class Exchanges:
@@ -41,7 +40,7 @@ class Exchanges:
             member.rank,
             message.sequence,
             message.version,
-            None if message.payload is None else received_values(message, spec),
+            None if message.payload is None else rule.payloads.decode(message),
             body.get("groups"),
             absent_ranges(spec.segments, body["absent"]) if body.get("absent") else (),
             body.get("weight"),
@@ -94,14 +93,14 @@ class Exchanges:
         rule = self._team.chunks.find(message.key)
         if not member.phase.is_live:
             raise ProtocolError(f"{rule.spec.describe()}: this RESULT was not asked for")
-        values, contributors = received_values(message, rule.spec), message.body.get("contributors")
-        return rule.gathering.supply_result(member.rank, message.sequence, values, contributors)
+        payload, contributors = rule.payloads.answered(message), message.body.get("contributors")
+        return rule.gathering.supply_result(member.rank, message.sequence, payload, contributors)
 
     def probe(self, message: Message, member: Member) -> list[Reply]:
-        """PROBE: what became of a push? REPEAT (and PROBE of protocol version 2): its answer again."""
+        """PROBE: what became of a push? REPEAT: its answer again."""
         self._check_live(member)
         gathering = self._team.chunks.find(message.key).gathering
-        repeats = message.type is MessageType.REPEAT or message.peer_version < RECOVERY_VERSION
+        repeats = message.type is MessageType.REPEAT
         replies = (gathering.repeat if repeats else gathering.probe)(member.rank, message.sequence)
         for reply in replies:
             if reply.type in (MessageType.PENDING, MessageType.MISSING, MessageType.SENT):

@@ -94,7 +94,6 @@ class Job(Team):
         member = greeting.member
         if member is None:
             raise self._rank_taken(rank, greeting)
-        member.protocol_version = message.peer_version
         if not self.has_started:
             self.expected_workers = max(self.expected_workers, body["world_size"])
         replies = []

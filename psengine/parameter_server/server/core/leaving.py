@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterable, Sequence
 from psengine.parameter_server.server.core.membership import Member
 from psengine.parameter_server.server.rules.chunk_rule import ChunkRule
 from psengine.parameter_server.server.rules.exchange import Reply
-from psengine.protocol.messages import RECOVERY_VERSION, MessageType
+from psengine.protocol.messages import MessageType
 
 
 class Leaving:
@@ -48,11 +48,7 @@ class Leaving:
         """Ask those that seem to be behind worker ``rank`` how far they are."""
         live = [other for other, member in members.items() if member.phase.is_live]
         behind = self.who_is_behind(rank, rules, live)
-        return [
-            Reply(MessageType.PROGRESS_WANTED, other, 0)
-            for other in behind
-            if members[other].protocol_version >= RECOVERY_VERSION
-        ]
+        return [Reply(MessageType.PROGRESS_WANTED, other, 0) for other in behind]
 
     def __bool__(self) -> bool:
         return bool(self._requests)

@@ -37,7 +37,6 @@ class Member:
         phase: what it is to its job.
         last_heard_s: when its last message came.
         host, pid: where it runs, for people.
-        protocol_version: that it speaks.
         telemetry: what its steps are made of.
     """
 
@@ -53,7 +52,6 @@ class Member:
     pushes: int = 0
     refused: int = 0
     late: int = 0
-    protocol_version: int = 2
     telemetry: WorkerTelemetry = field(default_factory=WorkerTelemetry)
     data_route: bytes = b""
 

@@ -18,6 +18,7 @@ from psengine.flat_optimizers.optimizers import OptimizerSpec, is_finite
 from psengine.parameter_server.server.rules.exchange import Contribution, Progress, Update
 from psengine.parameter_server.server.rules.loans import Loans
 from psengine.parameter_server.server.rules.outcome import Answer, Outcome
+from psengine.parameter_server.server.rules.payloads import ChunkPayloads
 from psengine.parameter_server.server.rules.statistics import JobStatistics
 from psengine.protocol.layout import ChunkKind, ChunkSpec
 from psengine.protocol.messages import ErrorCode
@@ -30,11 +31,16 @@ class AverageOutcome(Outcome):
     pushed_kinds = frozenset({ChunkKind.PARAMETER, ChunkKind.BUFFER, ChunkKind.USAGE})
 
     def __init__(
-        self, spec: ChunkSpec, values: torch.Tensor | None, progress: Progress, statistics: JobStatistics
+        self,
+        spec: ChunkSpec,
+        values: torch.Tensor | None,
+        progress: Progress,
+        payloads: ChunkPayloads,
+        statistics: JobStatistics,
     ) -> None:
-        super().__init__(spec, values, progress, statistics)
+        super().__init__(spec, values, progress, payloads, statistics)
         self.values_version = 0
-        # Averages that some live worker may still ask for: exchange -> (average, number of gradients in it).
+        # Averages that some live worker may still ask for, as they travel: exchange -> (payload, number of gradients).
         self._results: dict[int, tuple[torch.Tensor, int]] = {}
 
     @override
@@ -56,7 +62,8 @@ class AverageOutcome(Outcome):
         average = update.values
         if average is None:
             average = torch.zeros(self.spec.numel, dtype=self.spec.dtype)
-        self._results[sequence] = (average, len(update.contributions))
+        # Encoded once, so that all workers get the same bits.
+        self._results[sequence] = (self.payloads.encode(average), len(update.contributions))
 
     @override
     def can_answer(self, first: int, last: int) -> bool:
@@ -66,13 +73,13 @@ class AverageOutcome(Outcome):
 
     @override
     def answer(self, rank: int, sequence: int, *, repeated: bool = False) -> Answer:
-        average, contributors = self._results[sequence]
+        payload, contributors = self._results[sequence]
         # An average is made once and never changed.
-        return Answer(sequence, average, Loans(), {"contributors": contributors})
+        return Answer(sequence, payload, Loans(), {"contributors": contributors})
 
     @override
-    def take_result(self, sequence: int, values: torch.Tensor, contributors: int) -> bool:
-        self._results[sequence] = (values.clone(), contributors)
+    def take_result(self, sequence: int, payload: torch.Tensor, contributors: int) -> bool:
+        self._results[sequence] = (payload.clone(), contributors)
         return True
 
     @override
@@ -105,7 +112,7 @@ class AverageOutcome(Outcome):
 
     @override
     def extra_bytes(self) -> int:
-        return len(self._results) * self.spec.size_bytes
+        return len(self._results) * self.payloads.answer_bytes
 
     @override
     def to_meta(self) -> dict[str, Any]:

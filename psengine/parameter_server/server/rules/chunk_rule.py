@@ -10,6 +10,7 @@ import torch
 from psengine.parameter_server.server.rules.exchange import Contribution, Progress, Reply
 from psengine.parameter_server.server.rules.gathering import Gathering
 from psengine.parameter_server.server.rules.outcome import Outcome
+from psengine.parameter_server.server.rules.payloads import ChunkPayloads
 from psengine.protocol.layout import ChunkKind, ChunkSpec
 from psengine.protocol.messages import ErrorCode, MessageType
 
@@ -17,9 +18,12 @@ from psengine.protocol.messages import ErrorCode, MessageType
 class ChunkRule:
     """See the module's text; what needs both halves is here."""
 
-    def __init__(self, spec: ChunkSpec, progress: Progress, gathering: Gathering, outcome: Outcome) -> None:
+    def __init__(
+        self, spec: ChunkSpec, progress: Progress, payloads: ChunkPayloads, gathering: Gathering, outcome: Outcome
+    ) -> None:
         self.spec = spec
         self.progress = progress
+        self.payloads = payloads
         self.gathering = gathering
         self.outcome = outcome
 

@@ -11,7 +11,7 @@ from psengine.errors import ProtocolError
 from psengine.flat_optimizers.optimizers import OptimizerSpec
 from psengine.parameter_server.server.rules.chunk_rule import ChunkRule
 from psengine.parameter_server.server.rules.exchange import RuleContext
-from psengine.parameter_server.server.rules.received import received_values
+from psengine.parameter_server.server.rules.payloads import received_values
 from psengine.parameter_server.server.rules.registry import JobRule
 from psengine.protocol import bodies
 from psengine.protocol.codec import payload_tensor

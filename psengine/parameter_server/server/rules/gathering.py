@@ -97,7 +97,7 @@ class Gathering(ABC):
         self.progress.note_answered(rank, sequence)
         return []
 
-    def supply_result(self, rank: int, sequence: int, values: torch.Tensor, contributors: int | None) -> list[Reply]:
+    def supply_result(self, rank: int, sequence: int, payload: torch.Tensor, contributors: int | None) -> list[Reply]:
         """Worker ``rank`` returns the average of an exchange that ended before this server started.
 
         Raises:
@@ -134,10 +134,18 @@ class Gathering(ABC):
         """A reply about this chunk."""
         return Reply(type, rank, sequence, version, payload, body or {}, self.spec.key, loans)
 
+    def _is_late(self, rank: int, sequence: int) -> bool:
+        """Whether that exchange ended without worker ``rank``."""
+        return False
+
     def _answer(
         self, rank: int, sequence: int, refused: Mapping[int, str] | None = None, *, repeated: bool = False
     ) -> Reply:
         """The answer of an exchange; ``refused``: by rank, why its last contribution does not count."""
         answer = self.outcome.answer(rank, sequence, repeated=repeated)
-        body = {**answer.body, "refused": refused[rank]} if refused and rank in refused else answer.body
-        return self._reply(MessageType.UPDATED, rank, sequence, answer.version, answer.values, body, answer.loans)
+        body = dict(answer.body)
+        if refused and rank in refused:
+            body["refused"] = refused[rank]
+        if self._is_late(rank, sequence):
+            body["late"] = True
+        return self._reply(MessageType.UPDATED, rank, sequence, answer.version, answer.payload, body, answer.loans)

@@ -15,15 +15,16 @@ import torch
 from psengine.flat_optimizers.optimizers import ChunkOptimizer, OptimizerSpec
 from psengine.parameter_server.server.rules.exchange import Contribution, Progress, Update
 from psengine.parameter_server.server.rules.loans import Loans
+from psengine.parameter_server.server.rules.payloads import ChunkPayloads
 from psengine.parameter_server.server.rules.statistics import JobStatistics
 from psengine.protocol.layout import ChunkKind, ChunkSpec
 
 
 class Answer(NamedTuple):
-    """What a worker gets for its contribution: see ``Reply``."""
+    """What a worker gets for its contribution: see ``Reply``. The payload is what the job's codec makes of values."""
 
     version: int
-    values: torch.Tensor
+    payload: torch.Tensor
     loans: Loans
     body: dict[str, Any]
 
@@ -35,6 +36,7 @@ class Outcome(ABC):
         spec: what the chunk is.
         values: 1-D, the chunk's values; owned and mutated here. None where nobody has brought any.
         progress: how far the chunk is; shared with the gathering.
+        payloads: makes of answers what travels.
         statistics: counters, mutated.
     """
 
@@ -44,11 +46,17 @@ class Outcome(ABC):
     pushed_kinds: ClassVar[frozenset[ChunkKind]]
 
     def __init__(
-        self, spec: ChunkSpec, values: torch.Tensor | None, progress: Progress, statistics: JobStatistics
+        self,
+        spec: ChunkSpec,
+        values: torch.Tensor | None,
+        progress: Progress,
+        payloads: ChunkPayloads,
+        statistics: JobStatistics,
     ) -> None:
         self.spec = spec
         self.values = values
         self.progress = progress
+        self.payloads = payloads
         self.statistics = statistics
         self.optimizer: ChunkOptimizer | None = None
 
@@ -95,7 +103,7 @@ class Outcome(ABC):
     def answer(self, rank: int, sequence: int, *, repeated: bool = False) -> Answer:
         """What worker ``rank`` gets for exchange ``sequence``, perhaps again."""
 
-    def take_result(self, sequence: int, values: torch.Tensor, contributors: int) -> bool:
+    def take_result(self, sequence: int, payload: torch.Tensor, contributors: int) -> bool:
         """A worker returns what an exchange led to before this server started; whether that is of use here."""
         return False
 

@@ -13,6 +13,7 @@ from psengine.parameter_server.server.rules.each import Each
 from psengine.parameter_server.server.rules.exchange import Progress, RuleContext
 from psengine.parameter_server.server.rules.gathering import Gathering
 from psengine.parameter_server.server.rules.outcome import Outcome
+from psengine.parameter_server.server.rules.payloads import ChunkPayloads, codec_of
 from psengine.parameter_server.server.rules.step import StepOutcome
 from psengine.parameter_server.server.rules.together import Together
 from psengine.protocol.layout import ChunkSpec
@@ -35,12 +36,16 @@ class JobRule:
     """The rule of one job.
 
     Args:
-        body: as in HELLO: its name, and options of its halves.
+        body: as in HELLO: its name, its codec, and options of its halves.
+
+    Raises:
+        ProtocolError: this server knows no such codec.
     """
 
     def __init__(self, body: Mapping[str, Any]) -> None:
         self.body = dict(body)
         self.kind = RULES[self.body["name"]]
+        self._codec = codec_of(self.body)
 
     @property
     def holds_weights(self) -> bool:
@@ -53,7 +58,7 @@ class JobRule:
         Raises:
             ProtocolError: it needs values, and there are none.
         """
-        progress, (gathers, concludes) = Progress(), self.kind
-        outcome = concludes(spec, values, progress, context.statistics, **concludes.options(self.body))
+        progress, payloads, (gathers, concludes) = Progress(), ChunkPayloads(spec, self._codec), self.kind
+        outcome = concludes(spec, values, progress, payloads, context.statistics, **concludes.options(self.body))
         gathering = gathers(spec, outcome, progress, context, **gathers.options(self.body))
-        return ChunkRule(spec, progress, gathering, outcome)
+        return ChunkRule(spec, progress, payloads, gathering, outcome)

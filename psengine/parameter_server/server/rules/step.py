@@ -17,6 +17,7 @@ from psengine.flat_optimizers.optimizers import ChunkOptimizer, OptimizerSpec, c
 from psengine.parameter_server.server.rules.exchange import Contribution, Progress, Update
 from psengine.parameter_server.server.rules.loans import Loans
 from psengine.parameter_server.server.rules.outcome import Answer, Outcome
+from psengine.parameter_server.server.rules.payloads import ChunkPayloads
 from psengine.parameter_server.server.rules.statistics import JobStatistics
 from psengine.protocol.layout import ChunkKind, ChunkSpec
 
@@ -38,6 +39,7 @@ class StepOutcome(Outcome):
         spec: ChunkSpec,
         values: torch.Tensor | None,
         progress: Progress,
+        payloads: ChunkPayloads,
         statistics: JobStatistics,
         *,
         scales_by_staleness: bool = False,
@@ -45,7 +47,7 @@ class StepOutcome(Outcome):
     ) -> None:
         if values is None:
             raise ProtocolError(f"{spec.describe()}: expected initial values as payload, got none")
-        super().__init__(spec, values, progress, statistics)
+        super().__init__(spec, values, progress, payloads, statistics)
         self._loans = Loans()
         self._optimizer_spec: OptimizerSpec | None = None
         self._scales_by_staleness = scales_by_staleness
@@ -136,7 +138,9 @@ class StepOutcome(Outcome):
             if not repeated or rank not in self._backups:
                 self._back_up(rank)
             (version, values), loans = self._backups[rank], Loans()
-        return Answer(version, values, loans, {})
+        if self.payloads.encodes_answers:
+            loans = Loans()
+        return Answer(version, self.payloads.encode(values), loans, {})
 
     def _back_up(self, rank: int) -> None:
         if self._delay_compensation:

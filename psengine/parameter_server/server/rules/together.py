@@ -58,6 +58,8 @@ class Together(Gathering):
         self._quorum = quorum
         self._open: dict[int, ContributionSet] = {}
         self._refused: dict[int, str] = {}
+        # Of exchanges that ended here and may be answered again: who took part.
+        self._ended: dict[int, frozenset[int]] = {}
         self._restored_version = 0
 
     @staticmethod
@@ -126,14 +128,14 @@ class Together(Gathering):
         return [self._answer(rank, sequence, self._refused, repeated=True), *self._complete_all()]
 
     @override
-    def supply_result(self, rank: int, sequence: int, values: torch.Tensor, contributors: int | None) -> list[Reply]:
+    def supply_result(self, rank: int, sequence: int, payload: torch.Tensor, contributors: int | None) -> list[Reply]:
         waiting = self._contributors(sequence)
         if not waiting:
             return []  # others were asked too
         is_asked = rank not in waiting and self.progress.is_past(rank, sequence)
         count = len(waiting) if contributors is None else contributors
-        if not is_asked or not self.outcome.take_result(sequence, values, count):
-            return super().supply_result(rank, sequence, values, contributors)
+        if not is_asked or not self.outcome.take_result(sequence, payload, count):
+            return super().supply_result(rank, sequence, payload, contributors)
         del self._open[sequence]
         self.progress.version = max(self.progress.version, sequence)
         replies = [self._answer(other, sequence) for other in sorted(waiting)]
@@ -168,6 +170,7 @@ class Together(Gathering):
     def reset(self) -> None:
         super().reset()
         self._open.clear()
+        self._ended.clear()
 
     @override
     def waiting(self) -> dict[int, list[int]]:
@@ -256,8 +259,16 @@ class Together(Gathering):
         self.context.statistics.applied += len(given)
         # A worker that pushes exchange n + 1 has the answer of exchange n.
         last_sequence = self.progress.last_sequence
-        self.outcome.forget_before(min((last_sequence.get(rank, 0) for rank in live), default=self.progress.version))
+        needed = min((last_sequence.get(rank, 0) for rank in live), default=self.progress.version)
+        self.outcome.forget_before(needed)
+        self._ended[sequence] = frozenset(gathered.by_rank)
+        for old in [known for known in self._ended if known < needed]:
+            del self._ended[old]
         return [self._answer(rank, sequence, self._refused) for rank in sorted(gathered.by_rank)]
+
+    @override
+    def _is_late(self, rank: int, sequence: int) -> bool:
+        return rank not in self._ended.get(sequence, (rank,))
 
     def _answer_late(self, contribution: Contribution) -> list[Reply]:
         rank, sequence = contribution.rank, contribution.sequence

@@ -1,0 +1,26 @@
+"""Which codec makes a chunk's payloads: both ends of a job conclude it from the job's rule. Pure.
+
+::
+
+    worker   gradient ─ gradient_codec ─► PUSH ─► values ─► the chunk's rule
+    worker   values ◄─ answer_codec ◄─ UPDATED ◄─ average, or weights ◄─┘
+
+All else travels as it is: buffers and usage maps, and whatever REGISTER, PULL and STORE carry.
+"""
+
+from __future__ import annotations
+
+from psengine.codecs.base import Codec
+from psengine.codecs.identity import IDENTITY
+from psengine.codecs.registry import codec_for
+from psengine.protocol.layout import ChunkKind, ChunkSpec
+
+
+def gradient_codec(codec: Codec, spec: ChunkSpec) -> Codec:
+    """By which codec workers encode what they push for a chunk, in a job with ``codec``."""
+    return codec_for(codec, spec.dtype) if spec.kind is ChunkKind.PARAMETER else IDENTITY
+
+
+def answer_codec(codec: Codec, spec: ChunkSpec) -> Codec:
+    """By which codec servers encode what they answer."""
+    return gradient_codec(codec, spec) if codec.encodes_answers else IDENTITY

@@ -1,0 +1,97 @@
+"""Where what a worker sent for a chunk becomes values, and what a rule answers becomes what travels."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from psengine.codecs.base import Codec, PayloadSpec
+from psengine.codecs.identity import IDENTITY
+from psengine.codecs.registry import resolve_codec
+from psengine.errors import ConfigurationError, ProtocolError
+from psengine.parameter_server.chunk_codecs import answer_codec, gradient_codec
+from psengine.protocol.codec import payload_tensor
+from psengine.protocol.layout import ChunkSpec
+from psengine.protocol.messages import ErrorCode, Message
+
+
+def codec_of(rule: Mapping[str, Any]) -> Codec:
+    """The codec that a rule of HELLO names.
+
+    Raises:
+        ProtocolError: this server knows no such codec, or it has no such options.
+    """
+    if "compress" not in rule:
+        return IDENTITY
+    try:
+        return resolve_codec(rule["compress"])
+    except (ConfigurationError, TypeError, ValueError) as error:
+        raise ProtocolError(
+            f"a job's servers need its codec (got compress={rule['compress']}: {error}). Fix: start them with --plugins"
+            " MODULE, a module that calls psengine.register_codec, or set PSENGINE_PLUGINS.",
+            ErrorCode.RULE_MISMATCH,
+        ) from None
+
+
+def received_values(message: Message, spec: ChunkSpec) -> torch.Tensor:
+    """The payload that is a chunk's values: 1-D, read-only, valid for as long as it is referenced.
+
+    Raises:
+        ProtocolError: there is no payload, or it is not of the chunk's dtype and size.
+    """
+    return _payload(message, spec, PayloadSpec(spec.dtype, spec.numel), "values")
+
+
+class ChunkPayloads:
+    """The payloads of one chunk, in a job with this codec.
+
+    Attributes:
+        encodes_answers: whether ``encode`` makes other memory of what it is given.
+        answer_bytes: size of an answer's payload.
+    """
+
+    def __init__(self, spec: ChunkSpec, codec: Codec) -> None:
+        self._spec = spec
+        self._up, self._down = gradient_codec(codec, spec), answer_codec(codec, spec)
+        self._pushed = self._up.payload_spec(spec.numel, spec.dtype)
+        self._answered = self._down.payload_spec(spec.numel, spec.dtype)
+        self.encodes_answers = not self._down.is_identity
+        self.answer_bytes = self._answered.size_bytes
+
+    def decode(self, message: Message) -> torch.Tensor:
+        """PUSH: the values that its payload stands for: 1-D, read-only, valid for as long as they are referenced.
+
+        Raises:
+            ProtocolError: there is no payload, or none that the codec makes.
+        """
+        if self._up.is_identity:
+            return received_values(message, self._spec)
+        payload = _payload(message, self._spec, self._pushed, f"elements ({self._up})")
+        values = torch.empty(self._spec.numel, dtype=self._spec.dtype)
+        self._up.decode(payload, values)
+        return values
+
+    def encode(self, values: torch.Tensor) -> torch.Tensor:
+        """What travels as the answer ``values``; these themselves where the codec does not encode answers."""
+        if not self.encodes_answers:
+            return values
+        payload = torch.empty(self._answered.numel, dtype=self._answered.dtype)
+        self._down.encode(values, payload)
+        return payload
+
+    def answered(self, message: Message) -> torch.Tensor:
+        """RESULT: what travelled as an answer, to travel again.
+
+        Raises:
+            ProtocolError: there is no payload, or none of an answer's form.
+        """
+        return _payload(message, self._spec, self._answered, "elements of an answer")
+
+
+def _payload(message: Message, spec: ChunkSpec, form: PayloadSpec, what: str) -> torch.Tensor:
+    if message.payload is None or (message.dtype, message.numel) != (form.dtype, form.numel):
+        got = "none" if message.payload is None else f"{message.numel} of {message.dtype}"
+        raise ProtocolError(f"{spec.describe()}: expected {form.numel} {what} of {form.dtype}, got {got}")
+    return payload_tensor(message)

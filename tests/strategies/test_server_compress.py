@@ -1,0 +1,250 @@
+"""Codecs over servers: what travels up and down, who agrees on it, and what becomes of a residual."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from contextlib import ExitStack, closing
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.int8_codec import Int8
+from support.processes import run_ranks
+from support.server_process import running_server
+from support.server_training import batches, build, use
+from support.shard_world import APPLY, AVERAGE, spec
+from support.top_one_codec import TopOne
+from support.trial_codecs import register
+from torch.nn import functional as F
+
+import psengine
+from psengine.codecs.base import Codec
+from psengine.codecs.cast import Bfloat16
+from psengine.codecs.exchange_outcome import ExchangeOutcome
+from psengine.codecs.identity import IDENTITY
+from psengine.errors import ConfigurationError, FencedError, ServerRefusedError
+from psengine.parameter_server.client.options import SessionOptions
+from psengine.parameter_server.client.session import WorkerSession
+
+NUMEL = 8
+SGD = {"lr": 1.0, "momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0, "nesterov": False, "maximize": False}
+TESTS = Path(__file__).parent.parent
+
+
+@pytest.fixture(scope="module")
+def server():
+    with running_server(sabotage=register) as running:
+        yield running
+
+
+def enter(
+    address: str, job: str, rank: int, codec: Codec, rule: dict[str, Any] = AVERAGE, world_size: int = 2
+) -> WorkerSession:
+    options = SessionOptions(
+        addresses=(address,), job=job, rule=rule, codec=codec, rank=rank, world_size=world_size, timeout_s=20.0
+    )
+    session = WorkerSession(options)
+    try:
+        session.start()
+        session.enter([spec(0, NUMEL)], lambda one: torch.zeros(one.numel))
+        if rule["name"] == "apply" and rank == 0:
+            session.configure(0, {"optimizer": "SGD", "groups": [SGD], "runs": [[0, NUMEL, 0]]}).wait()
+    except BaseException:
+        session.close()
+        raise
+    return session
+
+
+def residual(session: WorkerSession) -> list[float]:
+    return session._encoders[0].state.residual.tolist()
+
+
+# ---- training --------------------------------------------------------------------------------------------------------
+
+
+def train(rank: int, world_size: int, address: str, strategy: str, steps: int) -> list[list[torch.Tensor]]:
+    use(address)
+    register()
+    wrapped = psengine.DistributedDataParallel(build(rank), strategy=strategy)
+    optimizer = psengine.DistributedOptimizer(torch.optim.SGD(wrapped.parameters(), lr=0.05), wrapped)
+    trace = []
+    for x, y in batches(rank, steps):
+        optimizer.zero_grad()
+        F.cross_entropy(wrapped(x), y).backward()
+        optimizer.step()
+        trace.append([p.detach().clone() for p in wrapped.parameters()])
+    if strategy.startswith("async"):
+        with psengine.connect(address, job=wrapped.strategy.session.job, role="reader") as reader:
+            exact = reader.pull()
+        trace.append([exact[name] for name, _ in wrapped.module.named_parameters()])
+    wrapped.strategy.close()
+    return trace
+
+
+@pytest.mark.parametrize("codec", ["bf16", "int8"])
+def test_sync_server_stays_near_what_it_does_uncompressed_and_replicas_agree(server, codec):
+    address = server.addresses[0]
+    plain = run_ranks(train, 2, address, f"sync-server:job=plain-{codec}", 4)
+    encoded = run_ranks(train, 2, address, f"sync-server:compress={codec},job=encoded-{codec}", 4)
+    for step in range(4):
+        for mine, other, reference in zip(encoded[0][step], encoded[1][step], plain[0][step], strict=True):
+            assert torch.equal(mine, other), "replicas agree to the bit"
+            assert torch.allclose(mine, reference, atol=2e-3)
+    assert any(not torch.equal(a, b) for a, b in zip(encoded[0][-1], plain[0][-1], strict=True)), "nothing was encoded"
+    plain_bytes, encoded_bytes = (server.job(f"{kind}-{codec}")[0]["bytes_out"] for kind in ("plain", "encoded"))
+    assert encoded_bytes < plain_bytes * {"bf16": 0.65, "int8": 0.5}[codec]
+
+
+def test_async_gets_weights_as_they_travel_and_the_servers_keep_theirs(server):
+    [trace] = run_ranks(train, 1, server.addresses[0], "async:compress=bf16,job=async-bf16", 3)
+    *_, weights, exact = trace
+    trained = [(w, e) for w, e in zip(weights, exact, strict=True) if w.shape != (7,) or not torch.equal(w, e)]
+    assert any(not torch.equal(weight, value) for weight, value in trained)
+    for weight, value in trained:
+        assert torch.equal(weight, value.bfloat16().float())
+
+
+@pytest.mark.parametrize("options", ["", ",push=backward", ",delay_compensation=0.04,max_staleness=1"])
+def test_async_trains_with_eight_bits(server, options):
+    name = f"async:compress=int8,job=async-int8-{len(options)}{options}"
+    plain_name = f"async:job=async-plain-{len(options)}{options}"
+    [encoded] = run_ranks(train, 1, server.addresses[0], name, 4)
+    [plain] = run_ranks(train, 1, server.addresses[0], plain_name, 4)
+    for mine, reference in zip(encoded[-1], plain[-1], strict=True):
+        assert torch.allclose(mine, reference, atol=1e-2)
+
+
+# ---- agreement -------------------------------------------------------------------------------------------------------
+
+
+def test_a_worker_with_another_codec_is_refused(server):
+    with closing(enter(server.addresses[0], "agreed", 0, Bfloat16(), world_size=1)):
+        for codec, got in ((Int8(), "sync-server:compress=int8"), (psengine.codecs.identity.IDENTITY, "sync-server")):
+            with pytest.raises(
+                ServerRefusedError, match=rf"expected strategy 'sync-server:compress=bf16', got '{got}'"
+            ):
+                enter(server.addresses[0], "agreed", 1, codec)
+
+
+class Unknown(Int8):
+    """No server has it."""
+
+    name = "unknown"
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return {"ratio": 0.5}
+
+
+def test_a_server_without_the_codec_says_what_to_do(server):
+    message = r"got compress=unknown:ratio=0.5: unknown codec \(expected one of .*'int8'.*--plugins MODULE"
+    with pytest.raises(ServerRefusedError, match=message):
+        enter(server.addresses[0], "unknown", 0, Unknown())
+
+
+def test_a_server_imports_plugins(tmp_path):
+    (tmp_path / "my_codecs.py").write_text("from support import trial_codecs\n\ntrial_codecs.register()\n")
+    address = f"ipc://{tmp_path}/socket"
+    command = [sys.executable, "-m", "psengine.cli.server", "--bind", address, "--plugins"]
+    path = os.pathsep.join([str(tmp_path), str(TESTS), str(TESTS.parent)])
+    environment = {**os.environ, "PYTHONPATH": path}
+    with ExitStack() as context:
+        process = context.enter_context(
+            subprocess.Popen([*command, "my_codecs"], env=environment, stdout=-1, text=True)
+        )
+        context.callback(process.kill)
+        assert any(line.startswith("psengine-server ready") for line in process.stdout)
+        enter(address, "plugins", 0, Int8(), world_size=1).close()
+    done = subprocess.run([*command, "no_such_module"], env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert "expected one called 'no_such_module'" in done.stderr
+
+
+def speak_version_3() -> None:
+    from psengine.parameter_server.server.transport import shard_thread
+
+    shard_thread.encode = partial(shard_thread.encode, version=3)  # type: ignore[assignment]
+
+
+def test_a_server_that_knows_no_codecs_gets_no_payloads():
+    with running_server(sabotage=speak_version_3) as old:
+        enter(old.addresses[0], "plain", 0, IDENTITY, world_size=1).close()
+        with pytest.raises(ServerRefusedError, match=r"protocol version 4 or later for compress=bf16, got 3\)"):
+            enter(old.addresses[0], "encoded", 0, Bfloat16())
+
+
+def test_what_users_write():
+    assert repr(psengine.SyncServer(compress="bf16")) == "SyncServer(timeout_s=300.0, checksum=False, compress=bf16)"
+    assert psengine.AsyncServer(compress=Int8())._options["compress"].name == "int8"
+    with pytest.raises(ConfigurationError, match="unknown codec"):
+        psengine.SyncServer(compress="bf61")
+
+
+# ---- residuals -------------------------------------------------------------------------------------------------------
+
+
+def test_what_a_late_gradient_brought_of_the_residual_goes_with_the_next(server):
+    """Two workers, quorum 1: who comes second is late. The residual is that of before, not that after the late push."""
+    rule = {"name": "average", "quorum": 1}
+    landing = torch.zeros(NUMEL)
+    gradient = torch.arange(1.0, 9.0)
+    without_top = [*range(1, 8), 0]
+    with ExitStack() as context:
+        first, second = (
+            context.enter_context(closing(enter(server.addresses[0], "late", rank, TopOne(), rule)))
+            for rank in range(2)
+        )
+        outcomes = []
+        for worker in (first, second, second, first):
+            outcomes.append(worker.push(0, gradient, [landing]).wait().outcome)
+        assert outcomes == [ExchangeOutcome.AVERAGED, ExchangeOutcome.LATE] * 2
+        assert residual(first) == without_top, "only its first push counted"
+        assert residual(second) == without_top, "only its second push counted"
+        # The next payload is made from the residual that was kept: 7 + 7 is the largest now.
+        assert second.push(0, gradient, [landing]).wait().outcome is ExchangeOutcome.AVERAGED
+        assert landing.tolist() == [0, 0, 0, 0, 0, 0, 14, 0]
+
+
+def test_what_a_refused_gradient_brought_of_the_residual_goes_with_the_next(server):
+    with closing(enter(server.addresses[0], "refused", 0, TopOne(), APPLY, world_size=1)) as worker:
+        gradient, landing = torch.arange(1.0, 9.0), torch.zeros(NUMEL)
+        assert worker.push(0, gradient, [landing]).wait().outcome is ExchangeOutcome.APPLIED
+        kept = residual(worker)
+        poisoned = gradient.clone()
+        poisoned[3] = torch.nan
+        assert worker.push(0, poisoned, [landing]).wait().outcome is ExchangeOutcome.REFUSED
+        assert residual(worker) == kept
+        assert worker.push(0, gradient, [landing]).wait().outcome is ExchangeOutcome.APPLIED
+        assert landing.tolist() == [0, 0, 0, 0, 0, 0, -14, -8]
+
+
+def test_what_a_fenced_worker_sent_does_not_count():
+    """It is silent for longer than its lease; what it sent before it noticed is not in the others' average."""
+    with running_server(sabotage=register, lease_s=0.5) as short, ExitStack() as context:
+        first, second = (
+            context.enter_context(closing(enter(short.addresses[0], "fenced", rank, TopOne()))) for rank in range(2)
+        )
+        gradient, landings = torch.arange(1.0, 9.0), [torch.zeros(NUMEL), torch.zeros(NUMEL)]
+        pushes = [w.push(0, gradient, [landing]) for w, landing in zip((first, second), landings, strict=True)]
+        assert [push.wait().outcome for push in pushes] == [ExchangeOutcome.AVERAGED] * 2
+        kept = residual(second)
+        membership = second._membership
+        membership.connection.do(setattr, membership, "_next_heartbeat_s", float("inf"))
+        first.push(0, gradient, [landings[0]]).wait()  # the others go on
+        with pytest.raises(FencedError):
+            second.push(0, gradient, [landings[1]]).wait()
+        assert residual(second) == kept
+
+
+def test_an_abstaining_worker_keeps_its_residual(server):
+    with closing(enter(server.addresses[0], "abstains", 0, TopOne(), world_size=1)) as worker:
+        landing = torch.zeros(NUMEL)
+        worker.push(0, torch.arange(1.0, 9.0), [landing]).wait()
+        kept = residual(worker)
+        worker.push(0, None, [landing]).wait()
+        assert residual(worker) == kept
+        assert landing.tolist() == [0.0] * NUMEL
