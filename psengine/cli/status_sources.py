@@ -21,8 +21,8 @@ from typing_extensions import override
 from psengine.cli.console import printable
 from psengine.cli.status_overview import ServerReport
 from psengine.cli.status_reading import NoStatusError, read_status
-from psengine.environment.context import read_variable
 from psengine.environment.extras import require_server_packages
+from psengine.environment.variables import read_variable
 from psengine.errors import ConfigurationError, PSEngineError
 from psengine.parameter_server.client.addresses import parse_addresses
 from psengine.parameter_server.client.options import keys_from_environment

@@ -14,7 +14,7 @@ from psengine.collectives.c10d import C10dCollective
 from psengine.collectives.cache import collective_of
 from psengine.collectives.shared_memory.collective import SharedMemoryCollective
 from psengine.collectives.solo import SoloCollective
-from psengine.environment.context import default_collective
+from psengine.environment.variables import default_collective
 from psengine.errors import ArgumentTypeError, ConfigurationError
 from psengine.kernels import native
 from psengine.specification import Registry

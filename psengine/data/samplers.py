@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch.utils.data import DistributedSampler
 from typing_extensions import override
 
-from psengine.environment.context import launched_as
+from psengine.environment.variables import launched_as
 from psengine.errors import ArgumentTypeError, ConfigurationError
 from psengine.tensors.leaves import to_float
 
@@ -259,7 +259,7 @@ def _place(num_replicas: int | None, rank: int | None) -> tuple[int, int]:
         if dist.is_available() and dist.is_initialized():
             known = dist.get_world_size(), dist.get_rank()
         else:
-            placement = launched_as()
+            placement = launched_as(needs_master=False)
             known = placement.world_size, placement.rank
         num_replicas = known[0] if num_replicas is None else num_replicas
         rank = known[1] if rank is None else rank

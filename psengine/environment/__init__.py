@@ -1,4 +1,4 @@
 """Where this process stands: launchers' variables, the rendezvous, how psengine was installed.
 
-``context`` alone reads ``os.environ``. May import ``errors``.
+``variables`` alone reads ``os.environ``. May import ``errors``.
 """

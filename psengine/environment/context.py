@@ -1,7 +1,7 @@
-"""Where this process stands: rank, world, host, device. The only reader of ``os.environ`` in the package.
+"""Where this process stands: rank, world, host, device.
 
-``init()`` asks ``launchers.detect`` who started the process, meets the other ranks, and makes the default process
-group; where the user made one already, it adopts that.
+``init()`` asks who started the process (``variables.launched_as``), meets the other ranks, and makes the default
+process group; where the user made one already, it adopts that.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ import torch.distributed.nn.functional
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
-from psengine.environment.launchers import Master, Placement, detect
+from psengine.environment.launchers import Master, Placement
 from psengine.environment.rendezvous import MasterUnresolvedError, Wait
+from psengine.environment.variables import launched_as, read_variable
 from psengine.errors import (
     CollectiveError,
     ConfigurationError,
@@ -154,41 +155,12 @@ def is_main_process() -> bool:
     """
     if dist.is_initialized():
         return dist.get_rank() == 0
-    return detect(os.environ).rank == 0
+    return launched_as().rank == 0
 
 
 def world_place() -> tuple[int, int]:
     """Return this process's rank in the default group and that group's size; (0, 1) where there is no group."""
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-
-
-def launched_as() -> Placement:
-    """Return what the launcher told this process, for workers that meet elsewhere than at a master.
-
-    Raises:
-        EnvironmentVariableError: the launcher's variables are incomplete or contradict each other.
-    """
-    return detect(os.environ, needs_master=False)
-
-
-def default_strategy() -> str:
-    """Return the strategy to use where no argument names one: PSENGINE_STRATEGY, else "sync"."""
-    return os.environ.get("PSENGINE_STRATEGY", "").strip() or "sync"
-
-
-def default_collective() -> str:
-    """Return the collective to use where no argument names one: PSENGINE_COLLECTIVE, else "auto"."""
-    return os.environ.get("PSENGINE_COLLECTIVE", "").strip() or "auto"
-
-
-def read_variable(name: str) -> str | None:
-    """The environment variable ``name``, or None; for the parts of the package that report or honour torch's own."""
-    return os.environ.get(name)
-
-
-def inherited_variables() -> dict[str, str]:
-    """A copy of this process's environment variables, for a process that it starts with others."""
-    return dict(os.environ)
 
 
 def choose_device(local_rank: int, device_count: int) -> torch.device:
@@ -214,7 +186,7 @@ def choose_device(local_rank: int, device_count: int) -> torch.device:
 
 def _create(backend: str, timeout: timedelta) -> Context:
     global _generation, _meeting_point
-    placement = detect(os.environ)
+    placement = launched_as()
     if placement.note:
         logger.warning("%s", placement.note)
     device = _select_device(placement.local_rank)
@@ -257,7 +229,7 @@ def _meet(placement: Placement, timeout: timedelta, wait: Wait) -> Store:
             store: Store = HashStore()
         else:
             # As torch's own rendezvous decides it: torchrun's agent hosts the store, else rank 0.
-            listens_here = placement.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+            listens_here = placement.rank == 0 and read_variable("TORCHELASTIC_USE_AGENT_STORE") != "True"
             wait.reach_master(listens_here=listens_here)
             url, rank, world_size = f"tcp://{placement.master}", placement.rank, placement.world_size
             store, _, _ = wait.meet(
@@ -299,7 +271,7 @@ def _adopt(timeout: timedelta) -> Context:
     store = dist.distributed_c10d._get_default_store()
     placement = None
     try:
-        placement = detect(os.environ)
+        placement = launched_as()
     except EnvironmentVariableError:
         logger.debug("the environment is incomplete; placing rank %d by host names", rank)
     if placement is None or (placement.rank, placement.world_size) != (rank, world_size):

@@ -17,7 +17,7 @@ import struct
 import time
 from pathlib import Path
 
-from psengine.environment.context import read_variable
+from psengine.environment.variables import read_variable
 from psengine.errors import ConfigurationError
 
 # sockaddr_un holds 108 bytes with the final zero.

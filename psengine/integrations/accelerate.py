@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from psengine.environment.context import default_strategy
 from psengine.environment.extras import missing_extra
+from psengine.environment.variables import default_strategy
 from psengine.errors import ConfigurationError
 from psengine.integrations.binding import WrappedModels
 from psengine.integrations.loaders import refuse_dealt_out

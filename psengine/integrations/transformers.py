@@ -10,8 +10,8 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from psengine.environment.context import default_strategy
 from psengine.environment.extras import missing_extra
+from psengine.environment.variables import default_strategy
 from psengine.integrations.binding import detached
 from psengine.strategies.base import Strategy
 from psengine.strategies.registry import resolve_strategy

@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from typing import Protocol
 from weakref import WeakKeyDictionary
 
-from psengine.environment.context import read_variable
+from psengine.environment.variables import read_variable
 from psengine.errors import EnvironmentVariableError
 
 logger = logging.getLogger(__name__)

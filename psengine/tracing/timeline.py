@@ -29,7 +29,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from psengine.environment.context import before_shutdown, read_variable, world_place
+from psengine.environment.context import before_shutdown, world_place
+from psengine.environment.variables import read_variable
 from psengine.errors import ConfigurationError, EnvironmentVariableError, PSEngineError
 from psengine.tracing import files as timeline_files
 from psengine.tracing.clocks import Offset

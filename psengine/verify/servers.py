@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from psengine.environment.context import read_variable
 from psengine.environment.extras import require_server_packages
+from psengine.environment.variables import read_variable
 from psengine.errors import ConfigurationError
 
 

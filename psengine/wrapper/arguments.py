@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch._utils import _get_device_index
 from torch.nn.parameter import UninitializedParameter
 
-from psengine.environment.context import read_variable
+from psengine.environment.variables import read_variable
 from psengine.errors import ConfigurationError, ModuleError
 from psengine.strategies.base import Strategy
 

@@ -20,7 +20,7 @@ from psengine.collectives.coalescing import BROADCAST_BUCKET_BYTES
 from psengine.collectives.registry import resolve_collective
 from psengine.collectives.timeline_group import attach as attach_timeline
 from psengine.data.sync_batch_norm import adopt_sync_batchnorm
-from psengine.environment.context import default_collective, default_strategy
+from psengine.environment.variables import default_collective, default_strategy
 from psengine.errors import ConfigurationError, ModuleError
 from psengine.gradients.reducer import Reducer
 from psengine.kernels.freed_memory import keep_freed_memory

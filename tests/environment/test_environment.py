@@ -23,9 +23,10 @@ from support.interpreters import running_program
 from support.processes import free_port, run_ranks, run_ranks_to_any_end
 
 from psengine.environment import context as environment
-from psengine.environment.context import Context, choose_device, default_strategy, init, is_main_process, shutdown
+from psengine.environment.context import Context, choose_device, init, is_main_process, shutdown
 from psengine.environment.launchers import Master, Placement, detect
 from psengine.environment.slurm_lists import expand_node_list, expand_task_counts
+from psengine.environment.variables import default_strategy
 from psengine.errors import CollectiveError, ConfigurationError, EnvironmentVariableError
 
 LAUNCHER_VARIABLE = re.compile(

@@ -93,7 +93,7 @@ MAY_READ_ERROR_TEXTS = {
     ("cli/doctor_checks/findings", "problem_of"): "shows what an error is about, once",
     ("collectives/transport_errors", "is_transport_error"): "gloo's errors are plain RuntimeErrors",
 }
-MAY_READ_ENVIRONMENT = {"environment/context"}
+MAY_READ_ENVIRONMENT = {"environment/variables"}
 MAY_USE_ZMQ = {
     "parameter_server/client/connection",
     "parameter_server/server/transport/authentication",

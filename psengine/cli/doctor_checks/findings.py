@@ -8,7 +8,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from psengine.environment.context import inherited_variables
+from psengine.environment.variables import inherited_variables
 
 
 class Level(str, Enum):

@@ -34,7 +34,7 @@ from psengine.cli.launching.interruption import Interruption, kill_group
 from psengine.cli.launching.nodes import NodeFailures
 from psengine.cli.launching.output import KEPT_LINES, WorkerOutput
 from psengine.cli.launching.torchrun_options import node_counts
-from psengine.environment.context import read_variable
+from psengine.environment.variables import read_variable
 from psengine.errors import CollectiveError, ConfigurationError
 
 _JOIN_S = 2.0

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from psengine.cli.run_arguments import RunArguments, check_program
-from psengine.environment.context import default_strategy, read_variable
+from psengine.environment.variables import default_strategy, read_variable
 from psengine.errors import ConfigurationError
 
 # Between the signal that asks workers to end and SIGKILL; torchrun's 30 s are long after a Ctrl-C.

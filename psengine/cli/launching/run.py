@@ -30,7 +30,7 @@ from psengine.cli.launching.left_behind import MARK, end_left_behind
 from psengine.cli.launching.output import WorkerOutput
 from psengine.cli.launching.plan import Plan
 from psengine.cli.launching.servers import ServerGroup
-from psengine.environment.context import inherited_variables, read_variable
+from psengine.environment.variables import inherited_variables, read_variable
 
 _POLL_S = 0.1
 # torchrun's agent kills workers after its --shutdown-timeout; so long after that the launcher does.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from psengine.environment.context import read_variable
+from psengine.environment.variables import read_variable
 from psengine.errors import ConfigurationError
 
 _ADDRESS = re.compile(r"tcp://(\[[0-9A-Fa-f:.%\w]+\]|[^\s\[\]/:*]+):([0-9]{1,5})|ipc://\S+")

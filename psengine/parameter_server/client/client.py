@@ -20,7 +20,7 @@ import torch
 
 from psengine.codecs.base import Codec
 from psengine.codecs.registry import resolve_codec
-from psengine.environment.context import read_variable
+from psengine.environment.variables import read_variable
 from psengine.errors import ConfigurationError
 from psengine.parameter_server.client.addresses import parse_addresses
 from psengine.parameter_server.client.named_tensors import Landing, NamedTensors, describe

@@ -8,7 +8,7 @@ from typing import Any
 
 from psengine.codecs.base import Codec
 from psengine.codecs.identity import IDENTITY
-from psengine.environment.context import read_variable
+from psengine.environment.variables import read_variable
 from psengine.errors import ConfigurationError
 from psengine.protocol.keys import CurveClientKeys
 

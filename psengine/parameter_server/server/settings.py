@@ -12,9 +12,9 @@ from dataclasses import MISSING, Field, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from psengine.environment.context import read_variable
 from psengine.environment.installation import install_command
 from psengine.environment.local_sockets import LONGEST_PATH_BYTES
+from psengine.environment.variables import read_variable
 from psengine.errors import ConfigurationError, MissingExtraError
 
 DEFAULT_BIND = "tcp://127.0.0.1:7077"

@@ -6,7 +6,7 @@ import logging
 import os
 import socket
 
-from psengine.environment.context import read_variable
+from psengine.environment.variables import read_variable
 
 logger = logging.getLogger(__name__)
 

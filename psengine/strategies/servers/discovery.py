@@ -12,8 +12,8 @@ import torch
 
 from psengine.collectives.base import Collective
 from psengine.collectives.solo import SoloCollective
-from psengine.environment.context import launched_as, read_variable
 from psengine.environment.extras import require_server_packages
+from psengine.environment.variables import launched_as, read_variable
 from psengine.errors import ConfigurationError, EnvironmentVariableError, ServerError
 from psengine.parameter_server.client.addresses import parse_addresses
 
@@ -106,7 +106,7 @@ def _place(collective: Collective) -> tuple[int | None, int]:
     """(rank, workers the job begins with): of the process group, else of the launcher, else what the servers give."""
     if not isinstance(collective, SoloCollective):
         return (collective.rank, collective.world_size) if collective.world_size > 1 else (_named_rank(), 1)
-    placement = launched_as()
+    placement = launched_as(needs_master=False)
     return (placement.rank, placement.world_size) if placement.world_size > 1 else (_named_rank(), 1)
 
 

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from psengine.environment.context import read_variable
+from psengine.environment.variables import read_variable
 from psengine.gradients.reducer import Reducer
 from psengine.strategies.base import Strategy
 

@@ -1,0 +1,39 @@
+"""The environment variables of this process. The only reader of ``os.environ`` in the package."""
+
+from __future__ import annotations
+
+import os
+
+from psengine.environment.launchers import Placement, detect
+
+
+def launched_as(*, needs_master: bool = True) -> Placement:
+    """Return what the launcher told this process.
+
+    Args:
+        needs_master: False where the ranks meet elsewhere: then ``master`` is None, and nothing about it is required.
+
+    Raises:
+        EnvironmentVariableError: the launcher's variables are incomplete or contradict each other.
+    """
+    return detect(os.environ, needs_master=needs_master)
+
+
+def default_strategy() -> str:
+    """Return the strategy to use where no argument names one: PSENGINE_STRATEGY, else "sync"."""
+    return os.environ.get("PSENGINE_STRATEGY", "").strip() or "sync"
+
+
+def default_collective() -> str:
+    """Return the collective to use where no argument names one: PSENGINE_COLLECTIVE, else "auto"."""
+    return os.environ.get("PSENGINE_COLLECTIVE", "").strip() or "auto"
+
+
+def read_variable(name: str) -> str | None:
+    """The environment variable ``name``, or None; for the parts of the package that report or honour torch's own."""
+    return os.environ.get(name)
+
+
+def inherited_variables() -> dict[str, str]:
+    """A copy of this process's environment variables, for a process that it starts with others."""
+    return dict(os.environ)
