@@ -490,7 +490,7 @@ class Reducer:
             return
         for reduction in reductions:
             if reduction is not None:
-                reduction.wait()  # the ranks stay in step, for those who catch the error and go on
+                reduction.drop()  # the ranks stay in step, for those who catch the error and go on
         self.usage.settle(forget=not self._static_graph.is_promised)
         self._live_ranks_work = None
         if self._on_error is not None:

@@ -67,6 +67,10 @@ class Reduction(ABC):
         """
         return False
 
+    def drop(self) -> None:
+        """``wait``, and use nothing of the result: what a codec left out of earlier gradients is as it was before."""
+        self.wait()
+
 
 @dataclass(frozen=True, kw_only=True)
 class Capabilities:

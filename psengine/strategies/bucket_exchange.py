@@ -80,7 +80,7 @@ class GatheredPayloads(BucketExchange):
     def reduce(self, scale: float) -> Reduction:
         self._codec.encode(self.bucket.flat, self._payload, self.state)
         work = self._collective.all_gather(self._gathered, self._payload, what=self.bucket.describe())
-        return _DecodedSum(self.bucket, self._codec, self._gathered, scale, work)
+        return _DecodedSum(self, self._codec, self._gathered, scale, work)
 
 
 class _Sum(Reduction):
@@ -99,8 +99,10 @@ class _Sum(Reduction):
 class _DecodedSum(Reduction):
     """An all-gather; whoever waits decodes the payloads."""
 
-    def __init__(self, bucket: Bucket, codec: Codec, gathered: torch.Tensor, scale: float, work: Work) -> None:
-        self._bucket = bucket
+    def __init__(
+        self, exchange: BucketExchange, codec: Codec, gathered: torch.Tensor, scale: float, work: Work
+    ) -> None:
+        self._exchange = exchange
         self._codec = codec
         self._gathered = gathered
         self._scale = scale
@@ -109,7 +111,7 @@ class _DecodedSum(Reduction):
     @override
     def wait(self) -> torch.Tensor:
         self._work.wait()
-        total = self._bucket.flat
+        total = self._exchange.bucket.flat
         self._codec.decode(self._gathered[0], total)
         addend = torch.empty_like(total)
         for payload in self._gathered[1:]:
@@ -118,6 +120,12 @@ class _DecodedSum(Reduction):
         if self._scale != 1:
             total.mul_(self._scale)
         return total
+
+    @override
+    def drop(self) -> None:
+        self._work.wait()
+        if self._exchange.state is not None:
+            self._exchange.state.give_back()
 
 
 def make_exchanges(

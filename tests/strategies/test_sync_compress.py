@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as Native
 
 import psengine
-from psengine.errors import ConfigurationError
+from psengine.errors import ConfigurationError, NonFiniteGradientError
 from psengine.strategies.registry import resolve_strategy
 
 
@@ -195,6 +195,23 @@ def test_what_was_left_out_stays_with_its_parameter_when_buckets_are_rebuilt():
         assert layouts[0] != layouts[1], "the layout was to change"
         expected = 6 * torch.stack([torch.arange(1.0, 9.0), 10 * torch.arange(1.0, 9.0)])
         assert torch.allclose(arrived + 2 * residual, expected), "both ranks are alike: each left out half"
+
+
+def poisoned(rank: int, world_size: int) -> tuple[list[float], list[float]]:
+    psengine.register_codec("top1", TopOne)
+    module = Products([torch.zeros(4)], [torch.tensor([1.0, 2.0, 3.0, 4.0])])
+    model = psengine.DistributedDataParallel(module, strategy="sync:compress=top1", check_finite=True)
+    model().backward()
+    before = model.strategy._exchanges[0].state.residual.tolist()
+    if rank == 1:
+        module.factors[0] = torch.tensor([1.0, torch.nan, 3.0, 4.0])
+    with pytest.raises(NonFiniteGradientError):
+        model().backward()
+    return before, model.strategy._exchanges[0].state.residual.tolist()
+
+
+def test_what_a_gradient_that_is_not_used_brought_of_the_residual_goes_with_the_next():
+    assert run_ranks(poisoned, 2) == [([0.5, 1.0, 1.5, 0.0],) * 2] * 2
 
 
 def test_choices():
