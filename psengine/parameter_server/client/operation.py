@@ -291,7 +291,7 @@ class Request(Operation):
 class Push(Operation):
     """A chunk's exchange; see ``WorkerSession.push``.
 
-    ``encoder``: where a codec makes the chunk's payloads, and this one has one.
+    ``encoder``: where a codec makes the chunk's payloads. ``keeps_answer``: as it came, after it was decoded, too.
     ``round``: how often it, or its answer, was asked for. ``asked_s``: when the first of the unanswered probes left.
     ``arrived_bytes``: what the server has of everybody, as it said last while it held the answer.
     """
@@ -299,6 +299,7 @@ class Push(Operation):
     __slots__ = (
         "_encoder",
         "_is_concluded",
+        "_keeps_answer",
         "arrived_bytes",
         "asked_s",
         "fenced_count",
@@ -316,9 +317,12 @@ class Push(Operation):
         destinations: Sequence[torch.Tensor],
         dtype: torch.dtype | None,
         encoder: ChunkEncoder | None = None,
+        *,
+        keeps_answer: bool = False,
     ) -> None:
         super().__init__(message, what, parking, timeout_s, destinations, dtype)
         self._encoder = encoder
+        self._keeps_answer = keeps_answer
         self._is_concluded = encoder is None
         if encoder is not None and encoder.decodes:
             # The answer stays as it came until somebody waits: decoding is work for the training's threads.
@@ -367,6 +371,8 @@ class Push(Operation):
             self._encoder.end(outcome)
         if self._encoder.decodes and self.destinations and self.answer is not None:
             self._encoder.decode(payload_tensor(self.answer), self.destinations)
+            if not self._keeps_answer:
+                self.answer.payload = None
 
     def _outcome(self) -> ExchangeOutcome | None:
         """None: it failed, and nobody knows whether the servers have it."""

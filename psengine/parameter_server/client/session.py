@@ -290,6 +290,7 @@ class WorkerSession:
             destinations,
             spec.dtype,
             encoder,
+            keeps_answer=key in membership.kept,
         )
         if encoder is not None:
             self._encoded[key] = push
