@@ -1,0 +1,143 @@
+"use strict";
+// Everything that comes from the server becomes text nodes or numbers, never markup.
+const $ = (id) => document.getElementById(id);
+const SVG = "http://www.w3.org/2000/svg";
+const UNKNOWN = "–";
+const NOT_FINITE = "nan";  // what the server calls a loss that JSON has no number for
+// The server itself waits 3 s for a shard, 6 s for a snapshot, and gives a request 10 s.
+const REFRESH_MS = 1000, ANSWER_MS = 5000, ACTION_MS = 12000, SILENT_MS = 4500, GONE_S = 3600, CROWD = 16;
+const DASHES = ["", "6 3", "2 3"];
+
+function fill(element, attributes, children) {
+  for (const [name, value] of Object.entries(attributes || {})) element.setAttribute(name, value);
+  element.append(...children);
+  return element;
+}
+const html = (tag, attributes, ...children) => fill(document.createElement(tag), attributes, children);
+const svg = (tag, attributes, ...children) => fill(document.createElementNS(SVG, tag), attributes, children);
+function write(element, text) { if (element.textContent !== text) element.textContent = text; }
+function flag(element, name, value) { if (element.getAttribute(name) !== value) element.setAttribute(name, value); }
+
+/** Make parent's children those of items, keeping elements by key: a selection or a focus survives. */
+function sync(parent, items, keyOf, make, update) {
+  const old = new Map([...parent.children].map((child) => [child.key, child]));
+  items.forEach((item, place) => {
+    const key = keyOf(item);
+    let child = old.get(key);
+    if (!child) { child = make(item); child.key = key; }
+    old.delete(key);
+    update(child, item);
+    if (parent.children[place] !== child) parent.insertBefore(child, parent.children[place] || null);
+  });
+  for (const child of old.values()) child.remove();
+}
+
+// ---- words and numbers ----------------------------------------------------------------------------------------------
+const isNumber = (value) => typeof value === "number" && Number.isFinite(value);
+const whole = (value) => isNumber(value) ? Math.round(value).toLocaleString("en") : UNKNOWN;
+function number(value, digits = 3) {
+  if (!isNumber(value)) return UNKNOWN;
+  if (value === 0) return "0";
+  const size = Math.abs(value);
+  if (size >= 1e6 || size < 1e-4) return value.toExponential(1);
+  if (size >= 1000) return Math.round(value).toLocaleString("en");
+  return String(Number(value.toPrecision(digits)));
+}
+const fixed = (value) => !isNumber(value) ? UNKNOWN : Math.abs(value) >= 100 ? value.toFixed(0) : Math.abs(value) >= 10 ? value.toFixed(1) : value.toFixed(2);
+const loss = (value) => value === NOT_FINITE ? NOT_FINITE : !isNumber(value) ? UNKNOWN : Math.abs(value) >= 1e4 || (value !== 0 && Math.abs(value) < 1e-3) ? value.toExponential(2) : value.toPrecision(4);
+const milliseconds = (value) => !isNumber(value) ? UNKNOWN : value >= 10 ? (value).toFixed(1) + " s" : value * 1000 >= 100 ? Math.round(value * 1000) + " ms" : number(value * 1000, value * 1000 < 1 ? 2 : 3) + " ms";
+function duration(seconds) {
+  if (!isNumber(seconds)) return UNKNOWN;
+  const s = Math.max(0, Math.floor(seconds));
+  if (s < 60) return s + " s";
+  if (s < 3600) return Math.floor(s / 60) + " min" + (s < 600 ? " " + s % 60 + " s" : "");
+  if (s < 86400) return Math.floor(s / 3600) + " h " + Math.floor(s % 3600 / 60) + " min";
+  return Math.floor(s / 86400) + " d " + Math.floor(s % 86400 / 3600) + " h";
+}
+function bytes(value) {
+  if (!isNumber(value)) return UNKNOWN;
+  for (const [unit, size] of [["TB", 1e12], ["GB", 1e9], ["MB", 1e6], ["kB", 1e3]]) if (value >= size) return number(value / size) + " " + unit;
+  return whole(value) + " B";
+}
+const clock = (unix, withSeconds) => new Date(unix * 1000).toLocaleTimeString("en-GB", withSeconds ? {} : { hour: "2-digit", minute: "2-digit" });
+const rankName = (rank) => "w" + rank;
+const last = (values) => { for (let i = values.length - 1; i >= 0; i--) if (values[i] !== null) return values[i]; return null; };
+const list = (value) => Array.isArray(value) ? value : [];
+const fields = (value) => value && typeof value === "object" ? value : {};
+const mean = (values) => values.length ? values.reduce((a, b) => a + b, 0) / values.length : null;
+
+// ---- what the server said ------------------------------------------------------------------------------------------
+/** Samples at one distance, kept here and topped up. */
+class Track {
+  constructor(interval, length) { this.interval = interval; this.length = length; this.clear(); }
+  clear() { this.times = []; this.series = new Map(); }
+  get since() { return this.times.length ? this.times[this.times.length - 1] : 0; }
+  static key(...parts) { return JSON.stringify(parts); }
+  get(...parts) { return this.series.get(Track.key(...parts)) || this.times.map(() => null); }
+  has(...parts) { const found = this.series.get(Track.key(...parts)); return !!found && last(found) !== null; }
+  merge(json) {
+    const fresh = new Map();
+    const times = list(json.unix_s);
+    const put = (parts, columns) => {
+      for (const [field, values] of Object.entries(fields(columns))) if (Array.isArray(values)) fresh.set(Track.key(...parts, field), values);
+    };
+    for (const shard of list(json.shards)) put(["shard", shard.index], shard);
+    for (const [name, job] of Object.entries(fields(json.jobs))) {
+      put(["job", name], job);
+      for (const [rank, worker] of Object.entries(fields(job.workers))) put(["worker", name, Number(rank)], worker);
+    }
+    for (const key of fresh.keys()) if (!this.series.has(key)) this.series.set(key, this.times.map(() => null));
+    const extra = Math.max(0, this.times.length + times.length - this.length);
+    for (const [key, values] of this.series) {
+      const more = fresh.get(key) || times.map(() => null);
+      const joined = values.concat(more).slice(extra);
+      if (joined.length && last(joined) === null) this.series.delete(key); else this.series.set(key, joined);
+    }
+    this.times = this.times.concat(times).slice(extra);
+  }
+}
+const tracks = { 1: new Track(1, 600), 60: new Track(60, 1440) };
+let range = 1, paused = false, status = null, jobName = null, answeredAt = performance.now(), hasAnswered = false, coarseAt = -1e9, token = "";
+
+async function ask(path, options, deadlineMs = ANSWER_MS) {
+  const abort = new AbortController();
+  const timer = setTimeout(() => abort.abort(), deadlineMs);
+  try {
+    const response = await fetch(path, { signal: abort.signal, cache: "no-store", ...options });
+    return { code: response.status, content: await response.json() };
+  } finally { clearTimeout(timer); }
+}
+async function topUp(track) {
+  const { code, content } = await ask("history.json?resolution=" + track.interval + (track.since ? "&since=" + track.since : ""));
+  if (code === 200) track.merge(content);
+}
+async function refresh() {
+  const answer = await ask("status.json");
+  if (answer.code !== 200) return;
+  const fresh = answer.content;
+  const turnedBack = isNumber(fresh.unix_s) && Math.max(tracks[1].since, tracks[60].since) > fresh.unix_s + 5;
+  if ((status && status.epoch !== fresh.epoch) || turnedBack) { tracks[1].clear(); tracks[60].clear(); coarseAt = -1e9; }
+  // A shard that does not answer takes its jobs along: what was last known of them stays, and the head says so.
+  if (status && status.epoch === fresh.epoch && muteText(fresh)) fresh.jobs = { ...fields(status.jobs), ...fields(fresh.jobs) };
+  status = fresh;
+  answeredAt = performance.now();
+  hasAnswered = true;
+  await topUp(tracks[1]);
+  if (range === 60 && performance.now() - coarseAt > 15000) { await topUp(tracks[60]); coarseAt = performance.now(); }
+}
+/** Which shards did not answer the server, in words, or "". */
+function muteText(said) {
+  const mute = list(said.shards).filter((shard) => shard.error).map((shard) => shard.index);
+  return mute.length === 0 ? "" : mute.length === 1 ? "shard " + mute[0] + " does not answer" : "shards " + mute.join(", ") + " do not answer";
+}
+let isRefreshing = false;
+async function turn() {
+  // Paused, nothing moves; but a range that was never shown needs its samples once.
+  const isMissing = paused && status !== null && tracks[range].times.length === 0;
+  if ((!paused || isMissing) && !isRefreshing && !document.hidden) {
+    isRefreshing = true;
+    try { await (isMissing ? topUp(tracks[range]) : refresh()); } catch (error) { /* the banner says so when it lasts */ } finally { isRefreshing = false; }
+    if (!paused || isMissing) show();
+  }
+  showHealth();
+}
