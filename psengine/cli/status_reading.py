@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Mapping
-from dataclasses import fields, is_dataclass
+from dataclasses import is_dataclass
 from functools import cache
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -42,59 +42,51 @@ def read_status(page: Mapping[str, Any], address: str) -> ServerStatus:
 
 
 def _read(kind: Any, value: Any, name: str) -> Any:
-    """``value`` as a ``kind`` of the model."""
-    if is_dataclass(kind):
-        if not isinstance(value, dict):
-            raise ValueError(f"{name} is no object (got {value!r:.40})")
-        build: Any = kind
-        hints = _hints(build)
-        names = [one.name for one in fields(kind) if one.name in value]
-        return build(**{field: _read(hints[field], value[field], field) for field in names})
+    """``value`` as a ``kind`` of the model, or a ValueError."""
     origin, arguments = get_origin(kind), get_args(kind)
     if origin in (Union, types.UnionType):
         return _read_one_of(arguments, value, name)
     if origin is Literal:
-        if value not in arguments:
-            raise ValueError(f"{name} is unknown (expected one of {arguments}, got {value!r:.40})")
-        return value
+        return value if value in arguments else _refuse(name, f"one of {arguments}", value)
     if origin is tuple:
-        if not isinstance(value, list):
-            raise ValueError(f"{name} is no list (got {value!r:.40})")
-        return tuple(_read(arguments[0], item, name) for item in value)
-    if origin is not None:  # a mapping
-        if not isinstance(value, dict):
-            raise ValueError(f"{name} is no object (got {value!r:.40})")
-        return {printable(key): _read_item(arguments[1], item, key) for key, item in value.items()}
+        items = value if isinstance(value, list) else _refuse(name, "a list", value)
+        return tuple(_read(arguments[0], item, name) for item in items)
+    if origin is not None or is_dataclass(kind):
+        members = value if isinstance(value, dict) else _refuse(name, "an object", value)
+        if origin is not None:  # a mapping from names
+            return {printable(key): _read_member(arguments[1], item, key) for key, item in members.items()}
+        hints = _hints(kind)
+        return kind(**{field: _read(hints[field], members[field], field) for field in hints if field in members})
     if kind is Any:
         return _plain(value, MAX_LEVELS)
     if kind is str:
-        return printable(value) if isinstance(value, str) else _refuse(name, "text", value)
+        return printable(value) if isinstance(value, str) else _refuse(name, "a text", value)
     if kind is bool:
-        return value if isinstance(value, bool) else _refuse(name, "truth value", value)
+        return value if isinstance(value, bool) else _refuse(name, "true or false", value)
     lowest, highest = (0, MAX_UNIX_S) if name == "unix_s" else (-MAX_NUMBER, MAX_NUMBER)
     is_number = isinstance(value, int if kind is int else int | float) and lowest <= value <= highest  # nor is NaN
-    return value if is_number else _refuse(name, "number that can be shown", value)
+    return value if is_number else _refuse(name, "a number that can be shown", value)
 
 
-def _read_item(kind: Any, value: Any, name: str) -> Any:
-    """An item of a mapping; counts are not negative, nor is what is counted."""
+def _read_member(kind: Any, value: Any, name: str) -> Any:
+    """A member of a mapping; counts are not negative, nor is what is counted."""
     found = _read(kind, value, name)
-    if kind is int and (found < 0 or name.strip().startswith("-")):
-        raise ValueError(f"{name:.40} is no count that can be shown (got {value!r:.40})")
-    return found
+    is_count = kind is not int or (found >= 0 and not name.strip().startswith("-"))
+    return found if is_count else _refuse(f"{name:.40}", "a count", value)
 
 
 def _read_one_of(kinds: tuple[Any, ...], value: Any, name: str) -> Any:
     if value is None and types.NoneType in kinds:
         return None
-    errors = []
+    first_error = None
     for kind in kinds:
         if kind is not types.NoneType:
             try:
                 return _read(kind, value, name)
             except (ValueError, TypeError) as error:
-                errors.append(error)
-    raise errors[0]
+                first_error = first_error or error
+    assert first_error is not None
+    raise first_error
 
 
 def _plain(value: Any, levels: int) -> Any:
@@ -108,7 +100,7 @@ def _plain(value: Any, levels: int) -> Any:
 
 
 def _refuse(name: str, expected: str, value: Any) -> Any:
-    raise ValueError(f"{name} is no {expected} (got {value!r:.40})")
+    raise ValueError(f"{name} is not understood (expected {expected}, got {value!r:.40})")
 
 
 @cache

@@ -15,7 +15,7 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -73,12 +73,11 @@ class Telemetry:
         Raises:
             ConfigurationError: the loss is not one number, or the samples are no number of samples.
         """
-        _check_samples(samples)
+        _check(loss, samples)
         found = None
         if loss is not None:
-            _check_loss(loss)
             with self._reading:
-                found = _take(loss)
+                found = _Loss(loss)
         with self._lock:
             self._samples = min(self._samples + int(samples or 0), MAX_COUNTED)
         if found is not None:
@@ -113,82 +112,45 @@ class Telemetry:
         return body
 
 
-class _Loss(Protocol):
+class _Loss:
+    """A loss that was reported: on the CPU, or copied there by a stream that has yet to compute it."""
+
+    def __init__(self, loss: torch.Tensor | float) -> None:
+        self._event: Any = None
+        if isinstance(loss, torch.Tensor) and loss.is_cuda:
+            # To pinned memory, so that the stream waits for the copy and the caller does not.
+            self._value: torch.Tensor | float = torch.empty(loss.shape, dtype=loss.dtype, pin_memory=True)
+            with torch.cuda.device(loss.device):
+                self._value.copy_(loss.detach(), non_blocking=True)
+                self._event = torch.cuda.Event()
+                self._event.record()
+        elif isinstance(loss, torch.Tensor) and loss.device.type != "cpu":
+            self._value = loss.detach()
+        else:
+            self._value = float(loss.detach() if isinstance(loss, torch.Tensor) else loss)
+
     def is_there(self) -> bool:
         """Whether it can be read without waiting for long."""
+        return self._event is None or bool(self._event.query())
 
     def read(self) -> float | None:
-        """The number; None where it is not finite."""
+        """The number; None where it is not finite. On devices other than CUDA's it is waited for here."""
+        value = float(self._value)
+        return value if math.isfinite(value) else None
 
 
-class _Known:
-    def __init__(self, value: float) -> None:
-        self._value = value if math.isfinite(value) else None
-
-    def is_there(self) -> bool:
-        return True
-
-    def read(self) -> float | None:
-        return self._value
-
-
-class _OnItsWay:
-    """A loss that a GPU has yet to compute: copied when it is there, read when the copy is."""
-
-    def __init__(self, loss: torch.Tensor) -> None:
-        # To pinned memory, so that the copy waits in the stream and not here.
-        self._copy = torch.empty(loss.shape, dtype=loss.dtype, pin_memory=True)
-        with torch.cuda.device(loss.device):
-            self._copy.copy_(loss, non_blocking=True)
-            self._event = torch.cuda.Event()
-            self._event.record()
-
-    def is_there(self) -> bool:
-        return bool(self._event.query())
-
-    def read(self) -> float | None:
-        return _Known(float(self._copy)).read()
-
-
-class _Elsewhere:
-    """A loss on a device without streams that we know: read, and waited for, by the I/O thread."""
-
-    def __init__(self, loss: torch.Tensor) -> None:
-        self._loss = loss
-
-    def is_there(self) -> bool:
-        return True
-
-    def read(self) -> float | None:
-        return _Known(float(self._loss)).read()
-
-
-# NumPy's numbers are numbers too.
-
-
-def _check_samples(samples: Any) -> None:
-    is_number = isinstance(samples, numbers.Integral) and not isinstance(samples, bool)
-    if samples is not None and (not is_number or samples < 0):
+def _check(loss: Any, samples: Any) -> None:
+    # NumPy's numbers are numbers too.
+    is_count = isinstance(samples, numbers.Integral) and not isinstance(samples, bool)
+    if samples is not None and (not is_count or samples < 0):
         raise ConfigurationError(f"samples is a number of samples (expected an integer >= 0, got {samples!r})")
-
-
-def _check_loss(loss: Any) -> None:
-    if not isinstance(loss, torch.Tensor):
-        if isinstance(loss, bool) or not isinstance(loss, numbers.Real):
+    if isinstance(loss, torch.Tensor):
+        if loss.numel() != 1 or loss.is_complex():
             raise ConfigurationError(
-                f"loss is one number (expected a float or a tensor of one element, got {type(loss).__name__})"
+                "loss is one number (expected a float or a real tensor of one element, got shape"
+                f" {tuple(loss.shape)} of {loss.dtype}). Fix: report(loss=loss.mean())."
             )
-    elif loss.numel() != 1 or loss.is_complex():
+    elif loss is not None and (isinstance(loss, bool) or not isinstance(loss, numbers.Real)):
         raise ConfigurationError(
-            f"loss is one number (expected a float or a real tensor of one element, got shape {tuple(loss.shape)} of"
-            f" {loss.dtype}). Fix: report(loss=loss.mean())."
+            f"loss is one number (expected a float or a tensor of one element, got {type(loss).__name__})"
         )
-
-
-def _take(loss: torch.Tensor | float) -> _Loss:
-    if not isinstance(loss, torch.Tensor):
-        return _Known(float(loss))
-    detached = loss.detach()
-    if detached.device.type == "cpu":
-        return _Known(float(detached))
-    return _OnItsWay(detached) if detached.device.type == "cuda" else _Elsewhere(detached)

@@ -170,8 +170,9 @@ def test_who_finds_no_room_is_turned_away_without_a_search():
     track = Track(1, 5, MAX_ROWS | {"worker": most})
     workers = [(Rank(rank), 1, 1.0) for rank in range(crowd)]
     for number in range(3):
+        status = status_of(workers=workers)
         Rank.looked_up = 0
-        track.record(status_of(workers=workers), number, number)
+        track.record(status, number, number)
         assert Rank.looked_up < 2 * crowd + 10 * most
     assert len(shown(track)["jobs"]["job"]["workers"]) == most
 

@@ -65,16 +65,14 @@ class _Row:
 
 
 class _Rows:
-    """The rows of one kind; a row that was in no sample of the track is forgotten.
+    """The rows of one kind, those seen last at the end; a row that was missing for a whole track is forgotten.
 
-    Where there is no room for a new row, it replaces the row that has been missing the longest. Rows of the last sample
-    stay.
+    Where there is no room for a new row, it replaces the row that has been missing the longest, if any is missing.
     """
 
     def __init__(self, kind: str, max_rows: int, length: int) -> None:
         self._fields, self._max_rows, self._length = FIELDS[kind], max_rows, length
         self.rows: dict[Any, _Row] = {}
-        self._replaceable: list[Any] = []
 
     def begin(self, number: int) -> None:
         """Sample ``number`` begins: nothing is known of any row."""
@@ -82,20 +80,18 @@ class _Rows:
         for row in self.rows.values():
             for series in row.series.values():
                 series[number % self._length] = math.nan
-        missing = [key for key, row in self.rows.items() if row.seen < number - 1]
-        self._replaceable = sorted(missing, key=lambda key: self.rows[key].seen, reverse=True)
 
     def row(self, key: Any, number: int) -> _Row | None:
         """The row of ``key``, which is part of sample ``number``; None where there is no room."""
-        row = self.rows.get(key)
+        row = self.rows.pop(key, None)
         if row is None:
-            while len(self.rows) >= self._max_rows:
-                if not self._replaceable:
+            if len(self.rows) >= self._max_rows:
+                longest_missing = next(iter(self.rows))
+                if self.rows[longest_missing].seen >= number - 1:
                     return None
-                if self.rows[self._replaceable[-1]].seen < number:
-                    del self.rows[self._replaceable[-1]]
-                self._replaceable.pop()
-            row = self.rows[key] = _Row(self._fields, self._length)
+                del self.rows[longest_missing]
+            row = _Row(self._fields, self._length)
+        self.rows[key] = row
         row.seen = number
         return row
 
