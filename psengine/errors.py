@@ -120,9 +120,5 @@ class ProtocolError(ServerError):
         self.code = code
 
 
-class MisuseError(PSEngineError, RuntimeError):
-    """Our own side was about to send what the protocol does not allow now: a mistake of ours, not of the peer's."""
-
-
 class SnapshotError(PSEngineError, RuntimeError):
     """A snapshot could not be written, or none could be read."""

@@ -30,7 +30,7 @@ NO_KEY = 0xFFFFFFFF
 
 
 class MessageType(IntEnum):
-    """What a message is; ``session.py`` says when each is legal.
+    """What a message is; a server's ``core/gate.py`` says who may send which.
 
     C: client to server, S: server to client. A request carries an id in ``sequence``, and its answer the same id; only
     PUSH and what concerns a push (UPDATED, PROBE, PENDING, MISSING, SENT, REPEAT, RESULT_WANTED, RESULT) number a
@@ -82,6 +82,28 @@ CONTROL = frozenset(
         MessageType.HEARTBEAT,
         MessageType.HEARTBEAT_ACK,
         MessageType.STATE_WANTED,
+    }
+)
+
+
+# What a server may send, at any time: an answer may arrive late.
+SENT_BY_SERVERS = frozenset(
+    {
+        MessageType.WELCOME,
+        MessageType.CHUNKS,
+        MessageType.UPDATED,
+        MessageType.PENDING,
+        MessageType.MISSING,
+        MessageType.SENT,
+        MessageType.VALUES,
+        MessageType.HEARTBEAT_ACK,
+        MessageType.STATE_WANTED,
+        MessageType.RESULT_WANTED,
+        MessageType.PROGRESS_WANTED,
+        MessageType.STATUS_REPORT,
+        MessageType.OK,
+        MessageType.ERROR,
+        MessageType.ECHOED,
     }
 )
 

@@ -129,12 +129,12 @@ def samples() -> dict[str, Any]:
     from fuzz.fuzz_codec import SEEDS
 
     from psengine.protocol.codec import decode
-    from psengine.protocol.session import SERVER_SENDS
+    from psengine.protocol.messages import SENT_BY_SERVERS
 
     found = {}
     for frames in SEEDS:
         message = decode(frames)
-        if message.type not in SERVER_SENDS and message.type.name != "HELLO":
+        if message.type not in SENT_BY_SERVERS and message.type.name != "HELLO":
             found.setdefault(message.type.name, message)
     return found
 

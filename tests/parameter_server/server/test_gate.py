@@ -6,11 +6,10 @@ import pytest
 import torch
 from support.shard_world import APPLY, NOBODY, ErrorCode, Worker, World, codes, spec, team
 
+from psengine.parameter_server.server.core.gate import MAY_SEND, Standing
 from psengine.parameter_server.server.core.job_record import LINES_INTERVAL_S, MAX_LINES
 from psengine.parameter_server.server.core.status_report import KEPT_FACTOR, StatusReport
-from psengine.protocol import session
-from psengine.protocol.messages import MessageType
-from psengine.protocol.session import CLIENT_SENDS, SERVER_SENDS, Phase
+from psengine.protocol.messages import SENT_BY_SERVERS, MessageType
 
 # What each type needs besides the numbers that every message has.
 FIELDS = {
@@ -26,7 +25,13 @@ FIELDS = {
     MessageType.RESULT: {"key": 0, "sequence": 1, "payload": torch.ones(4)},
     MessageType.ECHO: {"payload": torch.ones(4)},
 }
-CLIENT_TYPES = sorted(set(MessageType) - SERVER_SENDS - {MessageType.HELLO})
+CLIENT_TYPES = sorted(set(MessageType) - SENT_BY_SERVERS - {MessageType.HELLO})
+
+
+def test_every_type_belongs_to_one_side():
+    said = set().union({MessageType.HELLO}, *MAY_SEND.values())
+    assert said == set(MessageType) - SENT_BY_SERVERS
+    assert set(MAY_SEND) == set(Standing)
 
 
 @pytest.fixture
@@ -64,10 +69,28 @@ def test_who_is_no_worker_here_changes_nothing_whatever_it_says(world, kind):
 def test_a_reader_does_what_the_table_has_for_readers(world, kind):
     team(world, 1, [spec(0, 4)], rule=APPLY)
     before = world.state_hash()
-    expected = [] if kind in CLIENT_SENDS[Phase.READER] else [ErrorCode.BAD_MESSAGE]
+    expected = [] if kind in MAY_SEND[Standing.READER] else [ErrorCode.BAD_MESSAGE]
     assert say(reader(world), kind) == expected
     assert world.state_hash() == before
     assert not world.wishes
+
+
+@pytest.mark.parametrize("kind", sorted(SENT_BY_SERVERS))
+def test_nobody_speaks_for_the_server(world, kind):
+    (member,) = team(world, 1, [spec(0, 4)], rule=APPLY)
+    before = world.state_hash()
+    for worker in (reader(world), member):
+        (error,) = [m for m in worker.send(kind, codec=False, key=0, body={}) if m.type is MessageType.ERROR]
+        assert f"{kind.name} is for servers to send" in error.body["text"]
+    assert world.state_hash() == before
+
+
+def test_nobody_pushes_before_there_are_values_nor_registers_after(world):
+    greeted = Worker(world, 0, job="another", rule=APPLY)
+    assert greeted.hello() == "initialise"
+    assert say(greeted, MessageType.ADMIT) == [ErrorCode.NOT_READY]
+    (member,) = team(world, 1, [spec(0, 4)], rule=APPLY)
+    assert say(member, MessageType.REGISTER) == [ErrorCode.BAD_MESSAGE]
 
 
 def test_snapshots_are_for_workers(world):
@@ -90,8 +113,8 @@ def test_a_type_that_the_table_does_not_have_is_refused_from_everybody(world, ki
     greeted.hello()
     people = [reader(world), greeted, member]
     before = world.state_hash()
-    shorter = {phase: {k: v for k, v in after.items() if k is not kind} for phase, after in CLIENT_SENDS.items()}
-    monkeypatch.setattr(session, "CLIENT_SENDS", shorter)
+    for standing, legal in MAY_SEND.items():
+        monkeypatch.setitem(MAY_SEND, standing, legal - {kind})
     assert [len(say(worker, kind)) for worker in people] == [1, 1, 1]
     assert world.state_hash() == before
     assert not world.wishes

@@ -21,6 +21,7 @@ from psengine.parameter_server.overview import rule_text
 from psengine.parameter_server.server.core.capture import Capture, Goals, Meeting
 from psengine.parameter_server.server.core.clocks import Clocks
 from psengine.parameter_server.server.core.events import EventLog
+from psengine.parameter_server.server.core.gate import Standing, check_legal
 from psengine.parameter_server.server.core.job import Job
 from psengine.parameter_server.server.core.job_places import check_place, find_replaceable, is_full
 from psengine.parameter_server.server.core.job_status import status_of
@@ -35,7 +36,6 @@ from psengine.protocol.bodies import MAX_TEXT_CHARS
 from psengine.protocol.codec import payload_tensor
 from psengine.protocol.layout import ChunkSpec, job_number
 from psengine.protocol.messages import NOBODY, ErrorCode, Message, MessageType
-from psengine.protocol.session import Phase, from_client
 
 logger = logging.getLogger(__name__)
 
@@ -169,11 +169,11 @@ class Shard:
         """Take in one message; what it leads to, for whomever. A refused message changes nothing."""
         self._look_at_time(now_s)
         try:
-            phase, place = self._standing(sender, message, now_s)
-            # The one gate: what its table does not name is refused, whoever sends it, and nothing has been done yet.
-            from_client(phase, message)
             if message.type is MessageType.HELLO:
                 return self._hello(sender, message, now_s)
+            standing, place = self._standing(sender, message, now_s)
+            # The one gate: what its table does not name is refused, whoever sends it, and nothing has been done yet.
+            check_legal(standing, message)
             if message.type is MessageType.SNAPSHOT:
                 self.want_snapshot(sender.route, message)
                 return []
@@ -192,21 +192,19 @@ class Shard:
                 self._note_refusal(message, error)
             return [Outgoing(sender.route, self._error(message, error))]
 
-    def _standing(self, sender: Sender, message: Message, now_s: float) -> tuple[Phase, tuple[Job, Member] | None]:
-        """Who says this, by the table of ``protocol.session``; a worker with its job.
+    def _standing(self, sender: Sender, message: Message, now_s: float) -> tuple[Standing, tuple[Job, Member] | None]:
+        """Who says this; a worker with its job.
 
         Raises:
             ProtocolError: it says that it is a worker, and is none.
         """
-        if message.type is MessageType.HELLO:
-            return Phase.STRANGER, None
         if message.worker == NOBODY:
-            return Phase.READER, None
+            return Standing.READER, None
         job, member = self._authenticate(sender, message, now_s)
         # What a worker pushes that has lost its place is left to the job, which has it come back through JOIN.
         believes_in_it = message.type in (MessageType.PUSH, MessageType.PROBE, MessageType.REPEAT)
         is_member = (member.phase.is_live and job.is_sealed) or believes_in_it
-        return (Phase.MEMBER if is_member else Phase.GREETED), (job, member)
+        return (Standing.MEMBER if is_member else Standing.GREETED), (job, member)
 
     def _look_at_time(self, now_s: float) -> None:
         """It is ``now_s``; see the module's text."""
