@@ -191,7 +191,7 @@ def test_what_is_sent_again_is_not_lost():
     world = World()
     first, second = team(world, 2, [spec(0, 4)], rule=APPLY_RULE)
     first.configure(0, 4)
-    saved = world.shard.capture()
+    saved = world.shard.durable.capture()
     first.push(0, 1, torch.ones(4))  # version 1: the answer never arrives
     second.push(0, 1, torch.ones(4))  # version 2
     world.start(8, saved)
@@ -214,7 +214,7 @@ def test_a_worker_that_does_not_speak_is_waited_for_a_lease():
     world = World(lease_s=5.0)
     first, _ = team(world, 2, [spec(0, 4)], rule=APPLY_RULE)
     first.configure(0, 4)
-    saved = world.shard.capture()
+    saved = world.shard.durable.capture()
     first.push(0, 1, torch.ones(4))
     world.start(8, saved)
     first.epoch = 0

@@ -255,7 +255,7 @@ class TestAtTheShard:
         world = World()
         workers = team(world, 2, [spec(0, 4)])
         clock = iter(range(1000))
-        job = next(iter(world.shard._jobs.values()))
+        job = next(iter(world.shard.jobs.by_number.values()))
         world.measure_s = lambda: float(next(clock))
         for worker in workers:
             worker.push(0, 1, torch.ones(4))
@@ -269,7 +269,7 @@ class TestAtTheShard:
         world.advance(3.0, worker)
         worker.configure(0, 4)
         worker.push(0, 1, torch.ones(4))
-        (job,) = world.shard._jobs.values()
+        (job,) = world.shard.jobs.by_number.values()
         assert job.membership.members[0].telemetry.held_s == 0
 
     def test_a_worker_that_greets_again_keeps_what_is_known_of_it(self):

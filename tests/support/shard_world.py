@@ -9,7 +9,9 @@ import torch
 import xxhash
 
 from psengine.parameter_server.server.core.clocks import Clocks
-from psengine.parameter_server.server.core.shard import Sender, Shard, ShardSettings
+from psengine.parameter_server.server.core.envelope import Sender
+from psengine.parameter_server.server.core.shard import Shard
+from psengine.parameter_server.server.core.shard_settings import ShardSettings
 from psengine.protocol.codec import decode, encode, payload_tensor
 from psengine.protocol.layout import ChunkKind, ChunkSpec, Segment, job_number, layout_fingerprint
 from psengine.protocol.messages import DTYPE_NUMBERS, NO_KEY, NOBODY, ErrorCode, Message, MessageType
@@ -77,13 +79,13 @@ class World:
     def state_hash(self):
         """Of values, versions and sequence tables of all jobs."""
         digest = xxhash.xxh3_64()
-        for state in self.shard.capture():
+        for state in self.shard.durable.capture():
             digest.update(repr((state.name, state.meta)).encode())
             for chunk in state.chunks:
                 digest.update(repr((chunk.key, chunk.meta)).encode())
                 for name, tensor in sorted(chunk.tensors.items()):
                     digest.update(name.encode() + bytes(tensor.contiguous().view(torch.uint8).numpy()))
-        for number, job in sorted(self.shard._jobs.items()):
+        for number, job in sorted(self.shard.jobs.by_number.items()):
             digest.update(repr((number, job.is_sealed, job.has_started, job.missing_ranks())).encode())
             digest.update(repr((job.membership.live_ranks, sorted(job.membership.members))).encode())
             digest.update(repr(sorted((k, len(v)) for k, v in job.chunks.blobs.items())).encode())
@@ -250,7 +252,7 @@ def codes(messages):
 
 
 def rule_of(world, key=0, job="demo"):
-    return world.shard._jobs[job_number(job)].chunks.rules[key]
+    return world.shard.jobs.by_number[job_number(job)].chunks.rules[key]
 
 
 __all__ = [

@@ -68,7 +68,7 @@ class ShardGroup:
     def training_count(self) -> int:
         """Workers at the shard that has most of them; 1 where a shard does not say."""
         try:
-            return max(self.ask(lambda shard: shard.training_count))
+            return max(self.ask(lambda shard: shard.jobs.training_count))
         except (FutureTimeoutError, ShardEndedError):
             return 1
 
@@ -76,7 +76,10 @@ class ShardGroup:
         """What shards hold, with the copies that a snapshot takes, and what their workers may have in flight."""
 
         def expected(shard: Shard) -> int:
-            return int(ACCOUNTED_FACTOR * shard.memory_bytes()) + shard.member_count * shard.settings.credit_bytes
+            return (
+                int(ACCOUNTED_FACTOR * shard.jobs.memory_bytes())
+                + shard.jobs.member_count * shard.settings.credit_bytes
+            )
 
         try:
             return sum(self.ask(expected))

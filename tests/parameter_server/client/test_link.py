@@ -309,7 +309,7 @@ class Lane:
 
     def transmit(self, message):
         message = copy.copy(message)
-        message.job = next(iter(self.world.shard._jobs))
+        message.job = next(iter(self.world.shard.jobs.by_number))
         if message.payload is not None:
             message.dtype, message.numel = message.payload.dtype, message.payload.numel()
         self.sent[message.type] += 1

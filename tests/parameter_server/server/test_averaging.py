@@ -363,7 +363,7 @@ class TestRepeats:
         workers = team(world, 2, [spec(0, 8)])
         answers = [workers[0].push(0, sequence, torch.ones(8)) for sequence in range(1, 10)]
         assert codes(itertools.chain(*answers)) == [ErrorCode.CREDIT] * 7
-        assert world.shard.memory_bytes() == 3 * 32
+        assert world.shard.jobs.memory_bytes() == 3 * 32
 
 
 class TestWhoCounts:
@@ -682,7 +682,7 @@ class TestRestart:
         workers[0].members = [0]
         self.back_alone(workers[0], specs)
         assert workers[1].hello() == "ready"
-        assert world.shard._jobs[next(iter(world.shard._jobs))].membership.live_ranks == (0, 1)
+        assert world.shard.jobs.by_number[next(iter(world.shard.jobs.by_number))].membership.live_ranks == (0, 1)
 
     def test_once_an_exchange_ended_they_do_not(self):
         _, specs, workers, _ = self.restart()
@@ -1004,7 +1004,7 @@ def explore(size, exchanges, crashes):
         return play
 
     def key_of(play, crashed):
-        job = next(iter(play.world.shard._jobs.values()), None)
+        job = next(iter(play.world.shard.jobs.by_number.values()), None)
         server = None
         if job is not None:
             rule = job.chunks.rules.get(0)

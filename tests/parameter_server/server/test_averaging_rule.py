@@ -157,7 +157,7 @@ class TestSnapshots:
         world = World()
         (worker,) = team(world, 1, [spec()])
         worker.ask(MessageType.STORE, key=0, payload=torch.full((4,), 3.0), version=6)
-        world.start(8, world.shard.capture())
+        world.start(8, world.shard.durable.capture())
         again = Worker(world, 0, world_size=1, nonce=worker.nonce)
         assert again.hello() == "ready"
         again.take()
@@ -171,7 +171,7 @@ class TestSnapshots:
         worker.register_empty(spec())
         worker.seal([spec()])
         worker.take()
-        world.start(8, world.shard.capture())
+        world.start(8, world.shard.durable.capture())
         again = Worker(world, 0, nonce=worker.nonce)
         assert again.hello() == "ready"
         again.take()
@@ -198,5 +198,5 @@ class TestSnapshots:
         """A snapshot that has the worker as a member which exchanges do not wait for yet."""
         assert worker.hello() == "ready"
         worker.take()
-        world.shard._jobs[job_number("demo")].membership.demote(worker.rank)
-        return world.shard.capture()
+        world.shard.jobs.by_number[job_number("demo")].membership.demote(worker.rank)
+        return world.shard.durable.capture()

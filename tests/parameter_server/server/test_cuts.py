@@ -72,7 +72,7 @@ def test_a_step_under_way_comes_to_all_chunks_of_the_copy_and_what_follows_to_no
     assert values(states) == [pytest.approx(-0.1)] * 3
     assert [chunk.meta["version"] for chunk in states[0].chunks] == [1] * 3
     # The job itself goes on.
-    assert values(world.shard.capture()) == [pytest.approx(-1.2), pytest.approx(-1.1), pytest.approx(-1.1)]
+    assert values(world.shard.durable.capture()) == [pytest.approx(-1.2), pytest.approx(-1.1), pytest.approx(-1.1)]
 
 
 def test_between_steps_a_copy_is_there_at_once():
@@ -150,7 +150,7 @@ def test_a_copy_is_what_a_server_goes_on_from_with_momenta_and_bounds():
     momenta = [chunk.tensors["slot/momentum_buffer"] for chunk in chunks]
     assert torch.equal(momenta[1], momenta[2])
     world.start(8, states)
-    assert values(world.shard.capture()) == values(states)
+    assert values(world.shard.durable.capture()) == values(states)
 
 
 def test_pushes_of_an_older_client_are_a_step_each():

@@ -18,7 +18,8 @@ from support.shard_world import APPLY, AVERAGE, SGD, Worker, World, spec, team
 from support.waiting import eventually
 
 from psengine.errors import SnapshotError
-from psengine.parameter_server.server.core.shard import Shard, ShardSettings
+from psengine.parameter_server.server.core.shard import Shard
+from psengine.parameter_server.server.core.shard_settings import ShardSettings
 from psengine.parameter_server.server.durability import snapshot_thread as durability
 from psengine.parameter_server.server.durability.snapshot_thread import SnapshotThread, restore
 from psengine.parameter_server.server.snapshots.store import SnapshotStore
@@ -169,36 +170,36 @@ def test_what_a_snapshot_keeps_counts_as_a_change(change):
     world = World()
     workers = ready(world)
     before = world.state_hash()  # captures
-    assert world.shard.has_changed()  # captured is not durable
-    world.shard.note_durable(1)
+    assert world.shard.durable.has_changed()  # captured is not durable
+    world.shard.durable.note(1)
     for worker in workers:
         worker.heartbeat()
     Worker(world, role="reader").hello()
-    assert (world.shard.has_changed(), world.state_hash()) == (False, before)
+    assert (world.shard.durable.has_changed(), world.state_hash()) == (False, before)
     CHANGES[change](world, workers)
-    assert world.shard.has_changed()
+    assert world.shard.durable.has_changed()
     assert world.state_hash() != before
 
 
 def test_a_change_during_the_write_is_one_still():
     world = World()
     workers = ready(world)
-    world.shard.capture()
+    world.shard.durable.capture()
     workers[0].push(0, 1, torch.ones(4))
-    world.shard.note_durable(1)
-    assert world.shard.has_changed()
+    world.shard.durable.note(1)
+    assert world.shard.durable.has_changed()
 
 
 def test_a_job_that_ends_is_a_change():
     world = World()
     ready(world, AVERAGE)
     world.advance(6)
-    assert len(world.shard.capture()) == 1
-    world.shard.note_durable(1)
-    assert not world.shard.has_changed()
+    assert len(world.shard.durable.capture()) == 1
+    world.shard.durable.note(1)
+    assert not world.shard.durable.has_changed()
     world.advance(6)  # nobody is remembered any more, and nothing was said
-    assert world.shard.has_changed()
-    assert world.shard.capture() == []
+    assert world.shard.durable.has_changed()
+    assert world.shard.durable.capture() == []
 
 
 def test_a_server_without_jobs_says_so_to_the_next(tmp_path):
@@ -340,11 +341,11 @@ def test_backups_beyond_the_memory_do_not_keep_a_server_from_starting_again(tmp_
     workers[0].configure(0, 4, groups=[SGD | {"momentum": 0.9}])
     for worker in workers:
         worker.pull(0)
-    assert world.shard.memory_bytes() == 160
+    assert world.shard.jobs.memory_bytes() == 160
     with SnapshotStore(tmp_path / "s") as store:
-        store.save([world.shard.capture()])
+        store.save([world.shard.durable.capture()])
         restore(store, [shard := Shard(0, 8, ShardSettings(max_memory_bytes=64), world.clocks)])
-        assert shard.memory_bytes() == 160
+        assert shard.jobs.memory_bytes() == 160
         with pytest.raises(SnapshotError, match=r"expected at most 31 bytes at shard 0, its share, got 32\)"):
             restore(store, [Shard(0, 9, ShardSettings(max_memory_bytes=31), world.clocks)])
 

@@ -142,7 +142,7 @@ def test_who_comes_and_goes_leaves_no_line_each_in_the_log(world, caplog):
     for rank in range(3 * MAX_LINES):
         Worker(world, rank, rule=APPLY).hello()
     world.advance(6)
-    assert world.shard.member_count == 0
+    assert world.shard.jobs.member_count == 0
     assert len([text for text in caplog.messages if "is out" in text]) == MAX_LINES
     world.advance(LINES_INTERVAL_S)
     Worker(world, 0, rule=APPLY).hello()

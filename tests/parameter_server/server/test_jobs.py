@@ -66,7 +66,7 @@ def test_a_snapshot_leaves_out_what_is_over():
     finished(world, "averaged")
     finished(world, "applied", rule=APPLY)
     team(world, 1, [spec(0, 4)], job="living")
-    assert [state.name for state in world.shard.capture()] == ["applied", "living"]
+    assert [state.name for state in world.shard.durable.capture()] == ["applied", "living"]
 
 
 # ---- jobs that are forgotten by hand ---------------------------------------------------------------------------
@@ -92,11 +92,11 @@ def test_who_begins_jobs_without_end_keeps_nobody_else_out():
     world = World(codec=False)
     for number in range(2 * MAX_JOBS):
         Worker(world, 0, job=f"flood{number}", peer="192.0.2.1").hello()
-    assert len(world.shard._jobs) == MAX_JOBS_OF_ONE
+    assert len(world.shard.jobs.by_number) == MAX_JOBS_OF_ONE
     honest = [Worker(world, 0, job=f"job{number}", peer=f"192.0.2.{2 + number % 3}") for number in range(120)]
     assert [worker.hello() for worker in honest] == ["initialise"] * len(honest)
     assert [worker.hello() for worker in honest] == ["initialise"] * len(honest), "none of them made room"
-    assert len(world.shard._jobs) == MAX_JOBS
+    assert len(world.shard.jobs.by_number) == MAX_JOBS
 
 
 def test_of_ones_own_jobs_those_make_room_for_which_nobody_speaks():
@@ -111,7 +111,7 @@ def test_of_ones_own_jobs_those_make_room_for_which_nobody_speaks():
     assert f"expected at most {MAX_JOBS_OF_ONE} begun from 192.0.2.1" in refused.body["text"]
     world.advance(2.5, alive)
     assert late.hello() == "initialise"
-    assert {"alive", "late"} < {job.name for job in world.shard._jobs.values()}
+    assert {"alive", "late"} < {job.name for job in world.shard.jobs.by_number.values()}
 
 
 def test_jobs_with_values_make_no_room():
@@ -126,16 +126,16 @@ def test_of_a_forgotten_job_nothing_is_left():
     world = World()
     (worker,) = team(world, 1, [spec(0, 4)], rule=APPLY)
     worker.push(0, 1, torch.ones(4))
-    world.shard.capture()
-    world.shard.note_durable(3)
+    world.shard.durable.capture()
+    world.shard.durable.note(3)
     assert (world.shard.worker_count("demo"), world.shard.worker_count("other")) == (1, None)
     worker.send(MessageType.BYE)
     assert world.shard.worker_count("demo") == 0
     world.shard.forget("demo")
     world.shard.forget("demo")
     assert world.shard.worker_count("demo") is None
-    assert world.shard.has_changed()
-    assert (world.shard.capture(), world.shard.memory_bytes()) == ([], 0)
+    assert world.shard.durable.has_changed()
+    assert (world.shard.durable.capture(), world.shard.jobs.memory_bytes()) == ([], 0)
     successor = Worker(world, 0, rule=APPLY)
     assert successor.hello() == "initialise"
     (welcome,) = successor.take()

@@ -47,7 +47,7 @@ def transitions(table):
 
 
 def phase_of(world):
-    return world.shard._jobs[job_number("demo")].phase
+    return world.shard.jobs.by_number[job_number("demo")].phase
 
 
 # ---- jobs ----------------------------------------------------------------------------------------------------------
@@ -123,7 +123,7 @@ def a_server_without_a_snapshot_gets_its_job_back_from_the_workers():
 def a_snapshot_from_before_the_first_exchange_comes_back():
     for what in ("exchange", "elsewhere", "members"):
         world, workers = begun(exchanges=0)
-        world.start(8, world.shard.capture())
+        world.start(8, world.shard.durable.capture())
         assert phase_of(world) is JobPhase.RESTORED_OPEN
         for worker in workers:
             worker.members = [0, 1] if what == "members" else []
@@ -138,7 +138,7 @@ def a_snapshot_from_before_the_first_exchange_comes_back():
 def a_snapshot_of_a_running_job_comes_back():
     for what in ("exchange", "members", "nobody"):
         world, workers = begun()
-        world.start(8, world.shard.capture())
+        world.start(8, world.shard.durable.capture())
         assert phase_of(world) is JobPhase.RESTORED_RUNNING
         if what == "nobody":
             world.advance(2 * LEASE_S + 2)
@@ -289,7 +289,7 @@ class LongPlay(Play):
 
     def do(self, what, rank, count):
         if what == "restore":
-            states = self.world.shard.capture()
+            states = self.world.shard.durable.capture()
             self.epoch += 1
             self.world.sent.clear()
             self.world.start(self.epoch, states)

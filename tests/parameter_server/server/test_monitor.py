@@ -522,7 +522,7 @@ def test_a_busy_shard_ends_the_lease_later(monkeypatch):
     for thread in shards.threads:
         monkeypatch.setattr(thread, "_send", lambda outgoing: None)
         thread._answer_asked()
-    assert [world.shard.member_count for world in worlds] == [0, 0]
+    assert [world.shard.jobs.member_count for world in worlds] == [0, 0]
 
 
 def test_a_token_without_a_port_is_not_needed(tmp_path, monkeypatch):

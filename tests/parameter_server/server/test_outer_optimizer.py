@@ -146,7 +146,7 @@ def test_after_a_restart_weights_and_momentum_go_on_from_the_snapshot():
     for sequence in (1, 2, 3):
         exchange(world, workers, sequence, oracle)
     world.advance(1, *workers)
-    world.start(8, world.shard.capture())
+    world.start(8, world.shard.durable.capture())
     for worker in workers:
         assert worker.hello() == "ready"
         worker.take()
@@ -160,7 +160,7 @@ def test_who_is_further_on_than_a_restored_server_is_not_waited_for_by_who_is_no
     world, workers = start(2)
     oracle = Oracle()
     exchange(world, workers, 1, oracle)
-    states = world.shard.capture()
+    states = world.shard.durable.capture()
     exchange(world, workers, 2, _after(1))
     world.start(8, states)
     for worker in workers:

@@ -92,7 +92,7 @@ class TestLeases:
         assert members_of(world) == [0, 2]
 
     def test_restored_members_have_their_lease_from_when_they_can_be_heard(self, world, workers):
-        world.start(8, world.shard.capture())
+        world.start(8, world.shard.durable.capture())
         stand_still(world)
         assert members_of(world) == [0, 1, 2]
 

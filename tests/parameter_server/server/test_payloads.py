@@ -144,7 +144,7 @@ def test_a_snapshot_keeps_the_codec():
     rule = {**APPLY, "compress": "bf16"}
     (worker,) = team(world, 1, [spec(0, 4)], rule=rule)
     worker.configure(0, 4)
-    world.start(8, world.shard.capture())
+    world.start(8, world.shard.durable.capture())
     plain = Worker(world, 0, rule=APPLY)
     assert plain.hello() == ErrorCode.RULE_MISMATCH
     assert worker.hello(worker.incarnation) == "ready"

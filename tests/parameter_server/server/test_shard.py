@@ -98,7 +98,7 @@ class TestComing:
         world = World()
         (worker,) = applying(world)
         assert worker.ask(MessageType.BYE).type is MessageType.OK
-        assert world.shard.member_count == 0
+        assert world.shard.jobs.member_count == 0
         assert codes([worker.ask(MessageType.BYE)]) == [ErrorCode.NOT_MEMBER]
         assert Worker(world, 0, rule=APPLY).hello() == "ready"
 
@@ -255,7 +255,7 @@ class TestRefusals:
         assert mallory.hello() == ErrorCode.DUPLICATE_RANK
         mallory.worker, mallory.incarnation, mallory.epoch = 0, worker.incarnation, worker.epoch
         assert codes(mallory.push(0, 1, torch.ones(4))) == [ErrorCode.FENCED]
-        member = next(iter(world.shard._jobs.values())).membership.members[0]
+        member = next(iter(world.shard.jobs.by_number.values())).membership.members[0]
         assert member.route == worker.route
 
     def test_a_configure_that_fails_can_be_followed_by_one_that_does_not(self, world):
@@ -298,7 +298,7 @@ class TestMemory:
         assert not codes(fits)
         more = worker.send(MessageType.STORE, key=1, payload=torch.zeros(1, dtype=torch.uint8), body=blob)
         assert codes(more) == [ErrorCode.MEMORY]
-        assert world.shard.memory_bytes() == 100
+        assert world.shard.jobs.memory_bytes() == 100
 
 
 class TestReading:
@@ -365,7 +365,7 @@ class TestReading:
         assert [m.type for m in worker.register_empty(spec(0, 4))] == [MessageType.OK]
         worker.seal([spec(0, 4)])
         assert codes([worker.pull(0)]) == [ErrorCode.NOT_READY]
-        assert world.shard.memory_bytes() == 0
+        assert world.shard.jobs.memory_bytes() == 0
         assert worker.push(0, 1, torch.ones(4))
         other = Worker(World(), 0, rule=APPLY)
         other.hello()
@@ -462,7 +462,7 @@ class TestSnapshots:
     def test_it_continues_bit_by_bit_and_applies_nothing_twice(self):
         world, twin = World(), World()
         workers, twins = self.fill(world), self.fill(twin)
-        states = world.shard.capture()
+        states = world.shard.durable.capture()
         for worker in workers:  # lost with the server
             worker.push(0, 4, torch.full((4,), 100.0), 6)
         world.start(8, states)
@@ -480,14 +480,14 @@ class TestSnapshots:
     def test_on_other_numbers_of_shards(self, shards):
         world, twin = World(), World()
         workers, twins = self.fill(world), self.fill(twin)
-        json.dumps([state.meta for state in world.shard.capture()])
-        spread = distribute([world.shard.capture(), []], shards, merge_job_meta)
+        json.dumps([state.meta for state in world.shard.durable.capture()])
+        spread = distribute([world.shard.durable.capture(), []], shards, merge_job_meta)
         found = {}
         for index, states in enumerate(spread):
             part = World()
             part.shard = Shard(index, 8, part.settings, part.clocks)
             part.shard.restore(states, part.now_s)
-            (job,) = part.shard._jobs.values()
+            (job,) = part.shard.jobs.by_number.values()
             assert job.is_sealed
             for worker in workers:
                 worker.world = part
@@ -505,7 +505,7 @@ class TestSnapshots:
         workers[1].push(0, 1, torch.ones(4))
         workers[1].take()  # the answer is lost, and then the worker
         world.advance(6, workers[0])
-        world.start(8, world.shard.capture())
+        world.start(8, world.shard.durable.capture())
         assert workers[1].hello() == "ready"
         (sent,) = workers[1].probe(0, 1)
         assert sent.type is MessageType.SENT
@@ -517,22 +517,22 @@ class TestSnapshots:
         (worker,) = applying(world)
         worker.push(0, 1, torch.ones(4))
         assert worker.ask(MessageType.HEARTBEAT).body["durable_version"] is None
-        world.shard.capture()
+        world.shard.durable.capture()
         worker.push(0, 2, torch.ones(4))
-        world.shard.note_durable(3)
+        world.shard.durable.note(3)
         assert worker.ask(MessageType.HEARTBEAT).body["durable_version"] == 1
 
     def test_a_job_without_values_is_not_kept(self):
         world = World()
         Worker(world, 0).hello()
-        assert world.shard.capture() == []
+        assert world.shard.durable.capture() == []
 
     def test_an_averaging_job_goes_on(self):
         world = World()
         workers = team(world, 2, [spec(0, 4)])
         for worker in workers:
             worker.push(0, 1, torch.ones(4))
-        world.start(8, world.shard.capture())
+        world.start(8, world.shard.durable.capture())
         for worker in workers:
             assert worker.hello() == "ready"
             worker.take()

@@ -57,6 +57,11 @@ class Job(Team):
         self.weights: Weights = (WeightsHere if self.rule.holds_weights else WeightsInWorkers)(self)
         self.exchanges = Exchanges(self, self.weights, clocks.measure_s)
 
+    @property
+    def version(self) -> int:
+        """What all chunks have reached."""
+        return min((rule.version for rule in self.rules), default=0)
+
     # ---- coming ------------------------------------------------------------------------------------------------
 
     def greet(

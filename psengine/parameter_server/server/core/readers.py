@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
 
 from psengine.errors import ProtocolError
+from psengine.parameter_server.server.core.answers import Answers, traffic_bytes
 from psengine.parameter_server.server.core.job import Job
+from psengine.parameter_server.server.core.status_report import StatusReport
 from psengine.protocol.codec import payload_tensor
 from psengine.protocol.messages import ErrorCode, Message, MessageType
-
-# What somebody measures or watches the server with is no traffic of a job.
-_NOT_OF_THE_JOB = frozenset({MessageType.STATUS_REPORT, MessageType.ECHO, MessageType.ECHOED})
 
 
 class Readers:
@@ -19,28 +17,26 @@ class Readers:
 
     Args:
         jobs: of the shard, by number.
-        reply: makes an answer: ``reply(type, request, version=, payload=, body=)``.
-        report: the STATUS_REPORT that answers a request.
-        heartbeat: the body of HEARTBEAT_ACK for a job.
+        answers: of the shard.
+        report: of the shard.
     """
 
     def __init__(
         self,
         jobs: Mapping[int, Job],
-        reply: Callable[..., Message],
-        report: Callable[[Message], Message],
-        heartbeat: Callable[[Job, Message], dict[str, Any]],
+        answers: Answers,
+        report: StatusReport,
     ) -> None:
         self._jobs = jobs
-        self._reply = reply
+        self._reply = reply = answers.message
         self._of_the_server: dict[MessageType, Callable[[Message], Message]] = {
-            MessageType.STATUS: report,
+            MessageType.STATUS: lambda message: reply(MessageType.STATUS_REPORT, message, payload=report.payload()),
             MessageType.BYE: lambda message: reply(MessageType.OK, message),
             MessageType.ECHO: lambda message: reply(MessageType.ECHOED, message, payload=payload_tensor(message)),
         }
         self._of_a_job: dict[MessageType, Callable[[Job, Message], Message]] = {
             MessageType.HEARTBEAT: lambda job, message: reply(
-                MessageType.HEARTBEAT_ACK, message, body=heartbeat(job, message)
+                MessageType.HEARTBEAT_ACK, message, body=answers.heartbeat_body(job, message)
             ),
             MessageType.LIST: lambda job, message: reply(
                 MessageType.CHUNKS, message, body=job.chunks.page(message.body["after"])
@@ -72,10 +68,3 @@ class Readers:
         answer = self._reply(type, message, version=version, payload=payload, body=body)
         job.statistics.bytes_out += traffic_bytes(answer)
         return answer
-
-
-def traffic_bytes(message: Message) -> int:
-    """What a message adds to the traffic of its job."""
-    if message.payload is None or message.dtype is None or message.type in _NOT_OF_THE_JOB:
-        return 0
-    return message.numel * message.dtype.itemsize

@@ -105,7 +105,7 @@ def restore(store: SnapshotStore, shards: Sequence[Shard]) -> Restored:
         _check_memory(shards, parts, generation)
         for shard, jobs in zip(shards, parts, strict=True):
             shard.restore(jobs, time.monotonic())
-            shard.note_durable(loaded.generation)
+            shard.durable.note(loaded.generation)
     except (ProtocolError, LookupError, TypeError, ValueError) as error:
         raise SnapshotError(
             f"{generation} cannot be taken over (expected one of this version of psengine, got: {error!r})."
@@ -197,7 +197,7 @@ class SnapshotThread(threading.Thread):
         """Whether the newest generation is still there, and nothing has changed since it was captured."""
         asked_s = time.monotonic()
         try:
-            futures = [thread.ask(thread.shard.has_changed) for thread in self._threads]
+            futures = [thread.ask(thread.shard.durable.has_changed) for thread in self._threads]
             if any(future.result(CAPTURE_DEADLINE_S) for future in futures):
                 return False
             if self.generation is None or self.store.newest != self.generation:
@@ -231,7 +231,7 @@ class SnapshotThread(threading.Thread):
         self._current_s = started_s
         self.last_seconds = time.monotonic() - started_s
         for thread in self._threads:
-            thread.ask(partial(thread.shard.note_durable, generation))
+            thread.ask(partial(thread.shard.durable.note, generation))
         logger.info("durable to %s, generation %d, after %.2f s", self.store.directory, generation, self.last_seconds)
         return SnapshotOutcome(generation)
 
@@ -276,4 +276,4 @@ class SnapshotThread(threading.Thread):
             return
         self.generation = newest
         for thread in self._threads:
-            thread.ask(partial(thread.shard.note_durable, None))
+            thread.ask(partial(thread.shard.durable.note, None))

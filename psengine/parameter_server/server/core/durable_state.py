@@ -1,0 +1,101 @@
+"""What of a shard's jobs is in a snapshot on disk, and what one would have that is taken now. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from psengine.parameter_server.server.core.capture import Capture, Goals, Meeting
+from psengine.parameter_server.server.core.job import Job
+from psengine.parameter_server.server.core.shard_jobs import ShardJobs
+from psengine.parameter_server.server.snapshots.store import JobState
+from psengine.protocol.layout import ChunkSpec
+
+
+class DurableState:
+    """See the module's text.
+
+    Args:
+        jobs: of the shard.
+
+    Attributes:
+        generation: of the snapshot that is on disk; None without one.
+    """
+
+    def __init__(self, jobs: ShardJobs) -> None:
+        self.generation: int | None = None
+        self._jobs = jobs
+        jobs.on_drop = self._forget
+        self._version: dict[int, int] = {}
+        self._captured_version: dict[int, int] = {}
+        # Grows with every change of what a snapshot keeps; what ``_state`` was when the durable one was captured.
+        self._changes = 0
+        self._captured_state: tuple[int, int] | None = None
+        self._durable_state: tuple[int, int] | None = None
+
+    def note_change(self) -> None:
+        """What a snapshot keeps may have changed."""
+        self._changes += 1
+
+    def _forget(self, job: Job) -> None:
+        self.note_change()
+        # Of another job of that name nothing is durable yet.
+        self._version.pop(job.number, None)
+        self._captured_version.pop(job.number, None)
+
+    def version_of(self, job_number: int) -> int | None:
+        """What all of the job's chunks have reached on disk; None where nothing of it is there."""
+        return self._version.get(job_number)
+
+    def capture(self) -> list[JobState]:
+        """Copies of everything a snapshot keeps, as it is now."""
+        capture = self._begin({}, awaits_steps=False)
+        capture.end()
+        return capture.states.result()
+
+    def meet_and_capture(self, meeting: Meeting, *, awaits_steps: bool) -> Capture:
+        """Copies that are cut between workers' steps; complete once ``states`` is set. Waits for the other shards."""
+        goals = meeting.meet({job.number: job.cuts.begun for job in self._jobs.kept()})
+        return self._begin(goals, awaits_steps=awaits_steps)
+
+    def _begin(self, goals: Goals, *, awaits_steps: bool) -> Capture:
+        self._captured_version, self._captured_state = self._versions(), self._state()
+        capture = Capture()
+        for job in self._jobs.kept():
+            awaited = job.membership.live_ranks if awaits_steps else ()
+            capture.add(job.copy(goals.get(job.number, {}), awaited, capture.look))
+        capture.look()
+        return capture
+
+    def _state(self) -> tuple[int, int]:
+        """Equal as long as ``capture`` would return the same; jobs also end without a message."""
+        return self._changes, len(self._jobs.kept())
+
+    def has_changed(self) -> bool:
+        """Whether ``capture`` may return something else than what is durable."""
+        return self._state() != self._durable_state
+
+    def _versions(self) -> dict[int, int]:
+        """By job that a snapshot keeps: the version all its chunks have reached."""
+        return {job.number: job.version for job in self._jobs.kept()}
+
+    def note(self, generation: int | None) -> None:
+        """What ``capture`` returned last is on disk; None: what was on disk is there no more."""
+        self.generation = generation
+        self._version = {} if generation is None else dict(self._captured_version)
+        self._durable_state = None if generation is None else self._captured_state
+
+    def restore(self, states: Sequence[JobState]) -> None:
+        """Take over a snapshot's state, before the first message."""
+        for state in states:
+            job = self._jobs.make(state.name, state.meta["rule"])
+            job.restore_meta(state.meta, self._jobs.now_s)
+            for chunk in state.chunks:
+                spec = ChunkSpec.from_body(chunk.meta["spec"])
+                values = chunk.tensors.get("values")
+                rule = job.chunks.make_rule(spec, None if values is None else torch.empty_like(values))
+                rule.restore(chunk.meta, chunk.tensors)
+                job.chunks.rules[chunk.key] = rule
+            self._jobs.add(job)
+        self._captured_version, self._captured_state = self._versions(), self._state()
