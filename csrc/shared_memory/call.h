@@ -37,4 +37,6 @@ struct SharedMemoryGroup::Call {
   uint64_t chunks(uint64_t round) const { return (numel_of(round) + chunk_numel(round) - 1) / chunk_numel(round); }
 };
 
+inline SharedMemoryGroup::Call& SharedMemoryGroup::call_at(uint64_t number) { return calls_[number - first_call_]; }
+
 }  // namespace psengine

@@ -96,4 +96,25 @@ inline size_t control_bytes(size_t world_size, size_t slot_bytes) {
   return slots_offset(world_size) + world_size * kSlots * slot_bytes;
 }
 
+// ---- where a group's parts lie in its control block ----
+
+inline RankRegion& SharedMemoryGroup::region(size_t rank) const {
+  auto* regions = reinterpret_cast<RankRegion*>(control_.data() + sizeof(ControlHeader) + kRingRounds * sizeof(Round));
+  return regions[rank];
+}
+
+inline Round& SharedMemoryGroup::round_state(uint64_t round) const {
+  return reinterpret_cast<Round*>(control_.data() + sizeof(ControlHeader))[round % kRingRounds];
+}
+
+inline Descriptor& SharedMemoryGroup::descriptor(size_t rank, uint64_t round) const {
+  return region(rank).descriptors[round % kRingRounds];
+}
+
+inline char* SharedMemoryGroup::slot(size_t rank, uint64_t round) const {
+  return control_.data() + slots_offset(world_size_) + (rank * kSlots + round % kSlots) * slot_bytes_;
+}
+
+inline ControlHeader& SharedMemoryGroup::header() const { return *reinterpret_cast<ControlHeader*>(control_.data()); }
+
 }  // namespace psengine
