@@ -1,9 +1,8 @@
 """``psengine-server``: serve, or with ``keygen`` make keys.
 
-Options come from ``ServerSettings``, which also reads ``PSENGINE_*`` variables and a TOML file.
+Options come from ``ServerSettings``, which also reads ``PSENGINE_*`` variables and a TOML file. Annotations of commands
+are evaluated here and now, because typer is imported only once it is known to be there.
 """
-
-from __future__ import annotations
 
 import inspect
 import logging
@@ -31,7 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     _build()(args=None if arguments is None else list(arguments), prog_name="psengine-server")
 
 
-def _build() -> typer.Typer:
+def _build() -> "typer.Typer":
     import typer
 
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
@@ -50,7 +49,10 @@ def _build() -> typer.Typer:
     serve.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     app.callback(invoke_without_command=True)(serve)
 
-    def keygen(directory: str, name: Any) -> None:
+    def keygen(
+        directory: Annotated[str, typer.Argument(help="Where the files go; made if absent.")],
+        name: Annotated[str, typer.Option("--name", help="What the files are called.")],
+    ) -> None:
         """Make a CURVE key pair: NAME.key for its owner alone, NAME.pub for the others.
 
         The server needs its own pair (--curve-key server.key) and the .pub files of all clients (--allow DIRECTORY);
@@ -58,16 +60,6 @@ def _build() -> typer.Typer:
         """
         _keygen(directory, name)
 
-    keygen.__annotations__ = {
-        "directory": Annotated[str, typer.Argument(help="Where the files go; made if absent.")],
-        "name": Annotated[str, typer.Option("--name", help="What the files are called.")],
-    }
-    keygen.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
-        [
-            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=annotation)
-            for name, annotation in keygen.__annotations__.items()
-        ]
-    )
     app.command()(keygen)
     return app
 
@@ -113,7 +105,7 @@ def _serve(options: dict[str, Any]) -> int:
         return 0
     until_stdin_closes, announce_fd = options.pop("until_stdin_closes"), options.pop("announce_fd")
     config = options.pop("config")
-    # A flag that was not given leaves the word to the environment and the file.
+    # A flag that was not given is for the environment or the file to set.
     given = {name: value for name, value in options.items() if value is not None and value is not False}
     try:
         settings = ServerSettings.load(given, config=config)
@@ -123,7 +115,7 @@ def _serve(options: dict[str, Any]) -> int:
 
     def announce(line: str) -> None:
         is_ready = line.startswith("psengine-server ready")
-        # Once, also where one file takes both streams.
+        # Each line once, also where one file takes both streams.
         if settings.log_format == "json":
             log_start(line)
         if is_ready or settings.log_format != "json":
@@ -161,7 +153,7 @@ def _print(line: str) -> None:
     try:
         print(line, flush=True)
     except OSError:
-        # Whoever read it is gone. Nothing may be left in the buffer, or the interpreter complains at the end.
+        # The reader is gone. Text left in the buffer would make the interpreter fail at its end.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 

@@ -14,8 +14,8 @@ from rich.console import Group
 from rich.text import Text
 
 from psengine.cli.console import open_console
-from psengine.cli.status_overview import Overview, ask_all
-from psengine.cli.status_sources import open_sources
+from psengine.cli.status_overview import Overview
+from psengine.cli.status_sources import ask_all, open_sources
 from psengine.cli.status_table import events_view, jobs_view, servers_table
 from psengine.cli.top import Watch, show_frames, show_live
 
@@ -105,7 +105,7 @@ def top(
             param_hint="top",
         )
     sources = open_sources(servers, timeout_s)
-    # So that the terminal is put back in order.
+    # As an exception, which restores the terminal.
     signal.signal(signal.SIGTERM, _end)
     try:
         with Watch(sources, interval_s, job) as watch:
@@ -124,13 +124,13 @@ def top(
 
 
 def _problems(overview: Overview, job: str | None) -> list[str]:
-    # A shard that does not answer may have it.
+    # A job may be at a shard that does not answer.
     missing = job is not None and job not in overview.jobs and overview.is_complete
     return [*overview.problems, *([f"there is no job {job!r} at these servers"] if missing else [])]
 
 
 def _keep_the_log_quiet() -> None:
-    """What the client logs about a server that is away is what these commands show; on a live screen it is noise."""
+    """Drop what the client logs about a server that is away: these commands show it themselves."""
     logging.getLogger("psengine").addHandler(logging.NullHandler())
 
 

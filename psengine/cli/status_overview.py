@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from psengine.cli.console import printable
 from psengine.parameter_server.overview import merge_jobs
@@ -50,13 +49,6 @@ class ServerReport:
     def is_complete(self) -> bool:
         """Whether every shard answered: a job that none of them has does not exist there."""
         return not self.error and not self.mute
-
-
-class Asked(Protocol):
-    """A server that can be asked."""
-
-    def ask(self) -> ServerReport:
-        """Its report."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,12 +101,6 @@ class Overview:
             "jobs": to_json(self.jobs),
             "events": to_json(self.events),
         }
-
-
-def ask_all(sources: Sequence[Asked], job: str | None = None) -> Overview:
-    """Ask all servers at once."""
-    with ThreadPoolExecutor(max_workers=len(sources), thread_name_prefix="psengine-status") as pool:
-        return merge(list(pool.map(lambda source: source.ask(), sources)), job)
 
 
 def merge(reports: Sequence[ServerReport], job: str | None = None) -> Overview:

@@ -13,13 +13,15 @@ import time
 import urllib.error
 import urllib.request
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from typing_extensions import override
 
 from psengine.cli.console import printable
-from psengine.cli.status_overview import ServerReport
+from psengine.cli.status_overview import Overview, ServerReport, merge
 from psengine.cli.status_reading import NoStatusError, read_status
 from psengine.environment.extras import require_server_packages
 from psengine.environment.variables import read_variable
@@ -172,6 +174,12 @@ def open_sources(servers: str | None, timeout_s: float) -> list[Source]:
         except ConfigurationError as error:
             raise ConfigurationError(f"{error}. A --status-port is asked as http://host:port") from None
     return sources
+
+
+def ask_all(sources: Sequence[Source], job: str | None = None) -> Overview:
+    """Ask all servers at once; with ``job`` about that job alone."""
+    with ThreadPoolExecutor(max_workers=len(sources), thread_name_prefix="psengine-status") as pool:
+        return merge(list(pool.map(lambda source: source.ask(), sources)), job)
 
 
 def _reason(error: urllib.error.HTTPError) -> str:

@@ -1,4 +1,5 @@
 """Every setting of a server, in one place: argument before environment before file before default."""
+# ruff: noqa: RUF009 - _setting() makes a dataclass field
 
 from __future__ import annotations
 
@@ -28,8 +29,8 @@ _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 _UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 
 
-def _about(parse: Callable[[Any], Any], explanation: str) -> dict[str, Any]:
-    return {"parse": parse, "help": explanation}
+def _setting(default: Any, parse: Callable[[Any], Any], explanation: str) -> Any:
+    return field(default=default, metadata={"parse": parse, "help": explanation})
 
 
 def parse_size(value: Any) -> int:
@@ -105,87 +106,56 @@ class ServerSettings:
         ConfigurationError: a value is out of its bounds, or two contradict each other.
     """
 
-    bind: str = field(
-        default=DEFAULT_BIND,
-        metadata=_about(
-            _parse_text,
-            "Address of the first shard: tcp://HOST:PORT (port 0 takes a free one; the others get PORT+1, ...) or"
-            " ipc://PATH (the others PATH-1, ...).",
-        ),
+    bind: str = _setting(
+        DEFAULT_BIND,
+        _parse_text,
+        "Address of the first shard: tcp://HOST:PORT (port 0 takes a free one; the others get PORT+1, ...) or"
+        " ipc://PATH (the others PATH-1, ...).",
     )
-    shards: int = field(
-        default=1, metadata=_about(_parse_integer, "Threads that keep parameters, each with its own socket.")
+    shards: int = _setting(1, _parse_integer, "Threads that keep parameters, each with its own socket.")
+    snapshot_dir: Path | None = _setting(None, _parse_path, "Where snapshots go; without it a restart forgets all.")
+    snapshot_interval_s: float = _setting(
+        60.0, _parse_seconds, "Seconds between snapshots; what a crash may lose. 0: only on request and at the end."
     )
-    snapshot_dir: Path | None = field(
-        default=None, metadata=_about(_parse_path, "Where snapshots go; without it a restart forgets all.")
+    lease_s: float = _setting(
+        5.0, _parse_seconds, "Seconds of silence after which a worker counts as dead, five heartbeats long."
     )
-    snapshot_interval_s: float = field(
-        default=60.0,
-        metadata=_about(
-            _parse_seconds, "Seconds between snapshots; what a crash may lose. 0: only on request and at the end."
-        ),
+    status_port: int | None = _setting(
+        None,
+        _parse_integer,
+        "Port on 127.0.0.1 of the dashboard, /status.json, /metrics and /healthz; 0 takes a free one.",
     )
-    lease_s: float = field(
-        default=5.0,
-        metadata=_about(
-            _parse_seconds, "Seconds of silence after which a worker counts as dead, five heartbeats long."
-        ),
+    status_token: Path | None = _setting(
+        None,
+        _parse_path,
+        "File of mode 0600 with the token for what the dashboard can do: snapshot, evict a worker, shut down."
+        " Not used without a status port.",
     )
-    status_port: int | None = field(
-        default=None,
-        metadata=_about(
-            _parse_integer,
-            "Port on 127.0.0.1 of the dashboard, /status.json, /metrics and /healthz; 0 takes a free one.",
-        ),
+    curve_key: Path | None = _setting(None, _parse_path, "The server's .key file of keygen: encrypts every connection.")
+    allow: Path | None = _setting(
+        None, _parse_path, "Clients' public keys: a directory of .pub files, or one file; others are refused."
     )
-    status_token: Path | None = field(
-        default=None,
-        metadata=_about(
-            _parse_path,
-            "File of mode 0600 with the token for what the dashboard can do: snapshot, evict a worker, shut down."
-            " Not used without a status port.",
-        ),
+    secret_file: Path | None = _setting(
+        None,
+        _parse_path,
+        "File of mode 0600 with one random word that clients have too (PSENGINE_SECRET_FILE): encrypts TCP, and"
+        " lets in whoever has it. In the place of keys.",
     )
-    curve_key: Path | None = field(
-        default=None, metadata=_about(_parse_path, "The server's .key file of keygen: encrypts every connection.")
+    insecure: bool = _setting(
+        False,
+        _parse_flag,
+        "Let anybody in without keys: whoever reaches the address, any local user too, owns the model.",
     )
-    allow: Path | None = field(
-        default=None,
-        metadata=_about(
-            _parse_path, "Clients' public keys: a directory of .pub files, or one file; others are refused."
-        ),
+    max_memory_bytes: int | None = _setting(
+        None,
+        parse_size,
+        "Most memory for values, optimizer state and held gradients, such as 8GiB; shards share it evenly. Default:"
+        " four fifths of the machine's.",
     )
-    secret_file: Path | None = field(
-        default=None,
-        metadata=_about(
-            _parse_path,
-            "File of mode 0600 with one random word that clients have too (PSENGINE_SECRET_FILE): encrypts TCP, and"
-            " lets in whoever has it. In the place of keys.",
-        ),
+    plugins: tuple[str, ...] | None = _setting(
+        None, _parse_modules, "Modules to import at the start, with commas: those that register codecs of your own."
     )
-    insecure: bool = field(
-        default=False,
-        metadata=_about(
-            _parse_flag, "Let anybody in without keys: whoever reaches the address, any local user too, owns the model."
-        ),
-    )
-    max_memory_bytes: int | None = field(
-        default=None,
-        metadata=_about(
-            parse_size,
-            "Most memory for values, optimizer state and held gradients, such as 8GiB; shards share it evenly. Default:"
-            " four fifths of the machine's.",
-        ),
-    )
-    plugins: tuple[str, ...] | None = field(
-        default=None,
-        metadata=_about(
-            _parse_modules, "Modules to import at the start, with commas: those that register codecs of your own."
-        ),
-    )
-    log_format: str = field(
-        default="text", metadata=_about(_parse_text, "text or json: what a line of the log looks like.")
-    )
+    log_format: str = _setting("text", _parse_text, "text or json: what a line of the log looks like.")
 
     def __post_init__(self) -> None:
         """Check bounds, and that a reachable address is protected."""
