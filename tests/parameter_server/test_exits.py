@@ -69,8 +69,8 @@ class Deaf:
     def __init__(self, session: WorkerSession, patch: pytest.MonkeyPatch) -> None:
         self.is_deaf = True
         self.was_asked = False
-        membership, receive = session._membership, Link.receive
-        received = membership.received
+        receive = Link.receive
+        received = session._core.received
 
         def hear(link: Link, message: Message, now_s: float) -> None:
             if not (self.is_deaf and message.type in (MessageType.UPDATED, MessageType.SENT)):
@@ -81,7 +81,7 @@ class Deaf:
             received(index, message, now_s)
 
         patch.setattr(Link, "receive", hear)
-        patch.setattr(membership, "received", watch)
+        patch.setattr(session._core, "received", watch)
 
 
 @pytest.mark.parametrize("ends_by", ["the other", pytest.param("Ctrl-C", marks=pytest.mark.slow)])

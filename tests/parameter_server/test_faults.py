@@ -579,7 +579,8 @@ class DieAsDonor:
         self._where = where
 
     def __call__(self, strategy: Any) -> None:
-        session, store, admit = strategy.session, strategy.session.store, strategy.session._admit
+        session, membership = strategy.session, strategy.session._membership
+        store, ask = session.store, membership.ask
         stored = 0
 
         def store_or_die(*arguments: Any, **keywords: Any) -> Any:
@@ -590,12 +591,12 @@ class DieAsDonor:
                 end_myself()
             return store(*arguments, **keywords)
 
-        def admit_or_die(link: Any, request: Any) -> Any:
-            if (self._where, link.index) == ("admit", 0):
+        def ask_or_die(link: Any, message: Any, **keywords: Any) -> Any:
+            if (self._where, message.type.name, link.index) == ("admit", "ADMIT", 0):
                 end_myself()
-            return admit(link, request)
+            return ask(link, message, **keywords)
 
-        session.store, session._admit = store_or_die, admit_or_die
+        session.store, membership.ask = store_or_die, ask_or_die
 
 
 @pytest.mark.parametrize("where", ["store", "admit"])

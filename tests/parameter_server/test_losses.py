@@ -254,19 +254,20 @@ def test_the_ledger_knows_what_was_refused_never_answered_or_counted():
         ledger.sent(3)
         ledger.answered(3, sequence, 10 + sequence, is_used=sequence != 2)
     ledger.sent(3)
-    assert ledger.pages([3]) == [[[3, 15, 5, 16, 2, 4]]]
+    assert ledger.to_bodies([3]) == [{"chunks": [[3, 15, 5, 16, 2, 4]], "more": False}]
     ledger.settle(9)
     ledger.answered(3, 6, 9, is_used=True)
-    assert ledger.pages([]) == [[[3, 9, 6, 0, 1, 5]]]
+    assert ledger.to_bodies([]) == [{"chunks": [[3, 9, 6, 0, 1, 5]], "more": False}]
 
 
 def test_many_chunks_need_several_pages():
     ledger = Ledger()
     for key in range(5000):
         ledger.answered(key, 1, 2**62, is_used=True)
-    pages = ledger.pages([])
-    assert len(pages) > 1
-    assert [entry[0] for page in pages for entry in page] == list(range(5000))
+    *pages, last = ledger.to_bodies([])
+    assert pages
+    assert [page["more"] for page in (*pages, last)] == [True] * len(pages) + [False]
+    assert [entry[0] for page in (*pages, last) for entry in page["chunks"]] == list(range(5000))
 
 
 class TestCounting:

@@ -39,10 +39,10 @@ def body(steps, step_s=0.0, blocked_s=0.0, samples=0, **loss):
 
 class TestWhatAWorkerSays:
     def test_nothing_yet(self):
-        assert Telemetry().to_body() == body(0)
+        assert Telemetry(time.monotonic).to_body() == body(0)
 
     def test_totals_change_at_the_end_of_a_step(self):
-        telemetry = Telemetry()
+        telemetry = Telemetry(time.monotonic)
         telemetry.step_ended()
         with telemetry.blocked():
             time.sleep(0.01)
@@ -53,7 +53,7 @@ class TestWhatAWorkerSays:
         assert 0.01 <= said["blocked_s"] <= said["step_s"]
 
     def test_a_wait_that_fails_was_one_too(self):
-        telemetry = Telemetry()
+        telemetry = Telemetry(time.monotonic)
         with pytest.raises(ValueError, match="lost"), telemetry.blocked():
             raise ValueError("lost")
         telemetry.step_ended()
@@ -72,14 +72,14 @@ class TestWhatAWorkerSays:
         ],
     )
     def test_losses(self, loss, said):
-        telemetry = Telemetry()
+        telemetry = Telemetry(time.monotonic)
         telemetry.report(loss=9.0)
         telemetry.report(loss=loss, samples=3)
         telemetry.report(samples=4)
         assert (telemetry.to_body()["loss"], telemetry.to_body()["samples"]) == (said, 7)
 
     def test_a_loss_is_what_it_was_when_it_was_reported(self):
-        telemetry, running = Telemetry(), torch.zeros(())
+        telemetry, running = Telemetry(time.monotonic), torch.zeros(())
         telemetry.report(loss=running)
         running += 5
         assert telemetry.to_body()["loss"] == 0.0
@@ -95,7 +95,7 @@ class TestWhatAWorkerSays:
         ],
     )
     def test_what_is_no_loss_or_no_number_of_samples(self, given, words):
-        telemetry = Telemetry()
+        telemetry = Telemetry(time.monotonic)
         with pytest.raises(ConfigurationError, match=words):
             telemetry.report(**given)
         assert telemetry.to_body() == body(0)
@@ -112,7 +112,7 @@ class TestWhatAWorkerSays:
                 assert self.is_ready
                 return self.value
 
-        telemetry = Telemetry()
+        telemetry = Telemetry(time.monotonic)
         telemetry.report(loss=7.0)
         coming = [Coming(float(i)) for i in range(MAX_COMING + 5)]
         for one in coming:
@@ -216,7 +216,7 @@ class TestLosses:
     @pytest.mark.parametrize("loss", [math.nan, -math.inf, torch.tensor(math.nan)])
     def test_a_diverged_worker_shows_everywhere(self, loss):
         """From ``report`` to the merged view: the protocol carries no NaN."""
-        world, telemetry = World(), Telemetry()
+        world, telemetry = World(), Telemetry(time.monotonic)
         (worker,) = team(world, 1, [spec(0, 4)])
 
         def view():

@@ -50,18 +50,6 @@ FLOORS = [
     "former_names",
     "version",
 ]
-# Imports against that order, or in a circle, that are still to be mended: (importer, imported) -> why it is there.
-EXCEPTIONS = {
-    (
-        "parameter_server/client/handshake",
-        "parameter_server/client/own_membership",
-    ): "a type; they are parts of one membership",
-    (
-        "parameter_server/client/progress",
-        "parameter_server/client/own_membership",
-    ): "a type; they are parts of one membership",
-    ("parameter_server/client/progress", "parameter_server/client/link"): "a type: whose ledger is told",
-}
 MAY_USE_TORCH_DISTRIBUTED = {
     "cli/bench_worker",
     "cli/launching/elastic",
@@ -86,8 +74,13 @@ MAY_USE_TORCH_DISTRIBUTED = {
     "wrapper/native_features/logging_data",
     "wrapper/native_features/mixed_precision",
 }
-# Both halves of a server that a simulation runs under a clock of its own.
-IS_GIVEN_TIME = ("parameter_server/server/core/", "parameter_server/server/rules/")
+# What a simulation runs under a clock of its own, and what gives them to it in a process.
+IS_GIVEN_TIME = ("parameter_server/server/core/", "parameter_server/server/rules/", "parameter_server/client/")
+GIVES_TIME = {
+    "parameter_server/client/connection",
+    "parameter_server/client/embedded",
+    "parameter_server/client/process_runtime",
+}
 # Functions that decide by an error's text, because whoever raises it has neither a type nor a code for the case.
 MAY_READ_ERROR_TEXTS = {
     ("cli/doctor_checks/findings", "problem_of"): "shows what an error is about, once",
@@ -137,7 +130,7 @@ def house_imports(module: str) -> set[str]:
                 # The longest part of the name that is a module; the rest is a name in it.
                 heads = ["/".join(parts[1:end]) for end in range(len(parts), 0, -1)]
                 found.add(next(m for head in heads for m in (head, f"{head}/__init__".lstrip("/")) if m in MODULES))
-    return {other for other in found if (module, other) not in EXCEPTIONS}
+    return found
 
 
 def floor_of(module: str) -> int:
@@ -154,12 +147,6 @@ def test_imports_go_downward(module):
 
 def test_no_modules_import_each_other_in_a_circle():
     TopologicalSorter({module: house_imports(module) for module in MODULES}).prepare()
-
-
-def test_exceptions_are_still_needed():
-    for module, other in EXCEPTIONS:
-        name = "psengine." + other.replace("/", ".")
-        assert name.removesuffix(".__init__") in imports(MODULES[module]), f"{module} no longer imports {other}"
 
 
 def test_few_modules_stand_at_the_top():
@@ -237,8 +224,8 @@ def test_only_one_module_reads_the_environment(module):
     assert not reads
 
 
-@pytest.mark.parametrize("module", [m for m in MODULES if m.startswith(IS_GIVEN_TIME)])
-def test_the_core_of_the_server_is_given_its_clocks_and_takes_none(module):
+@pytest.mark.parametrize("module", [m for m in MODULES if m.startswith(IS_GIVEN_TIME) and m not in GIVES_TIME])
+def test_client_and_server_are_given_their_clocks_and_take_none(module):
     assert not {"time", "datetime", "random", "secrets"} & {n.split(".")[0] for n in imports(MODULES[module])}
 
 

@@ -9,6 +9,7 @@ import logging
 import os
 import shutil
 import threading
+import time
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -209,7 +210,7 @@ def test_waits_are_not_watched_where_no_thread_can_start_and_training_goes_on():
 
 
 def test_a_loss_that_cannot_be_read_is_left_out(caplog):
-    telemetry = Telemetry()
+    telemetry = Telemetry(time.monotonic)
     telemetry.report(loss=1.5)
     assert telemetry.to_body()["loss"] == 1.5
     with caplog.at_level(logging.WARNING):

@@ -18,7 +18,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 from psengine.environment import local_sockets
 from psengine.environment.extras import missing_extra
@@ -26,6 +26,7 @@ from psengine.errors import AuthenticationError, ProtocolError, PSEngineError, S
 from psengine.kernels.freed_memory import keep_freed_memory
 from psengine.parameter_server.client import refusals
 from psengine.parameter_server.client.operation import forked_error
+from psengine.parameter_server.client.runtime import Receiver
 from psengine.protocol.codec import decode, encode
 from psengine.protocol.keys import CurveClientKeys
 from psengine.protocol.messages import MAX_PAYLOAD_BYTES, Message
@@ -77,28 +78,6 @@ _EVENTS = (
     | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 )
 _monitor_numbers = itertools.count()
-
-
-class Receiver(Protocol):
-    """What the I/O thread calls; none of these may raise or block."""
-
-    def received(self, index: int, message: Message, now_s: float) -> None:
-        """A message came from the socket with this index."""
-
-    def garbled(self, index: int, error: ProtocolError, now_s: float) -> None:
-        """Something came that is no message."""
-
-    def connected(self, index: int, now_s: float) -> None:
-        """The socket has a new connection; what was under way on another is lost."""
-
-    def rejected(self, index: int, error: AuthenticationError, now_s: float) -> None:
-        """The other side does not let this client in."""
-
-    def tick(self, now_s: float) -> None:
-        """100 ms have passed."""
-
-    def crashed(self, error: PSEngineError) -> None:
-        """The I/O thread ends; nothing will be answered."""
 
 
 class Connection:

@@ -9,7 +9,6 @@ join          JOIN every shard: held until another worker has deposited its stat
 from __future__ import annotations
 
 import logging
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
@@ -17,9 +16,11 @@ import torch
 
 from psengine.errors import PSEngineError, ReplicaMismatchError, ServerRefusedError
 from psengine.parameter_server.client.chunk_map import check_tensor
-from psengine.parameter_server.client.handshake import Welcome
-from psengine.parameter_server.client.operation import Request, wait_all
-from psengine.parameter_server.client.own_membership import OwnMembership
+from psengine.parameter_server.client.flow import Flow
+from psengine.parameter_server.client.handshake import enter
+from psengine.parameter_server.client.link import Link
+from psengine.parameter_server.client.operation import Request
+from psengine.parameter_server.client.own_membership import OwnMembership, StateRequest
 from psengine.parameter_server.client.partition import assign
 from psengine.protocol.layout import ChunkSpec, first_difference, layout_fingerprint
 from psengine.protocol.messages import ErrorCode, Message, MessageType
@@ -35,28 +36,41 @@ LEAVE_POLL_S = 0.002
 EMBEDDED_LEAVE_S = 10.0
 
 
-def greet(membership: OwnMembership) -> Welcome:
-    """Say HELLO to all servers, and let traffic flow.
+def take_part(
+    membership: OwnMembership,
+    state: str,
+    layout: Sequence[ChunkSpec],
+    initial: Callable[[ChunkSpec], torch.Tensor],
+) -> Flow[str]:
+    """Follow what the lead said; see ``WorkerSession.enter``."""
+    layout = sorted(layout, key=lambda spec: spec.key)
+    if state == "join":
+        state = yield from join(membership)
+    if state == "initialise":
+        yield from initialise(membership, layout, initial)
+        membership.takes_part = True
+        return "initialised"
+    compare(membership, layout, (yield from fetch_layout(membership)))
+    return state
 
-    Raises:
-        ServerRefusedError: some servers have the job's values and others lost theirs ("state_lost").
-        ServerLostError, AuthenticationError, ConfigurationError: see ``Handshake.greet``.
-    """
-    welcome = membership.greet()
-    if welcome.lost and welcome.state in ("ready", "join") and membership.options.role == "worker":
-        raise ServerRefusedError(
-            f"{membership.links[welcome.lost[0]].address} has lost its part of job {membership.options.job!r}, and"
-            " other servers have theirs. Start all of the job's servers with --snapshot-dir, or all of them and the"
-            " workers anew.",
-            ErrorCode.STATE_LOST,
-        )
-    membership.resume()
-    return welcome
+
+def rejoin(membership: OwnMembership) -> Flow[str]:
+    """Take part again, beginning with another worker's state; see ``WorkerSession.rejoin``."""
+    state = "join"
+    if membership.fenced is None:
+        membership.pause()
+        state = (yield from enter(membership)).state
+    if state == "join":
+        state = yield from join(membership)
+    membership.fenced = None
+    yield from fetch_layout(membership)
+    membership.takes_part = state != "joined"
+    return state
 
 
 def initialise(
     membership: OwnMembership, layout: Sequence[ChunkSpec], initial: Callable[[ChunkSpec], torch.Tensor]
-) -> None:
+) -> Flow[None]:
     """Give the job its values."""
     membership.chunks.place(layout, assign(layout, len(membership.links)))
     under_way: deque[Request] = deque()
@@ -66,20 +80,22 @@ def initialise(
         link = membership.links[membership.chunks.shard_of[spec.key]]
         under_way.append(membership.register(link, spec, values.detach()))
         if len(under_way) >= REGISTERS_UNDER_WAY:
-            under_way.popleft().wait()
-    wait_all(under_way)
+            yield [under_way.popleft()]
+    yield under_way
     # The lead last: it is the one that tells other workers that values are there.
-    wait_all([membership.seal(link) for link in membership.links[1:]])
-    membership.seal(membership.links[0]).wait()
+    yield [membership.seal(link) for link in membership.links[1:]]
+    yield [membership.seal(membership.links[0])]
 
 
-def fetch_layout(membership: OwnMembership) -> list[ChunkSpec]:
+def fetch_layout(membership: OwnMembership) -> Flow[list[ChunkSpec]]:
     """The job's chunks by key, from the servers, which know best where each is; remembered in ``membership.chunks``."""
     found: list[tuple[ChunkSpec, int]] = []
     for link in membership.links:
         after, more = -1, True
         while more:
-            reply = membership.ask(link, Message(MessageType.LIST, body={"after": after})).reply()
+            request = membership.ask(link, Message(MessageType.LIST, body={"after": after}))
+            yield [request]
+            reply = request.reply()
             page = [ChunkSpec.from_body(entry) for entry in reply.body["chunks"]]
             found.extend((spec, link.index) for spec in page)
             more = reply.body["more"] and bool(page)
@@ -101,38 +117,49 @@ def compare(membership: OwnMembership, mine: Sequence[ChunkSpec], theirs: Sequen
     )
 
 
-def join(membership: OwnMembership) -> str:
+def join(membership: OwnMembership) -> Flow[str]:
     """Wait until another worker has deposited its state, and every shard lets us take part.
 
     Returns:
         "joined", or "ready" or "initialise" where all others went away meanwhile.
     """
-    options = membership.options
-    deadline_s = time.monotonic() + options.timeout_s
+    options, now_s = membership.options, membership.runtime.now_s
+    deadline_s = now_s() + options.timeout_s
     while True:
         what = f"JOIN of worker {membership.identity.worker} to job {options.job!r}"
-        timeout_s = deadline_s - time.monotonic()
+        timeout_s = deadline_s - now_s()
         requests = [
             membership.ask(link, Message(MessageType.JOIN), what=what, timeout_s=timeout_s, handles_refusal=True)
             for link in membership.links
         ]
         try:
-            wait_all(requests)
+            yield requests
             for link in membership.links:
                 link.ledger.forget()
             return "joined"
         except ServerRefusedError as error:
             lost_meanwhile = error.code in (ErrorCode.NOT_MEMBER, ErrorCode.FENCED)
-            if not lost_meanwhile or time.monotonic() >= deadline_s:
+            if not lost_meanwhile or now_s() >= deadline_s:
                 raise
             logger.warning("joining job %r again: %s", options.job, error)
         membership.pause()
-        state = greet(membership).state
+        state = (yield from enter(membership)).state
         if state != "join":
             return state
 
 
-def await_leave(membership: OwnMembership) -> None:
+def admit(membership: OwnMembership, joiner: StateRequest) -> Flow[None]:
+    """The joiner's state is deposited: let it take part from this worker's next exchange on; the lead last."""
+    body = {"rank": joiner.rank, "incarnation": joiner.incarnation}
+
+    def ask(link: Link) -> Request:
+        return membership.ask(link, Message(MessageType.ADMIT, body=body), what=f"ADMIT of worker {joiner.rank}")
+
+    yield [ask(link) for link in membership.links[1:]]
+    yield [ask(membership.links[0])]
+
+
+def leave(membership: OwnMembership) -> Flow[None]:
     """Where servers average: wait until every live worker has the averages that this one has.
 
     Until then this worker may be the only one that has the average of its last step: a server that dies and comes back
@@ -152,24 +179,22 @@ def await_leave(membership: OwnMembership) -> None:
         for link in links:
             membership.connection.do(link.tell_progress)
             asked.append(membership.ask(link, Message(MessageType.LEAVE), timeout_s=timeout_s))
-        if not _end_within(asked, QUIET_LEAVE_S):
+        quiet_s = membership.runtime.now_s() + QUIET_LEAVE_S
+        while not _have_ended(asked) and membership.runtime.now_s() < quiet_s:
+            yield LEAVE_POLL_S
+        if not _have_ended(asked):
             logger.warning(
                 "%s waits to leave, for %g s at most, until every other worker has the averages of its last step",
                 who,
                 timeout_s,
             )
-        wait_all(asked)
+        yield asked
     except ServerRefusedError as error:
         logger.debug("%s leaves at once: %s", who, error)
     except PSEngineError as error:
         logger.error("%s leaves, and other workers may lack the averages of its last step: %s", who, error)
 
 
-def _end_within(requests: Sequence[Request], timeout_s: float) -> bool:
-    """Whether all have an answer, or one has failed. Starts no thread: Python 3.12 and later cannot while they exit."""
-    last_s = time.monotonic() + timeout_s
-    while not all(request.is_done for request in requests) and not any(request.error for request in requests):
-        if time.monotonic() >= last_s:
-            return False
-        time.sleep(LEAVE_POLL_S)
-    return True
+def _have_ended(requests: Sequence[Request]) -> bool:
+    """Whether all have an answer, or one has failed."""
+    return all(request.is_done for request in requests) or any(request.error for request in requests)

@@ -466,9 +466,8 @@ class Link:
 
     def tell_progress(self) -> None:
         """Send PROGRESS, without waiting for its answer."""
-        pages = self.ledger.pages(self._sent)
-        for page in pages:
-            self.send(Message(MessageType.PROGRESS, body={"chunks": page, "more": page is not pages[-1]}))
+        for body in self.ledger.to_bodies(self._sent):
+            self.send(Message(MessageType.PROGRESS, body=body))
 
     def keys_under_way(self) -> tuple[int, ...]:
         """The chunks that have an exchange which was sent and is not answered yet."""

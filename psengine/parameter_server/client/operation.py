@@ -12,7 +12,6 @@ from __future__ import annotations
 import ctypes
 import os
 import threading
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -67,9 +66,14 @@ class PushResult:
 
 
 class Parking:
-    """The threads that wait for one connection's operations, so that a failure wakes them all."""
+    """The threads that wait for one connection's operations, so that a failure wakes them all.
 
-    def __init__(self) -> None:
+    Args:
+        now_s: the clock of the operations' deadlines.
+    """
+
+    def __init__(self, now_s: Callable[[], float]) -> None:
+        self.now_s = now_s
         self.process_id = os.getpid()
         self._locks: set[threading.Lock] = set()
 
@@ -84,9 +88,9 @@ class Parking:
         try:
             # Set before this looked: the I/O thread sets is_done first and releases waiters second.
             while not operation.is_done and not any(other.error for other in also):
-                wait_s = max(0.0, operation.deadline_s + WAITER_PATIENCE_S - time.monotonic())
+                wait_s = max(0.0, operation.deadline_s + WAITER_PATIENCE_S - self.now_s())
                 # The deadline moves while answers arrive.
-                if not lock.acquire(timeout=wait_s) and time.monotonic() >= operation.deadline_s + WAITER_PATIENCE_S:
+                if not lock.acquire(timeout=wait_s) and self.now_s() >= operation.deadline_s + WAITER_PATIENCE_S:
                     raise ServerError(
                         f"the client's I/O thread did not end {operation.describe()}, which is"
                         f" {WAITER_PATIENCE_S:g} s past its deadline. Is the process starved of CPU time?"
@@ -167,7 +171,7 @@ class Operation:
         self._targets = [(d.data_ptr(), d.numel() * d.itemsize) for d in destinations]
         self.numel = sum(d.numel() for d in destinations)
         self.dtype = dtype
-        self.submitted_s = time.monotonic()
+        self.submitted_s = parking.now_s()
         self.timeout_s = timeout_s
         self.deadline_s = self.submitted_s + timeout_s
         # Questions about it since the last answer to one.

@@ -9,19 +9,9 @@ one that averages has lost its averages, which workers have. Pure.
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
-
-from psengine.parameter_server.client.operation import Request
-from psengine.protocol.messages import Message, MessageType
-
-if TYPE_CHECKING:
-    from psengine.parameter_server.client.link import Link
-    from psengine.parameter_server.client.own_membership import OwnMembership
-
-logger = logging.getLogger(__name__)
+from typing import Any
 
 # Of one chunk's unused exchanges; where there are more, the oldest are forgotten.
 MAX_RUNS = 16
@@ -100,8 +90,8 @@ class Ledger:
             known.unused, known.version, known.asked_version = [], 0, 0
             known.skip(1, known.sequence)
 
-    def pages(self, under_way: Iterable[int]) -> list[list[list[int]]]:
-        """Bodies' "chunks" of PROGRESS; ``under_way``: the chunks that have an exchange which was sent."""
+    def to_bodies(self, under_way: Iterable[int]) -> list[dict[str, Any]]:
+        """Bodies of PROGRESS; ``under_way``: the chunks that have an exchange which was sent."""
         sent = frozenset(under_way)
         pages: list[list[list[int]]] = [[]]
         size_bytes = 0
@@ -113,48 +103,4 @@ class Ledger:
                 pages.append([])
                 size_bytes = 0
             pages[-1].append(entry)
-        return pages
-
-
-def tell(membership: OwnMembership) -> None:
-    """Tell servers that restarted how far this worker is, and the log what they lost. Blocking, for recoveries.
-
-    Raises:
-        ServerLostError, ServerRefusedError: see ``Operation.settle``.
-    """
-    restarted = [link for link in membership.links if link.ledger.epoch != link.epoch]
-    asked = [(link, _ask(membership, link)) for link in restarted]
-    losses = [_read(link, requests) for link, requests in asked]
-    for link in restarted:
-        link.ledger.settle(link.epoch)
-    lossy = [(address, loss) for address, loss in losses if loss[0]]
-    if not lossy:
-        return
-    updates, own, chunks = (sum(numbers) for numbers in zip(*(loss for _, loss in lossy), strict=True))
-    logger.warning(
-        "%s went back to the last snapshot: %d updates that worker %d knew of are lost, over %d chunks; %d of them are"
-        " its own",
-        ", ".join(address for address, _ in lossy),
-        updates,
-        membership.identity.worker,
-        chunks,
-        own,
-    )
-
-
-def _ask(membership: OwnMembership, link: Link) -> list[Request]:
-    pages = link.ledger.pages(link.keys_under_way())
-    return [
-        membership.ask(
-            link,
-            Message(MessageType.PROGRESS, body={"chunks": page, "more": page is not pages[-1]}),
-            is_urgent=True,
-        )
-        for page in pages
-    ]
-
-
-def _read(link: Link, requests: Sequence[Request]) -> tuple[str, list[int]]:
-    """Where, and how many updates are lost, how many of them this worker's, of how many chunks."""
-    losses = [request.wait().body.get("lost", [0, 0, 0]) for request in requests]
-    return link.address, [sum(numbers) for numbers in zip(*losses, strict=True)]
+        return [{"chunks": page, "more": page is not pages[-1]} for page in pages]

@@ -14,19 +14,23 @@ import os
 import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from psengine.errors import ConfigurationError, FencedError, ProtocolError, PSEngineError
 from psengine.parameter_server.chunk_codecs import gradient_codec
-from psengine.parameter_server.client import join
+from psengine.parameter_server.client import handshake, join
 from psengine.parameter_server.client.chunk_encoder import ChunkEncoder
 from psengine.parameter_server.client.chunk_map import check_destinations, check_tensor
+from psengine.parameter_server.client.core import ClientCore
+from psengine.parameter_server.client.flow import Flow, run
 from psengine.parameter_server.client.link import Link
 from psengine.parameter_server.client.operation import Answer, Operation, Push, PushResult, Request, wait_all
 from psengine.parameter_server.client.options import SessionOptions
 from psengine.parameter_server.client.own_membership import OwnMembership, StateRequest
+from psengine.parameter_server.client.process_runtime import PROCESS
+from psengine.parameter_server.client.runtime import Runtime
 from psengine.parameter_server.client.telemetry import Telemetry
 from psengine.protocol.layout import ChunkSpec
 from psengine.protocol.messages import MAX_PAYLOAD_BYTES, Message, MessageType
@@ -36,12 +40,15 @@ __all__ = ["Answer", "Push", "PushResult", "Request", "SessionOptions", "StateRe
 logger = logging.getLogger(__name__)
 GOODBYE_S = 1.0
 
+T = TypeVar("T")
+
 
 class WorkerSession:
     """A worker (or a reader) of one job. Methods may be called from any thread; sockets live on a thread of its own.
 
     Args:
         options: see there.
+        runtime: the clock, randomness and sockets; a simulation gives others than the process's.
 
     Attributes:
         state: what the lead said first: "initialise" (give the job its values), "ready", or "join" (an averaging job
@@ -51,12 +58,13 @@ class WorkerSession:
     A context manager; ``close`` is idempotent, and is called at interpreter exit for sessions left open.
     """
 
-    def __init__(self, options: SessionOptions) -> None:
+    def __init__(self, options: SessionOptions, runtime: Runtime = PROCESS) -> None:
         options.check()
         self.options = options
         self.state = ""
         self.started = False
-        self._membership = OwnMembership(options)
+        self._core = ClientCore(options, runtime)
+        self._membership = self._core.membership
         self._sequences: dict[int, int] = {}
         # By chunk, where the job has a codec; and the last push of each.
         self._encoders: dict[int, ChunkEncoder] = {}
@@ -90,7 +98,7 @@ class WorkerSession:
             AuthenticationError: a CURVE key is wrong or missing.
         """
         try:
-            welcome = join.greet(self._membership)
+            welcome = self._run(handshake.enter(self._membership))
         except BaseException:
             self.close()
             raise
@@ -112,17 +120,7 @@ class WorkerSession:
             ReplicaMismatchError: the job's model is another one; names the first parameter that differs.
             ServerLostError, ServerRefusedError: see ``start``.
         """
-        membership = self._membership
-        layout = sorted(layout, key=lambda spec: spec.key)
-        state = self.state
-        if state == "join":
-            state = join.join(membership)
-        if state == "initialise":
-            join.initialise(membership, layout, initial)
-            membership.takes_part = True
-            return "initialised"
-        join.compare(membership, layout, self.layout())
-        return state
+        return self._run(join.take_part(self._membership, self.state, layout, initial))
 
     def rejoin(self) -> str:
         """After FencedError: take part again, beginning with another worker's state; pull it as after "joined".
@@ -133,17 +131,7 @@ class WorkerSession:
         Raises:
             ServerLostError, ServerRefusedError: see ``start``.
         """
-        membership = self._membership
-        state = "join"
-        if membership.fenced is None:
-            membership.pause()
-            state = join.greet(membership).state
-        if state == "join":
-            state = join.join(membership)
-        membership.fenced = None
-        self.layout()
-        membership.takes_part = state != "joined"
-        return state
+        return self._run(join.rejoin(self._membership))
 
     def layout(self) -> list[ChunkSpec]:
         """The job's chunks by key, from the servers; afterwards this session knows where they are.
@@ -151,7 +139,10 @@ class WorkerSession:
         Raises:
             ServerRefusedError: the job has no values yet ("not_ready").
         """
-        return join.fetch_layout(self._membership)
+        return self._run(join.fetch_layout(self._membership))
+
+    def _run(self, flow: Flow[T]) -> T:
+        return run(flow, self._membership.closing)
 
     def close(self) -> None:
         """Leave, and end the thread; whatever still waits fails.
@@ -181,7 +172,7 @@ class WorkerSession:
     @property
     def lease_s(self) -> float:
         """Silence after which the servers evict a worker."""
-        return self._membership.lease_s
+        return self._core.lease_s
 
     @property
     def shard_count(self) -> int:
@@ -290,7 +281,7 @@ class WorkerSession:
             destinations,
             spec.dtype,
             encoder,
-            keeps_answer=key in membership.kept,
+            keeps_answer=key in self._core.kept,
         )
         if encoder is not None:
             self._encoded[key] = push
@@ -318,7 +309,7 @@ class WorkerSession:
             destinations: the next push's, to be checked; they count when that push is answered.
         """
         check_destinations(destinations or (), self._membership.chunks.spec(key))
-        self._membership.kept.add(key)
+        self._core.kept.add(key)
 
     def pull(
         self, key: int, destinations: Sequence[torch.Tensor] = (), slot: str | None = None, blob: str | None = None
@@ -407,32 +398,25 @@ class WorkerSession:
 
     def take_state_request(self) -> StateRequest | None:
         """A worker that waits for this worker's state (STORE it, then ``admit``), each once; None without one."""
-        return self._membership.take_state_request()
+        return self._core.take_state_request()
 
     def decline(self, request: StateRequest) -> None:
         """The state could not be deposited; the joiner may ask again."""
-        self._membership.forget_state_request(request)
+        self._core.forget_state_request(request)
 
     def admit(self, request: StateRequest) -> None:
         """The state is deposited: the joiner takes part from this worker's next exchange on; waits for all shards."""
-        links = self._membership.links
         try:
-            wait_all([self._admit(link, request) for link in links[1:]])
-            self._admit(links[0], request).wait()
+            self._run(join.admit(self._membership, request))
         finally:
-            self._membership.forget_state_request(request)  # the same worker may come back and ask again
-
-    def _admit(self, link: Link, request: StateRequest) -> Request:
-        body = {"rank": request.rank, "incarnation": request.incarnation}
-        message = Message(MessageType.ADMIT, body=body)
-        return self._membership.ask(link, message, what=f"ADMIT of worker {request.rank}")
+            self._core.forget_state_request(request)  # the same worker may come back and ask again
 
     # ---- for people --------------------------------------------------------------------------------------------
 
     @property
     def telemetry(self) -> Telemetry:
         """What this worker's heartbeats say of it; strategies fill it."""
-        return self._membership.telemetry
+        return self._core.telemetry
 
     def echo(self, size_bytes: int, shard: int = 0) -> float:
         """Seconds that ``size_bytes`` random bytes take to a shard and back; for measuring the way there.
@@ -473,7 +457,7 @@ class WorkerSession:
             ServerRefusedError: a server could not ("snapshot_failed").
         """
         membership = self._membership
-        requests = [membership.ask(link, Message(MessageType.SNAPSHOT)) for link in membership.handshake.first_links()]
+        requests = [membership.ask(link, Message(MessageType.SNAPSHOT)) for link in membership.first_links()]
         return [int(request.wait().body.get("generation", 0)) for request in requests]
 
     def _link(self, key: int) -> Link:
@@ -487,7 +471,7 @@ def _say_goodbye(membership: OwnMembership, process_id: int) -> None:
         return
     try:
         if not membership.connection.is_own_thread:  # where a forgotten session is collected is anybody's guess
-            join.await_leave(membership)
+            run(join.leave(membership), membership.closing)
     finally:
         _end(membership)
 

@@ -11,9 +11,8 @@ from __future__ import annotations
 import math
 import numbers
 import threading
-import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -28,9 +27,14 @@ MAX_COMING = 64
 
 
 class Telemetry:
-    """One worker's; thread-safe."""
+    """One worker's; thread-safe.
 
-    def __init__(self) -> None:
+    Args:
+        now_s: a clock that never goes back.
+    """
+
+    def __init__(self, now_s: Callable[[], float]) -> None:
+        self._now_s = now_s
         self._lock = threading.Lock()
         self._steps = 0
         self._step_s = 0.0
@@ -46,15 +50,15 @@ class Telemetry:
     @contextmanager
     def blocked(self) -> Iterator[None]:
         """Inside, this worker's training waits for servers."""
-        began_s = time.monotonic()
+        began_s = self._now_s()
         try:
             yield
         finally:
-            self._unfinished_blocked_s += time.monotonic() - began_s
+            self._unfinished_blocked_s += self._now_s() - began_s
 
     def step_ended(self) -> None:
         """A step is complete: its gradients are exchanged."""
-        now_s = time.monotonic()
+        now_s = self._now_s()
         with self._lock:
             if self._steps:
                 self._step_s += now_s - self._last_end_s

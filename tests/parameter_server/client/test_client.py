@@ -393,8 +393,8 @@ def test_an_applying_server_goes_on_from_its_snapshot(tmp_path):
 
 def silence(session):
     """No more heartbeats: the lease runs out."""
-    session._membership.heartbeat_s = 1e9
-    session._membership._next_heartbeat_s = float("inf")
+    session._core.heartbeat_s = 1e9
+    session._membership.next_heartbeat_s = float("inf")
 
 
 def test_a_fenced_applying_worker_goes_on_by_itself(server, job):

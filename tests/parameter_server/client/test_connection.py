@@ -294,7 +294,7 @@ def test_a_crash_of_the_thread_fails_every_waiter(monkeypatch, caplog):
     with connected() as (peer, session):
         peer.script[T.PUSH] = lambda *_: None
         waiting = push(session)[0]
-        monkeypatch.setattr(session._membership, "tick", lambda now_s: 1 / 0)
+        monkeypatch.setattr(session._core, "tick", lambda now_s: 1 / 0)
         with pytest.raises(ServerError, match=r"I/O thread failed: ZeroDivisionError") as caught:
             waiting.wait()
         assert isinstance(caught.value.__cause__, ZeroDivisionError)
@@ -395,8 +395,7 @@ class TestStallsByAClockOfOurs:
         return link
 
     def begin(self, link, now_s):
-        request = Request(Message(T.PULL, key=0, sequence=1), lambda: "PULL of something", Parking(), 1e6)
-        request.submitted_s = now_s
+        request = Request(Message(T.PULL, key=0, sequence=1), lambda: "PULL of something", Parking(lambda: now_s), 1e6)
         link.begin(request, now_s)
         return request
 

@@ -32,6 +32,7 @@ class Desk:
         self.link.is_paused = False
         self.link.epoch = 7
         self.ids = iter(range(1 << 40, 1 << 41))
+        self.parking = Parking(lambda: self.now_s)
 
     def transmit(self, message):
         if self.is_connected:
@@ -39,19 +40,17 @@ class Desk:
         return self.is_connected
 
     def begin(self, operation):
-        operation.submitted_s = self.now_s
-        operation.deadline_s = self.now_s + self.timeout_s
         self.link.begin(operation, self.now_s)
         return operation
 
     def pull(self, key=0):
         message = Message(T.PULL, key=key, sequence=next(self.ids))
-        return self.begin(Request(message, lambda: f"PULL of {key}", Parking(), self.timeout_s))
+        return self.begin(Request(message, lambda: f"PULL of {key}", self.parking, self.timeout_s))
 
     def push(self, key=0, sequence=1):
         message = Message(T.PUSH, key=key, sequence=sequence, payload=torch.ones(NUMEL))
         message.dtype, message.numel = torch.float32, NUMEL
-        return self.begin(Push(message, lambda: f"push of {key}", Parking(), self.timeout_s, (), None))
+        return self.begin(Push(message, lambda: f"push of {key}", self.parking, self.timeout_s, (), None))
 
     def wait(self, seconds):
         """Time passes, a tick each 100 ms; what was sent meanwhile."""
@@ -325,12 +324,11 @@ class Lane:
             self.done += 1
             message = Message(T.PUSH, key=0, sequence=self.done, payload=torch.ones(NUMEL))
             message.dtype, message.numel = torch.float32, NUMEL
-            self.push = Push(message, lambda: "push", Parking(), 1e9, (), None)
+            self.push = Push(message, lambda: "push", Parking(self.now), 1e9, (), None)
             self.link.begin(self.push, self.now())
         if self.pull is None or self.pull.is_done:
             message = Message(T.PULL, key=0, sequence=(1 << 40) + self.done)
-            self.pull = Request(message, lambda: "pull", Parking(), 1e9)
-            self.pull.submitted_s = self.now()
+            self.pull = Request(message, lambda: "pull", Parking(self.now), 1e9)
             self.asked = getattr(self, "asked", 0) + 1
             self.link.begin(self.pull, self.now())
 

@@ -1,0 +1,84 @@
+"""What takes several answers, written in one piece: a generator that yields what it waits for.
+
+::
+
+    request = membership.ask(link, message)
+    yield [request]                 until all of these are answered; the first failure is raised here
+    answer = request.reply()
+    yield 0.1                       for so many seconds
+
+A worker's thread runs a flow to its end. The I/O thread, which must not wait, takes one step by step, as a simulation
+does.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Generator, Sequence
+from typing import Generic, TypeVar
+
+from psengine.errors import PSEngineError
+from psengine.parameter_server.client.operation import Operation, wait_all
+
+T = TypeVar("T")
+
+Awaited = Sequence[Operation] | float
+Flow = Generator[Awaited, None, T]
+
+
+def run(flow: Flow[T], closing: threading.Event) -> T:
+    """Return what ``flow`` returns; blocks. Pauses end early once ``closing`` is set."""
+    error: BaseException | None = None
+    while True:
+        try:
+            awaited = next(flow) if error is None else flow.throw(error)
+        except StopIteration as end:
+            result: T = end.value
+            return result
+        error = None
+        try:
+            if isinstance(awaited, float):
+                closing.wait(awaited)
+            else:
+                wait_all(awaited)
+        except BaseException as failure:
+            error = failure
+
+
+class SteppedFlow(Generic[T]):
+    """A flow that whoever has answers and the time takes further.
+
+    Attributes:
+        is_over: it has returned, or raised.
+        result: what it returned.
+        error: what it raised.
+    """
+
+    def __init__(self, flow: Flow[T]) -> None:
+        self._flow = flow
+        self._awaited: Awaited = 0.0
+        self._since_s = float("-inf")
+        self.is_over = False
+        self.result: T | None = None
+        self.error: Exception | None = None
+
+    def step(self, now_s: float) -> None:
+        """Go on as far as that is possible now."""
+        while not self.is_over and self._may_go_on(now_s):
+            failure = self._failure()
+            try:
+                self._awaited = next(self._flow) if failure is None else self._flow.throw(failure)
+                self._since_s = now_s
+            except StopIteration as end:
+                self.is_over, self.result = True, end.value
+            except Exception as error:
+                self.is_over, self.error = True, error
+
+    def _may_go_on(self, now_s: float) -> bool:
+        if isinstance(self._awaited, float):
+            return now_s >= self._since_s + self._awaited
+        return self._failure() is not None or all(operation.is_done for operation in self._awaited)
+
+    def _failure(self) -> PSEngineError | None:
+        operations = () if isinstance(self._awaited, float) else self._awaited
+        return next((operation.error for operation in operations if operation.error is not None), None)

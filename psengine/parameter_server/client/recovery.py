@@ -1,0 +1,119 @@
+"""What a client does once it lost its membership, or a server its memory: HELLO, and what that server needs to know."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import torch
+
+from psengine.errors import FencedError, ServerRefusedError
+from psengine.parameter_server.client.flow import Flow
+from psengine.parameter_server.client.handshake import shake_hands
+from psengine.parameter_server.client.link import Link
+from psengine.parameter_server.client.operation import Request
+from psengine.parameter_server.client.own_membership import OwnMembership
+from psengine.protocol.messages import ErrorCode, Message, MessageType
+
+logger = logging.getLogger(__name__)
+
+
+def recover(membership: OwnMembership, reason: str, after_s: float) -> Flow[None]:
+    """Become a member again; what was held then goes on.
+
+    Args:
+        membership: is held.
+        reason: why it was lost.
+        after_s: how long to wait first.
+
+    Raises:
+        ServerLostError, ServerRefusedError, ...: see ``handshake.shake_hands``; nothing can go on.
+    """
+    yield after_s
+    is_worker = membership.options.role == "worker"
+    welcome = yield from shake_hands(membership)
+    if welcome.lost and is_worker:
+        yield from _restore(membership, welcome.lost)
+    yield from _configure_again(membership)
+    if is_worker:
+        yield from _tell_progress(membership)
+    fenced = None
+    if "join" in welcome.states:
+        fenced = FencedError(
+            f"{membership} was away for longer than its lease, and the others went on without it ({reason}). It has to"
+            " take over their state first (rejoin). Where that happens often, raise the servers' --lease-s.",
+            ErrorCode.FENCED,
+        )
+    membership.resume(fenced)
+
+
+def _restore(membership: OwnMembership, lost: Sequence[int]) -> Flow[None]:
+    """Servers came back without the job: tell an averaging one its layout again.
+
+    Raises:
+        ServerRefusedError: they held the job's weights ("state_lost").
+    """
+    job = membership.options.job
+    if not membership.options.averages:
+        where = ", ".join(membership.links[index].address for index in lost)
+        raise ServerRefusedError(
+            f"{where} restarted without a snapshot of job {job!r}, so the weights and optimizer state it held are lost."
+            " Start the servers with --snapshot-dir, and the workers again from a checkpoint.",
+            ErrorCode.STATE_LOST,
+        )
+    logger.warning("registering %d shards of job %r again", len(lost), job)
+    for index in sorted(lost, reverse=True):  # the lead last: others wait for it
+        link = membership.links[index]
+        for spec in membership.chunks.at(index):
+            # Weights live in the workers; a joiner gets them from one of those.
+            yield [membership.register(link, spec, torch.zeros(spec.numel, dtype=spec.dtype), is_urgent=True)]
+        yield [membership.seal(link, is_urgent=True)]
+
+
+def _configure_again(membership: OwnMembership) -> Flow[None]:
+    """The snapshot that a server came back with may be older than its optimizers."""
+    yield [
+        membership.ask(
+            membership.links[membership.chunks.shard_of[key]],
+            Message(MessageType.CONFIGURE, key=key, body=body),
+            what=f"CONFIGURE of chunk {key}",
+            is_urgent=True,
+        )
+        for key, body in membership.configured.items()
+    ]
+
+
+def _tell_progress(membership: OwnMembership) -> Flow[None]:
+    """Tell servers that restarted how far this worker is, and the log what they lost."""
+    restarted = [link for link in membership.links if link.ledger.epoch != link.epoch]
+    asked = {link.address: _progress(membership, link) for link in restarted}
+    yield [request for requests in asked.values() for request in requests]
+    for link in restarted:
+        link.ledger.settle(link.epoch)
+    losses = {address: _losses(requests) for address, requests in asked.items()}
+    lossy = {address: loss for address, loss in losses.items() if loss[0]}
+    if not lossy:
+        return
+    updates, own, chunks = (sum(numbers) for numbers in zip(*lossy.values(), strict=True))
+    logger.warning(
+        "%s went back to the last snapshot: %d updates that worker %d knew of are lost, over %d chunks; %d of them are"
+        " its own",
+        ", ".join(lossy),
+        updates,
+        membership.identity.worker,
+        chunks,
+        own,
+    )
+
+
+def _progress(membership: OwnMembership, link: Link) -> list[Request]:
+    return [
+        membership.ask(link, Message(MessageType.PROGRESS, body=body), is_urgent=True)
+        for body in link.ledger.to_bodies(link.keys_under_way())
+    ]
+
+
+def _losses(requests: Sequence[Request]) -> list[int]:
+    """How many updates are lost, how many of them this worker's, of how many chunks."""
+    losses = [request.wait().body.get("lost", [0, 0, 0]) for request in requests]
+    return [sum(numbers) for numbers in zip(*losses, strict=True)]

@@ -1,0 +1,72 @@
+"""What a client takes from its process: the clock, randomness and sockets. A simulation gives others."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from psengine.errors import AuthenticationError, ProtocolError, PSEngineError
+from psengine.parameter_server.client.link import Link
+from psengine.parameter_server.client.options import SessionOptions
+from psengine.protocol.messages import Message
+
+
+class Receiver(Protocol):
+    """What a transport calls, on one thread; none of these may raise or block."""
+
+    def received(self, index: int, message: Message, now_s: float) -> None:
+        """A message came from the socket with this index."""
+
+    def garbled(self, index: int, error: ProtocolError, now_s: float) -> None:
+        """Something came that is no message."""
+
+    def connected(self, index: int, now_s: float) -> None:
+        """The socket has a new connection; what was under way on another is lost."""
+
+    def rejected(self, index: int, error: AuthenticationError, now_s: float) -> None:
+        """The other side does not let this client in."""
+
+    def tick(self, now_s: float) -> None:
+        """100 ms have passed."""
+
+    def crashed(self, error: PSEngineError) -> None:
+        """The transport has ended; nothing will be answered."""
+
+
+class Transport(Protocol):
+    """Sockets, and the thread on which the receiver is called; see ``connection.Connection``."""
+
+    @property
+    def is_own_thread(self) -> bool:
+        """Whether the caller runs on that thread, and must not wait for answers."""
+
+    def do(self, function: Callable[..., None], *arguments: Any) -> None:
+        """Call ``function(*arguments)`` on that thread, in the order of calls; any thread."""
+
+    def open(self, address: str, *, carries_payloads: bool = True) -> None:
+        """Connect one more socket; its index is the number of those before it. That thread alone."""
+
+    def send(self, index: int, message: Message) -> bool:
+        """Send now; False where there is no connection. A payload must stay as it is. That thread alone."""
+
+    def close(self) -> None:
+        """End; the receiver hears ``crashed``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Runtime:
+    """See the module's text.
+
+    Attributes:
+        now_s: seconds since any moment, never going back; of the same clock as the receiver's ``now_s``.
+        draw_nonce: 64 random bits, by which servers tell this client from others.
+        connect: makes the transport for a receiver.
+        watch: called with each new link; may find out meanwhile why its server cannot be reached.
+    """
+
+    now_s: Callable[[], float]
+    draw_nonce: Callable[[], int]
+    connect: Callable[[Receiver, SessionOptions], Transport]
+    watch: Callable[[Link, threading.Event], None]
