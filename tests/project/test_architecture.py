@@ -89,6 +89,8 @@ MAY_READ_ERROR_TEXTS = {
 MAY_READ_ENVIRONMENT = {"environment/variables"}
 MAY_USE_ZMQ = {
     "parameter_server/client/connection",
+    "parameter_server/client/handshake_monitor",
+    "parameter_server/keepalive",
     "parameter_server/server/transport/authentication",
     "parameter_server/server/listening",
     "parameter_server/server/transport/endpoint",

@@ -21,6 +21,7 @@ import zmq
 
 from psengine.environment.local_sockets import is_listening
 from psengine.errors import ServerError
+from psengine.parameter_server.keepalive import KEEPALIVE
 from psengine.parameter_server.server.transport.connections import Connections
 from psengine.protocol.messages import MAX_PAYLOAD_BYTES
 
@@ -30,14 +31,6 @@ HIGH_WATER_MARK = 64
 # Per peer, beyond the high-water mark.
 BACKLOG_BYTES = 64 * 1024 * 1024
 BACKLOG_MESSAGES = 1024
-# A peer whose host says nothing is cut off after 25 s where nothing moves, 60 s where something is to be sent.
-KEEPALIVE = {
-    zmq.TCP_KEEPALIVE: 1,
-    zmq.TCP_KEEPALIVE_IDLE: 10,
-    zmq.TCP_KEEPALIVE_INTVL: 5,
-    zmq.TCP_KEEPALIVE_CNT: 3,
-    zmq.TCP_MAXRT: 60_000,
-}
 # Answers that still leave after the end.
 LINGER_MS = 1000
 _Bound = TypeVar("_Bound")
