@@ -119,7 +119,7 @@ class ClientCore:
         if kind is MessageType.WELCOME:
             link.epoch, link.server_version = message.epoch, message.peer_version
             link.ledger.epoch = link.ledger.epoch or link.epoch
-            link.credit_bytes = message.body["credit_bytes"]
+            link.pushes.credit_bytes = message.body["credit_bytes"]
             if link.index == 0:
                 self.lease_s, self.heartbeat_s = message.body["lease_s"], message.body["heartbeat_s"]
         elif message.epoch != link.epoch and message.epoch and link.epoch:
@@ -199,7 +199,7 @@ class ClientCore:
         """A restarted server misses an average that this worker may have."""
         if link.is_result_under_way(message.key, message.sequence, now_s):
             return
-        last = link.last_push(message.key)
+        last = link.pushes.last_answered(message.key)
         if message.key not in self.kept or last is None or last.sequence != message.sequence or not last.destinations:
             logger.warning("%s asks for an average that this worker has not: %d of chunk %d", link.address,
                            message.sequence, message.key)  # fmt: skip

@@ -3,41 +3,34 @@
 Pure: messages in, calls to ``transmit`` out, the caller brings the time. Lives on the connection's I/O thread.
 
     request   sent ── wait ── marker (ECHO) ── it came back ── sent again
-    push      in line (one per key) ── credit ── sent ── wait ── PROBE ┬ MISSING ── sent again
-                                                                       ├ SENT ───── REPEAT
-                                                                       └ PENDING ── wait ── PROBE ...
+    push      see ``pushes``
 
 Nothing large is asked for twice because time passed: one connection keeps its order, so that the answer to a later
 question proves that what is still open was lost. What was lost with a connection, the question on the next one shows.
 Questions cost a few bytes; how long to wait before each is ``Patience``. HELLO, on a connection of its own, is small,
 and sent again by the clock.
-
-Each copy of a push, and each copy of its answer that was asked for, is a round. A probe carries the number of the
-round, and its answer too: what is said of an earlier copy than the last proves nothing.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
-from psengine.errors import FencedError, ProtocolError, PSEngineError, ServerLostError, ServerRefusedError
+from psengine.errors import ProtocolError, PSEngineError, ServerLostError
 from psengine.parameter_server.client import patience
+from psengine.parameter_server.client.link_errors import no_answer, refusal
 from psengine.parameter_server.client.operation import Operation, Push, Request
 from psengine.parameter_server.client.patience import Patience
 from psengine.parameter_server.client.progress import Ledger
+from psengine.parameter_server.client.pushes import RETRY_S, Pushes
 from psengine.protocol.messages import NO_KEY, NOBODY, PROTOCOL_VERSION, ErrorCode, Message, MessageType
 
 logger = logging.getLogger(__name__)
 
-# The socket had no connection; look again at the next tick.
-RETRY_S = 0.05
-DEFAULT_CREDIT_BYTES = 64 * 1024 * 1024
 # So many answers in a row that nobody can read, and waiting on is pointless.
 MAX_GARBLED = 3
 # A push that outlives so many recoveries is itself what is refused.
@@ -101,7 +94,8 @@ class Link:
         versions: key -> version of the values that came last.
         ledger: what the shard acknowledged.
         last_heard_s: when the last message came; None never.
-        is_paused: only what introduces this worker is sent.
+        pushes: the exchanges under way.
+        is_paused: only what introduces this worker is sent; see ``pause``.
         patience: how long to wait before asking what became of something.
     """
 
@@ -117,22 +111,15 @@ class Link:
         self.address = address
         self.epoch = 0
         self.server_version = PROTOCOL_VERSION
-        self.credit_bytes = DEFAULT_CREDIT_BYTES
         self.versions: dict[int, int] = {}
         self.ledger = Ledger()
         self.last_heard_s: float | None = None
-        self.is_paused = True
-        self._has_failed = False
         self.patience = Patience()
+        self.pushes = Pushes(self.send, self.ledger, self.patience)
         self._identity = identity
         self._transmit = transmit
         self._lost_membership = lost_membership
         self._requests: dict[int, Request] = {}
-        self._sent: dict[int, Push] = {}
-        self._answered: dict[int, Push] = {}
-        self._lines: dict[int, deque[Push]] = {}
-        self._waiting: deque[Push] = deque()
-        self._in_flight_bytes = 0
         # Markers: the last that was sent, when, and the last that came back.
         self._marker = 0
         self._marked_s = -math.inf
@@ -149,11 +136,7 @@ class Link:
     def begin(self, operation: Operation, now_s: float) -> None:
         """A worker's thread asks for something."""
         if isinstance(operation, Push):
-            line = self._lines.setdefault(operation.message.key, deque())
-            line.append(operation)
-            if len(line) == 1:
-                self._waiting.append(operation)
-                self._pump(now_s)
+            self.pushes.begin(operation, now_s)
             return
         assert isinstance(operation, Request)
         self._requests[operation.message.sequence] = operation
@@ -195,31 +178,6 @@ class Link:
                 request.unanswered += 1
                 request.next_at_s = now_s + self.patience.wait_s(request.unanswered)
 
-    def _send_push(self, push: Push, now_s: float) -> None:
-        try:
-            push.is_sent = self.send(push.message)
-        except PSEngineError as error:
-            self._fail(push, error, now_s)
-        push.unanswered = 0
-        push.next_at_s = now_s + (self._wait_s(push) if push.is_sent else RETRY_S)
-
-    def _wait_s(self, push: Push) -> float:
-        """How long to wait before asking about it; a few times within its deadline, which PENDING may move."""
-        return min(self.patience.wait_s(push.unanswered), max(patience.PROBE_S, push.timeout_s / 4))
-
-    def _ask_about(self, push: Push, kind: MessageType) -> bool:
-        body = {"round": push.round}
-        return self.send(Message(kind, key=push.message.key, sequence=push.message.sequence, body=body))
-
-    def _probe(self, push: Push, now_s: float) -> None:
-        if not self._ask_about(push, MessageType.PROBE):
-            push.next_at_s = now_s + RETRY_S
-            return
-        if not push.unanswered:
-            push.asked_s = now_s
-        push.unanswered += 1
-        push.next_at_s = now_s + self._wait_s(push)
-
     def is_result_under_way(self, key: int, sequence: int, now_s: float) -> bool:
         """Whether this average was sent to this life of the server, and is not known to be lost."""
         known_sequence, epoch, mark = self._results.get(key, (0, 0, 0))
@@ -234,19 +192,6 @@ class Link:
         if self.send(message):
             self._results[message.key] = (message.sequence, self.epoch, self._marker + 1)
 
-    def _pump(self, now_s: float) -> None:
-        """Send what credit allows; one push always may go."""
-        waiting = self._waiting
-        while waiting and not self.is_paused:
-            size_bytes = waiting[0].size_bytes
-            if self._in_flight_bytes and self._in_flight_bytes + size_bytes > self.credit_bytes:
-                return
-            push = waiting.popleft()
-            self._sent[push.message.key] = push
-            self._in_flight_bytes += size_bytes
-            self.ledger.sent(push.message.key)
-            self._send_push(push, now_s)
-
     # ---- time --------------------------------------------------------------------------------------------------
 
     def tick(self, now_s: float) -> None:
@@ -255,7 +200,7 @@ class Link:
         needs_marker = False
         for request in tuple(self._requests.values()):
             if now_s >= request.deadline_s:
-                self._fail(request, self._lost_error(request, now_s), now_s)
+                self._fail(request, self._no_answer(request, now_s), now_s)
             elif now_s < request.next_at_s or (self.is_paused and not request.is_urgent):
                 continue
             elif not request.is_sent or request.message.type is MessageType.HELLO:
@@ -264,19 +209,11 @@ class Link:
                 needs_marker = True
         if needs_marker:
             self._send_marker(now_s)
-        for line in tuple(self._lines.values()):
-            for push in tuple(line):
-                if now_s >= push.deadline_s:
-                    self._fail(push, self._lost_error(push, now_s), now_s)
-        if self.is_paused:
-            return
-        for push in tuple(self._sent.values()):
-            if now_s < push.next_at_s:
-                continue
-            if push.is_sent:
-                self._probe(push, now_s)
-            else:
-                self._send_push(push, now_s)
+        for push in self.pushes.open():
+            if now_s >= push.deadline_s:
+                self._fail(push, self._no_answer(push, now_s), now_s)
+        if not self.is_paused:
+            self.pushes.tick(now_s)
 
     def _extend_deadlines(self, now_s: float) -> None:
         """While answers arrive, what waits behind them is not late.
@@ -292,40 +229,39 @@ class Link:
                 operation.deadline_s = max(operation.deadline_s, now_s + operation.timeout_s)
 
     def _open_operations(self) -> list[Operation]:
-        return [*self._requests.values(), *(push for line in self._lines.values() for push in line)]
+        return [*self._requests.values(), *self.pushes.open()]
 
     def connected(self, now_s: float) -> None:
         """There is a new connection; what was under way on another may be lost."""
-        for operation in (*self._requests.values(), *self._sent.values()):
+        for operation in (*self._requests.values(), *self.pushes.sent.values()):
             operation.unanswered = 0
             operation.next_at_s = now_s
         self.tick(now_s)
 
+    @property
+    def is_paused(self) -> bool:
+        """Whether only what introduces this worker is sent."""
+        return self.pushes.is_paused
+
     def pause(self) -> None:
         """Membership is in doubt: hold everything but what is urgent."""
-        self.is_paused = True
+        self.pushes.is_paused = True
 
     def resume(self, now_s: float) -> None:
         """Membership is confirmed: what became of everything under way is asked; another server has none of it."""
-        self.is_paused = False
+        self.pushes.is_paused = False
         for request in self._requests.values():
             request.is_sent = request.is_sent and request.message.epoch == self.epoch
         self.connected(now_s)
-        self._pump(now_s)
-
-    def fail_pushes(self, error: PSEngineError, now_s: float) -> None:
-        """End all pushes."""
-        for line in tuple(self._lines.values()):
-            for push in reversed(tuple(line)):
-                self._fail(push, error, now_s)
+        self.pushes.pump(now_s)
 
     def fail_all(self, error: PSEngineError, now_s: float) -> None:
         """End everything."""
-        was_paused, self.is_paused = self.is_paused, True
+        was_paused, self.pushes.is_paused = self.is_paused, True
         for request in tuple(self._requests.values()):
             self._fail(request, error, now_s)
-        self.fail_pushes(error, now_s)
-        self.is_paused = was_paused
+        self.pushes.fail_all(error, now_s)
+        self.pushes.is_paused = was_paused
 
     # ---- answers -----------------------------------------------------------------------------------------------
 
@@ -334,18 +270,15 @@ class Link:
         self._garbled = 0
         kind = message.type
         if kind is MessageType.UPDATED:
-            push = self._sent.get(message.key)
-            if push is not None and push.message.sequence == message.sequence:
+            push = self.pushes.find(message)
+            if push is not None:
                 self._note_movement(push, now_s)
-                self._has_failed = False
                 self.versions[message.key] = message.version
                 is_used = "refused" not in message.body
                 self.ledger.answered(message.key, message.sequence, message.version, is_used=is_used)
-                if push.finish(message, now_s) is None:
-                    self._answered[message.key] = push
-                self._remove_push(push, now_s)
+                self.pushes.receive_updated(push, message, now_s)
         elif kind in (MessageType.PENDING, MessageType.MISSING, MessageType.SENT):
-            self._receive_probed(message, now_s)
+            self.pushes.receive_probed(message, now_s)
         elif kind is MessageType.ECHOED and message.sequence > _FIRST_MARKER:
             self._receive_marker(message.sequence - _FIRST_MARKER, now_s)
         elif kind is MessageType.ERROR:
@@ -385,33 +318,11 @@ class Link:
             self.ledger.saw(message.key, message.version)
         request.finish(message, now_s)
 
-    def _receive_probed(self, message: Message, now_s: float) -> None:
-        push = self._sent.get(message.key)
-        if push is None or push.message.sequence != message.sequence:
-            return
-        if message.body.get("round", push.round) != push.round:
-            return  # of an earlier copy
-        if push.unanswered:
-            self.patience.note_question(now_s - push.asked_s)
-        push.unanswered = 0
-        push.next_at_s = now_s + self._wait_s(push)
-        if message.type is MessageType.PENDING:
-            push.waiting_for = message.body.get("waiting_for", [])
-            known_bytes, push.arrived_bytes = push.arrived_bytes, message.body.get("arrived_bytes", -1)
-            if known_bytes != push.arrived_bytes:  # it is there now, or more of what it waits for
-                push.deadline_s = max(push.deadline_s, now_s + push.timeout_s)
-            return
-        push.round += 1
-        if message.type is MessageType.MISSING:
-            self._send_push(push, now_s)
-        else:
-            self._ask_about(push, MessageType.REPEAT)
-
     def _receive_error(self, message: Message, now_s: float) -> None:
         code, text = message.body.get("code", ""), message.body.get("text", "")
         operation = self._find(message)
         if code == ErrorCode.VERSION and operation is None:
-            self.fail_all(self._refusal(None, code, text), now_s)
+            self.fail_all(refusal(self.address, None, code, text), now_s)
         elif code in _LOST_MEMBERSHIP and not (isinstance(operation, Request) and operation.handles_refusal):
             self._receive_lost_membership(operation, code, text, now_s)
         elif operation is None:
@@ -422,7 +333,7 @@ class Link:
             operation.is_sent = isinstance(operation, Push)
             operation.next_at_s = now_s + patience.PROBE_S
         else:
-            self._fail(operation, self._refusal(operation, code, text), now_s)
+            self._fail(operation, refusal(self.address, operation, code, text), now_s)
 
     def _receive_lost_membership(self, operation: Operation | None, code: str, text: str, now_s: float) -> None:
         if self.is_paused:
@@ -430,7 +341,7 @@ class Link:
         if isinstance(operation, Push) and code == ErrorCode.FENCED:
             operation.fenced_count += 1
             if operation.fenced_count > MAX_FENCED:  # in good standing, and fenced again: this exchange is over
-                self._fail(operation, self._refusal(operation, code, text), now_s)
+                self._fail(operation, refusal(self.address, operation, code, text), now_s)
                 return
         self._lost_membership(f"{self.address}: {text}")
 
@@ -448,88 +359,36 @@ class Link:
             self._garbled = 0
 
     def _find(self, message: Message) -> Operation | None:
-        if message.key != NO_KEY:
-            push = self._sent.get(message.key)
-            if push is not None and push.message.sequence == message.sequence:
-                return push
-        return self._requests.get(message.sequence)
+        push = self.pushes.find(message) if message.key != NO_KEY else None
+        return push or self._requests.get(message.sequence)
 
     def oldest(self) -> Operation | None:
         """What was asked longest ago and is not answered yet."""
-        open_operations = [*self._requests.values(), *(line[0] for line in self._lines.values())]
-        return min(open_operations, key=lambda operation: operation.submitted_s, default=None)
+        return min(self._open_operations(), key=lambda operation: operation.submitted_s, default=None)
 
     @property
     def open_count(self) -> int:
         """How much is not answered yet."""
-        return len(self._requests) + sum(len(line) for line in self._lines.values())
+        return len(self._open_operations())
 
     def tell_progress(self) -> None:
         """Send PROGRESS, without waiting for its answer."""
-        for body in self.ledger.to_bodies(self._sent):
+        for body in self.ledger.to_bodies(self.pushes.sent):
             self.send(Message(MessageType.PROGRESS, body=body))
-
-    def keys_under_way(self) -> tuple[int, ...]:
-        """The chunks that have an exchange which was sent and is not answered yet."""
-        return tuple(self._sent)
 
     @property
     def is_level(self) -> bool:
         """Whether every exchange that this worker began was answered."""
-        return not self._lines and not self._has_failed and self.ledger.has_answers
-
-    def last_push(self, key: int) -> Push | None:
-        """The chunk's push that was answered last."""
-        return self._answered.get(key)
+        return not self.pushes.open() and not self.pushes.has_failed and self.ledger.has_answers
 
     # ---- endings -----------------------------------------------------------------------------------------------
 
     def _fail(self, operation: Operation, error: PSEngineError, now_s: float) -> None:
-        operation.fail(error)
         if isinstance(operation, Push):
-            self._has_failed = True
-            self._remove_push(operation, now_s)
+            self.pushes.fail(operation, error, now_s)
         else:
+            operation.fail(error)
             self._requests.pop(operation.message.sequence, None)
 
-    def _remove_push(self, push: Push, now_s: float) -> None:
-        key = push.message.key
-        if self._sent.get(key) is push:
-            del self._sent[key]
-            self._in_flight_bytes -= push.size_bytes
-        elif push in self._waiting:
-            self._waiting.remove(push)
-        line = self._lines[key]
-        was_first = line[0] is push
-        line.remove(push)
-        if not line:
-            del self._lines[key]
-        elif was_first:
-            self._waiting.append(line[0])
-        if self._waiting:
-            self._pump(now_s)
-
-    def _refusal(self, operation: Operation | None, code: str, text: str) -> ServerRefusedError:
-        kind = FencedError if code == ErrorCode.FENCED else ServerRefusedError
-        asked = f" {operation.describe()}" if operation is not None else ""
-        return kind(f"{self.address} refused{asked} ({code}): {text}", code)
-
-    def _lost_error(self, operation: Operation, now_s: float) -> ServerLostError:
-        waited = f"{now_s - operation.submitted_s:.1f} s"
-        if self.last_heard_s is None:
-            heard = "it was never heard from"
-        else:
-            heard = f"last heard from {now_s - self.last_heard_s:.1f} s ago"
-        problem = operation.last_refusal or self._last_problem
-        remark = f" The last problem was: {problem}." if problem else ""
-        if isinstance(operation, Push) and operation.waiting_for is not None:
-            whom = f"workers {operation.waiting_for}" if operation.waiting_for else "other workers"
-            return ServerLostError(
-                f"{self.address} holds {operation.describe()} since {waited} and waits for {whom} ({heard}).{remark} Is"
-                " a worker stuck, or much slower than the others? Raise timeout_s if it is slow."
-            )
-        return ServerLostError(
-            f"{self.address} did not answer {operation.describe()} for {waited} ({heard}).{remark} Is psengine-server"
-            " running there, and is the port reachable from this host? If it is slow, raise the timeout: timeout_s, or"
-            " --timeout-s of a command."
-        )
+    def _no_answer(self, operation: Operation, now_s: float) -> ServerLostError:
+        return no_answer(self.address, operation, self.last_heard_s, self._last_problem, now_s)

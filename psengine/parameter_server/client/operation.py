@@ -13,56 +13,19 @@ import ctypes
 import os
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from typing_extensions import override
 
 from psengine.codecs.exchange_outcome import ExchangeOutcome
 from psengine.errors import FencedError, ProtocolError, PSEngineError, ServerError
+from psengine.parameter_server.client.answers import Answer, PushResult
 from psengine.parameter_server.client.chunk_encoder import ChunkEncoder
 from psengine.protocol.codec import payload_tensor
 from psengine.protocol.messages import Message
 
 # The I/O thread ends every operation at its deadline; waiters give it this much longer.
 WAITER_PATIENCE_S = 10.0
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """What came back for a request.
-
-    Attributes:
-        version: the chunk's version at the server; 0 where it makes no sense.
-        body: the answer's fields.
-        values: 1-D, where the request named no destinations and there is a payload.
-        key: the chunk's, or the blob piece's, number.
-    """
-
-    version: int = 0
-    body: dict[str, Any] = field(default_factory=dict)
-    values: torch.Tensor | None = None
-    key: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class PushResult:
-    """What came of a push; its values are in the destinations.
-
-    Attributes:
-        version: of the chunk, now that the push is in.
-        contributors: how many workers' gradients the average is made of; None where servers apply updates.
-        refused: why the server did not use it ("non_finite"); None where it did.
-        outcome: whether it counts, and if not, why.
-        seconds: from ``push()`` to the answer.
-    """
-
-    version: int
-    contributors: int | None
-    refused: str | None
-    outcome: ExchangeOutcome
-    seconds: float
 
 
 class Parking:

@@ -218,5 +218,5 @@ class OwnMembership:
         self.next_heartbeat_s = 0.0
         for link in self.links:
             if fenced is not None:
-                link.fail_pushes(fenced, now_s)
+                link.pushes.fail_all(fenced, now_s)
             link.resume(now_s)

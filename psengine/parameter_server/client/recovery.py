@@ -109,7 +109,7 @@ def _tell_progress(membership: OwnMembership) -> Flow[None]:
 def _progress(membership: OwnMembership, link: Link) -> list[Request]:
     return [
         membership.ask(link, Message(MessageType.PROGRESS, body=body), is_urgent=True)
-        for body in link.ledger.to_bodies(link.keys_under_way())
+        for body in link.ledger.to_bodies(link.pushes.sent)
     ]
 
 

@@ -208,7 +208,7 @@ def test_credit_of_less_than_a_chunk_still_moves(server, job):
     specs = layout(NUMEL, 512)
     with worker(server.addresses, job) as session:
         session.enter(specs, zeros)
-        session._membership.links[0].credit_bytes = 1
+        session._membership.links[0].pushes.credit_bytes = 1
         outs = [torch.zeros(spec.numel) for spec in specs]
         wait_all([session.push(s.key, torch.ones(s.numel), [out]) for s, out in zip(specs, outs, strict=True)])
         assert all(bool((out == 1).all()) for out in outs)

@@ -274,7 +274,7 @@ def test_a_state_request_is_taken_once_and_again_only_if_it_was_not_admitted():
 def test_one_push_per_chunk_is_out_and_credit_bounds_the_rest():
     most, open_now = [0], set()
     with connected() as (peer, session):
-        session._membership.links[0].credit_bytes = 1
+        session._membership.links[0].pushes.credit_bytes = 1
 
         def count(peer, route, message):
             open_now.add(message.key)
@@ -391,7 +391,7 @@ class TestStallsByAClockOfOurs:
     @pytest.fixture
     def link(self):
         link = link_module.Link(0, "tcp://a:1", link_module.Identity(1, 0), lambda message: True, lambda text: None)
-        link.is_paused = False
+        link.pushes.is_paused = False
         return link
 
     def begin(self, link, now_s):

@@ -29,7 +29,7 @@ class Desk:
         self.now_s = 0.0
         self.timeout_s = timeout_s
         self.link = Link(0, "tcp://a:1", Identity(1, 0, 5), self.transmit, lambda text: None)
-        self.link.is_paused = False
+        self.link.pushes.is_paused = False
         self.link.epoch = 7
         self.ids = iter(range(1 << 40, 1 << 41))
         self.parking = Parking(lambda: self.now_s)
@@ -296,7 +296,7 @@ class Lane:
                 client.configure(0, NUMEL, groups=[SGD])
         client.take()
         self.link = Link(0, "tcp://a:1", Identity(1, client.rank, client.incarnation), self.transmit, lambda text: None)
-        self.link.epoch, self.link.is_paused = client.epoch, False
+        self.link.epoch, self.link.pushes.is_paused = client.epoch, False
 
     @property
     def route(self):

@@ -1,0 +1,240 @@
+"""Exchanges of a job's chunks, by number: push, pull, store. Each begins at once and returns what can be waited for."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from psengine.parameter_server.chunk_codecs import gradient_codec
+from psengine.parameter_server.client.chunk_encoder import ChunkEncoder
+from psengine.parameter_server.client.chunk_map import check_destinations, check_tensor
+from psengine.parameter_server.client.core import ClientCore
+from psengine.parameter_server.client.link import Link
+from psengine.parameter_server.client.operation import Push, Request
+from psengine.parameter_server.client.own_membership import OwnMembership
+from psengine.protocol.layout import ChunkSpec
+from psengine.protocol.messages import Message, MessageType
+
+
+class ChunkExchanges:
+    """Those of one client; any thread.
+
+    Args:
+        core: hears the answers.
+        membership: asks.
+    """
+
+    def __init__(self, core: ClientCore, membership: OwnMembership) -> None:
+        self._core = core
+        self._membership = membership
+        self._sequences: dict[int, int] = {}
+        # By chunk, where the job has a codec; and the last push of each.
+        self._encoders: dict[int, ChunkEncoder] = {}
+        self._encoded: dict[int, Push] = {}
+        self._step = 0
+        # What the pushes of the step under way carry, by chunk.
+        self._step_marks: dict[int, list[Any]] = {}
+
+    def version(self, key: int) -> int:
+        """The version of the chunk's values that came last, by push or pull; 0 before."""
+        self._membership.chunks.spec(key)
+        return self._link(key).versions.get(key, 0)
+
+    def sequence(self, key: int) -> int:
+        """The number of this worker's last exchange of the chunk; 0 before the first."""
+        return self._sequences.get(key, 0)
+
+    def set_sequence(self, key: int, sequence: int) -> None:
+        """The next push of this chunk is exchange ``sequence`` + 1; its values are here."""
+        self._sequences[key] = sequence
+        self._membership.takes_part = True
+
+    def configure(self, key: int, body: Mapping[str, Any]) -> Request:
+        """Attach the server-side optimizer to a chunk; ``body`` as in CONFIGURE: optimizer, groups, runs."""
+        spec = self._membership.chunks.spec(key)
+        self._membership.configured[key] = dict(body)
+        message = Message(MessageType.CONFIGURE, key=key, body=dict(body))
+        return self._membership.ask(self._link(key), message, what=f"CONFIGURE of {spec.describe()}")
+
+    def begin_step(self, keys: Sequence[int], *, is_whole: bool) -> None:
+        """The next pushes of these chunks belong together: a snapshot has all of them, or none.
+
+        Args:
+            keys: the chunks, each of which is pushed once.
+            is_whole: every step of this worker pushes all chunks that it pushes at all. Then this holds for all shards
+                of a server together, else for each by itself.
+        """
+        self._step += 1
+        shard_of = self._membership.chunks.shard_of
+        parts = Counter(shard_of[key] for key in keys)
+        self._step_marks = {key: [self._step, parts[shard_of[key]], is_whole] for key in keys}
+
+    def push(
+        self,
+        key: int,
+        payload: torch.Tensor | None,
+        destinations: Sequence[torch.Tensor],
+        groups: Sequence[Mapping[str, Any]] | None = None,
+        absent: Sequence[int] = (),
+        weight: float | None = None,
+    ) -> Push:
+        """Begin the chunk's next exchange; returns at once.
+
+        Args:
+            key: the chunk.
+            payload: contiguous on the CPU, the chunk's dtype and numel: the gradient, or a buffer's values. Must stay
+                unchanged until the answer came. None takes part without contributing (averaging jobs). What travels is
+                what the job's codec makes of it.
+            destinations: contiguous CPU tensors that together have the chunk's numel: written, one after the other,
+                with the answer (weights or average), at the latest when it was waited for. Empty drops it. They may
+                share the payload's memory.
+            groups: the optimizer's hyperparameters now, per group.
+            absent: indices of the chunk's segments without a gradient this time.
+            weight: what the gradient counts in an average, up to 1e12: every worker gives one, or none does. 0, which
+                goes without a payload, takes part and counts nothing.
+
+        Raises:
+            FencedError: see ``rejoin``.
+            ServerError: the session failed or is closed.
+            ConfigurationError: a tensor does not fit the chunk.
+        """
+        membership = self._membership
+        spec = membership.chunks.spec(key)
+        if membership.fenced is not None:
+            raise membership.fenced.with_traceback(None)
+        check_destinations(destinations, spec)
+        if payload is not None:
+            check_tensor(payload, spec, "payload")
+        link = self._link(key)
+        membership.takes_part = True
+        self._sequences[key] = sequence = self._sequences.get(key, 0) + 1
+        body: dict[str, Any] = {}
+        if groups is not None:
+            body["groups"] = [dict(group) for group in groups]
+        if absent:
+            body["absent"] = list(absent)
+        if weight is not None:
+            body["weight"] = weight
+        if key in self._step_marks:
+            body["step"] = self._step_marks[key]
+        message = Message(MessageType.PUSH, key=key, sequence=sequence, version=link.versions.get(key, 0), body=body)
+        encoder = self._encoder(spec)
+        if payload is not None:
+            payload = payload.detach() if encoder is None else encoder.encode(payload)
+            message.dtype, message.numel, message.payload = payload.dtype, payload.numel(), payload
+        push = Push(
+            message,
+            lambda: f"push {sequence} of {spec.describe()}",
+            membership.parking,
+            membership.options.timeout_s,
+            destinations,
+            spec.dtype,
+            encoder,
+            keeps_answer=key in self._core.kept,
+        )
+        if encoder is not None:
+            self._encoded[key] = push
+        membership.submit(link, push)
+        return push
+
+    def _encoder(self, spec: ChunkSpec) -> ChunkEncoder | None:
+        """That of a chunk, which has come to the end of its last push; None where values travel as they are."""
+        codec = self._membership.options.codec
+        if gradient_codec(codec, spec).is_identity:
+            return None
+        last = self._encoded.pop(spec.key, None)
+        if last is not None:
+            last.conclude()  # perhaps nobody has waited for it
+        if spec.key not in self._encoders:
+            self._encoders[spec.key] = ChunkEncoder(spec, codec)
+        return self._encoders[spec.key]
+
+    def keep_result(self, key: int, destinations: Sequence[torch.Tensor] | None = None) -> None:
+        """From now on the destinations of this chunk's pushes stay as the answer left them, until the next answer.
+
+        A server that was restarted may then ask for the last average on behalf of a worker that has not got it.
+
+        Args:
+            key: the chunk.
+            destinations: the next push's, to be checked; they count when that push is answered.
+        """
+        check_destinations(destinations or (), self._membership.chunks.spec(key))
+        self._core.kept.add(key)
+
+    def pull(
+        self, key: int, destinations: Sequence[torch.Tensor] = (), slot: str | None = None, blob: str | None = None
+    ) -> Request:
+        """Begin to read a chunk's values, a slot of its optimizer's state, or piece ``key`` of a blob.
+
+        Args:
+            key: the chunk, or the piece of the blob.
+            destinations: as in ``push``; empty leaves the values in the answer.
+            slot: name of the optimizer's state, as CONFIGURE's answer lists them.
+            blob: name of the blob.
+
+        ``wait()`` returns the Answer: version, body (slot: "steps", blob: "pieces") and, without destinations, values.
+        """
+        message = Message(MessageType.PULL, key=key, body=_named(slot=slot, blob=blob))
+        if blob is not None:
+            return self._membership.ask(self._membership.links[0], message, what=f"PULL of piece {key} of {blob!r}")
+        spec = self._membership.chunks.spec(key)
+        check_destinations(destinations, spec)
+        what = f"PULL of {_slot_of(slot)}{spec.describe()}"
+        return self._membership.ask(self._link(key), message, what=what, destinations=destinations, dtype=spec.dtype)
+
+    def pull_blob(self, name: str) -> list[torch.Tensor]:
+        """All pieces of a blob, in order: 1-D uint8 tensors of their own memory.
+
+        Raises:
+            ServerRefusedError: there is no such blob ("unknown_key").
+        """
+        first = self.pull(0, blob=name).wait()
+        rest = [self.pull(piece, blob=name) for piece in range(1, first.body.get("pieces", 1))]
+        answers = [first, *(request.wait() for request in rest)]
+        return [answer.values.clone() for answer in answers if answer.values is not None]
+
+    def store(
+        self,
+        key: int,
+        payload: torch.Tensor,
+        slot: str | None = None,
+        steps: Sequence[float] | None = None,
+        blob: str | None = None,
+        pieces: int | None = None,
+        version: int | None = None,
+    ) -> Request:
+        """Begin to overwrite what ``pull`` reads.
+
+        Args:
+            key: the chunk, or the piece of the blob.
+            payload: contiguous, on the CPU; must stay unchanged until the answer came.
+            slot: name of the optimizer's state.
+            steps: its step count per run.
+            blob: name of the blob.
+            pieces: how many the blob has.
+            version: what ``pull`` will say; by default that of the values this session saw last.
+        """
+        counts = None if steps is None else list(steps)
+        fields = _named(slot=slot, steps=counts, blob=blob, pieces=pieces)
+        message = Message(MessageType.STORE, key=key, version=version or 0, body=fields, payload=payload.detach())
+        if blob is not None:
+            return self._membership.ask(self._membership.links[0], message, what=f"STORE of piece {key} of {blob!r}")
+        spec = self._membership.chunks.spec(key)
+        check_tensor(payload, spec, "payload")
+        if version is None:
+            message.version = self.version(key)
+        return self._membership.ask(self._link(key), message, what=f"STORE of {_slot_of(slot)}{spec.describe()}")
+
+    def _link(self, key: int) -> Link:
+        return self._membership.links[self._membership.chunks.shard_of[key]]
+
+
+def _named(**fields: Any) -> dict[str, Any]:
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+def _slot_of(slot: str | None) -> str:
+    return f"slot {slot!r} of " if slot else ""
