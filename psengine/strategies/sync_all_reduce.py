@@ -43,6 +43,11 @@ class SyncAllReduce(Strategy):
     capabilities = Capabilities(gathers=True)
 
     def __init__(self, *, compress: str | Codec | None = None, dtype: torch.dtype | str | None = None) -> None:
+        if compress is not None and dtype is not None:
+            raise ConfigurationError(
+                "dtype is the former name of compress (expected one of them, got"
+                f" compress={compress!r} and dtype={dtype}). Fix: leave out dtype."
+            )
         self._codec = resolve_codec(compress if dtype is None else _codec_of_dtype(dtype))
         self._collective: Collective | None = None
         self._hook: CommHook | None = None

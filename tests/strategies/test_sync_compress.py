@@ -236,6 +236,8 @@ def test_the_former_name_dtype_warns(dtype, codec):
 
 @pytest.mark.parametrize("dtype", ["int8", torch.int64, 16, "torch.bfloat16"])
 def test_the_former_name_takes_what_it_took(dtype):
+    with pytest.raises(ConfigurationError, match="expected one of them, got compress='bf16' and dtype="):
+        psengine.SyncAllReduce(compress="bf16", dtype=dtype)
     message = r"dtype must be None or one of \['bfloat16', 'float16', 'float32'\]"
     with pytest.raises(ConfigurationError, match=message):
         psengine.SyncAllReduce(dtype=dtype)
