@@ -323,5 +323,5 @@ class TestLoans:
         message.dtype, message.numel, message.payload = torch.float32, 6, torch.ones(6)
         (answer,) = world.shard.handle(Sender(worker.route, ""), message, world.now_s)
         lent = encode(answer.message)[-1]
-        answer.loans.lend(lent)
+        answer.pins.pin(lent)
         return lent

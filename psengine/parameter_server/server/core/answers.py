@@ -70,7 +70,7 @@ class Answers:
                 payload=payload,
             )
             job.statistics.bytes_out += traffic_bytes(message)
-            outgoing.append(Outgoing(route, message, reply.loans))
+            outgoing.append(Outgoing(route, message, reply.pins))
             if reply.type is MessageType.ERROR and reply.body["code"] == ErrorCode.FENCED:
                 outgoing.extend(self.outgoing(job, job.fence(reply.rank, reply.body["text"], now_s), now_s))
         return outgoing

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from psengine.parameter_server.server.rules.loans import Loans
+from psengine.parameter_server.server.rules.payload_pins import PayloadPins
 from psengine.protocol.messages import Message
 
 
@@ -26,10 +26,10 @@ class Outgoing:
 
     Attributes:
         route: the connection it goes to.
-        message: its payload may change once ``handle`` or ``tick`` is called again, unless there are ``loans``.
-        loans: to be told when the payload is sent without a copy; None has it copied.
+        message: its payload may change once ``handle`` or ``tick`` is called again, unless there are ``pins``.
+        pins: to be told when the payload is sent without a copy; None has it copied.
     """
 
     route: bytes
     message: Message
-    loans: Loans | None = None
+    pins: PayloadPins | None = None

@@ -16,8 +16,8 @@ from typing_extensions import override
 from psengine.errors import ProtocolError
 from psengine.flat_optimizers.optimizers import OptimizerSpec, is_finite
 from psengine.parameter_server.server.rules.exchange import Contribution, Progress, Update
-from psengine.parameter_server.server.rules.loans import Loans
 from psengine.parameter_server.server.rules.outcome import Answer, Outcome
+from psengine.parameter_server.server.rules.payload_pins import PayloadPins
 from psengine.parameter_server.server.rules.payloads import ChunkPayloads
 from psengine.parameter_server.server.rules.statistics import JobStatistics
 from psengine.protocol.layout import ChunkKind, ChunkSpec
@@ -75,7 +75,7 @@ class AverageOutcome(Outcome):
     def answer(self, rank: int, sequence: int, *, repeated: bool = False) -> Answer:
         payload, contributors = self._results[sequence]
         # An average is made once and never changed.
-        return Answer(sequence, payload, Loans(), {"contributors": contributors})
+        return Answer(sequence, payload, PayloadPins(), {"contributors": contributors})
 
     @override
     def take_result(self, sequence: int, payload: torch.Tensor, contributors: int) -> bool:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from psengine.parameter_server.server.rules.loans import Loans
+from psengine.parameter_server.server.rules.payload_pins import PayloadPins
 from psengine.parameter_server.server.rules.statistics import JobStatistics
 from psengine.protocol.messages import NO_KEY, MessageType
 
@@ -60,8 +60,8 @@ class Reply:
     """What a rule wants sent to a worker.
 
     Attributes:
-        payload: its memory may change once the rule is called again, unless there are ``loans``.
-        loans: told when the payload's memory is sent as it is, without a copy; None has it copied.
+        payload: its memory may change once the rule is called again, unless there are ``pins``.
+        pins: told when the payload's memory is sent as it is, without a copy; None has it copied.
     """
 
     type: MessageType
@@ -71,7 +71,7 @@ class Reply:
     payload: torch.Tensor | None = None
     body: dict[str, Any] = field(default_factory=dict)
     key: int = NO_KEY
-    loans: Loans | None = None
+    pins: PayloadPins | None = None
 
 
 @dataclass(kw_only=True)

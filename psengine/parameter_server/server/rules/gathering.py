@@ -14,8 +14,8 @@ import torch
 
 from psengine.errors import ProtocolError
 from psengine.parameter_server.server.rules.exchange import Contribution, Progress, Reply, RuleContext
-from psengine.parameter_server.server.rules.loans import Loans
 from psengine.parameter_server.server.rules.outcome import Outcome
+from psengine.parameter_server.server.rules.payload_pins import PayloadPins
 from psengine.protocol.layout import ChunkSpec
 from psengine.protocol.messages import MessageType
 
@@ -129,10 +129,10 @@ class Gathering(ABC):
         version: int = 0,
         payload: torch.Tensor | None = None,
         body: dict[str, Any] | None = None,
-        loans: Loans | None = None,
+        pins: PayloadPins | None = None,
     ) -> Reply:
         """A reply about this chunk."""
-        return Reply(type, rank, sequence, version, payload, body or {}, self.spec.key, loans)
+        return Reply(type, rank, sequence, version, payload, body or {}, self.spec.key, pins)
 
     def _is_late(self, rank: int, sequence: int) -> bool:
         """Whether that exchange ended without worker ``rank``."""
@@ -148,4 +148,4 @@ class Gathering(ABC):
             body["refused"] = refused[rank]
         if self._is_late(rank, sequence):
             body["late"] = True
-        return self._reply(MessageType.UPDATED, rank, sequence, answer.version, answer.payload, body, answer.loans)
+        return self._reply(MessageType.UPDATED, rank, sequence, answer.version, answer.payload, body, answer.pins)

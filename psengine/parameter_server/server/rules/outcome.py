@@ -14,7 +14,7 @@ import torch
 
 from psengine.flat_optimizers.optimizers import ChunkOptimizer, OptimizerSpec
 from psengine.parameter_server.server.rules.exchange import Contribution, Progress, Update
-from psengine.parameter_server.server.rules.loans import Loans
+from psengine.parameter_server.server.rules.payload_pins import PayloadPins
 from psengine.parameter_server.server.rules.payloads import ChunkPayloads
 from psengine.parameter_server.server.rules.statistics import JobStatistics
 from psengine.protocol.layout import ChunkKind, ChunkSpec
@@ -25,7 +25,7 @@ class Answer(NamedTuple):
 
     version: int
     payload: torch.Tensor
-    loans: Loans
+    pins: PayloadPins
     body: dict[str, Any]
 
 

@@ -15,8 +15,8 @@ from psengine.errors import ProtocolError
 from psengine.flat_optimizers.kernel_windows import places_of
 from psengine.flat_optimizers.optimizers import ChunkOptimizer, OptimizerSpec, compensate, is_finite, staleness_factor
 from psengine.parameter_server.server.rules.exchange import Contribution, Progress, Update
-from psengine.parameter_server.server.rules.loans import Loans
 from psengine.parameter_server.server.rules.outcome import Answer, Outcome
+from psengine.parameter_server.server.rules.payload_pins import PayloadPins
 from psengine.parameter_server.server.rules.payloads import ChunkPayloads
 from psengine.parameter_server.server.rules.statistics import JobStatistics
 from psengine.protocol.layout import ChunkKind, ChunkSpec
@@ -48,7 +48,7 @@ class StepOutcome(Outcome):
         if values is None:
             raise ProtocolError(f"{spec.describe()}: expected initial values as payload, got none")
         super().__init__(spec, values, progress, payloads, statistics)
-        self._loans = Loans()
+        self._pins = PayloadPins()
         self._optimizer_spec: OptimizerSpec | None = None
         self._scales_by_staleness = scales_by_staleness
         self._delay_compensation = delay_compensation if spec.kind is ChunkKind.PARAMETER else 0.0
@@ -119,8 +119,8 @@ class StepOutcome(Outcome):
 
     def _writable_values(self) -> torch.Tensor:
         """``values``, in other memory if the old is still being sent."""
-        if self._loans.are_out():
-            self._loans = Loans()
+        if self._pins.are_held():
+            self._pins = PayloadPins()
             self.values = self.values.clone()
             if self.optimizer is not None:
                 self.optimizer.move_to(self.values)
@@ -132,15 +132,15 @@ class StepOutcome(Outcome):
 
     @override
     def answer(self, rank: int, sequence: int, *, repeated: bool = False) -> Answer:
-        version, values, loans = self.progress.version, self.values, self._loans
+        version, values, pins = self.progress.version, self.values, self._pins
         if self._delay_compensation:
             # A repeat must bring what the first answer brought: the worker may have received that one.
             if not repeated or rank not in self._backups:
                 self._back_up(rank)
-            (version, values), loans = self._backups[rank], Loans()
+            (version, values), pins = self._backups[rank], PayloadPins()
         if self.payloads.encodes_answers:
-            loans = Loans()
-        return Answer(version, self.payloads.encode(values), loans, {})
+            pins = PayloadPins()
+        return Answer(version, self.payloads.encode(values), pins, {})
 
     def _back_up(self, rank: int) -> None:
         if self._delay_compensation:

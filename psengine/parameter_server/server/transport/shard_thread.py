@@ -244,11 +244,11 @@ class ShardThread(threading.Thread):
     def _send(self, outgoing: list[Outgoing]) -> None:
         for one in outgoing:
             frames = encode(one.message)
-            if one.loans is None or one.message.payload is None:
+            if one.pins is None or one.message.payload is None:
                 self.endpoint.send(one.route, frames)
             else:
                 self.endpoint.send(one.route, frames, copies=False)
-                one.loans.lend(frames[-1])
+                one.pins.pin(frames[-1])
 
     def _answer_asked(self) -> None:
         while True:
