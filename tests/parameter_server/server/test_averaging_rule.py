@@ -72,6 +72,17 @@ class TestJoiners:
         assert 1 not in room.rule.progress.last_sequence
 
 
+def test_who_pushes_the_next_exchange_before_it_has_an_answer_still_gets_it():
+    """No client of ours does; the server answers all the same."""
+    room = Room(0, 1, 2)
+    for sequence in (1, 2):
+        for rank in (0, 1):
+            assert room.push(rank, sequence) == []
+    room.live = (0, 1)
+    replies = room.rule.gathering.worker_left(2)
+    assert [(reply.rank, reply.sequence) for reply in replies] == [(0, 1), (1, 1), (0, 2), (1, 2)]
+
+
 class TestReached:
     def test_a_push_proves_the_average_before_it(self):
         room = Room(0, 1)

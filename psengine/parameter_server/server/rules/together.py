@@ -257,14 +257,15 @@ class Together(Gathering):
         self.context.exchange_ended()
         self.context.statistics.averaged += 1
         self.context.statistics.applied += len(given)
+        self._ended[sequence] = frozenset(gathered.by_rank)
+        answers = [self._answer(rank, sequence, self._refused) for rank in sorted(gathered.by_rank)]
         # A worker that pushes exchange n + 1 has the answer of exchange n.
         last_sequence = self.progress.last_sequence
         needed = min((last_sequence.get(rank, 0) for rank in live), default=self.progress.version)
         self.outcome.forget_before(needed)
-        self._ended[sequence] = frozenset(gathered.by_rank)
         for old in [known for known in self._ended if known < needed]:
             del self._ended[old]
-        return [self._answer(rank, sequence, self._refused) for rank in sorted(gathered.by_rank)]
+        return answers
 
     @override
     def _is_late(self, rank: int, sequence: int) -> bool:
