@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
+from psengine.collectives.base import Collective
 from psengine.errors import NonFiniteGradientError
-from psengine.strategies.base import Strategy
 from psengine.tensors.bucket import Bucket
 
 
@@ -19,14 +19,14 @@ class FiniteCheck:
 
     Args:
         names: of all parameters, by index; the same on every rank.
-        strategy: carries the ranks' findings.
-        rank: this one.
+        collective: carries the ranks' findings.
+        tells_others: whether replicas can tell each other.
     """
 
-    def __init__(self, names: Sequence[str], strategy: Strategy, rank: int) -> None:
+    def __init__(self, names: Sequence[str], collective: Collective, *, tells_others: bool) -> None:
         self._names = names
-        self._strategy = strategy
-        self._rank = rank
+        self.collective = collective
+        self._tells_others = tells_others
         self._found: list[tuple[Bucket, int, torch.Tensor]] = []
 
     def begin(self, buckets: Sequence[Bucket]) -> None:
@@ -42,19 +42,19 @@ class FiniteCheck:
             NonFiniteGradientError: it holds the fault, and the other ranks cannot be told.
         """
         self._found += [(bucket, position, counts) for position, counts in bucket.take_non_finite_counts()]
-        if not self._strategy.capabilities.gathers:
-            error = self._describe([self._local_fault()], [self._rank])
+        if not self._tells_others:
+            error = self._describe([self._local_fault()], [self.collective.rank])
             self._found = []
             if error is not None:
                 raise error
 
     def agree(self, device: torch.device) -> NonFiniteGradientError | None:
         """Exchange findings and return the error that every rank is to raise; None where all gradients are finite."""
-        if not self._strategy.capabilities.gathers:
+        if not self._tells_others:
             return None
         fault = torch.tensor(self._local_fault(), device=device)
         self._found = []
-        faults = self._strategy.gather(fault, what="counts of gradients that are not finite")
+        faults = self.collective.gather(fault, what="counts of gradients that are not finite")
         return self._describe([row.tolist() for row in faults], range(len(faults)))
 
     def _local_fault(self) -> list[int]:
@@ -96,7 +96,7 @@ class FiniteCheck:
 
     def add_shadow(self, device: torch.device) -> None:
         """Take part in the exchange for a rank without data, inside ``join``."""
-        if self._strategy.capabilities.gathers:
+        if self._tells_others:
             error = self.agree(device)
             if error is not None:
                 raise error

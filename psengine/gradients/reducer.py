@@ -22,6 +22,7 @@ from typing import Any, NoReturn
 
 import torch
 
+from psengine.collectives.base import Collective
 from psengine.errors import ReductionError
 from psengine.gradients.bucket_layout import BucketLayout
 from psengine.gradients.distributed_autograd import refuse_distributed_autograd
@@ -39,7 +40,8 @@ from psengine.gradients.hooks import AccumulationNodes, ShortWay, counting_hook
 from psengine.gradients.packing import Packing
 from psengine.gradients.static_graph import UNEXPECTED, StaticGraph
 from psengine.gradients.usage import ParameterUsage
-from psengine.strategies.base import Reduction, Strategy
+from psengine.strategies.base import Strategy
+from psengine.strategies.exchange import Reduction, Step
 from psengine.tensors.bucket import Bucket
 from psengine.tensors.share import Share
 from psengine.tracing.backward_timer import BackwardTimer
@@ -57,8 +59,7 @@ class Reducer:
         names: their names, for errors.
         expects_sparse: per parameter, whether its gradient is sparse.
         strategy: already prepared.
-        rank: this rank, for errors.
-        world_size: how many ranks contribute, outside ``join``.
+        collective: the group of replicas.
         initial_limits_bytes: bucket caps before the first rebuild; see ``plan_buckets``.
         rebuild_limits_bytes: bucket caps when buckets are rebuilt in the order gradients arrive.
         find_unused_parameters: walk the graph from the outputs to find parameters that will get no gradient.
@@ -77,8 +78,7 @@ class Reducer:
         expects_sparse: Sequence[bool],
         strategy: Strategy,
         *,
-        rank: int,
-        world_size: int,
+        collective: Collective,
         initial_limits_bytes: Sequence[int],
         rebuild_limits_bytes: Sequence[int],
         find_unused_parameters: bool,
@@ -92,9 +92,10 @@ class Reducer:
         self.names = list(names)
         self.strategy = strategy
         self.timer = BackwardTimer()
-        self._finite_check = FiniteCheck(self.names, strategy, rank) if check_finite else None
-        self._rank = rank
-        self._world_size = world_size
+        self._finite_check = (
+            FiniteCheck(self.names, collective, tells_others=strategy.capabilities.gathers) if check_finite else None
+        )
+        self._collective = collective
         self._rebuild_limits_bytes = list(rebuild_limits_bytes)
         self._find_unused = find_unused_parameters
         self._as_view = gradient_as_bucket_view
@@ -150,6 +151,9 @@ class Reducer:
 
         self._nodes = AccumulationNodes(self.parameters)
         self.usage = ParameterUsage(self._nodes.nodes, self.parameters[0].device, strategy)
+
+    def listen(self) -> None:
+        """Begin to listen to autograd."""
         make_hook = functools.partial(
             counting_hook, self._short_way, self._ready, self._autograd_hook, self._reduce_full_buckets
         )
@@ -186,7 +190,7 @@ class Reducer:
     def _agree_on_order(self, order: Sequence[int]) -> list[int]:
         assert len(order) == len(self.parameters), f"{len(order)} of {len(self.parameters)} gradients arrived"
         agreed = torch.tensor(order, dtype=torch.int64, device=self.parameters[0].device)
-        self.strategy.broadcast([agreed], 0)
+        self._collective.broadcast([agreed], 0, what="order of gradients").wait()
         return [int(index) for index in agreed.tolist()]
 
     # ---- around forward ----------------------------------------------------------------------------------------
@@ -261,14 +265,14 @@ class Reducer:
         missing = {index: self.names[index] for index, is_ready in enumerate(self._ready) if not is_ready}
         self._check_listening(missing)
         if self._static_graph.is_promised:
-            self._fail(graph_changed_message(self._rank, missing))
-        self._fail(unfinished_reduction_message(self._rank, missing, find_unused=self._find_unused))
+            self._fail(graph_changed_message(self._collective.rank, missing))
+        self._fail(unfinished_reduction_message(self._collective.rank, missing, find_unused=self._find_unused))
 
     def _check_listening(self, indices: Iterable[int]) -> None:
         """Raise where one of these parameters has lost its hook."""
         # Mixed precision converts parameters all the time, and calls our hooks itself.
         for index in self._nodes.replaced(indices) if self._mixed_precision_dtype is None else ():
-            self._fail(converted_message(self.names[index], self._rank, self._nodes.describe_change(index)))
+            self._fail(converted_message(self.names[index], self._collective.rank, self._nodes.describe_change(index)))
 
     def _fail(self, message: str) -> NoReturn:
         if self._on_error is not None:
@@ -327,7 +331,7 @@ class Reducer:
         self._mark_unused_ready()
         left = self._static_graph.expect(index)
         if left == UNEXPECTED:
-            self._fail(newly_used_message(self.names[index], self._rank))
+            self._fail(newly_used_message(self.names[index], self._collective.rank))
         if left == 0:
             if not self._layout_is_final:
                 self._arrival_order.append(index)
@@ -343,7 +347,7 @@ class Reducer:
         if self._is_packing and packing.is_eager(position):
             self._pack_one(packing, position)
             if self._reductions:
-                self.strategy.progress()
+                self._collective.progress()
         packing.bucket.pending -= 1
         if packing.bucket.pending == 0:
             self._reduce_full_buckets()
@@ -413,14 +417,14 @@ class Reducer:
     def _get_share(self) -> Share:
         """What this rank's gradients count in this backward; ranks that ran out of data may be left out."""
         if self._share is None:
-            live_world_size = self._world_size
+            live_world_size = self._collective.world_size
             in_join = self._live_ranks_work is not None
             if self._live_ranks_work is not None:
                 work, use_initial_world_size = self._live_ranks_work
                 if not use_initial_world_size:
                     work.wait()
                     live_world_size = int(work.result()[0].item())
-            self._share = self.strategy.begin(live_world_size, in_join=in_join)
+            self._share = self.strategy.begin(Step(live_world_size=live_world_size, in_join=in_join))
         return self._share
 
     def _delay_all_reduce(self) -> None:
@@ -467,7 +471,7 @@ class Reducer:
                 if reduction is not None and reduction.is_superseded:
                     self._collect(bucket, reduction)
         for future in self._post_backward_futures:
-            self.strategy.wait_for(future, "buffer communication hook")
+            self._collective.wait_for(future, "buffer communication hook")
         self._post_backward_futures = []
         self.usage.settle(forget=not self._static_graph.is_promised)
         self._live_ranks_work = None
@@ -547,7 +551,7 @@ class Reducer:
             self.usage.shadow()
             self._static_graph.is_known = True
         reductions = []
-        self.strategy.begin(self._world_size, in_join=True)
+        self.strategy.begin(Step(live_world_size=self._collective.world_size, in_join=True))
         with torch.no_grad():
             for bucket in self.buckets:
                 if not self.usage.is_unused_everywhere(bucket.parameter_indices):
@@ -604,9 +608,11 @@ class Reducer:
         self.usage = ParameterUsage(self._nodes.nodes, self.parameters[0].device, self.strategy)
         self._live_ranks_work = None
 
-    def update_group(self, rank: int, world_size: int) -> None:
+    def update_group(self, collective: Collective) -> None:
         """Go on in another group of ranks, to which the strategy has been moved already."""
-        self._rank, self._world_size = rank, world_size
+        self._collective = collective
+        if self._finite_check is not None:
+            self._finite_check.collective = collective
         self.strategy.lay_out(self.buckets)  # which it exchanges over another collective now
 
     def previous_ready_order(self) -> list[int]:

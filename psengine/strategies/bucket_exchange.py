@@ -19,7 +19,7 @@ from psengine.codecs.base import Codec
 from psengine.codecs.identity import IDENTITY
 from psengine.codecs.registry import codec_for
 from psengine.collectives.base import Collective, Work
-from psengine.strategies.base import Reduction
+from psengine.strategies.exchange import Reduction
 from psengine.tensors.bucket import Bucket
 
 
@@ -140,20 +140,20 @@ def make_exchanges(
         former: the ways of the same parameters in another layout.
     """
     exchanges = [_make_exchange(bucket, collective, codec) for bucket in buckets]
-    residuals = {
-        index: residual
-        for exchange in former
-        if exchange.state is not None
-        for index, residual in zip(
-            exchange.bucket.parameter_indices, exchange.bucket.views_of(exchange.state.residual), strict=True
-        )
-    }
-    for exchange in exchanges:
-        if exchange.state is not None and residuals:
-            places = exchange.bucket.views_of(exchange.state.residual)
-            for index, place in zip(exchange.bucket.parameter_indices, places, strict=True):
-                place.copy_(residuals[index])
+    residuals = residuals_of(former)
+    for name, residual in residuals_of(exchanges).items() if residuals else ():
+        residual.copy_(residuals[name])
     return exchanges
+
+
+def residuals_of(exchanges: Sequence[BucketExchange]) -> dict[str, torch.Tensor]:
+    """What earlier payloads left out, by name of the parameter: views of the codecs' state."""
+    return {
+        name: residual
+        for exchange in exchanges
+        if exchange.state is not None
+        for name, residual in zip(exchange.bucket.names, exchange.bucket.views_of(exchange.state.residual), strict=True)
+    }
 
 
 def _make_exchange(bucket: Bucket, collective: Collective, codec: Codec) -> BucketExchange:

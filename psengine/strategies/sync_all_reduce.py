@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,17 +13,17 @@ from psengine.codecs.base import Codec
 from psengine.codecs.registry import codec_for, resolve_codec
 from psengine.collectives.base import Collective, CompletedWork, Work
 from psengine.errors import CommunicationHookError, ConfigurationError, ReductionError
-from psengine.strategies.base import Capabilities, Reduction, Replica, Strategy
+from psengine.strategies.base import Capabilities, Strategy
 from psengine.strategies.batch_weights import BatchWeights
-from psengine.strategies.bucket_exchange import BucketExchange, make_exchanges
+from psengine.strategies.bucket_exchange import BucketExchange, make_exchanges, residuals_of
+from psengine.strategies.exchange import CommHook, Reduction, Step
+from psengine.strategies.life_cycle import Replica
 from psengine.strategies.verification import verify_replicas
 from psengine.tensors.bucket import Bucket
 from psengine.tensors.share import WHOLE, Share
 
 # What ``dtype=`` was, for one more version.
 FORMER_DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
-
-CommHook = Callable[[Bucket], "torch.futures.Future[Any]"]
 
 
 class SyncAllReduce(Strategy):
@@ -49,7 +49,7 @@ class SyncAllReduce(Strategy):
                 f" compress={compress!r} and dtype={dtype}). Fix: leave out dtype."
             )
         self._codec = resolve_codec(compress if dtype is None else _codec_of_dtype(dtype))
-        self._collective: Collective | None = None
+        self._replica: Replica | None = None
         self._hook: CommHook | None = None
         self._weights: BatchWeights | None = None
         self._scale = 1.0
@@ -69,24 +69,30 @@ class SyncAllReduce(Strategy):
     @property
     def collective(self) -> Collective:
         """The group of replicas; set by ``prepare``."""
-        if self._collective is None:
+        if self._replica is None:
             raise ReductionError("strategy 'sync' was not prepared; DistributedDataParallel does so when constructed")
-        return self._collective
+        return self._replica.collective
 
     @override
-    def prepare(self, replica: Replica, *, synchronize: bool) -> None:
-        """Rank 0's parameters and buffers overwrite everybody's."""
-        if self._collective is not None:
+    def prepare(self, replica: Replica) -> None:
+        if self._replica is not None:
             raise ConfigurationError(
                 "a strategy object serves one wrapped model (got a second); make a psengine.SyncAllReduce() for each"
             )
-        if synchronize:
+        if not replica.is_known_equal:
             verify_replicas(
                 replica.collective, replica.parameters, replica.state, replica.device, compress=repr(self._codec)
             )
-            replica.collective.broadcast(list(replica.state.values()), 0, what="initial parameters and buffers").wait()
-        self._collective = replica.collective
+        self._replica = replica
         self._weights = BatchWeights(replica.collective, replica.device)
+
+    @override
+    def join(self) -> None:
+        """Rank 0's parameters and buffers overwrite everybody's."""
+        assert self._replica is not None, "joined before it was prepared"
+        if not self._replica.is_known_equal:
+            state = list(self._replica.state.values())
+            self.collective.broadcast(state, 0, what="initial parameters and buffers").wait()
 
     @override
     def weigh(self, weight: float | None) -> None:
@@ -104,7 +110,8 @@ class SyncAllReduce(Strategy):
         assert self._weights is not None, "weighed before it was prepared"
         self._weights.exchange(weight)
 
-    def begin(self, live_world_size: int, *, in_join: bool = False) -> Share:
+    @override
+    def begin(self, step: Step) -> Share:
         """Divide by the number of contributing ranks while packing, unless a hook or the collective does the scaling;
         by weights, which differ from rank to rank, always while packing.
 
@@ -118,10 +125,10 @@ class SyncAllReduce(Strategy):
         if self._hook is not None:
             return WHOLE
         self.collective.connect()
-        if self._codec.is_lossless and not in_join and self.collective.scales_for_free:
-            self._scale = 1.0 / live_world_size
+        if self._codec.is_lossless and not step.in_join and self.collective.scales_for_free:
+            self._scale = 1.0 / step.live_world_size
             return WHOLE
-        return Share(live_world_size)
+        return Share(step.live_world_size)
 
     @property
     def needs_packing(self) -> bool:
@@ -148,27 +155,28 @@ class SyncAllReduce(Strategy):
         return self._exchanges[bucket.index].reduce(self._scale)
 
     @override
-    def progress(self) -> None:
-        self.collective.progress()
-
-    @override
     def reduce_usage(self, used: torch.Tensor) -> Work:
         if self.collective.world_size == 1:
             return CompletedWork()
         return self.collective.all_reduce(used, what="used-parameter map")
 
     @override
-    def gather(self, tensor: torch.Tensor, what: str) -> list[torch.Tensor]:
-        return self.collective.gather(tensor, what=what)
+    def state_dict(self) -> dict[str, Any]:
+        """What earlier payloads left out, by parameter; nothing without a codec that keeps it."""
+        return {name: residual.clone() for name, residual in residuals_of(self._exchanges).items()}
 
     @override
-    def broadcast(self, tensors: Sequence[torch.Tensor], source_rank: int = 0) -> None:
-        self.collective.broadcast(tensors, source_rank, what="buffers").wait()
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        residuals = residuals_of(self._exchanges)
+        if set(state) != set(residuals):
+            raise ConfigurationError(
+                f"the saved residuals are not those of {self!r} (expected {sorted(residuals) or 'none'}, got"
+                f" {sorted(state) or 'none'}). Fix: go on with the same compress=, or leave out the strategy's state."
+            )
+        for name, residual in residuals.items():
+            residual.copy_(state[name])
 
     @override
-    def wait_for(self, future: torch.futures.Future[Any], what: str) -> Any:
-        return self.collective.wait_for(future, what)
-
     def register_comm_hook(self, hook: CommHook) -> None:
         """Let ``hook`` replace the all-reduce; gradients then reach it undivided, as with native DDP."""
         if not self._codec.is_lossless:
@@ -183,7 +191,7 @@ class SyncAllReduce(Strategy):
     @override
     def close(self) -> None:
         """The process group belongs to the caller and stays open."""
-        self._collective = None
+        self._replica = None
         self._weights = None
         self._exchanges = []
 

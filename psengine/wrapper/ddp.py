@@ -24,14 +24,16 @@ from psengine.environment.variables import default_collective, default_strategy
 from psengine.errors import ConfigurationError, ModuleError
 from psengine.gradients.reducer import Reducer
 from psengine.kernels.freed_memory import keep_freed_memory
-from psengine.strategies.base import Replica, Strategy
+from psengine.strategies.base import Strategy
 from psengine.strategies.batch_weights import checked_weight
+from psengine.strategies.life_cycle import Replica
 from psengine.strategies.registry import resolve_strategy
 from psengine.tensors.caps import BucketCaps
 from psengine.tensors.outputs import find_tensors, watch_backward
 from psengine.tracing.spans import record_forward
 from psengine.tracing.timeline import now_ns, recorder
 from psengine.wrapper import arguments as checks
+from psengine.wrapper import strategy_state
 from psengine.wrapper.module_buffers import BufferBroadcast, named_buffers
 from psengine.wrapper.module_state import reducible_parameters, shared_state
 from psengine.wrapper.native_features.comm_hooks import bucket_hook, builtin_hook, check_comm_hook, sum_over_group
@@ -86,6 +88,10 @@ class DistributedDataParallel(NativeDistributedDataParallel):  # type: ignore[mi
         check_finite: raise ``NonFiniteGradientError`` from ``backward()`` on every rank, naming parameter and rank,
             where a gradient is NaN or infinite as it travels, before an average is copied to a gradient. Found while
             packing, and told to the others in one small exchange a step; see docs/native.md.
+
+    Attributes:
+        saves_strategy_state: set to True, ``state_dict`` holds what the strategy keeps besides the model and its
+            optimizer, such as the residuals of a codec. Each rank saves its own. By default the keys are native DDP's.
 
     Raises:
         ConfigurationError, ArgumentTypeError: arguments that contradict each other (ValueError, TypeError).
@@ -157,6 +163,7 @@ class DistributedDataParallel(NativeDistributedDataParallel):  # type: ignore[mi
         self.skip_all_reduce_unused_params = skip_all_reduce_unused_params
         self.mixed_precision = mixed_precision
         self.check_finite = check_finite
+        self.saves_strategy_state = False
         self.require_backward_grad_sync = True
         self.require_forward_param_sync = True
         self.use_side_stream_for_tensor_copies = checks.uses_side_stream()
@@ -219,27 +226,33 @@ class DistributedDataParallel(NativeDistributedDataParallel):  # type: ignore[mi
             collective=self._collective,
             device=self.device,
             sparse=[name for name, _, is_sparse in reducible if is_sparse],
+            is_known_equal=not init_sync,
         )
         checks.check_state(replica.state)
-        self.strategy.prepare(replica, synchronize=init_sync)
+        self.strategy.prepare(replica)
         rebuilds = not self.strategy.capabilities.keeps_first_layout
         may_rebuild = rebuilds and (static_graph or not self.find_unused_parameters)
-        self.reducer = Reducer(
-            list(parameters.values()),
-            list(parameters),
-            [is_sparse for _, _, is_sparse in reducible],
-            self.strategy,
-            rank=self._collective.rank,
-            world_size=self._collective.world_size,
-            initial_limits_bytes=self._caps.initial_limits_bytes(may_rebuild=may_rebuild),
-            rebuild_limits_bytes=self._caps.rebuild_limits_bytes(),
-            find_unused_parameters=self.find_unused_parameters,
-            gradient_as_bucket_view=self.gradient_as_bucket_view,
-            skip_all_reduce_unused_params=self.skip_all_reduce_unused_params,
-            check_finite=self.check_finite,
-            run_allreduce_hook=functools.partial(sum_over_group, weakref.ref(self)),
-            on_error=self.logger.set_error_and_log,
-        )
+        try:
+            self.reducer = Reducer(
+                list(parameters.values()),
+                list(parameters),
+                [is_sparse for _, _, is_sparse in reducible],
+                self.strategy,
+                collective=self._collective,
+                initial_limits_bytes=self._caps.initial_limits_bytes(may_rebuild=may_rebuild),
+                rebuild_limits_bytes=self._caps.rebuild_limits_bytes(),
+                find_unused_parameters=self.find_unused_parameters,
+                gradient_as_bucket_view=self.gradient_as_bucket_view,
+                skip_all_reduce_unused_params=self.skip_all_reduce_unused_params,
+                check_finite=self.check_finite,
+                run_allreduce_hook=functools.partial(sum_over_group, weakref.ref(self)),
+                on_error=self.logger.set_error_and_log,
+            )
+            self.strategy.join()
+        except BaseException:
+            self.strategy.close()
+            raise
+        self.reducer.listen()
         # The hooks keep the reducer alive; it must go when this wrapper goes, or a module that is wrapped again would
         # answer to both.
         attach_timeline(self._collective, self.device, self.strategy.worker_rank)
@@ -412,16 +425,16 @@ class DistributedDataParallel(NativeDistributedDataParallel):  # type: ignore[mi
         self, bufs: Sequence[torch.Tensor] | None = None, bucket_size: int | None = None, authoritative_rank: int = 0
     ) -> None:
         """Broadcast ``bufs`` (default: the module's buffers) from ``authoritative_rank``; what buffer hooks call."""
-        if self._collective.world_size == 1:
+        if self._collective.world_size == 1 or self.strategy.capabilities.carries_buffers:
             return
         self._buffer_broadcast.run(
             self.modules_buffers if bufs is None else bufs,
-            functools.partial(self.strategy.broadcast, source_rank=authoritative_rank),
+            lambda packed: self._collective.broadcast(packed, authoritative_rank, what="buffers").wait(),
             is_source=self._collective.rank == authoritative_rank,
         )
 
     def _shadow_buffer_sync(self) -> None:
-        if self._check_sync_bufs_pre_fwd():
+        if self._check_sync_bufs_pre_fwd() and not self.strategy.capabilities.carries_buffers:
             self._sync_module_buffers(highest_rank(self._collective, self.device, False))
 
     # ---- uneven inputs -----------------------------------------------------------------------------------------
@@ -543,10 +556,12 @@ class DistributedDataParallel(NativeDistributedDataParallel):  # type: ignore[mi
             state=shared_state(self.module, self.parameters_to_ignore, with_buffers=True),
             collective=self._collective,
             device=self.device,
+            is_known_equal=True,
         )
         self.strategy.close()
-        self.strategy.prepare(replica, synchronize=False)
-        self.reducer.update_group(self._collective.rank, self._collective.world_size)
+        self.strategy.prepare(replica)
+        self.reducer.update_group(self._collective)
+        self.strategy.join()
 
     def report(self, loss: float | torch.Tensor | None = None, samples: int | None = None) -> None:
         """Tell the parameter servers how training goes here, for their dashboard; strategies without any tell nobody.
@@ -572,6 +587,23 @@ class DistributedDataParallel(NativeDistributedDataParallel):  # type: ignore[mi
     def _get_ddp_logging_data(self) -> dict[str, Any]:
         """Facts and times of this replica under native DDP's names."""
         return describe_replica(self)
+
+    # ---- checkpoints -------------------------------------------------------------------------------------------
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if self.saves_strategy_state:
+            destination[prefix + strategy_state.KEY] = strategy_state.saved(self.strategy)
+
+    def _load_from_state_dict(
+        self, state_dict: Any, prefix: str, local_metadata: Any, strict: bool, missing_keys: list[str], *others: Any
+    ) -> None:
+        entry = state_dict.pop(prefix + strategy_state.KEY, None)
+        if entry is not None:
+            strategy_state.restore(self.strategy, entry)
+        elif self.saves_strategy_state and strict:
+            missing_keys.append(prefix + strategy_state.KEY)
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, *others)
 
     # ---- copies ------------------------------------------------------------------------------------------------
 

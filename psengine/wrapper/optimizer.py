@@ -49,7 +49,7 @@ def DistributedOptimizer(  # noqa: N802 - reads as the class it returns an insta
     distributed = object.__new__(_distributed_class(type(optimizer)))
     distributed.__dict__ = optimizer.__dict__
     distributed._psengine_strategy = model.strategy  # type: ignore[attr-defined]
-    model.strategy.bind_optimizer(distributed)
+    model.strategy.bind(distributed)
     if has_scheduler:
         _replace_scheduled_step(distributed)
     return distributed

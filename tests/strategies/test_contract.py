@@ -1,40 +1,116 @@
-"""The contract of the strategy interface, parametrized over every strategy that gives native DDP's semantics."""
+"""The contract of strategies, parametrized over every strategy: one line of registration puts a new one under it."""
 
 from __future__ import annotations
 
+import copy
 import os
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
 import torch
 from support import trial_codecs
+from support.averaging_strategy import Averaging
 from support.processes import run_ranks
 from support.server_process import running_server
 
+import psengine
 from psengine.collectives.c10d import C10dCollective
 from psengine.errors import ConfigurationError, ReductionError, ReplicaMismatchError
-from psengine.strategies.base import Replica, Strategy
+from psengine.strategies.base import Strategy
+from psengine.strategies.exchange import Step
+from psengine.strategies.life_cycle import Replica
 from psengine.strategies.registry import STRATEGIES, resolve_strategy
 from psengine.strategies.sync_all_reduce import SyncAllReduce
 from psengine.tensors.bucket import Bucket
 
-# Strategies that give native DDP's semantics, and how far their averages may be from the mean: without a codec one
-# rounding for each product and each sum.
-SYNCHRONOUS = {
-    "sync": 1e-6,
-    "sync-server": 1e-6,
+# A multiple of four, after which replicas that average every four steps are equal.
+STEPS = 12
+
+
+def make_model(seed: int) -> torch.nn.Module:
+    torch.manual_seed(seed)
+    return torch.nn.Sequential(
+        torch.nn.Linear(6, 300), torch.nn.Tanh(), torch.nn.Linear(300, 100), torch.nn.Linear(100, 2)
+    )
+
+
+def make_optimizer(parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
+
+
+def batch_of(rank: int, step: int) -> torch.Tensor:
+    return torch.randn(5, 6, generator=torch.Generator().manual_seed(100 * rank + step))
+
+
+def train_plainly(world_size: int, after_backward: Any, after_step: Any) -> list[torch.Tensor]:
+    """Replicas in one process; the parameters of replica 0 after the last step."""
+    models = [make_model(0) for _ in range(world_size)]
+    optimizers = [make_optimizer(model.parameters()) for model in models]
+    for step in range(STEPS):
+        for rank, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
+            optimizer.zero_grad()
+            model(batch_of(rank, step)).square().mean().backward()
+        for replicated in zip(*(model.parameters() for model in models), strict=True):
+            after_backward(replicated)
+        for optimizer in optimizers:
+            optimizer.step()
+        for replicated in zip(*(model.parameters() for model in models), strict=True):
+            after_step(replicated, step + 1)
+    return [parameter.detach() for parameter in models[0].parameters()]
+
+
+def averaging_gradients(world_size: int) -> list[torch.Tensor]:
+    def average(replicated: tuple[torch.nn.Parameter, ...]) -> None:
+        mean = sum(parameter.grad for parameter in replicated) / world_size
+        for parameter in replicated:
+            parameter.grad = mean
+
+    return train_plainly(world_size, average, lambda replicated, step: None)
+
+
+def averaging_parameters(world_size: int) -> list[torch.Tensor]:
+    def average(replicated: tuple[torch.nn.Parameter, ...], step: int) -> None:
+        if step % 4 == 0:
+            mean = sum(parameter.detach() for parameter in replicated) / world_size
+            for parameter in replicated:
+                parameter.data.copy_(mean)
+
+    return train_plainly(world_size, lambda replicated: None, average)
+
+
+# The strategies that the contract holds, each with the plain training that it equals, to the bit, with so many workers.
+ORACLES: dict[str, tuple[Callable[..., list[torch.Tensor]], list[int]]] = {
+    "sync": (averaging_gradients, [1, 2]),
+    "sync-server": (averaging_gradients, [1, 2]),
+    "async": (averaging_gradients, [1]),
+    "async:push=backward": (averaging_gradients, [1]),
+    "averaging:every=4": (averaging_parameters, [1, 2]),
+}
+psengine.register_strategy("averaging", Averaging)
+trial_codecs.register()
+# How far averages may be from the mean: without a codec one rounding for each product and each sum.
+TOLERANCES = {
+    **dict.fromkeys(ORACLES, 1e-6),
     "sync:compress=bf16": 3e-2,
     "sync:compress=int8": 5e-2,
     "sync-server:compress=fp16": 4e-3,
     "sync-server:compress=int8": 5e-2,
 }
+STRATEGIES_AND_WORKERS = [(name, workers) for name, (_, sizes) in ORACLES.items() for workers in sizes]
 
 
 @pytest.fixture(scope="module")
-def servers():
-    """What PSENGINE_SERVERS is in ranks, for strategies that need it."""
-    with running_server(sabotage=trial_codecs.register) as server:
-        yield server.addresses[0]
+def server():
+    with running_server(sabotage=trial_codecs.register) as running:
+        yield running
+
+
+@pytest.fixture
+def servers(server, request) -> dict[str, str]:
+    """What ranks have in their environment, for strategies that need servers: a job for each test."""
+    job = "".join(character if character.isalnum() else "-" for character in request.node.name)
+    return {"PSENGINE_SERVERS": server.addresses[0], "PSENGINE_JOB": job}
 
 
 def make_replica(parameters: dict[str, torch.nn.Parameter]) -> Replica:
@@ -53,23 +129,24 @@ def make_buckets(strategy: Strategy, parameters: dict[str, torch.nn.Parameter]) 
     return [Bucket(i, plan, tensors, names, sparse=False, allocate=strategy.allocate) for i, plan in enumerate(plans)]
 
 
-def synchronous_contract(rank: int, world_size: int, name: str, servers: str) -> dict[str, Any]:
-    os.environ |= {"PSENGINE_SERVERS": servers, "PSENGINE_JOB": f"{name}, {world_size} workers"}
-    trial_codecs.register()
+def service(rank: int, world_size: int, name: str, servers: dict[str, str]) -> dict[str, Any]:
+    os.environ.update(servers)
     strategy = resolve_strategy(name)
     generator = torch.Generator().manual_seed(rank)
     shapes = {"weight": (50, 3), "bias": (3,), "scale": ()}
     parameters = {k: torch.nn.Parameter(torch.randn(s, generator=generator)) for k, s in shapes.items()}
-    strategy.prepare(make_replica(parameters), synchronize=True)
+    strategy.prepare(make_replica(parameters))
     buckets = make_buckets(strategy, parameters)
     strategy.lay_out(buckets)
+    strategy.join()
     start = {k: p.detach().clone() for k, p in parameters.items()}
-    gradients = []
+    strategy.bind(torch.optim.SGD(parameters.values(), lr=0.0))
+    results = []
     for _ in range(3):  # the same buckets serve every step
         for p in parameters.values():
             p.grad = torch.randn(p.shape, generator=generator)
-        gradients.append({k: p.grad.clone() for k, p in parameters.items()})
-        share = strategy.begin(world_size)
+        gradients = {k: p.grad.clone() for k, p in parameters.items()}
+        share = strategy.begin(Step(live_world_size=world_size))
         reductions = []
         for bucket in buckets:
             bucket.pack([p.grad for p in bucket.parameters], share)
@@ -77,42 +154,89 @@ def synchronous_contract(rank: int, world_size: int, name: str, servers: str) ->
         usage = torch.tensor([1, 0, rank], dtype=torch.int32)
         usage_work = strategy.reduce_usage(usage)
         remainder = strategy.finish()
-        for bucket, reduction in zip(buckets, reductions, strict=True):
-            result = reduction.wait()
+        results = [reduction.wait() for reduction in reductions]
+        for bucket, result in zip(buckets, results, strict=True):
             if result is not None:
                 bucket.unpack([p.grad for p in bucket.parameters], result)
         usage_work.wait()
         remainder.wait()
         assert not any(reduction.is_superseded for reduction in reductions)
-        assert strategy.step(lambda: "stepped") == "stepped"
-    received = [torch.full((2,), float(rank)), torch.full((1,), rank)]
-    strategy.broadcast(received, source_rank=world_size - 1)
-    averaged = {k: p.grad.clone() for k, p in parameters.items()}
+        assert strategy.step(lambda: "stepped", lambda: "stepped") == "stepped"
+    is_averaged = results[0] is not None
+    state = strategy.state_dict()
+    strategy.load_state_dict(state)
+    torch.testing.assert_close(strategy.state_dict(), state, rtol=0, atol=0)
     with pytest.raises(ConfigurationError, match="serves one wrapped model"):
-        strategy.prepare(make_replica(parameters), synchronize=False)
+        strategy.prepare(make_replica(parameters))
     strategy.close()
     strategy.close()
-    strategy.prepare(make_replica(parameters), synchronize=False)
+    strategy.prepare(make_replica(parameters))
     strategy.lay_out(buckets)
+    strategy.join()
     strategy.close()
-    if strategy.capabilities.carries_buffers:
-        received = []  # nothing is broadcast: buffers travel with the gradients
-    return {"start": start, "sent": gradients[-1], "averaged": averaged, "usage": usage, "received": received}
+    left = {k: p.grad.clone() for k, p in parameters.items()}
+    return {"start": start, "sent": gradients, "left": left, "usage": usage.tolist(), "is_averaged": is_averaged}
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
-@pytest.mark.parametrize("name", SYNCHRONOUS)
-def test_synchronous_contract(name, world_size, servers):
-    results = run_ranks(synchronous_contract, world_size, name, servers)
-    for result in results:
+@pytest.mark.parametrize("name", TOLERANCES)
+def test_a_replica_in_service(name, world_size, servers):
+    results = run_ranks(service, world_size, name, servers)
+    for rank, result in enumerate(results):
         for key, start in result["start"].items():
             assert torch.equal(start, results[0]["start"][key]), "replicas start equal"
+            if not result["is_averaged"]:
+                assert torch.equal(result["left"][key], result["sent"][key]), "gradients stay this replica's"
+                continue
             mean = torch.stack([r["sent"][key].double() for r in results]).mean(0)
-            assert torch.equal(result["averaged"][key], results[0]["averaged"][key]), "replicas agree to the bit"
-            assert torch.allclose(result["averaged"][key].double(), mean, rtol=0, atol=SYNCHRONOUS[name])
-        assert result["usage"].tolist() == [world_size, 0, sum(range(world_size))]
-        expected = [] if name.startswith("sync-server") else [[world_size - 1.0] * 2, [world_size - 1]]
-        assert [t.tolist() for t in result["received"]] == expected
+            assert torch.equal(result["left"][key], results[0]["left"][key]), "replicas agree to the bit"
+            assert torch.allclose(result["left"][key].double(), mean, rtol=0, atol=TOLERANCES[name])
+        used = [world_size, 0, sum(range(world_size))] if result["is_averaged"] else [1, 0, rank]
+        assert result["usage"] == used
+
+
+def train(
+    rank: int,
+    world_size: int,
+    name: str,
+    servers: dict[str, str],
+    options: dict[str, Any],
+    steps: range,
+    checkpoint: Any,
+) -> tuple[list[torch.Tensor], Any]:
+    os.environ.update(servers)
+    model = psengine.DistributedDataParallel(make_model(rank if steps.start == 0 else 99), strategy=name, **options)
+    model.saves_strategy_state = True
+    optimizer = psengine.DistributedOptimizer(make_optimizer(model.parameters()), model)
+    if checkpoint is not None:
+        model.load_state_dict(checkpoint[rank]["model"])
+        optimizer.load_state_dict(checkpoint[rank]["optimizer"])
+    for step in steps:
+        optimizer.zero_grad()
+        model(batch_of(rank, step)).square().mean().backward()
+        optimizer.step()
+    saved = {"model": copy.deepcopy(model.state_dict()), "optimizer": copy.deepcopy(optimizer.state_dict())}
+    parameters = [parameter.detach().clone() for parameter in model.module.parameters()]
+    model.strategy.close()
+    return parameters, saved
+
+
+@pytest.mark.parametrize("options", [{}, {"gradient_as_bucket_view": True}], ids=str)
+@pytest.mark.parametrize(("name", "world_size"), STRATEGIES_AND_WORKERS)
+def test_training_equals_the_oracle(name, world_size, options, servers):
+    for parameters, _ in run_ranks(train, world_size, name, servers, options, range(STEPS), None):
+        for parameter, wanted in zip(parameters, ORACLES[name][0](world_size), strict=True):
+            assert torch.equal(parameter, wanted)
+
+
+@pytest.mark.parametrize(("name", "world_size"), STRATEGIES_AND_WORKERS)
+def test_training_goes_on_from_a_checkpoint(name, world_size, servers):
+    first = run_ranks(train, world_size, name, servers, {}, range(6), None)
+    servers["PSENGINE_JOB"] += "-again"
+    checkpoint = [saved for _, saved in first]
+    for parameters, _ in run_ranks(train, world_size, name, servers, {}, range(6, STEPS), checkpoint):
+        for parameter, wanted in zip(parameters, ORACLES[name][0](world_size), strict=True):
+            assert torch.equal(parameter, wanted)
 
 
 def different_models(rank: int, world_size: int, name: str, difference: str) -> str:
@@ -126,7 +250,7 @@ def different_models(rank: int, world_size: int, name: str, difference: str) -> 
         weight = torch.zeros(3, 4).t()
     parameters = {"body.bias": torch.nn.Parameter(torch.zeros(2)), "body.weight": torch.nn.Parameter(weight), **extra}
     try:
-        resolve_strategy(name).prepare(make_replica(parameters), synchronize=True)
+        resolve_strategy(name).prepare(make_replica(parameters))
     except ReplicaMismatchError as error:
         return str(error)
     return "accepted"
@@ -149,7 +273,7 @@ def test_every_rank_learns_how_models_differ(name, difference, texts):
 
 
 def test_registry():
-    assert {name.partition(":")[0] for name in SYNCHRONOUS} <= set(STRATEGIES)
+    assert {name.partition(":")[0] for name in ORACLES} == set(STRATEGIES), "the contract holds every strategy"
     own = SyncAllReduce()
     assert resolve_strategy(own) is own
     assert isinstance(resolve_strategy("sync"), SyncAllReduce)
@@ -159,7 +283,7 @@ def different_codecs(rank: int, world_size: int) -> str:
     parameters = {"weight": torch.nn.Parameter(torch.zeros(3))}
     strategy = resolve_strategy(f"sync:compress={'bf16' if rank == 1 else 'none'}")
     try:
-        strategy.prepare(make_replica(parameters), synchronize=True)
+        strategy.prepare(make_replica(parameters))
     except ReplicaMismatchError as error:
         return str(error)
     return "accepted"

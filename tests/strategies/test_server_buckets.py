@@ -13,7 +13,8 @@ from support.processes import run_ranks
 from support.server_process import running_server
 
 from psengine.collectives.c10d import C10dCollective
-from psengine.strategies.base import Replica
+from psengine.strategies.exchange import Step
+from psengine.strategies.life_cycle import Replica
 from psengine.strategies.servers.sync import SyncServer
 from psengine.tensors.bucket import Bucket
 
@@ -31,10 +32,11 @@ def enter(address: str) -> tuple[SyncServer, list[torch.nn.Parameter], list[Buck
         collective=C10dCollective(),
         device=torch.device("cpu"),
     )
-    strategy.prepare(replica, synchronize=True)
+    strategy.prepare(replica)
     names, tensors = list(parameters), list(parameters.values())
     buckets = [Bucket(i, (i,), tensors, names, sparse=False, allocate=strategy.allocate) for i in range(2)]
     strategy.lay_out(buckets)
+    strategy.join()
     return strategy, tensors, buckets
 
 
@@ -45,7 +47,7 @@ def begin(strategy: SyncServer, bucket: Bucket, value: float) -> Any:
 
 def one_after_the_other(rank: int, world_size: int, address: str) -> list[float]:
     strategy, _, buckets = enter(address)
-    strategy.begin(world_size)
+    strategy.begin(Step(live_world_size=world_size))
     reductions = [begin(strategy, buckets[0], rank)]
     if rank == 0:
         reductions.append(begin(strategy, buckets[1], 10.0))
@@ -72,7 +74,7 @@ def stopped_between_two_buckets(rank: int, world_size: int, address: str) -> lis
     store = dist.distributed_c10d._get_default_store()
     pid = torch.tensor(os.getpid())
     dist.broadcast(pid, 1)
-    strategy.begin(world_size)
+    strategy.begin(Step(live_world_size=world_size))
     first = begin(strategy, buckets[0], rank)
     assert first.wait()[0].item() == 0.5
     if rank == 1:
@@ -100,7 +102,7 @@ def stopped_between_two_buckets(rank: int, world_size: int, address: str) -> lis
     os.kill(int(pid), signal.SIGCONT)
     while not store.check(["rank 1 is done"]):
         assert time.monotonic() < deadline, "rank 1 never came back"
-        strategy.begin(world_size)
+        strategy.begin(Step(live_world_size=world_size))
         reductions = [begin(strategy, bucket, 100.0 + strategy.completed_steps) for bucket in buckets]
         remainder = strategy.finish()
         results = [float(reduction.wait()[0]) for reduction in reductions]

@@ -18,9 +18,8 @@ import torch
 from typing_extensions import override
 
 from psengine.codecs.base import Codec
-from psengine.collectives.base import CompletedWork, Work
 from psengine.errors import ConfigurationError, PSEngineError, ReductionError
-from psengine.strategies.base import Reduction
+from psengine.strategies.exchange import Reduction, StaysLocal, Step
 from psengine.strategies.servers.base import DEFAULT_TIMEOUT_S, ServerStrategy
 from psengine.strategies.servers.optimizer_binding import OptimizerBinding
 from psengine.tensors.bucket import Bucket
@@ -122,7 +121,7 @@ class AsyncServer(ServerStrategy):
     # ---- the optimizer -----------------------------------------------------------------------------------------
 
     @override
-    def bind_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+    def bind(self, optimizer: torch.optim.Optimizer) -> None:
         """The servers get the optimizer's class, groups and hyperparameters.
 
         Raises:
@@ -192,7 +191,7 @@ class AsyncServer(ServerStrategy):
         return bool(self._options["push"] == "backward")
 
     @override
-    def begin(self, live_world_size: int, *, in_join: bool = False) -> Share:
+    def begin(self, step: Step) -> Share:
         """Nothing is divided, because nothing is added up."""
         binding = self._bound()
         if self._left:
@@ -239,12 +238,7 @@ class AsyncServer(ServerStrategy):
             sent = bucket.views if flat is bucket.flat else bucket.views_of(flat)
             self._pushed_gradients += map(_PushedGradient, bucket.parameters, sent)
             self._left.add(bucket.index)
-        return _AppliedElsewhere()
-
-    @override
-    def reduce_usage(self, used: torch.Tensor) -> Work:
-        """What this worker used is what counts."""
-        return CompletedWork()
+        return StaysLocal()
 
     def step(self, local_step: Callable[[], Any], closure: Callable[[], Any] | None = None) -> Any:
         """Push what was not pushed during backward, and return once the servers' weights are here."""
@@ -503,13 +497,6 @@ class _PushedGradient:
         gradient = gradient.to(sent.dtype)
         # NaN is unlike itself, and rare enough for a second look.
         return torch.equal(gradient, sent) or torch.allclose(gradient, sent, rtol=0, atol=0, equal_nan=True)
-
-
-class _AppliedElsewhere(Reduction):
-    """Gradients stay what this worker computed; the servers apply them."""
-
-    def wait(self) -> None:
-        return None
 
 
 def _check_options(max_staleness: Any, staleness_scaling: Any, delay_compensation: Any, push: Any) -> None:

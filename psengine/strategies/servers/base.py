@@ -1,7 +1,8 @@
 """What the strategies over parameter servers share: meet the servers, put the model there or take it from there, leave.
 
     prepare     find servers, say HELLO
-    lay_out     buckets become chunks; the first worker's values go to the servers, everybody else's come from there
+    lay_out     buckets become chunks
+    join        the first worker's values go to the servers, everybody else's come from there
     close       say goodbye; stop the server that this process started
 
 Importing this module needs torch alone; the packages of the extra ``server`` are needed from ``prepare`` on.
@@ -20,7 +21,8 @@ from typing_extensions import override
 from psengine.codecs.base import Codec
 from psengine.codecs.registry import resolve_codec
 from psengine.errors import ConfigurationError, ReductionError
-from psengine.strategies.base import Capabilities, Replica, Strategy
+from psengine.strategies.base import Capabilities, Strategy
+from psengine.strategies.life_cycle import Replica
 from psengine.strategies.servers.discovery import Meeting, leave, meet
 from psengine.tensors.bucket import Bucket
 
@@ -139,10 +141,7 @@ class ServerStrategy(Strategy):
     # ---- coming ------------------------------------------------------------------------------------------------
 
     @override
-    def prepare(self, replica: Replica, *, synchronize: bool) -> None:
-        """Values are synchronised in ``lay_out``, whatever ``synchronize`` says: where
-        servers hold a model already, theirs is the one that counts.
-        """
+    def prepare(self, replica: Replica) -> None:
         if self._replica is not None:
             raise ConfigurationError(
                 "a strategy object serves one wrapped model (got a second);"
@@ -182,30 +181,30 @@ class ServerStrategy(Strategy):
 
     @override
     def lay_out(self, buckets: Sequence[Bucket]) -> None:
-        """The model goes to the servers, or comes from there.
+        from psengine.strategies.servers.chunked_replica import ChunkedReplica
+
+        assert self._replica is not None, "laid out before it was prepared"
+        self._buckets = list(buckets)
+        self._chunks = ChunkedReplica(self._replica, buckets, counts_usage=self.counts_usage)
+
+    @override
+    def join(self) -> None:
+        """The model goes to the servers, or comes from there: also where replicas are known to be equal, because the
+        values of servers that hold a model already are the ones that count.
 
         Raises:
             ReplicaMismatchError: the servers hold another model; the first difference is named.
         """
-        from psengine.strategies.servers.chunked_replica import ChunkedReplica
-
-        assert self._replica is not None
-        try:
-            self._buckets = list(buckets)
-            self._chunks = ChunkedReplica(self._replica, buckets, counts_usage=self.counts_usage)
-            state = self.session.enter(self._chunks.specs, self._chunks.values)
-            if state != "initialised":
-                self.pull_values(self._chunks.specs)
-            self._entered(state)
-        except BaseException:
-            self.close()
-            raise
+        state = self.session.enter(self.chunks.specs, self.chunks.values)
+        if state != "initialised":
+            self.pull_values(self.chunks.specs)
+        self._entered(state)
         logger.info(
             "worker %d of job %r: %s, %d chunks at %d shards",
             self.session.rank,
             self.session.options.job,
             state,
-            len(self._chunks.specs),
+            len(self.chunks.specs),
             self.session.shard_count,
         )
 
@@ -219,9 +218,6 @@ class ServerStrategy(Strategy):
         specs = list(specs)
         wait_all([self.session.pull(spec.key, self.chunks.parts(spec)) for spec in specs])
         self.chunks.write_back(specs)
-
-    def broadcast(self, tensors: Sequence[torch.Tensor], source_rank: int = 0) -> None:
-        """Nothing to do: buffers travel with the gradients, and the bucket layout is never agreed on anew."""
 
     # ---- for people --------------------------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ import torch
 from psengine.errors import ReplicaMismatchError
 from psengine.parameter_server.client.partition import CHUNK_BYTES, cut
 from psengine.protocol.layout import ChunkKind, ChunkSpec
-from psengine.strategies.base import Replica
+from psengine.strategies.life_cycle import Replica
 from psengine.tensors.bucket import Bucket, is_non_overlapping_and_dense
 
 USAGE_NAME = "psengine/used parameters"

@@ -23,7 +23,7 @@ from typing_extensions import override
 from psengine.codecs.base import Codec
 from psengine.collectives.base import Work
 from psengine.errors import ConfigurationError, FencedError, ServerError
-from psengine.strategies.base import Reduction
+from psengine.strategies.exchange import Reduction, Step
 from psengine.strategies.servers.base import DEFAULT_TIMEOUT_S, ServerStrategy
 from psengine.tensors.bucket import Bucket
 from psengine.tensors.share import WHOLE, Share
@@ -135,7 +135,7 @@ class SyncServer(ServerStrategy):
             )
         self._weight = None if weight is None else float(weight)
 
-    def begin(self, live_world_size: int, *, in_join: bool = False) -> Share:
+    def begin(self, step: Step) -> Share:
         """Gradients travel undivided, because only the servers know how many workers contribute.
 
         A worker that waits to join gets this one's state now, while the weights are those before the step.
@@ -237,7 +237,7 @@ class SyncServer(ServerStrategy):
     # ---- joining late ------------------------------------------------------------------------------------------
 
     @override
-    def bind_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+    def bind(self, optimizer: torch.optim.Optimizer) -> None:
         """Its state goes to workers that join, and comes from others if we do.
 
         Raises:

@@ -1,0 +1,142 @@
+"""The first of a strategy's interfaces: how the gradients of a backward travel, bucket by bucket.
+
+One backward pass; the reducer calls, the exchange answers::
+
+    reducer    first gradient  bucket 0 full   bucket 1 full   end of backward
+    exchange   begin(step)     reduce(0) ────► reduce(1) ────► finish() ─ 0.wait() ─ 1.wait() ─ the rest .wait()
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+
+from psengine.collectives.base import CompletedWork, Work
+from psengine.errors import ConfigurationError
+from psengine.tensors.bucket import Bucket
+from psengine.tensors.share import WHOLE, Share
+
+CommHook = Callable[[Bucket], "torch.futures.Future[Any]"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """A backward whose gradients are exchanged.
+
+    Attributes:
+        live_world_size: how many ranks contribute gradients.
+        in_join: ranks without data may take part with zeros, and do not know how many ranks have some.
+    """
+
+    live_world_size: int
+    in_join: bool = False
+
+
+class Reduction(ABC):
+    """A bucket's gradients on their way."""
+
+    @abstractmethod
+    def wait(self) -> torch.Tensor | None:
+        """Return the reduced gradients, laid out like ``Bucket.flat`` (often that very tensor).
+
+        None means that gradients stay what this process computed: the strategy applies them elsewhere, or later.
+
+        Raises:
+            CollectiveError: the exchange failed or passed its deadline; the message names who is missing.
+        """
+
+    @property
+    def is_superseded(self) -> bool:
+        """Whether what ``wait`` returned is no longer the result, so that it is to be called again.
+
+        Asked when everything of a backward was waited for: a worker that lost its place in the job and joined again
+        takes part in a later step than the one it was in, with every bucket.
+        """
+        return False
+
+
+class StaysLocal(Reduction):
+    """Gradients stay what this process computed."""
+
+    def wait(self) -> None:
+        """Return at once."""
+        return
+
+
+class Exchange(ABC):
+    """How gradients travel. Buckets come in the same order on every rank.
+
+    Attributes:
+        name: what users write to get the strategy.
+    """
+
+    name: ClassVar[str]
+
+    @property
+    def needs_packing(self) -> bool:
+        """False where gradients are final as they are (one replica), so that the reducer copies nothing."""
+        return True
+
+    def allocate(
+        self, numel: int, dtype: torch.dtype, device: torch.device, *, keeps_dtype: bool = False
+    ) -> torch.Tensor:
+        """Return an uninitialised flat tensor for a bucket, in the memory this strategy exchanges best.
+
+        Where that is memory of another dtype, packing converts gradients; with ``keeps_dtype``, for gradients that are
+        views of the tensor, it is ``dtype`` itself.
+        """
+        return torch.empty(numel, dtype=dtype, device=device)
+
+    def lay_out(self, buckets: Sequence[Bucket]) -> None:  # noqa: B027 - most strategies take buckets as they come
+        """The reducer has made its buckets, or remade them. No values travel here."""
+
+    def weigh(self, weight: float | None) -> None:
+        """Before ``begin``, on every rank: in the coming backward this replica's gradients count ``weight`` (its
+        samples, >= 0), so that the result is sum(weight * gradient) / sum(weight). None: all replicas count alike.
+
+        Raises:
+            ConfigurationError: the strategy cannot weigh gradients.
+        """
+        if weight is not None:
+            raise ConfigurationError(
+                f"strategy {self.name!r} does not average gradients by samples (expected batch_weight = None, got"
+                f" {weight:g}). Fix: leave model.batch_weight alone, or use strategy='sync'."
+            )
+
+    def begin(self, step: Step) -> Share:
+        """The first gradient of a backward is ready.
+
+        Returns what this replica's gradients count; the reducer applies it while it packs them.
+        """
+        return WHOLE
+
+    @abstractmethod
+    def reduce(self, bucket: Bucket) -> Reduction:
+        """A bucket is packed on this rank: begin exchanging it.
+
+        Must not block. ``bucket.flat`` belongs to the strategy until the reduction was waited for.
+        """
+
+    def reduce_usage(self, used: torch.Tensor) -> Work:
+        """Begin summing over ranks, in place, which parameters this backward used (int32, 1 or 0 by index).
+
+        Default: what this replica used is what counts.
+        """
+        return CompletedWork()
+
+    def finish(self) -> Work:
+        """Every bucket of this backward was handed over: begin to exchange what travels beside them.
+
+        The work is waited for after the reductions; then gradients are what ``step`` may use.
+        """
+        return CompletedWork()
+
+    def register_comm_hook(self, hook: CommHook) -> None:
+        """Let ``hook`` exchange buckets in the strategy's place; raises where a strategy has no room for one."""
+        raise ConfigurationError(
+            f"strategy {self.name!r} exchanges gradients itself and takes no communication hook; use strategy='sync'"
+        )

@@ -1,0 +1,34 @@
+"""The third of a strategy's interfaces: what ``psengine.DistributedOptimizer`` asks when it steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+class Stepping:
+    """How optimizers step. By default each worker steps its own."""
+
+    def bind(self, optimizer: torch.optim.Optimizer) -> None:
+        """``optimizer`` will step through this strategy.
+
+        Raises:
+            ConfigurationError: the strategy cannot apply this kind of optimizer.
+        """
+
+    def step(self, local_step: Callable[[], Any], closure: Callable[[], Any] | None = None) -> Any:
+        """``optimizer.step(closure)``: return what it returns. Default: this worker steps itself.
+
+        Args:
+            local_step: the optimizer's own step, closure included.
+            closure: what the user passed, for strategies that do not call ``local_step``.
+        """
+        return local_step()
+
+    def fetch_optimizer_state(self, optimizer: torch.optim.Optimizer) -> None:
+        """Before ``optimizer.state_dict()``: bring its state here from wherever it is kept."""
+
+    def store_optimizer_state(self, optimizer: torch.optim.Optimizer) -> None:
+        """After ``optimizer.load_state_dict()``: take the new state to wherever it is kept."""

@@ -1,0 +1,105 @@
+"""The trial of the strategy seam: replicas train by themselves, and average their parameters now and then."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from typing_extensions import override
+
+from psengine import ConfigurationError, Strategy
+from psengine.collectives.base import Collective
+from psengine.strategies.base import Capabilities
+from psengine.strategies.exchange import Reduction, StaysLocal
+from psengine.strategies.life_cycle import Replica
+from psengine.tensors.bucket import Bucket
+from psengine.tensors.share import Share
+
+
+class Averaging(Strategy):
+    """Average the parameters of all replicas after every ``every`` steps (local SGD, https://arxiv.org/abs/1805.09767).
+
+    Args:
+        every: number of steps between two averages.
+    """
+
+    name = "averaging"
+    capabilities = Capabilities(keeps_first_layout=True, defines_gradients=False)
+
+    def __init__(self, every: int = 4) -> None:
+        self.every = every
+        self._steps = 0
+        self._replica: Replica | None = None
+        self._buckets: list[Bucket] = []
+
+    @property
+    def _collective(self) -> Collective:
+        assert self._replica is not None, "used before it was prepared"
+        return self._replica.collective
+
+    @override
+    def prepare(self, replica: Replica) -> None:
+        if self._replica is not None:
+            raise ConfigurationError("a strategy object serves one wrapped model (got a second)")
+        self._replica = replica
+
+    @override
+    def join(self) -> None:
+        assert self._replica is not None, "joined before it was prepared"
+        self._collective.broadcast(list(self._replica.state.values()), 0, what="initial parameters").wait()
+
+    @property
+    @override
+    def needs_packing(self) -> bool:
+        return False
+
+    @override
+    def lay_out(self, buckets: Sequence[Bucket]) -> None:
+        # Buckets of its own: where gradients are views of the reducer's, those must stay what they are.
+        self._buckets = [
+            Bucket(
+                bucket.index,
+                tuple(range(len(bucket.parameters))),
+                bucket.parameters,
+                bucket.names,
+                sparse=False,
+                allocate=self._collective.allocate,
+            )
+            for bucket in buckets
+        ]
+
+    @override
+    def reduce(self, bucket: Bucket) -> Reduction:
+        return StaysLocal()
+
+    @override
+    def step(self, local_step: Callable[[], Any], closure: Callable[[], Any] | None = None) -> Any:
+        result = local_step()
+        self._steps += 1
+        if self._steps % self.every == 0:
+            with torch.no_grad():
+                self._average()
+        return result
+
+    def _average(self) -> None:
+        share = Share(self._collective.world_size)
+        works = []
+        for bucket in self._buckets:
+            bucket.pack(bucket.parameters, share)
+            works.append(self._collective.all_reduce(bucket.flat, what=f"parameters of {bucket.describe()}"))
+        for bucket, work in zip(self._buckets, works, strict=True):
+            work.wait()
+            bucket.unpack(bucket.parameters, bucket.flat)
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return {"steps": self._steps}
+
+    @override
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._steps = state["steps"]
+
+    @override
+    def close(self) -> None:
+        self._replica, self._buckets = None, []
