@@ -58,6 +58,10 @@ class Reduction(ABC):
         """
         return False
 
+    def drop(self) -> None:
+        """``wait``, and use nothing of the result: what a codec left out of earlier gradients is as it was before."""
+        self.wait()
+
 
 class StaysLocal(Reduction):
     """Gradients stay what this process computed."""

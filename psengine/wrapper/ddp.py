@@ -311,7 +311,7 @@ class DistributedDataParallel(NativeDistributedDataParallel):  # type: ignore[mi
             self._check_can_join(self._divide_by_initial_world_size)
             # Of several joinables the first one counts the live ranks; the others divide by all, as over native DDP.
             divides_by_all = work is None or self._divide_by_initial_world_size
-            self.reducer.set_live_ranks_work(work, use_initial_world_size=divides_by_all)
+            self.reducer.contribution.set_live_ranks_work(work, use_initial_world_size=divides_by_all)
         if torch.is_grad_enabled() and self.reducer._rebuild_buckets():
             self._has_rebuilt_buckets = True
         if self._check_sync_bufs_pre_fwd():
@@ -347,7 +347,7 @@ class DistributedDataParallel(NativeDistributedDataParallel):  # type: ignore[mi
             self.reducer.expect_local_backward()
         # A static graph's first exchange may come after backwards inside no_sync, which must not start it
         # (https://github.com/pytorch/pytorch/issues/143580).
-        counts_graph = self.static_graph and will_exchange and not self.reducer.knows_static_graph
+        counts_graph = will_exchange and self.reducer.counts_graph
         # A backward that raised has dropped what it had queued.
         self._static_graph_delay_allreduce_enqueued = not counts_graph
         if searches_graph or counts_graph:
@@ -379,12 +379,12 @@ class DistributedDataParallel(NativeDistributedDataParallel):  # type: ignore[mi
         accumulated, and 0 means no say (where all ranks have none, gradients are zeros). docs/recipes/uneven_devices.md
         """
         reducer = self.__dict__.get("reducer")
-        return None if reducer is None else reducer.batch_weight
+        return None if reducer is None else reducer.contribution.weight
 
     @batch_weight.setter
     def batch_weight(self, weight: float | None) -> None:
         checks.check_weighable(self)
-        self.reducer.batch_weight = checked_weight(weight)
+        self.reducer.contribution.weight = checked_weight(weight)
 
     # ---- buffers -----------------------------------------------------------------------------------------------
 
@@ -488,7 +488,7 @@ class DistributedDataParallel(NativeDistributedDataParallel):  # type: ignore[mi
         flags = torch.tensor([float(this_rank_syncs), float(weighs)], device=self.device)
         self._collective.all_reduce(flags, what="join: does anybody synchronise gradients").wait()
         syncing_ranks, weighing_ranks = flags.tolist()
-        self.reducer.shadows_weights = weighing_ranks != 0
+        self.reducer.contribution.shadows_weights = weighing_ranks != 0
         return bool(syncing_ranks != 0)
 
     def _sync_final_model(self, is_last_joiner: bool) -> None:

@@ -7,6 +7,7 @@ import itertools
 import json
 import os
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -60,15 +61,15 @@ def optimizers_of(gan: Gan) -> list[torch.optim.Optimizer]:
     ]
 
 
-def play(wrapped: Any, optimizers: list[torch.optim.Optimizer], rank: int, steps: int) -> None:
-    generator = torch.Generator().manual_seed(rank)
-    for _ in range(steps):
+def play(wrapped: Any, optimizers: list[torch.optim.Optimizer], rank: int, turns: Iterable[int]) -> None:
+    """The discriminator learns in even turns, the generator in odd ones."""
+    for turn in turns:
+        generator = torch.Generator().manual_seed(rank + 2 * turn)
         noise, real = torch.randn(4, 3, generator=generator), torch.randn(4, 5, generator=generator)
-        for turn, loss_inputs in ((optimizers[2:], (noise, real)), (optimizers[:2], (noise,))):
-            wrapped.zero_grad()
-            wrapped(*loss_inputs).backward()
-            for optimizer in turn:
-                optimizer.step()
+        wrapped.zero_grad()
+        wrapped(*((noise, real), (noise,))[turn % 2]).backward()
+        for optimizer in (optimizers[2:], optimizers[:2])[turn % 2]:
+            optimizer.step()
 
 
 def against_native(rank: int, world_size: int, address: str) -> None:
@@ -84,7 +85,7 @@ def against_native(rank: int, world_size: int, address: str) -> None:
         torch.manual_seed(0)
         gan = Gan()
         wrapped = wrap(gan)
-        play(wrapped, [bind(optimizer, wrapped) for optimizer in optimizers_of(gan)], rank, STEPS)
+        play(wrapped, [bind(optimizer, wrapped) for optimizer in optimizers_of(gan)], rank, range(2 * STEPS))
         results.append(values_of(gan))
     assert all(map(torch.equal, *results))
 
@@ -108,7 +109,8 @@ def late_joiner(rank: int, world_size: int, address: str) -> Any:
     optimizers = [bound[optimizer] for optimizer in made]
     start = wrapped.strategy.completed_steps
     while wrapped.strategy.completed_steps < 120:
-        play(wrapped, optimizers, rank, 1)
+        # A worker that joins takes part in the very turn that the others are in.
+        play(wrapped, optimizers, rank, [wrapped.strategy.completed_steps])
         if rank == 0 and len(wrapped.strategy.members) < 2:
             time.sleep(0.05)
     states = [optimizer.state_dict()["state"] for optimizer in optimizers]
