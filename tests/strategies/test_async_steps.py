@@ -419,7 +419,7 @@ def refuses_changes(rank: int, world_size: int, address: str, push: str) -> None
         with raises(psengine.ConfigurationError, *texts):
             backward(model, 2)
             optimizer.step()
-        assert not model.strategy._pushes  # the servers' weights are here
+        assert model.strategy.pushes.under_way == 0  # the servers' weights are here
         training.close()
 
 
@@ -516,7 +516,7 @@ def refuses_what_comes_too_late(rank: int, world_size: int, address: str) -> Non
         change(model, optimizer)
         with raises(error_type, text, "AsyncServer(push='step')" if error_type is psengine.ReductionError else ""):
             optimizer.step()
-        assert not model.strategy._pushes  # the servers' weights are here
+        assert model.strategy.pushes.under_way == 0  # the servers' weights are here
         training.close()
 
 

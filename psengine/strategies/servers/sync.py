@@ -11,9 +11,7 @@ others' state through the servers::
 
 from __future__ import annotations
 
-import gc
 import logging
-import weakref
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -22,15 +20,15 @@ from typing_extensions import override
 
 from psengine.codecs.base import Codec
 from psengine.collectives.base import Work
-from psengine.errors import ConfigurationError, FencedError, ServerError
+from psengine.errors import ConfigurationError, FencedError
 from psengine.strategies.exchange import Reduction, Step
 from psengine.strategies.servers.base import DEFAULT_TIMEOUT_S, ServerStrategy
+from psengine.strategies.servers.optimizer_states import OptimizerStates
 from psengine.tensors.bucket import Bucket
 from psengine.tensors.share import WHOLE, Share
 
 if TYPE_CHECKING:
     from psengine.parameter_server.client.operation import Push
-    from psengine.strategies.servers.worker_state import WorkerState
 
 logger = logging.getLogger(__name__)
 
@@ -73,11 +71,7 @@ class SyncServer(ServerStrategy):
 
     def _forget(self) -> None:
         super()._forget()
-        # In the order they were made; a program may have done with one and dropped it.
-        self._optimizers: list[weakref.ref[torch.optim.Optimizer]] = []
-        # What a donor left for this worker, until its first step is over.
-        self._arrived: WorkerState | None = None
-        self._loaded: set[int] = set()
+        self._optimizers = OptimizerStates()
         self._payloads: list[torch.Tensor] = []
         self._results: list[torch.Tensor] = []
         # The step under way: its exchanges in order, and the push of each. A chunk may have several: the usage map is
@@ -148,7 +142,7 @@ class SyncServer(ServerStrategy):
             return
         self._is_open = True
         self._sits_out = False
-        self._forget_arrived_state()
+        self._optimizers.forget_arrived(self.completed_steps)
         self._exchanges, self._pushes, self.rejoins = [], [], 0
         try:
             self.session.serve_joiner(self._deposit_state)
@@ -243,15 +237,7 @@ class SyncServer(ServerStrategy):
         Raises:
             ServerError: this worker has joined others, who have no such optimizer.
         """
-        self._optimizers.append(weakref.ref(optimizer))
-        self._load_arrived_state(optimizer)
-
-    def _live_optimizers(self) -> list[torch.optim.Optimizer]:
-        if len(self._optimizers) > 1:
-            gc.collect()  # those that a program has dropped, on all workers alike
-        alive = [optimizer for reference in self._optimizers if (optimizer := reference()) is not None]
-        self._optimizers = [weakref.ref(optimizer) for optimizer in alive]
-        return alive
+        self._optimizers.bind(optimizer, self._parameter_names())
 
     def _parameter_names(self) -> dict[torch.Tensor, str]:
         assert self._replica is not None
@@ -262,22 +248,11 @@ class SyncServer(ServerStrategy):
         from psengine.parameter_server.client.operation import wait_all
 
         stores = [self.session.store(spec.key, self.chunks.values(spec)) for spec in self.chunks.specs]
-        pieces = self._packed_state()
+        pieces = self._optimizers.pack(self.completed_steps, self._parameter_names())
         stores += [
             self.session.store(index, piece, blob=STATE_BLOB, pieces=len(pieces)) for index, piece in enumerate(pieces)
         ]
         wait_all(stores)
-
-    def _packed_state(self) -> list[torch.Tensor]:
-        from psengine.strategies.servers.worker_state import pack
-
-        optimizers = self._live_optimizers()
-        if not optimizers:
-            logger.warning(
-                "a worker joins, but this one's optimizer is unknown, so the joiner starts without its state. Fix:"
-                " optimizer = psengine.DistributedOptimizer(optimizer, model)"
-            )
-        return pack(self.completed_steps, optimizers, self._parameter_names())
 
     def _rejoin(self) -> None:
         """The others went on after this worker's lease ran out: take their state, and sit this step out.
@@ -295,55 +270,8 @@ class SyncServer(ServerStrategy):
         self._pushes = [self._push(exchange) for exchange in self._exchanges]
 
     def _take_state(self) -> None:
-        from psengine.strategies.servers.worker_state import unpack
-
-        self._arrived = unpack(self.session.pull_blob(STATE_BLOB))
-        self._loaded = set()
-        self.completed_steps = self._arrived.steps
-        for optimizer in self._live_optimizers():
-            self._load_arrived_state(optimizer)
-
-    def _load_arrived_state(self, optimizer: torch.optim.Optimizer) -> None:
-        """Load what a donor left of ``optimizer``: the first state of its kind that no other has taken."""
-        from psengine.strategies.servers.worker_state import OptimizerState
-
-        if self._arrived is None or not self._arrived.optimizers:
-            return
-        own = OptimizerState.of(optimizer, self._parameter_names())
-        fitting = [
-            number
-            for number, state in enumerate(self._arrived.optimizers)
-            if number not in self._loaded and state.belongs_to(own)
-        ]
-        problem = f"expected one of {'; '.join(map(str, self._arrived.optimizers))}; got {own}"
-        if fitting:
-            self._loaded.add(fitting[0])
-            state_dict = self._arrived.optimizers[fitting[0]].state_dict
-            if state_dict is None:
-                return
-            try:
-                optimizer.load_state_dict(state_dict)
-            except (ValueError, KeyError) as error:
-                problem = str(error)
-            else:
-                return
-        raise ServerError(
-            f"the optimizers of the other workers are not this one's ({problem}). Fix: give every worker the same"
-            " optimizers, with the same parameter groups, before its first step."
-        )
-
-    def _forget_arrived_state(self) -> None:
-        """With the second step: optimizers that are made from now on are made by all workers, and begin anew."""
-        if self._arrived is None or self.completed_steps <= self._arrived.steps:
-            return
-        left = [str(s) for number, s in enumerate(self._arrived.optimizers) if number not in self._loaded]
-        if left:
-            logger.warning(
-                "the other workers' state of %s was not asked for by an optimizer of this worker. Fix: optimizer ="
-                " psengine.DistributedOptimizer(optimizer, model), for each",
-                "; ".join(left),
-            )
-        self._arrived = None
+        pieces = self.session.pull_blob(STATE_BLOB)
+        self.completed_steps = self._optimizers.take(pieces, self._parameter_names())
 
 
 class _ChunkExchange(NamedTuple):

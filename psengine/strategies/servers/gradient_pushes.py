@@ -1,0 +1,131 @@
+"""A step's gradients on their way to servers that apply them, and the weights that come back."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from psengine.tensors.bucket import Bucket
+from psengine.tracing.spans import PushSpans
+from psengine.tracing.timeline import recorder
+
+if TYPE_CHECKING:
+    from psengine.parameter_server.client.operation import Push
+    from psengine.parameter_server.client.session import WorkerSession
+    from psengine.protocol.layout import ChunkSpec
+    from psengine.strategies.servers.chunked_replica import ChunkedReplica
+
+logger = logging.getLogger(__name__)
+
+REFUSALS = {"non_finite": "it holds NaN or infinity", "stale": "computed before this worker was away"}
+
+
+class GradientPushes:
+    """The pushes of the step under way.
+
+    Args:
+        session: the worker's.
+        chunks: the replica's.
+
+    Attributes:
+        trained: keys of the chunks that hold a trained parameter; others are never pushed.
+        groups: the hyperparameters of the step, as its pushes carry them.
+        refused: how many chunks the servers refused.
+    """
+
+    def __init__(self, session: WorkerSession, chunks: ChunkedReplica) -> None:
+        self.trained: set[int] = set()
+        self.groups: Sequence[Mapping[str, Any]] = []
+        self.refused = 0
+        self._session = session
+        self._chunks = chunks
+        self._pushes: list[tuple[ChunkSpec, Push]] = []
+        self._buffer_pushes: list[Push] = []
+        # True once a wait has failed: a payload sent without a copy may still be read then.
+        self._copies_payloads = False
+        self._spans = PushSpans()
+
+    def begin_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """What this step pushes belongs together: a server's snapshot has all of it, or nothing."""
+        from psengine.protocol.hyperparameters import wire_groups
+
+        self.groups = wire_groups(optimizer)
+        self._session.begin_step([*self.trained, *self._chunks.buffers], is_whole=True)
+
+    @property
+    def under_way(self) -> int:
+        """How many pushes of gradients were not waited for yet."""
+        return len(self._pushes)
+
+    def push(
+        self, bucket: Bucket, flat: torch.Tensor, landing_of: Callable[[ChunkSpec], Sequence[torch.Tensor]]
+    ) -> None:
+        """Send ``bucket``'s gradients, packed in ``flat``, which stays what it is until the servers have answered.
+
+        Weights come back to ``landing_of(chunk)``.
+        """
+        missing = {
+            name for name, parameter in zip(bucket.names, bucket.parameters, strict=True) if parameter.grad is None
+        }
+        if recorder.is_on:
+            self._spans.leaves(bucket)
+        payload = flat if bucket.device.type == "cpu" else flat.cpu()
+        if self._copies_payloads:
+            payload = payload.clone()
+        for spec, start, end in self._chunks.of_bucket[bucket.index]:
+            if spec.key not in self.trained:
+                continue
+            absent = self._chunks.segment_indices(spec, missing) if missing else []
+            # Without any gradient this worker only asks for the weights; others must not wait for a gradient of it.
+            gradient = payload[start:end] if len(absent) < len(spec.segments) else None
+            push = self._session.push(
+                spec.key,
+                gradient,
+                landing_of(spec),
+                groups=self.groups,
+                absent=absent if gradient is not None else (),
+            )
+            self._pushes.append((spec, push))
+
+    def push_buffers(self) -> None:
+        """Send the buffers' values."""
+        self._chunks.follow_buffers()
+        for key in self._chunks.buffers:
+            spec = self._chunks.specs[key]
+            # No landing: a worker keeps its own running statistics.
+            self._buffer_pushes.append(self._session.push(key, self._chunks.values(spec), ()))
+
+    def wait(self, started_ns: int) -> tuple[list[ChunkSpec], int]:
+        """Return the chunks whose weights have landed; and when, on a timeline that began to wait at ``started_ns``."""
+        from psengine.parameter_server.client.operation import wait_all
+
+        pushes, self._pushes = self._pushes, []
+        buffer_pushes, self._buffer_pushes = self._buffer_pushes, []
+        try:
+            with self._session.telemetry.blocked():
+                wait_all([*(push for _, push in pushes), *buffer_pushes])
+        except BaseException:
+            # What was sent may still be on its way from memory that the next step packs anew.
+            self._copies_payloads = True
+            raise
+        if started_ns:
+            started_ns = self._spans.all_answered(started_ns)
+        for spec, push in pushes:
+            refused = push.wait().refused
+            if refused and refused != "abstained":
+                self._report_refusal(spec, refused)
+        return [spec for spec, _ in pushes], started_ns
+
+    def _report_refusal(self, spec: ChunkSpec, reason: str) -> None:
+        self.refused += 1
+        # The first, second, fourth, eighth ... time: often enough to be seen, rarely enough to be read.
+        if self.refused & (self.refused - 1) == 0:
+            logger.warning(
+                "the servers refused the gradient of %s (%s); the weights stay as they were. %d refused so far",
+                spec.describe(),
+                REFUSALS.get(reason, reason),
+                self.refused,
+            )
