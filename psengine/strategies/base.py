@@ -14,10 +14,6 @@ from psengine.strategies.exchange import Exchange
 from psengine.strategies.life_cycle import LifeCycle
 from psengine.strategies.stepping import Stepping
 
-    def drop(self) -> None:
-        """``wait``, and use nothing of the result: what a codec left out of earlier gradients is as it was before."""
-        self.wait()
-
 
 @dataclass(frozen=True, kw_only=True)
 class Capabilities:

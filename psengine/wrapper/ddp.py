@@ -5,15 +5,12 @@ from __future__ import annotations
 import copy
 import functools
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.algorithms.join import Join, Joinable, JoinHook
-from torch.distributed.utils import _cast_forward_inputs, _to_kwargs
-from torch.nn.parallel import distributed as native
+from torch.distributed.algorithms.join import Joinable
 
 from psengine.collectives.base import Collective
 from psengine.collectives.coalescing import BROADCAST_BUCKET_BYTES
@@ -21,7 +18,7 @@ from psengine.collectives.registry import resolve_collective
 from psengine.collectives.timeline_group import attach as attach_timeline
 from psengine.data.sync_batch_norm import adopt_sync_batchnorm
 from psengine.environment.variables import default_collective, default_strategy
-from psengine.errors import ConfigurationError, ModuleError
+from psengine.errors import ConfigurationError
 from psengine.gradients.reducer import Reducer
 from psengine.kernels.freed_memory import keep_freed_memory
 from psengine.strategies.base import Strategy
@@ -29,26 +26,25 @@ from psengine.strategies.batch_weights import checked_weight
 from psengine.strategies.life_cycle import Replica
 from psengine.strategies.registry import resolve_strategy
 from psengine.tensors.caps import BucketCaps
-from psengine.tensors.outputs import find_tensors, watch_backward
-from psengine.tracing.spans import record_forward
-from psengine.tracing.timeline import now_ns, recorder
 from psengine.wrapper import arguments as checks
-from psengine.wrapper import strategy_state
+from psengine.wrapper.forward_pass import ForwardPass, NativeDistributedDataParallel
 from psengine.wrapper.module_buffers import BufferBroadcast, named_buffers
 from psengine.wrapper.module_state import reducible_parameters, shared_state
-from psengine.wrapper.native_features.comm_hooks import bucket_hook, builtin_hook, check_comm_hook, sum_over_group
+from psengine.wrapper.native_features.comm_hooks import sum_over_group
 from psengine.wrapper.native_features.compilation import stay_out_of_graphs, traces_gradient_exchange
 from psengine.wrapper.native_features.delayed_all_reduce import DelayedAllReduce
-from psengine.wrapper.native_features.joining import ShadowHook, highest_rank
+from psengine.wrapper.native_features.hook_registration import HookRegistration
 from psengine.wrapper.native_features.logging_data import LoggingData, describe_replica
 from psengine.wrapper.native_features.mixed_precision import set_up_mixed_precision
-
-# Captured at import: a program may replace the native class by ours under its own name. Any: the types of the native
-# class's attributes (its Reducer, its Logger) are not ours.
-NativeDistributedDataParallel: Any = native.DistributedDataParallel
+from psengine.wrapper.strategy_state import StrategyState
 
 
-class DistributedDataParallel(NativeDistributedDataParallel):  # type: ignore[misc]
+class DistributedDataParallel(
+    ForwardPass,
+    HookRegistration,
+    StrategyState,
+    NativeDistributedDataParallel,  # type: ignore[misc]
+):
     """Wrap ``module`` so that its replicas agree after each backward, in the way ``strategy`` names.
 
     With ``strategy="sync"`` this is ``torch.nn.parallel.DistributedDataParallel``: the same arguments, numbers (to
@@ -270,106 +266,6 @@ class DistributedDataParallel(NativeDistributedDataParallel):  # type: ignore[mi
         torch._inductor.config._fuse_ddp_bucket_size = self._caps.cap_bytes // (1024 * 1024)
         self._register_accum_grad_hook()
 
-    # ---- forward -----------------------------------------------------------------------------------------------
-
-    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Run the module; gradients of its outputs will be exchanged by the next backward (see ``no_sync``)."""
-        stay_out_of_graphs()
-        started_ns = now_ns() if recorder.is_on else 0
-        with torch.autograd.profiler.record_function("DistributedDataParallel.forward"):
-            inputs, kwargs = self._pre_forward(*inputs, **kwargs)
-            output = self._run_ddp_forward(*inputs, **kwargs)
-            output = self._post_forward(output)
-        if started_ns and not self._delay_all_reduce_all_params:
-            # What is accumulated, or evaluated, before the next exchange belongs to that one.
-            is_exchanged = torch.is_grad_enabled() and self.require_backward_grad_sync
-            record_forward(started_ns, self.reducer.iteration + (not is_exchanged), (inputs, kwargs), output)
-        return output
-
-    def _run_ddp_forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        if self._use_python_reducer or self._delay_all_reduce_all_params:
-            return self.module(*inputs, **kwargs)
-        previous = NativeDistributedDataParallel._active_ddp_module
-        NativeDistributedDataParallel._active_ddp_module = self
-        try:
-            return self.module(*inputs, **kwargs)
-        finally:
-            NativeDistributedDataParallel._active_ddp_module = previous
-
-    def _pre_forward(self, *inputs: Any, **kwargs: Any) -> tuple[Any, Any]:
-        """Announce the iteration, rebuild buckets (once), broadcast buffers, move inputs."""
-        if self._use_python_reducer:
-            return inputs, kwargs
-        if not self._lazy_init_ran and not torch.compiler.is_compiling() and not self._delay_all_reduce_all_params:
-            self._lazy_init()
-        if self._delay_all_reduce_all_params:
-            return inputs, kwargs
-        if torch.is_grad_enabled() and self.require_backward_grad_sync:
-            self.reducer.prepare_for_forward()
-        work = Join.notify_join_context(self)
-        if self._join_config.enable:
-            self._check_can_join(self._divide_by_initial_world_size)
-            # Of several joinables the first one counts the live ranks; the others divide by all, as over native DDP.
-            divides_by_all = work is None or self._divide_by_initial_world_size
-            self.reducer.contribution.set_live_ranks_work(work, use_initial_world_size=divides_by_all)
-        if torch.is_grad_enabled() and self.reducer._rebuild_buckets():
-            self._has_rebuilt_buckets = True
-        if self._check_sync_bufs_pre_fwd():
-            self._sync_buffers()
-        if self._join_config.enable:
-            self._any_rank_syncs_gradients(this_rank_syncs=self.require_backward_grad_sync)
-        return self._place_inputs(inputs, kwargs)
-
-    def _place_inputs(self, inputs: Any, kwargs: Any) -> tuple[Any, Any]:
-        if self.device_ids:
-            device = torch.device(self.device_type, self.device_ids[0])
-            moved_inputs, moved_kwargs = _to_kwargs(inputs, kwargs, device, self.use_side_stream_for_tensor_copies)
-            inputs, kwargs = moved_inputs[0], moved_kwargs[0]
-        if self.mixed_precision is not None:
-            inputs, kwargs = _cast_forward_inputs(self.mixed_precision.param_dtype, *inputs, **kwargs)
-        return inputs, kwargs
-
-    def _post_forward(self, output: Any) -> Any:
-        """Expect this forward's gradients; where the graph must be searched or counted, watch the outputs."""
-        if self._use_python_reducer:
-            return output
-        if self._delay_all_reduce_all_params:
-            self._attach_delayed()
-            return output
-        if self._check_sync_bufs_post_fwd():
-            self._sync_buffers()
-        searches_graph = self.find_unused_parameters and not self.static_graph
-        will_exchange = torch.is_grad_enabled() and self.require_backward_grad_sync
-        self.require_forward_param_sync = will_exchange
-        if will_exchange:
-            self.reducer.prepare_for_backward(list(find_tensors(output)) if searches_graph else ())
-        elif torch.is_grad_enabled():
-            self.reducer.expect_local_backward()
-        # A static graph's first exchange may come after backwards inside no_sync, which must not start it
-        # (https://github.com/pytorch/pytorch/issues/143580).
-        counts_graph = will_exchange and self.reducer.counts_graph
-        # A backward that raised has dropped what it had queued.
-        self._static_graph_delay_allreduce_enqueued = not counts_graph
-        if searches_graph or counts_graph:
-            on_start = functools.partial(_start_backward, weakref.ref(self))
-            output = watch_backward(output, on_start, clone=self._ddp_sink_clone, required=counts_graph)
-        self._attach_delayed()
-        return output
-
-    def _attach_delayed(self) -> None:
-        if self._delayed is not None:
-            self._delayed.attach()
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Inside, backward only accumulates; the first backward whose *forward* runs outside exchanges the sum."""
-        previous = self.require_backward_grad_sync
-        self.require_backward_grad_sync = False
-        try:
-            yield
-        finally:
-            self.require_backward_grad_sync = previous
-
     @property
     def batch_weight(self) -> float | None:
         """How many samples (or tokens) the mean loss of this rank's next batch is over; None: as many as everybody's.
@@ -386,146 +282,7 @@ class DistributedDataParallel(NativeDistributedDataParallel):  # type: ignore[mi
         checks.check_weighable(self)
         self.reducer.contribution.weight = checked_weight(weight)
 
-    # ---- buffers -----------------------------------------------------------------------------------------------
-
-    @property
-    def broadcast_buffers(self) -> bool:
-        """Older name of ``forward_sync_buffers``."""
-        return self.forward_sync_buffers
-
-    @broadcast_buffers.setter
-    def broadcast_buffers(self, value: bool) -> None:
-        self.forward_sync_buffers = value
-
-    def _assign_modules_buffers(self) -> None:
-        # Looked up each time: a module may assign new buffers (https://github.com/pytorch/pytorch/issues/63916).
-        self.named_module_buffers = named_buffers(self.module, self.parameters_to_ignore)
-        self.modules_buffers = list(self.named_module_buffers.values())
-
-    def _sync_buffers(self) -> None:
-        if self.strategy.capabilities.carries_buffers:
-            return
-        source_rank = highest_rank(self._collective, self.device, True) if self._join_config.enable else 0
-        with torch.no_grad():
-            self._assign_modules_buffers()
-            # Forwards that came before may still need the overwritten values' version for their backward.
-            with torch.autograd._unsafe_preserve_version_counter(tuple(self.modules_buffers)):
-                self._sync_module_buffers(source_rank)
-
-    def _sync_module_buffers(self, authoritative_rank: int) -> None:
-        if not hasattr(self, "buffer_hook"):
-            self._default_broadcast_coalesced(authoritative_rank=authoritative_rank)
-            return
-        hook = self.buffer_hook
-        futures = hook.buffer_comm_hook(hook.buffer_comm_hook_state, self.named_module_buffers)
-        if futures is not None:
-            self.reducer._install_post_backward_futures(futures)
-
-    def _default_broadcast_coalesced(
-        self, bufs: Sequence[torch.Tensor] | None = None, bucket_size: int | None = None, authoritative_rank: int = 0
-    ) -> None:
-        """Broadcast ``bufs`` (default: the module's buffers) from ``authoritative_rank``; what buffer hooks call."""
-        if self._collective.world_size == 1 or self.strategy.capabilities.carries_buffers:
-            return
-        self._buffer_broadcast.run(
-            self.modules_buffers if bufs is None else bufs,
-            lambda packed: self._collective.broadcast(packed, authoritative_rank, what="buffers").wait(),
-            is_source=self._collective.rank == authoritative_rank,
-        )
-
-    def _shadow_buffer_sync(self) -> None:
-        if self._check_sync_bufs_pre_fwd() and not self.strategy.capabilities.carries_buffers:
-            self._sync_module_buffers(highest_rank(self._collective, self.device, False))
-
-    # ---- uneven inputs -----------------------------------------------------------------------------------------
-
-    def join(
-        self,
-        divide_by_initial_world_size: bool = True,
-        enable: bool = True,
-        throw_on_early_termination: bool = False,
-    ) -> Join:
-        """Context manager for ranks with different numbers of batches: those done shadow the others' collectives.
-
-        Args:
-            divide_by_initial_world_size: divide gradients by all ranks (every sample weighs the same), else by those
-                that still have data.
-            enable: False where inputs are known to be even.
-            throw_on_early_termination: raise on every rank as soon as one is done; needed where the model has other
-                collectives, such as SyncBatchNorm.
-        """
-        if enable:
-            self._check_can_join(divide_by_initial_world_size)
-        return Join(
-            [self], enable, throw_on_early_termination, divide_by_initial_world_size=divide_by_initial_world_size
-        )
-
-    def _check_can_join(self, by_all: bool) -> None:
-        # In forward too: Join([model]) does not call join(), and tells no joinable whether it is enabled.
-        checks.check_can_join(self.strategy, self.process_group is not None, divide_by_initial_world_size=by_all)
-
-    def join_hook(self, **kwargs: Any) -> JoinHook:
-        """What ``torch.distributed.algorithms.join.Join`` asks each joinable for."""
-        divide_by_initial_world_size = kwargs.get("divide_by_initial_world_size", True)
-        return ShadowHook(self, divide_by_initial_world_size=divide_by_initial_world_size)
-
-    @property
-    def join_device(self) -> torch.device:
-        """Where ``Join`` puts its own tensors."""
-        return self.device
-
-    @property
-    def join_process_group(self) -> dist.ProcessGroup:
-        """The group ``Join`` counts in."""
-        if self.process_group is None:
-            self._check_can_join(self._divide_by_initial_world_size)
-        assert self.process_group is not None, "strategies over collectives have a group"
-        return self.process_group
-
-    def _any_rank_syncs_gradients(self, *, this_rank_syncs: bool) -> bool:
-        """Whether any rank's next backward exchanges gradients; every rank asks once per iteration inside join."""
-        weighs = this_rank_syncs and self.batch_weight is not None
-        flags = torch.tensor([float(this_rank_syncs), float(weighs)], device=self.device)
-        self._collective.all_reduce(flags, what="join: does anybody synchronise gradients").wait()
-        syncing_ranks, weighing_ranks = flags.tolist()
-        self.reducer.contribution.shadows_weights = weighing_ranks != 0
-        return bool(syncing_ranks != 0)
-
-    def _sync_final_model(self, is_last_joiner: bool) -> None:
-        """Everybody takes the model of the highest rank among those that trained longest."""
-        self._authoritative_rank = highest_rank(self._collective, self.device, is_last_joiner)
-        state = shared_state(self.module, self.parameters_to_ignore, with_buffers=self.forward_sync_buffers)
-        # Whoever averages: Join has a group, and servers carry gradients only.
-        self._collective.broadcast(list(state.values()), self._authoritative_rank, what="the final model").wait()
-
     # ---- hooks and switches ------------------------------------------------------------------------------------
-
-    def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
-        """Let ``hook(state, bucket)`` exchange each bucket; it returns a future of the bucket's new flat gradients.
-
-        Gradients reach the hook undivided. Once only, before the first backward. See ``native_features/comm_hooks.py``.
-
-        Raises:
-            ArgumentTypeError, ConfigurationError: not a hook; see ``check_comm_hook``.
-            ReductionError: a hook is registered already.
-        """
-        try:
-            check_comm_hook(hook)
-        except Exception as error:
-            self.logger.set_error_and_log(f"{type(error)}: {error}")
-            raise
-        self._install_hook(state, hook, hook.__qualname__)
-
-    def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
-        self._install_hook(self.process_group, builtin_hook(comm_hook_type), str(comm_hook_type))
-
-    def _install_hook(self, state: object, hook: Callable[..., Any], name: str) -> None:
-        if self._delay_all_reduce_all_params:
-            raise ModuleError("all parameters are in delay_all_reduce_named_params; there is no bucket for a hook")
-        reducer = self.reducer
-        self.strategy.register_comm_hook(bucket_hook(state, hook, lambda: len(reducer.buckets)))
-        self._comm_hooks.append((hook, state))
-        self.logger._set_comm_hook_name(name)
 
     def _set_static_graph(self) -> None:
         """Same as ``static_graph=True``; before the first forward."""
@@ -588,23 +345,6 @@ class DistributedDataParallel(NativeDistributedDataParallel):  # type: ignore[mi
         """Facts and times of this replica under native DDP's names."""
         return describe_replica(self)
 
-    # ---- checkpoints -------------------------------------------------------------------------------------------
-
-    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        if self.saves_strategy_state:
-            destination[prefix + strategy_state.KEY] = strategy_state.saved(self.strategy)
-
-    def _load_from_state_dict(
-        self, state_dict: Any, prefix: str, local_metadata: Any, strict: bool, missing_keys: list[str], *others: Any
-    ) -> None:
-        entry = state_dict.pop(prefix + strategy_state.KEY, None)
-        if entry is not None:
-            strategy_state.restore(self.strategy, entry)
-        elif self.saves_strategy_state and strict:
-            missing_keys.append(prefix + strategy_state.KEY)
-        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, *others)
-
     # ---- copies ------------------------------------------------------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
@@ -633,12 +373,3 @@ class DistributedDataParallel(NativeDistributedDataParallel):  # type: ignore[mi
 def _release(reducer: Reducer, strategy: Strategy) -> None:
     reducer._remove_autograd_hooks()
     strategy.abandon()
-
-
-def _start_backward(replica_reference: weakref.ref[DistributedDataParallel]) -> None:
-    """Backward reached the outputs: a static graph's first iteration exchanges everything at the very end of it."""
-    replica = replica_reference()
-    if replica is None or not replica.static_graph or replica._static_graph_delay_allreduce_enqueued:
-        return
-    torch.autograd.Variable._execution_engine.queue_callback(replica.reducer._delay_all_reduce)
-    replica._static_graph_delay_allreduce_enqueued = True
