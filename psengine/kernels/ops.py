@@ -6,6 +6,9 @@ floats of 16, 32 and 64 bits on the CPU and, where built, on CUDA; all else, and
 missing, runs on the references, to the same bits. Autograd does not see any of it: nothing is recorded, leaves may be
 written, and the native operators leave version counters as they are.
 
+The native operators refuse calls whose tensors do not fit together, before anything is written. The references see only
+that devices and numels fit; they run where psengine's own calls are the only ones.
+
 A tensor's *place* is its part of the flat tensor. A dense tensor, whose elements fill their span of memory exactly once
 in any order of dimensions, travels in the order of its memory; any other in row-major order. Where the places must be
 in another order, such as those of parameters whose gradients are strided differently, pass their ``layout_of``.
@@ -14,7 +17,6 @@ in another order, such as those of parameters whose gradients are strided differ
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import combinations, pairwise
 from typing import Any
 
 import torch
@@ -72,7 +74,7 @@ def pack_(
         layout: from ``layout_of``; None derives the places from the tensors themselves.
 
     Raises:
-        RuntimeError: the tensors do not fit; nothing was written.
+        RuntimeError: the tensors do not fit; see above.
     """
     _call(_pack, pack_reference_, flat, (flat, tensors, scale, layout))
 
@@ -83,7 +85,7 @@ def unpack_(
     """Write every place of ``flat``, times ``scale``, to its tensor; the tensors are mutated. See ``pack_``.
 
     Raises:
-        RuntimeError: the tensors do not fit, or share memory with each other or with ``flat``; nothing was written.
+        RuntimeError: the tensors do not fit, or share memory with each other or with ``flat``; see above.
     """
     _call(_unpack, unpack_reference_, flat, (tensors, flat, scale, layout))
 
@@ -120,7 +122,7 @@ def accumulate_(destination: torch.Tensor, source: torch.Tensor, scale: float = 
         scale: multiplies every element of ``source``.
 
     Raises:
-        RuntimeError: the two do not fit; nothing was written.
+        RuntimeError: the two do not fit; see above.
     """
     _call(_accumulate, accumulate_reference_, destination, (destination, source, scale))
 
@@ -154,7 +156,7 @@ def pack_reference_(
     flat: torch.Tensor, tensors: Sequence[torch.Tensor], scale: float = 1.0, layout: torch.Tensor | None = None
 ) -> None:
     """``pack_`` in plain torch, for any dtype."""
-    for place, tensor in zip(_checked_places(flat, tensors, layout, packs=True), tensors, strict=True):
+    for place, tensor in zip(_places(flat, tensors, layout), tensors, strict=True):
         _convert_(place, tensor, scale)
 
 
@@ -163,7 +165,7 @@ def unpack_reference_(
     tensors: Sequence[torch.Tensor], flat: torch.Tensor, scale: float = 1.0, layout: torch.Tensor | None = None
 ) -> None:
     """``unpack_`` in plain torch, for any dtype."""
-    for place, tensor in zip(_checked_places(flat, tensors, layout, packs=False), tensors, strict=True):
+    for place, tensor in zip(_places(flat, tensors, layout), tensors, strict=True):
         _convert_(tensor, place, scale)
 
 
@@ -188,7 +190,7 @@ def unpack_stats_reference_(
 @torch.no_grad()
 def accumulate_reference_(destination: torch.Tensor, source: torch.Tensor, scale: float = 1.0) -> None:
     """``accumulate_`` in plain torch, for any dtype."""
-    _check_accumulation(destination, source)
+    _check_shapes(destination, source)
     work = _work_dtype(destination.dtype, source.dtype)
     destination.copy_(destination.to(work) + source.to(work) * scale)
 
@@ -221,7 +223,7 @@ def _statistics(flat: torch.Tensor, written: Sequence[torch.Tensor]) -> Statisti
     return non_finite_counts, square_sums
 
 
-# ---- places, and the checks of csrc/kernels/fusion.cpp ----
+# ---- places ----
 
 
 def is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
@@ -249,170 +251,41 @@ def _place_strides(tensor: torch.Tensor) -> Strides:
     return tensor.stride() if is_dense(tensor.shape, tensor.stride()) else _row_major(tensor.shape)
 
 
-def _checked_places(
-    flat: torch.Tensor, tensors: Sequence[torch.Tensor], layout: torch.Tensor | None, *, packs: bool
-) -> list[torch.Tensor]:
-    """Validate one call and return each tensor's place, a view of ``flat`` of the tensor's shape."""
-    if flat.dim() != 1 or not flat.is_contiguous():
-        raise RuntimeError(
-            "flat must be contiguous and of one dimension"
-            f" (got sizes {list(flat.shape)} and strides {list(flat.stride())})"
-        )
-    numbers = None if layout is None else _layout_numbers(layout)
-    strides: list[Strides] = []
-    begin = 0
-    for index, tensor in enumerate(tensors):
-        if tensor.device != flat.device:
-            raise RuntimeError(_device_message(index, flat, tensor))
+def _places(flat: torch.Tensor, tensors: Sequence[torch.Tensor], layout: torch.Tensor | None) -> list[torch.Tensor]:
+    """Each tensor's place: a view of ``flat`` of the tensor's shape."""
+    _check_fits(flat, tensors)
+    numbers = None if layout is None else layout.tolist()
+    places, offset, begin = [], flat.storage_offset(), 0
+    for tensor in tensors:
         if numbers is None:
-            strides.append(_place_strides(tensor))
+            strides = _place_strides(tensor)
         else:
-            strides.append(_strides_from(numbers, begin, index, tensor))
+            strides = tuple(numbers[begin + 1 + tensor.dim() : begin + 1 + 2 * tensor.dim()])
             begin += 1 + 2 * tensor.dim()
-        if not packs and tensor.device.type != "meta" and _overlaps_itself(tensor):
-            raise RuntimeError(
-                f"tensor {index} must not overlap itself, because it is written"
-                f" (got sizes {list(tensor.shape)} and strides {list(tensor.stride())})"
-            )
-    if numbers is not None and begin != len(numbers):
-        raise RuntimeError(
-            "layout must have been made for these tensors"
-            f" (expected {len(numbers)} numbers, got {begin} for {len(tensors)} tensors)"
-        )
-    numel = sum(tensor.numel() for tensor in tensors)
-    if numel != flat.numel():
-        raise RuntimeError(_numel_message(flat.numel(), numel, len(tensors)))
-    if flat.device.type != "meta":
-        _check_apart(flat, tensors, packs=packs)
-    places, offset = [], flat.storage_offset()
-    for tensor, place_strides in zip(tensors, strides, strict=True):
-        places.append(flat.as_strided(tensor.shape, place_strides, offset))
+        places.append(flat.as_strided(tensor.shape, strides, offset))
         offset += tensor.numel()
     return places
 
 
-def _numel_message(expected: int, got: int, tensor_count: int) -> str:
-    return f"tensors must fill flat (expected {expected} elements, got {got} in {tensor_count} tensors)"
+def _check_fits(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
+    """What a call is checked for where no native kernel runs. The kernels check all of it, memory that overlaps and
+    layouts of other tensors too: csrc/kernels/fusion.cpp.
+    """
+    for index, tensor in enumerate(tensors):
+        if tensor.device != flat.device:
+            raise RuntimeError(f"tensor {index} must be on flat's device (expected {flat.device}, got {tensor.device})")
+    numel = sum(tensor.numel() for tensor in tensors)
+    torch._check(
+        numel == flat.numel(),
+        lambda: f"tensors must fill flat (expected {flat.numel()} elements, got {numel} in {len(tensors)} tensors)",
+    )
 
 
-def _device_message(index: int, flat: torch.Tensor, tensor: torch.Tensor) -> str:
-    return f"tensor {index} must be on flat's device (expected {flat.device}, got {tensor.device})"
-
-
-def _shape_message(destination: torch.Tensor, source: torch.Tensor) -> str:
-    return f"source must have destination's shape (expected {list(destination.shape)}, got {list(source.shape)})"
-
-
-def _layout_numbers(layout: torch.Tensor) -> list[int]:
-    if layout.dtype != torch.int64 or layout.device.type != "cpu" or layout.dim() != 1 or not layout.is_contiguous():
-        raise RuntimeError(
-            "layout must come from psengine.kernels.ops.layout_of (expected contiguous torch.int64 of one dimension on"
-            f" cpu, got {layout.dtype} of {layout.dim()} dimensions on {layout.device})"
-        )
-    numbers: list[int] = layout.tolist()
-    return numbers
-
-
-def _strides_from(numbers: list[int], begin: int, index: int, tensor: torch.Tensor) -> Strides:
-    made_for_others = f"layout must have been made for these tensors (tensor {index}: expected"
-    if begin >= len(numbers):
-        raise RuntimeError(f"{made_for_others} no such tensor, got {tensor.dim()})")
-    middle = begin + 1 + tensor.dim()
-    end = middle + tensor.dim()
-    if numbers[begin] != tensor.dim() or end > len(numbers):
-        raise RuntimeError(f"{made_for_others} {numbers[begin]} dimensions, got {tensor.dim()})")
-    sizes, strides = numbers[begin + 1 : middle], tuple(numbers[middle:end])
-    if sizes != list(tensor.shape):
-        raise RuntimeError(f"{made_for_others} sizes {sizes}, got {list(tensor.shape)})")
-    if tensor.numel() > 0 and not is_dense(sizes, strides):
-        raise RuntimeError(
-            f"layout: the place of tensor {index} must be dense (got sizes {sizes} and strides {list(strides)})"
-        )
-    return strides
-
-
-def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The address of every byte of every element."""
-    addresses = torch.tensor([tensor.data_ptr()])
-    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
-        addresses = (addresses[:, None] + torch.arange(size) * (stride * tensor.element_size())).flatten()
-    return (addresses[:, None] + torch.arange(tensor.element_size())).flatten()
-
-
-def _overlaps_itself(tensor: torch.Tensor) -> bool:
-    if tensor.numel() == 0:
-        return False
-    last = 0
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size == 1:
-            continue
-        if stride == 0:
-            return True
-        if stride <= last:  # may pass between the elements of the dimensions with shorter strides
-            addresses = _bytes_of(tensor)
-            return bool(addresses.unique().numel() < addresses.numel())
-        last += stride * (size - 1)
-    return False
-
-
-def _span(tensor: torch.Tensor) -> tuple[int, int]:
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
-
-
-def _share_memory(first: torch.Tensor, second: torch.Tensor) -> bool:
-    (first_begin, first_end), (second_begin, second_end) = _span(first), _span(second)
-    if first_end <= second_begin or second_end <= first_begin:
-        return False
-    if is_dense(first.shape, first.stride()) and is_dense(second.shape, second.stride()):
-        return True
-    return bool(torch.isin(_bytes_of(first), _bytes_of(second)).any())
-
-
-def _span_names(first: torch.Tensor, second: torch.Tensor) -> str:
-    spans = (f"[{begin:#x}, {end:#x})" for begin, end in (_span(first), _span(second)))
-    return "(got addresses " + " and ".join(spans) + ")"
-
-
-def _check_apart(flat: torch.Tensor, tensors: Sequence[torch.Tensor], *, packs: bool) -> None:
-    filled = [index for index, tensor in enumerate(tensors) if tensor.numel() > 0]
-    for index in filled:
-        if _share_memory(flat, tensors[index]):
-            raise RuntimeError(
-                f"tensor {index} and flat must not share memory, because {'flat' if packs else 'the tensor'} is written"
-                f" {_span_names(tensors[index], flat)}"
-            )
-    if packs:
-        return
-    spans = sorted(_span(tensors[index]) for index in filled)
-    if all(end <= begin for (_, end), (begin, _) in pairwise(spans)):
-        return
-    for first, second in combinations(filled, 2):
-        if _share_memory(tensors[first], tensors[second]):
-            raise RuntimeError(
-                f"tensor {first} and tensor {second} must not share memory, because both are written"
-                f" {_span_names(tensors[first], tensors[second])}"
-            )
-
-
-def _check_accumulation(destination: torch.Tensor, source: torch.Tensor) -> None:
-    if source.device != destination.device:
-        raise RuntimeError(
-            f"source must be on destination's device (expected {destination.device}, got {source.device})"
-        )
-    sizes = list(destination.shape)
-    if source.shape != destination.shape:
-        raise RuntimeError(_shape_message(destination, source))
-    if destination.numel() == 0:
-        return
-    strides = list(zip(sizes, destination.stride(), source.stride(), strict=True))
-    if not is_dense(sizes, destination.stride()) or any(size > 1 and a != b for size, a, b in strides):
-        raise RuntimeError(
-            "destination and source must be dense in the same order"
-            f" (got strides {list(destination.stride())} and {list(source.stride())} of sizes {sizes})"
-        )
-    if destination.device.type != "meta" and _share_memory(destination, source):
-        raise RuntimeError(f"destination and source must not share memory {_span_names(destination, source)}")
+def _check_shapes(destination: torch.Tensor, source: torch.Tensor) -> None:
+    torch._check(
+        destination.shape == source.shape,
+        lambda: f"source must have destination's shape (expected {list(destination.shape)}, got {list(source.shape)})",
+    )
 
 
 # ---- the native operators ----
@@ -426,11 +299,7 @@ _NATIVE_DEVICES: frozenset[str] = frozenset()
 
 
 def _fake_pack(flat: torch.Tensor, tensors: Sequence[torch.Tensor], scale: float, layout: Any = None) -> None:
-    for index, tensor in enumerate(tensors):
-        if tensor.device != flat.device:
-            raise RuntimeError(_device_message(index, flat, tensor))
-    numel = sum(tensor.numel() for tensor in tensors)
-    torch._check(numel == flat.numel(), lambda: _numel_message(flat.numel(), numel, len(tensors)))
+    _check_fits(flat, tensors)
 
 
 def _fake_pack_stats(
@@ -441,7 +310,7 @@ def _fake_pack_stats(
 
 
 def _fake_accumulate(destination: torch.Tensor, source: torch.Tensor, scale: float) -> None:
-    torch._check(destination.shape == source.shape, lambda: _shape_message(destination, source))
+    _check_shapes(destination, source)
 
 
 def _register_fakes() -> None:

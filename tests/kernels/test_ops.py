@@ -555,19 +555,19 @@ def bad_calls():
     }
 
 
+@pytest.mark.skipif(not ops.native_available(), reason="the native operators check their calls")
 @pytest.mark.parametrize("name", bad_calls())
 def test_bad_calls_are_refused_and_nothing_is_written(name):
     stem, arguments, message = bad_calls()[name]
     tensors = [t for a in arguments for t in (a if isinstance(a, list) else [a]) if isinstance(t, torch.Tensor)]
     before = [t.clone() for t in tensors]
-    stems = [stem] if stem == "accumulate" else [stem, f"{stem}_stats"]
     messages = set()
-    for function in [f for s in stems for f in (f"{s}_", f"{s}_reference_")]:
+    for function in [f"{stem}_"] if stem == "accumulate" else [f"{stem}_", f"{stem}_stats_"]:
         with pytest.raises(RuntimeError, match=message) as raised:
             getattr(ops, function)(*arguments)
         messages.add(str(raised.value))
         assert all(torch.equal(t, b) for t, b in zip(tensors, before, strict=True))
-    assert len(messages) == 1  # native and reference say the same
+    assert len(messages) == 1
 
 
 @pytest.mark.parametrize("function", [ops.pack_, ops.pack_reference_])
