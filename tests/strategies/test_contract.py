@@ -318,3 +318,22 @@ def test_bad_specifications(specification, message):
 def test_unprepared_strategy_says_so():
     with pytest.raises(ReductionError, match="was not prepared"):
         SyncAllReduce().collective  # noqa: B018
+
+
+def saved_and_loaded(rank: int, world_size: int) -> None:
+    model = psengine.DistributedDataParallel(make_model(0), strategy="averaging:every=4")
+    native = torch.nn.parallel.DistributedDataParallel(make_model(0))
+    assert list(model.state_dict()) == list(native.state_dict())
+    plain = model.state_dict()
+    model.saves_strategy_state = True
+    assert set(model.state_dict()) - set(plain) == {"_psengine_strategy"}
+    with pytest.raises(RuntimeError, match=r"Missing key.*_psengine_strategy"):
+        model.load_state_dict(plain)
+    model.load_state_dict(plain, strict=False)
+    other = psengine.DistributedDataParallel(make_model(0), strategy="sync")
+    with pytest.raises(ConfigurationError, match=r"expected 'sync', got 'averaging'"):
+        other.load_state_dict(model.state_dict())
+
+
+def test_a_models_state_has_native_ddps_keys_unless_asked_for_more():
+    run_ranks(saved_and_loaded, 2)
