@@ -9,7 +9,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.replicas import Play
-from support.shard_world import AVERAGE, Worker, World, spec, team
+from support.shard_world import APPLY, AVERAGE, Worker, World, spec, team
 
 from psengine.parameter_server.server.core import life
 from psengine.parameter_server.server.core.life import JobPhase, MemberPhase
@@ -281,6 +281,17 @@ def test_every_transition_of_a_worker_is_reached(taken):
     assert {one for one in taken if isinstance(one[0], MemberPhase)} == transitions(life.MEMBER)
 
 
+def test_nobody_admits_a_worker_that_is_only_expected():
+    world, workers = begun()
+    world.start(8)
+    assert workers[0].hello() == "initialise"
+    bring_values(workers[0])
+    members = world.shard.jobs.find("demo").membership.members
+    assert members[1].phase is MemberPhase.EXPECTED
+    workers[0].ask(MessageType.ADMIT, body={"rank": 1, "incarnation": 0})
+    assert members[1].phase is MemberPhase.EXPECTED
+
+
 # ---- the model -----------------------------------------------------------------------------------------------------
 
 
@@ -318,6 +329,55 @@ def test_whatever_replicas_and_servers_do_is_in_the_tables(script, size, quorum)
     for step in script:
         play.do(*step)
     play.check()
+
+
+class Chaos:
+    """Workers that say whatever comes to their mind, in any order, for ranks that may be others'."""
+
+    def __init__(self, rule):
+        self.world = World(codec=False)
+        self.workers = [Worker(self.world, number % 3, rule=rule, world_size=3) for number in range(4)]
+
+    def do(self, what, number, other):
+        worker, world = self.workers[number], self.world
+        say = {
+            "bring": lambda: (worker.send(MessageType.REGISTER, key=0, body=spec().to_body(), payload=torch.zeros(4)),
+                              worker.seal([spec()])),
+            "hello": lambda: worker.hello(members=list(range(other)), incarnation=worker.incarnation * (other % 2)),
+            "new process": lambda: setattr(worker, "nonce", other),
+            "push": lambda: worker.push(0, 1 + other, None if other == 3 else torch.ones(4)),
+            "admit": lambda: worker.send(
+                MessageType.ADMIT, body={"rank": other, "incarnation": self.workers[other].incarnation}
+            ),
+            "result": lambda: worker.send(MessageType.RESULT, key=0, sequence=other, payload=torch.ones(4)),
+            "progress": lambda: worker.send(MessageType.PROGRESS, body={"chunks": [[0, 3, other, 0]], "more": False}),
+            "repeat": lambda: worker.repeat(0, 1 + other),
+            "silence": lambda: world.advance(3 * other),
+            "crash": lambda: world.start(8 + other),
+            "restore": lambda: world.start(8 + other, world.shard.durable.capture()),
+        }  # fmt: skip
+        if what in say:
+            say[what]()
+        else:
+            worker.send(MessageType[what.upper()], key=0)
+
+
+SAYINGS = ("hello", "hello", "bring", "push", "push", "push", "join", "admit", "leave", "result", "progress", "repeat")
+SAYINGS += ("bye", "new process", "silence", "crash", "restore", "pull", "probe")
+
+
+@settings(max_examples=150, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(
+    script=st.lists(
+        st.tuples(st.sampled_from(SAYINGS), st.integers(0, 3), st.integers(0, 3)), min_size=20, max_size=80
+    ),
+    rule=st.sampled_from([AVERAGE, AVERAGE | {"quorum": 1}, APPLY, APPLY | {"max_staleness": 1}]),
+)
+def test_nothing_that_is_said_leaves_the_tables(script, rule):
+    """What makes no sense is refused: ``Shard.handle`` raises for nothing."""
+    chaos = Chaos(rule)
+    for step in script:
+        chaos.do(*step)
 
 
 @pytest.mark.parametrize("table", [life.JOB, life.MEMBER])
