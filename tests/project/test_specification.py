@@ -145,9 +145,8 @@ class Rescaled(SyncAllReduce):
         super().__init__()
         self._factor = factor
 
-    def begin(self, live_world_size: int, *, in_join: bool = False) -> Share:
-        share = super().begin(live_world_size, in_join=in_join)
-        return Share(share.divisor / self._factor)
+    def begin(self, *arguments, **options):
+        return Share(super().begin(*arguments, **options).divisor / self._factor)
 
 
 class Counting(C10dCollective):
