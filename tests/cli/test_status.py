@@ -26,6 +26,7 @@ from rich.console import Console
 from support.mute_shards import mute_while
 from support.server_process import Peer, running_server
 from support.statuses import TIMES, departed, server, shard, worker
+from support.waiting import eventually
 
 import psengine
 from psengine.cli import keyboard, status_sources
@@ -179,11 +180,9 @@ def test_a_worker_that_falls_silent_is_unhealthy(capsys):
     with running_server(lease_s=8.0) as server, Peer(server.addresses[0]) as peer:
         peer.job = "quiet"
         peer.make_job(torch.ones(4))  # and then not a word
-        deadline_s = time.monotonic() + 7.5
-        code = 0
-        while code == 0 and time.monotonic() < deadline_s:
-            time.sleep(0.1)
-            code, found = status_of(capsys, "--servers", server.addresses[0])
+        code, found = eventually(
+            lambda: (told := status_of(capsys, "--servers", server.addresses[0]))[0] and told, "it is silent"
+        )
         assert code == 1
         assert found["problems"] == ["job 'quiet': nothing was heard of worker 0"]
         assert found["jobs"]["quiet"]["workers"][0]["state"] == "silent"
@@ -460,10 +459,7 @@ def test_a_diverged_worker_is_told_over_both_protocols(capsys, protocol):
 
         assert loss() is None
         client.session.telemetry.report(loss=float("nan"))
-        deadline_s = time.monotonic() + 20.0
-        while loss() != "nan":
-            assert time.monotonic() < deadline_s
-            time.sleep(0.05)
+        eventually(lambda: loss() == "nan", "the loss is told")
 
 
 def test_a_silent_worker_is_a_problem():
@@ -584,10 +580,7 @@ def test_servers_that_go_and_come_back_are_told():
         with Watch(open_sources(f"{address},{first.status_url}", 0.3), 0.05) as watch:
 
             def wait_for(*, answering):
-                deadline_s = time.monotonic() + 20.0
-                while [not report.error for report in watch.look().overview.reports] != answering:
-                    assert time.monotonic() < deadline_s, watch.look().overview.problems
-                    time.sleep(0.02)
+                eventually(lambda: [not report.error for report in watch.look().overview.reports] == answering)
 
             wait_for(answering=[True, True])
             first.kill()

@@ -13,6 +13,7 @@ import torch
 from support.processes import run_ranks
 from support.server_process import running_server
 from support.shard_world import APPLY, Worker, World, spec, team
+from support.waiting import eventually
 from torch import nn
 
 import psengine
@@ -408,11 +409,8 @@ def test_snapshots_and_a_restart_are_told(tmp_path):
             for _ in range(2):
                 client.pull()  # a change: what is durable already is not written again
                 client.snapshot()
-        deadline = time.monotonic() + 10
-        while "snapshot" not in kinds(server) and time.monotonic() < deadline:
-            time.sleep(0.05)
+        eventually(lambda: "snapshot" in kinds(server), "the snapshot is told")
         assert kinds(server)[:2] == ["started", "joined"]
-        assert "snapshot" in kinds(server)
     with running_server(snapshot_dir=tmp_path) as server:
         assert kinds(server) == ["restored", "started"]
         assert "generation 2" in server.status()["events"][0]["text"]
@@ -435,7 +433,6 @@ def _train_and_look(rank, world_size, addresses, url, strategy):
     )
     optimizer = psengine.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
     torch.distributed.barrier()  # who comes late to an asynchronous job counts from the slowest on
-    view = None
     for step in range(STEPS):
         optimizer.zero_grad()
         loss = model(torch.ones(2, 4)).square().mean()
@@ -446,14 +443,14 @@ def _train_and_look(rank, world_size, addresses, url, strategy):
         model.report(loss=loss, samples=2)
         if step == 2:
             time.sleep(0.25)  # a heartbeat, so that there are two with steps
-    deadline = time.monotonic() + 20
-    while time.monotonic() < deadline:
+
+    def shown():
         view = _status(url)
         workers = view["jobs"][f"job-{strategy.name}"]["workers"]
-        known = [w["step"] == STEPS and w["step_s"] is not None for w in workers]
-        if known == [True, True] and workers[rank]["loss"] == loss.item():
-            break
-        time.sleep(0.05)
+        known = all(worker["step"] == STEPS and worker["step_s"] is not None for worker in workers)
+        return view if known and len(workers) == 2 and workers[rank]["loss"] == loss.item() else None
+
+    view = eventually(shown, "all steps and the last loss are shown")
     torch.distributed.barrier()
     model.strategy.close()
     return view, loss.item()
