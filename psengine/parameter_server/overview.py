@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import fields
 from typing import Any, get_args
 
 from psengine.parameter_server.status_model import (
@@ -79,29 +79,29 @@ def _merge_workers(parts: Sequence[ShardJob]) -> tuple[WorkerStatus, ...]:
     for part in parts:
         for worker in part.workers:
             seen.setdefault(worker.rank, []).append(worker)
-    workers = [_merge_worker(rank, of_worker) for rank, of_worker in sorted(seen.items())]
-    if all(worker.step is None for worker in workers):
-        told = {rank: [part.telemetry.steps for part in of_worker] for rank, of_worker in seen.items()}
-        return tuple(replace(worker, step=_most(told[worker.rank])) for worker in workers)
-    fastest = _most(worker.step for worker in workers if worker.state != "joining") or 0
-    return tuple(
-        replace(worker, lag=None if worker.state == "joining" or worker.step is None else fastest - worker.step)
-        for worker in workers
-    )
+    steps = {rank: _most(part.clock for part in of_worker) for rank, of_worker in seen.items()}
+    lags: dict[int, int] = {}
+    if all(step is None for step in steps.values()):
+        steps = {rank: _most(part.telemetry.steps for part in of_worker) for rank, of_worker in seen.items()}
+    else:
+        in_step = {rank: step for rank, step in steps.items() if step is not None and _state(seen[rank]) != "joining"}
+        fastest = max(in_step.values(), default=0)
+        lags = {rank: fastest - step for rank, step in in_step.items()}
+    return tuple(_merge_worker(rank, seen[rank], steps[rank], lags.get(rank)) for rank in sorted(seen))
 
 
-def _merge_worker(rank: int, parts: Sequence[ShardWorker]) -> WorkerStatus:
+def _merge_worker(rank: int, parts: Sequence[ShardWorker], step: int | None, lag: int | None) -> WorkerStatus:
     staleness = _added(part.staleness for part in parts)
     # Each shard hears the same heartbeats; one that was away may know less.
     told = next((part.telemetry for part in parts if part.telemetry.steps is not None), WorkerTimes())
     return WorkerStatus(
         rank=rank,
-        state=max((part.state for part in parts), key=_STATES.index),
+        state=_state(parts),
         host=parts[0].host,
         pid=parts[0].pid,
         silent_s=max(part.silent_s for part in parts),
-        step=_most(part.clock for part in parts),
-        lag=None,
+        step=step,
+        lag=lag,
         staleness_p50=percentile(staleness, 0.5),
         staleness_p99=percentile(staleness, 0.99),
         pushes=sum(part.pushes for part in parts),
@@ -114,6 +114,11 @@ def _merge_worker(rank: int, parts: Sequence[ShardWorker]) -> WorkerStatus:
         step_s=told.step_s,
         **_split(told, [part.telemetry for part in parts]),
     )
+
+
+def _state(parts: Sequence[ShardWorker]) -> State:
+    """The worst that any shard says."""
+    return max((part.state for part in parts), key=_STATES.index)
 
 
 def _split(told: WorkerTimes, parts: Sequence[WorkerTimes]) -> dict[str, float | None]:

@@ -10,9 +10,10 @@ field's metadata says how shards' values are merged, and how /metrics exports th
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, is_dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, fields
 from functools import cache
+from operator import attrgetter
 from typing import Any, Literal
 
 # A loss that is NaN or infinite: JSON has no such number.
@@ -297,16 +298,24 @@ class ServerStatus:
 
 def to_json(status: Any) -> Any:
     """A status, or a part of one, in JSON's types: dataclasses as objects with a member for each field."""
-    if is_dataclass(status):
+    if isinstance(status, dict):
+        members: Iterable[tuple[str, Any]] = status.items()
+    elif isinstance(status, list | tuple):
+        return [item if type(item) in _PLAIN else to_json(item) for item in status]
+    elif hasattr(status, "__dataclass_fields__"):
         kind: Any = type(status)
-        return {name: to_json(getattr(status, name)) for name in _names(kind)}
-    if isinstance(status, Mapping):
-        return {name: to_json(value) for name, value in status.items()}
-    if isinstance(status, list | tuple):
-        return [to_json(value) for value in status]
-    return status
+        members = _members(kind)(status)
+    else:
+        return status
+    return {name: value if type(value) in _PLAIN else to_json(value) for name, value in members}
+
+
+_PLAIN = frozenset({int, float, str, bool, type(None)})
 
 
 @cache
-def _names(kind: type) -> tuple[str, ...]:
-    return tuple(one.name for one in fields(kind))
+def _members(kind: type) -> Callable[[Any], Iterable[tuple[str, Any]]]:
+    """A function that yields the fields of a ``kind``, and their values: shards make thousands of them a second."""
+    names = [one.name for one in fields(kind)]
+    values = attrgetter(*names)
+    return lambda status: zip(names, values(status), strict=True)
