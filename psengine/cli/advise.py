@@ -19,7 +19,7 @@ from psengine.cli.advising.advice import Advice, advise
 from psengine.cli.advising.server_exchange import server_exchange_s
 from psengine.cli.advising.step_times import StepTimes, step_times
 from psengine.cli.failure_report import show_outcome, speaker
-from psengine.cli.launching.plan import Plan, make_plan
+from psengine.cli.launching.plan import Plan, RunOptions, make_plan
 from psengine.cli.run_arguments import PARTS, ScriptCommand
 from psengine.errors import ConfigurationError, PSEngineError
 
@@ -66,7 +66,7 @@ def command(
     from psengine.cli.launching.run import run_training
     from psengine.tracing.files import find_parts, merge, read
 
-    plan = make_plan(context.meta[PARTS], workers=workers, strategy="sync", default_workers=DEFAULT_WORKERS)
+    plan = make_plan(context.meta[PARTS], RunOptions(workers=workers, strategy="sync", default_workers=DEFAULT_WORKERS))
     check_plan(plan)
     console = Console(stderr=True, highlight=False)
     with tempfile.TemporaryDirectory(prefix="psengine-advise-") as directory:

@@ -16,12 +16,11 @@ import typer
 from rich.console import Console
 
 from psengine.cli.failure_report import show_outcome, speaker
-from psengine.cli.launching.plan import make_plan
+from psengine.cli.launching.plan import Plan, RunOptions, make_plan
 from psengine.cli.run_arguments import PARTS, ScriptCommand
 from psengine.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from psengine.cli.launching.plan import Plan
     from psengine.cli.launching.run import Outcome
 
 HELP = """Launch a training script: on one machine, or by the same line on every node.
@@ -136,8 +135,7 @@ def run(
     ] = None,
 ) -> None:
     """Decide, run, report."""
-    plan = make_plan(
-        context.meta[PARTS],
+    options = RunOptions(
         workers=workers,
         strategy=strategy,
         collective=collective,
@@ -148,8 +146,9 @@ def run(
         status_port=status_port,
         independent=independent,
         first_worker=first_worker,
-        is_prefixed=prefix,
+        prefix=prefix,
     )
+    plan = make_plan(context.meta[PARTS], options)
     console = Console(stderr=True, highlight=False)
     say = speaker(console)
     if plan.servers and not plan.uses_servers:

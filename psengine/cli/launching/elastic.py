@@ -29,7 +29,7 @@ from torch.distributed.launcher.api import elastic_launch
 from typing_extensions import override
 
 from psengine.cli.launching.deaths import DeathWatch
-from psengine.cli.launching.failure import LAUNCHER, RankEnd, failure_time, first_failure, last_traceback
+from psengine.cli.launching.failure import LAUNCHER, RankEnd, describe_end, first_failure
 from psengine.cli.launching.interruption import Interruption, kill_group
 from psengine.cli.launching.nodes import NodeFailures
 from psengine.cli.launching.output import KEPT_LINES, WorkerOutput
@@ -199,25 +199,20 @@ class ElasticWorkers:
             self._watch.settle(pid)
         ended_s = {rank: self._watch.ended_s.get(pid) for rank, pid in self._pids.items()}
         first_s = min((s for s in ended_s.values() if s is not None), default=None)
-        ends = []
-        for rank, pid in sorted(self._pids.items()):
-            exit_code = exit_codes.get(rank, 0)
-            spoke_s, traceback = last_traceback(self._stderr_of(rank))
-            ends.append(
-                RankEnd(
-                    rank=rank,
-                    local_rank=self._local_ranks[rank],
-                    host=socket.gethostname(),
-                    pid=pid,
-                    exit_code=exit_code,
-                    # The agent ends the others with SIGTERM, later with SIGKILL; the first was not ended by it.
-                    was_ended=ended_s[rank] != first_s and self._is_agents_doing(exit_code, ended_s[rank]),
-                    failed_s=failure_time(exit_code, spoke_s, ended_s[rank]),
-                    traceback=traceback,
-                    restarts=self._restarts,
-                )
+        return [
+            describe_end(
+                rank,
+                self._local_ranks[rank],
+                pid,
+                exit_codes.get(rank, 0),
+                stderr=self._stderr_of(rank),
+                ended_s=ended_s[rank],
+                # The agent ends the others with SIGTERM, later with SIGKILL; the first was not ended by it.
+                was_ended=ended_s[rank] != first_s and self._is_agents_doing(exit_codes.get(rank, 0), ended_s[rank]),
+                restarts=self._restarts,
             )
-        return ends
+            for rank, pid in sorted(self._pids.items())
+        ]
 
     def _is_agents_doing(self, exit_code: int, ended_s: float | None) -> bool:
         is_after_signal = self._interruption.received is not None and (ended_s or 0.0) > self._interruption.received_s

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 import signal
+import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -84,6 +85,32 @@ def first_failure(ends: Sequence[RankEnd]) -> RankEnd | None:
     failed = [end for end in ends if end.exit_code != 0]
     failed = [end for end in failed if not end.was_ended] or failed
     return min(failed, key=lambda end: (end.speaks_of_peer, end.failed_s or float("inf"), end.rank), default=None)
+
+
+def describe_end(
+    rank: int,
+    local_rank: int,
+    pid: int,
+    exit_code: int,
+    *,
+    stderr: Sequence[tuple[float, str]],
+    ended_s: float | None,
+    restarts: int,
+    was_ended: bool = False,
+) -> RankEnd:
+    """The end of a rank on this host; ``stderr`` is its last lines, each with when it was written."""
+    spoke_s, traceback = last_traceback(stderr)
+    return RankEnd(
+        rank=rank,
+        local_rank=local_rank,
+        host=socket.gethostname(),
+        pid=pid,
+        exit_code=exit_code,
+        failed_s=failure_time(exit_code, spoke_s, ended_s),
+        was_ended=was_ended,
+        traceback=traceback,
+        restarts=restarts,
+    )
 
 
 def last_traceback(lines: Sequence[tuple[float, str]]) -> tuple[float | None, tuple[str, ...]]:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 
 from psengine.cli.launching.deaths import DeathWatch
-from psengine.cli.launching.failure import RankEnd, describe_exit, failure_time, last_traceback
+from psengine.cli.launching.failure import RankEnd, describe_end, describe_exit
 from psengine.cli.launching.interruption import kill_group
 from psengine.cli.launching.output import WorkerOutput
 from psengine.environment.launchers import PLACEMENT_VARIABLES
@@ -130,16 +129,14 @@ class IndependentWorkers:
         if self._is_stopping:
             return  # it ended as it was told to
         self._watch.settle(process.pid)
-        spoke_s, traceback = last_traceback(self._output.last_lines(rank))
         self.ends.append(
-            RankEnd(
-                rank=rank,
-                local_rank=rank - self._ranks.start,
-                host=socket.gethostname(),
-                pid=process.pid,
-                exit_code=code,
-                failed_s=failure_time(code, spoke_s, self._watch.ended_s.get(process.pid)),
-                traceback=traceback,
+            describe_end(
+                rank,
+                rank - self._ranks.start,
+                process.pid,
+                code,
+                stderr=self._output.last_lines(rank),
+                ended_s=self._watch.ended_s.get(process.pid),
                 restarts=self._restarts[rank],
             )
         )

@@ -26,69 +26,62 @@ _HEEDED_ALONE = (
 
 
 @dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    """The options of ``psengine run`` by their names; None where one was not given.
+
+    ``default_workers`` counts where neither option nor variable says how many; None: one for each GPU, else 1.
+    """
+
+    workers: str | None = None
+    default_workers: int | None = None
+    strategy: str | None = None
+    collective: str | None = None
+    servers: int | None = None
+    server_address: str | None = None
+    server_options: tuple[str, ...] = ()
+    snapshot_dir: Path | None = None
+    status_port: int = 0
+    independent: bool = False
+    first_worker: int = 0
+    prefix: bool | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class Plan:
     """A run, decided.
 
     Attributes:
-        torchrun: its options, parsed.
+        options: as they were given.
+        torchrun: torchrun's options, parsed.
         script: the program and its arguments.
         workers: processes on this node.
         signals: names of those that end the run.
         servers: how many to start; 0 where there are some already, or none are needed.
-        uses_servers: whether ``strategy`` does; a script may choose another.
-        named_servers: addresses of those that run already and are needed.
-        server_options, snapshot_dir, status_port: of the servers to start.
+        uses_servers: whether the strategy does; a script may choose another.
         variables: PSENGINE_* that workers get besides those of this process.
-        independent: workers are worlds of their own.
-        first_worker: rank of the first of those.
         is_multi_node: other nodes may take part.
-        is_prefixed: lines of output have their rank before them; False: not those of rank 0, or of the first
-            independent worker; None: where more than one worker writes.
     """
 
+    options: RunOptions = field(default_factory=RunOptions)
     torchrun: Namespace
     script: tuple[str, ...]
     workers: int
     signals: tuple[str, ...] = ()
     servers: int = 0
     uses_servers: bool = False
-    named_servers: tuple[str, ...] = ()
-    server_options: tuple[str, ...] = ()
-    snapshot_dir: Path | None = None
-    status_port: int = 0
     variables: dict[str, str] = field(default_factory=dict)
-    independent: bool = False
-    first_worker: int = 0
     is_multi_node: bool = False
-    is_prefixed: bool | None = None
 
 
-def make_plan(
-    parts: RunArguments,
-    *,
-    workers: str | None = None,
-    strategy: str | None = None,
-    collective: str | None = None,
-    servers: int | None = None,
-    server_address: str | None = None,
-    server_options: tuple[str, ...] = (),
-    snapshot_dir: Path | None = None,
-    status_port: int = 0,
-    independent: bool = False,
-    first_worker: int = 0,
-    is_prefixed: bool | None = None,
-    default_workers: int | None = None,
-) -> Plan:
-    """Decide a run; the arguments are the options of the same names, None where not given.
-
-    ``default_workers`` counts where neither option nor variable says how many; None: one for each GPU, else 1.
+def make_plan(parts: RunArguments, given: RunOptions) -> Plan:
+    """Decide a run.
 
     Raises:
         ConfigurationError: an option has a wrong value, or contradicts another; there is no such script.
     """
     from psengine.cli.launching.torchrun_options import choose_rendezvous, local_world_size, node_counts, parse_torchrun
 
-    options = parse_torchrun(_with_workers(parts, workers, default_workers), parts.script or ["-"])
+    options = parse_torchrun(_with_workers(parts, given), parts.script or ["-"])
     check_program(parts.script, is_module=options.module, has_python=not options.no_python)
     # A function that torch would run in a forked worker; the same file, run as any other, is the same program.
     options.run_path = False
@@ -99,70 +92,49 @@ def make_plan(
         raise ConfigurationError(f"--max-restarts is a number (expected 0 or more, got {options.max_restarts})")
     if options.shutdown_timeout is None:
         options.shutdown_timeout = int(read_variable("TORCH_ELASTIC_SHUTDOWN_TIMEOUT") or SHUTDOWN_S)
-    chosen = strategy or default_strategy()
-    needs_servers = check_strategy(chosen)
-    uses_servers = needs_servers or "servers=" in chosen
-    variables = {}
-    if strategy:
-        variables["PSENGINE_STRATEGY"] = strategy
-    if collective:
-        from psengine.collectives.registry import check_name
-
-        check_name(collective)
-        variables["PSENGINE_COLLECTIVE"] = collective
-    named_servers: tuple[str, ...] = ()
-    if server_address or needs_servers:
-        from psengine.parameter_server.client.addresses import parse_addresses
-
-        named_servers = parse_addresses(server_address)
-    if server_address:
-        variables["PSENGINE_SERVERS"] = ",".join(named_servers)
-    named = server_address or read_variable("PSENGINE_SERVERS")
-    if named and servers:
+    strategy = given.strategy or default_strategy()
+    needs_servers = check_strategy(strategy)
+    uses_servers = needs_servers or "servers=" in strategy
+    named = given.server_address or read_variable("PSENGINE_SERVERS")
+    servers = 0 if named else int(needs_servers) if given.servers is None else given.servers
+    if named and given.servers:
         raise ConfigurationError(
             f"--servers starts servers of this run's own (expected no others, got {named} in"
-            f" {'--server-address' if server_address else 'PSENGINE_SERVERS'}). Fix: leave one of them out"
+            f" {'--server-address' if given.server_address else 'PSENGINE_SERVERS'}). Fix: leave one of them out"
         )
-    if servers and strategy and not uses_servers:
+    if given.servers and given.strategy and not uses_servers:
         raise ConfigurationError(
-            f"strategy {strategy!r} uses no servers (expected no --servers, got --servers {servers})."
+            f"strategy {strategy!r} uses no servers (expected no --servers, got --servers {given.servers})."
             " Fix: leave --servers out, or use --strategy async or sync-server"
         )
-    started = 0 if named else int(needs_servers) if servers is None else servers
-    if independent:
-        _check_independent(parts, chosen, uses_servers, is_multi_node=is_multi_node)
-        if not started and not named:
+    if given.independent:
+        _check_independent(parts, strategy, uses_servers, is_multi_node=is_multi_node)
+        if not servers and not named:
             raise ConfigurationError(
                 "independent workers meet at parameter servers (expected --servers 1 or more, or --server-address; got"
                 " --servers 0)"
             )
-    elif first_worker:
+    elif given.first_worker:
         raise ConfigurationError(
             "--first-worker numbers independent workers (expected --independent with it); the ranks of others come from"
             " their rendezvous"
         )
     else:
         choose_rendezvous(options)
-    if started:
+    if servers:
         if is_multi_node:
-            raise ConfigurationError(_several_nodes(chosen, options.nnodes))
-        _check_servers(server_options, snapshot_dir)
+            raise ConfigurationError(_several_nodes(strategy, options.nnodes))
+        _check_servers(given)
     return Plan(
+        options=given,
         torchrun=options,
         script=tuple(parts.script),
         workers=count,
         signals=_signals(options.signals_to_handle),
-        servers=started,
+        servers=servers,
         uses_servers=uses_servers,
-        named_servers=named_servers,
-        server_options=server_options,
-        snapshot_dir=snapshot_dir,
-        status_port=status_port,
-        variables=variables,
-        independent=independent,
-        first_worker=first_worker,
+        variables=_variables(given),
         is_multi_node=is_multi_node,
-        is_prefixed=is_prefixed,
     )
 
 
@@ -188,28 +160,45 @@ def _signals(names: str) -> tuple[str, ...]:
     return found
 
 
-def _check_servers(server_options: tuple[str, ...], snapshot_dir: Path | None) -> None:
-    from psengine.cli.launching.servers import server_options as check_server_options
+def _variables(given: RunOptions) -> dict[str, str]:
+    """What workers are told of the options."""
+    variables = {}
+    if given.strategy:
+        variables["PSENGINE_STRATEGY"] = given.strategy
+    if given.collective:
+        from psengine.collectives.registry import check_name
+
+        check_name(given.collective)
+        variables["PSENGINE_COLLECTIVE"] = given.collective
+    if given.server_address:
+        from psengine.parameter_server.client.addresses import parse_addresses
+
+        variables["PSENGINE_SERVERS"] = ",".join(parse_addresses(given.server_address))
+    return variables
+
+
+def _check_servers(given: RunOptions) -> None:
+    from psengine.cli.launching.servers import server_options
     from psengine.environment.extras import require_server_packages
 
     require_server_packages("parameter servers")
-    check_server_options(server_options)
-    if snapshot_dir is not None:
+    server_options(given.server_options)
+    if given.snapshot_dir is not None:
         try:
-            snapshot_dir.mkdir(parents=True, exist_ok=True)
+            given.snapshot_dir.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigurationError(
-                f"--snapshot-dir is a folder for the servers to write in (got {snapshot_dir}: {error.strerror})"
+                f"--snapshot-dir is a folder for the servers to write in (got {given.snapshot_dir}: {error.strerror})"
             ) from error
 
 
-def _with_workers(parts: RunArguments, workers: str | None, default: int | None) -> dict[str, str | None]:
+def _with_workers(parts: RunArguments, given: RunOptions) -> dict[str, str | None]:
     is_given = "--nproc-per-node" in parts.torchrun
-    if is_given and workers is not None:
+    if is_given and given.workers is not None:
         raise ConfigurationError("--workers and --nproc-per-node are the same option: give one of them")
-    if workers is None and (is_given or read_variable("PET_NPROC_PER_NODE")):
+    if given.workers is None and (is_given or read_variable("PET_NPROC_PER_NODE")):
         return parts.torchrun
-    return {**parts.torchrun, "--nproc-per-node": str(workers or default or _default_workers())}
+    return {**parts.torchrun, "--nproc-per-node": str(given.workers or given.default_workers or _default_workers())}
 
 
 def _default_workers() -> int:

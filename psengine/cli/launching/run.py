@@ -162,9 +162,9 @@ def _start_servers(
     servers = stack.enter_context(
         ServerGroup(
             plan.servers,
-            snapshot_dir=plan.snapshot_dir or directory / "snapshots",
-            status_port=plan.status_port,
-            options=plan.server_options,
+            snapshot_dir=plan.options.snapshot_dir or directory / "snapshots",
+            status_port=plan.options.status_port,
+            options=plan.options.server_options,
             report=report,
             is_hurried=lambda: interruption.is_forced,
         )
@@ -182,11 +182,11 @@ def _make_workers(
     report: Callable[[str], None],
 ) -> Workers:
     options = plan.torchrun
-    if not plan.independent:
+    if not plan.options.independent:
         return ElasticWorkers(options, variables=variables, output=output, interruption=interruption)
     return IndependentWorkers(
         python_command(plan.script, is_module=options.module, has_python=not options.no_python),
-        range(plan.first_worker, plan.first_worker + plan.workers),
+        range(plan.options.first_worker, plan.options.first_worker + plan.workers),
         environment=inherited_variables(),
         variables=variables,
         devices=visible_devices(torch.cuda.device_count(), read_variable("CUDA_VISIBLE_DEVICES")),
@@ -198,10 +198,10 @@ def _make_workers(
 
 def _plain_ranks(plan: Plan) -> Container[int]:
     """Ranks whose output is shown as it is."""
-    own = range(plan.first_worker, plan.first_worker + plan.workers)
-    if plan.is_prefixed is None:
-        return () if plan.workers > 1 or plan.independent or plan.is_multi_node else own
-    return () if plan.is_prefixed else own[:1] if plan.independent else range(1)
+    own = range(plan.options.first_worker, plan.options.first_worker + plan.workers)
+    if plan.options.prefix is None:
+        return () if plan.workers > 1 or plan.options.independent or plan.is_multi_node else own
+    return () if plan.options.prefix else own[:1] if plan.options.independent else range(1)
 
 
 def _worker_defaults(plan: Plan) -> dict[str, str]:
