@@ -29,9 +29,9 @@ FEWEST_STEPS = 8
 
 HELP = """Measure a script's steps on each rank, and say which strategy fits.
 
-Runs the script under strategy "sync" for --steps steps, ends it, and compares the ranks: similar ones stay with sync; \
-a rank that is slow for good gets a smaller share of the samples; passing slowness is bridged by bounded staleness or \
-backup workers. The samples/s of each are predictions, from the measured times; they say nothing \
+Runs the script under strategy "sync" for --steps steps, ends it, and compares the ranks. If they are similar, the \
+advice is sync; if one rank is always slow, a smaller share of the samples for it; if slowness moves from rank to \
+rank, bounded staleness or backup workers. The samples/s are predictions from the measured times, and say nothing \
 about accuracy. Any option of torchrun may stand before the script.
 
 [bold]Examples[/bold]
@@ -71,10 +71,10 @@ def command(
     console = Console(stderr=True, highlight=False)
     with tempfile.TemporaryDirectory(prefix="psengine-advise-") as directory:
         part = Path(directory) / "timeline.json"
-        # A step ends where the next begins.
+        # The end of the last step is the beginning of one more.
         variables = {**plan.variables, "PSENGINE_TIMELINE": str(part), "PSENGINE_TIMELINE_STEPS": str(steps + 1)}
         sys.stdout.flush()
-        # What the script prints goes where people look; stdout is for the advice.
+        # What the script prints goes to stderr; stdout is for the advice.
         outcome = run_training(
             replace(plan, variables=variables),
             report=speaker(console, "psengine advise"),
@@ -106,22 +106,17 @@ def command(
 
 
 def check_plan(plan: Plan) -> None:
-    """Refuse what cannot be compared.
+    """Refuse runs whose ranks cannot be compared.
 
     Raises:
-        ConfigurationError: one worker, or several nodes; with the line to write instead.
+        ConfigurationError: one worker, or several nodes; the message has the command line to use.
     """
     if plan.workers >= 2 and not plan.is_multi_node:
         return
     module = "-m " if plan.torchrun.module else ""
-    expected, got = (
-        ("one node", f"--nnodes {plan.torchrun.nnodes}")
-        if plan.is_multi_node
-        else (
-            "--workers 2 or more",
-            "--workers 1",
-        )
-    )
+    expected, got = "--workers 2 or more", "--workers 1"
+    if plan.is_multi_node:
+        expected, got = "one node", f"--nnodes {plan.torchrun.nnodes}"
     raise ConfigurationError(
         f"advise compares the ranks of one host (expected {expected}, got {got})."
         f" Fix: psengine advise --workers {max(plan.workers, DEFAULT_WORKERS)} {module}{shlex.join(plan.script)}"
@@ -129,7 +124,7 @@ def check_plan(plan: Plan) -> None:
 
 
 def describe(advice: Advice, times: StepTimes, through_s: float | None) -> dict[str, object]:
-    """The advice for a program; ``server_exchange_s`` is null where it was taken to be ``exchange_s``."""
+    """The advice in JSON types; ``server_exchange_s`` is None where it was not measured and ``exchange_s`` was used."""
     return {
         **asdict(advice),
         "steps": times.steps,
@@ -142,7 +137,7 @@ def describe(advice: Advice, times: StepTimes, through_s: float | None) -> dict[
 
 
 def duration(seconds: float) -> str:
-    """With three digits or so: 85 µs, 1.27 ms, 310 ms."""
+    """A duration with about three digits: 85 µs, 1.27 ms, 310 ms."""
     if seconds < 1e-3:
         return f"{seconds * 1e6:.0f} µs"
     digits = 2 if seconds < 1e-2 else 1 if seconds < 1e-1 else 0
@@ -174,7 +169,7 @@ def show(console: Console, advice: Advice, times: StepTimes, through_s: float | 
         rates.add_row(name, f"{rate:.0f}", f"{rate / advice.predictions['sync']:.2f}")
     console.print(rates)
     console.print(
-        '"sync, as measured" is what the clock said; "sync" is the model\'s, as are the others: compare them with it.',
+        '"sync, as measured" is the measured rate; "sync" is a prediction like the others: compare them with it.',
         soft_wrap=True,
     )
     console.print(Text(f"\nAdvice: {advice.reason}"), soft_wrap=not console.is_terminal)

@@ -78,7 +78,7 @@ def bench(
 
 
 def measure(work: dict[str, Any], timeout_s: float) -> tuple[dict[str, Any], list[str]]:
-    """(what rank 0 found, why some of it is missing); the server's part is left out where none can be started."""
+    """(rank 0's figures, notes on missing parts); the server's part is left out where no server can be started."""
     from psengine.errors import MissingExtraError
     from psengine.verify.launch import run_ranks
     from psengine.verify.servers import comparison_server, names_keys

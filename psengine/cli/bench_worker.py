@@ -38,7 +38,7 @@ CPU = torch.device("cpu")
 
 
 class WrongResultError(ArithmeticError):
-    """A candidate was fast, and wrong."""
+    """A candidate's result is wrong."""
 
 
 def run(place: Place, work: dict[str, Any]) -> dict[str, Any]:
@@ -71,9 +71,9 @@ def _meet(collective: Collective) -> None:
 def measure_all_reduce(
     place: Place, collective: Collective | None, barrier: Callable[[], object], size_bytes: int, turns: int
 ) -> dict[str, list[float]]:
-    """Seconds of summing a float32 tensor that its rank has just written, as after a backward.
+    """Seconds of summing a float32 tensor that each rank has just written, as after a backward.
 
-    A small one is summed many times in a turn: ranks leave a barrier microseconds apart.
+    A small tensor is summed many times in a turn, because ranks leave a barrier microseconds apart.
     """
     repeats = 1 if size_bytes >= LARGE_BYTES else SMALL_REPEATS
     numel = size_bytes // 4
@@ -139,7 +139,7 @@ def measure_step(place: Place, barrier: Callable[[], object], turns: int) -> dic
 
 
 def measure_server(address: str, model_bytes: int, turns: int) -> dict[str, list[float]]:
-    """Seconds of a model's way to a server that applies SGD and back, by one worker."""
+    """Seconds that one worker takes to push gradients to a server that applies SGD, and to pull the weights."""
     from psengine.parameter_server.client.client import connect
 
     weights = torch.nn.Parameter(torch.zeros(model_bytes // 4))
@@ -170,7 +170,7 @@ def measure_server(address: str, model_bytes: int, turns: int) -> dict[str, list
 def _take_turns(
     names: list[str], prepare: Callable[[str], Callable[[], object]], barrier: Callable[[], object], turns: int
 ) -> dict[str, list[float]]:
-    """Seconds of the slowest rank in each turn, in which every candidate has its go."""
+    """Seconds of the slowest rank in each turn; in a turn every candidate runs once."""
     seconds: dict[str, list[float]] = {name: [] for name in names}
     gc.collect()
     gc.disable()

@@ -1,4 +1,4 @@
-"""Starting the ranks of a comparison on this machine, waiting for them, and saying who failed first, and at what."""
+"""Start the ranks of a comparison on this machine, wait for them, and name the rank that failed first."""
 
 from __future__ import annotations
 
@@ -18,9 +18,12 @@ from psengine.verify.rank import NOTE, REPORT, USAGE
 
 MAX_RANKS = 64
 _POLL_S = 0.05
-# How long other ranks may take to tell of an earlier failure than the one that was seen first; of what that one is a
-# consequence of; and to leave.
-_GRACE_S, _CAUSE_GRACE_S, _LEAVE_S = 0.3, 10.0, 10.0
+# After the first report of an error: how long an earlier error may take to be reported.
+_GRACE_S = 0.3
+# After a report that a peer is lost: how long the error of that peer may take to be reported.
+_CAUSE_GRACE_S = 10.0
+# How long the ranks may take to end after their reports.
+_LEAVE_S = 10.0
 
 
 class RankFailedError(PSEngineError, RuntimeError):
@@ -86,7 +89,7 @@ def run_ranks(
 def _wait(
     store: Any, processes: list[subprocess.Popen[bytes]], timeout_s: float, on_note: Callable[[str], None]
 ) -> list[dict[str, Any]]:
-    """Every rank's report, once all are there and none is of a failure."""
+    """Wait until every rank has reported success; return the reports."""
     deadline_s = time.monotonic() + timeout_s
     noted = ""
     while True:
@@ -112,7 +115,7 @@ def _wait(
 
 
 def _check_alive(store: Any, processes: list[subprocess.Popen[bytes]]) -> None:
-    """Raise for a rank that ended without a word: whatever the others report follows from it."""
+    """Raise for a rank that ended without a report: the other ranks' errors are consequences of that."""
     for rank, process in enumerate(processes):
         code = process.poll()
         if code is not None and _read(store, f"{REPORT}/{rank}") is None:
@@ -125,10 +128,10 @@ def _check_alive(store: Any, processes: list[subprocess.Popen[bytes]]) -> None:
 
 
 def _raise_first(store: Any, processes: list[subprocess.Popen[bytes]]) -> None:
-    """Raise for the rank whose failure is no consequence of another's, and came first; a death comes before all."""
+    """Raise the earliest error that is not a lost-peer error; a rank that died without a report comes before all."""
     errors = _errors(store, processes)
     deadline_s = time.monotonic() + _CAUSE_GRACE_S
-    # A rank leaves the others before it has found words for its own failure: they may be quicker to say that it left.
+    # A rank closes its connections before it has described its own error: its peers may report the lost peer first.
     while (
         all(error["is_consequence"] for _, error in errors)
         and len(errors) < len(processes)

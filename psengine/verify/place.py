@@ -1,4 +1,4 @@
-"""Where a rank of a comparison stands, what it says, and how the ranks agree."""
+"""A rank of a comparison: its number and device, its progress notes, and a vote of all ranks."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class Place:
     Attributes:
         rank, world_size: of the default process group.
         device: where models and batches are.
-        note: told what begins now, for the message of whoever finds this rank silent.
-        any_rank: whether the argument is true on any rank; all ranks ask at the same place.
+        note: records what this rank does now; the launcher's error shows it if the rank dies or is late.
+        any_rank: whether the argument is true on any rank; a collective call.
     """
 
     rank: int

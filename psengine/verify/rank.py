@@ -1,4 +1,4 @@
-"""One rank of a comparison: joins the group that the launcher opened, does its work, says how that ended.
+"""One rank of a comparison: joins the launcher's process group, does its work, reports the result or the error.
 
 launcher   store on a free loopback port ─ starts ranks ─ reads reports ─ ends ranks
 rank       joins ─ notes what it does ─ report/<rank>: result or error ─ leaves with the others
@@ -42,7 +42,7 @@ def serve(run: Callable[[Place, dict[str, Any]], dict[str, Any]]) -> None:
     setup: dict[str, Any] = json.loads(sys.argv[1])
     rank = int(setup["rank"])
     faulthandler.enable()
-    # What the user's code prints must not mix with the command's own output, which a program may read.
+    # The command's own stdout may be read by a program: what the user's code prints goes to stderr.
     os.dup2(2, 1)
     _end_with_parent()
     timeout = timedelta(seconds=float(setup["timeout_s"]))
@@ -69,7 +69,7 @@ def serve(run: Callable[[Place, dict[str, Any]], dict[str, Any]]) -> None:
         dist.destroy_process_group()
     sys.stdout.flush()
     sys.stderr.flush()
-    # Not through the interpreter's end: other libraries' threads have kept ranks from it.
+    # Skip the interpreter's shutdown, in which other libraries' threads have hung.
     os._exit(exit_code)
 
 
@@ -81,7 +81,7 @@ def _join(setup: dict[str, Any], store: dist.Store, timeout: timedelta, note: Ca
         count = torch.cuda.device_count()
         device = choose_device(rank, count)
         torch.cuda.set_device(device)
-        # Two ranks on one GPU are nothing that nccl knows.
+        # nccl does not support two ranks on one GPU.
         backend = "cpu:gloo,cuda:nccl" if count >= world_size and dist.is_nccl_available() else "gloo"
     dist.init_process_group(
         backend, store=dist.PrefixStore("group", store), rank=rank, world_size=world_size, timeout=timeout
@@ -96,7 +96,7 @@ def _join(setup: dict[str, Any], store: dist.Store, timeout: timedelta, note: Ca
 
 
 def _end_with_parent() -> None:
-    """End this process when the launcher does, whatever ended that: its end of our standard input closes."""
+    """End this process when the launcher ends, however it ends: our standard input is a pipe that closes then."""
     pipe = os.dup(0)
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
@@ -123,7 +123,7 @@ def _describe(error: BaseException, where: str) -> dict[str, Any]:
 
 
 def _follows(error: BaseException) -> bool:
-    """Whether ``error`` is, or comes of, an operation between ranks that failed: for want of another rank, mostly."""
+    """Whether ``error``, or a cause of it, is a failed collective: mostly because another rank is gone."""
     seen: BaseException | None = error
     while seen is not None and not isinstance(seen, CollectiveError):
         seen = seen.__cause__ or seen.__context__
@@ -131,7 +131,7 @@ def _follows(error: BaseException) -> bool:
 
 
 def _users_part(frames: TracebackType | None) -> TracebackType | None:
-    """The traceback from the first frame on that is not the comparison's own; all of it where there is none."""
+    """The traceback without the leading frames of this package; the whole traceback if it has no others."""
     inner = frames
     while inner is not None and inner.tb_frame.f_code.co_filename.startswith((_HERE, "<frozen importlib")):
         inner = inner.tb_next

@@ -17,7 +17,7 @@ def names_keys() -> bool:
 
 @contextmanager
 def comparison_server() -> Iterator[str]:
-    """Start one on a free loopback port and yield its address: not a server at which a job is at work.
+    """Start a server for this comparison alone and yield its address.
 
     Raises:
         ConfigurationError: this environment names keys, which the server would not have.

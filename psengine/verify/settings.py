@@ -1,4 +1,4 @@
-"""``Settings`` of a comparison: what is trained how, how far, and what counts as equal."""
+"""``Settings`` of a comparison: the strategies, the number of steps and ranks, the tolerances."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from psengine.verify.training import NATIVE
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """How ``compare`` trains, and what it forgives.
+    """How ``compare`` trains, and which differences are within tolerance.
 
     Attributes:
         steps: how many each training takes.
@@ -25,9 +25,9 @@ class Settings:
             a server of their own, unless they name one.
         against: the same, for the reference.
         seed: of the model; ranks draw dropout and the like from it and their rank.
-        rtol: how far numbers may be apart: atol + rtol * the largest magnitude in the reference's tensor. Without both,
-            torch.testing's for the dtype.
-        atol: see rtol; one that is given leaves the other 0.
+        rtol: two numbers may differ by atol + rtol * the largest magnitude in the reference's tensor. Default:
+            torch.testing's tolerances for the dtype.
+        atol: see rtol. If only one of the two is given, the other is 0.
         device: "cpu", or "cuda".
         timeout_s: deadline of the whole comparison.
 

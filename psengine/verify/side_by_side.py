@@ -1,4 +1,4 @@
-"""On one rank: two trainings of a target, step by step in turn, and what differs between them after each step.
+"""On one rank: two trainings of a target take their steps in turn and are compared after each step.
 
 reference   build ─ wrap ─┐ step 0 ─┐           step 1 ─┐
 candidate   build ─ wrap ─┤         └ step 0 ─┐         └ step 1 ─┐
@@ -99,9 +99,10 @@ def _wrap(exchange: Exchange, target: Target, name: str, seed: int, place: Place
 
 
 def _is_blind(training: Training) -> bool:
-    """Whether being equal to ``training`` after this step says nothing: NaN equals NaN, however it came about.
+    """Whether ``training`` is not finite after this step: its loss, or every gradient, has NaN or infinity.
 
-    One gradient of NaN says nothing about the others; a loss of NaN, or NaN in every gradient, does.
+    NaN equals NaN, so a comparison with such a training shows nothing. One gradient with NaN does not make the
+    comparison of the others worthless.
     """
     gradients = [gradient for gradient in training.tensors("gradient").values() if gradient is not None]
     return not is_finite(training.loss) or (bool(gradients) and not any(map(is_finite, gradients)))

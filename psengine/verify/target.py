@@ -1,4 +1,4 @@
-"""What is trained: a function found by its name, and the ``(model, batch_fn, loss_fn, optimizer_fn)`` it returns."""
+"""Find the target function by its name, and check the ``(model, batch_fn, loss_fn, optimizer_fn)`` it returns."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FORMS = "module:function or path/to/file.py:function"
 PARTS = "(model, batch_fn, loss_fn, optimizer_fn) or (model, batch_fn, loss_fn, optimizer_fn, ddp_options)"
 # Captured at import: a program may put psengine's class in the native one's place.
 _NATIVE_ARGUMENTS = tuple(inspect.signature(native.DistributedDataParallel.__init__).parameters)[2:]
-# Where the trainings run is the comparison's business.
+# The comparison itself chooses group and device.
 _OUR_ARGUMENTS = ("process_group", "device_mesh", "device_ids", "output_device")
 
 
@@ -49,10 +49,10 @@ class Target:
 
 
 def check_name(name: str) -> None:
-    """Check what can be checked without running the user's code: the form of ``name``, and that its file is there.
+    """Check ``name`` without running the user's code.
 
     Raises:
-        TargetError: see there.
+        TargetError: ``name`` has another form than "place:function", or its file does not exist.
     """
     place, function = _split(name)
     if _is_path(place) and not Path(place).is_file():
@@ -62,7 +62,7 @@ def check_name(name: str) -> None:
 
 
 def load_function(name: str) -> Callable[[], Any]:
-    """Import what ``name`` names and return the function. What the import itself raises comes through.
+    """Import the module that ``name`` names and return the function. Errors of the user's module are not caught.
 
     Raises:
         TargetError: no such file, module or function, or the function needs arguments.
@@ -96,10 +96,10 @@ def load_function(name: str) -> Callable[[], Any]:
 
 
 def check_target(returned: Any, name: str) -> Target:
-    """Take what the target function returned apart.
+    """Make a ``Target`` of what the target function returned.
 
     Raises:
-        TargetError: says which part is wrong, and how.
+        TargetError: a part is missing or of the wrong type; the message names the part.
     """
     what = f"target {name!r} returns {PARTS}"
     if not isinstance(returned, tuple | list) or len(returned) not in (4, 5):

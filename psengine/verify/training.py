@@ -1,4 +1,4 @@
-"""One of the two trainings that are compared: a target, wrapped one way, that takes one step at a time."""
+"""One of the two trainings that are compared: a wrapped target that takes one step at a time."""
 
 from __future__ import annotations
 
@@ -35,16 +35,16 @@ class Exchange:
 
 
 class Training:
-    """A target's training under one way of exchanging gradients, with random generators of its own.
+    """A target's training under one way of exchanging gradients.
 
-    Between its turns it leaves nothing in the process's generators, so that several trainings, step by step in turn,
-    draw what each would draw alone.
+    Each training has its own random state, which it restores before a step and saves after it. So trainings that take
+    their steps in turn draw the numbers that each would draw alone.
 
     Args:
-        exchange: how.
-        target: a fresh one; its model is moved to ``device`` and trained in place.
-        name: of the target, for messages.
-        seed: ``target`` was built from; the steps' generators are seeded by it and the rank.
+        exchange: how gradients are exchanged.
+        target: made for this training; its model is moved to ``device`` and trained in place.
+        name: the target's name, for messages.
+        seed: the seed ``target`` was built from; the steps' generators are seeded by it and the rank.
         rank, world_size: of the default process group.
         device: where the model and its batches are.
     """

@@ -1,4 +1,4 @@
-"""What a comparison found: the ranks' findings put together, the verdict, and what a reader should know about it."""
+"""The result of a comparison: the ranks' findings merged, the verdict, and notes for the reader."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What ``psengine advise`` makes of a timeline. Pure."""
+"""Step times from a timeline, and the advice drawn from them; pure, but for the exchange with a server."""

@@ -1,8 +1,11 @@
 """Which strategy fits these step times? Pure arithmetic over what was measured under "sync".
 
-With c(r, k) the seconds rank r computes in step k, e the seconds an exchange takes (under sync: what the collective
-took; under the others: what servers take), b(r) the samples of r in a step, N
-ranks and K steps, each strategy is a rule for when a step may begin. f(r, k) is when r has exchanged its step k::
+Each strategy is a rule for when a step may begin::
+
+    c(r, k)    seconds that rank r computes in step k
+    e          seconds that an exchange takes: under sync the collective's, under the others the servers'
+    b(r)       samples of rank r in a step
+    f(r, k)    the time at which rank r has exchanged its step k
 
     sync              f(., k) = max over r of [f(., k-1) + c(r, k)] + e
     sync-server:      arrive(r, k) = start(r, k) + c(r, k) + e;  close(k) = the Q-th smallest arrive(., k), and no
@@ -12,9 +15,9 @@ ranks and K steps, each strategy is a rule for when a step may begin. f(r, k) is
     async:            f(r, k) = max(f(r, k-1), max over q of f(q, k-1-S)) + c(r, k) + e
       max_staleness=S
 
-Samples per second are the samples that counted over the time of the slowest rank (async: the sum of each rank's own
-rate). Measured steps are played again in a loop until the start no longer matters. What staleness costs in accuracy is
-not part of it.
+The rate is the number of samples that counted, divided by the time of the slowest rank (async: the sum of the ranks'
+rates). The measured steps are repeated until the start no longer matters. What staleness costs in accuracy is not
+included.
 """
 
 from __future__ import annotations
@@ -28,13 +31,13 @@ from psengine.cli.advising.step_times import StepTimes
 # sync-server keeps a late worker's averages for so many steps.
 KEPT_AVERAGES = 8
 MAX_STALENESS = 4
-# Shares have to gain so much; they keep what sync computes.
+# The gain from which on shares are advised; they compute the same as sync.
 WORTH_IT = 1.10
-# Another strategy has to gain so much before it is worth its staleness, or its dropped gradients.
+# The gain from which on another strategy is worth its staleness, or its dropped gradients.
 WORTH_LEAVING = 1.25
-# In shorter steps it is Python and the scheduler that are measured.
+# Times of shorter steps are mostly Python's and the scheduler's.
 SHORTEST_S = 0.010
-# Medians apart by more than this are ranks that are slow for good.
+# Where the medians of two ranks differ by more than this factor, one rank is always slow.
 SIMILAR = 1.15
 _SIMULATED_STEPS = 400
 
@@ -43,7 +46,7 @@ Times = Sequence[Sequence[float]]  # [rank][step], seconds
 
 @dataclass(frozen=True, kw_only=True)
 class RankTimes:
-    """One rank's row: seconds a step, and the share of its time in which it waited."""
+    """One rank's row: seconds of computing in a step, and the share of its time that it waited."""
 
     rank: int
     host: str
@@ -54,11 +57,11 @@ class RankTimes:
 
 @dataclass(frozen=True, kw_only=True)
 class Advice:
-    """What to do, and why.
+    """The advised strategy, and the reason.
 
     Attributes:
-        verdict: "similar" (nothing gains enough: stay with sync), "permanent" (a rank is slow for good, and shares
-            make up for it), "passing" (now this one is slow, now that) or "short" (steps too short to judge).
+        verdict: "similar" (no strategy gains enough over sync), "permanent" (one rank is always slow, and shares make
+            up for it), "passing" (slowness moves from rank to rank) or "short" (steps too short to judge).
         strategy: what to give to ``--strategy``.
         reason: a sentence or two.
         shares: for ``psengine.ProportionalSampler``, in order of rank, the slowest 1; () unless the verdict is
@@ -128,30 +131,30 @@ def _judge(
     is_clear = others[best] >= WORTH_LEAVING
     if shares >= WORTH_IT and (not is_clear or shares * WORTH_IT >= others[best]):
         reason = (
-            f"rank {slowest} is slow for good ({spread:.2f} times the fastest). Shares by speed keep what sync"
-            " computes. Where shares must stay equal, async:staleness_scaling=inverse lets the others go on"
+            f"rank {slowest} is always slow ({spread:.2f} times the fastest's step time). Shares by speed compute the"
+            " same as sync. Where shares must stay equal, async:staleness_scaling=inverse does not wait for it"
         )
         if others[best] < WORTH_IT:
-            reason += f"; a bound on staleness would hold them at rank {slowest}'s pace, and so would a quorum"
+            reason += f"; a bound on staleness or a quorum would hold the others at rank {slowest}'s pace"
         return "permanent", "sync", f"{reason}."
     if not is_clear:
         return "similar", "sync", _why_sync(gains, spread, slowest, exchange_s / max(medians))
     how = "Let ranks be some steps apart" if best.startswith("async") else "Let a step go on without the last"
     if spread > SIMILAR:
         reason = (
-            f"rank {slowest} is slower than the fastest ({spread:.2f} times), but slowness that passes costs more:"
-            f" shares by speed gain {shares - 1:.0%}, {best} {others[best] - 1:.0%}. {how}."
+            f"rank {slowest} is slower than the fastest ({spread:.2f} times), but slowness that moves from rank to rank"
+            f" costs more: shares by speed gain {shares - 1:.0%}, {best} {others[best] - 1:.0%}. {how}."
         )
     else:
-        reason = f"now this rank is slow, now that, and none for long. {how}."
+        reason = f"slowness moves from rank to rank, and no rank is slow for long. {how}."
     return "passing", best, reason
 
 
 def _why_too_short(step_s: float) -> str:
     return (
         f"steps of {step_s * 1e3:.1f} ms are too short to judge (expected {SHORTEST_S * 1e3:g} ms or more): the"
-        " scheduler's whims weigh more than what ranks differ by. Stay with sync, or measure with the model and the"
-        " batch that you will train."
+        " scheduler's noise is larger than the ranks' differences. Stay with sync, or measure with the model and the"
+        " batch size that you will train with."
     )
 
 
@@ -227,7 +230,7 @@ def bounded_rate(compute_s: Times, samples: Sequence[float], exchange_s: float, 
 
 
 def quorum_rate(compute_s: Times, samples: Sequence[float], exchange_s: float, quorum: int) -> float:
-    """Samples per second that count, when a step goes on with its first ``quorum`` gradients."""
+    """Samples per second that count, when a step closes with its first ``quorum`` gradients."""
     starts = [0.0] * len(compute_s)
     arrivals: list[list[float]] = []
     counted, closed = 0.0, 0.0
@@ -243,7 +246,7 @@ def quorum_rate(compute_s: Times, samples: Sequence[float], exchange_s: float, q
 
 
 def sampler_shares(medians: Sequence[float], samples: Sequence[float]) -> tuple[float, ...]:
-    """Shares in which all ranks would take as long: by samples per second, the smallest share being 1."""
+    """Shares with which all ranks would take equally long: proportional to samples per second; the smallest is 1."""
     speeds = [b / max(median, 1e-9) for b, median in zip(samples, medians, strict=True)]
     return tuple(round(speed / min(speeds), 2) for speed in speeds)
 
@@ -257,6 +260,6 @@ def apply_shares(compute_s: Times, samples: Sequence[float], shares: Sequence[fl
 
 
 def _rate(finished: Sequence[Sequence[float]], samples: Sequence[float]) -> float:
-    """Over the second half, where the beginning is forgotten: ranks may have been let run ahead."""
+    """The rate over the second half: in the first, ranks may still be running ahead up to the bound."""
     half = (len(finished[0]) - 1) // 2
     return sum(b * (len(own) - 1 - half) / (own[-1] - own[half]) for own, b in zip(finished, samples, strict=True))

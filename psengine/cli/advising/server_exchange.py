@@ -1,4 +1,4 @@
-"""What an exchange through parameter servers takes: asked of a server on this host."""
+"""How long an exchange through parameter servers takes, measured with a server on this host."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ CONNECT_S = 10.0
 
 
 def server_exchange_s(size_bytes: int) -> float:
-    """Seconds that ``size_bytes`` take to a server and back, on loopback: as gradients go and weights come.
+    """Seconds that ``size_bytes`` take to a server on this host and back.
 
-    One worker's way alone: the server applies nothing, and nobody else is served.
+    The server applies nothing and serves no other worker.
 
     Raises:
         MissingExtraError: the extra "server" is not installed.

@@ -1,4 +1,4 @@
-"""From a timeline: what each rank computed and waited in each step. Pure."""
+"""From a timeline: how long each rank computed and waited in each step. Pure."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from psengine.errors import ConfigurationError
 
-# A step in which every rank took so many times the usual holds something else: an evaluation, a checkpoint.
+# A step in which every rank took so many times its median contains something else, such as an evaluation.
 _UNUSUAL = 4.0
 _WAITING = ("wait", "collective")
 
@@ -75,9 +75,9 @@ def step_times(trace: Mapping[str, Any], *, warm_up: int = 5, fewest: int = 8) -
     device = trace["otherData"].get("device") or "cpu"
     if device != "cpu":
         raise ConfigurationError(
-            f"advise cannot judge a model on {device} (expected one on the CPU): there a wait is a mark on the device's"
-            " stream, which the process does not stay for, so its spans say nothing of who is slow. Fix: measure with"
-            " the model on the CPU, or compare the ranks' kernels with torch.profiler"
+            f"advise cannot judge a model on {device} (expected one on the CPU): there a wait is an event on the"
+            " device's stream, for which the process does not wait, so its spans do not show which rank is slow. Fix:"
+            " measure with the model on the CPU, or compare the ranks' kernels with torch.profiler"
         )
     for event in trace["traceEvents"]:
         if event["ph"] != "X":
