@@ -29,7 +29,7 @@ from torch.distributed.launcher.api import elastic_launch
 from typing_extensions import override
 
 from psengine.cli.launching.deaths import DeathWatch
-from psengine.cli.launching.failure import LAUNCHER, RankEnd, describe_end, first_failure
+from psengine.cli.launching.failure import LAUNCHER, UNHANDLED, RankEnd, describe_end, first_failure, last_traceback
 from psengine.cli.launching.interruption import Interruption, kill_group
 from psengine.cli.launching.nodes import NodeFailures
 from psengine.cli.launching.output import KEPT_LINES, WorkerOutput
@@ -71,7 +71,7 @@ class ElasticWorkers:
         self._nodes = NodeFailures() if most > 1 else None
         self._error: BaseException | None = None
         self._lock = threading.Lock()
-        self._is_in_agent = False
+        self._is_in_agent = self._is_stopped = False
         self._thread = threading.Thread(target=self._run, name="psengine-agent", daemon=True)
 
     def start(self) -> None:
@@ -91,6 +91,7 @@ class ElasticWorkers:
         if self._nodes is not None and not self._is_elastic and self._interruption.received is not None:
             self._nodes.tell(self._own_signal(self._interruption.received))
         with self._lock:
+            self._is_stopped = True
             if self._is_in_agent:
                 _raise_in(self._thread, number)
 
@@ -134,16 +135,18 @@ class ElasticWorkers:
     def _run(self) -> None:
         try:
             with _quiet_agent():
-                # Event handlers of torch are found by this logger, by the name of their destination.
                 config, program, arguments = torchrun.config_from_args(self._options)
                 assert config.logs_specs is not None
                 config.logs_specs = _Pipes(config.logs_specs, self._prepare)
+                # The agent's events go to this logger.
                 logger = logging.getLogger(f"torchelastic-events-{config.event_log_handler}")
                 events = _StartEvents(self._started)
                 logger.addHandler(events)
                 try:
-                    self._is_in_agent = True
-                    elastic_launch(config=config, entrypoint=program)(*arguments)
+                    with self._lock:
+                        self._is_in_agent = not self._is_stopped
+                    if self._is_in_agent:
+                        elastic_launch(config=config, entrypoint=program)(*arguments)
                 finally:
                     with self._lock:
                         self._is_in_agent = False
@@ -190,9 +193,15 @@ class ElasticWorkers:
 
     def _describe_failed_before(self, signal_s: float) -> list[RankEnd]:
         """How the ranks ended, where one had failed by itself before the signal came; else []."""
-        codes = {rank: self._watch.exit_codes.get(pid, 0) for rank, pid in self._pids.items()}
-        had_failed = [rank for rank, code in codes.items() if code and self._watch.ended_s[self._pids[rank]] < signal_s]
+        codes = {rank: self._seen_exit_code(rank, pid) for rank, pid in self._pids.items()}
+        had_failed = any(code and self._watch.ended_s[self._pids[rank]] < signal_s for rank, code in codes.items())
         return self._describe(codes) if had_failed else []
+
+    def _seen_exit_code(self, rank: int, pid: int) -> int:
+        if pid in self._watch.ended_s and pid not in self._watch.exit_codes:
+            # The agent reaped it first, and does not tell after a signal; its last words do.
+            return UNHANDLED if last_traceback(self._stderr_of(rank))[0] is not None else 0
+        return self._watch.exit_codes.get(pid, 0)
 
     def _describe(self, exit_codes: Mapping[int, int]) -> list[RankEnd]:
         for pid in self._pids.values():
