@@ -52,6 +52,7 @@ FLOORS = [
 ]
 MAY_USE_TORCH_DISTRIBUTED = {
     "cli/bench_worker",
+    "cli/launching/agent_hooks",
     "cli/launching/elastic",
     "cli/launching/nodes",
     "cli/launching/torchrun_options",

@@ -8,33 +8,29 @@ its START events say which processes there are.
 
 from __future__ import annotations
 
-import ctypes
-import json
 import logging
 import os
 import signal
 import socket
 import threading
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch.distributed as dist
 import torch.distributed.run as torchrun
-from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, SignalException
+from torch.distributed.elastic.multiprocessing import LogsDest, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.launcher.api import elastic_launch
-from typing_extensions import override
 
+from psengine.cli.launching.agent_hooks import Pipes, StartEvents, quiet_agent, raise_in
 from psengine.cli.launching.deaths import DeathWatch
 from psengine.cli.launching.failure import LAUNCHER, UNHANDLED, RankEnd, describe_end, first_failure, last_traceback
 from psengine.cli.launching.interruption import Interruption, kill_group
 from psengine.cli.launching.nodes import NodeFailures
 from psengine.cli.launching.output import KEPT_LINES, WorkerOutput
 from psengine.cli.launching.torchrun_options import node_counts
-from psengine.environment.variables import read_variable
 from psengine.errors import CollectiveError, ConfigurationError
 
 _JOIN_S = 2.0
@@ -93,7 +89,7 @@ class ElasticWorkers:
         with self._lock:
             self._is_stopped = True
             if self._is_in_agent:
-                _raise_in(self._thread, number)
+                raise_in(self._thread, number)
 
     def kill(self) -> None:
         """End all workers at once."""
@@ -134,13 +130,13 @@ class ElasticWorkers:
 
     def _run(self) -> None:
         try:
-            with _quiet_agent():
+            with quiet_agent():
                 config, program, arguments = torchrun.config_from_args(self._options)
                 assert config.logs_specs is not None
-                config.logs_specs = _Pipes(config.logs_specs, self._prepare)
+                config.logs_specs = Pipes(config.logs_specs, self._prepare)
                 # The agent's events go to this logger.
                 logger = logging.getLogger(f"torchelastic-events-{config.event_log_handler}")
-                events = _StartEvents(self._started)
+                events = StartEvents(self._started)
                 logger.addHandler(events)
                 try:
                     with self._lock:
@@ -246,63 +242,3 @@ class ElasticWorkers:
         if not self._pids:
             return ConfigurationError(f"torchrun could not start the workers: {error or type(error).__name__}")
         return error
-
-
-class _Pipes(LogsSpecs):
-    """torchrun's log files where the user asked for some; our pipes for what would go to the terminal."""
-
-    def __init__(self, inner: LogsSpecs, prepare: Callable[[dict[int, dict[str, str]], LogsDest], None]) -> None:
-        super().__init__()
-        self._inner = inner
-        self._prepare = prepare
-
-    @property
-    @override
-    def root_log_dir(self) -> str:
-        return str(self._inner.root_log_dir)
-
-    @override
-    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-        destinations = self._inner.reify(envs)
-        self._prepare(envs, destinations)
-        return destinations
-
-
-class _StartEvents(logging.Handler):
-    """Hears from the agent which process is which rank."""
-
-    def __init__(self, started: Callable[[int, int], None]) -> None:
-        super().__init__(logging.INFO)
-        self._started = started
-
-    @override
-    def emit(self, record: logging.LogRecord) -> None:
-        metadata = json.loads(record.getMessage())["metadata"]
-        if metadata["state"] == "START":
-            self._started(int(metadata["global_rank"]), int(metadata["worker_id"]))
-
-
-def _raise_in(thread: threading.Thread, number: int) -> None:
-    """Raise what torchrun's own signal handler would raise, were the agent in the main thread."""
-
-    class Interrupted(SignalException):
-        def __init__(self) -> None:
-            super().__init__(f"got {signal.Signals(number).name}", sigval=signal.Signals(number))
-
-    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident or 0), ctypes.py_object(Interrupted))
-
-
-@contextmanager
-def _quiet_agent() -> Iterator[None]:
-    """Keep the agent's own log to itself: what it says is said better at the end. LOGLEVEL brings it back."""
-    levels = {}
-    if not read_variable("LOGLEVEL"):
-        for name, logger in list(logging.root.manager.loggerDict.items()):
-            if name.startswith("torch.distributed") and isinstance(logger, logging.Logger):
-                levels[logger] = logger.level
-                logger.setLevel(logging.CRITICAL + 1)
-    try:
-        yield
-    finally:
-        for logger, level in levels.items():
-            logger.setLevel(level)
