@@ -19,16 +19,6 @@ SUPPORT = Path(__file__).parent
 WORKER = str(SUPPORT / "launched_worker.py")
 DEADLINE_S = 60.0
 
-# Test modules are imported before any of them starts a process: what the command imports, torchrun above all, is there
-# in each that is forked.
-forkserver.set_forkserver_preload(
-    [
-        *("torch._dynamo", "torch.distributed", "torch.testing", "psengine"),
-        *("psengine.cli.main", "psengine.cli.run", "psengine.cli.advise"),
-        *("psengine.cli.launching.elastic", "psengine.cli.launching.run", "psengine.strategies.registry"),
-    ]
-)
-
 
 class RunningCommand:
     """``psengine`` with arguments, in a process of its own."""
@@ -105,7 +95,7 @@ def run_command(arguments: Sequence[str], *, environment: dict[str, str] | None 
 
 def servers_of(pid: int) -> list[int]:
     """Parameter servers that ``pid`` started."""
-    return [child for child in children_of(pid) if "psengine.cli.server" in command_line(child)]
+    return [child for child in children_of(pid) if "-m psengine.cli.server" in command_line(child)]
 
 
 def _main(
