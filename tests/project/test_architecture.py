@@ -5,11 +5,10 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from collections.abc import Iterable
 from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
-
-import pytest
 
 import psengine
 from psengine.environment.installation import install_command
@@ -144,10 +143,10 @@ def floor_of(module: str) -> int:
     return FLOORS.index(max(folders, key=len))
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_imports_go_downward(module):
-    upward = {other for other in house_imports(module) if floor_of(other) < floor_of(module)}
-    assert not upward
+def test_imports_go_downward():
+    assert not {
+        (module, other) for module in MODULES for other in house_imports(module) if floor_of(other) < floor_of(module)
+    }
 
 
 def test_no_modules_import_each_other_in_a_circle():
@@ -158,33 +157,33 @@ def test_few_modules_stand_at_the_top():
     assert len(list(PACKAGE.glob("*.py"))) <= 5
 
 
-@pytest.mark.parametrize("module", sorted(set(MODULES) - MAY_USE_TORCH_DISTRIBUTED))
-def test_torch_distributed_stays_behind_its_line(module):
-    used = {n for n in imports(MODULES[module]) if n.startswith(("torch.distributed", "torch._C._distributed"))}
-    assert not used
+def importing(modules: Iterable[str], *packages: str) -> set[tuple[str, str]]:
+    """Which of ``modules`` import what of ``packages``."""
+    within = tuple(f"{package}." for package in packages)
+    return {(m, name) for m in modules for name in imports(MODULES[m]) if name in packages or name.startswith(within)}
 
 
-@pytest.mark.parametrize("module", sorted(set(MODULES) - MAY_USE_ZMQ))
-def test_sockets_stay_behind_their_line(module):
-    used = {name for name in imports(MODULES[module]) if name.split(".")[0] == "zmq"}
-    assert not used
+def test_torch_distributed_stays_behind_its_line():
+    others = set(MODULES) - MAY_USE_TORCH_DISTRIBUTED
+    internal = [f"torch._C._distributed_{part}" for part in ("c10d", "autograd", "rpc")]
+    assert not importing(others, "torch.distributed", *internal)
 
 
-@pytest.mark.parametrize(
-    "module", [m for m in MODULES if m.startswith(("parameter_server/client/", "parameter_server/server/"))]
-)
-def test_client_and_server_meet_only_in_the_protocol(module):
-    other = (
-        "psengine.parameter_server.server"
-        if module.startswith("parameter_server/client/")
-        else "psengine.parameter_server.client"
-    )
-    assert not {name for name in imports(MODULES[module]) if name.startswith(other)}
+def test_sockets_stay_behind_their_line():
+    assert not importing(set(MODULES) - MAY_USE_ZMQ, "zmq")
 
 
-@pytest.mark.parametrize("module", [m for m in MODULES if m.startswith("protocol/")])
-def test_the_protocol_knows_no_sockets_and_no_clock(module):
-    assert not {"socket", "time", "zmq", "threading"} & {n.split(".")[0] for n in imports(MODULES[module])}
+def modules_in(*folders: str) -> list[str]:
+    return [module for module in MODULES if module.startswith(folders)]
+
+
+def test_client_and_server_meet_only_in_the_protocol():
+    assert not importing(modules_in("parameter_server/client/"), "psengine.parameter_server.server")
+    assert not importing(modules_in("parameter_server/server/"), "psengine.parameter_server.client")
+
+
+def test_the_protocol_knows_no_sockets_and_no_clock():
+    assert not importing(modules_in("protocol/"), "socket", "time", "zmq", "threading")
 
 
 def test_importing_psengine_needs_torch_alone():
@@ -222,16 +221,15 @@ def test_the_command_needs_no_server_packages():
         assert "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize("module", sorted(set(MODULES) - MAY_READ_ENVIRONMENT))
-def test_only_one_module_reads_the_environment(module):
-    tree = tree_of(MODULES[module])
-    reads = [n for n in ast.walk(tree) if isinstance(n, ast.Attribute) and n.attr in ("environ", "getenv")]
-    assert not reads
+def test_only_one_module_reads_the_environment():
+    for module in set(MODULES) - MAY_READ_ENVIRONMENT:
+        attributes = {n.attr for n in ast.walk(tree_of(MODULES[module])) if isinstance(n, ast.Attribute)}
+        assert not attributes & {"environ", "getenv"}, module
 
 
-@pytest.mark.parametrize("module", [m for m in MODULES if m.startswith(IS_GIVEN_TIME) and m not in GIVES_TIME])
-def test_client_and_server_are_given_their_clocks_and_take_none(module):
-    assert not {"time", "datetime", "random", "secrets"} & {n.split(".")[0] for n in imports(MODULES[module])}
+def test_client_and_server_are_given_their_clocks_and_take_none():
+    given = [m for m in MODULES if m.startswith(IS_GIVEN_TIME) and m not in GIVES_TIME]
+    assert not importing(given, "time", "datetime", "random", "secrets")
 
 
 TEXT_TESTS = {"startswith", "endswith", "find", "index", "count", "match", "search", "fullmatch", "findall"}
@@ -272,21 +270,19 @@ def decisions_on_error_texts(tree: ast.AST) -> set[str]:
     return found
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_no_decision_reads_the_text_of_an_error(module):
-    found = decisions_on_error_texts(ast.parse(MODULES[module].read_text()))
-    allowed = {function for place, function in MAY_READ_ERROR_TEXTS if place == module}
-    assert found == allowed, "a type, a status code or a kind decides; a text is for people"
-
-
-@pytest.mark.parametrize("module", MODULES)
-def test_nothing_unpickles_or_evaluates(module):
-    tree = tree_of(MODULES[module])
-    assert not {"pickle", "marshal", "shelve", "dill", "cloudpickle"} & {
-        n.split(".")[0] for n in imports(MODULES[module])
+def test_no_decision_reads_the_text_of_an_error():
+    found = {
+        (module, function) for module, path in MODULES.items() for function in decisions_on_error_texts(tree_of(path))
     }
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Call):
+    assert found == set(MAY_READ_ERROR_TEXTS), "a type, a status code or a kind decides; a text is for people"
+
+
+def test_nothing_unpickles_or_evaluates():
+    assert not importing(MODULES, "pickle", "marshal", "shelve", "dill", "cloudpickle")
+    for module, path in MODULES.items():
+        for node in ast.walk(tree_of(path)):
+            if not isinstance(node, ast.Call):
+                continue
             name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
             assert name not in {"eval", "exec"}, f"{module}:{node.lineno}"
             # torch.distributed's object collectives pickle; ctypes.py_object does not.
@@ -313,13 +309,15 @@ def test_every_test_stands_in_the_folder_of_what_it_tests():
     assert not list(TESTS.glob("*.py"))
 
 
-@pytest.mark.parametrize("name", TEST_FILES)
-def test_tests_share_by_way_of_support_alone(name):
-    parts = [n.split(".") for n in imports(TEST_FILES[name])]
-    assert not [".".join(p) for p in parts if p[0] == "tests" or any(q.startswith("test_") for q in p[:-1])]
-    assert not {p[0] for p in parts} & {p.stem for p in (TESTS / "support").glob("*.py")}, "expected support.NAME"
+def test_tests_share_by_way_of_support_alone():
+    helpers = {p.stem for p in (TESTS / "support").glob("*.py")}
+    for name, path in TEST_FILES.items():
+        parts = [imported.split(".") for imported in imports(path)]
+        assert not [p for p in parts if p[0] == "tests" or any(q.startswith("test_") for q in p[:-1])], name
+        assert not {p[0] for p in parts} & helpers, f"{name}: expected support.NAME"
 
 
+@cache
 def names_in(module: str) -> set[str]:
     """What other files may import from a module: what it binds at its top, in a condition too."""
     found = set()
@@ -333,19 +331,15 @@ def names_in(module: str) -> set[str]:
     return found
 
 
-@pytest.mark.parametrize("name", TEST_FILES)
-def test_tests_import_what_is_there(name):
+def test_tests_import_what_is_there():
     """Inside functions too, where no run of the tests may come by."""
-    missing = []
-    for node in ast.walk(tree_of(TEST_FILES[name])):
-        if isinstance(node, ast.ImportFrom) and node.module and node.module.partition(".")[0] == "psengine":
-            path = "/".join(node.module.split(".")[1:])
-            module = path if path in MODULES else f"{path}/__init__".lstrip("/")
-            if module not in MODULES:
-                missing.append(node.module)
-                continue
-            names = {alias.name for alias in node.names} - names_in(module)
-            missing += [
-                f"{node.module}.{n}" for n in names if not {f"{path}/{n}", f"{path}/{n}/__init__"} & set(MODULES)
-            ]
+    missing = set()
+    for name, path in TEST_FILES.items():
+        for node in ast.walk(tree_of(path)):
+            if isinstance(node, ast.ImportFrom) and node.module and node.module.partition(".")[0] == "psengine":
+                place = "/".join(node.module.split(".")[1:])
+                module = place if place in MODULES else f"{place}/__init__".lstrip("/")
+                known = names_in(module) if module in MODULES else set()
+                modules = {m.removesuffix("/__init__").rpartition("/")[2] for m in modules_in(f"{place}/".lstrip("/"))}
+                missing |= {(name, f"{node.module}.{n.name}") for n in node.names if n.name not in known | modules}
     assert not missing
