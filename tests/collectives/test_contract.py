@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from support.counting_collective import CountingCollective
 from support.expectations import raises
+from support.marks import slow
 from support.native_extension import SHARED_MEMORY, needs_shared_memory
 from support.processes import RanksFailedError, run_ranks, run_ranks_to_any_end
 
@@ -345,7 +346,9 @@ def lose_a_rank(rank: int, world_size: int, name: str, fate: str, operation: str
     raise AssertionError("the operation succeeded without rank 1")
 
 
-@pytest.mark.parametrize("operation", ["all_reduce", "reduce_scatter", "broadcast", "all_gather", "barrier"])
+@pytest.mark.parametrize(
+    "operation", ["all_reduce", "barrier", *(slow(name) for name in ("reduce_scatter", "broadcast", "all_gather"))]
+)
 @pytest.mark.parametrize("name", ["c10d", SHARED_MEMORY])
 def test_killed_rank_is_named_by_all_others(name, operation):
     results = run_ranks_to_any_end(lose_a_rank, 4, name, "killed", operation, group_timeout_s=30)

@@ -25,6 +25,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.expectations import raises
+from support.marks import slow
 from support.native_extension import needs_shared_memory
 from support.processes import free_port, run_ranks, run_ranks_to_any_end
 
@@ -210,7 +211,7 @@ def check_programs(world_size: int, seeds: list[int], steps: int, deadline_s: fl
     assert all(result == results[0] for result in results), "ranks have different bits"
 
 
-@pytest.mark.parametrize(("world_size", "steps"), [(2, 80), (3, 60), (4, 40), (8, 15)])
+@pytest.mark.parametrize(("world_size", "steps"), [(2, 80), slow(3, 60), (4, 40), slow(8, 15)])
 def test_random_programs(world_size, steps):
     check_programs(world_size, [world_size], steps)
 
@@ -314,7 +315,7 @@ def check_killed(seed: int) -> None:
         assert seconds < 10
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", [0, *(slow(seed) for seed in range(1, 4))])
 def test_a_rank_killed_at_any_moment_is_named(seed):
     check_killed(seed)
 

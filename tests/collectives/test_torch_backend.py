@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from support.interpreters import running_program
+from support.marks import slow
 from support.native_extension import needs_shared_memory
 from support.processes import run_ranks, run_ranks_to_any_end
 from torch import nn
@@ -494,7 +495,8 @@ def free_port() -> int:
 
 
 @pytest.mark.parametrize(
-    ("backend", "world_size"), [("psengine", 1), ("psengine", 4), ("cpu:psengine,cuda:nccl", 2), ("cpu:psengine", 1)]
+    ("backend", "world_size"),
+    [slow("psengine", 1), ("psengine", 4), ("cpu:psengine,cuda:nccl", 2), slow("cpu:psengine", 1)],
 )
 def test_default_group_subgroups_and_their_end(backend, world_size):
     results = run_ranks(start_as_default, world_size, backend, free_port(), init_group=False)
@@ -610,7 +612,7 @@ def lose_a_rank(rank: int, world_size: int, how: str) -> tuple[float, str, Any]:
     raise AssertionError("went on without rank 1")
 
 
-@pytest.mark.parametrize("how", ["wait", "future", "left to gloo", "ddp"])
+@pytest.mark.parametrize("how", ["wait", slow("future"), "left to gloo", "ddp"])
 def test_a_killed_rank_is_named(how):
     results = run_ranks_to_any_end(lose_a_rank, 3, how)
     assert results[1].exit_code == -signal.SIGKILL

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.distributed as dist
+from support.marks import slow
 from support.processes import free_port, run_ranks
 
 import psengine
@@ -94,7 +95,7 @@ def test_a_name_in_master_addr_may_still_come_and_is_said_at_once():
         assert f"{NO_HOST!r} (MASTER_ADDR) does not resolve" in message
 
 
-@pytest.mark.parametrize("address", ["127.0.0.1", "[::1]", pytest.param("::1", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("address", ["127.0.0.1", slow("[::1]"), slow("::1")])
 def test_nobody_listens(address):
     port = free_port()
     ((message, said),) = run_ranks(nobody_listens, 1, address, port, init_group=False)

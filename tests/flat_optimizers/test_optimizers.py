@@ -12,6 +12,7 @@ import mmap
 import numpy as np
 import pytest
 import torch
+from support.marks import slow
 
 from psengine.errors import ConfigurationError, ProtocolError
 from psengine.flat_optimizers.kernel_windows import LINE_BYTES, Window, places_of, window_of
@@ -172,7 +173,7 @@ def test_a_cut_model_steps_like_the_whole_one(variant, dtype):
 @pytest.mark.parametrize(
     ("variant", "dtype"),
     [
-        (variant, dtype)
+        (variant, dtype) if dtype in (torch.float32, torch.bfloat16) else slow(variant, dtype)
         for variant in FUSED
         for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16)
         if dtype.itemsize > 2 or not variant.startswith("sgd")

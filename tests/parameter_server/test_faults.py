@@ -22,6 +22,7 @@ import pytest
 import torch
 from attacks.lossy_proxy import lossy_proxy
 from support.fault_workers import Reports, Worker, crew, end_myself, expect_workers, results_of
+from support.marks import slow
 from support.processes import run_ranks
 from support.server_process import ServerProcess, running_server
 from torch import nn
@@ -267,6 +268,7 @@ def test_a_worker_killed_in_the_middle_of_a_push_is_left_out(server, pushes, aft
     assert max(results[0][0]) == steps
 
 
+@pytest.mark.slow
 def test_two_workers_dying_at_once_are_left_out(server):
     with crew() as workers:
         survivors = [workers.start(train_sync, server.addresses[0], ENDLESS, 4, 0.01, rank=rank) for rank in (0, 3)]
@@ -306,7 +308,7 @@ def assert_goes_on(survivors: Sequence[Worker], died_s: float) -> None:
 # ---- 2: a worker restarts --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("waits_for_eviction", [False, True])
+@pytest.mark.parametrize("waits_for_eviction", [False, slow(True)])
 def test_a_restarted_worker_gets_weights_buffers_and_momenta(server, waits_for_eviction):
     arguments = (train_sync, server.addresses[0], ENDLESS, 2, 0.01)
     with crew() as workers:
@@ -599,7 +601,7 @@ class DieAsDonor:
         session.store, membership.ask = store_or_die, ask_or_die
 
 
-@pytest.mark.parametrize("where", ["store", "admit"])
+@pytest.mark.parametrize("where", ["store", slow("admit")])
 def test_a_donor_that_dies_is_replaced(server, where):
     arguments = (server.addresses[0], ENDLESS, 3, 0.01)
     with crew() as workers:
@@ -790,7 +792,7 @@ def replay_updates(rank: int, _: int, result: bytes) -> int:
 # ---- async: workers killed, stopped, restarted -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("bound", [None, 0, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("bound", [slow(None), 0, slow(2)])
 def test_async_goes_on_without_a_worker_that_was_killed(server, bound):
     options = {"max_staleness": bound}
     steps = 120
@@ -838,7 +840,7 @@ def test_async_restarted_worker_begins_with_the_servers_weights(server):
     assert total <= min(versions) <= max(versions) <= total + 1
 
 
-@pytest.mark.parametrize("bound", [None, 1])
+@pytest.mark.parametrize("bound", [slow(None), 1])
 def test_async_goes_on_past_a_stopped_worker(server, bound):
     options = {"max_staleness": bound}
     with crew() as workers:

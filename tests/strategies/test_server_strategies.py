@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.marks import slow
 from support.processes import run_ranks
 from support.server_process import running_server
 from support.server_training import OPTIMIZERS, STEPS, assert_equal, batches, build, state_of, use
@@ -23,6 +24,9 @@ import psengine
 def server():
     with running_server(shards=2) as running:
         yield running
+
+
+VIEWS = {"gradient_as_bucket_view": True}
 
 
 # ---- sync-server -------------------------------------------------------------------------------------------------
@@ -71,8 +75,10 @@ def rank_ordered_reference(rank: int, _: int, world_size: int) -> dict[str, torc
     return state_of(replicas[0])
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-@pytest.mark.parametrize("options", [{}, {"gradient_as_bucket_view": True}], ids=["default", "views"])
+@pytest.mark.parametrize(
+    ("world_size", "options"),
+    [(1, {}), (2, VIEWS), (4, {}), *(slow(*case) for case in [(1, VIEWS), (2, {}), (4, VIEWS)])],
+)
 def test_sync_server_is_bitwise_the_rank_ordered_average(server, world_size, options):
     job = f"sync-{world_size}-{len(options)}"
     results = run_ranks(train_sync, world_size, server.addresses[0], job, options)
@@ -145,8 +151,11 @@ def train_plainly(rank: int, world_size: int, name: str, push: str) -> dict[str,
     return state_of(plain)
 
 
-@pytest.mark.parametrize("push", ["step", "backward"])
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize(
+    ("name", "push"),
+    [*((name, "step") for name in OPTIMIZERS), ("momentum", "backward"), ("adam", "backward")]
+    + [slow(name, "backward") for name in OPTIMIZERS if name not in ("momentum", "adam")],
+)
 def test_async_with_one_worker_is_bitwise_plain_training(server, name, push):
     [state] = run_ranks(train_async_alone, 1, server.addresses[0], name, push, init_group=False)
     [plain] = run_ranks(train_plainly, 1, name, push, init_group=False)

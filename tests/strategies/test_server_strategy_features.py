@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from support.expectations import raises
+from support.marks import slow
 from support.processes import run_ranks
 from support.server_process import running_server
 from support.server_training import assert_equal, batches, build, state_of, use
@@ -179,8 +180,13 @@ def save_and_load(rank: int, world_size: int, address: str, name: str, strategy_
     return straight, resumed, checkpoint["optimizer"], plain_optimizer.state_dict()
 
 
-@pytest.mark.parametrize("strategy_name", ["sync-server", "async:step", "async:backward"])
-@pytest.mark.parametrize("name", ["adam", "momentum"])
+@pytest.mark.parametrize(
+    ("name", "strategy_name"),
+    [
+        *(("adam", "sync-server"), ("adam", "async:step"), ("momentum", "async:backward")),
+        *(slow("momentum", "sync-server"), slow("momentum", "async:step"), slow("adam", "async:backward")),
+    ],
+)
 def test_state_dicts_of_model_and_optimizer(server, name, strategy_name):
     [(straight, resumed, ours, plain)] = run_ranks(
         save_and_load, 1, server.addresses[0], name, strategy_name, init_group=False
@@ -282,7 +288,7 @@ def slow_and_fast(rank: int, world_size: int, address: str, job: str, options: d
     return [shard["jobs"][job] for shard in status]
 
 
-@pytest.mark.parametrize("bound", [0, 2])
+@pytest.mark.parametrize("bound", [slow(0), 2])
 def test_staleness_is_bounded_behind_a_slow_worker(server, bound):
     job = f"bounded-{bound}"
     results = run_ranks(slow_and_fast, 2, server.addresses[0], job, {"max_staleness": bound})
