@@ -11,7 +11,6 @@ import torch
 from support.expectations import raises
 from support.marks import slow
 from support.processes import run_ranks
-from support.server_process import running_server
 from support.server_training import assert_equal, network, state_of, use
 from torch import nn
 
@@ -29,12 +28,6 @@ OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, float]]] = {
     "adagrad": (torch.optim.Adagrad, {"lr": 0.05}),
 }
 CASES = list(itertools.product(OPTIMIZERS, [False, True]))
-
-
-@pytest.fixture(scope="module")
-def server():
-    with running_server(shards=2) as running:
-        yield running
 
 
 def train_scaled(

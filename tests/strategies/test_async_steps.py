@@ -12,7 +12,6 @@ import pytest
 import torch
 from support.expectations import raises
 from support.processes import run_ranks
-from support.server_process import running_server
 from support.server_training import assert_equal, network, state_of, use
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -22,12 +21,6 @@ import psengine
 STEPS = 4
 PUSHES = ["step", "backward"]
 MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
-
-
-@pytest.fixture(scope="module")
-def server():
-    with running_server(shards=2) as running:
-        yield running
 
 
 def batch(step: int) -> torch.Tensor:

@@ -12,19 +12,11 @@ import pytest
 import torch
 from support.marks import slow
 from support.processes import run_ranks
-from support.server_process import running_server
 from support.server_training import OPTIMIZERS, STEPS, assert_equal, batches, build, state_of, use
 from torch import nn
 from torch.nn import functional as F
 
 import psengine
-
-
-@pytest.fixture(scope="module")
-def server():
-    with running_server(shards=2) as running:
-        yield running
-
 
 VIEWS = {"gradient_as_bucket_view": True}
 

@@ -1,0 +1,209 @@
+"""What the server strategies save, load and carry along: state dicts, options, snapshots; and misuse of them."""
+
+from __future__ import annotations
+
+import copy
+import os
+import pickle
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from support.expectations import raises
+from support.marks import slow
+from support.processes import run_ranks
+from support.server_process import running_server
+from support.server_training import assert_equal, batches, build, state_of, use
+from torch import nn
+from torch.distributed.algorithms.join import Join
+from torch.nn import functional as F
+
+import psengine
+from psengine.errors import (
+    ConfigurationError,
+    ReductionError,
+    ReplicaMismatchError,
+    ServerRefusedError,
+)
+
+
+def wrap(strategy: psengine.Strategy, seed: int = 0, **options: Any) -> Any:
+    return psengine.DistributedDataParallel(build(seed), strategy=strategy, **options)
+
+
+def train(wrapped: Any, optimizer: torch.optim.Optimizer, data: Any) -> None:
+    for x, y in data:
+        optimizer.zero_grad()
+        F.cross_entropy(wrapped(x), y).backward()
+        optimizer.step()
+
+
+def _strategy(name: str, job: str) -> psengine.Strategy:
+    if name == "sync-server":
+        return psengine.SyncServer(job=job)
+    return psengine.AsyncServer(push=name.partition(":")[2] or "step", job=job)
+
+
+def optimizer_for(parameters: Any, name: str) -> torch.optim.Optimizer:
+    if name == "adam":
+        return torch.optim.Adam(parameters, lr=0.01)
+    return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
+
+
+def save_and_load(rank: int, world_size: int, address: str, name: str, strategy_name: str) -> Any:
+    """Train, save, train on; load the checkpoint in a new job, and train on alike."""
+    use(address)
+    data = batches(0)
+    wrapped = wrap(_strategy(strategy_name, f"save-{name}-{strategy_name}"))
+    optimizer = psengine.DistributedOptimizer(optimizer_for(wrapped.parameters(), name), wrapped)
+    train(wrapped, optimizer, data[:5])
+    checkpoint = copy.deepcopy({"model": wrapped.module.state_dict(), "optimizer": optimizer.state_dict()})
+    train(wrapped, optimizer, data[5:])
+    straight = state_of(wrapped.module)
+    wrapped.strategy.close()
+
+    wrapped = wrap(_strategy(strategy_name, f"load-{name}-{strategy_name}"), seed=7)
+    optimizer = psengine.DistributedOptimizer(optimizer_for(wrapped.parameters(), name), wrapped)
+    train(wrapped, optimizer, data[:1])
+    wrapped.module.load_state_dict(checkpoint["model"])
+    optimizer.load_state_dict(copy.deepcopy(checkpoint["optimizer"]))  # torch keeps its tensors, and steps them
+    train(wrapped, optimizer, data[5:])
+    resumed = state_of(wrapped.module)
+    wrapped.strategy.close()
+
+    plain = build(0)
+    plain_optimizer = optimizer_for(plain.parameters(), name)
+    train(plain, plain_optimizer, data[:5])
+    return straight, resumed, checkpoint["optimizer"], plain_optimizer.state_dict()
+
+
+@pytest.mark.parametrize(
+    ("name", "strategy_name"),
+    [
+        *(("adam", "sync-server"), ("adam", "async:step"), ("momentum", "async:backward")),
+        *(slow("momentum", "sync-server"), slow("momentum", "async:step"), slow("adam", "async:backward")),
+    ],
+)
+def test_state_dicts_of_model_and_optimizer(server, name, strategy_name):
+    [(straight, resumed, ours, plain)] = run_ranks(
+        save_and_load, 1, server.addresses[0], name, strategy_name, init_group=False
+    )
+    assert_equal(resumed, straight)
+    assert ours["param_groups"] == plain["param_groups"]
+    assert ours["state"].keys() == plain["state"].keys()
+    for index, state in plain["state"].items():
+        assert ours["state"][index].keys() == state.keys()
+        for key, value in state.items():
+            assert torch.equal(torch.as_tensor(ours["state"][index][key]), torch.as_tensor(value)), (index, key)
+
+
+def misuse(rank: int, world_size: int, address: str) -> None:
+    use(address)
+    wrapped = wrap(psengine.AsyncServer(job="misuse"))
+    with raises(ConfigurationError, "psengine.DistributedOptimizer"):
+        F.cross_entropy(wrapped(batches(0)[0][0]), batches(0)[0][1]).backward()
+    with raises(ConfigurationError, "LBFGS"):
+        psengine.DistributedOptimizer(torch.optim.LBFGS(wrapped.parameters()), wrapped)
+    with raises(ConfigurationError, "join is for strategies over collectives"):
+        wrapped.join()
+    with raises(ConfigurationError, "join is for strategies over collectives"):
+        Join([wrapped])
+    with raises(ConfigurationError, "takes no communication hook"):
+        wrapped.register_comm_hook(None, _hook)
+    with raises(ConfigurationError, "a strategy object serves one wrapped model"):
+        wrap(wrapped.strategy)
+    wrapped.strategy.close()
+    wrapped.strategy.close()
+    with raises(ReductionError, "is not connected"):
+        wrapped.strategy.session  # noqa: B018
+
+    with raises(ConfigurationError, "sparse gradients of 'weight'", "sparse=False"):
+        psengine.DistributedDataParallel(nn.Embedding(5, 3, sparse=True), strategy=psengine.AsyncServer(job="sparse"))
+
+    class Wrong(nn.Module):
+        def __init__(self, width: int) -> None:
+            super().__init__()
+            self.body, self.head = nn.Linear(4, 4), nn.Linear(4, width)
+
+    first = psengine.DistributedDataParallel(Wrong(3), strategy=psengine.AsyncServer(job="shapes"))
+    with raises(ReplicaMismatchError, "'head.", "of shape (5", "of shape (3"):
+        psengine.DistributedDataParallel(Wrong(5), strategy=psengine.AsyncServer(job="shapes"))
+    with raises(ServerRefusedError, "another rule"):
+        psengine.DistributedDataParallel(Wrong(3), strategy=psengine.AsyncServer(max_staleness=1, job="shapes"))
+    psengine.DistributedOptimizer(torch.optim.SGD(first.parameters(), lr=0.1), first)
+    second = psengine.DistributedDataParallel(Wrong(3), strategy=psengine.AsyncServer(job="shapes"))
+    with raises(ServerRefusedError, "another optimizer"):
+        psengine.DistributedOptimizer(torch.optim.Adam(second.parameters()), second)
+    first.strategy.close()
+    second.strategy.close()
+
+
+def _hook(state, bucket):
+    raise AssertionError
+
+
+def test_misuse_is_named(server):
+    run_ranks(misuse, 1, server.addresses[0], init_group=False)
+
+
+def test_options_are_checked():
+    for arguments, message in [
+        ({"max_staleness": -1}, "max_staleness"),
+        ({"max_staleness": True}, "max_staleness"),
+        ({"staleness_scaling": "linear"}, "staleness_scaling"),
+        ({"delay_compensation": float("nan")}, "delay_compensation"),
+        ({"push": "later"}, "push"),
+        ({"timeout_s": 0}, "timeout_s"),
+    ]:
+        with pytest.raises(ConfigurationError, match=message):
+            psengine.AsyncServer(**arguments)
+    with pytest.raises(ConfigurationError, match="quorum"):
+        psengine.SyncServer(quorum=0)
+
+
+def test_strategies_travel_as_their_options():
+    strategy = psengine.AsyncServer(max_staleness=3, push="backward", job="x")
+    clone = pickle.loads(pickle.dumps(strategy))
+    assert repr(clone) == repr(strategy)
+    assert clone.rule == strategy.rule
+    assert pickle.loads(pickle.dumps(psengine.SyncServer(quorum=2))).rule == {"name": "average", "quorum": 2}
+
+
+def configured_after_the_snapshot(rank: int, world_size: int, address: str, taken: Any, restarted: Any) -> None:
+    use(address)
+    wrapped = psengine.DistributedDataParallel(build(0), strategy=psengine.AsyncServer(timeout_s=30))
+    wrapped.strategy.session.snapshot()
+    optimizer = psengine.DistributedOptimizer(torch.optim.SGD(wrapped.parameters(), lr=0.05, momentum=0.9), wrapped)
+    open(taken, "w").close()
+    deadline_s = time.monotonic() + 30
+    while not os.path.exists(restarted):
+        assert time.monotonic() < deadline_s
+        time.sleep(0.05)
+    plain = build(0)
+    plain_optimizer = torch.optim.SGD(plain.parameters(), lr=0.05, momentum=0.9)
+    for x, y in batches(0, 3):
+        for model, own in ((wrapped, optimizer), (plain, plain_optimizer)):
+            own.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            own.step()
+    assert_equal(state_of(wrapped.module), state_of(plain))
+    wrapped.strategy.close()
+
+
+def test_a_snapshot_may_be_older_than_the_optimizer(tmp_path):
+    taken, restarted = tmp_path / "taken", tmp_path / "restarted"
+    options = {"snapshot_dir": str(tmp_path / "snapshots"), "snapshot_interval_s": 0}
+    with running_server(**options) as server:
+        address = server.addresses[0]
+        with ThreadPoolExecutor(1) as pool:
+            ranks = pool.submit(
+                run_ranks, configured_after_the_snapshot, 1, address, str(taken), str(restarted), init_group=False
+            )
+            while not taken.exists() and not ranks.done():
+                time.sleep(0.05)
+            server.kill()
+            with running_server(bind=address, **options):
+                restarted.touch()
+                ranks.result(timeout=60)

@@ -1,0 +1,288 @@
+"""How workers of the server strategies meet: without a group, late, ahead of others, where no server is."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import os
+import re
+import time
+from typing import Any
+
+import pytest
+import torch
+from support.expectations import raises
+from support.marks import slow
+from support.processes import run_ranks
+from support.server_training import assert_equal, batches, build, state_of, use
+from torch import nn
+from torch.distributed.algorithms.join import Join
+from torch.nn import functional as F
+
+import psengine
+from psengine.errors import (
+    ConfigurationError,
+    ServerLostError,
+    ServerRefusedError,
+)
+
+
+def wrap(strategy: psengine.Strategy, seed: int = 0, **options: Any) -> Any:
+    return psengine.DistributedDataParallel(build(seed), strategy=strategy, **options)
+
+
+def train(wrapped: Any, optimizer: torch.optim.Optimizer, data: Any) -> None:
+    for x, y in data:
+        optimizer.zero_grad()
+        F.cross_entropy(wrapped(x), y).backward()
+        optimizer.step()
+
+
+def own_job(rank: int, world_size: int, address: str, job: str, strategy: str) -> Any:
+    """A worker of its own: no process group, no RANK; joined by PSENGINE_SERVERS alone."""
+    use(address)
+    os.environ["PSENGINE_JOB"] = job
+    time.sleep(0.3 * rank)
+    wrapped = psengine.DistributedDataParallel(build(seed=rank), strategy=strategy)
+    start = state_of(wrapped.module)
+    optimizer = psengine.DistributedOptimizer(torch.optim.SGD(wrapped.parameters(), lr=0.01), wrapped)
+    for batch in batches(rank):
+        time.sleep(0.1)  # so that their lives overlap
+        train(wrapped, optimizer, [batch])
+    given_rank = wrapped.strategy.session.rank
+    wrapped.strategy.close()
+    return given_rank, start
+
+
+def test_separate_jobs_meet_at_the_servers(server):
+    results = run_ranks(own_job, 3, server.addresses[0], "separate", "async", init_group=False)
+    assert sorted(rank for rank, _ in results) == [0, 1, 2]
+    [status, *_] = server.job("separate")
+    assert status["members"] == 0
+
+
+def late_joiner(rank: int, world_size: int, address: str) -> Any:
+    """Rank 1 comes when rank 0 has made some steps; both end with the same model and optimizer state."""
+    use(address)
+    os.environ["PSENGINE_JOB"] = "late"
+    if rank == 1:
+        time.sleep(1.0)
+    wrapped = psengine.DistributedDataParallel(build(seed=rank), strategy="sync-server")
+    optimizer = psengine.DistributedOptimizer(torch.optim.SGD(wrapped.parameters(), lr=0.01, momentum=0.9), wrapped)
+    start = wrapped.strategy.completed_steps
+    data = batches(rank)
+    while wrapped.strategy.completed_steps < 120:
+        train(wrapped, optimizer, data[:1])
+        if rank == 0 and len(wrapped.strategy.members) < 2:
+            time.sleep(0.05)
+    state = state_of(wrapped.module)
+    momenta = [s["momentum_buffer"].clone() for s in optimizer.state_dict()["state"].values()]
+    wrapped.strategy.close()
+    return start, state, momenta
+
+
+def test_a_late_worker_gets_the_others_state(server):
+    (first_start, first, first_momenta), (start, late, momenta) = run_ranks(
+        late_joiner, 2, server.addresses[0], init_group=False
+    )
+    assert first_start == 0
+    assert start > 0
+    assert_equal(first, late)
+    for a, b in zip(first_momenta, momenta, strict=True):
+        assert torch.equal(a, b)
+
+
+def embedded(rank: int, world_size: int) -> Any:
+    os.environ.pop("PSENGINE_SERVERS", None)
+    wrapped = psengine.DistributedDataParallel(build(seed=rank), strategy=psengine.AsyncServer())
+    optimizer = psengine.DistributedOptimizer(torch.optim.SGD(wrapped.parameters(), lr=0.01), wrapped)
+    train(wrapped, optimizer, batches(rank))
+    [status] = wrapped.strategy.session.status()
+    process = wrapped.strategy._meeting.embedded
+    wrapped.strategy.close()
+    return status["jobs"]["default"]["applied"] > 0, process is not None
+
+
+def test_without_servers_rank_zero_starts_one():
+    assert run_ranks(embedded, 2) == [(True, True), (True, False)]
+
+
+def slow_and_fast(rank: int, world_size: int, address: str, job: str, options: dict[str, Any]) -> Any:
+    use(address)
+    wrapped = wrap(psengine.AsyncServer(job=job, **options), seed=0)
+    optimizer = psengine.DistributedOptimizer(torch.optim.SGD(wrapped.parameters(), lr=0.01), wrapped)
+    for batch in batches(rank, 8 if rank == 0 else 24):
+        if rank == 0:
+            time.sleep(0.1)
+        train(wrapped, optimizer, [batch])
+    status = wrapped.strategy.session.status()
+    wrapped.strategy.close()
+    return [shard["jobs"][job] for shard in status]
+
+
+@pytest.mark.parametrize("bound", [slow(0), 2])
+def test_staleness_is_bounded_behind_a_slow_worker(server, bound):
+    job = f"bounded-{bound}"
+    results = run_ranks(slow_and_fast, 2, server.addresses[0], job, {"max_staleness": bound})
+    for shard in server.job(job):
+        assert shard["max_lead"] <= bound
+        # Between one's pull and push the other can make at most 2 s + 1 steps.
+        assert shard["max_staleness"] <= 2 * bound + 1
+    assert any(shard["applied"] for shard in results[0])
+
+
+def test_unbounded_workers_run_ahead(server):
+    run_ranks(slow_and_fast, 2, server.addresses[0], "unbounded", {})
+    assert max(shard["max_staleness"] for shard in server.job("unbounded")) > 3
+
+
+class _FailsToLayOut(psengine.SyncServer):
+    def lay_out(self, buckets: Any) -> None:
+        self.close()
+        raise MemoryError("sabotage of rank 0")
+
+
+def abandoned(rank: int, world_size: int) -> str:
+    os.environ.pop("PSENGINE_SERVERS", None)
+    try:
+        wrap(_FailsToLayOut() if rank == 0 else psengine.SyncServer())
+    except (MemoryError, ServerLostError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def test_who_waits_at_an_embedded_server_that_is_gone_is_told():
+    failed, told = run_ranks(abandoned, 2, deadline_s=60)
+    assert failed == "MemoryError: sabotage of rank 0"
+    assert re.search(r"ServerLostError: the embedded parameter server at ipc://.*rank 0", told)
+
+
+def numbered(rank: int, world_size: int, address: str) -> list[str]:
+    """Jobs of models that are wrapped in sequence, whether or not and when their wrappers are collected."""
+    use(address)
+    jobs = []
+    for turn in range(4):
+        wrapped = wrap(psengine.SyncServer())
+        jobs.append(wrapped.strategy.session.job)
+        strategy = wrapped.strategy
+        del wrapped
+        if turn != rank:
+            gc.collect()
+        if turn == 2:
+            strategy.close()
+    return jobs
+
+
+def test_the_numbers_of_jobs_do_not_depend_on_garbage_collection(server):
+    assert run_ranks(numbered, 2, server.addresses[0]) == [["default", "default.1", "default.2", "default.2"]] * 2
+
+
+def join_with_a_group(rank: int, world_size: int, address: str) -> None:
+    """torch's ``Join`` does not ask the wrapper's ``join``."""
+    use(address)
+    wrapped = wrap(psengine.AsyncServer(job="join-async"))
+    with raises(ConfigurationError, "join is for strategies over collectives"), Join([wrapped]):
+        wrapped(batches(0)[0][0])  # a rank without data would have the servers apply zeros
+    wrapped.strategy.close()
+    wrapped = wrap(psengine.SyncServer(job="join-by-live-ranks"))
+    with raises(ConfigurationError, "expected divide_by_initial_world_size=True, got False"):
+        wrapped.join(divide_by_initial_world_size=False)
+    with (
+        raises(ConfigurationError, "expected divide_by_initial_world_size=True, got False"),
+        Join([wrapped], divide_by_initial_world_size=False),
+    ):
+        wrapped(batches(0)[0][0])
+    wrapped.strategy.close()
+
+
+def test_join_over_servers_is_refused_where_zeros_would_count(server):
+    run_ranks(join_with_a_group, 2, server.addresses[0])
+
+
+def copies(rank: int, world_size: int, address: str) -> None:
+    use(address)
+    os.environ["PSENGINE_WORKER"] = "0"
+    for strategy in (psengine.AsyncServer(job="copied"), psengine.SyncServer(job="averaged")):
+        job = strategy._options["job"]
+        wrapped = psengine.DistributedDataParallel(nn.Linear(2, 2), strategy=strategy)
+        averaged = torch.optim.swa_utils.AveragedModel(wrapped)
+        again = copy.deepcopy(averaged.module)
+        assert [m.strategy.session.options.job for m in (wrapped, averaged.module, again)] == [
+            job,
+            f"{job}.1",
+            f"{job}.2",
+        ]
+        # Two models that are both given the name are a mistake, after which the first still has it.
+        with raises(ServerRefusedError, "duplicate_rank"):
+            psengine.DistributedDataParallel(nn.Linear(2, 2), strategy=type(strategy)(job=job))
+        averaged.module.strategy.close()
+        third = copy.deepcopy(wrapped)
+        assert third.strategy.session.options.job == f"{job}.1"
+        for model in (wrapped, again, third):
+            model.strategy.close()
+        # As where a pickled model comes back in a later process.
+        restored = copy.deepcopy(wrapped)
+        assert restored.strategy.session.options.job == job
+        restored.strategy.close()
+
+
+def test_copies_of_a_model_whose_job_is_named_are_jobs_of_their_own(server):
+    run_ranks(copies, 1, server.addresses[0], init_group=False)
+
+
+def torchrun_variables(rank: int, world_size: int) -> dict[str, str]:
+    # No MASTER_ADDR: those who meet at servers need none.
+    return {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(rank)}
+
+
+def slurm_variables(rank: int, world_size: int) -> dict[str, str]:
+    return {
+        "SLURM_STEP_ID": "0",
+        "SLURM_STEP_NUM_TASKS": str(world_size),
+        "SLURM_PROCID": str(rank),
+        "SLURM_LOCALID": str(rank),
+    }
+
+
+def open_mpi_variables(rank: int, world_size: int) -> dict[str, str]:
+    """Of ranks on a host each."""
+    names = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
+    return {f"OMPI_COMM_WORLD_{n}": str(v) for n, v in zip(names, (rank, world_size, 0, 1), strict=True)}
+
+
+def launched_without_a_group(rank: int, world_size: int, address: str, launcher: Any) -> Any:
+    os.environ.update(launcher(rank, world_size))
+    with raises(ConfigurationError, "psengine.init()", "PSENGINE_SERVERS"):
+        psengine.DistributedDataParallel(nn.Linear(2, 2), strategy="async")
+    use(address)
+    os.environ["PSENGINE_JOB"] = "launched"
+    wrapped = psengine.DistributedDataParallel(nn.Linear(2, 2), strategy="async")
+    second = psengine.DistributedDataParallel(nn.Linear(3, 2), strategy="async")
+    found = wrapped.strategy.session.rank, wrapped.strategy.session.options.job, second.strategy.session.options.job
+    wrapped.strategy.close()
+    second.strategy.close()
+    return found
+
+
+@pytest.mark.parametrize("launcher", [torchrun_variables, slurm_variables, open_mpi_variables])
+def test_ranks_of_a_launcher_without_a_group(server, launcher):
+    results = run_ranks(launched_without_a_group, 2, server.addresses[0], launcher, init_group=False)
+    assert results == [(0, "launched", "launched.1"), (1, "launched", "launched.1")]
+
+
+def retried(rank: int, world_size: int, address: str) -> Any:
+    # Long enough for a busy machine's two shards, and waited out once.
+    strategy = psengine.AsyncServer(timeout_s=4.0)
+    use("tcp://127.0.0.1:1")
+    with raises(ServerLostError, "tcp://127.0.0.1:1"):
+        psengine.DistributedDataParallel(nn.Linear(2, 2), strategy=strategy)
+    use(address)
+    os.environ["PSENGINE_JOB"] = "retried"
+    wrapped = psengine.DistributedDataParallel(nn.Linear(2, 2), strategy=strategy)
+    found = wrapped.strategy.session.rank, wrapped.strategy.session.options.job
+    wrapped.strategy.close()
+    return found
+
+
+def test_a_strategy_whose_server_was_not_there_tries_again(server):
+    assert run_ranks(retried, 1, server.addresses[0], init_group=False) == [(0, "retried")]
