@@ -693,16 +693,6 @@ def test_a_server_that_is_gone_for_good_is_named():
     assert " for 2." in text
 
 
-def test_a_worker_that_never_comes_is_named(server):
-    with crew() as workers:
-        alone = workers.start(train_sync, server.addresses[0], 10, 3, 0.0, None, False, {"timeout_s": 2.0}, rank=0)
-        _, entered_s = alone.wait_for("entered")
-        text, failed_s = alone.wait_for("failed")
-    assert failed_s - entered_s < 2.0 + GRACE_S
-    assert "ServerLostError" in text
-    assert "waits for workers [1, 2]" in text
-
-
 # ---- workers of async ------------------------------------------------------------------------------------------------
 
 

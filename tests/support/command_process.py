@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import signal
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -63,14 +65,27 @@ def running_command(
     *,
     environment: dict[str, str] | None = None,
     prepare: Callable[[], None] | None = None,
+    module: str = "psengine.cli.main",
+    descriptor: int | None = None,
 ) -> Iterator[RunningCommand]:
-    """Run ``psengine`` as the shell would, forked from a process that has imported torch; there, ``prepare`` first."""
+    """Run ``psengine`` as the shell would, forked from a process that has imported torch; there, ``prepare`` first.
+
+    Args:
+        module: of the command; ``running_server_command`` names psengine-server's.
+        descriptor: one to inherit; its number in the command's process is the last argument.
+    """
     with tempfile.TemporaryDirectory(prefix="psengine-command-") as directory:
         for name in ("stdout", "stderr"):
             (Path(directory) / name).touch()
         variables = {**os.environ, **(environment or {})}
-        process = forkserver.Process(target=_main, args=(list(arguments), variables, directory, prepare))
+        # Connections are how descriptors travel to a forkserver's child.
+        inherited = None if descriptor is None else Connection(os.dup(descriptor), readable=False)
+        process = forkserver.Process(
+            target=_main, args=(module, list(arguments), variables, directory, prepare, inherited)
+        )
         process.start()
+        if inherited is not None:
+            inherited.close()
         try:
             yield RunningCommand(process, Path(directory))
         finally:
@@ -87,6 +102,11 @@ def running_command(
             process.close()
 
 
+def running_server_command(arguments: Sequence[str], **options: Any) -> AbstractContextManager[RunningCommand]:
+    """``running_command`` for ``psengine-server``."""
+    return running_command(arguments, module="psengine.cli.server", **options)
+
+
 def run_command(arguments: Sequence[str], *, environment: dict[str, str] | None = None) -> tuple[int, str, str]:
     """(exit code, stdout, stderr) of ``psengine`` with ``arguments``."""
     with running_command(arguments, environment=environment) as command:
@@ -99,15 +119,22 @@ def servers_of(pid: int) -> list[int]:
 
 
 def _main(
-    arguments: list[str], environment: dict[str, str], directory: str, prepare: Callable[[], None] | None
+    module: str,
+    arguments: list[str],
+    environment: dict[str, str],
+    directory: str,
+    prepare: Callable[[], None] | None,
+    inherited: Connection | None,
 ) -> None:
     for number, name in ((1, "stdout"), (2, "stderr")):
         os.dup2(os.open(f"{directory}/{name}", os.O_WRONLY | os.O_APPEND), number)
     os.environ.clear()
     os.environ.update(environment)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    from psengine.cli.main import main
-
+    if inherited is not None:
+        arguments = [*arguments, str(os.dup(inherited.fileno()))]
+        inherited.close()
+    main = importlib.import_module(module).main
     if prepare is not None:
         prepare()
     code: Any = 0

@@ -119,7 +119,7 @@ def running_server(
         log.touch()
         setup = _Setup(options, {**os.environ, **(environment or {})}, until_stdin_closes, str(log), sabotage)
         # Connections are how descriptors travel to a forkserver's child.
-        pipe = None if stdin is None else _connection(stdin)
+        pipe = None if stdin is None else Connection(os.dup(stdin), writable=False)
         process = forkserver.Process(target=_server_main, args=(setup, sender, pipe), daemon=True)
         process.start()
         sender.close()
@@ -140,10 +140,6 @@ class _Setup:
     until_stdin_closes: bool
     log: str
     sabotage: Callable[[], None] | None
-
-
-def _connection(descriptor: int, *, writable: bool = False) -> Any:
-    return Connection(os.dup(descriptor), writable=writable, readable=not writable)
 
 
 def _await_ready(process: Any, receiver: Any, log: Path) -> ServerProcess:
@@ -205,79 +201,6 @@ def _server_main(setup: _Setup, sender: Any, stdin: Any) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
-
-
-@dataclass
-class Command:
-    """``psengine-server`` with arguments, in a process of its own."""
-
-    _process: Any
-    _directory: Path
-
-    def stdout(self) -> str:
-        return (self._directory / "stdout").read_text(errors="replace")
-
-    def stderr(self) -> str:
-        return (self._directory / "stderr").read_text(errors="replace")
-
-    def terminate(self) -> None:
-        self._process.terminate()
-
-    def wait(self, timeout_s: float = 20.0) -> int:
-        """Its exit code."""
-        self._process.join(timeout=timeout_s)
-        code = self._process.exitcode
-        if code is None:
-            raise AssertionError(f"the command still ran after {timeout_s:g} s\n{self.stdout()}\n{self.stderr()}")
-        assert isinstance(code, int)
-        return code
-
-
-@contextmanager
-def run_command(
-    arguments: list[str], *, environment: dict[str, str] | None = None, descriptor: int | None = None
-) -> Iterator[Command]:
-    """Run ``psengine-server`` as the shell would; with ``descriptor``, its number there is the last argument."""
-    with tempfile.TemporaryDirectory(prefix="psengine-command-") as directory:
-        for name in ("stdout", "stderr"):
-            (Path(directory) / name).touch()
-        variables = {**os.environ, **(environment or {})}
-        inherited = None if descriptor is None else _connection(descriptor, writable=True)
-        process = forkserver.Process(
-            target=_command_main, args=(arguments, variables, directory, inherited), daemon=True
-        )
-        process.start()
-        if inherited is not None:
-            inherited.close()
-        try:
-            yield Command(process, Path(directory))
-        finally:
-            if process.is_alive():
-                process.kill()
-            process.join(timeout=10)
-            process.close()
-
-
-def _command_main(arguments: list[str], environment: dict[str, str], directory: str, inherited: Any) -> None:
-    _end_with_parent()
-    for number, name in ((1, "stdout"), (2, "stderr")):
-        os.dup2(os.open(f"{directory}/{name}", os.O_WRONLY | os.O_APPEND), number)
-    os.environ.clear()
-    os.environ.update(environment)
-    if inherited is not None:
-        arguments = [*arguments, str(os.dup(inherited.fileno()))]
-        inherited.close()
-    from psengine.cli.server import main
-
-    try:
-        main(arguments)
-    except SystemExit as end:
-        code = end.code
-    else:
-        code = 0
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code if isinstance(code, int) else 1)
 
 
 class Peer:

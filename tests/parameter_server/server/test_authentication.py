@@ -1,13 +1,15 @@
 from __future__ import annotations
 
 import os
+import signal
 import stat
 import time
 
 import pytest
 import torch
 import zmq
-from support.server_process import Peer, ServerFailedError, run_command, running_server
+from support.command_process import running_server_command
+from support.server_process import Peer, ServerFailedError, running_server
 from zmq.utils import z85
 
 from psengine.errors import AuthenticationError, ConfigurationError
@@ -380,26 +382,26 @@ def test_with_keys_every_interface_is_fine(keys, host):
 
 def test_insecure_warns_at_each_start():
     for _ in range(2):
-        with run_command(["--bind", "tcp://0.0.0.0:0", "--insecure"]) as command:
+        with running_server_command(["--bind", "tcp://0.0.0.0:0", "--insecure"]) as command:
             deadline = time.monotonic() + 20
-            while "ready" not in command.stdout():
+            while "ready" not in command.stdout:
                 assert time.monotonic() < deadline
                 time.sleep(0.05)
-            assert "INSECURE" in command.stderr()
-            command.terminate()
+            assert "INSECURE" in command.stderr
+            command.signal(signal.SIGTERM)
             assert command.wait() == 0
 
 
 def test_keygen_on_the_command_line(tmp_path):
-    with run_command(["keygen", str(tmp_path / "keys"), "--name", "server"]) as command:
+    with running_server_command(["keygen", str(tmp_path / "keys"), "--name", "server"]) as command:
         assert command.wait() == 0
-        assert "keep secret" in command.stdout()
+        assert "keep secret" in command.stdout
     assert read_key_pair(tmp_path / "keys" / "server.key").public == read_public_key(tmp_path / "keys" / "server.pub")
-    with run_command(["keygen", str(tmp_path / "keys"), "--name", "server"]) as command:
+    with running_server_command(["keygen", str(tmp_path / "keys"), "--name", "server"]) as command:
         assert command.wait() == 2
-        assert "never overwritten" in command.stderr()
+        assert "never overwritten" in command.stderr
     (tmp_path / "keys" / "server.key").chmod(0o644)
     arguments = ["--curve-key", str(tmp_path / "keys" / "server.key"), "--allow", str(tmp_path / "keys")]
-    with run_command(arguments) as command:
+    with running_server_command(arguments) as command:
         assert command.wait() == 2
-        assert "chmod 600" in command.stderr()
+        assert "chmod 600" in command.stderr

@@ -17,7 +17,8 @@ from pathlib import Path
 import pytest
 import torch
 import zmq
-from support.server_process import APPLY, Peer, ServerFailedError, run_command, running_server
+from support.command_process import running_server_command
+from support.server_process import APPLY, Peer, ServerFailedError, running_server
 from support.waiting import eventually
 
 from psengine.errors import ConfigurationError
@@ -106,27 +107,27 @@ def test_the_command_serves_until_sigterm(tmp_path):
     config = tmp_path / "server.toml"
     config.write_text('bind = "tcp://127.0.0.1:0"\nshards = 3\nlog_format = "json"\nlease_s = 9')
     arguments = ["--config", str(config), "--lease-s", "4"]
-    with run_command(arguments, environment={"PSENGINE_SHARDS": "2"}) as command:
-        eventually(lambda: "psengine-server ready" in command.stdout())
-        addresses = command.stdout().splitlines()[-1].split()[2:]
+    with running_server_command(arguments, environment={"PSENGINE_SHARDS": "2"}) as command:
+        eventually(lambda: "psengine-server ready" in command.stdout)
+        addresses = command.stdout.splitlines()[-1].split()[2:]
         assert len(addresses) == 2
         with Peer(addresses[0]) as peer:
             assert peer.hello().body["lease_s"] == 4.0
-        entries = [json.loads(line) for line in command.stderr().splitlines()]
+        entries = [json.loads(line) for line in command.stderr.splitlines()]
         assert any(entry["message"] == "not durable: no --snapshot-dir" for entry in entries)
         assert set(entries[0]) == {"time", "level", "logger", "thread", "message"}
         assert any(entry["message"].startswith("psengine-server ready") for entry in entries)
-        assert command.stdout().splitlines() == [f"psengine-server ready {' '.join(addresses)}"]
-        command.terminate()
+        assert command.stdout.splitlines() == [f"psengine-server ready {' '.join(addresses)}"]
+        command.signal(signal.SIGTERM)
         assert command.wait() == 0
 
 
 def test_a_line_of_start_up_is_said_once():
-    with run_command(["--bind", "tcp://127.0.0.1:0", "--status-port", "0"]) as command:
-        eventually(lambda: "psengine-server ready" in command.stdout())
-        lines = command.stdout().splitlines()
+    with running_server_command(["--bind", "tcp://127.0.0.1:0", "--status-port", "0"]) as command:
+        eventually(lambda: "psengine-server ready" in command.stdout)
+        lines = command.stdout.splitlines()
         assert [line.split()[0] for line in lines] == ["1", "not", "over", "status", "psengine-server"]
-        assert not [line for line in lines if line in command.stderr()]
+        assert not [line for line in lines if line in command.stderr]
 
 
 @pytest.mark.parametrize(
@@ -145,9 +146,9 @@ def test_a_line_of_start_up_is_said_once():
     ],
 )
 def test_exit_codes(arguments, code, words):
-    with run_command(arguments) as command:
+    with running_server_command(arguments) as command:
         assert command.wait() == code
-        shown = command.stdout() + command.stderr()
+        shown = command.stdout + command.stderr
         assert words in shown
         assert "Traceback" not in shown
 
@@ -157,18 +158,18 @@ def test_a_taken_port_is_exit_code_3():
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        with run_command(["--bind", f"tcp://127.0.0.1:{port}"]) as command:
+        with running_server_command(["--bind", f"tcp://127.0.0.1:{port}"]) as command:
             assert command.wait() == 3
-            assert f"127.0.0.1:{port}" in command.stderr()
-        with run_command(["--bind", "tcp://127.0.0.1:0", "--status-port", str(port)]) as command:
+            assert f"127.0.0.1:{port}" in command.stderr
+        with running_server_command(["--bind", "tcp://127.0.0.1:0", "--status-port", str(port)]) as command:
             assert command.wait() == 3
-            assert "--status-port" in command.stderr()
+            assert "--status-port" in command.stderr
 
 
 def test_the_ready_line_goes_to_a_descriptor_too():
     reader, writer = os.pipe()
     try:
-        with run_command(["--bind", "tcp://127.0.0.1:0", "--announce-fd"], descriptor=writer):
+        with running_server_command(["--bind", "tcp://127.0.0.1:0", "--announce-fd"], descriptor=writer):
             os.close(writer)
             with os.fdopen(reader) as file:
                 line = file.read()  # to its end: the server closes it
@@ -296,31 +297,6 @@ def test_the_second_signal_ends_at_once_and_leaves_a_valid_generation(tmp_path, 
     assert not list(directory.glob("unfinished-*"))
 
 
-def deaf_at_the_end():
-    import zmq
-
-    from psengine.parameter_server.server.transport.shard_thread import ShardThread
-
-    receive = ShardThread._receive
-
-    def fail(self, wait_s):
-        if self._drain_until_s is not None:
-            raise zmq.ZMQError(zmq.ETERM)
-        receive(self, wait_s)
-
-    ShardThread._receive = fail
-
-
-def test_a_shard_that_dies_during_the_end_does_not_hold_it_up(tmp_path):
-    with running_server(snapshot_dir=tmp_path / "s", shards=2, sabotage=deaf_at_the_end) as server:
-        with Peer(server.addresses[0]) as peer:
-            peer.make_job(torch.zeros(1000))
-        server.terminate()
-        assert server.wait(20) == 5
-        assert "shard 0 failed; the server ends" in server.log()
-        assert "no snapshot was written" in server.log()
-
-
 # ---- snapshots -------------------------------------------------------------------------------------------------
 
 
@@ -391,16 +367,16 @@ def test_a_damaged_generation_is_named_and_the_older_one_taken(tmp_path):
         server.kill()
     for path in directory.glob("generation-*/manifest.json"):
         path.write_text("{")
-    with run_command(["--bind", "tcp://127.0.0.1:0", "--snapshot-dir", str(directory)]) as command:
+    with running_server_command(["--bind", "tcp://127.0.0.1:0", "--snapshot-dir", str(directory)]) as command:
         assert command.wait() == 4
-        assert "no snapshot in" in command.stderr()
+        assert "no snapshot in" in command.stderr
 
 
 def test_one_directory_belongs_to_one_server(tmp_path):
     arguments = ["--bind", "tcp://127.0.0.1:0", "--snapshot-dir", str(tmp_path / "s")]
-    with running_server(snapshot_dir=tmp_path / "s") as server, run_command(arguments) as command:
+    with running_server(snapshot_dir=tmp_path / "s") as server, running_server_command(arguments) as command:
         assert command.wait() == 4
-        assert f"process {server.pid}" in command.stderr()
+        assert f"process {server.pid}" in command.stderr
 
 
 def test_a_snapshot_of_one_shard_is_taken_over_by_three(tmp_path):
@@ -557,24 +533,6 @@ def test_slow_readers_of_the_monitor_are_cut_and_do_not_block_it():
                 connection.close()
 
 
-def short_deadline():
-    from psengine.parameter_server.server.status import monitor
-
-    monitor.REQUEST_DEADLINE_S = 1.5
-
-
-def test_one_byte_at_a_time_does_not_hold_the_monitor_for_ever():
-    with running_server(sabotage=short_deadline) as server:
-        host, port = server.status_url.removeprefix("http://").split(":")
-        with socket.create_connection((host, int(port))) as connection:
-            started_s = time.monotonic()
-            with contextlib.suppress(ConnectionResetError, BrokenPipeError):
-                while time.monotonic() - started_s < 20:
-                    connection.sendall(b"G")
-                    time.sleep(0.2)
-            assert 1 < time.monotonic() - started_s < 10
-
-
 def test_a_stopped_process_is_not_healthy():
     with running_server() as server:
         assert get(f"{server.status_url}/healthz")[0] == 200
@@ -632,13 +590,6 @@ def test_a_frame_that_is_too_large_costs_the_connection_only():
         assert is_served(server)
 
 
-def test_a_message_of_many_frames_is_an_error():
-    with running_server() as server, Peer(server.addresses[0]) as peer:
-        peer.socket.send_multipart([b"x"] * 20000)
-        assert peer.receive().body["code"] == "bad_message"
-        assert is_served(server)
-
-
 def test_a_peer_that_never_reads_does_not_block_the_others():
     with running_server() as server, Peer(server.addresses[0]) as peer, Peer(server.addresses[0], deaf=True) as deaf:
         peer.make_job(torch.zeros(1_000_000))
@@ -682,56 +633,6 @@ def test_nothing_is_left_of_an_ipc_server_that_ended(tmp_path):
     assert sorted(path.name for path in Path(tmp_path).iterdir()) == ["snapshots"]
 
 
-def small_allowance():
-    from psengine.parameter_server.server.transport import memory_guard
-
-    memory_guard.MIN_ALLOWANCE_BYTES = 64 << 20
-
-
-def test_a_message_that_never_ends_costs_its_connection_and_not_the_memory():
-    with (
-        running_server(max_memory_bytes=64 << 20, sabotage=small_allowance, insecure=True) as server,
-        Peer(server.addresses[0]) as honest,
-        connect_by_hand(server.addresses[0]) as flood,
-    ):
-        honest.make_job(torch.zeros(1000))
-        cut = honest.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-        before = resident_bytes(server.pid)
-        more = struct.pack(">BQ", 3, 8 << 20) + bytes(8 << 20)  # a long frame, and more to come
-        largest = count = 0
-        with contextlib.suppress(ConnectionResetError, BrokenPipeError):
-            while count < 1000:
-                count += 1
-                flood.sendall(more)
-                largest = max(largest, resident_bytes(server.pid))
-        assert count < 1000
-        assert 256 << 20 < largest - before < 2 << 30
-        told = "messages that do not end or answers that nobody reads: the connections of 127.0.0.1"
-        eventually(lambda: told in server.log())
-        eventually(lambda: resident_bytes(server.pid) < before + (128 << 20))
-        assert honest.request("PUSH", key=0, sequence=1, payload=torch.ones(1000)).type.name == "UPDATED"
-        assert not cut.poll(0)
-        assert server.job("job")[0]["applied"] == 1
-        assert [event["kind"] for event in server.status()["events"]].count("memory") >= 1
-
-
-def connect_by_hand(address):
-    """A ZMTP 3.0 connection as a DEALER: libzmq itself would not send a message before its last frame."""
-    host, port = address.removeprefix("tcp://").split(":")
-    connection = socket.create_connection((host, int(port)), timeout=20)
-    connection.sendall(b"\xff" + bytes(8) + b"\x7f" + b"\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32))
-    ready = b"\x05READY" + b"\x0bSocket-Type" + struct.pack(">I", 6) + b"DEALER"
-    connection.sendall(struct.pack("BB", 4, len(ready)) + ready)
-    received = b""
-    while b"READY" not in received:
-        received += connection.recv(1000)
-    return connection
-
-
-def resident_bytes(pid):
-    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
 # ---- bugs of ours ----------------------------------------------------------------------------------------------
 
 
@@ -759,24 +660,7 @@ def test_a_failing_shard_says_so_and_serves_on():
         assert 1 <= server.log().count("Traceback") <= 3
 
 
-def fail_in_the_tick():
-    from psengine.parameter_server.server.core.shard import Shard
-
-    def fail(self, now_s):
-        raise RuntimeError("sabotage of the tick")
-
-    Shard.tick = fail
-
-
-def test_a_failing_tick_is_logged_sparingly():
-    with running_server(sabotage=fail_in_the_tick) as server, Peer(server.addresses[0]) as peer:
-        time.sleep(0.5)
-        assert peer.hello().type.name == "WELCOME"
-        assert server.log().count("Traceback") == 1
-
-
 def fail_in_the_socket():
-    import zmq
 
     from psengine.parameter_server.server.transport.endpoint import Endpoint
 
@@ -794,23 +678,3 @@ def test_a_dead_shard_ends_the_process():
         assert peer.request("STATUS", timeout_s=0.5) is None
         assert server.wait(8.0) == 5
         assert "shard 1 failed; the server ends" in server.log()
-
-
-def fail_in_the_snapshot():
-    from psengine.parameter_server.server.snapshots.store import SnapshotStore
-
-    def fail(self, shards):
-        raise RuntimeError("sabotage of the snapshot")
-
-    SnapshotStore.save = fail
-
-
-def test_an_unexpected_failure_of_a_snapshot_is_one_like_others(tmp_path):
-    with running_server(snapshot_dir=tmp_path / "s", sabotage=fail_in_the_snapshot) as server:
-        with Peer(server.addresses[0]) as peer:
-            peer.make_job(torch.zeros(10))
-            for _ in range(2):
-                assert peer.request("SNAPSHOT").body["code"] == "snapshot_failed"
-        assert server.status()["snapshot"]["failures"] == 2
-        server.terminate()
-        assert server.wait() == 4  # what came after the last generation is lost

@@ -150,12 +150,6 @@ def test_meta_comes_back(store):
     assert job.chunks[0].meta == meta
 
 
-@pytest.mark.parametrize("empty", [[], [[]], [[], []], [[JobState("a", {}, [])]]])
-def test_empty_states_come_back(store, empty):
-    store.save(empty)
-    assert store.load().shards == empty
-
-
 def test_tensor_files_are_safetensors(store):
     load_file = pytest.importorskip("safetensors.torch").load_file
     real = [dtype for dtype in DTYPES.values() if not dtype.is_complex]
@@ -237,30 +231,6 @@ def test_a_damaged_generation_does_not_push_out_the_intact_one(store):
     assert generations(store.directory) == names(1, 2, 3)
     store.save(state(4))
     assert generations(store.directory) == names(3, 4)
-
-
-def test_a_generation_that_cannot_be_pruned_fails_no_save(store, monkeypatch, caplog):
-    def no_rename(*_):
-        raise OSError(errno.EIO, "Input/output error")
-
-    for number in (1, 2):
-        store.save(state(number))
-    rename = os.rename
-    monkeypatch.setattr(os, "rename", lambda a, b: no_rename() if "generation-" in str(a) else rename(a, b))
-    assert store.save(state(3)) == 3
-    assert "could not be removed" in caplog.text
-
-
-def test_what_somebody_removed_is_not_counted(store):
-    for number in (1, 2):
-        store.save(state(number))
-    shutil.rmtree(store.directory / names(2)[0])
-    assert store.newest == 1
-    store.save(state(3))
-    assert generations(store.directory) == names(1, 3)  # the older one is not pruned in favour of one that is gone
-    for number in (1, 3):
-        shutil.rmtree(store.directory / names(number)[0])
-    assert store.newest is None
 
 
 # ---- damage ---------------------------------------------------------------------------------------------------------
@@ -563,62 +533,6 @@ def test_a_read_only_disk_is_refused_at_the_start_and_survived_later(mounted):
         assert_is_state(store.load().shards, 2)
 
 
-def _save_beyond_the_limit(directory: Path, sender) -> None:
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
-    with SnapshotStore(directory) as store:
-        store.save(state(1))
-        try:
-            store.save(state(2, numel=100_000))
-        except SnapshotError as error:
-            sender.send(str(error))
-        store.save(state(3))
-
-
-def test_a_file_that_may_not_grow_keeps_the_older_generation(tmp_path):
-    receiver, sender = forkserver.Pipe(duplex=False)
-    process = forkserver.Process(target=_save_beyond_the_limit, args=(tmp_path / "s", sender), daemon=True)
-    process.start()
-    sender.close()
-    try:
-        assert receiver.poll(60)
-        text = receiver.recv()
-        process.join(30)
-        assert process.exitcode == 0
-    finally:
-        process.kill()
-        process.join(10)
-        receiver.close()
-    assert "File too large" in text
-    assert "generation 1 stays durable" in text
-    with SnapshotStore(tmp_path / "s") as store:
-        assert_is_state(store.load().shards, 3)
-
-
-def test_an_attempt_that_could_not_be_removed_goes_with_the_next_save(store, monkeypatch, caplog):
-    def fail(*_, **__):
-        raise OSError(errno.EIO, "Input/output error")
-
-    monkeypatch.setattr(os, "fsync", fail)
-    monkeypatch.setattr(shutil, "rmtree", fail)
-    with pytest.raises(SnapshotError, match="Input/output error"):
-        store.save(state(1))
-    assert generations(store.directory) == ["unfinished-000000000001"]
-    assert "could not be removed" in caplog.text
-    monkeypatch.undo()
-    store.save(state(2))
-    assert generations(store.directory) == names(2)
-
-
-def test_a_failed_commit_leaves_what_has_its_name_alone(store):
-    store.save(state(1))
-    shutil.copytree(store.directory / names(1)[0], store.directory / names(2)[0])
-    with pytest.raises(SnapshotError, match="generation 2 was not written"):
-        store.save(state(2))
-    assert generations(store.directory) == names(1, 2)
-    store.save(state(3))
-    assert_is_state(store.load().shards, 3)
-
-
 # ---- killed writers -------------------------------------------------------------------------------------------------
 
 
@@ -723,42 +637,6 @@ def test_a_directory_belongs_to_one_store(store):
         assert_is_state(other.load().shards, 1)
 
 
-@pytest.mark.parametrize("what", ["directory", "lock"])
-def test_a_directory_made_anew_is_locked_anew(store, what):
-    store.save(state(1))
-    if what == "directory":
-        shutil.rmtree(store.directory)
-        with pytest.raises(SnapshotError, match=r"No such file.*there is no older one"):
-            store.save(state(2))
-        store.directory.mkdir()
-    else:
-        (store.directory / "lock").unlink()
-    for number in (2, 3):
-        store.save(state(number))
-    assert len(generations(store.directory)) == 2
-    with pytest.raises(SnapshotError, match=f"lock held by process {os.getpid()}\\)"):
-        SnapshotStore(store.directory).open()
-    store.close()
-    with SnapshotStore(store.directory) as other:
-        assert_is_state(other.load().shards, 3)
-
-
-def test_a_directory_that_became_another_s_is_left_alone(store):
-    store.save(state(1))
-    shutil.rmtree(store.directory)
-    with SnapshotStore(store.directory) as other:
-        for number in (11, 12):
-            other.save(state(number))
-            with pytest.raises(SnapshotError, match=r"belongs to one server \(expected .*, got a lock held by process"):
-                store.save(state(2))
-            assert store.newest is None  # a number of ours that is there is the other's
-        assert generations(store.directory) == names(1, 2)
-        assert_is_state(other.load().shards, 12)
-    generation = store.save(state(3))  # the other has ended
-    assert generations(store.directory) == names(1, 2, generation)
-    assert_is_state(store.load().shards, 3)
-
-
 def _hold(directory: Path, sender) -> None:
     with SnapshotStore(directory):
         sender.send(os.getpid())
@@ -846,10 +724,6 @@ def test_metas_are_merged_in_order_and_not_shared():
 def test_chunks_without_values_are_spread_by_number():
     shards = [[JobState("a", {"shard": 0}, [ChunkState(key, {}, {}) for key in range(6)])]]
     assert [len(jobs[0].chunks) for jobs in distribute(shards, 3, merged)] == [2, 2, 2]
-
-
-def test_nothing_is_spread_too():
-    assert distribute([], 2, merged) == [[], []]
 
 
 @pytest.mark.parametrize("count", [1, 2])

@@ -15,8 +15,9 @@ from pathlib import Path
 import pytest
 import torch
 import zmq
+from support.command_process import running_server_command
 from support.other_user import OTHER_UID, as_other_user, needs_root, other_user
-from support.server_process import Peer, ServerFailedError, run_command, running_server
+from support.server_process import Peer, ServerFailedError, running_server
 
 import psengine
 from psengine.environment import local_sockets
@@ -195,9 +196,9 @@ def test_a_client_that_does_not_find_the_socket_hears_every_fix(tmp_path, monkey
 def test_a_secret_that_others_could_read_is_refused(tmp_path):
     secret = write_secret(tmp_path / "secret")
     secret.chmod(0o644)
-    with run_command(["--bind", "tcp://127.0.0.1:0", "--secret-file", str(secret)]) as command:
+    with running_server_command(["--bind", "tcp://127.0.0.1:0", "--secret-file", str(secret)]) as command:
         assert command.wait() == 2
-        assert "chmod 600" in command.stderr()
+        assert "chmod 600" in command.stderr
 
 
 @needs_root
@@ -359,9 +360,9 @@ def test_a_directory_that_is_not_ours_alone_is_refused(fault, tmp_path, monkeypa
         directory.symlink_to(tmp_path / "aside") if fault == "link" else directory.touch(0o600)
     with pytest.raises(ConfigurationError, match=r"must be ours alone.*Fix: .*PSENGINE_RUNTIME_DIR"):
         private_directory(make=True)
-    with run_command(["--bind", "tcp://127.0.0.1:0"]) as command:
+    with running_server_command(["--bind", "tcp://127.0.0.1:0"]) as command:
         assert command.wait() == 2
-        assert "must be ours alone" in command.stderr()
+        assert "must be ours alone" in command.stderr
 
 
 def test_who_listens_is_known_for_tcp_and_unix_sockets(tmp_path):
