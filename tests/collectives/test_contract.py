@@ -19,7 +19,7 @@ from support.counting_collective import CountingCollective
 from support.expectations import raises
 from support.marks import slow
 from support.native_extension import SHARED_MEMORY, needs_shared_memory
-from support.processes import RanksFailedError, run_ranks, run_ranks_to_any_end
+from support.processes import RanksFailedError, in_ranks, run_ranks, run_ranks_to_any_end
 
 import psengine
 from psengine.collectives.base import Collective, Work
@@ -220,7 +220,8 @@ def test_the_transports_own_reduce_scatter():
 # ---- one for each process group --------------------------------------------------------------------------------------
 
 
-def ask_everybody(rank: int, world_size: int) -> None:
+@in_ranks(2)
+def test_everybody_asks_one_collective(rank, world_size):
     module = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.SyncBatchNorm(3), torch.nn.Linear(3, 1))
     model = psengine.DistributedDataParallel(module)
     other = psengine.DistributedDataParallel(torch.nn.Linear(3, 1))
@@ -236,10 +237,6 @@ def ask_everybody(rank: int, world_size: int) -> None:
         assert psengine.sum(1) == world_size
     model._update_process_group(group)
     assert model._collective is collective_for(group)
-
-
-def test_everybody_asks_one_collective():
-    run_ranks(ask_everybody, 2)
 
 
 def destroy_and_make_again(rank: int, world_size: int, name: str) -> None:

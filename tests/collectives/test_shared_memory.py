@@ -27,7 +27,7 @@ import torch.distributed as dist
 from support.expectations import raises
 from support.marks import slow
 from support.native_extension import needs_shared_memory
-from support.processes import free_port, run_ranks, run_ranks_to_any_end
+from support.processes import free_port, in_ranks, run_ranks, run_ranks_to_any_end
 
 import psengine
 from psengine.collectives.automatic import AutomaticCollective
@@ -335,7 +335,8 @@ def be_stopped(rank: int, world_size: int, timeout_s: float, pause_s: float, sec
         return work_until_failure(collective, seconds)
 
 
-def continue_after_stop(rank: int, world_size: int) -> None:
+@in_ranks(3)
+def test_a_rank_that_stops_for_a_while_is_waited_for(rank, world_size):
     collective = shared_memory(timeout_s=20)
     total = torch.ones(1)
     with sending(0.1 if rank == 1 else 0.0, *([signal.SIGSTOP, signal.SIGCONT] if rank == 1 else []), pause_s=0.7):
@@ -346,10 +347,6 @@ def continue_after_stop(rank: int, world_size: int) -> None:
             assert all((flat == 3.0 * step).all() for flat in flats)
             total += 1
     assert total == 101
-
-
-def test_a_rank_that_stops_for_a_while_is_waited_for():
-    run_ranks(continue_after_stop, 3)
 
 
 def test_a_rank_that_stops_for_too_long_is_the_one_named():
@@ -397,7 +394,8 @@ def test_a_rank_that_leaves_is_missed_where_it_is_needed(way, fate):
         assert fate in result.value[1]
 
 
-def differ(rank: int, world_size: int) -> None:
+@in_ranks(3)
+def test_different_calls_are_named_on_every_rank(rank, world_size):
     """Rank 1 calls something else than the others; everybody is told what."""
 
     def all_reduce(numel: int, dtype: torch.dtype = torch.float32, scale: float = 1.0) -> Callable[..., None]:
@@ -446,11 +444,8 @@ def differ(rank: int, world_size: int) -> None:
         dist.barrier()
 
 
-def test_different_calls_are_named_on_every_rank():
-    run_ranks(differ, 3)
-
-
-def fork_a_child(rank: int, world_size: int) -> None:
+@in_ranks(3)
+def test_a_forked_child_is_told_and_does_no_harm(rank, world_size):
     collective = connect()
     # Connected, but no other rank has mapped this memory when the child lets go of it.
     flat = collective.allocate(400_000, torch.float32, CPU).fill_(rank + 1.0)
@@ -479,10 +474,6 @@ def fork_a_child(rank: int, world_size: int) -> None:
     work.wait()
     collective.all_reduce(flat).wait()
     assert (flat == sum(range(1, world_size + 1))).all()
-
-
-def test_a_forked_child_is_told_and_does_no_harm():
-    run_ranks(fork_a_child, 3)
 
 
 def interrupt(rank: int, world_size: int) -> None:
@@ -581,7 +572,8 @@ def test_sleepers_are_woken():
 # ---- many, large, late -----------------------------------------------------------------------------------------------
 
 
-def get_far_ahead(rank: int, world_size: int) -> None:
+@in_ranks(3)
+def test_a_rank_may_be_far_ahead(rank, world_size):
     """Rank 0 has more rounds under way than there are places, while the others have not begun."""
     collective = connect()
     if rank != 0:
@@ -595,11 +587,8 @@ def get_far_ahead(rank: int, world_size: int) -> None:
     assert all((flat == world_size).all() for flat in flats)
 
 
-def test_a_rank_may_be_far_ahead():
-    run_ranks(get_far_ahead, 3)
-
-
-def progress_only(rank: int, world_size: int) -> None:
+@in_ranks(3)
+def test_progress_completes_operations(rank, world_size):
     """Nobody waits: calls of progress alone bring operations to their end."""
     collective = connect()
     flats = [torch.ones(10), torch.ones(700_000), collective.allocate(300_000, torch.float32, CPU).fill_(1.0)]
@@ -614,11 +603,8 @@ def progress_only(rank: int, world_size: int) -> None:
     dist.barrier()
 
 
-def test_progress_completes_operations():
-    run_ranks(progress_only, 3)
-
-
-def drop_works(rank: int, world_size: int) -> None:
+@in_ranks(2)
+def test_works_that_nobody_waits_for_are_let_go(rank, world_size):
     collective = connect()
     for step in range(150):
         collective.all_reduce(torch.full((1000,), float(step)))
@@ -630,11 +616,8 @@ def drop_works(rank: int, world_size: int) -> None:
     assert not collective._outstanding
 
 
-def test_works_that_nobody_waits_for_are_let_go():
-    run_ranks(drop_works, 2)
-
-
-def view_lazily(rank: int, world_size: int) -> None:
+@in_ranks(2)
+def test_views_that_are_not_plain_memory(rank, world_size):
     """Conjugates and negatives that torch has not computed yet."""
     collective = shared_memory()
     number = torch.tensor([complex(rank, 1.0)])
@@ -647,10 +630,6 @@ def view_lazily(rank: int, world_size: int) -> None:
         collective.reduce_scatter(torch.zeros(1, dtype=torch.bool), torch.zeros(2, dtype=torch.bool))
     with raises(CollectiveError, "shared memory copies strided CPU tensors", "torch.sparse_coo on cpu"):
         collective.broadcast([torch.zeros(2).to_sparse()])
-
-
-def test_views_that_are_not_plain_memory():
-    run_ranks(view_lazily, 2)
 
 
 def reduce_gigabytes(rank: int, world_size: int) -> None:

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from support.counting_collective import note_calls
 from support.expectations import raises
-from support.processes import run_ranks
+from support.processes import in_ranks, run_ranks
 
 from psengine.collectives import cache
 from psengine.collectives.registry import collective_for, default_group
@@ -387,15 +387,13 @@ def test_without_a_process_group():
     check_alone()
 
 
-def alone_in_a_group(rank: int, world_size: int) -> None:
+@in_ranks(1)
+def test_alone_in_a_process_group(rank, world_size):
     check_alone()
 
 
-def test_alone_in_a_process_group():
-    run_ranks(alone_in_a_group, 1)
-
-
-def subgroups(rank: int, world_size: int) -> None:
+@in_ranks(4)
+def test_subgroups(rank, world_size):
     even, odd = dist.new_group([0, 2]), dist.new_group([1, 3])
     mine, other = (even, odd) if rank % 2 == 0 else (odd, even)
     assert metrics.sum(rank, mine) == (2 if rank % 2 == 0 else 4)
@@ -403,10 +401,6 @@ def subgroups(rank: int, world_size: int) -> None:
     assert metrics.mean(float(rank)) == 1.5
     with raises(TypeError, "process_group", "new_group()"):
         metrics.mean(1.0, other)
-
-
-def test_subgroups():
-    run_ranks(subgroups, 4)
 
 
 def free_port() -> int:

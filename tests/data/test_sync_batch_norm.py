@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from support.counting_collective import note_calls
 from support.expectations import raises
-from support.processes import run_ranks
+from support.processes import in_ranks, run_ranks
 from torch import nn
 
 from psengine.data.sync_batch_norm import SyncBatchNorm, adopt_sync_batchnorm, convert_sync_batchnorm
@@ -251,7 +251,8 @@ def in_a_model(rank: int, world_size: int) -> None:
         torch.testing.assert_close(tensor, expected, rtol=1e-11, atol=1e-11, msg=name)
 
 
-def with_process_groups(rank: int, world_size: int) -> None:
+@in_ranks(4)
+def test_process_groups(rank, world_size):
     halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     mine = halves[rank // 2]
     x = torch.randn(4, CHANNELS, generator=torch.Generator().manual_seed(rank)) + rank
@@ -268,7 +269,8 @@ def with_process_groups(rank: int, world_size: int) -> None:
     assert torch.equal(SyncBatchNorm(CHANNELS, process_group=alone)(x), nn.BatchNorm1d(CHANNELS)(x))
 
 
-def compiled(rank: int, world_size: int) -> None:
+@in_ranks(2)
+def test_compiled_model(rank, world_size):
     torch.manual_seed(0)
     model = convert_sync_batchnorm(nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.ReLU(), nn.Linear(3, 2)))
     reference = copy.deepcopy(model)
@@ -291,14 +293,6 @@ def compiled(rank: int, world_size: int) -> None:
 )
 def test_across_ranks(function, world_size):
     run_ranks(function, world_size)
-
-
-def test_process_groups():
-    run_ranks(with_process_groups, 4)
-
-
-def test_compiled_model():
-    run_ranks(compiled, 2)
 
 
 def alone(rank: int, world_size: int) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from support.native_extension import SHARED_MEMORY
-from support.processes import run_ranks
+from support.processes import in_ranks, run_ranks
 from torch import nn
 
 import psengine
@@ -132,7 +132,8 @@ def test_what_overflows_as_it_travels_counts(views):
         assert "rank 1: 2 values, first in parameter 'middle.weight'" in message
 
 
-def delayed(rank: int, world_size: int) -> None:
+@in_ranks(1)
+def test_delayed_gradients_are_refused(rank, world_size):
     module = Poisonable()
     with pytest.raises(ConfigurationError, match=r"got \['last.weight'\]"):
         psengine.DistributedDataParallel(
@@ -141,10 +142,6 @@ def delayed(rank: int, world_size: int) -> None:
             delay_all_reduce_named_params=[("last.weight", module.last.weight)],
             param_to_hook_all_reduce=module.first.weight,
         )
-
-
-def test_delayed_gradients_are_refused():
-    run_ranks(delayed, 1)
 
 
 def test_sparse_gradients_are_counted():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.processes import run_ranks
+from support.processes import in_ranks, run_ranks
 from torch import nn
 
 import psengine
@@ -40,7 +40,8 @@ def test_equals_torch(max_norm):
     assert results[0] == results[1], "the norm has the same bits on every rank"
 
 
-def other_calls(rank: int, world_size: int) -> None:
+@in_ranks(2)
+def test_other_norms_errors_and_modules(rank, world_size):
     model = psengine.DistributedDataParallel(build())
     assert psengine.clip_grad_norm_(model, 1.0) == 0.0, "no gradients yet"
     for _ in range(2):
@@ -55,10 +56,6 @@ def other_calls(rank: int, world_size: int) -> None:
     plain(torch.ones(2, 300)).sum().backward()
     expected = torch.nn.utils.get_total_norm([p.grad for p in plain.parameters()])
     assert torch.equal(psengine.clip_grad_norm_(plain, 1e9), expected), "a module that is not wrapped"
-
-
-def test_other_norms_errors_and_modules():
-    run_ranks(other_calls, 2)
 
 
 def test_parameters_in_the_place_of_the_model_are_refused_with_the_fix():

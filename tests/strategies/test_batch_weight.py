@@ -12,7 +12,7 @@ import pytest
 import torch
 from support.expectations import raises
 from support.native_extension import SHARED_MEMORY, needs_shared_memory
-from support.processes import run_ranks
+from support.processes import in_ranks, run_ranks
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
@@ -201,7 +201,8 @@ def test_equal_weights_change_no_bit(collective, as_view):
     run_ranks(equal_weights, 2, collective, as_view)
 
 
-def accumulated(rank: int, world_size: int) -> None:
+@in_ranks(2)
+def test_micro_batches(rank, world_size):
     """The documented recipe: a mean over all of this rank's samples, the weight at the forward that synchronises."""
     model = DistributedDataParallel(seeded(Perceptron))
     reference = seeded(Perceptron)
@@ -217,10 +218,6 @@ def accumulated(rank: int, world_size: int) -> None:
     nn.functional.mse_loss(reference(x), y).backward()
     for p, q in zip(reference.parameters(), model.parameters(), strict=True):
         assert torch.allclose(p.grad, q.grad, **FLOAT64)
-
-
-def test_micro_batches():
-    run_ranks(accumulated, 2)
 
 
 JOINED_BATCHES = [0, 1, 3]
@@ -289,7 +286,8 @@ def test_weights_can_be_switched_off(world_size):
     run_ranks(switches, world_size)
 
 
-def alone(rank: int, world_size: int) -> None:
+@in_ranks(1)
+def test_a_world_of_one(rank, world_size):
     model = DistributedDataParallel(seeded(Perceptron))
     x = torch.ones(2, FEATURES, dtype=torch.float64)
     reference = seeded(Perceptron)
@@ -300,10 +298,6 @@ def alone(rank: int, world_size: int) -> None:
         model(x).mean().backward()
         for p, q in zip(reference.parameters(), model.parameters(), strict=True):
             assert torch.equal(q.grad, p.grad if weight else torch.zeros_like(p))
-
-
-def test_a_world_of_one():
-    run_ranks(alone, 1)
 
 
 def refusals(rank: int, world_size: int) -> None:

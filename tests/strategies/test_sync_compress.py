@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from support.int8_codec import Int8
 from support.native_extension import SHARED_MEMORY
-from support.processes import run_ranks
+from support.processes import in_ranks, run_ranks
 from support.top_one_codec import TopOne
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as Native
@@ -100,7 +100,8 @@ def test_each_addend_and_the_average_are_rounded_once():
             assert ((average - expected).abs() <= expected.abs() * 2**-8 + 1e-9).all()
 
 
-def mixed(rank: int, world_size: int) -> None:
+@in_ranks(2)
+def test_only_wider_floats_are_converted(rank, world_size):
     dtypes = (torch.float64, torch.float16, torch.complex64)
     module = Products([torch.zeros(3, dtype=dtype) for dtype in dtypes], [rank + 1.0] * 3)
     model = psengine.DistributedDataParallel(module, strategy="sync:compress=bf16")
@@ -108,10 +109,6 @@ def mixed(rank: int, world_size: int) -> None:
     for p, dtype in zip(module.parameters(), dtypes, strict=True):
         assert p.grad.dtype == dtype
         assert p.grad.tolist() == [1.5] * 3, p.grad
-
-
-def test_only_wider_floats_are_converted():
-    run_ranks(mixed, 2)
 
 
 def gathered(rank: int, world_size: int, options: dict[str, Any], weight: float | None) -> list[torch.Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import multiprocessing
 import os
 import pickle
@@ -89,6 +90,24 @@ def run_ranks(
         report = "\n".join(f"--- rank {r.rank}, exit code {r.exit_code} ---\n{r.error or ''}" for r in failed)
         raise RanksFailedError(f"{len(failed)} of {world_size} ranks failed\n{report}")
     return [r.value for r in results]
+
+
+def in_ranks(world_size: int) -> Callable[[Callable[[int, int], None]], Callable[[], None]]:
+    """For a test whose body runs in ``world_size`` ranks: ``def test_something(rank, world_size)``."""
+
+    def decorate(body: Callable[[int, int], None]) -> Callable[[], None]:
+        def test() -> None:
+            run_ranks(_run_body, world_size, body.__module__, body.__name__)
+
+        test.__name__, test.__module__, test.__doc__ = body.__name__, body.__module__, body.__doc__
+        test.body = body  # type: ignore[attr-defined]
+        return test
+
+    return decorate
+
+
+def _run_body(rank: int, world_size: int, module: str, name: str) -> None:
+    getattr(importlib.import_module(module), name).body(rank, world_size)
 
 
 def run_ranks_to_any_end(

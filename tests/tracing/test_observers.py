@@ -17,7 +17,7 @@ import pytest
 import torch
 from support.expectations import raises
 from support.native_twins import assert_same_gradients, pair
-from support.processes import run_ranks
+from support.processes import in_ranks, run_ranks
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -190,7 +190,8 @@ def test_a_timeline_that_cannot_be_written_ends_no_training(tmp_path):
 # ---- stalls ------------------------------------------------------------------------------------------------------
 
 
-def no_thread_can_start(rank: int, world_size: int) -> None:
+@in_ranks(2)
+def test_waits_are_not_watched_where_no_thread_can_start_and_training_goes_on(rank, world_size):
     before = threading.stack_size(2**46)  # more than there is: no thread of Python's starts any more
     try:
         with raises(RuntimeError, "can't start new thread"):
@@ -200,10 +201,6 @@ def no_thread_can_start(rank: int, world_size: int) -> None:
             model(torch.ones(2, 4)).sum().backward()
     finally:
         threading.stack_size(before)
-
-
-def test_waits_are_not_watched_where_no_thread_can_start_and_training_goes_on():
-    run_ranks(no_thread_can_start, 2)
 
 
 # ---- what a worker reports ---------------------------------------------------------------------------------------

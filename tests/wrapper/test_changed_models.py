@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from support.expectations import raises
-from support.processes import run_ranks
+from support.processes import in_ranks, run_ranks
 from support.server_process import running_server
 from support.server_training import use
 from torch import nn
@@ -165,7 +165,8 @@ def conversions(rank: int, world_size: int, address: str) -> None:
         train(ddp, 1)
 
 
-def nothing_lost(rank: int, world_size: int) -> None:
+@in_ranks(2)
+def test_what_is_no_conversion_goes_on(rank, world_size):
     """What keeps the hooks goes on: new memory, freezing, forwards without a backward."""
     torch.manual_seed(0)
     ddp = psengine.DistributedDataParallel(Head(), find_unused_parameters=True)
@@ -183,7 +184,3 @@ def nothing_lost(rank: int, world_size: int) -> None:
 
 def test_conversions_after_wrapping_are_refused(server):
     run_ranks(conversions, 2, server.addresses[0])
-
-
-def test_what_is_no_conversion_goes_on():
-    run_ranks(nothing_lost, 2)

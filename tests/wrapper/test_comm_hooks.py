@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from support.expectations import raises
 from support.native_twins import Net, assert_same_gradients, pair, seeded
-from support.processes import run_ranks
+from support.processes import in_ranks, run_ranks
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import (
     debugging_hooks,
@@ -47,7 +47,8 @@ def train_pair(rank, register, *, steps=6, build=model, bucket_cap_mb=0.0005, **
     return ours
 
 
-def elementwise_hooks(rank: int, world_size: int) -> None:
+@in_ranks(2)
+def test_default_and_builtin_hooks(rank, world_size):
     group = dist.group.WORLD
     hooks = [
         (group, default_hooks.allreduce_hook),
@@ -65,11 +66,8 @@ def elementwise_hooks(rank: int, world_size: int) -> None:
     assert static._get_ddp_logging_data()["comm_hook"] == "allreduce_hook"
 
 
-def test_default_and_builtin_hooks():
-    run_ranks(elementwise_hooks, 2)
-
-
-def bfloat16_hook(rank: int, world_size: int) -> None:
+@in_ranks(2)
+def test_bf16_hook(rank, world_size):
     # Native refuses this hook off CUDA; gloo reduces bfloat16, so it works here.
     ddp = DistributedDataParallel(seeded(model))
     ddp.register_comm_hook(None, default_hooks.bf16_compress_hook)
@@ -82,11 +80,8 @@ def bfloat16_hook(rank: int, world_size: int) -> None:
         assert p.grad.dtype is torch.float32
 
 
-def test_bf16_hook():
-    run_ranks(bfloat16_hook, 2)
-
-
-def stateful_hooks(rank: int, world_size: int) -> None:
+@in_ranks(2)
+def test_power_sgd_and_post_local_sgd(rank, world_size):
     group = dist.group.WORLD
 
     def power(m, **options):
@@ -110,11 +105,8 @@ def stateful_hooks(rank: int, world_size: int) -> None:
     )
 
 
-def test_power_sgd_and_post_local_sgd():
-    run_ranks(stateful_hooks, 2)
-
-
-def quantized(rank: int, world_size: int) -> None:
+@in_ranks(1)
+def test_quantization_hooks_report_their_own_errors(rank, world_size):
     for hook in (quantization_hooks.quantization_pertensor_hook, quantization_hooks.quantization_perchannel_hook):
         ddp = DistributedDataParallel(seeded(model))
         ddp.register_comm_hook(dist.group.WORLD, hook)
@@ -124,11 +116,8 @@ def quantized(rank: int, world_size: int) -> None:
             raise RuntimeError("cuda not needed")
 
 
-def test_quantization_hooks_report_their_own_errors():
-    run_ranks(quantized, 1)
-
-
-def overlapped_optimizers(rank: int, world_size: int) -> None:
+@in_ranks(2)
+def test_optimizers_inside_backward(rank, world_size):
     """An optimizer that steps inside the hook gives the weights of one that steps after backward."""
     x = torch.randn(4, 8, generator=torch.Generator().manual_seed(rank))
 
@@ -161,11 +150,8 @@ def overlapped_optimizers(rank: int, world_size: int) -> None:
     assert hasattr(optimizer_overlap_hooks, "_hook_then_optimizer")
 
 
-def test_optimizers_inside_backward():
-    run_ranks(overlapped_optimizers, 2)
-
-
-def registration(rank: int, world_size: int) -> None:
+@in_ranks(1)
+def test_registration_errors(rank, world_size):
     ddp = DistributedDataParallel(seeded(Net), find_unused_parameters=False)
 
     def wrong_annotation(state: object, bucket: int) -> torch.futures.Future[torch.Tensor]:
@@ -225,11 +211,8 @@ def registration(rank: int, world_size: int) -> None:
             ddp(torch.ones(1, 4), use_spare=True).sum().backward()
 
 
-def test_registration_errors():
-    run_ranks(registration, 1)
-
-
-def bucket_interface(rank: int, world_size: int) -> None:
+@in_ranks(2)
+def test_what_a_hook_sees(rank, world_size):
     seen = []
 
     def hook(state, bucket):
@@ -259,11 +242,8 @@ def bucket_interface(rank: int, world_size: int) -> None:
     assert seen[-count:] == [(i, i == count - 1) for i in range(count)]
 
 
-def test_what_a_hook_sees():
-    run_ranks(bucket_interface, 2)
-
-
-def buffer_hooks(rank: int, world_size: int) -> None:
+@in_ranks(2)
+def test_buffer_hooks(rank, world_size):
     def build():
         return nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
 
@@ -288,10 +268,6 @@ def buffer_hooks(rank: int, world_size: int) -> None:
                 assert_same_gradients(ours, native)
                 for a, b in zip(ours.module.buffers(), native.module.buffers(), strict=True):
                     assert torch.equal(a, b)
-
-
-def test_buffer_hooks():
-    run_ranks(buffer_hooks, 2)
 
 
 def mixed_precision(rank: int, world_size: int) -> None:

@@ -7,7 +7,7 @@ import sys
 
 import torch
 from support.native_twins import assert_same_gradients, seeded
-from support.processes import run_ranks
+from support.processes import in_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as Native
 
@@ -25,7 +25,8 @@ class Stack(nn.Module):
         return x
 
 
-def compiled(rank: int, world_size: int) -> None:
+@in_ranks(2)
+def test_compiled_models_are_split_at_buckets_like_native(rank, world_size):
     import torch._dynamo
 
     torch.manual_seed(rank)
@@ -54,10 +55,6 @@ def compiled(rank: int, world_size: int) -> None:
         native, native_graphs = run(Native, style)
         assert_same_gradients(ours, native)
         assert our_graphs == native_graphs > 1, f"{style}: split at bucket boundaries, {our_graphs}, {native_graphs}"
-
-
-def test_compiled_models_are_split_at_buckets_like_native():
-    run_ranks(compiled, 2)
 
 
 def test_dynamo_is_not_loaded_for_those_who_do_not_compile():

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from support.expectations import raises
 from support.native_twins import Net, assert_same_gradients, pair, seeded
-from support.processes import run_ranks, run_ranks_to_any_end
+from support.processes import in_ranks, run_ranks, run_ranks_to_any_end
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as Native
 from torch.utils.checkpoint import checkpoint
@@ -45,7 +45,8 @@ def test_gradients_are_summed_within_and_averaged_across():
     assert run_ranks(sum_within_mean_across, 2) == [14.0, 14.0]
 
 
-def never_native(rank: int, world_size: int) -> None:
+@in_ranks(2)
+def test_native_reducer_and_logger_are_never_constructed(rank, world_size):
     with (
         mock.patch.object(dist, "Reducer", side_effect=AssertionError("native Reducer constructed")),
         mock.patch.object(dist, "Logger", side_effect=AssertionError("native Logger constructed")),
@@ -57,10 +58,6 @@ def never_native(rank: int, world_size: int) -> None:
             ddp(torch.randn(2, 4)).sum().backward()
         ddp._get_ddp_logging_data()
         copy.deepcopy(ddp)(torch.randn(2, 4)).sum().backward()
-
-
-def test_native_reducer_and_logger_are_never_constructed():
-    run_ranks(never_native, 2)
 
 
 def initial_state(rank: int, world_size: int) -> list[torch.Tensor]:
@@ -118,7 +115,8 @@ def first_tensor(output):
     return output["a"] if isinstance(output, dict) else output[0]
 
 
-def unused_outputs(rank: int, world_size: int) -> None:
+@in_ranks(2)
+def test_unused_parameters_in_nested_outputs(rank, world_size):
     for kind in ("list", "dict", "namedtuple", "dataclass"):
         for as_view in (False, True):
             ours, native = pair(lambda k=kind: Nested(k), find_unused_parameters=True, gradient_as_bucket_view=as_view)
@@ -138,11 +136,8 @@ def unused_outputs(rank: int, world_size: int) -> None:
                     assert ours.module.b.weight.grad is None, f"output not in the loss, step {step}"
 
 
-def test_unused_parameters_in_nested_outputs():
-    run_ranks(unused_outputs, 2)
-
-
-def unused_on_one_rank(rank: int, world_size: int) -> None:
+@in_ranks(2)
+def test_parameters_used_on_some_ranks_only(rank, world_size):
     for as_view in (False, True):
         ours, native = pair(Net, find_unused_parameters=True, gradient_as_bucket_view=as_view)
         for step in range(4):
@@ -155,11 +150,8 @@ def unused_on_one_rank(rank: int, world_size: int) -> None:
             assert ours.module.spare.weight.grad is not None
 
 
-def test_parameters_used_on_some_ranks_only():
-    run_ranks(unused_on_one_rank, 2)
-
-
-def unused_is_named(rank: int, world_size: int) -> None:
+@in_ranks(2)
+def test_an_unused_parameter_is_named(rank, world_size):
     ddp = psengine.DistributedDataParallel(seeded(Net))
     ddp(torch.randn(2, 4)).sum().backward()
     texts = (
@@ -172,10 +164,6 @@ def unused_is_named(rank: int, world_size: int) -> None:
         ddp(torch.randn(2, 4))
     with raises(RuntimeError, "spare.weight"):
         ddp._check_reducer_finalized()
-
-
-def test_an_unused_parameter_is_named():
-    run_ranks(unused_is_named, 2)
 
 
 def skipped_buckets(rank: int, world_size: int) -> tuple[int, int]:
@@ -194,7 +182,8 @@ def test_buckets_nobody_uses_can_be_skipped():
     assert run_ranks(skipped_buckets, 2) == [(4, 2), (4, 2)]
 
 
-def marked_twice(rank: int, world_size: int) -> None:
+@in_ranks(2)
+def test_reentrant_checkpointing_needs_a_static_graph(rank, world_size):
     class Twice(nn.Module):
         def __init__(self):
             super().__init__()
@@ -219,11 +208,8 @@ def marked_twice(rank: int, world_size: int) -> None:
         assert_same_gradients(ours, native)
 
 
-def test_reentrant_checkpointing_needs_a_static_graph():
-    run_ranks(marked_twice, 2)
-
-
-def static_graph_changes(rank: int, world_size: int) -> None:
+@in_ranks(2)
+def test_a_changed_static_graph_is_an_error(rank, world_size):
     ddp = psengine.DistributedDataParallel(seeded(Net), static_graph=True)
     ddp(torch.ones(1, 4)).sum().backward()
     with raises(RuntimeError, "Your training graph has changed", "spare."):
@@ -237,10 +223,6 @@ def static_graph_changes(rank: int, world_size: int) -> None:
     ddp(torch.ones(1, 4)).sum().backward()
     with raises(RuntimeError, "should be called before training loop starts"):
         ddp._set_static_graph()
-
-
-def test_a_changed_static_graph_is_an_error():
-    run_ranks(static_graph_changes, 2)
 
 
 def undefined_gradients(rank: int, world_size: int) -> None:
@@ -278,7 +260,8 @@ def test_undefined_gradients():
 # ---- kinds of parameters and gradients -------------------------------------------------------------------------
 
 
-def complex_parameters(rank: int, world_size: int) -> None:
+@in_ranks(2)
+def test_complex_parameters_are_averaged_whole(rank, world_size):
     class Model(nn.Module):
         def __init__(self):
             super().__init__()
@@ -301,10 +284,6 @@ def complex_parameters(rank: int, world_size: int) -> None:
         assert model.weight.grad.imag.abs().max() > 0.1
 
 
-def test_complex_parameters_are_averaged_whole():
-    run_ranks(complex_parameters, 2)
-
-
 class Embedded(nn.Module):
     def __init__(self):
         super().__init__()
@@ -316,7 +295,8 @@ class Embedded(nn.Module):
         return self.head(self.table(indices).sum(0) + self.bag(indices.view(1, -1) % 6)[0])
 
 
-def sparse_gradients(rank: int, world_size: int) -> None:
+@in_ranks(2)
+def test_sparse_gradients(rank, world_size):
     ours, native = pair(Embedded)
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (ours, native)]
     for step in range(4):
@@ -330,11 +310,8 @@ def sparse_gradients(rank: int, world_size: int) -> None:
             optimizer.step()
 
 
-def test_sparse_gradients():
-    run_ranks(sparse_gradients, 2)
-
-
-def layouts_and_dtypes(rank: int, world_size: int) -> None:
+@in_ranks(2)
+def test_channels_last_and_mixed_dtypes(rank, world_size):
     class Mixed(nn.Module):
         def __init__(self):
             super().__init__()
@@ -360,11 +337,8 @@ def layouts_and_dtypes(rank: int, world_size: int) -> None:
             assert ours.module.conv.weight.grad.stride() == ours.module.conv.weight.stride()
 
 
-def test_channels_last_and_mixed_dtypes():
-    run_ranks(layouts_and_dtypes, 2)
-
-
-def several_forwards(rank: int, world_size: int) -> None:
+@in_ranks(2)
+def test_several_forwards_before_one_backward(rank, world_size):
     def build():
         return nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 3))
 
@@ -380,11 +354,8 @@ def several_forwards(rank: int, world_size: int) -> None:
         assert torch.equal(a, b)
 
 
-def test_several_forwards_before_one_backward():
-    run_ranks(several_forwards, 2)
-
-
-def forgotten_backward(rank: int, world_size: int) -> None:
+@in_ranks(2)
+def test_a_second_backward_that_exchanges_nothing_is_pointed_out(rank, world_size):
     ours, native = pair(Net)
     x = torch.ones(2, 4) * (rank + 1)
 
@@ -414,11 +385,8 @@ def forgotten_backward(rank: int, world_size: int) -> None:
     assert not all(torch.equal(gradient, other) for other in psengine.gather(gradient)), "nothing stayed local"
 
 
-def test_a_second_backward_that_exchanges_nothing_is_pointed_out():
-    run_ranks(forgotten_backward, 2)
-
-
-def accumulation(rank: int, world_size: int) -> None:
+@in_ranks(2)
+def test_no_sync_accumulates(rank, world_size):
     for as_view in (False, True):
         for to_none in (False, True):
             ours, native = pair(Net, gradient_as_bucket_view=as_view)
@@ -438,10 +406,6 @@ def accumulation(rank: int, world_size: int) -> None:
             with raises(ZeroDivisionError), ddp.no_sync():
                 raise ZeroDivisionError
             assert ddp.require_backward_grad_sync is before
-
-
-def test_no_sync_accumulates():
-    run_ranks(accumulation, 2)
 
 
 def views(rank: int, world_size: int) -> None:
@@ -464,7 +428,8 @@ def test_gradient_as_bucket_view():
     run_ranks(views, 2)
 
 
-def frozen_and_ignored(rank: int, world_size: int) -> None:
+@in_ranks(2)
+def test_frozen_and_ignored_parameters(rank, world_size):
     model = seeded(Net)
     model.body.bias.requires_grad_(False)
     psengine.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["spare.weight"])
@@ -478,11 +443,8 @@ def frozen_and_ignored(rank: int, world_size: int) -> None:
     assert not torch.equal(*gathered), "nor are their gradients averaged"
 
 
-def test_frozen_and_ignored_parameters():
-    run_ranks(frozen_and_ignored, 2)
-
-
-def delayed_all_reduce(rank: int, world_size: int) -> None:
+@in_ranks(2)
+def test_delay_all_reduce_named_params(rank, world_size):
     model = seeded(Net)
     named = [(n, p) for n, p in model.named_parameters() if n.startswith("spare")]
     ddp = psengine.DistributedDataParallel(
@@ -498,10 +460,6 @@ def delayed_all_reduce(rank: int, world_size: int) -> None:
             assert torch.equal(p.grad, q.grad)
     with raises(ValueError, "need to be set at the same time"):
         psengine.DistributedDataParallel(seeded(Net), delay_all_reduce_named_params=named)
-
-
-def test_delay_all_reduce_named_params():
-    run_ranks(delayed_all_reduce, 2)
 
 
 # ---- buffers ---------------------------------------------------------------------------------------------------
@@ -532,7 +490,8 @@ def test_buffers_follow_rank_0_when_asked():
     assert not torch.equal(first[False]["running_mean"], second[False]["running_mean"])
 
 
-def old_buffer_argument(rank: int, world_size: int) -> None:
+@in_ranks(1)
+def test_deprecated_arguments_warn_like_native(rank, world_size):
     for cls in (psengine.DistributedDataParallel, Native):
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -546,14 +505,11 @@ def old_buffer_argument(rank: int, world_size: int) -> None:
         assert ddp.forward_sync_buffers is False
 
 
-def test_deprecated_arguments_warn_like_native():
-    run_ranks(old_buffer_argument, 1)
-
-
 # ---- errors ----------------------------------------------------------------------------------------------------
 
 
-def constructor_errors(rank: int, world_size: int) -> None:
+@in_ranks(1)
+def test_constructor_errors(rank, world_size):
     wrap = psengine.DistributedDataParallel
     frozen = nn.Linear(2, 2).requires_grad_(False)
     group = dist.new_group()
@@ -590,10 +546,6 @@ def constructor_errors(rank: int, world_size: int) -> None:
         with raises(error_type, "must be callable"):
             ddp.register_comm_hook(None, 3)
     assert "must be callable" in ddp._get_ddp_logging_data()["error"]
-
-
-def test_constructor_errors():
-    run_ranks(constructor_errors, 1)
 
 
 def test_no_process_group_says_what_to_call():
@@ -635,7 +587,8 @@ def test_a_dead_rank_is_named(moment):
 # ---- copies, names, cycles -------------------------------------------------------------------------------------
 
 
-def state_dicts(rank: int, world_size: int) -> None:
+@in_ranks(2)
+def test_state_dict_has_the_module_prefix(rank, world_size):
     ddp = psengine.DistributedDataParallel(seeded(Net))
     assert all(k.startswith("module.") for k in ddp.state_dict())
     seeded(Net, 1).load_state_dict(ddp.module.state_dict())
@@ -644,10 +597,6 @@ def state_dicts(rank: int, world_size: int) -> None:
     Native(seeded(Net, 3)).load_state_dict(ddp.state_dict())
     for p, q in zip(ddp.parameters(), other.parameters(), strict=True):
         assert torch.equal(p, q)
-
-
-def test_state_dict_has_the_module_prefix():
-    run_ranks(state_dicts, 2)
 
 
 def copies(rank: int, world_size: int) -> None:
@@ -675,7 +624,8 @@ def test_pickle_and_deepcopy():
     run_ranks(copies, 2)
 
 
-def release(rank: int, world_size: int) -> None:
+@in_ranks(2)
+def test_a_dropped_wrapper_lets_go(rank, world_size):
     module = seeded(Net)
     ddp = psengine.DistributedDataParallel(module)
     ddp(torch.randn(1, 4), use_spare=True).sum().backward()
@@ -694,10 +644,6 @@ def release(rank: int, world_size: int) -> None:
     gathered = [torch.empty(4, 4) for _ in range(world_size)]
     dist.all_gather(gathered, module.body.weight.grad)
     assert not torch.equal(*gathered), "without hooks gradients stay local"
-
-
-def test_a_dropped_wrapper_lets_go():
-    run_ranks(release, 2)
 
 
 def groups(rank: int, world_size: int) -> float:
@@ -724,16 +670,13 @@ def test_process_group_and_device_mesh():
     assert run_ranks(groups, 4) == [1.0, 2.0, 1.0, 2.0]
 
 
-def higher_order(rank: int, world_size: int) -> None:
+@in_ranks(2)
+def test_create_graph_warns(rank, world_size):
     ddp = psengine.DistributedDataParallel(seeded(Net))
     with unittest.TestCase().assertLogs("psengine", "WARNING") as caught:
         ddp(torch.ones(1, 4) * rank, use_spare=True).pow(2).sum().backward(create_graph=True)
     assert "create_graph=True is not well-supported" in caught.output[0]
     ddp.zero_grad()
-
-
-def test_create_graph_warns():
-    run_ranks(higher_order, 2)
 
 
 def shrink(rank: int, world_size: int) -> float | None:
@@ -755,7 +698,8 @@ def test_update_process_group():
     assert run_ranks(shrink, 3) == [1.0, None, 1.0]
 
 
-def static_graph_starts_in_no_sync(rank: int, world_size: int) -> None:
+@in_ranks(2)
+def test_static_graph_may_start_in_no_sync(rank, world_size):
     """Native DDP fails here (pytorch#143580); the oracle is a model without static_graph."""
     static = psengine.DistributedDataParallel(seeded(Net), static_graph=True)
     reference = Native(seeded(Net))
@@ -769,11 +713,8 @@ def static_graph_starts_in_no_sync(rank: int, world_size: int) -> None:
         assert_same_gradients(static, reference)
 
 
-def test_static_graph_may_start_in_no_sync():
-    run_ranks(static_graph_starts_in_no_sync, 2)
-
-
-def used_only_inside_no_sync(rank: int, world_size: int) -> None:
+@in_ranks(2)
+def test_what_no_sync_accumulates_is_exchanged(rank, world_size):
     ours, native = pair(Net, find_unused_parameters=True)
     for step in range(4):
         x = torch.randn(2, 4)
@@ -796,10 +737,6 @@ def used_only_inside_no_sync(rank: int, world_size: int) -> None:
     assert torch.equal(*gathered)
 
 
-def test_what_no_sync_accumulates_is_exchanged():
-    run_ranks(used_only_inside_no_sync, 2)
-
-
 # ---- what reviewers found --------------------------------------------------------------------------------------
 
 
@@ -814,7 +751,8 @@ class Words(nn.Module):
         return self.head(x + self.b(indices) if use_b else x)
 
 
-def sparse_corners(rank: int, world_size: int) -> None:
+@in_ranks(2)
+def test_sparse_corners(rank, world_size):
     """An embedding unused on one rank, ranks without data, and two gradients that share their values."""
     indices = torch.arange(4) + rank
     for options in ({"find_unused_parameters": True}, {"static_graph": True}):
@@ -836,11 +774,8 @@ def sparse_corners(rank: int, world_size: int) -> None:
         assert torch.equal(p, q)
 
 
-def test_sparse_corners():
-    run_ranks(sparse_corners, 2)
-
-
-def inference_first(rank: int, world_size: int) -> None:
+@in_ranks(2)
+def test_a_first_forward_in_inference_mode(rank, world_size):
     ddp = psengine.DistributedDataParallel(nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8)))
     with torch.inference_mode():
         ddp.eval()(torch.randn(2, 4))
@@ -848,11 +783,8 @@ def inference_first(rank: int, world_size: int) -> None:
         ddp.train()(torch.randn(4, 4)).sum().backward()
 
 
-def test_a_first_forward_in_inference_mode():
-    run_ranks(inference_first, 2)
-
-
-def aliased_gradients(rank: int, world_size: int) -> None:
+@in_ranks(3)
+def test_an_alias_of_a_view_is_divided_like_the_view(rank, world_size):
     # Three ranks: in shared memory sums associate in rank order, over gloo round a ring.
     ours, native = pair(Net, gradient_as_bucket_view=True, collective="c10d")
     for _ in range(3):
@@ -864,19 +796,13 @@ def aliased_gradients(rank: int, world_size: int) -> None:
         assert_same_gradients(ours, native)
 
 
-def test_an_alias_of_a_view_is_divided_like_the_view():
-    run_ranks(aliased_gradients, 3)  # multiplying by 1/3 and dividing by 3 differ
-
-
-def undefined_alone(rank: int, world_size: int) -> None:
+@in_ranks(1)
+def test_undefined_gradients_of_a_single_rank(rank, world_size):
     undefined_gradients(rank, world_size)
 
 
-def test_undefined_gradients_of_a_single_rank():
-    run_ranks(undefined_alone, 1)
-
-
-def static_graph_recovers(rank: int, world_size: int) -> None:
+@in_ranks(2)
+def test_a_static_graph_recovers_from_a_failed_first_backward(rank, world_size):
     ddp, native = psengine.DistributedDataParallel(seeded(Net), static_graph=True), Native(seeded(Net))
 
     class Fail(torch.autograd.Function):
@@ -898,11 +824,8 @@ def static_graph_recovers(rank: int, world_size: int) -> None:
         assert_same_gradients(ddp, native)
 
 
-def test_a_static_graph_recovers_from_a_failed_first_backward():
-    run_ranks(static_graph_recovers, 2)
-
-
-def state_differs(rank: int, world_size: int) -> None:
+@in_ranks(2)
+def test_buffers_are_verified_and_a_failed_strategy_can_be_used_again(rank, world_size):
     module = nn.Linear(2, 2)
     module.register_buffer("mask", torch.ones(4 + 2 * rank))
     with raises(RuntimeError, "buffers and frozen parameters[0] ('mask')", "[6]", "[4]", f"seen on rank {rank}"):
@@ -921,11 +844,8 @@ def state_differs(rank: int, world_size: int) -> None:
     psengine.DistributedDataParallel(nn.Linear(2, 2), strategy=strategy)
 
 
-def test_buffers_are_verified_and_a_failed_strategy_can_be_used_again():
-    run_ranks(state_differs, 2)
-
-
-def delayed_lets_go(rank: int, world_size: int) -> None:
+@in_ranks(1)
+def test_delayed_all_reduce_goes_with_its_wrapper(rank, world_size):
     module = seeded(Net)
     named = list(module.named_parameters())
     options = {"delay_all_reduce_named_params": named, "param_to_hook_all_reduce": module.body.weight}
@@ -937,11 +857,8 @@ def delayed_lets_go(rank: int, world_size: int) -> None:
     assert not module.body.weight._backward_hooks
 
 
-def test_delayed_all_reduce_goes_with_its_wrapper():
-    run_ranks(delayed_lets_go, 1)
-
-
-def own_collective(rank: int, world_size: int) -> None:
+@in_ranks(2)
+def test_a_collective_object_and_deepcopy(rank, world_size):
     from psengine.collectives.c10d import C10dCollective
 
     ddp = psengine.DistributedDataParallel(seeded(Net), collective=C10dCollective())
@@ -949,10 +866,6 @@ def own_collective(rank: int, world_size: int) -> None:
     for model in (ddp, other):
         model(torch.ones(1, 4) * rank, use_spare=True).sum().backward()
     assert_same_gradients(other, ddp)
-
-
-def test_a_collective_object_and_deepcopy():
-    run_ranks(own_collective, 2)
 
 
 def kill_with_hook(rank: int, world_size: int) -> tuple[int, ...]:
@@ -976,11 +889,8 @@ def test_only_the_dead_rank_is_named_with_a_hook_registered():
     assert [r.value for r in results[:3]] == [(3,)] * 3, results
 
 
-def hidden_outputs(rank: int, world_size: int) -> None:
+@in_ranks(1)
+def test_static_graph_refuses_outputs_it_cannot_watch(rank, world_size):
     ddp = psengine.DistributedDataParallel(seeded(lambda: Nested("dataclass")), static_graph=True)
     with raises(RuntimeError, "static_graph=True must see backward begin", "Output"):
         ddp(torch.ones(1, 3))
-
-
-def test_static_graph_refuses_outputs_it_cannot_watch():
-    run_ranks(hidden_outputs, 1)

@@ -9,7 +9,7 @@ import torch
 from support.expectations import raises
 from support.native_extension import SHARED_MEMORY
 from support.native_twins import Net, pair, seeded
-from support.processes import run_ranks
+from support.processes import in_ranks, run_ranks
 from torch import nn
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel as Native
@@ -123,17 +123,14 @@ def test_uneven_inputs_where_native_aborts(case):
         assert torch.allclose(torch.zeros_like(p) if p.grad is None else p.grad, gradient, rtol=1e-5, atol=1e-6)
 
 
-def no_batches_at_all(rank: int, world_size: int) -> None:
+@in_ranks(2)
+def test_a_rank_without_any_batch(rank, world_size):
     for cls in (DistributedDataParallel, Native):
         model = cls(seeded(with_buffers))
         with model.join():
             for _ in range(3 * rank):
                 model.zero_grad()
                 model(torch.randn(4, 3)).sum().backward()
-
-
-def test_a_rank_without_any_batch():
-    run_ranks(no_batches_at_all, 2)
 
 
 def early_termination(rank: int, world_size: int) -> str:
@@ -152,12 +149,9 @@ def test_throw_on_early_termination():
     assert run_ranks(early_termination, 2) == [2, 2]
 
 
-def disabled(rank: int, world_size: int) -> None:
+@in_ranks(2)
+def test_join_can_be_disabled(rank, world_size):
     model = DistributedDataParallel(seeded(Net))
     with model.join(enable=False):
         model(torch.ones(1, 4), use_spare=True).sum().backward()
     assert model.module.spare.weight.grad is not None
-
-
-def test_join_can_be_disabled():
-    run_ranks(disabled, 2)

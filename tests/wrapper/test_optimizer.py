@@ -11,7 +11,7 @@ import pytest
 import torch
 from support.expectations import raises
 from support.native_twins import Net, seeded
-from support.processes import run_ranks
+from support.processes import in_ranks, run_ranks
 
 from psengine import DistributedDataParallel, DistributedOptimizer
 from psengine.tracing.timeline import recorder
@@ -75,7 +75,8 @@ def test_wrapped_equals_unwrapped(name):
     run_ranks(wrapped_equals_unwrapped, 2, name)
 
 
-def scheduler_comes_first(rank: int, world_size: int) -> None:
+@in_ranks(2)
+def test_a_scheduler_may_be_made_before(rank, world_size):
     """As torch's tutorials write it: model, optimizer, scheduler; then what is distributed."""
     plain, module = seeded(Net), seeded(Net)
     pairs = []
@@ -109,11 +110,8 @@ def scheduler_comes_first(rank: int, world_size: int) -> None:
     assert type(copy.copy(optimizer)) is torch.optim.SGD
 
 
-def test_a_scheduler_may_be_made_before():
-    run_ranks(scheduler_comes_first, 2)
-
-
-def errors(rank: int, world_size: int) -> None:
+@in_ranks(1)
+def test_errors(rank, world_size):
     model = DistributedDataParallel(seeded(Net))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with raises(TypeError, "expected a torch.optim.Optimizer (got int)"):
@@ -139,7 +137,3 @@ def errors(rank: int, world_size: int) -> None:
     DistributedOptimizer(scheduled, model)
     with raises(ValueError, "is gone. Fix: keep it"):
         scheduled.step()
-
-
-def test_errors():
-    run_ranks(errors, 1)
