@@ -15,6 +15,7 @@ import pytest
 import torch
 import zmq
 from support.server_process import running_server
+from support.waiting import eventually
 
 from psengine.errors import (
     AuthenticationError,
@@ -313,17 +314,15 @@ def test_an_averaging_server_may_restart():
 
 def await_members(*sessions):
     """Until all know of all, which takes a heartbeat."""
-    deadline = time.monotonic() + 10
-    while any(len(session.members) < len(sessions) for session in sessions):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    eventually(lambda: all(len(session.members) == len(sessions) for session in sessions))
 
 
 def await_exchange(session, number):
-    deadline = time.monotonic() + 20
-    while session.sequence(0) < number:
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
+    eventually(lambda: session.sequence(0) >= number, interval_s=0.001)
+
+
+def await_eviction(server, job):
+    eventually(lambda: ("evicted", job) in [(event["kind"], event["job"]) for event in server.status()["events"]])
 
 
 @pytest.mark.slow
@@ -403,7 +402,7 @@ def test_a_fenced_applying_worker_goes_on_by_itself(server, job):
         session.configure(0, SGD).wait()
         exchange(session, 1)
         silence(session)
-        time.sleep(2.6)
+        await_eviction(server, job)
         out, result = exchange(session, 1)
         assert result.version == 2
         assert bool((out == -1).all())
@@ -486,7 +485,7 @@ def test_a_fenced_averaging_worker_rejoins(server, job):
         both.result(20)
         donor = pool.submit(donate, first, stop)
         silence(second)
-        time.sleep(3.0)
+        await_eviction(server, job)
         with pytest.raises(FencedError, match="rejoin"):
             exchange(second, 1)
         assert isinstance(second.fenced, FencedError)
@@ -708,10 +707,7 @@ def test_an_embedded_server_ends_with_its_last_worker(monkeypatch):
             server.stop()
             assert server.is_running
             exchange(session, 1)
-        deadline = time.monotonic() + 10
-        while server.is_running and time.monotonic() < deadline:
-            time.sleep(0.05)
-        assert not server.is_running
+        eventually(lambda: not server.is_running)
     finally:
         server.stop()
 
