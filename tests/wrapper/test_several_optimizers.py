@@ -153,7 +153,7 @@ def other_optimizers(rank: int, world_size: int, address: str, is_over: Path) ->
     del optimizer
     psengine.DistributedOptimizer(torch.optim.Adam(model.parameters()), wrapped)
     gc.collect()
-    assert wrapped.strategy._live_optimizers() == []
+    assert wrapped.strategy.optimizers.alive() == []
     wrapped.strategy.close()
 
 

@@ -40,7 +40,8 @@ class OptimizerStates:
         self._optimizers.append(weakref.ref(optimizer))
         self._load(optimizer, names)
 
-    def _alive(self) -> list[torch.optim.Optimizer]:
+    def alive(self) -> list[torch.optim.Optimizer]:
+        """The optimizers that the program still has, in the order they were made."""
         if len(self._optimizers) > 1:
             gc.collect()  # those that a program has dropped, on all workers alike
         alive = [optimizer for reference in self._optimizers if (optimizer := reference()) is not None]
@@ -51,7 +52,7 @@ class OptimizerStates:
         """Return the states of all optimizers after so many ``steps``, as pieces for a worker that joins."""
         from psengine.strategies.servers.worker_state import pack
 
-        optimizers = self._alive()
+        optimizers = self.alive()
         if not optimizers:
             logger.warning(
                 "a worker joins, but this one's optimizer is unknown, so the joiner starts without its state. Fix:"
@@ -65,7 +66,7 @@ class OptimizerStates:
 
         self._arrived = unpack(pieces)
         self._loaded = set()
-        for optimizer in self._alive():
+        for optimizer in self.alive():
             self._load(optimizer, names)
         return self._arrived.steps
 

@@ -71,7 +71,7 @@ class SyncServer(ServerStrategy):
 
     def _forget(self) -> None:
         super()._forget()
-        self._optimizers = OptimizerStates()
+        self.optimizers = OptimizerStates()
         self._payloads: list[torch.Tensor] = []
         self._results: list[torch.Tensor] = []
         # The step under way: its exchanges in order, and the push of each. A chunk may have several: the usage map is
@@ -142,7 +142,7 @@ class SyncServer(ServerStrategy):
             return
         self._is_open = True
         self._sits_out = False
-        self._optimizers.forget_arrived(self.completed_steps)
+        self.optimizers.forget_arrived(self.completed_steps)
         self._exchanges, self._pushes, self.rejoins = [], [], 0
         try:
             self.session.serve_joiner(self._deposit_state)
@@ -237,7 +237,7 @@ class SyncServer(ServerStrategy):
         Raises:
             ServerError: this worker has joined others, who have no such optimizer.
         """
-        self._optimizers.bind(optimizer, self._parameter_names())
+        self.optimizers.bind(optimizer, self._parameter_names())
 
     def _parameter_names(self) -> dict[torch.Tensor, str]:
         assert self._replica is not None
@@ -248,7 +248,7 @@ class SyncServer(ServerStrategy):
         from psengine.parameter_server.client.operation import wait_all
 
         stores = [self.session.store(spec.key, self.chunks.values(spec)) for spec in self.chunks.specs]
-        pieces = self._optimizers.pack(self.completed_steps, self._parameter_names())
+        pieces = self.optimizers.pack(self.completed_steps, self._parameter_names())
         stores += [
             self.session.store(index, piece, blob=STATE_BLOB, pieces=len(pieces)) for index, piece in enumerate(pieces)
         ]
@@ -271,7 +271,7 @@ class SyncServer(ServerStrategy):
 
     def _take_state(self) -> None:
         pieces = self.session.pull_blob(STATE_BLOB)
-        self.completed_steps = self._optimizers.take(pieces, self._parameter_names())
+        self.completed_steps = self.optimizers.take(pieces, self._parameter_names())
 
 
 class _ChunkExchange(NamedTuple):
