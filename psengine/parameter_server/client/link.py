@@ -20,9 +20,9 @@ from dataclasses import dataclass
 
 import torch
 
-from psengine.errors import ProtocolError, PSEngineError, ServerLostError
+from psengine.errors import FencedError, ProtocolError, PSEngineError, ServerLostError
 from psengine.parameter_server.client import patience
-from psengine.parameter_server.client.link_errors import no_answer, refusal
+from psengine.parameter_server.client.link_errors import no_answer, refusal, says_hello_again
 from psengine.parameter_server.client.operation import Operation, Push, Request
 from psengine.parameter_server.client.patience import Patience
 from psengine.parameter_server.client.progress import Ledger
@@ -60,7 +60,6 @@ _STRICT = frozenset({MessageType.HELLO, MessageType.LEAVE, MessageType.BYE})
 # The ids of markers lie above all others; what they carry does not matter.
 _FIRST_MARKER = 1 << 62
 _MARKER_BYTES = 1
-_LOST_MEMBERSHIP = (ErrorCode.FENCED, ErrorCode.NOT_MEMBER)
 
 
 @dataclass(slots=True)
@@ -255,6 +254,13 @@ class Link:
         self.connected(now_s)
         self.pushes.pump(now_s)
 
+    def fence(self, error: FencedError, now_s: float) -> None:
+        """End what only a live worker may ask for: this one has to rejoin."""
+        for request in tuple(self._requests.values()):
+            if request.is_of_a_live_worker:
+                self._fail(request, error, now_s)
+        self.pushes.fail_all(error, now_s)
+
     def fail_all(self, error: PSEngineError, now_s: float) -> None:
         """End everything."""
         was_paused, self.pushes.is_paused = self.is_paused, True
@@ -323,7 +329,7 @@ class Link:
         operation = self._find(message)
         if code == ErrorCode.VERSION and operation is None:
             self.fail_all(refusal(self.address, None, code, text), now_s)
-        elif code in _LOST_MEMBERSHIP and not (isinstance(operation, Request) and operation.handles_refusal):
+        elif says_hello_again(operation, code):
             self._receive_lost_membership(operation, code, text, now_s)
         elif operation is None:
             self._last_problem = f"it refused something ({code}): {text}"

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from psengine.errors import FencedError, ServerLostError, ServerRefusedError
-from psengine.parameter_server.client.operation import Operation, Push
-from psengine.protocol.messages import ErrorCode
+from psengine.parameter_server.client.operation import Operation, Push, Request
+from psengine.protocol.messages import ErrorCode, MessageType
 
 
 def refusal(address: str, operation: Operation | None, code: str, text: str) -> ServerRefusedError:
@@ -12,6 +12,15 @@ def refusal(address: str, operation: Operation | None, code: str, text: str) -> 
     kind = FencedError if code == ErrorCode.FENCED else ServerRefusedError
     asked = f" {operation.describe()}" if operation is not None else ""
     return kind(f"{address} refused{asked} ({code}): {text}", code)
+
+
+def says_hello_again(operation: Operation | None, code: str) -> bool:
+    """Whether this refusal means that the worker lost its membership, so that a recovery has to follow."""
+    if isinstance(operation, Request) and operation.handles_refusal:
+        return False
+    if operation is not None and operation.message.type is MessageType.ADMIT and code == ErrorCode.NOT_READY:
+        return True  # the server knows this worker, and exchanges do not wait for it any more
+    return code in (ErrorCode.FENCED, ErrorCode.NOT_MEMBER)
 
 
 def no_answer(

@@ -22,7 +22,7 @@ from psengine.errors import FencedError, ProtocolError, PSEngineError, ServerErr
 from psengine.parameter_server.client.answers import Answer, PushResult
 from psengine.parameter_server.client.chunk_encoder import ChunkEncoder
 from psengine.protocol.codec import payload_tensor
-from psengine.protocol.messages import Message
+from psengine.protocol.messages import Message, MessageType
 
 # The I/O thread ends every operation at its deadline; waiters give it this much longer.
 WAITER_PATIENCE_S = 10.0
@@ -151,6 +151,11 @@ class Operation:
     def describe(self) -> str:
         """What error messages call it."""
         return self.what()
+
+    @property
+    def is_of_a_live_worker(self) -> bool:
+        """Whether a worker that has to rejoin may not ask for it: it would give others what it has missed."""
+        return self.message.type in (MessageType.PUSH, MessageType.ADMIT)
 
     def finish(self, answer: Message, now_s: float) -> PSEngineError | None:
         """I/O thread: take the answer, its payload into the destinations; or say why it cannot be taken."""

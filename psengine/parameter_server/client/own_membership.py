@@ -20,7 +20,7 @@ import torch
 from psengine.errors import FencedError, PSEngineError
 from psengine.parameter_server.client.chunk_map import ChunkMap
 from psengine.parameter_server.client.link import Identity, Link
-from psengine.parameter_server.client.operation import Operation, Parking, Push, Request
+from psengine.parameter_server.client.operation import Operation, Parking, Request
 from psengine.parameter_server.client.options import SessionOptions
 from psengine.parameter_server.client.runtime import Receiver, Runtime
 from psengine.protocol.layout import ChunkSpec, job_number
@@ -147,7 +147,7 @@ class OwnMembership:
     def _begin(self, link: Link, operation: Operation) -> None:
         if self.fatal is not None:
             operation.fail(self.fatal)
-        elif self.fenced is not None and isinstance(operation, Push):
+        elif self.fenced is not None and operation.is_of_a_live_worker:
             operation.fail(self.fenced)
         else:
             link.begin(operation, self.runtime.now_s())
@@ -218,5 +218,5 @@ class OwnMembership:
         self.next_heartbeat_s = 0.0
         for link in self.links:
             if fenced is not None:
-                link.pushes.fail_all(fenced, now_s)
+                link.fence(fenced, now_s)
             link.resume(now_s)

@@ -13,7 +13,8 @@ from support.simulation import Simulation
 
 from psengine.errors import FencedError, ServerLostError, ServerRefusedError
 from psengine.parameter_server.client import handshake, join
-from psengine.parameter_server.client.flow import Flow
+from psengine.parameter_server.client.flow import Flow, SteppedFlow
+from psengine.parameter_server.client.own_membership import StateRequest
 from psengine.parameter_server.client.session import Push, WorkerSession
 
 LEASE_S = 5.0
@@ -104,6 +105,47 @@ def test_a_job_from_its_first_hello_to_a_lost_lease(simulation):
     let_in(simulation, first, second, join.rejoin(second._membership))
     assert second.fenced is None
     assert average(simulation, (first, 2.0), (second, 4.0)) == [3.0, 3.0]
+
+
+@pytest.mark.parametrize("asks_first", [True, False], ids=["before it knows", "once it knows"])
+def test_a_donor_that_lost_its_lease_is_fenced_and_admits_nobody(simulation, asks_first):
+    donor, other, joiner = (simulation.client(rank, rule=AVERAGE) for rank in range(3))
+    assert enter(simulation, donor) == "initialised"
+    assert enter(simulation, other) == "ready"
+    assert average(simulation, (donor, 1.0), (other, 3.0)) == [2.0, 2.0]
+    assert simulation.run(handshake.enter(joiner._membership)).state == "join"
+    joining = SteppedFlow(join.take_part(joiner._membership, "join", SPECS, lambda one: torch.zeros(0)))
+    joining.step(simulation.world.now_s)
+    simulation.wait(1.0)
+    request = donor.take_state_request()
+    assert request is not None
+
+    simulation.transports[0].is_cut = True
+    assert average(simulation, (other, 5.0)) == [5.0]  # once the donor's lease ran out
+    admitting = SteppedFlow(join.admit(donor._membership, request))
+    if asks_first:
+        admitting.step(simulation.world.now_s)
+    simulation.transports[0].is_cut = False
+    simulation.until(lambda: donor.fenced is not None)
+    admitting.step(simulation.world.now_s)
+    simulation.wait(1.0)
+    admitting.step(simulation.world.now_s)
+    assert isinstance(admitting.error, FencedError)
+    assert "worker 0 of job 'default' was away for longer than its lease" in str(admitting.error)
+    assert joiner._membership.identity.worker not in simulation.world.shard.jobs.find("default").membership.live_ranks
+
+
+def test_a_donor_for_whom_no_exchange_waits_any_more_is_fenced(simulation):
+    donor, other = (simulation.client(rank, rule=AVERAGE) for rank in range(2))
+    enter(simulation, donor)
+    enter(simulation, other)
+    average(simulation, (donor, 1.0), (other, 3.0))
+    # As where the worker is lost that had let this one in.
+    simulation.world.shard.jobs.find("default").membership.demote(0)
+    with pytest.raises(FencedError, match="worker 0 of job 'default' was away for longer than its lease"):
+        simulation.run(join.admit(donor._membership, StateRequest(2, 1)))
+    with pytest.raises(FencedError):
+        push(donor, 1.0)
 
 
 def test_a_restarted_server_is_told_the_layout_again(simulation):
