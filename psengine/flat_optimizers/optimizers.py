@@ -3,6 +3,8 @@
 chunk     |_________________________________________________|
 runs      |  group 0  |  group 0  |  -1  |  group 1         |      one for each parameter; -1: not trained
 stretches |      one tensor       |      |  one tensor      |      neighbours that have stepped alike step as one
+
+One file above 400 lines: the five optimizers share the runs, the state and the checks, and differ in a step each.
 """
 
 from __future__ import annotations

@@ -88,6 +88,8 @@ MAY_READ_ERROR_TEXTS = {
     ("cli/doctor_checks/findings", "problem_of"): "shows what an error is about, once",
     ("collectives/transport_errors", "is_transport_error"): "gloo's errors are plain RuntimeErrors",
 }
+# Above 400 lines; the first lines of each say why it is one file.
+MAY_BE_LONG = {"flat_optimizers/optimizers", "parameter_server/server/snapshots/files", "protocol/bodies"}
 MAY_READ_ENVIRONMENT = {"environment/variables"}
 MAY_USE_ZMQ = {
     "parameter_server/client/connection",
@@ -294,9 +296,9 @@ def test_nothing_unpickles_or_evaluates():
 
 
 def test_modules_stay_small():
-    # House style: past 400 lines look for the second noun. The wrapper and the reducer mirror a native class each.
-    too_long = {m: n for m, p in MODULES.items() if (n := len(p.read_text().splitlines())) > 620}
-    assert not too_long
+    # House style: past 400 lines look for the second noun.
+    too_long = {m for m, p in MODULES.items() if len(p.read_text().splitlines()) > 400}
+    assert too_long == MAY_BE_LONG
 
 
 # ---- the tests themselves --------------------------------------------------------------------------------------------

@@ -8,6 +8,8 @@ these, so reading compares the header byte by byte and never interprets it. The 
   tensors' memory. ``safetensors.torch.load_file`` maps the file: a disk error later would kill the server.
 
 The manifest is JSON: ``{"xxh3_64": "<hash of the next value's bytes>", "manifest": {...}}``.
+
+One file above 400 lines: what is written and how it is checked when it is read stand side by side.
 """
 
 from __future__ import annotations
