@@ -91,6 +91,10 @@ class EveryParameter:
     def settle(self) -> None:
         """The end of a backward."""
 
+    def restart(self, usage: ParameterUsage) -> None:
+        """Forget earlier backwards: the group of ranks is another one. ``usage`` is new."""
+        self.usage = usage
+
     def describe_missing(self, rank: int, missing: Mapping[int, str]) -> str:
         """The error's text for a backward in which some parameters (index to name) got no gradient."""
         return unfinished_reduction_message(rank, missing, find_unused=False)
@@ -228,6 +232,12 @@ class StaticGraph(EveryParameter):
     @override
     def settle(self) -> None:
         self.usage.settle(forget=False)  # what the first iteration used holds for good
+
+    @override
+    def restart(self, usage: ParameterUsage) -> None:
+        """The next backward is counted: the other ranks may use other parameters."""
+        super().restart(usage)
+        self.is_known = False
 
     @override
     def describe_missing(self, rank: int, missing: Mapping[int, str]) -> str:

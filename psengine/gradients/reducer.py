@@ -382,11 +382,11 @@ class Reducer(NativeNames):
 
     def _reset_state(self) -> None:
         """Forget a half-finished iteration and rebuild buckets anew, for a changed group of ranks."""
+        self._graph.restart(self._make_usage())
         self._stop_expecting_hooks()
         self.has_rebuilt_buckets = False
         self._layout_is_final = self.strategy.capabilities.keeps_first_layout
         self._arrival_order = []
-        self._graph.usage = self._make_usage()
         self.contribution.settle()
 
     def update_group(self, collective: Collective) -> None:

@@ -95,17 +95,19 @@ class ParameterUsage:
         """For each of these parameters whether no rank used it; None when all are used here, which needs no waiting."""
         if all(self.used[index] for index in indices):
             return None
+        self._take_sum()
+        return [not self.used[index] for index in indices]
+
+    def _take_sum(self) -> None:
+        """Where a sum is under way: wait for it; ``used`` is what any rank used from now on."""
         if self._work is not None:
             self._work.wait()
             self._work = None
             self.used = bytearray(self._summed.ne(0).to(torch.uint8).tolist())
-        return [not self.used[index] for index in indices]
 
     def settle(self, *, forget: bool) -> None:
         """The end of a backward; ``forget`` starts a new map, otherwise this one holds for good (a static graph's)."""
-        if self._work is not None:
-            self._work.wait()  # ranks must not sum two maps at once
-            self._work = None
+        self._take_sum()  # ranks must not sum two maps at once
         self._unused_everywhere = set()
         if forget:
             self.used = bytearray(len(self.used))

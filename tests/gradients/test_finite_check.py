@@ -89,6 +89,29 @@ def test_under_other_options(options):
             assert is_view or gradient.isfinite().all() == (name != "module.middle.weight")
 
 
+class Sometimes(nn.Module):
+    """One of its layers is for some ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.common, self.rare = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, uses_rare: bool) -> torch.Tensor:
+        y = self.common(x)
+        return self.rare(y) if uses_rare else y
+
+
+@in_ranks(2)
+def test_a_static_graph_knows_what_others_use_though_its_first_backward_raised(rank, world_size):
+    torch.manual_seed(0)
+    model = psengine.DistributedDataParallel(Sometimes(), static_graph=True, check_finite=True)
+    with pytest.raises(NonFiniteGradientError):
+        model(torch.full((1, 4), float("nan")), rank == 0).sum().backward()
+    model.zero_grad()
+    model(torch.ones(1, 4), rank == 0).sum().backward()
+    assert model.module.rare.bias.grad.tolist() == [0.5] * 4, f"rank {rank}: rank 0 used it"
+
+
 def alone(rank: int, world_size: int) -> tuple[int, ...]:
     return poisoned(rank, world_size, float("inf"), (0,), {}, 4)["ranks"]
 

@@ -699,6 +699,20 @@ def test_update_process_group():
 
 
 @in_ranks(2)
+def test_a_static_graph_with_unused_parameters_goes_on_in_another_group(rank, world_size):
+    ours, native = pair(Net, static_graph=True)
+    group = dist.new_group([0, 1])
+    for step in range(4):
+        if step == 2:
+            ours._update_process_group(group)
+        x = torch.randn(2, 4)
+        for model in (ours, native):
+            model.zero_grad()
+            model(x, use_spare=False).sum().backward()
+        assert_same_gradients(ours, native)
+
+
+@in_ranks(2)
 def test_static_graph_may_start_in_no_sync(rank, world_size):
     """Native DDP fails here (pytorch#143580); the oracle is a model without static_graph."""
     static = psengine.DistributedDataParallel(seeded(Net), static_graph=True)
