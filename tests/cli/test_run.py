@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 from support.command_process import SUPPORT, WORKER, run_command
 
-from psengine.cli.launching.plan import Plan
+from psengine.cli.launching.plan import Plan, RunOptions, make_plan
 from psengine.cli.launching.torchrun_options import choose_rendezvous, parse_torchrun
 from psengine.cli.main import main
 from psengine.cli.run import recorded
-from psengine.cli.run_arguments import split_arguments
+from psengine.cli.run_arguments import RunArguments, split_arguments
 from psengine.environment import launchers
 from psengine.errors import ConfigurationError
 
@@ -97,6 +97,15 @@ def test_what_is_wrong_with_the_line_is_one_message(arguments, message, capfd, m
     assert message in written.err
     assert "Traceback" not in written.err
     assert (end.value.code, written.out) == (2, "")
+
+
+@pytest.mark.parametrize(
+    ("strategy", "servers"),
+    [("sync", 0), ("async", 1), ("async:servers=tcp://h:1", 0), ("async:servers=", 1), ("async:job=servers=2", 1)],
+)
+def test_a_server_is_started_where_the_strategy_names_none(strategy, servers):
+    plan = make_plan(RunArguments(script=[WORKER]), RunOptions(strategy=strategy))
+    assert (plan.servers, plan.uses_servers) == (servers, strategy != "sync")
 
 
 def test_one_node_meets_itself_at_a_free_port():

@@ -10,6 +10,7 @@ from pathlib import Path
 from psengine.cli.run_arguments import RunArguments, check_program
 from psengine.environment.variables import default_strategy, read_variable
 from psengine.errors import ConfigurationError
+from psengine.specification import Specification
 
 # Between the signal that asks workers to end and SIGKILL; torchrun's 30 s are long after a Ctrl-C.
 SHUTDOWN_S = 15
@@ -93,8 +94,8 @@ def make_plan(parts: RunArguments, given: RunOptions) -> Plan:
     if options.shutdown_timeout is None:
         options.shutdown_timeout = int(read_variable("TORCH_ELASTIC_SHUTDOWN_TIMEOUT") or SHUTDOWN_S)
     strategy = given.strategy or default_strategy()
-    needs_servers = check_strategy(strategy)
-    uses_servers = needs_servers or "servers=" in strategy
+    uses_servers = check_strategy(strategy)
+    needs_servers = uses_servers and not Specification.parse("strategy", strategy).options.get("servers")
     named = given.server_address or read_variable("PSENGINE_SERVERS")
     servers = 0 if named else int(needs_servers) if given.servers is None else given.servers
     if named and given.servers:
@@ -139,7 +140,7 @@ def make_plan(parts: RunArguments, given: RunOptions) -> Plan:
 
 
 def check_strategy(specification: str) -> bool:
-    """Whether the strategy needs servers that its specification does not name.
+    """Whether the strategy uses parameter servers.
 
     Raises:
         ConfigurationError: there is no such strategy, or it has no such option.
@@ -147,7 +148,7 @@ def check_strategy(specification: str) -> bool:
     from psengine.strategies.registry import resolve_strategy
     from psengine.strategies.servers.base import ServerStrategy
 
-    return isinstance(resolve_strategy(specification), ServerStrategy) and "servers=" not in specification
+    return isinstance(resolve_strategy(specification), ServerStrategy)
 
 
 def _signals(names: str) -> tuple[str, ...]:

@@ -71,6 +71,13 @@ class ServerStrategy(Strategy):
     ) -> None:
         if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float) or not 0 < timeout_s < float("inf"):
             raise ConfigurationError(f"timeout_s is a positive number of seconds (got {timeout_s!r})")
+        for option, value in (("servers", servers), ("job", job)):
+            if isinstance(value, bool | int | float):
+                # As "name:job=7" is read.
+                raise ConfigurationError(
+                    f"strategy {self.name!r}: {option} is text (expected None or a str, got {value!r}). Fix: set"
+                    f" PSENGINE_{option.upper()}, or pass psengine.{type(self).__name__}({option}='...')"
+                )
         self._options: dict[str, Any] = {
             "servers": servers,
             "job": job,
