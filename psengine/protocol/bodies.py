@@ -3,7 +3,7 @@
 A check takes a value and says what is wrong with it in words, or "" where it is right. The words begin with the place
 inside the value, so that a container only puts its own name in front: ``.rule`` + ``.quorum must be ...``.
 
-One file above 400 lines: half of it is the table of schemas, which is read beside the checks that it is built from.
+One file above 400 lines: the table of schemas is read beside the checks that it is built from.
 """
 
 from __future__ import annotations
