@@ -32,6 +32,7 @@ class EveryParameter:
         may_rebuild: whether the order in which gradients arrive is worth following.
         takes_long_way: whether a hook has more to do than to count its bucket down.
         has_marked_unused: whether this backward's unused parameters were counted as ready.
+        has_changed: whether a hook fired in this backward that must not.
     """
 
     may_rebuild = True
@@ -40,6 +41,7 @@ class EveryParameter:
     def __init__(self, usage: ParameterUsage, names: Sequence[str]) -> None:
         self.usage = usage
         self.has_marked_unused = False
+        self.has_changed = False
         self._names = names
 
     @property
@@ -56,17 +58,14 @@ class EveryParameter:
 
     def begin(self, outputs: Iterable[torch.Tensor]) -> Sequence[int]:
         """A backward from ``outputs`` is expected; return the parameters that a walk found to get no gradient."""
-        self.has_marked_unused = False
+        self.has_marked_unused = self.has_changed = False
         return ()
 
     def agree(self) -> None:
         """Before backward, where ranks are to agree first; all of them call it."""
 
-    def arrived(self, index: int) -> Sequence[int] | None:
-        """A parameter's hook fired: return the parameters whose gradients are ready now, this one last.
-
-        None where this hook must not fire: the graph has changed.
-        """
+    def arrived(self, index: int) -> Sequence[int]:
+        """A parameter's hook fired: return the parameters whose gradients are ready now, this one last."""
         return (index,)
 
     def _with_unused(self, ready: Sequence[int]) -> Sequence[int]:
@@ -199,13 +198,12 @@ class StaticGraph(EveryParameter):
         return ()
 
     @override
-    def arrived(self, index: int) -> Sequence[int] | None:
+    def arrived(self, index: int) -> Sequence[int]:
         if not self.is_known:
             self._counts[index] += 1
             return ()
         self._left[index] -= 1
-        if self._left[index] < 0:
-            return None
+        self.has_changed = self._left[index] < 0
         return self._with_unused((index,) if self._left[index] == 0 else ())
 
     def learn(self) -> None:

@@ -276,13 +276,12 @@ class Reducer(NativeNames):
                     self._may_forget_a_backward, self._warned_local_backward = False, True
                     logger.warning(LOCAL_BACKWARD_MESSAGE)
                 return
-            ready = self._graph.arrived(index)
-            if ready is None:
-                self._fail(newly_used_message(self.names[index], self._collective.rank))
-            for ready_index in ready:
+            for ready_index in self._graph.arrived(index):
                 if ready_index == index and self._should_rebuild():
                     self._arrival_order.append(index)
                 self._mark_ready(ready_index)
+            if self._graph.has_changed:
+                self._fail(newly_used_message(self.names[index], self._collective.rank))
 
     def _mark_ready(self, index: int) -> None:
         if self._ready[index]:

@@ -93,7 +93,7 @@ def enter(address: str, rule: dict[str, Any]) -> tuple[WorkerSession, int]:
 
 
 class _LossLog(logging.Handler):
-    """Adds up what ``psengine.parameter_server.client.progress`` says that this worker lost."""
+    """Adds up what ``psengine.parameter_server.client.recovery`` says that this worker lost."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -107,7 +107,7 @@ class _LossLog(logging.Handler):
 def push_for_ever(reports: Reports, address: str) -> None:
     """Step until told to "pause", which is answered by what was acknowledged, and on with "go"; "end" leaves."""
     losses = _LossLog()
-    logging.getLogger("psengine.parameter_server.client.progress").addHandler(losses)
+    logging.getLogger("psengine.parameter_server.client.recovery").addHandler(losses)
     session, rank = enter(address, APPLY)
     body = {"optimizer": "SGD", "groups": [{**SGD, "lr": 1.0}], "runs": [[0, WORKERS, 0]]}
     wait_all([session.configure(key, body) for key in range(CHUNKS)])

@@ -52,7 +52,8 @@ class ClientCore:
         self._recovery: SteppedFlow[None] | None = None
         self._recovered_s = float("-inf")
         self._hasty_recoveries = 0
-        self.membership = OwnMembership(options, runtime, self, self.lost_membership)
+        self.membership = OwnMembership(options, runtime, self.lost_membership)
+        self.membership.connect(self)
 
     # ---- recovery ----------------------------------------------------------------------------------------------
 

@@ -22,7 +22,7 @@ from psengine.parameter_server.client.chunk_map import ChunkMap
 from psengine.parameter_server.client.link import Identity, Link
 from psengine.parameter_server.client.operation import Operation, Parking, Request
 from psengine.parameter_server.client.options import SessionOptions
-from psengine.parameter_server.client.runtime import Receiver, Runtime
+from psengine.parameter_server.client.runtime import Receiver, Runtime, Transport
 from psengine.protocol.layout import ChunkSpec, job_number
 from psengine.protocol.messages import CONTROL, NOBODY, Message, MessageType
 
@@ -44,7 +44,6 @@ class OwnMembership:
     Args:
         options: of the session.
         runtime: the clock, randomness and sockets.
-        receiver: of what the servers say.
         lost_membership: see ``Link``.
 
     Attributes:
@@ -67,9 +66,9 @@ class OwnMembership:
         closing: set when the session ends.
     """
 
-    def __init__(
-        self, options: SessionOptions, runtime: Runtime, receiver: Receiver, lost_membership: Callable[[str], None]
-    ) -> None:
+    connection: Transport
+
+    def __init__(self, options: SessionOptions, runtime: Runtime, lost_membership: Callable[[str], None]) -> None:
         self.options = options
         self.runtime = runtime
         self.identity = Identity(job_number(options.job))
@@ -94,7 +93,10 @@ class OwnMembership:
         self.closing = threading.Event()
         self._lost_membership = lost_membership
         self._ids = itertools.count(FIRST_REQUEST)
-        self.connection = runtime.connect(receiver, options)
+
+    def connect(self, receiver: Receiver) -> None:
+        """Start the transport; from here on it calls ``receiver``, which has to be complete."""
+        self.connection = self.runtime.connect(receiver, self.options)
 
     def __str__(self) -> str:
         """Who this is, for the log."""

@@ -18,7 +18,7 @@ from zmq.utils import z85
 import psengine
 from psengine.environment.local_sockets import socket_beside
 from psengine.errors import AuthenticationError
-from psengine.parameter_server.client import connection
+from psengine.parameter_server.client import handshake_monitor
 from psengine.parameter_server.server.transport import key_rings
 from psengine.parameter_server.server.transport.authentication import Authenticator, keygen, new_key_pair, try_handshake
 from psengine.parameter_server.server.transport.endpoint import Endpoint
@@ -171,7 +171,7 @@ def test_a_server_that_comes_back_with_other_keys_is_no_network_problem(keys):
             assert (
                 f"at {socket_beside(second.addresses[0])}: its client expects a server with another key" in second.log()
             )
-            assert second.status()["refused_connections"] >= connection.MAX_CUT_HANDSHAKES
+            assert second.status()["refused_connections"] >= handshake_monitor.MAX_CUT_HANDSHAKES
 
 
 def test_a_server_that_is_away_behind_a_tunnel_is_waited_for(keys):
@@ -185,8 +185,8 @@ def test_a_server_that_is_away_behind_a_tunnel_is_waited_for(keys):
         first.kill()
         since_s = time.monotonic()
         while (
-            tunnel.dropped < 3 * connection.MAX_CUT_HANDSHAKES
-            or time.monotonic() < since_s + 2 * connection.CUT_HANDSHAKES_S
+            tunnel.dropped < 3 * handshake_monitor.MAX_CUT_HANDSHAKES
+            or time.monotonic() < since_s + 2 * handshake_monitor.CUT_HANDSHAKES_S
         ):
             time.sleep(0.02)
         with running_server(bind=first.addresses[0], **options):
