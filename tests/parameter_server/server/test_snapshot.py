@@ -533,6 +533,43 @@ def test_a_read_only_disk_is_refused_at_the_start_and_survived_later(mounted):
         assert_is_state(store.load().shards, 2)
 
 
+def test_a_failed_commit_leaves_what_has_its_name_alone(store):
+    store.save(state(1))
+    shutil.copytree(store.directory / names(1)[0], store.directory / names(2)[0])
+    with pytest.raises(SnapshotError, match="generation 2 was not written"):
+        store.save(state(2))
+    assert generations(store.directory) == names(1, 2)
+    store.save(state(3))
+    assert_is_state(store.load().shards, 3)
+
+
+def test_a_generation_that_cannot_be_pruned_fails_no_save(store, monkeypatch, caplog):
+    def no_rename(*_):
+        raise OSError(errno.EIO, "Input/output error")
+
+    for number in (1, 2):
+        store.save(state(number))
+    rename = os.rename
+    monkeypatch.setattr(os, "rename", lambda a, b: no_rename() if "generation-" in str(a) else rename(a, b))
+    assert store.save(state(3)) == 3
+    assert "could not be removed" in caplog.text
+
+
+@pytest.mark.parametrize("what", ["directory", "lock"])
+def test_a_directory_made_anew_is_locked_anew(store, what):
+    store.save(state(1))
+    if what == "directory":
+        shutil.rmtree(store.directory)
+        store.directory.mkdir()
+    else:
+        (store.directory / "lock").unlink()
+    for number in (2, 3):
+        store.save(state(number))
+    assert len(generations(store.directory)) == 2
+    with pytest.raises(SnapshotError, match=f"lock held by process {os.getpid()}\\)"):
+        SnapshotStore(store.directory).open()
+
+
 # ---- killed writers -------------------------------------------------------------------------------------------------
 
 
