@@ -63,6 +63,7 @@ class Simulation:
         """One more client, that has not said HELLO yet."""
 
         def connect(receiver: Receiver, _: SessionOptions) -> SimulatedTransport:
+            receiver.tick(self.world.now_s)  # a thread may do so before this returns
             self.transports.append(SimulatedTransport(f"worker{rank}", receiver))
             return self.transports[-1]
 
