@@ -98,7 +98,7 @@ def embedded(rank: int, world_size: int) -> Any:
     optimizer = psengine.DistributedOptimizer(torch.optim.SGD(wrapped.parameters(), lr=0.01), wrapped)
     train(wrapped, optimizer, batches(rank))
     [status] = wrapped.strategy.session.status()
-    process = wrapped.strategy._meeting.embedded
+    process = wrapped.strategy._rendezvous.embedded
     wrapped.strategy.close()
     return status["jobs"]["default"]["applied"] > 0, process is not None
 

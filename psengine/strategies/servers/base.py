@@ -23,7 +23,7 @@ from psengine.codecs.registry import resolve_codec
 from psengine.errors import ConfigurationError, ReductionError
 from psengine.strategies.base import Capabilities, Strategy
 from psengine.strategies.life_cycle import Replica
-from psengine.strategies.servers.discovery import Meeting, leave, meet
+from psengine.strategies.servers.discovery import Rendezvous, leave, meet
 from psengine.tensors.bucket import Bucket
 
 if TYPE_CHECKING:
@@ -87,14 +87,14 @@ class ServerStrategy(Strategy):
         }
         self._is_copy = False
         # Met for a replica that was forgotten without ``close``.
-        self._abandoned: Meeting | None = None
+        self._abandoned: Rendezvous | None = None
         self._forget()
 
     def _forget(self) -> None:
         """The state of a strategy that serves no replica."""
         self._replica: Replica | None = None
         self._session: WorkerSession | None = None
-        self._meeting: Meeting | None = None
+        self._rendezvous: Rendezvous | None = None
         self._chunks: ChunkedReplica | None = None
         self._buckets: list[Bucket] = []
         # True once a wait has failed: a payload sent without a copy may still be read then.
@@ -161,24 +161,24 @@ class ServerStrategy(Strategy):
                 f" {replica.sparse[0]!r}). Fix: torch.nn.Embedding(..., sparse=False), or strategy='sync'."
             )
         options = self._options
-        meeting = meet(options["servers"], options["job"], replica.collective, replica.device, is_copy=self._is_copy)
+        rendezvous = meet(options["servers"], options["job"], replica.collective, replica.device, is_copy=self._is_copy)
         from psengine.parameter_server.client.options import SessionOptions, keys_from_environment
         from psengine.parameter_server.client.session import WorkerSession
 
-        self._replica, self._meeting = replica, meeting
+        self._replica, self._rendezvous = replica, rendezvous
         try:
             self._session = WorkerSession(
                 SessionOptions(
-                    addresses=meeting.addresses,
-                    job=meeting.job,
+                    addresses=rendezvous.addresses,
+                    job=rendezvous.job,
                     rule=self.rule,
                     codec=resolve_codec(options["compress"]),
-                    rank=meeting.rank,
-                    world_size=meeting.world_size,
+                    rank=rendezvous.rank,
+                    world_size=rendezvous.world_size,
                     timeout_s=options["timeout_s"],
                     checksum=options["checksum"],
                     keys=keys_from_environment(),
-                    is_embedded=meeting.is_embedded,
+                    is_embedded=rendezvous.is_embedded,
                 )
             )
             self._session.start()
@@ -247,9 +247,9 @@ class ServerStrategy(Strategy):
     def close(self) -> None:
         """Say goodbye to the servers, so that nobody waits for this worker; stop an embedded server. Safe twice."""
         self.abandon()
-        meeting, self._abandoned = self._abandoned, None
-        if meeting is not None:
-            leave(meeting)
+        rendezvous, self._abandoned = self._abandoned, None
+        if rendezvous is not None:
+            leave(rendezvous)
 
     @override
     def abandon(self) -> None:
@@ -257,12 +257,12 @@ class ServerStrategy(Strategy):
 
         Else the next model's job would be named by when garbage is collected, and not alike on all ranks.
         """
-        session, meeting, steps = self._session, self._meeting, self.completed_steps
+        session, rendezvous, steps = self._session, self._rendezvous, self.completed_steps
         self._forget()
         self.completed_steps = steps
         if session is not None:
             session.close()
-        if meeting is not None:
-            self._abandoned = meeting
-            if meeting.embedded is not None:
-                meeting.embedded.stop()
+        if rendezvous is not None:
+            self._abandoned = rendezvous
+            if rendezvous.embedded is not None:
+                rendezvous.embedded.stop()

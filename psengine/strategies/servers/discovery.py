@@ -27,7 +27,7 @@ _taken_jobs: set[str] = set()
 
 
 @dataclass(frozen=True, kw_only=True)
-class Meeting:
+class Rendezvous:
     """Where and as whom a worker meets the others.
 
     Attributes:
@@ -37,7 +37,7 @@ class Meeting:
         world_size: how many workers the first exchange waits for.
         embedded: the server this process started, which it has to stop.
         is_embedded: whether this or another process of the group did that.
-        holds_name: whether the job's name is taken by this meeting, and not by an earlier one.
+        holds_name: whether the job's name is taken by this rendezvous, and not by an earlier one.
     """
 
     addresses: tuple[str, ...]
@@ -56,7 +56,7 @@ def meet(
     device: torch.device,
     *,
     is_copy: bool = False,
-) -> Meeting:
+) -> Rendezvous:
     """Find or start the servers; every rank of ``collective`` calls it. ``is_copy``: another model may be ``job``.
 
     Raises:
@@ -80,7 +80,7 @@ def meet(
     name = job if job and not is_copy else _free_job(job or read_variable("PSENGINE_JOB") or "default")
     holds_name = name not in _taken_jobs
     _taken_jobs.add(name)
-    return Meeting(
+    return Rendezvous(
         addresses=addresses,
         job=name,
         rank=rank,
@@ -96,10 +96,10 @@ def _free_job(name: str) -> str:
     return next(candidate for candidate in candidates if candidate not in _taken_jobs)
 
 
-def leave(meeting: Meeting) -> None:
-    """The strategy was closed, or the meeting never came about: its job's name is free."""
-    if meeting.holds_name:
-        _taken_jobs.discard(meeting.job)
+def leave(rendezvous: Rendezvous) -> None:
+    """The strategy was closed, or the rendezvous never came about: its job's name is free."""
+    if rendezvous.holds_name:
+        _taken_jobs.discard(rendezvous.job)
 
 
 def _place(collective: Collective) -> tuple[int | None, int]:
