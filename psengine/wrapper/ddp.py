@@ -315,9 +315,11 @@ class DistributedDataParallel(
             device=self.device,
             is_known_equal=True,
         )
+        kept = self.strategy.state_dict()
         self.strategy.close()
         self.strategy.prepare(replica)
         self.reducer.update_group(self._collective)
+        self.strategy.load_state_dict(kept)
         self.strategy.join()
 
     def report(self, loss: float | torch.Tensor | None = None, samples: int | None = None) -> None:

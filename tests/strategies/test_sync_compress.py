@@ -194,6 +194,19 @@ def test_what_was_left_out_stays_with_its_parameter_when_buckets_are_rebuilt():
         assert torch.allclose(arrived + 2 * residual, expected), "both ranks are alike: each left out half"
 
 
+@in_ranks(2)
+def test_what_was_left_out_stays_in_another_group_of_ranks(rank, world_size):
+    model = psengine.DistributedDataParallel(nn.Linear(4, 4), strategy=psengine.SyncAllReduce(compress=TopOne()))
+    model(torch.ones(1, 4)).sum().backward()
+    before = model.strategy.state_dict()
+    assert any(residual.any() for residual in before.values())
+    model._update_process_group(dist.new_group([0, 1]))
+    after = model.strategy.state_dict()
+    assert {name: residual.tolist() for name, residual in after.items()} == {
+        name: residual.tolist() for name, residual in before.items()
+    }
+
+
 def poisoned(rank: int, world_size: int) -> tuple[list[float], list[float]]:
     psengine.register_codec("top1", TopOne)
     module = Products([torch.zeros(4)], [torch.tensor([1.0, 2.0, 3.0, 4.0])])
