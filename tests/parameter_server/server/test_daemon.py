@@ -329,6 +329,26 @@ def test_a_snapshot_without_a_directory_is_refused():
         assert "--snapshot-dir" in answer.body["text"]
 
 
+def fail_in_the_snapshot():
+    from psengine.parameter_server.server.snapshots.store import SnapshotStore
+
+    def fail(self, shards):
+        raise RuntimeError("sabotage of the snapshot")
+
+    SnapshotStore.save = fail
+
+
+def test_an_unexpected_failure_of_a_snapshot_is_one_like_others(tmp_path):
+    with running_server(snapshot_dir=tmp_path / "s", sabotage=fail_in_the_snapshot) as server:
+        with Peer(server.addresses[0]) as peer:
+            peer.make_job(torch.zeros(10))
+            for _ in range(2):
+                assert peer.request("SNAPSHOT").body["code"] == "snapshot_failed"
+        assert server.status()["snapshot"]["failures"] == 2
+        server.terminate()
+        assert server.wait() == 4  # what came after the last generation is lost
+
+
 def test_a_failing_snapshot_is_shown_and_harms_nobody(tmp_path):
     directory = tmp_path / "s"
     with running_server(snapshot_dir=directory, snapshot_interval_s=0.0) as server:
@@ -531,6 +551,27 @@ def test_slow_readers_of_the_monitor_are_cut_and_do_not_block_it():
         finally:
             for connection in slow:
                 connection.close()
+
+
+def short_deadline():
+    from psengine.parameter_server.server.status import monitor
+
+    monitor.REQUEST_DEADLINE_S = 1.5
+
+
+def test_one_byte_at_a_time_does_not_hold_the_monitor_for_ever():
+    with running_server(sabotage=short_deadline) as server:
+        host, port = server.status_url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port))) as connection:
+
+            def is_cut():
+                try:
+                    connection.sendall(b"G")
+                except (ConnectionResetError, BrokenPipeError):
+                    return True
+                return False
+
+            eventually(is_cut, 20)
 
 
 def test_a_stopped_process_is_not_healthy():
