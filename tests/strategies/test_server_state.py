@@ -157,6 +157,7 @@ def test_options_are_checked():
         ({"delay_compensation": float("nan")}, "delay_compensation"),
         ({"push": "later"}, "push"),
         ({"timeout_s": 0}, "timeout_s"),
+        ({"checksum": "off"}, "checksum"),
     ]:
         with pytest.raises(ConfigurationError, match=message):
             psengine.AsyncServer(**arguments)
