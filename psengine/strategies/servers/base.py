@@ -71,7 +71,7 @@ class ServerStrategy(Strategy):
     ) -> None:
         if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float) or not 0 < timeout_s < float("inf"):
             raise ConfigurationError(f"timeout_s is a positive number of seconds (got {timeout_s!r})")
-        if not isinstance(checksum, bool):
+        if checksum not in (True, False):
             raise ConfigurationError(f"strategy {self.name!r}: checksum (expected true or false, got {checksum!r})")
         for option, value in (("servers", servers), ("job", job)):
             if isinstance(value, bool | int | float):
@@ -84,7 +84,7 @@ class ServerStrategy(Strategy):
             "servers": servers,
             "job": job,
             "timeout_s": float(timeout_s),
-            "checksum": checksum,
+            "checksum": bool(checksum),
             "compress": None if compress is None else resolve_codec(compress),
         }
         self._is_copy = False
