@@ -50,16 +50,16 @@ class OwnMembership:
         identity: job, rank and incarnation.
         nonce: tells the servers this client from others that claim its rank.
         links: one per shard, the lead first.
-        server_sizes: shards per server, in the order of addresses; empty before the first handshake.
+        server_sizes: number of shards of each server, in the order of addresses; empty before the first handshake.
         chunks: where the job's chunks are.
         members: live workers, as the lead last said.
-        has_roll: it said so after this worker had an average; the first one waits for everybody.
-        contributors: whose gradients the last average was made of.
-        configured: key -> CONFIGURE's body; a server restored from a snapshot may be older than it.
+        has_roll: the lead has listed the live workers since this worker's first average, which waits for all workers.
+        contributors: how many workers' gradients are in the last average.
+        configured: chunk's key -> CONFIGURE's body, sent again to a server whose snapshot is older.
         takes_part: whether this worker has the job's values, or gave them; set by the session. Before, a restarted
             server must not take it for one that has.
-        is_welcome: the servers let us in once.
-        is_held: everything but the handshake is held.
+        is_welcome: the servers have let this client in at least once.
+        is_held: messages other than the handshake's wait until the handshake has ended.
         next_heartbeat_s: when the next heartbeat is due.
         fenced: why exchanges cannot go on before a rejoin; None while they can.
         fatal: why nothing can go on; None while it can.
