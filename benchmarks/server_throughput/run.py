@@ -21,8 +21,8 @@ import torch
 import zmq
 
 from psengine.parameter_server.client.partition import CHUNK_BYTES, cut
-from psengine.parameter_server.client.session import SessionOptions, WorkerSession, wait_all
-from psengine.protocol.codec import buffer_of
+from psengine.parameter_server.client.worker_session import SessionOptions, WorkerSession, wait_all
+from psengine.protocol.frames import buffer_of
 from psengine.protocol.layout import ChunkKind
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))

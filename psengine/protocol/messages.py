@@ -1,7 +1,7 @@
 """The messages of psengine's wire protocol: their types, their header, and the words they use. No sockets, no clock.
 
 A message is a header of fixed layout, for some types a body (a small msgpack map), for some a payload (the raw bytes of
-one tensor). ``docs/protocol.md`` describes every field; ``codec.py`` turns messages into frames and back.
+one tensor). ``docs/protocol.md`` describes every field; ``frames.py`` turns messages into frames and back.
 """
 
 from __future__ import annotations

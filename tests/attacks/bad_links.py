@@ -21,7 +21,7 @@ from support.server_process import SGD, ServerProcess, running_server
 
 from psengine.parameter_server.client import patience
 from psengine.parameter_server.client.options import SessionOptions
-from psengine.parameter_server.client.session import WorkerSession, wait_all
+from psengine.parameter_server.client.worker_session import WorkerSession, wait_all
 from psengine.protocol.layout import ChunkKind, ChunkSpec, Segment
 
 WORKERS = 2

@@ -111,7 +111,7 @@ def member_snapshot_storm(server: ServerProcess, count: int) -> Counters:
 
 def strangers(server: ServerProcess, count: int) -> Counters:
     """Every message that a client may send, from a reader, from ranks that are none, and with wrong numbers."""
-    from psengine.protocol.codec import encode
+    from psengine.protocol.frames import encode
 
     rng = random.Random(count)
     kinds = list(samples().values())
@@ -126,9 +126,9 @@ def strangers(server: ServerProcess, count: int) -> Counters:
 
 def samples() -> dict[str, Any]:
     """A good message of each type that a client may send, but for HELLO: those of the protocol's vectors."""
-    from fuzz.fuzz_codec import SEEDS
+    from fuzz.fuzz_frames import SEEDS
 
-    from psengine.protocol.codec import decode
+    from psengine.protocol.frames import decode
     from psengine.protocol.messages import SENT_BY_SERVERS
 
     found = {}
@@ -141,7 +141,7 @@ def samples() -> dict[str, Any]:
 
 def mutated_frames(server: ServerProcess, count: int) -> Counters:
     """The fuzzer's mutations of good messages, over a socket."""
-    from fuzz.fuzz_codec import SEEDS, mutate
+    from fuzz.fuzz_frames import SEEDS, mutate
 
     rng = random.Random(7)
     with Peer(server.addresses[0]) as peer:
@@ -381,7 +381,7 @@ def is_cut(connection: socket.socket) -> bool:
 
 def encoded(message: Any) -> list[Any]:
     """Its frames."""
-    from psengine.protocol.codec import encode
+    from psengine.protocol.frames import encode
 
     return encode(message)
 

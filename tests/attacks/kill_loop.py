@@ -27,7 +27,7 @@ from support.server_process import APPLY, SGD, ServerProcess, running_server
 from psengine.errors import SnapshotError
 from psengine.parameter_server.client.link import Link
 from psengine.parameter_server.client.options import READER_RULE, SessionOptions
-from psengine.parameter_server.client.session import WorkerSession, wait_all
+from psengine.parameter_server.client.worker_session import WorkerSession, wait_all
 from psengine.parameter_server.server.snapshots.files import read_generation
 from psengine.protocol.layout import ChunkKind, ChunkSpec, Segment
 from psengine.protocol.messages import Message, MessageType

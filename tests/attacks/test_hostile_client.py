@@ -28,7 +28,7 @@ from support.shard_world import spec
 from support.waiting import eventually
 
 from psengine.parameter_server.client.core import ClientCore
-from psengine.parameter_server.client.session import SessionOptions, WorkerSession
+from psengine.parameter_server.client.worker_session import SessionOptions, WorkerSession
 
 SHORT = dict.fromkeys(ATTACKS, 1000) | {idle_connections: 100, slow_readers: 2, endless_messages: 20}
 

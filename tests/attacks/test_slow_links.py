@@ -17,7 +17,7 @@ from support.waiting import eventually
 import psengine
 from psengine.errors import ServerLostError
 from psengine.parameter_server.client.partition import cut
-from psengine.parameter_server.client.session import Push, SessionOptions, WorkerSession, wait_all
+from psengine.parameter_server.client.worker_session import Push, SessionOptions, WorkerSession, wait_all
 from psengine.protocol.layout import ChunkKind, ChunkSpec
 
 AVERAGE = {"name": "average", "quorum": None}

@@ -10,7 +10,7 @@ from support.shard_world import APPLY, Worker, World, codes, spec, team
 
 import psengine
 from psengine.errors import ConfigurationError, ProtocolError, ServerLostError
-from psengine.protocol.codec import payload_tensor
+from psengine.protocol.frames import payload_tensor
 from psengine.protocol.messages import MAX_PAYLOAD_BYTES, NOBODY, ErrorCode, MessageType
 
 T = MessageType

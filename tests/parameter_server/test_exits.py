@@ -16,7 +16,7 @@ from support.waiting import eventually
 import psengine
 from psengine.parameter_server.client.link import Link
 from psengine.parameter_server.client.options import SessionOptions
-from psengine.parameter_server.client.session import WorkerSession
+from psengine.parameter_server.client.worker_session import WorkerSession
 from psengine.protocol.messages import Message, MessageType
 
 LEASE_S = 2.0
@@ -28,7 +28,7 @@ PROGRAM = """
 import time
 import torch
 from psengine.parameter_server.client.options import SessionOptions
-from psengine.parameter_server.client.session import WorkerSession
+from psengine.parameter_server.client.worker_session import WorkerSession
 from psengine.protocol.layout import ChunkKind, ChunkSpec, Segment
 
 address, rank = {address!r}, {rank}

@@ -15,7 +15,7 @@ from psengine.parameter_server.client.flow import Flow
 from psengine.parameter_server.client.handshake import Welcome, shake_hands
 from psengine.parameter_server.client.options import SessionOptions
 from psengine.parameter_server.client.own_membership import OwnMembership
-from psengine.parameter_server.client.session import Push, WorkerSession
+from psengine.parameter_server.client.worker_session import Push, WorkerSession
 from psengine.protocol.messages import Message, MessageType
 
 LEASE_S = 20.0

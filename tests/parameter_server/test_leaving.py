@@ -33,7 +33,7 @@ def exchange_and_leave(
 
     from psengine.parameter_server.client.link import Link
     from psengine.parameter_server.client.options import SessionOptions
-    from psengine.parameter_server.client.session import WorkerSession
+    from psengine.parameter_server.client.worker_session import WorkerSession
 
     rank = int(os.environ["PSENGINE_WORKER"])
     rule = {"name": "average", "quorum": None}
@@ -152,7 +152,7 @@ def train_briefly(reports: Reports, address: str, steps: int) -> None:
 
 
 def enter_alone(address: str, rank: int, world_size: int) -> Any:
-    from psengine.parameter_server.client.session import SessionOptions, WorkerSession
+    from psengine.parameter_server.client.worker_session import SessionOptions, WorkerSession
 
     rule = {"name": "average", "quorum": None}
     options = SessionOptions(

@@ -28,7 +28,7 @@ from psengine.codecs.exchange_outcome import ExchangeOutcome
 from psengine.codecs.identity import IDENTITY
 from psengine.errors import ConfigurationError, FencedError, ServerRefusedError
 from psengine.parameter_server.client.options import SessionOptions
-from psengine.parameter_server.client.session import WorkerSession
+from psengine.parameter_server.client.worker_session import WorkerSession
 
 NUMEL = 8
 SGD = {"lr": 1.0, "momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0, "nesterov": False, "maximize": False}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from psengine.protocol.codec import payload_tensor
+from psengine.protocol.frames import payload_tensor
 from psengine.protocol.messages import MessageType
 from support.shard_world import AVERAGE, ErrorCode, Worker, World, codes, spec
 

@@ -9,7 +9,7 @@ import torch
 import zmq
 
 from psengine.parameter_server.client.partition import cut
-from psengine.protocol.codec import decode, encode, payload_tensor
+from psengine.protocol.frames import decode, encode, payload_tensor
 from psengine.protocol.layout import ChunkKind
 from psengine.protocol.messages import Message, MessageType
 

@@ -234,13 +234,13 @@ class Peer:
         self._context.destroy(linger=0)
 
     def send(self, message: Any) -> None:
-        from psengine.protocol.codec import encode
+        from psengine.protocol.frames import encode
 
         self.socket.send_multipart(encode(message))
 
     def receive(self, timeout_s: float = 5.0) -> Any:
         """The next message; None where none comes in time."""
-        from psengine.protocol.codec import decode
+        from psengine.protocol.frames import decode
 
         if not self.socket.poll(int(timeout_s * 1000)):
             return None

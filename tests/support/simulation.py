@@ -13,8 +13,8 @@ from psengine.errors import ServerError
 from psengine.parameter_server.client.flow import Flow, SteppedFlow
 from psengine.parameter_server.client.options import SessionOptions
 from psengine.parameter_server.client.runtime import Receiver, Runtime
-from psengine.parameter_server.client.session import WorkerSession
-from psengine.protocol.codec import decode, encode
+from psengine.parameter_server.client.worker_session import WorkerSession
+from psengine.protocol.frames import decode, encode
 from psengine.protocol.messages import Message
 from support.shard_world import World
 

@@ -27,8 +27,8 @@ from psengine.parameter_server.client.named_tensors import Landing, NamedTensors
 from psengine.parameter_server.client.operation import Push, wait_all
 from psengine.parameter_server.client.options import SessionOptions, keys_from_environment
 from psengine.parameter_server.client.partition import runs_of
-from psengine.parameter_server.client.session import WorkerSession
 from psengine.parameter_server.client.telemetry import Telemetry
+from psengine.parameter_server.client.worker_session import WorkerSession
 from psengine.protocol.keys import CurveClientKeys
 from psengine.protocol.layout import ChunkKind, ChunkSpec
 

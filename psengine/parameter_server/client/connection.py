@@ -24,7 +24,7 @@ from psengine.errors import ProtocolError, PSEngineError, ServerError
 from psengine.kernels.freed_memory import keep_freed_memory
 from psengine.parameter_server.client.operation import forked_error
 from psengine.parameter_server.client.runtime import Receiver
-from psengine.protocol.codec import decode, encode
+from psengine.protocol.frames import decode, encode
 from psengine.protocol.keys import CurveClientKeys
 from psengine.protocol.messages import MAX_PAYLOAD_BYTES, Message
 

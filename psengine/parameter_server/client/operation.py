@@ -21,7 +21,7 @@ from psengine.codecs.exchange_outcome import ExchangeOutcome
 from psengine.errors import FencedError, ProtocolError, PSEngineError, ServerError
 from psengine.parameter_server.client.answers import Answer, PushResult
 from psengine.parameter_server.client.chunk_encoder import ChunkEncoder
-from psengine.protocol.codec import payload_tensor
+from psengine.protocol.frames import payload_tensor
 from psengine.protocol.messages import Message, MessageType
 
 # The I/O thread ends every operation at its deadline; waiters give it this much longer.

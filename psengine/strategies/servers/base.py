@@ -27,7 +27,7 @@ from psengine.strategies.servers.discovery import Rendezvous, leave, meet
 from psengine.tensors.bucket import Bucket
 
 if TYPE_CHECKING:
-    from psengine.parameter_server.client.session import WorkerSession
+    from psengine.parameter_server.client.worker_session import WorkerSession
     from psengine.protocol.layout import ChunkSpec
     from psengine.strategies.servers.chunked_replica import ChunkedReplica
 
@@ -165,7 +165,7 @@ class ServerStrategy(Strategy):
         options = self._options
         rendezvous = meet(options["servers"], options["job"], replica.collective, replica.device, is_copy=self._is_copy)
         from psengine.parameter_server.client.options import SessionOptions, keys_from_environment
-        from psengine.parameter_server.client.session import WorkerSession
+        from psengine.parameter_server.client.worker_session import WorkerSession
 
         self._replica, self._rendezvous = replica, rendezvous
         try:

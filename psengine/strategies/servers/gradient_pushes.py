@@ -14,7 +14,7 @@ from psengine.tracing.timeline import recorder
 
 if TYPE_CHECKING:
     from psengine.parameter_server.client.operation import Push
-    from psengine.parameter_server.client.session import WorkerSession
+    from psengine.parameter_server.client.worker_session import WorkerSession
     from psengine.protocol.layout import ChunkSpec
     from psengine.strategies.servers.chunked_replica import ChunkedReplica
 

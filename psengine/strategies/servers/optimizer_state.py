@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from psengine.parameter_server.client.operation import wait_all
-from psengine.parameter_server.client.session import WorkerSession
+from psengine.parameter_server.client.worker_session import WorkerSession
 from psengine.protocol.hyperparameters import optimizer_name, slot_names, wire_groups
 from psengine.protocol.layout import ChunkSpec, Segment
 from psengine.tensors.bucket import is_non_overlapping_and_dense

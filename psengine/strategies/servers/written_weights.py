@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from psengine.parameter_server.client.session import WorkerSession
+    from psengine.parameter_server.client.worker_session import WorkerSession
     from psengine.strategies.servers.chunked_replica import ChunkedReplica
 
 logger = logging.getLogger(__name__)

@@ -29,7 +29,7 @@ from psengine.errors import (
 from psengine.parameter_server.client.client import connect, parse_addresses
 from psengine.parameter_server.client.embedded import EmbeddedServer
 from psengine.parameter_server.client.partition import cut
-from psengine.parameter_server.client.session import SessionOptions, WorkerSession, wait_all
+from psengine.parameter_server.client.worker_session import SessionOptions, WorkerSession, wait_all
 from psengine.protocol.keys import CurveClientKeys, KeyPair, write_key_pair
 from psengine.protocol.layout import ChunkKind
 
@@ -530,7 +530,7 @@ def test_exit_with_an_open_session_says_goodbye(server, job):
     code = f"""
 import torch
 from psengine.parameter_server.client.partition import cut
-from psengine.parameter_server.client.session import SessionOptions, WorkerSession
+from psengine.parameter_server.client.worker_session import SessionOptions, WorkerSession
 from psengine.protocol.layout import ChunkKind
 session = WorkerSession(SessionOptions(addresses={server.addresses!r}, job={job!r}, rule={AVERAGE!r}, rank=0))
 session.start()

@@ -22,9 +22,9 @@ from psengine.parameter_server.client import link as link_module
 from psengine.parameter_server.client import patience
 from psengine.parameter_server.client.operation import Parking
 from psengine.parameter_server.client.partition import cut
-from psengine.parameter_server.client.session import Request, SessionOptions, WorkerSession, wait_all
 from psengine.parameter_server.client.stalls import StallWatch
-from psengine.protocol.codec import encode, payload_tensor
+from psengine.parameter_server.client.worker_session import Request, SessionOptions, WorkerSession, wait_all
+from psengine.protocol.frames import encode, payload_tensor
 from psengine.protocol.layout import ChunkKind
 from psengine.protocol.messages import Message
 

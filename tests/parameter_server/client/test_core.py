@@ -15,7 +15,7 @@ from psengine.errors import FencedError, ServerLostError, ServerRefusedError
 from psengine.parameter_server.client import handshake, join
 from psengine.parameter_server.client.flow import Flow, SteppedFlow
 from psengine.parameter_server.client.own_membership import StateRequest
-from psengine.parameter_server.client.session import Push, WorkerSession
+from psengine.parameter_server.client.worker_session import Push, WorkerSession
 
 LEASE_S = 5.0
 SPECS = [spec(0, 4), spec(1, 2)]

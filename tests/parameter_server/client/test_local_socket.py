@@ -7,7 +7,7 @@ from support.server_process import running_server
 
 from psengine.environment.local_sockets import socket_beside
 from psengine.parameter_server.client.partition import cut
-from psengine.parameter_server.client.session import SessionOptions, WorkerSession, wait_all
+from psengine.parameter_server.client.worker_session import SessionOptions, WorkerSession, wait_all
 from psengine.protocol.layout import ChunkKind
 
 AVERAGE = {"name": "average", "quorum": None}

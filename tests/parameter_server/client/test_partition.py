@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from psengine.errors import ConfigurationError
 from psengine.parameter_server.client.partition import CHUNK_BYTES, MAX_DESCRIPTION_BYTES, assign, cut
-from psengine.protocol.codec import decode, encode
+from psengine.protocol.frames import decode, encode
 from psengine.protocol.layout import ChunkKind
 from psengine.protocol.messages import MAX_NAME_BYTES, MAX_PAYLOAD_BYTES, MAX_SEGMENTS, Message, MessageType
 

@@ -21,7 +21,7 @@ from psengine.parameter_server.server.rules.exchange import Contribution, RuleCo
 from psengine.parameter_server.server.rules.registry import JobRule
 from psengine.parameter_server.server.rules.statistics import JobStatistics
 from psengine.parameter_server.server.rules.together import HISTORY
-from psengine.protocol.codec import payload_tensor
+from psengine.protocol.frames import payload_tensor
 from psengine.protocol.layout import ChunkKind
 from psengine.protocol.messages import ErrorCode, MessageType
 

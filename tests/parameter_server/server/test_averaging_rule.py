@@ -9,7 +9,7 @@ from support.shard_world import AVERAGE, Worker, World, spec, team
 from psengine.parameter_server.server.rules.exchange import Contribution, RuleContext
 from psengine.parameter_server.server.rules.registry import JobRule
 from psengine.parameter_server.server.rules.statistics import JobStatistics
-from psengine.protocol.codec import payload_tensor
+from psengine.protocol.frames import payload_tensor
 from psengine.protocol.layout import job_number
 from psengine.protocol.messages import ErrorCode, MessageType
 

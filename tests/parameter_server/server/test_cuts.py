@@ -17,7 +17,7 @@ from support.shard_world import APPLY, SGD, Worker, World, spec, team
 
 from psengine.errors import SnapshotError
 from psengine.parameter_server.client.options import SessionOptions
-from psengine.parameter_server.client.session import WorkerSession, wait_all
+from psengine.parameter_server.client.worker_session import WorkerSession, wait_all
 from psengine.parameter_server.server.core.capture import Meeting
 from psengine.parameter_server.server.snapshots.files import read_generation
 from psengine.protocol.messages import MessageType

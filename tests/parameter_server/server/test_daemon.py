@@ -23,7 +23,7 @@ from support.waiting import eventually
 
 from psengine.errors import ConfigurationError
 from psengine.parameter_server.server import systemd
-from psengine.protocol.codec import payload_tensor
+from psengine.protocol.frames import payload_tensor
 from psengine.protocol.messages import MAX_PAYLOAD_BYTES
 
 MANY_BYTES = os.urandom(4096)

@@ -11,7 +11,7 @@ from support.shard_world import SGD, ErrorCode, Worker, World, rule_of, spec
 from psengine.parameter_server.server.rules import registry
 from psengine.parameter_server.server.rules.step import StepOutcome
 from psengine.parameter_server.server.rules.together import Together
-from psengine.protocol.codec import payload_tensor
+from psengine.protocol.frames import payload_tensor
 from psengine.protocol.messages import MessageType
 
 OUTER = {"name": "outer", "quorum": None}

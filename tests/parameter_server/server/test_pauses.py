@@ -8,7 +8,7 @@ import pytest
 import torch
 from support.shard_world import Worker, World, spec, team
 
-from psengine.protocol.codec import payload_tensor
+from psengine.protocol.frames import payload_tensor
 from psengine.protocol.messages import ErrorCode, MessageType
 
 # lease 5 s, a heartbeat each second.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from support.server_process import Peer, running_server
 
-from psengine.protocol.codec import payload_tensor
+from psengine.protocol.frames import payload_tensor
 from psengine.protocol.messages import MAX_PAYLOAD_BYTES
 
 # The largest chunk, 16 MiB: more than the kernel takes of a loopback connection whose peer does not read (10 MiB).

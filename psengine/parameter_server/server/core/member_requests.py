@@ -10,7 +10,7 @@ from psengine.parameter_server.server.core.membership import Member
 from psengine.parameter_server.server.core.shard_jobs import ShardJobs
 from psengine.parameter_server.server.core.status_report import StatusReport
 from psengine.parameter_server.server.rules.exchange import Reply
-from psengine.protocol.codec import payload_tensor
+from psengine.protocol.frames import payload_tensor
 from psengine.protocol.messages import Message, MessageType
 
 Handler = Callable[[Job, Member, Message], list[Reply]]

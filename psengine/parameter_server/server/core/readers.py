@@ -8,7 +8,7 @@ from psengine.errors import ProtocolError
 from psengine.parameter_server.server.core.answers import Answers, traffic_bytes
 from psengine.parameter_server.server.core.job import Job
 from psengine.parameter_server.server.core.status_report import StatusReport
-from psengine.protocol.codec import payload_tensor
+from psengine.protocol.frames import payload_tensor
 from psengine.protocol.messages import ErrorCode, Message, MessageType
 
 

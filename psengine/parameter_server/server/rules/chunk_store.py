@@ -14,7 +14,7 @@ from psengine.parameter_server.server.rules.exchange import RuleContext
 from psengine.parameter_server.server.rules.payloads import received_values
 from psengine.parameter_server.server.rules.registry import JobRule
 from psengine.protocol import bodies
-from psengine.protocol.codec import payload_tensor
+from psengine.protocol.frames import payload_tensor
 from psengine.protocol.hyperparameters import SLOTS
 from psengine.protocol.layout import ChunkKind, ChunkSpec, Segment
 from psengine.protocol.messages import DTYPE_NUMBERS, ErrorCode, Message, MessageType

@@ -12,7 +12,7 @@ from psengine.codecs.identity import IDENTITY
 from psengine.codecs.registry import resolve_codec
 from psengine.errors import ConfigurationError, ProtocolError
 from psengine.parameter_server.chunk_codecs import answer_codec, gradient_codec
-from psengine.protocol.codec import payload_tensor
+from psengine.protocol.frames import payload_tensor
 from psengine.protocol.layout import ChunkSpec
 from psengine.protocol.messages import ErrorCode, Message
 

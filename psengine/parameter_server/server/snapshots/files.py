@@ -29,7 +29,7 @@ import torch
 import xxhash
 
 from psengine.errors import SnapshotError
-from psengine.protocol.codec import buffer_of
+from psengine.protocol.frames import buffer_of
 from psengine.protocol.messages import DTYPES
 
 FORMAT = 1

@@ -25,7 +25,7 @@ from psengine.parameter_server.server.core.shard import TICK_S, Shard
 from psengine.parameter_server.server.transport.endpoint import Endpoint, Received
 from psengine.parameter_server.status_model import ShardStatus, Transport
 from psengine.protocol.bodies import MAX_TEXT_CHARS
-from psengine.protocol.codec import decode, encode, refusal
+from psengine.protocol.frames import decode, encode, refusal
 from psengine.protocol.messages import ErrorCode, Message, MessageType
 from psengine.tracing.logging_format import RateLimit
 

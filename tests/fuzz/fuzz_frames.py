@@ -1,8 +1,8 @@
 """Fuzz ``decode``: whatever the frames, it returns a message that can be sent again unchanged, or raises ProtocolError.
 
-    python tests/fuzz/fuzz_codec.py --minutes 5           # seeded random mutations of the vectors; needs no packages
-    python tests/fuzz/fuzz_codec.py --minutes 5 --seed 7  # others
-    pip install atheris && python tests/fuzz/fuzz_codec.py --minutes 60      # guided by coverage
+    python tests/fuzz/fuzz_frames.py --minutes 5           # seeded random mutations of the vectors; needs no packages
+    python tests/fuzz/fuzz_frames.py --minutes 5 --seed 7  # others
+    pip install atheris && python tests/fuzz/fuzz_frames.py --minutes 60      # guided by coverage
 
 A failure prints the frames in hex, to be added to tests/protocol/protocol_vectors.json or a test.
 """
@@ -21,7 +21,7 @@ import warnings
 from pathlib import Path
 
 from psengine.errors import ProtocolError
-from psengine.protocol.codec import HEADER_BYTES, decode, encode, payload_tensor, refusal
+from psengine.protocol.frames import HEADER_BYTES, decode, encode, payload_tensor, refusal
 
 VECTORS = json.loads((Path(__file__).parents[1] / "protocol" / "protocol_vectors.json").read_text())
 SEEDS = [[bytes.fromhex(frame) for frame in vector["frames"]] for vector in VECTORS]

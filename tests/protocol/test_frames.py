@@ -15,13 +15,13 @@ import msgpack
 import pytest
 import torch
 import xxhash
-from fuzz.fuzz_codec import check, mutate
+from fuzz.fuzz_frames import check, mutate
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from psengine.errors import ConfigurationError, ProtocolError
 from psengine.protocol import bodies
-from psengine.protocol.codec import HEADER_BYTES, buffer_of, decode, encode, payload_tensor, refusal
+from psengine.protocol.frames import HEADER_BYTES, buffer_of, decode, encode, payload_tensor, refusal
 from psengine.protocol.layout import job_number
 from psengine.protocol.messages import DTYPES, NO_KEY, PROTOCOL_VERSION, ErrorCode, Message, MessageType
 
@@ -656,7 +656,7 @@ def test_errors_are_not_answered():
     assert refusal(with_fields(FRAMES["error"], flags=8), ProtocolError("x")) is None
 
 
-# ---- Fuzz; longer runs: tests/fuzz/fuzz_codec.py
+# ---- Fuzz; longer runs: tests/fuzz/fuzz_frames.py
 
 
 @given(st.lists(st.binary(max_size=200), max_size=4))
