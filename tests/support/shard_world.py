@@ -91,7 +91,7 @@ class World:
             digest.update(repr(sorted((k, len(v)) for k, v in job.chunks.blobs.items())).encode())
             for key, rule in sorted(job.chunks.rules.items()):
                 digest.update(repr((key, rule.version, sorted(rule.progress.last_sequence.items()))).encode())
-                digest.update(repr(sorted(getattr(rule.gathering, "_open", {}))).encode())
+                digest.update(repr(sorted(getattr(rule, "_open", {}))).encode())
         return digest.intdigest()
 
 

@@ -215,7 +215,7 @@ class TestBound:
                 worker.push(0, sequence, torch.ones(6))
         newcomer = Worker(world, rule=workers[0].rule)
         assert newcomer.hello() == "ready"
-        assert rule_of(world).gathering.clocks()[newcomer.rank] == 5
+        assert rule_of(world).clocks()[newcomer.rank] == 5
         assert workers[0].push(0, 6, torch.ones(6))
 
 
@@ -227,8 +227,8 @@ class TestOnce:
         bound = data.draw(st.sampled_from([None, 1]))
         world, workers = fleet(2, 4, max_staleness=bound, world=World(codec=False))
         applied, rule_here = [], rule_of(world)
-        original = rule_here.gathering._conclude
-        rule_here.gathering._conclude = lambda push: (applied.append((push.rank, push.sequence)), original(push))
+        original = rule_here._conclude
+        rule_here._conclude = lambda push: (applied.append((push.rank, push.sequence)), original(push))
         sent, done, waits = [], [0, 0], [False, False]
         for _ in range(data.draw(st.integers(5, 40))):
             what = data.draw(

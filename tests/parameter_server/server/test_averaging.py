@@ -557,7 +557,7 @@ class TestWhoIsWaitedFor:
 
     def test_an_exchange_is_looked_at_once(self):
         context, asked = self.context(tuple(range(9)))
-        rule = JobRule(AVERAGE).make(spec(0, 4), None, context).gathering
+        rule = JobRule(AVERAGE).make(spec(0, 4), None, context)
         for rank in range(8):
             rule.push(Contribution(rank, 1, 0, torch.ones(4)))
         asked.clear()
@@ -566,7 +566,7 @@ class TestWhoIsWaitedFor:
 
     def test_where_nothing_is_held_nobody_is_asked(self):
         context, asked = self.context((0, 1))
-        assert JobRule(APPLY | {"max_staleness": 1}).make(spec(0, 4), torch.zeros(4), context).gathering.waiting() == {}
+        assert JobRule(APPLY | {"max_staleness": 1}).make(spec(0, 4), torch.zeros(4), context).waiting() == {}
         assert asked == []
 
 
@@ -1011,7 +1011,7 @@ def explore(size, exchanges, crashes):
             server = (job.is_sealed, job.has_started, job.membership.live_ranks)
             server += (tuple(sorted((m.rank, m.is_expected) for m in job.membership.members.values())),)
             if rule is not None:
-                opened = tuple(sorted((s, tuple(sorted(c.by_rank))) for s, c in rule.gathering._open.items()))
+                opened = tuple(sorted((s, tuple(sorted(c.by_rank))) for s, c in rule._open.items()))
                 server += (tuple(sorted(rule.progress.last_sequence.items())), opened)
                 server += (tuple(sorted(rule.outcome._results)),)
         replicas = tuple(

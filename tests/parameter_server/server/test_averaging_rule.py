@@ -58,7 +58,7 @@ class TestJoiners:
         room = Room(0, 1)
         room.exchange(1)
         room.live = (0,)
-        room.rule.gathering.worker_left(1)
+        room.rule.worker_left(1)
         room.exchange(2)
         room.rule.progress.continue_from(1, 0, was_live=False)
         assert room.rule.progress.last_sequence[1] == 2
@@ -79,7 +79,7 @@ def test_who_pushes_the_next_exchange_before_it_has_an_answer_still_gets_it():
         for rank in (0, 1):
             assert room.push(rank, sequence) == []
     room.live = (0, 1)
-    replies = room.rule.gathering.worker_left(2)
+    replies = room.rule.worker_left(2)
     assert [(reply.rank, reply.sequence) for reply in replies] == [(0, 1), (1, 1), (0, 2), (1, 2)]
 
 
@@ -94,15 +94,15 @@ class TestReached:
 
     def test_what_a_worker_says_never_goes_back(self):
         room = Room(0)
-        room.rule.gathering.note_answered(0, 5)
-        room.rule.gathering.note_answered(0, 3)
+        room.rule.note_answered(0, 5)
+        room.rule.note_answered(0, 3)
         assert room.rule.progress.reached(0) == 5
 
     def test_a_new_process_has_what_it_was_given(self):
         room = Room(0)
         room.exchange(1)
         room.exchange(2)
-        room.rule.gathering.worker_came(1, is_new_process=True)
+        room.rule.worker_came(1, is_new_process=True)
         assert room.rule.progress.reached(1) == 2
 
 
@@ -128,10 +128,10 @@ class TestCatchingUp:
 
     def test_it_is_repeated_to_whom_it_ended_without(self):
         rule = self.after(2)
-        (answer,) = rule.gathering.repeat(1, 1)
+        (answer,) = rule.repeat(1, 1)
         assert (answer.type, answer.rank, answer.sequence) == (MessageType.UPDATED, 1, 1)
         assert rule.progress.last_sequence[1] == 1
-        (answer,) = rule.gathering.repeat(1, 9)
+        (answer,) = rule.repeat(1, 9)
         assert (answer.type, answer.rank, answer.sequence) == (MessageType.MISSING, 1, 9)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from psengine.parameter_server.server.rules.payload_pins import PayloadPins
+from psengine.parameter_server.server.rules.exchange import PayloadPins
 from psengine.protocol.messages import Message
 
 

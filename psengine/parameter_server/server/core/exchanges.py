@@ -57,7 +57,7 @@ class Exchanges:
         if statistics.late != late_before:
             member.late += 1
             self._team.record.late(member, push.sequence)
-        if rule.gathering.is_single and taken_before < push.sequence == rule.progress.last_sequence.get(push.rank):
+        if rule.is_single and taken_before < push.sequence == rule.progress.last_sequence.get(push.rank):
             self._team.cuts.pushed(push, spec.key, body.get("step"))
         return replies + self._weights.pushed(member.rank)
 
@@ -81,7 +81,7 @@ class Exchanges:
         for reply in replies:
             if reply.rank == push.rank and reply.type in (MessageType.UPDATED, MessageType.ERROR):
                 is_answered = True
-            elif reply.type is MessageType.UPDATED and not rule.gathering.is_single and reply.rank in members:
+            elif reply.type is MessageType.UPDATED and not rule.is_single and reply.rank in members:
                 members[reply.rank].telemetry.apply_s += apply_s
         telemetry = members[push.rank].telemetry
         telemetry.apply_s += apply_s
@@ -94,12 +94,12 @@ class Exchanges:
         if not member.phase.is_live:
             raise ProtocolError(f"{rule.spec.describe()}: this RESULT was not asked for")
         payload, contributors = rule.payloads.answered(message), message.body.get("contributors")
-        return rule.gathering.supply_result(member.rank, message.sequence, payload, contributors)
+        return rule.supply_result(member.rank, message.sequence, payload, contributors)
 
     def probe(self, message: Message, member: Member) -> list[Reply]:
         """PROBE: what became of a push? REPEAT: its answer again."""
         self._check_live(member)
-        gathering = self._team.chunks.find(message.key).gathering
+        gathering = self._team.chunks.find(message.key)
         repeats = message.type is MessageType.REPEAT
         replies = (gathering.repeat if repeats else gathering.probe)(member.rank, message.sequence)
         for reply in replies:

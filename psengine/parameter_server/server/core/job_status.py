@@ -15,7 +15,7 @@ def _waiting(job: Job) -> dict[int, list[int]]:
         # Those in one exchange of a chunk share a list.
         last: list[int] = []
         mask = 0
-        for rank, missing in rule.gathering.waiting().items():
+        for rank, missing in rule.waiting().items():
             if missing is not last:
                 last, mask = missing, sum(1 << other for other in missing)
             masks[rank] = masks.get(rank, 0) | mask

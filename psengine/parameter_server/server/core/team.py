@@ -98,11 +98,7 @@ class Team:
         self.came.add(member.rank)
         self.membership.admit(member.rank)
         self.record.joined(member)
-        return [
-            reply
-            for rule in self.rules
-            for reply in rule.gathering.worker_came(member.rank, is_new_process=is_new_process)
-        ]
+        return [reply for rule in self.rules for reply in rule.worker_came(member.rank, is_new_process=is_new_process)]
 
     def departed(self, member: Member, reason: str, why: str) -> None:
         """Tell of a worker that goes, before it is forgotten."""
@@ -114,8 +110,8 @@ class Team:
     def left(self, rank: int) -> list[Reply]:
         """Exchanges do not wait for this worker any more, or not for the process that had its rank."""
         self.cuts.left(rank)
-        return [reply for rule in self.rules for reply in rule.gathering.worker_left(rank)]
+        return [reply for rule in self.rules for reply in rule.worker_left(rank)]
 
     def steps(self) -> dict[int, int]:
         """Per worker the step it is in, by the first chunk that is trained; {} where this shard has none."""
-        return next((rule.gathering.clocks() for rule in self.rules if rule.is_trained), {})
+        return next((rule.clocks() for rule in self.rules if rule.is_trained), {})

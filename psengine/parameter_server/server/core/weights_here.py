@@ -54,7 +54,7 @@ class WeightsHere(Weights):
     def hear_progress(self, message: Message, member: Member, now_s: float) -> list[Reply]:
         lost, rank = [0, 0, 0], member.rank
         for key, version, sequence, under_way, *unused in message.body["chunks"]:
-            restored = self._team.chunks.find(key).gathering.restored(rank)
+            restored = self._team.chunks.find(key).restored(rank)
             updates, own = self._losses.report(rank, key, restored, (version, sequence), under_way, unused)
             lost = [lost[0] + updates, lost[1] + own, lost[2] + (updates > 0)]
         if not message.body["more"]:

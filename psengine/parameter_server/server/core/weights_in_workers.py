@@ -167,7 +167,7 @@ class WeightsInWorkers(Weights):
         for key, _, sequence, *_ in message.body["chunks"]:
             rule = self._team.chunks.find(key)
             if member.phase.is_live:
-                replies += rule.gathering.note_answered(member.rank, sequence)
+                replies += rule.note_answered(member.rank, sequence)
         return [*replies, *self._release()]
 
     @override

@@ -1,8 +1,8 @@
 """Outcome "average": the average goes back to the workers, which hold the weights.
 
-An exchange has one result. It is kept until every live worker has it, so that nobody is told two different ones. A
-server that restarted has none; a worker that is further on returns it (RESULT_WANTED). ``values`` are whatever a worker
-deposited last for others.
+An exchange has one result, kept until every live worker has it, so that no two workers get different ones. A server
+that restarted has no results; a worker that is further on returns them (RESULT_WANTED). ``values`` are what a worker
+last deposited for others.
 """
 
 from __future__ import annotations
@@ -14,10 +14,9 @@ import torch
 from typing_extensions import override
 
 from psengine.errors import ProtocolError
-from psengine.flat_optimizers.optimizers import OptimizerSpec, is_finite
-from psengine.parameter_server.server.rules.exchange import Contribution, Progress, Update
-from psengine.parameter_server.server.rules.outcome import Answer, Outcome
-from psengine.parameter_server.server.rules.payload_pins import PayloadPins
+from psengine.flat_optimizers.optimizers import is_finite
+from psengine.parameter_server.server.rules.exchange import PayloadPins, Reply, Update
+from psengine.parameter_server.server.rules.outcome import Outcome
 from psengine.parameter_server.server.rules.payloads import ChunkPayloads
 from psengine.parameter_server.server.rules.statistics import JobStatistics
 from psengine.protocol.layout import ChunkKind, ChunkSpec
@@ -31,25 +30,12 @@ class AverageOutcome(Outcome):
     pushed_kinds = frozenset({ChunkKind.PARAMETER, ChunkKind.BUFFER, ChunkKind.USAGE})
 
     def __init__(
-        self,
-        spec: ChunkSpec,
-        values: torch.Tensor | None,
-        progress: Progress,
-        payloads: ChunkPayloads,
-        statistics: JobStatistics,
+        self, spec: ChunkSpec, values: torch.Tensor | None, payloads: ChunkPayloads, statistics: JobStatistics
     ) -> None:
-        super().__init__(spec, values, progress, payloads, statistics)
+        super().__init__(spec, values, payloads, statistics)
         self.values_version = 0
         # Averages that some live worker may still ask for, as they travel: exchange -> (payload, number of gradients).
         self._results: dict[int, tuple[torch.Tensor, int]] = {}
-
-    @override
-    def configure(self, spec: OptimizerSpec) -> None:
-        raise AssertionError("takes_optimizer says no")
-
-    @override
-    def check(self, contribution: Contribution) -> None:
-        """Any can be part of an average."""
 
     @override
     def accepts(self, values: torch.Tensor) -> bool:
@@ -72,10 +58,10 @@ class AverageOutcome(Outcome):
         return all(sequence in self._results for sequence in range(first, last + 1))
 
     @override
-    def answer(self, rank: int, sequence: int, *, repeated: bool = False) -> Answer:
+    def answer(self, rank: int, sequence: int, *, repeated: bool = False) -> Reply:
         payload, contributors = self._results[sequence]
         # An average is made once and never changed.
-        return Answer(sequence, payload, PayloadPins(), {"contributors": contributors})
+        return self._updated(rank, sequence, sequence, payload, PayloadPins(), contributors=contributors)
 
     @override
     def take_result(self, sequence: int, payload: torch.Tensor, contributors: int) -> bool:
@@ -100,10 +86,6 @@ class AverageOutcome(Outcome):
     @override
     def store(self, values: torch.Tensor, version: int) -> None:
         self.values, self.values_version = values.clone(), version
-
-    @override
-    def note_base(self, rank: int) -> int:
-        return 0
 
     @override
     def reset(self) -> None:

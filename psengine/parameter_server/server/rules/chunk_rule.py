@@ -1,35 +1,62 @@
-"""The rule of one chunk: when its contributions are complete (gathering), times what they lead to (outcome). Pure."""
+"""The rule of one chunk: when the contributions to an exchange are complete, and when its answers may leave. Pure.
+
+together.py   everybody who is live has contributed, or a quorum has: one answer for all of them
+each.py       each contribution is complete by itself; its answer may be held (bounded staleness)
+
+The outcome (``outcome.py``) says what a complete set leads to.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Mapping
+from typing import Any, ClassVar
 
 import torch
 
-from psengine.parameter_server.server.rules.exchange import Contribution, Progress, Reply
-from psengine.parameter_server.server.rules.gathering import Gathering
+from psengine.errors import ProtocolError
+from psengine.parameter_server.server.rules.exchange import Contribution, Reply, RuleContext
 from psengine.parameter_server.server.rules.outcome import Outcome
-from psengine.parameter_server.server.rules.payloads import ChunkPayloads
-from psengine.protocol.layout import ChunkKind, ChunkSpec
+from psengine.protocol.layout import ChunkKind
 from psengine.protocol.messages import ErrorCode, MessageType
 
 
-class ChunkRule:
-    """See the module's text; what needs both halves is here."""
+class ChunkRule(ABC):
+    """Of one chunk at one shard.
 
-    def __init__(
-        self, spec: ChunkSpec, progress: Progress, payloads: ChunkPayloads, gathering: Gathering, outcome: Outcome
-    ) -> None:
-        self.spec = spec
-        self.progress = progress
-        self.payloads = payloads
-        self.gathering = gathering
+    Args:
+        outcome: what a complete set leads to; it knows the chunk and how far it is.
+        context: shared with the job's other chunks.
+    """
+
+    # Whether a single contribution is complete.
+    is_single: ClassVar[bool]
+
+    def __init__(self, outcome: Outcome, context: RuleContext) -> None:
         self.outcome = outcome
+        self.spec, self.progress, self.payloads = outcome.spec, outcome.progress, outcome.payloads
+        self.context = context
+        # By rank, why its last contribution does not count.
+        self._refused: dict[int, str] = {}
+        # The version that a snapshot had.
+        self._restored_version = 0
+
+    @staticmethod
+    def options(rule: Mapping[str, Any]) -> dict[str, Any]:
+        """Keyword arguments of its own, from a rule as in HELLO."""
+        return {}
+
+    @staticmethod
+    @abstractmethod
+    def awaited(live: Collection[int], came: Collection[int], *, has_started: bool) -> Collection[int] | None:
+        """Who of the expected workers need not be waited for: those ``live``, or all that ever ``came``.
+
+        None: nobody is waited for because of being expected.
+        """
 
     @property
     def version(self) -> int:
-        """The chunk's; what it counts is the gathering's."""
+        """The chunk's."""
         return self.progress.version
 
     @property
@@ -40,12 +67,7 @@ class ChunkRule:
     @property
     def is_changed_by_each(self) -> bool:
         """Whether every single push changes what a snapshot keeps of it."""
-        is_pushed = self.spec.kind in self.outcome.pushed_kinds and self.outcome.is_ready
-        return self.gathering.is_single and is_pushed
-
-    def can_catch_up(self, rank: int) -> bool:
-        """Whether every answer that worker ``rank`` may lack is still here."""
-        return self.outcome.can_answer(self.progress.last_sequence.get(rank, 0) + 1, self.progress.version)
+        return self.is_single and self.spec.kind in self.outcome.pushed_kinds and self.outcome.is_ready
 
     def push(self, contribution: Contribution) -> list[Reply]:
         """A contribution arrived, perhaps once more.
@@ -54,31 +76,91 @@ class ChunkRule:
             ProtocolError: it makes no sense here; nothing has changed.
         """
         if self.outcome.is_ready:
-            return self.gathering.push(contribution)
+            return self._gather(contribution)
         text = f"{self.spec.describe()} has no optimizer yet; the worker has to send CONFIGURE first"
-        body = {"code": ErrorCode.NOT_READY, "text": text}
-        return [Reply(MessageType.ERROR, contribution.rank, contribution.sequence, body=body, key=self.spec.key)]
+        return [self._error(contribution.rank, contribution.sequence, ErrorCode.NOT_READY, text)]
+
+    @abstractmethod
+    def _gather(self, contribution: Contribution) -> list[Reply]:
+        """See ``push``; the outcome is ready."""
+
+    @abstractmethod
+    def probe(self, rank: int, sequence: int) -> list[Reply]:
+        """A worker asks what became of an exchange: PENDING, MISSING, or SENT where the answer is there. No payload."""
+
+    @abstractmethod
+    def repeat(self, rank: int, sequence: int) -> list[Reply]:
+        """A worker lost the answer of an exchange: that again, or what ``probe`` says where there is none."""
+
+    @abstractmethod
+    def worker_came(self, rank: int, *, is_new_process: bool) -> list[Reply]:
+        """A worker became live; a new process numbers its exchanges anew. Others' answers may leave now."""
+
+    @abstractmethod
+    def worker_left(self, rank: int) -> list[Reply]:
+        """A worker is no longer waited for; others' answers may leave now."""
+
+    @abstractmethod
+    def waiting(self) -> dict[int, list[int]]:
+        """Per rank whose answer is held, the ranks it waits for."""
+
+    @abstractmethod
+    def clocks(self) -> dict[int, int]:
+        """Per worker, how many steps it has taken; for people."""
+
+    def restored(self, rank: int) -> tuple[int, int]:
+        """The version, and the last exchange of worker ``rank``, that this server started with; (0, 0) without."""
+        return self._restored_version, self._restored_version
+
+    def note_answered(self, rank: int, sequence: int) -> list[Reply]:
+        """Worker ``rank`` says that it has the answer of exchange ``sequence``; others may wait to hear that."""
+        self.progress.note_answered(rank, sequence)
+        return []
+
+    def supply_result(self, rank: int, sequence: int, payload: torch.Tensor, contributors: int | None) -> list[Reply]:
+        """Worker ``rank`` returns the average of an exchange that ended before this server started.
+
+        Raises:
+            ProtocolError: nobody who is waited for has it.
+        """
+        raise ProtocolError(f"{self.spec.describe()}: the result of exchange {sequence} was not asked for")
+
+    def can_catch_up(self, rank: int) -> bool:
+        """Whether every answer that worker ``rank`` may lack is still here."""
+        return self.outcome.can_answer(self.progress.last_sequence.get(rank, 0) + 1, self.version)
 
     def store(self, values: torch.Tensor, version: int) -> None:
         """STORE: overwrite what PULL reads; ``version``: as the worker says."""
         self.outcome.store(values, version)
-        self.gathering.stored()
 
     def reset(self) -> None:
         """Forget exchanges, and values of long ago: the job goes on from the only worker there is."""
-        self.gathering.reset()
+        self.progress.reset()
         self.outcome.reset()
 
     def size_bytes(self) -> int:
         """Memory of values, contributions that are kept, results, optimizer and backups."""
         values_bytes = self.spec.size_bytes if self.outcome.values is not None else 0
-        return values_bytes + self.outcome.extra_bytes() + self.gathering.held_bytes()
+        return values_bytes + self.outcome.extra_bytes()
 
     def to_meta(self) -> dict[str, Any]:
         """What a snapshot keeps beside the tensors; JSON-able."""
-        return {**self.outcome.to_meta(), **self.gathering.to_meta()}
+        return self.outcome.to_meta()
 
     def restore(self, meta: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
         """Take over a snapshot's state."""
         self.outcome.restore(meta, tensors)
-        self.gathering.restore(meta)
+        self._restored_version = self.version
+
+    def _reply(self, type: MessageType, rank: int, sequence: int, body: dict[str, Any] | None = None) -> Reply:
+        return Reply(type, rank, sequence, self.version, body=body or {}, key=self.spec.key)
+
+    def _error(self, rank: int, sequence: int, code: str, text: str) -> Reply:
+        return Reply(MessageType.ERROR, rank, sequence, body={"code": code, "text": text}, key=self.spec.key)
+
+    def _answer(self, rank: int, sequence: int, *, repeated: bool = False) -> Reply:
+        """The answer of an exchange."""
+        answer = self.outcome.answer(rank, sequence, repeated=repeated)
+        if rank in self._refused:
+            answer.body["refused"] = self._refused[rank]
+        return answer

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from psengine.errors import ProtocolError
-from psengine.flat_optimizers.optimizers import OptimizerSpec
+from psengine.flat_optimizers.optimizers import ChunkOptimizer, OptimizerSpec
 from psengine.parameter_server.server.rules.chunk_rule import ChunkRule
 from psengine.parameter_server.server.rules.exchange import RuleContext
 from psengine.parameter_server.server.rules.payloads import received_values
@@ -99,26 +99,12 @@ class ChunkStore:
     def configure(self, message: Message) -> list[str]:
         """CONFIGURE: attach the server-side optimizer; returns the names of its slots so far."""
         rule = self.find(message.key)
-        outcome = rule.outcome
-        if not outcome.takes_optimizer:
-            raise ProtocolError(
-                f"{rule.spec.describe()} takes no optimizer (a {rule.spec.kind.value} of a job with rule"
-                f" {self._rule.body['name']!r})",
-                ErrorCode.RULE_MISMATCH,
-            )
         spec = OptimizerSpec.from_body(message.body, rule.spec.numel)
-        if outcome.optimizer is None:
+        if rule.outcome.optimizer is None:
             self._take_memory(MAX_SLOTS * rule.spec.size_bytes, f"the optimizer of {rule.spec.describe()}")
-        try:
-            outcome.configure(spec)
-        except ValueError as error:
-            raise ProtocolError(
-                f"{rule.spec.describe()} has another optimizer already (expected {error}, got {spec.name} over"
-                f" {len(spec.runs)} runs). Every worker of a job needs the same optimizer and parameter groups.",
-                ErrorCode.RULE_MISMATCH,
-            ) from None
-        assert outcome.optimizer is not None
-        return sorted(outcome.optimizer.slots())
+        rule.outcome.configure(spec)
+        assert rule.outcome.optimizer is not None
+        return sorted(rule.outcome.optimizer.slots())
 
     def page(self, after: int) -> dict[str, Any]:
         """LIST: the specs of as many chunks after key ``after`` as fit a page."""
@@ -147,10 +133,13 @@ class ChunkStore:
             return self._read_slot(rule, body["slot"])
         return MessageType.VALUES, *rule.outcome.read(), {}
 
-    def _read_slot(self, rule: ChunkRule, slot: str) -> Answer:
-        optimizer = rule.outcome.optimizer
-        if optimizer is None:
+    def _optimizer_of(self, rule: ChunkRule) -> ChunkOptimizer:
+        if rule.outcome.optimizer is None:
             raise ProtocolError(f"{rule.spec.describe()} has no optimizer here", ErrorCode.NOT_READY)
+        return rule.outcome.optimizer
+
+    def _read_slot(self, rule: ChunkRule, slot: str) -> Answer:
+        optimizer = self._optimizer_of(rule)
         if slot not in SLOTS[optimizer.spec.name]:
             raise ProtocolError(
                 f"{optimizer.spec.name} has no such slot (expected one of {', '.join(SLOTS[optimizer.spec.name])}, got"
@@ -173,7 +162,7 @@ class ChunkStore:
         if self._last_stores.get(place) == request:
             return  # its OK was lost
         if body.get("slot") is not None:
-            self._store_slot(rule, body["slot"], values, body.get("steps", []))
+            self._optimizer_of(rule).load_slot(body["slot"], values, body.get("steps", []))
         else:
             if rule.outcome.values is None:
                 self._take_memory(spec.size_bytes, f"values of {spec.describe()}")
@@ -195,12 +184,6 @@ class ChunkStore:
             for place in [place for place in self.blobs if place[0] == name and place[1] >= pieces]:
                 del self.blobs[place]
         self._blob_pieces[name] = pieces
-
-    def _store_slot(self, rule: ChunkRule, slot: str, values: torch.Tensor, steps: list[float]) -> None:
-        optimizer = rule.outcome.optimizer
-        if optimizer is None:
-            raise ProtocolError(f"{rule.spec.describe()} has no optimizer here", ErrorCode.NOT_READY)
-        optimizer.load_slot(slot, values.clone(), steps)
 
     def size_bytes(self) -> int:
         """Memory of all chunks and blobs."""

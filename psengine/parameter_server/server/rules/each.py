@@ -13,46 +13,35 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
+import torch
 from typing_extensions import override
 
 from psengine.errors import ProtocolError
-from psengine.parameter_server.server.rules.exchange import Contribution, Progress, Reply, RuleContext, Update
-from psengine.parameter_server.server.rules.gathering import Gathering
+from psengine.parameter_server.server.rules.chunk_rule import ChunkRule
+from psengine.parameter_server.server.rules.exchange import Contribution, Reply, RuleContext, Update
 from psengine.parameter_server.server.rules.outcome import Outcome
-from psengine.protocol.layout import ChunkKind, ChunkSpec
+from psengine.protocol.layout import ChunkKind
 from psengine.protocol.messages import ErrorCode, MessageType
 
 
-class Each(Gathering):
-    """See the module's text.
+class Each(ChunkRule):
+    """See the module's text. The chunk's version counts the contributions that changed it.
 
     Args:
         max_staleness: hold an answer while its worker's clock (number of its pushes) is more than this many ahead of
             the slowest live worker's; None never holds.
-
-    The chunk's version counts the contributions that changed it.
     """
 
     is_single = True
 
-    def __init__(
-        self,
-        spec: ChunkSpec,
-        outcome: Outcome,
-        progress: Progress,
-        context: RuleContext,
-        *,
-        max_staleness: int | None = None,
-    ) -> None:
-        super().__init__(spec, outcome, progress, context)
+    def __init__(self, outcome: Outcome, context: RuleContext, *, max_staleness: int | None = None) -> None:
+        super().__init__(outcome, context)
         self._max_staleness = max_staleness
         self._clocks: dict[int, int] = {}
         self._held: dict[int, int] = {}
-        self._refused: dict[int, str] = {}
         # Pushes computed from older versions were under way when their worker's lease ran out.
         self._oldest_base: dict[int, int] = {}
-        # What a snapshot had: the version, and each worker's last exchange in it.
-        self._restored_version = 0
+        # By worker, its last exchange in the snapshot.
         self._restored_sequence: dict[int, int] = {}
 
     @staticmethod
@@ -67,7 +56,7 @@ class Each(Gathering):
         return came
 
     @override
-    def push(self, contribution: Contribution) -> list[Reply]:
+    def _gather(self, contribution: Contribution) -> list[Reply]:
         rank, sequence = contribution.rank, contribution.sequence
         if contribution.weight is not None:
             raise ProtocolError(
@@ -88,7 +77,7 @@ class Each(Gathering):
         self.progress.last_sequence[rank] = sequence
         self._clocks[rank] = self._clocks.get(rank, 0) + 1
         if self._max_staleness is None:
-            return [self._answer(rank, sequence, self._refused)]
+            return [self._answer(rank, sequence)]
         self._held[rank] = sequence
         return self._release()
 
@@ -101,7 +90,7 @@ class Each(Gathering):
 
     def _conclude(self, contribution: Contribution) -> None:
         # After a restart workers may be ahead of the restored weights for one push.
-        staleness = max(0, self.progress.version - contribution.base_version)
+        staleness = max(0, self.version - contribution.base_version)
         self.outcome.conclude(contribution.sequence, Update(contribution.values, (contribution,), staleness))
         self.progress.version += 1
         if self.spec.kind is ChunkKind.PARAMETER:
@@ -113,7 +102,7 @@ class Each(Gathering):
     def probe(self, rank: int, sequence: int) -> list[Reply]:
         last = self.progress.last_sequence.get(rank, 0)
         if sequence > last:
-            return [self._reply(MessageType.MISSING, rank, sequence, self.progress.version)]
+            return [self._reply(MessageType.MISSING, rank, sequence)]
         if sequence < last:
             return []  # answered long ago
         if self._held.get(rank) == sequence:
@@ -121,34 +110,34 @@ class Each(Gathering):
         if self._max_staleness is not None and self._lead(rank) > self._max_staleness:
             self._held[rank] = sequence  # restored from a snapshot, which keeps no held answers
             return [self._pending(rank, sequence)]
-        return [self._reply(MessageType.SENT, rank, sequence, self.progress.version)]
+        return [self._reply(MessageType.SENT, rank, sequence)]
 
     @override
     def repeat(self, rank: int, sequence: int) -> list[Reply]:
         found = self.probe(rank, sequence)
         if found and found[0].type is MessageType.SENT:
-            return [self._answer(rank, sequence, self._refused, repeated=True)]
+            return [self._answer(rank, sequence, repeated=True)]
         return found
 
     def _pending(self, rank: int, sequence: int) -> Reply:
-        body = {"waiting_for": self.waiting().get(rank, [])}
-        return self._reply(MessageType.PENDING, rank, sequence, self.progress.version, None, body)
+        return self._reply(MessageType.PENDING, rank, sequence, {"waiting_for": self.waiting().get(rank, [])})
 
     def _lead(self, rank: int) -> int:
         """How many steps this worker is ahead of the slowest live one, or of one that has yet to come."""
+        clock = self._clocks.get(rank, 0)
         if self.context.missing_ranks():
-            return self._clocks.get(rank, 0)
-        slowest = min((self._clocks.get(r, 0) for r in self.context.live_ranks()), default=0)
-        return self._clocks.get(rank, 0) - slowest
+            return clock
+        return clock - min((self._clocks.get(r, 0) for r in self.context.live_ranks()), default=0)
 
     def _release(self) -> list[Reply]:
         """Answers that may leave now. The comparison is <=: a clock may jump over the one waited for."""
-        assert self._max_staleness is not None
+        if self._max_staleness is None:
+            return []
         free = [rank for rank in self._held if self._lead(rank) <= self._max_staleness]
         replies = []
         for rank in sorted(free):
             self.context.statistics.count_lead(max(0, self._lead(rank)))
-            replies.append(self._answer(rank, self._held.pop(rank), self._refused))
+            replies.append(self._answer(rank, self._held.pop(rank)))
         return replies
 
     @override
@@ -159,16 +148,16 @@ class Each(Gathering):
             self._restored_sequence.pop(rank, None)
             self._refused.pop(rank, None)
         elif self._max_staleness is not None:
-            self._oldest_base[rank] = self.progress.version
+            self._oldest_base[rank] = self.version
         others = [self._clocks.get(other, 0) for other in self.context.live_ranks() if other != rank]
         self._clocks[rank] = min(others, default=self._clocks.get(rank, 0))
-        return self._release() if self._max_staleness is not None else []
+        return self._release()
 
     @override
     def worker_left(self, rank: int) -> list[Reply]:
         self._held.pop(rank, None)
         self.outcome.worker_left(rank)
-        return self._release() if self._max_staleness is not None else []
+        return self._release()
 
     @override
     def waiting(self) -> dict[int, list[int]]:
@@ -187,7 +176,8 @@ class Each(Gathering):
         return dict(self._clocks)
 
     @override
-    def stored(self) -> None:
+    def store(self, values: torch.Tensor, version: int) -> None:
+        super().store(values, version)
         self.progress.version += 1
 
     @override
@@ -196,25 +186,19 @@ class Each(Gathering):
 
     @override
     def to_meta(self) -> dict[str, Any]:
-        return {
-            "last_sequence": _string_keys(self.progress.last_sequence),
-            "clocks": _string_keys(self._clocks),
-            "oldest_base": _string_keys(self._oldest_base),
-            "refused": _string_keys(self._refused),
+        by_rank: dict[str, dict[int, Any]] = {
+            "last_sequence": self.progress.last_sequence,
+            "clocks": self._clocks,
+            "oldest_base": self._oldest_base,
+            "refused": self._refused,
         }
+        found = {name: {str(rank): value for rank, value in table.items()} for name, table in by_rank.items()}
+        return super().to_meta() | found
 
     @override
-    def restore(self, meta: Mapping[str, Any]) -> None:
-        self.progress.last_sequence = _integer_keys(meta["last_sequence"])
-        self._restored_version, self._restored_sequence = self.progress.version, dict(self.progress.last_sequence)
-        self._clocks = _integer_keys(meta["clocks"])
-        self._oldest_base = _integer_keys(meta["oldest_base"])
-        self._refused = _integer_keys(meta["refused"])
-
-
-def _string_keys(mapping: Mapping[int, Any]) -> dict[str, Any]:
-    return {str(key): value for key, value in mapping.items()}
-
-
-def _integer_keys(mapping: Mapping[str, Any]) -> dict[int, Any]:
-    return {int(key): value for key, value in mapping.items()}
+    def restore(self, meta: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
+        super().restore(meta, tensors)
+        names = ("last_sequence", "clocks", "oldest_base", "refused")
+        by_rank = [{int(rank): value for rank, value in meta[name].items()} for name in names]
+        self.progress.last_sequence, self._clocks, self._oldest_base, self._refused = by_rank
+        self._restored_sequence = dict(self.progress.last_sequence)

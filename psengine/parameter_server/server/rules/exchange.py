@@ -6,13 +6,13 @@ is a repeat and is never applied again.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 
-from psengine.parameter_server.server.rules.payload_pins import PayloadPins
 from psengine.parameter_server.server.rules.statistics import JobStatistics
 from psengine.protocol.messages import NO_KEY, MessageType
 
@@ -22,9 +22,7 @@ class Contribution:
     """A worker's contribution to one exchange of a chunk.
 
     Attributes:
-        rank: the worker.
-        sequence: the number of the exchange, 1 first.
-        base_version: the version of the chunk the worker computed it from.
+        base_version: the version of the chunk that the worker computed it from.
         values: 1-D gradient (or a buffer's values), read-only, valid for as long as it is referenced; None abstains.
         groups: the worker's current hyperparameters by group, checked; None: as configured.
         absent: [start, end) ranges of elements without a gradient.
@@ -41,7 +39,7 @@ class Contribution:
 
 
 class Update(NamedTuple):
-    """What a complete set of contributions comes to.
+    """The result of a complete set of contributions.
 
     Attributes:
         values: 1-D; the average of the gradients (of a buffer the lowest rank's values, of a usage map the sum); None
@@ -55,9 +53,28 @@ class Update(NamedTuple):
     staleness: int
 
 
+class PayloadPins:
+    """Which buffers over one tensor's memory the sockets still hold: until then the memory must not change.
+
+    zmq references each buffer that it sends without a copy until its bytes have left, so a weak reference tells.
+    """
+
+    def __init__(self) -> None:
+        self._buffers: list[weakref.ref[memoryview]] = []
+
+    def pin(self, buffer: memoryview) -> None:
+        """A socket has taken ``buffer``."""
+        self._buffers = [reference for reference in self._buffers if reference() is not None]
+        self._buffers.append(weakref.ref(buffer))
+
+    def are_held(self) -> bool:
+        """Whether some socket still reads the memory."""
+        return any(reference() is not None for reference in self._buffers)
+
+
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """What a rule wants sent to a worker.
+    """A message for a worker of the job.
 
     Attributes:
         payload: its memory may change once the rule is called again, unless there are ``pins``.
@@ -79,10 +96,10 @@ class RuleContext:
     """What the rules of all chunks of a job share.
 
     Attributes:
-        live_ranks: who exchanges wait for, ascending.
+        live_ranks: the ranks that exchanges wait for, ascending.
         missing_ranks: expected workers that have yet to come, ascending: see ``Job.missing_ranks``.
         statistics: counters, mutated by the rules.
-        exchange_ended: to be called whenever an exchange of trained values has ended.
+        exchange_ended: called whenever an exchange of trained values has ended.
     """
 
     live_ranks: Callable[[], tuple[int, ...]]
@@ -95,8 +112,8 @@ class Progress:
     """How far one chunk and its workers are.
 
     Attributes:
-        version: of the chunk; what it counts is the gathering's.
-        last_sequence: by rank, the last exchange the worker contributed to.
+        version: of the chunk; the gathering decides what it counts.
+        last_sequence: by rank, the last exchange that the worker contributed to.
     """
 
     def __init__(self) -> None:
@@ -107,7 +124,7 @@ class Progress:
         self._given: dict[int, int] = {}
 
     def begin(self, rank: int) -> None:
-        """A new process without state begins where the chunk stands."""
+        """A new process without state begins at the chunk's version."""
         self.last_sequence[rank] = self._given[rank] = self.version
         self._said.pop(rank, None)
 
@@ -125,11 +142,11 @@ class Progress:
         return max(self.said(rank), self._given.get(rank, 0), pushed - 1)
 
     def is_past(self, rank: int, sequence: int) -> bool:
-        """Whether worker ``rank`` has the answer of that exchange, or had it: it says so, or has pushed since."""
+        """Whether worker ``rank`` has, or had, the answer of that exchange: it says so, or has pushed since."""
         return self.last_sequence.get(rank, 0) > sequence or self.said(rank) >= sequence
 
     def continue_from(self, rank: int, donor: int, *, was_live: bool) -> None:
-        """A joiner has the state of ``donor`` after its last exchange; it takes part in the next.
+        """A joiner has the state of ``donor`` after the donor's last exchange; it takes part in the next.
 
         ``was_live``: it never left at this shard, or was admitted twice, and may be further on already.
         """
@@ -141,7 +158,7 @@ class Progress:
             self.last_sequence.pop(rank, None)
 
     def reset(self) -> None:
-        """The job goes on from the only worker there is, at whatever number that says."""
+        """The job goes on from the only worker there is, at whatever number that worker says."""
         self.version = 0
         self.last_sequence.clear()
         self._said.clear()

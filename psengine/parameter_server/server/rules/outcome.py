@@ -8,36 +8,30 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 
+from psengine.errors import ProtocolError
 from psengine.flat_optimizers.optimizers import ChunkOptimizer, OptimizerSpec
-from psengine.parameter_server.server.rules.exchange import Contribution, Progress, Update
-from psengine.parameter_server.server.rules.payload_pins import PayloadPins
+from psengine.parameter_server.server.rules.exchange import Contribution, PayloadPins, Progress, Reply, Update
 from psengine.parameter_server.server.rules.payloads import ChunkPayloads
 from psengine.parameter_server.server.rules.statistics import JobStatistics
 from psengine.protocol.layout import ChunkKind, ChunkSpec
-
-
-class Answer(NamedTuple):
-    """What a worker gets for its contribution: see ``Reply``. The payload is what the job's codec makes of values."""
-
-    version: int
-    payload: torch.Tensor
-    pins: PayloadPins
-    body: dict[str, Any]
+from psengine.protocol.messages import ErrorCode, MessageType
 
 
 class Outcome(ABC):
     """Of one chunk at one shard.
 
     Args:
-        spec: what the chunk is.
+        spec: of the chunk.
         values: 1-D, the chunk's values; owned and mutated here. None where nobody has brought any.
-        progress: how far the chunk is; shared with the gathering.
-        payloads: makes of answers what travels.
+        payloads: encodes answers.
         statistics: counters, mutated.
+
+    Attributes:
+        progress: how far the chunk is; shared with the gathering.
     """
 
     # Whether the weights that are trained are here; else they are in the workers, who deposit copies for each other.
@@ -46,16 +40,11 @@ class Outcome(ABC):
     pushed_kinds: ClassVar[frozenset[ChunkKind]]
 
     def __init__(
-        self,
-        spec: ChunkSpec,
-        values: torch.Tensor | None,
-        progress: Progress,
-        payloads: ChunkPayloads,
-        statistics: JobStatistics,
+        self, spec: ChunkSpec, values: torch.Tensor | None, payloads: ChunkPayloads, statistics: JobStatistics
     ) -> None:
         self.spec = spec
         self.values = values
-        self.progress = progress
+        self.progress = Progress()
         self.payloads = payloads
         self.statistics = statistics
         self.optimizer: ChunkOptimizer | None = None
@@ -66,30 +55,29 @@ class Outcome(ABC):
         return {}
 
     @property
-    def takes_optimizer(self) -> bool:
-        """Whether CONFIGURE may attach one."""
-        return False
-
-    @property
     def is_ready(self) -> bool:
         """Whether a contribution can be taken in."""
         return True
 
-    @abstractmethod
     def configure(self, spec: OptimizerSpec) -> None:
         """Attach the optimizer; a repetition of the same is no change.
 
         Raises:
-            ValueError: another one is attached.
+            ProtocolError: another one is attached, or the chunk takes none.
         """
+        raise ProtocolError(
+            f"{self.spec.describe()} takes no optimizer (expected a parameter of a job whose servers step)",
+            ErrorCode.RULE_MISMATCH,
+        )
 
-    @abstractmethod
     def check(self, contribution: Contribution) -> None:
         """Raise ProtocolError for a contribution that ``conclude`` would fail for."""
+        if self.optimizer is not None:
+            self.optimizer.check(contribution.groups, contribution.absent)
 
     @abstractmethod
     def accepts(self, values: torch.Tensor) -> bool:
-        """Whether a contribution with these values may count; what is not finite is noted."""
+        """Whether a contribution with these values may count."""
 
     @abstractmethod
     def conclude(self, sequence: int, update: Update) -> None:
@@ -100,8 +88,8 @@ class Outcome(ABC):
         """Whether the answers of exchanges ``first`` to ``last`` can be given, all of which may have ended."""
 
     @abstractmethod
-    def answer(self, rank: int, sequence: int, *, repeated: bool = False) -> Answer:
-        """What worker ``rank`` gets for exchange ``sequence``, perhaps again."""
+    def answer(self, rank: int, sequence: int, *, repeated: bool = False) -> Reply:
+        """UPDATED: the answer of worker ``rank`` for exchange ``sequence``, perhaps again."""
 
     def take_result(self, sequence: int, payload: torch.Tensor, contributors: int) -> bool:
         """A worker returns what an exchange led to before this server started; whether that is of use here."""
@@ -127,9 +115,9 @@ class Outcome(ABC):
     def store(self, values: torch.Tensor, version: int) -> None:
         """STORE: overwrite the values."""
 
-    @abstractmethod
     def note_base(self, rank: int) -> int:
         """Worker ``rank`` computes its next gradient from the values as they are: their version, 0 if unknown here."""
+        return 0
 
     def reset(self) -> None:
         """Forget exchanges, and values of long ago: the job goes on from the only worker there is."""
@@ -150,3 +138,8 @@ class Outcome(ABC):
     @abstractmethod
     def restore(self, meta: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
         """Take over a snapshot's state."""
+
+    def _updated(
+        self, rank: int, sequence: int, version: int, payload: torch.Tensor, pins: PayloadPins, **body: Any
+    ) -> Reply:
+        return Reply(MessageType.UPDATED, rank, sequence, version, payload, body, self.spec.key, pins)

@@ -1,4 +1,4 @@
-"""The rules that a job may name in HELLO: each is a gathering and an outcome, one line here."""
+"""The rules that a job may name in HELLO: each is a gathering times an outcome, one line here."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ import torch
 from psengine.parameter_server.server.rules.average import AverageOutcome
 from psengine.parameter_server.server.rules.chunk_rule import ChunkRule
 from psengine.parameter_server.server.rules.each import Each
-from psengine.parameter_server.server.rules.exchange import Progress, RuleContext
-from psengine.parameter_server.server.rules.gathering import Gathering
+from psengine.parameter_server.server.rules.exchange import RuleContext
 from psengine.parameter_server.server.rules.outcome import Outcome
 from psengine.parameter_server.server.rules.payloads import ChunkPayloads, codec_of
 from psengine.parameter_server.server.rules.step import StepOutcome
@@ -22,7 +21,7 @@ from psengine.protocol.layout import ChunkSpec
 class RuleKind(NamedTuple):
     """The halves of a rule."""
 
-    gathering: type[Gathering]
+    gathering: type[ChunkRule]
     outcome: type[Outcome]
 
 
@@ -58,7 +57,7 @@ class JobRule:
         Raises:
             ProtocolError: it needs values, and there are none.
         """
-        progress, payloads, (gathers, concludes) = Progress(), ChunkPayloads(spec, self._codec), self.kind
-        outcome = concludes(spec, values, progress, payloads, context.statistics, **concludes.options(self.body))
-        gathering = gathers(spec, outcome, progress, context, **gathers.options(self.body))
-        return ChunkRule(spec, progress, payloads, gathering, outcome)
+        gathers, concludes = self.kind
+        payloads = ChunkPayloads(spec, self._codec)
+        outcome = concludes(spec, values, payloads, context.statistics, **concludes.options(self.body))
+        return gathers(outcome, context, **gathers.options(self.body))

@@ -19,18 +19,18 @@ class JobStatistics:
     Attributes:
         applied: pushes that changed weights, or were part of an average.
         averaged: exchanges of chunks that ended in an average.
-        refused: pushes refused, by reason.
         duplicates: repeats that were recognised and not applied again.
         late: contributions that came after their exchange had ended with the others' (quorum).
         abstained: exchanges a worker took part in without a gradient.
         non_finite: contributions with NaN or infinity that an average passed on, as native DDP does.
         lost_updates: pushes that this server had acknowledged before it went back to a snapshot without them.
         bytes_in, bytes_out: payload of the job's messages, readers' included; not what measures the server.
-        staleness: how many pushes were how many updates old, up to ``LARGEST_BUCKET``.
+        refused: pushes refused, by reason.
+        staleness: number of pushes by how many updates old they were, up to ``LARGEST_BUCKET``.
+        lead: number of answers by how many steps their worker was ahead of the slowest.
         staleness_sum, lead_sum: the exact values, added up.
         recent_staleness: by worker, of its last ``RECENT_PUSHES`` pushes.
-        last_refusal: the reason why a push was refused last.
-        lead: how many answers left while their worker was how many steps ahead of the slowest.
+        last_refusal: the reason why the last refused push was refused.
     """
 
     applied: int = 0
@@ -60,10 +60,7 @@ class JobStatistics:
 
     def count_staleness(self, staleness: int, rank: int) -> None:
         """A push of worker ``rank`` was computed from weights ``staleness`` updates ago."""
-        recent = self.recent_staleness.get(rank)
-        if recent is None:
-            recent = self.recent_staleness[rank] = deque(maxlen=RECENT_PUSHES)
-        recent.append(staleness)
+        self.recent_staleness.setdefault(rank, deque(maxlen=RECENT_PUSHES)).append(staleness)
         self.staleness[min(staleness, LARGEST_BUCKET)] += 1
         self.staleness_sum += staleness
         self.max_staleness = max(self.max_staleness, staleness)
@@ -75,27 +72,15 @@ class JobStatistics:
         self.max_lead = max(self.max_lead, lead)
 
     def staleness_of(self, rank: int) -> dict[str, int]:
-        """How many of a worker's recent pushes were how many updates old; JSON-able."""
-        return {str(key): count for key, count in sorted(Counter(self.recent_staleness.get(rank, ())).items())}
+        """A worker's recent pushes, counted by how many updates old they were; JSON-able."""
+        return _string_keys(Counter(self.recent_staleness.get(rank, ())))
 
     def to_status(self) -> dict[str, Any]:
-        """JSON-able."""
-        return {
-            "applied": self.applied,
-            "averaged": self.averaged,
-            "refused": dict(self.refused),
-            "duplicates": self.duplicates,
-            "late": self.late,
-            "abstained": self.abstained,
-            "non_finite": self.non_finite,
-            "lost_updates": self.lost_updates,
-            "evicted": self.evicted,
-            "bytes_in": self.bytes_in,
-            "bytes_out": self.bytes_out,
-            "staleness": {str(key): count for key, count in sorted(self.staleness.items())},
-            "staleness_sum": self.staleness_sum,
-            "lead": {str(key): count for key, count in sorted(self.lead.items())},
-            "lead_sum": self.lead_sum,
-            "max_staleness": self.max_staleness,
-            "max_lead": self.max_lead,
-        }
+        """All but the recent ones; JSON-able."""
+        status = {k: v for k, v in vars(self).items() if k not in ("recent_staleness", "last_refusal")}
+        counted = {"staleness": _string_keys(self.staleness), "lead": _string_keys(self.lead)}
+        return {**status, "refused": dict(self.refused), **counted}
+
+
+def _string_keys(counts: Counter[int]) -> dict[str, int]:
+    return {str(key): count for key, count in sorted(counts.items())}

@@ -1,6 +1,6 @@
 """Outcome "step": the chunk's optimizer steps with the gradient, and the answer is the chunk's new weights.
 
-The weights are here, so that a worker that lost an answer, or joins, gets those of now. ``values`` are the weights.
+The weights are here, so a worker that lost an answer, or joins, gets the current ones. ``values`` are the weights.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from typing_extensions import override
 from psengine.errors import ProtocolError
 from psengine.flat_optimizers.kernel_windows import places_of
 from psengine.flat_optimizers.optimizers import ChunkOptimizer, OptimizerSpec, compensate, is_finite, staleness_factor
-from psengine.parameter_server.server.rules.exchange import Contribution, Progress, Update
-from psengine.parameter_server.server.rules.outcome import Answer, Outcome
-from psengine.parameter_server.server.rules.payload_pins import PayloadPins
+from psengine.parameter_server.server.rules.exchange import Contribution, PayloadPins, Reply, Update
+from psengine.parameter_server.server.rules.outcome import Outcome
 from psengine.parameter_server.server.rules.payloads import ChunkPayloads
 from psengine.parameter_server.server.rules.statistics import JobStatistics
 from psengine.protocol.layout import ChunkKind, ChunkSpec
+from psengine.protocol.messages import ErrorCode
 
 
 class StepOutcome(Outcome):
@@ -38,7 +38,6 @@ class StepOutcome(Outcome):
         self,
         spec: ChunkSpec,
         values: torch.Tensor | None,
-        progress: Progress,
         payloads: ChunkPayloads,
         statistics: JobStatistics,
         *,
@@ -47,9 +46,8 @@ class StepOutcome(Outcome):
     ) -> None:
         if values is None:
             raise ProtocolError(f"{spec.describe()}: expected initial values as payload, got none")
-        super().__init__(spec, values, progress, payloads, statistics)
+        super().__init__(spec, values, payloads, statistics)
         self._pins = PayloadPins()
-        self._optimizer_spec: OptimizerSpec | None = None
         self._scales_by_staleness = scales_by_staleness
         self._delay_compensation = delay_compensation if spec.kind is ChunkKind.PARAMETER else 0.0
         # What each worker was last sent, and its version.
@@ -65,27 +63,25 @@ class StepOutcome(Outcome):
 
     @property
     @override
-    def takes_optimizer(self) -> bool:
-        return self.spec.kind is ChunkKind.PARAMETER
-
-    @property
-    @override
     def is_ready(self) -> bool:
-        return self.optimizer is not None or not self.takes_optimizer
+        return self.optimizer is not None or self.spec.kind is not ChunkKind.PARAMETER
 
     @override
     def configure(self, spec: OptimizerSpec) -> None:
-        if self._optimizer_spec is None:
+        if self.spec.kind is not ChunkKind.PARAMETER:
+            super().configure(spec)
+        if self.optimizer is None:
             self.optimizer = ChunkOptimizer(self.values, spec, places_of(spec.runs, self.spec.segments))
-            self._optimizer_spec = spec
-        elif _shape_of(self._optimizer_spec) != _shape_of(spec):
-            known = self._optimizer_spec
-            raise ValueError(f"{known.name} of {len(known.groups)} groups over {len(known.runs)} runs")
-
-    @override
-    def check(self, contribution: Contribution) -> None:
-        if self.optimizer is not None:
-            self.optimizer.check(contribution.groups, contribution.absent)
+            return
+        known = self.optimizer.spec
+        # Hyperparameters may differ, and change.
+        if (known.name, len(known.groups), known.runs) != (spec.name, len(spec.groups), spec.runs):
+            raise ProtocolError(
+                f"{self.spec.describe()} has another optimizer already (expected {known.name} of {len(known.groups)}"
+                f" groups over {len(known.runs)} runs, got {spec.name} over {len(spec.runs)} runs). Every worker of a"
+                " job needs the same optimizer and parameter groups.",
+                ErrorCode.RULE_MISMATCH,
+            )
 
     @override
     def accepts(self, values: torch.Tensor) -> bool:
@@ -131,7 +127,7 @@ class StepOutcome(Outcome):
         return last <= self.progress.version
 
     @override
-    def answer(self, rank: int, sequence: int, *, repeated: bool = False) -> Answer:
+    def answer(self, rank: int, sequence: int, *, repeated: bool = False) -> Reply:
         version, values, pins = self.progress.version, self.values, self._pins
         if self._delay_compensation:
             # A repeat must bring what the first answer brought: the worker may have received that one.
@@ -140,7 +136,7 @@ class StepOutcome(Outcome):
             (version, values), pins = self._backups[rank], PayloadPins()
         if self.payloads.encodes_answers:
             pins = PayloadPins()
-        return Answer(version, self.payloads.encode(values), pins, {})
+        return self._updated(rank, sequence, version, self.payloads.encode(values), pins)
 
     def _back_up(self, rank: int) -> None:
         if self._delay_compensation:
@@ -148,7 +144,7 @@ class StepOutcome(Outcome):
 
     @override
     def forget_before(self, sequence: int) -> None:
-        """The weights of now answer every exchange."""
+        """The current weights answer every exchange."""
 
     @override
     def worker_left(self, rank: int) -> None:
@@ -217,8 +213,3 @@ def absent_in_all(contributions: Sequence[Contribution]) -> Sequence[tuple[int, 
             if max(start, other_start) < min(end, other_end)
         ]
     return common
-
-
-def _shape_of(spec: OptimizerSpec) -> tuple[Any, ...]:
-    """What every worker's description of the optimizer must share; hyperparameters may differ, and change."""
-    return spec.name, len(spec.groups), spec.runs

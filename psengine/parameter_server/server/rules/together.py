@@ -5,7 +5,7 @@
     rank 2              push 7: everybody is here ┴─► answer 7
 
 A worker that dies in between is left out of the sum and of the denominator. A server that restarted does not know how
-far workers are (no ``last_sequence``): one that turns out to be further on has the answer that others wait for.
+far workers are (no ``last_sequence``): a worker that is further on has the answer that others wait for.
 """
 
 from __future__ import annotations
@@ -18,11 +18,10 @@ import torch
 from typing_extensions import override
 
 from psengine.errors import ProtocolError
+from psengine.parameter_server.server.rules.chunk_rule import ChunkRule
 from psengine.parameter_server.server.rules.contribution_set import ContributionSet
-from psengine.parameter_server.server.rules.exchange import Contribution, Progress, Reply, RuleContext, Update
-from psengine.parameter_server.server.rules.gathering import Gathering
+from psengine.parameter_server.server.rules.exchange import Contribution, Reply, RuleContext, Update
 from psengine.parameter_server.server.rules.outcome import Outcome
-from psengine.protocol.layout import ChunkSpec
 from psengine.protocol.messages import ErrorCode, MessageType
 
 # With a quorum: how many exchanges the fastest may be ahead of the slowest, whose averages have to be kept for it.
@@ -33,34 +32,22 @@ MAX_OPEN = 2
 MAX_SHOWN_RANKS = 256
 
 
-class Together(Gathering):
-    """See the module's text.
+class Together(ChunkRule):
+    """See the module's text. The chunk's version is the number of the last exchange that ended.
 
     Args:
         quorum: end an exchange with this many gradients (backup workers, Chen et al. 2016,
             https://arxiv.org/abs/1604.00981); None waits for everybody.
-
-    The chunk's version is the number of the last exchange that ended.
     """
 
     is_single = False
 
-    def __init__(
-        self,
-        spec: ChunkSpec,
-        outcome: Outcome,
-        progress: Progress,
-        context: RuleContext,
-        *,
-        quorum: int | None = None,
-    ) -> None:
-        super().__init__(spec, outcome, progress, context)
+    def __init__(self, outcome: Outcome, context: RuleContext, *, quorum: int | None = None) -> None:
+        super().__init__(outcome, context)
         self._quorum = quorum
         self._open: dict[int, ContributionSet] = {}
-        self._refused: dict[int, str] = {}
         # Of exchanges that ended here and may be answered again: who took part.
         self._ended: dict[int, frozenset[int]] = {}
-        self._restored_version = 0
 
     @staticmethod
     @override
@@ -74,12 +61,13 @@ class Together(Gathering):
         return None if has_started else live
 
     @override
-    def push(self, contribution: Contribution) -> list[Reply]:
+    def _gather(self, contribution: Contribution) -> list[Reply]:
         rank, sequence = contribution.rank, contribution.sequence
         last = self.progress.last_sequence.get(rank, 0)
         if sequence <= last or rank in self._contributors(sequence):
             self.context.statistics.duplicates += 1
             return []
+        self._refused.pop(rank, None)
         if self.outcome.can_answer(sequence, sequence):
             return self._answer_late(contribution)
         if sum(rank in one.by_rank for one in self._open.values()) >= MAX_OPEN:
@@ -91,7 +79,6 @@ class Together(Gathering):
         gathered = self._open.get(sequence) or ContributionSet(self.spec)
         gathered.check_weight(contribution)
         self.outcome.check(contribution)
-        self._refused.pop(rank, None)
         if contribution.values is None:
             self.context.statistics.abstained += 1
         elif not self.outcome.accepts(contribution.values):
@@ -109,14 +96,12 @@ class Together(Gathering):
 
     @override
     def probe(self, rank: int, sequence: int) -> list[Reply]:
-        version = self.progress.version
         if self.outcome.can_answer(sequence, sequence):
-            return [self._reply(MessageType.SENT, rank, sequence, version)]
+            return [self._reply(MessageType.SENT, rank, sequence)]
         if rank in self._contributors(sequence):
-            body = {"waiting_for": self._missing_from(sequence)}
-            pending = self._reply(MessageType.PENDING, rank, sequence, version, None, body)
+            pending = self._reply(MessageType.PENDING, rank, sequence, {"waiting_for": self._missing_from(sequence)})
             return [pending, *self._complete(sequence)]
-        return [self._reply(MessageType.MISSING, rank, sequence, version)]
+        return [self._reply(MessageType.MISSING, rank, sequence)]
 
     @override
     def repeat(self, rank: int, sequence: int) -> list[Reply]:
@@ -125,7 +110,7 @@ class Together(Gathering):
             return self.probe(rank, sequence)
         last_sequence = self.progress.last_sequence
         last_sequence[rank] = max(sequence, last_sequence.get(rank, 0))
-        return [self._answer(rank, sequence, self._refused, repeated=True), *self._complete_all()]
+        return [self._answer(rank, sequence, repeated=True), *self._complete_all()]
 
     @override
     def supply_result(self, rank: int, sequence: int, payload: torch.Tensor, contributors: int | None) -> list[Reply]:
@@ -137,7 +122,7 @@ class Together(Gathering):
         if not is_asked or not self.outcome.take_result(sequence, payload, count):
             return super().supply_result(rank, sequence, payload, contributors)
         del self._open[sequence]
-        self.progress.version = max(self.progress.version, sequence)
+        self.progress.version = max(self.version, sequence)
         replies = [self._answer(other, sequence) for other in sorted(waiting)]
         return [*replies, *self._complete_all()]
 
@@ -185,25 +170,8 @@ class Together(Gathering):
         return dict(self.progress.last_sequence)
 
     @override
-    def stored(self) -> None:
-        """The version stays: it is the number that joiners go on from."""
-
-    @override
-    def restored(self, rank: int) -> tuple[int, int]:
-        return self._restored_version, self._restored_version
-
-    @override
-    def held_bytes(self) -> int:
-        return sum(gathered.size_bytes for gathered in self._open.values())
-
-    @override
-    def to_meta(self) -> dict[str, Any]:
-        """Exchanges under way are not kept, because workers send them again."""
-        return {}
-
-    @override
-    def restore(self, meta: Mapping[str, Any]) -> None:
-        self._restored_version = self.progress.version
+    def size_bytes(self) -> int:
+        return super().size_bytes() + sum(gathered.size_bytes for gathered in self._open.values())
 
     # ---- the end of an exchange --------------------------------------------------------------------------------
 
@@ -250,26 +218,29 @@ class Together(Gathering):
     def _end(self, gathered: ContributionSet, sequence: int, live: Collection[int]) -> list[Reply]:
         del self._open[sequence]
         given = gathered.given
-        base = min((one.base_version for one in given), default=self.progress.version)
-        staleness = max(0, self.progress.version - base)
+        base = min((one.base_version for one in given), default=self.version)
+        staleness = max(0, self.version - base)
         self.outcome.conclude(sequence, Update(gathered.combine(), given, staleness))
-        self.progress.version = max(self.progress.version, sequence)
+        self.progress.version = max(self.version, sequence)
         self.context.exchange_ended()
         self.context.statistics.averaged += 1
         self.context.statistics.applied += len(given)
         self._ended[sequence] = frozenset(gathered.by_rank)
-        answers = [self._answer(rank, sequence, self._refused) for rank in sorted(gathered.by_rank)]
+        answers = [self._answer(rank, sequence) for rank in sorted(gathered.by_rank)]
         # A worker that pushes exchange n + 1 has the answer of exchange n.
         last_sequence = self.progress.last_sequence
-        needed = min((last_sequence.get(rank, 0) for rank in live), default=self.progress.version)
+        needed = min((last_sequence.get(rank, 0) for rank in live), default=self.version)
         self.outcome.forget_before(needed)
         for old in [known for known in self._ended if known < needed]:
             del self._ended[old]
         return answers
 
     @override
-    def _is_late(self, rank: int, sequence: int) -> bool:
-        return rank not in self._ended.get(sequence, (rank,))
+    def _answer(self, rank: int, sequence: int, *, repeated: bool = False) -> Reply:
+        answer = super()._answer(rank, sequence, repeated=repeated)
+        if rank not in self._ended.get(sequence, (rank,)):
+            answer.body["late"] = True
+        return answer
 
     def _answer_late(self, contribution: Contribution) -> list[Reply]:
         rank, sequence = contribution.rank, contribution.sequence
@@ -292,5 +263,4 @@ class Together(Gathering):
         # Nobody has it: who waits for it has to start from somebody else's state.
         del self._open[sequence]
         text = f"{self.spec.describe()}: the average of exchange {sequence} is gone, the others are further on"
-        body = {"code": ErrorCode.FENCED, "text": text}
-        return [self._reply(MessageType.ERROR, rank, sequence, body=body) for rank in sorted(waiting)]
+        return [self._error(rank, sequence, ErrorCode.FENCED, text) for rank in sorted(waiting)]
