@@ -89,7 +89,7 @@ MAY_READ_ERROR_TEXTS = {
     ("collectives/transport_errors", "is_transport_error"): "gloo's errors are plain RuntimeErrors",
 }
 # Above 400 lines; the first lines of each say why it is one file.
-MAY_BE_LONG = {"flat_optimizers/optimizers", "parameter_server/server/snapshots/files", "protocol/bodies"}
+MAY_BE_LONG = {"flat_optimizers/optimizers", "protocol/bodies"}
 MAY_READ_ENVIRONMENT = {"environment/variables"}
 MAY_USE_ZMQ = {
     "parameter_server/client/connection",

@@ -16,6 +16,7 @@ import secrets
 import socket
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import ExitStack, closing
 
@@ -30,12 +31,8 @@ from psengine.parameter_server.server.core.envelope import Outgoing
 from psengine.parameter_server.server.core.events import EventLog
 from psengine.parameter_server.server.core.shard import Shard
 from psengine.parameter_server.server.core.shard_settings import ShardSettings
-from psengine.parameter_server.server.durability.snapshot_thread import (
-    Restored,
-    SnapshotOutcome,
-    SnapshotThread,
-    restore,
-)
+from psengine.parameter_server.server.durability.restoring import Restored, restore
+from psengine.parameter_server.server.durability.snapshot_thread import SnapshotOutcome, SnapshotThread
 from psengine.parameter_server.server.end_requests import EndRequests
 from psengine.parameter_server.server.listening import Listeners
 from psengine.parameter_server.server.plugins import import_plugins
@@ -102,7 +99,6 @@ class Server:
         self._listeners = Listeners(settings, self._shards)
         self._has_dead_shard = False
         self._snapshots: SnapshotThread | None = None
-        self._snapshots_noted = (0, 0)
         self._started_s = time.monotonic()
 
     def run(self, announce: Callable[[str], None] | None = None) -> int:
@@ -148,8 +144,9 @@ class Server:
             self._shards.start(ShardThread(shard, endpoint, self._on_snapshot, self._on_death))
         if store is not None:
             interval_s = settings.snapshot_interval_s
-            self._snapshots = SnapshotThread(store, self._shards.threads, interval_s, restored.generation)
-            self._snapshots_noted = (restored.generation or 0, 0)
+            self._snapshots = SnapshotThread(
+                store, self._shards.threads, interval_s, restored.generation, self._events.note
+            )
             self._snapshots.start()
         if settings.status_port is not None:
             history = stack.enter_context(History(self.status))
@@ -238,7 +235,6 @@ class Server:
                 return True
             if self._has_dead_shard or not self._shards.are_alive or not self._listeners.is_guarded:
                 return False
-            self._note_snapshots()
             self._connections.keep_bounded()
             excess_bytes = guard.excess_bytes()
             if excess_bytes:
@@ -266,19 +262,6 @@ class Server:
         logger.error("%s; clients come back", text)
         self._events.note("memory", text)
 
-    def _note_snapshots(self) -> None:
-        """Note the snapshots since the last call as events."""
-        if self._snapshots is None:
-            return
-        # None, or an older one, once somebody has removed the newest.
-        generation, failures = self._snapshots.generation or 0, self._snapshots.failures
-        noted_generation, noted_failures = self._snapshots_noted
-        self._snapshots_noted = (max(generation, noted_generation), failures)
-        if generation > noted_generation:
-            self._events.note("snapshot", f"generation {generation} is written")
-        if failures != noted_failures:
-            self._events.note("snapshot_failed", f"a snapshot was not written: {self._snapshots.last_error}")
-
     def _summary(self) -> str:
         if self._snapshots is None:
             durable = "not durable"
@@ -295,16 +278,18 @@ class Server:
     def _on_snapshot(self, thread: ShardThread, route: bytes, message: Message) -> None:
         """SNAPSHOT arrived at a shard; its answer leaves once the snapshot is durable."""
 
-        def done(outcome: SnapshotOutcome) -> None:
+        def done(written: Future[SnapshotOutcome]) -> None:
+            outcome = written.result()
             reply = answer(message, self.epoch, MessageType.OK, {"generation": outcome.generation})
             if outcome.error:
                 reply = error_answer(message, self.epoch, ErrorCode.SNAPSHOT_FAILED, outcome.error)
             thread.post(Outgoing(route, reply))
 
-        if self._snapshots is None:
-            done(SnapshotOutcome(None, "this server keeps no snapshots; start it with --snapshot-dir"))
-        else:
-            self._snapshots.request(done)
+        if self._snapshots is not None:
+            self._snapshots.begin(is_ours=False).add_done_callback(done)
+            return
+        text = "this server keeps no snapshots; start it with --snapshot-dir"
+        thread.post(Outgoing(route, error_answer(message, self.epoch, ErrorCode.SNAPSHOT_FAILED, text)))
 
     def _on_death(self, thread: ShardThread) -> None:
         self._has_dead_shard = True

@@ -21,7 +21,8 @@ from psengine.errors import SnapshotError
 from psengine.parameter_server.server.core.shard import Shard
 from psengine.parameter_server.server.core.shard_settings import ShardSettings
 from psengine.parameter_server.server.durability import snapshot_thread as durability
-from psengine.parameter_server.server.durability.snapshot_thread import SnapshotThread, restore
+from psengine.parameter_server.server.durability.restoring import restore
+from psengine.parameter_server.server.durability.snapshot_thread import SnapshotThread
 from psengine.parameter_server.server.snapshots.store import SnapshotStore
 from psengine.protocol.messages import MessageType
 
@@ -34,12 +35,12 @@ def generations(directory: Path) -> list[str]:
     return sorted(path.name for path in directory.glob("generation-*"))
 
 
-def wait_out(server, intervals=5):
+def wait_out(server, intervals=2):
     """So many times it has written a snapshot on its interval, or found that it need not."""
     for _ in range(intervals):
         before = server.status()["snapshot"]["age_s"]
-        eventually(lambda age_s=before: (now := server.status()["snapshot"]["age_s"]) is not None and now != age_s)
-        time.sleep(INTERVAL_S)
+        # An age that shrinks was counted anew: the snapshot was looked at, and is known to be current.
+        eventually(lambda age_s=before: 0 <= (server.status()["snapshot"]["age_s"] or -1) < (age_s or 9))
 
 
 # ---- nothing changes, nothing is written -----------------------------------------------------------------------------
@@ -52,7 +53,7 @@ def test_an_idle_server_writes_nothing(tmp_path):
             peer.make_job(torch.zeros(10))
             generation = peer.request("SNAPSHOT").body["generation"]
             assert onlooker.hello(role="reader").type.name == "WELCOME"
-            for _ in range(5):
+            for _ in range(2):
                 assert peer.request("HEARTBEAT").type.name == "HEARTBEAT_ACK"
                 assert peer.request("LIST", body={"after": -1}).type.name == "CHUNKS"
                 wait_out(server, 1)
@@ -98,10 +99,8 @@ def test_all_who_ask_while_a_snapshot_is_written_share_the_next_one(tmp_path):
 
 
 def slow_commits_for_a_few():
-    from psengine.parameter_server.server.durability import wishes as snapshot_wishes
-
     slow_commits()
-    snapshot_wishes.MAX_WISHES = 50
+    durability.MAX_WISHES = 50
 
 
 def test_wishes_that_wait_do_not_hold_up_the_end(tmp_path):
@@ -120,17 +119,6 @@ def test_wishes_that_wait_do_not_hold_up_the_end(tmp_path):
         assert server.wait(10) == 0
         assert len(list((tmp_path / "s").glob("generation-*"))) <= 2
         assert server.log().count("after 0.") <= 4
-
-
-def test_the_age_of_an_idle_server_s_snapshot_does_not_grow(tmp_path):
-    options = {"snapshot_dir": tmp_path / "s", "snapshot_interval_s": INTERVAL_S, "lease_s": LEASE_S}
-    with running_server(**options) as server, Peer(server.addresses[0]) as peer:
-        peer.make_job(torch.zeros(10))
-        generation = peer.request("SNAPSHOT").body["generation"]
-        time.sleep(1.0)
-        # A time that did not move would be more than a second old for ever.
-        eventually(lambda: server.status()["snapshot"]["age_s"] < 0.9)
-        assert server.status()["snapshot"]["generation"] == generation
 
 
 def test_an_idle_server_replaces_a_generation_that_was_removed(tmp_path):
@@ -283,7 +271,7 @@ def test_two_servers_in_one_place_leave_each_other_s_generations_alone(tmp_path)
 def test_a_snapshot_waits_for_descriptors(tmp_path):
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with SnapshotStore(tmp_path / "s") as store:
-        writer = SnapshotThread(store, [], 0.0, store.save([[]]))
+        writer = SnapshotThread(store, [], 0.0, store.save([[]]), lambda kind, text: None)
         released = Timer(0.3, resource.setrlimit, [resource.RLIMIT_NOFILE, (soft, hard)])
         try:
             resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
@@ -301,7 +289,7 @@ def test_without_descriptors_it_is_not_known_what_is_there(tmp_path, caplog, mon
     monkeypatch.setattr(durability, "DESCRIPTORS_DEADLINE_S", 0.0)
     with SnapshotStore(tmp_path / "s") as store:
         assert store.save([[]]) == 1
-        writer = SnapshotThread(store, [], 0.0, 1)
+        writer = SnapshotThread(store, [], 0.0, 1, lambda kind, text: None)
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         try:
             resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))

@@ -10,7 +10,7 @@ from support.shard_world import APPLY, AVERAGE, SGD, WALL_S, Worker, World, code
 
 from psengine.parameter_server.server.core.job_meta import merge_job_meta
 from psengine.parameter_server.server.core.shard import Shard
-from psengine.parameter_server.server.snapshots.store import distribute
+from psengine.parameter_server.server.durability.restoring import distribute
 from psengine.protocol.frames import payload_tensor
 from psengine.protocol.layout import ChunkKind, ChunkSpec, Segment
 from psengine.protocol.messages import ErrorCode, MessageType

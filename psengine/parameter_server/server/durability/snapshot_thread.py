@@ -1,7 +1,11 @@
-"""How a server survives its end: the snapshot it starts from, and the thread that writes them, one at a time.
+"""The thread that writes a server's snapshots, one at a time.
 
-A failure is logged and shown, and never ends the server: the older generation stays what it is durable to. While
-nothing changes, nothing is written, whoever asks.
+    wish ─┐                    ┌─► wishes that came meanwhile ─► the next snapshot ─► one outcome for all of them
+    wish ─┴─► a snapshot ──────┘
+
+At most one snapshot is written and one waits, however many ask; the snapshot that answers a wish began after it. While
+nothing changes, nothing is written. A failure is logged and shown, and never ends the server: it stays durable to the
+older generation.
 """
 
 from __future__ import annotations
@@ -15,20 +19,19 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 
-from psengine.errors import ProtocolError, SnapshotError
+from psengine.errors import SnapshotError
 from psengine.parameter_server.server.core.capture import Meeting
-from psengine.parameter_server.server.core.job_meta import merge_job_meta
-from psengine.parameter_server.server.core.shard import Shard
-from psengine.parameter_server.server.durability.wishes import MAX_WISHES, SnapshotWishes
-from psengine.parameter_server.server.snapshots.store import JobState, SnapshotStore, distribute
+from psengine.parameter_server.server.snapshots.store import JobState, SnapshotStore
 from psengine.parameter_server.server.transport.shard_thread import ShardThread
 from psengine.parameter_server.status_model import SnapshotStatus
 
 logger = logging.getLogger(__name__)
 
+# Bounds what is remembered of messages that ask for a snapshot.
+MAX_WISHES = 1024
 # A shard copies everything it holds while it captures.
 CAPTURE_DEADLINE_S = 60.0
-# Steps that were under way get this long to come to all their chunks: nothing waits for it but the snapshot.
+# How long a snapshot waits until the steps under way have come to all their chunks; nothing else waits for that.
 STEPS_DEADLINE_S = 10.0
 # Connections that take all descriptors are cut within a second or two; see ``connections.py``.
 DESCRIPTORS_DEADLINE_S = 5.0
@@ -37,10 +40,10 @@ _LOOK_S = 0.05
 
 @dataclass(frozen=True, slots=True)
 class SnapshotOutcome:
-    """What came of a wish for a snapshot.
+    """How a wish for a snapshot ended.
 
     Attributes:
-        generation: what the server is durable to now; None where it is to nothing.
+        generation: the one that the server is durable to now; None without one.
         error: why no new one was written; "" where one was.
         is_empty: there was nothing to write.
     """
@@ -50,87 +53,24 @@ class SnapshotOutcome:
     is_empty: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Restored:
-    """What a start found.
-
-    Attributes:
-        generation: what was taken over; None where there was none.
-        summary: how durable the server is, for people.
-        notes: newer generations that were skipped, and why.
-    """
-
-    generation: int | None
-    summary: str
-    notes: list[str]
-
-
-def _without_unfinished(stored: Sequence[list[JobState]]) -> list[list[JobState]]:
-    """Leave out jobs that were being registered when the snapshot was taken: some shards had their part already."""
-    complete = set.intersection(*({job.name for job in jobs} for jobs in stored)) if stored else set()
-    return [[job for job in jobs if job.name in complete] for jobs in stored]
-
-
-def _check_memory(shards: Sequence[Shard], parts: Sequence[list[JobState]], generation: str) -> None:
-    for shard, jobs in zip(shards, parts, strict=True):
-        # Backups of weights are not counted: workers' pulls make them without asking, so that a server may hold more
-        # than its limit allows, and what it wrote then it must be able to start from.
-        needed_bytes = sum(
-            tensor.nbytes
-            for job in jobs
-            for chunk in job.chunks
-            for name, tensor in chunk.tensors.items()
-            if not name.startswith("backup/")
-        )
-        if needed_bytes > shard.settings.max_memory_bytes:
-            raise SnapshotError(
-                f"{generation} does not fit --max-memory-bytes (expected at most {shard.settings.max_memory_bytes}"
-                f" bytes at shard {shard.index}, its share, got {needed_bytes}). Raise it, or start with an empty"
-                " --snapshot-dir."
-            )
-
-
-def restore(store: SnapshotStore, shards: Sequence[Shard]) -> Restored:
-    """Have ``shards``, which are empty and whose threads have not started, take over the newest intact generation.
-
-    Raises:
-        SnapshotError: there are generations and none can be read, or it does not fit these shards or their memory.
-    """
-    loaded = store.load()
-    if loaded is None:
-        return Restored(None, f"durable to {store.directory}, no generation yet", [])
-    generation = f"Generation {loaded.generation} in {store.directory}"
-    try:
-        parts = distribute(_without_unfinished(loaded.shards), len(shards), merge_job_meta)
-        _check_memory(shards, parts, generation)
-        for shard, jobs in zip(shards, parts, strict=True):
-            shard.restore(jobs, time.monotonic())
-            shard.durable.note(loaded.generation)
-    except (ProtocolError, LookupError, TypeError, ValueError) as error:
-        raise SnapshotError(
-            f"{generation} cannot be taken over (expected one of this version of psengine, got: {error!r})."
-        ) from error
-    versions: dict[str, int] = {}
-    for shard in shards:
-        for name, job in shard.status(time.monotonic()).jobs.items():
-            versions[name] = max(versions.get(name, 0), job.version_max)
-    shown = ", ".join(f"{name} version {version}" for name, version in versions.items()) or "no job"
-    summary = f"durable to {store.directory}, generation {loaded.generation} ({shown})"
-    return Restored(loaded.generation, summary, loaded.notes)
-
-
 class SnapshotThread(threading.Thread):
     """Writes generations of what all shards hold.
 
     Args:
         store: open; used by this thread alone from its start on.
         threads: the shards, started.
-        interval_s: seconds between snapshots, of which those that would change nothing are left out; 0: only on wish.
-        generation: what the server is durable to at the start.
+        interval_s: seconds between snapshots; one that would change nothing is not written. 0: only on wish.
+        generation: the one that the server is durable to at the start.
+        note: takes an event's kind and text.
     """
 
     def __init__(
-        self, store: SnapshotStore, threads: Sequence[ShardThread], interval_s: float, generation: int | None
+        self,
+        store: SnapshotStore,
+        threads: Sequence[ShardThread],
+        interval_s: float,
+        generation: int | None,
+        note: Callable[[str, str], None],
     ) -> None:
         super().__init__(name="psengine-snapshots", daemon=True)
         self.store = store
@@ -140,33 +80,38 @@ class SnapshotThread(threading.Thread):
         self.last_seconds = 0.0
         self._threads = threads
         self._interval_s = interval_s
+        self._note = note
         # When ``generation`` was last known to be all that the shards hold.
         self._current_s: float | None = None
-        self._wishes: SnapshotWishes[Callable[[SnapshotOutcome], None]] = SnapshotWishes()
+        self._changed = threading.Condition()
+        # Wishes that no snapshot has been begun for.
+        self._wishes: list[Future[SnapshotOutcome]] = []
+        self._has_ended = False
 
-    def request(self, done: Callable[[SnapshotOutcome], None], *, is_ours: bool = False) -> None:
-        """Make durable what is there now, or later.
+    def begin(self, *, is_ours: bool = True) -> Future[SnapshotOutcome]:
+        """Make durable what is there now, or later. Callable from any thread.
 
         Args:
-            done: called in this thread; at once where too many ask.
-            is_ours: see ``SnapshotWishes.add``.
+            is_ours: the server itself asks, and never finds too many waiting.
         """
-        if not self._wishes.add(done, is_ours=is_ours):
-            text = f"the server ends, or too many wait for a snapshot (expected at most {MAX_WISHES}); ask again later"
-            done(SnapshotOutcome(self.generation, text))
-
-    def begin(self) -> Future[SnapshotOutcome]:
-        """``request``, to be waited for."""
-        written: Future[SnapshotOutcome] = Future()
-        self.request(written.set_result, is_ours=True)
-        return written
+        wish: Future[SnapshotOutcome] = Future()
+        with self._changed:
+            if not self._has_ended and (is_ours or len(self._wishes) < MAX_WISHES):
+                self._wishes.append(wish)
+                self._changed.notify()
+                return wish
+        text = f"the server ends, or too many wait for a snapshot (expected at most {MAX_WISHES}); ask again later"
+        wish.set_result(SnapshotOutcome(self.generation, text))
+        return wish
 
     def end(self) -> None:
         """Write one more snapshot if one was wished for, then end; join afterwards."""
-        self._wishes.end()
+        with self._changed:
+            self._has_ended = True
+            self._changed.notify()
 
     def status(self) -> SnapshotStatus:
-        """How far it is."""
+        """The newest generation, its age, and the failures."""
         return SnapshotStatus(
             directory=str(self.store.directory),
             interval_s=self._interval_s,
@@ -181,17 +126,17 @@ class SnapshotThread(threading.Thread):
         """The loop."""
         due_s = time.monotonic() + self._interval_s
         while True:
-            wishes = self._wishes.take(max(0.0, due_s - time.monotonic()) if self._interval_s else None)
-            if wishes is None:
+            with self._changed:
+                timeout_s = max(0.0, due_s - time.monotonic()) if self._interval_s else None
+                self._changed.wait_for(lambda: self._wishes or self._has_ended, timeout_s)
+                wishes, self._wishes = self._wishes, []
+            if self._has_ended and not wishes:
                 return
             outcome = SnapshotOutcome(self.generation) if self._is_current() else self.write()
             if not wishes:
                 due_s = time.monotonic() + self._interval_s
-            for done in wishes:
-                try:
-                    done(outcome)
-                except Exception:
-                    logger.exception("nobody could be told that a snapshot is done")
+            for wish in wishes:
+                wish.set_result(outcome)
 
     def _is_current(self) -> bool:
         """Whether the newest generation is still there, and nothing has changed since it was captured."""
@@ -203,7 +148,7 @@ class SnapshotThread(threading.Thread):
             if self.generation is None or self.store.newest != self.generation:
                 return False
         except Exception:
-            return False  # to write one fails likewise, and tells
+            return False  # ``write`` fails likewise, and reports it
         self._current_s = asked_s
         return True
 
@@ -219,13 +164,14 @@ class SnapshotThread(threading.Thread):
         except Exception as error:
             self.failures += 1
             self.last_error = str(error) or repr(error)
-            self._look_what_is_left()
+            self._find_newest()
             logger.error(
                 "no snapshot was written, the server stays durable to %s: %s",
                 "nothing" if self.generation is None else f"generation {self.generation}",
                 self.last_error,
                 exc_info=not isinstance(error, SnapshotError),
             )
+            self._note("snapshot_failed", f"a snapshot was not written: {self.last_error}")
             return SnapshotOutcome(self.generation, self.last_error)
         self.generation, self.last_error = generation, ""
         self._current_s = started_s
@@ -233,6 +179,7 @@ class SnapshotThread(threading.Thread):
         for thread in self._threads:
             thread.ask(partial(thread.shard.durable.note, generation))
         logger.info("durable to %s, generation %d, after %.2f s", self.store.directory, generation, self.last_seconds)
+        self._note("snapshot", f"generation {generation} is written")
         return SnapshotOutcome(generation)
 
     def _capture(self) -> list[list[JobState]]:
@@ -254,7 +201,7 @@ class SnapshotThread(threading.Thread):
         return shards
 
     def _save(self, shards: Sequence[list[JobState]]) -> int:
-        """``SnapshotStore.save``; while the process has no descriptor left, until it has."""
+        """``SnapshotStore.save``, tried again for a while where the process has no descriptor left."""
         last_s = time.monotonic() + DESCRIPTORS_DEADLINE_S
         while True:
             try:
@@ -266,8 +213,8 @@ class SnapshotThread(threading.Thread):
                     raise
             time.sleep(_LOOK_S)
 
-    def _look_what_is_left(self) -> None:
-        """Somebody may have removed what the server was durable to. What cannot be seen now is as it was."""
+    def _find_newest(self) -> None:
+        """Somebody may have removed the generation that the server was durable to; where that is not seen, it stays."""
         try:
             newest = self.store.newest
         except OSError:

@@ -1,43 +1,40 @@
 """Durable generations of a server process's state: all its shards in one, so that they agree with each other.
 
 <directory>/lock                         flock of the live server; its process id
-<directory>/generation-000000000012/     complete, or it would not have this name; see ``snapshot_files``
+<directory>/generation-000000000012/     complete, or it would not have this name; see ``files.py``
 <directory>/unfinished-000000000013/     being written and fsynced; a rename makes it generation 13: the commit point
 <directory>/discarded-000000000010/      being removed
 """
 
 from __future__ import annotations
 
-import copy
 import errno
 import fcntl
 import logging
 import os
 import re
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 from psengine.errors import SnapshotError
 from psengine.parameter_server.server.snapshots.files import (
     ChunkState,
     DamagedFileError,
     JobState,
-    check_states,
     flush_directory,
     read_generation,
     write_generation,
 )
-from psengine.protocol.layout import balance
 
-__all__ = ["ChunkState", "JobState", "Loaded", "SnapshotStore", "distribute"]
+__all__ = ["ChunkState", "JobState", "Loaded", "SnapshotStore"]
 
 logger = logging.getLogger(__name__)
 
+KEPT = 2
 _GENERATION = re.compile(r"generation-(\d{12})")
 _LEFTOVER = re.compile(r"(?:unfinished|discarded)-(\d{12})")
 
@@ -48,13 +45,11 @@ class Loaded:
 
     Attributes:
         generation: its number.
-        written_at: UTC wall-clock time in ISO 8601, for humans.
         shards: the jobs of each shard, as they were saved; the tensors own their memory.
         notes: newer generations that were skipped, each naming a file and what is wrong with it.
     """
 
     generation: int
-    written_at: str
     shards: list[list[JobState]]
     notes: list[str] = field(default_factory=list)
 
@@ -62,36 +57,33 @@ class Loaded:
 class SnapshotStore:
     """The generations in one directory; for one server process, and one thread at a time.
 
+    The newest ``KEPT`` intact ones are kept. The disk must hold one more: a new one is complete before the oldest goes.
+
     Args:
         directory: created if it is absent; its parent must exist.
-        keep: generations to keep, at least 1. The disk must hold one more, because a new one is complete before the
-            oldest goes. More costs room, fewer leaves less to fall back on when a file turns out damaged.
     """
 
-    def __init__(self, directory: Path, keep: int = 2) -> None:
-        assert keep >= 1
+    def __init__(self, directory: Path) -> None:
         self.directory = Path(directory).absolute()
-        self.keep = keep
         self._lock: int | None = None
         self._last_generation = 0
-        self._present: set[int] = set()
-        # Those of them that could not be read or may be another server's: they are nothing to fall back on.
+        # Generations that could not be read, or may be another server's: nothing to fall back on.
         self._damaged: set[int] = set()
 
     def open(self) -> None:
         """Take the directory: lock it, see that it is writable, remove what killed writers left unfinished.
 
         Raises:
-            SnapshotError: another live server has it, it cannot be created, or it cannot be written to.
+            SnapshotError: another live server has it, or it cannot be created or written to.
         """
         assert self._lock is None, "the store is open already"
         try:
             self._create_directory()
             self._lock = self._take_lock()
-            self._present, self._damaged = set(self._numbers(_GENERATION)), set()
-            self._last_generation = max([0, *self._present, *self._numbers(_LEFTOVER)])
+            self._damaged = set()
+            self._last_generation = max([0, *self._numbers(_GENERATION), *self._numbers(_LEFTOVER)])
             self._remove_leftovers()
-            # A lock file of old can be opened where nothing new can be created.
+            # An old lock file can be opened where nothing new can be created.
             probe = self._path("unfinished", 0)
             probe.mkdir()
             probe.rmdir()
@@ -125,40 +117,32 @@ class SnapshotStore:
         """Number of the newest generation that is there and not known to be damaged; None without one.
 
         Raises:
-            OSError: it cannot be seen now whether there is one, for want of file descriptors perhaps.
+            OSError: the directory cannot be read now, perhaps because no file descriptor is free.
         """
         try:
             if not self._is_ours():
                 return None
-            there = self._present.intersection(self._numbers(_GENERATION))
+            return max(set(self._numbers(_GENERATION)) - self._damaged, default=None)
         except FileNotFoundError:
             return None
-        return max(there - self._damaged, default=None)
 
     def save(self, shards: Sequence[list[JobState]]) -> int:
-        """Write one generation of all shards' jobs and remove those beyond ``keep``; the new one's number.
-
-        Durable when this returns. Tensors are read while this runs: pass copies, or leave them alone.
+        """Write one generation of all shards' jobs, durable when this returns, and remove the oldest; the new number.
 
         Raises:
-            SnapshotError: it was not written, and what there is of it was removed; the message says which older
-                generation is still there. The next ``save`` starts from scratch. Or the directory was replaced, and
-                another server has the new one.
+            SnapshotError: it was not written, and no part of it is left; the message says which older generation is
+                still there. Or the directory was replaced, and another server has the new one.
         """
-        assert self._lock is not None, "the store is not open"
-        check_states(shards)
         # A number is used once, even if its attempt fails: a page that could not be written may look clean afterwards,
         # so nothing of that attempt is touched again (PostgreSQL's "fsyncgate").
         self._last_generation += 1
         try:
             self._retake_if_replaced()
-            self._present.intersection_update(self._numbers(_GENERATION))
             self._write(self._last_generation, shards)
         except OSError as error:
             raise SnapshotError(self._write_failure(error, self._last_generation, shards)) from error
-        self._present.add(self._last_generation)
-        self._prune()
         with suppress(OSError):
+            self._prune()
             self._remove_leftovers()
         return self._last_generation
 
@@ -168,16 +152,15 @@ class SnapshotStore:
         Raises:
             SnapshotError: there are generations, and none is intact.
         """
-        assert self._lock is not None, "the store is not open"
         notes: list[str] = []
-        for generation in sorted(self._present, reverse=True):
+        for generation in sorted(self._numbers(_GENERATION), reverse=True):
             try:
-                written_at, shards = read_generation(self._path("generation", generation), generation)
+                shards = read_generation(self._path("generation", generation), generation)
             except (DamagedFileError, OSError) as error:
                 self._damaged.add(generation)
                 notes.append(f"generation {generation} is skipped: {error}")
             else:
-                return Loaded(generation, written_at, shards, notes)
+                return Loaded(generation, shards, notes)
         if not notes:
             return None
         raise SnapshotError(
@@ -216,10 +199,9 @@ class SnapshotStore:
 
     def _prune(self) -> None:
         newer_intact = 0
-        for generation in sorted(self._present, reverse=True):
-            if newer_intact >= self.keep:
+        for generation in sorted(self._numbers(_GENERATION), reverse=True):
+            if newer_intact >= KEPT:
                 self._discard("generation", generation)
-                self._present.discard(generation)
             newer_intact += generation not in self._damaged
 
     def _remove_leftovers(self) -> None:
@@ -228,7 +210,7 @@ class SnapshotStore:
                 self._discard(kind, generation)
 
     def _discard(self, kind: str, generation: int) -> None:
-        """Remove a directory; as a generation it ends at once, not file by file. What stays is removed later."""
+        """Remove a directory. A generation is renamed first, so that its name never stands for a part of it."""
         path, discarded = self._path(kind, generation), self._path("discarded", generation)
         if not path.exists():
             return
@@ -273,22 +255,15 @@ class SnapshotStore:
             return False
 
     def _retake_if_replaced(self) -> None:
-        """Lock the directory anew if its lock file is another by now: the old lock keeps nobody out.
-
-        Somebody deleted it and made it again, or mounted something there. Without the new lock two servers would
-        remove each other's generations.
-        """
+        """Lock the directory anew if somebody deleted and remade it: the old lock keeps no other server out."""
         if self._is_ours():
             return
-        assert self._lock is not None
-        self._present, self._damaged = set(), set()
         lock = self._take_lock()
-        os.close(self._lock)
+        self.close()
         self._lock = lock
         logger.warning("%s was replaced while this server ran; it is locked anew", self.directory)
-        self._present = set(self._numbers(_GENERATION))
-        self._damaged = set(self._present)
-        taken = [*self._present, *self._numbers(_LEFTOVER)]
+        self._damaged = set(self._numbers(_GENERATION))
+        taken = [*self._damaged, *self._numbers(_LEFTOVER)]
         self._last_generation = max([self._last_generation, *(number + 1 for number in taken)])
 
     def _path(self, kind: str, generation: int) -> Path:
@@ -297,43 +272,3 @@ class SnapshotStore:
     def _numbers(self, pattern: re.Pattern[str]) -> list[int]:
         matches = (pattern.fullmatch(name) for name in os.listdir(self.directory))
         return [int(match[1]) for match in matches if match]
-
-
-def distribute(
-    shards_loaded: Sequence[list[JobState]],
-    shard_count: int,
-    merge_meta: Callable[[list[dict[str, Any]]], dict[str, Any]],
-) -> list[list[JobState]]:
-    """Spread what was saved by some number of shards over ``shard_count``; tensors are moved, not copied.
-
-    With as many shards as before everything stays where and as it was. Otherwise each job is at every new shard, its
-    meta there the ``merge_meta`` of what the old shards had, in their order, and its chunks balanced by bytes.
-
-    Raises:
-        SnapshotError: two shards hold the same chunk.
-    """
-    assert shard_count >= 1
-    parts: dict[str, list[JobState]] = {}
-    for jobs in shards_loaded:
-        for job in jobs:
-            parts.setdefault(job.name, []).append(job)
-    for name, job_parts in parts.items():
-        keys = [chunk.key for part in job_parts for chunk in part.chunks]
-        if len(set(keys)) != len(keys):
-            twice = sorted({key for key in keys if keys.count(key) > 1})
-            raise SnapshotError(f"a chunk is at one shard only (job {name!r}, got several of keys {twice[:10]})")
-    if len(shards_loaded) == shard_count:
-        return [list(jobs) for jobs in shards_loaded]
-
-    shards: list[list[JobState]] = [[] for _ in range(shard_count)]
-    for name, job_parts in parts.items():
-        meta = merge_meta([part.meta for part in job_parts])
-        here = [JobState(name, copy.deepcopy(meta), []) for _ in range(shard_count)]
-        chunks = sorted((chunk for part in job_parts for chunk in part.chunks), key=lambda chunk: chunk.key)
-        # A chunk whose values nobody stored still means traffic: where all are empty, their number is balanced.
-        sizes_bytes = [max(chunk.size_bytes, 1) for chunk in chunks]
-        for chunk, shard in zip(chunks, balance(sizes_bytes, shard_count), strict=True):
-            here[shard].chunks.append(chunk)
-        for jobs, job in zip(shards, here, strict=True):
-            jobs.append(job)
-    return shards
