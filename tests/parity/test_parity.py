@@ -1,4 +1,4 @@
-"""A hundred steps under psengine's wrapper and under native DDP, side by side: every bit must be the same.
+"""Training under psengine's wrapper and under native DDP, side by side: every bit must be the same.
 
 At world size 4 gloo's ring adds in an order that depends on where a gradient lies in its bucket, so equality there says
 that the buckets are the same too.
@@ -12,7 +12,7 @@ import math
 import os
 import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from _pytest.mark import ParameterSet
 from parity.cases import CASES, CASES_BY_NAME, Case, Cell
-from support.processes import RankResult, run_ranks_to_any_end
+from support.processes import RanksFailedError, run_ranks_to_any_end
 
 from psengine.kernels import native
 from psengine.verify.differences import Difference, Tolerance
@@ -30,46 +30,60 @@ from psengine.verify.target import check_target
 from psengine.verify.training import Exchange
 from psengine.verify.verdict import place_of
 
-STEPS = 100
+# Buckets are laid out anew after the first step; the experts that ``routed`` chooses repeat every 84 batches, and the
+# first 16 hold every kind of choice. The slow cells go on for longer, to where weights have moved.
+QUICK_STEPS, SLOW_STEPS = 16, 100
 SEED = 20
 WORLD_SIZES = (2, 4)
 CELLS = tuple(Cell(optimizer, accumulate) for optimizer in ("sgd", "adamw") for accumulate in (False, True))
 NATIVE, SYNC = Exchange("native", "native"), Exchange("sync", "sync")
 
 
-def compare_cells(
-    rank: int, world_size: int, case_name: str, cells: tuple[Cell, ...], candidate: str
-) -> dict[Cell, dict[str, Any]]:
-    """Compare ``candidate`` with native DDP in each cell; the body of a rank.
+@dataclass(frozen=True)
+class Trial:
+    """A cell of a case, with ``candidate`` in psengine's place: one of ``FAULTS``, or another way to train right."""
 
-    After a cell that raises, the group's state is unknown: the cells that follow are left out.
+    case_name: str
+    cell: Cell
+    candidate: str = "psengine"
+
+
+def compare_trials(rank: int, world_size: int, trials: tuple[Trial, ...], steps: int) -> dict[Trial, dict[str, Any]]:
+    """Compare each trial's candidate with native DDP; the body of a rank.
+
+    After a trial that raises, the group's state is unknown: the trials that follow are left out.
     """
-    # Over two ranks every transport adds the same two numbers; over more, gloo's order goes round a ring, and only over
-    # gloo are the bits native's.
-    in_memory = world_size == 2 and native.has_shared_memory() and candidate != "psengine over gloo"
-    os.environ["PSENGINE_COLLECTIVE"] = "shared_memory" if in_memory else "c10d"
-    case = CASES_BY_NAME[case_name]
-    place = Place(rank=rank, world_size=world_size, device=torch.device("cpu"))
-    found: dict[Cell, dict[str, Any]] = {}
-    for cell in cells:
-        # Of the reference's target, then of the candidate's.
-        makers = iter((Case.target, FAULTS.get(candidate, Case.target)))
+    found: dict[Trial, dict[str, Any]] = {}
+    for trial in trials:
         try:
-            found[cell] = train_side_by_side(
-                lambda makers=makers, cell=cell: check_target(next(makers)(case, cell), case_name),
-                case_name,
-                SYNC if candidate.startswith("psengine") else NATIVE,
-                NATIVE,
-                place,
-                steps=STEPS,
-                seed=SEED,
-                tolerance=Tolerance(),
+            found[trial] = compare_trial(
+                Place(rank=rank, world_size=world_size, device=torch.device("cpu")), trial, steps
             )
         except Exception:
-            found[cell] = {"error": traceback.format_exc()}
+            found[trial] = {"error": traceback.format_exc()}
             return found
     dist.barrier()
     return found
+
+
+def compare_trial(place: Place, trial: Trial, steps: int) -> dict[str, Any]:
+    # Over two ranks every transport adds the same two numbers; over more, gloo's order goes round a ring, and only over
+    # gloo are the bits native's.
+    in_memory = place.world_size == 2 and native.has_shared_memory() and trial.candidate != "psengine over gloo"
+    os.environ["PSENGINE_COLLECTIVE"] = "shared_memory" if in_memory else "c10d"
+    case = CASES_BY_NAME[trial.case_name]
+    # Of the reference's target, then of the candidate's.
+    makers = iter((Case.target, FAULTS.get(trial.candidate, Case.target)))
+    return train_side_by_side(
+        lambda: check_target(next(makers)(case, trial.cell), trial.case_name),
+        trial.case_name,
+        SYNC if trial.candidate.startswith("psengine") else NATIVE,
+        NATIVE,
+        place,
+        steps=steps,
+        seed=SEED,
+        tolerance=Tolerance(),
+    )
 
 
 def one_ulp_off(case: Case, cell: Cell) -> tuple[Any, ...]:
@@ -80,7 +94,7 @@ def one_ulp_off(case: Case, cell: Cell) -> tuple[Any, ...]:
         made, steps = make_optimizer(parameters), itertools.count()
 
         def spoil(*_: Any) -> None:
-            if next(steps) == 56 and dist.get_rank() == dist.get_world_size() - 1:
+            if next(steps) == 9 and dist.get_rank() == dist.get_world_size() - 1:
                 gradient = parameters[-1].grad
                 gradient.view(-1)[-1:] = torch.nextafter(gradient.view(-1)[-1:], torch.tensor([math.inf]))
 
@@ -117,6 +131,15 @@ FAULTS: dict[str, Callable[[Case, Cell], tuple[Any, ...]]] = {
     "with other buckets": with_other_buckets,
     "reduces every micro-batch": reduces_every_micro_batch,
 }
+# What is compared with native DDP besides psengine, and what the first difference should hold ("": there is none).
+CONTROLS = (
+    (2, Trial("batch norm", Cell("adamw", accumulate=True), "native"), ""),
+    (2, Trial("transformer", Cell("adamw", accumulate=True), "psengine over gloo"), ""),
+    (2, Trial("mlp", Cell("sgd", accumulate=False), "one ulp off"), "at step 9, gradient of 4.bias, rank 1"),
+    (2, Trial("batch norm", Cell("sgd", accumulate=False), "without buffer exchange"), "features.1.running_mean"),
+    (4, Trial("mlp", Cell("sgd", accumulate=False), "with other buckets"), "gradient"),
+    (2, Trial("mlp", Cell("adamw", accumulate=True), "reduces every micro-batch"), "gradient"),
+)
 
 
 def cells_of(case: Case) -> tuple[Cell, ...]:
@@ -132,64 +155,71 @@ def quick_cells(case: Case, world_size: int) -> tuple[Cell, ...]:
     return (cells[CASES.index(case) % len(cells)],) if world_size == 2 else ()
 
 
-def cells_run_together(case: Case, world_size: int, cell: Cell) -> tuple[Cell, ...]:
-    """Cells that share one start of the ranks: the quick ones, or the others."""
-    quick = quick_cells(case, world_size)
-    return quick if cell in quick else tuple(other for other in cells_of(case) if other not in quick)
-
-
 def parameters_of_every_cell() -> Iterator[ParameterSet]:
     for case, world_size in itertools.product(CASES, WORLD_SIZES):
         for cell in cells_of(case):
             name = case.name.replace(", ", "+").replace(" ", "_")
             marks = () if cell in quick_cells(case, world_size) else pytest.mark.slow
-            yield pytest.param(case.name, world_size, cell, id=f"{name}-{world_size}-{cell}", marks=marks)
+            yield pytest.param(Trial(case.name, cell), world_size, id=f"{name}-{world_size}-{cell}", marks=marks)
 
 
 @functools.cache
-def results(case_name: str, world_size: int, cells: tuple[Cell, ...], candidate: str) -> list[RankResult]:
-    """Every cell of a case at a world size, trained in one start of the ranks."""
-    return run_ranks_to_any_end(compare_cells, world_size, case_name, cells, candidate, deadline_s=120)
+def quick_results(world_size: int) -> list[dict[Trial, dict[str, Any]]]:
+    """Every quick trial at a world size, in one start of the ranks."""
+    trials = [Trial(case.name, cell) for case in CASES for cell in quick_cells(case, world_size)]
+    trials += [trial for size, trial, _ in CONTROLS if size == world_size]
+    return results(world_size, tuple(trials), QUICK_STEPS)
 
 
-def differences(case_name: str, world_size: int, cells: tuple[Cell, ...], cell: Cell, candidate: str) -> list[str]:
-    """Each rank's first difference in the cell, "" where there is none; or why nothing was compared."""
+@functools.cache
+def slow_results(world_size: int, case_name: str) -> list[dict[Trial, dict[str, Any]]]:
+    case = CASES_BY_NAME[case_name]
+    cells = (cell for cell in cells_of(case) if cell not in quick_cells(case, world_size))
+    return results(world_size, tuple(Trial(case_name, cell) for cell in cells), SLOW_STEPS)
+
+
+def results(world_size: int, trials: tuple[Trial, ...], steps: int) -> list[dict[Trial, dict[str, Any]]]:
+    """For each rank, what it found in each trial, or why nothing was compared."""
+    try:
+        ended = run_ranks_to_any_end(compare_trials, world_size, trials, steps, deadline_s=120)
+    except RanksFailedError as error:  # They hang: a second start would, too.
+        return [{trial: {"error": str(error)} for trial in trials}] * world_size
+    return [
+        {trial: (rank.value or {}).get(trial, {"error": rank.error or "an earlier trial failed"}) for trial in trials}
+        for rank in ended
+    ]
+
+
+def differences(trial: Trial, ranks: list[dict[Trial, dict[str, Any]]], steps: int) -> list[str]:
+    """Each rank's first difference in the trial, "" where there is none; or why nothing was compared."""
     found = []
-    for result in results(case_name, world_size, cells, candidate):
-        findings = (result.value or {}).get(cell, {"error": result.error or f"ended early, {result.exit_code}"})
+    for rank in ranks:
+        findings = rank[trial]
         if "error" in findings:
             found.append(findings["error"])
             continue
         assert findings["counts"]["gradient"] > 1
-        assert len(findings["history"]) == STEPS + 1
+        assert len(findings["history"]) == steps + 1
         assert math.isfinite(findings["history"][-1]["reference_loss"])
         first = findings["first"] and Difference.from_json(findings["first"])
         found.append(f"{place_of(first)}: {first}" if first else "")
     return found
 
 
-@pytest.mark.parametrize(("case_name", "world_size", "cell"), tuple(parameters_of_every_cell()))
-def test_every_bit_equals_native_ddp(case_name: str, world_size: int, cell: Cell) -> None:
-    cells = cells_run_together(CASES_BY_NAME[case_name], world_size, cell)
-    found = differences(case_name, world_size, cells, cell, "psengine")
+@pytest.mark.parametrize(("trial", "world_size"), tuple(parameters_of_every_cell()))
+def test_every_bit_equals_native_ddp(trial: Trial, world_size: int) -> None:
+    if trial.cell in quick_cells(CASES_BY_NAME[trial.case_name], world_size):
+        found = differences(trial, quick_results(world_size), QUICK_STEPS)
+    else:
+        found = differences(trial, slow_results(world_size, trial.case_name), SLOW_STEPS)
     assert found == [""] * world_size, "\n".join(found)
 
 
 @pytest.mark.parametrize(
-    ("candidate", "case_name", "world_size", "cell", "expected"),
-    [
-        ("native", "batch norm", 2, Cell("adamw", accumulate=True), ""),
-        ("psengine over gloo", "transformer", 2, Cell("adamw", accumulate=True), ""),
-        ("one ulp off", "mlp", 2, Cell("sgd", accumulate=False), "at step 56, gradient of 4.bias, rank 1"),
-        ("without buffer exchange", "batch norm", 2, Cell("sgd", accumulate=False), "features.1.running_mean"),
-        ("with other buckets", "mlp", 4, Cell("sgd", accumulate=False), "gradient"),
-        ("reduces every micro-batch", "mlp", 2, Cell("adamw", accumulate=True), "gradient"),
-    ],
+    ("world_size", "trial", "expected"), [pytest.param(*row, id=row[1].candidate) for row in CONTROLS]
 )
-def test_the_comparison_sees_small_faults(
-    candidate: str, case_name: str, world_size: int, cell: Cell, expected: str
-) -> None:
-    found = differences(case_name, world_size, (cell,), cell, candidate)
+def test_the_comparison_sees_small_faults(world_size: int, trial: Trial, expected: str) -> None:
+    found = differences(trial, quick_results(world_size), QUICK_STEPS)
     if expected:
         assert any(expected in difference for difference in found), found
     else:
