@@ -10,6 +10,8 @@ from contextlib import nullcontext
 from typing import Any, Literal
 
 import torch
+import torch.distributed.autograd
+import torch.distributed.rpc
 from torch.autograd.graph import get_gradient_edge
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -116,3 +118,17 @@ def _current_node(parameter: torch.nn.Parameter) -> Any:
     is_watched = torch._C._len_torch_dispatch_stack() > 0
     with _disable_current_modes() if is_watched else nullcontext():
         return get_gradient_edge(parameter).node
+
+
+def is_in_distributed_autograd() -> bool:
+    """Whether this thread is in a context of torch.distributed.autograd (RPC): its gradients never come to ``.grad``.
+
+    It takes 0.1 µs in programs without RPC.
+    """
+    if not torch.distributed.rpc.is_available() or not torch.distributed.rpc.api._is_current_rpc_agent_set():
+        return False
+    try:
+        torch.distributed.autograd._current_context()
+    except RuntimeError:  # "Current thread doesn't have a valid autograd context."
+        return False
+    return True

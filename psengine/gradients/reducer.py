@@ -16,18 +16,17 @@ from __future__ import annotations
 import functools
 import logging
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
-from typing_extensions import override
 
 from psengine.collectives.base import Collective
 from psengine.errors import NonFiniteGradientError, ReductionError
 from psengine.gradients.bucket_layout import BucketLayout
 from psengine.gradients.contribution import Contribution
-from psengine.gradients.distributed_autograd import refuse_distributed_autograd
 from psengine.gradients.error_texts import (
+    DISTRIBUTED_AUTOGRAD_MESSAGE,
     LOCAL_BACKWARD_MESSAGE,
     converted_message,
     marked_twice_message,
@@ -36,8 +35,7 @@ from psengine.gradients.error_texts import (
 from psengine.gradients.finite_check import FiniteCheck
 from psengine.gradients.flight import Flight
 from psengine.gradients.graphs import EveryParameter, SearchedGraph, StaticGraph
-from psengine.gradients.hooks import AccumulationNodes, ShortWay, counting_hook
-from psengine.gradients.native_names import NativeNames
+from psengine.gradients.hooks import AccumulationNodes, ShortWay, counting_hook, is_in_distributed_autograd
 from psengine.gradients.usage import ParameterUsage
 from psengine.strategies.base import Strategy
 from psengine.tensors.bucket import Bucket
@@ -47,13 +45,14 @@ from psengine.tracing.timeline import recorder
 logger = logging.getLogger(__name__)
 
 
-class Reducer(NativeNames):
+class Reducer:
     """Exchanges the gradients of ``parameters`` through ``strategy`` while backward runs.
 
+    Methods with an underscore that psengine does not call are native DDP's: torch's hooks and Lightning call them.
+
     Args:
-        parameters: those that require gradients, without duplicates, in model order.
-        names: their names, for errors.
-        expects_sparse: per parameter, whether its gradient is sparse.
+        parameters: name to parameter of those that require gradients, without duplicates, in model order.
+        sparse: names of those whose gradients are sparse.
         strategy: already prepared.
         collective: the group of replicas.
         initial_limits_bytes: bucket caps before the first rebuild; see ``plan_buckets``.
@@ -63,15 +62,21 @@ class Reducer(NativeNames):
         skip_all_reduce_unused_params: agree before backward which parameters no rank uses, and skip buckets that hold
             no others; only with ``find_unused_parameters``.
         check_finite: raise at the end of backward where a gradient of some rank is not finite.
-        run_allreduce_hook: sums a communication hook's bucket over ranks; a future of its buffer.
-        on_error: told the text of each error before it is raised.
+        on_error: gets the text of each error before it is raised.
+
+    Attributes:
+        flight: the buckets on their way.
+        graph: which hooks will fire.
+        ready_order: indices in the order in which parameters became ready in the last backward that was timed.
     """
+
+    # Sums a communication hook's bucket over ranks; a future of its buffer.
+    _run_allreduce_hook: Callable[[Any], Any]
 
     def __init__(
         self,
-        parameters: Sequence[torch.nn.Parameter],
-        names: Sequence[str],
-        expects_sparse: Sequence[bool],
+        parameters: Mapping[str, torch.nn.Parameter],
+        sparse: Collection[str],
         strategy: Strategy,
         *,
         collective: Collective,
@@ -79,22 +84,20 @@ class Reducer(NativeNames):
         rebuild_limits_bytes: Sequence[int],
         find_unused_parameters: bool,
         gradient_as_bucket_view: bool,
-        skip_all_reduce_unused_params: bool = False,
-        check_finite: bool = False,
-        run_allreduce_hook: Callable[[Any], Any] | None = None,
-        on_error: Callable[[str], None] | None = None,
+        skip_all_reduce_unused_params: bool,
+        check_finite: bool,
+        on_error: Callable[[str], None],
     ) -> None:
-        self.parameters = list(parameters)
-        self.names = list(names)
+        self.parameters = list(parameters.values())
+        self.names = list(parameters)
         self.strategy = strategy
         self.timer = BackwardTimer()
         self._collective = collective
         self._rebuild_limits_bytes = list(rebuild_limits_bytes)
-        self._mixed_precision_dtype: torch.dtype | None = None
-        self._run_allreduce_hook = run_allreduce_hook
         self._on_error = on_error
         # Models split over several devices run backward, and so the hooks, in one thread per device.
         self._lock = threading.RLock()
+        self._is_multi_device = len({p.device for p in self.parameters}) > 1
 
         self.iteration = 0
         self.has_rebuilt_buckets = False
@@ -102,25 +105,22 @@ class Reducer(NativeNames):
         self._layout = BucketLayout(
             self.parameters,
             self.names,
-            expects_sparse,
+            [name in sparse for name in self.names],
             strategy,
             as_view=gradient_as_bucket_view,
             counts_non_finite=check_finite,
         )
         self._layout.create(initial_limits_bytes)
-        self.initial_bucket_sizes = ", ".join(str(bucket.size_bytes) for bucket in self.buckets)
+        self.initial_bucket_sizes_bytes = [bucket.size_bytes for bucket in self.buckets]
 
-        self._expect_hooks = False
+        self._expects_hooks = False
         self._next_bucket = 0
         self._ready = bytearray(len(self.parameters))
-        # By parameter: the bucket to count down in a hook's short way, None for the long way, False for no way at all
-        # (see counting_hook).
         self._no_short_way: ShortWay = [None] * len(self.parameters)
         self._no_way: ShortWay = [False] * len(self.parameters)
         self._short_way = list(self._no_short_way if find_unused_parameters else self._no_way)
-        self._is_multi_device = len({p.device for p in self.parameters}) > 1
         self.contribution = Contribution(strategy, collective)
-        self._flight = Flight(
+        self.flight = Flight(
             strategy,
             collective,
             self._layout,
@@ -129,33 +129,25 @@ class Reducer(NativeNames):
             always_packs=gradient_as_bucket_view,
         )
         self._arrival_order: list[int] = []
-        self._ready_order: list[int] = []
+        self.ready_order: list[int] = []
         # Forwards came twice without a backward: where two backwards follow, the second one is not exchanged.
-        self._may_forget_a_backward = False
-        self._warned_local_backward = False
+        self._may_forget_a_backward = self._warned_local_backward = False
 
+        self._converts_parameters = False
         self._nodes = AccumulationNodes(self.parameters)
-        usage = self._make_usage()
-        self._graph = (
-            SearchedGraph(usage, self.names, skips_buckets=skip_all_reduce_unused_params)
+        self.graph = (
+            SearchedGraph(self._make_usage(), self.names, skips_buckets=skip_all_reduce_unused_params)
             if find_unused_parameters
-            else EveryParameter(usage, self.names)
+            else EveryParameter(self._make_usage(), self.names)
         )
 
     def _make_usage(self) -> ParameterUsage:
         return ParameterUsage(self._nodes.nodes, self.parameters[0].device, self.strategy)
 
-    @property
-    @override
-    def usage(self) -> ParameterUsage:
-        return self._graph.usage
-
     def listen(self) -> None:
         """Begin to listen to autograd."""
-        make_hook = functools.partial(
-            counting_hook, self._short_way, self._ready, self._autograd_hook, self._reduce_full_buckets
-        )
-        self._nodes.listen(make_hook)
+        called = self._short_way, self._ready, self._autograd_hook, self._reduce_full_buckets
+        self._nodes.listen(functools.partial(counting_hook, *called))
 
     # ---- layout ------------------------------------------------------------------------------------------------
 
@@ -165,23 +157,22 @@ class Reducer(NativeNames):
         return self._layout.buckets
 
     def _should_rebuild(self) -> bool:
-        return self._graph.may_rebuild and not self._layout_is_final
+        return self.graph.may_rebuild and not self._layout_is_final
 
     def _rebuild_buckets(self) -> bool:
         """Once, between the first and the second iteration: lay out buckets in the order gradients arrived on rank 0.
 
-        Returns whether buckets were rebuilt; then every rank did. Call it before forward, when no gradient is under
-        way, on every rank.
+        Every rank calls it before forward, when no gradient is in flight. Returns whether buckets were rebuilt, which
+        is the same on every rank.
 
         Raises:
             ReductionError: the previous backward did not reach every parameter.
         """
-        self._ensure_prior_reduction_finished()
+        self._check_reducer_finalized()
         if not self._should_rebuild() or not self._arrival_order:
             return False
-        order = self._arrival_order
-        assert len(order) == len(self.parameters), f"{len(order)} of {len(self.parameters)} gradients arrived"
-        agreed = torch.tensor(order, dtype=torch.int64, device=self.parameters[0].device)
+        assert len(self._arrival_order) == len(self.parameters), "not every gradient arrived"
+        agreed = torch.tensor(self._arrival_order, dtype=torch.int64, device=self.parameters[0].device)
         self._collective.broadcast([agreed], 0, what="order of gradients").wait()
         self.has_rebuilt_buckets = self._layout_is_final = True
         self._arrival_order = []
@@ -191,8 +182,7 @@ class Reducer(NativeNames):
 
     # ---- around forward ----------------------------------------------------------------------------------------
 
-    @override
-    def set_static_graph(self) -> None:
+    def _set_static_graph(self) -> None:
         """Promise that every iteration uses the same parameters equally often; the first one finds out which and how.
 
         Raises:
@@ -203,21 +193,21 @@ class Reducer(NativeNames):
                 "set_static_graph() should be called before training loop starts and after DistributedDataParallel is"
                 f" constructed. (expected iteration 0, got {self.iteration})"
             )
-        self._graph = StaticGraph(self.usage, self.names)
+        self.graph = StaticGraph(self.graph.usage, self.names)
         self._short_way[:] = self._no_short_way  # usage is recorded from now on
 
-    @property
-    def counts_graph(self) -> bool:
-        """Whether the coming backward is the first one of a static graph."""
-        return self._graph.is_being_counted
-
     def prepare_for_forward(self) -> None:
-        """Count an iteration whose gradients will be exchanged; raise where the model was converted meanwhile."""
-        refuse_distributed_autograd(self._fail)
+        """Count an iteration whose gradients will be exchanged.
+
+        Raises:
+            ReductionError: the model was converted since it was wrapped, or gradients would not come to ``.grad``.
+        """
+        if is_in_distributed_autograd():
+            self._fail(DISTRIBUTED_AUTOGRAD_MESSAGE)
         # One parameter stands for all: where only others were converted, the next forward misses their gradients.
         if self._nodes.was_converted(0):
             self._check_listening(range(len(self.parameters)))
-        elif self._expect_hooks:
+        elif self._expects_hooks:
             self._check_listening([0])  # no gradient came since the last forward: converted there and back?
         self.iteration += 1
         if recorder.is_on:
@@ -227,41 +217,42 @@ class Reducer(NativeNames):
     def prepare_for_backward(self, outputs: Sequence[torch.Tensor] = ()) -> None:
         """Expect one gradient for each parameter; with ``find_unused_parameters``, for those ``outputs`` depend on."""
         self.timer.start_backward()
-        self._may_forget_a_backward = self._expect_hooks and not self._warned_local_backward
-        self._expect_hooks = True
+        self._may_forget_a_backward = self._expects_hooks and not self._warned_local_backward
+        self._expects_hooks = True
         self._next_bucket = 0
         self.contribution.expect_backward()
-        self._flight.begin(self.iteration)
+        self.flight.begin(self.iteration)
         self._ready[:] = bytes(len(self.parameters))
-        has_more_to_do = self._graph.takes_long_way or not self._layout_is_final
-        if has_more_to_do or self.timer.is_sampling or self._is_multi_device:
-            self._ready_order = []
+        if self.graph.takes_long_way or not self._layout_is_final or self.timer.is_sampling or self._is_multi_device:
+            self.ready_order = []
             self._short_way[:] = self._no_short_way
         else:
             self._short_way[:] = self._layout.small_parameter_buckets
         for bucket in self.buckets:
             bucket.pending = len(bucket.parameters)
-        unreached = self._graph.begin(outputs)
+        unreached = self.graph.begin(outputs)
         self._check_listening([index for index in unreached if self._nodes.was_converted(index)])
-        self._graph.agree()
+        self.graph.agree()
 
-    @override
-    def _ensure_prior_reduction_finished(self) -> None:
-        if not (self._expect_hooks and any(self._ready)):
+    def expect_local_backward(self) -> None:
+        """A forward inside no_sync ends: the gradients of its backward stay local on purpose."""
+        self._may_forget_a_backward = False
+
+    def _check_reducer_finalized(self) -> None:
+        """Raise where the last backward did not reach every parameter."""
+        if not (self._expects_hooks and any(self._ready)):
             return
         missing = {index: self.names[index] for index, is_ready in enumerate(self._ready) if not is_ready}
         self._check_listening(missing)
-        self._fail(self._graph.describe_missing(self._collective.rank, missing))
+        self._fail(self.graph.describe_missing(self._collective.rank, missing))
 
     def _check_listening(self, indices: Iterable[int]) -> None:
         """Raise where one of these parameters has lost its hook."""
-        # Mixed precision converts parameters all the time, and calls our hooks itself.
-        for index in self._nodes.replaced(indices) if self._mixed_precision_dtype is None else ():
+        for index in () if self._converts_parameters else self._nodes.replaced(indices):
             self._fail(converted_message(self.names[index], self._collective.rank, self._nodes.describe_change(index)))
 
     def _fail(self, message: str) -> NoReturn:
-        if self._on_error is not None:
-            self._on_error(message)
+        self._on_error(message)
         raise ReductionError(message)
 
     # ---- during backward ---------------------------------------------------------------------------------------
@@ -269,62 +260,58 @@ class Reducer(NativeNames):
     def _autograd_hook(self, index: int, *_: Any) -> None:
         """A parameter's gradient was accumulated (or is undefined). Runs in autograd's thread."""
         with self._lock:
-            if self._graph.records_usage and self.parameters[index].grad is not None:
-                self.usage.used[index] = 1
-            if not self._expect_hooks:
+            if self.graph.records_usage and self.parameters[index].grad is not None:
+                self.graph.usage.used[index] = 1
+            if not self._expects_hooks:
                 if self._may_forget_a_backward:
                     self._may_forget_a_backward, self._warned_local_backward = False, True
                     logger.warning(LOCAL_BACKWARD_MESSAGE)
                 return
-            for ready_index in self._graph.arrived(index):
+            for ready_index in self.graph.arrived(index):
                 if ready_index == index and self._should_rebuild():
                     self._arrival_order.append(index)
                 self._mark_ready(ready_index)
-            if self._graph.has_changed:
+            if self.graph.has_changed:
                 self._fail(newly_used_message(self.names[index], self._collective.rank))
 
     def _mark_ready(self, index: int) -> None:
         if self._ready[index]:
-            self._fail(marked_twice_message(index, self.names[index], has_marked_unused=self._graph.has_marked_unused))
+            self._fail(marked_twice_message(index, self.names[index], has_marked_unused=self.graph.has_marked_unused))
         self._ready[index] = 1
-        if self._short_way[index] is None and len(self._ready_order) < len(self.parameters):
-            self._ready_order.append(index)
+        if self._short_way[index] is None and len(self.ready_order) < len(self.parameters):
+            self.ready_order.append(index)
         packing, position = self._layout.locators[index]
-        if self._flight.is_packing and packing.is_eager(position):
-            self._flight.pack_one(packing, position)
+        if self.flight.is_packing and packing.is_eager(position):
+            self.flight.pack_one(packing, position)
         packing.bucket.pending -= 1
         if packing.bucket.pending == 0:
             self._reduce_full_buckets()
 
-    def expect_local_backward(self) -> None:
-        """A forward inside no_sync: what its backward leaves local is meant to be."""
-        self._may_forget_a_backward = False
-
     def _reduce_full_buckets(self) -> None:
-        """Start every bucket whose turn it is; buckets start in index order on all ranks, or the ranks would differ."""
+        """Start every bucket whose turn it is. Buckets start in index order, which is the same on all ranks."""
         if self.buckets[self._next_bucket].pending > 0:
             return
         if self._next_bucket == 0:
             self.timer.start_communication()
         while self._next_bucket < len(self.buckets) and self.buckets[self._next_bucket].pending == 0:
-            self._flight.hand_over(self._layout.packings[self._next_bucket], self._graph)
+            self.flight.hand_over(self._layout.packings[self._next_bucket], self.graph)
             self._next_bucket += 1
         if self._next_bucket == len(self.buckets):
-            self._graph.handed_over()
+            self.graph.handed_over()
             torch.autograd.Variable._execution_engine.queue_callback(self._finalize_from_engine)
 
     def _delay_all_reduce(self) -> None:
-        """End of static graph's first backward: only now is known who is used how often, so everything goes now."""
+        """The end of a static graph's first backward: the usage of all parameters is known, all buckets go now."""
         with self._lock:
-            assert isinstance(self._graph, StaticGraph), "only a static graph delays its first exchange"
-            self._graph.learn()
+            assert isinstance(self.graph, StaticGraph), "only a static graph delays its first exchange"
+            self.graph.learn()
             with torch.no_grad():
-                for packing in self._layout.packings if self._flight.is_packing else ():
+                for packing in self._layout.packings if self.flight.is_packing else ():
                     for position in packing.bucket.eager_runs:
-                        self._flight.pack_one(packing, position)
+                        self.flight.pack_one(packing, position)
             self.timer.start_communication()
             for packing in self._layout.packings:
-                self._flight.hand_over(packing, self._graph)
+                self.flight.hand_over(packing, self.graph)
             self._next_bucket = len(self.buckets)
             self._finalize()
 
@@ -333,7 +320,7 @@ class Reducer(NativeNames):
     def _finalize_from_engine(self) -> None:
         with self._lock:
             if self._should_rebuild():
-                self._arrival_order.extend(self._graph.never_arriving)
+                self._arrival_order.extend(self.graph.never_arriving)
             self._finalize()
 
     def _finalize(self) -> None:
@@ -342,46 +329,40 @@ class Reducer(NativeNames):
         # Cleared first: after an error the next forward must not report an unfinished reduction instead of it.
         self._stop_expecting_hooks()
         try:
-            self._flight.land(self._graph)
+            self.flight.land(self.graph)
         except NonFiniteGradientError as error:
             self._settle()
-            if self._on_error is not None:
-                self._on_error(str(error))
+            self._on_error(str(error))
             raise
         self._settle()
         self.timer.end_communication()
 
     def _settle(self) -> None:
-        self._graph.settle()
+        self.graph.settle()
         self.contribution.settle()
 
     def _stop_expecting_hooks(self) -> None:
-        self._expect_hooks = False
-        takes_long_way = self._graph.records_usage or self._may_forget_a_backward
+        self._expects_hooks = False
+        takes_long_way = self.graph.records_usage or self._may_forget_a_backward
         self._short_way[:] = self._no_short_way if takes_long_way else self._no_way
 
     # ---- for join, communication hooks and frameworks ----------------------------------------------------------
 
     def shadow_backward(self) -> None:
         """Take part in one backward of ranks that still have data, contributing zeros, in the order they exchange."""
-        is_counted = self._graph.is_being_counted
-        self._flight.shadow(self._graph)
-        self._graph.settle()
+        is_counted = self.graph.is_being_counted
+        self.flight.shadow(self.graph)
+        self.graph.settle()
         if not is_counted and self._should_rebuild() and not self._arrival_order:
-            # The rebuild is everybody's; this rank's own order is overwritten by rank 0's.
+            # All ranks rebuild; rank 0's order overwrites this one.
             self._arrival_order = list(range(len(self.parameters)))
 
-    def _set_mixed_precision_param_dtype(self, dtype: torch.dtype) -> None:
-        self._mixed_precision_dtype = dtype
-        self._layout.adopt_replaced_gradients()
-
-    def _remove_autograd_hooks(self) -> None:
-        """Stop listening to autograd; gradients stay local from now on."""
-        self._nodes.stop_listening()
+    def _push_all_rebuilt_params(self) -> None:
+        """``shadow_backward`` has done it."""
 
     def _reset_state(self) -> None:
         """Forget a half-finished iteration and rebuild buckets anew, for a changed group of ranks."""
-        self._graph.restart(self._make_usage())
+        self.graph.restart(self._make_usage())
         self._stop_expecting_hooks()
         self.has_rebuilt_buckets = False
         self._layout_is_final = self.strategy.capabilities.keeps_first_layout
@@ -391,8 +372,29 @@ class Reducer(NativeNames):
     def update_group(self, collective: Collective) -> None:
         """Go on in another group of ranks, to which the strategy has been moved already."""
         self._collective = collective
-        self._flight.move_to(collective)
+        self.flight.move_to(collective)
 
-    def previous_ready_order(self) -> list[int]:
-        """Indices of parameters in the order they became ready in the last backward that recorded it, a sampled one."""
-        return list(self._ready_order)
+    def _remove_autograd_hooks(self) -> None:
+        """Stop listening to autograd; gradients stay local from now on."""
+        self._nodes.stop_listening()
+
+    def _set_mixed_precision_param_dtype(self, dtype: torch.dtype) -> None:
+        """Native DDP's mixed precision converts parameters in every iteration, and calls ``_autograd_hook`` itself."""
+        self._converts_parameters = True
+        self._layout.adopt_replaced_gradients()
+
+    def _set_optimizer_in_backward(self) -> None:
+        """The communication hook steps optimizers itself; gradients are not written back."""
+        self.flight.writes_gradients = False
+
+    def _install_post_backward_futures(self, futures: Sequence[torch.futures.Future[Any]]) -> None:
+        """Wait for ``futures`` (of a buffer communication hook) before backward returns."""
+        self.flight.futures.extend(futures)
+
+    def _get_local_used_map(self) -> torch.Tensor:
+        """By index, how many ranks used each parameter in the last backward that agreed on it: int32."""
+        return self.graph.usage.summed
+
+    def _ddp_graph_static(self) -> bool:
+        """Whether every search so far found the same parameters unused, so that ``static_graph`` would have served."""
+        return self.graph.usage.never_changed

@@ -29,6 +29,7 @@ class ParameterUsage:
         used: by parameter, 1 where this rank used it since the last agreement; after an agreement, where any rank did.
         unused: indices of parameters that the last search, or a static graph's first backward, found without gradient.
         never_changed: whether every search found the same ones.
+        summed: by parameter, how many ranks used it in the last backward that agreed on it: int32.
     """
 
     def __init__(self, nodes: Sequence[Any], device: torch.device, strategy: Strategy) -> None:
@@ -38,7 +39,7 @@ class ParameterUsage:
         self._index_of_node = {node: index for index, node in enumerate(nodes)}
         self._device = device
         self._strategy = strategy
-        self._summed = torch.zeros(len(nodes), dtype=torch.int32, device=device)
+        self.summed = torch.zeros(len(nodes), dtype=torch.int32, device=device)
         self._work: Work | None = None
         self._unused_everywhere: set[int] = set()
         self._searches = 0
@@ -76,7 +77,7 @@ class ParameterUsage:
 
     def shadow_agreement(self) -> None:
         """Take part in ``agree_before_backward`` as a rank that will use nothing; blocks."""
-        self._agree(torch.zeros_like(self._summed))
+        self._agree(torch.zeros_like(self.summed))
 
     def _agree(self, used: torch.Tensor) -> None:
         self._strategy.reduce_usage(used).wait()
@@ -88,8 +89,8 @@ class ParameterUsage:
 
     def reduce(self) -> None:
         """Begin summing this rank's map over ranks."""
-        self._summed = torch.frombuffer(bytearray(self.used), dtype=torch.uint8).to(torch.int32).to(self._device)
-        self._work = self._strategy.reduce_usage(self._summed)
+        self.summed = torch.frombuffer(bytearray(self.used), dtype=torch.uint8).to(torch.int32).to(self._device)
+        self._work = self._strategy.reduce_usage(self.summed)
 
     def unused_positions(self, indices: Sequence[int]) -> list[bool] | None:
         """For each of these parameters whether no rank used it; None when all are used here, which needs no waiting."""
@@ -103,7 +104,7 @@ class ParameterUsage:
         if self._work is not None:
             self._work.wait()
             self._work = None
-            self.used = bytearray(self._summed.ne(0).to(torch.uint8).tolist())
+            self.used = bytearray(self.summed.ne(0).to(torch.uint8).tolist())
 
     def settle(self, *, forget: bool) -> None:
         """The end of a backward; ``forget`` starts a new map, otherwise this one holds for good (a static graph's)."""
@@ -112,13 +113,9 @@ class ParameterUsage:
         if forget:
             self.used = bytearray(len(self.used))
 
-    def summed(self) -> torch.Tensor:
-        """By parameter, how many ranks used it in the last backward that agreed on it: int32."""
-        return self._summed
-
     def shadow(self) -> None:
         """Take part in other ranks' agreement as one that used nothing; blocks."""
-        self._strategy.reduce_usage(torch.zeros_like(self._summed)).wait()
+        self._strategy.reduce_usage(torch.zeros_like(self.summed)).wait()
 
 
 def _warn_none_unused() -> None:

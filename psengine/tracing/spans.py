@@ -6,9 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.nn.parallel.distributed import _find_tensors
 
 from psengine.tensors.bucket import Bucket
-from psengine.tensors.outputs import find_tensors
 from psengine.tracing.files import EXCHANGE
 from psengine.tracing.observers import Observer
 from psengine.tracing.timeline import now_ns, recorder
@@ -24,7 +24,7 @@ def record_forward(started_ns: int, step: int, inputs: Any, output: Any) -> None
         return
     samples = None
     with _cannot_look_at_inputs:
-        samples = next((tensor.shape[0] for tensor in find_tensors(inputs) if tensor.dim() > 0), None)
+        samples = next((tensor.shape[0] for tensor in _find_tensors(inputs) if tensor.dim() > 0), None)
     is_training = torch.is_grad_enabled()
     recorder.add(
         "forward" if is_training else "forward without gradients", started_ns, step=step, args={"samples": samples}
@@ -32,7 +32,7 @@ def record_forward(started_ns: int, step: int, inputs: Any, output: Any) -> None
     if is_training:
         with _cannot_look_at_outputs:
             watch = _BackwardWatch(step)
-            for tensor in find_tensors(output):
+            for tensor in _find_tensors(output):
                 # A leaf (an output that is a parameter) would keep the hook for good.
                 if tensor.grad_fn is not None:
                     tensor.register_hook(watch)

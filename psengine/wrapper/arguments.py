@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,16 +17,6 @@ from psengine.strategies.base import Strategy
 
 # As the caller of DistributedDataParallel(...) sees it: check -> __init__ -> caller.
 _CALLER = 3
-
-
-@dataclass(frozen=True, kw_only=True)
-class Placement:
-    """Where a module lives: its (first) device, and for single-device GPU modules the ids inputs and outputs use."""
-
-    device: torch.device
-    is_multi_device: bool
-    device_ids: list[int] | None
-    output_device: int | None
 
 
 def check_module(module: Any) -> None:
@@ -156,6 +145,15 @@ def check_can_join(strategy: Strategy, has_group: bool, *, divide_by_initial_wor
         )
 
 
+def check_strategy_state(name: str, strategy: Strategy, key: str) -> None:
+    """Refuse a checkpoint that holds another strategy's state."""
+    if name != strategy.name:
+        raise ConfigurationError(
+            f"the checkpoint holds the state of another strategy (expected {strategy.name!r}, got {name!r})."
+            f" Fix: wrap the model with strategy={name!r}, or remove {key!r} from the checkpoint."
+        )
+
+
 def check_parameters(parameters: Sequence[torch.nn.Parameter], delayed: Sequence[torch.nn.Parameter]) -> None:
     """At least one parameter to exchange, all of them materialised."""
     if not any(p.requires_grad for p in parameters) and not delayed:
@@ -173,8 +171,12 @@ def check_devices(
     parameters: Sequence[torch.nn.Parameter],
     device_ids: Sequence[int | torch.device] | None,
     output_device: int | torch.device | None,
-) -> Placement:
-    """Work out where the module lives and whether ``device_ids`` and ``output_device`` agree with that."""
+) -> tuple[torch.device, list[int] | None, int | None]:
+    """The module's (first) device, and for a single-device GPU module the devices of its inputs and its output.
+
+    Raises:
+        ConfigurationError: ``device_ids`` or ``output_device`` contradict where the module is.
+    """
     if device_ids is not None and not isinstance(device_ids, (list, tuple)):
         raise ConfigurationError(f"device_ids is a list of at most one device (got {device_ids!r})")
     if device_ids is not None and len(device_ids) > 1:
@@ -187,21 +189,16 @@ def check_devices(
             f" locate in {types}."
         )
     device = parameters[0].device
-    is_multi_device = len(devices) > 1
-    if not device_ids or device.type == "cpu" or is_multi_device:
+    if not device_ids or device.type == "cpu" or len(devices) > 1:
         if device_ids or output_device:
             raise ConfigurationError(
                 "DistributedDataParallel device_ids and output_device arguments only work with"
                 " single-device/multiple-device GPU modules or CPU modules, but got device_ids"
                 f" {device_ids}, output_device {output_device}, and module parameters {devices}."
             )
-        return Placement(device=device, is_multi_device=is_multi_device, device_ids=None, output_device=None)
-    return Placement(
-        device=device,
-        is_multi_device=False,
-        device_ids=[_get_device_index(d, True) for d in device_ids],
-        output_device=_get_device_index(device_ids[0] if output_device is None else output_device, True),
-    )
+        return device, None, None
+    output_device = device_ids[0] if output_device is None else output_device
+    return device, [_get_device_index(d, True) for d in device_ids], _get_device_index(output_device, True)
 
 
 def check_state(state: Mapping[str, torch.Tensor]) -> None:
@@ -254,20 +251,5 @@ def warn_check_reduction() -> None:
     warnings.warn(
         "The `check_reduction` argument in `DistributedDataParallel` module is deprecated. Please avoid using it.",
         FutureWarning,
-        stacklevel=_CALLER,
-    )
-
-
-def warn_static_graph_again() -> None:
-    """It was set already."""
-    warnings.warn("You've set static_graph to be True, no need to set it again.", stacklevel=_CALLER)
-
-
-def warn_static_graph_finds_unused() -> None:
-    """A static graph needs no search."""
-    warnings.warn(
-        "You passed find_unused_parameters=true to DistributedDataParallel, `_set_static_graph` will detect unused"
-        " parameters automatically, so you do not need to set find_unused_parameters=true, just be sure these unused"
-        " parameters will not change during training loop while calling `_set_static_graph`.",
         stacklevel=_CALLER,
     )

@@ -18,7 +18,7 @@ from psengine.collectives.registry import resolve_collective
 from psengine.collectives.timeline_group import attach as attach_timeline
 from psengine.data.sync_batch_norm import adopt_sync_batchnorm
 from psengine.environment.variables import default_collective, default_strategy
-from psengine.errors import ConfigurationError
+from psengine.errors import ConfigurationError, ModuleError
 from psengine.gradients.reducer import Reducer
 from psengine.kernels.freed_memory import keep_freed_memory
 from psengine.strategies.base import Strategy
@@ -27,24 +27,19 @@ from psengine.strategies.life_cycle import Replica
 from psengine.strategies.registry import resolve_strategy
 from psengine.tensors.caps import BucketCaps
 from psengine.wrapper import arguments as checks
-from psengine.wrapper.forward_pass import ForwardPass, NativeDistributedDataParallel
-from psengine.wrapper.module_buffers import BufferBroadcast, named_buffers
-from psengine.wrapper.module_state import reducible_parameters, shared_state
-from psengine.wrapper.native_features.comm_hooks import sum_over_group
+from psengine.wrapper.forward_pass import ForwardPass
+from psengine.wrapper.module_state import BufferBroadcast, named_buffers, reducible_parameters, shared_state
+from psengine.wrapper.native_features.comm_hooks import bucket_hook, builtin_hook, check_comm_hook, sum_over_group
 from psengine.wrapper.native_features.compilation import stay_out_of_graphs, traces_gradient_exchange
 from psengine.wrapper.native_features.delayed_all_reduce import DelayedAllReduce
-from psengine.wrapper.native_features.hook_registration import HookRegistration
 from psengine.wrapper.native_features.logging_data import LoggingData, describe_replica
 from psengine.wrapper.native_features.mixed_precision import set_up_mixed_precision
-from psengine.wrapper.strategy_state import StrategyState
+
+# What a strategy keeps, in the wrapped model's ``state_dict``; beside native DDP's keys, "module.weight" and the like.
+STRATEGY_STATE_KEY = "_psengine_strategy"
 
 
-class DistributedDataParallel(
-    ForwardPass,
-    HookRegistration,
-    StrategyState,
-    NativeDistributedDataParallel,  # type: ignore[misc]
-):
+class DistributedDataParallel(ForwardPass):
     """Wrap ``module`` so that its replicas agree after each backward, in the way ``strategy`` names.
 
     With ``strategy="sync"`` this is ``torch.nn.parallel.DistributedDataParallel``: the same arguments, numbers (to
@@ -141,14 +136,10 @@ class DistributedDataParallel(
         self._delay_all_reduce_params = [parameter for _, parameter in delayed]
         checks.check_parameters(self._module_parameters, self._delay_all_reduce_params)
 
-        placement = checks.check_devices(
-            self._module_parameters or self._delay_all_reduce_params, device_ids, output_device
-        )
-        self.is_multi_device_module = placement.is_multi_device
-        self.device_type = placement.device.type
-        self.device = placement.device
-        self.device_ids = placement.device_ids
-        self.output_device = placement.output_device
+        parameters = self._module_parameters or self._delay_all_reduce_params
+        self.device, self.device_ids, self.output_device = checks.check_devices(parameters, device_ids, output_device)
+        self.device_type = self.device.type
+        self.is_multi_device_module = len({parameter.device for parameter in parameters}) > 1
 
         self.module = module
         self.dim = dim
@@ -212,27 +203,16 @@ class DistributedDataParallel(
 
     def _start(self, *, init_sync: bool, init_sync_buffers: bool, static_graph: bool) -> None:
         """Make replicas start equal and begin to listen to autograd."""
-        reducible = reducible_parameters(self.module, self.parameters_to_ignore)
         self._assign_modules_buffers()
-        parameters = {name: parameter for name, parameter, _ in reducible}
-        replica = Replica(
-            parameters=parameters,
-            buffers=self._buffers_to_share(),
-            state=shared_state(self.module, self.parameters_to_ignore, with_buffers=init_sync_buffers),
-            collective=self._collective,
-            device=self.device,
-            sparse=[name for name, _, is_sparse in reducible if is_sparse],
-            is_known_equal=not init_sync,
-        )
+        replica = self._describe_to_strategy(with_buffers=init_sync_buffers, is_known_equal=not init_sync)
         checks.check_state(replica.state)
         self.strategy.prepare(replica)
         rebuilds = not self.strategy.capabilities.keeps_first_layout
         may_rebuild = rebuilds and (static_graph or not self.find_unused_parameters)
         try:
             self.reducer = Reducer(
-                list(parameters.values()),
-                list(parameters),
-                [is_sparse for _, _, is_sparse in reducible],
+                replica.parameters,
+                replica.sparse,
                 self.strategy,
                 collective=self._collective,
                 initial_limits_bytes=self._caps.initial_limits_bytes(may_rebuild=may_rebuild),
@@ -241,24 +221,32 @@ class DistributedDataParallel(
                 gradient_as_bucket_view=self.gradient_as_bucket_view,
                 skip_all_reduce_unused_params=self.skip_all_reduce_unused_params,
                 check_finite=self.check_finite,
-                run_allreduce_hook=functools.partial(sum_over_group, weakref.ref(self)),
                 on_error=self.logger.set_error_and_log,
             )
             self.strategy.join()
         except BaseException:
             self.strategy.close()
             raise
+        self.reducer._run_allreduce_hook = functools.partial(sum_over_group, weakref.ref(self))
         self.reducer.listen()
         # The hooks keep the reducer alive; it must go when this wrapper goes, or a module that is wrapped again would
         # answer to both.
         attach_timeline(self._collective, self.device, self.strategy.worker_rank)
         weakref.finalize(self, _release, self.reducer, self.strategy).atexit = False
 
-    def _buffers_to_share(self) -> Callable[[], dict[str, torch.Tensor]]:
-        """For the strategy: the module's buffers as they are when asked; without a reference to this wrapper."""
-        if not self.forward_sync_buffers:
-            return dict
-        return functools.partial(named_buffers, self.module, set(self.parameters_to_ignore))
+    def _describe_to_strategy(self, *, with_buffers: bool, is_known_equal: bool) -> Replica:
+        reducible = reducible_parameters(self.module, self.parameters_to_ignore)
+        # The buffers as they are when the strategy asks; without a reference to this wrapper.
+        buffers = functools.partial(named_buffers, self.module, set(self.parameters_to_ignore))
+        return Replica(
+            parameters={name: parameter for name, parameter, _ in reducible},
+            buffers=buffers if self.forward_sync_buffers else dict,
+            state=shared_state(self.module, self.parameters_to_ignore, with_buffers=with_buffers),
+            collective=self._collective,
+            device=self.device,
+            sparse=[name for name, _, is_sparse in reducible if is_sparse],
+            is_known_equal=is_known_equal,
+        )
 
     def _set_up_python_reducer(self) -> None:
         """Under compiled autograd, dynamo traces one functional all-reduce per parameter instead of our buckets."""
@@ -284,17 +272,32 @@ class DistributedDataParallel(
 
     # ---- hooks and switches ------------------------------------------------------------------------------------
 
-    def _set_static_graph(self) -> None:
-        """Same as ``static_graph=True``; before the first forward."""
-        if self.static_graph:
-            checks.warn_static_graph_again()
-            return
-        self.reducer.set_static_graph()
-        self.static_graph = True
-        self._static_graph_delay_allreduce_enqueued = False
-        self.logger._set_static_graph()
-        if self.find_unused_parameters:
-            checks.warn_static_graph_finds_unused()
+    def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
+        """Let ``hook(state, bucket)`` exchange each bucket; it returns a future of the bucket's new flat gradients.
+
+        Gradients reach the hook undivided. Once only, before the first backward. See ``native_features/comm_hooks.py``.
+
+        Raises:
+            ArgumentTypeError, ConfigurationError: not a hook; see ``check_comm_hook``.
+            ReductionError: a hook is registered already.
+        """
+        try:
+            check_comm_hook(hook)
+        except Exception as error:
+            self.logger.set_error_and_log(f"{type(error)}: {error}")
+            raise
+        self._install_hook(state, hook, hook.__qualname__)
+
+    def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
+        self._install_hook(self.process_group, builtin_hook(comm_hook_type), str(comm_hook_type))
+
+    def _install_hook(self, state: object, hook: Callable[..., Any], name: str) -> None:
+        if self._delay_all_reduce_all_params:
+            raise ModuleError("all parameters are in delay_all_reduce_named_params; there is no bucket for a hook")
+        reducer = self.reducer
+        self.strategy.register_comm_hook(bucket_hook(state, hook, lambda: len(reducer.buckets)))
+        self._comm_hooks.append((hook, state))
+        self.logger.facts["comm_hook"] = name
 
     def _update_process_group(self, new_process_group: dist.ProcessGroup) -> None:
         """Go on with another group of replicas; buckets are rebuilt. Communication hooks must be moved separately."""
@@ -307,17 +310,9 @@ class DistributedDataParallel(
             raise ConfigurationError("the collective object that was passed as collective= cannot change its group")
         self.process_group = new_process_group
         self._collective = resolve_collective(self._collective_choice, new_process_group, self.device)
-        replica = Replica(
-            parameters=dict(zip(self.reducer.names, self.reducer.parameters, strict=True)),
-            buffers=self._buffers_to_share(),
-            state=shared_state(self.module, self.parameters_to_ignore, with_buffers=True),
-            collective=self._collective,
-            device=self.device,
-            is_known_equal=True,
-        )
         kept = self.strategy.state_dict()
         self.strategy.close()
-        self.strategy.prepare(replica)
+        self.strategy.prepare(self._describe_to_strategy(with_buffers=True, is_known_equal=True))
         self.reducer.update_group(self._collective)
         self.strategy.load_state_dict(kept)
         self.strategy.join()
@@ -347,7 +342,24 @@ class DistributedDataParallel(
         """Facts and times of this replica under native DDP's names."""
         return describe_replica(self)
 
-    # ---- copies ------------------------------------------------------------------------------------------------
+    # ---- checkpoints and copies --------------------------------------------------------------------------------
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if self.saves_strategy_state:
+            state = {"name": self.strategy.name, "state": self.strategy.state_dict()}
+            destination[prefix + STRATEGY_STATE_KEY] = state
+
+    def _load_from_state_dict(
+        self, state_dict: Any, prefix: str, local_metadata: Any, strict: bool, missing_keys: list[str], *others: Any
+    ) -> None:
+        entry = state_dict.pop(prefix + STRATEGY_STATE_KEY, None)
+        if entry is not None:
+            checks.check_strategy_state(entry["name"], self.strategy, STRATEGY_STATE_KEY)
+            self.strategy.load_state_dict(entry["state"])
+        elif self.saves_strategy_state and strict:
+            missing_keys.append(prefix + STRATEGY_STATE_KEY)
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, *others)
 
     def __getstate__(self) -> dict[str, Any]:
         checks.check_default_group(self)
@@ -368,7 +380,7 @@ class DistributedDataParallel(
         with_buffers = self.forward_sync_buffers and self.strategy.capabilities.carries_buffers
         self._start(init_sync=False, init_sync_buffers=with_buffers, static_graph=static_graph)
         if static_graph:
-            self.reducer.set_static_graph()
+            self.reducer._set_static_graph()
             self._static_graph_delay_allreduce_enqueued = False
 
 

@@ -1,51 +1,52 @@
-"""A forward of the wrapped model: the iteration is announced, buffers are made equal, gradients are expected."""
+"""One forward of the wrapped model: announce the iteration, make buffers equal, run the module, expect gradients.
+
+What concerns one rank (``no_sync``, the choice of buffers, the hook of ``join``) is inherited from native DDP. Whatever
+meets other ranks is overridden, so that it goes through psengine's collective, with its deadlines and its errors.
+
+Inside ``join``, a rank with data and a rank without data meet in this order::
+
+    with data    notify (counted by Join)   rebuild   buffers: who is the source?   sync this time?   buckets, used-map
+    joined       (Join counts)              rebuild   buffers: who is the source?   sync this time?   zeros,   zeros
+"""
 
 from __future__ import annotations
 
-import functools
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.algorithms.join import Join
 from torch.distributed.utils import _cast_forward_inputs, _to_kwargs
 from torch.nn.parallel import distributed as native
 
-from psengine.tensors.outputs import find_tensors, watch_backward
+from psengine.collectives.base import Collective
+from psengine.errors import ModuleError
+from psengine.gradients.reducer import Reducer
+from psengine.strategies.base import Strategy
 from psengine.tracing.spans import record_forward
 from psengine.tracing.timeline import now_ns, recorder
-from psengine.wrapper.buffer_sync import BufferSync
+from psengine.wrapper import arguments as checks
+from psengine.wrapper.module_state import BufferBroadcast, shared_state
 from psengine.wrapper.native_features.compilation import stay_out_of_graphs
 from psengine.wrapper.native_features.delayed_all_reduce import DelayedAllReduce
-from psengine.wrapper.uneven_inputs import UnevenInputs
 
 # Captured at import: a program may replace the native class by ours under its own name. Any: the types of the native
 # class's attributes (its Reducer, its Logger) are not ours.
 NativeDistributedDataParallel: Any = native.DistributedDataParallel
 
 
-class ForwardPass(BufferSync, UnevenInputs):
-    """The part of ``DistributedDataParallel`` that is run with each batch."""
+class ForwardPass(NativeDistributedDataParallel):  # type: ignore[misc]
+    """The part of ``DistributedDataParallel`` that runs with each batch."""
 
-    device_ids: list[int] | None
-    device_type: str
-    mixed_precision: Any
-    use_side_stream_for_tensor_copies: bool
-    find_unused_parameters: bool
-    static_graph: bool
-    require_backward_grad_sync: bool
+    strategy: Strategy
+    reducer: Reducer
+    batch_weight: float | None
+    process_group: dist.ProcessGroup | None
+    _collective: Collective
+    _buffer_broadcast: BufferBroadcast
     _delayed: DelayedAllReduce | None
-    _delay_all_reduce_all_params: bool
-    _use_python_reducer: bool
-    _lazy_init_ran: bool
-    _has_rebuilt_buckets: bool
-    _ddp_sink_clone: bool
-    _static_graph_delay_allreduce_enqueued: bool
-    # Native DDP's.
-    _lazy_init: Callable[[], None]
-    _register_accum_grad_hook: Callable[[], None]
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module; gradients of its outputs will be exchanged by the next backward (see ``no_sync``)."""
@@ -62,6 +63,7 @@ class ForwardPass(BufferSync, UnevenInputs):
         return output
 
     def _run_ddp_forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        # Native DDP's own version would import torch._dynamo, which takes seconds.
         if self._use_python_reducer or self._delay_all_reduce_all_params:
             return self.module(*inputs, **kwargs)
         previous = NativeDistributedDataParallel._active_ddp_module
@@ -92,10 +94,7 @@ class ForwardPass(BufferSync, UnevenInputs):
         if self._check_sync_bufs_pre_fwd():
             self._sync_buffers()
         if self._join_config.enable:
-            self._any_rank_syncs_gradients(this_rank_syncs=self.require_backward_grad_sync)
-        return self._place_inputs(inputs, kwargs)
-
-    def _place_inputs(self, inputs: Any, kwargs: Any) -> tuple[Any, Any]:
+            self._check_global_requires_backward_grad_sync(is_joined_rank=False)
         if self.device_ids:
             device = torch.device(self.device_type, self.device_ids[0])
             moved_inputs, moved_kwargs = _to_kwargs(inputs, kwargs, device, self.use_side_stream_for_tensor_copies)
@@ -108,48 +107,125 @@ class ForwardPass(BufferSync, UnevenInputs):
         """Expect this forward's gradients; where the graph must be searched or counted, watch the outputs."""
         if self._use_python_reducer:
             return output
-        if self._delay_all_reduce_all_params:
-            self._attach_delayed()
-            return output
+        if not self._delay_all_reduce_all_params:
+            output = self._expect_backward(output)
+        if self._delayed is not None:
+            self._delayed.attach()
+        return output
+
+    def _expect_backward(self, output: Any) -> Any:
         if self._check_sync_bufs_post_fwd():
             self._sync_buffers()
         searches_graph = self.find_unused_parameters and not self.static_graph
         will_exchange = torch.is_grad_enabled() and self.require_backward_grad_sync
         self.require_forward_param_sync = will_exchange
         if will_exchange:
-            self.reducer.prepare_for_backward(list(find_tensors(output)) if searches_graph else ())
+            self.reducer.prepare_for_backward(list(native._find_tensors(output)) if searches_graph else ())
         elif torch.is_grad_enabled():
             self.reducer.expect_local_backward()
         # A static graph's first exchange may come after backwards inside no_sync, which must not start it
         # (https://github.com/pytorch/pytorch/issues/143580).
-        counts_graph = will_exchange and self.reducer.counts_graph
+        counts_graph = will_exchange and self.reducer.graph.is_being_counted
         # A backward that raised has dropped what it had queued.
         self._static_graph_delay_allreduce_enqueued = not counts_graph
-        if searches_graph or counts_graph:
-            on_start = functools.partial(_start_backward, weakref.ref(self))
-            output = watch_backward(output, on_start, clone=self._ddp_sink_clone, required=counts_graph)
-        self._attach_delayed()
-        return output
+        return self._watch_backward(output, counts_graph) if searches_graph or counts_graph else output
 
-    def _attach_delayed(self) -> None:
-        if self._delayed is not None:
-            self._delayed.attach()
+    def _watch_backward(self, output: Any, counts_graph: bool) -> Any:
+        """Pass the output's tensors through one node, native DDP's sink.
 
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Inside, backward only accumulates; the first backward whose *forward* runs outside exchanges the sum."""
-        previous = self.require_backward_grad_sync
-        self.require_backward_grad_sync = False
-        try:
-            yield
-        finally:
-            self.require_backward_grad_sync = previous
+        The sink leaves gradients of outputs that the loss does not use undefined. Of a static graph's first iteration
+        it queues the exchange, so everything depends on it.
+        """
+        leaves, structure, is_rref = native._tree_flatten_with_rref(output)
+        if counts_graph and not any(map(_has_history, leaves)) and any(map(_has_history, native._find_tensors(output))):
+            raise ModuleError(
+                f"static_graph=True must see backward begin, but the tensors of the output ({type(output).__name__})"
+                " stand in a class that torch.utils._pytree does not know. Return a tuple or dict, or register the"
+                " class with torch.utils._pytree.register_dataclass or register_pytree_node."
+            )
+        watched = native._DDPSink.apply(weakref.ref(self), *leaves)
+        # Tensors without history must come back as they went in (https://github.com/pytorch/pytorch/issues/60733).
+        kept = [new if _has_history(leaf) else leaf for leaf, new in zip(leaves, watched, strict=True)]
+        return native._tree_unflatten_with_rref(kept, structure, is_rref)
+
+    # ---- buffers -----------------------------------------------------------------------------------------------
+
+    def will_sync_module_buffers(self) -> bool:
+        """Whether a forward would broadcast buffers; strategies that carry them with the gradients do not need it."""
+        return not self.strategy.capabilities.carries_buffers and bool(super().will_sync_module_buffers())
+
+    def _default_broadcast_coalesced(
+        self, bufs: Sequence[torch.Tensor] | None = None, bucket_size: int | None = None, authoritative_rank: int = 0
+    ) -> None:
+        """Broadcast ``bufs`` (default: the module's buffers) from ``authoritative_rank``; what buffer hooks call."""
+        if self._collective.world_size == 1:
+            return
+        self._buffer_broadcast.run(
+            self.modules_buffers if bufs is None else bufs,
+            lambda packed: self._collective.broadcast(packed, authoritative_rank, what="buffers").wait(),
+            is_source=self._collective.rank == authoritative_rank,
+        )
+
+    # ---- join --------------------------------------------------------------------------------------------------
+
+    def join(
+        self,
+        divide_by_initial_world_size: bool = True,
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+    ) -> Join:
+        """Context manager for ranks with different numbers of batches: those done shadow the others' collectives.
+
+        Args:
+            divide_by_initial_world_size: divide gradients by all ranks (every sample weighs the same), else by those
+                that still have data.
+            enable: False where inputs are known to be even.
+            throw_on_early_termination: raise on every rank as soon as one is done; needed where the model has other
+                collectives, such as SyncBatchNorm.
+        """
+        if enable:
+            self._check_can_join(divide_by_initial_world_size)
+        return super().join(divide_by_initial_world_size, enable, throw_on_early_termination)  # type: ignore[no-any-return]
+
+    def _check_can_join(self, by_all: bool) -> None:
+        # In forward too: Join([model]) does not call join(), and tells no joinable whether it is enabled.
+        checks.check_can_join(self.strategy, self.process_group is not None, divide_by_initial_world_size=by_all)
+
+    @property
+    def join_process_group(self) -> dist.ProcessGroup:
+        """The group in which ``Join`` counts."""
+        if self.process_group is None:
+            self._check_can_join(self._divide_by_initial_world_size)
+        assert self.process_group is not None, "strategies over collectives have a group"
+        return self.process_group
+
+    def _find_common_rank(self, input_rank: int, rank_cond: bool) -> int:
+        """The highest rank of those whose ``rank_cond`` holds; every rank asks and gets the same answer."""
+        mine = torch.tensor([input_rank if rank_cond else -1], device=self.device)
+        return max(int(t.item()) for t in self._collective.gather(mine, what="join: source of the model"))
+
+    def _check_global_requires_backward_grad_sync(self, is_joined_rank: bool) -> bool:
+        """Whether any rank's next backward exchanges gradients; every rank asks once per iteration."""
+        syncs = self.require_backward_grad_sync and not is_joined_rank
+        weighs = syncs and self.batch_weight is not None
+        flags = torch.tensor([float(syncs), float(weighs)], device=self.device)
+        self._collective.all_reduce(flags, what="join: does anybody synchronise gradients").wait()
+        syncing_ranks, weighing_ranks = flags.tolist()
+        self.reducer.contribution.shadows_weights = weighing_ranks != 0
+        return bool(syncing_ranks != 0)
+
+    def _match_all_reduce_for_bwd_pass(self) -> None:
+        self.reducer.shadow_backward()
+
+    def _match_unused_params_allreduce(self) -> None:
+        """``shadow_backward`` has done it."""
+
+    def _sync_final_model(self, is_last_joiner: bool) -> None:
+        """Everybody takes the model of the highest rank among those that trained longest."""
+        self._authoritative_rank = self._find_common_rank(self._distributed_rank, is_last_joiner)
+        state = shared_state(self.module, self.parameters_to_ignore, with_buffers=self.forward_sync_buffers)
+        self._collective.broadcast(list(state.values()), self._authoritative_rank, what="the final model").wait()
 
 
-def _start_backward(replica_reference: weakref.ref[ForwardPass]) -> None:
-    """Backward reached the outputs: a static graph's first iteration exchanges everything at the very end of it."""
-    replica = replica_reference()
-    if replica is None or not replica.static_graph or replica._static_graph_delay_allreduce_enqueued:
-        return
-    torch.autograd.Variable._execution_engine.queue_callback(replica.reducer._delay_all_reduce)
-    replica._static_graph_delay_allreduce_enqueued = True
+def _has_history(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None

@@ -64,17 +64,15 @@ MAY_USE_TORCH_DISTRIBUTED = {
     "data/metrics",
     "data/samplers",
     "environment/context",
-    "gradients/distributed_autograd",
+    "gradients/hooks",
     "verify/launch",
     "verify/rank",
     "wrapper/arguments",
     "wrapper/ddp",
     "wrapper/forward_pass",
     "wrapper/native_features/comm_hooks",
-    "wrapper/native_features/joining",
     "wrapper/native_features/logging_data",
     "wrapper/native_features/mixed_precision",
-    "wrapper/uneven_inputs",
 }
 # What a simulation runs under a clock of its own, and what gives them to it in a process.
 IS_GIVEN_TIME = ("parameter_server/server/core/", "parameter_server/server/rules/", "parameter_server/client/")

@@ -57,7 +57,8 @@ def test_native_reducer_and_logger_are_never_constructed(rank, world_size):
         for _ in range(3):
             ddp(torch.randn(2, 4)).sum().backward()
         ddp._get_ddp_logging_data()
-        copy.deepcopy(ddp)(torch.randn(2, 4)).sum().backward()
+        duplicate = copy.deepcopy(ddp)
+        duplicate(torch.randn(2, 4)).sum().backward()
 
 
 def initial_state(rank: int, world_size: int) -> list[torch.Tensor]:

@@ -50,9 +50,6 @@ class LoggingData:
         self.facts["has_error"] = 1
         self.facts["error"] = message
 
-    def _set_comm_hook_name(self, name: str) -> None:
-        self.facts["comm_hook"] = name
-
     def _set_uneven_input_join(self) -> None:
         self.facts["join_uneven_inputs"] = 1
 
@@ -138,11 +135,11 @@ def _describe_buckets(replica: Describable) -> dict[str, Any]:
         "num_parameter_tensors": len(reducer.parameters),
         "total_parameter_size_bytes": sum(_size_bytes(p) for p in reducer.parameters),
         "dtypes": ", ".join(kinds),
-        "bucket_sizes": reducer.initial_bucket_sizes,
+        "bucket_sizes": ", ".join(str(size_bytes) for size_bytes in reducer.initial_bucket_sizes_bytes),
         "has_rebuilt_buckets": int(reducer.has_rebuilt_buckets),
-        "num_buckets_reduced": reducer.buckets_reduced,
-        "unused_parameter_size": sum(_size_bytes(reducer.parameters[index]) for index in reducer.usage.unused),
-        "prev_iteration_grad_ready_order_indices": ", ".join(str(i) for i in reducer.previous_ready_order()),
+        "num_buckets_reduced": reducer.flight.buckets_reduced,
+        "unused_parameter_size": sum(_size_bytes(reducer.parameters[index]) for index in reducer.graph.usage.unused),
+        "prev_iteration_grad_ready_order_indices": ", ".join(str(i) for i in reducer.ready_order),
     }
     if reducer.has_rebuilt_buckets:
         indices = [" ".join(str(i) for i in bucket.parameter_indices) for bucket in reducer.buckets]
