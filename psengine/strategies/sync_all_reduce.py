@@ -132,9 +132,12 @@ class SyncAllReduce(Strategy):
 
     @property
     def needs_packing(self) -> bool:
-        """False for a single replica without a hook: its gradients are their own average, unless they count nothing."""
+        """False for a single replica: its gradients are their own average, unless a hook or a codec changes them, or
+        they count nothing.
+        """
         has_no_say = self._weights is not None and self._weights.weight == 0
-        return self.collective.world_size > 1 or self._hook is not None or has_no_say
+        changes = self._hook is not None or not self._codec.is_lossless
+        return self.collective.world_size > 1 or changes or has_no_say
 
     @override
     def allocate(

@@ -9,7 +9,11 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.native_twins import Net, seeded
+from support.processes import in_ranks
+from support.top_one_codec import TopOne
 
+import psengine
 from psengine.errors import ConfigurationError, ReductionError
 from psengine.gradients.packing import CopyPacking, SparsePacking, ViewPacking
 from psengine.tensors.bucket import EAGER_PACK_BYTES, Bucket, is_non_overlapping_and_dense
@@ -247,3 +251,21 @@ def test_tensors_in_the_flat_memory_are_divided_in_place():
     bucket.pack([torch.ones(100), torch.full((100,), 2.0)])
     bucket.pack([bucket.views[0], torch.full((100,), 8.0)], Share(4))
     assert bucket.flat.tolist() == [0.25] * 100 + [2.0] * 100
+
+
+@in_ranks(1)
+def test_a_codec_changes_the_gradients_of_one_rank_with_views_and_without(rank, world_size):
+    for codec in ("bf16", TopOne()):
+        results = []
+        for as_view in (False, True):
+            model = seeded(Net)
+            strategy = psengine.SyncAllReduce(compress=codec)
+            ddp = psengine.DistributedDataParallel(model, strategy=strategy, gradient_as_bucket_view=as_view)
+            ddp(torch.linspace(0, 1, 8).view(2, 4), use_spare=True).pow(2).sum().backward()
+            results.append([p.grad.clone() for p in model.parameters()])
+        exact = seeded(Net)
+        exact(torch.linspace(0, 1, 8).view(2, 4), use_spare=True).pow(2).sum().backward()
+        for plain, view, gradient in zip(*results, [p.grad for p in exact.parameters()], strict=True):
+            assert torch.equal(plain, view)
+            assert not torch.equal(plain, gradient)
+            assert codec != "bf16" or torch.equal(plain, gradient.bfloat16().float())
