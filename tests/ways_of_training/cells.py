@@ -8,12 +8,12 @@ from ways_of_training.ranks import Cell, Ranks
 from ways_of_training.rows import ROWS
 from ways_of_training.table import oracle_of
 
-from psengine.parameter_server.server.core import job_places
+from psengine.parameter_server.server.core import shard_jobs
 
 
 def hold_many_jobs() -> None:
     """In a server's process: an asynchronous job stays when its worker has left, and there is one for each cell."""
-    job_places.MAX_JOBS = job_places.MAX_JOBS_OF_ONE = 4096
+    shard_jobs.MAX_JOBS = shard_jobs.MAX_JOBS_OF_ONE = 4096
 
 
 def cells_of(columns: tuple[str, ...]) -> list[ParameterSet]:

@@ -26,11 +26,9 @@ from psengine.errors import AuthenticationError, ConfigurationError, SnapshotErr
 from psengine.kernels.freed_memory import keep_freed_memory
 from psengine.parameter_server.overview import merge_jobs
 from psengine.parameter_server.server import systemd
-from psengine.parameter_server.server.core.clocks import Clocks
-from psengine.parameter_server.server.core.envelope import Outgoing
 from psengine.parameter_server.server.core.events import EventLog
 from psengine.parameter_server.server.core.shard import Shard
-from psengine.parameter_server.server.core.shard_settings import ShardSettings
+from psengine.parameter_server.server.core.surroundings import Clocks, Outgoing, ShardSettings
 from psengine.parameter_server.server.durability.restoring import Restored, restore
 from psengine.parameter_server.server.durability.snapshot_thread import SnapshotOutcome, SnapshotThread
 from psengine.parameter_server.server.end_requests import EndRequests

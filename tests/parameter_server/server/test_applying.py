@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.shard_world import APPLY, SGD, Worker, World, codes, rule_of, spec, team
 
-from psengine.parameter_server.server.core.envelope import Sender
+from psengine.parameter_server.server.core.surroundings import Sender
 from psengine.protocol.frames import encode, payload_tensor
 from psengine.protocol.hyperparameters import wire_groups
 from psengine.protocol.layout import ChunkKind, job_number

@@ -18,7 +18,7 @@ from support.shard_world import APPLY, SGD, Worker, World, spec, team
 from psengine.errors import SnapshotError
 from psengine.parameter_server.client.options import SessionOptions
 from psengine.parameter_server.client.worker_session import WorkerSession, wait_all
-from psengine.parameter_server.server.core.capture import Meeting
+from psengine.parameter_server.server.core.capture import CopyBarrier
 from psengine.parameter_server.server.snapshots.files import read_generation
 from psengine.protocol.messages import MessageType
 
@@ -29,7 +29,7 @@ class Cut(World):
     """One shard whose copies are taken as the daemon takes them."""
 
     def cut(self):
-        return self.shard.meet_and_capture(Meeting(1))
+        return self.shard.meet_and_capture(CopyBarrier(1))
 
 
 def crew(world: World, size: int, *, rule=APPLY, optimizer=SGD, name="SGD") -> list[Worker]:
@@ -176,10 +176,10 @@ def test_shards_have_the_same_steps():
         for key in range(CHUNKS):
             push(worker, key, 1)
     push(workers[0], 0, 2)
-    meeting, captures = Meeting(2), {}
+    barrier, captures = CopyBarrier(2), {}
 
     def meet(index: int) -> None:
-        captures[index] = worlds[index].shard.meet_and_capture(meeting)
+        captures[index] = worlds[index].shard.meet_and_capture(barrier)
 
     threads = [threading.Thread(target=meet, args=(index,)) for index in range(2)]
     for thread in threads:

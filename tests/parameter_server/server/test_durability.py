@@ -19,7 +19,7 @@ from support.waiting import eventually
 
 from psengine.errors import SnapshotError
 from psengine.parameter_server.server.core.shard import Shard
-from psengine.parameter_server.server.core.shard_settings import ShardSettings
+from psengine.parameter_server.server.core.surroundings import ShardSettings
 from psengine.parameter_server.server.durability import snapshot_thread as durability
 from psengine.parameter_server.server.durability.restoring import restore
 from psengine.parameter_server.server.durability.snapshot_thread import SnapshotThread

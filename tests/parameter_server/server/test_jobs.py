@@ -12,9 +12,9 @@ import torch
 from support.server_process import Peer, running_server
 from support.shard_world import APPLY, ErrorCode, Worker, World, codes, spec, team
 
-from psengine.parameter_server.server.core.clocks import Clocks
 from psengine.parameter_server.server.core.events import MAX_EVENTS, SNAPSHOT_FAILED_REPEAT_S, EventLog
-from psengine.parameter_server.server.core.job_places import MAX_JOBS, MAX_JOBS_OF_ONE
+from psengine.parameter_server.server.core.shard_jobs import MAX_JOBS, MAX_JOBS_OF_ONE
+from psengine.parameter_server.server.core.surroundings import Clocks
 from psengine.parameter_server.server.status.actions import ActionHandlers, Actions
 from psengine.protocol.messages import MessageType
 

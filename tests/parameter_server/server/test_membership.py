@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from psengine.parameter_server.server.core.job_meta import merge_members
+from psengine.parameter_server.server.core.durable_state import merge_members
 from psengine.parameter_server.server.core.membership import CLAIM_PATIENCE_S, Membership
 
 LEASE_S = 5.0

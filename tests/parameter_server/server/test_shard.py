@@ -8,7 +8,7 @@ import pytest
 import torch
 from support.shard_world import APPLY, AVERAGE, SGD, WALL_S, Worker, World, codes, rule_of, spec, team
 
-from psengine.parameter_server.server.core.job_meta import merge_job_meta
+from psengine.parameter_server.server.core.durable_state import merge_job_meta
 from psengine.parameter_server.server.core.shard import Shard
 from psengine.parameter_server.server.durability.restoring import distribute
 from psengine.protocol.frames import payload_tensor
@@ -103,7 +103,7 @@ class TestComing:
         assert Worker(world, 0, rule=APPLY).hello() == "ready"
 
     def test_jobs_nobody_is_in_make_room(self, monkeypatch):
-        monkeypatch.setattr("psengine.parameter_server.server.core.job_places.MAX_JOBS", 2)
+        monkeypatch.setattr("psengine.parameter_server.server.core.shard_jobs.MAX_JOBS", 2)
         world = World()
         workers = [Worker(world, 0, job=name) for name in ("one", "two", "three")]
         assert [worker.hello() for worker in workers] == ["initialise", "initialise", ErrorCode.MEMORY]

@@ -1,23 +1,62 @@
-"""The messages that a shard sends. Pure."""
+"""Who answers which message that passed the gate, and the messages that a shard sends. Pure.
+
+A worker's message becomes replies to members of its job, a reader's becomes one message back. Readers (evaluators,
+dashboards, ``psengine status``) change nothing.
+"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 
 from psengine.errors import ProtocolError
+from psengine.parameter_server.server.core import exchanges
 from psengine.parameter_server.server.core.durable_state import DurableState
-from psengine.parameter_server.server.core.envelope import Outgoing
 from psengine.parameter_server.server.core.job import Job
-from psengine.parameter_server.server.core.shard_settings import ShardSettings
+from psengine.parameter_server.server.core.membership import Member
+from psengine.parameter_server.server.core.shard_jobs import ShardJobs
+from psengine.parameter_server.server.core.surroundings import Outgoing
 from psengine.parameter_server.server.rules.exchange import Reply
+from psengine.parameter_server.status_model import ShardStatus, to_json
 from psengine.protocol.bodies import MAX_TEXT_CHARS
+from psengine.protocol.frames import payload_tensor
 from psengine.protocol.messages import ErrorCode, Message, MessageType
 
-# What somebody measures or watches the server with is no traffic of a job.
+# Messages that measure or watch the server are no traffic of a job.
 _NOT_OF_THE_JOB = frozenset({MessageType.STATUS_REPORT, MessageType.ECHO, MessageType.ECHOED})
+# A report of many workers and chunks takes milliseconds: one that was costly is sent again for ``KEPT_FACTOR`` times as
+# long, so that asking all the time takes a tenth of the shard's time.
+COSTLY_S = 0.001
+KEPT_FACTOR = 10.0
+
+
+class StatusReport:
+    """A shard's status as the bytes of a STATUS_REPORT, which anybody may ask for as often as they like.
+
+    Args:
+        describe: the shard's status.
+        clock_s: measures how long making a report took, and how old it is.
+    """
+
+    def __init__(self, describe: Callable[[], ShardStatus], clock_s: Callable[[], float]) -> None:
+        self._describe = describe
+        self._clock_s = clock_s
+        self._kept: torch.Tensor | None = None
+        self._kept_until_s = 0.0
+
+    def payload(self) -> torch.Tensor:
+        """The text in UTF-8, as uint8; not to be written to."""
+        began_s = self._clock_s()
+        if self._kept is not None and began_s < self._kept_until_s:
+            return self._kept
+        self._kept = torch.frombuffer(bytearray(json.dumps(to_json(self._describe())).encode()), dtype=torch.uint8)
+        ended_s = self._clock_s()
+        cost_s = ended_s - began_s
+        self._kept_until_s = ended_s + (KEPT_FACTOR * cost_s if cost_s > COSTLY_S else 0.0)
+        return self._kept
 
 
 class Answers:
@@ -26,8 +65,9 @@ class Answers:
     Args:
         index: of the shard.
         epoch: of the server process.
-        settings: of the shard.
+        jobs: of the shard.
         durable: of the shard.
+        report: of the shard.
         addresses: of all shards of the process.
     """
 
@@ -35,18 +75,117 @@ class Answers:
         self,
         index: int,
         epoch: int,
-        settings: ShardSettings,
+        jobs: ShardJobs,
         durable: DurableState,
+        report: StatusReport,
         addresses: Callable[[], list[str]],
     ) -> None:
         self._index = index
         self._epoch = epoch
-        self._settings = settings
+        self._jobs = jobs
         self._durable = durable
+        self._report = report
         self._addresses = addresses
+        self._of_members: dict[MessageType, Callable[[Job, Member, Message], list[Reply]]] = {
+            MessageType.PUSH: lambda job, member, message: exchanges.push(job, member, message, jobs.now_s),
+            MessageType.PROBE: exchanges.probe,
+            MessageType.REPEAT: exchanges.probe,
+            MessageType.RESULT: exchanges.supply_result,
+            MessageType.REGISTER: self._register,
+            MessageType.SEAL: lambda job, member, message: [ok(member, message), *job.seal(message, member)],
+            MessageType.CONFIGURE: lambda job, member, message: [
+                ok(member, message, body={"slots": job.chunks.configure(message)})
+            ],
+            MessageType.PULL: self._pull,
+            MessageType.STORE: self._store,
+            MessageType.HEARTBEAT: self._heartbeat,
+            MessageType.JOIN: lambda job, member, message: job.join(member, message.sequence),
+            MessageType.ADMIT: lambda job, member, message: [ok(member, message), *job.admit(message, member)],
+            MessageType.LEAVE: lambda job, member, message: job.leave(message, member),
+            MessageType.PROGRESS: lambda job, member, message: job.hear_progress(message, member, jobs.now_s),
+            MessageType.LIST: lambda job, member, message: [
+                _reply(MessageType.CHUNKS, member, message, body=job.chunks.page(message.body["after"]))
+            ],
+            MessageType.STATUS: lambda job, member, message: [
+                _reply(MessageType.STATUS_REPORT, member, message, payload=report.payload())
+            ],
+            MessageType.ECHO: lambda job, member, message: [
+                _reply(MessageType.ECHOED, member, message, payload=payload_tensor(message))
+            ],
+        }
+
+    def of_member(self, job: Job, member: Member, message: Message) -> list[Reply]:
+        """What a member's message leads to.
+
+        Raises:
+            ProtocolError: it is refused; nothing has changed.
+        """
+        return self._of_members[message.type](job, member, message)
+
+    def of_reader(self, message: Message) -> Message:
+        """What a reader is told.
+
+        Raises:
+            ProtocolError: the job has no values, or its servers do not hold them.
+        """
+        if message.type is MessageType.STATUS:
+            return self._message(MessageType.STATUS_REPORT, message, payload=self._report.payload())
+        if message.type is MessageType.ECHO:
+            return self._message(MessageType.ECHOED, message, payload=payload_tensor(message))
+        if message.type is MessageType.BYE:
+            return self._message(MessageType.OK, message)
+        job = self._jobs.by_number.get(message.job)
+        if job is None or not job.is_sealed:
+            sealed = sorted(known.name for known in self._jobs.by_number.values() if known.is_sealed)
+            raise ProtocolError(
+                f"there are no values of the job yet (jobs with values here: {sealed or 'none'}). Name another"
+                " (job=, PSENGINE_JOB), or wait for its first worker.",
+                ErrorCode.NOT_READY,
+            )
+        if message.type is MessageType.HEARTBEAT:
+            return self._message(MessageType.HEARTBEAT_ACK, message, body=self._heartbeat_body(job))
+        if message.type is MessageType.LIST:
+            return self._message(MessageType.CHUNKS, message, body=job.chunks.page(message.body["after"]))
+        if not job.is_readable:
+            raise ProtocolError(
+                f"job {job.name!r} averages gradients; its weights are in its workers, not here", ErrorCode.NOT_READY
+            )
+        version, payload, body = job.chunks.read(message)
+        answer = self._message(MessageType.VALUES, message, version=version, payload=payload, body=body)
+        job.statistics.bytes_out += traffic_bytes(answer)
+        return answer
+
+    def _register(self, job: Job, member: Member, message: Message) -> list[Reply]:
+        job.check_initialiser(member, f"REGISTER of chunk {message.key}")
+        job.chunks.register(message)
+        return [ok(member, message)]
+
+    def _pull(self, job: Job, member: Member, message: Message) -> list[Reply]:
+        version, payload, body = job.chunks.read(message)
+        if not message.body:
+            job.chunks.find(message.key).outcome.note_base(member.rank)
+        fields = {"version": version, "payload": payload, "body": body, "key": message.key}
+        return [_reply(MessageType.VALUES, member, message, **fields)]
+
+    def _store(self, job: Job, member: Member, message: Message) -> list[Reply]:
+        job.chunks.store(message)
+        if message.body:
+            return [ok(member, message)]
+        # The worker computes its next gradient from what it stored.
+        return [ok(member, message, version=job.chunks.find(message.key).outcome.note_base(member.rank))]
+
+    def _heartbeat(self, job: Job, member: Member, message: Message) -> list[Reply]:
+        member.telemetry.hear(message.body, self._jobs.now_s)
+        return [_reply(MessageType.HEARTBEAT_ACK, member, message, body=self._heartbeat_body(job))]
+
+    def _heartbeat_body(self, job: Job) -> dict[str, Any]:
+        durable_version = self._durable.version_of(job.number)
+        return {"members": list(job.membership.live_ranks), "durable_version": durable_version}
+
+    # ---- messages ------------------------------------------------------------------------------------------------
 
     def outgoing(self, job: Job, replies: Iterable[Reply], now_s: float) -> list[Outgoing]:
-        """What a job's replies become; a worker that is fenced by one leaves, which may lead to more."""
+        """A job's replies as messages; a worker that is fenced by one leaves, which may lead to more."""
         outgoing: list[Outgoing] = []
         for reply in replies:
             member = job.membership.members.get(reply.rank)
@@ -75,7 +214,7 @@ class Answers:
                 outgoing.extend(self.outgoing(job, job.fence(reply.rank, reply.body["text"], now_s), now_s))
         return outgoing
 
-    def message(
+    def _message(
         self,
         type: MessageType,
         request: Message,
@@ -102,36 +241,37 @@ class Answers:
 
     def error(self, request: Message, error: ProtocolError) -> Message:
         """A message was refused."""
-        return self.message(MessageType.ERROR, request, body={"code": error.code, "text": str(error)[:MAX_TEXT_CHARS]})
+        body = {"code": error.code, "text": str(error)[:MAX_TEXT_CHARS]}
+        return self._message(MessageType.ERROR, request, body=body)
 
     def welcome(self, job: Job | None, request: Message, state: str) -> Message:
         """HELLO was accepted; ``state``: see WELCOME."""
-        return self.message(
-            MessageType.WELCOME,
-            request,
-            body={
-                "state": state,
-                "shards": self._addresses(),
-                "shard_index": self._index,
-                "lease_s": self._settings.lease_s,
-                "heartbeat_s": self._settings.heartbeat_s,
-                "credit_bytes": self._settings.credit_bytes,
-                "members": list(job.membership.live_ranks) if job is not None else [],
-                "fingerprint": job.fingerprint if job is not None else None,
-                "chunks": len(job.chunks) if job is not None else 0,
-                "started": job is not None and job.has_started,
-                "durable_version": self._durable.version_of(request.job),
-                "rule": job.rule.body if job is not None else None,
-                "software": self._settings.software,
-            },
-        )
-
-    def heartbeat_body(self, job: Job, message: Message) -> dict[str, Any]:
-        """Of HEARTBEAT_ACK."""
-        return {
-            "members": list(job.membership.live_ranks),
-            "durable_version": self._durable.version_of(message.job),
+        settings = self._jobs.settings
+        body = {
+            "state": state,
+            "shards": self._addresses(),
+            "shard_index": self._index,
+            "lease_s": settings.lease_s,
+            "heartbeat_s": settings.heartbeat_s,
+            "credit_bytes": settings.credit_bytes,
+            "members": list(job.membership.live_ranks) if job is not None else [],
+            "fingerprint": job.fingerprint if job is not None else None,
+            "chunks": len(job.chunks) if job is not None else 0,
+            "started": job is not None and job.has_started,
+            "durable_version": self._durable.version_of(request.job),
+            "rule": job.rule.body if job is not None else None,
+            "software": settings.software,
         }
+        return self._message(MessageType.WELCOME, request, body=body)
+
+
+def _reply(type: MessageType, member: Member, message: Message, **fields: Any) -> Reply:
+    return Reply(type, member.rank, message.sequence, **fields)
+
+
+def ok(member: Member, message: Message, **fields: Any) -> Reply:
+    """The OK to a member's request."""
+    return _reply(MessageType.OK, member, message, key=message.key, **fields)
 
 
 def traffic_bytes(message: Message) -> int:

@@ -8,8 +8,8 @@ Nothing waits for the copy: pushes go on, and those that are part of a step whic
 to the chunk and to the copy. A step that its worker never ends (it died, or failed) stays as it is, in the chunks as in
 the copy.
 
-Several shards of a server meet, so that all copy at the same moment, and each awaits what another has of a step. Pure,
-but for ``Meeting``, where threads wait for each other.
+Several shards of a server wait for each other, so that all copy at the same moment, and each awaits what another has of
+a step. Pure, but for ``CopyBarrier``, where threads wait.
 """
 
 from __future__ import annotations
@@ -29,11 +29,14 @@ from psengine.parameter_server.server.snapshots.store import ChunkState, JobStat
 from psengine.protocol.layout import ChunkSpec
 
 # How long shards wait for each other; one that is busy for longer is cut at another moment.
-MEET_S = 1.0
+BARRIER_S = 1.0
+
+# By job and rank, the last step that was begun.
+Goals = dict[int, dict[int, int]]
 
 
 class Step(NamedTuple):
-    """What a push is part of: PUSH's ``step``.
+    """The step that a push is part of: PUSH's ``step``.
 
     Attributes:
         number: of the worker's step, growing.
@@ -48,55 +51,15 @@ class Step(NamedTuple):
 
 @dataclass(slots=True)
 class _Open:
-    """A step of which some chunks have come; ``parts`` is None where none has yet."""
+    """A step of which some chunks have come."""
 
     number: int
-    parts: int | None
     keys: set[int] = field(default_factory=set)
 
     def take(self, key: int, step: Step) -> bool:
         """A chunk came; whether it was the last."""
-        self.parts = step.parts
         self.keys.add(key)
         return len(self.keys) >= step.parts
-
-
-class Steps:
-    """Where the workers of one job are in their steps, at one shard.
-
-    Attributes:
-        begun: by rank, the last step that began here, of workers whose steps are whole.
-    """
-
-    def __init__(self) -> None:
-        self.begun: dict[int, int] = {}
-        self._open: dict[int, _Open] = {}
-
-    def pushed(self, rank: int, key: int, step: Step | None) -> None:
-        """A push was taken in."""
-        if step is None:
-            self._open.pop(rank, None)
-            return
-        if step.is_whole:
-            self.begun[rank] = step.number
-        known = self._open.get(rank)
-        if known is None or known.number != step.number:
-            known = self._open[rank] = _Open(step.number, step.parts)
-        if known.take(key, step):
-            del self._open[rank]
-
-    def left(self, rank: int) -> None:
-        """The worker is gone, or another process has its rank."""
-        self._open.pop(rank, None)
-        self.begun.pop(rank, None)
-
-    def awaited(self, goals: Mapping[int, int], ranks: tuple[int, ...]) -> dict[int, _Open]:
-        """Steps that a copy made now has, or is to have, in part; ``goals``: steps that another shard has begun."""
-        found = {rank: _Open(one.number, one.parts, set(one.keys)) for rank, one in self._open.items() if rank in ranks}
-        for rank, number in goals.items():
-            if rank in ranks and number > self.begun.get(rank, 0):
-                found[rank] = _Open(number, None)
-        return found
 
 
 class JobCapture:
@@ -158,28 +121,36 @@ class JobCapture:
 
 
 class Cuts:
-    """Of one job at one shard: where its workers are in their steps, and the copy that awaits some of these."""
+    """Where the workers of one job are in their steps, at one shard, and the copy that awaits some of these.
+
+    Attributes:
+        begun: by rank, the last step that began here, of workers whose steps are whole.
+    """
 
     def __init__(self) -> None:
-        self._steps = Steps()
+        self.begun: dict[int, int] = {}
+        self._open: dict[int, _Open] = {}
         self._capture: JobCapture | None = None
-
-    @property
-    def begun(self) -> dict[int, int]:
-        """See ``Steps``."""
-        return dict(self._steps.begun)
 
     def pushed(self, push: Contribution, key: int, mark: Sequence[Any] | None) -> None:
         """A push was taken in; ``mark`` is its message's ``step``."""
-        step = None if mark is None else Step(*mark)
-        self._steps.pushed(push.rank, key, step)
+        rank, step = push.rank, None if mark is None else Step(*mark)
+        known = self._open.pop(rank, None)
+        if step is not None:
+            if step.is_whole:
+                self.begun[rank] = step.number
+            if known is None or known.number != step.number:
+                known = _Open(step.number)
+            if not known.take(key, step):
+                self._open[rank] = known
         if self._capture is not None:
             self._capture.pushed(push, key, step)
             self._let_go()
 
     def left(self, rank: int) -> None:
         """The worker is gone, or another process has its rank."""
-        self._steps.left(rank)
+        self._open.pop(rank, None)
+        self.begun.pop(rank, None)
         if self._capture is not None:
             self._capture.left(rank)
             self._let_go()
@@ -201,7 +172,11 @@ class Cuts:
             live_ranks: the workers whose steps are to be in it as a whole; () takes it as it is.
             on_complete: see ``JobCapture``.
         """
-        capture = self._capture = JobCapture(state, self._steps.awaited(goals, live_ranks), make_rule, on_complete)
+        awaited = {r: _Open(one.number, set(one.keys)) for r, one in self._open.items() if r in live_ranks}
+        for rank, number in goals.items():
+            if rank in live_ranks and number > self.begun.get(rank, 0):
+                awaited[rank] = _Open(number)
+        capture = self._capture = JobCapture(state, awaited, make_rule, on_complete)
         self._let_go()
         return capture
 
@@ -238,7 +213,7 @@ class Capture:
             self.end()
 
     def end(self) -> list[str]:
-        """Take the copies as they are; of whom a step is in some chunks only, for people."""
+        """Take the copies as they are; the steps that are in some chunks only, for people."""
         torn = [
             f"step {one.number} of worker {rank} of job {job.result().name!r}"
             for job in self._jobs
@@ -251,18 +226,15 @@ class Capture:
         return torn
 
 
-Goals = dict[int, dict[int, int]]
-
-
-class Meeting:
+class CopyBarrier:
     """Where the shards of a server wait for each other, to be copied at one moment."""
 
     def __init__(self, shards: int) -> None:
-        self._barrier = threading.Barrier(shards, timeout=MEET_S)
+        self._barrier = threading.Barrier(shards, timeout=BARRIER_S)
         self._begun: list[Goals] = []
 
-    def meet(self, begun: Goals) -> Goals:
-        """By job and rank, the furthest step that any shard has begun; {} where not all came in time.
+    def wait(self, begun: Goals) -> Goals:
+        """The furthest step that any shard has begun; {} where not all came in time.
 
         Args:
             begun: the same at this shard.

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
-from psengine.parameter_server.server.core.capture import Capture, Goals, Meeting
+from psengine.parameter_server.server.core.capture import Capture, CopyBarrier, Goals
 from psengine.parameter_server.server.core.job import Job
 from psengine.parameter_server.server.core.shard_jobs import ShardJobs
 from psengine.parameter_server.server.snapshots.store import JobState
@@ -54,19 +55,23 @@ class DurableState:
         capture.end()
         return capture.states.result()
 
-    def meet_and_capture(self, meeting: Meeting, *, awaits_steps: bool) -> Capture:
+    def meet_and_capture(self, barrier: CopyBarrier, *, awaits_steps: bool) -> Capture:
         """Copies that are cut between workers' steps; complete once ``states`` is set. Waits for the other shards."""
-        goals = meeting.meet({job.number: job.cuts.begun for job in self._jobs.kept()})
+        goals = barrier.wait({job.number: dict(job.cuts.begun) for job in self._jobs.kept()})
         return self._begin(goals, awaits_steps=awaits_steps)
 
     def _begin(self, goals: Goals, *, awaits_steps: bool) -> Capture:
-        self._captured_version, self._captured_state = self._versions(), self._state()
+        self._note_captured()
         capture = Capture()
         for job in self._jobs.kept():
             awaited = job.membership.live_ranks if awaits_steps else ()
             capture.add(job.copy(goals.get(job.number, {}), awaited, capture.look))
         capture.look()
         return capture
+
+    def _note_captured(self) -> None:
+        self._captured_version = {job.number: job.version for job in self._jobs.kept()}
+        self._captured_state = self._state()
 
     def _state(self) -> tuple[int, int]:
         """Equal as long as ``capture`` would return the same; jobs also end without a message."""
@@ -75,10 +80,6 @@ class DurableState:
     def has_changed(self) -> bool:
         """Whether ``capture`` may return something else than what is durable."""
         return self._state() != self._durable_state
-
-    def _versions(self) -> dict[int, int]:
-        """By job that a snapshot keeps: the version all its chunks have reached."""
-        return {job.number: job.version for job in self._jobs.kept()}
 
     def note(self, generation: int | None) -> None:
         """What ``capture`` returned last is on disk; None: what was on disk is there no more."""
@@ -98,4 +99,24 @@ class DurableState:
                 rule.restore(chunk.meta, chunk.tensors)
                 job.chunks.rules[chunk.key] = rule
             self._jobs.add(job)
-        self._captured_version, self._captured_state = self._versions(), self._state()
+        self._note_captured()
+
+
+def merge_job_meta(metas: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """One job's meta from those of several shards of a server: it may be restored by another number of shards."""
+    return {
+        **metas[0],
+        **merge_members(metas),
+        "has_started": any(meta["has_started"] for meta in metas),
+        "came": sorted({rank for meta in metas for rank in meta["came"]}),
+        "expected_workers": max(meta["expected_workers"] for meta in metas),
+    }
+
+
+def merge_members(metas: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """What several shards saved of one job's members: of each rank its newest incarnation, present rather than gone."""
+    entries = [(m["incarnation"], kind, m) for meta in metas for kind in ("absent", "members") for m in meta[kind]]
+    newest: dict[int, tuple[str, dict[str, Any]]] = {}
+    for _, kind, entry in sorted(entries, key=lambda entry: (entry[0], entry[1])):
+        newest[entry["rank"]] = (kind, entry)
+    return {kind: [entry for k, entry in newest.values() if k == kind] for kind in ("members", "absent")}

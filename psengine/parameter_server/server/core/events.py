@@ -6,7 +6,7 @@ import re
 import threading
 from collections import deque
 
-from psengine.parameter_server.server.core.clocks import Clocks
+from psengine.parameter_server.server.core.surroundings import Clocks
 from psengine.parameter_server.status_model import Event
 
 MAX_EVENTS = 200

@@ -1,66 +1,122 @@
-"""One job at one shard: its workers, its chunks, and what they say to each other.
+"""One job at one shard: its workers, its chunks, and who takes part. Pure.
 
-team.py        who takes part, and what the chunks learn of it
-life.py        where the job stands: the table of its phases
-weights.py     what a worker needs that comes, and what is lost with a server or a worker
-exchanges.py   pushes, and what became of them
+life.py                 where the job and its workers stand: tables of phases
+weights_here.py         this server holds the weights: a joiner reads them; without workers the job waits
+weights_in_workers.py   the workers hold them: a joiner needs another's state; without workers the job is lost
+exchanges.py            pushes, and what became of them
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from psengine.errors import ProtocolError
-from psengine.parameter_server.server.core.capture import JobCapture, chunk_state
-from psengine.parameter_server.server.core.clocks import Clocks
-from psengine.parameter_server.server.core.exchanges import Exchanges
-from psengine.parameter_server.server.core.life import JobEvent, JobPhase
-from psengine.parameter_server.server.core.membership import MAX_WORKERS, Greeting, Member
-from psengine.parameter_server.server.core.team import Team
-from psengine.parameter_server.server.core.weights import Weights
-from psengine.parameter_server.server.core.weights_here import WeightsHere
-from psengine.parameter_server.server.core.weights_in_workers import WeightsInWorkers
-from psengine.parameter_server.server.rules.exchange import Reply
+from psengine.parameter_server.server.core.capture import Cuts, JobCapture, chunk_state
+from psengine.parameter_server.server.core.job_record import JobRecord
+from psengine.parameter_server.server.core.life import JOB, JobEvent, JobPhase, after
+from psengine.parameter_server.server.core.membership import MAX_WORKERS, Greeting, Member, Membership
+from psengine.parameter_server.server.core.surroundings import Clocks
+from psengine.parameter_server.server.rules.chunk_rule import ChunkRule
+from psengine.parameter_server.server.rules.chunk_store import ChunkStore
+from psengine.parameter_server.server.rules.exchange import Reply, RuleContext
+from psengine.parameter_server.server.rules.registry import JobRule
+from psengine.parameter_server.server.rules.statistics import JobStatistics
 from psengine.parameter_server.server.snapshots.store import JobState
 from psengine.protocol.layout import job_number
 from psengine.protocol.messages import ErrorCode, Message
 
 
-class Job(Team):
-    """The workers and chunks of one job at one shard.
+class Job(ABC):
+    """See the module's text.
 
     Args:
         name: as in HELLO.
-        rule: as in HELLO: "average" with a quorum, or "apply" with its options.
+        rule: its rule.
         lease_s: silence after which a worker is evicted.
-        clocks: see there.
+        clocks: date events, measure work.
         take_memory: see ``ChunkStore``.
         note: told of what happens to workers, for people: see ``EventLog.note``.
         begun_by: the peer whose HELLO was the first, see ``Sender``; "" where that is not known.
+
+    Attributes:
+        phase: where the job stands in its life.
+        expected_workers: how many there are to be, as they say.
+        came: ranks that have been live in this life of the job.
     """
 
     def __init__(
         self,
         name: str,
-        rule: Mapping[str, Any],
+        rule: JobRule,
         lease_s: float,
         clocks: Clocks,
-        take_memory: Any,
-        note: Callable[..., None] | None = None,
+        take_memory: Callable[[int, str], None],
+        note: Callable[..., None],
         begun_by: str = "",
     ) -> None:
-        super().__init__(name, rule, lease_s, clocks, take_memory, note)
+        self.name = name
         self.number = job_number(name)
+        self.rule = rule
+        self.clocks = clocks
         self.begun_by = begun_by
+        self.phase = JobPhase.NEW
         self.fingerprint = 0
-        self.weights: Weights = (WeightsHere if self.rule.holds_weights else WeightsInWorkers)(self)
-        self.exchanges = Exchanges(self, self.weights, clocks.measure_s)
+        self.expected_workers = 1
+        self.came: set[int] = set()
+        self.statistics = JobStatistics()
+        self.membership = Membership(lease_s, lambda: int(clocks.wall_s() * 1000))
+        self.record = JobRecord(name, note, clocks.wall_s)
+        self.cuts = Cuts()
+        context = RuleContext(
+            live_ranks=lambda: self.membership.live_ranks,
+            missing_ranks=self.missing_ranks,
+            statistics=self.statistics,
+            exchange_ended=lambda: self.advance(JobEvent.ENDED),
+        )
+        self.chunks = ChunkStore(self.rule, context, take_memory)
+
+    @property
+    def rules(self) -> Collection[ChunkRule]:
+        """Of all chunks."""
+        return self.chunks.rules.values()
 
     @property
     def version(self) -> int:
         """What all chunks have reached."""
         return min((rule.version for rule in self.rules), default=0)
+
+    @property
+    def is_sealed(self) -> bool:
+        """See ``JobPhase``."""
+        return self.phase.is_sealed
+
+    @property
+    def has_started(self) -> bool:
+        """See ``JobPhase``."""
+        return self.phase.has_started
+
+    @property
+    def initialiser(self) -> int:
+        """The rank that registers the chunks."""
+        return 0
+
+    def advance(self, event: JobEvent) -> None:
+        """Something happens to the job."""
+        self.phase = after(JOB, self.phase, event)
+
+    def missing_ranks(self) -> tuple[int, ...]:
+        """Expected workers that are not here, or never were, as the rule's gathering has it."""
+        awaited = self.rule.kind.gathering.awaited
+        here = awaited(self.membership.live_ranks, self.came, has_started=self.has_started)
+        if here is None or len(here) >= self.expected_workers:
+            return ()
+        return tuple(rank for rank in range(self.expected_workers) if rank not in here)
+
+    def steps(self) -> dict[int, int]:
+        """Per worker the step it is in, by the first chunk that is trained; {} where this shard has none."""
+        return next((rule.clocks() for rule in self.rules if rule.is_trained), {})
 
     # ---- coming ------------------------------------------------------------------------------------------------
 
@@ -81,7 +137,7 @@ class Job(Team):
                 f"a job has at most {MAX_WORKERS} workers (expected ranks below that, got {largest})",
                 ErrorCode.BAD_VALUE,
             )
-        self.weights.told(members, now_s)
+        self.told(members, now_s)
         greeting = self.membership.greet(
             rank=rank,
             nonce=body["nonce"],
@@ -104,23 +160,28 @@ class Job(Team):
         replies = []
         if greeting.replaced_live:
             if holder is not None:
-                self.departed(holder, "fenced", f"a new process has its rank, {body['pid']} on {body['host']}")
-            replies = self.weights.left(member.rank)
+                self._tell_departed(holder, "fenced", f"a new process has its rank, {body['pid']} on {body['host']}")
+            replies = self.left(member.rank)
+        if not self.is_sealed:
+            return "initialise" if member.rank == self.initialiser else "wait", member, replies
+        if member.phase.is_live:
+            return "ready", member, replies
         state, more = self._place(greeting, member, now_s)
         return state, member, [*replies, *more]
 
+    @abstractmethod
+    def told(self, members: Collection[int], now_s: float) -> None:
+        """A worker that says HELLO names the ranks that it knew alive; none where it knew nobody."""
+
+    @abstractmethod
     def _place(self, greeting: Greeting, member: Member, now_s: float) -> tuple[str, list[Reply]]:
-        if not self.is_sealed:
-            return "initialise" if member.rank == self.weights.initialiser else "wait", []
-        if member.phase.is_live:
-            return "ready", []
-        return self.weights.place(greeting, member, now_s)
+        """What a worker is told that is not live, in a job whose values are here: (state of WELCOME, answers)."""
 
     def _rank_taken(self, rank: int | None, greeting: Greeting) -> ProtocolError:
-        holder = self.membership.members.get(rank if rank is not None else -1)
-        where = f"process {holder.pid} on {holder.host}" if holder is not None else "another process"
         if greeting.verdict == "denied":
             return ProtocolError(f"rank {rank} of job {self.name!r} belongs to another key", ErrorCode.DUPLICATE_RANK)
+        holder = self.membership.members.get(rank if rank is not None else -1)
+        where = f"process {holder.pid} on {holder.host}" if holder is not None else "another process"
         return ProtocolError(
             f"rank {rank} of job {self.name!r} is held by {where}, which is alive. Every worker needs a rank of its"
             " own: check RANK, or give this run a job of its own (PSENGINE_JOB).",
@@ -129,7 +190,7 @@ class Job(Team):
 
     def check_initialiser(self, member: Member, what: str) -> None:
         """Raise ProtocolError unless this worker may register chunks and seal them now."""
-        initialiser = self.weights.initialiser
+        initialiser = self.initialiser
         if self.is_sealed or member.rank != initialiser:
             raise ProtocolError(
                 f"{what}: job {self.name!r} takes chunks from worker {initialiser} before it is sealed (got worker"
@@ -148,25 +209,73 @@ class Job(Team):
             )
         self.fingerprint = fingerprint
         self.advance(JobEvent.SEALED)
-        self.weights.sealed(member)
-        return [] if member.phase.is_live else self.admit(member)
+        return [] if member.phase.is_live else self.let_in(member)
 
-    # ---- going -------------------------------------------------------------------------------------------------
+    def let_in(self, member: Member) -> list[Reply]:
+        """From here on exchanges wait for this worker, which needs nobody's state for that."""
+        is_new_process = not member.phase.was_live
+        self.came.add(member.rank)
+        self.membership.admit(member.rank)
+        self.record.joined(member)
+        replies = (rule.worker_came(member.rank, is_new_process=is_new_process) for rule in self.rules)
+        return [reply for some in replies for reply in some]
+
+    # ---- averaging jobs only -----------------------------------------------------------------------------------
+
+    def join(self, member: Member, request: int) -> list[Reply]:
+        """JOIN: a worker that comes late wants the state of one that was there; OK is held until it is admitted."""
+        raise self._refusal("JOIN")
+
+    def admit(self, message: Message, donor: Member) -> list[Reply]:
+        """ADMIT: the donor has deposited its state; the joiner takes part from the donor's next exchange on."""
+        raise self._refusal("ADMIT")
+
+    def leave(self, message: Message, member: Member) -> list[Reply]:
+        """LEAVE: OK is held until every live worker has the averages that this one has."""
+        raise self._refusal("LEAVE")
+
+    def _refusal(self, what: str) -> ProtocolError:
+        return ProtocolError(f"{what} is for averaging jobs (job {self.name!r} is none)")
+
+    # ---- at work -----------------------------------------------------------------------------------------------
+
+    @property
+    def is_readable(self) -> bool:
+        """Whether this server holds the weights that are trained."""
+        return True
+
+    @abstractmethod
+    def hear_progress(self, message: Message, member: Member, now_s: float) -> list[Reply]:
+        """PROGRESS: a worker says how far it was with a server that lived before this one."""
+
+    def pushed(self, rank: int) -> list[Reply]:
+        """A worker has pushed; answers that may leave because of it, beside those of the exchange."""
+        return []
+
+    @abstractmethod
+    def is_missed(self, now_s: float) -> bool:
+        """Whether somebody may still want this job, which has no workers."""
 
     def tick(self, now_s: float) -> list[int]:
         """Some time has passed; ranks whose lease ran out."""
-        self.weights.tick(now_s)
         return self.membership.expired(now_s)
 
     def stood_still(self, pause_s: float) -> None:
-        """See ``Membership.stood_still``."""
+        """For ``pause_s`` until now nobody listened here."""
         self.membership.stood_still(pause_s)
-        self.weights.stood_still(pause_s)
+
+    # ---- going -------------------------------------------------------------------------------------------------
+
+    def left(self, rank: int) -> list[Reply]:
+        """Exchanges do not wait for this worker any more, or not for the process that had its rank."""
+        self.cuts.left(rank)
+        return [reply for rule in self.rules for reply in rule.worker_left(rank)]
 
     def goodbye(self, rank: int, now_s: float) -> list[Reply]:
         """BYE: the worker leaves, and another process may have its rank at once; answers that may leave now."""
-        self.departed(self.membership.members[rank], "left", "it said goodbye")
-        return self._remove(rank, self.statistics.averaged, now_s, forget=True)
+        self._tell_departed(self.membership.members[rank], "left", "it said goodbye")
+        self.membership.remove(rank, progress=self.statistics.averaged, now_s=now_s, forget=True)
+        return self.left(rank)
 
     def fence(self, rank: int, why: str, now_s: float) -> list[Reply]:
         """A worker lacks what nobody can tell it any more: it has to join, even if the job does nothing until then."""
@@ -174,12 +283,9 @@ class Job(Team):
         if member is not None:
             self.statistics.evicted += 1
             self.record.out(member, f"it lacks what nobody can give it any more ({why})", now_s)
-            self.departed(member, "fenced", "the others are further on")
-        return self._remove(rank, -1, now_s)
-
-    def _remove(self, rank: int, progress: int, now_s: float, *, forget: bool = False) -> list[Reply]:
-        self.membership.remove(rank, progress=progress, now_s=now_s, forget=forget)
-        return self.weights.left(rank)
+            self._tell_departed(member, "fenced", "the others are further on")
+        self.membership.remove(rank, progress=-1, now_s=now_s)
+        return self.left(rank)
 
     def evict(self, ranks: Sequence[int], now_s: float) -> list[Reply]:
         """Workers whose leases ran out together; answers that may leave now.
@@ -195,9 +301,16 @@ class Job(Team):
             if silent_s > self.membership.lease_s:
                 why = f"silent for {silent_s:.1f} s, longer than its lease"
             self.record.out(member, why, now_s)
-            self.departed(member, "evicted", why)
+            self._tell_departed(member, "evicted", why)
             self.membership.remove(rank, progress=averaged, now_s=now_s)
-        return [reply for rank in ranks for reply in self.weights.left(rank)]
+        return [reply for rank in ranks for reply in self.left(rank)]
+
+    def _tell_departed(self, member: Member, reason: str, why: str) -> None:
+        """Tell people of a worker that goes, before it is forgotten."""
+        steps = self.steps()
+        step = steps.get(member.rank, 0) if steps else member.telemetry.times.steps or 0
+        self.record.departed(member, reason, why, step)
+        self.statistics.recent_staleness.pop(member.rank, None)
 
     # ---- for snapshots -----------------------------------------------------------------------------------------
 
@@ -234,4 +347,3 @@ class Job(Team):
         self.phase = JobPhase.RESTORED_RUNNING if meta["has_started"] else JobPhase.RESTORED_OPEN
         self.fingerprint = meta["fingerprint"]
         self.membership.restore(meta, now_s)
-        self.weights.restored()

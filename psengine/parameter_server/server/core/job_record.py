@@ -1,4 +1,4 @@
-"""Who came to a job, who is gone and why, whose gradients were of no use: for people. Nothing else depends on it."""
+"""For people: who came to a job, who is gone and why, which gradients did not count."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ class JobRecord:
 
     Args:
         job: its name.
-        note: told of what happens, see ``EventLog.note``; None tells nobody.
+        note: told of what happens, see ``EventLog.note``.
         wall_clock_s: dates those that are gone.
     """
 
-    def __init__(self, job: str, note: Callable[..., None] | None, wall_clock_s: Callable[[], float]) -> None:
+    def __init__(self, job: str, note: Callable[..., None], wall_clock_s: Callable[[], float]) -> None:
         self._job = job
         self._note_event = note
         self._wall_clock_s = wall_clock_s
@@ -41,23 +41,9 @@ class JobRecord:
         self._note("joined", member, " joined" + ("" if donor is None else f", with the state of worker {donor}"))
 
     def departed(self, member: Member, reason: str, why: str, step: int) -> None:
-        """A worker is gone.
-
-        Args:
-            member: it.
-            reason: "left", "evicted" or "fenced".
-            why: in words.
-            step: the one it was in.
-        """
-        self._departed.append(
-            Departed(
-                rank=member.rank,
-                host=member.host,
-                reason=reason,
-                unix_s=round(self._wall_clock_s(), 3),
-                step=step,
-            )
-        )
+        """A worker is gone: ``reason`` is "left", "evicted" or "fenced", ``why`` is in words, ``step`` its last."""
+        unix_s = round(self._wall_clock_s(), 3)
+        self._departed.append(Departed(rank=member.rank, host=member.host, reason=reason, unix_s=unix_s, step=step))
         self._note(reason, member, f" {_WORDS[reason]}: {why}")
 
     def out(self, member: Member, why: str, now_s: float) -> None:
@@ -91,14 +77,12 @@ class JobRecord:
             " server started from is older"
         )
         logger.warning("job %r: %s", self._job, text)
-        if self._note_event is not None:
-            self._note_event("lost", text, job=self._job)
+        self._note_event("lost", text, job=self._job)
 
     def to_status(self) -> tuple[Departed, ...]:
         """Those that are gone, the latest last."""
         return tuple(self._departed)
 
     def _note(self, kind: str, member: Member, text: str) -> None:
-        if self._note_event is not None:
-            name = f"worker {member.rank} (process {member.pid} on {member.host})"
-            self._note_event(kind, name + text, job=self._job, worker=member.rank)
+        name = f"worker {member.rank} (process {member.pid} on {member.host})"
+        self._note_event(kind, name + text, job=self._job, worker=member.rank)

@@ -4,7 +4,7 @@ bytes ─ codec ─► handle(sender, message, now) ─► [Outgoing] ─ codec 
 every TICK_S:                        tick(now) ─► [Outgoing], for leases that ran out
 
 Where ``now`` leaps, nobody called: the process was stopped, or short of processor or memory, or a task between messages
-took long. What workers said meanwhile is unread still, so that such a leap is nobody's silence.
+took long. Workers' messages of that time are still unread, so a leap does not count as any worker's silence.
 """
 
 from __future__ import annotations
@@ -14,21 +14,16 @@ from collections.abc import Callable, Sequence
 
 from psengine.errors import ProtocolError
 from psengine.parameter_server.overview import rule_text
-from psengine.parameter_server.server.core.answers import Answers, traffic_bytes
-from psengine.parameter_server.server.core.capture import Capture, Meeting
-from psengine.parameter_server.server.core.clocks import Clocks
+from psengine.parameter_server.server.core.answers import Answers, StatusReport, ok, traffic_bytes
+from psengine.parameter_server.server.core.capture import Capture, CopyBarrier
 from psengine.parameter_server.server.core.durable_state import DurableState
-from psengine.parameter_server.server.core.envelope import Outgoing, Sender
 from psengine.parameter_server.server.core.events import EventLog
 from psengine.parameter_server.server.core.gate import Standing, check_legal
 from psengine.parameter_server.server.core.job import Job
 from psengine.parameter_server.server.core.job_status import status_of
-from psengine.parameter_server.server.core.member_requests import MemberRequests, ok
 from psengine.parameter_server.server.core.membership import Member
-from psengine.parameter_server.server.core.readers import Readers
 from psengine.parameter_server.server.core.shard_jobs import ShardJobs
-from psengine.parameter_server.server.core.shard_settings import ShardSettings
-from psengine.parameter_server.server.core.status_report import StatusReport
+from psengine.parameter_server.server.core.surroundings import Clocks, Outgoing, Sender, ShardSettings
 from psengine.parameter_server.server.snapshots.store import JobState
 from psengine.parameter_server.status_model import ShardStatus
 from psengine.protocol.layout import job_number
@@ -36,12 +31,12 @@ from psengine.protocol.messages import NOBODY, ErrorCode, Message, MessageType
 
 logger = logging.getLogger(__name__)
 
-# How often ``tick`` is to be called, and what a leap of the time counts for: were it nothing, a server that is always
-# short of processor would never find a worker dead.
+# How often ``tick`` is to be called. A leap of the time counts as one of these: if it counted as nothing, a server that
+# is always short of processor would never find a worker dead.
 TICK_S = 0.1
-# Shorter leaps are everyday, such as the copy of a large model for a snapshot: people are not told of them.
+# Shorter leaps are ordinary, such as the copy of a large model for a snapshot, and not reported.
 NOTABLE_PAUSE_S = 2.0
-# Refusals that people should hear of; the others are how a worker learns that it has to come back, or wait.
+# Refusals that people should hear of; by the others a worker learns that it has to come back, or wait.
 _NOTABLE_REFUSALS = {
     ErrorCode.RULE_MISMATCH: "refused",
     ErrorCode.LAYOUT_MISMATCH: "refused",
@@ -49,7 +44,7 @@ _NOTABLE_REFUSALS = {
     ErrorCode.BAD_VALUE: "refused",
     ErrorCode.MEMORY: "memory",
 }
-# Every shard sees them; of the others each shard would tell the same.
+# Events that each shard has its own of; the others would be the same at each, and only the first shard notes them.
 _EVENTS_OF_ANY_SHARD = frozenset({"refused", "late", "lost", "memory", "stood_still", "torn"})
 # All other messages of members may change what a snapshot keeps: even PULL and REPEAT, by backing up weights.
 _LEAVE_SNAPSHOT_ALONE = frozenset({MessageType.HEARTBEAT, MessageType.LIST, MessageType.STATUS, MessageType.ECHO})
@@ -61,15 +56,15 @@ class Shard:
     Args:
         index: of this shard in its server process, 0 first.
         epoch: random number of the server process's life.
-        settings: see there.
-        clocks: see there.
+        settings: given by the daemon.
+        clocks: date events, measure work.
 
     Attributes:
         shard_addresses: of all shards of the process, told to clients; set before the first message.
-        jobs: that it has.
+        jobs: the jobs here.
         durable: what of them is on disk.
-        want_snapshot: called with the route and the message of a member's SNAPSHOT; whoever sets it answers.
-        events: what happened, for people; of workers' coming and going only the first shard tells.
+        want_snapshot: called with the route and the message of a member's SNAPSHOT; the callee answers.
+        events: what happened, for people; only the first shard notes workers' coming and going.
     """
 
     def __init__(self, index: int, epoch: int, settings: ShardSettings, clocks: Clocks) -> None:
@@ -83,43 +78,41 @@ class Shard:
         self.is_draining = False
         self.jobs = ShardJobs(settings, clocks, self.note)
         self.durable = DurableState(self.jobs)
-        self._answers = Answers(index, epoch, settings, self.durable, lambda: self.shard_addresses)
         report = StatusReport(lambda: self.status(self.jobs.now_s), clocks.measure_s)
-        self._readers = Readers(self.jobs.by_number, self._answers, report)
-        self._members = MemberRequests(self.jobs, self._answers, report)
+        self._answers = Answers(index, epoch, self.jobs, self.durable, report, lambda: self.shard_addresses)
 
     # ---- messages ----------------------------------------------------------------------------------------------
 
     def handle(self, sender: Sender, message: Message, now_s: float) -> list[Outgoing]:
-        """Take in one message; what it leads to, for whomever. A refused message changes nothing."""
+        """Take in one message; the messages it leads to, to any peers. A refused message changes nothing."""
         self._look_at_time(now_s)
         try:
             if message.type is MessageType.HELLO:
                 return self._hello(sender, message, now_s)
             standing, place = self._standing(sender, message, now_s)
-            # The one gate: what its table does not name is refused, whoever sends it, and nothing has been done yet.
+            # The one gate: a message that its table does not name is refused before anything is done.
             check_legal(standing, message)
             if message.type is MessageType.SNAPSHOT:
                 self.want_snapshot(sender.route, message)
                 return []
             if place is None:
-                return [Outgoing(sender.route, self._readers.answer(message))]
+                return [Outgoing(sender.route, self._answers.of_reader(message))]
             job, member = place
             job.statistics.bytes_in += traffic_bytes(message)
             if message.type not in _LEAVE_SNAPSHOT_ALONE:
                 self.durable.note_change()
             if message.type is MessageType.BYE:
                 # Answered first: afterwards there is no member to send to.
-                goodbye = self._answers.outgoing(job, ok(member, message), now_s)
+                goodbye = self._answers.outgoing(job, [ok(member, message)], now_s)
                 return [*goodbye, *self._answers.outgoing(job, job.goodbye(member.rank, now_s), now_s)]
-            return self._answers.outgoing(job, self._members.answer(job, member, message), now_s)
+            return self._answers.outgoing(job, self._answers.of_member(job, member, message), now_s)
         except ProtocolError as error:
             if error.code in _NOTABLE_REFUSALS:
                 self._note_refusal(message, error)
             return [Outgoing(sender.route, self._answers.error(message, error))]
 
     def _standing(self, sender: Sender, message: Message, now_s: float) -> tuple[Standing, tuple[Job, Member] | None]:
-        """Who says this; a worker with its job.
+        """The sender's standing; a worker with its job.
 
         Raises:
             ProtocolError: it says that it is a worker, and is none.
@@ -127,7 +120,7 @@ class Shard:
         if message.worker == NOBODY:
             return Standing.READER, None
         job, member = self._authenticate(sender, message, now_s)
-        # What a worker pushes that has lost its place is left to the job, which has it come back through JOIN.
+        # A push of a worker that has lost its place goes to the job, which has the worker come back through JOIN.
         believes_in_it = message.type in (MessageType.PUSH, MessageType.PROBE, MessageType.REPEAT)
         is_member = (member.phase.is_live and job.is_sealed) or believes_in_it
         return (Standing.MEMBER if is_member else Standing.GREETED), (job, member)
@@ -168,7 +161,7 @@ class Shard:
         )
 
     def worker_routes(self, sender: Sender, message: Message) -> tuple[bytes, ...]:
-        """The connections of the worker that ``sender`` spoke for by this message, which was handled; () for none."""
+        """The connections of the worker in whose name ``sender`` sent this message, which was handled; () for none."""
         job = self.jobs.by_number.get(message.job)
         member = None if job is None else job.membership.members.get(message.worker)
         if member is None or member.incarnation != message.incarnation:
@@ -204,7 +197,7 @@ class Shard:
             raise ProtocolError("the server is shutting down", ErrorCode.SHUTTING_DOWN)
         if body["role"] == "reader":
             return [Outgoing(sender.route, self._welcome_reader(message))]
-        job = self.jobs.by_number.get(message.job) or self.jobs.begin(body, sender.peer)
+        job = self.jobs.by_number.get(message.job) or self.jobs.begin(body["job"], body["rule"], sender.peer)
         if job.name != body["job"]:
             raise ProtocolError(f"jobs {job.name!r} and {body['job']!r} have the same number; rename one")
         if job.rule.body != body["rule"]:
@@ -256,7 +249,7 @@ class Shard:
         return None if job is None else len(job.membership.members)
 
     def forget(self, job_name: str) -> None:
-        """Drop a job, if there is such a one, with its values; a worker that it has after all learns to come anew."""
+        """Drop a job, if there is such a one, with its values; a worker that it still has is told to come anew."""
         job = self.jobs.find(job_name)
         if job is not None:
             logger.warning("job %r is forgotten by shard %d, at version %d", job.name, self.index, job.version)
@@ -271,14 +264,14 @@ class Shard:
             memory_bytes=self.jobs.memory_bytes(),
             max_memory_bytes=self.settings.max_memory_bytes,
             software=self.settings.software,
-            # Whoever asks has another clock than the one that dates what departed.
+            # Departures are dated by this clock, which may differ from that of whoever asks.
             unix_s=round(self._clocks.wall_s(), 3),
             jobs={job.name: status_of(job, now_s, self.settings.heartbeat_s) for job in self.jobs.by_number.values()},
         )
 
-    def meet_and_capture(self, meeting: Meeting) -> Capture:
+    def meet_and_capture(self, barrier: CopyBarrier) -> Capture:
         """Copies that are cut between workers' steps; complete once ``states`` is set. Waits for the other shards."""
-        return self.durable.meet_and_capture(meeting, awaits_steps=not self.is_draining)
+        return self.durable.meet_and_capture(barrier, awaits_steps=not self.is_draining)
 
     def restore(self, states: Sequence[JobState], now_s: float) -> None:
         """Take over a snapshot's state, before the first message."""

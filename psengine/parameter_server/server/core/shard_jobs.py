@@ -1,19 +1,26 @@
-"""The jobs of one shard: which there are, how many there may be, and the memory that they may take. Pure."""
+"""The jobs of one shard: which there are, who may begin another, and the memory that they may take. Pure.
+
+A job is begun by the first HELLO that names it, and that costs its sender nothing. So nobody may begin more than a
+share, and a job without values makes room for one of somebody who has begun fewer.
+"""
 
 from __future__ import annotations
 
-import logging
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 from psengine.errors import ProtocolError
-from psengine.parameter_server.server.core.clocks import Clocks
 from psengine.parameter_server.server.core.job import Job
-from psengine.parameter_server.server.core.job_places import check_place, find_replaceable, is_full
-from psengine.parameter_server.server.core.shard_settings import ShardSettings
+from psengine.parameter_server.server.core.surroundings import Clocks, ShardSettings
+from psengine.parameter_server.server.core.weights_here import JobWithWeights
+from psengine.parameter_server.server.core.weights_in_workers import AveragingJob
+from psengine.parameter_server.server.rules.registry import JobRule
 from psengine.protocol.messages import ErrorCode
 
-logger = logging.getLogger(__name__)
+MAX_JOBS = 256
+# Of one key, user or address; the others' workers always find a place.
+MAX_JOBS_OF_ONE = 192
 
 
 class ShardJobs:
@@ -21,7 +28,7 @@ class ShardJobs:
 
     Args:
         settings: of the shard.
-        clocks: see there.
+        clocks: of the shard.
         note: see ``EventLog.note``.
 
     Attributes:
@@ -31,10 +38,10 @@ class ShardJobs:
     """
 
     def __init__(self, settings: ShardSettings, clocks: Clocks, note: Callable[..., None]) -> None:
+        self.settings = settings
         self.by_number: dict[int, Job] = {}
         self.now_s = 0.0
         self.on_drop: Callable[[Job], None] = lambda job: None
-        self._settings = settings
         self._clocks = clocks
         self._note = note
 
@@ -42,25 +49,55 @@ class ShardJobs:
         """The job of this name."""
         return next((job for job in self.by_number.values() if job.name == name), None)
 
-    def begin(self, body: dict[str, Any], peer: str) -> Job:
+    def begin(self, name: str, rule: dict[str, Any], peer: str) -> Job:
         """A job that ``peer`` is the first to name; it counts once it is ``added``.
 
         Raises:
             ProtocolError: there is no place for it.
         """
-        jobs = self.by_number.values()
-        if is_full(jobs, peer):
+        if self._is_full(peer):
             self._drop_finished()
-        if is_full(jobs, peer):
-            replaceable = find_replaceable(jobs, peer, self.now_s - 2 * self._settings.heartbeat_s)
-            if replaceable is not None:
-                self.drop(replaceable)
-        check_place(jobs, peer, body["job"])
-        return self.make(body["job"], body["rule"], peer)
+        if self._is_full(peer) and (replaceable := self._find_replaceable(peer)) is not None:
+            self.drop(replaceable)
+        if self._is_full(peer):
+            is_all = len(self.by_number) >= MAX_JOBS
+            most = f"at most {MAX_JOBS}" if is_all else f"at most {MAX_JOBS_OF_ONE} begun from {peer}"
+            raise ProtocolError(
+                f"this server has its most jobs already (expected {most}, got one more, {name!r}). Fix: end one that is"
+                " no longer needed, by POST /actions/forget?job=NAME at the server's status port (--status-port,"
+                " --status-token); or use another server.",
+                ErrorCode.MEMORY,
+            )
+        return self.make(name, rule, peer)
+
+    def _count(self, peer: str) -> int:
+        return sum(job.begun_by == peer for job in self.by_number.values())
+
+    def _is_full(self, peer: str) -> bool:
+        """Whether another job of ``peer`` finds no free place. "" is nobody in particular, who may have them all."""
+        return len(self.by_number) >= MAX_JOBS or (peer != "" and self._count(peer) >= MAX_JOBS_OF_ONE)
+
+    def _find_replaceable(self, peer: str) -> Job | None:
+        """A job without values that makes room for another one of ``peer``.
+
+        The oldest of the peer that has begun most of those, if these are more than those of ``peer``; else one of
+        ``peer`` whose workers have been silent for two heartbeats.
+        """
+        unsealed = [job for job in self.by_number.values() if not job.is_sealed]
+        begun = Counter(job.begun_by for job in unsealed)
+        if self._count(peer) < MAX_JOBS_OF_ONE:
+            for greedy, count in begun.most_common(1):
+                if count > begun[peer] + 1 and greedy != peer:
+                    return next(job for job in unsealed if job.begun_by == greedy)
+        silent_since_s = self.now_s - 2 * self.settings.heartbeat_s
+        own = (job for job in unsealed if job.begun_by == peer)
+        return next((job for job in own if job.membership.heard_s < silent_since_s), None)
 
     def make(self, name: str, rule: dict[str, Any], begun_by: str = "") -> Job:
         """A job without workers and chunks; not added."""
-        return Job(name, rule, self._settings.lease_s, self._clocks, self._take_memory, self._note, begun_by)
+        job_rule = JobRule(rule)
+        kind = JobWithWeights if job_rule.holds_weights else AveragingJob
+        return kind(name, job_rule, self.settings.lease_s, self._clocks, self._take_memory, self._note, begun_by)
 
     def add(self, job: Job) -> None:
         """It counts from here on."""
@@ -72,14 +109,14 @@ class ShardJobs:
         self.on_drop(job)
 
     def _drop_finished(self) -> None:
-        """Forget jobs without workers whose values are nobody's."""
+        """Forget jobs without workers that nobody may still want."""
         for job in list(self.by_number.values()):
-            if not job.weights.is_missed(self.now_s):
+            if not job.is_missed(self.now_s):
                 self.drop(job)
 
     def kept(self) -> list[Job]:
         """Those that a snapshot keeps."""
-        return [job for job in self.by_number.values() if job.is_sealed and job.weights.is_missed(self.now_s)]
+        return [job for job in self.by_number.values() if job.is_sealed and job.is_missed(self.now_s)]
 
     @property
     def member_count(self) -> int:
@@ -92,17 +129,17 @@ class ShardJobs:
         return sum(len(job.membership.members) for job in self.by_number.values() if job.is_sealed)
 
     def memory_bytes(self) -> int:
-        """What all jobs hold."""
+        """Memory of all jobs."""
         return sum(job.chunks.size_bytes() for job in self.by_number.values())
 
     def _take_memory(self, size_bytes: int, what: str) -> None:
-        most_bytes, used_bytes = self._settings.max_memory_bytes, self.memory_bytes()
-        if used_bytes + size_bytes > most_bytes:
+        max_bytes, used_bytes = self.settings.max_memory_bytes, self.memory_bytes()
+        if used_bytes + size_bytes > max_bytes:
             self._drop_finished()
             used_bytes = self.memory_bytes()
-        if used_bytes + size_bytes > most_bytes:
+        if used_bytes + size_bytes > max_bytes:
             raise ProtocolError(
-                f"{what} needs {size_bytes} bytes (expected at most {max(0, most_bytes - used_bytes)} free of"
-                f" max_memory_bytes = {most_bytes} on this shard). Raise --max-memory-bytes, or add servers.",
+                f"{what} needs {size_bytes} bytes (expected at most {max(0, max_bytes - used_bytes)} free of"
+                f" max_memory_bytes = {max_bytes} on this shard). Raise --max-memory-bytes, or add servers.",
                 ErrorCode.MEMORY,
             )

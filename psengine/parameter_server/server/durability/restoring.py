@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from psengine.errors import ProtocolError, SnapshotError
-from psengine.parameter_server.server.core.job_meta import merge_job_meta
+from psengine.parameter_server.server.core.durable_state import merge_job_meta
 from psengine.parameter_server.server.core.shard import Shard
 from psengine.parameter_server.server.snapshots.store import JobState, SnapshotStore
 from psengine.protocol.layout import balance

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from psengine.errors import SnapshotError
-from psengine.parameter_server.server.core.capture import Meeting
+from psengine.parameter_server.server.core.capture import CopyBarrier
 from psengine.parameter_server.server.snapshots.store import JobState, SnapshotStore
 from psengine.parameter_server.server.transport.shard_thread import ShardThread
 from psengine.parameter_server.status_model import SnapshotStatus
@@ -184,8 +184,8 @@ class SnapshotThread(threading.Thread):
 
     def _capture(self) -> list[list[JobState]]:
         """What all shards hold, cut between workers' steps; see ``capture.py``."""
-        meeting = Meeting(len(self._threads))
-        futures = [thread.ask(partial(thread.shard.meet_and_capture, meeting)) for thread in self._threads]
+        barrier = CopyBarrier(len(self._threads))
+        futures = [thread.ask(partial(thread.shard.meet_and_capture, barrier)) for thread in self._threads]
         captures = [future.result(CAPTURE_DEADLINE_S) for future in futures]
         last_s = time.monotonic() + STEPS_DEADLINE_S
         shards: list[list[JobState]] = []

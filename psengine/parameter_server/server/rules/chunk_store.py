@@ -23,7 +23,7 @@ PAGE_BYTES = 48 * 1024
 # Of optimizers that may be attached: how many chunk-sized slots, at most.
 MAX_SLOTS = 3
 
-Answer = tuple[MessageType, int, torch.Tensor | None, dict[str, Any]]
+Values = tuple[int, torch.Tensor | None, dict[str, Any]]
 
 
 class ChunkStore:
@@ -119,26 +119,26 @@ class ChunkStore:
             entries.append(entry)
         return {"chunks": entries, "more": len(entries) < len(keys), "total": len(self.rules)}
 
-    def read(self, message: Message) -> Answer:
-        """PULL: (VALUES, version, payload, body) of a chunk, a slot of its optimizer, or a piece of a blob."""
+    def read(self, message: Message) -> Values:
+        """PULL: (version, payload, body) of a chunk, a slot of its optimizer, or a piece of a blob."""
         body = message.body
         if body.get("blob") is not None:
             name = body["blob"]
             piece = self.blobs.get((name, message.key))
             if piece is None:
                 raise ProtocolError(f"there is no piece {message.key} of {name!r} here", ErrorCode.UNKNOWN_KEY)
-            return MessageType.VALUES, 0, piece, {"pieces": self._blob_pieces[name]}
+            return 0, piece, {"pieces": self._blob_pieces[name]}
         rule = self.find(message.key)
         if body.get("slot") is not None:
             return self._read_slot(rule, body["slot"])
-        return MessageType.VALUES, *rule.outcome.read(), {}
+        return *rule.outcome.read(), {}
 
     def _optimizer_of(self, rule: ChunkRule) -> ChunkOptimizer:
         if rule.outcome.optimizer is None:
             raise ProtocolError(f"{rule.spec.describe()} has no optimizer here", ErrorCode.NOT_READY)
         return rule.outcome.optimizer
 
-    def _read_slot(self, rule: ChunkRule, slot: str) -> Answer:
+    def _read_slot(self, rule: ChunkRule, slot: str) -> Values:
         optimizer = self._optimizer_of(rule)
         if slot not in SLOTS[optimizer.spec.name]:
             raise ProtocolError(
@@ -147,7 +147,7 @@ class ChunkStore:
                 ErrorCode.BAD_VALUE,
             )
         # Without payload where the slot holds nothing yet.
-        return MessageType.VALUES, rule.version, optimizer.slots().get(slot), {"slot": slot, "steps": optimizer.steps()}
+        return rule.version, optimizer.slots().get(slot), {"slot": slot, "steps": optimizer.steps()}
 
     def store(self, message: Message) -> None:
         """STORE: overwrite what ``read`` reads."""

@@ -20,8 +20,8 @@ from typing import Any, TypeVar
 import torch
 
 from psengine.errors import ProtocolError, ServerError
-from psengine.parameter_server.server.core.envelope import Outgoing, Sender
 from psengine.parameter_server.server.core.shard import TICK_S, Shard
+from psengine.parameter_server.server.core.surroundings import Outgoing, Sender
 from psengine.parameter_server.server.transport.endpoint import Endpoint, Received
 from psengine.parameter_server.status_model import ShardStatus, Transport
 from psengine.protocol.bodies import MAX_TEXT_CHARS
