@@ -37,7 +37,7 @@ from psengine.parameter_server.server.plugins import import_plugins
 from psengine.parameter_server.server.settings import ServerSettings
 from psengine.parameter_server.server.shard_group import ShardGroup
 from psengine.parameter_server.server.snapshots.store import SnapshotStore
-from psengine.parameter_server.server.status.actions import ActionHandlers, Actions
+from psengine.parameter_server.server.status.actions import Actions
 from psengine.parameter_server.server.status.history import History
 from psengine.parameter_server.server.status.monitor import Monitor, Pages
 from psengine.parameter_server.server.transport.connections import Connections, raise_descriptor_limit
@@ -193,14 +193,15 @@ class Server:
 
     def _monitor(self, port: int, history: History, token: str) -> Monitor:
         begin_snapshot = None if self._snapshots is None else self._snapshots.begin
-        handlers = ActionHandlers(
+        actions = Actions(
+            token,
             snapshot=begin_snapshot,
             evict=self._shards.evict,
             forget=lambda job: self._shards.forget(job, begin_snapshot or (lambda: None)),
             shut_down=lambda: self._ends.put("POST /actions/shutdown"),
         )
         try:
-            return Monitor(port, Pages(self.status, self.is_healthy, history, Actions(token, handlers)))
+            return Monitor(port, Pages(self.status, self.is_healthy, history, actions))
         except OSError as error:
             raise BindError(
                 f"The status port 127.0.0.1:{port} could not be bound (expected a free one, got: {error.strerror})."

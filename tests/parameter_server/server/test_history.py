@@ -12,7 +12,7 @@ from support.statuses import server, shard, worker
 from support.waiting import eventually
 
 from psengine.parameter_server.server.status import history as history_module
-from psengine.parameter_server.server.status.history import LENGTHS, MAX_ROWS, History, Track
+from psengine.parameter_server.server.status.history import LENGTHS, History, Track
 from psengine.parameter_server.server.status.monitor import Pages
 from psengine.parameter_server.status_model import MuteShard, Transport, WorkerTimes
 
@@ -129,52 +129,12 @@ def test_who_is_gone_for_a_whole_ring_is_forgotten():
     assert shown(track)["shards"] == []
 
 
-def test_a_lap_later_nothing_is_left_of_what_was():
-    track = Track(1, 3)
-    for number in range(6):
-        track.record(status_of(workers=[(0, number, 1.0)] + ([(1, 9, 2.0)] if number < 4 else [])), number, number)
-    assert shown(track)["jobs"]["job"]["workers"]["1"]["step"] == [9, None, None]
-
-
 def test_memory_is_bounded_whoever_comes():
-    track = Track(1, 5, {"shard": 1, "job": 2, "worker": 3})
-    for number in range(20):
-        track.record(status_of(job=f"job-{number}", workers=[(rank, 1, 1.0) for rank in range(2)]), number, number)
-    found = shown(track)
-    assert len(found["jobs"]) == 2
-    assert "job-19" in found["jobs"]
-    assert sum(len(job["workers"]) for job in found["jobs"].values()) <= 3
-    # Who is here is not pushed out by who comes.
-    crowd = Track(1, 5, MAX_ROWS | {"worker": 3})
-    for number in range(3):
-        crowd.record(status_of(workers=[(rank, 1, 1.0) for rank in range(10)]), number, number)
-        assert set(shown(crowd)["jobs"]["job"]["workers"]) == {"0", "1", "2"}
-
-
-def test_who_came_back_is_not_pushed_out_by_who_comes():
-    track = Track(1, 5, MAX_ROWS | {"worker": 3})
-    for number, here in enumerate([(0, 1, 2), (0,), (1, 5, 6, 7)]):
+    track = Track(1, 5, max_rows=5)
+    for number, here in enumerate([range(10), range(10), (0,), (1, 5, 6, 7)]):
         track.record(status_of(workers=[(rank, 1, 1.0) for rank in here]), number, number)
-    assert set(shown(track)["jobs"]["job"]["workers"]) == {"0", "1", "5"}
-
-
-def test_who_finds_no_room_is_turned_away_without_a_search():
-    class Rank(int):
-        looked_up = 0
-
-        def __hash__(self):
-            Rank.looked_up += 1
-            return int(self)
-
-    most, crowd = 16, 400
-    track = Track(1, 5, MAX_ROWS | {"worker": most})
-    workers = [(Rank(rank), 1, 1.0) for rank in range(crowd)]
-    for number in range(3):
-        status = status_of(workers=workers)
-        Rank.looked_up = 0
-        track.record(status, number, number)
-        assert Rank.looked_up < 2 * crowd + 10 * most
-    assert len(shown(track)["jobs"]["job"]["workers"]) == most
+        # Beside the shard and the job there is room for three: for those who were first, then for who came back.
+        assert set(shown(track)["jobs"]["job"]["workers"]) == ({"0", "1", "2"} if number < 3 else {"0", "1", "5"})
 
 
 def test_a_page_is_made_a_series_at_a_time_and_holds_up_no_sample(monkeypatch):

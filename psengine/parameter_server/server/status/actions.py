@@ -10,7 +10,6 @@ import logging
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from dataclasses import dataclass
 from typing import Any
 
 from psengine.parameter_server.server.core.membership import MAX_WORKERS
@@ -18,30 +17,10 @@ from psengine.parameter_server.server.durability.snapshot_thread import Snapshot
 
 logger = logging.getLogger(__name__)
 
-# Less than a request's deadline; a snapshot that takes longer is written all the same.
+# Less than the page waits; a snapshot that takes longer is written all the same.
 SNAPSHOT_WAIT_S = 6.0
 
 Answer = tuple[int, dict[str, Any]]
-
-
-@dataclass(frozen=True, kw_only=True)
-class ActionHandlers:
-    """The server's side of the actions; each may be called from any thread.
-
-    Attributes:
-        snapshot: begins one; None where the server keeps none.
-        evict: ends the lease of a job's worker at every shard; whether any knew it. Raises
-            ``concurrent.futures.TimeoutError`` where a shard is busy, and does it later.
-        forget: drops a job without workers at every shard, and from the next snapshot on; how many workers keep it, 0
-            where it is gone now, None where no shard knows it. Raises ``concurrent.futures.TimeoutError`` where a shard
-            is busy.
-        shut_down: ends the server in order; returns at once.
-    """
-
-    snapshot: Callable[[], Future[SnapshotOutcome]] | None
-    evict: Callable[[str, int], bool]
-    forget: Callable[[str], int | None]
-    shut_down: Callable[[], None]
 
 
 class Actions:
@@ -49,13 +28,28 @@ class Actions:
 
     Args:
         token: "" switches all actions off.
-        handlers: do the work.
+        snapshot: begins one; None where the server keeps none.
+        evict: ends the lease of a job's worker at every shard; whether any knew it. Raises
+            ``concurrent.futures.TimeoutError`` where a shard is busy, and does it later.
+        forget: drops a job without workers, see ``ShardGroup.forget``.
+        shut_down: ends the server in order; returns at once.
     """
 
-    def __init__(self, token: str, handlers: ActionHandlers) -> None:
+    def __init__(
+        self,
+        token: str,
+        *,
+        snapshot: Callable[[], Future[SnapshotOutcome]] | None,
+        evict: Callable[[str, int], bool],
+        forget: Callable[[str], int | None],
+        shut_down: Callable[[], None],
+    ) -> None:
         self._token = token.encode()
-        self._handlers = handlers
-        # By name: what is done, and the names of its parameters, all of them needed.
+        self._begin_snapshot = snapshot
+        self._end_lease = evict
+        self._drop_job = forget
+        self._end_server = shut_down
+        # By name: the function, and the names of its parameters, all of them needed.
         self._known: dict[str, tuple[Callable[..., Answer], set[str]]] = {
             "snapshot": (self._snapshot, set()),
             "evict": (self._evict, {"job", "worker"}),
@@ -84,10 +78,8 @@ class Actions:
             return 404, _error(f"There is no such action (expected one of {', '.join(self._known)}).")
         _, needed = self._known[name]
         if set(parameters) != needed:
-            return 400, _error(
-                f"{name} has other parameters (expected {', '.join(sorted(needed)) or 'none'}, got"
-                f" {', '.join(sorted(parameters)) or 'none'})."
-            )
+            wanted, given = (", ".join(sorted(names)) or "none" for names in (needed, parameters))
+            return 400, _error(f"{name} has other parameters (expected {wanted}, got {given}).")
         return None
 
     def perform(self, name: str, parameters: Mapping[str, str]) -> Answer:
@@ -97,10 +89,10 @@ class Actions:
         return act(**parameters)
 
     def _snapshot(self) -> Answer:
-        if self._handlers.snapshot is None:
+        if self._begin_snapshot is None:
             return 409, _error("This server keeps no snapshots (expected a --snapshot-dir).")
         try:
-            outcome = self._handlers.snapshot().result(SNAPSHOT_WAIT_S)
+            outcome = self._begin_snapshot().result(SNAPSHOT_WAIT_S)
         except FutureTimeoutError:
             return 202, {"text": f"The snapshot is being written; it takes longer than {SNAPSHOT_WAIT_S:g} s."}
         if outcome.error:
@@ -111,7 +103,7 @@ class Actions:
         if not (worker.isascii() and worker.isdigit()) or len(worker) > 5 or int(worker) >= MAX_WORKERS:
             return 400, _error(f"worker is no rank (expected 0 to {MAX_WORKERS - 1}, got {worker[:40]!r}).")
         try:
-            is_known = self._handlers.evict(job, int(worker))
+            is_known = self._end_lease(job, int(worker))
         except FutureTimeoutError:
             return 202, {"text": "A shard is busy; it ends the lease as soon as it can."}
         if not is_known:
@@ -120,7 +112,7 @@ class Actions:
 
     def _forget(self, job: str) -> Answer:
         try:
-            workers = self._handlers.forget(job)
+            workers = self._drop_job(job)
         except FutureTimeoutError:
             return 503, _error("A shard is busy and did not answer in time. Fix: ask again until the job is gone.")
         if workers is None:
@@ -133,7 +125,7 @@ class Actions:
         return 200, {"text": f"Job {job[:100]!r} is forgotten: its values, and its place among the server's jobs."}
 
     def _shut_down(self) -> Answer:
-        self._handlers.shut_down()
+        self._end_server()
         return 202, {"text": "The server shuts down: it answers what is queued, and writes a snapshot if it keeps any."}
 
 

@@ -1,25 +1,29 @@
-"""The status as Prometheus reads it: families of metrics, named psengine_*."""
+"""The status as Prometheus reads it: families of metrics, named psengine_*. Imports prometheus_client, an extra."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields
-from typing import Any
+from typing import Any, get_args
 
-from psengine.environment.extras import missing_extra
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
+from prometheus_client.registry import Collector
+
 from psengine.parameter_server.status_model import (
-    Counts,
     JobCounters,
     JobStatus,
     ServerStatus,
     ShardJob,
     ShardStatus,
     SnapshotStatus,
+    State,
     Transport,
     WorkerStatus,
 )
 
-# Of the training's name. "job" is Prometheus's own label, of what it scrapes; it would rename ours.
+# The training's name. "job" is Prometheus's own label, of what it scrapes; it would rename ours.
 LABEL = "training_job"
 HISTOGRAM_BOUNDS = (0, 1, 2, 4, 8, 16, 32, 63)
 
@@ -28,21 +32,13 @@ Samples = Iterable[tuple[list[str], float]]
 
 
 def render_metrics(status: ServerStatus) -> tuple[str, bytes]:
-    """Content type and text of ``status`` for Prometheus.
-
-    Raises:
-        MissingExtraError: prometheus_client is not installed.
-    """
-    try:
-        from prometheus_client import CollectorRegistry, generate_latest
-        from prometheus_client.exposition import CONTENT_TYPE_LATEST
-        from prometheus_client.registry import Collector
-    except ImportError as error:
-        raise missing_extra("metrics", error) from error
+    """Content type and text of ``status`` for Prometheus."""
 
     class StatusCollector(Collector):
         def collect(self) -> Iterable[Any]:
-            yield from _of_server(status)
+            yield _gauge("healthy", "Whether every shard answers.", [], [([], float(status.healthy))])
+            yield _gauge("uptime_seconds", "Since the process started.", [], [([], status.uptime_s or 0.0)])
+            yield _counter("refused_connections", "Wrong or no key.", [], [([], status.refused_connections)])
             yield from _of_shards(status.answering)
             yield from _of_workers(status.jobs)
             if status.snapshot is not None:
@@ -51,12 +47,6 @@ def render_metrics(status: ServerStatus) -> tuple[str, bytes]:
     registry = CollectorRegistry(auto_describe=False)
     registry.register(StatusCollector())
     return CONTENT_TYPE_LATEST, generate_latest(registry)
-
-
-def _of_server(status: ServerStatus) -> Iterator[Any]:
-    yield _gauge("healthy", "Whether every shard answers.", [], [([], float(status.healthy))])
-    yield _gauge("uptime_seconds", "Since the process started.", [], [([], status.uptime_s or 0.0)])
-    yield _counter("refused_connections", "Wrong or no key.", [], [([], status.refused_connections)])
 
 
 def _of_shards(shards: list[ShardStatus]) -> Iterator[Any]:
@@ -84,8 +74,8 @@ def _of_shards(shards: list[ShardStatus]) -> Iterator[Any]:
     yield _histogram("lead", "Steps an answered worker was ahead of the slowest.", jobs)
 
 
-def _of_workers(jobs: Any) -> Iterator[Any]:
-    """Of jobs as a whole, over all shards; what is not known is left out."""
+def _of_workers(jobs: Mapping[str, JobStatus]) -> Iterator[Any]:
+    """Of jobs as a whole, over all shards; unknown values are left out."""
     workers = [([name, str(worker.rank)], worker) for name, job in jobs.items() for worker in job.workers]
 
     def known(field: str, *label: str) -> list[tuple[list[str], float]]:
@@ -102,7 +92,9 @@ def _of_workers(jobs: Any) -> Iterator[Any]:
     quantiles = [*known("staleness_p50", "0.5"), *known("staleness_p99", "0.99")]
     yield _gauge("worker_staleness", "Quantiles of its pushes' staleness.", [*by_worker, "quantile"], quantiles)
     states = [
-        ([name, state], _count(job, state)) for name, job in jobs.items() for state in ("live", "joining", "silent")
+        ([name, state], sum(worker.state == state for worker in job.workers))
+        for name, job in jobs.items()
+        for state in get_args(State)
     ]
     yield _gauge("job_workers", "Workers of the job by state.", [LABEL, "state"], states)
 
@@ -111,19 +103,15 @@ def _of_snapshots(snapshot: SnapshotStatus) -> Iterator[Any]:
     yield _gauge("snapshot_generation", "Durable to.", [], [([], snapshot.generation or 0)])
     age: Samples = [] if snapshot.age_s is None else [([], snapshot.age_s)]
     yield _gauge("snapshot_age_seconds", "Since the latest was last known to hold everything.", [], age)
-    yield _gauge("snapshot_seconds", "What the last one took.", [], [([], snapshot.last_seconds)])
+    yield _gauge("snapshot_seconds", "How long the last one took.", [], [([], snapshot.last_seconds)])
     yield _counter("snapshot_failures", "Snapshots not written.", [], [([], snapshot.failures)])
 
 
 def _gauge(name: str, text: str, labels: list[str], samples: Samples) -> Any:
-    from prometheus_client.core import GaugeMetricFamily
-
     return _filled(GaugeMetricFamily(f"psengine_{name}", text, labels=labels), samples)
 
 
 def _counter(name: str, text: str, labels: list[str], samples: Samples) -> Any:
-    from prometheus_client.core import CounterMetricFamily
-
     return _filled(CounterMetricFamily(f"psengine_{name}", text, labels=labels), samples)
 
 
@@ -134,11 +122,9 @@ def _filled(family: Any, samples: Samples) -> Any:
 
 
 def _histogram(name: str, text: str, jobs: list[tuple[list[str], ShardJob]]) -> Any:
-    from prometheus_client.core import HistogramMetricFamily
-
     family = HistogramMetricFamily(f"psengine_{name}", text, labels=[LABEL, "shard"])
     for labels, job in jobs:
-        counts: Counts = getattr(job, name)
+        counts = getattr(job, name)
         buckets = [(str(float(b)), sum(c for key, c in counts.items() if int(key) <= b)) for b in HISTOGRAM_BOUNDS]
         buckets.append(("+Inf", sum(counts.values())))
         # The largest values are counted together; their sum is exact.
@@ -148,9 +134,4 @@ def _histogram(name: str, text: str, jobs: list[tuple[list[str], ShardJob]]) -> 
 
 def _counters_of(model: type) -> list[tuple[str, str]]:
     """Fields of the model that are exported as counters: name and explanation."""
-    named = [(one.name, one.metadata.get("counter", "")) for one in fields(model)]
-    return [(name, text) for name, text in named if text]
-
-
-def _count(job: JobStatus, state: str) -> int:
-    return sum(worker.state == state for worker in job.workers)
+    return [(one.name, text) for one in fields(model) if (text := one.metadata.get("counter", ""))]

@@ -1,4 +1,4 @@
-"""What the status was: rings of samples in memory, so that charts need no database.
+"""Samples of the status in memory, so that charts need no database.
 
     History (a thread) ── once a second ──► status ──┬─► Track: 600 samples, 1 s apart      the last ten minutes
                                                      └─► Track: 1440 samples, 60 s apart    the last day
@@ -19,21 +19,20 @@ from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any
 
-from psengine.parameter_server.status_model import JobStatus, ServerStatus
+from psengine.parameter_server.status_model import NOT_FINITE, JobStatus, ServerStatus
 
 logger = logging.getLogger(__name__)
 
 _dumps = json.JSONEncoder(allow_nan=False, separators=(",", ":")).encode
 
 LENGTHS = {1: 600, 60: 1440}
-# What is kept of each kind of row.
 FIELDS = {
     "shard": ("bytes_in_per_s", "bytes_out_per_s"),
     "job": ("applied_per_s", "refused_per_s", "staleness_mean"),
     "worker": ("step", "loss", "steps_per_s"),
 }
-# Bounds memory: workers cost 24 bytes a sample, 12.5 MB in all with both tracks full.
-MAX_ROWS = {"shard": 256, "job": 64, "worker": 256}
+# Shards, jobs and workers together. Bounds memory: a row costs 24 bytes a sample, 15 MB in all with both tracks full.
+MAX_ROWS = 320
 
 
 class _Row:
@@ -52,7 +51,7 @@ class _Row:
         self._counts: Mapping[str, float] = {}
         self._counted_s = -math.inf
 
-    def rates(self, counts: Mapping[str, float], now_s: float) -> dict[str, float]:
+    def rates(self, now_s: float, **counts: float) -> dict[str, float]:
         """Per second since the last call; NaN at the first, and where a counter began anew."""
         elapsed_s = now_s - self._counted_s
         found = {}
@@ -64,72 +63,48 @@ class _Row:
         return found
 
 
-class _Rows:
-    """The rows of one kind, those seen last at the end; a row that was missing for a whole track is forgotten.
-
-    Where there is no room for a new row, it replaces the row that has been missing the longest, if any is missing.
-    """
-
-    def __init__(self, kind: str, max_rows: int, length: int) -> None:
-        self._fields, self._max_rows, self._length = FIELDS[kind], max_rows, length
-        self.rows: dict[Any, _Row] = {}
-
-    def begin(self, number: int) -> None:
-        """Sample ``number`` begins: nothing is known of any row."""
-        self.rows = {key: row for key, row in self.rows.items() if number - row.seen < self._length}
-        for row in self.rows.values():
-            for series in row.series.values():
-                series[number % self._length] = math.nan
-
-    def row(self, key: Any, number: int) -> _Row | None:
-        """The row of ``key``, which is part of sample ``number``; None where there is no room."""
-        row = self.rows.pop(key, None)
-        if row is None:
-            if len(self.rows) >= self._max_rows:
-                longest_missing = next(iter(self.rows))
-                if self.rows[longest_missing].seen >= number - 1:
-                    return None
-                del self.rows[longest_missing]
-            row = _Row(self._fields, self._length)
-        self.rows[key] = row
-        row.seen = number
-        return row
-
-
 class Track:
     """Samples at one distance; not thread-safe.
+
+    A row that was missing for the whole track is forgotten. Where there is no room, a new row replaces the one that has
+    been missing the longest, if any is missing.
 
     Args:
         interval_s: distance of samples.
         length: how many are kept.
-        max_rows: how many shards, jobs and workers of all jobs are followed.
+        max_rows: how many shards, jobs and workers are followed.
     """
 
-    def __init__(self, interval_s: int, length: int, max_rows: Mapping[str, int] = MAX_ROWS) -> None:
+    def __init__(self, interval_s: int, length: int, max_rows: int = MAX_ROWS) -> None:
         self.interval_s = interval_s
         self._length = length
+        self._max_rows = max_rows
         self._unix_s = array("d", [math.nan]) * length
         self._count = 0
-        self._rows = {kind: _Rows(kind, max_rows[kind], length) for kind in FIELDS}
+        # By ("shard", index), ("job", name) or ("worker", name of the job, rank); the last seen row at the end.
+        self._rows: dict[tuple[Any, ...], _Row] = {}
 
     def record(self, status: ServerStatus, now_s: float, unix_s: float) -> None:
         """Take a sample.
 
         Args:
-            status: shards that do not answer are not known at this time, and no job where a shard does not answer.
+            status: a shard that does not answer leaves a gap in its own series, and in those of all jobs.
             now_s: monotonic time.
             unix_s: the sample's date.
         """
-        # Rounded as it is shown: the page asks for what is newer than the newest that it was shown.
-        self._unix_s[self._count % self._length] = round(unix_s, 3)
-        for rows in self._rows.values():
-            rows.begin(self._count)
+        slot = self._count % self._length
+        # Rounded as it is shown: the page asks for samples newer than the newest that it has.
+        self._unix_s[slot] = round(unix_s, 3)
+        self._rows = {key: row for key, row in self._rows.items() if self._count - row.seen < self._length}
+        for row in self._rows.values():
+            for series in row.series.values():
+                series[slot] = math.nan
         for shard in status.answering:
-            row = self._rows["shard"].row(shard.index, self._count)
-            if row is not None and shard.transport is not None:
-                moved = {"in": shard.transport.received_bytes, "out": shard.transport.sent_bytes}
-                rates = row.rates(moved, now_s)
-                self._write(row, bytes_in_per_s=rates["in"], bytes_out_per_s=rates["out"])
+            shard_row = self._row("shard", shard.index)
+            if shard_row is not None and shard.transport is not None:
+                moved = shard.transport
+                rates = shard_row.rates(now_s, bytes_in=moved.received_bytes, bytes_out=moved.sent_bytes)
+                self._write(shard_row, rates["bytes_in"], rates["bytes_out"])
         # Without a shard's part a job's counters are too small, and the next rates would be too large.
         if not status.mute:
             for name, job in status.jobs.items():
@@ -137,27 +112,39 @@ class Track:
         self._count += 1
 
     def _record_job(self, name: str, job: JobStatus, now_s: float) -> None:
-        row = self._rows["job"].row(name, self._count)
+        row = self._row("job", name)
         if row is None:
             return
         refused = sum(count for reason, count in job.refused.items() if reason != "abstained")
-        counts = {"applied": job.applied, "refused": refused, "sum": job.staleness_sum}
-        rates = row.rates({**counts, "pushes": sum(job.staleness.values())}, now_s)
-        staleness = rates["sum"] / rates["pushes"] if rates["pushes"] > 0 else math.nan
-        self._write(row, applied_per_s=rates["applied"], refused_per_s=rates["refused"], staleness_mean=staleness)
+        pushes = sum(job.staleness.values())
+        rates = row.rates(now_s, applied=job.applied, refused=refused, pushes=pushes, staleness=job.staleness_sum)
+        staleness = rates["staleness"] / rates["pushes"] if rates["pushes"] > 0 else math.nan
+        self._write(row, rates["applied"], rates["refused"], staleness)
         for worker in job.workers:
-            row = self._rows["worker"].row((name, worker.rank), self._count)
-            if row is None:
+            if (row := self._row("worker", name, worker.rank)) is None:
                 continue
             steps_per_s = worker.steps_per_s
             if steps_per_s is None and worker.step is not None:
-                steps_per_s = row.rates({"step": worker.step}, now_s)["step"]
-            loss = worker.loss if isinstance(worker.loss, int | float) else None
-            self._write(row, step=worker.step, loss=loss, steps_per_s=steps_per_s)
+                steps_per_s = row.rates(now_s, step=worker.step)["step"]
+            self._write(row, worker.step, worker.loss if worker.loss != NOT_FINITE else None, steps_per_s)
 
-    def _write(self, row: _Row, **values: float | None) -> None:
-        for field, value in values.items():
-            row.series[field][self._count % self._length] = math.nan if value is None else value
+    def _row(self, *key: Any) -> _Row | None:
+        """The row of ``key`` as part of the current sample; None where there is no room."""
+        row = self._rows.pop(key, None)
+        if row is None:
+            if len(self._rows) >= self._max_rows:
+                longest_missing = next(iter(self._rows))
+                if self._rows[longest_missing].seen >= self._count - 1:
+                    return None
+                del self._rows[longest_missing]
+            row = _Row(FIELDS[key[0]], self._length)
+        self._rows[key] = row
+        row.seen = self._count
+        return row
+
+    def _write(self, row: _Row, *values: float | None) -> None:
+        for series, value in zip(row.series.values(), values, strict=True):
+            series[self._count % self._length] = math.nan if value is None else value
 
     def to_text(self, since_unix_s: float = 0.0) -> str:
         """JSON: samples after ``since_unix_s``, oldest first, null where something is not known.
@@ -171,16 +158,20 @@ class Track:
             if isinstance(value, array):
                 return _dumps([_plain(value[slot]) for slot in slots])
             if isinstance(value, dict):
-                return "{" + ",".join(f"{_dumps(name)}:{text_of(item)}" for name, item in value.items()) + "}"
+                return "{" + ",".join(f"{_dumps(str(name))}:{text_of(item)}" for name, item in value.items()) + "}"
             return "[" + ",".join(map(text_of, value)) + "]" if isinstance(value, list) else _dumps(value)
 
-        jobs: dict[str, Any] = {name: {**row.series, "workers": {}} for name, row in self._rows["job"].rows.items()}
-        for (name, rank), row in self._rows["worker"].rows.items():
-            if name in jobs:
-                jobs[name]["workers"][str(rank)] = row.series
-        shards = [{"index": index, **row.series} for index, row in self._rows["shard"].rows.items()]
-        times = _dumps([self._unix_s[slot] for slot in slots])
-        return f'{{"interval_s":{self.interval_s},"unix_s":{times},"shards":{text_of(shards)},"jobs":{text_of(jobs)}}}'
+        shards: list[Any] = []
+        jobs: dict[str, dict[str, Any]] = {}
+        for (kind, name, *rank), row in sorted(self._rows.items()):
+            if kind == "shard":
+                shards.append({"index": name, **row.series})
+            elif kind == "job":
+                jobs[name] = {**row.series, "workers": {}}
+            elif name in jobs:
+                jobs[name]["workers"][rank[0]] = row.series
+        unix_s = [self._unix_s[slot] for slot in slots]
+        return text_of({"interval_s": self.interval_s, "unix_s": unix_s, "shards": shards, "jobs": jobs})
 
 
 class History:

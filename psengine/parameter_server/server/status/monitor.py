@@ -3,6 +3,9 @@
 Any user of this machine may read. A page of another site, in a browser on this machine, may not: no answer carries CORS
 headers; requests that the browser marks as another site's are refused, and so are requests under another host's name,
 which DNS rebinding would send. Changes need the token (``actions.py``).
+
+Limits keep /healthz answered: 64 connections, of which one that has not asked yet makes room for a newcomer; 8 requests
+at work, beyond which the port says that it is busy. /healthz needs no place among the 8.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ import json
 import logging
 import math
 import re
+import socket
 import threading
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -19,19 +23,19 @@ from types import TracebackType
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
+from psengine.environment.extras import missing_extra
 from psengine.errors import MissingExtraError
 from psengine.parameter_server.server.status.actions import Actions
-from psengine.parameter_server.server.status.connection_limits import ConnectionSlots, RequestPlaces, cut
 from psengine.parameter_server.server.status.dashboard_page import NOTHING, dashboard
-from psengine.parameter_server.server.status.exposition import render_metrics
 from psengine.parameter_server.server.status.history import LENGTHS, History
 from psengine.parameter_server.status_model import ServerStatus, to_json
 
 logger = logging.getLogger(__name__)
 
 HOST = "127.0.0.1"
-REQUEST_TIMEOUT_S = 5.0  # of one read
-REQUEST_DEADLINE_S = 10.0
+REQUEST_TIMEOUT_S = 5.0  # of one read, and of an answer
+MAX_CONNECTIONS = 64
+MAX_REQUESTS = 8
 _JSON = "application/json; charset=utf-8"
 _TEXT = "text/plain; charset=utf-8"
 _HTML = "text/html; charset=utf-8"
@@ -64,19 +68,15 @@ class Pages:
     """
 
     def __init__(
-        self,
-        status: Callable[[], ServerStatus],
-        is_healthy: Callable[[], bool],
-        history: History,
-        actions: Actions,
+        self, status: Callable[[], ServerStatus], is_healthy: Callable[[], bool], history: History, actions: Actions
     ) -> None:
         self.actions = actions
         self._history = history
         self._pages: dict[str, Callable[[], Page]] = {
             "/": lambda: (200, _HTML, dashboard()[0]),
             "/healthz": lambda: (200, _TEXT, b"ok\n") if is_healthy() else (503, _TEXT, b"a shard does not answer\n"),
-            "/status.json": lambda: json_page(200, to_json(status())),
-            "/metrics": lambda: (200, *render_metrics(status())),
+            "/status.json": lambda: _json_page(200, to_json(status())),
+            "/metrics": lambda: _metrics_page(status()),
         }
 
     def read(self, path: str, query: dict[str, str]) -> Page:
@@ -144,33 +144,38 @@ class _Server(ThreadingHTTPServer):
 
     def __init__(self, port: int, pages: Pages) -> None:
         self.pages = pages
-        self.slots = ConnectionSlots()
-        self.places = RequestPlaces()
+        self.places = threading.BoundedSemaphore(MAX_REQUESTS)
+        self._lock = threading.Lock()
+        # By open connection whether its request is complete; the oldest connection first.
+        self._has_asked: dict[socket.socket, bool] = {}
         super().__init__((HOST, port), _Handler)
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        if not self.slots.take(request):
-            self.shutdown_request(request)
-            return
-        try:
+        with self._lock:
+            if len(self._has_asked) >= MAX_CONNECTIONS:
+                silent = next((other for other, has_asked in self._has_asked.items() if not has_asked), None)
+                if silent is not None:
+                    del self._has_asked[silent]
+                    with contextlib.suppress(OSError):
+                        silent.shutdown(socket.SHUT_RDWR)  # its thread reads the end, and ends
+            has_slot = len(self._has_asked) < MAX_CONNECTIONS
+            if has_slot:
+                self._has_asked[request] = False
+        if has_slot:
             super().process_request(request, client_address)
-        except BaseException:
-            self.slots.release(request)  # there is no thread that would
-            raise
-
-    def process_request_thread(self, request: Any, client_address: Any) -> None:
-        # The handler's timeout is per read: a client that sends one byte at a time would hold the slot for ever.
-        clock = threading.Timer(REQUEST_DEADLINE_S, cut, [request])
-        clock.daemon = True
-        try:
-            clock.start()
-            super().process_request_thread(request, client_address)
-        except RuntimeError:  # no thread for the clock; errors of the request are handled inside
-            self.handle_error(request, client_address)
+        else:
             self.shutdown_request(request)
-        finally:
-            clock.cancel()
-            self.slots.release(request)
+
+    def asked(self, connection: socket.socket) -> None:
+        """The request of a connection is complete, or is no request."""
+        with self._lock:
+            if connection in self._has_asked:
+                self._has_asked[connection] = True
+
+    def shutdown_request(self, request: Any) -> None:
+        with self._lock:
+            self._has_asked.pop(request, None)
+        super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         logger.debug("a status request failed", exc_info=True)
@@ -184,7 +189,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def parse_request(self) -> bool:
         is_understood = super().parse_request()
-        self.server.slots.asked(self.connection)
+        self.server.asked(self.connection)
         return is_understood
 
     def do_GET(self) -> None:
@@ -210,15 +215,12 @@ class _Handler(BaseHTTPRequestHandler):
         if "Transfer-Encoding" in self.headers or not re.fullmatch(r"[0-9]{1,4}", length):
             raise _RefusedError(413, "the body is too long (expected none, or up to 9999 bytes by its Content-Length)")
         actions, name = self.server.pages.actions, path.removeprefix("/actions/")
-        # Before the body is read: nobody else's body is waited for.
+        # Before the body is read: a body without the token is not waited for.
         refused = actions.refusal(name, query, self.headers.get("Authorization"))
         if refused is not None:
-            return json_page(*refused)
-        try:
-            self.rfile.read(int(length))
-        except TimeoutError:
-            raise _RefusedError(408, f"the body did not come (expected {length} bytes; none is needed)") from None
-        return json_page(*actions.perform(name, query))
+            return _json_page(*refused)
+        self.rfile.read(int(length))
+        return _json_page(*actions.perform(name, query))
 
     def _address(self) -> tuple[str, dict[str, str]]:
         try:
@@ -232,19 +234,20 @@ class _Handler(BaseHTTPRequestHandler):
         return parts.path, query
 
     def _answer(self, make: Callable[[], Page]) -> None:
+        needs_place = self.path != "/healthz"
+        if needs_place and not self.server.places.acquire(blocking=False):
+            self._write((503, _TEXT, b"too many ask at once; ask again. /healthz is always answered\n"))
+            return
         try:
-            self._check_origin()
-            places = contextlib.nullcontext(True) if self.path == "/healthz" else self.server.places.take()
-            with places as has_place:
-                if not has_place:
-                    raise _RefusedError(503, "too many ask at once; ask again. /healthz is always answered")
-                # Within its place: clients that do not read their answers take no memory of others.
-                self._write(self._made(make))
-        except _RefusedError as refusal:
-            self._write(refusal.page)
+            # Written within its place: clients that do not read their answers take no memory of others.
+            self._write(self._made(make))
+        finally:
+            if needs_place:
+                self.server.places.release()
 
     def _made(self, make: Callable[[], Page]) -> Page:
         try:
+            self._check_origin()
             return make()
         except MissingExtraError as error:
             return 501, _TEXT, f"{error}\n".encode()
@@ -282,7 +285,7 @@ class _Handler(BaseHTTPRequestHandler):
         hosts = self.headers.get_all("Host") or []
         if len(hosts) != 1 or not _LOOPBACK.fullmatch(hosts[0].strip()):
             raise _RefusedError(421, "this port answers to 127.0.0.1, localhost and [::1] alone")
-        # A link of another site may lead to the dashboard: the page itself tells nothing, and cannot be framed.
+        # A link of another site may lead to the dashboard: the page itself holds no data, and cannot be framed.
         if self.headers.get("Sec-Fetch-Site") not in _OUR_SITES and self.path != "/":
             raise _RefusedError(403, "pages of other sites get nothing (expected Sec-Fetch-Site: same-origin or none)")
 
@@ -291,6 +294,14 @@ class _Handler(BaseHTTPRequestHandler):
         logger.debug("status request: %r", format % arguments)
 
 
-def json_page(code: int, content: Any) -> Page:
+def _metrics_page(status: ServerStatus) -> Page:
+    try:
+        from psengine.parameter_server.server.status.exposition import render_metrics
+    except ImportError as error:
+        raise missing_extra("metrics", error) from error
+    return 200, *render_metrics(status)
+
+
+def _json_page(code: int, content: Any) -> Page:
     """JSON without NaN, which browsers refuse: a loss that is not finite is called "nan"."""
     return code, _JSON, json.dumps(content, allow_nan=False, separators=(",", ":")).encode()
