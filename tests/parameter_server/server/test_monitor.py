@@ -19,6 +19,7 @@ from support.shard_world import World, spec, team
 from support.statuses import TIMES, shard, worker
 from support.statuses import server as server_status
 
+from psengine.errors import ConfigurationError
 from psengine.parameter_server.client.embedded import EmbeddedServer
 from psengine.parameter_server.server import shard_group
 from psengine.parameter_server.server.shard_group import ShardGroup
@@ -35,6 +36,7 @@ from psengine.parameter_server.server.status.monitor import (
 )
 from psengine.parameter_server.server.transport.shard_thread import ShardThread
 from psengine.parameter_server.status_model import SnapshotStatus, WorkerTimes
+from psengine.protocol.keys import read_token
 
 GRAFANA = Path(__file__).parents[3] / "docs" / "grafana" / "psengine.json"
 TOKEN = "correct-horse-battery-staple"
