@@ -15,7 +15,7 @@ from support.shard_world import APPLY, ErrorCode, Worker, World, codes, spec, te
 from psengine.parameter_server.server.core.events import MAX_EVENTS, SNAPSHOT_FAILED_REPEAT_S, EventLog
 from psengine.parameter_server.server.core.shard_jobs import MAX_JOBS, MAX_JOBS_OF_ONE
 from psengine.parameter_server.server.core.surroundings import Clocks
-from psengine.parameter_server.server.status.actions import ActionHandlers, Actions
+from psengine.parameter_server.server.status.actions import Actions
 from psengine.protocol.messages import MessageType
 
 TOKEN = "correct-horse-battery-staple"
@@ -163,8 +163,7 @@ def busy(job):
     ],
 )
 def test_the_action_says_what_became_of_the_job(forget, code, text):
-    handlers = ActionHandlers(snapshot=None, evict=lambda job, rank: False, forget=forget, shut_down=lambda: None)
-    actions = Actions(TOKEN, handlers)
+    actions = Actions(TOKEN, snapshot=None, evict=lambda job, rank: False, forget=forget, shut_down=lambda: None)
     assert actions.refusal("forget", {"job": "a b"}, f"Bearer {TOKEN}") is None
     answered, content = actions.perform("forget", {"job": "a b"})
     assert answered == code
