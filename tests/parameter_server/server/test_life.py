@@ -203,10 +203,10 @@ class Room:
                 now_s=self.now_s,
                 **options,
             )
-            if greeting.member is not None:
+            if not isinstance(greeting, str):
                 return greeting.member
             self.now_s += CLAIM_PATIENCE_S / 4
-        raise AssertionError(greeting.verdict)
+        raise AssertionError(greeting)
 
     def remove(self, rank):
         self.membership.remove(rank, progress=0, now_s=self.now_s)

@@ -26,7 +26,7 @@ class Room:
 
     def enter(self, rank, nonce, **options):
         greeting = self.greet(rank, nonce, **options)
-        assert greeting.verdict == "member"
+        assert not isinstance(greeting, str)
         self.membership.admit(greeting.member.rank)
         return greeting.member
 
@@ -41,7 +41,7 @@ class Room:
             for member in alive:
                 self.find(member)
             greeting = self.greet(rank, nonce)
-            if greeting.verdict != "wait":
+            if greeting != "wait":
                 return greeting, self.now_s - start_s
             self.now_s += 0.1
         return greeting, self.now_s - start_s
@@ -67,9 +67,9 @@ class TestRanks:
 
     def test_a_rank_of_another_key_is_denied_even_with_its_nonce(self, room):
         room.enter(0, 11, user_id="alice")
-        assert room.greet(0, 12, user_id="mallory").verdict == "denied"
-        assert room.greet(0, 11, user_id="mallory").verdict == "denied"
-        assert room.greet(0, 11, user_id="alice").verdict == "member"
+        assert room.greet(0, 12, user_id="mallory") == "denied"
+        assert room.greet(0, 11, user_id="mallory") == "denied"
+        assert room.greet(0, 11, user_id="alice").member.rank == 0
 
     def test_another_key_does_not_renew_a_lease_or_take_the_route(self, room):
         member = room.enter(0, 11, user_id="alice")
@@ -82,7 +82,7 @@ class TestClaims:
     def test_a_second_process_of_a_living_rank_is_a_duplicate(self, room):
         first = room.enter(0, 11)
         greeting, seconds = room.poll(0, 12, 10, alive=[first])
-        assert greeting.verdict == "duplicate"
+        assert greeting == "duplicate"
         assert seconds < CLAIM_PATIENCE_S
         assert room.find(first) is first
 
@@ -90,7 +90,7 @@ class TestClaims:
         first = room.enter(0, 11)
         greeting, seconds = room.poll(0, 12, 10)
         assert seconds == pytest.approx(CLAIM_PATIENCE_S, abs=0.15)
-        assert greeting.is_new_process
+        assert not greeting.member.phase.was_live
         assert greeting.replaced_live
         assert not greeting.member.phase.is_live
         assert greeting.member.incarnation > first.incarnation
@@ -99,11 +99,11 @@ class TestClaims:
 
     def test_a_message_already_under_way_does_not_count_as_life(self, room):
         first = room.enter(0, 11)
-        assert room.greet(0, 12).verdict == "wait"
+        assert room.greet(0, 12) == "wait"
         room.now_s += 0.3
         room.find(first)
         greeting, _ = room.poll(0, 12, 10)
-        assert greeting.verdict == "member"
+        assert greeting.replaced_live
 
     def test_two_newcomers_do_not_put_each_other_off(self, room):
         first = room.enter(0, 11)
@@ -113,24 +113,24 @@ class TestClaims:
             room.find(first)
             for nonce in verdicts:
                 if verdicts[nonce] == "wait":
-                    verdicts[nonce] = room.greet(0, nonce).verdict
+                    verdicts[nonce] = room.greet(0, nonce)
         assert set(verdicts.values()) == {"duplicate"}
 
     def test_an_old_claim_does_not_judge_a_newcomer(self, room):
         first = room.enter(0, 11)
-        assert room.greet(0, 12).verdict == "wait"
+        assert room.greet(0, 12) == "wait"
         room.now_s += 60
         room.find(first)  # and dies now
         room.now_s += 0.2
-        assert room.greet(0, 13).verdict == "wait"
-        assert room.poll(0, 13, 10)[0].verdict == "member"
+        assert room.greet(0, 13) == "wait"
+        assert room.poll(0, 13, 10)[0].replaced_live
 
     def test_what_the_lead_decided_holds_at_once_elsewhere(self, room):
         first = room.enter(0, 11)
         greeting = room.greet(0, 12, incarnation=first.incarnation + 5)
-        assert greeting.verdict == "member"
+        assert greeting.replaced_live
         assert greeting.member.incarnation == first.incarnation + 5
-        assert room.greet(0, 11, incarnation=first.incarnation).verdict == "wait"
+        assert room.greet(0, 11, incarnation=first.incarnation) == "wait"
 
 
 class TestIncarnations:
@@ -146,7 +146,7 @@ class TestIncarnations:
         again = room.greet(0, 11)
         assert again.member.incarnation == first.incarnation
         assert again.member.phase.is_live
-        assert not again.is_new_process
+        assert again.member.phase.was_live
 
     def test_an_evicted_worker_gets_a_new_one_from_the_lead(self, room):
         first = room.enter(0, 11)
@@ -154,7 +154,7 @@ class TestIncarnations:
         again = room.greet(0, 11, progress=3)
         assert again.member.incarnation > first.incarnation
         assert again.missed_nothing
-        assert not again.is_new_process
+        assert again.member.phase.was_live
 
     @pytest.mark.parametrize("change", [0, -7, 7])
     def test_elsewhere_the_leads_is_taken_whatever_was_known(self, room, change):
@@ -192,12 +192,12 @@ class TestLeases:
         assert not room.greet(0, 11, progress=4).missed_nothing
 
     def test_a_newcomer_that_never_was_live_stays_one(self, room):
-        assert room.greet(0, 11).is_new_process
-        assert room.greet(0, 11).is_new_process
+        assert not room.greet(0, 11).member.phase.was_live
+        assert not room.greet(0, 11).member.phase.was_live
         room.membership.remove(0, progress=0, now_s=room.now_s)
-        assert room.greet(0, 11).is_new_process
+        assert not room.greet(0, 11).member.phase.was_live
         room.membership.admit(0)
-        assert not room.greet(0, 11).is_new_process
+        assert room.greet(0, 11).member.phase.was_live
 
     def test_survivors_are_the_live_and_those_gone_for_less_than_a_lease(self, room):
         room.enter(0, 11)
@@ -219,14 +219,14 @@ class TestLeases:
         room.enter(0, 11)
         gone = room.enter(1, 12)
         room.membership.remove(gone.rank, progress=1, now_s=room.now_s)
-        assert room.greet(0, 13).verdict == "wait"
+        assert room.greet(0, 13) == "wait"
         pause_s = 100.0
         room.now_s += pause_s
         room.membership.stood_still(pause_s)
         assert room.membership.is_remembered(room.now_s)
         # The claim goes on where it stood: with its patience over, and the holder silent, the rank is handed over.
         room.now_s += CLAIM_PATIENCE_S
-        assert room.greet(0, 13).verdict == "member"
+        assert room.greet(0, 13).replaced_live
 
 
 class TestExpected:
@@ -235,18 +235,18 @@ class TestExpected:
         assert room.membership.live_ranks == (0, 1)
         greeting = room.greet(1, 12, knows_members=True)
         assert greeting.member.phase.is_live
-        assert not greeting.is_new_process
+        assert greeting.member.phase.was_live
         assert greeting.member.incarnation > 0
 
     def test_a_process_that_knows_nobody_has_to_claim_the_rank(self, room):
         room.membership.expect([0, 1], room.now_s)
-        assert room.greet(1, 12).verdict == "wait"
+        assert room.greet(1, 12) == "wait"
         assert room.greet(1, 13, knows_members=True).member.phase.is_live
 
     def test_nobody_speaks_in_their_name(self, room):
         room.membership.expect([0], room.now_s)
         assert room.membership.find(0, 0, "", b"r", room.now_s) == "stranger"
-        assert room.greet(0, 0).verdict == "wait"
+        assert room.greet(0, 0) == "wait"
 
     def test_their_lease_runs_out(self, room):
         room.membership.expect([0, 1], room.now_s)
@@ -268,7 +268,7 @@ class TestSnapshots:
         other.membership.remove(0, progress=0, now_s=other.now_s, forget=True)
         assert other.membership.is_remembered(other.now_s + LEASE_S)
         again = other.greet(1, 12)
-        assert not again.is_new_process
+        assert again.member.phase.was_live
         assert not again.missed_nothing
 
     def test_merging_takes_the_newest_of_each_rank(self):

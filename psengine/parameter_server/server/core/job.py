@@ -130,7 +130,7 @@ class Job(ABC):
         """
         body = message.body
         rank, members = body.get("rank"), body.get("members") or []
-        holder = self.membership.members.get(rank) if rank is not None else None
+        holder = self.membership.members.get(-1 if rank is None else rank)
         largest = max(rank or 0, body["world_size"] - 1, *members, 0)
         if largest >= MAX_WORKERS:
             raise ProtocolError(
@@ -150,11 +150,11 @@ class Job(ABC):
             now_s=now_s,
             knows_members=rank in members,
         )
-        if greeting.verdict == "wait":
+        if greeting == "wait":
             return "wait", None, []
+        if isinstance(greeting, str):
+            raise self._rank_taken(rank, greeting, holder)
         member = greeting.member
-        if member is None:
-            raise self._rank_taken(rank, greeting)
         if not self.has_started:
             self.expected_workers = max(self.expected_workers, body["world_size"])
         replies = []
@@ -177,10 +177,9 @@ class Job(ABC):
     def _place(self, greeting: Greeting, member: Member, now_s: float) -> tuple[str, list[Reply]]:
         """What a worker is told that is not live, in a job whose values are here: (state of WELCOME, answers)."""
 
-    def _rank_taken(self, rank: int | None, greeting: Greeting) -> ProtocolError:
-        if greeting.verdict == "denied":
+    def _rank_taken(self, rank: int | None, verdict: str, holder: Member | None) -> ProtocolError:
+        if verdict == "denied":
             return ProtocolError(f"rank {rank} of job {self.name!r} belongs to another key", ErrorCode.DUPLICATE_RANK)
-        holder = self.membership.members.get(rank if rank is not None else -1)
         where = f"process {holder.pid} on {holder.host}" if holder is not None else "another process"
         return ProtocolError(
             f"rank {rank} of job {self.name!r} is held by {where}, which is alive. Every worker needs a rank of its"

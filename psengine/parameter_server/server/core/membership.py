@@ -1,8 +1,7 @@
 """Who takes part: leases, incarnations, and who is who after a restart. Pure; the caller brings the time.
 
-What a worker can be, and what leads from one to the next, is the table of ``life.py``. A rank belongs to one process at
-a time. The incarnation, given by the lead, tells two lives of a rank apart; a message of an older one is *fenced*:
-answered by an error and never applied.
+``life.py`` has the table of what a worker can be. A rank belongs to one process at a time. The incarnation, given by
+the lead, tells two lives of a rank apart; a message of an older one is *fenced*: answered by an error, never applied.
 """
 
 from __future__ import annotations
@@ -17,9 +16,9 @@ from psengine.protocol.messages import CONTROL, MessageType
 
 # Longer than two heartbeats: a rank that stayed silent since a newcomer claimed it is dead.
 CLAIM_PATIENCE_S = 2.5
-# What a process sent before it died may still arrive after its successor's first message.
+# Messages that a process sent before it died may still arrive after its successor's first one.
 CLAIM_GRACE_S = 0.5
-# Ranks lie below this: what is remembered of workers that are gone stays bounded.
+# Ranks lie below this: it bounds what is remembered of workers that are gone.
 MAX_WORKERS = 65_536
 
 
@@ -68,6 +67,21 @@ class Member:
         """Something happens to it."""
         self.phase = after(MEMBER, self.phase, event)
 
+    def to_meta(self) -> dict[str, Any]:
+        """For a snapshot."""
+        names = ("rank", "incarnation", "nonce", "user_id", "host", "pid")
+        phases = {"is_live": self.phase.is_live, "was_live": self.phase.was_live}
+        return {**{name: getattr(self, name) for name in names}, **phases}
+
+    @staticmethod
+    def from_meta(meta: Mapping[str, Any], now_s: float) -> Member:
+        """Inverse of ``to_meta``, with a fresh lease."""
+        phase = MemberPhase.BEHIND if meta["was_live"] else MemberPhase.NEWCOMER
+        if meta["is_live"]:
+            phase = MemberPhase.LIVE
+        identity = meta["rank"], meta["incarnation"], meta["nonce"], meta["user_id"]
+        return Member(*identity, b"", phase, now_s, meta["host"], meta["pid"])
+
 
 @dataclass(slots=True)
 class _Claim:
@@ -79,31 +93,25 @@ class _Claim:
 
 @dataclass(slots=True)
 class _Absence:
-    """What is remembered of a worker that is gone."""
+    """A worker that is gone: its last state, the job's progress, and when it went."""
 
-    nonce: int
-    incarnation: int
+    member: Member
     progress: int
     since_s: float
-    phase: MemberPhase
 
 
 @dataclass(frozen=True, slots=True)
 class Greeting:
-    """What came of a HELLO.
+    """The result of a HELLO that was accepted.
 
     Attributes:
-        verdict: "member" (``member`` is set), "wait" (ask again), "duplicate" (the rank's process is alive) or "denied"
-            (the rank belongs to another key).
-        is_new_process: it has never been live here: it has no state, and numbers its exchanges anew.
+        member: the worker.
         missed_nothing: it was gone, and the job did nothing meanwhile.
         progress: of the job when it was put out for its silence; -1 where it was not, or lacks what nobody has.
         replaced_live: the rank was another process's, which exchanges waited for.
     """
 
-    verdict: str
-    member: Member | None = None
-    is_new_process: bool = False
+    member: Member
     missed_nothing: bool = False
     progress: int = -1
     replaced_live: bool = False
@@ -138,27 +146,23 @@ class Membership:
         progress: int,
         now_s: float,
         knows_members: bool = False,
-    ) -> Greeting:
+    ) -> Greeting | str:
         """A worker says HELLO; it becomes a member, not live yet.
 
-        Args:
-            rank: the one it wants; None takes that of the same process before, else the lowest free one.
-            nonce: see ``Member``, as for the following.
-            user_id: its key.
-            route: its connection.
-            host: its host.
-            pid: its process.
-            incarnation: the one the lead gave it; 0 asks for one (this shard is the lead).
-            progress: a number that changes whenever the job does something that a worker could miss.
-            now_s: the time.
-            knows_members: it says that it was live, in a life of this server that the server may know nothing of.
+        ``rank`` None takes that of the same process before, else the lowest free one. ``incarnation`` is the one that
+        the lead gave the worker; 0 asks for one (this shard is the lead). ``progress`` is a number that changes
+        whenever the job does something that a worker could miss. ``knows_members``: the worker says that it was live,
+        in a life of this server that the server may know nothing of.
+
+        A string is a refusal: "wait" (ask again), "duplicate" (the rank's process is alive), "denied" (it belongs to
+        another key).
         """
         if rank is None:
             rank = self._rank_of(nonce)
         holder, absence = self.members.get(rank), self._absent.get(rank)
         if holder is not None and holder.user_id != user_id and not holder.is_expected:
-            return Greeting("denied")
-        previous = holder or absence
+            return "denied"
+        previous = holder or (absence.member if absence is not None else None)
         is_awaited = holder is not None and holder.is_expected and knows_members
         is_known = previous is not None and previous.incarnation > 0 and previous.nonce == nonce
         same_process = is_known or is_awaited
@@ -166,7 +170,7 @@ class Membership:
         if holder is not None and not same_process and incarnation <= holder.incarnation:
             verdict = self._judge_claim(rank, holder, now_s)
             if verdict != "free":
-                return Greeting(verdict)
+                return verdict
         self._claims.pop(rank, None)
         self._absent.pop(rank, None)
         is_present = same_process and holder is not None
@@ -178,7 +182,6 @@ class Membership:
         known = previous.incarnation if previous is not None else 0
         if not incarnation:
             incarnation = known if is_present and known else max(known + 1, self.wall_clock_ms())
-        missed_nothing = same_process and absence is not None and absence.progress == progress
         member = Member(rank, incarnation, nonce, user_id, route, phase, now_s, host, pid)
         if holder is not None and is_present:
             member.pushes, member.refused, member.late = holder.pushes, holder.refused, holder.late
@@ -187,22 +190,20 @@ class Membership:
                 member.data_route = holder.data_route
         self.members[rank] = member
         self._recount()
+        left_at = absence.progress if same_process and absence is not None else None
         return Greeting(
-            "member",
             member,
-            is_new_process=not phase.was_live,
-            missed_nothing=missed_nothing,
-            progress=absence.progress if same_process and absence is not None else -1,
+            missed_nothing=left_at == progress,
+            progress=-1 if left_at is None else left_at,
             replaced_live=holder is not None and holder.phase.is_live and not is_present,
         )
 
     def _rank_of(self, nonce: int) -> int:
-        nonces = {rank: member.nonce for rank, member in self._absent.items()}
-        nonces.update({rank: member.nonce for rank, member in self.members.items() if not member.is_expected})
-        for rank, known in nonces.items():
-            if known == nonce:
-                return rank
-        return next(rank for rank in range(len(self.members) + 1) if rank not in self.members)
+        gone = [absence.member for absence in self._absent.values()]
+        here = [member for member in self.members.values() if not member.is_expected]
+        known = (member.rank for member in (*gone, *here) if member.nonce == nonce)
+        free = (rank for rank in range(len(self.members) + 1) if rank not in self.members)
+        return next(known, next(free))
 
     def _judge_claim(self, rank: int, holder: Member, now_s: float) -> str:
         claim = self._claims.get(rank)
@@ -254,38 +255,36 @@ class Membership:
             self._claims.pop(rank, None)
             member.advance(MemberEvent.LEFT)
             if not forget and member.phase is not MemberPhase.ABSENT:
-                self._absent[rank] = _Absence(member.nonce, member.incarnation, progress, now_s, member.phase)
+                self._absent[rank] = _Absence(member, progress, now_s)
             self._recount()
+
+    def _recently_gone(self, now_s: float) -> list[_Absence]:
+        """Workers that have not been gone for a lease."""
+        return [gone for gone in self._absent.values() if now_s - gone.since_s <= self.lease_s]
 
     def has_survivor(self, rank: int, now_s: float) -> bool:
         """Whether another worker than ``rank`` has been live, and is here or has not been gone for a lease."""
-        others = (m for other, m in self.members.items() if other != rank)
-        gone = (one for other, one in self._absent.items() if other != rank and now_s - one.since_s <= self.lease_s)
-        return any(m.phase.was_live for m in others) or any(one.phase.was_live for one in gone)
+        others = [*self.members.values(), *(gone.member for gone in self._recently_gone(now_s))]
+        return any(other.phase.was_live for other in others if other.rank != rank)
 
     def may_others_be_ahead(self, rank: int, progress: int, now_s: float) -> bool:
         """Whether a worker may come back that was put out less than a lease ago, and after ``progress``."""
-        return any(
-            gone.phase.was_live and gone.progress > progress and now_s - gone.since_s <= self.lease_s
-            for other, gone in self._absent.items()
-            if other != rank
-        )
+        others = (gone for gone in self._recently_gone(now_s) if gone.member.rank != rank)
+        return any(gone.member.phase.was_live and gone.progress > progress for gone in others)
 
     def lose_track(self) -> None:
-        """The job goes on from one worker: whoever is gone has to join, however far it was."""
+        """The job goes on from one worker: all who are gone have to join, however far they were."""
         for gone in self._absent.values():
             gone.progress = -1
 
     def begin_anew(self) -> None:
-        """The job begins anew: whoever was live is a survivor of its former life."""
-        for member in self.members.values():
+        """The job begins anew: all who were live are survivors of its former life."""
+        for member in (*self.members.values(), *(gone.member for gone in self._absent.values())):
             member.advance(MemberEvent.ORPHANED)
-        for gone in self._absent.values():
-            gone.phase = after(MEMBER, gone.phase, MemberEvent.ORPHANED)
 
     def is_remembered(self, now_s: float) -> bool:
         """Whether anybody is here, or has not been gone for a lease."""
-        return bool(self.members) or any(now_s - gone.since_s <= self.lease_s for gone in self._absent.values())
+        return bool(self.members or self._recently_gone(now_s))
 
     @property
     def heard_s(self) -> float:
@@ -326,38 +325,12 @@ class Membership:
     def to_meta(self) -> dict[str, Any]:
         """For a snapshot: members, and those gone, whose exchanges must not be applied again when they return."""
         return {
-            "members": [
-                {
-                    "rank": m.rank,
-                    "incarnation": m.incarnation,
-                    "nonce": m.nonce,
-                    "user_id": m.user_id,
-                    "is_live": m.phase.is_live,
-                    "was_live": m.phase.was_live,
-                    "host": m.host,
-                    "pid": m.pid,
-                }
-                for m in self.members.values()
-                if not m.is_expected
-            ],
-            "absent": [
-                {"rank": rank, "incarnation": gone.incarnation, "nonce": gone.nonce, "was_live": gone.phase.was_live}
-                for rank, gone in self._absent.items()
-            ],
+            "members": [member.to_meta() for member in self.members.values() if not member.is_expected],
+            "absent": [gone.member.to_meta() for gone in self._absent.values()],
         }
 
     def restore(self, meta: Mapping[str, Any], now_s: float) -> None:
-        """Take over a snapshot's members, each with a fresh lease."""
-        for m in meta["members"]:
-            phase = MemberPhase.LIVE if m["is_live"] else _away(m)
-            place = m["rank"], m["incarnation"], m["nonce"], m["user_id"], b"", phase, now_s, m["host"], m["pid"]
-            self.members[m["rank"]] = Member(*place)
-        for m in meta["absent"]:
-            # What it missed is not known.
-            self._absent[m["rank"]] = _Absence(m["nonce"], m["incarnation"], -1, now_s, _away(m))
+        """Take over a snapshot's members. What those gone have missed is not known."""
+        self.members = {m["rank"]: Member.from_meta(m, now_s) for m in meta["members"]}
+        self._absent = {m["rank"]: _Absence(Member.from_meta(m, now_s), -1, now_s) for m in meta["absent"]}
         self._recount()
-
-
-def _away(entry: Mapping[str, Any]) -> MemberPhase:
-    """What a snapshot's worker is that exchanges did not wait for."""
-    return MemberPhase.BEHIND if entry["was_live"] else MemberPhase.NEWCOMER
