@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -19,9 +19,6 @@ from psengine.cli.failure_report import show_outcome, speaker
 from psengine.cli.launching.plan import Plan, RunOptions, make_plan
 from psengine.cli.run_arguments import PARTS, ScriptCommand
 from psengine.errors import ConfigurationError
-
-if TYPE_CHECKING:
-    from psengine.cli.launching.run import Outcome
 
 HELP = """Launch a training script: on one machine, or by the same line on every node.
 
@@ -64,7 +61,7 @@ def run(
         typer.Option(
             metavar="NAME[:OPTION=VALUE,...]",
             help="How replicas agree where the script does not say: sync, sync-server, async,"
-            " async:max_staleness=4, ...",
+            " async:max_staleness=4, ..., or one that the script registers.",
         ),
     ] = None,
     collective: Annotated[
@@ -135,6 +132,8 @@ def run(
     ] = None,
 ) -> None:
     """Decide, run, report."""
+    from psengine.cli.launching.run import run_training
+
     options = RunOptions(
         workers=workers,
         strategy=strategy,
@@ -151,25 +150,18 @@ def run(
     plan = make_plan(context.meta[PARTS], options)
     console = Console(stderr=True, highlight=False)
     say = speaker(console)
-    if plan.servers and not plan.uses_servers:
-        say("strategy 'sync' uses no servers: those of --servers serve only a script that chooses another itself")
-    with recorded(plan, timeline, say) as plan:
-        outcome = launch(plan, console)
-        show_outcome(console, outcome, independent=independent)
-    raise typer.Exit(outcome.exit_code)
-
-
-def launch(plan: Plan, console: Console) -> Outcome:
-    """Run ``plan``, with the workers' output on our own stdout and stderr."""
-    from psengine.cli.launching.run import run_training
-
+    for note in plan.notes:
+        say(note)
     sys.stdout.flush()
     is_coloured = (
         sys.stdout.isatty() and console.is_terminal and console.color_system is not None and not console.no_color
     )
-    return run_training(
-        plan, report=speaker(console), stdout=sys.stdout.buffer, stderr=sys.stderr.buffer, is_coloured=is_coloured
-    )
+    with recorded(plan, timeline, say) as plan:
+        outcome = run_training(
+            plan, report=say, stdout=sys.stdout.buffer, stderr=sys.stderr.buffer, is_coloured=is_coloured
+        )
+        show_outcome(console, outcome, independent=independent)
+    raise typer.Exit(outcome.exit_code)
 
 
 @contextmanager

@@ -61,10 +61,8 @@ def test_the_line_is_cut_at_the_script(line, own, torchrun, script):
         (["--workers", "0", WORKER], "expected at least 1"),
         (["--workers", "2", "--nproc-per-node", "2", WORKER], "give one of them"),
         (["--servers", "-1", WORKER], "Invalid value for '--servers'"),
-        (["--strategy", "asink", WORKER], "got 'asink'"),
         (["--strategy", "async:max_stalenes=4", WORKER], "Did you mean max_staleness?"),
         (["--strategy", "sync", "--servers", "2", WORKER], "strategy 'sync' uses no servers"),
-        (["--collective", "mpi", WORKER], "unknown collective"),
         (["--max-restarts", "many", WORKER], "--max-restarts"),
         (["--max-restarts", "-1", WORKER], "expected 0 or more"),
         (["--signals-to-handle", "SIGNOT", WORKER], "got 'SIGNOT'"),
@@ -106,6 +104,38 @@ def test_what_is_wrong_with_the_line_is_one_message(arguments, message, capfd, m
 def test_a_server_is_started_where_the_strategy_names_none(strategy, servers):
     plan = make_plan(RunArguments(script=[WORKER]), RunOptions(strategy=strategy))
     assert (plan.servers, plan.uses_servers) == (servers, strategy != "sync")
+
+
+@pytest.mark.parametrize(
+    ("options", "servers", "note"),
+    [
+        ({"strategy": "mine:every=4"}, 0, "strategy 'mine' is none of psengine's: the script has to register it"),
+        ({"strategy": "asink"}, 0, "Did you mean async?"),
+        ({"strategy": "mine", "servers": 2}, 2, "strategy 'mine'"),
+        ({"strategy": "async:compress=mine,ratio=2"}, 1, "codec 'mine'"),
+        ({"collective": "mine:x=1"}, 0, "collective 'mine'"),
+    ],
+)
+def test_names_that_the_script_registers_are_left_to_it(options, servers, note):
+    plan = make_plan(RunArguments(script=[WORKER]), RunOptions(**options))
+    assert plan.servers == servers
+    (said,) = plan.notes
+    assert note in said
+
+
+REGISTERS = """
+import psengine, torch
+psengine.register_strategy("mine", psengine.strategies.sync_all_reduce.SyncAllReduce)
+psengine.init()
+print(psengine.DistributedDataParallel(torch.nn.Linear(2, 1)).strategy.name)
+"""
+
+
+def test_a_strategy_of_the_script_is_trained_with(tmp_path):
+    (tmp_path / "train.py").write_text(REGISTERS)
+    code, out, err = run_command(["run", "--strategy", "mine", str(tmp_path / "train.py")])
+    assert (code, out) == (0, "sync\n"), err
+    assert err == "psengine run: strategy 'mine' is none of psengine's: the script has to register it\n"
 
 
 def test_one_node_meets_itself_at_a_free_port():

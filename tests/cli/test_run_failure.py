@@ -12,8 +12,8 @@ import pytest
 from support.command_process import WORKER, run_command, running_command
 from support.waiting import eventually
 
-from psengine.cli.launching.deaths import DeathWatch
 from psengine.cli.launching.failure import RankEnd, failure_time, first_failure, last_traceback
+from psengine.cli.launching.processes import DeathWatch
 
 
 @pytest.mark.parametrize(

@@ -94,7 +94,8 @@ def test_nodes_tell_each_other_of_a_signal():
         eventually(lambda: one.first)
         own = replace(SIGNALLED, rank=0, exit_code=1, traceback=("PeerLostError: Lost rank 1",))
         one.settle(own, lambda: False)
-        assert one.first == other.first == SIGNALLED
+        assert one.first == other.first
+        assert (one.first.host, one.first.exit_code) == ("b", -signal.SIGHUP)
         assert first_failure([own, SIGNALLED]).name == "the launcher on host b"
     finally:
         one.close()

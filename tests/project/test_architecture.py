@@ -51,7 +51,6 @@ FLOORS = [
 ]
 MAY_USE_TORCH_DISTRIBUTED = {
     "cli/bench_worker",
-    "cli/launching/agent_hooks",
     "cli/launching/elastic",
     "cli/launching/nodes",
     "cli/launching/torchrun_options",

@@ -2,67 +2,65 @@
 
 The agent meets the other nodes, starts the workers, ends them all when one fails and starts them again. It runs in a
 thread of its own, because its calls to another node's store may hang for minutes while the main thread has to answer
-Ctrl-C. What the agent does not do is added from outside: its ``LogsSpecs`` gives each worker's variables and pipes,
-its START events say which processes there are.
+Ctrl-C. The rest is added from outside: the agent's ``LogsSpecs`` gives each worker's variables and pipes, and its START
+events tell which process is which rank.
 """
 
 from __future__ import annotations
 
+import ctypes
+import json
 import logging
 import os
 import signal
-import socket
 import threading
-from argparse import Namespace
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import closing
 from pathlib import Path
 
 import torch.distributed as dist
 import torch.distributed.run as torchrun
-from torch.distributed.elastic.multiprocessing import LogsDest, SignalException
+from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.launcher.api import elastic_launch
+from typing_extensions import override
 
-from psengine.cli.launching.agent_hooks import Pipes, StartEvents, quiet_agent, raise_in
-from psengine.cli.launching.deaths import DeathWatch
-from psengine.cli.launching.failure import LAUNCHER, UNHANDLED, RankEnd, describe_end, first_failure, last_traceback
-from psengine.cli.launching.interruption import Interruption, kill_group
+from psengine.cli.launching.failure import LAUNCHER, RankEnd, failure_time, first_failure, last_traceback
+from psengine.cli.launching.interruption import Interruption
 from psengine.cli.launching.nodes import NodeFailures
 from psengine.cli.launching.output import KEPT_LINES, WorkerOutput
+from psengine.cli.launching.plan import Plan
+from psengine.cli.launching.processes import DeathWatch, kill_group
 from psengine.cli.launching.torchrun_options import node_counts
+from psengine.environment.variables import read_variable
 from psengine.errors import CollectiveError, ConfigurationError
 
 _JOIN_S = 2.0
 
 
 class ElasticWorkers:
-    """The workers of this node.
-
-    Args:
-        options: of ``parse_torchrun``.
-        variables: set in each worker, besides this process's own; a worker's torchrun variables count more.
-        output: takes what they write.
-        interruption: the signals to this launcher.
+    """The workers of this node. They get ``variables`` besides this process's own, and write to ``output``.
 
     Attributes:
         ends: how each worker of the last attempt ended, after ``finish``; [] where all ended well.
     """
 
     def __init__(
-        self, options: Namespace, *, variables: Mapping[str, str], output: WorkerOutput, interruption: Interruption
+        self, plan: Plan, *, variables: Mapping[str, str], output: WorkerOutput, interruption: Interruption
     ) -> None:
         self.ends: list[RankEnd] = []
-        self._options = options
+        self._options = plan.torchrun
         self._variables = variables
         self._output = output
         self._interruption = interruption
         self._watch = DeathWatch()
-        self._pids: dict[int, int] = {}  # of ranks, in this attempt
+        # Of this attempt, by rank.
+        self._pids: dict[int, int] = {}
         self._local_ranks: dict[int, int] = {}
-        self._log_files: dict[int, str] = {}  # stderr of ranks, where torchrun writes it to a file
+        self._log_files: dict[int, str] = {}  # stderr, where torchrun writes it to a file
         self._restarts = 0
-        fewest, most = node_counts(options)
+        fewest, most = node_counts(self._options)
         self._is_elastic = fewest < most
         self._nodes = NodeFailures() if most > 1 else None
         self._error: BaseException | None = None
@@ -75,7 +73,7 @@ class ElasticWorkers:
         self._thread.start()
 
     def is_running(self) -> bool:
-        """Whether the agent has not come to its end."""
+        """Whether the agent runs."""
         return self._thread.is_alive()
 
     def lost_node(self) -> bool:
@@ -84,12 +82,12 @@ class ElasticWorkers:
 
     def stop(self, number: int) -> None:
         """Have the agent pass a signal on to the workers and end; it kills them after ``--shutdown-timeout``."""
-        if self._nodes is not None and not self._is_elastic and self._interruption.received is not None:
-            self._nodes.tell(self._own_signal(self._interruption.received))
+        if self._nodes is not None and (own := self._own_signal()):
+            self._nodes.tell(own)
         with self._lock:
             self._is_stopped = True
             if self._is_in_agent:
-                raise_in(self._thread, number)
+                _raise_in(self._thread, number)
 
     def kill(self) -> None:
         """End all workers at once."""
@@ -98,61 +96,57 @@ class ElasticWorkers:
                 kill_group(pid, signal.SIGKILL)
 
     def finish(self) -> None:
-        """The agent has ended, or is not waited for: describe how the workers ended.
+        """Describe how the workers ended, once the agent has ended or is no longer waited for.
 
         Raises:
             ConfigurationError: torchrun refuses an option, or cannot start the program.
             CollectiveError: the other nodes could not be met.
         """
         self._thread.join(_JOIN_S)
-        error = self._error
-        if isinstance(error, ChildFailedError):
-            self.ends = self._describe({rank: failure.exitcode for rank, failure in error.failures.items()})
-        elif self._interruption.received is not None:
-            self.ends = self._describe_failed_before(self._interruption.received_s)
-        nodes, signalled = self._nodes, self._interruption.received
-        try:
-            if nodes is not None:
-                own = first_failure(self.ends)
-                if own is None and signalled is not None and not self._is_elastic:
-                    own = self._own_signal(signalled)
+        error, signalled = self._error, self._interruption.received is not None
+        if signalled or isinstance(error, ChildFailedError):
+            ends = self._describe(getattr(error, "failures", {}))
+            # After a signal, a failure counts only where it was there before.
+            had_failed = any(end.exit_code and not end.was_ended for end in ends)
+            self.ends = ends if had_failed or not signalled else []
+        if self._nodes is not None:
+            with closing(self._nodes) as nodes:
+                own = first_failure(self.ends) or self._own_signal()
                 if own is not None:
                     nodes.settle(own, lambda: self._interruption.is_forced)
-                if nodes.first is not None:
-                    if signalled is None and all(nodes.first.rank != end.rank for end in self.ends):
-                        self.ends.append(nodes.first)
-                    return
-        finally:
-            if nodes is not None:
-                nodes.close()
+            if nodes.first is not None:
+                if not signalled and all(nodes.first.rank != end.rank for end in self.ends):
+                    self.ends.append(nodes.first)
+                return
         if error is not None and not isinstance(error, (ChildFailedError, SignalException)):
             raise self._explain(error) from error
 
     def _run(self) -> None:
         try:
-            with quiet_agent():
-                config, program, arguments = torchrun.config_from_args(self._options)
-                assert config.logs_specs is not None
-                config.logs_specs = Pipes(config.logs_specs, self._prepare)
-                # The agent's events go to this logger.
-                logger = logging.getLogger(f"torchelastic-events-{config.event_log_handler}")
-                events = StartEvents(self._started)
-                logger.addHandler(events)
-                try:
-                    with self._lock:
-                        self._is_in_agent = not self._is_stopped
-                    if self._is_in_agent:
-                        elastic_launch(config=config, entrypoint=program)(*arguments)
-                finally:
-                    with self._lock:
-                        self._is_in_agent = False
-                    logger.removeHandler(events)
+            if not read_variable("LOGLEVEL"):
+                _silence_torch()
+            config, program, arguments = torchrun.config_from_args(self._options)
+            assert config.logs_specs is not None
+            config.logs_specs = _Pipes(config.logs_specs, self._prepare)
+            # The agent sends its events to this logger.
+            logger = logging.getLogger(f"torchelastic-events-{config.event_log_handler}")
+            events = _StartEvents(self._started)
+            logger.addHandler(events)
+            try:
+                with self._lock:
+                    self._is_in_agent = not self._is_stopped
+                if self._is_in_agent:
+                    elastic_launch(config=config, entrypoint=program)(*arguments)
+            finally:
+                with self._lock:
+                    self._is_in_agent = False
+                logger.removeHandler(events)
         except BaseException as error:
             # Its frames hold the agent, and that holds the store at which the other nodes learn of this end.
             self._error = error
 
     def _prepare(self, envs: dict[int, dict[str, str]], destinations: LogsDest) -> None:
-        """The agent is about to start an attempt: complete its workers' variables, and where they write."""
+        """Complete the workers' variables, and where they write, before the agent starts an attempt."""
         self._pids.clear()
         self._log_files.clear()
         for local_rank, env in envs.items():
@@ -175,53 +169,46 @@ class ElasticWorkers:
         self._pids[rank] = pid
         self._watch.add(pid)
 
-    def _own_signal(self, number: int) -> RankEnd:
-        """The end of this launcher by a signal, for the other nodes."""
+    def _own_signal(self) -> RankEnd | None:
+        """The end of this launcher by a signal, for the other nodes, which end with it unless the run is elastic."""
+        number = self._interruption.received
+        if number is None or self._is_elastic:
+            return None
         return RankEnd(
             rank=LAUNCHER,
             local_rank=LAUNCHER,
-            host=socket.gethostname(),
             pid=os.getpid(),
             exit_code=-number,
             failed_s=self._interruption.received_s,
             traceback=(f"{signal.Signals(number).name} came to that launcher, which ended its workers",),
         )
 
-    def _describe_failed_before(self, signal_s: float) -> list[RankEnd]:
-        """How the ranks ended, where one had failed by itself before the signal came; else []."""
-        codes = {rank: self._seen_exit_code(rank, pid) for rank, pid in self._pids.items()}
-        had_failed = any(code and self._watch.ended_s[self._pids[rank]] < signal_s for rank, code in codes.items())
-        return self._describe(codes) if had_failed else []
-
-    def _seen_exit_code(self, rank: int, pid: int) -> int:
-        if pid in self._watch.ended_s and pid not in self._watch.exit_codes:
-            # The agent reaped it first, and does not tell after a signal; its last words do.
-            return UNHANDLED if last_traceback(self._stderr_of(rank))[0] is not None else 0
-        return self._watch.exit_codes.get(pid, 0)
-
-    def _describe(self, exit_codes: Mapping[int, int]) -> list[RankEnd]:
+    def _describe(self, failures: Mapping[int, object]) -> list[RankEnd]:
+        """How each worker ended; ``failures`` are the agent's, of ranks that it reaped before we saw them."""
         for pid in self._pids.values():
             self._watch.settle(pid)
         ended_s = {rank: self._watch.ended_s.get(pid) for rank, pid in self._pids.items()}
         first_s = min((s for s in ended_s.values() if s is not None), default=None)
-        return [
-            describe_end(
-                rank,
-                self._local_ranks[rank],
-                pid,
-                exit_codes.get(rank, 0),
-                stderr=self._stderr_of(rank),
-                ended_s=ended_s[rank],
-                # The agent ends the others with SIGTERM, later with SIGKILL; the first was not ended by it.
-                was_ended=ended_s[rank] != first_s and self._is_agents_doing(exit_codes.get(rank, 0), ended_s[rank]),
-                restarts=self._restarts,
+        signal_s = self._interruption.received_s if self._interruption.received is not None else float("inf")
+        ends = []
+        for rank, pid in sorted(self._pids.items()):
+            code = self._watch.exit_codes.get(pid, getattr(failures.get(rank), "exitcode", 0))
+            spoke_s, traceback = last_traceback(self._stderr_of(rank))
+            # The agent ends the others with SIGTERM, later with SIGKILL; the first was not ended by it.
+            is_agents_doing = ended_s[rank] != first_s and -code in (signal.SIGTERM, signal.SIGKILL)
+            ends.append(
+                RankEnd(
+                    rank=rank,
+                    local_rank=self._local_ranks[rank],
+                    pid=pid,
+                    exit_code=code,
+                    failed_s=failure_time(code, spoke_s, ended_s[rank]),
+                    was_ended=is_agents_doing or (ended_s[rank] or 0.0) > signal_s,
+                    traceback=traceback,
+                    restarts=self._restarts,
+                )
             )
-            for rank, pid in sorted(self._pids.items())
-        ]
-
-    def _is_agents_doing(self, exit_code: int, ended_s: float | None) -> bool:
-        is_after_signal = self._interruption.received is not None and (ended_s or 0.0) > self._interruption.received_s
-        return is_after_signal or -exit_code in (signal.SIGTERM, signal.SIGKILL)
+        return ends
 
     def _stderr_of(self, rank: int) -> list[tuple[float, str]]:
         if rank not in self._log_files:
@@ -242,3 +229,54 @@ class ElasticWorkers:
         if not self._pids:
             return ConfigurationError(f"torchrun could not start the workers: {error or type(error).__name__}")
         return error
+
+
+class _Pipes(LogsSpecs):
+    """torchrun's log files where the user asked for some; our pipes for what would go to the terminal."""
+
+    def __init__(self, inner: LogsSpecs, prepare: Callable[[dict[int, dict[str, str]], LogsDest], None]) -> None:
+        super().__init__()
+        self._inner = inner
+        self._prepare = prepare
+
+    @property
+    @override
+    def root_log_dir(self) -> str:
+        return str(self._inner.root_log_dir)
+
+    @override
+    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+        destinations = self._inner.reify(envs)
+        self._prepare(envs, destinations)
+        return destinations
+
+
+class _StartEvents(logging.Handler):
+    """Tells which process is which rank."""
+
+    def __init__(self, started: Callable[[int, int], None]) -> None:
+        super().__init__(logging.INFO)
+        self._started = started
+
+    @override
+    def emit(self, record: logging.LogRecord) -> None:
+        metadata = json.loads(record.getMessage())["metadata"]
+        if metadata["state"] == "START":
+            self._started(int(metadata["global_rank"]), int(metadata["worker_id"]))
+
+
+def _raise_in(thread: threading.Thread, number: int) -> None:
+    """Raise the exception that torchrun's own signal handler would raise, were the agent in the main thread."""
+
+    class Interrupted(SignalException):
+        def __init__(self) -> None:
+            super().__init__(f"got {signal.Signals(number).name}", sigval=signal.Signals(number))
+
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident or 0), ctypes.py_object(Interrupted))
+
+
+def _silence_torch() -> None:
+    """Hide the agent's log, whose news the report at the end says better. LOGLEVEL brings it back."""
+    for name, logger in list(logging.root.manager.loggerDict.items()):
+        if name.startswith("torch.distributed") and isinstance(logger, logging.Logger):
+            logger.setLevel(logging.CRITICAL + 1)

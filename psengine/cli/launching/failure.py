@@ -11,16 +11,16 @@ import re
 import signal
 import socket
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 MAX_TRACEBACK_LINES = 60
 # An interpreter may take this long to end after its last traceback.
 MAX_TEARDOWN_S = 30.0
-# The lines of one traceback come together; a program that writes later has lived through the error.
+# The lines of one traceback are written together; a program that writes later has survived the error.
 ONE_MESSAGE_S = 1.0
-# With which Python ends after an error that nobody handled.
+# Python's exit code after an error that nobody handled.
 UNHANDLED = 1
-# In a rank's place: the end is that of a node's launcher.
+# The ``rank`` of a node's launcher.
 LAUNCHER = -1
 
 _HEADER = re.compile(r"(  \+ Exception Group )?Traceback \(most recent call last\):")
@@ -29,7 +29,7 @@ _CHAINED = (
     "During handling of the above exception, another exception occurred:",
     "The above exception was the direct cause of the following exception:",
 )
-# A rank's stderr is all that the launcher knows of its error.
+# The launcher knows a rank's error only as text on stderr.
 _PEER_LOST = re.compile(
     r"PeerLostError|Connection closed by peer|Connection reset by peer|connection was forcibly closed|ncclRemoteError"
     r"|Broken pipe|recvValue failed"
@@ -45,26 +45,24 @@ _MEANINGS = {
 
 @dataclass(frozen=True, kw_only=True)
 class RankEnd:
-    """How a rank's process ended, or a node's launcher.
+    """How a rank's process ended, or a node's launcher (rank ``LAUNCHER``).
 
     Attributes:
-        rank: global rank; ``LAUNCHER`` where the end is a launcher's.
-        local_rank, host, pid: of the process.
         exit_code: negative for a signal.
         failed_s: when it failed, ``time.time()``; None where nobody saw it.
         was_ended: the launcher ended it.
-        traceback: the last one in its stderr, or what stands there in its place.
+        traceback: the last one in its stderr, else its last lines.
         restarts: how often it had been started again.
     """
 
     rank: int
     local_rank: int
-    host: str
     pid: int
     exit_code: int
+    host: str = field(default_factory=socket.gethostname)
     failed_s: float | None = None
     was_ended: bool = False
-    traceback: tuple[str, ...] = ()
+    traceback: Sequence[str] = ()
     restarts: int = 0
 
     @property
@@ -79,6 +77,11 @@ class RankEnd:
             return f"the launcher on host {self.host}"
         return f"rank {self.rank} (local rank {self.local_rank}) on host {self.host}"
 
+    @property
+    def last_words(self) -> str:
+        """The last line of its stderr that is not empty."""
+        return next((line.strip() for line in reversed(self.traceback) if line.strip()), "")
+
 
 def first_failure(ends: Sequence[RankEnd]) -> RankEnd | None:
     """The rank that failed first; None where none failed."""
@@ -87,37 +90,11 @@ def first_failure(ends: Sequence[RankEnd]) -> RankEnd | None:
     return min(failed, key=lambda end: (end.speaks_of_peer, end.failed_s or float("inf"), end.rank), default=None)
 
 
-def describe_end(
-    rank: int,
-    local_rank: int,
-    pid: int,
-    exit_code: int,
-    *,
-    stderr: Sequence[tuple[float, str]],
-    ended_s: float | None,
-    restarts: int,
-    was_ended: bool = False,
-) -> RankEnd:
-    """The end of a rank on this host; ``stderr`` is its last lines, each with when it was written."""
-    spoke_s, traceback = last_traceback(stderr)
-    return RankEnd(
-        rank=rank,
-        local_rank=local_rank,
-        host=socket.gethostname(),
-        pid=pid,
-        exit_code=exit_code,
-        failed_s=failure_time(exit_code, spoke_s, ended_s),
-        was_ended=was_ended,
-        traceback=traceback,
-        restarts=restarts,
-    )
-
-
 def last_traceback(lines: Sequence[tuple[float, str]]) -> tuple[float | None, tuple[str, ...]]:
-    """(when it was written, its lines) of the last traceback in ``lines``, with those it says were its causes.
+    """(when it was written, its lines) of the last traceback in ``lines``, with the tracebacks of its causes.
 
-    When is None where the program went on writing. A fatal signal's report counts as a traceback (Python's
-    faulthandler). Without any: (None, the last ten lines).
+    When is None where the program went on writing. The report of a fatal signal (Python's faulthandler) counts as a
+    traceback. Without any: (None, the last ten lines).
     """
     headers = [index for index, (_, line) in enumerate(lines) if _HEADER.match(line) or _FATAL.match(line)]
     if not headers:
@@ -137,7 +114,7 @@ def last_traceback(lines: Sequence[tuple[float, str]]) -> tuple[float | None, tu
 def failure_time(exit_code: int, spoke_s: float | None, ended_s: float | None) -> float | None:
     """When a rank failed: when it wrote its final traceback, because the interpreter may take a while to end after it.
 
-    A rank that was killed, ended with a code of the program's own, or ran on for long has lived through its traceback.
+    A rank that was killed, ended with a code of the program's own, or ran on for long had survived its traceback.
     """
     if exit_code != UNHANDLED or spoke_s is None or ended_s is None:
         return ended_s

@@ -5,60 +5,49 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping
 
-from psengine.cli.launching.deaths import DeathWatch
-from psengine.cli.launching.failure import RankEnd, describe_end, describe_exit
-from psengine.cli.launching.interruption import kill_group
+import torch
+
+from psengine.cli.launching.failure import RankEnd, describe_exit, failure_time, last_traceback
 from psengine.cli.launching.output import WorkerOutput
+from psengine.cli.launching.plan import Plan
+from psengine.cli.launching.processes import kill_group
 from psengine.environment.launchers import PLACEMENT_VARIABLES
+from psengine.environment.variables import inherited_variables
 from psengine.errors import ConfigurationError
 
 _JOIN_S = 2.0
 
 
 class IndependentWorkers:
-    """Workers of which each is a world of its own.
-
-    Args:
-        command: program and arguments.
-        ranks: of the workers.
-        environment: of this process.
-        variables: set in each worker; besides PSENGINE_WORKER, its rank.
-        devices: one CUDA device for each worker; () where there are none.
-        max_restarts: how often each may be started again.
-        output: takes what they write.
-        report: takes a line about a worker that is started again.
+    """Workers of which each is a world of its own, with its rank in PSENGINE_WORKER.
 
     Attributes:
-        ends: how the last life of each worker ended.
+        ends: how the last process of each worker ended.
     """
 
     def __init__(
-        self,
-        command: Sequence[str],
-        ranks: range,
-        *,
-        environment: Mapping[str, str],
-        variables: Mapping[str, str],
-        devices: Sequence[str],
-        max_restarts: int,
-        output: WorkerOutput,
-        report: Callable[[str], None],
+        self, plan: Plan, *, variables: Mapping[str, str], output: WorkerOutput, report: Callable[[str], None]
     ) -> None:
         self.ends: list[RankEnd] = []
-        self._command = command
-        self._ranks = ranks
+        options = plan.torchrun
+        # Unbuffered, as under torchrun.
+        python = [] if options.no_python else [sys.executable, "-u", *(["-m"] if options.module else [])]
+        self._command = [*python, *plan.script]
+        self._ranks = plan.ranks
+        inherited = inherited_variables()
         # A process that another launcher (srun, mpirun) placed would believe that it is one of that world.
-        own = {name: value for name, value in environment.items() if name not in PLACEMENT_VARIABLES}
+        own = {name: value for name, value in inherited.items() if name not in PLACEMENT_VARIABLES}
         self._environment = own | dict(variables)
-        self._devices = devices
-        self._max_restarts = max_restarts
+        devices = inherited.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(torch.cuda.device_count())))
+        self._devices = [device.strip() for device in devices.split(",") if device.strip()]
+        self._max_restarts: int = options.max_restarts
         self._output = output
         self._report = report
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
-        self._restarts = dict.fromkeys(ranks, 0)
-        self._watch = DeathWatch()
+        self._restarts = dict.fromkeys(plan.ranks, 0)
         self._is_stopping = False
 
     def start(self) -> None:
@@ -71,7 +60,7 @@ class IndependentWorkers:
             self._start(rank)
 
     def is_running(self) -> bool:
-        """Whether a worker runs; those that died are started again."""
+        """Whether a worker runs; starts those again that died."""
         for rank, process in list(self._processes.items()):
             if process.poll() is not None:
                 self._end(rank, process)
@@ -89,9 +78,7 @@ class IndependentWorkers:
 
     def kill(self) -> None:
         """End all workers at once."""
-        self._is_stopping = True
-        for process in list(self._processes.values()):
-            kill_group(process.pid, signal.SIGKILL)
+        self.stop(signal.SIGKILL)
 
     def finish(self) -> None:
         """Wait for workers that were killed."""
@@ -113,44 +100,29 @@ class IndependentWorkers:
             except OSError as error:
                 raise ConfigurationError(f"{self._command[0]} could not be started: {error}") from error
         self._processes[rank] = process
-        self._watch.add(process.pid)
 
     def _end(self, rank: int, process: subprocess.Popen[bytes]) -> None:
         del self._processes[rank]
-        code = process.returncode
-        if code != 0 and not self._is_stopping and self._restarts[rank] < self._max_restarts:
+        code, restarts = process.returncode, self._restarts[rank]
+        if self._is_stopping:
+            return  # it ended as it was told to
+        if code != 0 and restarts < self._max_restarts:
             self._restarts[rank] += 1
             self._report(
                 f"worker {rank} ended ({describe_exit(code)}); starting it again"
-                f" ({self._restarts[rank]} of {self._max_restarts})"
+                f" ({restarts + 1} of {self._max_restarts})"
             )
             self._start(rank)
             return
-        if self._is_stopping:
-            return  # it ended as it was told to
-        self._watch.settle(process.pid)
+        spoke_s, traceback = last_traceback(self._output.last_lines(rank))
         self.ends.append(
-            describe_end(
-                rank,
-                rank - self._ranks.start,
-                process.pid,
-                code,
-                stderr=self._output.last_lines(rank),
-                ended_s=self._watch.ended_s.get(process.pid),
-                restarts=self._restarts[rank],
+            RankEnd(
+                rank=rank,
+                local_rank=rank - self._ranks.start,
+                pid=process.pid,
+                exit_code=code,
+                failed_s=failure_time(code, spoke_s, time.time()),
+                traceback=traceback,
+                restarts=restarts,
             )
         )
-
-
-def visible_devices(count: int, named: str | None) -> tuple[str, ...]:
-    """The CUDA devices that workers may have: those of CUDA_VISIBLE_DEVICES, else all ``count``."""
-    if named:
-        return tuple(part.strip() for part in named.split(",") if part.strip())
-    return tuple(str(index) for index in range(count))
-
-
-def python_command(script: Sequence[str], *, is_module: bool, has_python: bool) -> list[str]:
-    """What the shell would run for ``script``, unbuffered as torchrun does."""
-    if not has_python:
-        return list(script)
-    return [sys.executable, "-u", *(["-m"] if is_module else []), *script]

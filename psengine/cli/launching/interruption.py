@@ -1,7 +1,6 @@
 """Ctrl-C and its like: the first signal asks for the end, the second forces it.
 
-The handlers only take notes, so that no exception is raised in the middle of anything. Whoever waits in the main thread
-looks at the notes; torchrun's agent, whose calls may hang for minutes, runs in a thread of its own.
+The handlers only take notes, so that no exception is raised in the middle of anything. The main thread polls the notes.
 """
 
 from __future__ import annotations
@@ -61,16 +60,8 @@ class Interruption:
             self.received, self.received_s = number, time.time()
         elif not self.is_forced and (number != self.received or time.time() - self.received_s >= REPEAT_S):
             self.is_forced = True
-            # The main thread may hang in a write to a pager that stands still.
+            # The main thread may be blocked in a write to a pager that does not read.
             self._leave = threading.Timer(LEAVE_S, os._exit, [128 + self.received])
             self._leave.daemon = True
             self._leave.start()
             self.on_force()
-
-
-def kill_group(leader: int, number: int) -> None:
-    """Signal the process group of ``leader``; nothing where it is gone."""
-    try:
-        os.killpg(leader, number)
-    except (ProcessLookupError, PermissionError):
-        return

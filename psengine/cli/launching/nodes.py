@@ -14,16 +14,16 @@ from torch.distributed import TCPStore
 from psengine.cli.launching.failure import RankEnd
 
 POLL_S = 1.0
-# The store ends with the launcher that holds it: who tells stays until the others have looked.
+# The store ends with the launcher that holds it, so a launcher that tells stays until the others have looked.
 LINGER_S = 3.0
-# A store whose host stands still answers nobody, and some questions to it have no deadline.
+# A store on a host that stands still never answers, and some requests to it have no deadline.
 ANSWER_S = 5.0
 _KEY = "psengine/first_failure"
 _CONNECT = timedelta(seconds=10)
 
 
 class NodeFailures:
-    """What the nodes tell each other. Only its thread speaks with the store; no wait for that thread is unbounded.
+    """The run's first failure, shared by the nodes. Only its thread speaks with the store; waits for it are bounded.
 
     Attributes:
         first: the run's first failure, once some node has told it.
@@ -45,15 +45,12 @@ class NodeFailures:
             self._thread.start()
 
     def tell(self, own: RankEnd) -> None:
-        """Here ``own`` was the end; the other nodes are told, unless another was before it."""
+        """Tell the other nodes of ``own``, this node's first failure, unless another node's was earlier."""
         self._own = own
         self._wake.set()
 
     def settle(self, own: RankEnd, is_hurried: Callable[[], bool]) -> None:
-        """Here ``own`` failed first: learn whether another failed before it, else tell the others.
-
-        ``is_hurried`` says when there is no time for either any more.
-        """
+        """Learn whether another node failed before ``own``, else tell the others; at once when ``is_hurried``."""
         if own.speaks_of_peer:
             _wait(lambda: self.first is not None or is_hurried(), LINGER_S)
         if self.first is None and self._thread is not None:
@@ -74,11 +71,10 @@ class NodeFailures:
             store = TCPStore(host, port, is_master=False, timeout=_CONNECT)
             while not self._is_over and self.first is None:
                 if self._own is not None:
-                    found = store.compare_set(_KEY, "", json.dumps(asdict(self._own)))
+                    self.first = RankEnd(**json.loads(store.compare_set(_KEY, "", json.dumps(asdict(self._own)))))
                     self._told_s = time.monotonic()
-                    self.first = _read(found)
                 elif store.check([_KEY]):
-                    self.first = _read(store.get(_KEY))
+                    self.first = RankEnd(**json.loads(store.get(_KEY)))
                 else:
                     self._wake.wait(POLL_S)
                     self._wake.clear()
@@ -92,8 +88,3 @@ def _wait(condition: Callable[[], bool], timeout_s: float) -> None:
     deadline_s = time.monotonic() + timeout_s
     while not condition() and time.monotonic() < deadline_s:
         time.sleep(0.05)
-
-
-def _read(found: bytes) -> RankEnd:
-    described = json.loads(found)
-    return RankEnd(**{**described, "traceback": tuple(described["traceback"])})

@@ -3,8 +3,8 @@
     worker ── stdout, stderr ──► named pipes ──► a thread for each ──┬─► "[rank 1] ..." on our stdout, stderr
                                                                      └─► the last lines of stderr
 
-Named pipes, because torchrun's agent takes paths to redirect to. Unlike log files that are followed, as torchrun's
-``--tee`` follows them, a pipe shows a line when it is written, tells when that was, and fills no disk.
+Named pipes, because torchrun's agent takes paths to redirect to. Unlike the log files that torchrun's ``--tee``
+follows, a pipe shows a line when it is written, tells when that was, and fills no disk.
 """
 
 from __future__ import annotations
@@ -23,11 +23,9 @@ KEPT_LINES = 400
 _READ_BYTES = 65536
 MAX_LINE_BYTES = 1 << 20
 _POLL_S = 0.2
-# ``python -u`` writes a line and its end one after the other.
-_LINE_END_S = 0.005
-# A progress bar redraws its line many times a second; with a rank's name before it, it is shown this often.
+# A progress bar redraws its line many times a second; behind a rank's name it is shown this often.
 REDRAW_S = 2.0
-# How long the last words of a process are waited for, while whoever reads our output (a pager) stands still.
+# How long to wait for the last lines of a process while a pager does not read our output.
 DRAIN_S = 2.0
 _COLOURS = (36, 33, 35, 32, 34, 96, 93, 95, 92, 94)
 _HEADER = "Traceback (most recent call last):"
@@ -43,7 +41,7 @@ class WorkerOutput:
         is_coloured: each rank's name has a colour.
 
     Attributes:
-        hides_interrupts: Ctrl-C was passed on: the KeyboardInterrupt with which each rank ends is left out.
+        hides_interrupts: after Ctrl-C: leave out the KeyboardInterrupt with which each rank ends.
     """
 
     def __init__(
@@ -65,16 +63,14 @@ class WorkerOutput:
         self._stderrs: dict[int, _Stream] = {}
 
     def pipe(self, rank: int, *, is_stderr: bool, is_shown: bool = True) -> str:
-        """Path of a new pipe for a worker's stream; a new stderr takes the place of the rank's former one."""
+        """Path of a new pipe for a worker's stream; a new stderr replaces the rank's former one."""
         path = self._directory / f"output-{next(self._numbers)}"
         os.mkfifo(path, 0o600)
         name = f"[rank {rank}]"
         if self._is_coloured:
             name = f"\x1b[{_COLOURS[rank % len(_COLOURS)]}m{name}\x1b[0m"
-        stream = _Stream(
-            self, path, rank, self._screens[is_stderr], is_stderr=is_stderr, is_shown=is_shown,
-            prefix=None if rank in self._plain_ranks else f"{name} ".encode(),
-        )  # fmt: skip
+        prefix = None if rank in self._plain_ranks else f"{name} ".encode()
+        stream = _Stream(self, path, rank, self._screens[is_stderr] if is_shown else None, prefix, is_stderr=is_stderr)
         self._streams = [*(one for one in self._streams if one.is_alive()), stream]
         if is_stderr:
             self._stderrs[rank] = stream
@@ -99,14 +95,14 @@ class WorkerOutput:
 
 
 class _Screen:
-    """Where one of our own streams is shown; safe from any thread. Nobody may read it any more."""
+    """One of our own streams, shown to by any thread. When nobody reads it any more, output is dropped."""
 
     def __init__(self, target: BinaryIO) -> None:
         # Unbuffered: a thread that is left behind in a buffer's write would hold that buffer's lock at exit.
         self._target = getattr(target, "raw", target)
         self._lock = threading.Lock()
         self._is_broken = False
-        # What is shown ends in the middle of a line: a progress bar that is passed on as it is.
+        # The last output ended in the middle of a line, as a progress bar does that is passed on as it is.
         self._is_line_open = False
 
     def show(self, data: bytes, *, is_line: bool = False) -> None:
@@ -120,7 +116,7 @@ class _Screen:
                 try:
                     written = self._target.write(remaining)
                 except (OSError, ValueError):
-                    self._is_broken = True  # whoever read it is gone; the workers go on
+                    self._is_broken = True
                     return
                 if written is None:  # a terminal that somebody made non-blocking, and that is full
                     time.sleep(0.01)
@@ -128,30 +124,31 @@ class _Screen:
 
 
 class _Stream(threading.Thread):
-    """One stream of one worker. ``prefix`` stands before each line; None: the bytes are passed on as they are."""
+    """One stream of one worker.
+
+    ``prefix`` stands before each line; None: the bytes are passed on as they are. Without ``screen`` nothing is shown.
+    """
 
     def __init__(
         self,
         output: WorkerOutput,
         path: Path,
         rank: int,
-        screen: _Screen,
+        screen: _Screen | None,
+        prefix: bytes | None,
         *,
         is_stderr: bool,
-        is_shown: bool,
-        prefix: bytes | None,
     ) -> None:
         super().__init__(name=f"psengine-{path.name}", daemon=True)
         self.kept: deque[tuple[float, str]] = deque(maxlen=KEPT_LINES)
-        # The process has ended: read what is there, and do not wait for its children, which may have the pipe open.
+        # The process has ended: read what is there. Its children may keep the pipe open, and are not waited for.
         self.is_finishing = False
         self._output = output
         self._path = path
-        # torch names the rank before each line of a traceback.
+        # torch puts the rank before each line of a traceback.
         self._torch_name = b"[rank%d]: " % rank
         self._screen = screen
         self._is_stderr = is_stderr
-        self._is_shown = is_shown
         self._prefix = prefix
         self._pending = b""
         self._redrawn_s = 0.0
@@ -164,18 +161,15 @@ class _Stream(threading.Thread):
         poll.register(self._descriptor, select.POLLIN)
         while True:
             is_last = self.is_finishing
-            if not poll.poll(1e3 * _POLL_S if not is_last else 0):
-                if is_last:
+            if poll.poll(0 if is_last else 1e3 * _POLL_S):
+                data = os.read(self._descriptor, _READ_BYTES)
+                if not data:
                     break
-                continue
-            data = os.read(self._descriptor, _READ_BYTES)
-            if not data:
+                self._take(data)
+            elif is_last:
                 break
-            if self._is_plain and not data.endswith(b"\n") and poll.poll(1e3 * _LINE_END_S):
-                data += os.read(self._descriptor, _READ_BYTES)
-            self._take(data)
         if self._pending:
-            self._take_line(_last_drawn(self._pending))
+            self._take_line(self._pending)
         for line in self._held:
             self._show(line)
         os.close(self._descriptor)
@@ -186,33 +180,30 @@ class _Stream(threading.Thread):
         return self._prefix is None and not self._output.hides_interrupts
 
     def _take(self, data: bytes) -> None:
-        if self._is_plain and self._is_shown:
+        if self._is_plain and self._screen is not None:
             self._screen.show(data)
         *lines, self._pending = (self._pending + data).split(b"\n")
         if len(self._pending) > MAX_LINE_BYTES:
             lines, self._pending = [*lines, self._pending], b""
         for line in lines:
-            self._take_line(_last_drawn(line))
+            self._take_line(line)
         if b"\r" in self._pending and time.monotonic() - self._redrawn_s > REDRAW_S:
             self._redrawn_s = time.monotonic()
             self._show(_last_drawn(self._pending.rpartition(b"\r")[0]))
 
     def _take_line(self, line: bytes) -> None:
-        line = line.removeprefix(self._torch_name)
+        line = _last_drawn(line).removeprefix(self._torch_name)
         if not self._is_stderr:
             self._show(line)
             return
         text = line.decode(errors="replace")
         self.kept.append((time.time(), text))
-        if not self._output.hides_interrupts:
-            self._show(line)
-            return
-        # A traceback is held back until it is known whether it is that of the KeyboardInterrupt.
+        # After Ctrl-C a traceback is held back until it is known whether it is that of the KeyboardInterrupt.
         if self._held and text.startswith(" "):
             self._held.append(line)
-        elif text.startswith(_HEADER):
+        elif self._output.hides_interrupts and text.startswith(_HEADER):
             self._held = [line]
-        elif text.rstrip() == "KeyboardInterrupt":
+        elif self._held and text.rstrip() == "KeyboardInterrupt":
             self._held = []
         else:
             for one in (*self._held, line):
@@ -220,7 +211,7 @@ class _Stream(threading.Thread):
             self._held = []
 
     def _show(self, line: bytes) -> None:
-        if self._is_shown and not self._is_plain:
+        if self._screen is not None and not self._is_plain:
             self._screen.show((self._prefix or b"") + line + b"\n", is_line=True)
 
 

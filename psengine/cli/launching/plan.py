@@ -4,25 +4,22 @@ from __future__ import annotations
 
 import signal
 from argparse import Namespace
+from collections.abc import Container
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from psengine.cli.run_arguments import RunArguments, check_program
 from psengine.environment.variables import default_strategy, read_variable
 from psengine.errors import ConfigurationError
-from psengine.specification import Specification
+from psengine.specification import Registry, Specification, did_you_mean
 
 # Between the signal that asks workers to end and SIGKILL; torchrun's 30 s are long after a Ctrl-C.
 SHUTDOWN_S = 15
-# Of torchrun's options, those that --independent workers heed.
-_HEEDED_ALONE = (
-    "--nproc-per-node",
-    "--max-restarts",
-    "--signals-to-handle",
-    "--shutdown-timeout",
-    "-m",
-    "--module",
-    "--no-python",
+# The options of torchrun that --independent workers accept.
+_INDEPENDENT_OPTIONS = (
+    *("--nproc-per-node", "--max-restarts", "--signals-to-handle", "--shutdown-timeout"),
+    *("-m", "--module", "--no-python"),
 )
 
 
@@ -61,6 +58,7 @@ class Plan:
         uses_servers: whether the strategy does; a script may choose another.
         variables: PSENGINE_* that workers get besides those of this process.
         is_multi_node: other nodes may take part.
+        notes: what a user may not have meant, to be said.
     """
 
     options: RunOptions = field(default_factory=RunOptions)
@@ -72,6 +70,19 @@ class Plan:
     uses_servers: bool = False
     variables: dict[str, str] = field(default_factory=dict)
     is_multi_node: bool = False
+    notes: tuple[str, ...] = ()
+
+    @property
+    def ranks(self) -> range:
+        """The ranks of independent workers."""
+        return range(self.options.first_worker, self.options.first_worker + self.workers)
+
+    @property
+    def plain_ranks(self) -> Container[int]:
+        """Ranks whose output is shown as it is."""
+        if self.options.prefix is None:
+            return () if self.workers > 1 or self.options.independent or self.is_multi_node else range(1)
+        return () if self.options.prefix else self.ranks[:1]
 
 
 def make_plan(parts: RunArguments, given: RunOptions) -> Plan:
@@ -84,7 +95,7 @@ def make_plan(parts: RunArguments, given: RunOptions) -> Plan:
 
     options = parse_torchrun(_with_workers(parts, given), parts.script or ["-"])
     check_program(parts.script, is_module=options.module, has_python=not options.no_python)
-    # A function that torch would run in a forked worker; the same file, run as any other, is the same program.
+    # torch would call a function of the file in a forked worker; run as any other, the same file is the same program.
     options.run_path = False
     is_multi_node = node_counts(options)[1] > 1
     count = local_world_size(options.nproc_per_node)
@@ -94,20 +105,25 @@ def make_plan(parts: RunArguments, given: RunOptions) -> Plan:
     if options.shutdown_timeout is None:
         options.shutdown_timeout = int(read_variable("TORCH_ELASTIC_SHUTDOWN_TIMEOUT") or SHUTDOWN_S)
     strategy = given.strategy or default_strategy()
-    uses_servers = check_strategy(strategy)
-    needs_servers = uses_servers and not Specification.parse("strategy", strategy).options.get("servers")
     named = given.server_address or read_variable("PSENGINE_SERVERS")
+    notes = _unknown_names(strategy, given.collective)
+    uses_servers = _uses_servers(strategy, is_known=not notes)
+    if uses_servers is None:  # the script registers it
+        uses_servers = bool(given.servers or named)
+    needs_servers = uses_servers and not Specification.parse("strategy", strategy).options.get("servers")
     servers = 0 if named else int(needs_servers) if given.servers is None else given.servers
     if named and given.servers:
         raise ConfigurationError(
             f"--servers starts servers of this run's own (expected no others, got {named} in"
             f" {'--server-address' if given.server_address else 'PSENGINE_SERVERS'}). Fix: leave one of them out"
         )
-    if given.servers and given.strategy and not uses_servers:
-        raise ConfigurationError(
-            f"strategy {strategy!r} uses no servers (expected no --servers, got --servers {given.servers})."
-            " Fix: leave --servers out, or use --strategy async or sync-server"
-        )
+    if given.servers and not uses_servers:
+        if given.strategy:
+            raise ConfigurationError(
+                f"strategy {strategy!r} uses no servers (expected no --servers, got --servers {given.servers})."
+                " Fix: leave --servers out, or use --strategy async or sync-server"
+            )
+        notes.append("strategy 'sync' uses no servers: those of --servers serve only a script that chooses another")
     if given.independent:
         _check_independent(parts, strategy, uses_servers, is_multi_node=is_multi_node)
         if not servers and not named:
@@ -136,19 +152,43 @@ def make_plan(parts: RunArguments, given: RunOptions) -> Plan:
         uses_servers=uses_servers,
         variables=_variables(given),
         is_multi_node=is_multi_node,
+        notes=tuple(notes),
     )
 
 
-def check_strategy(specification: str) -> bool:
-    """Whether the strategy uses parameter servers.
+def _unknown_names(strategy: str, collective: str | None) -> list[str]:
+    """Lines about names that psengine does not know; the script may register them, and is left to judge them."""
+    from psengine.codecs.registry import CODECS
+    from psengine.collectives.registry import COLLECTIVES
+    from psengine.strategies.registry import STRATEGIES
+
+    named = Specification.parse("strategy", strategy)
+    names: list[tuple[Registry[Any], Any]] = [(STRATEGIES, named.name), (CODECS, named.options.get("compress"))]
+    if collective:
+        names.append((COLLECTIVES, Specification.parse("collective", collective).name))
+    return [
+        f"{registry.kind} {name!r} is none of psengine's: the script has to register it{did_you_mean(name, registry)}"
+        for registry, name in names
+        if isinstance(name, str) and name not in registry
+    ]
+
+
+def _uses_servers(specification: str, *, is_known: bool) -> bool | None:
+    """Whether the strategy uses parameter servers; None where only the script knows it.
 
     Raises:
-        ConfigurationError: there is no such strategy, or it has no such option.
+        ConfigurationError: it has no such option.
     """
-    from psengine.strategies.registry import resolve_strategy
+    from psengine.strategies.registry import STRATEGIES, resolve_strategy
     from psengine.strategies.servers.base import ServerStrategy
 
-    return isinstance(resolve_strategy(specification), ServerStrategy)
+    name = Specification.parse("strategy", specification).name
+    if name not in STRATEGIES:
+        return None
+    if is_known:
+        resolve_strategy(specification)
+    kind = STRATEGIES[name]
+    return isinstance(kind, type) and issubclass(kind, ServerStrategy)
 
 
 def _signals(names: str) -> tuple[str, ...]:
@@ -162,14 +202,11 @@ def _signals(names: str) -> tuple[str, ...]:
 
 
 def _variables(given: RunOptions) -> dict[str, str]:
-    """What workers are told of the options."""
+    """PSENGINE_* variables that pass the options on to workers."""
     variables = {}
     if given.strategy:
         variables["PSENGINE_STRATEGY"] = given.strategy
     if given.collective:
-        from psengine.collectives.registry import check_name
-
-        check_name(given.collective)
         variables["PSENGINE_COLLECTIVE"] = given.collective
     if given.server_address:
         from psengine.parameter_server.client.addresses import parse_addresses
@@ -194,18 +231,17 @@ def _check_servers(given: RunOptions) -> None:
 
 
 def _with_workers(parts: RunArguments, given: RunOptions) -> dict[str, str | None]:
+    """The options of torchrun, with the number of workers among them."""
     is_given = "--nproc-per-node" in parts.torchrun
     if is_given and given.workers is not None:
         raise ConfigurationError("--workers and --nproc-per-node are the same option: give one of them")
     if given.workers is None and (is_given or read_variable("PET_NPROC_PER_NODE")):
         return parts.torchrun
-    return {**parts.torchrun, "--nproc-per-node": str(given.workers or given.default_workers or _default_workers())}
-
-
-def _default_workers() -> int:
     import torch
 
-    return max(1, torch.cuda.device_count() if torch.cuda.is_available() else 0)
+    # torch counts no devices where CUDA cannot be used.
+    count = given.workers or given.default_workers or max(1, torch.cuda.device_count())
+    return {**parts.torchrun, "--nproc-per-node": str(count)}
 
 
 def _check_independent(parts: RunArguments, strategy: str, uses_servers: bool, *, is_multi_node: bool) -> None:
@@ -219,10 +255,10 @@ def _check_independent(parts: RunArguments, strategy: str, uses_servers: bool, *
             "--independent workers need no rendezvous of nodes (expected no --nnodes). Fix: run the line on each node"
             " by itself, with one --server-address for all and another --first-worker on each"
         )
-    if unheeded := [name for name in parts.torchrun if name not in _HEEDED_ALONE]:
+    if refused := [name for name in parts.torchrun if name not in _INDEPENDENT_OPTIONS]:
         raise ConfigurationError(
             f"--independent workers have no agent and no rendezvous, and have no use for torchrun's"
-            f" {', '.join(unheeded)} (expected of torchrun's options only {', '.join(_HEEDED_ALONE)})"
+            f" {', '.join(refused)} (expected of torchrun's options only {', '.join(_INDEPENDENT_OPTIONS)})"
         )
 
 

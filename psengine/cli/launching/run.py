@@ -14,28 +14,26 @@ import signal
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Container
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-import torch
-
 from psengine.cli.launching.elastic import ElasticWorkers
 from psengine.cli.launching.failure import RankEnd, first_failure, shell_status
-from psengine.cli.launching.independent import IndependentWorkers, python_command, visible_devices
+from psengine.cli.launching.independent import IndependentWorkers
 from psengine.cli.launching.interruption import Interruption
-from psengine.cli.launching.left_behind import MARK, end_left_behind
 from psengine.cli.launching.output import WorkerOutput
 from psengine.cli.launching.plan import Plan
+from psengine.cli.launching.processes import MARK, end_left_behind
 from psengine.cli.launching.servers import ServerGroup
-from psengine.environment.variables import inherited_variables, read_variable
+from psengine.environment.variables import read_variable
 
 _POLL_S = 0.1
-# torchrun's agent kills workers after its --shutdown-timeout; so long after that the launcher does.
+# The launcher kills the workers this long after torchrun's agent should have.
 _MARGIN_S = 1.0
-# After a signal, whoever reads our output (a pager) is waited for so long. Without one it has all the time it wants.
+# How long to wait, after a signal, for a pager that reads our output. Without a signal the wait has no limit.
 _CLOSE_S = 5.0
 
 Workers = ElasticWorkers | IndependentWorkers
@@ -74,41 +72,43 @@ def run_training(
 ) -> Outcome:
     """Start what ``plan`` says, wait for its end, end the rest.
 
-    Args:
-        plan: see ``Plan``.
-        report: takes a line about what the launcher does.
-        stdout: where workers' standard output is shown.
-        stderr: the same for their standard error.
-        is_coloured: each rank's name in its colour.
-        is_enough: asked ten times a second; the run is ended, well, once it says so.
+    The workers' output is shown on ``stdout`` and ``stderr``; ``report`` takes a line about what the launcher does. The
+    run ends well once ``is_enough``, asked ten times a second, says so.
 
     Raises:
         PSEngineError: something could not be started.
     """
     mark = uuid.uuid4().hex
     with ExitStack() as stack:
-        name = stack.enter_context(tempfile.TemporaryDirectory(prefix="psengine-run-", ignore_cleanup_errors=True))
+        directory = Path(
+            stack.enter_context(tempfile.TemporaryDirectory(prefix="psengine-run-", ignore_cleanup_errors=True))
+        )
         interruption = stack.enter_context(Interruption(plan.signals))
-        output = WorkerOutput(
-            Path(name), stdout, stderr, plain_ranks=_plain_ranks(plan), is_coloured=is_coloured
-        )  # fmt: skip
+        output = WorkerOutput(directory, stdout, stderr, plain_ranks=plan.plain_ranks, is_coloured=is_coloured)
         stack.callback(_close, output, interruption)
-        servers = _start_servers(plan, Path(name), report, interruption, stack)
         variables = {**_worker_defaults(plan), **plan.variables, MARK: mark}
-        if servers is not None:
+        servers: ServerGroup | None = None
+        if plan.servers:
+            servers = stack.enter_context(
+                ServerGroup(plan, directory / "snapshots", report=report, is_hurried=lambda: interruption.is_forced)
+            )
             variables["PSENGINE_SERVERS"] = ",".join(servers.addresses)
         if plan.torchrun.log_dir is None and plan.torchrun.redirects == plan.torchrun.tee == "0":
             # torchrun would leave an empty folder behind.
-            plan.torchrun.log_dir = str(Path(name) / "torchrun")
-        workers = _make_workers(plan, variables, output, interruption, report)
+            plan.torchrun.log_dir = str(directory / "torchrun")
+        workers: Workers
+        if plan.options.independent:
+            workers = IndependentWorkers(plan, variables=variables, output=output, report=report)
+        else:
+            workers = ElasticWorkers(plan, variables=variables, output=output, interruption=interruption)
         interruption.on_force = workers.kill
-        failure, is_enough_now = "", False
+        failure, has_enough = "", False
         try:
             workers.start()
             while workers.is_running() and interruption.received is None:
                 failure = "" if servers is None else servers.revive()
-                is_enough_now = is_enough()
-                if failure or is_enough_now or workers.lost_node():
+                has_enough = is_enough()
+                if failure or has_enough or workers.lost_node():
                     break
                 time.sleep(_POLL_S)
             if interruption.received is not None:
@@ -118,28 +118,28 @@ def run_training(
         finally:
             workers.kill()
             is_well = not failure and interruption.received is None and first_failure(workers.ends) is None
-            left = 0 if is_well and not is_enough_now else end_left_behind(mark, lambda: interruption.is_forced)
-        if is_enough_now and interruption.received is None:
+            left = 0 if is_well and not has_enough else end_left_behind(mark, lambda: interruption.is_forced)
+        if has_enough and interruption.received is None:
             return Outcome(exit_code=0)
         if left:
             report(f"ended {left} more {'process' if left == 1 else 'processes'} that the workers had started")
         if is_well and plan.uses_servers and servers is not None and not servers.had_workers():
-            # A script that decides by itself how replicas agree may ignore --strategy, and trains well.
+            # A script that chooses its strategy itself ignores --strategy, and trains well.
             report(
                 "no worker joined the servers: does the script name its own strategy, or not use"
                 " psengine.DistributedDataParallel?"
             )
-        return _outcome(failure, workers, interruption)
+        return _outcome(failure, workers, interruption.received)
 
 
-def _outcome(failure: str, workers: Workers, interruption: Interruption) -> Outcome:
+def _outcome(failure: str, workers: Workers, signal_number: int | None) -> Outcome:
     if failure:
         return Outcome(exit_code=1, failure=failure)
     first = first_failure(workers.ends)
-    if interruption.received is not None:
-        # A rank that had failed before the signal came is what a user wants to know of, too.
+    if signal_number is not None:
+        # A rank that had failed before the signal came is reported, too.
         ends = tuple(workers.ends) if first is not None else ()
-        return Outcome(exit_code=128 + interruption.received, ends=ends, signal_number=interruption.received)
+        return Outcome(exit_code=128 + signal_number, ends=ends, signal_number=signal_number)
     return Outcome(exit_code=0 if first is None else shell_status(first.exit_code), ends=tuple(workers.ends))
 
 
@@ -152,56 +152,6 @@ def _stop(workers: Workers, interruption: Interruption, shutdown_s: float) -> No
     while workers.is_running() and not interruption.is_forced and time.monotonic() < deadline_s:
         time.sleep(_POLL_S / 2)
     workers.kill()
-
-
-def _start_servers(
-    plan: Plan, directory: Path, report: Callable[[str], None], interruption: Interruption, stack: ExitStack
-) -> ServerGroup | None:
-    if not plan.servers:
-        return None
-    servers = stack.enter_context(
-        ServerGroup(
-            plan.servers,
-            snapshot_dir=plan.options.snapshot_dir or directory / "snapshots",
-            status_port=plan.options.status_port,
-            options=plan.options.server_options,
-            report=report,
-            is_hurried=lambda: interruption.is_forced,
-        )
-    )
-    count = "1 server" if plan.servers == 1 else f"{plan.servers} servers"
-    report(f"{count} at {','.join(servers.addresses)}; dashboard at {servers.dashboard_url}")
-    return servers
-
-
-def _make_workers(
-    plan: Plan,
-    variables: dict[str, str],
-    output: WorkerOutput,
-    interruption: Interruption,
-    report: Callable[[str], None],
-) -> Workers:
-    options = plan.torchrun
-    if not plan.options.independent:
-        return ElasticWorkers(options, variables=variables, output=output, interruption=interruption)
-    return IndependentWorkers(
-        python_command(plan.script, is_module=options.module, has_python=not options.no_python),
-        range(plan.options.first_worker, plan.options.first_worker + plan.workers),
-        environment=inherited_variables(),
-        variables=variables,
-        devices=visible_devices(torch.cuda.device_count(), read_variable("CUDA_VISIBLE_DEVICES")),
-        max_restarts=options.max_restarts,
-        output=output,
-        report=report,
-    )
-
-
-def _plain_ranks(plan: Plan) -> Container[int]:
-    """Ranks whose output is shown as it is."""
-    own = range(plan.options.first_worker, plan.options.first_worker + plan.workers)
-    if plan.options.prefix is None:
-        return () if plan.workers > 1 or plan.options.independent or plan.is_multi_node else own
-    return () if plan.options.prefix else own[:1] if plan.options.independent else range(1)
 
 
 def _worker_defaults(plan: Plan) -> dict[str, str]:

@@ -11,14 +11,14 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from psengine.cli.launching.plan import Plan
 from psengine.errors import ConfigurationError, ServerError
 from psengine.parameter_server.client.embedded import EmbeddedServer
 
-# A server that dies so often in so long will not be well after another start.
+# A server that dies, or fails to start, so often in so long is given up.
 MAX_DEATHS = 3
-DEATHS_WITHIN_S = 60.0
-MAX_STARTS = 3
-# What a crash of a server may lose, where nobody says; psengine-server's own default is a minute.
+DEATHS_WITHIN_S = 120.0  # longer than as many starts that hang
+# How much a crash of a server may lose unless --server-option says otherwise; psengine-server's own default is 60 s.
 SNAPSHOT_INTERVAL_S = 15.0
 END_S = 20.0
 PAGE_S = 1.0
@@ -31,39 +31,24 @@ _OURS = ("bind", "shards", "snapshot_dir", "status_port")
 class ServerGroup:
     """A context manager: servers on local sockets, which keep their addresses when they are started again.
 
-    Args:
-        count: how many; each keeps a part of the model.
-        snapshot_dir: each server's snapshots go into a directory of its own there.
-        status_port: of the first server's dashboard; 0 takes a free one.
-        options: further ones of psengine-server, as ``lease_s=10``.
-        report: takes a line about what happened to a server.
-        is_hurried: whether to end the servers by force.
-
     Attributes:
         addresses: of all servers.
         dashboard_url: of the first one's status port.
     """
 
     def __init__(
-        self,
-        count: int,
-        *,
-        snapshot_dir: Path,
-        status_port: int,
-        options: Sequence[str],
-        report: Callable[[str], None],
-        is_hurried: Callable[[], bool],
+        self, plan: Plan, snapshot_dir: Path, *, report: Callable[[str], None], is_hurried: Callable[[], bool]
     ) -> None:
         self.addresses: list[str] = []
         self.dashboard_url = ""
-        self._count = count
-        self._snapshot_dir = snapshot_dir
-        self._status_port = status_port
-        self._options = server_options(options)
+        self._count = plan.servers
+        self._snapshot_dir = plan.options.snapshot_dir or snapshot_dir
+        self._status_port = plan.options.status_port
+        self._options = server_options(plan.options.server_options)
         self._report = report
         self._is_hurried = is_hurried
         self._servers: list[EmbeddedServer] = []
-        self._deaths: list[deque[float]] = [deque(maxlen=MAX_DEATHS) for _ in range(count)]
+        self._deaths: list[deque[float]] = [deque(maxlen=MAX_DEATHS) for _ in range(plan.servers)]
 
     def __enter__(self) -> ServerGroup:
         try:
@@ -72,6 +57,8 @@ class ServerGroup:
                 self.addresses += self._servers[index].addresses
             status = _STATUS.search(self._servers[0].log())
             self.dashboard_url = status[1] if status else ""
+            count = "1 server" if self._count == 1 else f"{self._count} servers"
+            self._report(f"{count} at {','.join(self.addresses)}; dashboard at {self.dashboard_url}")
         except BaseException:
             self._end_all()
             raise
@@ -106,8 +93,7 @@ class ServerGroup:
         directory.mkdir(parents=True, exist_ok=True)
         arguments = ["--bind", bind, "--snapshot-dir", str(directory)]
         if index == 0:
-            port = self.dashboard_url.rpartition(":")[2] or str(self._status_port)
-            arguments += ["--status-port", port]
+            arguments += ["--status-port", self.dashboard_url.rpartition(":")[2] or str(self._status_port)]
         if "--snapshot-interval-s" not in self._options:
             arguments += ["--snapshot-interval-s", str(SNAPSHOT_INTERVAL_S)]
         try:
@@ -116,29 +102,30 @@ class ServerGroup:
             raise ServerError(f"server {index}: {error}") from error
 
     def _revive(self, index: int, server: EmbeddedServer) -> str:
-        address, deaths, words = self.addresses[index], self._deaths[index], server.log()
+        address, deaths = self.addresses[index], self._deaths[index]
         deaths.append(time.monotonic())
         if len(deaths) == MAX_DEATHS and deaths[-1] - deaths[0] <= DEATHS_WITHIN_S:
-            return _failure(f"the server at {address} died {MAX_DEATHS} times in {DEATHS_WITHIN_S:g} s", words)
+            words = "\n".join(f"  {line}" for line in server.log().splitlines()[-12:])
+            return (
+                f"the server at {address} died, or could not be started again, {MAX_DEATHS} times in"
+                f" {DEATHS_WITHIN_S:g} s. It wrote last:\n{words or '  (nothing)'}"
+            )
         self._report(f"the server at {address} (process {server.pid}) died; starting it again")
         server.stop()
-        for _ in range(MAX_STARTS):
-            try:
-                self._servers[index] = self._start(index, address)
-            except ServerError as error:
-                words = str(error)
-                continue
+        try:
+            self._servers[index] = self._start(index, address)
+        except ServerError as error:
+            self._report(str(error))  # the dead server is found again, and counts again
+        else:
             self._report(f"the server at {address} is back (process {self._servers[index].pid})")
-            return ""
-        return _failure(f"the server at {address} died, and could not be started again ({MAX_STARTS} attempts)", words)
+        return ""
 
     def _end_all(self) -> None:
         enders = [threading.Thread(target=self._end, args=(server,), daemon=True) for server in self._servers]
         for ender in enders:
             ender.start()
-        for ender in enders:
-            while ender.is_alive() and not self._is_hurried():
-                ender.join(0.05)
+        while any(ender.is_alive() for ender in enders) and not self._is_hurried():
+            time.sleep(0.02)
         if self._is_hurried():
             for server in self._servers:
                 server.kill()
@@ -150,11 +137,6 @@ class ServerGroup:
         server.stop()
 
 
-def _failure(failure: str, words: str) -> str:
-    lines = "\n".join(f"  {line}" for line in words.splitlines()[-12:])
-    return f"{failure}. It wrote last:\n{lines or '  (nothing)'}"
-
-
 def server_options(options: Sequence[str]) -> list[str]:
     """``["lease_s=10"]`` as psengine-server takes them.
 
@@ -163,20 +145,18 @@ def server_options(options: Sequence[str]) -> list[str]:
     """
     from psengine.parameter_server.server.settings import describe_settings
 
-    known = describe_settings()
+    known = {name: default for name, (_, default) in describe_settings().items() if name not in _OURS}
     arguments: list[str] = []
     for option in options:
         name, _, value = option.partition("=")
         name = name.strip().lstrip("-").replace("-", "_")
-        if name not in known or name in _OURS:
-            settings = ", ".join(setting for setting in known if setting not in _OURS)
+        if name not in known:
             raise ConfigurationError(
                 f"--server-option takes a setting of psengine-server that psengine run does not set itself (expected"
-                f" NAME=VALUE with one of {settings}; got {option!r})"
+                f" NAME=VALUE with one of {', '.join(known)}; got {option!r})"
             )
-        is_flag = isinstance(known[name][1], bool)
         flag = f"--{name.replace('_', '-')}"
-        if not is_flag:
+        if not isinstance(known[name], bool):
             arguments += [flag, value]
         elif value.lower() in ("", "true", "1", "yes"):
             arguments.append(flag)

@@ -81,12 +81,12 @@ def choose_rendezvous(options: Namespace) -> None:
     """
     is_alone = node_counts(options)[1] == 1
     is_named = bool(options.rdzv_endpoint) or options.master_port is not None or options.master_addr != "127.0.0.1"
+    if options.standalone and not is_alone:
+        raise ConfigurationError(
+            f"--standalone is one node alone (expected no --nnodes, or --nnodes 1; got --nnodes {options.nnodes}). Fix:"
+            " give every node --rdzv-endpoint HOST:PORT in its place"
+        )
     if options.standalone or (is_alone and options.rdzv_backend in ("c10d", "static") and not is_named):
-        if not is_alone:
-            raise ConfigurationError(
-                "--standalone is one node alone (expected no --nnodes, or --nnodes 1; got --nnodes"
-                f" {options.nnodes}). Fix: give every node --rdzv-endpoint HOST:PORT in its place"
-            )
         options.rdzv_backend, options.rdzv_endpoint = "c10d", "localhost:0"
         if options.rdzv_id == "none":
             options.rdzv_id = str(uuid.uuid4())
