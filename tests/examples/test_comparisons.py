@@ -5,17 +5,23 @@ from __future__ import annotations
 import json
 import math
 import re
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from support.examples import example, run_main
+from support.examples import Ended, example, run_main, write_images
 from support.processes import run_ranks
 
 
-def test_every_strategy_is_compared_with_native_in_a_table_and_a_plot(tmp_path):
+@pytest.fixture(scope="module")
+def small_images(tmp_path_factory):
+    return write_images(tmp_path_factory.mktemp("data") / "images")
+
+
+def test_every_strategy_is_compared_with_native_in_a_table_and_a_plot(tmp_path, small_images):
     plot = tmp_path / "made" / "losses.png"
-    options = ("--epochs", 1, "--plot", plot, "--strategies", "sync,async:max_staleness=2")
+    options = ("--data", small_images, "--epochs", 2, "--plot", plot, "--strategies", "sync,async:max_staleness=2")
     main, other = run_ranks(run_main, 2, "compare_strategies", *options)
     assert (main.code, other.code, other.output) == (0, 0, ""), main.errors + other.errors
     rows = {line.split()[0]: line for line in main.output.splitlines() if line.startswith(" ") and "%" in line}
@@ -42,28 +48,36 @@ def test_a_sync_that_is_not_native_is_a_failure(capsys):
     assert capsys.readouterr().out.count("9.5e-07") == 1
 
 
-@pytest.mark.parametrize(
-    ("module", "options", "complaint"),
-    [
-        ("compare_strategies", ("--epochs", "1", "--strategies", "sink"), "unknown strategy"),
-        ("compare_strategies", ("--slow-ms", "-1"), "at least 0"),
-        ("batch_size_study", ("--batch-sizes", "32,x"), "a whole number above 0, got 'x'"),
-        ("batch_size_study", ("--batch-sizes", "1000000"), "share each batch evenly"),
-        ("train_gpt", ("--width", "6"), "a multiple of 4, got 6"),
-        ("train_gpt", ("--text", "/nonexistent"), "at least 100 kB"),
-    ],
-)
-def test_wrong_options_are_one_line_and_exit_code_2(module, options, complaint):
-    (result,) = run_ranks(run_main, 1, module, *options)
-    assert result.code == 2
-    assert complaint in result.errors
-    assert result.errors.count("\n") == 1
+WRONG = [
+    ("compare_strategies", ("--epochs", "1", "--strategies", "sink"), "unknown strategy"),
+    ("compare_strategies", ("--slow-ms", "-1"), "at least 0"),
+    ("batch_size_study", ("--batch-sizes", "32,x"), "a whole number above 0, got 'x'"),
+    ("batch_size_study", ("--batch-sizes", "1000000"), "share each batch evenly"),
+    ("train_gpt", ("--width", "6"), "a multiple of 4, got 6"),
+    ("train_gpt", ("--text", "/nonexistent"), "at least 100 kB"),
+]
+
+
+def run_all_wrong(rank: int, world_size: int, images: Path) -> list[Ended]:
+    data = {"train_gpt": ()}
+    return [run_main(rank, world_size, name, *data.get(name, ("--data", images)), *more) for name, more, _ in WRONG]
+
+
+def test_wrong_options_are_one_line_and_exit_code_2(small_images):
+    (results,) = run_ranks(run_all_wrong, 1, small_images)
+    for result, (_, _, complaint) in zip(results, WRONG, strict=True):
+        assert result.code == 2
+        assert complaint in result.errors
+        assert result.errors.count("\n") == 1
+
+
+def native_and_ours(rank: int, world_size: int, options: tuple[object, ...]) -> list[Ended]:
+    return [run_main(rank, world_size, "train_gpt", *more, *options) for more in ((), ("--native",))]
 
 
 def test_the_gpt_takes_native_ddps_steps_and_writes():
     options = ("--steps", 4, "--evaluate-every", 2, "--layers", 1, "--width", 32, "--context", 32, "--batch-size", 4)
-    ours, _ = run_ranks(run_main, 2, "train_gpt", *options)
-    native, _ = run_ranks(run_main, 2, "train_gpt", "--native", *options)
+    (ours, native), _ = run_ranks(native_and_ours, 2, options)
     assert ours.code == native.code == 0
     without_rate = [re.sub(r"[\d,]+ bytes/s", "", result.output) for result in (ours, native)]
     assert without_rate[0] == without_rate[1]
@@ -71,13 +85,18 @@ def test_the_gpt_takes_native_ddps_steps_and_writes():
     assert "def main(" in ours.output
 
 
-def test_the_batch_size_study_can_be_repeated(tmp_path):
-    tables = []
-    for name in ("first.json", "second.json"):
-        options = ("--batch-sizes", "64,128", "--runs", 1, "--epochs", 1, "--plot", tmp_path / "sizes.png")
-        main, _ = run_ranks(run_main, 2, "batch_size_study", *options, "--json", tmp_path / name)
-        assert main.code == 0, main.errors
-        tables.append(json.loads((tmp_path / name).read_text()))
+def study_twice(rank: int, world_size: int, images: Path, directory: Path) -> list[Ended]:
+    options = ("--data", images, "--batch-sizes", "64,128", "--runs", 1, "--epochs", 1)
+    options += ("--plot", directory / "sizes.png")
+    return [
+        run_main(rank, world_size, "batch_size_study", *options, "--json", directory / f"{run}.json") for run in (0, 1)
+    ]
+
+
+def test_the_batch_size_study_can_be_repeated(tmp_path, small_images):
+    results, _ = run_ranks(study_twice, 2, small_images, tmp_path)
+    assert [result.code for result in results] == [0, 0], results[0].errors
+    tables = [json.loads((tmp_path / f"{run}.json").read_text()) for run in (0, 1)]
     assert [row["batch_size"] for row in tables[0]] == [64, 128]
     assert [row["learning_rate"] for row in tables[0]] == [0.02, 0.04]
     assert [row["accuracies"] for row in tables[0]] == [row["accuracies"] for row in tables[1]]

@@ -5,10 +5,11 @@ from __future__ import annotations
 import functools
 import re
 import sys
+from pathlib import Path
 
 import pytest
 import torch
-from support.examples import Ended, example, run_main
+from support.examples import Ended, example, run_main, write_images
 from support.processes import run_ranks
 from support.server_process import running_server
 
@@ -23,12 +24,17 @@ def server():
         yield running
 
 
+@pytest.fixture(scope="module")
+def small_images(tmp_path_factory):
+    return write_images(tmp_path_factory.mktemp("data") / "images")
+
+
 @pytest.fixture
-def main(server, monkeypatch, capsys):
+def main(server, small_images, monkeypatch, capsys):
     """Run the script's main() in this process: main(*options) -> (exit code, lines on stdout, lines on stderr)."""
 
     def run(*options: object) -> tuple[int, list[str], list[str]]:
-        arguments = ["--servers", server.addresses[0], *map(str, options)]
+        arguments = ["--servers", server.addresses[0], "--data", str(small_images), *map(str, options)]
         monkeypatch.setattr(sys, "argv", ["evaluate_from_server.py", *arguments])
         exit_code = evaluate_from_server.main()
         captured = capsys.readouterr()
@@ -37,15 +43,15 @@ def main(server, monkeypatch, capsys):
     return run
 
 
-def read_or_train(rank: int, world_size: int, **variables: str) -> Ended:
+def read_or_train(rank: int, world_size: int, images: Path, **variables: str) -> Ended:
     if rank == 0:
-        return run_main(0, 1, "evaluate_from_server", "--every", 0.1, **variables)
-    return run_main(0, 1, "train_images", "--strategy", "async", "--epochs", 2, **variables)
+        return run_main(0, 1, "evaluate_from_server", "--data", images, "--every", 0.1, **variables)
+    return run_main(0, 1, "train_images", "--data", images, "--strategy", "async", "--epochs", 2, **variables)
 
 
-def test_it_follows_a_training_run_to_its_end(server, main):
+def test_it_follows_a_training_run_to_its_end(server, small_images, main):
     job = {"PSENGINE_SERVERS": server.addresses[0], "PSENGINE_JOB": "followed"}
-    reader, worker = run_ranks(functools.partial(read_or_train, **job), 2, init_group=False)
+    reader, worker = run_ranks(functools.partial(read_or_train, **job), 2, small_images, init_group=False)
     assert worker.code == 0, worker.errors
     assert (reader.code, reader.errors) == (0, "")
 
@@ -53,10 +59,10 @@ def test_it_follows_a_training_run_to_its_end(server, main):
     assert last == "all workers have left"
     versions = [int(re.match(r"version (\d+)  accuracy ", line)[1]) for line in lines]
     assert versions == sorted(set(versions))
-    # One worker's 90 steps; what the servers hold at the end is what it had.
-    assert versions[-1] == 90
+    # One worker's 40 steps; what the servers hold at the end is what it had.
+    assert versions[-1] == 40
     accuracy = re.findall(r"accuracy .*", worker.output)[-1]
-    assert lines[-1] == f"version 90  {accuracy}"
+    assert lines[-1] == f"version 40  {accuracy}"
 
     # The servers still have the weights.
     assert main("--job", "followed", "--every", 0.1, "--times", 1) == (0, [lines[-1], last], [])
@@ -69,9 +75,9 @@ def test_bad_options_are_one_line(main):
 
 
 def test_a_job_that_nobody_trains(main):
-    exit_code, _, [error] = main("--job", "nobody", "--timeout", 3.0)
+    exit_code, _, [error] = main("--job", "nobody", "--timeout", 1.0)
     assert exit_code == 2
-    assert "--job nobody: nobody trains it (expected a worker within --timeout 3 s)" in error
+    assert "--job nobody: nobody trains it (expected a worker within --timeout 1 s)" in error
 
 
 def test_a_job_whose_servers_hold_no_weights(server, main):

@@ -4,19 +4,14 @@ from __future__ import annotations
 
 import functools
 import gzip
-import os
 import re
-import struct
-import subprocess
 import sys
-import tracemalloc
 from contextlib import nullcontext
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
-from support.examples import EXAMPLES, ROOT, Ended, example, run_main
+from support.examples import EXAMPLES, Ended, example, idx, run_main, write_images, write_split
 from support.processes import run_ranks
 from support.server_process import running_server
 from torch import nn
@@ -25,47 +20,46 @@ from torch.utils.data import TensorDataset
 import psengine
 from psengine.environment.installation import install_command
 
-FASHION_MNIST = Path("/usr/share/datasets/fashion-mnist")  # where Debian's dataset-fashion-mnist puts it
-DEADLINE_S = 150
+idx_images, train_images = map(example, ("idx_images", "train_images"))
 
-idx_images, epoch_losses, train_images = map(example, ("idx_images", "epoch_losses", "train_images"))
+
+@pytest.fixture(scope="module")
+def small_images(tmp_path_factory):
+    return write_images(tmp_path_factory.mktemp("data") / "images")
 
 
 # ------------------------------------------------------------------------------------------------- as users start it
 
 
-def test_compare_finds_no_difference_and_the_checkpoint_is_a_plain_modules(tmp_path):
-    checkpoint = tmp_path / "digits.pt"
-    options = ("--compare", "--epochs", 2, "--max-steps", 14, "--accumulate", 2, "--scheduler", "cosine")
-    options += ("--checkpoint", checkpoint, "--report-every", 5)
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1", "--nproc-per-node=2")
-    kept = {name: value for name, value in os.environ.items() if name in ("PATH", "HOME", "TMPDIR", "LANG")}
-    finished = subprocess.run(
-        [sys.executable, *torchrun, *map(str, [EXAMPLES / "train_images.py", *options])],
-        env={**kept, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_S,
-    )
-    assert finished.returncode == 0, finished.stderr
-    assert "Warning" not in finished.stderr
-    assert finished.stdout.count("largest difference: parameters 0, buffers 0") == 2
-    assert finished.stdout.count("equal to the last bit after 14 steps") == 1
-    assert finished.stdout.count("epoch 1  step 5/12") == 1  # rank 0 alone speaks
-    printed = re.findall(r"accuracy .*?\)", finished.stdout)[-1]
+def test_the_default_images_are_scikit_learns_digits():
+    data = train_images.load_data(None)
+    assert (len(data.train), len(data.test), data.classes) == (1437, 360, 10)
+
+
+def test_compare_finds_no_difference_and_the_checkpoint_is_a_plain_modules(tmp_path, small_images):
+    checkpoint = tmp_path / "small.pt"
+    options = ("--data", small_images, "--checkpoint", checkpoint, "--epochs", 2, "--max-steps", 7, "--accumulate", 2)
+    options += ("--compare", "--scheduler", "cosine", "--report-every", 3)
+    finished, other = run_ranks(run_main, 2, "train_images", *options)
+    assert finished.code == other.code == 0, finished.errors + other.errors
+    assert "Warning" not in finished.errors
+    assert finished.output.count("largest difference: parameters 0, buffers 0") == 2
+    assert finished.output.count("equal to the last bit after 7 steps") == 1
+    assert finished.output.count("epoch 1  step 3/5") == 1
+    assert other.output == ""  # rank 0 alone speaks
+    printed = re.findall(r"accuracy .*?\)", finished.output)[-1]
 
     assert list(tmp_path.iterdir()) == [checkpoint]
     network = train_images.ImageClassifier(classes=10)
     network.load_state_dict(torch.load(checkpoint, weights_only=True))
-    images, labels = train_images.load_data(None).test.tensors
+    images, labels = train_images.load_data(small_images).test.tensors
     correct = int((network.eval()(images).argmax(dim=1) == labels).sum())
     assert train_images.describe_accuracy(correct, len(labels)) == printed
-    [evaluated] = run_ranks(run_main, 1, "train_images", "--evaluate", checkpoint)
+    [evaluated] = run_ranks(run_main, 1, "train_images", "--data", small_images, "--evaluate", checkpoint)
     assert evaluated.output.strip() == printed
 
 
-def compare_with_a_warmer_native(rank: int, world_size: int) -> Ended:
+def compare_with_a_warmer_native(rank: int, world_size: int, images: Path) -> Ended:
     make_native_replica = train_images.make_native_replica
 
     def warmer(network, options, *arguments):
@@ -73,18 +67,19 @@ def compare_with_a_warmer_native(rank: int, world_size: int) -> Ended:
         return make_native_replica(network, options, *arguments)
 
     train_images.make_native_replica = warmer
-    return run_main(rank, world_size, "train_images", "--compare", "--max-steps", 2)
+    return run_main(rank, world_size, "train_images", "--data", images, "--compare", "--max-steps", 2)
 
 
-def test_compare_ends_with_an_error_where_models_differ():
-    [finished] = run_ranks(compare_with_a_warmer_native, 1)
+def test_compare_ends_with_an_error_where_models_differ(small_images):
+    [finished] = run_ranks(compare_with_a_warmer_native, 1, small_images)
     assert finished.code == 1
     (error,) = finished.errors.splitlines()
     assert "differ after epoch 1, step 2 (expected no difference, got largest difference: parameters" in error
 
 
-def test_a_loss_that_is_not_finite_stops_all_ranks():
-    first, second = run_ranks(run_main, 2, "train_images", "--learning-rate", "1e30", "--report-every", 1)
+def test_a_loss_that_is_not_finite_stops_all_ranks(small_images):
+    options = ("--data", small_images, "--learning-rate", "1e30", "--report-every", 1)
+    first, second = run_ranks(run_main, 2, "train_images", *options)
     assert first.code == second.code == 1
     assert first.errors == second.errors
     assert re.search(r"not finite \(expected .*, got (nan|inf) on rank \d, epoch 1, step \d+\)", first.errors)
@@ -97,19 +92,6 @@ def test_ranks_share_a_users_error(tmp_path):
     assert second.errors == ""
 
 
-@pytest.mark.skipif(not FASHION_MNIST.is_dir(), reason="Debian's package dataset-fashion-mnist is not installed")
-def test_fashion_mnist():
-    images, labels = idx_images.read_split(FASHION_MNIST, "test")
-    assert images.shape == (10_000, 28, 28)
-    assert labels.bincount().tolist() == [1000] * 10
-    options = ("--data", FASHION_MNIST, "--compare", "--max-steps", 3, "--optimizer", "adamw")
-    finished, _ = run_ranks(run_main, 2, "train_images", *options)
-    assert finished.code == 0, finished.errors
-    assert "60000 training and 10000 test images of 10 classes" in finished.output
-    assert "largest difference: parameters 0, buffers 0" in finished.output
-    assert "/10000)" in finished.output
-
-
 # ------------------------------------------------------------------------------------------------- parameter servers
 
 
@@ -120,8 +102,8 @@ def server():
 
 
 @pytest.mark.slow
-def test_compare_with_an_embedded_server():
-    options = ("--strategy", "sync-server", "--compare", "--epochs", 1, "--max-steps", 6)
+def test_compare_with_an_embedded_server(small_images):
+    options = ("--data", small_images, "--strategy", "sync-server", "--compare", "--epochs", 1, "--max-steps", 6)
     finished, _ = run_ranks(run_main, 2, "train_images", *options)
     assert finished.code == 0, finished.errors
     # A sum of two has one order only.
@@ -129,42 +111,39 @@ def test_compare_with_an_embedded_server():
     assert "are equal within 0.05 after 6 steps" in finished.output
 
 
-def test_ranks_train_through_an_embedded_server():
-    first, second = run_ranks(run_main, 2, "train_images", "--strategy", "async", "--epochs", 2)
+def test_ranks_train_through_an_embedded_server(small_images):
+    options = ("--data", small_images, "--strategy", "async", "--epochs", 2)
+    first, second = run_ranks(run_main, 2, "train_images", *options)
     assert (first.code, first.errors) == (0, "")
     assert second == Ended(0, "", "")
-    assert re.findall(r"epoch (\d)/2  step (\d+)  loss", first.output) == [("1", "23"), ("2", "46")]
+    assert re.findall(r"epoch (\d)/2  step (\d+)  loss", first.output) == [("1", "10"), ("2", "20")]
     assert float(re.findall(r"accuracy (.*?)%", first.output)[-1]) > 80
 
 
-def join_by_server(rank: int, world_size: int, strategy: str, *options: object, **variables: str) -> Ended:
+def join_by_server(rank: int, world_size: int, *options: object, **variables: str) -> Ended:
     """A process without a group; in the others' job by its variables alone."""
-    return run_main(rank, world_size, "train_images", "--strategy", strategy, *options, **variables)
-
-
-def test_compare_is_refused_where_native_takes_other_steps(server):
-    join = functools.partial(join_by_server, PSENGINE_SERVERS=server.addresses[0])
-    [refused] = run_ranks(join, 1, "async", "--compare", init_group=False)
-    assert refused.code == 2
-    assert refused.errors.count("\n") == 1
-    assert "--compare: " in refused.errors
-    assert "(expected sync or sync-server, got async)" in refused.errors
+    return run_main(rank, world_size, "train_images", "--epochs", 1, *options, **variables)
 
 
 @pytest.mark.parametrize("strategy", [pytest.param("sync-server", marks=pytest.mark.slow), "async:max_staleness=4"])
-def test_processes_that_only_a_server_joins(server, strategy):
+def test_processes_that_only_a_server_joins(server, small_images, strategy):
     job = f"single-{strategy}"
     join = functools.partial(join_by_server, PSENGINE_SERVERS=server.addresses[0], PSENGINE_JOB=job)
-    for finished in run_ranks(join, 2, strategy, "--epochs", 1, init_group=False, deadline_s=DEADLINE_S):
+    options = ("--data", small_images, "--strategy", strategy)
+    for finished in run_ranks(join, 2, *options, init_group=False):
         assert finished.code == 0, finished.errors
         assert "world size 1" in finished.output
-        assert "step 45  loss" in finished.output
+        assert "step 20  loss" in finished.output
         # Chance is 10; how stale the gradients are, and so how far one epoch comes, follows the machine's load.
         assert float(re.findall(r"accuracy (.*?)%", finished.output)[-1]) > 50
     [status] = server.job(job)
     assert status["members"] == 0
     if strategy.startswith("async"):
-        assert status["version_max"] == 2 * 45
+        assert status["version_max"] == 2 * 20
+        [refused] = run_ranks(join, 1, *options, "--compare", init_group=False)
+        assert (refused.code, refused.errors.count("\n")) == (2, 1)
+        assert "--compare: " in refused.errors
+        assert "(expected sync or sync-server, got async)" in refused.errors
 
 
 # ------------------------------------------------------------------------------------------------------------ options
@@ -186,76 +165,32 @@ def main(monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        (["--batch-size", 0], "argument --batch-size: expected a whole number above 0, got '0'"),
         (["--batch-size", -3], "argument --batch-size: expected a whole number above 0, got '-3'"),
-        (["--epochs", "two"], "argument --epochs: expected a whole number above 0, got 'two'"),
-        (["--accumulate", 0], "argument --accumulate: expected"),
-        (["--threads", 0], "argument --threads: expected"),
         (["--learning-rate", "nan"], "argument --learning-rate: expected a finite number above 0, got 'nan'"),
-        (["--learning-rate", "inf"], "argument --learning-rate: expected"),
         (["--momentum", 1], "argument --momentum: expected a number from 0 to below 1, got '1'"),
         (["--momentum", 0.5, "--optimizer", "adamw"], "leave it out with --optimizer adamw"),
-        (["--optimizer", "lbfgs"], "argument --optimizer: invalid choice: 'lbfgs'"),
-        (["--seed", -1], "argument --seed: expected"),
         (["--batch", 3], "unrecognized arguments: --batch 3"),
         (["--evaluate", "a.pt", "--compare"], "leave out --compare"),
-        (["--strategy", "telepathy"], "telepathy"),
-        (["--compare", "--sync-batchnorm"], "SyncBatchNorm does not run on the CPU"),
-        (["--data", "{tmp}/nowhere"], "nowhere: expected a directory with IDX files, got no such directory"),
+        (["--strategy", "telepathy", "--data", "{images}"], "telepathy"),
         (["--data", "{tmp}/garbage"], "garbage: expected a directory with IDX files, got a file"),
-        (["--data", "{tmp}"], "expected train-images-idx3-ubyte or train-images-idx3-ubyte.gz, got neither"),
         (["--checkpoint", "{tmp}/nowhere/a.pt"], "a.pt: expected a file name in a writable directory"),
-        (["--checkpoint", "{tmp}"], "expected a file name in a writable directory"),
         (["--pretrained", "{tmp}/nowhere.pt"], "nowhere.pt: expected a readable checkpoint, got No such file"),
-        (["--evaluate", "{tmp}/nowhere.pt"], "nowhere.pt: expected a readable checkpoint, got No such file"),
         (["--evaluate", "{tmp}/garbage"], "garbage: expected a checkpoint of weights only, got: "),
-        (["--evaluate", "{tmp}/empty"], "empty: expected a checkpoint of weights only, got: "),
     ],
 )
-def test_bad_options_are_one_line_and_exit_code_2(main, tmp_path, options, expected):
-    if "--sync-batchnorm" in options and torch.cuda.is_available():
-        pytest.skip("native SyncBatchNorm runs on this machine's GPU")
+def test_bad_options_are_one_line_and_exit_code_2(main, tmp_path, small_images, options, expected):
     (tmp_path / "garbage").write_bytes(b"not a checkpoint")
-    (tmp_path / "empty").touch()
-    exit_code, lines = main(*(str(option).format(tmp=tmp_path) for option in options))
+    exit_code, lines = main(*(str(option).format(tmp=tmp_path, images=small_images) for option in options))
     assert exit_code == 2
     (line,) = lines
     assert line.startswith("train_images.py: error: ")
     assert expected in line
 
 
-def _train_on_one_image(rank: int, world_size: int, directory: str) -> str:
-    options = SimpleNamespace(data=Path(directory))
-    with pytest.raises(train_images.UserError) as caught:
-        train_images.train(options, psengine.init())
-    return str(caught.value)
-
-
-def test_more_ranks_than_images(tmp_path):
-    write_split(tmp_path, "train", torch.zeros(1, 8, 8, dtype=torch.uint8))
-    write_split(tmp_path, "t10k", torch.zeros(3, 8, 8, dtype=torch.uint8))
-    for message in run_ranks(_train_on_one_image, 2, str(tmp_path)):
-        assert message == "every rank needs a training image (expected at most 1 ranks, got 2)"
-
-
-def test_images_too_small_for_the_network(tmp_path):
-    for name in ("train", "t10k"):
-        write_split(tmp_path, name, torch.zeros(3, 8, 7, dtype=torch.uint8))
-    with pytest.raises(train_images.UserError, match="images of at least 8x8, got 8x7"):
-        train_images.load_data(tmp_path)
-
-
 def test_missing_scikit_learn_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
     with pytest.raises(train_images.UserError, match=re.escape(install_command("examples"))):
         train_images.load_data(None)
-
-
-def test_missing_tqdm_names_the_extra(monkeypatch, capsys):
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    monkeypatch.setitem(sys.modules, "tqdm", None)
-    assert epoch_losses.progress_bar("epoch 1", 3) is None
-    assert install_command("examples") in capsys.readouterr().err
 
 
 # ----------------------------------------------------------------------------------------------------------- training
@@ -273,26 +208,6 @@ def test_micro_batches_of_different_sizes_make_the_step_of_one_batch():
         return train_images.train_step(replica, batches, torch.device("cpu")), model.weight.detach()
 
     torch.testing.assert_close(step([3, 3, 1]), step([7]))
-
-
-def test_in_groups():
-    assert list(train_images.in_groups(range(5), 2)) == [[0, 1], [2, 3], [4]]
-    assert list(train_images.in_groups(range(4), 2)) == [[0, 1], [2, 3]]
-
-
-def _meet_nan(rank: int, world_size: int) -> str:
-    losses = train_images.EpochLosses(psengine.init(), epoch=4, steps=9, report_every=3)
-    for step in range(1, 6):
-        losses.add(torch.tensor(float("nan") if (rank, step) == (1, 5) else 0.5), samples=2)
-    with pytest.raises(train_images.TrainingError) as caught:
-        losses.add(torch.tensor(0.5), samples=2)
-    return str(caught.value)
-
-
-def test_all_ranks_name_the_rank_whose_loss_is_not_finite():
-    messages = run_ranks(_meet_nan, 3)
-    assert "got nan on rank 1, epoch 4, step 5)" in messages[0]
-    assert len(set(messages)) == 1
 
 
 def _average_losses(rank: int, world_size: int) -> float:
@@ -375,12 +290,6 @@ def test_weights_that_do_not_fit(weights_path):
     assert "stem.weight (expected none, got shape (2,))" in message
 
 
-def test_something_else_than_weights(tmp_path):
-    torch.save([torch.zeros(2)], tmp_path / "list.pt")
-    with pytest.raises(train_images.UserError, match="expected a state_dict"):
-        train_images.load_weights(tmp_path / "list.pt", CPU)
-
-
 def test_an_object_is_not_unpickled(tmp_path):
     torch.save(train_images.ImageClassifier(classes=5), tmp_path / "object.pt")
     with pytest.raises(train_images.UserError, match="expected a checkpoint of weights only"):
@@ -404,19 +313,6 @@ def test_a_failed_save_leaves_the_earlier_checkpoint(weights_path, monkeypatch):
 # ---------------------------------------------------------------------------------------------------------- IDX files
 
 
-def idx(values: torch.Tensor, *, shape: tuple[int, ...] | None = None, kind: int = 8) -> bytes:
-    """The bytes of an IDX file; ``shape`` is what its header says."""
-    shape = tuple(values.shape) if shape is None else shape
-    return bytes((0, 0, kind, len(shape))) + struct.pack(f">{len(shape)}I", *shape) + values.numpy().tobytes()
-
-
-def write_split(directory: Path, name: str, images: torch.Tensor, *, compress: bool = False) -> None:
-    labels = (torch.arange(len(images)) % 10).to(torch.uint8)
-    for kind, values in (("images-idx3", images), ("labels-idx1", labels)):
-        path = directory / f"{name}-{kind}-ubyte{'.gz' if compress else ''}"
-        path.write_bytes(gzip.compress(idx(values)) if compress else idx(values))
-
-
 @pytest.fixture
 def images():
     return torch.randint(256, (11, 9, 8), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
@@ -436,13 +332,6 @@ def test_round_trip(tmp_path, images, compressed):
     data = train_images.load_data(tmp_path)
     assert (len(data.train), len(data.test), data.classes) == (11, 4, 10)
     assert data.train.tensors[0].shape == (11, 1, 9, 8)
-
-
-def test_a_dot_before_idx(tmp_path, images):
-    write_split(tmp_path, "t10k", images)
-    for path in list(tmp_path.iterdir()):
-        path.rename(path.with_name(path.name.replace("-idx", ".idx")))
-    assert torch.equal(idx_images.read_split(tmp_path, "test")[0], images)
 
 
 def test_as_many_labels_as_images(tmp_path, images, compressed):
@@ -471,14 +360,10 @@ BYTES = torch.zeros(2, 3, 4, dtype=torch.uint8)
     ("content", "expected"),
     [
         (b"", "expected a header of 4 more bytes, got 0"),
-        (b"\0\0\x08", "expected a header of 4 more bytes, got 3"),
-        (idx(BYTES)[:9], "expected a header of 12 more bytes, got 5"),
         (idx(BYTES)[:-1], "expected 24 bytes of values, as the header says (2, 3, 4), got 23"),
-        (idx(BYTES)[:16], "expected 24 bytes of values, as the header says (2, 3, 4), got 0"),
-        (idx(BYTES) + b"\0", "expected 24 bytes of values, as the header says (2, 3, 4), got"),
+        (idx(BYTES) + bytes(9), "expected 24 bytes of values, as the header says (2, 3, 4), got"),
         (b"P5 2 3 255 " + bytes(20), "expected an IDX file (magic 00000803), got magic 50352032"),
         (idx(BYTES, kind=13), "expected unsigned bytes (type 0x08), got 0x0d"),
-        (idx(BYTES[0, 0]), "expected 3 dimensions, got 1"),
         (idx(BYTES, shape=(2, 0, 4)), "expected at least one value, got dimensions (2, 0, 4)"),
         (idx(BYTES, shape=(2**32 - 1,) * 3), "expected at most 1073741824 bytes of values, got a header of"),
     ],
@@ -487,29 +372,9 @@ def test_damaged_files(tmp_path, content, expected, compressed):
     assert expected in read_error(tmp_path / "images", content, compress=compressed)
 
 
-def test_no_more_is_unpacked_than_the_file_has_or_its_header_says(tmp_path):
-    promising = idx(BYTES, shape=(1 << 20, 28, 28))
-    longer = idx(BYTES) + bytes(64 << 20)
-    tracemalloc.start()
-    try:
-        assert "(1048576, 28, 28), got 24" in read_error(tmp_path / "promising", promising, compress=True)
-        tracemalloc.reset_peak()
-        assert "got at least 25" in read_error(tmp_path / "longer", longer, compress=True)
-        _, peak_bytes = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
-    assert peak_bytes < 8 << 20
-
-
-@pytest.mark.parametrize("damage", [lambda stream: stream[:-12], lambda stream: stream[:30] + b"?" * 20 + stream[50:]])
-def test_damaged_gzip(tmp_path, images, damage):
+def test_damaged_gzip(tmp_path, images):
     path = tmp_path / "images.gz"
-    path.write_bytes(damage(gzip.compress(idx(images))))
+    path.write_bytes(gzip.compress(idx(images))[:-12])
     with pytest.raises(idx_images.IdxError, match="expected an intact gzip stream, got: "):  # noqa: SIM117
         with idx_images.IdxFile(path, 3) as file:
             file.read()
-
-
-def test_a_file_that_cannot_be_opened(tmp_path):
-    with pytest.raises(idx_images.IdxError, match="expected a readable file, got No such file"):
-        idx_images.IdxFile(tmp_path / "nowhere", 3)
