@@ -14,7 +14,7 @@ from support.command_process import SUPPORT, WORKER, running_command, servers_of
 from support.waiting import eventually
 
 from psengine.cli.launching import servers as launched_servers
-from psengine.cli.launching.plan import Plan, RunOptions
+from psengine.cli.launching.plan import Plan
 from psengine.cli.launching.servers import ServerGroup
 
 TRAINING = str(SUPPORT / "launched_training.py")
@@ -30,8 +30,8 @@ def test_a_server_comes_back_at_its_address_until_it_dies_too_often(tmp_path, mo
     monkeypatch.setattr(launched_servers, "PAGE_S", 30.0)
     monkeypatch.setattr(launched_servers, "DEATHS_WITHIN_S", 600.0)
     said = []
-    options = RunOptions(server_options=("log_format=json",))
-    plan = Plan(options=options, torchrun=Namespace(), script=(), workers=1, servers=1)
+    json_log = ("--log-format", "json")
+    plan = Plan(torchrun=Namespace(), script=(), workers=1, servers=1, server_arguments=json_log)
     with ServerGroup(plan, tmp_path, report=said.append, is_hurried=lambda: False) as group, socket.socket() as taken:
         assert group.revive() == ""
         assert not group.had_workers()

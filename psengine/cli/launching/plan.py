@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 from argparse import Namespace
-from collections.abc import Container
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,8 @@ _INDEPENDENT_OPTIONS = (
     *("--nproc-per-node", "--max-restarts", "--signals-to-handle", "--shutdown-timeout"),
     *("-m", "--module", "--no-python"),
 )
+# The settings of psengine-server that psengine run gives itself.
+_OUR_SERVER_OPTIONS = ("bind", "shards", "snapshot_dir", "status_port")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +57,7 @@ class Plan:
         workers: processes on this node.
         signals: names of those that end the run.
         servers: how many to start; 0 where there are some already, or none are needed.
+        server_arguments: of psengine-server, from ``--server-option``.
         uses_servers: whether the strategy does; a script may choose another.
         variables: PSENGINE_* that workers get besides those of this process.
         is_multi_node: other nodes may take part.
@@ -67,6 +70,7 @@ class Plan:
     workers: int
     signals: tuple[str, ...] = ()
     servers: int = 0
+    server_arguments: tuple[str, ...] = ()
     uses_servers: bool = False
     variables: dict[str, str] = field(default_factory=dict)
     is_multi_node: bool = False
@@ -149,6 +153,7 @@ def make_plan(parts: RunArguments, given: RunOptions) -> Plan:
         workers=count,
         signals=_signals(options.signals_to_handle),
         servers=servers,
+        server_arguments=tuple(_server_arguments(given.server_options)) if servers else (),
         uses_servers=uses_servers,
         variables=_variables(given),
         is_multi_node=is_multi_node,
@@ -216,11 +221,9 @@ def _variables(given: RunOptions) -> dict[str, str]:
 
 
 def _check_servers(given: RunOptions) -> None:
-    from psengine.cli.launching.servers import server_options
     from psengine.environment.extras import require_server_packages
 
     require_server_packages("parameter servers")
-    server_options(given.server_options)
     if given.snapshot_dir is not None:
         try:
             given.snapshot_dir.mkdir(parents=True, exist_ok=True)
@@ -228,6 +231,28 @@ def _check_servers(given: RunOptions) -> None:
             raise ConfigurationError(
                 f"--snapshot-dir is a folder for the servers to write in (got {given.snapshot_dir}: {error.strerror})"
             ) from error
+
+
+def _server_arguments(options: Sequence[str]) -> list[str]:
+    """``["lease_s=10"]`` as psengine-server takes them."""
+    from psengine.parameter_server.server.settings import describe_settings
+
+    known = {name: default for name, (_, default) in describe_settings().items() if name not in _OUR_SERVER_OPTIONS}
+    arguments: list[str] = []
+    for option in options:
+        name, _, value = option.partition("=")
+        name = name.strip().lstrip("-").replace("-", "_")
+        if name not in known:
+            raise ConfigurationError(
+                f"--server-option takes a setting of psengine-server that psengine run does not set itself (expected"
+                f" NAME=VALUE with one of {', '.join(known)}; got {option!r})"
+            )
+        flag = f"--{name.replace('_', '-')}"
+        if not isinstance(known[name], bool):
+            arguments += [flag, value]
+        elif value.lower() in ("", "true", "1", "yes"):
+            arguments.append(flag)
+    return arguments
 
 
 def _with_workers(parts: RunArguments, given: RunOptions) -> dict[str, str | None]:

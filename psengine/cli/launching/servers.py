@@ -8,11 +8,11 @@ import threading
 import time
 import urllib.request
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 from psengine.cli.launching.plan import Plan
-from psengine.errors import ConfigurationError, ServerError
+from psengine.errors import ServerError
 from psengine.parameter_server.client.embedded import EmbeddedServer
 
 # A server that dies, or fails to start, so often in so long is given up.
@@ -25,7 +25,6 @@ PAGE_S = 1.0
 
 # With log_format=json a quotation mark follows.
 _STATUS = re.compile(r"(?:status|dashboard) at (http://[\w.:\[\]-]+)")
-_OURS = ("bind", "shards", "snapshot_dir", "status_port")
 
 
 class ServerGroup:
@@ -44,7 +43,7 @@ class ServerGroup:
         self._count = plan.servers
         self._snapshot_dir = plan.options.snapshot_dir or snapshot_dir
         self._status_port = plan.options.status_port
-        self._options = server_options(plan.options.server_options)
+        self._options = plan.server_arguments
         self._report = report
         self._is_hurried = is_hurried
         self._servers: list[EmbeddedServer] = []
@@ -135,29 +134,3 @@ class ServerGroup:
             self._report(f"server {server.pid} did not end within {END_S:g} s and was killed")
             server.kill()
         server.stop()
-
-
-def server_options(options: Sequence[str]) -> list[str]:
-    """``["lease_s=10"]`` as psengine-server takes them.
-
-    Raises:
-        ConfigurationError: no setting of psengine-server, or one that ``psengine run`` gives itself.
-    """
-    from psengine.parameter_server.server.settings import describe_settings
-
-    known = {name: default for name, (_, default) in describe_settings().items() if name not in _OURS}
-    arguments: list[str] = []
-    for option in options:
-        name, _, value = option.partition("=")
-        name = name.strip().lstrip("-").replace("-", "_")
-        if name not in known:
-            raise ConfigurationError(
-                f"--server-option takes a setting of psengine-server that psengine run does not set itself (expected"
-                f" NAME=VALUE with one of {', '.join(known)}; got {option!r})"
-            )
-        flag = f"--{name.replace('_', '-')}"
-        if not isinstance(known[name], bool):
-            arguments += [flag, value]
-        elif value.lower() in ("", "true", "1", "yes"):
-            arguments.append(flag)
-    return arguments
