@@ -27,7 +27,7 @@ from attacks.hostile_client import (
 from support.shard_world import spec
 from support.waiting import eventually
 
-from psengine.parameter_server.client.core import ClientCore
+from psengine.parameter_server.client.membership import Membership
 from psengine.parameter_server.client.worker_session import SessionOptions, WorkerSession
 
 SHORT = dict.fromkeys(ATTACKS, 1000) | {idle_connections: 100, slow_readers: 2, endless_messages: 20}
@@ -107,7 +107,7 @@ def test_workers_and_who_has_just_spoken_are_not_cut():
 def test_a_worker_that_computes_for_long_keeps_both_its_connections(monkeypatch):
     """Only heartbeats come from it, while guests of its own address say more than it does."""
     connected = []
-    monkeypatch.setattr(ClientCore, "connected", lambda core, index, now_s: connected.append(index))
+    monkeypatch.setattr(Membership, "connected", lambda core, index, now_s: connected.append(index))
     with ordeal(sabotage=partial(few_descriptors, 200)) as made, ExitStack() as held:
         rule = {"name": "average", "quorum": None}
         options = SessionOptions(

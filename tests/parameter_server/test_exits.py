@@ -70,7 +70,7 @@ class Deaf:
         self.is_deaf = True
         self.was_asked = False
         receive = Link.receive
-        received = session._core.received
+        received = session._membership.received
 
         def hear(link: Link, message: Message, now_s: float) -> None:
             if not (self.is_deaf and message.type in (MessageType.UPDATED, MessageType.SENT)):
@@ -81,7 +81,7 @@ class Deaf:
             received(index, message, now_s)
 
         patch.setattr(Link, "receive", hear)
-        patch.setattr(session._core, "received", watch)
+        patch.setattr(session._membership, "received", watch)
 
 
 @pytest.mark.parametrize("ends_by", ["the other", pytest.param("Ctrl-C", marks=pytest.mark.slow)])

@@ -617,9 +617,9 @@ def test_a_donor_that_dies_is_replaced(server, where):
 
 class DieBeforeSeal:
     def __call__(self) -> None:
-        from psengine.parameter_server.client.own_membership import OwnMembership
+        from psengine.parameter_server.client.membership import Membership
 
-        OwnMembership.seal = lambda *_, **__: end_myself()  # type: ignore[assignment,method-assign]
+        Membership.seal = lambda *_, **__: end_myself()  # type: ignore[assignment,method-assign]
 
 
 def die_before_seal(reports: Reports, *arguments: Any) -> Any:

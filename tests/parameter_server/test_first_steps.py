@@ -13,8 +13,8 @@ from support.shard_world import AVERAGE, spec
 from psengine.parameter_server.client import recovery
 from psengine.parameter_server.client.flow import Flow
 from psengine.parameter_server.client.handshake import Welcome, shake_hands
+from psengine.parameter_server.client.membership import Membership
 from psengine.parameter_server.client.options import SessionOptions
-from psengine.parameter_server.client.own_membership import OwnMembership
 from psengine.parameter_server.client.worker_session import Push, WorkerSession
 from psengine.protocol.messages import Message, MessageType
 
@@ -54,18 +54,18 @@ def test_a_server_that_dies_after_the_first_step_waits_for_workers_that_nobody_h
         for session in sessions:
             context.callback(session.close)
         first, second = (session._membership for session in sessions)
-        received = sessions[0]._core.received
+        received = sessions[0]._membership.received
 
         def hear(index: int, message: Message, now_s: float) -> None:
             if message.type is not MessageType.HEARTBEAT_ACK:
                 received(index, message, now_s)
 
-        def greet_late(membership: OwnMembership) -> Flow[Welcome]:
+        def greet_late(membership: Membership) -> Flow[Welcome]:
             while membership is second and not worker_1_may_come.is_set():
                 yield 0.05
             return (yield from shake_hands(membership))
 
-        monkeypatch.setattr(sessions[0]._core, "received", hear)
+        monkeypatch.setattr(sessions[0]._membership, "received", hear)
         monkeypatch.setattr(recovery, "shake_hands", greet_late)
         first.members = ()  # what a heartbeat has said until here
         first.has_roll = False

@@ -69,7 +69,11 @@ class Simulation:
 
         number = len(self.transports)
         runtime = Runtime(
-            now_s=lambda: self.world.now_s, draw_nonce=lambda: 1000 + number, connect=connect, watch=lambda *_: None
+            now_s=lambda: self.world.now_s,
+            draw_nonce=lambda: 1000 + number,
+            connect=connect,
+            watch=lambda *_: None,
+            is_listening=lambda _: True,
         )
         session = WorkerSession(SessionOptions(addresses=["ipc:///nowhere"], rank=rank, **options), runtime)
         self._sessions.append(session)

@@ -10,32 +10,29 @@ import torch
 
 from psengine.parameter_server.chunk_codecs import gradient_codec
 from psengine.parameter_server.client.chunk_encoder import ChunkEncoder
-from psengine.parameter_server.client.chunk_map import check_destinations, check_tensor
-from psengine.parameter_server.client.core import ClientCore
+from psengine.parameter_server.client.chunk_map import check_tensors
 from psengine.parameter_server.client.link import Link
+from psengine.parameter_server.client.membership import Membership
 from psengine.parameter_server.client.operation import Push, Request
-from psengine.parameter_server.client.own_membership import OwnMembership
 from psengine.protocol.layout import ChunkSpec
 from psengine.protocol.messages import Message, MessageType
 
 
 class ChunkExchanges:
-    """Those of one client; any thread.
+    """The exchanges of one client; any thread.
 
-    Args:
-        core: hears the answers.
-        membership: asks.
+    They raise ConfigurationError for tensors that do not fit the chunk, and ServerError once the session failed or is
+    closed.
     """
 
-    def __init__(self, core: ClientCore, membership: OwnMembership) -> None:
-        self._core = core
+    def __init__(self, membership: Membership) -> None:
         self._membership = membership
         self._sequences: dict[int, int] = {}
-        # By chunk, where the job has a codec; and the last push of each.
+        # By chunk, where the job has a codec: its encoder, and its last push.
         self._encoders: dict[int, ChunkEncoder] = {}
         self._encoded: dict[int, Push] = {}
         self._step = 0
-        # What the pushes of the step under way carry, by chunk.
+        # By chunk, what its push of the current step says of the step.
         self._step_marks: dict[int, list[Any]] = {}
 
     def version(self, key: int) -> int:
@@ -48,7 +45,7 @@ class ChunkExchanges:
         return self._sequences.get(key, 0)
 
     def set_sequence(self, key: int, sequence: int) -> None:
-        """The next push of this chunk is exchange ``sequence`` + 1; its values are here."""
+        """Number the next push of this chunk ``sequence`` + 1: this worker has the values before it."""
         self._sequences[key] = sequence
         self._membership.takes_part = True
 
@@ -64,8 +61,8 @@ class ChunkExchanges:
 
         Args:
             keys: the chunks, each of which is pushed once.
-            is_whole: every step of this worker pushes all chunks that it pushes at all. Then this holds for all shards
-                of a server together, else for each by itself.
+            is_whole: every step of this worker pushes the same chunks. Then the promise holds for all shards of a
+                server together, else for each shard by itself.
         """
         self._step += 1
         shard_of = self._membership.chunks.shard_of
@@ -81,33 +78,32 @@ class ChunkExchanges:
         absent: Sequence[int] = (),
         weight: float | None = None,
     ) -> Push:
-        """Begin the chunk's next exchange; returns at once.
+        """Begin the chunk's next exchange.
 
         Args:
             key: the chunk.
-            payload: contiguous on the CPU, the chunk's dtype and numel: the gradient, or a buffer's values. Must stay
-                unchanged until the answer came. None takes part without contributing (averaging jobs). What travels is
-                what the job's codec makes of it.
-            destinations: contiguous CPU tensors that together have the chunk's numel: written, one after the other,
-                with the answer (weights or average), at the latest when it was waited for. Empty drops it. They may
-                share the payload's memory.
+            payload: contiguous on the CPU, the chunk's dtype and numel: the gradient, or a buffer's values; must stay
+                unchanged until the answer came. None takes part without contributing (averaging jobs). The job's codec
+                encodes it.
+            destinations: contiguous CPU tensors that together have the chunk's numel: overwritten, one after the other,
+                by the answer (weights or average), at the latest when it was waited for. Empty drops the answer. They
+                may share the payload's memory.
             groups: the optimizer's hyperparameters now, per group.
             absent: indices of the chunk's segments without a gradient this time.
-            weight: what the gradient counts in an average, up to 1e12: every worker gives one, or none does. 0, which
-                goes without a payload, takes part and counts nothing.
+            weight: what the gradient counts in an average, up to 1e12: every worker gives one, or none does. 0 needs
+                no payload; such a worker takes part and counts nothing.
 
         Raises:
             FencedError: see ``rejoin``.
-            ServerError: the session failed or is closed.
-            ConfigurationError: a tensor does not fit the chunk.
         """
         membership = self._membership
         spec = membership.chunks.spec(key)
         if membership.fenced is not None:
             raise membership.fenced.with_traceback(None)
-        check_destinations(destinations, spec)
+        if destinations:
+            check_tensors(destinations, spec, "memory for the answer")
         if payload is not None:
-            check_tensor(payload, spec, "payload")
+            check_tensors([payload], spec, "payload")
         link = self._link(key)
         membership.takes_part = True
         self._sequences[key] = sequence = self._sequences.get(key, 0) + 1
@@ -133,7 +129,7 @@ class ChunkExchanges:
             destinations,
             spec.dtype,
             encoder,
-            keeps_answer=key in self._core.kept,
+            keeps_answer=key in membership.kept,
         )
         if encoder is not None:
             self._encoded[key] = push
@@ -141,7 +137,7 @@ class ChunkExchanges:
         return push
 
     def _encoder(self, spec: ChunkSpec) -> ChunkEncoder | None:
-        """That of a chunk, which has come to the end of its last push; None where values travel as they are."""
+        """The chunk's encoder, told how its last push ended; None where values travel as they are."""
         codec = self._membership.options.codec
         if gradient_codec(codec, spec).is_identity:
             return None
@@ -152,17 +148,12 @@ class ChunkExchanges:
             self._encoders[spec.key] = ChunkEncoder(spec, codec)
         return self._encoders[spec.key]
 
-    def keep_result(self, key: int, destinations: Sequence[torch.Tensor] | None = None) -> None:
-        """From now on the destinations of this chunk's pushes stay as the answer left them, until the next answer.
+    def keep_result(self, key: int) -> None:
+        """Promise that the destinations of this chunk's pushes stay as an answer left them until the next answer.
 
-        A server that was restarted may then ask for the last average on behalf of a worker that has not got it.
-
-        Args:
-            key: the chunk.
-            destinations: the next push's, to be checked; they count when that push is answered.
+        A server that was restarted may then ask for the last average on behalf of a worker that does not have it.
         """
-        check_destinations(destinations or (), self._membership.chunks.spec(key))
-        self._core.kept.add(key)
+        self._membership.kept.add(key)
 
     def pull(
         self, key: int, destinations: Sequence[torch.Tensor] = (), slot: str | None = None, blob: str | None = None
@@ -175,13 +166,14 @@ class ChunkExchanges:
             slot: name of the optimizer's state, as CONFIGURE's answer lists them.
             blob: name of the blob.
 
-        ``wait()`` returns the Answer: version, body (slot: "steps", blob: "pieces") and, without destinations, values.
+        The Answer has version, body (slot: "steps", blob: "pieces") and, without destinations, values.
         """
-        message = Message(MessageType.PULL, key=key, body=_named(slot=slot, blob=blob))
+        message = Message(MessageType.PULL, key=key, body=_given(slot=slot, blob=blob))
         if blob is not None:
             return self._membership.ask(self._membership.links[0], message, what=f"PULL of piece {key} of {blob!r}")
         spec = self._membership.chunks.spec(key)
-        check_destinations(destinations, spec)
+        if destinations:
+            check_tensors(destinations, spec, "memory for the answer")
         what = f"PULL of {_slot_of(slot)}{spec.describe()}"
         return self._membership.ask(self._link(key), message, what=what, destinations=destinations, dtype=spec.dtype)
 
@@ -215,15 +207,14 @@ class ChunkExchanges:
             steps: its step count per run.
             blob: name of the blob.
             pieces: how many the blob has.
-            version: what ``pull`` will say; by default that of the values this session saw last.
+            version: of the stored values; by default that of the values this session saw last.
         """
-        counts = None if steps is None else list(steps)
-        fields = _named(slot=slot, steps=counts, blob=blob, pieces=pieces)
+        fields = _given(slot=slot, steps=None if steps is None else list(steps), blob=blob, pieces=pieces)
         message = Message(MessageType.STORE, key=key, version=version or 0, body=fields, payload=payload.detach())
         if blob is not None:
             return self._membership.ask(self._membership.links[0], message, what=f"STORE of piece {key} of {blob!r}")
         spec = self._membership.chunks.spec(key)
-        check_tensor(payload, spec, "payload")
+        check_tensors([payload], spec, "payload")
         if version is None:
             message.version = self.version(key)
         return self._membership.ask(self._link(key), message, what=f"STORE of {_slot_of(slot)}{spec.describe()}")
@@ -232,7 +223,7 @@ class ChunkExchanges:
         return self._membership.links[self._membership.chunks.shard_of[key]]
 
 
-def _named(**fields: Any) -> dict[str, Any]:
+def _given(**fields: Any) -> dict[str, Any]:
     return {name: value for name, value in fields.items() if value is not None}
 
 

@@ -48,29 +48,17 @@ class ChunkMap:
         return spec
 
 
-def check_tensor(tensor: torch.Tensor, spec: ChunkSpec, what: str) -> None:
-    """Raise ConfigurationError unless ``tensor`` holds the chunk's elements, contiguous on the CPU."""
-    fits = tensor.dtype is spec.dtype and tensor.numel() == spec.numel
-    if not fits or tensor.device.type != "cpu" or not tensor.is_contiguous():
-        raise ConfigurationError(
-            f"the {what} does not fit {spec.describe()} (expected {spec.numel} contiguous elements of {spec.dtype} on"
-            f" cpu, got shape {tuple(tensor.shape)} of {tensor.dtype} on {tensor.device}, strides {tensor.stride()})"
-        )
-
-
-def check_destinations(destinations: Sequence[torch.Tensor], spec: ChunkSpec) -> None:
-    """Raise ConfigurationError unless the chunk's elements fit ``destinations`` exactly; none at all is allowed."""
-    if not destinations:
-        return
+def check_tensors(tensors: Sequence[torch.Tensor], spec: ChunkSpec, what: str) -> None:
+    """Raise ConfigurationError unless ``tensors``, one after the other, hold the chunk's elements on the CPU."""
     numel = 0
-    for tensor in destinations:
+    for tensor in tensors:
         numel += tensor.numel()
         if tensor.dtype is not spec.dtype or tensor.device.type != "cpu" or not tensor.is_contiguous():
             raise ConfigurationError(
-                f"a destination does not fit {spec.describe()} (expected contiguous elements of {spec.dtype} on cpu,"
+                f"the {what} does not fit {spec.describe()} (expected contiguous elements of {spec.dtype} on cpu,"
                 f" got shape {tuple(tensor.shape)} of {tensor.dtype} on {tensor.device}, strides {tensor.stride()})"
             )
     if numel != spec.numel:
         raise ConfigurationError(
-            f"the destinations of {spec.describe()} do not add up (expected {spec.numel} elements, got {numel})"
+            f"the {what} does not fit {spec.describe()} (expected {spec.numel} elements, got {numel})"
         )

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import os
+import random
 import socket as sockets
 import threading
 import time
@@ -23,7 +24,9 @@ from psengine.environment.extras import missing_extra
 from psengine.errors import ProtocolError, PSEngineError, ServerError
 from psengine.kernels.freed_memory import keep_freed_memory
 from psengine.parameter_server.client.operation import forked_error
-from psengine.parameter_server.client.runtime import Receiver
+from psengine.parameter_server.client.options import SessionOptions
+from psengine.parameter_server.client.reachability import watch_first_contact
+from psengine.parameter_server.client.runtime import Receiver, Runtime, Transport
 from psengine.protocol.frames import decode, encode
 from psengine.protocol.keys import CurveClientKeys
 from psengine.protocol.messages import MAX_PAYLOAD_BYTES, Message
@@ -309,3 +312,19 @@ class Connection:
         self._context.term()  # waits for the linger of the sockets
         self._wake_reader.close()
         self._wake_writer.close()
+
+
+def _connect(receiver: Receiver, options: SessionOptions) -> Transport:
+    return Connection(
+        receiver, keys=options.keys, checksum=options.checksum, uses_local_socket=options.uses_local_socket
+    )
+
+
+# The runtime of a client in a process.
+PROCESS = Runtime(
+    now_s=time.monotonic,
+    draw_nonce=lambda: random.SystemRandom().getrandbits(64),
+    connect=_connect,
+    watch=watch_first_contact,
+    is_listening=local_sockets.is_listening,
+)

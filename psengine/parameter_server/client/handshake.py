@@ -1,4 +1,4 @@
-"""HELLO to every shard, and what may come of it.
+"""HELLO to every shard.
 
 lead          HELLO ─► WELCOME: rank, incarnation, state, the server's shards      "wait": ask again
 other shards           HELLO with that rank and incarnation ─► WELCOME
@@ -13,27 +13,22 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
-from psengine.environment import local_sockets
 from psengine.errors import ConfigurationError, ServerLostError, ServerRefusedError
 from psengine.parameter_server.client.flow import Flow
 from psengine.parameter_server.client.link import Link
-from psengine.parameter_server.client.own_membership import OwnMembership
+from psengine.parameter_server.client.membership import Membership
 from psengine.protocol.messages import CODEC_VERSION, NOBODY, ErrorCode, Message, MessageType
 from psengine.version import __version__
 
-# How long to wait before asking again whether values are there yet.
+# How long to wait before asking again whether the job has values.
 WAIT_S = 0.1
-# An embedded server that is silent for so long is looked for.
-EMBEDDED_SILENCE_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class Welcome:
-    """What the lead said, and every shard's state: "initialise", "wait", "ready" or "join"."""
+    """Every shard's state, the lead's first: "initialise", "wait", "ready" or "join"."""
 
     states: tuple[str, ...]
-    members: tuple[int, ...]
-    started: bool
 
     @property
     def state(self) -> str:
@@ -46,8 +41,8 @@ class Welcome:
         return [index for index, state in enumerate(self.states) if state in ("initialise", "wait")]
 
 
-def enter(membership: OwnMembership) -> Flow[Welcome]:
-    """Say HELLO to all servers, and let what was held go on.
+def enter(membership: Membership) -> Flow[Welcome]:
+    """Say HELLO to all servers, and let go on what was held.
 
     Raises:
         ServerRefusedError: some servers have the job's values and others lost theirs ("state_lost").
@@ -65,8 +60,8 @@ def enter(membership: OwnMembership) -> Flow[Welcome]:
     return welcome
 
 
-def shake_hands(membership: OwnMembership) -> Flow[Welcome]:
-    """Say HELLO to every shard; connects to them the first time. Everything else is held until ``resume``.
+def shake_hands(membership: Membership) -> Flow[Welcome]:
+    """Say HELLO to every shard; the first time, connect to them. Everything else is held until ``resume``.
 
     Raises:
         ServerLostError: no answer, or no values before the deadline.
@@ -91,11 +86,11 @@ def shake_hands(membership: OwnMembership) -> Flow[Welcome]:
         if link.index in firsts:
             _check_shards(membership, answer, firsts.index(link.index))
     membership.members = tuple(lead.body["members"])
-    return Welcome(tuple(states), membership.members, lead.body["started"])
+    return Welcome(tuple(states))
 
 
-def _open_others(membership: OwnMembership, lead: Message, deadline_s: float) -> Flow[None]:
-    """Connect to all shards of all servers: each server's first shard knows the others."""
+def _open_others(membership: Membership, lead: Message, deadline_s: float) -> Flow[None]:
+    """Connect to all shards of all servers: each server's first shard lists the others."""
     epochs = {lead.epoch: membership.links[0].address}
     for address in shard_addresses(membership.links[0].address, lead.body["shards"]):
         membership.open(address)
@@ -114,7 +109,7 @@ def _open_others(membership: OwnMembership, lead: Message, deadline_s: float) ->
     membership.server_sizes = sizes
 
 
-def _check_shards(membership: OwnMembership, welcome: Message, server: int) -> None:
+def _check_shards(membership: Membership, welcome: Message, server: int) -> None:
     expected, got = membership.server_sizes[server], len(welcome.body["shards"]) or 1
     if expected != got:
         raise ServerRefusedError(
@@ -124,24 +119,32 @@ def _check_shards(membership: OwnMembership, welcome: Message, server: int) -> N
         )
 
 
-def _hello(membership: OwnMembership, link: Link, deadline_s: float) -> Flow[Message]:
-    """One shard's WELCOME; where its values are not there yet, and may come, after waiting for them."""
+def _hello(membership: Membership, link: Link, deadline_s: float) -> Flow[Message]:
+    """One shard's WELCOME; asks again while the shard's values are not there yet and may come."""
     options, now_s = membership.options, membership.runtime.now_s
-    connect_deadline_s = now_s() + options.connect_timeout_s
+    last_s = deadline_s if link.last_heard_s is not None else min(deadline_s, now_s() + options.connect_timeout_s)
+    # A reader asks about the server, whatever its jobs.
+    what = "HELLO" if options.role == "reader" else f"HELLO to job {options.job!r}"
     while True:
-        last_s = deadline_s if link.last_heard_s is not None else min(deadline_s, connect_deadline_s)
         message = Message(
             MessageType.HELLO,
             job=membership.identity.job,
             worker=membership.identity.worker,
-            # The lead gives incarnations, the others hear which it was.
+            # The lead gives incarnations, and the other shards are told.
             incarnation=0 if link.index == 0 else membership.identity.incarnation,
             body=_hello_body(membership),
         )
-        answer = yield from _answer(membership, link, message, last_s - now_s())
-        if answer is None:
-            continue
-        _check_version(membership, link)
+        request = membership.ask(link, message, what=what, timeout_s=last_s - now_s(), is_urgent=True)
+        yield [request]
+        answer = request.reply()
+        last_s = deadline_s
+        if not options.codec.is_identity and link.server_version < CODEC_VERSION:
+            raise ServerRefusedError(
+                f"{link.address} knows no codecs (expected protocol version {CODEC_VERSION} or later for"
+                f" compress={options.codec}, got {link.server_version}). Update psengine where the servers run, or"
+                " leave out compress=.",
+                ErrorCode.VERSION,
+            )
         if answer.body["state"] != "wait" or not _may_come(membership):
             return answer
         if now_s() >= deadline_s:
@@ -154,46 +157,14 @@ def _hello(membership: OwnMembership, link: Link, deadline_s: float) -> Flow[Mes
             raise ServerLostError(f"the session was closed while it waited for the values of job {options.job!r}")
 
 
-def _check_version(membership: OwnMembership, link: Link) -> None:
-    codec = membership.options.codec
-    if codec.is_identity or link.server_version >= CODEC_VERSION:
-        return
-    raise ServerRefusedError(
-        f"{link.address} knows no codecs (expected protocol version {CODEC_VERSION} or later for compress={codec},"
-        f" got {link.server_version}). Update psengine where the servers run, or leave out compress=.",
-        ErrorCode.VERSION,
-    )
-
-
-def _answer(membership: OwnMembership, link: Link, message: Message, timeout_s: float) -> Flow[Message | None]:
-    """The answer to a HELLO; None where an embedded server has yet to give it."""
-    options = membership.options
-    wait_s = min(timeout_s, EMBEDDED_SILENCE_S) if options.is_embedded else timeout_s
-    # A reader's question is about the server, whatever its jobs.
-    what = "HELLO" if options.role == "reader" else f"HELLO to job {options.job!r}"
-    request = membership.ask(link, message, what=what, timeout_s=wait_s, is_urgent=True)
-    try:
-        yield [request]
-        return request.reply()
-    except ServerLostError as error:
-        if options.is_embedded and not is_listening(link.address):
-            raise ServerLostError(
-                f"the embedded parameter server at {link.address} is gone (expected an answer to {what}, got none):"
-                " rank 0, which had started it, has failed or closed its strategy. Its output says why."
-            ) from error
-        if wait_s >= timeout_s:
-            raise
-        return None
-
-
-def _may_come(membership: OwnMembership) -> bool:
-    """Whether a "wait" is worth waiting through: weights that a server had and lost do not come back by it."""
+def _may_come(membership: Membership) -> bool:
+    """Whether a shard that says "wait" may get values: weights that a server held and lost do not come back."""
     if membership.options.role == "reader":
-        return False  # it may want to know no more than that
+        return False  # a reader need not know more
     return membership.options.averages or not membership.is_welcome
 
 
-def _hello_body(membership: OwnMembership) -> dict[str, Any]:
+def _hello_body(membership: Membership) -> dict[str, Any]:
     options, own = membership.options, membership.identity.worker
     body: dict[str, Any] = {
         "job": options.job,
@@ -201,7 +172,7 @@ def _hello_body(membership: OwnMembership) -> dict[str, Any]:
         "nonce": membership.nonce,
         "host": socket.gethostname()[:255],
         "pid": os.getpid(),
-        "software": options.software or __version__,
+        "software": __version__,
         "world_size": options.world_size,
         "rule": options.whole_rule,
     }
@@ -210,33 +181,19 @@ def _hello_body(membership: OwnMembership) -> dict[str, Any]:
     rank = options.rank if own == NOBODY else own
     if rank is not None:
         body["rank"] = rank
-    # A restarted server waits for these. Who is still to be given the others' state has nothing to go on from.
+    # A restarted server waits for these workers. A worker that has yet to get the others' state is none of them.
     members = {*membership.members} - {own}
     if membership.takes_part:
         members.add(own)
         if options.averages and not membership.has_roll:
-            members.update(range(options.world_size))  # without whom there is no first average
+            members.update(range(options.world_size))  # the first average needs all of them
     if membership.is_welcome and members:
         body["members"] = sorted(members)
     return body
 
 
-def is_listening(address: str) -> bool:
-    """Whether anything listens at an address of this machine."""
-    if address.startswith("ipc://"):
-        return local_sockets.is_listening(address)
-    parts = urlsplit(address)
-    try:
-        with socket.create_connection((parts.hostname or "", parts.port or 0), timeout=1.0):
-            return True
-    except ConnectionRefusedError:
-        return False
-    except OSError:
-        return True  # busy
-
-
 def shard_addresses(known: str, listed: Sequence[str]) -> list[str]:
-    """The addresses of a server's other shards; a wildcard host stands for the one the server was reached by."""
+    """The addresses of a server's other shards; a wildcard host stands for the host in ``known``, its first address."""
     host = urlsplit(known).hostname or ""
     addresses = []
     for address in listed[1:]:

@@ -1,9 +1,9 @@
-"""How a worker comes to take part, and leaves: it gives the job its values, compares models, or joins a job under way.
+"""How a worker takes part, and leaves: it gives the job its values, compares models, or joins a job under way.
 
 lead says     what follows
 initialise    REGISTER every chunk at its shard, SEAL every shard, the lead last
 ready         LIST every shard, compare the model
-join          JOIN every shard: held until another worker has deposited its state; then as ready
+join          JOIN every shard; answered once another worker has deposited its state; then as ready
 """
 
 from __future__ import annotations
@@ -15,34 +15,32 @@ from collections.abc import Callable, Sequence
 import torch
 
 from psengine.errors import PSEngineError, ReplicaMismatchError, ServerRefusedError
-from psengine.parameter_server.client.chunk_map import check_tensor
+from psengine.parameter_server.client.chunk_map import check_tensors
 from psengine.parameter_server.client.flow import Flow
 from psengine.parameter_server.client.handshake import enter
 from psengine.parameter_server.client.link import Link
+from psengine.parameter_server.client.membership import Membership, StateRequest
 from psengine.parameter_server.client.operation import Request
-from psengine.parameter_server.client.own_membership import OwnMembership, StateRequest
 from psengine.parameter_server.client.partition import assign
 from psengine.protocol.layout import ChunkSpec, first_difference, layout_fingerprint
 from psengine.protocol.messages import ErrorCode, Message, MessageType
 
 logger = logging.getLogger(__name__)
 
-# Values on their way while a job is registered: enough to keep the servers busy, little enough to be answered soon.
+# Chunks in flight while a job is registered: enough to keep the servers busy, few enough to be answered soon.
 REGISTERS_UNDER_WAY = 16
-# A worker that waits longer than this for others to let it go says so.
+# A worker that waits longer than this before it may leave logs that.
 QUIET_LEAVE_S = 2.0
 LEAVE_POLL_S = 0.002
-# An embedded server that died does not come back.
-EMBEDDED_LEAVE_S = 10.0
 
 
 def take_part(
-    membership: OwnMembership,
+    membership: Membership,
     state: str,
     layout: Sequence[ChunkSpec],
     initial: Callable[[ChunkSpec], torch.Tensor],
 ) -> Flow[str]:
-    """Follow what the lead said; see ``WorkerSession.enter``."""
+    """Do what the lead's ``state`` asks for; see ``WorkerSession.enter``."""
     layout = sorted(layout, key=lambda spec: spec.key)
     if state == "join":
         state = yield from join(membership)
@@ -54,8 +52,8 @@ def take_part(
     return state
 
 
-def rejoin(membership: OwnMembership) -> Flow[str]:
-    """Take part again, beginning with another worker's state; see ``WorkerSession.rejoin``."""
+def rejoin(membership: Membership) -> Flow[str]:
+    """Take part again with another worker's state; see ``WorkerSession.rejoin``."""
     state = "join"
     if membership.fenced is None:
         membership.pause()
@@ -69,26 +67,26 @@ def rejoin(membership: OwnMembership) -> Flow[str]:
 
 
 def initialise(
-    membership: OwnMembership, layout: Sequence[ChunkSpec], initial: Callable[[ChunkSpec], torch.Tensor]
+    membership: Membership, layout: Sequence[ChunkSpec], initial: Callable[[ChunkSpec], torch.Tensor]
 ) -> Flow[None]:
     """Give the job its values."""
     membership.chunks.place(layout, assign(layout, len(membership.links)))
     under_way: deque[Request] = deque()
     for spec in layout:
         values = initial(spec)
-        check_tensor(values, spec, "initial values")
+        check_tensors([values], spec, "tensor of initial values")
         link = membership.links[membership.chunks.shard_of[spec.key]]
         under_way.append(membership.register(link, spec, values.detach()))
         if len(under_way) >= REGISTERS_UNDER_WAY:
             yield [under_way.popleft()]
     yield under_way
-    # The lead last: it is the one that tells other workers that values are there.
+    # The lead last: it tells other workers that the job has values.
     yield [membership.seal(link) for link in membership.links[1:]]
     yield [membership.seal(membership.links[0])]
 
 
-def fetch_layout(membership: OwnMembership) -> Flow[list[ChunkSpec]]:
-    """The job's chunks by key, from the servers, which know best where each is; remembered in ``membership.chunks``."""
+def fetch_layout(membership: Membership) -> Flow[list[ChunkSpec]]:
+    """The job's chunks by key, as the servers list them; also placed in ``membership.chunks``."""
     found: list[tuple[ChunkSpec, int]] = []
     for link in membership.links:
         after, more = -1, True
@@ -106,7 +104,7 @@ def fetch_layout(membership: OwnMembership) -> Flow[list[ChunkSpec]]:
     return specs
 
 
-def compare(membership: OwnMembership, mine: Sequence[ChunkSpec], theirs: Sequence[ChunkSpec]) -> None:
+def compare(membership: Membership, mine: Sequence[ChunkSpec], theirs: Sequence[ChunkSpec]) -> None:
     """Raise ReplicaMismatchError, naming the first parameter that differs, unless the models are the same."""
     if layout_fingerprint(mine) == layout_fingerprint(theirs):
         return
@@ -117,7 +115,7 @@ def compare(membership: OwnMembership, mine: Sequence[ChunkSpec], theirs: Sequen
     )
 
 
-def join(membership: OwnMembership) -> Flow[str]:
+def join(membership: Membership) -> Flow[str]:
     """Wait until another worker has deposited its state, and every shard lets us take part.
 
     Returns:
@@ -148,23 +146,23 @@ def join(membership: OwnMembership) -> Flow[str]:
             return state
 
 
-def admit(membership: OwnMembership, joiner: StateRequest) -> Flow[None]:
-    """The joiner's state is deposited: let it take part from this worker's next exchange on; the lead last."""
+def admit(membership: Membership, joiner: StateRequest) -> Flow[None]:
+    """The joiner's state is deposited: let it take part from this worker's next exchange on."""
     body = {"rank": joiner.rank, "incarnation": joiner.incarnation}
 
     def ask(link: Link) -> Request:
         return membership.ask(link, Message(MessageType.ADMIT, body=body), what=f"ADMIT of worker {joiner.rank}")
 
     yield [ask(link) for link in membership.links[1:]]
-    yield [ask(membership.links[0])]
+    yield [ask(membership.links[0])]  # the lead last
 
 
-def leave(membership: OwnMembership) -> Flow[None]:
+def leave(membership: Membership) -> Flow[None]:
     """Where servers average: wait until every live worker has the averages that this one has.
 
-    Until then this worker may be the only one that has the average of its last step: a server that dies and comes back
-    would let those who lack it average without this worker, to another result. Who is in the middle of a step, or has
-    failed in one, has nothing to give, and is not held up.
+    Until then this worker may be the only one with the average of its last step. A server that dies and comes back
+    would let the others average that step without this worker, to another result. A worker that is in the middle of a
+    step, or failed in one, has no such average and leaves at once.
     """
     options, links = membership.options, membership.links
     takes_part = membership.takes_part and membership.fenced is None and membership.fatal is None
@@ -172,27 +170,25 @@ def leave(membership: OwnMembership) -> Flow[None]:
         return
     if not all(link.is_level or not membership.chunks.at(link.index) for link in links):
         return
-    timeout_s = min(options.timeout_s, EMBEDDED_LEAVE_S) if options.is_embedded else options.timeout_s
-    who = f"worker {membership.identity.worker} of job {options.job!r}"
     try:
         asked = []
         for link in links:
             membership.connection.do(link.tell_progress)
-            asked.append(membership.ask(link, Message(MessageType.LEAVE), timeout_s=timeout_s))
+            asked.append(membership.ask(link, Message(MessageType.LEAVE)))
         quiet_s = membership.runtime.now_s() + QUIET_LEAVE_S
         while not _have_ended(asked) and membership.runtime.now_s() < quiet_s:
             yield LEAVE_POLL_S
         if not _have_ended(asked):
             logger.warning(
                 "%s waits to leave, for %g s at most, until every other worker has the averages of its last step",
-                who,
-                timeout_s,
+                membership,
+                options.timeout_s,
             )
         yield asked
     except ServerRefusedError as error:
-        logger.debug("%s leaves at once: %s", who, error)
+        logger.debug("%s leaves at once: %s", membership, error)
     except PSEngineError as error:
-        logger.error("%s leaves, and other workers may lack the averages of its last step: %s", who, error)
+        logger.error("%s leaves, and other workers may lack the averages of its last step: %s", membership, error)
 
 
 def _have_ended(requests: Sequence[Request]) -> bool:

@@ -1,14 +1,14 @@
-"""What is under way between this worker and one shard: what was sent, what to send again, what may be sent now.
+"""One client's operations at one shard: requests and pushes, from the first send to the answer.
 
-Pure: messages in, calls to ``transmit`` out, the caller brings the time. Lives on the connection's I/O thread.
+Pure: messages come in, ``transmit`` sends them out, the caller gives the time. Runs on the client's I/O thread.
 
-    request   sent ── wait ── marker (ECHO) ── it came back ── sent again
+    request   sent ── wait ── marker (ECHO) ── the marker came back ── sent again
     push      see ``pushes``
 
-Nothing large is asked for twice because time passed: one connection keeps its order, so that the answer to a later
-question proves that what is still open was lost. What was lost with a connection, the question on the next one shows.
-Questions cost a few bytes; how long to wait before each is ``Patience``. HELLO, on a connection of its own, is small,
-and sent again by the clock.
+Nothing large is sent twice because time passed. A connection keeps its order: once a marker has come back, every
+request sent before it that has no answer was lost. After a reconnection the marker finds what the old connection lost.
+Markers and probes cost a few bytes; ``Patience`` says how long to wait before each. HELLO has a connection of its own,
+is small, and is repeated by the clock.
 """
 
 from __future__ import annotations
@@ -20,9 +20,8 @@ from dataclasses import dataclass
 
 import torch
 
-from psengine.errors import FencedError, ProtocolError, PSEngineError, ServerLostError
+from psengine.errors import FencedError, ProtocolError, PSEngineError, ServerLostError, ServerRefusedError
 from psengine.parameter_server.client import patience
-from psengine.parameter_server.client.link_errors import no_answer, refusal, says_hello_again
 from psengine.parameter_server.client.operation import Operation, Push, Request
 from psengine.parameter_server.client.patience import Patience
 from psengine.parameter_server.client.progress import Ledger
@@ -31,35 +30,23 @@ from psengine.protocol.messages import NO_KEY, NOBODY, PROTOCOL_VERSION, ErrorCo
 
 logger = logging.getLogger(__name__)
 
-# So many answers in a row that nobody can read, and waiting on is pointless.
-MAX_GARBLED = 3
-# A push that outlives so many recoveries is itself what is refused.
-MAX_FENCED = 4
+MAX_GARBLED = 3  # after so many unreadable messages in a row every operation fails
+MAX_FENCED = 4  # recoveries after which a push that is fenced again fails
 
+# The answers that are not OK.
 ANSWERS = {
     MessageType.HELLO: MessageType.WELCOME,
-    MessageType.REGISTER: MessageType.OK,
-    MessageType.SEAL: MessageType.OK,
-    MessageType.CONFIGURE: MessageType.OK,
     MessageType.LIST: MessageType.CHUNKS,
     MessageType.PULL: MessageType.VALUES,
-    MessageType.STORE: MessageType.OK,
-    MessageType.JOIN: MessageType.OK,
-    MessageType.ADMIT: MessageType.OK,
     MessageType.STATUS: MessageType.STATUS_REPORT,
-    MessageType.SNAPSHOT: MessageType.OK,
-    MessageType.BYE: MessageType.OK,
     MessageType.ECHO: MessageType.ECHOED,
-    MessageType.PROGRESS: MessageType.OK,
-    MessageType.LEAVE: MessageType.OK,
 }
-# HELLO is repeated by the clock, ECHO never: a second one would hold up the first, whose time is taken.
+# HELLO is repeated by the clock; ECHO never: it measures, and a second one would hold up the first.
 _UNMARKED = frozenset({MessageType.HELLO, MessageType.ECHO})
-# Their time runs whatever else moves: how long a server may take to be found, and a session to end.
+# Other answers do not extend their deadline: it bounds how long a server is looked for, and how long a session ends.
 _STRICT = frozenset({MessageType.HELLO, MessageType.LEAVE, MessageType.BYE})
-# The ids of markers lie above all others; what they carry does not matter.
+# The ids of markers lie above all others.
 _FIRST_MARKER = 1 << 62
-_MARKER_BYTES = 1
 
 
 @dataclass(slots=True)
@@ -81,9 +68,9 @@ class Link:
     """One shard.
 
     Args:
-        index: place among all the job's shards; 0 is the lead.
+        index: of the shard among all of the job; 0 is the lead.
         address: for people.
-        identity: who asks.
+        identity: of this client.
         transmit: hands a message to the socket; False where there is no connection now.
         lost_membership: called with a text when the shard says "fenced" or "not_member".
 
@@ -93,9 +80,9 @@ class Link:
         versions: key -> version of the values that came last.
         ledger: what the shard acknowledged.
         last_heard_s: when the last message came; None never.
+        last_problem: what went wrong last, for errors; may be set by any thread.
         pushes: the exchanges under way.
-        is_paused: only what introduces this worker is sent; see ``pause``.
-        patience: how long to wait before asking what became of something.
+        patience: how long to wait before asking about an operation.
     """
 
     def __init__(
@@ -113,6 +100,7 @@ class Link:
         self.versions: dict[int, int] = {}
         self.ledger = Ledger()
         self.last_heard_s: float | None = None
+        self.last_problem = ""
         self.patience = Patience()
         self.pushes = Pushes(self.send, self.ledger, self.patience)
         self._identity = identity
@@ -125,15 +113,14 @@ class Link:
         self._proven = 0
         # key -> (exchange, epoch, first marker behind it) of averages sent for a restarted server.
         self._results: dict[int, tuple[int, int, int]] = {}
-        # When the oldest of what was answered since the last tick had been submitted.
+        # Submission time of the oldest operation that was answered since the last tick.
         self._moved_s = math.inf
         self._garbled = 0
-        self._last_problem = ""
 
     # ---- asking ------------------------------------------------------------------------------------------------
 
     def begin(self, operation: Operation, now_s: float) -> None:
-        """A worker's thread asks for something."""
+        """A worker's thread submitted an operation."""
         if isinstance(operation, Push):
             self.pushes.begin(operation, now_s)
             return
@@ -143,31 +130,25 @@ class Link:
             self._send_request(operation, now_s)
 
     def send(self, message: Message) -> bool:
-        """Send something that has no answer to wait for."""
-        message.job = self._identity.job
-        message.epoch = self.epoch
-        message.worker = self._identity.worker
-        message.incarnation = self._identity.incarnation
+        """Send a message in this client's name; False where there is no connection now."""
+        own = self._identity
+        message.job, message.epoch = own.job, self.epoch
+        message.worker, message.incarnation = own.worker, own.incarnation
         return self._transmit(message)
 
     def _send_request(self, request: Request, now_s: float) -> None:
+        is_hello = request.message.type is MessageType.HELLO  # which names its sender itself
         try:
-            if request.message.type is MessageType.HELLO:  # says itself who it is from
-                request.is_sent = self._transmit(request.message)
-            else:
-                request.is_sent = self.send(request.message)
+            request.is_sent = self._transmit(request.message) if is_hello else self.send(request.message)
         except PSEngineError as error:
             self._fail(request, error, now_s)
         request.mark, request.unanswered = self._marker + 1, 0
-        if not request.is_sent:
-            wait_s = RETRY_S
-        else:
-            wait_s = patience.PROBE_S if request.message.type is MessageType.HELLO else self.patience.wait_s()
-        request.next_at_s = now_s + wait_s
+        wait_s = patience.PROBE_S if is_hello else self.patience.wait_s()
+        request.next_at_s = now_s + (wait_s if request.is_sent else RETRY_S)
 
     def _send_marker(self, now_s: float) -> None:
-        """Ask for an answer that comes behind those of everything sent so far."""
-        payload = torch.zeros(_MARKER_BYTES, dtype=torch.uint8)
+        """Send a message whose answer comes behind those of everything sent so far."""
+        payload = torch.zeros(1, dtype=torch.uint8)
         if not self.send(Message(MessageType.ECHO, sequence=_FIRST_MARKER + self._marker + 1, payload=payload)):
             return
         self._marker += 1
@@ -187,14 +168,19 @@ class Link:
         return True
 
     def send_result(self, message: Message) -> None:
-        """RESULT: an average that a restarted server asked for."""
+        """Send RESULT: an average that a restarted server asked for."""
         if self.send(message):
             self._results[message.key] = (message.sequence, self.epoch, self._marker + 1)
+
+    def tell_progress(self) -> None:
+        """Send PROGRESS, without waiting for its answer."""
+        for body in self.ledger.to_bodies(self.pushes.sent):
+            self.send(Message(MessageType.PROGRESS, body=body))
 
     # ---- time --------------------------------------------------------------------------------------------------
 
     def tick(self, now_s: float) -> None:
-        """Ask what became of what is late, and give up what is overdue."""
+        """Ask about operations that are late, and fail those that are overdue."""
         self._extend_deadlines(now_s)
         needs_marker = False
         for request in tuple(self._requests.values()):
@@ -215,23 +201,20 @@ class Link:
             self.pushes.tick(now_s)
 
     def _extend_deadlines(self, now_s: float) -> None:
-        """While answers arrive, what waits behind them is not late.
+        """While answers arrive, the operations behind them are not late.
 
-        Answers to what was asked after somebody's own time had passed do not count: others must not keep it waiting
-        for ever.
+        An answer extends only the operations whose own time had not passed when its question was submitted; others
+        would be kept waiting for ever.
         """
         moved_s, self._moved_s = self._moved_s, math.inf
         if moved_s == math.inf:
             return
-        for operation in self._open_operations():
+        for operation in self.open_operations():
             if moved_s <= operation.submitted_s + operation.timeout_s and operation.message.type not in _STRICT:
                 operation.deadline_s = max(operation.deadline_s, now_s + operation.timeout_s)
 
-    def _open_operations(self) -> list[Operation]:
-        return [*self._requests.values(), *self.pushes.open()]
-
     def connected(self, now_s: float) -> None:
-        """There is a new connection; what was under way on another may be lost."""
+        """A new connection: operations that were sent on another may be lost."""
         for operation in (*self._requests.values(), *self.pushes.sent.values()):
             operation.unanswered = 0
             operation.next_at_s = now_s
@@ -239,15 +222,15 @@ class Link:
 
     @property
     def is_paused(self) -> bool:
-        """Whether only what introduces this worker is sent."""
+        """Whether only urgent requests are sent."""
         return self.pushes.is_paused
 
     def pause(self) -> None:
-        """Membership is in doubt: hold everything but what is urgent."""
+        """Membership is in doubt: hold everything that is not urgent."""
         self.pushes.is_paused = True
 
     def resume(self, now_s: float) -> None:
-        """Membership is confirmed: what became of everything under way is asked; another server has none of it."""
+        """Membership is confirmed: ask about everything under way; send again what another life of the server had."""
         self.pushes.is_paused = False
         for request in self._requests.values():
             request.is_sent = request.is_sent and request.message.epoch == self.epoch
@@ -255,24 +238,22 @@ class Link:
         self.pushes.pump(now_s)
 
     def fence(self, error: FencedError, now_s: float) -> None:
-        """End what only a live worker may ask for: this one has to rejoin."""
-        for request in tuple(self._requests.values()):
-            if request.is_of_a_live_worker:
-                self._fail(request, error, now_s)
-        self.pushes.fail_all(error, now_s)
+        """End what only a live worker may ask: this one has to rejoin."""
+        for operation in reversed(self.open_operations()):
+            if operation.is_of_a_live_worker:
+                self._fail(operation, error, now_s)
 
     def fail_all(self, error: PSEngineError, now_s: float) -> None:
         """End everything."""
         was_paused, self.pushes.is_paused = self.is_paused, True
-        for request in tuple(self._requests.values()):
-            self._fail(request, error, now_s)
-        self.pushes.fail_all(error, now_s)
+        for operation in reversed(self.open_operations()):
+            self._fail(operation, error, now_s)
         self.pushes.is_paused = was_paused
 
     # ---- answers -----------------------------------------------------------------------------------------------
 
     def receive(self, message: Message, now_s: float) -> None:
-        """An answer came; repeats, and answers to what nobody asks any more, are ignored."""
+        """Take an answer. Repeated answers, and answers that nobody waits for any more, are ignored."""
         self._garbled = 0
         kind = message.type
         if kind is MessageType.UPDATED:
@@ -313,11 +294,12 @@ class Link:
         asked = request.message
         if asked.type is not MessageType.HELLO:
             self._note_movement(request, now_s)
-        if ANSWERS.get(asked.type) is not message.type or (asked.key != message.key and message.key != NO_KEY):
-            text = f"{self.address} answered {request.describe()} with {message.type.name} of key {message.key}"
-            request.fail(ProtocolError(text))
+        is_expected = message.type is ANSWERS.get(asked.type, MessageType.OK)
+        if not is_expected or (asked.key != message.key and message.key != NO_KEY):
+            got = f"{message.type.name} of key {message.key}"
+            request.fail(ProtocolError(f"{self.address} answered {request.describe()} with {got}"))
             return
-        # Read or written, these are the values that the next gradient is computed from.
+        # The next gradient is computed from these values, whether they were read or written.
         is_stored = asked.type is MessageType.STORE and message.version > 0
         if (message.type is MessageType.VALUES or is_stored) and not asked.body:
             self.versions[message.key] = message.version
@@ -326,61 +308,49 @@ class Link:
 
     def _receive_error(self, message: Message, now_s: float) -> None:
         code, text = message.body.get("code", ""), message.body.get("text", "")
-        operation = self._find(message)
+        push = self.pushes.find(message) if message.key != NO_KEY else None
+        operation = push or self._requests.get(message.sequence)
         if code == ErrorCode.VERSION and operation is None:
-            self.fail_all(refusal(self.address, None, code, text), now_s)
-        elif says_hello_again(operation, code):
+            self.fail_all(self._refusal(None, code, text), now_s)
+        elif _says_hello_again(operation, code):
             self._receive_lost_membership(operation, code, text, now_s)
         elif operation is None:
-            self._last_problem = f"it refused something ({code}): {text}"
-            logger.warning("%s refused what nobody waits for (%s): %s", self.address, code, text)
+            self.last_problem = f"it refused a message ({code}): {text}"
+            logger.warning("%s refused a message that nobody waits for (%s): %s", self.address, code, text)
         elif code == ErrorCode.SHUTTING_DOWN:
             operation.last_refusal = text
             operation.is_sent = isinstance(operation, Push)
             operation.next_at_s = now_s + patience.PROBE_S
         else:
-            self._fail(operation, refusal(self.address, operation, code, text), now_s)
+            self._fail(operation, self._refusal(operation, code, text), now_s)
 
     def _receive_lost_membership(self, operation: Operation | None, code: str, text: str, now_s: float) -> None:
         if self.is_paused:
             return
         if isinstance(operation, Push) and code == ErrorCode.FENCED:
             operation.fenced_count += 1
-            if operation.fenced_count > MAX_FENCED:  # in good standing, and fenced again: this exchange is over
-                self._fail(operation, refusal(self.address, operation, code, text), now_s)
+            if operation.fenced_count > MAX_FENCED:
+                self._fail(operation, self._refusal(operation, code, text), now_s)
                 return
         self._lost_membership(f"{self.address}: {text}")
-
-    def note_problem(self, problem: str) -> None:
-        """Why nothing may ever come, for the error; any thread."""
-        self._last_problem = problem
 
     def receive_garbled(self, error: ProtocolError, now_s: float) -> None:
         """Something came that is no message."""
         self._garbled += 1
-        self._last_problem = str(error)
+        self.last_problem = str(error)
         if error.code == ErrorCode.VERSION or self._garbled >= MAX_GARBLED:
-            text = f"{self.address} does not speak this protocol: {error}"
-            self.fail_all(ProtocolError(text, error.code), now_s)
+            self.fail_all(ProtocolError(f"{self.address} does not speak this protocol: {error}", error.code), now_s)
             self._garbled = 0
 
-    def _find(self, message: Message) -> Operation | None:
-        push = self.pushes.find(message) if message.key != NO_KEY else None
-        return push or self._requests.get(message.sequence)
+    # ---- what is open ------------------------------------------------------------------------------------------
+
+    def open_operations(self) -> list[Operation]:
+        """The operations that are not answered yet."""
+        return [*self._requests.values(), *self.pushes.open()]
 
     def oldest(self) -> Operation | None:
-        """What was asked longest ago and is not answered yet."""
-        return min(self._open_operations(), key=lambda operation: operation.submitted_s, default=None)
-
-    @property
-    def open_count(self) -> int:
-        """How much is not answered yet."""
-        return len(self._open_operations())
-
-    def tell_progress(self) -> None:
-        """Send PROGRESS, without waiting for its answer."""
-        for body in self.ledger.to_bodies(self.pushes.sent):
-            self.send(Message(MessageType.PROGRESS, body=body))
+        """The open operation that was submitted first."""
+        return min(self.open_operations(), key=lambda operation: operation.submitted_s, default=None)
 
     @property
     def is_level(self) -> bool:
@@ -396,5 +366,34 @@ class Link:
             operation.fail(error)
             self._requests.pop(operation.message.sequence, None)
 
+    def _refusal(self, operation: Operation | None, code: str, text: str) -> ServerRefusedError:
+        kind = FencedError if code == ErrorCode.FENCED else ServerRefusedError
+        asked = "" if operation is None else f" {operation.describe()}"
+        return kind(f"{self.address} refused{asked} ({code}): {text}", code)
+
     def _no_answer(self, operation: Operation, now_s: float) -> ServerLostError:
-        return no_answer(self.address, operation, self.last_heard_s, self._last_problem, now_s)
+        waited = f"{now_s - operation.submitted_s:.1f} s"
+        last_s = self.last_heard_s
+        heard = "it was never heard from" if last_s is None else f"last heard from {now_s - last_s:.1f} s ago"
+        problem = operation.last_refusal or self.last_problem
+        remark = problem and f" The last problem was: {problem}."
+        if isinstance(operation, Push) and operation.waiting_for is not None:
+            whom = f"workers {operation.waiting_for}" if operation.waiting_for else "other workers"
+            return ServerLostError(
+                f"{self.address} holds {operation.describe()} since {waited} and waits for {whom} ({heard}).{remark} Is"
+                " a worker stuck, or much slower than the others? Raise timeout_s if it is slow."
+            )
+        return ServerLostError(
+            f"{self.address} did not answer {operation.describe()} for {waited} ({heard}).{remark} Is psengine-server"
+            " running there, and is the port reachable from this host? If it is slow, raise the timeout: timeout_s, or"
+            " --timeout-s of a command."
+        )
+
+
+def _says_hello_again(operation: Operation | None, code: str) -> bool:
+    """Whether a refusal means that this worker lost its membership, so that a recovery has to follow."""
+    if isinstance(operation, Request) and operation.handles_refusal:
+        return False
+    if operation is not None and operation.message.type is MessageType.ADMIT and code == ErrorCode.NOT_READY:
+        return True  # the server knows this worker, and exchanges do not wait for it any more
+    return code in (ErrorCode.FENCED, ErrorCode.NOT_MEMBER)

@@ -1,10 +1,10 @@
-"""One question to a shard, from the thread that asks to its answer: what it is, where the answer goes, who waits.
+"""One question to a shard, from the thread that asks to the answer it gets.
 
     a worker's thread   push() ───────────────────────── wait() ░░░░░░░░ result
     the I/O thread           send ── (resend, probe) ── copy the answer into the destinations, release the waiter
 
-An operation is made by a worker's thread, then belongs to the I/O thread until ``is_done``. Waiting is a lock per
-waiting thread, not per operation: a step has a hundred chunks and one thread that waits.
+A worker's thread makes an operation; the I/O thread owns it until ``is_done``. Each waiting thread has one lock: a step
+has a hundred chunks and one thread that waits for them.
 """
 
 from __future__ import annotations
@@ -13,13 +13,14 @@ import ctypes
 import os
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from typing_extensions import override
 
 from psengine.codecs.exchange_outcome import ExchangeOutcome
 from psengine.errors import FencedError, ProtocolError, PSEngineError, ServerError
-from psengine.parameter_server.client.answers import Answer, PushResult
 from psengine.parameter_server.client.chunk_encoder import ChunkEncoder
 from psengine.protocol.frames import payload_tensor
 from psengine.protocol.messages import Message, MessageType
@@ -28,8 +29,44 @@ from psengine.protocol.messages import Message, MessageType
 WAITER_PATIENCE_S = 10.0
 
 
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """The answer to a request.
+
+    Attributes:
+        version: the chunk's version at the server; 0 where the answer has none.
+        body: the answer's fields.
+        values: 1-D; None where the request named destinations, or without a payload.
+        key: number of the chunk, or of the blob's piece.
+    """
+
+    version: int = 0
+    body: dict[str, Any] = field(default_factory=dict)
+    values: torch.Tensor | None = None
+    key: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class PushResult:
+    """The result of a push; its values are in the destinations.
+
+    Attributes:
+        version: of the chunk, including this push.
+        contributors: how many workers' gradients are in the average; None where servers apply updates.
+        refused: why the server did not use the push ("non_finite"); None where it did.
+        outcome: whether the push counts.
+        seconds: from ``push()`` to the answer.
+    """
+
+    version: int
+    contributors: int | None
+    refused: str | None
+    outcome: ExchangeOutcome
+    seconds: float
+
+
 class Parking:
-    """The threads that wait for one connection's operations, so that a failure wakes them all.
+    """The threads that wait for one client's operations, so that a failure wakes all of them.
 
     Args:
         now_s: the clock of the operations' deadlines.
@@ -49,7 +86,7 @@ class Parking:
         self._locks.add(lock)
         operation.waiters.append(lock)
         try:
-            # Set before this looked: the I/O thread sets is_done first and releases waiters second.
+            # The waiter is registered before this looks: the I/O thread sets is_done first and releases second.
             while not operation.is_done and not any(other.error for other in also):
                 wait_s = max(0.0, operation.deadline_s + WAITER_PATIENCE_S - self.now_s())
                 # The deadline moves while answers arrive.
@@ -62,7 +99,7 @@ class Parking:
             self._locks.discard(lock)
 
     def wake_all(self) -> None:
-        """Something failed: whoever waits looks again."""
+        """An operation failed: every waiter looks again."""
         for lock in tuple(self._locks):
             release(lock)
 
@@ -88,47 +125,25 @@ class Operation:
     """Base of requests and pushes.
 
     Args:
-        message: what is asked; job, epoch, worker and incarnation are filled in when it is sent.
-        what: what error messages call it; called only for those.
-        parking: the connection's.
-        timeout_s: how long it may take while nothing moves; ``deadline_s`` is so long after the last movement.
-        destinations: 1-D contiguous CPU tensors the answer's payload is copied into, one after the other.
-        numel, dtype: what the payload must be; None without destinations.
+        message: the question; the link fills in job, epoch, worker and incarnation when it sends it.
+        describe: returns the operation's name for error messages.
+        parking: the client's.
+        timeout_s: how long nothing may move; ``deadline_s`` is this long after the last movement.
+        destinations: 1-D contiguous CPU tensors; the answer's payload is copied into them, one after the other.
+        dtype: of the payload; None without destinations.
     """
-
-    __slots__ = (
-        "_targets",
-        "answer",
-        "deadline_s",
-        "destinations",
-        "dtype",
-        "error",
-        "is_done",
-        "is_sent",
-        "last_refusal",
-        "message",
-        "next_at_s",
-        "numel",
-        "parking",
-        "seconds",
-        "submitted_s",
-        "timeout_s",
-        "unanswered",
-        "waiters",
-        "what",
-    )
 
     def __init__(
         self,
         message: Message,
-        what: Callable[[], str],
+        describe: Callable[[], str],
         parking: Parking,
         timeout_s: float,
         destinations: Sequence[torch.Tensor] = (),
         dtype: torch.dtype | None = None,
     ) -> None:
         self.message = message
-        self.what = what
+        self.describe = describe
         self.parking = parking
         self.destinations = destinations
         self._targets = [(d.data_ptr(), d.numel() * d.itemsize) for d in destinations]
@@ -137,8 +152,7 @@ class Operation:
         self.submitted_s = parking.now_s()
         self.timeout_s = timeout_s
         self.deadline_s = self.submitted_s + timeout_s
-        # Questions about it since the last answer to one.
-        self.unanswered = 0
+        self.unanswered = 0  # questions about it since the last answer to one
         self.next_at_s = 0.0
         self.is_sent = False
         self.is_done = False
@@ -148,22 +162,18 @@ class Operation:
         self.last_refusal = ""
         self.waiters: list[threading.Lock] = []
 
-    def describe(self) -> str:
-        """What error messages call it."""
-        return self.what()
-
     @property
     def is_of_a_live_worker(self) -> bool:
-        """Whether a worker that has to rejoin may not ask for it: it would give others what it has missed."""
+        """Whether a worker that has to rejoin may not ask it: it would pass on a state that misses updates."""
         return self.message.type in (MessageType.PUSH, MessageType.ADMIT)
 
     def finish(self, answer: Message, now_s: float) -> PSEngineError | None:
-        """I/O thread: take the answer, its payload into the destinations; or say why it cannot be taken."""
+        """I/O thread: take the answer and copy its payload; return why that is not possible."""
         problem = self._take_payload(answer) if self.numel else None
         if problem is not None:
             self.fail(problem)
             return problem
-        self.message.payload = None  # free to go; what may still be on its way out keeps it alive
+        self.message.payload = None  # frames that are still being sent keep the memory alive
         self.answer = answer
         self.seconds = now_s - self.submitted_s
         self.is_done = True
@@ -172,7 +182,7 @@ class Operation:
         return None
 
     def fail(self, error: PSEngineError) -> None:
-        """I/O thread: it ends without an answer."""
+        """I/O thread: end it without an answer."""
         if self.is_done:
             return
         self.error = error
@@ -189,7 +199,7 @@ class Operation:
             return None
         source = payload_tensor(answer)
         address = source.data_ptr()
-        # memmove: without the GIL, and without torch's thread pool, which belongs to the training.
+        # memmove runs without the GIL, and without torch's thread pool, which belongs to the training.
         for target, size_bytes in self._targets:
             ctypes.memmove(target, address, size_bytes)
             address += size_bytes
@@ -197,10 +207,10 @@ class Operation:
         return None
 
     def conclude(self) -> None:
-        """The thread that waits: do what is left to do once it is done; a second time does nothing."""
+        """A worker's thread: do what remains once it is done; idempotent."""
 
     def settle(self) -> None:
-        """Wait for the end, and raise what went wrong.
+        """Wait for the end.
 
         Raises:
             ServerLostError: no answer before the deadline.
@@ -215,20 +225,18 @@ class Operation:
 
 
 class Request(Operation):
-    """A question with an id, asked again where it or its answer was lost.
+    """A question with an id; the link sends it again where it or its answer was lost.
 
-    ``mark``: the first marker of its link that follows it; see ``Link``.
-    ``is_urgent``: part of introducing this worker, so it is sent even while everything else is held.
-    ``handles_refusal``: an ERROR ends it whatever it says; of other operations, "fenced" and "not_member" start the
-    recovery instead.
+    Attributes:
+        mark: the first marker of its link that follows it; see ``Link``.
+        is_urgent: it belongs to the handshake, and is sent while everything else is held.
+        handles_refusal: any ERROR ends it; for other operations "fenced" and "not_member" start a recovery.
     """
-
-    __slots__ = ("handles_refusal", "is_urgent", "mark")
 
     def __init__(
         self,
         message: Message,
-        what: Callable[[], str],
+        describe: Callable[[], str],
         parking: Parking,
         timeout_s: float,
         destinations: Sequence[torch.Tensor] = (),
@@ -237,24 +245,19 @@ class Request(Operation):
         is_urgent: bool = False,
         handles_refusal: bool = False,
     ) -> None:
-        super().__init__(message, what, parking, timeout_s, destinations, dtype)
+        super().__init__(message, describe, parking, timeout_s, destinations, dtype)
         self.is_urgent = is_urgent
         self.handles_refusal = handles_refusal or is_urgent
         self.mark = 0
 
     def reply(self) -> Message:
-        """The answer as it came; waits for it. Raises like ``wait``."""
+        """Wait for the answer and return it as it came. Raises like ``settle``."""
         self.settle()
         assert self.answer is not None
         return self.answer
 
     def wait(self) -> Answer:
-        """The answer.
-
-        Raises:
-            ServerLostError: no answer before the deadline.
-            ServerRefusedError: the server refused it.
-        """
+        """Wait for the answer. Raises like ``settle``."""
         reply = self.reply()
         values = None if reply.payload is None else payload_tensor(reply)
         return Answer(reply.version, reply.body, values, reply.key)
@@ -263,27 +266,21 @@ class Request(Operation):
 class Push(Operation):
     """A chunk's exchange; see ``WorkerSession.push``.
 
-    ``encoder``: where a codec makes the chunk's payloads. ``keeps_answer``: as it came, after it was decoded, too.
-    ``round``: how often it, or its answer, was asked for. ``asked_s``: when the first of the unanswered probes left.
-    ``arrived_bytes``: what the server has of everybody, as it said last while it held the answer.
-    """
+    Args:
+        encoder: makes the chunk's payloads, where the job has a codec.
+        keeps_answer: keep the encoded answer after it was decoded.
 
-    __slots__ = (
-        "_encoder",
-        "_is_concluded",
-        "_keeps_answer",
-        "arrived_bytes",
-        "asked_s",
-        "fenced_count",
-        "round",
-        "size_bytes",
-        "waiting_for",
-    )
+    Attributes:
+        round: how often the push, or its answer, was sent.
+        asked_s: when the first of the unanswered probes was sent.
+        arrived_bytes: bytes of this exchange that the server has from all workers, by its last PENDING.
+        waiting_for: the workers that the server waits for, by its last PENDING.
+    """
 
     def __init__(
         self,
         message: Message,
-        what: Callable[[], str],
+        describe: Callable[[], str],
         parking: Parking,
         timeout_s: float,
         destinations: Sequence[torch.Tensor],
@@ -292,12 +289,12 @@ class Push(Operation):
         *,
         keeps_answer: bool = False,
     ) -> None:
-        super().__init__(message, what, parking, timeout_s, destinations, dtype)
+        super().__init__(message, describe, parking, timeout_s, destinations, dtype)
         self._encoder = encoder
         self._keeps_answer = keeps_answer
         self._is_concluded = encoder is None
         if encoder is not None and encoder.decodes:
-            # The answer stays as it came until somebody waits: decoding is work for the training's threads.
+            # The training's threads decode, when they wait; until then the answer stays encoded.
             self._targets = []
             self.numel, self.dtype = encoder.answer.numel if destinations else 0, encoder.answer.dtype
         self.size_bytes = message.numel * message.dtype.itemsize if message.dtype is not None else 0
@@ -318,13 +315,7 @@ class Push(Operation):
         return self.message.sequence
 
     def wait(self) -> PushResult:
-        """Wait until the answer is in the destinations.
-
-        Raises:
-            ServerLostError: no answer before the deadline.
-            FencedError: this worker's lease ran out while others went on; see ``WorkerSession.rejoin``.
-            ServerRefusedError: the server refused it.
-        """
+        """Wait until the answer is in the destinations. Raises like ``settle``."""
         self.settle()
         outcome = self._outcome()
         assert self.answer is not None
@@ -339,7 +330,7 @@ class Push(Operation):
         self._is_concluded = True
         assert self._encoder is not None
         outcome = self._outcome()
-        if self.message.dtype is not None and outcome is not None:  # it brought a payload
+        if self.message.dtype is not None and outcome is not None:  # the push had a payload
             self._encoder.end(outcome)
         if self._encoder.decodes and self.destinations and self.answer is not None:
             self._encoder.decode(payload_tensor(self.answer), self.destinations)
@@ -347,7 +338,7 @@ class Push(Operation):
                 self.answer.payload = None
 
     def _outcome(self) -> ExchangeOutcome | None:
-        """None: it failed, and nobody knows whether the servers have it."""
+        """None: the push failed, and nobody knows whether the servers have it."""
         if self.answer is None:
             return ExchangeOutcome.FENCED if isinstance(self.error, FencedError) else None
         body = self.answer.body
@@ -358,7 +349,7 @@ class Push(Operation):
         return ExchangeOutcome.APPLIED if "contributors" not in body else ExchangeOutcome.AVERAGED
 
     def result(self) -> torch.Tensor:
-        """The values of the answer as they travelled, in memory of their own."""
+        """A copy of the answer's values as they travelled."""
         assert self.answer is not None
         if self.answer.payload is not None:
             return payload_tensor(self.answer).clone()
@@ -366,12 +357,8 @@ class Push(Operation):
 
 
 def wait_all(operations: Sequence[Operation]) -> None:
-    """Wait for all of them; the first failure of any is raised at once.
-
-    Raises:
-        ServerLostError, ServerRefusedError, ServerError: see ``Operation.settle``.
-    """
-    # From the back: the last one asked is mostly the last one answered, so this mostly waits once.
+    """Wait for all of them; the first failure of any is raised at once. Raises like ``Operation.settle``."""
+    # From the back: the last question is mostly answered last, so this mostly waits once.
     for operation in reversed(operations):
         if not operation.is_done:
             operation.parking.park(operation, operations)

@@ -47,7 +47,6 @@ class SessionOptions:
     connect_timeout_s: float = 30.0
     checksum: bool = False
     keys: CurveClientKeys | None = None
-    software: str = ""
     is_embedded: bool = False
     uses_local_socket: bool = True
 

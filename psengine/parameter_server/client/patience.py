@@ -1,15 +1,15 @@
-"""When to ask again what became of something, and when to give it up, on a link of any speed. Pure.
+"""When to ask what became of an operation, on a link of any speed. Pure.
 
-    asked ── 1 s ── asked ── 2 s ── asked ── 4 s ── ... ── the answer took 5 s: next time not before 10 s
+    asked ── 1 s ── asked ── 2 s ── asked ── 4 s ── ... ── the answer took 5 s: next time wait 10 s
 
-A question is a few bytes, but waits behind the payloads before it. So the time that its answer takes is what the link
-needs for the bytes under way on it, both ways: the measure of what is late.
+A question is a few bytes, but waits behind the payloads before it: the time until its answer measures how long the
+bytes in flight take, both ways.
 """
 
 from __future__ import annotations
 
 PROBE_S = 1.0
-# However slow a link was: what was lost on it meanwhile is to be found.
+# Also on a slow link a loss is found after so long.
 MAX_WAIT_S = 30.0
 
 
@@ -17,7 +17,7 @@ class Patience:
     """One link's.
 
     Attributes:
-        round_trip_s: what the last question took; less, where something asked later was answered sooner.
+        round_trip_s: what the last question took; less, where a later operation was answered sooner.
     """
 
     def __init__(self) -> None:
@@ -28,7 +28,7 @@ class Patience:
         self.round_trip_s = took_s
 
     def note_answer(self, took_s: float) -> None:
-        """Something else was: a question would not have taken longer."""
+        """Another operation was answered: a question would not have taken longer."""
         self.round_trip_s = min(self.round_trip_s, took_s)
 
     def wait_s(self, unanswered: int = 0) -> float:

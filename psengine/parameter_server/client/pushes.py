@@ -1,11 +1,11 @@
-"""Exchanges of chunks on their way to one shard: in line, sent as credit allows, asked about where the answer is late.
+"""Exchanges of chunks on their way to one shard: queued, sent as credit allows, asked about where the answer is late.
 
-    in line (one per key) ── credit ── sent ── wait ── PROBE ┬ MISSING ── sent again
-                                                             ├ SENT ───── REPEAT
-                                                             └ PENDING ── wait ── PROBE ...
+    queued (one per key) ── credit ── sent ── wait ── PROBE ┬ MISSING ── sent again
+                                                            ├ SENT ───── REPEAT
+                                                            └ PENDING ── wait ── PROBE ...
 
-Each copy of a push, and each copy of its answer that was asked for, is a round. A probe carries the number of the
-round, and its answer too: what is said of an earlier copy than the last proves nothing. Pure.
+Each copy of a push, and each copy of its answer, begins a round. A probe and its answer carry the number of the round:
+an answer about an earlier round proves nothing. Pure.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ DEFAULT_CREDIT_BYTES = 64 * 1024 * 1024
 
 
 class Pushes:
-    """One shard's.
+    """The pushes of one link.
 
     Args:
         send: sends a message; False where there is no connection now.
-        ledger: is told what leaves for the first time.
+        ledger: is told which exchanges are sent.
         patience: how long to wait before asking.
 
     Attributes:
-        credit_bytes: how much may be under way; one push always may.
+        credit_bytes: how much may be in flight; one push always may.
         is_paused: nothing is sent.
-        sent: by chunk, those that were sent and are not answered yet.
-        has_failed: the last one that ended did so without an answer.
+        sent: key -> the chunk's push that was sent and is not answered yet.
+        has_failed: the push that ended last had no answer.
     """
 
     def __init__(self, send: Callable[[Message], bool], ledger: Ledger, patience: Patience) -> None:
@@ -56,7 +56,7 @@ class Pushes:
     # ---- sending -----------------------------------------------------------------------------------------------
 
     def begin(self, push: Push, now_s: float) -> None:
-        """Send it when its turn comes."""
+        """Queue a push; it is sent when its turn comes."""
         line = self._lines.setdefault(push.key, deque())
         line.append(push)
         if len(line) == 1:
@@ -64,7 +64,7 @@ class Pushes:
             self.pump(now_s)
 
     def pump(self, now_s: float) -> None:
-        """Send what credit allows."""
+        """Send as many as credit allows."""
         waiting = self._waiting
         while waiting and not self.is_paused:
             size_bytes = waiting[0].size_bytes
@@ -85,11 +85,11 @@ class Pushes:
         push.next_at_s = now_s + (self._wait_s(push) if push.is_sent else RETRY_S)
 
     def _wait_s(self, push: Push) -> float:
-        """How long to wait before asking about it; a few times within its deadline, which PENDING may move."""
+        """How long to wait before a probe: a few fit into the deadline, which PENDING may move."""
         return min(self._patience.wait_s(push.unanswered), max(patience.PROBE_S, push.timeout_s / 4))
 
     def tick(self, now_s: float) -> None:
-        """Ask what became of those that are late."""
+        """Ask about the pushes that are late."""
         for push in tuple(self.sent.values()):
             if now_s < push.next_at_s:
                 continue
@@ -118,17 +118,17 @@ class Pushes:
         return push if push is not None and push.sequence == message.sequence else None
 
     def receive_updated(self, push: Push, message: Message, now_s: float) -> None:
-        """The answer is there."""
+        """The answer came."""
         self.has_failed = False
         if push.finish(message, now_s) is None:
             self._answered[push.key] = push
         self._remove(push, now_s)
 
     def receive_probed(self, message: Message, now_s: float) -> None:
-        """PENDING, MISSING or SENT: what became of a push."""
+        """PENDING, MISSING or SENT: the answer to a probe."""
         push = self.find(message)
         if push is None or message.body.get("round", push.round) != push.round:
-            return  # of an earlier copy
+            return  # about an earlier round
         if push.unanswered:
             self._patience.note_question(now_s - push.asked_s)
         push.unanswered = 0
@@ -136,7 +136,7 @@ class Pushes:
         if message.type is MessageType.PENDING:
             push.waiting_for = message.body.get("waiting_for", [])
             known_bytes, push.arrived_bytes = push.arrived_bytes, message.body.get("arrived_bytes", -1)
-            if known_bytes != push.arrived_bytes:  # it is there now, or more of what it waits for
+            if known_bytes != push.arrived_bytes:  # this push arrived, or more of the others
                 push.deadline_s = max(push.deadline_s, now_s + push.timeout_s)
             return
         push.round += 1
@@ -148,16 +148,10 @@ class Pushes:
     # ---- endings -----------------------------------------------------------------------------------------------
 
     def fail(self, push: Push, error: PSEngineError, now_s: float) -> None:
-        """End one without an answer."""
+        """End a push without an answer."""
         push.fail(error)
         self.has_failed = True
         self._remove(push, now_s)
-
-    def fail_all(self, error: PSEngineError, now_s: float) -> None:
-        """End all, the last of each line first, so that none takes another's turn."""
-        for line in tuple(self._lines.values()):
-            for push in reversed(tuple(line)):
-                self.fail(push, error, now_s)
 
     def _remove(self, push: Push, now_s: float) -> None:
         if self.sent.get(push.key) is push:
@@ -175,10 +169,8 @@ class Pushes:
         if self._waiting:
             self.pump(now_s)
 
-    # ---- where they stand --------------------------------------------------------------------------------------
-
     def open(self) -> list[Push]:
-        """Those that have not ended."""
+        """Those that have not ended, by key and then in their order."""
         return [push for line in self._lines.values() for push in line]
 
     def last_answered(self, key: int) -> Push | None:

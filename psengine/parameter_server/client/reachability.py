@@ -44,7 +44,7 @@ def watch_first_contact(link: Link, closing: threading.Event) -> None:
 
 
 def _say(link: Link, reason: str, other_fix: str) -> None:
-    link.note_problem(reason)
+    link.last_problem = reason
     logger.warning(
         "the server %s cannot be reached: %s. Correct the address (PSENGINE_SERVERS, or servers=), %s; until then it is"
         " tried again.",

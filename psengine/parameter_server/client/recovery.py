@@ -1,4 +1,4 @@
-"""What a client does once it lost its membership, or a server its memory: HELLO, and what that server needs to know."""
+"""How a client recovers that lost its membership, or whose server lost its memory: HELLO, then restore the server."""
 
 from __future__ import annotations
 
@@ -10,16 +10,14 @@ import torch
 from psengine.errors import FencedError, ServerRefusedError
 from psengine.parameter_server.client.flow import Flow
 from psengine.parameter_server.client.handshake import shake_hands
-from psengine.parameter_server.client.link import Link
-from psengine.parameter_server.client.operation import Request
-from psengine.parameter_server.client.own_membership import OwnMembership
+from psengine.parameter_server.client.membership import Membership
 from psengine.protocol.messages import ErrorCode, Message, MessageType
 
 logger = logging.getLogger(__name__)
 
 
-def recover(membership: OwnMembership, reason: str, after_s: float) -> Flow[None]:
-    """Become a member again; what was held then goes on.
+def recover(membership: Membership, reason: str, after_s: float) -> Flow[None]:
+    """Become a member again; then everything that was held goes on.
 
     Args:
         membership: is held.
@@ -34,7 +32,16 @@ def recover(membership: OwnMembership, reason: str, after_s: float) -> Flow[None
     welcome = yield from shake_hands(membership)
     if welcome.lost and is_worker:
         yield from _restore(membership, welcome.lost)
-    yield from _configure_again(membership)
+    # A server may come back with a snapshot that is older than its optimizers.
+    yield [
+        membership.ask(
+            membership.links[membership.chunks.shard_of[key]],
+            Message(MessageType.CONFIGURE, key=key, body=body),
+            what=f"CONFIGURE of chunk {key}",
+            is_urgent=True,
+        )
+        for key, body in membership.configured.items()
+    ]
     if is_worker:
         yield from _tell_progress(membership)
     fenced = None
@@ -47,11 +54,11 @@ def recover(membership: OwnMembership, reason: str, after_s: float) -> Flow[None
     membership.resume(fenced)
 
 
-def _restore(membership: OwnMembership, lost: Sequence[int]) -> Flow[None]:
-    """Servers came back without the job: tell an averaging one its layout again.
+def _restore(membership: Membership, lost: Sequence[int]) -> Flow[None]:
+    """Servers came back without the job: register its chunks again where they average.
 
     Raises:
-        ServerRefusedError: they held the job's weights ("state_lost").
+        ServerRefusedError: the servers held the job's weights ("state_lost").
     """
     job = membership.options.job
     if not membership.options.averages:
@@ -65,55 +72,38 @@ def _restore(membership: OwnMembership, lost: Sequence[int]) -> Flow[None]:
     for index in sorted(lost, reverse=True):  # the lead last: others wait for it
         link = membership.links[index]
         for spec in membership.chunks.at(index):
-            # Weights live in the workers; a joiner gets them from one of those.
+            # Zeros: the workers hold the weights, and a joiner gets them from a worker.
             yield [membership.register(link, spec, torch.zeros(spec.numel, dtype=spec.dtype), is_urgent=True)]
         yield [membership.seal(link, is_urgent=True)]
 
 
-def _configure_again(membership: OwnMembership) -> Flow[None]:
-    """The snapshot that a server came back with may be older than its optimizers."""
-    yield [
-        membership.ask(
-            membership.links[membership.chunks.shard_of[key]],
-            Message(MessageType.CONFIGURE, key=key, body=body),
-            what=f"CONFIGURE of chunk {key}",
-            is_urgent=True,
-        )
-        for key, body in membership.configured.items()
-    ]
-
-
-def _tell_progress(membership: OwnMembership) -> Flow[None]:
-    """Tell servers that restarted how far this worker is, and the log what they lost."""
+def _tell_progress(membership: Membership) -> Flow[None]:
+    """Tell servers that restarted how far this worker is; log the updates that they lost."""
     restarted = [link for link in membership.links if link.ledger.epoch != link.epoch]
-    asked = {link.address: _progress(membership, link) for link in restarted}
+    asked = {
+        link: [
+            membership.ask(link, Message(MessageType.PROGRESS, body=body), is_urgent=True)
+            for body in link.ledger.to_bodies(link.pushes.sent)
+        ]
+        for link in restarted
+    }
     yield [request for requests in asked.values() for request in requests]
-    for link in restarted:
+    lossy: list[str] = []
+    totals = [0, 0, 0]  # updates lost; how many of them this worker's own; chunks that lost any
+    for link, requests in asked.items():
         link.ledger.settle(link.epoch)
-    losses = {address: _losses(requests) for address, requests in asked.items()}
-    lossy = {address: loss for address, loss in losses.items() if loss[0]}
-    if not lossy:
-        return
-    updates, own, chunks = (sum(numbers) for numbers in zip(*lossy.values(), strict=True))
-    logger.warning(
-        "%s went back to the last snapshot: %d updates that worker %d knew of are lost, over %d chunks; %d of them are"
-        " its own",
-        ", ".join(lossy),
-        updates,
-        membership.identity.worker,
-        chunks,
-        own,
-    )
-
-
-def _progress(membership: OwnMembership, link: Link) -> list[Request]:
-    return [
-        membership.ask(link, Message(MessageType.PROGRESS, body=body), is_urgent=True)
-        for body in link.ledger.to_bodies(link.pushes.sent)
-    ]
-
-
-def _losses(requests: Sequence[Request]) -> list[int]:
-    """How many updates are lost, how many of them this worker's, of how many chunks."""
-    losses = [request.wait().body.get("lost", [0, 0, 0]) for request in requests]
-    return [sum(numbers) for numbers in zip(*losses, strict=True)]
+        losses = [request.wait().body.get("lost", [0, 0, 0]) for request in requests]
+        if any(updates for updates, _, _ in losses):
+            lossy.append(link.address)
+            totals = [sum(numbers) for numbers in zip(totals, *losses, strict=True)]
+    if lossy:
+        updates, own, chunks = totals
+        logger.warning(
+            "%s went back to the last snapshot: %d updates that worker %d knew of are lost, over %d chunks; %d of them"
+            " are its own",
+            ", ".join(lossy),
+            updates,
+            membership.identity.worker,
+            chunks,
+            own,
+        )

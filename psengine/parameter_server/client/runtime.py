@@ -1,4 +1,4 @@
-"""What a client takes from its process: the clock, randomness and sockets. A simulation gives others."""
+"""What a client takes from its process: the clock, randomness and sockets. A simulation has its own."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ class Receiver(Protocol):
         """Something came that is no message."""
 
     def connected(self, index: int, now_s: float) -> None:
-        """The socket has a new connection; what was under way on another is lost."""
+        """The socket has a new connection; messages on the old one may be lost."""
 
     def rejected(self, index: int, error: AuthenticationError, now_s: float) -> None:
-        """The other side does not let this client in."""
+        """The server does not let this client in."""
 
     def tick(self, now_s: float) -> None:
         """100 ms have passed."""
 
     def crashed(self, error: PSEngineError) -> None:
-        """The transport has ended; nothing will be answered."""
+        """The transport has ended."""
 
 
 class Transport(Protocol):
@@ -63,10 +63,12 @@ class Runtime:
         now_s: seconds since any moment, never going back; of the same clock as the receiver's ``now_s``.
         draw_nonce: 64 random bits, by which servers tell this client from others.
         connect: makes the transport for a receiver.
-        watch: called with each new link; may find out meanwhile why its server cannot be reached.
+        watch: called with each new link; may find out why its server cannot be reached.
+        is_listening: whether anything listens at an ipc:// address.
     """
 
     now_s: Callable[[], float]
     draw_nonce: Callable[[], int]
     connect: Callable[[Receiver, SessionOptions], Transport]
     watch: Callable[[Link, threading.Event], None]
+    is_listening: Callable[[str], bool]

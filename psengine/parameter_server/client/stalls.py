@@ -75,7 +75,7 @@ class StallWatch:
 
 def _others(link: Link, late: Sequence[tuple[Link, Operation]]) -> str:
     others = []
-    if (more := link.open_count - 1) > 0:
+    if (more := len(link.open_operations()) - 1) > 0:
         others.append(f"{more} more there")
     if addresses := [other.address for other, _ in late if other is not link]:
         others.append("what was asked of " + ", ".join(addresses[:8]) + (", ..." if len(addresses) > 8 else ""))

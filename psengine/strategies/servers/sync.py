@@ -165,7 +165,7 @@ class SyncServer(ServerStrategy):
         if self._copies_payloads:
             payload = payload.clone()
         self._exchanges.append(_ChunkExchange(key, payload, landing))
-        self.session.keep_result(key, [landing])
+        self.session.keep_result(key)
         try:
             self._pushes.append(self._push(self._exchanges[-1]))
         except FencedError:

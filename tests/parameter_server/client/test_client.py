@@ -259,7 +259,7 @@ def test_tensors_that_do_not_fit_are_refused_here(server, job):
         session.enter(layout(), zeros)
         with pytest.raises(ConfigurationError, match=r"payload.*1000.*999"):
             session.push(0, torch.zeros(999), [])
-        with pytest.raises(ConfigurationError, match="add up"):
+        with pytest.raises(ConfigurationError, match="expected 1000 elements, got 3"):
             session.push(0, torch.zeros(NUMEL), [torch.zeros(3)])
         with pytest.raises(ConfigurationError, match="float64"):
             session.pull(0, [torch.zeros(NUMEL, dtype=torch.float64)])
@@ -392,7 +392,7 @@ def test_an_applying_server_goes_on_from_its_snapshot(tmp_path):
 
 def silence(session):
     """No more heartbeats: the lease runs out."""
-    session._core.heartbeat_s = 1e9
+    session._membership.heartbeat_s = 1e9
     session._membership.next_heartbeat_s = float("inf")
 
 
@@ -410,13 +410,13 @@ def test_a_fenced_applying_worker_goes_on_by_itself(server, job):
 
 def donate(session, stop):
     """A live worker: exchanges, and hands its state to whoever joins."""
-    value = torch.full((NUMEL,), 7.0)
+
+    def deposit():
+        session.store(0, torch.full((NUMEL,), 7.0), version=session.sequence(0)).wait()
+        session.store(0, torch.tensor([1, 2], dtype=torch.uint8), blob="worker_state", pieces=1).wait()
+
     while not stop.is_set():
-        request = session.take_state_request()
-        if request is not None:
-            session.store(0, value, version=session.sequence(0)).wait()
-            session.store(0, torch.tensor([1, 2], dtype=torch.uint8), blob="worker_state", pieces=1).wait()
-            session.admit(request)
+        session.serve_joiner(deposit)
         exchange(session, 1)
         time.sleep(0.01)
 
@@ -699,7 +699,7 @@ def test_addresses(monkeypatch):
 
 
 def test_an_embedded_server_ends_with_its_last_worker(monkeypatch):
-    monkeypatch.setattr("psengine.parameter_server.client.embedded.STOP_S", 1.0)
+    monkeypatch.setattr("psengine.parameter_server.client.embedded.STOP_S", 0.2)
     server = EmbeddedServer.start()
     try:
         with worker(server.addresses, "j") as session:
@@ -710,6 +710,17 @@ def test_an_embedded_server_ends_with_its_last_worker(monkeypatch):
         eventually(lambda: not server.is_running)
     finally:
         server.stop()
+
+
+def test_who_waits_for_an_embedded_server_that_ended_learns_it_at_once():
+    options = {"world_size": 2, "timeout_s": 60.0, "is_embedded": True}
+    with EmbeddedServer.start() as server, worker(server.addresses, "j", **options) as session:
+        session.enter(layout(), zeros)
+        held = session.push(0, torch.ones(NUMEL), [torch.zeros(NUMEL)])
+        server.kill()
+        eventually(lambda: held.is_done, timeout_s=20.0)
+        with pytest.raises(ServerLostError, match=r"embedded parameter server .* is gone .*push 1 of chunk 0.*rank 0"):
+            held.wait()
 
 
 def test_an_embedded_server_that_cannot_start_shows_why():

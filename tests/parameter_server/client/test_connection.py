@@ -10,6 +10,7 @@ import time
 import pytest
 import torch
 from support.scripted_peer import RULE, SPECS, Peer, T
+from support.waiting import eventually
 
 from psengine.errors import (
     AuthenticationError,
@@ -251,23 +252,26 @@ def test_a_restarted_server_gets_the_last_average_of_a_kept_chunk_only():
         assert bool((payload_tensor(results[0]) == 2).all())
 
 
-def test_a_state_request_is_taken_once_and_again_only_if_it_was_not_admitted():
+def test_a_joiner_is_served_once_and_again_only_if_it_was_not_admitted():
     with connected() as (peer, session):
-        wanted = {"rank": 3, "incarnation": 8}
+        wanted, deposits = {"rank": 3, "incarnation": 8}, []
         peer.script[T.HEARTBEAT] = lambda peer, route, m: peer.reply(m, T.STATE_WANTED, body=wanted)
-        deadline = time.monotonic() + 5
-        while (request := session.take_state_request()) is None and time.monotonic() < deadline:
-            time.sleep(0.02)
-        assert (request.rank, request.incarnation) == (3, 8)
-        time.sleep(0.5)
-        assert session.take_state_request() is None
         peer.script[T.ADMIT] = lambda peer, route, m: peer.reply(m, T.ERROR, body={"code": "bad_value", "text": "no"})
+
+        def deposit():
+            beats = peer.seen[T.HEARTBEAT]
+            eventually(lambda: peer.seen[T.HEARTBEAT] >= beats + 2)
+            deposits.append(session._membership.take_state_request())
+
+        def serve():
+            session.serve_joiner(deposit)
+            return len(deposits)
+
         with pytest.raises(ServerRefusedError):
-            session.admit(request)
-        time.sleep(0.5)
-        assert session.take_state_request() == request
+            eventually(serve)
         del peer.script[T.ADMIT]
-        session.admit(request)
+        eventually(lambda: serve() == 2)
+        assert deposits == [None, None]
         assert [m.body for m in peer.messages if m.type is T.ADMIT] == [wanted, wanted]
 
 
@@ -294,7 +298,7 @@ def test_a_crash_of_the_thread_fails_every_waiter(monkeypatch, caplog):
     with connected() as (peer, session):
         peer.script[T.PUSH] = lambda *_: None
         waiting = push(session)[0]
-        monkeypatch.setattr(session._core, "tick", lambda now_s: 1 / 0)
+        monkeypatch.setattr(session._membership, "tick", lambda now_s: 1 / 0)
         with pytest.raises(ServerError, match=r"I/O thread failed: ZeroDivisionError") as caught:
             waiting.wait()
         assert isinstance(caught.value.__cause__, ZeroDivisionError)

@@ -407,9 +407,9 @@ def test_every_copy_is_for_a_loss_and_every_update_counts_once(rule, steps, loss
                 lane.deliver_down()
             if lane.done < last:
                 lane.act()
-        if all(lane.done == last and not lane.link.open_count for lane in lanes):
+        if all(lane.done == last and not lane.link.open_operations() for lane in lanes):
             break
-    assert all(lane.done == last and not lane.link.open_count for lane in lanes), "something was never recovered"
+    assert all(lane.done == last and not lane.link.open_operations() for lane in lanes), "something was never recovered"
     for lane in lanes:
         lost = lane.lost + lane.lost_by_old_connections()
         if not last:
