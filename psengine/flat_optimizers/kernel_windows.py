@@ -1,14 +1,13 @@
-"""What torch's fused CPU kernels are to see of a tensor that was cut, so that they round each element as they would in
-the whole tensor. Pure.
+"""The part of a cut tensor that torch's fused CPU kernels see, so that they round as in the whole tensor. Pure.
 
-A fused kernel takes whole vectors, and what is left over at the end in another way; the two round differently. Vectors
-are counted from the tensor's first element, and end with a cache line at the latest (64 bytes, also AVX-512's vector)::
+A fused kernel takes whole vectors, and the rest at the end in another way; the two round differently. Vectors are
+counted from the tensor's first element, and end with a cache line at the latest (64 bytes, also AVX-512's vector)::
 
     tensor      |----|----|----|----|----|--|        cache lines, and the rest of one
     run               .====.====.==.                 one chunk's part of it
     window           |----|----|----|                the lines it touches; at the tensor's end, the rest too
 
-Elements of the window that are not the run's are zeros, and nobody looks at what becomes of them.
+Elements of the window that are not the run's are zeros, and their results are dropped.
 """
 
 from __future__ import annotations

@@ -3,8 +3,6 @@
 chunk     |_________________________________________________|
 runs      |  group 0  |  group 0  |  -1  |  group 1         |      one for each parameter; -1: not trained
 stretches |      one tensor       |      |  one tensor      |      neighbours that have stepped alike step as one
-
-One file above 400 lines: the five optimizers share the runs, the state and the checks, and differ in a step each.
 """
 
 from __future__ import annotations
@@ -40,7 +38,7 @@ class OptimizerSpec:
         name: of a ``torch.optim`` class, one of ``hyperparameters.OPTIMIZERS``.
         groups: the hyperparameters of each parameter group, checked; not to be mutated.
         runs: (start, end, group): elements start <= i < end follow that group, -1 where they are not trained. They tile
-            the chunk. What may lack a gradient by itself needs a run of its own: one for each parameter.
+            the chunk, one for each parameter, because a parameter may lack a gradient by itself.
     """
 
     name: str
@@ -79,17 +77,12 @@ class OptimizerSpec:
         """Inverse of ``from_body``; JSON-able."""
         return {"optimizer": self.name, "groups": list(self.groups), "runs": [list(run) for run in self.runs]}
 
-    @property
-    def slot_names(self) -> tuple[str, ...]:
-        """The tensors of state that a ``ChunkOptimizer`` allocates at once, each as large as the chunk."""
-        return slot_names(self.name, list(self.groups))
-
 
 @dataclass(slots=True)
 class _Stretch:
     """Neighbouring runs that step as one tensor. ``values`` and ``slots`` are views of the chunk's.
 
-    With a ``window``, its one run is shown to the kernel in that.
+    With a ``window`` there is one run, which the kernel sees in that window.
     """
 
     start: int
@@ -106,28 +99,25 @@ class _Stretch:
 class ChunkOptimizer:
     """Steps one chunk's values like its ``torch.optim`` class steps the parameters the chunk is made of, bit for bit.
 
-    Groups that are "fused" step by torch's fused kernels, which round otherwise; see ``kernel_windows``.
+    Groups that are "fused" step by torch's fused kernels, which round differently; see ``kernel_windows``.
 
     float16 and bfloat16 are the exception where a parameter is cut, unless it is fused: torch's other CPU kernels round
-    the last few elements of a 16-bit tensor otherwise than the rest, so the elements beside a cut may differ by a
-    rounding.
+    the last few elements of a 16-bit tensor differently, so the elements beside a cut may differ by a rounding.
 
     Args:
         values: 1-D, contiguous, on the CPU, of a floating or complex dtype; mutated by ``apply``. Views of it are kept:
-            whoever overwrites values does so in place.
+            overwrite values in place only.
         spec: made for as many elements.
         places: of each run in its tensor, for fused kernels; None: every run is a tensor.
 
     Raises:
-        ProtocolError: the chunk's dtype cannot be trained, or not by a fused kernel.
+        ProtocolError: a fused kernel cannot step the chunk's dtype.
     """
 
     def __init__(self, values: Tensor, spec: OptimizerSpec, places: Sequence[Place] | None = None) -> None:
-        assert values.dim() == 1
+        assert values.shape == (spec.runs[-1][1] if spec.runs else 0,)
         assert values.is_contiguous()
-        assert values.numel() == (spec.runs[-1][1] if spec.runs else 0)
-        if not values.is_floating_point() and not values.is_complex():
-            raise _refusal(f"only floating and complex chunks are trained (expected such a dtype, got {values.dtype})")
+        assert values.is_floating_point() or values.is_complex()
         self._values = values
         self._spec = spec
         self._groups = list(spec.groups)
@@ -160,20 +150,15 @@ class ChunkOptimizer:
         """Take one step: mutate the values and the state. On an error neither has changed.
 
         Args:
-            gradient: as ``values``; read only.
+            gradient: of the shape and dtype of ``values``; read only.
             groups: hyperparameters from now on, one map for each group; None keeps those of the last step.
             learning_rate_scale: factor on every learning rate, this time only.
             absent: [start, end) of whole runs that have no gradient this time; their values and state stay.
 
         Raises:
-            ProtocolError: a gradient of another size or dtype, hyperparameters out of bounds, or an absent range that
-                cuts a run.
+            ProtocolError: hyperparameters out of bounds, or an absent range that cuts a run.
         """
-        if gradient.shape != self._values.shape or gradient.dtype != self._values.dtype:
-            raise _refusal(
-                f"a gradient is like its chunk (expected {self._values.numel()} of {self._values.dtype},"
-                f" got {gradient.numel()} of {gradient.dtype})"
-            )
+        assert (gradient.shape, gradient.dtype) == (self._values.shape, self._values.dtype)
         changed = self._check_change(groups) if groups is not None and groups != self._groups else None
         ranges = tuple((start, end) for start, end in absent)
         if ranges != self._absent:
@@ -201,40 +186,37 @@ class ChunkOptimizer:
         self._present_runs(tuple((start, end) for start, end in absent))
 
     def slots(self) -> dict[str, Tensor]:
-        """The state by torch's names, each like ``values``; the tensors themselves: clone what is to be kept."""
+        """The state by torch's names, each like ``values``: not copies."""
         return dict(self._slots)
 
     def steps(self) -> list[float]:
-        """For each run of the spec how many steps it has taken (torch's ``step``); 0 where its slots hold nothing yet.
-
-        SGD counts no steps: 1 where there is a momentum buffer, 0 where torch's is None.
-        """
+        """For each run how many steps it has taken (torch's ``step``); of SGD 1 where there is a momentum buffer."""
         self._settle()
         return list(self._steps)
 
     def load_slot(self, name: str, tensor: Tensor, steps: Sequence[float]) -> None:
-        """Overwrite one slot, as ``slots`` returned it, and the steps of all; ``tensor`` is copied.
+        """Overwrite one slot by a copy of ``tensor``, which is like ``values``, and the steps of all.
 
         Raises:
-            ProtocolError: not a slot of this optimizer, another size or dtype, or steps that count nothing.
+            ProtocolError: not a slot of this optimizer, or steps that count nothing.
         """
-        if name not in SLOTS[self._spec.name]:
-            known = ", ".join(SLOTS[self._spec.name])
-            raise _refusal(f"{self._spec.name} has no such slot (expected one of {known}, got {name[:80]!r})")
-        if tensor.shape != self._values.shape or tensor.dtype != self._values.dtype:
-            raise _refusal(
-                f"slot {name!r} is like its chunk (expected {self._values.numel()} of {self._values.dtype},"
-                f" got {tensor.numel()} of {tensor.dtype})"
-            )
+        self.check_slot(name)
         if len(steps) != len(self._steps):
             raise _refusal(f"steps are those of each run (expected {len(self._steps)} numbers, got {len(steps)})")
         for count in steps:
             if not isinstance(count, (int, float)) or not 0 <= count < _MAX_STEPS:
                 raise _refusal(f"steps count (expected 0 <= steps < 2**53, got {reprlib.repr(count)})")
-        self._make_slot(name)
+        if name not in self._slots:
+            self._make_slot(name)
         self._slots[name].copy_(tensor)
         self._steps = [float(count) for count in steps]
         self._stretches, self._absent = [], None
+
+    def check_slot(self, name: str) -> None:
+        """Raise ProtocolError unless the optimizer may have such a slot."""
+        if name not in SLOTS[self._spec.name]:
+            known = ", ".join(SLOTS[self._spec.name])
+            raise _refusal(f"{self._spec.name} has no such slot (expected one of {known}, got {name[:80]!r})")
 
     def move_to(self, values: Tensor) -> None:
         """Go on with ``values``, a copy of the old ones in other memory."""
@@ -261,15 +243,13 @@ class ChunkOptimizer:
         return bool(group.get("fused")) and (self._spec.name, self._values.dtype) not in _WRONG_KERNELS
 
     def _make_slots(self) -> bool:
-        """Allocate what the groups call for; say whether anything was."""
+        """Allocate the slots that the groups need; whether any was missing."""
         missing = [name for name in slot_names(self._spec.name, self._groups) if name not in self._slots]
         for name in missing:
             self._make_slot(name)
         return bool(missing)
 
     def _make_slot(self, name: str) -> None:
-        if name in self._slots:
-            return
         slot = self._slots[name] = torch.zeros_like(self._values)
         if self._spec.name == "Adagrad":
             for start, end, group in self._spec.runs:
@@ -341,8 +321,8 @@ def _union(ranges: Sequence[tuple[int, int]]) -> list[int]:
     return edges
 
 
-# torch 2.13's fused SGD takes most elements of 16-bit tensors on the CPU elsewhere than any rounding would (those of
-# lr=0.1 are off by 0.5 after five steps), and reads past what it steps: there the plain kernels serve.
+# torch 2.13's fused SGD is wrong for 16-bit tensors on the CPU (with lr=0.1 elements are off by 0.5 after five steps),
+# and reads past its tensor: the plain kernels step them.
 _WRONG_KERNELS = {("SGD", torch.float16), ("SGD", torch.bfloat16)}
 
 
@@ -362,8 +342,7 @@ def _step_in_window(
 
 
 # The functional forms: with SGD on 1 MiB of float32 a class's step() takes twice as long (hooks, profiler ranges, graph
-# breaks). Neither foreach nor fused is what torch chooses for tensors on the CPU. foreach rounds alike there in float32
-# and wider; fused does not, and is what the user asked for where "fused" is set.
+# breaks). For tensors on the CPU torch chooses neither foreach nor fused by itself.
 
 
 def _step_sgd(stretch: _Stretch, gradient: Tensor, options: dict[str, Any]) -> None:
@@ -404,28 +383,6 @@ _STEPS: dict[str, Callable[[_Stretch, Tensor, dict[str, Any]], None]] = {
     "Adagrad": _step_adagrad,
     "RMSprop": _step_rmsprop,
 }
-
-
-def compensate(gradient: Tensor, values: Tensor, backup: Tensor, strength: float) -> Tensor:
-    """A stale gradient g, moved to where the values are now: g + strength * g * g * (values - backup), elementwise.
-
-    DC-ASGD, Zheng et al. 2017 (https://arxiv.org/abs/1609.08326). All of one shape and dtype; returns a new tensor.
-
-    Args:
-        gradient: as the worker computed it.
-        values: now.
-        backup: the values that worker had.
-        strength: the paper's lambda; 0 returns the gradient's values unchanged.
-    """
-    return torch.addcmul(gradient, torch.sub(values, backup).mul_(gradient), gradient, value=strength)
-
-
-def staleness_factor(staleness: int) -> float:
-    """Factor on the learning rate of a gradient that is ``staleness`` updates old: 1 / (staleness + 1).
-
-    Zhang et al. 2016, "Staleness-aware Async-SGD" (https://arxiv.org/abs/1511.05950).
-    """
-    return 1.0 / (staleness + 1)
 
 
 def is_finite(gradient: Tensor) -> bool:

@@ -86,7 +86,7 @@ MAY_READ_ERROR_TEXTS = {
     ("collectives/transport_errors", "is_transport_error"): "gloo's errors are plain RuntimeErrors",
 }
 # Above 400 lines; the first lines of each say why it is one file.
-MAY_BE_LONG = {"flat_optimizers/optimizers", "protocol/bodies"}
+MAY_BE_LONG = {"protocol/bodies"}
 MAY_READ_ENVIRONMENT = {"environment/variables"}
 MAY_USE_ZMQ = {
     "parameter_server/client/connection",

@@ -15,7 +15,6 @@ from psengine.parameter_server.server.rules.payloads import received_values
 from psengine.parameter_server.server.rules.registry import JobRule
 from psengine.protocol import bodies
 from psengine.protocol.frames import payload_tensor
-from psengine.protocol.hyperparameters import SLOTS
 from psengine.protocol.layout import ChunkKind, ChunkSpec, Segment
 from psengine.protocol.messages import DTYPE_NUMBERS, ErrorCode, Message, MessageType
 
@@ -140,12 +139,7 @@ class ChunkStore:
 
     def _read_slot(self, rule: ChunkRule, slot: str) -> Values:
         optimizer = self._optimizer_of(rule)
-        if slot not in SLOTS[optimizer.spec.name]:
-            raise ProtocolError(
-                f"{optimizer.spec.name} has no such slot (expected one of {', '.join(SLOTS[optimizer.spec.name])}, got"
-                f" {slot[:80]!r})",
-                ErrorCode.BAD_VALUE,
-            )
+        optimizer.check_slot(slot)
         # Without payload where the slot holds nothing yet.
         return rule.version, optimizer.slots().get(slot), {"slot": slot, "steps": optimizer.steps()}
 

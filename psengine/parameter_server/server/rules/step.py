@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from psengine.errors import ProtocolError
 from psengine.flat_optimizers.kernel_windows import places_of
-from psengine.flat_optimizers.optimizers import ChunkOptimizer, OptimizerSpec, compensate, is_finite, staleness_factor
+from psengine.flat_optimizers.optimizers import ChunkOptimizer, OptimizerSpec, is_finite
 from psengine.parameter_server.server.rules.exchange import Contribution, PayloadPins, Reply, Update
 from psengine.parameter_server.server.rules.outcome import Outcome
 from psengine.parameter_server.server.rules.payloads import ChunkPayloads
@@ -99,7 +99,8 @@ class StepOutcome(Outcome):
         self.optimizer.apply(
             self._compensated(update.values, update),
             groups=next((one.groups for one in update.contributions if one.groups is not None), None),
-            learning_rate_scale=staleness_factor(update.staleness) if self._scales_by_staleness else 1.0,
+            # Zhang et al. 2016, "Staleness-aware Async-SGD" (https://arxiv.org/abs/1511.05950)
+            learning_rate_scale=1.0 / (update.staleness + 1) if self._scales_by_staleness else 1.0,
             absent=absent_in_all(update.contributions),
         )
 
@@ -200,6 +201,20 @@ class StepOutcome(Outcome):
             for name, tensor in tensors.items():
                 if name.startswith("slot/"):
                     self.optimizer.load_slot(name.removeprefix("slot/"), tensor, meta["steps"])
+
+
+def compensate(gradient: torch.Tensor, values: torch.Tensor, backup: torch.Tensor, strength: float) -> torch.Tensor:
+    """A stale gradient g, moved to where the values are now: g + strength * g * g * (values - backup), elementwise.
+
+    DC-ASGD, Zheng et al. 2017 (https://arxiv.org/abs/1609.08326). All of one shape and dtype; returns a new tensor.
+
+    Args:
+        gradient: as the worker computed it.
+        values: the current ones.
+        backup: the values that worker had.
+        strength: the paper's lambda; 0 returns the gradient's values unchanged.
+    """
+    return torch.addcmul(gradient, torch.sub(values, backup).mul_(gradient), gradient, value=strength)
 
 
 def absent_in_all(contributions: Sequence[Contribution]) -> Sequence[tuple[int, int]]:
