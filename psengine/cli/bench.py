@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -17,9 +18,12 @@ from rich.table import Table
 from rich.text import Text
 
 from psengine.environment.installation import build_command
+from psengine.errors import ConfigurationError, MissingExtraError
+
+if TYPE_CHECKING:
+    from psengine.cli.bench_worker import Part
 
 EXIT_FAILED = 3
-WORKER = "psengine.cli.bench_worker"
 SIZES_BYTES = (4 * 2**10, 2**20, 25 * 2**20)
 MODEL_BYTES = 25 * 2**20
 TURNS, QUICK_TURNS = 40, 8
@@ -48,57 +52,47 @@ def bench(
     timeout_s: Annotated[float, typer.Option("--timeout-s", min=1, help="Deadline, in seconds.")] = 300.0,
 ) -> None:
     """Measure this machine: all-reduce, a training step's overhead, a model's way to a parameter server and back."""
-    from psengine.verify.launch import RankFailedError
+    from psengine.verify.ranks import RankFailedError
 
     begin_s, machine = time.monotonic(), describe_machine()
-    work = {
-        "sizes_bytes": SIZES_BYTES,
-        "model_bytes": MODEL_BYTES,
-        "turns": QUICK_TURNS if quick else TURNS,
-        "server": None,
-    }
-    console = Console(stderr=True)
     try:
-        with console.status("measuring"):
-            found, notes = measure(work, timeout_s)
+        with Console(stderr=True).status("measuring"):
+            parts, notes = measure(QUICK_TURNS if quick else TURNS, timeout_s)
     except RankFailedError as error:
         print(f"{error.rank_traceback}psengine: {error}", file=sys.stderr)
         raise typer.Exit(EXIT_FAILED) from None
-    if not found["has_shared_memory"]:
+    rows = [row for part in parts for row in rows_of(part)]
+    elapsed_s = time.monotonic() - begin_s
+    if as_json:
+        print(json.dumps({"machine": machine, "elapsed_s": elapsed_s, "rows": rows, "notes": notes}, indent=1))
+    else:
+        print_tables(rows, machine, notes, elapsed_s)
+
+
+def measure(turns: int, timeout_s: float) -> tuple[list[Part], list[str]]:
+    """(rank 0's figures, notes on missing parts)."""
+    from psengine.cli.bench_worker import run
+    from psengine.kernels import native
+    from psengine.verify.experiment import comparison_server
+    from psengine.verify.ranks import run_ranks
+
+    notes, server = [], None
+    if not native.has_shared_memory():
         notes.append(
             "psengine's native extension is not built here, so there is no shared memory to measure. Fix: on Linux,"
             f" with a C++ compiler, {build_command()}"
         )
-    rows = rows_of(found)
-    elapsed_s = time.monotonic() - begin_s
-    if as_json:
-        print(json.dumps({"machine": machine, "elapsed_s": elapsed_s, "rows": rows, "notes": notes}, indent=1))
-        return
-    print_tables(rows, machine, notes, elapsed_s)
-
-
-def measure(work: dict[str, Any], timeout_s: float) -> tuple[dict[str, Any], list[str]]:
-    """(rank 0's figures, notes on missing parts); the server's part is left out where no server can be started."""
-    from psengine.errors import MissingExtraError
-    from psengine.verify.launch import run_ranks
-    from psengine.verify.servers import comparison_server, names_keys
-
-    notes = []
-    if names_keys():
-        notes.append("no server was measured: one started here has no keys, and PSENGINE_SERVER_KEY is set")
-    else:
+    with ExitStack() as stack:
         try:
-            with comparison_server() as address:
-                return run_ranks(WORKER, {**work, "server": address}, world_size=2, timeout_s=timeout_s)[0], notes
-        except MissingExtraError as error:
+            server = stack.enter_context(comparison_server())
+        except (ConfigurationError, MissingExtraError) as error:
             notes.append(f"no server was measured: {error}")
-    return run_ranks(WORKER, work, world_size=2, timeout_s=timeout_s)[0], notes
+        ranks = run_ranks(run, SIZES_BYTES, MODEL_BYTES, turns, server, world_size=2, timeout_s=timeout_s)
+        return ranks[0], notes
 
 
 def describe_machine() -> dict[str, Any]:
     """CPU, cores, load and versions, which the figures depend on."""
-    import os
-
     import torch
 
     from psengine.version import __version__
@@ -118,41 +112,29 @@ def describe_machine() -> dict[str, Any]:
     }
 
 
-def rows_of(found: dict[str, Any]) -> list[dict[str, Any]]:
-    """One row for each candidate: median milliseconds, 10th and 90th percentile, and the ratio to the first of its
-    kind: the median of the ratios within a turn.
+def rows_of(part: Part) -> list[dict[str, Any]]:
+    """One row for each candidate: median milliseconds, 10th and 90th percentile, and the ratio to the reference: the
+    median of the ratios within a turn.
     """
-    parts: list[tuple[str, int | None, dict[str, list[float]]]] = [
-        ("all-reduce", int(size), seconds) for size, seconds in found["all_reduce"].items()
-    ]
-    parts.append(("training step", None, found["step"]))
-    if found["server"] is not None:
-        parts.append(("server", MODEL_BYTES, found["server"]))
     rows = []
-    for part, size_bytes, seconds in parts:
-        reference = "native DDP" if part == "training step" else next(iter(seconds))
-        for candidate, own in seconds.items():
-            pairs = zip(own, seconds[reference], strict=True)
-            is_comparable = candidate not in (reference, "echo")
-            rows.append(
-                {
-                    "part": part,
-                    "size_bytes": 64 if candidate == "echo" else size_bytes,
-                    "candidate": candidate,
-                    "turns": len(own),
-                    "median_ms": 1e3 * statistics.median(own),
-                    "p10_ms": 1e3 * _quantile(own, 0.1),
-                    "p90_ms": 1e3 * _quantile(own, 0.9),
-                    "ratio": statistics.median(s / o for s, o in pairs) if is_comparable else None,
-                    "ratio_to": reference if is_comparable else None,
-                }
-            )
+    for candidate, own in part.seconds.items():
+        deciles = statistics.quantiles(own, n=10, method="inclusive")
+        ratios = [s / o for s, o in zip(own, part.seconds[part.reference], strict=True)]
+        is_reference = candidate == part.reference
+        rows.append(
+            {
+                "part": part.name,
+                "size_bytes": part.size_bytes,
+                "candidate": candidate,
+                "turns": len(own),
+                "median_ms": 1e3 * statistics.median(own),
+                "p10_ms": 1e3 * deciles[0],
+                "p90_ms": 1e3 * deciles[-1],
+                "ratio": None if is_reference else statistics.median(ratios),
+                "ratio_to": None if is_reference else part.reference,
+            }
+        )
     return rows
-
-
-def _quantile(values: Sequence[float], fraction: float) -> float:
-    ordered = sorted(values)
-    return ordered[round(fraction * (len(ordered) - 1))]
 
 
 def print_tables(rows: list[dict[str, Any]], machine: dict[str, Any], notes: list[str], elapsed_s: float) -> None:

@@ -1,4 +1,4 @@
-"""``python -m psengine.cli.bench_worker``: a rank of ``psengine bench``.
+"""A rank of ``psengine bench``.
 
 The rules are those of ``benchmarks/``: candidates take turns within one process group, who begins rotates, a repetition
 counts with the slowest rank's time, and every candidate's result is checked.
@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import functools
 import gc
-import itertools
 import time
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -21,9 +20,9 @@ from torch.nn import functional as F
 from psengine.collectives.base import Collective
 from psengine.collectives.registry import collective_for, default_group
 from psengine.kernels import native
-from psengine.verify.place import Place
-from psengine.verify.rank import serve
-from psengine.verify.training import NativeDistributedDataParallel
+from psengine.verify.ranks import Place
+from psengine.verify.target import NativeDistributedDataParallel
+from psengine.verify.zoo import mlp
 from psengine.wrapper.ddp import DistributedDataParallel
 
 GLOO, IN_PLACE, STAGED = "gloo", "psengine in place", "psengine staged"
@@ -31,6 +30,7 @@ PLAIN, NATIVE, SYNC = "plain backward", "native DDP", "psengine sync"
 COPY, ECHO, PUSH_PULL = "copy in memory", "echo", "push-pull"
 WARM_UP_TURNS = 3
 LARGE_BYTES, SMALL_REPEATS = 2**20, 20
+ECHO_BYTES = 64
 MODEL_WIDTHS, MODEL_ROWS = (784, 1024, 1024, 1024, 10), 64
 # A power of two, so that weights after n exchanges are known to the bit.
 LEARNING_RATE = 2.0**-10
@@ -41,27 +41,38 @@ class WrongResultError(ArithmeticError):
     """A candidate's result is wrong."""
 
 
-def run(place: Place, work: dict[str, Any]) -> dict[str, Any]:
-    """Measure each part; seconds of every turn, by candidate."""
+@dataclass(frozen=True)
+class Part:
+    """A part of the benchmark: for each candidate, the seconds of every turn; ratios are to ``reference``."""
+
+    name: str
+    size_bytes: int | None
+    reference: str
+    seconds: dict[str, list[float]]
+
+
+def run(place: Place, sizes_bytes: Sequence[int], model_bytes: int, turns: int, server: str | None) -> list[Part]:
+    """Measure every part; that of the server, where there is one, on rank 0 alone."""
     torch.set_num_threads(1)
-    has_shared_memory = native.has_shared_memory()
-    collective = collective_for(default_group(), "shared_memory") if has_shared_memory else None
-    found: dict[str, Any] = {"has_shared_memory": has_shared_memory, "all_reduce": {}, "step": None, "server": None}
+    collective: Collective | None = None
     barrier: Callable[[], object] = dist.barrier
-    if collective is not None:
+    if native.has_shared_memory():
+        collective = collective_for(default_group(), "shared_memory")
         collective.connect()
         barrier = functools.partial(_meet, collective)
-    for size_bytes in work["sizes_bytes"]:
+    parts = []
+    for size_bytes in sizes_bytes:
         place.note(f"the all-reduce of {size_bytes} bytes")
-        found["all_reduce"][str(size_bytes)] = measure_all_reduce(place, collective, barrier, size_bytes, work["turns"])
+        seconds = measure_all_reduce(place, collective, barrier, size_bytes, turns)
+        parts.append(Part("all-reduce", size_bytes, GLOO, seconds))
     place.note("the training step")
-    found["step"] = measure_step(place, barrier, work["turns"])
-    if work["server"] is not None:
+    parts.append(Part("training step", None, NATIVE, measure_step(place, barrier, turns)))
+    if server is not None:
         place.note("the server's round trip")
         if place.rank == 0:
-            found["server"] = measure_server(work["server"], work["model_bytes"], work["turns"])
+            parts += measure_server(server, model_bytes, turns)
         dist.barrier()
-    return found
+    return parts
 
 
 def _meet(collective: Collective) -> None:
@@ -96,7 +107,7 @@ def measure_all_reduce(
     expected = torch.stack(addends).sum(0)
     for name, (tensor, _) in candidates.items():
         prepare(name)()
-        _check(place, torch.equal(tensor, expected), f"all-reduce of {size_bytes} bytes by {name}")
+        _check(torch.equal(tensor, expected), f"all-reduce of {size_bytes} bytes by {name}")
 
     def repeat(name: str) -> Callable[[], object]:
         reduce = prepare(name)
@@ -111,7 +122,7 @@ def measure_step(place: Place, barrier: Callable[[], object], turns: int) -> dic
     models: dict[str, nn.Module] = {}
     for name, wrap in ((PLAIN, nn.Sequential), (NATIVE, NativeDistributedDataParallel), (SYNC, _sync)):
         torch.manual_seed(0)
-        models[name] = wrap(_perceptron())
+        models[name] = wrap(mlp(*MODEL_WIDTHS))
     torch.manual_seed(1 + place.rank)
     inputs, targets = torch.randn(MODEL_ROWS, MODEL_WIDTHS[0]), torch.randint(MODEL_WIDTHS[-1], (MODEL_ROWS,))
 
@@ -133,38 +144,36 @@ def measure_step(place: Place, barrier: Callable[[], object], turns: int) -> dic
         mean = plain.grad.clone()
         dist.all_reduce(mean)
         mean /= place.world_size
-        _check(place, torch.allclose(averaged.grad, mean, rtol=1e-4, atol=1e-7), f"gradients of {NATIVE}")
-        _check(place, torch.equal(ours.grad, averaged.grad), f"gradients of {SYNC}")
+        _check(torch.allclose(averaged.grad, mean, rtol=1e-4, atol=1e-7), f"gradients of {NATIVE}")
+        _check(torch.equal(ours.grad, averaged.grad), f"gradients of {SYNC}")
     return _take_turns(list(models), prepare, barrier, turns)
 
 
-def measure_server(address: str, model_bytes: int, turns: int) -> dict[str, list[float]]:
+def measure_server(address: str, model_bytes: int, turns: int) -> list[Part]:
     """Seconds that one worker takes to push gradients to a server that applies SGD, and to pull the weights."""
     from psengine.parameter_server.client.client import connect
 
     weights = torch.nn.Parameter(torch.zeros(model_bytes // 4))
     gradient = torch.arange(weights.numel(), dtype=torch.int64).remainder(5).float()
     copied = torch.empty_like(gradient)
-    seconds: dict[str, list[float]] = {COPY: [], ECHO: [], PUSH_PULL: []}
     with connect(address, job="bench") as client, torch.no_grad():
         client.register({"weights": weights}, optimizer=torch.optim.SGD([weights], lr=LEARNING_RATE))
 
         def push_pull() -> None:
             client.push_pull({"weights": gradient}, into={"weights": weights})
 
-        for turn in range(-WARM_UP_TURNS, turns):
-            found = {
-                COPY: _seconds_of(lambda: copied.copy_(gradient)),
-                ECHO: client.echo(64),
-                PUSH_PULL: _seconds_of(push_pull),
-            }
-            if turn >= 0:
-                for name, duration_s in found.items():
-                    seconds[name].append(duration_s)
-        expected = -LEARNING_RATE * (turns + WARM_UP_TURNS) * gradient
+        rounds = [
+            (_seconds_of(lambda: copied.copy_(gradient)), client.echo(ECHO_BYTES), _seconds_of(push_pull))
+            for _ in range(WARM_UP_TURNS + turns)
+        ]
+        expected = -LEARNING_RATE * len(rounds) * gradient
         if not torch.equal(weights, expected):
             raise WrongResultError("weights from the server: wrong result")
-    return seconds
+    copies, echoes, pushes = (list(column) for column in zip(*rounds[WARM_UP_TURNS:], strict=True))
+    return [
+        Part("server", model_bytes, COPY, {COPY: copies, PUSH_PULL: pushes}),
+        Part("server", ECHO_BYTES, ECHO, {ECHO: echoes}),
+    ]
 
 
 def _take_turns(
@@ -183,10 +192,6 @@ def _take_turns(
             if turn >= 0:
                 seconds[name].append(duration_s)
     gc.enable()
-    return _slowest(seconds)
-
-
-def _slowest(seconds: Mapping[str, list[float]]) -> dict[str, list[float]]:
     durations = torch.tensor(list(seconds.values()), dtype=torch.float64)
     dist.all_reduce(durations, op=dist.ReduceOp.MAX)
     return dict(zip(seconds, durations.tolist(), strict=True))
@@ -198,22 +203,13 @@ def _seconds_of(work: Callable[[], object]) -> float:
     return time.perf_counter() - begin_s
 
 
-def _perceptron() -> nn.Module:
-    layers: list[nn.Module] = []
-    for inputs, outputs in itertools.pairwise(MODEL_WIDTHS):
-        layers += [nn.Linear(inputs, outputs), nn.ReLU()]
-    return nn.Sequential(*layers[:-1])
-
-
 def _sync(module: nn.Module) -> nn.Module:
     return DistributedDataParallel(module, strategy="sync")
 
 
-def _check(place: Place, is_right: bool, what: str) -> None:
+def _check(is_right: bool, what: str) -> None:
     """Raise on every rank where a result is wrong on any."""
-    if place.any_rank(not is_right):
+    wrong = torch.tensor([int(not is_right)])
+    dist.all_reduce(wrong)
+    if wrong.item():
         raise WrongResultError(f"{what}: wrong result")
-
-
-if __name__ == "__main__":
-    serve(run)

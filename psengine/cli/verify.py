@@ -216,7 +216,7 @@ def _print_zoo(found: list[Comparison], elapsed_s: float) -> None:
         if any_differs:
             cells = ["", ""]
         if comparison.first is not None and comparison.largest_absolute is not None:
-            where = _where(comparison.first_beyond or comparison.first)
+            where = (comparison.first_beyond or comparison.first).where
             cells = [_number(comparison.largest_absolute.absolute), where]
         verdict = Text(comparison.verdict, style=_COLORS[comparison.verdict])
         table.add_row(comparison.target, verdict, *map(Text, cells))
@@ -240,7 +240,7 @@ def _ranks(found: Comparison) -> str:
 
 
 def _place(difference: Difference) -> str:
-    where = _where(difference)
+    where = difference.where
     if difference.index:
         where += f", at {list(difference.index)}"
     if difference.numel > 1:
@@ -256,11 +256,5 @@ def _numbers(difference: Difference, found: Comparison) -> str:
     return f"{values} {found.against}: {sizes}"
 
 
-def _where(difference: Difference) -> str:
-    from psengine.verify.verdict import place_of
-
-    return place_of(difference)
-
-
 def _number(value: Any, digits: int = 3) -> str:
-    return "" if value is None else value if isinstance(value, str) else f"{value:.{digits}g}"
+    return "" if value is None else f"{value:.{digits}g}"

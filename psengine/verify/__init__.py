@@ -6,7 +6,7 @@ verify`` is their command. May import the public names, ``wrapper`` and all that
 
 from psengine.verify.differences import Difference
 from psengine.verify.experiment import compare, compare_zoo
-from psengine.verify.launch import RankFailedError
+from psengine.verify.ranks import RankFailedError
 from psengine.verify.settings import Settings
 from psengine.verify.target import Target, TargetError
 from psengine.verify.verdict import Comparison, Control

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 
@@ -16,7 +16,6 @@ TOLERANCES = {
     torch.bfloat16: (1.6e-2, 1e-5),
     torch.float32: (1.3e-6, 1e-5),
     torch.float64: (1e-7, 1e-7),
-    torch.complex32: (1e-3, 1e-5),
     torch.complex64: (1.3e-6, 1e-5),
     torch.complex128: (1e-7, 1e-7),
 }
@@ -78,31 +77,16 @@ class Difference:
     note: str = ""
 
     @property
-    def what(self) -> str:
-        """Such as "gradient of layers.0.weight"."""
-        link = " of " if self.kind == "gradient" else " "
-        return f"{self.kind}{link}{self.name}" if self.name else self.kind
+    def where(self) -> str:
+        """Such as "at step 3, gradient of 0.weight, rank 1"."""
+        step = "before the first step" if self.step < 0 else f"at step {self.step}"
+        link = " of " if self.kind == "gradient" else " " if self.name else ""
+        return f"{step}, {self.kind}{link}{self.name}, rank {self.rank}"
 
     @property
     def order(self) -> tuple[int, int, int, int]:
         """Earlier differences come first."""
         return self.step, KINDS.index(self.kind), self.place, self.rank
-
-    def to_json(self) -> dict[str, Any]:
-        """A dict of JSON types; numbers that are not finite become their names."""
-        return {key: finite_or_name(value) for key, value in asdict(self).items()}
-
-    @classmethod
-    def from_json(cls, fields: dict[str, Any]) -> Difference:
-        """The reverse of ``to_json``."""
-        names = ("absolute", "relative", "candidate", "reference")
-        numbers = {key: None if fields[key] is None else float(fields[key]) for key in names}
-        return cls(**{**fields, **numbers, "index": tuple(fields["index"])})
-
-
-def finite_or_name(value: Any) -> Any:
-    """JSON has no name for infinity and NaN: they become "inf", "-inf" and "nan"."""
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def find_difference(
@@ -121,73 +105,60 @@ def find_difference(
     NaN equals NaN, whatever its payload. 0 and -0 differ by nothing, but are not bitwise equal; nor are equal numbers
     in another memory layout. Sparse tensors are compared as the sums they stand for.
     """
-    where: dict[str, Any] = {"step": step, "rank": rank, "kind": kind, "name": name, "place": place}
+    make = functools.partial(Difference, step=step, rank=rank, kind=kind, name=name, place=place)
+    if candidate is None and reference is None:
+        return None
     if candidate is None or reference is None:
-        if candidate is None and reference is None:
-            return None
         missing = "candidate" if candidate is None else "reference"
-        return Difference(**where, absolute=math.inf, relative=math.inf, note=f"None in the {missing} alone")
-    note = _unlike(candidate, reference)
-    if note:
-        return Difference(**where, absolute=math.inf, relative=math.inf, note=note)
+        return make(absolute=math.inf, relative=math.inf, note=f"None in the {missing} alone")
+    for what in ("shape", "dtype", "layout"):
+        ours, theirs = getattr(candidate, what), getattr(reference, what)
+        if ours != theirs:
+            ours, theirs = (tuple(size) if what == "shape" else size for size in (ours, theirs))
+            note = f"{what} {ours} in the candidate, {theirs} in the reference"
+            return make(absolute=math.inf, relative=math.inf, note=note)
     ours, theirs = _plain_pair(candidate, reference)
-    relative_tolerance, absolute_tolerance = tolerance.of(candidate.dtype)
     if ours.numel() == 0 or torch.equal(_bits(ours), _bits(theirs)):
         if _significant_strides(candidate) == _significant_strides(reference):
             return None
         note = f"strides {candidate.stride()} in the candidate, {reference.stride()} in the reference"
-        return Difference(**where, absolute=0.0, relative=0.0, differing=0, numel=ours.numel(), within=True, note=note)
+        return make(absolute=0.0, relative=0.0, differing=0, numel=ours.numel(), within=True, note=note)
     differs = _bits(ours) != _bits(theirs)
     if ours.is_floating_point():
         differs &= ~(ours.isnan() & theirs.isnan())
-    differing = int(differs.sum())
-    if differing == 0:
+    if not bool(differs.any()):
         return None
-    places = differs.nonzero()
     a, b = ours[differs], theirs[differs]
     absolute, relative = _distances(a, b)
     worst = int(absolute.argmax())
-    magnitudes = _real(theirs).abs()
-    allowed = absolute_tolerance + relative_tolerance * float(magnitudes.nan_to_num(nan=0.0, posinf=0.0).max())
-    # Infinity is allowed to be infinity alone, which is no difference.
-    within = bool(((absolute <= allowed) & absolute.isfinite()).all())
-    index = tuple(int(i) for i in places[worst])
-    return Difference(
-        **where,
+    relative_tolerance, absolute_tolerance = tolerance.of(candidate.dtype)
+    magnitudes = theirs.double().abs().nan_to_num(nan=0.0, posinf=0.0)
+    allowed = absolute_tolerance + relative_tolerance * float(magnitudes.max())
+    return make(
         absolute=float(absolute[worst]),
         relative=float(relative.max()),
-        index=index[: candidate.dim()] if candidate.is_complex() else index,
+        index=tuple(differs.nonzero()[worst].tolist())[: candidate.dim()],
         candidate=float(a[worst]),
         reference=float(b[worst]),
-        differing=differing,
+        differing=len(a),
         numel=ours.numel(),
-        within=within,
+        # Infinity is allowed to be infinity alone, which is no difference.
+        within=bool(((absolute <= allowed) & absolute.isfinite()).all()),
     )
 
 
 def is_finite(tensor: torch.Tensor) -> bool:
-    """Whether ``tensor`` holds neither NaN nor infinity; of a sparse one, whether its values do."""
-    tensor = tensor.detach()
-    if tensor.layout != torch.strided:
-        tensor = tensor.coalesce().values() if tensor.layout == torch.sparse_coo else tensor.to_dense()
-    return bool(tensor.isfinite().all())
+    """Whether ``tensor`` holds neither NaN nor infinity."""
+    values = tensor.detach()
+    return bool((values.coalesce().values() if values.is_sparse else values.to_dense()).isfinite().all())
 
 
 def square_distance(candidate: torch.Tensor, reference: torch.Tensor) -> tuple[float, float]:
     """(sum of squared differences, sum of the reference's squares), in float64; complex numbers are pairs of reals."""
     if candidate.shape != reference.shape or not (candidate.is_floating_point() or candidate.is_complex()):
         return 0.0, 0.0
-    ours, theirs = (_real(tensor) for tensor in _plain_pair(candidate, reference))
+    ours, theirs = (tensor.double() for tensor in _plain_pair(candidate, reference))
     return float((ours - theirs).square().sum()), float(theirs.square().sum())
-
-
-def _unlike(candidate: torch.Tensor, reference: torch.Tensor) -> str:
-    for what in ("shape", "dtype", "layout"):
-        ours, theirs = getattr(candidate, what), getattr(reference, what)
-        if ours != theirs:
-            ours, theirs = (tuple(size) if what == "shape" else size for size in (ours, theirs))
-            return f"{what} {ours} in the candidate, {theirs} in the reference"
-    return ""
 
 
 def _significant_strides(tensor: torch.Tensor) -> list[int]:
@@ -200,40 +171,31 @@ def _significant_strides(tensor: torch.Tensor) -> list[int]:
 def _plain_pair(candidate: torch.Tensor, reference: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Both as dense real tensors of equal shape, on the CPU."""
     ours, theirs = candidate.detach(), reference.detach()
-    if ours.layout != torch.strided:
-        if ours.layout == torch.sparse_coo:
-            ours, theirs = ours.coalesce(), theirs.coalesce()
-            if torch.equal(ours.indices(), theirs.indices()) and torch.equal(ours.values(), theirs.values()):
-                # A large embedding's gradient has few rows: where they are equal, the others need not be made.
-                return _plain(ours.values()), _plain(theirs.values())
-        ours, theirs = ours.to_dense(), theirs.to_dense()
+    if ours.is_sparse:
+        ours, theirs = ours.coalesce(), theirs.coalesce()
+        if torch.equal(ours.indices(), theirs.indices()) and torch.equal(ours.values(), theirs.values()):
+            # A large embedding's gradient has few rows: where they are equal, the others need not be made.
+            ours, theirs = ours.values(), theirs.values()
     return _plain(ours), _plain(theirs)
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
-    tensor = tensor.cpu()
+    tensor = tensor.to_dense().cpu()
     return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    if tensor.dtype == torch.bool:
-        return tensor
-    return tensor.view(_INTEGER_OF_SIZE[tensor.element_size()])
-
-
-def _real(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to(torch.float64)
+    return tensor if tensor.dtype == torch.bool else tensor.view(_INTEGER_OF_SIZE[tensor.element_size()])
 
 
 def _distances(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Absolute and relative distance of each pair, in float64; infinite where exactly one is finite or a number."""
-    ours, theirs = _real(a), _real(b)
-    absolute = (ours - theirs).abs()
-    if not a.is_floating_point():
+    ours, theirs = a.double(), b.double()
+    if a.is_floating_point():
+        absolute = (ours - theirs).abs().masked_fill(ours == theirs, 0.0)
+    else:
         # Large integers that differ by little are the same float64.
-        absolute = torch.maximum(absolute, torch.ones_like(absolute))
-    absolute = absolute.masked_fill(ours == theirs, 0.0) if a.is_floating_point() else absolute
+        absolute = (ours - theirs).abs().clamp(min=1.0)
     absolute = absolute.nan_to_num(nan=math.inf, posinf=math.inf)
-    larger = torch.maximum(ours.abs(), theirs.abs())
-    relative = torch.where(absolute == 0, torch.zeros_like(absolute), absolute / larger)
+    relative = (absolute / torch.maximum(ours.abs(), theirs.abs())).masked_fill(absolute == 0, 0.0)
     return absolute, relative.nan_to_num(nan=math.inf, posinf=math.inf)

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, replace
-from typing import Any
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 
+from psengine.environment.extras import require_server_packages
+from psengine.environment.variables import read_variable
 from psengine.errors import ConfigurationError
-from psengine.verify import target as targets
-from psengine.verify.launch import RankFailedError, run_ranks
-from psengine.verify.servers import comparison_server
-from psengine.verify.settings import Settings
+from psengine.specification import Specification
+from psengine.verify.differences import Tolerance
+from psengine.verify.ranks import Place, RankFailedError, run_ranks
+from psengine.verify.settings import Settings, is_over_servers
+from psengine.verify.side_by_side import Findings, train_side_by_side
+from psengine.verify.target import RefusedError, check_name, check_target, load_function
+from psengine.verify.training import Exchange
 from psengine.verify.verdict import Comparison, is_different, merge
 from psengine.verify.zoo import ZOO
-
-WORKER = "psengine.verify.worker"
 
 
 def compare(
@@ -37,8 +40,8 @@ def compare(
         RankFailedError: the target's code raised (its traceback is in ``rank_traceback``), a rank died, or the
             deadline passed.
     """
-    targets.check_name(target)
-    return _compare_all(target, (), settings or Settings(), on_note)[0]
+    check_name(target)
+    return _compare_all((target,), settings or Settings(), on_note)[0]
 
 
 def compare_zoo(
@@ -58,62 +61,116 @@ def compare_zoo(
     unknown = [name for name in names if name not in ZOO]
     if unknown or not names:
         raise ConfigurationError(f"the zoo has no such model (expected some of {', '.join(ZOO)}; got {unknown})")
-    return _compare_all(None, names, settings or Settings(steps=6), on_note)
+    return _compare_all(names, settings or Settings(steps=6), on_note)
 
 
-def _compare_all(
-    target: str | None, zoo: Sequence[str], settings: Settings, on_note: Callable[[str], None]
-) -> list[Comparison]:
+def _compare_all(names: Sequence[str], settings: Settings, on_note: Callable[[str], None]) -> list[Comparison]:
     deadline_s = time.monotonic() + settings.timeout_s
-    with _server(settings) as address:
-        work = {"target": target, "zoo": list(zoo), "server": address}
-        reports = _train(settings, work, on_note)
-        different = [name for name in reports if is_different(reports[name])]
-        controls, why_no_control = {}, ""
+    with comparison_server() if settings.needs_server else nullcontext() as address:
+        reports = _train(names, settings, address, on_note)
+        different = [name for name in names if is_different(reports[name])]
+        controls: dict[str, Sequence[Findings | str]] = {}
+        why_no_control = ""
         if different and settings.strategy == settings.against:
-            controls = {name: reports[name] for name in different}
+            controls = reports
         elif different:
             # In processes that have not trained yet: what the target keeps at module level is as it was for the first
             # two trainings.
             left_s = max(0.1, deadline_s - time.monotonic())
             control = replace(settings, strategy=settings.against, timeout_s=left_s)
             try:
-                controls = _train(control, {**work, "zoo": different}, lambda text: on_note(f"control: {text}"))
+                controls = _train(different, control, address, lambda text: on_note(f"control: {text}"))
             except RankFailedError as error:
                 why_no_control = str(error)
     return [
         merge(
             reports[name],
-            target=name,
-            strategy=settings.strategy,
-            against=settings.against,
-            steps=settings.steps,
-            seed=settings.seed,
-            controls=controls.get(name, ()),
+            name,
+            settings,
+            controls=controls.get(name, ()) if name in different else (),
             why_no_control=why_no_control if name in different else "",
         )
-        for name in reports
+        for name in names
     ]
 
 
-def _train(settings: Settings, work: dict[str, Any], on_note: Callable[[str], None]) -> dict[str, list[dict[str, Any]]]:
+def _train(
+    names: Sequence[str], settings: Settings, server: str | None, on_note: Callable[[str], None]
+) -> dict[str, Sequence[Findings | str]]:
     """The ranks' reports, in rank order, by name of the target."""
     reports = run_ranks(
-        WORKER,
-        {**work, "settings": asdict(settings), "job": f"verify-{uuid.uuid4().hex}"},
+        train_targets,
+        names,
+        settings,
+        server,
+        f"verify-{uuid.uuid4().hex}",
         world_size=settings.world_size,
         timeout_s=settings.timeout_s,
         device=settings.device,
         on_note=on_note,
     )
-    return {name: [report[name] for report in reports] for name in reports[0]}
+    return {name: [report[name] for report in reports] for name in names}
+
+
+def train_targets(
+    place: Place, names: Sequence[str], settings: Settings, server: str | None, job: str
+) -> dict[str, Findings | str]:
+    """On a rank: what it finds of each target or model of the zoo, or why a strategy refuses a model of the zoo.
+
+    Strategies over servers meet at ``server``, or at those that they name where it is None, each in a job of its own.
+    """
+    found: dict[str, Findings | str] = {}
+    # The same on every rank, because ranks make the same trainings in the same order.
+    numbers = itertools.count()
+
+    def exchange_of(strategy: str) -> Exchange:
+        if not is_over_servers(strategy):
+            return Exchange(strategy, strategy)
+        own = {"job": f"{job}.{next(numbers)}"}
+        if server is not None:
+            own["servers"] = server
+        return Exchange(strategy, Specification.parse("strategy", strategy).with_options(**own))
+
+    for name in names:
+        if name in ZOO:
+            function = ZOO[name].build
+        else:
+            place.note(f"the import of {name}")
+            function = load_function(name)
+        try:
+            found[name] = train_side_by_side(
+                lambda function=function, name=name: check_target(function(), name),  # type: ignore[misc]
+                name,
+                exchange_of(settings.strategy),
+                exchange_of(settings.against),
+                place,
+                steps=settings.steps,
+                seed=settings.seed,
+                tolerance=Tolerance(relative=settings.rtol, absolute=settings.atol),
+            )
+        except RefusedError as error:
+            if name not in ZOO:
+                raise
+            found[name] = str(error)
+    return found
 
 
 @contextmanager
-def _server(settings: Settings) -> Iterator[str | None]:
-    """The address of a server, where one is needed; not that of a job that is at work."""
-    if not settings.needs_server:
-        yield None
-        return
-    with comparison_server() as address:
-        yield address
+def comparison_server() -> Iterator[str]:
+    """Start a server for this comparison alone and yield its address.
+
+    Raises:
+        ConfigurationError: this environment names keys, which the server would not have.
+        MissingExtraError: the packages that servers need are not installed.
+        ServerError: it did not start.
+    """
+    require_server_packages("strategies over parameter servers", "typer")
+    from psengine.parameter_server.client.embedded import EmbeddedServer
+
+    if read_variable("PSENGINE_SERVER_KEY"):
+        raise ConfigurationError(
+            "the server started here has no keys (expected no PSENGINE_SERVER_KEY). Fix: unset PSENGINE_SERVER_KEY and"
+            " PSENGINE_CLIENT_KEY, or name your servers: psengine verify --strategy 'async:servers=tcp://...'"
+        )
+    with EmbeddedServer.start() as server:
+        yield server.addresses[0]

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
 
 from psengine.errors import ConfigurationError
-from psengine.specification import Specification, did_you_mean
-from psengine.strategies.registry import STRATEGIES, resolve_strategy
-from psengine.verify.launch import MAX_RANKS
+from psengine.specification import Specification
+from psengine.strategies.registry import resolve_strategy
+from psengine.verify.ranks import MAX_RANKS
 from psengine.verify.training import NATIVE
 
 
@@ -50,20 +49,21 @@ class Settings:
             ("steps", self.steps, 1, 10**6),
             ("world_size", self.world_size, 1, MAX_RANKS),
             ("seed", self.seed, 0, 2**31),
+            ("rtol", self.rtol or 0, 0, 1e9),
+            ("atol", self.atol or 0, 0, 1e9),
+            ("timeout_s", self.timeout_s, 1e-3, 1e9),
         ):
-            if isinstance(number, bool) or not isinstance(number, int) or not least <= number <= most:
-                raise ConfigurationError(f"{what} is a whole number (expected {least} to {most}, got {number!r})")
-        for what, tolerance in (("rtol", self.rtol), ("atol", self.atol)):
-            if tolerance is not None and not (isinstance(tolerance, int | float) and 0 <= tolerance < math.inf):
-                raise ConfigurationError(f"{what} is a tolerance (expected a number of at least 0, got {tolerance!r})")
-        if not (isinstance(self.timeout_s, int | float) and 0 < self.timeout_s < math.inf):
-            raise ConfigurationError(f"timeout_s is a positive number of seconds (got {self.timeout_s!r})")
+            if not least <= number <= most:
+                raise ConfigurationError(f"{what} is out of range (expected {least:g} to {most:g}, got {number!r})")
         if self.device not in ("cpu", "cuda"):
             raise ConfigurationError(f"unknown device (expected 'cpu' or 'cuda', got {self.device!r})")
         if self.device == "cuda" and not torch.cuda.is_available():
             raise ConfigurationError("device 'cuda' needs a GPU that this torch can use (got none). Fix: --device cpu")
-        _check_exchange(self.strategy)
-        _check_exchange(self.against)
+        for exchange in (self.strategy, self.against):
+            try:
+                is_over_servers(exchange)
+            except ConfigurationError as error:
+                raise ConfigurationError(f"{error} ({NATIVE!r} is native DDP)") from error
 
     @property
     def needs_server(self) -> bool:
@@ -77,17 +77,3 @@ class Settings:
 def is_over_servers(exchange: str) -> bool:
     """Whether ranks that train under ``exchange`` meet at servers."""
     return exchange != NATIVE and not resolve_strategy(exchange).capabilities.needs_process_group
-
-
-def _check_exchange(exchange: str) -> None:
-    if not isinstance(exchange, str):
-        raise ConfigurationError(f"a strategy is named here (expected 'native' or a strategy, got {exchange!r})")
-    if exchange == NATIVE:
-        return
-    name = Specification.parse("strategy", exchange).name
-    if name not in STRATEGIES:
-        raise ConfigurationError(
-            f"unknown strategy (expected {NATIVE!r} for native DDP, or one of {sorted(STRATEGIES)}, got {name!r})"
-            f"{did_you_mean(name, (NATIVE, *STRATEGIES))}"
-        )
-    resolve_strategy(exchange)

@@ -8,31 +8,48 @@ compare                   └ state             └ state             └ ...
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from psengine.errors import PSEngineError
-from psengine.verify.differences import (
-    KINDS,
-    Difference,
-    Tolerance,
-    find_difference,
-    finite_or_name,
-    is_finite,
-    square_distance,
-)
-from psengine.verify.place import Place
-from psengine.verify.random_state import seed_all
-from psengine.verify.target import Target, TargetError
-from psengine.verify.training import Exchange, Training
+from psengine.verify.differences import KINDS, Difference, Tolerance, find_difference, is_finite, square_distance
+from psengine.verify.ranks import Place
+from psengine.verify.target import RefusedError, Target, TargetError
+from psengine.verify.training import Exchange, Training, seed_all
 
 START = -1
 
 
-class RefusedError(PSEngineError):
-    """A strategy does not take this model or optimizer; the message is its own."""
+@dataclass
+class Findings:
+    """What differed on a rank.
+
+    Attributes:
+        first, first_beyond, largest_absolute, largest_relative: see ``Comparison``.
+        history: an entry for the start and for each step; ``is_blind`` is whether equality says nothing there.
+        counts: how many tensors of each kind were compared after each step.
+    """
+
+    first: Difference | None = None
+    first_beyond: Difference | None = None
+    largest_absolute: Difference | None = None
+    largest_relative: Difference | None = None
+    history: list[dict[str, Any]] = field(default_factory=list)
+    counts: dict[str, int] = field(default_factory=dict)
+
+    def add(self, found: Difference) -> None:
+        """Note a difference."""
+        if self.first is None or found.order < self.first.order:
+            self.first = found
+        if not found.within and (self.first_beyond is None or found.order < self.first_beyond.order):
+            self.first_beyond = found
+        if self.largest_absolute is None or found.absolute > self.largest_absolute.absolute:
+            self.largest_absolute = found
+        if self.largest_relative is None or found.relative > self.largest_relative.relative:
+            self.largest_relative = found
 
 
 def train_side_by_side(
@@ -45,8 +62,8 @@ def train_side_by_side(
     steps: int,
     seed: int,
     tolerance: Tolerance,
-) -> dict[str, Any]:
-    """Train both ways and return this rank's findings, in JSON types; ``verdict.merge`` puts the ranks' together.
+) -> Findings:
+    """Train both ways and return what differed on this rank; ``verdict.merge`` puts the ranks' findings together.
 
     Raises:
         RefusedError: a strategy refused the model or the optimizer.
@@ -66,36 +83,51 @@ def train_side_by_side(
                     " Fix: build the model inside the function."
                 )
             models.append(target.model)
-            trainings.append(_wrap(exchange, target, name, seed, place))
-        findings = _Findings(place, tolerance)
-        findings.compare(START, trainings[1], trainings[0])
+            try:
+                trainings.append(Training(exchange, target, name, seed, place))
+            except TargetError:
+                raise
+            except PSEngineError as error:
+                raise RefusedError(f"strategy {exchange.name!r} refuses {name}: {error}") from error
+        findings = Findings()
+        _compare(findings, START, trainings[1], trainings[0], place.rank, tolerance)
         for step in range(steps):
             for training in trainings:
                 place.note(f"step {step} of {name} under {training.exchange.name!r}")
                 training.step(step)
-            findings.compare(step, trainings[1], trainings[0])
+            _compare(findings, step, trainings[1], trainings[0], place.rank, tolerance)
         place.note(f"the end of {name}")
-        return findings.to_json()
+        return findings
     finally:
         for training in trainings:
             training.close()
 
 
-def _wrap(exchange: Exchange, target: Target, name: str, seed: int, place: Place) -> Training:
-    try:
-        return Training(
-            exchange,
-            target,
-            name=name,
-            seed=seed,
-            rank=place.rank,
-            world_size=place.world_size,
-            device=place.device,
-        )
-    except TargetError:
-        raise
-    except PSEngineError as error:
-        raise RefusedError(f"strategy {exchange.name!r} refuses {name}: {error}") from error
+def _compare(
+    findings: Findings, step: int, candidate: Training, reference: Training, rank: int, tolerance: Tolerance
+) -> None:
+    """Compare everything that the trainings hold after ``step``."""
+    entry: dict[str, Any] = {"step": step}
+    for kind in KINDS if step != START else ("buffer", "parameter"):
+        # Native DDP broadcasts rank 0's buffers before the next forward, servers hand them out after backward: between
+        # the two only rank 0 has them under both.
+        if kind == "buffer" and rank != 0 and candidate.carries_buffers != reference.carries_buffers:
+            continue
+        ours, theirs = candidate.tensors(kind), reference.tensors(kind)
+        entry[kind] = 0.0
+        findings.counts[kind] = len(theirs)
+        for place, name in enumerate(dict.fromkeys([*theirs, *ours])):
+            found = find_difference(
+                ours.get(name), theirs.get(name), tolerance, step=step, rank=rank, kind=kind, name=name, place=place
+            )
+            if found is not None:
+                entry[kind] = max(entry[kind], found.absolute)
+                findings.add(found)
+    entry["distance"] = _distance(candidate, reference) if entry["parameter"] else 0.0
+    if step != START:
+        entry["candidate_loss"], entry["reference_loss"] = float(candidate.loss), float(reference.loss)
+        entry["is_blind"] = _is_blind(candidate) and _is_blind(reference)
+    findings.history.append(entry)
 
 
 def _is_blind(training: Training) -> bool:
@@ -118,71 +150,3 @@ def _distance(candidate: Training, reference: Training) -> float:
             squares = square_distance(ours, other)
             apart, norm = apart + squares[0], norm + squares[1]
     return math.sqrt(apart / norm) if norm else math.sqrt(apart)
-
-
-class _Findings:
-    """What differed so far on this rank."""
-
-    def __init__(self, place: Place, tolerance: Tolerance) -> None:
-        self._place = place
-        self._tolerance = tolerance
-        self._first: Difference | None = None
-        self._first_beyond: Difference | None = None
-        self._largest_absolute: Difference | None = None
-        self._largest_relative: Difference | None = None
-        self._history: list[dict[str, Any]] = []
-        self._counts: dict[str, int] = {}
-
-    def compare(self, step: int, candidate: Training, reference: Training) -> None:
-        """Compare everything that the trainings hold after ``step``."""
-        entry: dict[str, Any] = {"step": step}
-        for kind in KINDS if step != START else ("buffer", "parameter"):
-            if kind == "buffer" and not self._sees_buffers(candidate, reference):
-                continue
-            ours, theirs = candidate.tensors(kind), reference.tensors(kind)
-            entry[kind] = 0.0
-            self._counts[kind] = len(theirs)
-            for place, name in enumerate(dict.fromkeys([*theirs, *ours])):
-                a, b = ours.get(name), theirs.get(name)
-                found = find_difference(
-                    a, b, self._tolerance, step=step, rank=self._place.rank, kind=kind, name=name, place=place
-                )
-                if found is not None:
-                    entry[kind] = max(entry[kind], found.absolute)
-                    self._note(found)
-            entry[kind] = finite_or_name(entry[kind])
-        entry["distance"] = finite_or_name(_distance(candidate, reference) if entry["parameter"] else 0.0)
-        if step != START:
-            entry["candidate_loss"] = finite_or_name(float(candidate.loss))
-            entry["reference_loss"] = finite_or_name(float(reference.loss))
-            entry["is_blind"] = _is_blind(candidate) and _is_blind(reference)
-        self._history.append(entry)
-
-    def _sees_buffers(self, candidate: Training, reference: Training) -> bool:
-        # Native DDP broadcasts rank 0's buffers before the next forward, servers hand them out after backward: between
-        # the two only rank 0 has them under both.
-        return self._place.rank == 0 or candidate.carries_buffers == reference.carries_buffers
-
-    def _note(self, found: Difference) -> None:
-        if self._first is None or found.order < self._first.order:
-            self._first = found
-        if not found.within and (self._first_beyond is None or found.order < self._first_beyond.order):
-            self._first_beyond = found
-        if self._largest_absolute is None or found.absolute > self._largest_absolute.absolute:
-            self._largest_absolute = found
-        if self._largest_relative is None or found.relative > self._largest_relative.relative:
-            self._largest_relative = found
-
-    def to_json(self) -> dict[str, Any]:
-        """As dicts and lists."""
-        found: Mapping[str, Difference | None] = {
-            "first": self._first,
-            "first_beyond": self._first_beyond,
-            "largest_absolute": self._largest_absolute,
-            "largest_relative": self._largest_relative,
-        }
-        return {
-            **{key: None if value is None else value.to_json() for key, value in found.items()},
-            "history": self._history,
-            "counts": self._counts,
-        }

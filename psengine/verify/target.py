@@ -6,7 +6,7 @@ import importlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -15,18 +15,22 @@ from typing import Any
 import torch
 from torch.nn.parallel import distributed as native
 
-from psengine.errors import ConfigurationError
+from psengine.errors import ConfigurationError, PSEngineError
 
 FORMS = "module:function or path/to/file.py:function"
 PARTS = "(model, batch_fn, loss_fn, optimizer_fn) or (model, batch_fn, loss_fn, optimizer_fn, ddp_options)"
 # Captured at import: a program may put psengine's class in the native one's place.
-_NATIVE_ARGUMENTS = tuple(inspect.signature(native.DistributedDataParallel.__init__).parameters)[2:]
+NativeDistributedDataParallel: Any = native.DistributedDataParallel
 # The comparison itself chooses group and device.
 _OUR_ARGUMENTS = ("process_group", "device_mesh", "device_ids", "output_device")
 
 
 class TargetError(ConfigurationError):
     """The target cannot be found, or is not what a target has to be."""
+
+
+class RefusedError(PSEngineError):
+    """A strategy does not take this model or optimizer; the message is its own."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,17 +52,18 @@ class Target:
     ddp_options: Mapping[str, Any]
 
 
-def check_name(name: str) -> None:
-    """Check ``name`` without running the user's code.
+def check_name(name: str) -> tuple[str, str]:
+    """Return the (module or file, function) that ``name`` names, without running the user's code.
 
     Raises:
         TargetError: ``name`` has another form than "place:function", or its file does not exist.
     """
-    place, function = _split(name)
+    place, _, function = name.rpartition(":")
+    if not place or not all(part.isidentifier() for part in function.split(".")):
+        raise TargetError(f"a target names a function (expected {FORMS}, got {name!r})")
     if _is_path(place) and not Path(place).is_file():
         raise TargetError(f"target {name!r}: no such file (expected {FORMS}, got the path {place!r})")
-    if not all(part.isidentifier() for part in function.split(".")):
-        raise TargetError(f"target {name!r}: {function!r} is no function's name (expected {FORMS})")
+    return place, function
 
 
 def load_function(name: str) -> Callable[[], Any]:
@@ -67,10 +72,9 @@ def load_function(name: str) -> Callable[[], Any]:
     Raises:
         TargetError: no such file, module or function, or the function needs arguments.
     """
-    check_name(name)
-    place, attribute = _split(name)
+    place, attribute = check_name(name)
     try:
-        module = _load_file(Path(place)) if _is_path(place) else _load_module(place, name)
+        module = _load_file(Path(place).resolve()) if _is_path(place) else _load_module(place, name)
     except SystemExit as error:
         raise TargetError(
             f"target {name!r}: importing {place} ended the process (exit code {error.code!r}; expected it to define"
@@ -80,18 +84,17 @@ def load_function(name: str) -> Callable[[], Any]:
     found: Any = module
     for part in attribute.split("."):
         if not hasattr(found, part):
+            functions = [
+                key
+                for key, value in vars(module).items()
+                if callable(value) and getattr(value, "__module__", None) == module.__name__ and key[0] != "_"
+            ]
             raise TargetError(
-                f"target {name!r}: {place} has no function {attribute!r} (expected one of"
-                f" {', '.join(_functions_of(module)) or 'the functions it defines, of which there are none'})"
+                f"target {name!r}: {place} has no function {attribute!r} (expected one of the functions it defines,"
+                f" {', '.join(functions) or 'of which there are none'})"
             )
         found = getattr(found, part)
-    if not callable(found):
-        raise TargetError(f"target {name!r} is called (expected a function, got {type(found).__name__})")
-    if not _accepts(found):
-        raise TargetError(
-            f"target {name!r} is called without arguments (expected none that must be given, got"
-            f" {inspect.signature(found)}). Fix: write a function of no arguments that calls it."
-        )
+    _check_function(found, f"target {name!r}", ())
     return found  # type: ignore[no-any-return]
 
 
@@ -103,94 +106,48 @@ def check_target(returned: Any, name: str) -> Target:
     """
     what = f"target {name!r} returns {PARTS}"
     if not isinstance(returned, tuple | list) or len(returned) not in (4, 5):
-        got = f"{len(returned)} parts" if isinstance(returned, tuple | list) else f"{type(returned).__name__}"
+        got = f"{len(returned)} parts" if isinstance(returned, tuple | list) else type(returned).__name__
         raise TargetError(
             f"{what} (expected 4 or 5 parts, got {got}). Fix: name a function that makes these and returns them, not"
             " one that trains."
         )
     model, batch_fn, loss_fn, optimizer_fn = returned[:4]
-    if not isinstance(model, torch.nn.Module):
-        raise TargetError(f"{what}: model is a module (expected a torch.nn.Module, got {_kind(model)})")
-    if isinstance(model, native.DistributedDataParallel):
-        raise TargetError(f"{what}: model is the plain module, which the comparison wraps (got it wrapped already)")
-    for function, part, arguments in (
-        (loss_fn, "loss_fn", ("model", "batch")),
-        (optimizer_fn, "optimizer_fn", ("parameters",)),
-    ):
-        if not callable(function):
-            raise TargetError(f"{what}: {part} is a function of ({', '.join(arguments)}) (got {_kind(function)})")
-        if not _accepts(function, *arguments):
-            raise TargetError(
-                f"{what}: {part} is called with ({', '.join(arguments)}) (got a function of"
-                f" {inspect.signature(function)})"
-            )
+    options = returned[4] if len(returned) == 5 else {}
+    if not isinstance(model, torch.nn.Module) or isinstance(model, NativeDistributedDataParallel):
+        raise TargetError(f"{what}: model is the plain module, which the comparison wraps (got {type_of(model)})")
+    _check_function(loss_fn, f"{what}: loss_fn", ("model", "batch"))
+    _check_function(optimizer_fn, f"{what}: optimizer_fn", ("parameters",))
+    names = ("step", "rank", "world_size")
+    takes_two = callable(batch_fn) and _accepts(batch_fn, names[:2]) and not _accepts(batch_fn, names)
+    if not takes_two:
+        _check_function(batch_fn, f"{what}: batch_fn", names)
+    arguments = list(inspect.signature(NativeDistributedDataParallel.__init__).parameters)[2:]
+    accepted = [argument for argument in arguments if argument not in _OUR_ARGUMENTS]
+    unknown = [key for key in options if key not in accepted] if isinstance(options, Mapping) else [options]
+    if unknown:
+        raise TargetError(
+            f"{what}: ddp_options is a dict of arguments of DistributedDataParallel (expected some of"
+            f" {', '.join(accepted)}; got {unknown[0]!r})"
+        )
     return Target(
         model=model,
-        batch_fn=_batch_function(batch_fn, what),
+        batch_fn=(lambda step, rank, world_size: batch_fn(step, rank)) if takes_two else batch_fn,
         loss_fn=loss_fn,
         optimizer_fn=optimizer_fn,
-        ddp_options=_checked_options(returned[4] if len(returned) == 5 else {}, what),
+        ddp_options=dict(options),
     )
 
 
-def check_loss(loss: Any, name: str) -> torch.Tensor:
-    """Return ``loss`` if a backward can start from it.
-
-    Raises:
-        TargetError: it is no scalar tensor, or nothing in it requires a gradient.
-    """
-    rule = f"target {name!r}: loss_fn returns a scalar tensor that requires grad"
-    if not isinstance(loss, torch.Tensor):
-        raise TargetError(f"{rule} (got {_kind(loss)})")
-    if loss.numel() != 1:
-        raise TargetError(f"{rule} (expected one number, got shape {tuple(loss.shape)}). Fix: return its mean.")
-    if not loss.requires_grad:
-        raise TargetError(f"{rule} (got one that does not). Fix: do not detach it or use .item().")
-    return loss
-
-
-def check_called(was_called: bool, name: str) -> None:
-    """Check that a step's loss came through the wrapper.
-
-    Raises:
-        TargetError: it did not.
-    """
-    if not was_called:
-        raise TargetError(
-            f"target {name!r}: loss_fn computes the loss with the model it is given, which exchanges the gradients"
-            " (expected a call of model(...) with gradients enabled in each step, got none, so nothing would be"
-            " compared). Fix: call the argument itself, not the plain module from outside, model.module or"
-            " model.forward."
-        )
-
-
-def check_optimizer(optimizer: Any, name: str) -> torch.optim.Optimizer:
-    """Return ``optimizer`` if it is one.
-
-    Raises:
-        TargetError: it is not.
-    """
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise TargetError(
-            f"target {name!r}: optimizer_fn returns an optimizer (expected a torch.optim.Optimizer, got"
-            f" {_kind(optimizer)})"
-        )
-    return optimizer
-
-
-def _split(name: str) -> tuple[str, str]:
-    place, colon, function = name.rpartition(":")
-    if not colon or not place or not function:
-        raise TargetError(f"a target names a function (expected {FORMS}, got {name!r})")
-    return place, function
+def type_of(value: Any) -> str:
+    """Such as "list" or "the class Linear"."""
+    return f"the class {value.__name__}" if isinstance(value, type) else type(value).__name__
 
 
 def _is_path(place: str) -> bool:
-    return place.endswith(".py") or "/" in place or "\\" in place
+    return place.endswith(".py") or "/" in place
 
 
 def _load_file(path: Path) -> ModuleType:
-    path = path.resolve()
     # As when Python runs the file: what lies beside it can be imported.
     if str(path.parent) not in sys.path:
         sys.path.insert(0, str(path.parent))
@@ -210,24 +167,23 @@ def _load_module(module_name: str, name: str) -> ModuleType:
     try:
         return importlib.import_module(module_name)
     except ModuleNotFoundError as error:
-        # Not a module that the user's module imports, which is a fault of that one and has a traceback.
-        if error.name is not None and f"{module_name}.".startswith(f"{error.name}."):
-            raise TargetError(
-                f"target {name!r}: there is no module {error.name!r} (expected {FORMS}; modules are looked for in"
-                f" {here} and among installed packages)"
-            ) from error
-        raise
+        # A module that the user's module imports is a fault of that one, and has a traceback.
+        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+            raise
+        raise TargetError(
+            f"target {name!r}: there is no module {error.name!r} (expected {FORMS}; modules are looked for in {here}"
+            " and among installed packages)"
+        ) from error
 
 
-def _functions_of(module: ModuleType) -> Iterator[str]:
-    return (
-        key
-        for key, value in vars(module).items()
-        if callable(value) and getattr(value, "__module__", None) == module.__name__ and not key.startswith("_")
-    )
+def _check_function(function: Any, what: str, arguments: tuple[str, ...]) -> None:
+    """Raise unless ``function`` can be called with ``arguments``."""
+    if not callable(function) or not _accepts(function, arguments):
+        got = f"a function of {inspect.signature(function)}" if callable(function) else type_of(function)
+        raise TargetError(f"{what} is called with ({', '.join(arguments)}) (expected such a function, got {got})")
 
 
-def _accepts(function: Callable[..., Any], *arguments: Any) -> bool:
+def _accepts(function: Callable[..., Any], arguments: tuple[str, ...]) -> bool:
     try:
         inspect.signature(function).bind(*arguments)
     except TypeError:
@@ -235,33 +191,3 @@ def _accepts(function: Callable[..., Any], *arguments: Any) -> bool:
     except ValueError:
         return True  # of a built-in, which tells nothing about its arguments
     return True
-
-
-def _batch_function(batch_fn: Any, what: str) -> Callable[[int, int, int], Any]:
-    if not callable(batch_fn):
-        raise TargetError(f"{what}: batch_fn is a function of (step, rank, world_size) (got {_kind(batch_fn)})")
-    if _accepts(batch_fn, 0, 0, 1):
-        return batch_fn  # type: ignore[no-any-return]
-    if _accepts(batch_fn, 0, 0):
-        return lambda step, rank, world_size: batch_fn(step, rank)
-    raise TargetError(
-        f"{what}: batch_fn is called with (step, rank, world_size) or (step, rank) (got a function of"
-        f" {inspect.signature(batch_fn)})"
-    )
-
-
-def _checked_options(options: Any, what: str) -> dict[str, Any]:
-    if not isinstance(options, Mapping):
-        raise TargetError(f"{what}: ddp_options is a dict of keyword arguments (got {_kind(options)})")
-    accepted = [name for name in _NATIVE_ARGUMENTS if name not in _OUR_ARGUMENTS]
-    for key in options:
-        if key not in accepted:
-            raise TargetError(
-                f"{what}: ddp_options holds arguments of DistributedDataParallel (expected some of"
-                f" {', '.join(accepted)}; got {key!r})"
-            )
-    return dict(options)
-
-
-def _kind(value: Any) -> str:
-    return f"the class {value.__name__}" if isinstance(value, type) else type(value).__name__

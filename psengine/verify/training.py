@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import inspect
+import random
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.nn.parallel import distributed as native
 
 from psengine.strategies.registry import resolve_strategy
-from psengine.verify.random_state import RandomState, seed_all
-from psengine.verify.target import Target, check_called, check_loss, check_optimizer
+from psengine.verify.ranks import Place
+from psengine.verify.target import NativeDistributedDataParallel, Target, TargetError, type_of
 from psengine.wrapper.ddp import DistributedDataParallel
 from psengine.wrapper.optimizer import DistributedOptimizer
 
 NATIVE = "native"
-# Captured at import: a program may put psengine's class in the native one's place.
-NativeDistributedDataParallel: Any = native.DistributedDataParallel
+MAX_NUMPY_SEED = 2**32 - 1
 
 
 @dataclass(frozen=True)
@@ -42,54 +42,42 @@ class Training:
 
     Args:
         exchange: how gradients are exchanged.
-        target: made for this training; its model is moved to ``device`` and trained in place.
+        target: made for this training; its model is moved to the place's device and trained in place.
         name: the target's name, for messages.
         seed: the seed ``target`` was built from; the steps' generators are seeded by it and the rank.
-        rank, world_size: of the default process group.
-        device: where the model and its batches are.
+        place: of this rank.
     """
 
-    def __init__(
-        self,
-        exchange: Exchange,
-        target: Target,
-        *,
-        name: str,
-        seed: int,
-        rank: int,
-        world_size: int,
-        device: torch.device,
-    ) -> None:
+    def __init__(self, exchange: Exchange, target: Target, name: str, seed: int, place: Place) -> None:
         self.exchange = exchange
         self.loss = torch.zeros(())
         self._target = target
-        self._name = name
-        self._place = (rank, world_size)
-        self._device = device
-        target.model.to(device)
+        self._rule = f"target {name!r}"
+        self._place = place
+        self._optimizer: Any = None
+        target.model.to(place.device)
         self._strategy = None if exchange.name == NATIVE else resolve_strategy(exchange.specification)
         self.carries_buffers = self._strategy is not None and self._strategy.capabilities.carries_buffers
         if self._strategy is None:
             self._wrapped = NativeDistributedDataParallel(target.model, **target.ddp_options)
-            self._optimizer = self._make_optimizer()
-            self._needs_closure = _needs_closure(self._optimizer)
         else:
             self._wrapped = DistributedDataParallel(target.model, strategy=self._strategy, **target.ddp_options)
-            try:
-                plain = self._make_optimizer()
-                self._needs_closure = _needs_closure(plain)
-                self._optimizer = DistributedOptimizer(plain, self._wrapped)
-            except BaseException:
-                self._strategy.close()
-                raise
+        try:
+            self._optimizer = target.optimizer_fn(list(self._wrapped.parameters()))
+            if not isinstance(self._optimizer, torch.optim.Optimizer):
+                raise TargetError(f"{self._rule}: optimizer_fn returns an optimizer (got {type_of(self._optimizer)})")
+            closure = inspect.signature(self._optimizer.step).parameters.get("closure")
+            self._needs_closure = closure is not None and closure.default is inspect.Parameter.empty
+            if self._strategy is not None:
+                self._optimizer = DistributedOptimizer(self._optimizer, self._wrapped)
+        except BaseException:
+            self.close()
+            raise
         self._was_called = False
         self._wrapped.register_forward_pre_hook(self._note_call)
         # Ranks draw different numbers from here on, as in a script that adds its rank to its seed.
-        seed_all(seed + 1 + rank)
-        self._random = RandomState.capture(device)
-
-    def _make_optimizer(self) -> torch.optim.Optimizer:
-        return check_optimizer(self._target.optimizer_fn(list(self._wrapped.parameters())), self._name)
+        seed_all(seed + 1 + place.rank)
+        self._random = _random_state(place.device)
 
     def _note_call(self, _wrapped: torch.nn.Module, _inputs: Any) -> None:
         # A forward without a graph exchanges nothing.
@@ -97,24 +85,41 @@ class Training:
 
     def step(self, index: int) -> None:
         """Zero the gradients, forward, backward, optimizer step; ``loss`` is the step's."""
-        self._random.restore()
-        batch = _moved(self._target.batch_fn(index, *self._place), self._device)
+        _restore_random_state(self._random, self._place.device)
+        batch = self._target.batch_fn(index, self._place.rank, self._place.world_size)
+        batch = _moved(batch, self._place.device)
 
         def forward_backward() -> torch.Tensor:
             self._optimizer.zero_grad()
-            self._was_called = False
-            loss = check_loss(self._target.loss_fn(self._wrapped, batch), self._name)
-            check_called(self._was_called, self._name)
+            loss = self._checked_loss(batch)
             loss.backward()
             return loss
 
         if self._needs_closure:
-            # Of an optimizer that evaluates the loss several times (LBFGS); the gradients left are the last ones.
-            self.loss = self._optimizer.step(forward_backward).detach()  # type: ignore[arg-type, attr-defined]
+            # The optimizer evaluates the loss several times (LBFGS); the gradients left are the last ones.
+            self.loss = self._optimizer.step(forward_backward).detach()
         else:
             self.loss = forward_backward().detach()
             self._optimizer.step()
-        self._random = RandomState.capture(self._device)
+        self._random = _random_state(self._place.device)
+
+    def _checked_loss(self, batch: Any) -> torch.Tensor:
+        self._was_called = False
+        loss = self._target.loss_fn(self._wrapped, batch)
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
+            got = f"shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type_of(loss)
+            raise TargetError(
+                f"{self._rule}: loss_fn returns one number, a tensor that requires grad (got {got}). Fix: return a mean"
+                " that is not detached, and no .item()."
+            )
+        if not self._was_called:
+            raise TargetError(
+                f"{self._rule}: loss_fn computes the loss with the model it is given, which exchanges the gradients"
+                " (expected a call of model(...) with gradients enabled in each step, got none, so nothing would be"
+                " compared). Fix: call the argument itself, not the plain module from outside, model.module or"
+                " model.forward."
+            )
+        return loss
 
     def tensors(self, kind: str) -> Mapping[str, torch.Tensor | None]:
         """The tensors of a kind (see ``differences.KINDS``) by name, as they are now."""
@@ -134,9 +139,29 @@ class Training:
         del self._wrapped, self._optimizer
 
 
-def _needs_closure(optimizer: torch.optim.Optimizer) -> bool:
-    closure = inspect.signature(optimizer.step).parameters.get("closure")
-    return closure is not None and closure.default is inspect.Parameter.empty
+def seed_all(seed: int) -> None:
+    """Seed torch's and Python's generators and, where NumPy is loaded, its global one."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(seed & MAX_NUMPY_SEED)
+
+
+def _random_state(device: torch.device) -> tuple[Any, ...]:
+    """The state of the generators that ``seed_all`` seeds, that of ``device`` among them."""
+    on_device = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+    numpy = sys.modules["numpy"].random.get_state() if "numpy" in sys.modules else None
+    return torch.get_rng_state(), on_device, random.getstate(), numpy
+
+
+def _restore_random_state(state: tuple[Any, ...], device: torch.device) -> None:
+    on_cpu, on_device, python, numpy = state
+    torch.set_rng_state(on_cpu)
+    if on_device is not None:
+        torch.cuda.set_rng_state(on_device, device)
+    random.setstate(python)
+    if numpy is not None:
+        sys.modules["numpy"].random.set_state(numpy)
 
 
 def _moved(batch: Any, device: torch.device) -> Any:

@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from psengine.verify.differences import KINDS, Difference, finite_or_name
+from psengine.verify.differences import KINDS, Difference
+from psengine.verify.settings import Settings
+from psengine.verify.side_by_side import Findings
 
 EQUAL, WITHIN, DIFFERENT, REFUSED = "bitwise equal", "within tolerance", "different", "refused"
 NOT_FINITE = "not finite"
@@ -90,98 +92,89 @@ class Comparison:
 
     def to_json(self) -> dict[str, Any]:
         """As dicts and lists for ``json.dumps``; numbers that are not finite become "inf", "-inf" and "nan"."""
-        fields = asdict(self)
-        for key in ("first", "first_beyond", "largest_absolute", "largest_relative"):
-            found: Difference | None = getattr(self, key)
-            fields[key] = None if found is None else found.to_json()
-        if self.control is not None:
-            first = self.control.first
-            fields["control"]["first"] = None if first is None else first.to_json()
-        return fields
+        return _to_json(asdict(self))  # type: ignore[no-any-return]
 
 
 def merge(
-    reports: Sequence[dict[str, Any]],
-    *,
+    reports: Sequence[Findings | str],
     target: str,
-    strategy: str,
-    against: str,
-    steps: int,
-    seed: int,
-    controls: Sequence[dict[str, Any]] = (),
+    settings: Settings,
+    *,
+    controls: Sequence[Findings | str] = (),
     why_no_control: str = "",
 ) -> Comparison:
-    """Put the ranks' reports (``worker.compare_target``) together.
+    """Put the ranks' reports together: what each found, or why a strategy refuses the model.
 
-    ``controls`` are their reports of ``against`` in both places, from other processes: empty where that was not tried,
-    or failed, and then ``why_no_control`` says why.
+    ``controls`` are their reports of ``settings.against`` in both places, from other processes: empty where that was
+    not tried, or failed, and then ``why_no_control`` says why.
     """
     common: dict[str, Any] = {
         "target": target,
-        "strategy": strategy,
-        "against": against,
-        "world_size": len(reports),
-        "steps": steps,
-        "seed": seed,
+        **{key: getattr(settings, key) for key in ("strategy", "against", "world_size", "steps", "seed")},
     }
-    refusals = [report["refused"] for report in reports if "refused" in report]
+    refusals = [report for report in reports if isinstance(report, str)]
     if refusals:
         return Comparison(**common, verdict=REFUSED, counts={}, notes=(refusals[0],))
-    findings = [report["findings"] for report in reports]
-    first = _earliest(findings, "first")
-    first_beyond = _earliest(findings, "first_beyond")
+    findings = _findings(reports)
+    first, first_beyond = _earliest(findings, "first"), _earliest(findings, "first_beyond")
     verdict = EQUAL if first is None else WITHIN if first_beyond is None else DIFFERENT
-    blind_from = _blind_from([finding["history"] for finding in findings])
+    steps = list(zip(*(finding.history for finding in findings), strict=True))
+    blind_from = _blind_from(steps)
     if verdict != DIFFERENT and blind_from == 0:
         verdict = NOT_FINITE
     control = None
     if controls:
-        control_first = _earliest([report["findings"] for report in controls], "first")
+        control_first = _earliest(_findings(controls), "first")
         control = Control(reproducible=control_first is None, first=control_first)
     return Comparison(
         **common,
         verdict=verdict,
         first=first,
         first_beyond=first_beyond,
-        largest_absolute=_largest(findings, "largest_absolute", "absolute"),
-        largest_relative=_largest(findings, "largest_relative", "relative"),
-        history=tuple(_merge_step([finding["history"][i] for finding in findings]) for i in range(steps + 1)),
-        counts=findings[0]["counts"],
+        largest_absolute=_largest(findings, "absolute"),
+        largest_relative=_largest(findings, "relative"),
+        history=tuple(map(_merge_step, steps)),
+        counts=findings[0].counts,
         control=control,
-        notes=(
-            *_notes(verdict, control, why_no_control, strategy, against, len(reports)),
-            *_notes_on_blindness(blind_from),
-        ),
+        notes=tuple(_notes(verdict, control, why_no_control, settings, blind_from)),
     )
 
 
-def _earliest(findings: Sequence[dict[str, Any]], key: str) -> Difference | None:
-    found = [Difference.from_json(finding[key]) for finding in findings if finding[key] is not None]
+def is_different(reports: Sequence[Findings | str]) -> bool:
+    """Whether the ranks' reports are of a difference beyond the tolerance, which a control should explain."""
+    return any(finding.first_beyond is not None for finding in _findings(reports))
+
+
+def _findings(reports: Sequence[Findings | str]) -> list[Findings]:
+    return [report for report in reports if not isinstance(report, str)]
+
+
+def _earliest(findings: Sequence[Findings], key: str) -> Difference | None:
+    found: list[Difference] = list(filter(None, (getattr(finding, key) for finding in findings)))
     return min(found, key=lambda difference: difference.order, default=None)
 
 
-def _largest(findings: Sequence[dict[str, Any]], key: str, attribute: str) -> Difference | None:
-    found = [Difference.from_json(finding[key]) for finding in findings if finding[key] is not None]
-    return max(found, key=lambda difference: float(getattr(difference, attribute)), default=None)
+def _largest(findings: Sequence[Findings], size: str) -> Difference | None:
+    found: list[Difference] = list(filter(None, (getattr(finding, f"largest_{size}") for finding in findings)))
+    return max(found, key=lambda difference: float(getattr(difference, size)), default=None)
 
 
 def _merge_step(entries: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The ranks' entries of a step as one: the largest differences, the mean of the losses."""
     merged: dict[str, Any] = {"step": entries[0]["step"]}
-    for key in (*KINDS, "distance"):
-        values = [float(entry[key]) for entry in entries if key in entry]
-        if values:
-            merged[key] = finite_or_name(math.nan if any(map(math.isnan, values)) else max(values))
-    for key in ("candidate_loss", "reference_loss"):
-        values = [float(entry[key]) for entry in entries if key in entry]
-        if values:
-            merged[key] = finite_or_name(sum(values) / len(values))
+    for key in (*KINDS, "distance", "candidate_loss", "reference_loss"):
+        values = [entry[key] for entry in entries if key in entry]
+        if values and key.endswith("_loss"):
+            merged[key] = sum(values) / len(values)
+        elif values:
+            merged[key] = math.nan if any(map(math.isnan, values)) else max(values)
     return merged
 
 
-def _blind_from(histories: Sequence[Sequence[dict[str, Any]]]) -> int | None:
+def _blind_from(steps: Sequence[Sequence[dict[str, Any]]]) -> int | None:
     """The step from which on, to the last, equality says nothing; None where the last still says something."""
     found = None
-    for entries in reversed(list(zip(*histories, strict=True))):
+    for entries in reversed(steps):
         # Every rank's gradients are in the others' weights.
         if not any(entry.get("is_blind", False) for entry in entries):
             break
@@ -189,42 +182,38 @@ def _blind_from(histories: Sequence[Sequence[dict[str, Any]]]) -> int | None:
     return found
 
 
-def is_different(reports: Sequence[dict[str, Any]]) -> bool:
-    """Whether the ranks' reports are of a difference beyond the tolerance, which a control should explain."""
-    return any("findings" in report and report["findings"]["first_beyond"] is not None for report in reports)
-
-
 def _notes(
-    verdict: str, control: Control | None, why_no_control: str, strategy: str, against: str, world_size: int
+    verdict: str, control: Control | None, why_no_control: str, settings: Settings, blind_from: int | None
 ) -> list[str]:
-    notes = []
+    notes, against = [], settings.against
     if why_no_control:
         notes.append(f"no control: {against} against itself could not be tried: {why_no_control}")
     if control is not None and not control.reproducible:
-        where = "" if control.first is None else f", first {place_of(control.first)}"
+        where = "" if control.first is None else f", first {control.first.where}"
         notes.append(f"the target itself is not reproducible: {against} differs from itself{where}")
         notes += [f"a likely cause: {hint}" for hint in _CONTROL_HINTS]
     elif control is not None:
         notes.append(
             f"control: {against} in both places, in fresh processes, is bitwise equal: the target repeats itself, and"
-            f" the difference comes with {strategy}"
+            f" the difference comes with {settings.strategy}"
         )
-    if verdict in (WITHIN, DIFFERENT) and world_size > 1:
-        names = dict.fromkeys(exchange.partition(":")[0] for exchange in (strategy, against))
-        notes += [_EXPECTED[name] for name in names if name in _EXPECTED and (name == "async" or world_size > 2)]
+    if verdict in (WITHIN, DIFFERENT) and settings.world_size > 1:
+        names = dict.fromkeys(exchange.partition(":")[0] for exchange in (settings.strategy, against))
+        notes += [
+            _EXPECTED[name] for name in names if name in _EXPECTED and (name == "async" or settings.world_size > 2)
+        ]
+    if blind_from is not None:
+        notes.append(
+            f"not finite from step {blind_from} on: the loss, or every gradient, is NaN or infinite under both. NaN"
+            " equals NaN, so steps from there on compare nothing. A bad batch, or too large a learning rate?"
+        )
     return notes
 
 
-def _notes_on_blindness(blind_from: int | None) -> list[str]:
-    if blind_from is None:
-        return []
-    return [
-        f"not finite from step {blind_from} on: the loss, or every gradient, is NaN or infinite under both. NaN equals"
-        " NaN, so steps from there on compare nothing. A bad batch, or too large a learning rate?"
-    ]
-
-
-def place_of(difference: Difference) -> str:
-    """Such as "at step 3, gradient of 0.weight, rank 1"."""
-    step = "before the first step" if difference.step < 0 else f"at step {difference.step}"
-    return f"{step}, {difference.what}, rank {difference.rank}"
+def _to_json(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _to_json(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [_to_json(entry) for entry in value]
+    # JSON has no names for infinity and NaN.
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value

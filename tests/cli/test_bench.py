@@ -8,37 +8,30 @@ import pytest
 import torch
 from support.processes import run_ranks
 
-from psengine.cli import bench_worker
-from psengine.cli.bench import MODEL_BYTES, describe_machine, measure, print_tables, rows_of
+from psengine.cli import bench, bench_worker
+from psengine.cli.bench import describe_machine, print_tables, rows_of
 from psengine.cli.main import main
 from psengine.collectives import registry
 from psengine.kernels import native
 from psengine.parameter_server.client.embedded import EmbeddedServer
-from psengine.verify.place import Place
+from psengine.verify.ranks import Place
 
-WORK = {"sizes_bytes": [4096, 1 << 20], "model_bytes": 1 << 20, "turns": 3, "server": None}
-
-
-def on_rank(rank, world_size, work):
-    place = Place(rank=rank, world_size=world_size, device=torch.device("cpu"), any_rank=any_rank)
-    return bench_worker.run(place, work)
+SIZES_BYTES = (4096, 1 << 20)
 
 
-def any_rank(flag):
-    total = torch.tensor([int(flag)])
-    torch.distributed.all_reduce(total)
-    return bool(total)
+def on_rank(rank, world_size, server):
+    place = Place(rank=rank, world_size=world_size, device=torch.device("cpu"))
+    return bench_worker.run(place, SIZES_BYTES, 1 << 20, 3, server)
 
 
 def test_every_part_is_measured_and_its_results_are_right():
     with EmbeddedServer.start() as server:
-        found = run_ranks(on_rank, 2, {**WORK, "server": server.addresses[0]})[0]
-    rows = rows_of(found)
+        parts = run_ranks(on_rank, 2, server.addresses[0])[0]
+    rows = [row for part in parts for row in rows_of(part)]
     candidates = ["gloo", "psengine in place", "psengine staged"] if native.has_shared_memory() else ["gloo"]
-    expected = [("all-reduce", size, name) for size in WORK["sizes_bytes"] for name in candidates]
+    expected = [("all-reduce", size, name) for size in SIZES_BYTES for name in candidates]
     expected += [("training step", None, name) for name in ("plain backward", "native DDP", "psengine sync")]
-    expected += [("server", size, name) for size, name in ((MODEL_BYTES, "copy in memory"), (64, "echo"))]
-    expected += [("server", MODEL_BYTES, "push-pull")]
+    expected += [("server", 1 << 20, "copy in memory"), ("server", 1 << 20, "push-pull"), ("server", 64, "echo")]
     assert [(row["part"], row["size_bytes"], row["candidate"]) for row in rows] == expected
     for row in rows:
         assert row["turns"] == 3
@@ -46,7 +39,7 @@ def test_every_part_is_measured_and_its_results_are_right():
         assert (row["ratio"] is None) == (row["candidate"] in ("gloo", "native DDP", "copy in memory", "echo"))
 
 
-def spoiled_on_rank(rank, world_size, work):
+def spoiled_on_rank(rank, world_size):
     from psengine.collectives.automatic import AutomaticCollective
     from psengine.collectives.base import CompletedWork
 
@@ -58,40 +51,34 @@ def spoiled_on_rank(rank, world_size, work):
 
     registry.AutomaticCollective = Wrong
     try:
-        on_rank(rank, world_size, work)
+        on_rank(rank, world_size, None)
     except bench_worker.WrongResultError as error:
         return str(error)
     return "it was not noticed"
 
 
+@pytest.mark.skipif(not native.has_shared_memory(), reason="needs the native extension")
+def test_a_candidate_that_is_wrong_is_caught():
+    assert run_ranks(spoiled_on_rank, 2) == ["all-reduce of 4096 bytes by psengine in place: wrong result"] * 2
+
+
 def test_the_tables_hold_every_row(capsys):
-    rows = rows_of(
-        {
-            "all_reduce": {"4096": {"gloo": [0.002, 0.001, 0.003], "psengine in place": [0.001, 0.001, 0.001]}},
-            "step": {"plain backward": [0.01], "native DDP": [0.02], "psengine sync": [0.015]},
-            "server": None,
-        }
-    )
+    sums = {"gloo": [0.002, 0.001, 0.003], "psengine in place": [0.001, 0.001, 0.001]}
+    rows = rows_of(bench_worker.Part("all-reduce", 4096, "gloo", sums))
     # Ratios are taken within a turn.
-    assert [row["ratio"] for row in rows] == [None, 0.5, 0.5, None, 0.75]
+    assert [row["ratio"] for row in rows] == [None, 0.5]
     print_tables(rows, describe_machine(), ["a note"], 1.0)
     written = capsys.readouterr().out
     assert all(row["candidate"] in written for row in rows)
     assert "a note" in written
 
 
-@pytest.mark.skipif(not native.has_shared_memory(), reason="needs the native extension")
-def test_a_candidate_that_is_wrong_is_caught():
-    assert run_ranks(spoiled_on_rank, 2, WORK) == ["all-reduce of 4096 bytes by psengine in place: wrong result"] * 2
-
-
 @pytest.mark.slow
 def test_where_keys_are_named_the_server_is_left_out(monkeypatch):
     monkeypatch.setenv("PSENGINE_SERVER_KEY", "keys/server.pub")
-    found, notes = measure({**WORK, "sizes_bytes": [4096]}, timeout_s=60)
-    assert found["server"] is None
-    assert found["step"]
-    assert "PSENGINE_SERVER_KEY is set" in notes[0]
+    parts, notes = bench.measure(3, timeout_s=60)
+    assert {part.name for part in parts} == {"all-reduce", "training step"}
+    assert "unset PSENGINE_SERVER_KEY" in notes[0]
 
 
 @pytest.mark.slow

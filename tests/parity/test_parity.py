@@ -23,12 +23,11 @@ from parity.cases import CASES, CASES_BY_NAME, Case, Cell
 from support.processes import RanksFailedError, run_ranks_to_any_end
 
 from psengine.kernels import native
-from psengine.verify.differences import Difference, Tolerance
-from psengine.verify.place import Place
-from psengine.verify.side_by_side import train_side_by_side
+from psengine.verify.differences import Tolerance
+from psengine.verify.ranks import Place
+from psengine.verify.side_by_side import Findings, train_side_by_side
 from psengine.verify.target import check_target
 from psengine.verify.training import Exchange
-from psengine.verify.verdict import place_of
 
 # Buckets are laid out anew after the first step; the experts that ``routed`` chooses repeat every 84 batches, and the
 # first 16 hold every kind of choice. The slow cells go on for longer, to where weights have moved.
@@ -48,25 +47,25 @@ class Trial:
     candidate: str = "psengine"
 
 
-def compare_trials(rank: int, world_size: int, trials: tuple[Trial, ...], steps: int) -> dict[Trial, dict[str, Any]]:
+def compare_trials(rank: int, world_size: int, trials: tuple[Trial, ...], steps: int) -> dict[Trial, Findings | str]:
     """Compare each trial's candidate with native DDP; the body of a rank.
 
     After a trial that raises, the group's state is unknown: the trials that follow are left out.
     """
-    found: dict[Trial, dict[str, Any]] = {}
+    found: dict[Trial, Findings | str] = {}
     for trial in trials:
         try:
             found[trial] = compare_trial(
                 Place(rank=rank, world_size=world_size, device=torch.device("cpu")), trial, steps
             )
         except Exception:
-            found[trial] = {"error": traceback.format_exc()}
+            found[trial] = traceback.format_exc()
             return found
     dist.barrier()
     return found
 
 
-def compare_trial(place: Place, trial: Trial, steps: int) -> dict[str, Any]:
+def compare_trial(place: Place, trial: Trial, steps: int) -> Findings:
     # Over two ranks every transport adds the same two numbers; over more, gloo's order goes round a ring, and only over
     # gloo are the bits native's.
     in_memory = place.world_size == 2 and native.has_shared_memory() and trial.candidate != "psengine over gloo"
@@ -164,7 +163,7 @@ def parameters_of_every_cell() -> Iterator[ParameterSet]:
 
 
 @functools.cache
-def quick_results(world_size: int) -> list[dict[Trial, dict[str, Any]]]:
+def quick_results(world_size: int) -> list[dict[Trial, Findings | str]]:
     """Every quick trial at a world size, in one start of the ranks."""
     trials = [Trial(case.name, cell) for case in CASES for cell in quick_cells(case, world_size)]
     trials += [trial for size, trial, _ in CONTROLS if size == world_size]
@@ -172,37 +171,36 @@ def quick_results(world_size: int) -> list[dict[Trial, dict[str, Any]]]:
 
 
 @functools.cache
-def slow_results(world_size: int, case_name: str) -> list[dict[Trial, dict[str, Any]]]:
+def slow_results(world_size: int, case_name: str) -> list[dict[Trial, Findings | str]]:
     case = CASES_BY_NAME[case_name]
     cells = (cell for cell in cells_of(case) if cell not in quick_cells(case, world_size))
     return results(world_size, tuple(Trial(case_name, cell) for cell in cells), SLOW_STEPS)
 
 
-def results(world_size: int, trials: tuple[Trial, ...], steps: int) -> list[dict[Trial, dict[str, Any]]]:
+def results(world_size: int, trials: tuple[Trial, ...], steps: int) -> list[dict[Trial, Findings | str]]:
     """For each rank, what it found in each trial, or why nothing was compared."""
     try:
         ended = run_ranks_to_any_end(compare_trials, world_size, trials, steps, deadline_s=120)
     except RanksFailedError as error:  # They hang: a second start would, too.
-        return [{trial: {"error": str(error)} for trial in trials}] * world_size
+        return [{trial: str(error) for trial in trials}] * world_size
     return [
-        {trial: (rank.value or {}).get(trial, {"error": rank.error or "an earlier trial failed"}) for trial in trials}
+        {trial: (rank.value or {}).get(trial, rank.error or "an earlier trial failed") for trial in trials}
         for rank in ended
     ]
 
 
-def differences(trial: Trial, ranks: list[dict[Trial, dict[str, Any]]], steps: int) -> list[str]:
+def differences(trial: Trial, ranks: list[dict[Trial, Findings | str]], steps: int) -> list[str]:
     """Each rank's first difference in the trial, "" where there is none; or why nothing was compared."""
     found = []
     for rank in ranks:
         findings = rank[trial]
-        if "error" in findings:
-            found.append(findings["error"])
+        if isinstance(findings, str):
+            found.append(findings)
             continue
-        assert findings["counts"]["gradient"] > 1
-        assert len(findings["history"]) == steps + 1
-        assert math.isfinite(findings["history"][-1]["reference_loss"])
-        first = findings["first"] and Difference.from_json(findings["first"])
-        found.append(f"{place_of(first)}: {first}" if first else "")
+        assert findings.counts["gradient"] > 1
+        assert len(findings.history) == steps + 1
+        assert math.isfinite(findings.history[-1]["reference_loss"])
+        found.append(f"{findings.first.where}: {findings.first}" if findings.first else "")
     return found
 
 

@@ -17,15 +17,15 @@ from psengine.cli.main import main
 from psengine.cli.verify import _print_report
 from psengine.errors import ConfigurationError
 from psengine.verify import Settings, TargetError, compare, compare_zoo
-from psengine.verify.differences import Difference, Tolerance, find_difference
-from psengine.verify.place import Place
-from psengine.verify.target import check_loss, check_name, check_optimizer, check_target, load_function
+from psengine.verify.differences import Tolerance, find_difference
+from psengine.verify.experiment import train_targets
+from psengine.verify.ranks import Place
+from psengine.verify.side_by_side import Findings
+from psengine.verify.target import check_name, check_target, load_function
 from psengine.verify.verdict import merge
-from psengine.verify.worker import compare_target
 from psengine.verify.zoo import ZOO
 
 TARGETS = str(Path(verify_targets.__file__))
-SETTINGS = {"steps": 5, "seed": 3}
 
 
 def sparse(indices, values, size):
@@ -93,9 +93,8 @@ def test_the_last_bit_of_one_number_is_found(dtype):
 def test_what_is_not_equal(candidate, reference, absolute, within):
     found = difference_of(candidate, reference)
     assert (found.absolute, found.within) == (absolute, within)
-    # Reports travel between processes, and reach programs.
-    fields = found.to_json()
-    assert Difference.from_json(json.loads(json.dumps(fields, allow_nan=False))).to_json() == fields
+    comparison = merge([Findings(first=found, largest_absolute=found, largest_relative=found)], "t", Settings())
+    json.dumps(comparison.to_json(), allow_nan=False)
 
 
 def test_tolerances_are_relative_to_the_largest_magnitude():
@@ -116,12 +115,12 @@ def test_tolerances_are_relative_to_the_largest_magnitude():
         ("train", ("module:function or path/to/file.py:function", "'train'")),
         (":target", ("':target'",)),
         ("nowhere.py:target", ("no such file", "nowhere.py")),
-        (f"{TARGETS}:2nd", ("'2nd' is no function's name",)),
+        (f"{TARGETS}:2nd", ("module:function or path/to/file.py:function", ":2nd")),
         ("nowhere_at_all.part:target", ("no module 'nowhere_at_all'",)),
         ("support.verify_targets.part:target", ("no module 'support.verify_targets.part'",)),
         (f"{TARGETS}:missing", ("no function 'missing'", "plain")),
         (f"{TARGETS}:not_a_function", ("got int",)),
-        (f"{TARGETS}:with_arguments", ("without arguments", "(width)")),
+        (f"{TARGETS}:with_arguments", ("is called with ()", "(width)")),
     ],
 )
 def test_a_target_that_is_not_there_is_named(name, texts):
@@ -146,17 +145,6 @@ def test_what_a_target_returns_is_checked(function, texts):
     assert all(text in str(caught.value) for text in texts), str(caught.value)
 
 
-def test_losses_and_optimizers_are_checked():
-    rows = verify_targets.batch(0, 0, 1)
-    for function, text in (("vector_loss", "got shape (4, 3)"), ("detached_loss", "requires grad")):
-        target = check_target(getattr(verify_targets, function)(), "t")
-        with pytest.raises(TargetError) as caught:
-            check_loss(target.loss_fn(target.model, rows), "t")
-        assert text in str(caught.value)
-    with pytest.raises(TargetError, match="got list"):
-        check_optimizer(check_target(verify_targets.no_optimizer(), "t").optimizer_fn([]), "t")
-
-
 def test_a_missing_import_of_the_users_own_module_comes_through(tmp_path):
     (tmp_path / "broken.py").write_text("import nothing_like_this\n")
     with pytest.raises(ModuleNotFoundError, match="nothing_like_this"):
@@ -175,18 +163,13 @@ def test_a_script_that_reads_its_arguments_at_the_top_level_is_told_where_they_b
 
 def found_on_rank(rank, world_size, names):
     """Reports of several comparisons, in order, each of a function in verify_targets or a zoo model."""
-
-    def any_rank(flag):
-        total = torch.tensor([int(flag)])
-        torch.distributed.all_reduce(total)
-        return bool(total)
-
-    place = Place(rank=rank, world_size=world_size, device=torch.device("cpu"), any_rank=any_rank)
+    place = Place(rank=rank, world_size=world_size, device=torch.device("cpu"))
     reports = []
-    for name, options in names:
-        function = ZOO[name].build if name in ZOO else getattr(verify_targets, name)
+    for name, tolerances in names:
+        target = name if name in ZOO else f"{TARGETS}:{name}"
+        settings = Settings(steps=5, seed=3, world_size=world_size, **tolerances)
         try:
-            reports.append(compare_target(function, name, place, {"settings": {**SETTINGS, **options}, "server": None}))
+            reports.append(train_targets(place, [target], settings, None, "job")[target])
         except ConfigurationError as error:
             reports.append(str(error))
     return reports
@@ -195,13 +178,9 @@ def found_on_rank(rank, world_size, names):
 def compared(world_size, *names):
     found = []
     for (name, _), reports in zip(names, zip(*run_ranks(found_on_rank, world_size, names), strict=True), strict=True):
-        errors = [report for report in reports if isinstance(report, str)]
-        found.append(errors if errors else merge(reports, **common(name)))
+        refusals = [report for report in reports if isinstance(report, str)]
+        found.append(refusals or merge(reports, name, Settings(steps=5, seed=3, world_size=world_size)))
     return found
-
-
-def common(name):
-    return {"target": name, "strategy": "sync", "against": "native", "steps": SETTINGS["steps"], "seed": 3}
 
 
 @pytest.fixture(scope="module")
@@ -209,14 +188,14 @@ def two_ranks():
     """Everything that two ranks are started for, by name."""
     names = ("plain", "awkward", "lbfgs", "wrong_gradient", "wrong_buffer", "unreproducible", "one_model")
     names += ("net_from_outside", "inner_module", "called_without_graph")
+    names += ("vector_loss", "detached_loss", "no_optimizer", "wrapped_already")
     names += ("never_finite", "no_finite_gradient", "finite_for_two_steps", "one_nan_gradient")
     found = compared(
         2,
         *((name, {}) for name in names),
-        ("wrapped_already", {}),
         ("wrong_gradient", {"rtol": 0.05, "atol": 0.01}),
     )
-    return dict(zip([*names, "wrapped_already", "wrong_gradient, tolerated"], found, strict=True))
+    return dict(zip([*names, "wrong_gradient, tolerated"], found, strict=True))
 
 
 @pytest.mark.parametrize("name", ["plain", "awkward", "lbfgs"])
@@ -275,24 +254,28 @@ def test_the_control_begins_where_the_trainings_began():
 
 
 def test_a_control_that_fails_is_told_beside_the_verdict(two_ranks):
-    zeros = {"first": None, "largest_absolute": None, "largest_relative": None, "counts": {}}
-    findings = {**zeros, "first_beyond": two_ranks["wrong_gradient"].first.to_json(), "history": [{"step": -1}] * 6}
-    findings["first"] = findings["first_beyond"]
-    found = merge([{"findings": findings}], **common("t"), why_no_control="rank 0 raised OSError")
+    first = two_ranks["wrong_gradient"].first
+    found = merge([Findings(first=first, first_beyond=first)], "t", Settings(), why_no_control="rank 0 raised OSError")
     assert (found.verdict, found.control) == ("different", None)
-    assert found.notes == ("no control: native against itself could not be tried: rank 0 raised OSError",)
+    assert found.notes[0] == "no control: native against itself could not be tried: rank 0 raised OSError"
 
 
-def test_what_cannot_be_wrapped_twice_is_refused(two_ranks):
-    assert all("same object twice" in error for error in two_ranks["one_model"])
-    assert all("the plain module" in error for error in two_ranks["wrapped_already"])
-
-
-@pytest.mark.parametrize("name", ["net_from_outside", "inner_module", "called_without_graph"])
-def test_a_loss_that_goes_round_the_wrapper_is_refused(two_ranks, name):
-    errors = two_ranks[name]
-    assert len(errors) == 2
-    assert all("loss_fn computes the loss with the model it is given" in error for error in errors), errors
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("one_model", "same object twice"),
+        ("wrapped_already", "the plain module"),
+        ("vector_loss", "got shape (4, 3)"),
+        ("detached_loss", "requires grad"),
+        ("no_optimizer", "optimizer_fn returns an optimizer (got list)"),
+        # A loss that goes round the wrapper.
+        ("net_from_outside", "loss_fn computes the loss with the model it is given"),
+        ("inner_module", "loss_fn computes the loss with the model it is given"),
+        ("called_without_graph", "loss_fn computes the loss with the model it is given"),
+    ],
+)
+def test_what_cannot_be_compared_is_refused_on_each_rank(two_ranks, name, text):
+    assert [text in error for error in two_ranks[name]] == [True, True], two_ranks[name]
 
 
 @pytest.mark.parametrize("name", ["never_finite", "no_finite_gradient"])
@@ -318,12 +301,8 @@ def test_steps_that_are_not_finite_count_to_the_last():
     """A loss of NaN that the optimizer skips leaves steps to compare; one rank's is enough."""
 
     def merged(*blind_steps):
-        zeros = dict.fromkeys(("first", "first_beyond", "largest_absolute", "largest_relative"))
-        ranks = [
-            {**zeros, "counts": {}, "history": [{"step": s, "is_blind": s in blind} for s in range(-1, 5)]}
-            for blind in blind_steps
-        ]
-        return merge([{"findings": findings} for findings in ranks], **common("t"))
+        histories = [[{"step": s, "is_blind": s in blind} for s in range(-1, 5)] for blind in blind_steps]
+        return merge([Findings(history=history) for history in histories], "t", Settings())
 
     assert (merged({0, 1}, {0, 1}).verdict, merged({0, 1}, {0, 1}).notes) == ("bitwise equal", ())
     assert "not finite from step 3 on" in merged({0, 3, 4}, {0}).notes[0]
@@ -404,7 +383,7 @@ def test_wrong_arguments_end_with_2_and_a_message(arguments, text, capfd):
 
 
 def test_wrong_arguments_of_the_functions():
-    for arguments in ({"steps": True}, {"seed": -1}, {"rtol": math.nan}, {"atol": "x"}, {"against": None}):
+    for arguments in ({"steps": 0}, {"seed": -1}, {"rtol": math.nan}, {"against": None}):
         with pytest.raises(ConfigurationError):
             Settings(**arguments)
     with pytest.raises(ConfigurationError, match="no such model"):
@@ -426,7 +405,7 @@ def test_the_zoo_is_bitwise_equal_with_two_ranks(strategy):
 @pytest.mark.parametrize(
     ("target", "timeout_s", "text"),
     [
-        ("dying", 100, "rank 1 of 2 (process "),
+        ("dying", 100, "rank 1 (process "),
         ("dying", 100, "was ended by signal SIGKILL"),
         ("hanging", 15, "rank 1 was at step 0 of"),
     ],

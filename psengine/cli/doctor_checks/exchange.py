@@ -1,4 +1,4 @@
-"""A trial: two processes sum tensors, over gloo and in shared memory. Run as a module, this file is one of the two."""
+"""A trial: two processes sum tensors, over gloo and in shared memory."""
 
 from __future__ import annotations
 
@@ -13,9 +13,7 @@ from psengine.cli.doctor_checks.findings import CheckContext, Finding, note, ok,
 from psengine.collectives.base import Collective
 from psengine.collectives.registry import collective_for, default_group
 from psengine.errors import PSEngineError
-from psengine.verify.launch import RankFailedError, run_ranks
-from psengine.verify.place import Place
-from psengine.verify.rank import serve
+from psengine.verify.ranks import Place, RankFailedError, run_ranks
 
 DEADLINE_S = 35.0
 SMALL_BYTES, LARGE_BYTES, ROUNDS = 4096, 4 << 20, 7
@@ -30,7 +28,7 @@ SHARE_MEMORY = (
 def exchange(context: CheckContext) -> Iterator[Finding]:
     """Two processes connect here and sum 4 KiB and 4 MiB, over gloo and in shared memory."""
     try:
-        results = run_ranks(__name__, {}, world_size=2, timeout_s=DEADLINE_S)[0]
+        results = run_ranks(run, world_size=2, timeout_s=DEADLINE_S)[0]
     except RankFailedError as error:
         last = (error.rank_traceback.strip().splitlines() or [""])[-1]
         yield problem(
@@ -58,7 +56,7 @@ def _judge(transport: str, result: Mapping[str, Any], context: CheckContext) -> 
     return ok(text, **facts)
 
 
-def run(place: Place, work: dict[str, Any]) -> dict[str, Any]:
+def run(place: Place) -> dict[str, Any]:
     """A rank of the trial: by transport, the median seconds of each size, or what failed."""
     torch.set_num_threads(1)
     found: dict[str, Any] = {"gloo": _measure(collective_for(default_group(), "c10d"), place.rank)}
@@ -84,7 +82,3 @@ def _measure(collective: Collective, rank: int) -> dict[str, float]:
                 raise ArithmeticError(f"the sum of 1 and 2 is {flat[flat != 3.0][0].item()}")
         seconds[name] = statistics.median(times)
     return seconds
-
-
-if __name__ == "__main__":
-    serve(run)
