@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from psengine.gradients.packing import CopyPacking, Packing, SparsePacking, ViewPacking
+from psengine.gradients.packing import Packing, SparsePacking, ViewPacking
 from psengine.strategies.base import Strategy
 from psengine.tensors.bucket import Bucket
 from psengine.tensors.bucket_plan import plan_buckets
@@ -17,14 +17,15 @@ class BucketLayout:
     """Makes the buckets of ``parameters``.
 
     Args:
-        parameters, names, expects_sparse: see ``Reducer``.
-        strategy: allocates their memory, and is told of them.
+        parameters: see ``Reducer``.
+        names: theirs.
+        expects_sparse: whether a parameter's gradient is sparse.
+        strategy: allocates the buckets' memory, and is told of them.
         as_view: gradients are views of the buckets.
         counts_non_finite: see ``Bucket``.
 
     Attributes:
-        buckets: in the order they are reduced.
-        packings: by bucket, what moves its gradients.
+        packings: by bucket, in the order they are reduced, what moves its gradients.
         locators: by parameter, the packing of its bucket and its position there.
         small_parameter_buckets: by parameter, its bucket where it is packed together with others, else None.
     """
@@ -41,18 +42,18 @@ class BucketLayout:
     ) -> None:
         self._parameters = parameters
         self._names = names
-        self._expects_sparse = list(expects_sparse)
+        self._expects_sparse = expects_sparse
         self._strategy = strategy
         self._as_view = as_view
         self._counts_non_finite = counts_non_finite
+        self._adopts = False
         self.buckets: list[Bucket] = []
         self.packings: list[Packing] = []
         self.locators: list[tuple[Packing, int]] = []
         self.small_parameter_buckets: list[Bucket | None] = []
-        self._adopts = False
 
-    def create(self, limits_bytes: Sequence[int], order: Sequence[int] | None = None) -> list[Bucket]:
-        """Make buckets of at most ``limits_bytes`` (see ``plan_buckets``) and return them.
+    def create(self, limits_bytes: Sequence[int], order: Sequence[int] | None = None) -> None:
+        """Make buckets of at most ``limits_bytes``; see ``plan_buckets``.
 
         Args:
             limits_bytes: caps.
@@ -84,17 +85,11 @@ class BucketLayout:
             for packing, position in self.locators
         ]
         self._strategy.lay_out(self.buckets)
-        return self.buckets
 
     def _make_packing(self, bucket: Bucket) -> Packing:
         if bucket.sparse:
             return SparsePacking(bucket)
-        if not self._as_view:
-            return CopyPacking(bucket)
-        packing = ViewPacking(bucket)
-        packing.adopts = self._adopts
-        packing.take_over()
-        return packing
+        return ViewPacking(bucket, adopts=self._adopts) if self._as_view else Packing(bucket)
 
     def adopt_replaced_gradients(self) -> None:
         """From now on gradients that something replaced are no error; see ``ViewPacking.adopts``."""

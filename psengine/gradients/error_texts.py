@@ -1,7 +1,7 @@
 """The long error texts of the reducer.
 
-They begin with native DDP's own words, because people search for those (and tests match them); what we can say better
-follows: names instead of indices, and the rank.
+They begin with native DDP's own words, because people search for those (and tests match them). Then they name
+parameters instead of indices, the rank, and the fix.
 """
 
 from __future__ import annotations
@@ -10,11 +10,10 @@ from collections.abc import Mapping
 
 _PRIOR_REDUCTION = "Expected to have finished reduction in the prior iteration before starting a new one. "
 
-
 CREATE_GRAPH_MESSAGE = (
     "Using DistributedDataParallel with create_graph=True is not well-supported. The higher-order gradient will not be"
-    " synchronized across ranks, and backpropagation through all_reduce operations will not occur. If you require DDP"
-    " to work with higher-order gradients for your use case, please ping https://github.com/pytorch/pytorch/issues/63929"
+    " synchronized across ranks, and backpropagation through all_reduce operations will not occur; see"
+    " https://github.com/pytorch/pytorch/issues/63929"
 )
 
 DISTRIBUTED_AUTOGRAD_MESSAGE = (
@@ -45,26 +44,17 @@ def converted_message(name: str, rank: int, change: str) -> str:
 
 def unfinished_reduction_message(rank: int, missing: Mapping[int, str], *, find_unused: bool) -> str:
     """Some parameters (index to name) got no gradient, so their buckets never filled."""
-    if find_unused:
-        advice = (
-            "Since `find_unused_parameters=True` is enabled, this likely  means that not all `forward` outputs"
-            " participate in computing loss. You can fix this by "
-        )
-    else:
-        advice = (
-            "You can enable unused parameter detection by passing the keyword argument `find_unused_parameters=True` to"
-            " `torch.nn.parallel.DistributedDataParallel`, and by \n"
-        )
+    advice = (
+        "Since `find_unused_parameters=True` is enabled, some outputs are probably not part of the loss. Fix:"
+        if find_unused
+        else "Fix: enable unused parameter detection by passing the keyword argument `find_unused_parameters=True` to"
+        " DistributedDataParallel, or"
+    )
     return (
-        f"{_PRIOR_REDUCTION}This error indicates that your module has parameters that were not used in producing loss. "
-        f"{advice}making sure all `forward` function outputs participate in calculating loss. \n"
-        "If you already have done the above, then the distributed data parallel module wasn't able to locate the output"
-        " tensors in the return value of your module's `forward` function. Please include the loss function and the"
-        " structure of the return value of `forward` of your module when reporting this issue (e.g. list, dict,"
-        " iterable).\n"
-        f"{_describe_missing(rank, missing)}\n"
-        "In addition, you can set the environment variable TORCH_DISTRIBUTED_DEBUG to either INFO or DETAIL to have"
-        " torch report its collectives too."
+        f"{_PRIOR_REDUCTION}This error indicates that your module has parameters that were not used in producing loss."
+        f" {advice} make sure that all `forward` function outputs participate in calculating loss. Tensors are found in"
+        f" lists, tuples, dicts and dataclasses.\n{_describe_missing(rank, missing)}\nYou can also set the environment"
+        " variable TORCH_DISTRIBUTED_DEBUG to either INFO or DETAIL to have torch report its collectives too."
     )
 
 
@@ -98,26 +88,14 @@ def newly_used_message(name: str, rank: int) -> str:
 def marked_twice_message(index: int, name: str, *, has_marked_unused: bool) -> str:
     """A parameter's gradient became ready a second time in one backward."""
     third_reason = (
-        "3) Incorrect unused parameter detection. The return value of the `forward` function is inspected by the"
-        " distributed data parallel wrapper to figure out if any of the module's parameters went unused. For unused"
-        " parameters, DDP would not expect gradients from then. However, if an unused parameter becomes part of the"
-        " autograd graph at a later point in time (e.g., in a reentrant backward when using `checkpoint`), the gradient"
-        " will show up unexpectedly. If all parameters in the model participate in the backward pass, you can disable"
-        " unused parameter detection by passing the keyword argument `find_unused_parameters=False` to"
-        " `torch.nn.parallel.DistributedDataParallel`. If unused parameters in the model do not change over iterations,"
-        " You can try to use _set_static_graph() as a workaround if this module graph does not change during training"
-        " loop."
+        " 3) Incorrect unused parameter detection: the parameter was not in the graph when `forward` returned, and is"
+        " used later, for example by a reentrant `checkpoint`. Fix: find_unused_parameters=False where all are used."
     )
     return (
         "Expected to mark a variable ready only once. This error is caused by one of the following reasons: 1) Use of a"
-        " module parameter outside the `forward` function. Please make sure model parameters are not shared across"
-        " multiple concurrent forward-backward passes. or try to use _set_static_graph() as a workaround if this module"
-        " graph does not change during training loop. 2) Reused parameters in multiple reentrant backward passes. For"
-        " example, if you use multiple `checkpoint` functions to wrap the same part of your model, it would result in"
-        " the same set of parameters been used by different reentrant backward passes multiple times, and hence marking"
-        " a variable ready multiple times. DDP does not support such use cases in default. You can try to use"
-        " _set_static_graph() as a workaround if your module graph does not change over iterations. "
-        f"{third_reason if has_marked_unused else ''}\n"
-        f"Parameter at index {index} with name {name} has been marked as ready twice. This means that multiple autograd"
-        " engine  hooks have fired for this particular parameter during this iteration."
+        " module parameter outside the `forward` function, or in several forward-backward passes at once. 2) Reused"
+        " parameters in multiple reentrant backward passes, for example several `checkpoint` functions around the same"
+        f" part of the model.{third_reason if has_marked_unused else ''} Fix: static_graph=True, if the graph does not"
+        f" change between iterations.\nParameter at index {index} with name {name} has been marked as ready twice. This"
+        " means that multiple autograd engine  hooks have fired for this particular parameter during this iteration."
     )

@@ -24,14 +24,15 @@ class FiniteCheck:
     """
 
     def __init__(self, names: Sequence[str], collective: Collective, *, tells_others: bool) -> None:
-        self._names = names
         self.collective = collective
+        self._names = names
         self._tells_others = tells_others
-        self._found: list[tuple[Bucket, int, torch.Tensor]] = []
+        # By device, which is read once: indices of parameters, and how many of their values are not finite.
+        self._found: dict[torch.device, tuple[list[int], list[torch.Tensor]]] = {}
 
     def begin(self, buckets: Sequence[Bucket]) -> None:
         """A backward is expected; forget an earlier one."""
-        self._found = []
+        self._found = {}
         for bucket in buckets:
             bucket.take_non_finite_counts()
 
@@ -41,62 +42,48 @@ class FiniteCheck:
         Raises:
             NonFiniteGradientError: it holds the fault, and the other ranks cannot be told.
         """
-        self._found += [(bucket, position, counts) for position, counts in bucket.take_non_finite_counts()]
+        for position, counts in bucket.take_non_finite_counts():
+            indices, parts = self._found.setdefault(counts.device, ([], []))
+            indices += bucket.parameter_indices[position : position + counts.numel()]
+            parts.append(counts)
         if not self._tells_others:
-            error = self._describe([self._local_fault()], [self.collective.rank])
-            self._found = []
-            if error is not None:
-                raise error
+            self._raise_faults({self.collective.rank: self._take_local_fault()})
 
-    def agree(self, device: torch.device) -> NonFiniteGradientError | None:
-        """Exchange findings and return the error that every rank is to raise; None where all gradients are finite."""
-        if not self._tells_others:
-            return None
-        fault = torch.tensor(self._local_fault(), device=device)
-        self._found = []
-        faults = self.collective.gather(fault, what="counts of gradients that are not finite")
-        return self._describe([row.tolist() for row in faults], range(len(faults)))
+    def agree(self, device: torch.device) -> None:
+        """Exchange findings; inside ``join`` ranks without data take part.
 
-    def _local_fault(self) -> list[int]:
+        Raises:
+            NonFiniteGradientError: on every rank, where some rank's gradients are not finite.
+        """
+        if self._tells_others:
+            fault = torch.tensor(self._take_local_fault(), device=device)
+            faults = self.collective.gather(fault, what="counts of gradients that are not finite")
+            self._raise_faults({rank: row.tolist() for rank, row in enumerate(faults)})
+
+    def _take_local_fault(self) -> list[int]:
         """How many values are not finite, in how many parameters, and the index of the first such parameter."""
-        if self._count_values() == 0:
-            return [0, 0, 0]
-        values, indices = 0, []
-        for bucket, position, counts in self._found:
-            for offset, count in enumerate(counts.tolist()):
-                if count:
-                    values += count
-                    indices.append(bucket.parameter_indices[position + offset])
-        return [values, len(indices), min(indices)]
+        found, self._found = self._found, {}
+        counts_by_index = {
+            index: count
+            for indices, parts in found.values()
+            for index, count in zip(indices, torch.cat(parts).tolist(), strict=True)
+            if count
+        }
+        return [sum(counts_by_index.values()), len(counts_by_index), min(counts_by_index, default=0)]
 
-    def _count_values(self) -> int:
-        """Their number, with one look at each device."""
-        by_device: dict[torch.device, list[torch.Tensor]] = {}
-        for _, _, counts in self._found:
-            by_device.setdefault(counts.device, []).append(counts)
-        return sum(int(torch.cat(counts).sum().item()) for counts in by_device.values())
-
-    def _describe(self, faults: Sequence[Sequence[int]], ranks: Sequence[int]) -> NonFiniteGradientError | None:
-        faulty = {rank: fault for rank, fault in zip(ranks, faults, strict=True) if fault[0]}
+    def _raise_faults(self, faults: dict[int, list[int]]) -> None:
+        faulty = {rank: fault for rank, fault in faults.items() if fault[0]}
         if not faulty:
-            return None
+            return
         lines = [
             f"rank {rank}: {values} values, first in parameter {self._names[first]!r}"
             + (f" and {parameters - 1} more" if parameters > 1 else "")
             for rank, (values, parameters, first) in faulty.items()
         ]
-        names = tuple(dict.fromkeys(self._names[first] for _, _, first in faulty.values()))
-        return NonFiniteGradientError(
+        raise NonFiniteGradientError(
             "gradients must be finite, as they travel (check_finite=True), got NaN or infinity on "
             + "; ".join(lines)
             + ". No average was copied to a gradient. torch.autograd.set_detect_anomaly(True) finds the operation.",
             ranks=tuple(faulty),
-            parameters=names,
+            parameters=tuple(dict.fromkeys(self._names[first] for _, _, first in faulty.values())),
         )
-
-    def add_shadow(self, device: torch.device) -> None:
-        """Take part in the exchange for a rank without data, inside ``join``."""
-        if self._tells_others:
-            error = self.agree(device)
-            if error is not None:
-                raise error

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from psengine.collectives.base import Collective
+from psengine.errors import NonFiniteGradientError
 from psengine.gradients.bucket_layout import BucketLayout
-from psengine.gradients.contribution import Contribution
 from psengine.gradients.error_texts import CREATE_GRAPH_MESSAGE
 from psengine.gradients.finite_check import FiniteCheck
 from psengine.gradients.graphs import EveryParameter
 from psengine.gradients.packing import Packing
+from psengine.gradients.step_share import StepShare
 from psengine.strategies.base import Strategy
 from psengine.strategies.exchange import Reduction
-from psengine.tensors.bucket import Bucket
 from psengine.tracing.spans import ExchangeSpans
 from psengine.tracing.timeline import now_ns, recorder
 
@@ -31,7 +30,7 @@ class Flight:
         strategy: exchanges buckets.
         collective: the group of replicas.
         layout: the buckets.
-        contribution: what this rank's gradients count.
+        step_share: what this rank's gradients count.
         finite_check: looks at what is packed; None where nobody asked.
         always_packs: pack also where nothing is exchanged, because gradients are to be views of their buckets.
 
@@ -47,19 +46,19 @@ class Flight:
         strategy: Strategy,
         collective: Collective,
         layout: BucketLayout,
-        contribution: Contribution,
+        step_share: StepShare,
         finite_check: FiniteCheck | None,
         *,
         always_packs: bool,
     ) -> None:
-        self.collective = collective
         self.is_packing = True
         self.buckets_reduced = 0
         self.writes_gradients = True
         self.futures: list[torch.futures.Future[Any]] = []
         self._strategy = strategy
+        self._collective = collective
         self._layout = layout
-        self._contribution = contribution
+        self._step_share = step_share
         self._finite_check = finite_check
         self._always_packs = always_packs or finite_check is not None
         self._spans = ExchangeSpans(strategy.capabilities.exchange_name)
@@ -80,44 +79,40 @@ class Flight:
     def pack_one(self, packing: Packing, position: int) -> None:
         """Pack a large gradient, which is ready, and move on the buckets that were handed over."""
         started_ns = now_ns() if recorder.is_on else 0
-        if torch.is_grad_enabled():
-            self._warn_create_graph()
-            with torch.no_grad():
-                packing.pack_one(position, self._contribution.share())
-        else:
-            packing.pack_one(position, self._contribution.share())
+        self._warn_create_graph()
+        with torch.no_grad():
+            packing.pack_one(position, self._step_share.share())
         if started_ns:
             recorder.add("pack", started_ns, step=self._step, args=packing.bucket.facts_of(position))
         if self._reductions:
-            self.collective.progress()
+            self._collective.progress()
 
     def hand_over(self, packing: Packing, graph: EveryParameter) -> None:
         """It is this bucket's turn: pack what is not packed yet, and begin the exchange, where there is one."""
-        self._reductions.append(self._reduce(packing, graph))
-
-    def _reduce(self, packing: Packing, graph: EveryParameter) -> Reduction | None:
         bucket = packing.bucket
-        if graph.usage.is_unused_everywhere(bucket.parameter_indices):
-            return None
-        share = self._contribution.share()
-        if not self.is_packing:
-            return None
-        if torch.is_grad_enabled():
-            self._warn_create_graph()
-        started_ns = now_ns() if recorder.is_on else 0
-        with torch.no_grad():
-            packing.pack_rest(share)
-        if started_ns:
-            self._spans.packed(bucket, started_ns, self._step)
+        reduction = None
+        if not graph.usage.is_unused_everywhere(bucket.parameter_indices):
+            share = self._step_share.share()
+            if self.is_packing:
+                self._warn_create_graph()
+                started_ns = now_ns() if recorder.is_on else 0
+                with torch.no_grad():
+                    packing.pack_rest(share)
+                if started_ns:
+                    self._spans.packed(bucket, started_ns, self._step)
+                reduction = self._reduce(packing)
+        self._reductions.append(reduction)
+
+    def _reduce(self, packing: Packing) -> Reduction:
         if self._finite_check is None:
-            return self._strategy.reduce(bucket)
-        self._finite_check.note(bucket)
-        reduction = self._strategy.reduce(bucket)
-        self._finite_check.note(bucket)  # what overflowed where the strategy converted it
+            return self._strategy.reduce(packing.bucket)
+        self._finite_check.note(packing.bucket)
+        reduction = self._strategy.reduce(packing.bucket)
+        self._finite_check.note(packing.bucket)  # what overflowed where the strategy converted it
         return reduction
 
     def _warn_create_graph(self) -> None:
-        if not self._warned_create_graph:
+        if torch.is_grad_enabled() and not self._warned_create_graph:
             self._warned_create_graph = True
             # Logged, not warned: native DDP's comes from C++, which no warnings filter turns into an error.
             logger.warning(CREATE_GRAPH_MESSAGE)
@@ -132,24 +127,30 @@ class Flight:
             CollectiveError: an exchange failed.
         """
         reductions, self._reductions = self._reductions, []
-        self.buckets_reduced = 0
+        self.buckets_reduced = sum(reduction is not None for reduction in reductions)
         if self._finite_check is not None:
-            self._check_finite(self._finite_check, reductions)
+            try:
+                self._finite_check.agree(self._layout.buckets[0].device)
+            except NonFiniteGradientError:
+                for reduction in reductions:
+                    if reduction is not None:
+                        reduction.drop()  # the ranks stay in step, for those who catch the error and go on
+                raise
         remainder = self._strategy.finish()
         with torch.no_grad():
             for packing, reduction in zip(self._layout.packings, reductions, strict=True):
-                if reduction is None:
-                    self._create_missing_gradients(packing.bucket, graph)
-                else:
-                    self.buckets_reduced += 1
+                if reduction is not None:
                     self._collect(packing, reduction, graph)
+                elif not self.is_packing and self._strategy.capabilities.defines_gradients:
+                    # As among several ranks, an undefined gradient counts as zero.
+                    packing.create_missing(graph.unused_positions(packing.bucket.parameter_indices))
             remainder.wait()
             for packing, reduction in zip(self._layout.packings, reductions, strict=True):
                 if reduction is not None and reduction.is_superseded:
                     self._collect(packing, reduction, graph)
         futures, self.futures = self.futures, []
         for future in futures:
-            self.collective.wait_for(future, "buffer communication hook")
+            self._collective.wait_for(future, "buffer communication hook")
 
     def _collect(self, packing: Packing, reduction: Reduction, graph: EveryParameter) -> None:
         bucket = packing.bucket
@@ -160,33 +161,14 @@ class Flight:
             if started_ns:
                 recorder.add("unpack", started_ns, step=self._step, args=bucket.facts)
 
-    def _check_finite(self, check: FiniteCheck, reductions: Sequence[Reduction | None]) -> None:
-        error = check.agree(self._layout.buckets[0].device)
-        if error is None:
-            return
-        for reduction in reductions:
-            if reduction is not None:
-                reduction.drop()  # the ranks stay in step, for those who catch the error and go on
-        raise error
-
-    def _create_missing_gradients(self, bucket: Bucket, graph: EveryParameter) -> None:
-        """Of a bucket that had nobody to go to: an undefined gradient counts as zero, as it does among several."""
-        has_all = all(parameter.grad is not None for parameter in bucket.parameters)
-        if self.is_packing or bucket.sparse or has_all or not self._strategy.capabilities.defines_gradients:
-            return
-        skip = graph.unused_positions(bucket.parameter_indices) or [False] * len(bucket.parameters)
-        for position, parameter in enumerate(bucket.parameters):
-            if parameter.grad is None and not skip[position]:
-                parameter.grad = torch.zeros_like(bucket.views[position])
-
     # ---- a rank without data, inside join ----------------------------------------------------------------------
 
     def shadow(self, graph: EveryParameter) -> None:
         """Take part in one backward of other ranks, contributing zeros, in the order they exchange."""
-        self._contribution.expect_nothing()
-        graph.shadow_begin()
+        self._step_share.expect_backward(has_data=False)
+        graph.agree(has_data=False)
+        self._step_share.share()
         reductions = []
-        self._contribution.share_nothing()
         with torch.no_grad():
             for packing in self._layout.packings:
                 if not graph.usage.is_unused_everywhere(packing.bucket.parameter_indices):
@@ -194,7 +176,7 @@ class Flight:
                     reductions.append(self._strategy.reduce(packing.bucket))
             graph.shadow_end()
             if self._finite_check is not None:
-                self._finite_check.add_shadow(self._layout.buckets[0].device)
+                self._finite_check.agree(self._layout.buckets[0].device)
             remainder = self._strategy.finish()
             for reduction in reductions:
                 reduction.wait()
@@ -202,7 +184,7 @@ class Flight:
 
     def move_to(self, collective: Collective) -> None:
         """Go on in another group of replicas."""
-        self.collective = self._contribution.collective = collective
+        self._collective = self._step_share.collective = collective
         if self._finite_check is not None:
             self._finite_check.collective = collective
         self._strategy.lay_out(self._layout.buckets)  # which it exchanges over another collective now

@@ -1,6 +1,6 @@
 """What is known of a backward's graph: which parameters get gradients, and how often their hooks fire.
 
-One object, chosen when a model is wrapped; ``set_static_graph`` replaces it::
+One object, chosen when a model is wrapped; ``static_graph`` replaces it::
 
     EveryParameter   each parameter gets one gradient in each backward            (the default)
     SearchedGraph    those that the outputs depend on; a walk finds the others    (find_unused_parameters)
@@ -31,12 +31,17 @@ class EveryParameter:
     Attributes:
         may_rebuild: whether the order in which gradients arrive is worth following.
         takes_long_way: whether a hook has more to do than to count its bucket down.
+        records_usage: whether hooks note which parameters are used, inside no_sync too: what a micro-batch accumulates
+            has to be exchanged, whoever uses the parameter last.
+        is_being_counted: whether the coming backward is the one that shows which hooks fire how often.
         has_marked_unused: whether this backward's unused parameters were counted as ready.
         has_changed: whether a hook fired in this backward that must not.
     """
 
     may_rebuild = True
     takes_long_way = False
+    records_usage = False
+    is_being_counted = False
 
     def __init__(self, usage: ParameterUsage, names: Sequence[str]) -> None:
         self.usage = usage
@@ -44,25 +49,13 @@ class EveryParameter:
         self.has_changed = False
         self._names = names
 
-    @property
-    def records_usage(self) -> bool:
-        """Whether hooks note which parameters are used, inside no_sync too: what a micro-batch accumulates has to be
-        exchanged, whoever uses the parameter last.
-        """
-        return False
-
-    @property
-    def is_being_counted(self) -> bool:
-        """Whether the coming backward is the one that shows which hooks fire how often."""
-        return False
-
     def begin(self, outputs: Iterable[torch.Tensor]) -> Sequence[int]:
         """A backward from ``outputs`` is expected; return the parameters that a walk found to get no gradient."""
         self.has_marked_unused = self.has_changed = False
         return ()
 
-    def agree(self) -> None:
-        """Before backward, where ranks are to agree first; all of them call it."""
+    def agree(self, *, has_data: bool) -> None:
+        """Before backward, on every rank: agree on what has to be known beforehand."""
 
     def arrived(self, index: int) -> Sequence[int]:
         """A parameter's hook fired: return the parameters whose gradients are ready now, this one last."""
@@ -100,9 +93,6 @@ class EveryParameter:
 
     # ---- a rank without data, inside join ----------------------------------------------------------------------
 
-    def shadow_begin(self) -> None:
-        """Take part in what other ranks agree on before their backward."""
-
     def shadow_end(self) -> None:
         """Take part in what other ranks agree on once their buckets were handed over."""
 
@@ -117,15 +107,11 @@ class SearchedGraph(EveryParameter):
 
     may_rebuild = False
     takes_long_way = True
+    records_usage = True
 
     def __init__(self, usage: ParameterUsage, names: Sequence[str], *, skips_buckets: bool) -> None:
         super().__init__(usage, names)
         self._skips_buckets = skips_buckets
-
-    @property
-    @override
-    def records_usage(self) -> bool:
-        return True
 
     @override
     def begin(self, outputs: Iterable[torch.Tensor]) -> Sequence[int]:
@@ -134,9 +120,10 @@ class SearchedGraph(EveryParameter):
         return self.usage.unused
 
     @override
-    def agree(self) -> None:
+    def agree(self, *, has_data: bool) -> None:
+        """Which parameters no rank uses."""
         if self._skips_buckets:
-            self.usage.agree_before_backward()
+            self.usage.agree_before_backward(has_data=has_data)
 
     @override
     def arrived(self, index: int) -> Sequence[int]:
@@ -159,11 +146,6 @@ class SearchedGraph(EveryParameter):
         return unfinished_reduction_message(rank, missing, find_unused=True)
 
     @override
-    def shadow_begin(self) -> None:
-        if self._skips_buckets:
-            self.usage.shadow_agreement()
-
-    @override
     def shadow_end(self) -> None:
         self.usage.shadow()
 
@@ -175,31 +157,24 @@ class StaticGraph(EveryParameter):
 
     def __init__(self, usage: ParameterUsage, names: Sequence[str]) -> None:
         super().__init__(usage, names)
-        self.is_known = False
+        self._set_counting(True)
         self._counts = [0] * len(names)
         self._left: list[int] = []
 
-    @property
-    @override
-    def records_usage(self) -> bool:
-        return not self.is_known
-
-    @property
-    @override
-    def is_being_counted(self) -> bool:
-        return not self.is_known
+    def _set_counting(self, counts: bool) -> None:
+        self.is_being_counted = self.records_usage = counts
 
     @override
     def begin(self, outputs: Iterable[torch.Tensor]) -> Sequence[int]:
         super().begin(outputs)
-        if not self.is_known:
+        if self.is_being_counted:
             self._counts = [0] * len(self._names)  # an earlier attempt may have raised half-way
         self._left = list(self._counts)
         return ()
 
     @override
     def arrived(self, index: int) -> Sequence[int]:
-        if not self.is_known:
+        if self.is_being_counted:
             self._counts[index] += 1
             return ()
         self._left[index] -= 1
@@ -209,7 +184,7 @@ class StaticGraph(EveryParameter):
     def learn(self) -> None:
         """The first iteration is over: parameters that it did not use never will be; begin to tell the other ranks."""
         self.usage.reduce()
-        self.is_known = True
+        self._set_counting(False)
         self.usage.unused = unused = [index for index, count in enumerate(self._counts) if count == 0]
         if unused:
             logger.info(
@@ -235,14 +210,15 @@ class StaticGraph(EveryParameter):
     def restart(self, usage: ParameterUsage) -> None:
         """The next backward is counted: the other ranks may use other parameters."""
         super().restart(usage)
-        self.is_known = False
+        self._set_counting(True)
 
     @override
     def describe_missing(self, rank: int, missing: Mapping[int, str]) -> str:
         return graph_changed_message(rank, missing)
 
     @override
-    def shadow_begin(self) -> None:
-        if not self.is_known:
+    def agree(self, *, has_data: bool) -> None:
+        """A rank without data takes part in what others exchange first in the first backward; see ``learn``."""
+        if self.is_being_counted and not has_data:
             self.usage.shadow()
-            self.is_known = True
+            self._set_counting(False)

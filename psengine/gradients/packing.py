@@ -2,14 +2,13 @@
 
 One object for each bucket, chosen when buckets are made::
 
-    CopyPacking     gradients are tensors of their own: copied in, and back
+    Packing         gradients are tensors of their own: copied in, and back
     ViewPacking     gradients are views of the bucket (gradient_as_bucket_view): copied once at most
     SparsePacking   the bucket's only gradient is sparse, and is itself what travels
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 import torch
@@ -20,8 +19,8 @@ from psengine.tensors.bucket import Bucket, Run, resolve_lazy
 from psengine.tensors.share import Share
 
 
-class Packing(ABC):
-    """Moves the gradients of ``bucket``'s parameters.
+class Packing:
+    """Moves the gradients of ``bucket``'s parameters, which are tensors of their own.
 
     Attributes:
         bucket: where to.
@@ -39,25 +38,39 @@ class Packing(ABC):
         self._pack(self.bucket.eager_runs[position], share)
 
     def pack_rest(self, share: Share) -> None:
-        """Pack the gradients that are not eager."""
+        """Pack the gradients that are not eager; one that is undefined counts as zero."""
         for run in self.bucket.runs:
             self._pack(run, share)
 
-    @abstractmethod
-    def _pack(self, run: Run, share: Share) -> None: ...
+    def fill_with_zeros(self) -> None:
+        """Let the bucket hold what a rank without data contributes."""
+        self.bucket.flat.zero_()
 
-    @abstractmethod
     def unpack(self, result: torch.Tensor, skip: Sequence[bool] | None) -> None:
-        """Make ``result`` the gradients.
+        """Make ``result`` the gradients; create those that are missing.
 
         Args:
             result: laid out like ``bucket.flat``; that tensor itself, or another.
             skip: positions that stay untouched, because no rank used the parameter; None skips nothing.
         """
+        bucket = self.bucket
+        self.create_missing(skip)
+        if skip is None:
+            bucket.unpack([_detached(parameter.grad) for parameter in bucket.parameters], result)
+            return
+        for position, view in enumerate(bucket.views_of_result(result)):
+            if not skip[position]:
+                _detached(bucket.parameters[position].grad).copy_(view)
 
-    def fill_with_zeros(self) -> None:
-        """Let the bucket hold what a rank without data contributes."""
-        self.bucket.flat.zero_()
+    def create_missing(self, skip: Sequence[bool] | None) -> None:
+        """Let undefined gradients be zeros, except at the positions of ``skip``."""
+        bucket = self.bucket
+        for position, parameter in enumerate(bucket.parameters):
+            if parameter.grad is None and not (skip and skip[position]):
+                parameter.grad = torch.zeros_like(bucket.views[position], dtype=parameter.dtype)
+
+    def _pack(self, run: Run, share: Share) -> None:
+        self.bucket.pack_run(run, self._gradients(run), share)
 
     def _gradients(self, run: Run) -> list[torch.Tensor | None]:
         bucket = self.bucket
@@ -71,31 +84,6 @@ class Packing(ABC):
         return [parameter.grad for parameter in bucket.parameters[run.first : run.last]]
 
 
-class CopyPacking(Packing):
-    """Gradients are tensors of their own."""
-
-    @override
-    def _pack(self, run: Run, share: Share) -> None:
-        self.bucket.pack_run(run, self._gradients(run), share)
-
-    @override
-    def unpack(self, result: torch.Tensor, skip: Sequence[bool] | None) -> None:
-        """Gradients that are missing are created."""
-        bucket = self.bucket
-        skips = skip is not None and any(skip)
-        for position, (parameter, view) in enumerate(zip(bucket.parameters, bucket.views, strict=True)):
-            if parameter.grad is None and not (skips and skip[position]):  # type: ignore[index]
-                parameter.grad = torch.empty_strided(
-                    view.shape, view.stride(), dtype=parameter.dtype, device=view.device
-                )
-        if not skips:
-            bucket.unpack([_detached(parameter.grad) for parameter in bucket.parameters], result)
-            return
-        for position, view in enumerate(bucket.views_of_result(result)):
-            if not skip[position]:  # type: ignore[index]
-                _detached(bucket.parameters[position].grad).copy_(view)
-
-
 class ViewPacking(Packing):
     """Gradients are views of the bucket's flat memory.
 
@@ -104,26 +92,24 @@ class ViewPacking(Packing):
             new ones); else they are an error.
     """
 
-    def __init__(self, bucket: Bucket) -> None:
+    def __init__(self, bucket: Bucket, *, adopts: bool = False) -> None:
         super().__init__(bucket)
-        self.adopts = False
+        self.adopts = adopts
         self._handed_out = [view.detach() for view in bucket.views]
+        # Gradients that exist already were accumulated and not yet stepped.
+        for position, (parameter, view) in enumerate(zip(bucket.parameters, bucket.views, strict=True)):
+            if parameter.grad is not None and not parameter.grad.is_sparse:
+                with torch.no_grad():
+                    view.copy_(parameter.grad)
+                parameter.grad = self._gradient_view(position)
 
-    def gradient_view(self, position: int) -> torch.Tensor:
+    def _gradient_view(self, position: int) -> torch.Tensor:
         """The view to hand out as a gradient: an alias, because assigning to its ``.data`` (as ``Module.to`` does)
         takes it off the flat memory for good; then there is a new one.
         """
         if self._handed_out[position].data_ptr() != self.bucket.addresses[position]:
             self._handed_out[position] = self.bucket.views[position].detach()
         return self._handed_out[position]
-
-    def take_over(self) -> None:
-        """Move gradients that exist already (accumulated, not yet stepped) into the bucket."""
-        for position, (parameter, view) in enumerate(zip(self.bucket.parameters, self.bucket.views, strict=True)):
-            if parameter.grad is not None and not parameter.grad.is_sparse:
-                with torch.no_grad():
-                    view.copy_(parameter.grad)
-                parameter.grad = self.gradient_view(position)
 
     @override
     def _pack(self, run: Run, share: Share) -> None:
@@ -140,7 +126,7 @@ class ViewPacking(Packing):
         for position, gradient in enumerate(gradients, run.first):
             is_foreign = gradient is not None and not is_in_place[position - run.first]
             if is_foreign and gradient.dtype == bucket.flat.dtype:  # type: ignore[union-attr]
-                bucket.parameters[position].grad = self.gradient_view(position)
+                bucket.parameters[position].grad = self._gradient_view(position)
 
     @override
     def unpack(self, result: torch.Tensor, skip: Sequence[bool] | None) -> None:
@@ -157,7 +143,7 @@ class ViewPacking(Packing):
                 continue
             gradient = parameter.grad
             if gradient is None or self.adopts:
-                parameter.grad = self.gradient_view(position)
+                parameter.grad = self._gradient_view(position)
             elif (
                 gradient is not self._handed_out[position]
                 and gradient.data_ptr() != bucket.addresses[position]
@@ -175,7 +161,6 @@ class SparsePacking(Packing):
 
     @override
     def pack_rest(self, share: Share) -> None:
-        """An undefined gradient counts as zero."""
         bucket = self.bucket
         gradient = bucket.parameters[0].grad
         if gradient is None or share.is_nothing:
@@ -187,17 +172,13 @@ class SparsePacking(Packing):
                 f" got {gradient.layout})"
             )
         if bucket.counts_non_finite:
-            bucket.note_non_finite(0, gradient._values().isfinite().logical_not_().sum().view(1))
+            bucket.note_non_finite(0, gradient._values())
         # Not in place: the gradients of two embeddings may share their values.
         if share.divisor != 1:
             gradient = gradient / share.divisor
         elif bucket.counts_non_finite:
             gradient = gradient.clone()  # it is to stay what it is where another rank's is not finite
         bucket.flat = gradient
-
-    @override
-    def _pack(self, run: Run, share: Share) -> None:
-        raise AssertionError("a sparse bucket has no runs")
 
     @override
     def fill_with_zeros(self) -> None:
@@ -212,6 +193,10 @@ class SparsePacking(Packing):
     def unpack(self, result: torch.Tensor, skip: Sequence[bool] | None) -> None:
         if skip is None or not skip[0]:
             self.bucket.parameters[0].grad = result
+
+    @override
+    def create_missing(self, skip: Sequence[bool] | None) -> None:
+        """A gradient that is undefined stays so."""
 
 
 def _detached(gradient: torch.Tensor | None) -> torch.Tensor:

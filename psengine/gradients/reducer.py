@@ -24,7 +24,6 @@ import torch
 from psengine.collectives.base import Collective
 from psengine.errors import NonFiniteGradientError, ReductionError
 from psengine.gradients.bucket_layout import BucketLayout
-from psengine.gradients.contribution import Contribution
 from psengine.gradients.error_texts import (
     DISTRIBUTED_AUTOGRAD_MESSAGE,
     LOCAL_BACKWARD_MESSAGE,
@@ -36,6 +35,7 @@ from psengine.gradients.finite_check import FiniteCheck
 from psengine.gradients.flight import Flight
 from psengine.gradients.graphs import EveryParameter, SearchedGraph, StaticGraph
 from psengine.gradients.hooks import AccumulationNodes, ShortWay, counting_hook, is_in_distributed_autograd
+from psengine.gradients.step_share import StepShare
 from psengine.gradients.usage import ParameterUsage
 from psengine.strategies.base import Strategy
 from psengine.tensors.bucket import Bucket
@@ -119,12 +119,12 @@ class Reducer:
         self._no_short_way: ShortWay = [None] * len(self.parameters)
         self._no_way: ShortWay = [False] * len(self.parameters)
         self._short_way = list(self._no_short_way if find_unused_parameters else self._no_way)
-        self.contribution = Contribution(strategy, collective)
+        self.step_share = StepShare(strategy, collective)
         self.flight = Flight(
             strategy,
             collective,
             self._layout,
-            self.contribution,
+            self.step_share,
             FiniteCheck(self.names, collective, tells_others=strategy.capabilities.gathers) if check_finite else None,
             always_packs=gradient_as_bucket_view,
         )
@@ -220,7 +220,7 @@ class Reducer:
         self._may_forget_a_backward = self._expects_hooks and not self._warned_local_backward
         self._expects_hooks = True
         self._next_bucket = 0
-        self.contribution.expect_backward()
+        self.step_share.expect_backward()
         self.flight.begin(self.iteration)
         self._ready[:] = bytes(len(self.parameters))
         if self.graph.takes_long_way or not self._layout_is_final or self.timer.is_sampling or self._is_multi_device:
@@ -232,7 +232,7 @@ class Reducer:
             bucket.pending = len(bucket.parameters)
         unreached = self.graph.begin(outputs)
         self._check_listening([index for index in unreached if self._nodes.was_converted(index)])
-        self.graph.agree()
+        self.graph.agree(has_data=True)
 
     def expect_local_backward(self) -> None:
         """A forward inside no_sync ends: the gradients of its backward stay local on purpose."""
@@ -339,7 +339,7 @@ class Reducer:
 
     def _settle(self) -> None:
         self.graph.settle()
-        self.contribution.settle()
+        self.step_share.settle()
 
     def _stop_expecting_hooks(self) -> None:
         self._expects_hooks = False
@@ -352,7 +352,7 @@ class Reducer:
         """Take part in one backward of ranks that still have data, contributing zeros, in the order they exchange."""
         is_counted = self.graph.is_being_counted
         self.flight.shadow(self.graph)
-        self.graph.settle()
+        self._settle()
         if not is_counted and self._should_rebuild() and not self._arrival_order:
             # All ranks rebuild; rank 0's order overwrites this one.
             self._arrival_order = list(range(len(self.parameters)))
@@ -367,7 +367,7 @@ class Reducer:
         self.has_rebuilt_buckets = False
         self._layout_is_final = self.strategy.capabilities.keeps_first_layout
         self._arrival_order = []
-        self.contribution.settle()
+        self.step_share.settle()
 
     def update_group(self, collective: Collective) -> None:
         """Go on in another group of ranks, to which the strategy has been moved already."""

@@ -69,17 +69,14 @@ class ParameterUsage:
                     stack.append(node)
         return sorted(self._index_of_node[node] for node in missing)
 
-    def agree_before_backward(self) -> None:
-        """Settle now which parameters no rank uses, counting what was used inside no_sync; blocks."""
-        used = torch.ones(len(self.used), dtype=torch.int32)
+    def agree_before_backward(self, *, has_data: bool) -> None:
+        """Settle now which parameters no rank uses, counting what was used inside no_sync; blocks.
+
+        A rank without data uses none.
+        """
+        used = torch.full((len(self.used),), int(has_data), dtype=torch.int32)
         used[[index for index in self.unused if not self.used[index]]] = 0
-        self._agree(used.to(self._device))
-
-    def shadow_agreement(self) -> None:
-        """Take part in ``agree_before_backward`` as a rank that will use nothing; blocks."""
-        self._agree(torch.zeros_like(self.summed))
-
-    def _agree(self, used: torch.Tensor) -> None:
+        used = used.to(self._device)
         self._strategy.reduce_usage(used).wait()
         self._unused_everywhere = {index for index, count in enumerate(used.tolist()) if count == 0}
 
@@ -93,11 +90,12 @@ class ParameterUsage:
         self._work = self._strategy.reduce_usage(self.summed)
 
     def unused_positions(self, indices: Sequence[int]) -> list[bool] | None:
-        """For each of these parameters whether no rank used it; None when all are used here, which needs no waiting."""
+        """For each of these parameters whether no rank used it; None where some rank used each of them."""
         if all(self.used[index] for index in indices):
-            return None
+            return None  # without waiting for the other ranks
         self._take_sum()
-        return [not self.used[index] for index in indices]
+        unused = [not self.used[index] for index in indices]
+        return unused if any(unused) else None
 
     def _take_sum(self) -> None:
         """Where a sum is under way: wait for it; ``used`` is what any rank used from now on."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, groupby
 from typing import Any
 
 import torch
@@ -134,8 +135,7 @@ class Bucket:
 
     def facts_of(self, position: int) -> dict[str, Any]:
         """What timelines say of one of its parameters."""
-        parameter = self.parameters[position]
-        size_bytes = parameter.numel() * parameter.element_size()
+        size_bytes = self.parameters[position].nbytes
         return {"bucket": self.index, "bytes": size_bytes, "parameters": [self.names[position]]}
 
     def describe(self) -> str:
@@ -147,35 +147,24 @@ class Bucket:
 
     def _lay_out(self, flat: torch.Tensor) -> None:
         self._flat = flat
-        offset = 0
-        for parameter in self.parameters:
-            self.offsets.append(offset)
-            offset += parameter.numel()
+        *self.offsets, _ = accumulate((parameter.numel() for parameter in self.parameters), initial=0)
         self.views = self.views_of(flat)
         self.addresses = [view.data_ptr() if view.numel() > 0 else -1 for view in self.views]
         self._layout = ops.layout_of(self.parameters)
         self._is_native = ops.covers(flat, self.dtype)
-        is_eager = [p.numel() * p.element_size() >= EAGER_PACK_BYTES for p in self.parameters]
         first = 0
-        while first < len(self.parameters):
-            last = first + 1
-            while not is_eager[first] and last < len(self.parameters) and not is_eager[last]:
-                last += 1
-            run = self._make_run(first, last)
-            if is_eager[first]:
-                self.eager_runs[first] = run
+        for is_eager, parameters in groupby(self.parameters, key=lambda p: p.nbytes >= EAGER_PACK_BYTES):
+            last = first + len(list(parameters))
+            if is_eager:
+                self.eager_runs |= {alone: self._make_run(alone, alone + 1) for alone in range(first, last)}
             else:
-                self.runs.append(run)
+                self.runs.append(self._make_run(first, last))
             first = last
 
     def _make_run(self, first: int, last: int) -> Run:
         end = self.offsets[last] if last < len(self.parameters) else self.numel
-        return Run(
-            first=first,
-            last=last,
-            flat=self.flat[self.offsets[first] : end],
-            layout=ops.layout_of(self.parameters[first:last]),
-        )
+        layout = ops.layout_of(self.parameters[first:last])
+        return Run(first=first, last=last, flat=self.flat[self.offsets[first] : end], layout=layout)
 
     def views_of(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Per parameter its part of another flat tensor with this bucket's layout."""
@@ -258,8 +247,7 @@ class Bucket:
         else:
             torch.mul(tensor.detach(), 1.0 / divisor, out=view)
         if self.counts_non_finite:
-            # A read of its own, which a run of plain tensors does without.
-            self.note_non_finite(position, view.isfinite().logical_not_().sum().view(1))
+            self.note_non_finite(position, view)  # a read of its own, which a run of plain tensors does without
 
     def unpack(self, tensors: list[torch.Tensor], result: torch.Tensor) -> None:
         """Write ``result``, laid out like ``flat``, to ``tensors``, one for each parameter and shaped like it.
@@ -273,15 +261,15 @@ class Bucket:
 
     # ---- values that are not finite ----------------------------------------------------------------------------
 
-    def note_non_finite(self, position: int, counts: torch.Tensor) -> None:
-        """So many values (int64) are not finite in the parameters from ``position`` on."""
+    def note_non_finite(self, position: int, *parts: torch.Tensor) -> None:
+        """Count the values that are not finite in ``parts``, one for each parameter from ``position`` on."""
+        counts = torch.stack([part.isfinite().logical_not_().sum() for part in parts])
         self._non_finite.append((position, counts))
 
     def note_encoded(self, payload: torch.Tensor) -> None:
         """``payload`` travels: the values of ``flat``, in a dtype that some of them may overflow."""
         if self.counts_non_finite:
-            parts = payload.split([parameter.numel() for parameter in self.parameters])
-            self.note_non_finite(0, torch.stack([part.isfinite().logical_not_().sum() for part in parts]))
+            self.note_non_finite(0, *payload.split([parameter.numel() for parameter in self.parameters]))
 
     def take_non_finite_counts(self) -> list[tuple[int, torch.Tensor]]:
         """What the last packing found, as pairs: a position, and int64 counts for the parameters from there on."""

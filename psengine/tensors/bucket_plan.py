@@ -1,10 +1,38 @@
-"""Which parameters travel together: their assignment to buckets. Pure."""
+"""Which parameters travel together: native DDP's rules for the sizes of buckets and for their contents. Pure."""
 
 from __future__ import annotations
 
+import math
+import numbers
 from collections.abc import Sequence
 
 import torch
+
+from psengine.errors import ConfigurationError
+
+MIB_BYTES = 1024 * 1024
+DEFAULT_CAP_MIB = 25
+# A small first bucket starts the exchange early (torch.distributed._DEFAULT_FIRST_BUCKET_BYTES).
+DEFAULT_FIRST_CAP_MIB = 1
+
+
+def bucket_limits_bytes(cap_mib: float | None, caps_mib: Sequence[float] | None) -> list[int]:
+    """Caps of the first, second, ... bucket, of which the last repeats.
+
+    Args:
+        cap_mib: ``bucket_cap_mb``; None means the default.
+        caps_mib: ``bucket_cap_mb_list``, which wins.
+
+    Raises:
+        ConfigurationError: a cap is not a size.
+    """
+    if caps_mib is not None and not isinstance(caps_mib, (list, tuple)):
+        raise ConfigurationError(f"bucket_cap_mb_list is a list of sizes in MiB (got {caps_mib!r})")
+    for cap in [*(caps_mib or ()), *([] if cap_mib is None else [cap_mib])]:
+        if not isinstance(cap, numbers.Real) or not 0 <= float(cap) < math.inf:
+            raise ConfigurationError(f"bucket caps are sizes in MiB (expected a number >= 0, got {cap!r})")
+    default = [DEFAULT_FIRST_CAP_MIB, DEFAULT_CAP_MIB] if cap_mib is None else [cap_mib]
+    return [int(cap * MIB_BYTES) for cap in caps_mib or default]
 
 
 def plan_buckets(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import sys
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -25,7 +26,7 @@ from psengine.strategies.base import Strategy
 from psengine.strategies.batch_weights import checked_weight
 from psengine.strategies.life_cycle import Replica
 from psengine.strategies.registry import resolve_strategy
-from psengine.tensors.caps import BucketCaps
+from psengine.tensors.bucket_plan import MIB_BYTES, bucket_limits_bytes
 from psengine.wrapper import arguments as checks
 from psengine.wrapper.forward_pass import ForwardPass
 from psengine.wrapper.module_state import BufferBroadcast, named_buffers, reducible_parameters, shared_state
@@ -168,11 +169,11 @@ class DistributedDataParallel(ForwardPass):
         self.forward_sync_buffers, init_sync_buffers = checks.choose_buffer_sync(
             broadcast_buffers, forward_sync_buffers
         )
-        self._caps = BucketCaps.from_arguments(bucket_cap_mb, bucket_cap_mb_list)
+        self._bucket_limits_bytes = bucket_limits_bytes(bucket_cap_mb, bucket_cap_mb_list)
         # Names that torch.compile's graph splitter and old code read.
-        self.bucket_bytes_cap = self._caps.cap_bytes
-        self.bucket_bytes_cap_default = self._caps.first_cap_bytes < self._caps.cap_bytes
-        self.bucket_bytes_cap_list = list(self._caps.per_bucket_bytes)
+        self.bucket_bytes_cap = max(self._bucket_limits_bytes)
+        self.bucket_bytes_cap_default = bucket_cap_mb is None and not bucket_cap_mb_list
+        self.bucket_bytes_cap_list = self._bucket_limits_bytes if bucket_cap_mb_list else []
 
         if self.device_type == "cpu":
             keep_freed_memory()
@@ -209,14 +210,17 @@ class DistributedDataParallel(ForwardPass):
         self.strategy.prepare(replica)
         rebuilds = not self.strategy.capabilities.keeps_first_layout
         may_rebuild = rebuilds and (static_graph or not self.find_unused_parameters)
+        # Buckets that will be rebuilt in arrival order start as one: until that order is known, an all-reduce in the
+        # midst of backward could meet other collectives of the model in a different order on another rank.
+        starts_as_one = may_rebuild and not self.bucket_bytes_cap_list
         try:
             self.reducer = Reducer(
                 replica.parameters,
                 replica.sparse,
                 self.strategy,
                 collective=self._collective,
-                initial_limits_bytes=self._caps.initial_limits_bytes(may_rebuild=may_rebuild),
-                rebuild_limits_bytes=self._caps.rebuild_limits_bytes(),
+                initial_limits_bytes=[sys.maxsize] if starts_as_one else self._bucket_limits_bytes,
+                rebuild_limits_bytes=self._bucket_limits_bytes,
                 find_unused_parameters=self.find_unused_parameters,
                 gradient_as_bucket_view=self.gradient_as_bucket_view,
                 skip_all_reduce_unused_params=self.skip_all_reduce_unused_params,
@@ -251,7 +255,7 @@ class DistributedDataParallel(ForwardPass):
     def _set_up_python_reducer(self) -> None:
         """Under compiled autograd, dynamo traces one functional all-reduce per parameter instead of our buckets."""
         torch._inductor.config._fuse_ddp_communication = True
-        torch._inductor.config._fuse_ddp_bucket_size = self._caps.cap_bytes // (1024 * 1024)
+        torch._inductor.config._fuse_ddp_bucket_size = self.bucket_bytes_cap // MIB_BYTES
         self._register_accum_grad_hook()
 
     @property
@@ -263,12 +267,12 @@ class DistributedDataParallel(ForwardPass):
         accumulated, and 0 means no say (where all ranks have none, gradients are zeros). docs/recipes/uneven_devices.md
         """
         reducer = self.__dict__.get("reducer")
-        return None if reducer is None else reducer.contribution.weight
+        return None if reducer is None else reducer.step_share.weight
 
     @batch_weight.setter
     def batch_weight(self, weight: float | None) -> None:
         checks.check_weighable(self)
-        self.reducer.contribution.weight = checked_weight(weight)
+        self.reducer.step_share.weight = checked_weight(weight)
 
     # ---- hooks and switches ------------------------------------------------------------------------------------
 

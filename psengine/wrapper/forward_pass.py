@@ -87,8 +87,7 @@ class ForwardPass(NativeDistributedDataParallel):  # type: ignore[misc]
         if self._join_config.enable:
             self._check_can_join(self._divide_by_initial_world_size)
             # Of several joinables the first one counts the live ranks; the others divide by all, as over native DDP.
-            divides_by_all = work is None or self._divide_by_initial_world_size
-            self.reducer.contribution.set_live_ranks_work(work, use_initial_world_size=divides_by_all)
+            self.reducer.step_share.join_step(None if self._divide_by_initial_world_size else work)
         if torch.is_grad_enabled() and self.reducer._rebuild_buckets():
             self._has_rebuilt_buckets = True
         if self._check_sync_bufs_pre_fwd():
@@ -211,7 +210,7 @@ class ForwardPass(NativeDistributedDataParallel):  # type: ignore[misc]
         flags = torch.tensor([float(syncs), float(weighs)], device=self.device)
         self._collective.all_reduce(flags, what="join: does anybody synchronise gradients").wait()
         syncing_ranks, weighing_ranks = flags.tolist()
-        self.reducer.contribution.shadows_weights = weighing_ranks != 0
+        self.reducer.step_share.shadows_weights = weighing_ranks != 0
         return bool(syncing_ranks != 0)
 
     def _match_all_reduce_for_bwd_pass(self) -> None:

@@ -15,10 +15,9 @@ from support.top_one_codec import TopOne
 
 import psengine
 from psengine.errors import ConfigurationError, ReductionError
-from psengine.gradients.packing import CopyPacking, SparsePacking, ViewPacking
+from psengine.gradients.packing import Packing, SparsePacking, ViewPacking
 from psengine.tensors.bucket import EAGER_PACK_BYTES, Bucket, is_non_overlapping_and_dense
-from psengine.tensors.bucket_plan import plan_buckets
-from psengine.tensors.caps import BucketCaps
+from psengine.tensors.bucket_plan import bucket_limits_bytes, plan_buckets
 from psengine.tensors.share import NOTHING, Share
 
 DTYPES = [torch.float32, torch.float64, torch.float16]
@@ -58,23 +57,13 @@ def test_every_parameter_stands_in_exactly_one_bucket():
 
 
 @pytest.mark.parametrize(
-    ("cap", "caps", "initial", "rebuilt"),
-    [
-        (None, None, [2**20, 25 * 2**20], [2**20, 25 * 2**20]),
-        (1, None, [2**20, 2**20], [2**20, 2**20]),
-        (0.5, None, [2**19, 2**19], [2**19, 2**19]),
-        (7, [1, 2], [2**20, 2 * 2**20], [2**20, 2 * 2**20]),
-    ],
+    ("cap_mib", "caps_mib", "limits_bytes"),
+    [(None, None, [2**20, 25 * 2**20]), (0.5, None, [2**19]), (7, [1, 2], [2**20, 2 * 2**20])],
 )
-def test_caps(cap, caps, initial, rebuilt):
-    bucket_caps = BucketCaps.from_arguments(cap, caps)
-    assert bucket_caps.initial_limits_bytes(may_rebuild=False) == initial
-    assert bucket_caps.rebuild_limits_bytes() == rebuilt
-
-
-def test_negative_cap_is_refused():
+def test_limits_of_buckets(cap_mib, caps_mib, limits_bytes):
+    assert bucket_limits_bytes(cap_mib, caps_mib) == limits_bytes
     with pytest.raises(ConfigurationError, match=r"expected a number >= 0, got -1"):
-        BucketCaps.from_arguments(-1, None)
+        bucket_limits_bytes(-1, None)
 
 
 @pytest.mark.parametrize(
@@ -130,7 +119,13 @@ def test_pack_multiplies_by_the_reciprocal_like_native(as_view, divisor, dtype):
     parameters = random_parameters(dtype)
     expected = [p.grad * (1.0 / divisor) if divisor != 1 else p.grad.clone() for p in parameters]
     bucket = make_bucket(parameters)
-    pack_all((ViewPacking if as_view else CopyPacking)(bucket), divisor)
+    gradients = [p.grad for p in parameters]
+    for p in parameters:
+        p.grad = None
+    packing = (ViewPacking if as_view else Packing)(bucket)
+    for p, gradient in zip(parameters, gradients, strict=True):
+        p.grad = gradient
+    pack_all(packing, divisor)
     assert not bucket.flat.isnan().any()
     for parameter, view, want in zip(parameters, bucket.views, expected, strict=True):
         assert torch.equal(view, want)
@@ -172,7 +167,7 @@ def test_undefined_gradient_counts_as_zero_and_is_created(missing):
     parameters = random_parameters()
     parameters[missing].grad = None
     bucket = make_bucket(parameters)
-    packing = CopyPacking(bucket)
+    packing = Packing(bucket)
     pack_all(packing, 2)
     assert torch.equal(bucket.views[missing], torch.zeros_like(parameters[missing]))
     result = torch.randn_like(bucket.flat)
@@ -186,7 +181,7 @@ def test_unpack_leaves_skipped_parameters_alone():
     parameters = random_parameters()
     parameters[3].grad = None
     bucket = make_bucket(parameters)
-    packing = CopyPacking(bucket)
+    packing = Packing(bucket)
     pack_all(packing, 1)
     before = copy.deepcopy(parameters[0].grad)
     skip = [i in (0, 3) for i in range(len(parameters))]
@@ -210,7 +205,7 @@ def test_sparse_gradient_in_a_dense_bucket_is_named():
     parameters = random_parameters()
     parameters[0].grad = torch.sparse_coo_tensor([[0]], [1.0], (3,), check_invariants=True)
     with pytest.raises(ReductionError, match=r"'p0' received a sparse gradient"):
-        pack_all(CopyPacking(make_bucket(parameters)), 2)
+        pack_all(Packing(make_bucket(parameters)), 2)
 
 
 def test_sparse_bucket():

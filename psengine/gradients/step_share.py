@@ -1,0 +1,64 @@
+"""What this rank's gradients count in a backward: by its samples, or by how many ranks have data."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from psengine.collectives.base import Collective
+from psengine.strategies.exchange import Exchange, Step
+from psengine.tensors.share import Share
+
+
+class StepShare:
+    """Asks the exchange for this rank's share, once for each backward.
+
+    Args:
+        exchange: decides who divides.
+        collective: the group of replicas.
+
+    Attributes:
+        weight: weighs the gradients of the next exchanged backward; see ``Exchange.weigh``.
+        shadows_weights: inside ``join``, whether the other ranks weigh the gradients of this iteration.
+    """
+
+    def __init__(self, exchange: Exchange, collective: Collective) -> None:
+        self.collective = collective
+        self.weight: float | None = None
+        self.shadows_weights = False
+        self._exchange = exchange
+        self._has_weighed = False
+        self._share: Share | None = None
+        self._in_join = False
+        self._live_ranks_work: Any = None
+
+    def join_step(self, live_ranks_work: Any) -> None:
+        """The coming backward is inside ``join``; ``live_ranks_work`` counts the ranks to divide by, None means all."""
+        self._in_join = True
+        self._live_ranks_work = live_ranks_work
+
+    def expect_backward(self, *, has_data: bool = True) -> None:
+        """Forward ends, or a rank without data shadows one; the ranks' weights travel while backward begins."""
+        self._share = None
+        weight = self.weight
+        if not has_data:
+            self.join_step(None)
+            weight = 0.0 if self.shadows_weights else None
+        # Once a rank has weighed, all take part in this exchange for good.
+        self._has_weighed = self._has_weighed or weight is not None
+        if self._has_weighed:
+            self._exchange.weigh(weight)
+
+    def share(self) -> Share:
+        """What this rank's gradients count."""
+        if self._share is None:
+            live_world_size = self.collective.world_size
+            if self._live_ranks_work is not None:
+                self._live_ranks_work.wait()
+                live_world_size = int(self._live_ranks_work.result()[0].item())
+            self._share = self._exchange.begin(Step(live_world_size=live_world_size, in_join=self._in_join))
+        return self._share
+
+    def settle(self) -> None:
+        """The end of a backward."""
+        self._in_join = False
+        self._live_ranks_work = None
