@@ -1,22 +1,26 @@
 """``psengine-server``: serve, or with ``keygen`` make keys.
 
-Options come from ``ServerSettings``, which also reads ``PSENGINE_*`` variables and a TOML file. Annotations of commands
-are evaluated here and now, because typer is imported only once it is known to be there.
+Options are the fields of ``ServerSettings``: an argument beats a ``PSENGINE_*`` variable, which beats a TOML file.
+Annotations of commands are evaluated here and now, because typer is imported only once it is known to be there.
 """
 
 import inspect
 import logging
 import os
 import sys
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from collections.abc import Callable, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 from psengine.environment.extras import require_server_packages
-from psengine.errors import MissingExtraError, PSEngineError
+from psengine.errors import PSEngineError
 from psengine.version import __version__
 
 if TYPE_CHECKING:
     import typer
+
+    from psengine.parameter_server.server.settings import ServerSettings
 
 EXIT_USAGE = 2
 
@@ -25,19 +29,29 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line; ends the process with the server's exit code."""
     try:
         require_server_packages("parameter servers", "typer")
-    except MissingExtraError as error:
-        _end(error)
-    _build()(args=None if arguments is None else list(arguments), prog_name="psengine-server")
+        build_app(_serve)(args=None if arguments is None else list(arguments), prog_name="psengine-server")
+    except PSEngineError as error:
+        print(f"psengine-server: {error}", file=sys.stderr)
+        sys.exit(EXIT_USAGE)
 
 
-def _build() -> "typer.Typer":
+def build_app(run: "Callable[[ServerSettings, bool, int | None], int]") -> "typer.Typer":
+    """The command line.
+
+    Args:
+        run: serves, given the settings, ``--until-stdin-closes`` and ``--announce-fd``; returns the exit code.
+    """
     import typer
+
+    from psengine.parameter_server.server.settings import ServerSettings
 
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 
     def serve(context: Any, **options: Any) -> None:
+        until_stdin_closes, announce_fd = options.pop("until_stdin_closes"), options.pop("announce_fd")
+        del options["config"], options["version"]
         if context.invoked_subcommand is None:
-            raise typer.Exit(_serve(options))
+            raise typer.Exit(run(ServerSettings(**options), until_stdin_closes, announce_fd))
 
     serve.__doc__ = (
         "Keep the parameters of training jobs: a psengine parameter server.\n\nEvery option may also be given as a"
@@ -58,35 +72,58 @@ def _build() -> "typer.Typer":
         The server needs its own pair (--curve-key server.key) and the .pub files of all clients (--allow DIRECTORY);
         a client needs its own pair and the server's .pub file.
         """
-        _keygen(directory, name)
+        from psengine.parameter_server.server.transport.authentication import keygen
+
+        secret_path, public_path = keygen(directory, name)
+        print(f"{secret_path}  keep secret")
+        print(f"{public_path}  give to the other side")
 
     app.command()(keygen)
     return app
 
 
 def _parameters() -> list[inspect.Parameter]:
-    """One option per setting, all of them texts that ``ServerSettings.load`` understands, and our own."""
+    """One option for each setting, and further ones."""
     import typer
 
-    from psengine.parameter_server.server.settings import describe_settings
+    from psengine.parameter_server.server.settings import ENVIRONMENT_PREFIX, ServerSettings, read_config
+
+    def load_config(context: typer.Context, path: str | None) -> str | None:
+        if path:
+            read = read_config(Path(path))
+            # As in a variable: each option's own type reads its text.
+            context.default_map = {name: _as_text(value) for name, value in read.items()}
+        return path
+
+    def show_version(is_wanted: bool) -> None:
+        if is_wanted:
+            print(f"psengine-server {__version__}")
+            raise typer.Exit
 
     found: list[tuple[str, Any, Any]] = [("context", typer.Context, inspect.Parameter.empty)]
-    for name, (explanation, default) in describe_settings().items():
-        option = f"--{name.replace('_', '-')}"
-        if isinstance(default, bool):
-            found.append((name, Annotated[bool, typer.Option(option, help=explanation)], False))
-        else:
-            shown = "" if default is None else f" [default: {default}]"
-            metavar = {int: "NUMBER", float: "SECONDS"}.get(type(default), "TEXT")
-            annotation = Annotated[str | None, typer.Option(option, metavar=metavar, help=explanation + shown)]
-            found.append((name, annotation, None))
+    types = get_type_hints(ServerSettings)
+    for one in fields(ServerSettings):
+        parse = one.metadata["parse"]
+        option = typer.Option(
+            f"--{one.name.replace('_', '-')}",
+            envvar=f"{ENVIRONMENT_PREFIX}{one.name.upper()}",
+            help=one.metadata["help"],
+            parser=parse,
+            metavar=parse and parse.__name__.strip("_").upper(),
+        )
+        found.append((one.name, Annotated[str | None if parse else types[one.name], option], one.default))
+    config = typer.Option(
+        "--config",
+        metavar="FILE",
+        envvar=f"{ENVIRONMENT_PREFIX}CONFIG",
+        help="TOML file of settings.",
+        callback=load_config,
+        is_eager=True,
+    )
+    version = typer.Option("--version", help="Show the version and exit.", callback=show_version, is_eager=True)
     found += [
-        (
-            "config",
-            Annotated[str | None, typer.Option("--config", metavar="FILE", help="TOML file of settings.")],
-            None,
-        ),
-        ("version", Annotated[bool, typer.Option("--version", help="Show the version and exit.")], False),
+        ("config", Annotated[str | None, config], None),
+        ("version", Annotated[bool, version], False),
         ("until_stdin_closes", Annotated[bool, typer.Option("--until-stdin-closes", hidden=True)], False),
         ("announce_fd", Annotated[int | None, typer.Option("--announce-fd", hidden=True)], None),
     ]
@@ -96,21 +133,13 @@ def _parameters() -> list[inspect.Parameter]:
     ]
 
 
-def _serve(options: dict[str, Any]) -> int:
-    from psengine.parameter_server.server.daemon import Server, log_start
-    from psengine.parameter_server.server.settings import ServerSettings
+def _as_text(value: Any) -> str:
+    return ",".join(map(str, value)) if isinstance(value, list) else str(value)
 
-    if options.pop("version"):
-        print(f"psengine-server {__version__}")
-        return 0
-    until_stdin_closes, announce_fd = options.pop("until_stdin_closes"), options.pop("announce_fd")
-    config = options.pop("config")
-    # A flag that was not given is for the environment or the file to set.
-    given = {name: value for name, value in options.items() if value is not None and value is not False}
-    try:
-        settings = ServerSettings.load(given, config=config)
-    except PSEngineError as error:
-        _end(error)
+
+def _serve(settings: "ServerSettings", until_stdin_closes: bool, announce_fd: int | None) -> int:
+    from psengine.parameter_server.server.daemon import Server, log_start
+
     _log_to_stderr(settings.log_format)
 
     def announce(line: str) -> None:
@@ -125,17 +154,6 @@ def _serve(options: dict[str, Any]) -> int:
                 file.write(line + "\n")
 
     return Server(settings, until_stdin_closes=until_stdin_closes).run(announce)
-
-
-def _keygen(directory: str, name: str) -> None:
-    from psengine.parameter_server.server.transport.authentication import keygen
-
-    try:
-        secret_path, public_path = keygen(directory, name)
-    except PSEngineError as error:
-        _end(error)
-    print(f"{secret_path}  keep secret")
-    print(f"{public_path}  give to the other side")
 
 
 def _log_to_stderr(log_format: str) -> None:
@@ -155,11 +173,6 @@ def _print(line: str) -> None:
     except OSError:
         # The reader is gone. Text left in the buffer would make the interpreter fail at its end.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-
-
-def _end(error: Exception) -> NoReturn:
-    print(f"psengine-server: {error}", file=sys.stderr)
-    sys.exit(EXIT_USAGE)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import socket
 from collections.abc import Callable, Iterator
+from dataclasses import fields
 
 from psengine.cli.doctor_checks.findings import CheckContext, Finding, note, ok, problem, problem_of, warning
 from psengine.environment.launchers import detect
@@ -90,9 +91,9 @@ def variables(context: CheckContext) -> Iterator[Finding]:
 
 def known_names() -> list[str]:
     """Every variable that psengine reads."""
-    from psengine.parameter_server.server.settings import describe_settings
+    from psengine.parameter_server.server.settings import ServerSettings
 
-    return sorted({*KNOWN, *(PREFIX + name.upper() for name in describe_settings())})
+    return sorted({*KNOWN, *(PREFIX + one.name.upper() for one in fields(ServerSettings))})
 
 
 def _misspelt(name: str, known: list[str]) -> str | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 from argparse import Namespace
 from collections.abc import Container, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -235,9 +235,9 @@ def _check_servers(given: RunOptions) -> None:
 
 def _server_arguments(options: Sequence[str]) -> list[str]:
     """``["lease_s=10"]`` as psengine-server takes them."""
-    from psengine.parameter_server.server.settings import describe_settings
+    from psengine.parameter_server.server.settings import ServerSettings
 
-    known = {name: default for name, (_, default) in describe_settings().items() if name not in _OUR_SERVER_OPTIONS}
+    known = {one.name: one.default for one in fields(ServerSettings) if one.name not in _OUR_SERVER_OPTIONS}
     arguments: list[str] = []
     for option in options:
         name, _, value = option.partition("=")

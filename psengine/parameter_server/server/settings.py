@@ -1,4 +1,4 @@
-"""Every setting of a server, in one place: argument before environment before file before default."""
+"""Every setting of a server, in one place; ``psengine-server`` makes an option of each."""
 # ruff: noqa: RUF009 - _setting() makes a dataclass field
 
 from __future__ import annotations
@@ -8,15 +8,14 @@ import importlib
 import math
 import re
 import sys
-from collections.abc import Callable, Mapping
-from dataclasses import MISSING, Field, dataclass, field, fields
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from psengine.environment.installation import install_command
+from psengine.environment.extras import missing_extra
 from psengine.environment.local_sockets import LONGEST_PATH_BYTES
-from psengine.environment.variables import read_variable
-from psengine.errors import ConfigurationError, MissingExtraError
+from psengine.errors import ConfigurationError
 
 DEFAULT_BIND = "tcp://127.0.0.1:7077"
 MAX_SHARDS = 256
@@ -29,78 +28,38 @@ _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 _UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 
 
-def _setting(default: Any, parse: Callable[[Any], Any], explanation: str) -> Any:
-    return field(default=default, metadata={"parse": parse, "help": explanation})
+def _setting(default: Any, explanation: str, parse: Callable[[str], Any] | None = None) -> Any:
+    return field(default=default, metadata={"help": explanation, "parse": parse})
 
 
-def parse_size(value: Any) -> int:
+def size(text: str) -> int:
     """Bytes of ``8GiB``, ``512 MB`` or a number.
 
     Raises:
         ValueError: it is no size.
     """
-    if isinstance(value, bool) or not isinstance(value, int | str):
-        raise ValueError("a size such as 8GiB, or a number of bytes")
-    match = _SIZE.fullmatch(str(value))
+    match = _SIZE.fullmatch(text)
     if match is None:
-        raise ValueError("a size such as 8GiB, or a number of bytes")
+        raise ValueError(f"expected a size such as 8GiB, or a number of bytes, got {text!r}")
     return int(float(match[1]) * _UNITS[(match[2] or "").lower()])
 
 
-def _parse_text(value: Any) -> str:
-    if not isinstance(value, str) or not value.strip():
-        raise ValueError("a text")
-    return value.strip()
+def _path(text: str) -> Path:
+    if not text.strip():
+        raise ValueError("expected a path, got nothing")
+    return Path(text).expanduser()
 
 
-def _parse_integer(value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int | str):
-        raise ValueError("a whole number")
-    try:
-        return int(value)
-    except ValueError:
-        raise ValueError("a whole number") from None
-
-
-def _parse_seconds(value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float | str):
-        raise ValueError("a number of seconds")
-    try:
-        return float(value)
-    except ValueError:
-        raise ValueError("a number of seconds") from None
-
-
-def _parse_modules(value: Any) -> tuple[str, ...]:
-    names = value.split(",") if isinstance(value, str) else value
-    if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
-        raise ValueError("names of modules, with commas")
-    names = [name.strip() for name in names]
-    if not names or not all(part.isidentifier() for name in names for part in name.split(".")):
-        raise ValueError("names of modules, with commas")
-    return tuple(names)
-
-
-def _parse_path(value: Any) -> Path:
-    if not isinstance(value, str | Path) or not str(value).strip():
-        raise ValueError("a path")
-    return Path(value).expanduser()
-
-
-def _parse_flag(value: Any) -> bool:
-    if isinstance(value, bool):
-        return value
-    text = str(value).strip().lower()
-    if text in ("1", "true", "yes", "on"):
-        return True
-    if text in ("0", "false", "no", "off"):
-        return False
-    raise ValueError("true or false")
+def _modules(text: str) -> tuple[str, ...]:
+    names = tuple(name.strip() for name in text.split(","))
+    if not all(part.isidentifier() for name in names for part in name.split(".")):
+        raise ValueError(f"expected names of modules, with commas, got {text!r}")
+    return names
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServerSettings:
-    """How a server process runs; ``describe_settings`` lists what each setting means.
+    """How a server process runs. A field's metadata has its explanation, and what reads it from a text.
 
     Raises:
         ConfigurationError: a value is out of its bounds, or two contradict each other.
@@ -108,54 +67,47 @@ class ServerSettings:
 
     bind: str = _setting(
         DEFAULT_BIND,
-        _parse_text,
         "Address of the first shard: tcp://HOST:PORT (port 0 takes a free one; the others get PORT+1, ...) or"
         " ipc://PATH (the others PATH-1, ...).",
     )
-    shards: int = _setting(1, _parse_integer, "Threads that keep parameters, each with its own socket.")
-    snapshot_dir: Path | None = _setting(None, _parse_path, "Where snapshots go; without it a restart forgets all.")
+    shards: int = _setting(1, "Threads that keep parameters, each with its own socket.")
+    snapshot_dir: Path | None = _setting(None, "Where snapshots go; without it a restart forgets all.", _path)
     snapshot_interval_s: float = _setting(
-        60.0, _parse_seconds, "Seconds between snapshots; what a crash may lose. 0: only on request and at the end."
+        60.0, "Seconds between snapshots; what a crash may lose. 0: only on request and at the end."
     )
-    lease_s: float = _setting(
-        5.0, _parse_seconds, "Seconds of silence after which a worker counts as dead, five heartbeats long."
-    )
+    lease_s: float = _setting(5.0, "Seconds of silence after which a worker counts as dead, five heartbeats long.")
     status_port: int | None = _setting(
-        None,
-        _parse_integer,
-        "Port on 127.0.0.1 of the dashboard, /status.json, /metrics and /healthz; 0 takes a free one.",
+        None, "Port on 127.0.0.1 of the dashboard, /status.json, /metrics and /healthz; 0 takes a free one."
     )
     status_token: Path | None = _setting(
         None,
-        _parse_path,
         "File of mode 0600 with the token for what the dashboard can do: snapshot, evict a worker, shut down."
         " Not used without a status port.",
+        _path,
     )
-    curve_key: Path | None = _setting(None, _parse_path, "The server's .key file of keygen: encrypts every connection.")
+    curve_key: Path | None = _setting(None, "The server's .key file of keygen: encrypts every connection.", _path)
     allow: Path | None = _setting(
-        None, _parse_path, "Clients' public keys: a directory of .pub files, or one file; others are refused."
+        None, "Clients' public keys: a directory of .pub files, or one file; others are refused.", _path
     )
     secret_file: Path | None = _setting(
         None,
-        _parse_path,
         "File of mode 0600 with one random word that clients have too (PSENGINE_SECRET_FILE): encrypts TCP, and"
         " lets in whoever has it. In the place of keys.",
+        _path,
     )
     insecure: bool = _setting(
-        False,
-        _parse_flag,
-        "Let anybody in without keys: whoever reaches the address, any local user too, owns the model.",
+        False, "Let anybody in without keys: whoever reaches the address, any local user too, owns the model."
     )
     max_memory_bytes: int | None = _setting(
         None,
-        parse_size,
         "Most memory for values, optimizer state and held gradients, such as 8GiB; shards share it evenly. Default:"
         " four fifths of the machine's.",
+        size,
     )
     plugins: tuple[str, ...] | None = _setting(
-        None, _parse_modules, "Modules to import at the start, with commas: those that register codecs of your own."
+        None, "Modules to import at the start, with commas: those that register codecs of your own.", _modules
     )
-    log_format: str = _setting("text", _parse_text, "text or json: what a line of the log looks like.")
+    log_format: str = _setting("text", "text or json: what a line of the log looks like.")
 
     def __post_init__(self) -> None:
         """Check bounds, and that a reachable address is protected."""
@@ -233,63 +185,24 @@ class ServerSettings:
         if not is_good:
             raise ConfigurationError(f"{name} is out of bounds (expected {expected}, got {getattr(self, name)!r}).")
 
-    @classmethod
-    def load(cls, arguments: Mapping[str, Any] | None = None, *, config: str | Path | None = None) -> ServerSettings:
-        """Settings from arguments (None: not given), then ``PSENGINE_*`` variables, then a TOML file, then defaults.
 
-        Args:
-            arguments: by name of the setting, as texts or values.
-            config: path of the file; default ``PSENGINE_CONFIG``, else none is read.
+def read_config(path: Path) -> dict[str, Any]:
+    """The settings of a TOML file, by name.
 
-        Raises:
-            ConfigurationError: an unknown name in the file, or a value that a setting cannot have.
-        """
-        values: dict[str, Any] = {}
-        path = config or read_variable(f"{ENVIRONMENT_PREFIX}CONFIG")
-        settings = {setting.name: setting for setting in fields(cls)}
-        from_file = _read_toml(Path(path), settings) if path else {}
-        for name, setting in settings.items():
-            argument = (arguments or {}).get(name)
-            variable = f"{ENVIRONMENT_PREFIX}{name.upper()}"
-            text = read_variable(variable)
-            if argument is not None:
-                values[name] = _parsed(setting, argument, f"--{name.replace('_', '-')}")
-            elif text is not None and text.strip():
-                values[name] = _parsed(setting, text, variable)
-            elif name in from_file:
-                values[name] = _parsed(setting, from_file[name], f"{name} in {path}")
-        return cls(**values)
-
-
-def describe_settings() -> dict[str, tuple[str, Any]]:
-    """Name of each setting, in order, to what it means and its default."""
-    return {
-        setting.name: (setting.metadata["help"], None if setting.default is MISSING else setting.default)
-        for setting in fields(ServerSettings)
-    }
-
-
-def _parsed(setting: Field[Any], value: Any, source: str) -> Any:
-    try:
-        return setting.metadata["parse"](value)
-    except (ValueError, OverflowError) as error:
-        raise ConfigurationError(f"{source} is not understood (expected {error}, got {value!r}).") from None
-
-
-def _read_toml(path: Path, known: Mapping[str, Any]) -> dict[str, Any]:
+    Raises:
+        ConfigurationError: it cannot be read, or has a name that is no setting's.
+        MissingExtraError: the package that reads it is missing.
+    """
     # tomllib came with Python 3.11; tomli is its source.
-    name = "tomllib" if sys.version_info >= (3, 11) else "tomli"
     try:
-        toml = importlib.import_module(name)
+        toml = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
     except ImportError as error:
-        raise MissingExtraError(
-            f"Reading {path} needs the package tomli on Python 3.10. Fix: {install_command('server')}, or"
-            " pip install tomli; or use PSENGINE_* variables."
-        ) from error
+        raise missing_extra("Configuration files", error) from error
     try:
         found: dict[str, Any] = toml.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigurationError(f"The configuration file {path} cannot be read: {error}") from error
+    known = [one.name for one in fields(ServerSettings)]
     for key in found:
         if key not in known:
             close = difflib.get_close_matches(key.replace("-", "_").lower(), known, n=1)
