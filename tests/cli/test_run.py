@@ -123,21 +123,6 @@ def test_names_that_the_script_registers_are_left_to_it(options, servers, note):
     assert note in said
 
 
-REGISTERS = """
-import psengine, torch
-psengine.register_strategy("mine", psengine.strategies.sync_all_reduce.SyncAllReduce)
-psengine.init()
-print(psengine.DistributedDataParallel(torch.nn.Linear(2, 1)).strategy.name)
-"""
-
-
-def test_a_strategy_of_the_script_is_trained_with(tmp_path):
-    (tmp_path / "train.py").write_text(REGISTERS)
-    code, out, err = run_command(["run", "--strategy", "mine", str(tmp_path / "train.py")])
-    assert (code, out) == (0, "sync\n"), err
-    assert err == "psengine run: strategy 'mine' is none of psengine's: the script has to register it\n"
-
-
 def test_one_node_meets_itself_at_a_free_port():
     def chosen(**options):
         parsed = parse_torchrun({f"--{name.replace('_', '-')}": value for name, value in options.items()}, ["train.py"])
@@ -155,7 +140,7 @@ def test_one_node_meets_itself_at_a_free_port():
 
 
 def test_arguments_reach_the_script_and_variables_the_workers():
-    options = ["--workers", "2", "--strategy", "sync", "--run-path"]
+    options = ["--workers", "2", "--strategy", "mine", "--run-path"]
     code, out, err = run_command(
         ["run", *options, "--", WORKER, "well", "--help", "--workers", "9"], environment={"OMP_NUM_THREADS": "3"}
     )
@@ -164,7 +149,8 @@ def test_arguments_reach_the_script_and_variables_the_workers():
     assert len(lines) == 2
     for rank, line in enumerate(lines):
         assert line.startswith(f"[rank {rank}] worker {rank} has ['--help', '--workers', '9'] RANK={rank}")
-        assert "WORLD_SIZE=2 PSENGINE_STRATEGY=sync PSENGINE_SERVERS=None OMP_NUM_THREADS=3" in line
+        assert "WORLD_SIZE=2 PSENGINE_STRATEGY=mine PSENGINE_SERVERS=None OMP_NUM_THREADS=3" in line
+    assert err == "psengine run: strategy 'mine' is none of psengine's: the script has to register it\n"
 
 
 def test_one_worker_writes_as_it_would_alone():

@@ -16,6 +16,7 @@ from support.command_process import WORKER, running_command, servers_of
 from support.process_table import children_of, command_line, is_running
 
 import psengine.cli.main
+from psengine.cli.launching import processes
 from psengine.cli.launching.interruption import REPEAT_S
 from psengine.cli.main import main
 
@@ -92,9 +93,13 @@ def test_what_was_ignored_stays_so_and_sigterm_always_ends_the_run():
         assert command.stderr == "psengine run: SIGTERM: ending the workers\n"
 
 
+def have_less_patience():
+    processes.GRACE_S = 0.3
+
+
 def test_a_signal_after_a_failure_keeps_its_report(tmp_path):
     line = ["run", "--workers", "2", "--shutdown-timeout", "1", WORKER, "raise-and-leave", str(tmp_path), "stubborn"]
-    with running_command(line) as command:
+    with running_command(line, prepare=have_less_patience) as command:
         command.wait_until(lambda: "ValueError: bad data" in command.stderr)
         # Rank 0 is asked to end, and does not.
         command.wait_until(lambda: len([p for p in children_of(command.pid) if WORKER in command_line(p)]) == 1)

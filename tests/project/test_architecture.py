@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ast
-import subprocess
-import sys
+import os
+import re
 from collections.abc import Iterable
 from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
+
+from support.interpreters import running_program
 
 import psengine
 from psengine.environment.installation import install_command
@@ -184,39 +186,31 @@ def test_the_protocol_knows_no_sockets_and_no_clock():
     assert not importing(modules_in("protocol/"), "socket", "time", "zmq", "threading")
 
 
-def test_importing_psengine_needs_torch_alone():
+def test_importing_psengine_needs_torch_alone_and_the_command_no_server_packages():
     program = (
         "import sys\n"
-        "for name in ('zmq', 'msgpack', 'safetensors', 'xxhash', 'typer', 'prometheus_client'):\n"
+        "for name in ('zmq', 'msgpack', 'safetensors', 'xxhash', 'prometheus_client', 'typer'):\n"
         "    sys.modules[name] = None\n"
         "import psengine\n"
         "try:\n"
         "    psengine.connect('tcp://127.0.0.1:7077')\n"
         "except psengine.errors.MissingExtraError as error:\n"
         "    print(error)\n"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
-    assert install_command("server") in done.stdout
-
-
-def test_the_command_needs_no_server_packages():
-    program = (
-        "import sys\n"
-        "for name in ('zmq', 'msgpack', 'safetensors', 'xxhash', 'prometheus_client'):\n"
-        "    sys.modules[name] = None\n"
+        "del sys.modules['typer']\n"
         "from psengine.cli.main import main\n"
-        "main(sys.argv[1:])\n"
+        "for line in (['--help'], ['status', '--servers', 'tcp://127.0.0.1:1']):\n"
+        "    try:\n"
+        "        main(line)\n"
+        "    except SystemExit as end:\n"
+        "        print('ended with', end.code)\n"
     )
-    for arguments, code, text in (
-        (["--help"], 0, "doctor"),
-        (["status", "--servers", "tcp://127.0.0.1:1"], 2, "[server]"),
-    ):
-        command = [sys.executable, "-c", program, *arguments]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-        assert done.returncode == code, done.stderr
-        assert text in done.stdout + done.stderr
-        assert "Traceback" not in done.stderr
+    with running_program(program, {**os.environ, "PYTHONPATH": str(PACKAGE.parent)}) as done:
+        assert done.wait() == 0, done.stderr
+        stdout, stderr = done.stdout, done.stderr
+    assert install_command("server") in stdout
+    assert "doctor" in stdout
+    assert re.findall(r"ended with (\d)", stdout) == ["0", "2"]
+    assert install_command("server") in stderr
 
 
 def test_only_one_module_reads_the_environment():

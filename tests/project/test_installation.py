@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.command_process import running_command
 
 import psengine
 from psengine.environment.installation import build_command, install_command, origin, reinstall_command
@@ -107,32 +108,31 @@ def other_project(folder: Path, entry_point: str = "") -> None:
     )
 
 
+def install_the_other_project():
+    sys.path.append(os.environ["OTHER_PROJECT"])
+
+
 def doctor(folder: Path) -> list[dict]:
-    path = os.pathsep.join([str(ROOT), str(folder)])
-    command = [sys.executable, "-m", "psengine.cli.main", "doctor", "--only", "installation", "--json"]
-    done = subprocess.run(
-        command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=60, cwd=folder
-    )
-    report = json.loads(done.stdout)
-    assert done.returncode == (1 if report["counts"]["problem"] else 0), done.stderr
+    environment = {"OTHER_PROJECT": str(folder)}
+    line = ["doctor", "--only", "installation", "--json"]
+    with running_command(line, environment=environment, prepare=install_the_other_project) as command:
+        code, report = command.wait(), json.loads(command.stdout)
+    assert code == (1 if report["counts"]["problem"] else 0)
     return [finding for finding in report["findings"] if finding["level"] != "ok" and str(folder) in finding["text"]]
 
 
-def test_doctor_recognises_the_other_project(tmp_path):
+@pytest.mark.parametrize(
+    ("entry_point", "level", "text"),
+    [("", "problem", "psengine 2.14.0"), ("psengine.cli.main:main", "warning", "former name")],
+)
+def test_doctor_tells_the_other_project_from_our_former_name(entry_point, level, text, tmp_path):
     assert doctor(tmp_path) == []
-    other_project(tmp_path)
+    other_project(tmp_path, entry_point)
     (finding,) = doctor(tmp_path)
-    assert finding["level"] == "problem"
-    assert "psengine 2.14.0" in finding["text"]
-    assert finding["fix"].startswith(f"pip uninstall --yes psengine, then {reinstall_command()}")
-
-
-@pytest.mark.slow
-def test_doctor_tells_our_former_name_from_it(tmp_path):
-    other_project(tmp_path, "psengine.cli.main:main")
-    (finding,) = doctor(tmp_path)
-    assert finding["level"] == "warning"
-    assert "former name" in finding["text"]
+    assert finding["level"] == level
+    assert text in finding["text"]
+    if level == "problem":
+        assert finding["fix"].startswith(f"pip uninstall --yes psengine, then {reinstall_command()}")
 
 
 def test_the_command_says_so_where_the_other_project_has_overwritten_this_one(tmp_path):
