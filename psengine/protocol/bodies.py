@@ -3,7 +3,7 @@
 A check takes a value and says what is wrong with it in words, or "" where it is right. The words begin with the place
 inside the value, so that a container only puts its own name in front: ``.rule`` + ``.quorum must be ...``.
 
-One file above 400 lines: the table of schemas is read beside the checks that it is built from.
+The file has more than 400 lines: the table of schemas is read beside the checks that it is built from.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from psengine.protocol.layout import ChunkKind
 from psengine.protocol.messages import (
     DTYPES,
     MAX_BODY_BYTES,
-    MAX_BODY_DEPTH,
     MAX_NAME_BYTES,
     MAX_SEGMENTS,
     MAX_WEIGHT,
@@ -37,8 +36,6 @@ Check = Callable[[Any, bool], str]
 MAX_TEXT_CHARS = 4000
 # What a worker says of itself stays exact as a float: sums and differences of it are taken.
 MAX_COUNTED = 2**53
-# CHUNKS lists whole chunks; its sender is the server.
-_DEPTHS = {MessageType.CHUNKS: 6}
 _INT64_MAX = 2**63 - 1
 _UINT64_MAX = 2**64 - 1
 _MAX_DIMENSIONS = 64
@@ -70,18 +67,15 @@ def number(least: float = -math.inf, most: float = math.inf) -> Check:
     return check
 
 
-def text(most_bytes: int, *, least_bytes: int = 1, printable: bool = False) -> Check:
-    """A str, its size counted in UTF-8 bytes; ``printable``: without control characters."""
+def text(most_bytes: int, *, printable: bool = False) -> Check:
+    """A str that is not empty, its size counted in UTF-8 bytes; ``printable``: without control characters."""
 
     def check(value: Any, newer: bool) -> str:
         if type(value) is not str:
             return f" must be a string (got {_shown(value)})"
-        size_bytes = len(value.encode())
-        if not least_bytes <= size_bytes <= most_bytes:
-            return f" has a bad length (expected {least_bytes} to {most_bytes} bytes in UTF-8, got {size_bytes})"
-        if printable and not value.isprintable():
-            return f" must have printable characters only (got {_shown(value)})"
-        return ""
+        if not 1 <= len(value.encode()) <= most_bytes:
+            return f" has a bad length (expected 1 to {most_bytes} bytes in UTF-8, got {len(value.encode())})"
+        return _unprintable(value) if printable else ""
 
     return check
 
@@ -90,11 +84,17 @@ def short_text(most_chars: int, *, least_chars: int = 1, printable: bool = True)
     """A str, its size counted in characters."""
 
     def check(value: Any, newer: bool) -> str:
-        if type(value) is str and not least_chars <= len(value) <= most_chars:
+        if type(value) is not str:
+            return f" must be a string (got {_shown(value)})"
+        if not least_chars <= len(value) <= most_chars:
             return f" has a bad length (expected {least_chars} to {most_chars} characters, got {len(value)})"
-        return text(4 * most_chars, least_bytes=0, printable=printable)(value, newer)
+        return _unprintable(value) if printable else ""
 
     return check
+
+
+def _unprintable(value: str) -> str:
+    return "" if value.isprintable() else f" must have printable characters only (got {_shown(value)})"
 
 
 def one_of(*words: str | None) -> Check:
@@ -266,12 +266,11 @@ _sizes = listing(_unsigned, _MAX_DIMENSIONS)
 _segments = listing(also(row(_name, _sizes, _sizes, _unsigned, _unsigned), _dense_segment), MAX_SEGMENTS)
 _chunk_key = integer(0, NO_KEY - 1)
 _kind = one_of(*(kind.value for kind in ChunkKind))
-_dtype_number = integer(1, max(DTYPES))
+_place = {"key": _chunk_key, "dtype": integer(1, max(DTYPES)), "numel": _unsigned}
 _worker_life = record({"rank": _rank, "incarnation": _any_64_bits})
 _answer = record(
     {}, {"contributors": _unsigned, "refused": one_of("non_finite", "stale", "abstained"), "late": boolean}
 )
-_empty = record({})
 _round = integer(1)
 _probed = record({}, {"round": _round})
 
@@ -289,7 +288,10 @@ _RULES: dict[str, Check] = {
     ),
 }
 
+# Every other type has an empty body.
 SCHEMAS: dict[MessageType, Check] = {
+    **dict.fromkeys(MessageType, record({})),
+    **dict.fromkeys((MessageType.PROBE, MessageType.MISSING, MessageType.SENT, MessageType.REPEAT), _probed),
     MessageType.HELLO: also(
         record(
             {
@@ -329,10 +331,7 @@ SCHEMAS: dict[MessageType, Check] = {
         {"local": text(MAX_NAME_BYTES, printable=True)},
     ),
     # key, dtype and numel stand in the header; in the body they may be repeated.
-    MessageType.REGISTER: also(
-        record({"kind": _kind, "segments": _segments}, {"key": _chunk_key, "dtype": _dtype_number, "numel": _unsigned}),
-        _sums_up,
-    ),
+    MessageType.REGISTER: also(record({"kind": _kind, "segments": _segments}, _place), _sums_up),
     MessageType.SEAL: record({"chunks": _unsigned, "fingerprint": _any_64_bits}),
     MessageType.CONFIGURE: also(
         record(
@@ -347,20 +346,7 @@ SCHEMAS: dict[MessageType, Check] = {
     MessageType.LIST: record({"after": integer(-1, NO_KEY - 1)}),
     MessageType.CHUNKS: record(
         {
-            "chunks": listing(
-                also(
-                    record(
-                        {
-                            "key": _chunk_key,
-                            "kind": _kind,
-                            "dtype": _dtype_number,
-                            "numel": _unsigned,
-                            "segments": _segments,
-                        }
-                    ),
-                    _sums_up,
-                )
-            ),
+            "chunks": listing(also(record({**_place, "kind": _kind, "segments": _segments}), _sums_up)),
             "more": boolean,
             "total": _unsigned,
         }
@@ -375,11 +361,7 @@ SCHEMAS: dict[MessageType, Check] = {
         },
     ),
     MessageType.UPDATED: _answer,
-    MessageType.PROBE: _probed,
     MessageType.PENDING: record({}, {"waiting_for": _ranks, "round": _round, "arrived_bytes": _unsigned}),
-    MessageType.MISSING: _probed,
-    MessageType.SENT: _probed,
-    MessageType.REPEAT: _probed,
     MessageType.PULL: also(record({}, {"slot": _name, "blob": _name}), _slot_or_blob),
     MessageType.VALUES: record({}, {"slot": _name, "steps": listing(_finite), "pieces": _unsigned}),
     MessageType.STORE: also(
@@ -397,24 +379,14 @@ SCHEMAS: dict[MessageType, Check] = {
         },
     ),
     MessageType.HEARTBEAT_ACK: record({"members": _ranks, "durable_version": nullable(_unsigned)}),
-    MessageType.JOIN: _empty,
     MessageType.STATE_WANTED: _worker_life,
     MessageType.ADMIT: _worker_life,
-    MessageType.RESULT_WANTED: _empty,
     MessageType.RESULT: _answer,
-    MessageType.STATUS: _empty,
-    MessageType.STATUS_REPORT: _empty,
-    MessageType.SNAPSHOT: _empty,
-    MessageType.BYE: _empty,
     MessageType.OK: record(
         {}, {"generation": _unsigned, "slots": listing(_name), "lost": row(_unsigned, _unsigned, _unsigned)}
     ),
     MessageType.ERROR: record({"code": short_text(64), "text": short_text(MAX_TEXT_CHARS, printable=False)}),
-    MessageType.ECHO: _empty,
-    MessageType.ECHOED: _empty,
     MessageType.PROGRESS: record({"chunks": listing(also(listing(_unsigned), _progress)), "more": boolean}),
-    MessageType.PROGRESS_WANTED: _empty,
-    MessageType.LEAVE: _empty,
 }
 
 
@@ -456,10 +428,12 @@ _WITHOUT_BODY = {kind: schema({}, False) for kind, schema in SCHEMAS.items()}
 
 
 def _unpack(kind: MessageType, raw: bytes, newer: bool) -> dict[str, Any]:
-    complaint = _scan(raw, _DEPTHS.get(kind, MAX_BODY_DEPTH))
-    if not complaint:
+    # msgpack allocates no container of more items than ``raw`` has bytes; the schemas refuse whatever else is odd.
+    if len(raw) > MAX_BODY_BYTES:
+        complaint = f" is too large (expected at most {MAX_BODY_BYTES} bytes, got {len(raw)})"
+    else:
         try:
-            body: dict[str, Any] = msgpack.unpackb(raw, strict_map_key=True, object_pairs_hook=_without_duplicates)
+            body: dict[str, Any] = msgpack.unpackb(raw, object_pairs_hook=_plain_map)
         except (ValueError, msgpack.UnpackException) as error:
             complaint = f" is no valid msgpack: {error}"
         else:
@@ -472,83 +446,15 @@ def _unpack(kind: MessageType, raw: bytes, newer: bool) -> dict[str, Any]:
 _remembered = lru_cache(maxsize=64)(_unpack)
 
 
-def _without_duplicates(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        seen: set[Any] = set()
-        repeated = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
-        raise ValueError(f"the key {_shown(repeated)} stands twice in a map")
+def _plain_map(pairs: list[tuple[Any, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if type(key) is not str or key in found:
+            problem = "stands twice in a map" if key in found else "is no string"
+            raise ValueError(f"the key {_shown(key)} {problem}")
+        found[key] = value
     return found
 
 
 def _shown(value: Any) -> str:
     return reprlib.repr(value)
-
-
-# ---- The scan: msgpack's structure, before anything is allocated. https://github.com/msgpack/msgpack/blob/master/spec.md
-# By first byte: (bytes that follow, of which a big-endian count; items per count; or 0 where the count is of bytes).
-_FIXED, _BYTES, _ITEMS, _REFUSED = range(4)
-_Token = tuple[int, int, str]
-
-
-def _tokens() -> list[_Token]:
-    table: list[_Token] = [(_FIXED, 0, "")] * 256
-    for size, first in ((1, 0xCC), (2, 0xCD), (4, 0xCE), (8, 0xCF), (1, 0xD0), (2, 0xD1), (4, 0xD2), (8, 0xD3)):
-        table[first] = (_FIXED, size, "")
-    table[0xCA], table[0xCB] = (_FIXED, 4, ""), (_FIXED, 8, "")
-    for power, first in enumerate((0xD9, 0xDA, 0xDB)):
-        table[first] = (_BYTES, 1 << power, "")
-    for power, (array, mapping) in enumerate(((0xDC, 0xDE), (0xDD, 0xDF)), start=1):
-        table[array], table[mapping] = (_ITEMS, 1 << power, "array"), (_ITEMS, 1 << power, "map")
-    for first in (0xC7, 0xC8, 0xC9, 0xD4, 0xD5, 0xD6, 0xD7, 0xD8):
-        table[first] = (_REFUSED, 0, "an extension type or timestamp")
-    for first in (0xC4, 0xC5, 0xC6):
-        table[first] = (_REFUSED, 0, "a byte string")
-    table[0xC1] = (_REFUSED, 0, "the unused byte 0xc1")
-    return table
-
-
-_TOKENS = _tokens()
-_MAPS = frozenset({*range(0x80, 0x90), 0xDE, 0xDF})
-
-
-def _scan(raw: bytes, most_depth: int) -> str:
-    """What is wrong with the structure: too deep, cut short, with something after it, of a type not allowed; or ""."""
-    end = len(raw)
-    if end > MAX_BODY_BYTES:
-        return f" is too large (expected at most {MAX_BODY_BYTES} bytes, got {end})"
-    if not raw or raw[0] not in _MAPS:
-        return " must be a msgpack map (got something else)"
-    at = 0
-    open_items = [1]  # per level: values that are still to come
-    while open_items:
-        if not open_items[-1]:
-            open_items.pop()
-            continue
-        open_items[-1] -= 1
-        if at >= end:
-            return f" is cut short: a value is missing at byte {at}"
-        first = raw[at]
-        at += 1
-        if 0xA0 <= first <= 0xBF:
-            at += first & 0x1F
-        elif 0x80 <= first <= 0x9F:
-            open_items.append((first & 0x0F) * (1 if first & 0x10 else 2))
-        else:
-            kind, size, words = _TOKENS[first]
-            if kind == _FIXED:
-                at += size
-            elif kind == _REFUSED:
-                return f" holds {words} at byte {at - 1}, which the protocol does not allow"
-            else:
-                count = int.from_bytes(raw[at : at + size], "big")
-                at += size
-                if kind == _BYTES:
-                    at += count
-                else:
-                    open_items.append(count * (2 if words == "map" else 1))
-        if at > end:
-            return f" is cut short: a value reaches {at - end} bytes past its end"
-        if len(open_items) > most_depth + 1:
-            return f" is nested too deeply (expected at most {most_depth} levels, got more at byte {at - 1})"
-    return "" if at == end else f" is followed by {end - at} bytes that do not belong to it"

@@ -1,9 +1,9 @@
-"""Messages to frames and back: strict, without copying payloads. No sockets, no clock.
+"""Messages to frames and back: checked, without copying payloads. No sockets, no clock.
 
     frames:  | header, 88 bytes | body (msgpack), if any | payload (raw bytes of one tensor), if any |
 
-``docs/protocol.md`` gives the header field by field. Whatever a peer sends, ``decode`` returns a message whose fields
-agree with each other, or raises ``ProtocolError``; nothing else comes out, and nothing is allocated by a declared size.
+``docs/protocol.md`` describes the header field by field. Whatever a peer sends, ``decode`` returns a message whose
+fields agree with each other, or raises ``ProtocolError``; a declared size allocates nothing.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from psengine.protocol.messages import (
     DTYPE_NUMBERS,
     DTYPES,
     MAGIC,
-    MAX_BODY_BYTES,
     MAX_PAYLOAD_BYTES,
     NO_KEY,
     PROTOCOL_VERSION,
@@ -37,7 +36,7 @@ from psengine.protocol.messages import (
 # body_bytes, dtype, three zero bytes, checksum
 _HEADER = struct.Struct("<4sHBBQQIIQQQQQIB3sQ")
 HEADER_BYTES = _HEADER.size
-_PREFIX = struct.Struct("<4sHB")  # never moves, whatever the version
+_PREFIX = struct.Struct("<4sHB")  # the same in every version
 
 FLAG_CHECKSUM = 1
 FLAG_BODY = 2
@@ -45,7 +44,7 @@ FLAG_PAYLOAD = 4
 _FLAGS = FLAG_CHECKSUM | FLAG_BODY | FLAG_PAYLOAD
 _ZEROS = b"\0\0\0"
 
-# Readable by every version, for ever: how two that are too far apart tell each other so.
+# Readable by every version: peers whose versions are too far apart tell each other so.
 _TIMELESS = frozenset({MessageType.ERROR})
 _PAYLOAD_REQUIRED = frozenset(
     {
@@ -58,7 +57,7 @@ _PAYLOAD_REQUIRED = frozenset(
         MessageType.ECHOED,
     }
 )
-# PUSH without one abstains; VALUES without one: that slot holds nothing yet.
+# A PUSH without payload abstains; VALUES without payload: the slot is empty.
 _PAYLOAD_OPTIONAL = frozenset({MessageType.PUSH, MessageType.VALUES})
 _EXCHANGES = frozenset(
     {
@@ -146,8 +145,8 @@ def decode(frames: Sequence[Any], *, version: int = PROTOCOL_VERSION) -> Message
     """The message in a list of frames (without a routing id).
 
     Args:
-        frames: bytes-like objects, ``zmq.Frame`` among them. The payload stays a view of its frame. Bodies of PUSH and
-            UPDATED may be shared between messages: do not change them.
+        frames: bytes-like objects. The payload stays a view of its frame. Bodies of PUSH and UPDATED may be shared
+            between messages: do not change them.
         version: the protocol version we speak.
 
     Raises:
@@ -181,10 +180,9 @@ def decode(frames: Sequence[Any], *, version: int = PROTOCOL_VERSION) -> Message
     body: dict[str, Any] = {}
     if has_body:
         raw = frames[1]
-        if len(raw) != body_bytes or body_bytes > MAX_BODY_BYTES:
+        if len(raw) != body_bytes:
             raise ProtocolError(
-                f"{kind.name} body has a wrong size (expected {body_bytes} bytes by the header, at most "
-                f"{MAX_BODY_BYTES}, got {len(raw)})"
+                f"{kind.name} body has a wrong size (expected {body_bytes} bytes by the header, got {len(raw)})"
             )
         body = bodies.unpack(kind, bytes(raw), newer=peer_version > version or kind in _TIMELESS)
     elif body_bytes:
@@ -216,7 +214,7 @@ def decode(frames: Sequence[Any], *, version: int = PROTOCOL_VERSION) -> Message
 def refusal(frames: Sequence[Any], error: ProtocolError, *, version: int = PROTOCOL_VERSION) -> Message | None:
     """The ERROR that answers frames which ``decode`` refused; None where they are an ERROR themselves.
 
-    It names the request's job, worker, key and sequence where the frames have a header that we can read.
+    It has the request's job, worker, key and sequence where the header can be read.
     """
     answer = Message(MessageType.ERROR, body={"code": error.code, "text": str(error)[: bodies.MAX_TEXT_CHARS]})
     if frames and len(frames[0]) == HEADER_BYTES:
@@ -232,9 +230,9 @@ def refusal(frames: Sequence[Any], error: ProtocolError, *, version: int = PROTO
 
 
 def payload_tensor(message: Message) -> torch.Tensor:
-    """The payload as a 1-D tensor of the message's dtype and numel: a view, which must not be written to.
+    """The payload as a 1-D tensor of the message's dtype and numel; must not be written to.
 
-    The memory belongs to the frame, which the tensor keeps alive. A small payload at an odd address is copied.
+    The tensor is a view of the frame and keeps it alive; of read-only or unaligned memory it is a copy.
     """
     payload, dtype = message.payload, message.dtype
     if payload is None or dtype is None:
@@ -249,8 +247,8 @@ def payload_tensor(message: Message) -> torch.Tensor:
         )
     if not view.nbytes:
         return torch.empty(0, dtype=dtype)
-    # torch warns of read-only memory; pyzmq's frames are writable, bytes are not.
-    tensor = torch.frombuffer(_writable(view) if view.readonly else view, dtype=dtype)
+    # torch warns of read-only memory, as bytes are; pyzmq's frames are writable.
+    tensor = torch.frombuffer(bytearray(view) if view.readonly else view, dtype=dtype)
     # libzmq packs small frames behind each other; kernels may count on aligned elements.
     return tensor.clone() if tensor.data_ptr() % min(dtype.itemsize, 8) else tensor
 
@@ -365,29 +363,3 @@ def _bytes_at(address: int, size_bytes: int, owner: Any) -> memoryview:
     array = _array_type(size_bytes).from_address(address)
     array.owner = owner
     return memoryview(array).cast("B")
-
-
-class _PyBuffer(ctypes.Structure):
-    """Py_buffer of CPython's C API."""
-
-    _fields_ = [
-        ("buf", ctypes.c_void_p), ("obj", ctypes.c_void_p), ("len", ctypes.c_ssize_t), ("itemsize", ctypes.c_ssize_t),
-        ("readonly", ctypes.c_int), ("ndim", ctypes.c_int), ("format", ctypes.c_char_p), ("shape", ctypes.c_void_p),
-        ("strides", ctypes.c_void_p), ("suboffsets", ctypes.c_void_p), ("internal", ctypes.c_void_p),
-    ]  # fmt: skip
-
-
-_get_buffer = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.py_object, ctypes.POINTER(_PyBuffer), ctypes.c_int)(
-    ("PyObject_GetBuffer", ctypes.pythonapi)
-)
-_release_buffer = ctypes.PYFUNCTYPE(None, ctypes.POINTER(_PyBuffer))(("PyBuffer_Release", ctypes.pythonapi))
-
-
-def _writable(view: memoryview) -> memoryview:
-    """The same bytes as memory that claims to be writable; the result keeps ``view`` alive, which pins the address."""
-    buffer = _PyBuffer()
-    _get_buffer(view, ctypes.byref(buffer), 0)
-    try:
-        return _bytes_at(buffer.buf, view.nbytes, view)
-    finally:
-        _release_buffer(ctypes.byref(buffer))

@@ -1,6 +1,6 @@
-"""Which optimizers run on servers, what state they keep, and the bounds of their numbers. Pure.
+"""The optimizers that servers run: their hyperparameters with bounds, and the state they keep. Pure.
 
-The client describes its ``torch.optim`` optimizer in these words (CONFIGURE and PUSH), the server checks them again.
+CONFIGURE and PUSH carry the hyperparameters of a ``torch.optim`` optimizer in this form; the server checks them again.
 """
 
 from __future__ import annotations
@@ -90,8 +90,8 @@ _ADAM: dict[str, Number | Pair | Flag] = {
     "decoupled_weight_decay": Flag(),
 }
 
-# The arguments of the classes' constructors, without those that choose an implementation (foreach, capturable), which
-# change no bit on servers' CPUs, or hardly one. "fused", which does, may stand in a group beside them where it is true.
+# The arguments of the constructors, without those that choose an implementation (foreach, capturable): on a CPU
+# they change hardly a bit. "fused" does, and may stand in a group where it is true.
 HYPERPARAMETERS: dict[str, dict[str, Number | Pair | Flag]] = {
     "SGD": {
         "lr": _LEARNING_RATE,
@@ -124,7 +124,7 @@ HYPERPARAMETERS: dict[str, dict[str, Number | Pair | Flag]] = {
 
 FUSED = ("SGD", "Adam", "AdamW", "Adagrad")
 
-# Tensors of state, by torch's own names -> the hyperparameter that calls for them, "" where the class always has them.
+# Tensors of state by torch's names -> the hyperparameter that makes the optimizer keep them, "" where it always does.
 SLOTS: dict[str, dict[str, str]] = {
     "SGD": {"momentum_buffer": "momentum"},
     "Adam": {"exp_avg": "", "exp_avg_sq": "", "max_exp_avg_sq": "amsgrad"},
@@ -140,9 +140,9 @@ def slot_names(name: str, groups: list[dict[str, Any]]) -> tuple[str, ...]:
 
 
 def check_groups(name: Any, groups: Any) -> list[dict[str, Any]]:
-    """Return a checked copy of what a peer sent as optimizer ``name``'s groups, numbers as floats.
+    """A checked copy of the groups that a peer sent for optimizer ``name``, numbers as floats.
 
-    Every group has all of the optimizer's hyperparameters and no others; equal to ``groups`` if these were well-formed.
+    Every group has all of the optimizer's hyperparameters and no others.
 
     Raises:
         ProtocolError: an unknown optimizer or hyperparameter, one that is missing, or a value out of its bounds.
@@ -157,37 +157,30 @@ def check_groups(name: Any, groups: Any) -> list[dict[str, Any]]:
 
 
 def _check_group(name: str, index: int, group: Any) -> dict[str, Any]:
-    known = HYPERPARAMETERS[name]
+    known = {**HYPERPARAMETERS[name], "fused": Flag()} if name in FUSED else HYPERPARAMETERS[name]
     if not isinstance(group, Mapping):
         raise _refusal(
             f"group {index} of {name} is a map of hyperparameters (expected {', '.join(known)}, got {_show(group)})"
         )
-    has_kernels = name in FUSED
     for key in group:
-        if key not in known and not (key == "fused" and has_kernels):
+        if key not in known:
             raise _refusal(
                 f"{name} has no such hyperparameter (expected {', '.join(known)}, got {_show(key)} in group {index})"
             )
     checked: dict[str, Any] = {}
     for key, kind in known.items():
-        if key not in group:
+        if key not in group and key != "fused":
             raise _refusal(
                 f"hyperparameter {key!r} of {name} is missing (expected {kind.rule(key)}, got nothing in group {index})"
             )
-        checked[key] = kind.read(group[key])
+        checked[key] = kind.read(group.get(key, False))
         if checked[key] is None:
             raise _refusal(
                 f"hyperparameter {key!r} of {name} is out of bounds"
                 f" (expected {kind.rule(key)}, got {_show(group[key])} in group {index})"
             )
-    is_fused = Flag().read(group.get("fused", False))
-    if is_fused is None:
-        raise _refusal(
-            f"hyperparameter 'fused' of {name} is out of bounds"
-            f" (expected {Flag().rule('fused')}, got {_show(group['fused'])} in group {index})"
-        )
-    if is_fused:
-        checked["fused"] = True  # left out where false, as servers know it that have no fused kernels
+    if not checked.get("fused"):
+        checked.pop("fused", None)  # older servers have no fused kernels, and do not know the word
     if checked.get("nesterov") and (checked["momentum"] <= 0 or checked["dampening"] != 0):
         raise _refusal(
             "nesterov needs a momentum and no dampening (expected momentum > 0 and dampening 0,"
@@ -206,7 +199,7 @@ def _show(value: Any) -> str:
 
 
 def optimizer_name(optimizer: torch.optim.Optimizer) -> str:
-    """The name in OPTIMIZERS of the class whose arithmetic ``optimizer`` does; subclasses may add to it, not change it.
+    """The name in OPTIMIZERS of the class whose step ``optimizer`` takes: that class, or a subclass with the same step.
 
     Raises:
         ConfigurationError: another optimizer, or a subclass with a step of its own.
@@ -233,7 +226,7 @@ def _check_subclass(subclass: type, base: type[torch.optim.Optimizer]) -> None:
     if subclass.__module__.partition(".")[0] == "psengine":
         return
     for method in ("step", "_init_group"):
-        # torch wraps the step of every class that is instantiated, inherited ones too: look inside.
+        # torch wraps the step of every class that is instantiated, also an inherited one.
         if method in vars(subclass) and inspect.unwrap(vars(subclass)[method]) is not inspect.unwrap(
             getattr(base, method)
         ):
@@ -264,7 +257,7 @@ def wire_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
         groups.append({**sent, "fused": True} if group.get("fused") else sent)
     if name == "Adagrad":
         for adagrad_group in groups:
-            # torch fills every group's state from the constructor's argument, whatever the group says.
+            # torch fills every group's state from the constructor's argument, not from the group's.
             adagrad_group["initial_accumulator_value"] = _plain(optimizer.defaults["initial_accumulator_value"])
     try:
         return check_groups(name, groups)
