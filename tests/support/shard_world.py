@@ -46,6 +46,25 @@ class World:
         if states is not None:
             self.shard.restore(states, self.now_s)
 
+    def restart(self, workers, specs, *, comes_back=None):
+        """A server without a snapshot starts; workers (or some) come back in this order, the lowest brings chunks."""
+        self.advance(1, *workers)  # heartbeats tell who is alive
+        for worker in workers:
+            worker.take()
+        self.start(self.shard.epoch + 1)
+        back = workers if comes_back is None else comes_back
+        for worker in back:
+            worker.hello(worker.incarnation)
+        first = min(back, key=lambda worker: worker.rank, default=None)
+        if first is not None:
+            assert first.state == "initialise"
+            for one in specs:
+                assert first.register(one).type is MessageType.OK
+            first.seal(specs)
+        for worker in back:
+            assert worker.hello(worker.incarnation) == "ready"
+            worker.take()
+
     def deliver(self, route, message, user_id="", codec=None, peer=""):
         codec = self.codec if codec is None else codec
         if codec:

@@ -1,25 +1,17 @@
 """Rule "average" through a whole shard: whose gradients are in an average, and that all get the same one, in the end.
 
-The last part plays a job of replicas whose weights are the sum of all averages they got. Whatever is lost, dies,
-restarts or joins: in the end all replicas are equal, and nobody waits for ever.
+``test_life.py`` plays jobs of replicas that lose messages, die, restart and join.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections import deque
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
-from support.replicas import Play
-from support.shard_world import APPLY, AVERAGE, Worker, World, codes, rule_of, spec, team
+from support.shard_world import AVERAGE, Worker, World, codes, rule_of, spec, team
 
-from psengine.parameter_server.server.rules.exchange import Contribution, RuleContext
-from psengine.parameter_server.server.rules.registry import JobRule
-from psengine.parameter_server.server.rules.statistics import JobStatistics
 from psengine.parameter_server.server.rules.together import HISTORY
 from psengine.protocol.frames import payload_tensor
 from psengine.protocol.layout import ChunkKind
@@ -89,22 +81,6 @@ class TestWeights:
         for worker in workers:
             assert equal(worker.updates()[1], reference(grads))
 
-    @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64, torch.complex64])
-    def test_every_dtype(self, dtype):
-        world = World()
-        workers = team(world, 2, [spec(0, 33, dtype)])
-        generator = torch.Generator().manual_seed(1)
-        drawn = torch.complex64 if dtype.is_complex else torch.float32
-        grads = [torch.randn(33, generator=generator, dtype=drawn).to(dtype) for _ in workers]
-        for worker, weight in zip(workers, (5, 3), strict=True):
-            push_weighted(worker, 1, grads[worker.rank], weight)
-        wide = torch.complex128 if dtype.is_complex else torch.float64
-        expected = (5 * grads[0].to(wide) + 3 * grads[1].to(wide)) / 8
-        found = workers[0].updates()[1]
-        tolerance = {torch.float16: 1e-3, torch.bfloat16: 8e-3, torch.complex64: 1e-6, torch.float64: 1e-14}[dtype]
-        assert found.dtype is dtype
-        assert torch.allclose(found.to(wide), expected, rtol=tolerance, atol=tolerance)
-
     def test_weight_0_takes_part_and_counts_nothing(self):
         world = World()
         workers = team(world, 3, [spec(0, 37)])
@@ -117,15 +93,6 @@ class TestWeights:
         assert answer.body == {"contributors": 2}
         expected = weighted_reference([grads[0], grads[2]], [2, 6])
         assert torch.allclose(payload_tensor(answer).double(), expected, rtol=1e-6)
-
-    def test_nobody_with_any_weight_gets_zeros(self):
-        world = World()
-        workers = team(world, 2, [spec(0, 5)])
-        for worker in workers:
-            push_weighted(worker, 1, None, 0)
-        (answer,) = workers[0].take(MessageType.UPDATED)
-        assert answer.body == {"contributors": 0}
-        assert equal(payload_tensor(answer), torch.zeros(5))
 
     @pytest.mark.parametrize(("first", "second"), [(2, None), (None, 2), (0, None)])
     def test_weighted_and_unweighted_gradients_do_not_mix(self, first, second):
@@ -142,14 +109,6 @@ class TestWeights:
         workers[1].take()
         push_weighted(workers[1], 1, torch.ones(5), None if first is None else 4)
         assert equal(workers[0].updates()[1], torch.ones(5))
-
-    def test_the_next_exchange_may_do_without_weights(self):
-        world = World()
-        workers = team(world, 2, [spec(0, 5)])
-        for sequence, weight in ((1, 3), (2, None)):
-            for worker in workers:
-                push_weighted(worker, sequence, torch.ones(5), weight)
-            assert equal(workers[0].updates()[sequence], torch.ones(5))
 
     def test_who_abstains_without_a_weight_fits_both(self):
         world = World()
@@ -169,11 +128,6 @@ class TestWeights:
         (worker,) = team(world, 1, [spec(0, 5)])
         (refusal,) = push_weighted(worker, 1, values, weight)
         assert (refusal.body["code"], words in refusal.body["text"]) == (ErrorCode.BAD_VALUE, True)
-
-    def test_buffers_have_no_weight(self):
-        world = World()
-        (worker,) = team(world, 1, [spec(0, 5, kind=ChunkKind.BUFFER)])
-        assert codes(push_weighted(worker, 1, torch.ones(5), 2)) == [ErrorCode.BAD_VALUE]
 
     def test_a_quorum_averages_those_that_came(self):
         world = World()
@@ -196,39 +150,6 @@ class TestWeights:
         push_weighted(workers[2], 2, torch.full((5,), 4.0), 2)
         assert torch.allclose(workers[0].updates()[2], torch.full((5,), 10 / 3))
 
-    def test_a_repeat_does_not_count_twice(self):
-        world = World()
-        workers = team(world, 2, [spec(0, 5)])
-        for _ in range(3):
-            push_weighted(workers[0], 1, torch.full((5,), 2.0), 1)
-        push_weighted(workers[1], 1, torch.full((5,), 6.0), 3)
-        assert equal(workers[0].updates()[1], torch.full((5,), 5.0))
-
-    def test_a_restarted_server_goes_on_with_the_average_that_was_told(self):
-        """One worker has the average of exchange 1 and pushes 2; the other lost its answer with the server."""
-        world = World()
-        workers = team(world, 2, [spec(0, 5)])
-        grads = gradients(2, 5)
-        for worker, weight in zip(workers, (1, 3), strict=True):
-            push_weighted(worker, 1, grads[worker.rank], weight)
-        told = workers[0].updates()[1]
-        workers[1].take()
-        world.start(8)
-        for worker in workers:
-            worker.members = [0, 1]
-            worker.hello(worker.incarnation)
-        workers[0].register(spec(0, 5))
-        workers[0].seal([spec(0, 5)])
-        for worker in workers:
-            worker.hello(worker.incarnation)
-            worker.take()
-        push_weighted(workers[0], 2, grads[0], 1)
-        push_weighted(workers[1], 1, grads[1], 3)
-        (wanted,) = workers[0].take(MessageType.RESULT_WANTED)
-        body = {"contributors": 2}
-        workers[0].send(MessageType.RESULT, key=0, sequence=wanted.sequence, payload=told, body=body)
-        assert equal(workers[1].updates()[1], told)
-
 
 class TestSums:
     @pytest.mark.parametrize("size", [1, 2, 3, 4])
@@ -242,26 +163,6 @@ class TestSums:
                 workers[rank].push(0, sequence, grads[rank])
             for worker in workers:
                 assert equal(worker.updates()[sequence], reference(grads))
-
-    @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
-    def test_small_floats_add_up_in_float32(self, dtype):
-        world = World()
-        workers = team(world, 3, [spec(0, 51, dtype)])
-        grads = gradients(3, 51, dtype)
-        for worker in reversed(workers):
-            worker.push(0, 1, grads[worker.rank])
-        answers = [worker.updates()[1] for worker in workers]
-        assert all(equal(answer, reference(grads)) for answer in answers)
-        if dtype.itemsize == 2:
-            narrow = (grads[0] + grads[1] + grads[2]) / 3
-            assert not torch.equal(narrow, answers[0]), "the test would not notice"
-
-    def test_usage_is_summed_and_stays_int32(self):
-        world = World()
-        workers = team(world, 3, [spec(0, 4, torch.int32, ChunkKind.USAGE)])
-        for rank, worker in enumerate(workers):
-            worker.push(0, 1, torch.tensor([1, 0, rank, 7], dtype=torch.int32))
-        assert workers[2].updates()[1].tolist() == [3, 0, 3, 21]
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.int64, torch.bool])
     def test_buffers_become_those_of_the_lowest_rank(self, dtype):
@@ -515,14 +416,6 @@ class TestQuorum:
         assert equal(averages[HISTORY + 1], fast.updates()[HISTORY + 1]), "released as soon as the slow one moved"
         assert world.shard.status(0.0).jobs["demo"].evicted == 0
 
-    def test_results_are_forgotten_once_all_have_them(self):
-        world = World()
-        workers = team(world, 2, [spec(0, 8)], rule=QUORUM_1)
-        for sequence in range(1, 50):
-            for worker in workers:
-                worker.push(0, sequence, torch.ones(8))
-        assert len(rule_of(world).outcome._results) <= 2
-
     def test_after_a_restart_a_late_worker_does_not_make_a_second_average(self):
         world = World()
         fast, slow = team(world, 2, [spec(0, 8)], rule=QUORUM_1)
@@ -530,13 +423,7 @@ class TestQuorum:
             worker.push(0, 1, torch.ones(8))
         fast.push(0, 2, torch.full((8,), 2.0))
         average = fast.updates()[2]
-        world.advance(1, fast, slow)
-        world.start(8)
-        assert slow.hello() == "wait"
-        assert fast.hello() == "initialise"
-        fast.register(spec(0, 8))
-        fast.seal([spec(0, 8)])
-        assert slow.hello() == "ready"
+        world.restart([fast, slow], [spec(0, 8)])
         assert slow.push(0, 2, torch.full((8,), 9.0)) == []
         slow.take()
         wanted = fast.push(0, 3, torch.ones(8))[0]
@@ -545,76 +432,28 @@ class TestQuorum:
         assert equal(slow.updates()[2], average)
 
 
-class TestWhoIsWaitedFor:
-    """The status is asked for every second while everybody waits: once per exchange, not per rank, is enough."""
-
-    def context(self, live):
-        asked = []
-        context = RuleContext(
-            live_ranks=lambda: asked.append(1) or live, missing_ranks=tuple, statistics=JobStatistics()
-        )
-        return context, asked
-
-    def test_an_exchange_is_looked_at_once(self):
-        context, asked = self.context(tuple(range(9)))
-        rule = JobRule(AVERAGE).make(spec(0, 4), None, context)
-        for rank in range(8):
-            rule.push(Contribution(rank, 1, 0, torch.ones(4)))
-        asked.clear()
-        assert rule.waiting() == {rank: [8] for rank in range(8)}
-        assert len(asked) == 1
-
-    def test_where_nothing_is_held_nobody_is_asked(self):
-        context, asked = self.context((0, 1))
-        assert JobRule(APPLY | {"max_staleness": 1}).make(spec(0, 4), torch.zeros(4), context).waiting() == {}
-        assert asked == []
-
-
 class TestRestart:
-    def restart(self, lost=1):
-        """Two workers; exchange 5 ended, and its answer reached rank 1 - ``lost`` only. Then the server restarted."""
-        world = World()
-        specs = [spec(0, 8)]
+    def interrupted(self, lost=1):
+        """Two workers; exchange 5 ended, and its answer was lost for rank ``lost``, with the server's memory."""
+        world, specs = World(), [spec(0, 8)]
         workers = team(world, 2, specs)
         for sequence in range(1, 6):
             for worker in workers:
                 worker.push(0, sequence, torch.full((8,), float(sequence + worker.rank)))
-        average = workers[1 - lost].updates()[5]
-        world.advance(1, *workers)
-        for worker in workers:
-            worker.take()
-        world.start(8)
-        return world, specs, workers, average
-
-    def back(self, workers, specs):
-        first = min(workers, key=lambda worker: worker.rank)
-        for worker in workers:
-            worker.hello()
-        assert first.state == "initialise"
-        for one in specs:
-            assert first.register(one).type is MessageType.OK
-        first.seal(specs)
-        for worker in workers:
-            assert worker.hello() == "ready"
-            worker.take()
-
-    def test_old_messages_are_answered_by_not_member(self):
-        _, _, workers, _ = self.restart()
-        assert codes(workers[0].push(0, 6, torch.ones(8))) == [ErrorCode.NOT_MEMBER]
+        return world, specs, workers, workers[1 - lost].updates()[5]
 
     @pytest.mark.parametrize("lost", [0, 1])
     @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
     def test_who_lacks_an_average_gets_the_one_the_other_has(self, lost, order):
-        _, specs, workers, average = self.restart(lost)
-        self.back([workers[rank] for rank in order], specs)
+        world, specs, workers, average = self.interrupted(lost)
+        world.restart(workers, specs, comes_back=[workers[rank] for rank in order])
         ahead, behind = workers[1 - lost], workers[lost]
         assert behind.probe(0, 5)[0].type is MessageType.MISSING
-        pushes = {
-            lost: lambda: behind.push(0, 5, torch.full((8,), 77.0)),
-            1 - lost: lambda: ahead.push(0, 6, torch.ones(8)),
-        }
         for rank in order:
-            pushes[rank]()
+            if rank == lost:
+                behind.push(0, 5, torch.full((8,), 77.0))
+            else:
+                ahead.push(0, 6, torch.ones(8))
         wanted = ahead.take(MessageType.RESULT_WANTED)
         assert [m.sequence for m in wanted] == [5] * len(wanted)
         assert wanted
@@ -632,27 +471,23 @@ class TestRestart:
         for sender in workers:
             answers = sender.send(MessageType.RESULT, key=0, sequence=1, payload=torch.full((8,), 66.0))
             assert codes(answers) == [ErrorCode.BAD_MESSAGE]
-        wrong = workers[1].send(MessageType.RESULT, key=0, sequence=1, payload=torch.ones(8, dtype=torch.int32))
-        assert codes(wrong) == [ErrorCode.BAD_MESSAGE]
         assert world.state_hash() == before
 
     def test_whoever_is_left_registers_again(self):
         """Rank 0 has said goodbye long ago."""
-        world = World()
-        specs = [spec(0, 8)]
+        world, specs = World(), [spec(0, 8)]
         workers = team(world, 3, specs)
         for worker in workers:
             worker.push(0, 1, torch.ones(8))
         workers[0].ask(MessageType.BYE)
-        world.advance(1, *workers[1:])
-        world.start(8)
-        self.back(workers[1:], specs)
+        world.restart(workers[1:], specs)
         for worker in workers[1:]:
             worker.push(0, 2, torch.ones(8))
         assert workers[2].updates()[2].tolist() == [1.0] * 8
 
     def test_one_that_does_not_come_back_is_waited_for_one_lease(self):
-        world, specs, workers, _ = self.restart(lost=0)
+        world, specs, workers, _ = self.interrupted(lost=0)
+        world.restart(workers, specs, comes_back=[])
         assert workers[1].hello() == "wait"
         world.advance(4)
         workers[1].heartbeat()
@@ -664,32 +499,22 @@ class TestRestart:
         assert answer.body == {"contributors": 1}
 
     def test_a_new_process_in_place_of_one_that_was_expected_has_to_join(self):
-        world, specs, workers, _ = self.restart()
-        self.back_alone(workers[0], specs)
-        newcomer = Worker(world, 1, world_size=2)
-        assert newcomer.claim(workers[0]) == "join"
+        world, specs, workers, _ = self.interrupted()
+        world.restart(workers, specs, comes_back=workers[:1])
+        assert Worker(world, 1, world_size=2).claim(workers[0]) == "join"
 
-    def back_alone(self, worker, specs):
-        assert worker.hello() == "initialise"
-        for one in specs:
-            worker.register(one)
-        worker.seal(specs)
-        worker.take()
-
-    def test_lists_of_members_add_up(self):
+    @pytest.mark.parametrize(("is_over", "state"), [(False, "ready"), (True, "join")])
+    def test_lists_of_members_add_up_until_an_exchange_has_ended(self, is_over, state):
         """One worker's list is from before the other came."""
-        world, specs, workers, _ = self.restart()
+        world, specs, workers, _ = self.interrupted()
+        world.restart(workers, specs, comes_back=[])
         workers[0].members = [0]
-        self.back_alone(workers[0], specs)
-        assert workers[1].hello() == "ready"
-        assert world.shard.jobs.by_number[next(iter(world.shard.jobs.by_number))].membership.live_ranks == (0, 1)
-
-    def test_once_an_exchange_ended_they_do_not(self):
-        _, specs, workers, _ = self.restart()
-        workers[0].members = [0]
-        self.back_alone(workers[0], specs)
-        assert workers[0].push(0, 6, torch.ones(8))
-        assert workers[1].hello() == "join", "it missed exchange 6"
+        assert workers[0].hello() == "initialise"
+        workers[0].register(specs[0])
+        workers[0].seal(specs)
+        if is_over:
+            assert workers[0].push(0, 6, torch.ones(8))
+        assert workers[1].hello() == state
 
     def test_a_hello_with_members_does_not_start_a_job(self):
         """A worker that lost its lease before the first exchange says HELLO as after a restart."""
@@ -858,13 +683,7 @@ class TestJoining:
         workers = team(world, 2, [spec(0, 4)])
         for worker in workers:
             worker.push(0, 1, torch.ones(4))
-        world.advance(1, *workers)
-        world.start(8)
-        for worker in workers:
-            worker.hello()
-        workers[0].register(spec(0, 4))
-        workers[0].seal([spec(0, 4)])
-        workers[1].hello()
+        world.restart(workers, [spec(0, 4)])
         workers[0].push(0, 9, torch.ones(4))
         answers = workers[1].push(0, 3, torch.ones(4))
         assert codes(answers) == [ErrorCode.FENCED]
@@ -928,137 +747,3 @@ class TestJoining:
         assert codes(workers[1].send(MessageType.JOIN)) == [ErrorCode.BAD_MESSAGE]
         body = {"rank": 1, "incarnation": workers[1].incarnation}
         assert codes(workers[0].send(MessageType.ADMIT, body=body)) == [ErrorCode.BAD_MESSAGE]
-
-
-# ---- a job of replicas ---------------------------------------------------------------------------------------------
-
-
-def actions(*kinds):
-    return st.lists(
-        st.tuples(st.sampled_from(kinds), st.integers(0, 2), st.integers(1, 3)), min_size=5, max_size=60
-    )  # fmt: skip
-
-
-MOSTLY_WORK = ("act", "act", "act", "receive", "receive", "receive")
-LOOK_HARD = settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-
-
-class TestReplicas:
-    @LOOK_HARD
-    @given(actions(*MOSTLY_WORK, "lose", "crash"), st.integers(1, 3))
-    def test_lost_answers_and_restarts(self, script, size):
-        play = Play(size)
-        play.settle(2)
-        for step in script:
-            play.do(*step)
-        play.check()
-        assert not any(r.abstains for r in play.replicas)
-
-    @LOOK_HARD
-    @given(actions(*MOSTLY_WORK, "lose", "silence", "die", "replace"), st.integers(2, 3))
-    def test_evictions_deaths_and_joiners(self, script, size):
-        play = Play(size)
-        play.settle(2)
-        for step in script:
-            play.do(*step)
-        play.check()
-
-    @LOOK_HARD
-    @given(actions(*MOSTLY_WORK, "lose", "silence", "die", "replace", "crash"), st.integers(1, 3))
-    def test_all_of_it(self, script, size):
-        play = Play(size)
-        for step in script:
-            play.do(*step)
-        play.check()
-
-    @LOOK_HARD
-    @given(actions(*MOSTLY_WORK, "lose", "silence", "die", "replace", "crash"), st.integers(1, 2))
-    def test_with_a_quorum(self, script, quorum):
-        play = Play(3, {"name": "average", "quorum": quorum})
-        play.settle(1)
-        for step in script:
-            play.do(*step)
-        play.check()
-
-
-def explore(size, exchanges, crashes):
-    """Every interleaving of sending, receiving and ``crashes`` restarts; (states, those that can reach the end).
-
-    States are replayed from their scripts, and equal ones looked at once.
-    """
-
-    def replay(script):
-        play = Play(size)
-        play.settle(1)
-        for replica in play.replicas:
-            replica.start = replica.done
-            replica.client.members = list(range(size))
-        for step in script:
-            if step[0] == "crash":
-                play.crash()
-            else:
-                getattr(play.replicas[step[1]], step[0])()
-            for replica in play.replicas:  # what is said twice makes no other state
-                once = {(m.type, m.sequence): m for m in replica.client.inbox}
-                replica.client.inbox[:] = once.values()
-        return play
-
-    def key_of(play, crashed):
-        job = next(iter(play.world.shard.jobs.by_number.values()), None)
-        server = None
-        if job is not None:
-            rule = job.chunks.rules.get(0)
-            server = (job.is_sealed, job.has_started, job.membership.live_ranks)
-            server += (tuple(sorted((m.rank, m.is_expected) for m in job.membership.members.values())),)
-            if rule is not None:
-                opened = tuple(sorted((s, tuple(sorted(c.by_rank))) for s, c in rule._open.items()))
-                server += (tuple(sorted(rule.progress.last_sequence.items())), opened)
-                server += (tuple(sorted(rule.outcome._results)),)
-        replicas = tuple(
-            (r.phase, r.done, r.is_waiting, tuple((m.type, m.sequence) for m in r.client.inbox)) for r in play.replicas
-        )
-        return server, replicas, crashed
-
-    averages = {}
-    seen, parents, ends = {}, {}, []
-    first = replay([])
-    goal = first.replicas[0].done + exchanges
-    queue = deque([((), key_of(first, 0))])
-    seen[queue[0][1]] = ()
-    while queue:
-        assert len(seen) < 5000
-        script, key = queue.popleft()
-        play = replay(script)
-        crashed = key[2]
-        for replica in play.replicas:
-            known = averages.setdefault(replica.done, replica.weights)
-            assert torch.equal(known, replica.weights), (script, known, replica.weights)
-        if all(r.done >= goal for r in play.replicas):
-            ends.append(key)
-        # Asking again while answers are under way leads nowhere new.
-        steps = [("act", i) for i, r in enumerate(play.replicas) if r.done <= goal and not r.client.inbox]
-        steps += [("receive", i) for i, r in enumerate(play.replicas) if r.client.inbox]
-        steps += [("crash", 0)] if crashed < crashes else []
-        for step in steps:
-            longer = (*script, step)
-            after = key_of(replay(longer), crashed + (step[0] == "crash"))
-            parents.setdefault(after, set()).add(key)
-            if after not in seen:
-                seen[after] = longer
-                queue.append((longer, after))
-    reached, stack = set(ends), list(ends)
-    while stack:
-        for parent in parents.get(stack.pop(), ()):
-            if parent not in reached:
-                reached.add(parent)
-                stack.append(parent)
-    return seen, reached
-
-
-class TestEveryInterleaving:
-    @pytest.mark.parametrize(("size", "exchanges", "crashes"), [(2, 2, 1), (2, 1, 2)])
-    def test_all_get_the_same_averages_and_can_always_finish(self, size, exchanges, crashes):
-        seen, reached = explore(size, exchanges, crashes)
-        stuck = [seen[key] for key in seen if key not in reached]
-        assert not stuck, f"{len(stuck)} of {len(seen)} states lead nowhere, the first by {min(stuck, key=len)}"
-        assert len(seen) > 100

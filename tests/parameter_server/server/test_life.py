@@ -317,18 +317,29 @@ class LongPlay(Play):
 STEPS = ("act", "act", "act", "receive", "receive", "lose", "silence", "die", "replace", "crash", "restore", "empty")
 
 
-@settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
-@given(
-    script=st.lists(st.tuples(st.sampled_from(STEPS), st.integers(0, 2), st.integers(1, 3)), min_size=10, max_size=60),
-    size=st.integers(1, 3),
-    quorum=st.sampled_from([None, None, 1]),
-)
+def scripts(*steps):
+    return st.lists(st.tuples(st.sampled_from(steps), st.integers(0, 2), st.integers(1, 3)), min_size=10, max_size=60)
+
+
+@settings(max_examples=300, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(script=scripts(*STEPS), size=st.integers(1, 3), quorum=st.sampled_from([None, None, 1, 2]))
 def test_whatever_replicas_and_servers_do_is_in_the_tables(script, size, quorum):
-    """``life.after`` raises for what is not; and in the end all agree."""
+    """``life.after`` raises for what is not; nobody waits for ever, and in the end all replicas are equal."""
     play = LongPlay(size, AVERAGE | {"quorum": quorum})
     for step in script:
         play.do(*step)
     play.check()
+
+
+@settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(script=scripts("act", "act", "receive", "receive", "lose", "crash"), size=st.integers(1, 3))
+def test_lost_answers_and_restarts_cost_nobody_its_place(script, size):
+    play = Play(size)
+    play.settle(2)
+    for step in script:
+        play.do(*step)
+    play.check()
+    assert not any(replica.abstains for replica in play.replicas)
 
 
 class Chaos:

@@ -121,16 +121,7 @@ def test_an_average_that_a_worker_returns_after_a_restart_travels_as_it_was():
     for worker in workers:
         worker.push(0, 1, encode(codec, torch.randn(5, generator=torch.Generator().manual_seed(worker.rank))))
     told = workers[0].updates()[1]
-    workers[1].take()
-    world.start(8)
-    for worker in workers:
-        worker.members = [0, 1]
-        worker.hello(worker.incarnation)
-    workers[0].register(spec(0, 5))
-    workers[0].seal([spec(0, 5)])
-    for worker in workers:
-        worker.hello(worker.incarnation)
-        worker.take()
+    world.restart(workers, [spec(0, 5)])
     payload = encode(codec, torch.ones(5))
     workers[0].push(0, 2, payload)
     workers[1].push(0, 1, payload)
