@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import threading
-from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -15,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from psengine.cli.console import open_console, printable
-from psengine.cli.doctor_checks import exchange, machine, network, servers, software, variables
+from psengine.cli.doctor_checks import exchange, machine, servers, software, variables
 from psengine.cli.doctor_checks.findings import Check, CheckContext, Finding, Level, problem, started_with, warning
 from psengine.errors import ConfigurationError
 from psengine.parameter_server.client.addresses import parse_addresses
@@ -28,7 +27,7 @@ CHECKS: dict[str, Check] = {
     "cuda": software.cuda,
     "threads": machine.threads,
     "dev-shm": machine.dev_shm,
-    "hostname": network.hostname,
+    "hostname": machine.hostname,
     "launcher": variables.launcher,
     "variables": variables.variables,
     "exchange": exchange.exchange,
@@ -75,7 +74,9 @@ def doctor(
 
     Exit code 0: no problem (there may be warnings); 1: at least one; 2: wrong arguments.
     """
-    names = _selected(only)
+    for name in only or ():
+        if name not in CHECKS:
+            raise typer.BadParameter(f"there is no check {name!r} (expected one of {', '.join(CHECKS)})")
     context = CheckContext(
         variables=started_with(),
         servers=_named_servers(servers),
@@ -86,16 +87,20 @@ def doctor(
     logging.getLogger("psengine").addHandler(logging.NullHandler())
     console = open_console()
     found: list[tuple[str, Finding]] = []
-    for name in names:
-        for finding in examine(name, CHECKS[name], context):
+    for name, check in CHECKS.items():
+        for finding in examine(name, check, context) if not only or name in only else ():
             found.append((name, finding))
             if not as_json:
                 _show(console, name, finding)
     counts = {level.value: sum(finding.level is level for _, finding in found) for level in Level}
     if as_json:
-        print(json.dumps({"findings": [_to_json(*entry) for entry in found], "counts": counts}, default=str))
+        findings = [{"check": name, **asdict(finding), "level": finding.level.value} for name, finding in found]
+        print(json.dumps({"findings": findings, "counts": counts}, default=str))
     else:
-        console.print(Text(_summary(counts), style="bold"))
+        listed = [
+            f"{counts[level]} {level}{'s' if counts[level] != 1 else ''}" for level in ("problem", "warning", "note")
+        ]
+        console.print(Text(f"{', '.join(listed)}.", style="bold"))
     if counts["problem"]:
         raise typer.Exit(EXIT_PROBLEM)
 
@@ -115,29 +120,16 @@ def examine(name: str, check: Check, context: CheckContext) -> list[Finding]:
     # A daemon thread: a check that hangs must not keep the command from ending.
     thread = threading.Thread(target=work, name=f"psengine-doctor-{name}", daemon=True)
     thread.start()
-    limit_s = _deadline_of(name, context)
+    limit_s = CHECK_DEADLINE_S
+    if name == "exchange":
+        limit_s = EXCHANGE_DEADLINE_S
+    elif name == "servers":
+        limit_s += len(context.servers) * (CHECK_DEADLINE_S + 4 * context.timeout_s)
     thread.join(limit_s)
     if not thread.is_alive():
         return findings
     fix = "something that it asks does not answer: name servers, the network, or a very busy machine"
     return [*findings, problem(f"this check had not ended after {limit_s:g} s", fix)]
-
-
-def _deadline_of(name: str, context: CheckContext) -> float:
-    if name == "exchange":
-        return EXCHANGE_DEADLINE_S
-    if name == "servers":
-        return CHECK_DEADLINE_S + len(context.servers) * (CHECK_DEADLINE_S + 4 * context.timeout_s)
-    return CHECK_DEADLINE_S
-
-
-def _selected(only: Sequence[str] | None) -> list[str]:
-    for name in only or ():
-        if name not in CHECKS:
-            raise typer.BadParameter(
-                f"there is no check {name!r} (expected one of {', '.join(CHECKS)})", param_hint="--only"
-            )
-    return [name for name in CHECKS if not only or name in only]
 
 
 def _named_servers(servers: str | None) -> tuple[str, ...]:
@@ -152,24 +144,15 @@ def _named_servers(servers: str | None) -> tuple[str, ...]:
 
 def _show(console: Console, name: str, finding: Finding) -> None:
     # Texts may hold names that a server sent.
-    lines = [Text(printable(finding.text))]
+    level, label = Text(f"{finding.level.value:<8}", STYLES[finding.level]), Text(f"{name:<17}", "dim")
+    rows = [(level, label, Text(printable(finding.text)))]
     if finding.fix:
-        lines.append(Text.assemble(("fix: ", "bold"), printable(finding.fix)))
-    for position, line in enumerate(lines):
-        level = Text(f"{'' if position else finding.level.value:<8}", STYLES[finding.level])
-        label = Text(f"{'' if position else name:<17}", "dim")
+        fix = Text.assemble(("fix: ", "bold"), printable(finding.fix))
+        rows.append((Text(" " * 8), Text(" " * 17), fix))
+    for row in rows:
         if console.is_terminal:
-            row = Table.grid()
-            row.add_row(level, label, line)
-            console.print(row)
+            grid = Table.grid()
+            grid.add_row(*row)
+            console.print(grid)
         else:
-            console.print(Text.assemble(level, label, line))
-
-
-def _summary(counts: Mapping[str, int]) -> str:
-    listed = [f"{counts[level]} {level}{'s' if counts[level] != 1 else ''}" for level in ("problem", "warning", "note")]
-    return f"{', '.join(listed)}."
-
-
-def _to_json(name: str, finding: Finding) -> dict[str, Any]:
-    return {"check": name, **asdict(finding), "level": finding.level.value}
+            console.print(Text.assemble(*row))

@@ -18,7 +18,7 @@ from support.server_process import running_server
 
 import psengine
 from psengine.cli import doctor
-from psengine.cli.doctor_checks import exchange, machine, network, servers, variables
+from psengine.cli.doctor_checks import exchange, machine, servers, variables
 from psengine.cli.doctor_checks.findings import CheckContext, Level, ok
 from psengine.cli.main import main
 from psengine.parameter_server.server.transport.authentication import keygen
@@ -153,10 +153,10 @@ def _rename_this_host(name):
 def _hostnames(rank, world_size):
     if not _rename_this_host("nowhere.invalid"):
         return None
-    alone = run_check(network.hostname)
-    spanning = run_check(network.hostname, {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"})
+    alone = run_check(machine.hostname)
+    spanning = run_check(machine.hostname, {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"})
     socket.sethostname("localhost")
-    return alone, spanning, run_check(network.hostname)
+    return alone, spanning, run_check(machine.hostname)
 
 
 def test_a_hostname_that_does_not_resolve():
@@ -180,7 +180,7 @@ def test_a_hostname_that_does_not_resolve():
     ],
 )
 def test_the_interface_that_gloo_is_told_to_take(given, level, words):
-    finding = run_check(network.hostname, given)[0]
+    finding = run_check(machine.hostname, given)[0]
     assert finding.level is level
     assert words in finding.text
 

@@ -56,14 +56,13 @@ class CheckContext:
     @property
     def spans_hosts(self) -> bool:
         """Whether the launcher's variables say that there are ranks on other hosts."""
-        world, local = self.number("WORLD_SIZE"), self.number("LOCAL_WORLD_SIZE")
-        nodes = self.number("SLURM_NNODES")
-        return (world is not None and local is not None and world > local) or (nodes is not None and nodes > 1)
+        world_size = self.number("WORLD_SIZE")
+        return self.number("SLURM_NNODES") > 1 or world_size > self.number("LOCAL_WORLD_SIZE", world_size)
 
-    def number(self, name: str) -> int | None:
-        """The value of a variable that consists of digits, else None."""
+    def number(self, name: str, default: int = 0) -> int:
+        """The value of a variable that consists of digits, else ``default``."""
         text = self.variables.get(name, "").strip()
-        return int(text) if text.isdecimal() else None
+        return int(text) if text.isdecimal() else default
 
 
 Check = Callable[[CheckContext], Iterator[Finding]]
@@ -95,18 +94,15 @@ def problem_of(error: Exception, fix: str, subject: str = "") -> Finding:
     return problem(text if not subject or text.startswith(subject) else f"{subject}: {text}", own_fix or fix)
 
 
-def started_with() -> dict[str, str]:
-    """The environment this process was started with, before libraries changed it; today's where there is no /proc."""
-    content = read_text("/proc/self/environ")
-    if not content:
-        return inherited_variables()
-    pairs = (entry.partition("=") for entry in content.split("\0") if entry)
-    return {name: value for name, _, value in pairs}
-
-
 def read_text(path: str | Path) -> str:
     """The text of a small file of /proc or /sys; "" where it cannot be read."""
     try:
         return Path(path).read_bytes().decode(errors="replace").strip()
     except OSError:
         return ""
+
+
+def started_with() -> dict[str, str]:
+    """The environment this process was started with, before libraries changed it; today's where there is no /proc."""
+    pairs = (entry.partition("=") for entry in read_text("/proc/self/environ").split("\0") if entry)
+    return {name: value for name, _, value in pairs} or inherited_variables()

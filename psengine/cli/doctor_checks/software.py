@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import platform
 import re
-import shutil
 import subprocess
 from collections.abc import Iterator
 
@@ -24,13 +23,12 @@ def versions(context: CheckContext) -> Iterator[Finding]:
     """psengine, torch and Python."""
     found = {"python": platform.python_version(), "torch": torch.__version__, "psengine": __version__}
     text = f"psengine {__version__}, torch {torch.__version__}, Python {found['python']} on {platform.platform()}"
-    oldest = ".".join(map(str, OLDEST_TORCH))
-    if tuple(map(int, re.findall(r"\d+", torch.__version__)[:2])) < OLDEST_TORCH:
-        yield problem(
-            f"{text}; torch is too old (expected {oldest} or newer)", f"pip install 'torch>={oldest}'", **found
-        )
-    else:
+    if tuple(map(int, re.findall(r"\d+", torch.__version__)[:2])) >= OLDEST_TORCH:
         yield ok(text, **found)
+    else:
+        oldest = ".".join(map(str, OLDEST_TORCH))
+        fix = f"pip install 'torch>={oldest}'"
+        yield problem(f"{text}; torch is too old (expected {oldest} or newer)", fix, **found)
 
 
 def installed(context: CheckContext) -> Iterator[Finding]:
@@ -50,12 +48,11 @@ def installed(context: CheckContext) -> Iterator[Finding]:
 
 def native_extension(context: CheckContext) -> Iterator[Finding]:
     """Whether the C++ kernels and the shared-memory collective are there."""
-    build = f"{installation.build_command()}, with a C++ compiler"
     if native.extension is None:
         yield warning(
             f"the native extension is not loaded ({native._reason or 'no reason given'}): kernels are plain torch, and"
             " ranks of one host exchange over gloo instead of shared memory",
-            build,
+            f"{installation.build_command()}, with a C++ compiler",
         )
         return
     yield ok(f"the native extension is loaded, with {ops.native_kernels()} kernels")
@@ -66,27 +63,25 @@ def native_extension(context: CheckContext) -> Iterator[Finding]:
 def cuda(context: CheckContext) -> Iterator[Finding]:
     """GPUs, the driver, and whether this torch can use them."""
     cards = _nvidia_smi()
-    built_for = torch.version.cuda
-    hidden = context.variables.get("CUDA_VISIBLE_DEVICES")
-    if cards and hidden is not None and hidden.strip() in ("", "-1"):
+    built = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "built without CUDA"
+    hidden = context.variables.get("CUDA_VISIBLE_DEVICES", "all").strip()
+    if torch.cuda.is_available():
+        for index in range(torch.cuda.device_count()):
+            yield _device(index)
+    elif not cards:
+        yield ok(f"no GPU; torch is {built}")
+    elif hidden in ("", "-1"):
         yield warning(
             f"CUDA_VISIBLE_DEVICES={hidden!r} hides every GPU: training runs on the CPU", "unset CUDA_VISIBLE_DEVICES"
         )
-    elif cards and built_for is None:
+    elif torch.version.cuda is None:
+        yield problem(f"there are GPUs ({cards}), and torch {torch.__version__} is {built}", GET_TORCH)
+    else:
         yield problem(
-            f"there are GPUs ({'; '.join(cards)}), and torch {torch.__version__} is built without CUDA", GET_TORCH
-        )
-    elif cards and not torch.cuda.is_available():
-        yield problem(
-            f"torch is built for CUDA {built_for} and cannot use the GPUs ({'; '.join(cards)}): the driver is older"
-            " than this CUDA, or the container has no access",
+            f"torch is {built} and cannot use the GPUs ({cards}): the driver is older than this CUDA, or the container"
+            " has no access",
             f"update the NVIDIA driver, start the container with --gpus all, or {GET_TORCH}",
         )
-    elif not torch.cuda.is_available():
-        yield ok(f"no GPU; torch is built {f'for CUDA {built_for}' if built_for else 'without CUDA'}")
-    else:
-        for index in range(torch.cuda.device_count()):
-            yield _device(index)
 
 
 def _device(index: int) -> Finding:
@@ -105,16 +100,12 @@ def _device(index: int) -> Finding:
     return ok(text, total_bytes=total_bytes, free_bytes=free_bytes)
 
 
-def _nvidia_smi() -> list[str]:
-    """The GPUs that the driver lists, whether or not torch can use them."""
-    command = shutil.which("nvidia-smi")
-    if command is None:
-        return []
-    arguments = [command, "--query-gpu=name,driver_version", "--format=csv,noheader"]
+def _nvidia_smi() -> str:
+    """The GPUs that the driver lists, whether or not torch can use them; "" where there is no driver."""
+    command = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
     try:
-        done = subprocess.run(arguments, capture_output=True, text=True, timeout=NVIDIA_SMI_TIMEOUT_S)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=NVIDIA_SMI_TIMEOUT_S)
     except (OSError, subprocess.TimeoutExpired) as error:
-        return [f"nvidia-smi failed: {error}"]
-    if done.returncode != 0:
-        return [f"nvidia-smi failed: {(done.stdout + done.stderr).strip()[:200]}"]
-    return [line.strip() for line in done.stdout.splitlines()]
+        return "" if isinstance(error, FileNotFoundError) else f"nvidia-smi failed: {error}"
+    printed = "; ".join((done.stdout + done.stderr).strip().splitlines())
+    return printed if done.returncode == 0 else f"nvidia-smi failed: {printed[:200]}"

@@ -8,8 +8,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import fields
 
 from psengine.cli.doctor_checks.findings import CheckContext, Finding, note, ok, problem, problem_of, warning
+from psengine.collectives.registry import check_name
 from psengine.environment.launchers import detect
 from psengine.errors import MissingExtraError, PSEngineError
+from psengine.parameter_server.client.addresses import parse_addresses
+from psengine.strategies.registry import resolve_strategy
 
 PREFIX = "PSENGINE_"
 # Besides the settings of psengine-server, which are PSENGINE_ and the setting's name.
@@ -71,15 +74,22 @@ def launcher(context: CheckContext) -> Iterator[Finding]:
 def variables(context: CheckContext) -> Iterator[Finding]:
     """PSENGINE_* variables: known by name; and those that every training reads have a value that can be read."""
     known = known_names()
+    readers: dict[str, Callable[[str], object]] = {
+        "PSENGINE_COLLECTIVE": check_name,
+        "PSENGINE_SERVERS": parse_addresses,
+        "PSENGINE_STRATEGY": resolve_strategy,
+    }
     findings = []
     for name, value in context.variables.items():
-        close = _misspelt(name, known)
-        if close is not None:
-            fix = f"did you mean {close}?" if close else f"unset it; known are {', '.join(known)}"
+        is_ours = name.startswith(PREFIX)
+        cutoff = ALIKE if is_ours else ALIKE_WITHOUT_PREFIX
+        close = [] if name in known else difflib.get_close_matches(name.upper(), known, n=1, cutoff=cutoff)
+        if close or (is_ours and name not in known):
+            fix = f"did you mean {close[0]}?" if close else f"unset it; known are {', '.join(known)}"
             findings.append(problem(f"{name} is no variable of psengine, and is ignored", fix))
-        elif name in _readers() and value.strip():
+        elif name in readers and value.strip():
             try:
-                _readers()[name](value.strip())
+                readers[name](value.strip())
             except MissingExtraError:
                 pass
             except PSEngineError as error:
@@ -94,24 +104,3 @@ def known_names() -> list[str]:
     from psengine.parameter_server.server.settings import ServerSettings
 
     return sorted({*KNOWN, *(PREFIX + one.name.upper() for one in fields(ServerSettings))})
-
-
-def _misspelt(name: str, known: list[str]) -> str | None:
-    """None for a known or an unrelated variable; else the known one it resembles most, or ""."""
-    if name in known:
-        return None
-    if name.startswith(PREFIX):
-        return next(iter(difflib.get_close_matches(name, known, n=1, cutoff=ALIKE)), "")
-    return next(iter(difflib.get_close_matches(name.upper(), known, n=1, cutoff=ALIKE_WITHOUT_PREFIX)), None)
-
-
-def _readers() -> dict[str, Callable[[str], object]]:
-    from psengine.collectives.registry import check_name
-    from psengine.parameter_server.client.addresses import parse_addresses
-    from psengine.strategies.registry import resolve_strategy
-
-    return {
-        "PSENGINE_COLLECTIVE": check_name,
-        "PSENGINE_SERVERS": parse_addresses,
-        "PSENGINE_STRATEGY": resolve_strategy,
-    }
