@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import importlib
 import os
-import signal
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from psengine.environment.extras import missing_extra
@@ -22,15 +21,10 @@ COMMANDS = ("run", "verify", "status", "doctor", "advise", "bench")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command line; ends the process with the command's exit code.
-
-    What is wrong with an argument or its place (``PSEngineError``) is one message and exit code 2, never a traceback.
-    """
+    """Run the command line; ends the process with the command's exit code: 2 with one message for a PSEngineError."""
     open_missing_streams()
     try:
-        with ending_at_once():
-            app = build_app()
-        app(args=None if arguments is None else list(arguments), prog_name="psengine")
+        build_app()(args=None if arguments is None else list(arguments), prog_name="psengine")
     except PSEngineError as error:
         with suppress(OSError):
             print(f"psengine: {error}", file=sys.stderr)
@@ -40,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def open_missing_streams() -> None:
-    """Have /dev/null where the shell closed stdin, stdout or stderr (``>&-``), for us and for what we start."""
+    """Open /dev/null where the shell closed stdin, stdout or stderr (``>&-``), for us and for our children."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         # None where it was closed when the interpreter began. Lowest first: each gets its own number.
         if getattr(sys, name) is None:
@@ -49,25 +43,8 @@ def open_missing_streams() -> None:
             setattr(sys, name, os.fdopen(descriptor, mode))
 
 
-@contextmanager
-def ending_at_once() -> Iterator[None]:
-    """Ctrl-C ends the process without a word while nothing has begun; an import would show its traceback, or lose it.
-
-    Where it is ignored (a shell's background job), it stays so.
-    """
-    previous = signal.getsignal(signal.SIGINT)
-    if previous is not signal.default_int_handler:
-        yield
-        return
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, previous)
-
-
 def give_up_unwritable_stderr() -> None:
-    """What a stderr that cannot be written (a broken pipe, a full disk) still holds must not change the exit code."""
+    """Drop what a broken or full stderr still holds: its flush at exit would change the exit code."""
     try:
         sys.stderr.flush()
     except (OSError, ValueError):
@@ -94,23 +71,21 @@ def build_app() -> typer.Typer:
         help="Data-parallel training for PyTorch: launch it, watch it, check it against native DDP.",
     )
 
-    def show_version(wanted: bool) -> None:
-        if wanted:
+    def show_version(is_wanted: bool) -> None:
+        if is_wanted:
             from psengine.version import __version__
 
             print(f"psengine {__version__}")
             raise typer.Exit
 
+    @app.callback()
     def root(
         version: bool = typer.Option(
             False, "--version", callback=show_version, is_eager=True, help="Show the version and exit."
         ),
     ) -> None:
-        """Data-parallel training for PyTorch: launch it, watch it, check it against native DDP."""
+        del version
 
-    root.__annotations__["version"] = bool
-    root.__annotations__["return"] = None
-    app.callback()(root)
     for command in COMMANDS:
         importlib.import_module(f"psengine.cli.{command}").register(app)
     return app

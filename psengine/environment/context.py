@@ -26,7 +26,7 @@ import torch.distributed.nn.functional
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
-from psengine.environment.launchers import Master, Placement
+from psengine.environment.launchers import Placement
 from psengine.environment.rendezvous import MasterUnresolvedError, Wait
 from psengine.environment.variables import launched_as, read_variable
 from psengine.errors import (
@@ -75,15 +75,9 @@ class _Session:
     process_id: int
 
 
-@dataclass(frozen=True)
-class _MeetingPoint:
-    placement: Placement
-    store: Store
-
-
 _session: _Session | None = None
 # Kept after shutdown(): ranks that initialise again meet at once, and nobody reaches a store about to close.
-_meeting_point: _MeetingPoint | None = None
+_meeting_point: tuple[Placement, Store] | None = None
 _generation = 0
 _before_shutdown: list[Callable[[], None]] = []
 
@@ -124,7 +118,8 @@ def init(backend: str | None = None, *, timeout_s: float = 600.0) -> Context:
         context, is_ours = _adopt(timeout), False
     else:
         context, is_ours = _create(backend or _default_backend(), timeout), True
-    _session = _Session(context, _default_group(), is_ours, os.getpid())
+    assert dist.group.WORLD is not None
+    _session = _Session(context, dist.group.WORLD, is_ours, os.getpid())
     return context
 
 
@@ -211,7 +206,7 @@ def _create(backend: str, timeout: timedelta) -> Context:
         raise  # of backend "psengine", which says what to do
     except (RuntimeError, ValueError, OSError) as error:
         _meeting_point = None
-        raise _unreachable(placement, timeout, wait.elapsed_s, error) from error
+        raise _unreachable(placement, wait, error) from error
     _generation += 1
     atexit.register(_shutdown_at_exit)
     try:
@@ -224,10 +219,9 @@ def _create(backend: str, timeout: timedelta) -> Context:
 def _meet(placement: Placement, timeout: timedelta, wait: Wait) -> Store:
     """Return the store all ranks of the world share."""
     global _meeting_point
-    if _meeting_point is None or _meeting_point.placement != placement:
-        if placement.master is None:
-            store: Store = HashStore()
-        else:
+    if _meeting_point is None or _meeting_point[0] != placement:
+        store: Store = HashStore()
+        if placement.master is not None:
             # As torch's own rendezvous decides it: torchrun's agent hosts the store, else rank 0.
             listens_here = placement.rank == 0 and read_variable("TORCHELASTIC_USE_AGENT_STORE") != "True"
             wait.reach_master(listens_here=listens_here)
@@ -235,33 +229,29 @@ def _meet(placement: Placement, timeout: timedelta, wait: Wait) -> Store:
             store, _, _ = wait.meet(
                 lambda: next(rendezvous(url, rank, world_size, timeout=timeout)), listens_here=listens_here
             )
-        _meeting_point = _MeetingPoint(placement, store)
-    _meeting_point.store.set_timeout(timeout)
-    return _meeting_point.store
+        _meeting_point = placement, store
+    _meeting_point[1].set_timeout(timeout)
+    return _meeting_point[1]
 
 
-def _unreachable(placement: Placement, timeout: timedelta, waited_s: float, error: Exception) -> CollectiveError:
+def _unreachable(placement: Placement, wait: Wait, error: Exception) -> CollectiveError:
     first_line = str(error).strip().partition("\n")[0]
-    if placement.master is None:
+    master = placement.master
+    if master is None:
         return CollectiveError(f"The process group of a single process could not be made: {first_line}")
-    return CollectiveError(
-        f"Rank {placement.rank} of {placement.world_size} ({placement.launcher}) on {socket.gethostname()} could not"
-        f" join the process group at MASTER_ADDR:MASTER_PORT = {placement.master} (expected all"
-        f" {placement.world_size} ranks to meet there with timeout_s={timeout.total_seconds():g}, got after"
-        f" {waited_s:.1f} s: {first_line}; {placement.master.sources}). Fix: {_fix(placement.master, error)}."
-    )
-
-
-def _fix(master: Master, error: Exception) -> str:
-    if isinstance(error, MasterUnresolvedError):
-        return (
-            f"make {master.address} known to every host (DNS, /etc/hosts), or set MASTER_ADDR on every rank to an"
-            " address of rank 0's host that they all reach"
-        )
-    return (
-        f"check that every rank was started with this address, that rank 0 runs on {master.address}, that port"
+    fix = (
+        f"make {master.address} known to every host (DNS, /etc/hosts), or set MASTER_ADDR on every rank to an address"
+        " of rank 0's host that they all reach"
+        if isinstance(error, MasterUnresolvedError)
+        else f"check that every rank was started with this address, that rank 0 runs on {master.address}, that port"
         f" {master.port} is free there (MASTER_PORT chooses another) and no firewall closes it, and raise timeout_s"
         " where ranks start late"
+    )
+    return CollectiveError(
+        f"Rank {placement.rank} of {placement.world_size} ({placement.launcher}) on {socket.gethostname()} could not"
+        f" join the process group at MASTER_ADDR:MASTER_PORT = {master} (expected all {placement.world_size} ranks to"
+        f" meet there with timeout_s={wait.timeout_s:g}, got after {wait.elapsed_s:.1f} s: {first_line};"
+        f" {master.sources}). Fix: {fix}."
     )
 
 
@@ -271,20 +261,17 @@ def _adopt(timeout: timedelta) -> Context:
     store = dist.distributed_c10d._get_default_store()
     placement = None
     try:
-        placement = launched_as()
+        placement = launched_as(needs_master=False)
     except EnvironmentVariableError:
         logger.debug("the environment is incomplete; placing rank %d by host names", rank)
     if placement is None or (placement.rank, placement.world_size) != (rank, world_size):
         mates = [0] if world_size == 1 else _ranks_of_this_host(store, rank, world_size, timeout)
         placement = Placement(
-            launcher="none",
-            rank=rank,
-            local_rank=mates.index(rank),
-            world_size=world_size,
-            local_world_size=len(mates),
-            master=None,
-        )
-    device: torch.device | None = _default_group().bound_device_id
+            launcher="none", rank=rank, local_rank=mates.index(rank), world_size=world_size,
+            local_world_size=len(mates), master=None,
+        )  # fmt: skip
+    assert dist.group.WORLD is not None
+    device: torch.device | None = dist.group.WORLD.bound_device_id
     return _context(placement, device or _select_device(placement.local_rank), store, timeout)
 
 
@@ -347,20 +334,18 @@ def _default_backend() -> str:
 
 
 def _is_available(backend: str) -> bool:
-    if backend == "nccl" and not torch.cuda.is_available():
-        return False
-    return bool(dist.is_backend_available(backend))
+    return bool(dist.is_backend_available(backend)) and (backend != "nccl" or torch.cuda.is_available())
 
 
 def _check_backend(backend: str) -> None:
     parts = backend.lower().split(",") if isinstance(backend, str) else []
     names = [part.rpartition(":")[2] for part in parts if part.count(":") <= 1]
     if not parts or len(names) < len(parts) or not all(name != "undefined" and _is_available(name) for name in names):
-        named = [name for name in dist.Backend.backend_list if name not in ("undefined", "fake")]
-        available = ", ".join(name for name in named if _is_available(name))
+        known = [name for name in dist.Backend.backend_list if name not in ("undefined", "fake")]
         raise ConfigurationError(
-            f"backend must be one that this torch offers on this machine (expected one of {available}, or a list such"
-            f" as 'cpu:gloo,cuda:nccl' of them; got {backend!r}). Fix: leave it out, for nccl with CUDA and gloo else."
+            "backend must be one that this torch offers on this machine (expected one of"
+            f" {', '.join(filter(_is_available, known))}, or a list such as 'cpu:gloo,cuda:nccl' of them; got"
+            f" {backend!r}). Fix: leave it out, for nccl with CUDA and gloo else."
         )
 
 
@@ -371,12 +356,6 @@ def _check_same_backend(backend: str | None) -> None:
             f"The default process group exists and keeps its backend (expected backend={dist.get_backend()!r} or none,"
             f" got {backend!r}). Fix: leave the argument out, or call shutdown() or destroy_process_group() first."
         )
-
-
-def _default_group() -> dist.ProcessGroup:
-    group = dist.group.WORLD
-    assert group is not None
-    return group
 
 
 def _live_session() -> _Session | None:

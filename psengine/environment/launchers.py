@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import re
 import zlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from psengine.environment.slurm_lists import expand_node_list, expand_task_counts
@@ -49,8 +49,7 @@ class Master:
     Attributes:
         address: a host's name or address.
         port: of TCP.
-        address_source: what the address is from, in words: "MASTER_ADDR", or a launcher's variable and its value.
-        port_source: the same of the port.
+        address_source, port_source: the variable that each is from, in words.
     """
 
     address: str
@@ -60,12 +59,12 @@ class Master:
 
     @property
     def is_address_given(self) -> bool:
-        """Whether a user or torchrun said it, rather than that it was read off a launcher's list of hosts."""
+        """Whether a user or torchrun gave the address; else it is read off a launcher's list of hosts."""
         return self.address_source == "MASTER_ADDR"
 
     @property
     def sources(self) -> str:
-        """What address and port are from."""
+        """Where address and port are from, for messages."""
         return f"host from {self.address_source}, port from {self.port_source}"
 
     def __str__(self) -> str:
@@ -83,8 +82,8 @@ class Placement:
         local_rank: this process among those of its host.
         world_size: number of processes.
         local_world_size: number of processes on this host; None where the launcher does not say.
-        master: where to meet; None where there is nobody to meet (world size 1), or no master was asked for.
-        note: something the user may not have meant, to be logged; usually empty.
+        master: where to meet; None where the world size is 1, or no master was asked for.
+        note: a warning for the log; usually empty.
     """
 
     launcher: str
@@ -97,11 +96,11 @@ class Placement:
 
 
 def detect(environment: Mapping[str, str], *, needs_master: bool = True) -> Placement:
-    """Return the placement that ``environment`` describes.
+    """Return the placement that the variables in ``environment`` describe.
 
     Args:
-        environment: its variables.
-        needs_master: False where the ranks meet elsewhere: then ``master`` is None, and nothing about it is required.
+        environment: variables by name.
+        needs_master: False where the ranks meet elsewhere: then ``master`` is None, and its variables may be missing.
 
     Raises:
         EnvironmentVariableError: a launcher's variables are incomplete, malformed or contradict each other.
@@ -113,18 +112,18 @@ def detect(environment: Mapping[str, str], *, needs_master: bool = True) -> Plac
         return _detect_open_mpi(variables, needs_master)
     if _is_slurm_step(variables):
         return _detect_slurm(variables, needs_master)
-    # Not sooner: batch scripts often export WORLD_SIZE, for their own use, before they call srun or mpirun.
+    # Last: batch scripts often export WORLD_SIZE, for their own use, before they call srun or mpirun.
     if "WORLD_SIZE" in variables or "LOCAL_RANK" in variables:
         return _detect_torchrun(variables, needs_master)
+    tasks, note = variables.get("SLURM_NTASKS", "1"), ""
+    if "SLURM_JOB_ID" in variables and tasks != "1":
+        note = (
+            f"SLURM_NTASKS={tasks}, but srun did not start this process: it trains alone."
+            " For one process per task start it with `srun python script.py`."
+        )
     return Placement(
-        launcher="none",
-        rank=0,
-        local_rank=0,
-        world_size=1,
-        local_world_size=1,
-        master=None,
-        note=_note_on_missing_srun(variables),
-    )
+        launcher="none", rank=0, local_rank=0, world_size=1, local_world_size=1, master=None, note=note
+    )  # fmt: skip
 
 
 def _detect_torchrun(variables: Mapping[str, str], needs_master: bool) -> Placement:
@@ -135,22 +134,15 @@ def _detect_torchrun(variables: Mapping[str, str], needs_master: bool) -> Placem
         variables,
         "A torchrun-style launch",
         needed,
-        related=_TORCHRUN_VARIABLES,
-        fix="start the script with `torchrun --nproc-per-node=N script.py`, set the missing variables (LOCAL_RANK=0"
-        " where every host runs one process), or unset the others to train in a single process",
+        "start the script with `torchrun --nproc-per-node=N script.py`, set the missing variables (LOCAL_RANK=0 where"
+        " every host runs one process), or unset the others to train in a single process",
     )
     world_size = _integer(variables, "WORLD_SIZE", 1)
     local_world_size = 1 if world_size == 1 else None
     if "LOCAL_WORLD_SIZE" in variables:
-        local_world_size = _integer(variables, "LOCAL_WORLD_SIZE", 1, world_size, "WORLD_SIZE")
-    return Placement(
-        launcher="torchrun",
-        rank=_integer(variables, "RANK", 0, world_size - 1, "WORLD_SIZE - 1"),
-        local_rank=_local_rank(variables, "LOCAL_RANK", local_world_size, world_size),
-        world_size=world_size,
-        local_world_size=local_world_size,
-        master=_master(variables, world_size, address=None, port_seed=None) if needs_master else None,
-    )
+        local_world_size = _integer(variables, "LOCAL_WORLD_SIZE", 1, world_size)
+    master = _master(variables, world_size, host=None, port_seed=None) if needs_master else None
+    return _placement("torchrun", variables, ("RANK", "LOCAL_RANK"), world_size, local_world_size, master)
 
 
 def _detect_open_mpi(variables: Mapping[str, str], needs_master: bool) -> Placement:
@@ -159,12 +151,11 @@ def _detect_open_mpi(variables: Mapping[str, str], needs_master: bool) -> Placem
         variables,
         "An Open MPI launch",
         _OPEN_MPI_VARIABLES,
-        related=_OPEN_MPI_VARIABLES,
-        fix="start the script with `mpirun -n N python script.py`, and pass all OMPI_COMM_WORLD_* variables on to it"
+        "start the script with `mpirun -n N python script.py`, and pass all OMPI_COMM_WORLD_* variables on to it"
         " (wrappers and containers may drop some)",
     )
     world_size = _integer(variables, world_size_name, 1)
-    local_world_size = _integer(variables, local_world_size_name, 1, world_size, world_size_name)
+    local_world_size = _integer(variables, local_world_size_name, 1, world_size)
     if needs_master and local_world_size < world_size and "MASTER_ADDR" not in variables:
         raise EnvironmentVariableError(
             "An Open MPI launch over several hosts needs MASTER_ADDR, because Open MPI does not tell where rank 0 runs"
@@ -172,17 +163,11 @@ def _detect_open_mpi(variables: Mapping[str, str], needs_master: bool) -> Placem
             f" {world_size_name}={world_size} ranks on this host and no MASTER_ADDR)."
             " Fix: `mpirun -x MASTER_ADDR=<host of rank 0> ...`."
         )
-    address = "127.0.0.1", "Open MPI's one host"
     # PMIX_NAMESPACE names the job from Open MPI 2 on, the other one up to Open MPI 4 (gone with ORTE in 5).
     seed = variables.get("PMIX_NAMESPACE") or variables.get("OMPI_MCA_ess_base_jobid")
-    return Placement(
-        launcher="Open MPI",
-        rank=_integer(variables, rank_name, 0, world_size - 1, f"{world_size_name} - 1"),
-        local_rank=_local_rank(variables, local_rank_name, local_world_size, world_size),
-        world_size=world_size,
-        local_world_size=local_world_size,
-        master=_master(variables, world_size, lambda: address, port_seed=seed) if needs_master else None,
-    )
+    host = "127.0.0.1", "Open MPI's one host"
+    master = _master(variables, world_size, host, seed) if needs_master else None
+    return _placement("Open MPI", variables, (rank_name, local_rank_name), world_size, local_world_size, master)
 
 
 def _is_slurm_step(variables: Mapping[str, str]) -> bool:
@@ -197,27 +182,19 @@ def _detect_slurm(variables: Mapping[str, str], needs_master: bool) -> Placement
         variables,
         "A Slurm step",
         ["SLURM_PROCID", world_size_name, "SLURM_LOCALID"],
-        related=["SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_PROCID", world_size_name, "SLURM_LOCALID"],
-        fix="start the script with `srun python script.py`, and pass all SLURM_* variables on to it (wrappers and"
+        "start the script with `srun python script.py`, and pass all SLURM_* variables on to it (wrappers and"
         " containers may drop some), or unset SLURM_STEP_ID to train in a single process",
     )
     world_size = _integer(variables, world_size_name, 1)
     local_world_size = _slurm_local_world_size(variables, world_size)
     job = variables.get("SLURM_JOB_ID", variables.get("SLURM_JOBID"))
     step = variables.get("SLURM_STEP_ID", variables.get("SLURM_STEPID"))
-    return Placement(
-        launcher="Slurm",
-        rank=_integer(variables, "SLURM_PROCID", 0, world_size - 1, f"{world_size_name} - 1"),
-        local_rank=_local_rank(variables, "SLURM_LOCALID", local_world_size, world_size),
-        world_size=world_size,
-        local_world_size=local_world_size,
-        # The step's number is part of the seed, so that steps of one job may run side by side.
-        master=_master(
-            variables, world_size, lambda: _slurm_first_host(variables), f"slurm {job}.{step}" if job else None
-        )
-        if needs_master
-        else None,
-    )
+    # The step's number is part of the seed, so that steps of one job may run side by side.
+    seed = f"slurm {job}.{step}" if job else None
+    host = _slurm_first_host(variables) if needs_master and "MASTER_ADDR" not in variables else None
+    master = _master(variables, world_size, host, seed) if needs_master else None
+    names = ("SLURM_PROCID", "SLURM_LOCALID")
+    return _placement("Slurm", variables, names, world_size, local_world_size, master)
 
 
 def _slurm_first_host(variables: Mapping[str, str]) -> tuple[str, str] | None:
@@ -229,7 +206,7 @@ def _slurm_first_host(variables: Mapping[str, str]) -> tuple[str, str] | None:
 
 
 def _slurm_local_world_size(variables: Mapping[str, str], world_size: int) -> int | None:
-    """The job's variables may describe other steps than ours, so only counts that add up to the world are believed."""
+    """Trust only counts that add up to the world: the job's variables may describe other steps than this one."""
     node = _integer(variables, "SLURM_NODEID", 0) if "SLURM_NODEID" in variables else None
     for name in ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"):
         counts = expand_task_counts(variables[name], name) if name in variables else []
@@ -247,36 +224,20 @@ def _slurm_local_world_size(variables: Mapping[str, str], world_size: int) -> in
     return 1 if world_size == 1 else None
 
 
-def _note_on_missing_srun(variables: Mapping[str, str]) -> str:
-    tasks = variables.get("SLURM_NTASKS", "1")
-    if "SLURM_JOB_ID" not in variables or tasks == "1":
-        return ""
-    return (
-        f"SLURM_NTASKS={tasks}, but srun did not start this process: it trains alone."
-        " For one process per task start it with `srun python script.py`."
-    )
-
-
-def _require(
-    variables: Mapping[str, str], launch: str, needed: Iterable[str], *, related: Iterable[str], fix: str
-) -> None:
-    needed = list(needed)
+def _require(variables: Mapping[str, str], launch: str, needed: Sequence[str], fix: str) -> None:
     missing = [name for name in needed if name not in variables]
     if missing:
-        found = ", ".join(f"{name}={variables[name]}" for name in related if name in variables)
+        found = ", ".join(f"{name}={variables[name]}" for name in needed if name in variables)
         raise EnvironmentVariableError(
-            f"{launch} sets all its variables (expected {', '.join(needed)}; got {found};"
+            f"{launch} sets all its variables (expected {', '.join(needed)}; got {found or 'none'};"
             f" missing {', '.join(missing)}). Fix: {fix}."
         )
 
 
-def _integer(
-    variables: Mapping[str, str], name: str, minimum: int, maximum: int | None = None, maximum_name: str = ""
-) -> int:
+def _integer(variables: Mapping[str, str], name: str, minimum: int, maximum: int | None = None) -> int:
     text = variables[name]
-    upper = "" if maximum is None else f" to {maximum}" + (f" = {maximum_name}" if maximum_name else "")
     if not _INTEGER.fullmatch(text) or int(text) < minimum or (maximum is not None and int(text) > maximum):
-        limits = f"{minimum}{upper}" if upper else f"{minimum} or more"
+        limits = f"{minimum} or more" if maximum is None else f"{minimum} to {maximum}"
         raise EnvironmentVariableError(
             f"{name} must be an integer in its range (expected {limits}, got {text!r})."
             f" Fix: correct {name}, or unset it where the launcher is to set it."
@@ -284,32 +245,39 @@ def _integer(
     return int(text)
 
 
-def _local_rank(variables: Mapping[str, str], name: str, local_world_size: int | None, world_size: int) -> int:
-    if local_world_size is None:
-        return _integer(variables, name, 0, world_size - 1, "world size - 1")
-    return _integer(variables, name, 0, local_world_size - 1, "local world size - 1")
+def _placement(
+    launcher: str,
+    variables: Mapping[str, str],
+    names: tuple[str, str],
+    world_size: int,
+    local_world_size: int | None,
+    master: Master | None,
+) -> Placement:
+    """``names``: the variables of rank and local rank."""
+    return Placement(
+        launcher=launcher,
+        rank=_integer(variables, names[0], 0, world_size - 1),
+        local_rank=_integer(variables, names[1], 0, (local_world_size or world_size) - 1),
+        world_size=world_size,
+        local_world_size=local_world_size,
+        master=master,
+    )
 
 
 def _master(
-    variables: Mapping[str, str],
-    world_size: int,
-    address: Callable[[], tuple[str, str] | None] | None,
-    port_seed: str | None,
+    variables: Mapping[str, str], world_size: int, host: tuple[str, str] | None, port_seed: str | None
 ) -> Master | None:
-    """MASTER_ADDR and MASTER_PORT where set, else the launcher's ``address`` and a port that all ranks derive alike."""
+    """MASTER_ADDR and MASTER_PORT where set, else ``host`` with its source, and a port that all ranks derive alike."""
     if world_size == 1:
         return None
-    host, host_source = variables.get("MASTER_ADDR"), "MASTER_ADDR"
-    if host is None and address is not None:
-        host, host_source = address() or (None, "")
-    port_source = "MASTER_PORT"
+    if "MASTER_ADDR" in variables:
+        host = variables["MASTER_ADDR"], "MASTER_ADDR"
+    port: tuple[int, str] | None = None
     if "MASTER_PORT" in variables:
-        port: int | None = _integer(variables, "MASTER_PORT", 1, 65535)
+        port = _integer(variables, "MASTER_PORT", 1, 65535), "MASTER_PORT"
     elif port_seed is not None:
-        port = _FIRST_DERIVED_PORT + zlib.crc32(port_seed.encode()) % _DERIVED_PORTS
-        port_source = f"the job's name, {port_seed!r}"
-    else:
-        port = None
+        number = _FIRST_DERIVED_PORT + zlib.crc32(port_seed.encode()) % _DERIVED_PORTS
+        port = number, f"the job's name, {port_seed!r}"
     if host is None or port is None:
         missing = [name for name, value in (("MASTER_ADDR", host), ("MASTER_PORT", port)) if value is None]
         raise EnvironmentVariableError(
@@ -317,4 +285,4 @@ def _master(
             f" MASTER_PORT, got neither {' nor '.join(missing)} nor a variable to derive it from)."
             f" Fix: set {' and '.join(missing)} to the same value on every rank."
         )
-    return Master(address=host, port=port, address_source=host_source, port_source=port_source)
+    return Master(address=host[0], port=port[0], address_source=host[1], port_source=port[1])

@@ -26,7 +26,7 @@ _DIRECTORY_VARIABLE = "PSENGINE_RUNTIME_DIR"
 _LOOPBACK = re.compile(r"tcp://(?P<host>localhost|127(?:\.\d{1,3}){3}|\[::1\]):(?P<port>\d+)")
 # A listener answers at once; its queue may be full for a moment.
 _CONNECT_S = 1.0
-# A socket that was bound and does not listen yet is no stale one.
+# Younger sockets may be bound and not listen yet.
 _STALE_S = 60.0
 _LISTENS = "0A"
 
@@ -48,13 +48,9 @@ def private_directory(*, make: bool = False) -> Path:
             with contextlib.suppress(FileExistsError):
                 directory.mkdir(mode=0o700)
         status = directory.lstat()
-    except FileNotFoundError:
-        if not make:
-            return directory
-        raise ConfigurationError(
-            f"The directory {directory} for Unix sockets cannot be made (expected the one above it to be there). {fix}"
-        ) from None
     except OSError as error:
+        if isinstance(error, FileNotFoundError) and not make:
+            return directory
         raise ConfigurationError(
             f"The directory {directory} for Unix sockets cannot be used (expected one of ours, got: {error}). {fix}"
         ) from error
@@ -69,7 +65,7 @@ def private_directory(*, make: bool = False) -> Path:
 
 
 def is_loopback(address: str) -> bool:
-    """Whether it is a TCP address that processes of this machine alone reach: by literal, names are not looked up."""
+    """Whether only this machine's processes reach a TCP address; judged by its text, names are not looked up."""
     return _LOOPBACK.fullmatch(address) is not None
 
 
@@ -108,7 +104,7 @@ def _in_directory(name: str, *, make: bool) -> str:
 
 
 def way_to(address: str) -> str:
-    """Where a client connects for ``address``: the socket beside it, where this user's server listens; else itself."""
+    """The address a client connects to: the socket beside ``address`` if this user's server listens there."""
     if not is_loopback(address):
         return address
     try:
@@ -119,12 +115,12 @@ def way_to(address: str) -> str:
 
 
 def is_listening(address: str) -> bool:
-    """Whether somebody listens at an ipc:// address."""
+    """Whether somebody listens at an ipc:// address where this user may connect."""
     try:
         with _connected(address) as probe:
             return probe.fileno() >= 0
     except PermissionError:
-        return False  # not for us, whoever it is
+        return False
 
 
 def listener_uid(address: str) -> int | None:
@@ -140,9 +136,7 @@ def listener_uid(address: str) -> int | None:
             credentials = probe.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
             return int(struct.unpack("3i", credentials)[1])
     match = _LOOPBACK.fullmatch(address)
-    if match is None:
-        return None
-    return _tcp_listener_uid(_host(match), int(match["port"]))
+    return None if match is None else _tcp_listener_uid(_host(match), int(match["port"]))
 
 
 def _host(match: re.Match[str]) -> str:
@@ -150,7 +144,7 @@ def _host(match: re.Match[str]) -> str:
 
 
 def remove_stale_sockets() -> None:
-    """Remove what servers that were killed left in the private directory."""
+    """Remove the sockets of killed servers from the private directory."""
     try:
         entries = list(os.scandir(private_directory()))
     except (ConfigurationError, OSError):
@@ -190,7 +184,7 @@ def _network_namespace() -> int:
 
 
 def _tcp_listener_uid(host: str, port: int) -> int | None:
-    """As the kernel's table says: who listens at the very address, else at all of them."""
+    """The user who listens at this address, else at all addresses, by the kernel's table."""
     exact = {_hexadecimal(socket.AF_INET6 if ":" in host else socket.AF_INET, host)}
     if ":" not in host:
         exact.add(_hexadecimal(socket.AF_INET6, f"::ffff:{host}"))

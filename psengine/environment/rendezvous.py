@@ -1,4 +1,4 @@
-"""Meeting at the master, and saying what keeps a rank from it: torch waits in silence, and for some peers for ever.
+"""The rendezvous at the master, and log lines about what delays it: torch waits silently, and for some peers for ever.
 
 ::
 
@@ -15,6 +15,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -36,7 +37,7 @@ GRACE_S = 5.0
 
 
 class MasterUnreachableError(OSError):
-    """Nobody was met at the master's address; the text says what was tried last, and what came of it."""
+    """Nobody was met at the master's address; the text says what was tried last, and how it ended."""
 
 
 class MasterUnresolvedError(MasterUnreachableError):
@@ -45,7 +46,7 @@ class MasterUnresolvedError(MasterUnreachableError):
 
 @dataclass
 class Wait:
-    """One rank's wait for the others: until when, and what it is waiting for just now."""
+    """One rank's wait for the others: until when, and what it waits for at present (``state``)."""
 
     placement: Placement
     timeout_s: float
@@ -59,9 +60,16 @@ class Wait:
 
     @contextmanager
     def in_the_log(self) -> Iterator[None]:
-        """Say in the log what is waited for, as long as the block runs."""
+        """Log the state from time to time, as long as the block runs."""
         over = threading.Event()
-        thread = threading.Thread(target=self._say, args=(over,), name="psengine-rendezvous-words", daemon=True)
+
+        def log_state() -> None:
+            next_s = words_at_s(0.0)
+            while not over.wait(max(0.0, next_s - self.elapsed_s)):
+                self.say()
+                next_s = words_at_s(next_s)
+
+        thread = threading.Thread(target=log_state, name="psengine-rendezvous-words", daemon=True)
         thread.start()
         try:
             yield
@@ -69,22 +77,12 @@ class Wait:
             over.set()
             thread.join()
 
-    def _say(self, over: threading.Event) -> None:
-        next_s = words_at_s(0.0)
-        while not over.wait(max(0.0, next_s - self.elapsed_s)):
-            self.say()
-            next_s = words_at_s(next_s)
-
     def say(self) -> None:
-        """Say in the log what is waited for."""
+        """Log the state."""
+        at = self.placement
         logger.warning(
             "rank %d of %d (%s) has waited for %.0f s, of at most %g s: %s",
-            self.placement.rank,
-            self.placement.world_size,
-            self.placement.launcher,
-            self.elapsed_s,
-            self.timeout_s,
-            self.state,
+            *(at.rank, at.world_size, at.launcher, self.elapsed_s, self.timeout_s, self.state),
         )
 
     def reach_master(self, *, listens_here: bool) -> None:
@@ -99,28 +97,26 @@ class Wait:
         was_said = False
         while True:
             self.state = f"the name {master.address} ({master.address_source}) is being looked up"
+            kind, limit_s = MasterUnreachableError, self.timeout_s
             try:
                 found = resolve(master.address, master.port)
             except (OSError, UnicodeError) as error:
+                kind = MasterUnresolvedError
                 reason = getattr(error, "strerror", None) or str(error)
                 self.state = (
                     f"the host name {master.address!r} ({master.address_source}) does not resolve on"
                     f" {socket.gethostname()} ({reason})"
                 )
-                kind: type[MasterUnreachableError] = MasterUnresolvedError
-                limit_s = self.timeout_s if master.is_address_given else min(LAUNCHERS_NAME_S, self.timeout_s)
+                if not master.is_address_given:
+                    limit_s = min(LAUNCHERS_NAME_S, self.timeout_s)
                 if not was_said and self.elapsed_s < limit_s:
                     was_said = True
                     self.say()
             else:
-                if listens_here:
-                    return
-                refusals = connect_to_any(found)
+                refusals = None if listens_here else connect_to_any(found)
                 if refusals is None:
                     return
-                kind = MasterUnreachableError
                 self.state = f"nobody can be reached at {master} ({master.sources}): {refusals}"
-                limit_s = self.timeout_s
             if self.elapsed_s + RETRY_S >= limit_s:
                 raise kind(self.state)
             time.sleep(RETRY_S)
@@ -133,30 +129,26 @@ class Wait:
             Exception: what it raised.
         """
         master = self.placement.master
-        if listens_here:
-            self.state = f"this rank listens at {master}, and not all other ranks have come"
-        else:
-            self.state = (
-                f"somebody listens at {master}, but has not answered as a store of torch.distributed does: rank 0 is"
-                " busy, or another program has this port"
-            )
-        ended: list[T | BaseException] = []
+        self.state = (
+            f"this rank listens at {master}, and not all other ranks have come"
+            if listens_here
+            else f"somebody listens at {master}, but has not answered as a store of torch.distributed does: rank 0 is"
+            " busy, or another program has this port"
+        )
+        met: Future[T] = Future()
 
         def work() -> None:
             try:
-                ended.append(rendezvous())
+                met.set_result(rendezvous())
             except BaseException as error:
-                ended.append(error)
+                met.set_exception(error)
 
-        # A daemon: a socket that somebody accepts and never answers keeps torch for ever.
-        thread = threading.Thread(target=work, name="psengine-rendezvous", daemon=True)
-        thread.start()
-        thread.join(max(0.0, self.timeout_s - self.elapsed_s) + GRACE_S)
-        if not ended:
+        # A daemon: torch waits for ever for a listener that accepts and never answers.
+        threading.Thread(target=work, name="psengine-rendezvous", daemon=True).start()
+        done, _ = wait([met], max(0.0, self.timeout_s - self.elapsed_s) + GRACE_S)
+        if not done:
             raise MasterUnreachableError(self.state)
-        if isinstance(ended[0], BaseException):
-            raise ended[0]
-        return ended[0]
+        return met.result()
 
 
 def resolve(host: str, port: int) -> list[tuple[Any, ...]]:
@@ -177,7 +169,7 @@ def connect_to_any(addresses: Iterable[tuple[Any, ...]]) -> str | None:
             with socket.socket(family, kind, protocol) as probe:
                 probe.settimeout(CONNECT_TIMEOUT_S)
                 probe.connect(address)
-                # Where nobody listens, a port among the ephemeral ones may be chosen for this end too, and meet itself.
+                # If nobody listens at an ephemeral port, the kernel may give that port to this end, which meets itself.
                 if probe.getsockname() != probe.getpeername():
                     return None
                 refusals.append(f"{address[0]}: nobody listens")
@@ -187,5 +179,5 @@ def connect_to_any(addresses: Iterable[tuple[Any, ...]]) -> str | None:
 
 
 def words_at_s(elapsed_s: float) -> float:
-    """When to say the next word after ``elapsed_s`` seconds."""
+    """When to log the state next after ``elapsed_s`` seconds."""
     return next((at_s for at_s in WORDS_AFTER_S if at_s > elapsed_s), elapsed_s + WORDS_EVERY_S)

@@ -11,14 +11,11 @@ import time
 import urllib.request
 from pathlib import Path
 
-import pytest
 from support.command_process import WORKER, running_command, servers_of
 from support.process_table import children_of, command_line, is_running
 
-import psengine.cli.main
 from psengine.cli.launching import processes
 from psengine.cli.launching.interruption import REPEAT_S
-from psengine.cli.main import main
 
 
 def pids_of(directory):
@@ -131,36 +128,3 @@ def test_a_stream_that_the_shell_closed_is_dev_null(tmp_path):
     line = ["sh", "-c", 'exec "$@" <&- 2>&-', "sh", *command]
     done = subprocess.run(line, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout, done.stderr) == (5, "out\n", "")
-
-
-def interrupt_at_the_start():
-    build_app = psengine.cli.main.build_app
-
-    def interrupted():
-        os.kill(os.getpid(), signal.SIGINT)
-        return build_app()
-
-    psengine.cli.main.build_app = interrupted
-
-
-def interrupt_in_the_background():
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    interrupt_at_the_start()
-
-
-def test_ctrl_c_before_anything_began_ends_it_without_a_word():
-    with running_command(["run", WORKER, "well"], prepare=interrupt_at_the_start) as command:
-        assert command.wait() == -signal.SIGINT
-        assert command.stdout + command.stderr == ""
-    with running_command(["--version"], prepare=interrupt_in_the_background) as command:
-        assert command.wait() == 0
-
-
-def test_commands_get_the_interrupts_they_had(capsys):
-    found = signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job of a shell ignores it
-    try:
-        with pytest.raises(SystemExit):
-            main(["--version"])
-        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    finally:
-        signal.signal(signal.SIGINT, found)

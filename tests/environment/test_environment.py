@@ -112,7 +112,6 @@ class TestDetect:
             ),
             pytest.param(TORCHRUN | {"MASTER_ADDR": "::1"}, "torchrun", (3, 1, 4, 2, "[::1]:29500"), id="IPv6"),
             pytest.param(TORCHRUN | SLURM, "torchrun", (3, 1, 4, 2, "a:29500"), id="torchrun in a Slurm step"),
-            pytest.param(TORCHRUN | OPEN_MPI, "torchrun", (3, 1, 4, 2, "a:29500"), id="torchrun under mpirun"),
             pytest.param({"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}, "torchrun", SINGLE, id="world of 1"),
             pytest.param(SLURM, "Slurm", (5, 1, 7, 2, f"node03:{derived('slurm 99.0')}"), id="srun"),
             pytest.param(
@@ -120,12 +119,6 @@ class TestDetect:
                 "Slurm",
                 (5, 1, 7, 2, f"node03:{derived('slurm 99.0')}"),
                 id="exported WORLD_SIZE",
-            ),
-            pytest.param(
-                SLURM | {"SLURM_STEP_ID": "1"},
-                "Slurm",
-                (5, 1, 7, 2, f"node03:{derived('slurm 99.1')}"),
-                id="another step",
             ),
             pytest.param(
                 SLURM | {"MASTER_ADDR": "m", "MASTER_PORT": "5"}, "Slurm", (5, 1, 7, 2, "m:5"), id="srun, own address"
@@ -149,34 +142,14 @@ class TestDetect:
                 id="counts differ",
             ),
             pytest.param(
-                without(SLURM, "SLURM_NODEID"),
-                "Slurm",
-                (5, 1, 7, None, f"node03:{derived('slurm 99.0')}"),
-                id="which node?",
-            ),
-            pytest.param(
                 without(SLURM, "SLURM_STEP_TASKS_PER_NODE")
                 | {"SLURM_STEP_NUM_TASKS": "8", "SLURM_NTASKS_PER_NODE": "2", "SLURM_STEP_NUM_NODES": "4"},
                 "Slurm",
                 (5, 1, 8, 2, f"node03:{derived('slurm 99.0')}"),
                 id="--ntasks-per-node",
             ),
-            pytest.param(
-                without(SLURM, "SLURM_STEP_NODELIST"),
-                "Slurm",
-                (5, 1, 7, 2, f"node1:{derived('slurm 99.0')}"),
-                id="the job's node list",
-            ),
             pytest.param(SBATCH, "none", SINGLE, id="sbatch without srun"),
-            pytest.param({"SLURM_NTASKS": "1"}, "none", SINGLE, id="SLURM_NTASKS alone"),
-            pytest.param({"SLURM_JOB_ID": "99"}, "none", SINGLE, id="ssh to a node of a job"),
             pytest.param(SBATCH | {"SLURM_STEP_ID": "4294967290"}, "none", SINGLE, id="salloc's interactive step"),
-            pytest.param(
-                SBATCH | {"SLURM_STEP_ID": "3", "SLURM_STEP_NUM_TASKS": "1"},
-                "Slurm",
-                SINGLE,
-                id="srun -n1 --pty bash",
-            ),
             pytest.param(
                 OPEN_MPI, "Open MPI", (1, 1, 2, 2, f"127.0.0.1:{derived('prterun-host-4711@1')}"), id="mpirun"
             ),
@@ -215,41 +188,16 @@ class TestDetect:
         ("variables", "words"),
         [
             pytest.param({"RANK": "0"}, ["got RANK=0", "missing WORLD_SIZE, LOCAL_RANK, MASTER_ADDR"], id="RANK alone"),
-            pytest.param({"WORLD_SIZE": "2"}, ["got WORLD_SIZE=2", "missing RANK", "torchrun"], id="WORLD_SIZE alone"),
-            pytest.param({"LOCAL_RANK": "0"}, ["got LOCAL_RANK=0", "missing RANK"], id="LOCAL_RANK alone"),
             pytest.param(without(TORCHRUN, "MASTER_PORT"), ["missing MASTER_PORT)", "MASTER_ADDR=a"], id="no port"),
             pytest.param(without(TORCHRUN, "LOCAL_RANK"), ["missing LOCAL_RANK)", "LOCAL_RANK=0"], id="no LOCAL_RANK"),
-            pytest.param(
-                TORCHRUN | {"WORLD_SIZE": "2"}, ["RANK", "0 to 1 = WORLD_SIZE - 1", "got '3'"], id="rank >= world"
-            ),
-            pytest.param(TORCHRUN | {"RANK": "-1"}, ["RANK", "got '-1'"], id="negative rank"),
-            pytest.param(TORCHRUN | {"RANK": "1.0"}, ["RANK", "got '1.0'"], id="float rank"),
-            pytest.param(TORCHRUN | {"RANK": "9" * 5000}, ["RANK", "0 to 3"], id="endless rank"),
+            pytest.param(TORCHRUN | {"WORLD_SIZE": "2"}, ["RANK", "0 to 1", "got '3'"], id="rank >= world"),
             pytest.param(TORCHRUN | {"RANK": "\u0661"}, ["RANK", "0 to 3"], id="other digits"),
-            pytest.param(TORCHRUN | {"WORLD_SIZE": "0"}, ["WORLD_SIZE", "1 or more", "got '0'"], id="empty world"),
-            pytest.param(
-                TORCHRUN | {"LOCAL_RANK": "2"}, ["LOCAL_RANK", "0 to 1", "got '2'"], id="local rank too large"
-            ),
             pytest.param(
                 TORCHRUN | {"LOCAL_WORLD_SIZE": "5"}, ["LOCAL_WORLD_SIZE", "1 to 4", "got '5'"], id="local > world"
             ),
             pytest.param(TORCHRUN | {"MASTER_PORT": "abc"}, ["MASTER_PORT", "1 to 65535", "got 'abc'"], id="port abc"),
-            pytest.param(TORCHRUN | {"MASTER_PORT": "0"}, ["MASTER_PORT", "1 to 65535", "got '0'"], id="port 0"),
-            pytest.param(TORCHRUN | {"MASTER_PORT": "65536"}, ["MASTER_PORT", "got '65536'"], id="port too large"),
-            pytest.param(without(SLURM, "SLURM_PROCID"), ["missing SLURM_PROCID)", "SLURM_STEP_ID=0"], id="no PROCID"),
-            pytest.param(
-                without(SLURM, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"),
-                ["missing SLURM_NTASKS)", "srun"],
-                id="no NTASKS",
-            ),
-            pytest.param(SLURM | {"SLURM_PROCID": "7"}, ["SLURM_PROCID", "0 to 6", "got '7'"], id="PROCID too large"),
-            pytest.param(
-                SLURM | {"SLURM_LOCALID": "2"}, ["SLURM_LOCALID", "0 to 1", "got '2'"], id="LOCALID too large"
-            ),
+            pytest.param(without(SLURM, "SLURM_PROCID"), ["missing SLURM_PROCID)", "SLURM_LOCALID=1"], id="no PROCID"),
             pytest.param(SLURM | {"SLURM_STEP_NODELIST": "n[1"}, ["SLURM_STEP_NODELIST", "'n[1'"], id="bad node list"),
-            pytest.param(
-                SLURM | {"SLURM_STEP_TASKS_PER_NODE": "2x3"}, ["SLURM_STEP_TASKS_PER_NODE", "'2x3'"], id="counts"
-            ),
             pytest.param(
                 without(SLURM, "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST"),
                 ["7 ranks", "neither MASTER_ADDR nor", "Fix: set MASTER_ADDR to"],
@@ -300,13 +248,9 @@ class TestNodeList:
     @pytest.mark.parametrize(
         ("text", "hosts"),
         [
-            ("single", ["single"]),
-            ("a,b,c", ["a", "b", "c"]),
             ("node[1-3,07,10-12]", ["node1", "node2", "node3", "node07", "node10", "node11", "node12"]),
             ("gpu-a[001-002]-x", ["gpu-a001-x", "gpu-a002-x"]),
             ("n[08-11]", ["n08", "n09", "n10", "n11"]),
-            ("n[8-11]", ["n8", "n9", "n10", "n11"]),
-            ("r[0-1]n[1,3]", ["r0n1", "r0n3", "r1n1", "r1n3"]),
             ("r[0-1][5-6]", ["r05", "r06", "r15", "r16"]),
             (
                 "node[1-2,07],gpu-a[001-002]-x,single",
@@ -317,16 +261,14 @@ class TestNodeList:
     def test_expands(self, text, hosts):
         assert expand_node_list(text) == hosts
 
-    @pytest.mark.parametrize(
-        "text", ["", "a,", ",a", "a,,b", "a[1", "a1]", "a[[1]]", "a[]", "a[1-]", "a[3-1]", "a[x]", "a[1,]", "a[1-2-3]"]
-    )
+    @pytest.mark.parametrize("text", ["", "a,,b", "a[1", "a[[1]]", "a[]", "a[3-1]", "a[x]", "a[1-2-3]"])
     def test_refuses(self, text):
         with pytest.raises(EnvironmentVariableError, match=r"NODES must follow.*expected.*got .*Fix: ") as caught:
             expand_node_list(text, "NODES")
         assert repr(text) in str(caught.value)
 
     @given(st.data())
-    @settings(max_examples=200, deadline=None)
+    @settings(max_examples=50, deadline=None)
     def test_round_trip(self, data):
         """Compress lists of hosts the way Slurm does; expanding gives them back."""
         terms, hosts = [], []
@@ -344,18 +286,10 @@ class TestNodeList:
             hosts += expanded
         assert expand_node_list(",".join(terms)) == hosts
 
-    @given(st.lists(st.integers(0, 20), min_size=1, max_size=12))
-    def test_task_counts_round_trip(self, counts):
-        runs: list[list[int]] = []
-        for count in counts:
-            if runs and runs[-1][0] == count:
-                runs[-1][1] += 1
-            else:
-                runs.append([count, 1])
-        text = ",".join(f"{count}(x{times})" if times > 1 else str(count) for count, times in runs)
-        assert expand_task_counts(text) == counts
+    def test_task_counts(self):
+        assert expand_task_counts("2(x3),1,0(x1)") == [2, 2, 2, 1, 0]
 
-    @pytest.mark.parametrize("text", ["", "2,", "x", "2(3)", "2(x)", "-1", "2(x3"])
+    @pytest.mark.parametrize("text", ["", "2,", "2(3)", "-1"])
     def test_refuses_task_counts(self, text):
         with pytest.raises(EnvironmentVariableError, match="COUNTS must follow"):
             expand_task_counts(text, "COUNTS")
@@ -419,14 +353,10 @@ class TestSingleProcess:
         bare_environment.setenv("WORLD_SIZE", "1")
         assert init().world_size == 1
 
-    def test_after_the_user_destroyed_our_group(self, bare_environment):
+    def test_after_the_user_replaced_our_group(self, bare_environment):
         context = init()
         dist.destroy_process_group()
         assert init() == context
-        dist.all_reduce(torch.ones(1))
-
-    def test_after_the_user_replaced_our_group(self, bare_environment):
-        init()
         dist.destroy_process_group()
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         group = dist.group.WORLD
@@ -446,19 +376,13 @@ class TestSingleProcess:
         shutdown()
         assert dist.group.WORLD is group
 
-    def test_contradicting_backend_on_adoption(self, bare_environment):
-        dist.init_process_group("cpu:gloo", store=dist.HashStore(), rank=0, world_size=1)
-        with pytest.raises(ConfigurationError, match="keeps its backend"):
-            init("gloo")
-        assert init("cpu:gloo").rank == 0
-
-    @pytest.mark.parametrize("backend", ["bogus", "nccl", "undefined", "", "cpu:gloo,cuda:bogus", "a:b:gloo", 3])
+    @pytest.mark.parametrize("backend", ["bogus", "nccl", "", "cpu:gloo,cuda:bogus", 3])
     def test_refuses_backends(self, bare_environment, backend):
         with pytest.raises(ConfigurationError, match=rf"expected one of gloo.*got {re.escape(repr(backend))}.*Fix: "):
             init(backend)
         assert not dist.is_initialized()
 
-    @pytest.mark.parametrize("timeout_s", [0, -1, float("nan"), float("inf"), 1e12, True, "5", None])
+    @pytest.mark.parametrize("timeout_s", [0, float("nan"), float("inf"), True, "5"])
     def test_refuses_timeouts(self, bare_environment, timeout_s):
         with pytest.raises(ConfigurationError, match=rf"timeout_s must be.*got {re.escape(repr(timeout_s))}"):
             init(timeout_s=timeout_s)
@@ -490,11 +414,6 @@ class TestSingleProcess:
         assert default_strategy() == "sync"
         bare_environment.setenv("PSENGINE_STRATEGY", "async:max_staleness=4")
         assert default_strategy() == "async:max_staleness=4"
-
-    def test_environment_is_left_alone(self, bare_environment):
-        before = dict(os.environ)
-        init()
-        assert dict(os.environ) == before
 
     def test_gloo_keeps_a_cuda_device(self, bare_environment):
         selected = []
@@ -575,21 +494,21 @@ def test_ipv6_master(address):
 def init_again_and_again(rank: int, world_size: int, port: int) -> list[float]:
     set_environment("torchrun", rank, world_size, port)
     totals = []
-    for turn in range(4):
+    for turn in range(2):
         if turn % 2 == rank:
-            time.sleep(0.2)  # each rank is the late one in turn
+            time.sleep(0.05)  # each rank is the late one in turn
         init("gloo", timeout_s=30)
         totals.append(sum_of_ranks(rank))
         if rank == 0:
-            time.sleep(0.3)  # rank 1 is back already when the store's host shuts down
+            time.sleep(0.1)  # rank 1 is back already when the store's host shuts down
         shutdown()
         assert not dist.is_initialized()
-    time.sleep(0.5)  # rank 0 hosts the store
+    time.sleep(0.2)  # rank 0 hosts the store
     return totals
 
 
 def test_init_works_again_after_shutdown():
-    assert run_ranks(init_again_and_again, 2, free_port(), init_group=False) == [[3] * 4, [3] * 4]
+    assert run_ranks(init_again_and_again, 2, free_port(), init_group=False) == [[3] * 2, [3] * 2]
 
 
 def init_with_host_names(rank: int, world_size: int, port: int, local_ranks: list[int]):
@@ -600,7 +519,6 @@ def init_with_host_names(rank: int, world_size: int, port: int, local_ranks: lis
     try:
         context = init("gloo", timeout_s=30)
     except EnvironmentVariableError as error:
-        time.sleep(0.5)
         assert not dist.is_initialized()
         return str(error)
     dist.barrier()
@@ -677,7 +595,7 @@ SCRIPT = """
     def say(*values):  # in one write, so that ranks do not interleave
         os.write(1, (json.dumps(values) + "\\n").encode())
 
-    context = environment.init("gloo", timeout_s=8)
+    context = environment.init("gloo", timeout_s=4)
     total = torch.tensor([float(context.rank + 1)])
     dist.all_reduce(total)
     say(context.rank, context.local_rank, context.world_size, context.local_world_size, total.item())
@@ -745,9 +663,6 @@ def test_end_of_the_interpreter_closes_the_group(backends, ending, group_is_left
     [
         pytest.param("", (0, 0), id="both end"),
         pytest.param(
-            "if context.rank == 1: os.kill(os.getpid(), signal.SIGKILL)\ntime.sleep(1)", (0, -9), id="dead peer"
-        ),
-        pytest.param(
             "if context.rank == 1: os.kill(os.getpid(), signal.SIGKILL)\nwork = dist.all_reduce(total, async_op=True)",
             (0, -9),
             id="dead peer, pending work",
@@ -757,7 +672,7 @@ def test_end_of_the_interpreter_closes_the_group(backends, ending, group_is_left
             (0, -9),
             id="stopped peer, pending work",
         ),
-        pytest.param("if context.rank == 0: raise RuntimeError('boom')\ntime.sleep(1)", (1, 0), id="exception"),
+        pytest.param("if context.rank == 0: raise RuntimeError('boom')\ntime.sleep(0.3)", (1, 0), id="exception"),
     ],
 )
 def test_end_of_the_interpreter_does_not_hang(ending, exit_codes):

@@ -50,7 +50,7 @@ def placed(rank: int, **variables: object) -> Iterator[list[str]]:
 
 def fail(timeout_s: float, words_after_s: float = 0.3) -> tuple[str, float]:
     rendezvous.WORDS_AFTER_S = (words_after_s,)
-    rendezvous.GRACE_S = 1.0
+    rendezvous.GRACE_S = 0.2
     started_s = time.monotonic()
     with pytest.raises(CollectiveError) as caught:
         psengine.init("gloo", timeout_s=timeout_s)
@@ -68,7 +68,7 @@ def slurm_without_a_name(rank, world_size):
         "SLURM_LOCALID": rank,
         "SLURM_STEP_NODELIST": NO_HOST,
     }
-    rendezvous.LAUNCHERS_NAME_S = 1.0
+    rendezvous.LAUNCHERS_NAME_S = 0.6
     with placed(rank, **variables) as said:
         return *fail(600.0), said
 
@@ -85,12 +85,12 @@ def test_the_first_host_of_slurm_that_does_not_resolve_ends_every_rank_within_se
 
 def given_without_a_name(rank, world_size, port):
     with placed(rank, MASTER_ADDR=NO_HOST, MASTER_PORT=port) as said:
-        return *fail(3.0, words_after_s=60.0), said
+        return *fail(1.5, words_after_s=60.0), said
 
 
 def test_a_name_in_master_addr_may_still_come_and_is_said_at_once():
     for message, waited_s, said in run_ranks(given_without_a_name, 2, free_port(), init_group=False):
-        assert waited_s > 2
+        assert waited_s > 0.9
         assert f"{NO_HOST!r} (MASTER_ADDR) does not resolve" in said[0]
         assert f"{NO_HOST!r} (MASTER_ADDR) does not resolve" in message
 
@@ -109,13 +109,13 @@ def test_nobody_listens(address):
 
 def nobody_listens(rank, world_size, address, port):
     with placed(1, MASTER_ADDR=address, MASTER_PORT=port) as said:
-        message, _ = fail(2.0)
+        message, _ = fail(1.0)
         return message, said
 
 
 def alone_at_the_meeting(rank, world_size, port):
     with placed(0, MASTER_ADDR="127.0.0.1", MASTER_PORT=port) as said:
-        message, _ = fail(2.0)
+        message, _ = fail(1.0)
         return message, said
 
 
@@ -129,9 +129,9 @@ def test_rank_0_says_that_it_waits():
 
 def start_late(rank, world_size, port):
     with placed(rank, MASTER_ADDR="127.0.0.1", MASTER_PORT=port) as said:
-        rendezvous.WORDS_AFTER_S = (0.5, 1.0)
+        rendezvous.WORDS_AFTER_S = (0.2, 0.5)
         if rank == 0:
-            time.sleep(2.5)
+            time.sleep(1.0)
         context = psengine.init("gloo", timeout_s=60)
         total = torch.ones(1)
         dist.all_reduce(total)
@@ -173,7 +173,7 @@ def another_program(manner: str) -> Iterator[int]:
 
 def meet_another_program(rank, world_size, port):
     with placed(1, MASTER_ADDR="127.0.0.1", MASTER_PORT=port) as said:
-        message, _ = fail(2.0)
+        message, _ = fail(1.0)
         return message, said
 
 
@@ -214,7 +214,7 @@ def name_a_server(rank, world_size):
     log = Lines()
     logging.getLogger("psengine.parameter_server.client.reachability").addHandler(log)
     with pytest.raises(ServerLostError) as caught:
-        psengine.connect(role="reader", connect_timeout_s=3.0).layout()
+        psengine.connect(role="reader", connect_timeout_s=1.0).layout()
     return str(caught.value), log.lines
 
 
@@ -230,7 +230,7 @@ def name_a_port_without_a_server(rank, world_size, port):
     log = Lines()
     logging.getLogger("psengine.parameter_server.client.reachability").addHandler(log)
     with pytest.raises(ServerLostError) as caught:
-        psengine.connect(f"tcp://127.0.0.1:{port}", role="reader", connect_timeout_s=2.0).layout()
+        psengine.connect(f"tcp://127.0.0.1:{port}", role="reader", connect_timeout_s=1.0).layout()
     return str(caught.value), log.lines
 
 
