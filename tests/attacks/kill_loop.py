@@ -211,7 +211,7 @@ class AsyncTrial:
         """The newest snapshot: has any worker a step in some chunks only?"""
         newest = max(int(path.name.removeprefix("generation-")) for path in self._directory.glob("generation-*"))
         try:
-            _, shards = read_generation(self._directory / f"generation-{newest:012d}", newest)
+            shards = read_generation(self._directory / f"generation-{newest:012d}", newest)
         except SnapshotError:
             return
         chunks = [chunk for shard in shards for job in shard for chunk in job.chunks]

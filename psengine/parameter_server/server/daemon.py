@@ -250,16 +250,12 @@ class Server:
                 return True
 
     def _free_memory(self, excess_bytes: int) -> None:
-        """Cut the connections that fill the memory; all where it is not known which they are."""
+        """Cut the connections that fill the memory."""
         peers = self._connections.cut_largest(excess_bytes)
-        if not peers:
-            self._shards.reset_connections()
-        text = (
-            f"{excess_bytes >> 20} MiB of memory are filled by messages that do not end or answers that nobody reads:"
-            f" {'the connections of ' + ', '.join(peers[:5]) if peers else 'all connections'} were cut"
-        )
-        logger.error("%s; clients come back", text)
-        self._events.note("memory", text)
+        cut = f"the connections of {', '.join(peers[:5])} were cut; they come back" if peers else "by whom is not known"
+        text = f"{excess_bytes >> 20} MiB of memory are filled by messages that do not end or answers that nobody reads"
+        logger.error("%s: %s", text, cut)
+        self._events.note("memory", f"{text}: {cut}")
 
     def _summary(self) -> str:
         if self._snapshots is None:

@@ -123,11 +123,6 @@ class ShardGroup:
         _results(forgotten)
         return 0
 
-    def reset_connections(self) -> None:
-        """Cut all connections; clients come back."""
-        for thread in self.threads:
-            thread.ask(thread.endpoint.reset)
-
     def drain(self) -> list[int]:
         """Refuse newcomers and answer what is queued; the indexes of shards that did not get it done in time."""
         for thread in self.threads:

@@ -216,7 +216,7 @@ def uneven(directory: Path) -> int:
     """Workers whose step the newest generation has in some chunks only, over all shards; -1 where it is gone again."""
     newest = max(int(path.name.removeprefix("generation-")) for path in directory.glob("generation-*"))
     try:
-        _, shards = read_generation(directory / f"generation-{newest:012d}", newest)
+        shards = read_generation(directory / f"generation-{newest:012d}", newest)
     except (OSError, SnapshotError):
         return -1
     chunks = [chunk for shard in shards for job in shard for chunk in job.chunks]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import select
-import shutil
 import socket
 import threading
 import time
@@ -13,10 +12,8 @@ import pytest
 import torch
 import zmq
 from support.server_process import running_server
-from zmq.utils import z85
 
 import psengine
-from psengine.environment.local_sockets import socket_beside
 from psengine.errors import AuthenticationError
 from psengine.parameter_server.client import handshake_monitor
 from psengine.parameter_server.server.transport import key_rings
@@ -79,23 +76,6 @@ def test_without_its_directory_nobody_is_allowed(door, keys, caplog):
     assert "nobody is let in any more (No such file or directory)" in caplog.text
     aside.rename(keys["allow"])
     assert door(keys["client"].own) == "accepted"
-
-
-def test_a_single_file_that_is_spoiled_allows_nobody(keys, tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(key_rings, "RELOAD_S", 0.0)
-    together = tmp_path / "all"
-    shutil.copy(keys["allow"] / "worker.pub", together)
-    context = zmq.Context()
-    guard = Authenticator(context, AllowedKeys(keys["server"], together))
-    key = z85.decode(keys["client"].own.public.encode())
-    request = [b"1.0", b"1", b"psengine", b"127.0.0.1", b"", b"CURVE", key]
-    assert guard.judge(request)[2] == b"200"
-    together.write_text("rubbish\n")
-    assert guard.judge(request)[2] == b"400"
-    together.unlink()
-    assert guard.judge(request)[2] == b"400"
-    assert caplog.text.count("keys that cannot be read are not allowed") == 2
-    context.destroy(linger=0)
 
 
 # ---- a server that comes back ----------------------------------------------------------------------------------
@@ -165,13 +145,11 @@ def test_a_server_that_comes_back_with_other_keys_is_no_network_problem(keys):
     options = {"allow": keys["allow"]}
     with running_server(curve_key=keys["server"], **options) as first, worker(first.addresses[0], keys) as exchange:
         first.kill()
-        with running_server(bind=first.addresses[0], curve_key=keys["other"], **options) as second:
-            with pytest.raises(AuthenticationError, match="is not the one expected any more"):
-                exchange()
-            assert (
-                f"at {socket_beside(second.addresses[0])}: its client expects a server with another key" in second.log()
-            )
-            assert second.status()["refused_connections"] >= handshake_monitor.MAX_CUT_HANDSHAKES
+        with (
+            running_server(bind=first.addresses[0], curve_key=keys["other"], **options),
+            pytest.raises(AuthenticationError, match="is not the one expected any more"),
+        ):
+            exchange()
 
 
 def test_a_server_that_is_away_behind_a_tunnel_is_waited_for(keys):
@@ -191,12 +169,3 @@ def test_a_server_that_is_away_behind_a_tunnel_is_waited_for(keys):
             time.sleep(0.02)
         with running_server(bind=first.addresses[0], **options):
             assert exchange() == [1.0] * 8
-
-
-def test_who_expects_another_server_is_counted_and_the_servers_own_tests_are_not(keys):
-    with running_server(curve_key=keys["server"], allow=keys["allow"]) as server, zmq.Context() as context:
-        assert server.status()["refused_connections"] == 0
-        assert try_handshake(context, server.addresses[0], new_key_pair().public, keys["client"].own) == "cut"
-        while not (refused := server.status()["refused_connections"]):
-            time.sleep(0.02)
-        assert refused == 1

@@ -11,14 +11,12 @@ with that but an empty domain the authenticator is not asked. Both are set here,
 
 from __future__ import annotations
 
-import itertools
 import logging
 import os
 import re
 import threading
 import time
 from pathlib import Path
-from queue import Empty, SimpleQueue
 from typing import Any
 
 import zmq
@@ -36,9 +34,8 @@ ZAP_ADDRESS = "inproc://zeromq.zap.01"
 ZAP_DOMAIN = "psengine"
 PROBE_DEADLINE_S = 3.0
 _POLL_MS = 100
-# What libzmq says of the other end of a Unix socket: its user, group and, where the system tells it, process.
+# How libzmq names the other end of a Unix socket: its user, group and, where the system tells it, process.
 _LOCAL_PEER = re.compile(rb"localhost:(?P<uid>\d+):\d*(?::(?P<pid>\d+))?:?")
-_NOBODYS_DOOR = "over TCP in the clear"
 
 _VERDICT_EVENTS = (
     zmq.EVENT_HANDSHAKE_SUCCEEDED
@@ -47,7 +44,6 @@ _VERDICT_EVENTS = (
     | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
     | zmq.EVENT_DISCONNECTED
 )
-_monitor_numbers = itertools.count()
 _VERDICTS: dict[int, str] = {zmq.EVENT_HANDSHAKE_SUCCEEDED: "accepted", zmq.EVENT_HANDSHAKE_FAILED_AUTH: "refused"}
 
 
@@ -79,7 +75,7 @@ class Authenticator(threading.Thread):
     connection needs one.
 
     Attributes:
-        refused: handshakes refused; those of clients that expect another server's key count once the locks are probed.
+        refused: handshakes that it refused.
     """
 
     def __init__(self, context: zmq.Context[Any], keys: KeyRing | None) -> None:
@@ -92,10 +88,6 @@ class Authenticator(threading.Thread):
         self._ends = threading.Event()
         self.refused = 0
         self._is_probed = False
-        # Sockets whose handshakes are watched once the probe, which fails on purpose, is over; then their events.
-        self._unwatched: list[zmq.Socket[bytes]] | None = []
-        self._new_doors: SimpleQueue[zmq.Socket[Any]] = SimpleQueue()
-        self._doors: list[zmq.Socket[Any]] = []
         self._socket: zmq.Socket[bytes] = context.socket(zmq.REP)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.bind(ZAP_ADDRESS)
@@ -125,55 +117,17 @@ class Authenticator(threading.Thread):
         router.setsockopt(zmq.ZAP_DOMAIN, ZAP_DOMAIN.encode())
         router.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
 
-    def watch(self, router: zmq.Socket[bytes]) -> None:
-        """Count handshakes of clients that expect another server's key; for the thread that owns the socket."""
-        if self._unwatched is None:
-            self._watch(router)
-        else:
-            self._unwatched.append(router)
-
-    def _watch(self, router: zmq.Socket[bytes]) -> None:
-        """Have this thread hear of handshakes that fail on ``router``; call it in the thread that owns the socket."""
-        name = f"inproc://psengine-door-{next(_monitor_numbers)}"
-        router.monitor(name, zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_MONITOR_STOPPED)
-        events: zmq.Socket[Any] = self._context.socket(zmq.PAIR)
-        events.setsockopt(zmq.LINGER, 0)
-        events.setsockopt(zmq.RCVHWM, 0)  # zmq's own thread would wait for a place
-        events.connect(name)
-        self._new_doors.put(events)
-
     def run(self) -> None:
         """Answer until ``end``."""
         try:
             while not self._ends.is_set():
                 if self._socket.poll(_POLL_MS, zmq.POLLIN):
                     self._socket.send_multipart(self.judge(self._socket.recv_multipart()))
-                self._look_at_doors()
         except BaseException:
             # Nobody gets in any more; who is in stays. The daemon sees the dead thread.
             logger.critical("the authenticator failed", exc_info=True)
         finally:
             self._socket.close(linger=0)
-            for door in self._doors:
-                door.close(linger=0)
-
-    def _look_at_doors(self) -> None:
-        try:
-            while True:
-                self._doors.append(self._new_doors.get_nowait())
-        except Empty:
-            pass
-        for door in tuple(self._doors):
-            while door.poll(0, zmq.POLLIN):
-                event = recv_monitor_message(door, zmq.NOBLOCK)
-                if event["event"] == zmq.EVENT_MONITOR_STOPPED:
-                    self._doors.remove(door)
-                    door.close(linger=0)
-                    break
-                # The authenticator is not asked, as zmq cannot even read whose key it would be.
-                if event["value"] == zmq.PROTOCOL_ERROR_ZMTP_CRYPTOGRAPHIC:
-                    where = event["endpoint"].decode("ascii", "replace")
-                    self._count_refusal(f"at {where}: its client expects a server with another key")
 
     def judge(self, request: list[bytes]) -> list[bytes]:
         """The answer to one request: 200 and, with keys that name peers, the key as User-Id; or 400."""
@@ -193,7 +147,7 @@ class Authenticator(threading.Thread):
         else:
             reason = "only CURVE is taken"
         if reason:
-            self._count_refusal(f"from {address.decode('ascii', 'replace')}: {reason}")
+            self._count_refusal(address.decode("ascii", "replace"), reason)
             return [b"1.0", number, b"400", reason.encode(), b"", b""]
         return [b"1.0", number, b"200", b"OK", user_id.encode(), b""]
 
@@ -201,31 +155,28 @@ class Authenticator(threading.Thread):
         """Why the other end of a connection in the clear may not come in; "" where it may."""
         peer = _LOCAL_PEER.fullmatch(address)
         if peer is None:
-            return _NOBODYS_DOOR
+            return "over TCP in the clear"
         # The probe plays the stranger from this very process.
         if self._is_probed and (peer["pid"] is None or int(peer["pid"]) == os.getpid()):
             return "the server's own test"
         return "" if int(peer["uid"]) in self._users else f"user {int(peer['uid'])} is another"
 
-    def _count_refusal(self, what: str) -> None:
+    def _count_refusal(self, address: str, reason: str) -> None:
         if self._is_probed:
             return
         self.refused += 1
         suppressed = self._refusals.allows(time.monotonic())
         if suppressed is not None:
-            logger.warning("refused a connection %s (%d unmentioned)", what, suppressed)
+            logger.warning("refused a connection from %s: %s (%d unmentioned)", address, reason, suppressed)
 
     def probe(self, addresses: list[str]) -> None:
-        """See ``probe``; the strangers it plays are neither counted nor logged."""
+        """See the function ``probe``; the strangers it plays are neither counted nor logged."""
         self._is_probed = True
         try:
             for address in addresses:
                 probe(self._context, [address], self.public_key if self._wants_keys(address) else "")
         finally:
             self._is_probed = False
-        for router in self._unwatched or ():
-            self._watch(router)
-        self._unwatched = None
 
     def end(self) -> None:
         """Stop answering: nobody gets in any more."""

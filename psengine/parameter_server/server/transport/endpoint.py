@@ -11,17 +11,17 @@ from __future__ import annotations
 import errno
 import os
 import stat
-import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 import zmq
 
 from psengine.environment.local_sockets import is_listening
 from psengine.errors import ServerError
 from psengine.parameter_server.keepalive import KEEPALIVE
+from psengine.parameter_server.server.transport.authentication import Authenticator
 from psengine.parameter_server.server.transport.connections import Connections
 from psengine.protocol.messages import MAX_PAYLOAD_BYTES
 
@@ -33,7 +33,6 @@ BACKLOG_BYTES = 64 * 1024 * 1024
 BACKLOG_MESSAGES = 1024
 # Answers that still leave after the end.
 LINGER_MS = 1000
-_Bound = TypeVar("_Bound")
 
 
 class BindError(ServerError):
@@ -62,18 +61,6 @@ class Received:
     peer: str = ""
 
 
-class Guard(Protocol):
-    """What an endpoint needs of the authenticator, see there."""
-
-    names_peers: bool
-
-    def secure(self, router: zmq.Socket[bytes], address: str) -> None:
-        """Before each bind."""
-
-    def watch(self, router: zmq.Socket[bytes]) -> None:
-        """Once for each socket."""
-
-
 class Endpoint:
     """One ROUTER socket, bound; used by one thread at a time.
 
@@ -93,8 +80,7 @@ class Endpoint:
         BindError: the address is taken, or is none of this machine's.
     """
 
-    def __init__(self, context: zmq.Context[Any], address: str, guard: Guard | None = None) -> None:
-        self._context = context
+    def __init__(self, context: zmq.Context[Any], address: str, guard: Authenticator | None = None) -> None:
         self._guard = guard
         self._backlogs: dict[bytes, _Backlog] = {}
         self.connections: Connections | None = None
@@ -104,33 +90,29 @@ class Endpoint:
         self.received_bytes = 0
         self.received_messages = 0
         self.local_address = ""
-        self._socket = self._open(address)
-        self.address = _bound_address(self._socket, address)
+        self._socket: zmq.Socket[bytes] = context.socket(zmq.ROUTER)
+        try:
+            _configure(self._socket, is_ipv6="[" in address)
+            self._bind(address)
+        except BaseException:
+            self._socket.close(linger=0)
+            raise
+        bound = self._socket.getsockopt(zmq.LAST_ENDPOINT)
+        assert isinstance(bound, bytes)
+        self.address = bound.rstrip(b"\0").decode()
         # What to remove at the end.
         self._files = {self.address: _file_of(self.address)}
 
-    def _open(self, address: str) -> zmq.Socket[bytes]:
-        router: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
-        try:
-            _configure(router, is_ipv6="[" in address)
-            if self._guard is not None:
-                self._guard.watch(router)
-            self._bind(router, address)
-        except BaseException:
-            router.close(linger=0)
-            raise
-        return router
-
-    def _bind(self, router: zmq.Socket[bytes], address: str) -> None:
+    def _bind(self, address: str) -> None:
         is_path = address.startswith("ipc://")
         if is_path:
             _refuse_occupied_path(address)
         if self._guard is not None:
-            self._guard.secure(router, address)
+            self._guard.secure(self._socket, address)
         # An ipc path's mode keeps other users out, whatever its directory's.
         mask = os.umask(0o077) if is_path else None
         try:
-            router.bind(address)
+            self._socket.bind(address)
         except zmq.ZMQError as error:
             raise BindError(
                 f"The address {address} could not be bound (expected a free one of this machine, got:"
@@ -149,19 +131,9 @@ class Endpoint:
         Raises:
             BindError: it cannot be bound.
         """
-        self._bind(self._socket, address)
+        self._bind(address)
         self.local_address = address
         self._files[address] = _file_of(address)
-
-    def reset(self, deadline_s: float = 5.0) -> None:
-        """Cut every connection and bind again; clients reconnect and ask for what they miss."""
-        self._backlogs.clear()
-        self._socket.close(linger=0)
-        last_s = time.monotonic() + deadline_s
-        self._socket = _retried(lambda: self._open(self.address), last_s)
-        self._files = {self.address: _file_of(self.address)}
-        if self.local_address:
-            _retried(lambda: self.open_local(self.local_address), last_s)
 
     def poll(self, timeout_s: float) -> bool:
         """Whether a message is there, after at most ``timeout_s``."""
@@ -241,17 +213,6 @@ class Endpoint:
         self._files.clear()
 
 
-def _retried(bind: Callable[[], _Bound], last_s: float) -> _Bound:
-    """What ``bind`` returns, once zmq has closed what was bound before, which it does in the background."""
-    while True:
-        try:
-            return bind()
-        except BindError:
-            if time.monotonic() > last_s:
-                raise
-            time.sleep(0.02)
-
-
 def _whereabouts(part: zmq.Frame) -> tuple[int, str]:
     """The connection that a frame came over: its descriptor, and whose it is."""
     try:
@@ -277,11 +238,6 @@ def _configure(router: zmq.Socket[bytes], *, is_ipv6: bool) -> None:
         router.setsockopt(zmq.IPV6, 1)
 
 
-def _bound_address(router: zmq.Socket[bytes], requested: str) -> str:
-    bound = router.getsockopt(zmq.LAST_ENDPOINT)
-    return bound.rstrip(b"\0").decode() if isinstance(bound, bytes) else requested
-
-
 def _file_of(address: str) -> tuple[int, int] | None:
     """Device and inode of an ipc address's file: zmq leaves it behind, and its name may be another's by then."""
     if not address.startswith("ipc://") or address.startswith("ipc://@"):
@@ -300,26 +256,18 @@ def _path_of(address: str) -> str:
 def _refuse_occupied_path(address: str) -> None:
     """Raise where a file is at an ipc path, or a process listens: zmq removes what is there without a word."""
     path = address.removeprefix("ipc://")
-    if not path.startswith("@"):
-        _refuse_file(address, path)
-    if not is_listening(address):
-        return
-    raise BindError(
-        f"The address {address} could not be bound (expected a free one, got a path at which another process listens)."
-        " Fix: choose another with --bind, or stop that process."
-    )
-
-
-def _refuse_file(address: str, path: str) -> None:
+    found, fix = "", "stop that process"
     try:
-        mode = os.lstat(path).st_mode
+        mode = 0 if path.startswith("@") else os.lstat(path).st_mode
     except OSError:
-        return
-    if stat.S_ISSOCK(mode):
-        return
-    kinds = {stat.S_IFREG: "a file", stat.S_IFDIR: "a directory", stat.S_IFLNK: "a symbolic link"}
-    raise BindError(
-        f"The address {address} could not be bound (expected nothing at that path, or a socket that a server left"
-        f" behind, got {kinds.get(stat.S_IFMT(mode), 'something else')}). Fix: choose another with --bind, or move it"
-        " away."
-    )
+        mode = 0
+    if mode and not stat.S_ISSOCK(mode):
+        kinds = {stat.S_IFREG: "a file", stat.S_IFDIR: "a directory", stat.S_IFLNK: "a symbolic link"}
+        found, fix = kinds.get(stat.S_IFMT(mode), "something else"), "move it away"
+    elif is_listening(address):
+        found = "a path at which another process listens"
+    if found:
+        raise BindError(
+            f"The address {address} could not be bound (expected nothing at that path, or a socket that a server left"
+            f" behind, got {found}). Fix: choose another with --bind, or {fix}."
+        )

@@ -5,34 +5,16 @@ from __future__ import annotations
 import logging
 import time
 from pathlib import Path
-from typing import Protocol
+from typing import TypeAlias
 
 from psengine.errors import ConfigurationError
 from psengine.parameter_server.shared_secret import pairs_of_secret
-from psengine.protocol.keys import KeyPair, read_allowed, read_key_pair
+from psengine.protocol.keys import read_allowed, read_key_pair
 
 logger = logging.getLogger(__name__)
 
 # An unknown key makes the list be read again, so that workers can be added while the server runs; not more often.
 RELOAD_S = 1.0
-
-
-class KeyRing(Protocol):
-    """What a server needs to take CURVE clients.
-
-    Attributes:
-        pair: the server's own.
-        names_peers: whether a key says which client it is, so that a worker belongs to the key it came with.
-    """
-
-    pair: KeyPair
-    names_peers: bool
-
-    def allows(self, key: str) -> bool:
-        """Whether a client with this public key may come in."""
-
-    def describe(self) -> str:
-        """For the lines of start-up."""
 
 
 class AllowedKeys:
@@ -42,6 +24,10 @@ class AllowedKeys:
         curve_key: the server's ``.key`` file.
         allow: directory or file of public keys, all good at the start. It is read again while the server runs, and
             then a file that is gone or malformed allows nobody. Who is connected already stays.
+
+    Attributes:
+        pair: the server's own.
+        names_peers: whether a key says which client it is, so that a worker belongs to the key it came with.
 
     Raises:
         ConfigurationError: a file is missing, malformed, or readable by others.
@@ -60,11 +46,11 @@ class AllowedKeys:
             logger.warning("the server's own key is among the allowed clients in %s", allow)
 
     def describe(self) -> str:
-        """See ``KeyRing``."""
+        """For the lines of start-up."""
         return f"{len(self._allowed)} keys allowed"
 
     def allows(self, key: str) -> bool:
-        """See ``KeyRing``."""
+        """Whether a client with this public key may come in."""
         now_s = time.monotonic()
         if now_s - self._read_s > RELOAD_S:
             self._read_s = now_s
@@ -76,7 +62,7 @@ class AllowedKeys:
 
 
 class SecretKeys:
-    """Clients that have the secret of a file; it is read once.
+    """Clients that have the secret of a file, which is read once; see ``AllowedKeys`` for attributes and methods.
 
     Raises:
         ConfigurationError: the file is missing, is not ours alone, or holds no secret.
@@ -89,12 +75,15 @@ class SecretKeys:
         self._client_public = client.public
 
     def describe(self) -> str:
-        """See ``KeyRing``."""
+        """Likewise."""
         return "whoever has the secret is allowed"
 
     def allows(self, key: str) -> bool:
-        """See ``KeyRing``. The key is public to whoever has the secret: how long this takes tells nobody anything."""
+        """Likewise. The key is public to whoever has the secret, so the comparison's time discloses nothing."""
         return key == self._client_public
+
+
+KeyRing: TypeAlias = AllowedKeys | SecretKeys
 
 
 def _read_what_is_good(allow: Path) -> tuple[dict[str, str], set[str]]:
