@@ -23,12 +23,18 @@ from psengine.codecs.registry import resolve_codec
 from psengine.environment.variables import read_variable
 from psengine.errors import ConfigurationError
 from psengine.parameter_server.client.addresses import parse_addresses
-from psengine.parameter_server.client.named_tensors import Landing, NamedTensors, describe
 from psengine.parameter_server.client.operation import Push, wait_all
 from psengine.parameter_server.client.options import SessionOptions, keys_from_environment
 from psengine.parameter_server.client.partition import runs_of
-from psengine.parameter_server.client.telemetry import Telemetry
+from psengine.parameter_server.client.tensor_images import (
+    NamedTensors,
+    TensorImage,
+    cut_images,
+    parts_of,
+    received,
+)
 from psengine.parameter_server.client.worker_session import WorkerSession
+from psengine.protocol.hyperparameters import optimizer_name, wire_groups
 from psengine.protocol.keys import CurveClientKeys
 from psengine.protocol.layout import ChunkKind, ChunkSpec
 
@@ -50,23 +56,23 @@ def connect(
     compress: str | Codec | None = None,
     keys: CurveClientKeys | None = None,
 ) -> Client:
-    """Make a client of parameter servers. A reader meets them at once, a worker when it registers its tensors.
+    """Make a client of parameter servers. A reader connects at once, a worker when it registers its tensors.
 
     Args:
         servers: one address or several, the lead first, such as "tcp://a:7077,tcp://b:7077"; by default
             PSENGINE_SERVERS.
         job: name of the job; clients of one job share its values. By default PSENGINE_JOB, else "default".
-        role: "worker", or "reader", which looks and changes nothing.
+        role: "worker", or "reader", which changes nothing.
         rank: this worker's number; by default the servers give the lowest free one.
         world_size: workers that the first exchange of an averaging job waits for.
         quorum: averaging jobs: go on with so many gradients of an exchange; None waits for every live worker.
         max_staleness: jobs with an optimizer: how many steps a worker may be ahead of the slowest; None: any number.
         staleness_scaling: "inverse" divides an update's learning rate by its staleness + 1.
-        delay_compensation: strength of DC-ASGD's correction; 0 does without.
+        delay_compensation: strength of DC-ASGD's correction; 0 for none.
         timeout_s: deadline of everything that is asked.
         connect_timeout_s: deadline of a server's first answer.
         checksum: add a checksum to every payload.
-        compress: what travels in the place of gradients and of the answers to them: a codec's name, or a codec.
+        compress: a codec, or its name, for gradients and the answers to them.
         keys: CURVE keys; by default those that PSENGINE_SERVER_KEY and PSENGINE_CLIENT_KEY name, if any.
 
     Raises:
@@ -95,7 +101,7 @@ def connect(
         },
     )
     if role == "reader":
-        client.start()
+        client._start()
     return client
 
 
@@ -143,11 +149,10 @@ class Client:
 
     @property
     def rank(self) -> int:
-        """This worker's number."""  # noqa: D404
+        """The number of this worker."""
         return self.session.rank
 
-    def start(self) -> None:
-        """Meet the servers; ``connect`` does it for readers, ``register`` for workers."""
+    def _start(self) -> None:
         if self._session is None:
             session = WorkerSession(self._options)
             session.start()
@@ -174,37 +179,41 @@ class Client:
         if self._named is not None:
             raise ConfigurationError("a client registers once; connect another one for other tensors")
         groups = _groups_by_name(named_tensors, optimizer)
+        images: dict[tuple[ChunkKind, torch.dtype], dict[str, TensorImage]] = {}
+        for name, tensor in named_tensors.items():
+            is_trained = name in groups if optimizer else tensor.is_floating_point() or tensor.is_complex()
+            kind = ChunkKind.PARAMETER if is_trained else ChunkKind.BUFFER
+            images.setdefault((kind, tensor.dtype), {})[name] = TensorImage(tensor)
+        specs: list[ChunkSpec] = []
+        for (kind, dtype), group in images.items():
+            specs += cut_images(kind, group, dtype, len(specs))
+        named = NamedTensors(specs)
         if optimizer is not None:
             self._options = replace(self._options, rule=self._apply_rule)
-        specs = describe(named_tensors, {name: _kind(t, name, groups, optimizer) for name, t in named_tensors.items()})
-        named = NamedTensors(specs)
-        self.start()
-        entered = self.session.enter(specs, lambda spec: named.payload(spec, named_tensors, {}))
+        self._start()
+        initial = named.to_send(named_tensors)
+        entered = self.session.enter(specs, lambda spec: _payload(spec, initial))
         self._named, self._tensors, self._optimizer = named, dict(named_tensors), optimizer
         if entered != "initialised":
-            self.pull(into={name: self._tensors[name] for name in named.descriptions})
+            self.pull(into={name: self._tensors[name] for name in named.names})
         if optimizer is None:
             for spec in specs:
                 self.session.set_sequence(spec.key, self.session.version(spec.key))
         else:
-            self._configure(groups, optimizer)
+            body = {"optimizer": optimizer_name(optimizer), "groups": wire_groups(optimizer)}
+            wait_all(
+                [
+                    self.session.configure(spec.key, {**body, "runs": runs_of(spec, groups)})
+                    for spec in specs
+                    if spec.kind is ChunkKind.PARAMETER
+                ]
+            )
         return entered
-
-    def _configure(self, groups: Mapping[str, int], optimizer: torch.optim.Optimizer) -> None:
-        from psengine.protocol.hyperparameters import optimizer_name, wire_groups
-
-        name, wire = optimizer_name(optimizer), wire_groups(optimizer)
-        requests = []
-        for spec in self._require_named().specs:
-            if spec.kind is ChunkKind.PARAMETER:
-                body = {"optimizer": name, "groups": wire, "runs": runs_of(spec, groups)}
-                requests.append(self.session.configure(spec.key, body))
-        wait_all(requests)
 
     # ---- exchanges ---------------------------------------------------------------------------------------------
 
     def push(self, gradients: Mapping[str, torch.Tensor]) -> Exchange:
-        """Send gradients; returns while they are on their way.
+        """Send gradients; returns while they are in flight.
 
         Args:
             gradients: by name. With an optimizer any of the tensors; where servers average, all of them. May be changed
@@ -218,7 +227,7 @@ class Client:
     def push_pull(
         self, gradients: Mapping[str, torch.Tensor], into: Mapping[str, torch.Tensor] | None = None
     ) -> dict[str, torch.Tensor]:
-        """Send gradients and wait for what comes back: the new weights, or the averages.
+        """Send gradients and wait for the answer: the new weights, or the averages.
 
         Args:
             gradients: as in ``push``.
@@ -230,44 +239,39 @@ class Client:
         return self._push(gradients, into or {}).wait()
 
     def _push(self, gradients: Mapping[str, torch.Tensor], into: Mapping[str, torch.Tensor]) -> Exchange:
-        named = self._require_named()
+        named, session = self._require_named(), self.session
         named.check(gradients, "gradient")
         named.check(into, "tensor")
-        if self._optimizer is None and (missing := [name for name in named.descriptions if name not in gradients]):
+        if self._optimizer is None and (missing := [name for name in named.names if name not in gradients]):
             raise ConfigurationError(
-                f"where servers average, every worker pushes every tensor (expected {len(named.descriptions)}, got"
+                f"where servers average, every worker pushes every tensor (expected {len(named.names)}, got"
                 f" {len(gradients)}; {missing[0]!r} is missing). Push zeros where there is no gradient."
             )
         last, self._last = self._last, []
         wait_all(last)
-        self.session.serve_joiner(self._deposit_state)
-        names = [name for name in gradients if name in named.descriptions]
-        landing = named.landing(names, into)
-        groups = None
-        if self._optimizer is not None:
-            from psengine.protocol.hyperparameters import wire_groups
-
-            groups = wire_groups(self._optimizer)
-        specs = named.chunks_of(names)
+        session.serve_joiner(self._deposit_state)
+        specs = named.chunks_of(gradients)
+        groups = wire_groups(self._optimizer) if self._optimizer is not None else None
         if groups is not None:
-            self.session.begin_step([spec.key for spec in specs], is_whole=False)
-        self._last = [self._push_chunk(spec, gradients, landing, groups) for spec in specs]
-        return Exchange(self._last, landing, self.session.telemetry)
-
-    def _push_chunk(
-        self, spec: ChunkSpec, gradients: Mapping[str, torch.Tensor], landing: Landing, groups: Any
-    ) -> Push:
-        named, is_trained = self._require_named(), spec.kind is ChunkKind.PARAMETER
-        payload = named.payload(spec, gradients, {} if is_trained else self._tensors)
-        absent = [i for i, segment in enumerate(spec.segments) if is_trained and segment.name not in gradients]
-        return self.session.push(spec.key, payload, landing.destinations(spec), groups if is_trained else None, absent)
+            session.begin_step([spec.key for spec in specs], is_whole=False)
+        # A chunk of values is pushed whole; of a chunk of gradients those that are there.
+        values = {segment.name for spec in specs if spec.kind is not ChunkKind.PARAMETER for segment in spec.segments}
+        sent = named.to_send({**{name: self._tensors[name] for name in values}, **gradients})
+        landing = named.to_receive(gradients, into)
+        for spec in specs:
+            is_trained = spec.kind is ChunkKind.PARAMETER
+            absent = [i for i, segment in enumerate(spec.segments) if segment.name not in sent]
+            payload, destinations = _payload(spec, sent), parts_of(spec, landing)
+            self._last.append(session.push(spec.key, payload, destinations, groups if is_trained else None, absent))
+        return Exchange(self._last, landing, session)
 
     def _deposit_state(self) -> None:
         """A worker that joins an averaging job starts from this worker's tensors."""
         named, session = self._require_named(), self.session
+        images = named.to_send(self._tensors)
         wait_all(
             [
-                session.store(spec.key, named.payload(spec, self._tensors, {}), version=session.sequence(spec.key))
+                session.store(spec.key, _payload(spec, images), version=session.sequence(spec.key))
                 for spec in named.specs
             ]
         )
@@ -291,29 +295,18 @@ class Client:
             if self._options.role == "reader" and named.specs:
                 self._named = named
         named.check(into or {}, "tensor")
-        names = [name for name in (named.descriptions if into is None else into) if name in named.descriptions]
-        landing = named.landing(names, into or {})
-        wait_all([self.session.pull(spec.key, landing.destinations(spec)) for spec in named.chunks_of(names)])
-        return landing.finish()
+        landing = named.to_receive(named.names if into is None else into, into or {})
+        wait_all([self.session.pull(spec.key, parts_of(spec, landing)) for spec in named.chunks_of(landing)])
+        return received(landing)
 
     # ---- for people --------------------------------------------------------------------------------------------
 
     def status(self) -> list[dict[str, Any]]:
-        """What every shard says of itself."""
+        """Every shard's status report."""
         return self.session.status()
 
     def echo(self, size_bytes: int = 4 << 20, shard: int = 0) -> float:
-        """Seconds that random bytes take to a shard and back.
-
-        Args:
-            size_bytes: how many; at most 16 MiB.
-            shard: index of the shard, among those of all servers.
-
-        Raises:
-            ConfigurationError: there is no such shard, the size is out of bounds, or the server is too old.
-            ServerLostError: nothing came back within ``timeout_s``.
-            ProtocolError: something else came back.
-        """
+        """Seconds that random bytes, at most 16 MiB, take to a shard and back. Raises like ``WorkerSession.echo``."""
         return self.session.echo(size_bytes, shard)
 
     def layout(self) -> list[ChunkSpec]:
@@ -325,7 +318,7 @@ class Client:
         return self.session.snapshot()
 
     def close(self) -> None:
-        """Say goodbye to the servers."""
+        """Leave the servers."""
         session, self._session = self._session, None
         if session is not None:
             session.close()
@@ -337,27 +330,31 @@ class Client:
 
 
 class Exchange:
-    """Gradients on their way."""
+    """Gradients in flight."""
 
-    def __init__(self, pushes: Sequence[Push], landing: Landing, telemetry: Telemetry) -> None:
+    def __init__(self, pushes: Sequence[Push], landing: Mapping[str, TensorImage], session: WorkerSession) -> None:
         self._pushes = pushes
         self._landing = landing
-        self._telemetry: Telemetry | None = telemetry
+        self._telemetry = session.telemetry
+        self._is_counted = False
 
     def wait(self) -> dict[str, torch.Tensor]:
-        """Wait for what comes back: new weights or averages, by name.
+        """Wait for the answers: new weights or averages, by name.
 
         Raises:
             ServerLostError, ServerRefusedError, FencedError: see ``Push.wait``.
         """
-        telemetry, self._telemetry = self._telemetry, None
-        if telemetry is None:
+        with self._telemetry.blocked():
             wait_all(self._pushes)
-        else:
-            with telemetry.blocked():
-                wait_all(self._pushes)
-            telemetry.step_ended()
-        return self._landing.finish()
+        if not self._is_counted:
+            self._is_counted = True
+            self._telemetry.step_ended()
+        return received(self._landing)
+
+
+def _payload(spec: ChunkSpec, images: Mapping[str, TensorImage]) -> torch.Tensor:
+    """A copy of a chunk's elements."""
+    return torch.cat(parts_of(spec, images))
 
 
 def _groups_by_name(tensors: Mapping[str, torch.Tensor], optimizer: torch.optim.Optimizer | None) -> dict[str, int]:
@@ -376,10 +373,3 @@ def _groups_by_name(tensors: Mapping[str, torch.Tensor], optimizer: torch.optim.
                 )
             groups[name] = index
     return groups
-
-
-def _kind(
-    tensor: torch.Tensor, name: str, groups: Mapping[str, int], optimizer: torch.optim.Optimizer | None
-) -> ChunkKind:
-    is_trained = name in groups if optimizer is not None else tensor.is_floating_point() or tensor.is_complex()
-    return ChunkKind.PARAMETER if is_trained else ChunkKind.BUFFER

@@ -21,8 +21,7 @@ from psengine.parameter_server.client.handshake import enter
 from psengine.parameter_server.client.link import Link
 from psengine.parameter_server.client.membership import Membership, StateRequest
 from psengine.parameter_server.client.operation import Request
-from psengine.parameter_server.client.partition import assign
-from psengine.protocol.layout import ChunkSpec, first_difference, layout_fingerprint
+from psengine.protocol.layout import ChunkSpec, balance, first_difference, layout_fingerprint
 from psengine.protocol.messages import ErrorCode, Message, MessageType
 
 logger = logging.getLogger(__name__)
@@ -70,7 +69,7 @@ def initialise(
     membership: Membership, layout: Sequence[ChunkSpec], initial: Callable[[ChunkSpec], torch.Tensor]
 ) -> Flow[None]:
     """Give the job its values."""
-    membership.chunks.place(layout, assign(layout, len(membership.links)))
+    membership.chunks.place(layout, balance([spec.size_bytes for spec in layout], len(membership.links)))
     under_way: deque[Request] = deque()
     for spec in layout:
         values = initial(spec)

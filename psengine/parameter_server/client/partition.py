@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from psengine.errors import ConfigurationError
-from psengine.protocol.layout import ChunkKind, ChunkSpec, Segment, balance
-from psengine.protocol.messages import DTYPE_NUMBERS, MAX_NAME_BYTES, MAX_PAYLOAD_BYTES, MAX_SEGMENTS
+from psengine.protocol.layout import ChunkKind, ChunkSpec, Segment
+from psengine.protocol.messages import DTYPE_NUMBERS, MAX_NAME_BYTES, MAX_SEGMENTS
 
 # Smaller chunks overlap better with backward and cost more messages; larger ones stall behind each other.
 CHUNK_BYTES = 1024 * 1024
@@ -16,7 +16,7 @@ CHUNK_BYTES = 1024 * 1024
 # Inner cuts fall on multiples of this many elements, so that no chunk but a tensor's first begins off a cache line.
 ALIGNMENT_NUMEL = 64
 
-# What a chunk's description may take of a body; the protocol allows 64 KiB, and a page of descriptions 48.
+# Of a chunk's description in a body; a page of CHUNKS has 48 KiB.
 MAX_DESCRIPTION_BYTES = 40 * 1024
 
 TensorDescription = tuple[str, tuple[int, ...], tuple[int, ...], int]
@@ -29,23 +29,22 @@ def cut(
     first_key: int,
     chunk_bytes: int = CHUNK_BYTES,
 ) -> list[ChunkSpec]:
-    """Lay tensors flat, one after the other, and cut the row into chunks of about equal size.
+    """Lay tensors flat, one after the other, and cut them into chunks of about equal size.
 
     Args:
         kind: what the tensors are.
         tensors: (name, shape, strides in elements, numel) each, in order; those without elements are left out.
         dtype: of all of them.
         first_key: key of the first chunk; the others follow.
-        chunk_bytes: most bytes in a chunk.
+        chunk_bytes: most bytes in a chunk, from one element to MAX_PAYLOAD_BYTES.
 
     Returns:
         The chunks in order. Each has at most MAX_SEGMENTS segments and a description that fits a message's body.
 
     Raises:
-        ConfigurationError: a name is too long or used twice, the dtype cannot travel, or ``chunk_bytes`` is out of
-            bounds.
+        ConfigurationError: a name is too long, or the dtype cannot travel.
     """
-    _check(tensors, dtype, chunk_bytes)
+    _check(tensors, dtype)
     total_numel = sum(numel for _, _, _, numel in tensors)
     limit_numel = _even_limit(total_numel, max(1, chunk_bytes // dtype.itemsize))
     specs: list[ChunkSpec] = []
@@ -72,11 +71,6 @@ def cut(
             description_bytes += segment_bytes
     close()
     return specs
-
-
-def assign(specs: Sequence[ChunkSpec], shard_count: int) -> list[int]:
-    """The shard of each chunk, by index, so that the shards hold about equally many bytes."""
-    return balance([spec.size_bytes for spec in specs], shard_count)
 
 
 def runs_of(spec: ChunkSpec, groups: Mapping[str, int]) -> list[list[int]]:
@@ -111,24 +105,13 @@ def _description_bytes(name: str, dimensions: int) -> int:
     return len(name.encode()) + 5 + 9 * (2 * dimensions + 2) + 15
 
 
-def _check(tensors: Sequence[TensorDescription], dtype: torch.dtype, chunk_bytes: int) -> None:
+def _check(tensors: Sequence[TensorDescription], dtype: torch.dtype) -> None:
     if dtype not in DTYPE_NUMBERS:
-        raise ConfigurationError(f"tensors of this dtype cannot travel (expected one of {_names()}, got {dtype})")
-    if not dtype.itemsize <= chunk_bytes <= MAX_PAYLOAD_BYTES:
-        raise ConfigurationError(
-            f"chunk_bytes is out of bounds (expected {dtype.itemsize} to {MAX_PAYLOAD_BYTES}, got {chunk_bytes})"
-        )
-    seen: set[str] = set()
+        names = ", ".join(str(known).removeprefix("torch.") for known in DTYPE_NUMBERS)
+        raise ConfigurationError(f"tensors of this dtype cannot travel (expected one of {names}, got {dtype})")
     for name, _, _, _ in tensors:
         if not 0 < len(name.encode()) <= MAX_NAME_BYTES:
             raise ConfigurationError(
                 f"a tensor's name does not fit a message (expected 1 to {MAX_NAME_BYTES} bytes,"
                 f" got {len(name.encode())}: {name[:80]!r})"
             )
-        if name in seen:
-            raise ConfigurationError(f"tensor names must be unique (got {name!r} twice)")
-        seen.add(name)
-
-
-def _names() -> str:
-    return ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPE_NUMBERS)

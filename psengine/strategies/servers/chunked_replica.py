@@ -7,66 +7,13 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from psengine.errors import ReplicaMismatchError
-from psengine.parameter_server.client.partition import CHUNK_BYTES, cut
+from psengine.parameter_server.client.partition import cut
+from psengine.parameter_server.client.tensor_images import TensorImage, cut_images, parts_of
 from psengine.protocol.layout import ChunkKind, ChunkSpec
 from psengine.strategies.life_cycle import Replica
-from psengine.tensors.bucket import Bucket, is_non_overlapping_and_dense
+from psengine.tensors.bucket import Bucket
 
 USAGE_NAME = "psengine/used parameters"
-
-
-class TensorImage:
-    """A tensor's elements in the order the servers keep them, as a flat CPU tensor to send from or to land in.
-
-    That order is the one in which they lay in memory when the model was wrapped (``strides``). As long as a CPU tensor
-    lies so, it is its own image. Others (on a GPU, with gaps, moved to another memory format since) have a copy:
-    ``refresh`` before reading it, ``write_back`` after bytes landed.
-    """
-
-    def __init__(self, tensor: torch.Tensor, strides: tuple[int, ...] | None = None) -> None:
-        self.tensor = tensor
-        if strides is None:
-            is_dense = is_non_overlapping_and_dense(tensor)
-            strides = tuple(tensor.stride()) if is_dense else tuple(torch.empty(tensor.shape).stride())
-        self.strides = strides
-        self._address = -1
-        self._flat = torch.empty(0)
-
-    @property
-    def _is_alias(self) -> bool:
-        tensor = self.tensor
-        lies_alike = all(
-            size == 1 or now == then
-            for size, now, then in zip(tensor.shape, tensor.stride(), self.strides, strict=True)
-        )
-        return lies_alike and tensor.device.type == "cpu"
-
-    def flat(self) -> torch.Tensor:
-        """1-D, on the CPU, of the tensor's numel."""
-        tensor = self.tensor
-        if not self._is_alias:
-            if self._address != -2:
-                self._address, self._flat = -2, torch.empty(tensor.numel(), dtype=tensor.dtype)
-        elif tensor.data_ptr() != self._address:
-            # First asked, or somebody gave the parameter other memory.
-            self._address = tensor.data_ptr()
-            self._flat = tensor.detach().as_strided((tensor.numel(),), (1,))
-        return self._flat
-
-    def _ordered(self) -> torch.Tensor:
-        """The copy, seen in the tensor's shape."""
-        return self._flat.as_strided(self.tensor.shape, self.strides)
-
-    def refresh(self) -> None:
-        """Let the image be what the tensor is."""
-        self.flat()
-        if not self._is_alias:
-            self._ordered().copy_(self.tensor.detach())
-
-    def write_back(self) -> None:
-        """Let the tensor be what the image is."""
-        if not self._is_alias:
-            self.tensor.detach().copy_(self._ordered())
 
 
 class ChunkedReplica:
@@ -106,11 +53,7 @@ class ChunkedReplica:
             self.specs.extend(cut(ChunkKind.USAGE, [(USAGE_NAME, (count,), (1,), count)], torch.int32, self.usage))
 
     def _add(self, kind: ChunkKind, names: Sequence[str], dtype: torch.dtype) -> list[ChunkSpec]:
-        tensors = [
-            (name, tuple(image.tensor.shape), image.strides, image.tensor.numel())
-            for name, image in ((name, self._images[name]) for name in names)
-        ]
-        specs = cut(kind, tensors, dtype, len(self.specs), CHUNK_BYTES)
+        specs = cut_images(kind, {name: self._images[name] for name in names}, dtype, len(self.specs))
         self.specs.extend(specs)
         return specs
 
@@ -144,12 +87,7 @@ class ChunkedReplica:
 
     def parts(self, spec: ChunkSpec) -> list[torch.Tensor]:
         """The memory of a chunk's values: flat CPU tensors that tile it in order, to read from or land in."""
-        if spec.kind is ChunkKind.USAGE:
-            return [torch.zeros(spec.numel, dtype=spec.dtype)]
-        return [
-            self._images[segment.name].flat()[segment.start : segment.start + segment.numel]
-            for segment in spec.segments
-        ]
+        return parts_of(spec, self._images)
 
     def refresh(self, specs: Iterable[ChunkSpec]) -> None:
         """Before reading ``parts``: make images of tensors that are not their own."""
