@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import multiprocessing
 import os
 import statistics
 import sys
@@ -11,7 +10,6 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +19,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "step_overhead"))
 
-from models import GPT
+from machine import GROUP_TIMEOUT_S, run_ranks
+from models import GPT, ResidualNet
 
-GROUP_TIMEOUT_S = 60
 WARM_UP_STEPS = 5  # buckets are rebuilt before the second forward
 
 
@@ -53,24 +52,6 @@ class Bottleneck(nn.Module):
         return F.relu(self.path(x) + self.shortcut(x))
 
 
-class ResidualNet50(nn.Sequential):
-    """ResNet-50 (He et al. 2016): 25.6 M parameters in 161 tensors."""
-
-    def __init__(self) -> None:
-        layers: list[nn.Module] = [
-            nn.Conv2d(3, 64, 7, stride=2, padding=3, bias=False),
-            nn.BatchNorm2d(64),
-            nn.ReLU(),
-            nn.MaxPool2d(3, stride=2, padding=1),
-        ]
-        inputs = 64
-        for width, blocks, stride in ((64, 3, 1), (128, 4, 2), (256, 6, 2), (512, 3, 2)):
-            for block in range(blocks):
-                layers.append(Bottleneck(inputs, width, stride if block == 0 else 1))
-                inputs = 4 * width
-        super().__init__(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(2048, 1000))
-
-
 def _images() -> tuple[Tensor, Tensor]:
     return torch.randn(16, 3, 224, 224, device="cuda"), torch.randint(1000, (16,), device="cuda")
 
@@ -88,7 +69,9 @@ class Workload:
 
 
 WORKLOADS = {
-    "cnn": Workload("ResNet-50, batch 16", ResidualNet50, _images),
+    "cnn": Workload(
+        "ResNet-50, batch 16", lambda: ResidualNet(Bottleneck, (3, 4, 6, 3), classes=1000, expansion=4), _images
+    ),
     "gpt": Workload(
         "GPT, 12 blocks of width 768, batch 4 x 256",
         lambda: GPT(vocabulary=8192, width=768, blocks=12, context=256),
@@ -204,6 +187,8 @@ def digest_of(tensor: Tensor) -> str:
 
 def digests(rank: int) -> dict[str, dict[str, list[str]]]:
     """For each model and candidate, the digest of every gradient after three steps."""
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # cuBLAS is deterministic only with it
+    torch.cuda.set_device(0)
     # Atomic additions would give every candidate other gradients at every run; "native again" shows what is left.
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.backends.cuda.enable_flash_sdp(False)
@@ -226,55 +211,9 @@ def digests(rank: int) -> dict[str, dict[str, list[str]]]:
     return found
 
 
-def rank_main(rank: int, port: int, sender: Connection) -> None:
-    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # cuBLAS is deterministic only with it
-    torch.cuda.set_device(0)
-    store = dist.TCPStore("127.0.0.1", port, is_master=False)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=GROUP_TIMEOUT_S))
-    try:
-        sender.send(digests(rank))
-        dist.barrier()
-    finally:
-        dist.destroy_process_group()
-
-
-def run_two_ranks(deadline_s: float) -> list[dict[str, dict[str, list[str]]]]:
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    context = multiprocessing.get_context("spawn")
-    processes, receivers = [], []
-    try:
-        for rank in range(2):
-            receiver, sender = context.Pipe(duplex=False)
-            process = context.Process(target=rank_main, args=(rank, store.port, sender), daemon=True)
-            process.start()
-            sender.close()
-            processes.append(process)
-            receivers.append(receiver)
-        deadline = time.monotonic() + deadline_s
-        results = []
-        for rank, receiver in enumerate(receivers):
-            if not wait([receiver], timeout=max(0.0, deadline - time.monotonic())):
-                raise TimeoutError(f"rank {rank} has not finished within {deadline_s:g} s")
-            try:
-                results.append(receiver.recv())
-            except EOFError:
-                raise RuntimeError(f"rank {rank} died; its traceback is above") from None
-        for process in processes:
-            process.join(timeout=10)
-        return results
-    finally:
-        for process in processes:
-            if process.is_alive():
-                process.kill()
-            process.join(timeout=10)
-            process.close()
-        for receiver in receivers:
-            receiver.close()
-
-
 def compare_bits(deadline_s: float) -> tuple[str, list[dict[str, Any]]]:
     """Compare every gradient of two ranks with native DDP's; nccl would refuse two ranks on one GPU."""
-    first, second = run_two_ranks(deadline_s)
+    first, second = run_ranks(digests, 2, deadline_s=deadline_s)
     rows = []
     for name, by_candidate in first.items():
         native = by_candidate["native"]

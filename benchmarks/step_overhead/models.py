@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -101,9 +101,17 @@ class ResidualBlock(nn.Module):
 
 
 class ResidualNet(nn.Sequential):
-    """ResNet-18 (He et al. 2016) with 20 batch norms, so 60 buffers are broadcast before each forward."""
+    """A residual network (He et al. 2016).
 
-    def __init__(self) -> None:
+    Args:
+        block: makes a block of (inputs, width, stride); its outputs are ``expansion`` times its width.
+        counts: the blocks of each of the four stages.
+        classes: outputs of the network.
+    """
+
+    def __init__(
+        self, block: Callable[[int, int, int], nn.Module], counts: Sequence[int], classes: int, expansion: int = 1
+    ) -> None:
         layers: list[nn.Module] = [
             nn.Conv2d(3, 64, 7, stride=2, padding=3, bias=False),
             nn.BatchNorm2d(64),
@@ -111,10 +119,12 @@ class ResidualNet(nn.Sequential):
             nn.MaxPool2d(3, stride=2, padding=1),
         ]
         inputs = 64
-        for outputs, stride in ((64, 1), (128, 2), (256, 2), (512, 2)):
-            layers += [ResidualBlock(inputs, outputs, stride), ResidualBlock(outputs, outputs, 1)]
-            inputs = outputs
-        super().__init__(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(512, 100))
+        for stage, count in enumerate(counts):
+            width = 64 << stage
+            for place in range(count):
+                layers.append(block(inputs, width, 2 if stage and not place else 1))
+                inputs = expansion * width
+        super().__init__(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(inputs, classes))
 
 
 def _vectors(rows: int, width: int, classes: int) -> Callable[[], tuple[Tensor, Tensor]]:
@@ -153,7 +163,7 @@ WORKLOADS = {
     ),
     "cnn": Workload(
         what="ResNet-18, 11 M parameters, 60 buffers",
-        build=ResidualNet,
+        build=lambda: ResidualNet(ResidualBlock, (2, 2, 2, 2), classes=100),
         batch=lambda: (torch.randn(4, 3, 64, 64), torch.randint(100, (4,))),
         world_size=2,
     ),

@@ -8,20 +8,16 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import multiprocessing
 import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from datetime import timedelta
 from functools import partial
-from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
@@ -29,10 +25,9 @@ from torch.nn.parallel import DistributedDataParallel
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # ranks import this file under another name
 
-from machine import describe_machine
+from machine import describe_machine, run_ranks
 from models import WORKLOADS
 
-GROUP_TIMEOUT_S = 60
 WARM_UP_STEPS = 5  # buckets are rebuilt before the second forward
 
 
@@ -63,8 +58,6 @@ class Plan:
     candidates: tuple[str, ...]
     repetitions: int
     optimizer: bool
-    port: int
-    world_size: int
 
 
 @dataclass(frozen=True)
@@ -97,8 +90,9 @@ def labels_of(candidates: Sequence[str]) -> list[str]:
     return labels
 
 
-def measure(plan: Plan, rank: int) -> tuple[int, list[list[float]]]:
+def measure(rank: int, plan: Plan) -> tuple[int, list[list[float]]]:
     """Return the number of parameter tensors and, for each candidate, this rank's seconds for each repetition."""
+    torch.set_num_threads(1)
     workload = WORKLOADS[plan.workload]
     torch.manual_seed(0)
     models = [CANDIDATES[name](workload.build()) for name in plan.candidates]
@@ -106,7 +100,7 @@ def measure(plan: Plan, rank: int) -> tuple[int, list[list[float]]]:
     torch.manual_seed(1 + rank)
     inputs, targets = workload.batch()
     is_plain = [name == "plain" for name in plan.candidates]
-    barrier = _cheap_barrier(plan.world_size)
+    barrier = _cheap_barrier()
 
     def step(index: int) -> float:
         barrier()
@@ -136,7 +130,7 @@ def measure(plan: Plan, rank: int) -> tuple[int, list[list[float]]]:
     return len(list(models[0].parameters())), seconds
 
 
-def _cheap_barrier(world_size: int) -> Callable[[], None]:
+def _cheap_barrier() -> Callable[[], None]:
     """Microseconds in shared memory where it can be had; gloo's, half a millisecond, would count as plain's."""
     from psengine.collectives.registry import collective_for, default_group
 
@@ -145,55 +139,12 @@ def _cheap_barrier(world_size: int) -> Callable[[], None]:
     return lambda: collective.barrier().wait()
 
 
-def rank_main(plan: Plan, rank: int, sender: Connection) -> None:
-    torch.set_num_threads(1)
-    store = dist.TCPStore("127.0.0.1", plan.port, is_master=False)
-    dist.init_process_group(
-        "gloo", store=store, rank=rank, world_size=plan.world_size, timeout=timedelta(seconds=GROUP_TIMEOUT_S)
-    )
-    try:
-        sender.send(measure(plan, rank))
-        dist.barrier()
-    finally:
-        dist.destroy_process_group()
-
-
 def measure_on_ranks(
     workload: str, candidates: tuple[str, ...], repetitions: int, optimizer: bool, deadline_s: float
 ) -> tuple[int, list[list[float]]]:
     """Return the number of parameters and, per candidate and repetition, the seconds of the slowest rank."""
-    world_size = WORKLOADS[workload].world_size
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    plan = Plan(workload, candidates, repetitions, optimizer, store.port, world_size)
-    context = multiprocessing.get_context("spawn")
-    processes, receivers = [], []
-    try:
-        for rank in range(world_size):
-            receiver, sender = context.Pipe(duplex=False)
-            process = context.Process(target=rank_main, args=(plan, rank, sender), daemon=True)
-            process.start()
-            sender.close()
-            processes.append(process)
-            receivers.append(receiver)
-        deadline = time.monotonic() + deadline_s
-        results = []
-        for rank, receiver in enumerate(receivers):
-            if not wait([receiver], timeout=max(0.0, deadline - time.monotonic())):
-                raise TimeoutError(f"{workload}: rank {rank} has not finished within {deadline_s:g} s")
-            try:
-                results.append(receiver.recv())
-            except EOFError:
-                raise RuntimeError(f"{workload}: rank {rank} died; its traceback is above") from None
-        for process in processes:
-            process.join(timeout=10)
-    finally:
-        for process in processes:
-            if process.is_alive():
-                process.kill()
-            process.join(timeout=10)
-            process.close()
-        for receiver in receivers:
-            receiver.close()
+    plan = Plan(workload, candidates, repetitions, optimizer)
+    results = run_ranks(measure, WORKLOADS[workload].world_size, plan, deadline_s=deadline_s)
     per_rank = [seconds for _, seconds in results]
     slowest = [[max(ranks) for ranks in zip(*candidate, strict=True)] for candidate in zip(*per_rank, strict=True)]
     return results[0][0], slowest
