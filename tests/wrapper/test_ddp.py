@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import copy
 import gc
 import io
@@ -10,7 +9,6 @@ import os
 import signal
 import time
 import unittest
-import warnings
 import weakref
 from dataclasses import dataclass
 from typing import Any
@@ -23,26 +21,11 @@ from support.expectations import raises
 from support.native_twins import Net, assert_same_gradients, pair, seeded
 from support.processes import in_ranks, run_ranks, run_ranks_to_any_end
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel as Native
 from torch.utils.checkpoint import checkpoint
 
 import psengine
-
-# ---- what the issue promises in numbers ------------------------------------------------------------------------
-
-
-def sum_within_mean_across(rank: int, world_size: int) -> float:
-    model = nn.Linear(1, 1, bias=False)
-    nn.init.ones_(model.weight)
-    ddp = psengine.DistributedDataParallel(model)
-    x = torch.tensor([[0.0], [1.0]]) if rank == 0 else torch.tensor([[2.0], [3.0]])
-    (ddp(x) ** 2).sum().backward()
-    return ddp.module.weight.grad.item()
-
-
-def test_gradients_are_summed_within_and_averaged_across():
-    # d/dw sum (w x)^2 = 2 sum x^2: 2 on rank 0, 26 on rank 1; their mean is 14.
-    assert run_ranks(sum_within_mean_across, 2) == [14.0, 14.0]
 
 
 @in_ranks(2)
@@ -61,94 +44,7 @@ def test_native_reducer_and_logger_are_never_constructed(rank, world_size):
         duplicate(torch.randn(2, 4)).sum().backward()
 
 
-def initial_state(rank: int, world_size: int) -> list[torch.Tensor]:
-    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 1))
-    model[1].running_mean.fill_(rank)
-    model[0].weight.requires_grad_(False)
-    for p in model.parameters():
-        p.data.fill_(rank + 1)
-    psengine.DistributedDataParallel(model)
-    kept = nn.Linear(2, 2)
-    kept.weight.data.fill_(rank)
-    psengine.DistributedDataParallel(kept, init_sync=False)
-    return [t.clone() for t in model.state_dict().values()] + [kept.weight.detach()]
-
-
-def test_rank_0s_weights_and_buffers_reach_everybody():
-    first, second = run_ranks(initial_state, 2)
-    for a, b in zip(first[:-1], second[:-1], strict=True):
-        assert torch.equal(a, b)
-    assert first[0].unique().tolist() == [1.0]
-    assert second[-1].unique().tolist() == [1.0], "init_sync=False leaves weights alone"
-
-
-# ---- outputs and unused parameters -----------------------------------------------------------------------------
-
-
-@dataclass
-class Output:
-    prediction: torch.Tensor
-    extra: Any
-
-
-Pair = collections.namedtuple("Pair", "left right")
-
-
-class Nested(nn.Module):
-    def __init__(self, kind: str) -> None:
-        super().__init__()
-        self.a, self.b, self.c = nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 3)
-        self.kind = kind
-
-    def forward(self, x):
-        a, b = self.a(x), self.b(x)
-        return {
-            "list": [a, [b]],
-            "dict": {"a": a, "inner": {"b": b}},
-            "namedtuple": Pair(a, b),
-            "dataclass": Output(a, (b, 3)),
-        }[self.kind]
-
-
-def first_tensor(output):
-    if isinstance(output, Output):
-        return output.prediction
-    return output["a"] if isinstance(output, dict) else output[0]
-
-
-@in_ranks(2)
-def test_unused_parameters_in_nested_outputs(rank, world_size):
-    for kind in ("list", "dict", "namedtuple", "dataclass"):
-        for as_view in (False, True):
-            ours, native = pair(lambda k=kind: Nested(k), find_unused_parameters=True, gradient_as_bucket_view=as_view)
-            for step in range(3):
-                x = torch.randn(2, 3) + rank
-                for model in (ours, native):
-                    output = model(x)
-                    assert type(output) is type(model.module(x))
-                    if kind == "dataclass":
-                        # A dataclass hides its tensors from pytree: all outputs must be used, as with native DDP.
-                        (output.prediction.sum() + output.extra[0].sum()).backward()
-                    else:
-                        first_tensor(output).sum().backward()
-                assert_same_gradients(ours, native)
-                assert ours.module.c.weight.grad is None, "unused everywhere stays None"
-                if kind != "dataclass":
-                    assert ours.module.b.weight.grad is None, f"output not in the loss, step {step}"
-
-
-@in_ranks(2)
-def test_parameters_used_on_some_ranks_only(rank, world_size):
-    for as_view in (False, True):
-        ours, native = pair(Net, find_unused_parameters=True, gradient_as_bucket_view=as_view)
-        for step in range(4):
-            x = torch.randn(2, 4)
-            use_spare = rank == step % world_size
-            for model in (ours, native):
-                model.zero_grad()
-                model(x, use_spare=use_spare).sum().backward()
-            assert_same_gradients(ours, native)
-            assert ours.module.spare.weight.grad is not None
+# ---- unused and undefined --------------------------------------------------------------------------------------
 
 
 @in_ranks(2)
@@ -194,36 +90,9 @@ def test_reentrant_checkpointing_needs_a_static_graph(rank, world_size):
             x = self.first(x)
             return checkpoint(self.layer, checkpoint(self.layer, x, use_reentrant=True), use_reentrant=True)
 
-    x = torch.ones(2, 3)
-    text = "Expected to mark a variable ready only once"
-    ours, native = pair(Twice)
-    with raises(RuntimeError, text, "with name layer."):
-        ours(x).sum().backward()
-    with raises(RuntimeError, text):
-        native(x).sum().backward()
-    ours, native = pair(Twice, static_graph=True)
-    for _ in range(4):
-        for model in (ours, native):
-            model.zero_grad()
-            model(x * (rank + 1)).sum().backward()
-        assert_same_gradients(ours, native)
-
-
-@in_ranks(2)
-def test_a_changed_static_graph_is_an_error(rank, world_size):
-    ddp = psengine.DistributedDataParallel(seeded(Net), static_graph=True)
-    ddp(torch.ones(1, 4)).sum().backward()
-    with raises(RuntimeError, "Your training graph has changed", "spare."):
-        ddp(torch.ones(1, 4), use_spare=True).sum().backward()
-    ddp = psengine.DistributedDataParallel(seeded(Net), static_graph=True)
-    ddp(torch.ones(1, 4), use_spare=True).sum().backward()
-    ddp(torch.ones(1, 4)).sum().backward()
-    with raises(RuntimeError, "Expected to have finished reduction", "static_graph"):
-        ddp(torch.ones(1, 4))
-    ddp = psengine.DistributedDataParallel(seeded(Net), find_unused_parameters=True)
-    ddp(torch.ones(1, 4)).sum().backward()
-    with raises(RuntimeError, "should be called before training loop starts"):
-        ddp._set_static_graph()
+    ddp = psengine.DistributedDataParallel(Twice())
+    with raises(RuntimeError, "Expected to mark a variable ready only once", "with name layer.", "static_graph=True"):
+        ddp(torch.ones(2, 3)).sum().backward()
 
 
 def undefined_gradients(rank: int, world_size: int) -> None:
@@ -254,8 +123,9 @@ def undefined_gradients(rank: int, world_size: int) -> None:
         assert_same_gradients(ours, native)
 
 
-def test_undefined_gradients():
-    run_ranks(undefined_gradients, 2)
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_undefined_gradients(world_size):
+    run_ranks(undefined_gradients, world_size)
 
 
 # ---- kinds of parameters and gradients -------------------------------------------------------------------------
@@ -283,76 +153,6 @@ def test_complex_parameters_are_averaged_whole(rank, world_size):
             # Rounding of the sum over ranks only; the bug of native DDP is an error of order one.
             assert torch.allclose(p.grad, q.grad, rtol=1e-5, atol=1e-6)
         assert model.weight.grad.imag.abs().max() > 0.1
-
-
-class Embedded(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.table = nn.Embedding(10, 3, sparse=True)
-        self.bag = nn.EmbeddingBag(6, 3, sparse=True)
-        self.head = nn.Linear(3, 2)
-
-    def forward(self, indices):
-        return self.head(self.table(indices).sum(0) + self.bag(indices.view(1, -1) % 6)[0])
-
-
-@in_ranks(2)
-def test_sparse_gradients(rank, world_size):
-    ours, native = pair(Embedded)
-    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (ours, native)]
-    for step in range(4):
-        indices = torch.tensor([rank, step, 9])
-        for model, optimizer in zip((ours, native), optimizers, strict=True):
-            optimizer.zero_grad()
-            model(indices).sum().backward()
-        assert_same_gradients(ours, native)
-        assert ours.module.table.weight.grad.is_sparse
-        for optimizer in optimizers:
-            optimizer.step()
-
-
-@in_ranks(2)
-def test_channels_last_and_mixed_dtypes(rank, world_size):
-    class Mixed(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.conv = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
-            self.wide = nn.Linear(4, 4).double()
-            self.brain = nn.Linear(4, 4).bfloat16()
-            self.transposed = nn.Parameter(torch.randn(4, 5).t())
-            self.expanded = nn.Parameter(torch.randn(1, 4))
-
-        def forward(self, x):
-            y = self.conv(x.to(memory_format=torch.channels_last)).mean((2, 3))
-            y = self.wide(y.double()).bfloat16()
-            return ((self.brain(y).float() + self.expanded) @ self.transposed.t()).sum()
-
-    for as_view in (False, True):
-        ours, native = pair(Mixed, gradient_as_bucket_view=as_view)
-        for _ in range(3):
-            x = torch.randn(2, 3, 5, 5)
-            for model in (ours, native):
-                model.zero_grad()
-                model(x).backward()
-            assert_same_gradients(ours, native)
-            assert ours.module.conv.weight.grad.stride() == ours.module.conv.weight.stride()
-
-
-@in_ranks(2)
-def test_several_forwards_before_one_backward(rank, world_size):
-    def build():
-        return nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 3))
-
-    ours, native = pair(build)
-    for _ in range(3):
-        batches = torch.randn(3, 4, 3)
-        for model in (ours, native):
-            model.zero_grad()
-            # BatchNorm's buffers are overwritten between these forwards; the first one's backward must not mind.
-            sum(model(b).pow(2).sum() for b in batches).backward()
-        assert_same_gradients(ours, native)
-    for a, b in zip(ours.module.buffers(), native.module.buffers(), strict=True):
-        assert torch.equal(a, b)
 
 
 @in_ranks(2)
@@ -387,29 +187,7 @@ def test_a_second_backward_that_exchanges_nothing_is_pointed_out(rank, world_siz
 
 
 @in_ranks(2)
-def test_no_sync_accumulates(rank, world_size):
-    for as_view in (False, True):
-        for to_none in (False, True):
-            ours, native = pair(Net, gradient_as_bucket_view=as_view)
-            for _ in range(3):
-                batches = torch.randn(3, 2, 4)
-                for model in (ours, native):
-                    model.zero_grad(set_to_none=to_none)
-                    with model.no_sync():
-                        model(batches[0], use_spare=True).sum().backward()
-                        model(batches[1], use_spare=True).sum().backward()
-                        local = model.module.body.weight.grad.clone()
-                    model(batches[2], use_spare=True).sum().backward()
-                    assert not torch.equal(local, model.module.body.weight.grad)
-                assert_same_gradients(ours, native)
-            ddp = ours
-            before = ddp.require_backward_grad_sync
-            with raises(ZeroDivisionError), ddp.no_sync():
-                raise ZeroDivisionError
-            assert ddp.require_backward_grad_sync is before
-
-
-def views(rank: int, world_size: int) -> None:
+def test_gradient_as_bucket_view(rank, world_size):
     ddp = psengine.DistributedDataParallel(seeded(Net), gradient_as_bucket_view=True)
     for _ in range(3):
         ddp.zero_grad()
@@ -423,44 +201,6 @@ def views(rank: int, world_size: int) -> None:
     plain.zero_grad()
     plain(torch.randn(1, 4), use_spare=True).sum().backward()
     assert torch.equal(held, value), "without views, a gradient somebody kept is never overwritten"
-
-
-def test_gradient_as_bucket_view():
-    run_ranks(views, 2)
-
-
-@in_ranks(2)
-def test_frozen_and_ignored_parameters(rank, world_size):
-    model = seeded(Net)
-    model.body.bias.requires_grad_(False)
-    psengine.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["spare.weight"])
-    model.spare.weight.data.fill_(rank)
-    ddp = psengine.DistributedDataParallel(model)
-    assert ddp.reducer.names == ["body.weight", "spare.bias"]
-    ddp(torch.ones(1, 4) * (rank + 1), use_spare=True).sum().backward()
-    assert model.spare.weight.unique().tolist() == [float(rank)], "ignored parameters are not broadcast"
-    gathered = [torch.empty(4, 4) for _ in range(world_size)]
-    dist.all_gather(gathered, model.spare.weight.grad)
-    assert not torch.equal(*gathered), "nor are their gradients averaged"
-
-
-@in_ranks(2)
-def test_delay_all_reduce_named_params(rank, world_size):
-    model = seeded(Net)
-    named = [(n, p) for n, p in model.named_parameters() if n.startswith("spare")]
-    ddp = psengine.DistributedDataParallel(
-        model, delay_all_reduce_named_params=named, param_to_hook_all_reduce=model.body.weight
-    )
-    reference = Native(seeded(Net))
-    for _ in range(3):
-        x = torch.randn(2, 4)
-        for m in (ddp, reference):
-            m.zero_grad()
-            m(x, use_spare=True).sum().backward()
-        for p, q in zip(model.parameters(), reference.module.parameters(), strict=True):
-            assert torch.equal(p.grad, q.grad)
-    with raises(ValueError, "need to be set at the same time"):
-        psengine.DistributedDataParallel(seeded(Net), delay_all_reduce_named_params=named)
 
 
 # ---- buffers ---------------------------------------------------------------------------------------------------
@@ -489,21 +229,6 @@ def test_buffers_follow_rank_0_when_asked():
     assert torch.equal(first[True]["flag"], second[True]["flag"])
     assert torch.equal(first[True]["wide"], second[True]["wide"])
     assert not torch.equal(first[False]["running_mean"], second[False]["running_mean"])
-
-
-@in_ranks(1)
-def test_deprecated_arguments_warn_like_native(rank, world_size):
-    for cls in (psengine.DistributedDataParallel, Native):
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            ddp = cls(nn.BatchNorm1d(2), broadcast_buffers=False)
-            cls(nn.BatchNorm1d(2), broadcast_buffers=False, forward_sync_buffers=True)
-            cls(nn.BatchNorm1d(2), check_reduction=True)
-        messages = [str(w.message) for w in caught if issubclass(w.category, FutureWarning)]
-        assert len(messages) == 3
-        assert "`broadcast_buffers` is deprecated" in messages[0]
-        assert all(w.filename == __file__ for w in caught if issubclass(w.category, FutureWarning))
-        assert ddp.forward_sync_buffers is False
 
 
 # ---- errors ----------------------------------------------------------------------------------------------------
@@ -540,7 +265,13 @@ def test_constructor_errors(rank, world_size):
         wrap(nn.Linear(2, 2), collective="pigeon")
     with raises(ValueError, "bucket caps"):
         wrap(nn.Linear(2, 2), bucket_cap_mb=-3)
+    layer = nn.Linear(2, 2)
+    with raises(ValueError, "need to be set at the same time"):
+        wrap(layer, delay_all_reduce_named_params=[("weight", layer.weight)])
     ddp = wrap(nn.Linear(2, 2))
+    ddp(torch.ones(1, 2)).sum().backward()
+    with raises(RuntimeError, "should be called before training loop starts"):
+        ddp._set_static_graph()
     with raises(ValueError, "should be equal or greater than 1", "got 0"):
         ddp._set_ddp_runtime_logging_sample_rate(0)
     for error_type in (TypeError, psengine.PSEngineError):
@@ -558,10 +289,12 @@ def die_in_training(rank: int, world_size: int, moment: str) -> tuple[str, tuple
     ddp = psengine.DistributedDataParallel(
         seeded(lambda: nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4)))
     )
+    if moment == "before a hook":
+        ddp.register_comm_hook(dist.group.WORLD, allreduce_hook)
     try:
         for step in range(100):
             output = ddp(torch.randn(3, 4))
-            if rank == 1 and step == 5 and moment == "before backward":
+            if rank == 1 and step == 5 and moment != "before forward":
                 os.kill(os.getpid(), signal.SIGKILL)
             output.sum().backward()
             if rank == 1 and step == 5 and moment == "before forward":
@@ -571,7 +304,7 @@ def die_in_training(rank: int, world_size: int, moment: str) -> tuple[str, tuple
     raise AssertionError("training went on without rank 1")
 
 
-@pytest.mark.parametrize("moment", ["before forward", "before backward"])
+@pytest.mark.parametrize("moment", ["before forward", "before backward", "before a hook"])
 def test_a_dead_rank_is_named(moment):
     started = time.monotonic()
     results = run_ranks_to_any_end(die_in_training, 3, moment, group_timeout_s=30)
@@ -589,18 +322,7 @@ def test_a_dead_rank_is_named(moment):
 
 
 @in_ranks(2)
-def test_state_dict_has_the_module_prefix(rank, world_size):
-    ddp = psengine.DistributedDataParallel(seeded(Net))
-    assert all(k.startswith("module.") for k in ddp.state_dict())
-    seeded(Net, 1).load_state_dict(ddp.module.state_dict())
-    other = psengine.DistributedDataParallel(seeded(Net, 2))
-    other.load_state_dict(ddp.state_dict())
-    Native(seeded(Net, 3)).load_state_dict(ddp.state_dict())
-    for p, q in zip(ddp.parameters(), other.parameters(), strict=True):
-        assert torch.equal(p, q)
-
-
-def copies(rank: int, world_size: int) -> None:
+def test_pickle_and_deepcopy(rank, world_size):
     for options in ({}, {"static_graph": True}, {"find_unused_parameters": True}, {"gradient_as_bucket_view": True}):
         ddp = psengine.DistributedDataParallel(seeded(Net), **options)
         buffer = io.BytesIO()
@@ -619,10 +341,6 @@ def copies(rank: int, world_size: int) -> None:
         RuntimeError, "DDP Pickling/Unpickling are only supported when using DDP with the default process group"
     ):
         copy.deepcopy(grouped)
-
-
-def test_pickle_and_deepcopy():
-    run_ranks(copies, 2)
 
 
 @in_ranks(2)
@@ -647,30 +365,6 @@ def test_a_dropped_wrapper_lets_go(rank, world_size):
     assert not torch.equal(*gathered), "without hooks gradients stay local"
 
 
-def groups(rank: int, world_size: int) -> float:
-    from torch.distributed.device_mesh import init_device_mesh
-
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
-    results = []
-    for options in ({"process_group": mesh.get_group("a")}, {"device_mesh": mesh["a"]}):
-        model = nn.Linear(1, 1, bias=False)
-        nn.init.ones_(model.weight)
-        ddp = psengine.DistributedDataParallel(model, **options)
-        for _ in range(2):
-            ddp.zero_grad()
-            ddp(torch.full((1, 1), float(rank))).sum().backward()
-        results.append(model.weight.grad.item())
-    with raises(RuntimeError, "Only 1D device mesh is supported"):
-        psengine.DistributedDataParallel(nn.Linear(1, 1), device_mesh=mesh)
-    assert results[0] == results[1]
-    return results[0]
-
-
-def test_process_group_and_device_mesh():
-    # Columns of the mesh [[0, 1], [2, 3]]: ranks 0 and 2 average to 1, ranks 1 and 3 to 2.
-    assert run_ranks(groups, 4) == [1.0, 2.0, 1.0, 2.0]
-
-
 @in_ranks(2)
 def test_create_graph_warns(rank, world_size):
     ddp = psengine.DistributedDataParallel(seeded(Net))
@@ -680,23 +374,18 @@ def test_create_graph_warns(rank, world_size):
     ddp.zero_grad()
 
 
-def shrink(rank: int, world_size: int) -> float | None:
+@in_ranks(3)
+def test_update_process_group(rank, world_size):
     model = nn.Linear(1, 1, bias=False)
     nn.init.ones_(model.weight)
     ddp = psengine.DistributedDataParallel(model)
     ddp(torch.full((1, 1), float(rank))).sum().backward()
     group = dist.new_group([0, 2])
     ddp._update_process_group(group)
-    if rank == 1:
-        return None
-    for _ in range(2):
+    for _ in range(2 if rank != 1 else 0):
         ddp.zero_grad()
         ddp(torch.full((1, 1), float(rank))).sum().backward()
-    return model.weight.grad.item()
-
-
-def test_update_process_group():
-    assert run_ranks(shrink, 3) == [1.0, None, 1.0]
+    assert rank == 1 or model.weight.grad.item() == 1.0
 
 
 @in_ranks(2)
@@ -729,18 +418,8 @@ def test_static_graph_may_start_in_no_sync(rank, world_size):
 
 
 @in_ranks(2)
-def test_what_no_sync_accumulates_is_exchanged(rank, world_size):
-    ours, native = pair(Net, find_unused_parameters=True)
-    for step in range(4):
-        x = torch.randn(2, 4)
-        for model in (ours, native):
-            model.zero_grad()
-            with model.no_sync():
-                model(x, use_spare=rank == step % 2).sum().backward()
-            model(x).sum().backward()
-        assert_same_gradients(ours, native)
-        assert ours.module.spare.weight.grad is not None, "rank 0 or 1 used it, so everybody gets it"
-    # Skipping buckets must not forget it either (native DDP does: its ranks drift apart).
+def test_a_bucket_that_only_no_sync_used_is_not_skipped(rank, world_size):
+    # Native DDP's ranks drift apart.
     skipping = psengine.DistributedDataParallel(
         seeded(Net), find_unused_parameters=True, skip_all_reduce_unused_params=True, bucket_cap_mb=1e-5
     )
@@ -750,9 +429,6 @@ def test_what_no_sync_accumulates_is_exchanged(rank, world_size):
     gathered = [torch.empty(4, 4) for _ in range(world_size)]
     dist.all_gather(gathered, skipping.module.spare.weight.grad)
     assert torch.equal(*gathered)
-
-
-# ---- what reviewers found --------------------------------------------------------------------------------------
 
 
 class Words(nn.Module):
@@ -768,7 +444,7 @@ class Words(nn.Module):
 
 @in_ranks(2)
 def test_sparse_corners(rank, world_size):
-    """An embedding unused on one rank, ranks without data, and two gradients that share their values."""
+    """An embedding that one rank does not use, and two gradients that share their values."""
     indices = torch.arange(4) + rank
     for options in ({"find_unused_parameters": True}, {"static_graph": True}):
         ddp, dense = psengine.DistributedDataParallel(seeded(Words), **options), seeded(Words)
@@ -779,14 +455,6 @@ def test_sparse_corners(rank, world_size):
             (dense(torch.arange(4) + r, use_b=r == 0).sum() / world_size).backward()
         for p, q in zip(ddp.parameters(), dense.parameters(), strict=True):
             assert torch.allclose(p.grad.to_dense(), q.grad.to_dense())
-    ours, native = pair(lambda: nn.Sequential(nn.Embedding(10, 4, sparse=True), nn.Linear(4, 3)))
-    for model in (ours, native):
-        with model.join():
-            for step in range(2 + 2 * rank):
-                model.zero_grad()
-                model(torch.arange(4) + step).sum().backward()
-    for p, q in zip(ours.parameters(), native.parameters(), strict=True):
-        assert torch.equal(p, q)
 
 
 @in_ranks(2)
@@ -809,11 +477,6 @@ def test_an_alias_of_a_view_is_divided_like_the_view(rank, world_size):
                 p.grad = None if p.grad is None else p.grad.detach()
             model(x, use_spare=True).sum().backward()
         assert_same_gradients(ours, native)
-
-
-@in_ranks(1)
-def test_undefined_gradients_of_a_single_rank(rank, world_size):
-    undefined_gradients(rank, world_size)
 
 
 @in_ranks(2)
@@ -883,29 +546,16 @@ def test_a_collective_object_and_deepcopy(rank, world_size):
     assert_same_gradients(other, ddp)
 
 
-def kill_with_hook(rank: int, world_size: int) -> tuple[int, ...]:
-    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
-
-    ddp = psengine.DistributedDataParallel(seeded(Net))
-    ddp.register_comm_hook(dist.group.WORLD, allreduce_hook)
-    try:
-        for step in range(50):
-            output = ddp(torch.ones(1, 4), use_spare=True)
-            if rank == 3 and step == 4:
-                os.kill(os.getpid(), signal.SIGKILL)
-            output.sum().backward()
-    except psengine.PeerLostError as error:
-        return error.ranks
-    raise AssertionError("went on without rank 3")
-
-
-def test_only_the_dead_rank_is_named_with_a_hook_registered():
-    results = run_ranks_to_any_end(kill_with_hook, 4, group_timeout_s=30)
-    assert [r.value for r in results[:3]] == [(3,)] * 3, results
-
-
 @in_ranks(1)
 def test_static_graph_refuses_outputs_it_cannot_watch(rank, world_size):
-    ddp = psengine.DistributedDataParallel(seeded(lambda: Nested("dataclass")), static_graph=True)
+    @dataclass
+    class Output:
+        prediction: torch.Tensor
+
+    class Model(nn.Linear):
+        def forward(self, x):
+            return Output(super().forward(x))
+
+    ddp = psengine.DistributedDataParallel(Model(3, 3), static_graph=True)
     with raises(RuntimeError, "static_graph=True must see backward begin", "Output"):
         ddp(torch.ones(1, 3))
