@@ -747,3 +747,67 @@ class TestJoining:
         assert codes(workers[1].send(MessageType.JOIN)) == [ErrorCode.BAD_MESSAGE]
         body = {"rank": 1, "incarnation": workers[1].incarnation}
         assert codes(workers[0].send(MessageType.ADMIT, body=body)) == [ErrorCode.BAD_MESSAGE]
+
+
+@pytest.mark.parametrize("ended_without_it", [1, 2])
+def test_one_that_returns_to_an_empty_job_goes_on_if_the_average_that_it_lacks_is_here(ended_without_it):
+    world = World()
+    workers = team(world, 2, [spec(0, 4)])
+    for worker in workers:
+        worker.push(0, 1, torch.ones(4))
+    world.advance(6, workers[0])
+    for sequence in range(2, 2 + ended_without_it):
+        assert workers[0].push(0, sequence, torch.full((4,), 3.0))
+    world.advance(6)
+    if ended_without_it > 1:
+        assert workers[1].hello() == "wait", "the other one may come back, and is ahead"
+    else:
+        assert workers[1].hello() == "ready"
+        assert payload_tensor(workers[1].push(0, 2, torch.ones(4))[0]).tolist() == [3.0] * 4
+
+
+class TestSnapshots:
+    """What a worker deposited, and its number, are kept; exchanges are sent again by whoever takes part."""
+
+    def test_deposited_values_come_back(self):
+        world = World()
+        (worker,) = team(world, 1, [spec()])
+        worker.ask(MessageType.STORE, key=0, payload=torch.full((4,), 3.0), version=6)
+        world.start(8, world.shard.durable.capture())
+        again = Worker(world, 0, world_size=1, nonce=worker.nonce)
+        assert again.hello() == "ready"
+        again.take()
+        answer = again.pull(0)
+        assert (answer.version, payload_tensor(answer).tolist()) == (6, [3.0] * 4)
+
+    def test_a_chunk_without_values_comes_back_without(self):
+        world = World()
+        worker = Worker(world, 0)
+        assert worker.hello() == "initialise"
+        worker.register_empty(spec())
+        worker.seal([spec()])
+        worker.take()
+        world.start(8, world.shard.durable.capture())
+        again = Worker(world, 0, nonce=worker.nonce)
+        assert again.hello() == "ready"
+        again.take()
+        answer = again.pull(0)
+        assert (answer.type, answer.body["code"]) == (MessageType.ERROR, ErrorCode.NOT_READY)
+
+    def test_a_worker_that_was_entering_when_the_snapshot_was_taken_is_waited_for(self):
+        """It has taken part since: the others name it. Else a step would be averaged without it."""
+        world = World()
+        first = Worker(world, 0, world_size=2)
+        first.initialise([spec()])
+        second = Worker(world, 1, world_size=2)
+        assert second.hello() == "ready"
+        second.take()
+        world.shard.jobs.find("demo").membership.demote(1)
+        world.start(8, world.shard.durable.capture())
+        first.members = second.members = [0, 1]
+        assert first.hello() == "ready"
+        assert first.push(0, 7, torch.ones(4)) == []
+        assert second.hello() == "ready"
+        second.push(0, 7, torch.full((4,), 3.0))
+        (answer,) = first.take(MessageType.UPDATED)
+        assert (answer.body["contributors"], payload_tensor(answer).tolist()) == (2, [2.0] * 4)

@@ -89,3 +89,10 @@ def test_usage_maps_are_added_and_not_divided():
     for rank in range(3):
         gathered.add(Contribution(rank, 1, 0, torch.tensor([1, 0, rank, 2], dtype=torch.int32)), range(3))
     assert gathered.combine().tolist() == [3, 0, 3, 6]
+
+
+def test_weights_scale_out_of_what_gradients_are_added_in():
+    gathered = ContributionSet(spec(0, 4))
+    for rank, value, weight in ((0, 1e30, 1e12), (1, -1e30, 5e11)):
+        gathered.add(Contribution(rank, 1, 0, torch.full((4,), value), weight=weight), range(2))
+    assert gathered.combine().tolist() == pytest.approx([1e30 / 3] * 4, rel=1e-6)
