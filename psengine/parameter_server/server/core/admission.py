@@ -15,11 +15,19 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class _Admission:
-    """A worker was let in: as which incarnation, by which ADMIT, and in answer to which JOIN (None: it is to come)."""
+    """A worker was let in.
+
+    Attributes:
+        incarnation: of the worker.
+        admit: by which ADMIT: (donor's rank, id of the request).
+        join: the id of the JOIN that this answers; None: it is to come.
+        is_reading: it has not pushed yet, and may still be reading what was deposited for it.
+    """
 
     incarnation: int
     admit: tuple[int, int]
-    join: int | None
+    join: int | None = None
+    is_reading: bool = True
 
 
 @dataclass
@@ -35,7 +43,6 @@ class Admissions:
     _joins: dict[int, int] = field(default_factory=dict)
     _donors: dict[int, int] = field(default_factory=dict)
     _admitted: dict[int, _Admission] = field(default_factory=dict)
-    _reading: set[int] = field(default_factory=set)
 
     def is_admitted(self, rank: int, incarnation: int, request: int) -> bool:
         """Whether this JOIN is answered already: its OK was lost, or ADMIT came before it."""
@@ -48,8 +55,8 @@ class Admissions:
     def join(self, rank: int, request: int, live: Sequence[int]) -> int | None:
         """A worker waits for state; the rank to ask for it, None if it has to wait for its turn."""
         self._joins[rank] = request
-        self._reading.discard(rank)
-        if self.one_at_a_time and self._reading:
+        self.pushed(rank)
+        if self.one_at_a_time and any(one.is_reading for one in self._admitted.values()):
             return None
         # The same donor as long as it lives: two might deposit states of different steps.
         if self._donors.get(rank) not in live:
@@ -59,10 +66,9 @@ class Admissions:
     def admit(self, rank: int, incarnation: int, admit: tuple[int, int]) -> bool:
         """ADMIT, by (donor's rank, id of the request); False where it is a repetition."""
         admission = self._admitted.get(rank)
-        if admission is not None and admission.incarnation == incarnation and admission.admit == admit:
+        if admission is not None and (admission.incarnation, admission.admit) == (incarnation, admit):
             return False
-        self._admitted[rank] = _Admission(incarnation, admit, None)
-        self._reading.add(rank)
+        self._admitted[rank] = _Admission(incarnation, admit)
         return True
 
     def answer(self, rank: int) -> int | None:
@@ -75,15 +81,14 @@ class Admissions:
 
     def pushed(self, rank: int) -> None:
         """A worker that pushes has read what was deposited for it."""
-        self._reading.discard(rank)
+        if rank in self._admitted:
+            self._admitted[rank].is_reading = False
 
     def unread_from(self, donor: int) -> list[int]:
         """Workers that this one let in, and that have not pushed yet."""
-        return [rank for rank in sorted(self._reading) if self._admitted[rank].admit[0] == donor]
+        return sorted(rank for rank, one in self._admitted.items() if one.is_reading and one.admit[0] == donor)
 
     def forget(self, rank: int) -> None:
         """The worker is gone, or has to join anew."""
-        self._joins.pop(rank, None)
-        self._donors.pop(rank, None)
-        self._admitted.pop(rank, None)
-        self._reading.discard(rank)
+        for table in (self._joins, self._donors, self._admitted):
+            table.pop(rank, None)

@@ -1,4 +1,4 @@
-"""What happened to a server and its workers, for people: a short list that everybody may add to."""
+"""What happened to a server and its workers, for people: a short list."""
 
 from __future__ import annotations
 
@@ -12,14 +12,12 @@ from psengine.parameter_server.status_model import Event
 MAX_EVENTS = 200
 # A refused gradient comes with hundreds of chunks a second: one event tells, the next says how many followed.
 REPEAT_S = 30.0
-# A disk stays full for days, and every interval's snapshot fails: one an hour leaves room for what else happens.
+# A disk stays full for days, and every interval's snapshot fails: one event an hour leaves room for others.
 SNAPSHOT_FAILED_REPEAT_S = 3600.0
 _REPEATING = {
     **dict.fromkeys(("refused", "late", "memory", "stood_still", "torn"), REPEAT_S),
     "snapshot_failed": SNAPSHOT_FAILED_REPEAT_S,
 }
-# A long run's log would be nothing else.
-_COLLAPSING = frozenset({"snapshot"})
 _MAX_REMEMBERED = 1024
 _NUMBER = re.compile(r"\d+")
 
@@ -34,9 +32,6 @@ class EventLog:
 
     Refusals and the like of one worker, or of all strangers to a job, are let through once in ``REPEAT_S``, snapshots
     that fail for one cause once in ``SNAPSHOT_FAILED_REPEAT_S``; of snapshots in a row the last one stays.
-
-    Args:
-        clocks: date events, and measure how long ago the last one was.
     """
 
     def __init__(self, clocks: Clocks) -> None:
@@ -49,14 +44,9 @@ class EventLog:
     def note(
         self, kind: str, text: str, *, job: str = "", worker: int | None = None, is_stranger: bool = False
     ) -> None:
-        """Something happened.
+        """Something happened; the arguments are those of ``Event``.
 
-        Args:
-            kind: see ``Event``, as for the following.
-            text: in words.
-            job: name of the job.
-            worker: its rank.
-            is_stranger: it is no member, and its rank whatever it says: a new one each time, perhaps.
+        ``is_stranger``: ``worker`` is the rank that a peer claims which is no member, perhaps a new one each time.
         """
         assert kind in KINDS, kind
         # The same disk is as full whatever the number of the generation.
@@ -74,8 +64,8 @@ class EventLog:
                 self._repeats[source] = (now_s + _REPEATING[kind], 0)
                 if left_out:
                     text = f"{text}; {left_out} like it before"
-            elif kind in _COLLAPSING and self._events and self._events[-1].kind == kind:
-                self._events.pop()
+            elif kind == "snapshot" and self._events and self._events[-1].kind == kind:
+                self._events.pop()  # a long run's log would be nothing else
             self._events.append(Event(round(self._clocks.wall_s(), 3), kind, job, worker, text))
 
     def events(self) -> tuple[Event, ...]:

@@ -40,10 +40,12 @@ def push(job: Job, member: Member, message: Message, now_s: float) -> list[Reply
     # Who only asks for weights abstains.
     if sum(statistics.refused.values()) != refused_before and statistics.last_refusal != "abstained":
         member.refused += 1
-        job.record.refused(member, spec.describe(), statistics.last_refusal)
+        why = statistics.last_refusal
+        job.record.note("refused", member, f": its gradient of {spec.describe()} was refused ({why})")
     if statistics.late != late_before:
         member.late += 1
-        job.record.late(member, message.sequence)
+        text = f": its gradient of step {message.sequence} came after the others' average"
+        job.record.note("late", member, text)
     if rule.is_single and taken_before < message.sequence == last_sequence.get(member.rank):
         job.cuts.pushed(contribution, spec.key, body.get("step"))
     return replies + job.pushed(member.rank)

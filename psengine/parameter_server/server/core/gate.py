@@ -1,4 +1,4 @@
-"""The one gate: what each kind of sender may send to a shard at all, looked up before anything else is done. Pure.
+"""The one gate: which messages each kind of sender may send to a shard, looked up before anything else. Pure.
 
 HELLO, which anybody may send, does not come here. Whether a chunk is known or values are there is checked behind it.
 """
@@ -12,46 +12,27 @@ from psengine.protocol.messages import SENT_BY_SERVERS, ErrorCode, Message, Mess
 
 
 class Standing(str, Enum):
-    """Who sends a message, as the shard sees it."""
+    """The sender of a message, as the shard sees it."""
 
     GREETED = "greeted"  # let in; the job has no values for it yet
     MEMBER = "member"  # takes part
     READER = "reader"  # looks, never pushes
 
 
-_READ = frozenset(
-    {
-        MessageType.LIST,
-        MessageType.STATUS,
-        MessageType.BYE,
-        MessageType.PULL,
-        MessageType.HEARTBEAT,
-        MessageType.ECHO,
-    }
-)
-# Before and after the job has values: rank 0 configures before or after it seals; what was lost is asked for again.
-_WORK = _READ | {
-    MessageType.SEAL,
-    MessageType.CONFIGURE,
-    MessageType.STORE,
-    MessageType.JOIN,
-    MessageType.SNAPSHOT,  # the server writes to its disk: not for those who only look
-    MessageType.PROGRESS,
-}
+def _types(names: str) -> frozenset[MessageType]:
+    return frozenset(MessageType[name] for name in names.split())
+
+
+_READ = _types("LIST STATUS BYE PULL HEARTBEAT ECHO")
+# Before and after the job has values: rank 0 configures before or after it seals; lost messages are sent again.
+# SNAPSHOT has the server write to its disk, so it is not for readers.
+_WORK = _READ | _types("SEAL CONFIGURE STORE JOIN SNAPSHOT PROGRESS")
 MAY_SEND: dict[Standing, frozenset[MessageType]] = {
-    Standing.GREETED: _WORK | {MessageType.REGISTER},
-    Standing.MEMBER: _WORK
-    | {
-        MessageType.PUSH,
-        MessageType.PROBE,
-        MessageType.REPEAT,
-        MessageType.ADMIT,
-        MessageType.RESULT,
-        MessageType.LEAVE,
-    },
+    Standing.GREETED: _WORK | _types("REGISTER"),
+    Standing.MEMBER: _WORK | _types("PUSH PROBE REPEAT ADMIT RESULT LEAVE"),
     Standing.READER: _READ,
 }
-# How a message is answered that is not in the sender's row.
+# The answer to a message that is not in the sender's row.
 _REFUSALS = {
     Standing.GREETED: (ErrorCode.NOT_READY, "wait for a WELCOME that says ready, or SEAL or JOIN first"),
     Standing.MEMBER: (ErrorCode.BAD_MESSAGE, "the job has begun"),

@@ -215,7 +215,7 @@ class Job(ABC):
         is_new_process = not member.phase.was_live
         self.came.add(member.rank)
         self.membership.admit(member.rank)
-        self.record.joined(member)
+        self.record.note("joined", member, " joined")
         replies = (rule.worker_came(member.rank, is_new_process=is_new_process) for rule in self.rules)
         return [reply for some in replies for reply in some]
 
@@ -308,7 +308,7 @@ class Job(ABC):
         """Tell people of a worker that goes, before it is forgotten."""
         steps = self.steps()
         step = steps.get(member.rank, 0) if steps else member.telemetry.times.steps or 0
-        self.record.departed(member, reason, why, step)
+        self.record.went(member, reason, why, step)
         self.statistics.recent_staleness.pop(member.rank, None)
 
     # ---- for snapshots -----------------------------------------------------------------------------------------

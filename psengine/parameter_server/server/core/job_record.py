@@ -17,8 +17,6 @@ MAX_DEPARTED = 20
 LINES_INTERVAL_S = 10.0
 MAX_LINES = 128
 
-_WORDS = {"left": "left", "evicted": "was evicted", "fenced": "was fenced"}
-
 
 class JobRecord:
     """One job's, at one shard.
@@ -27,28 +25,32 @@ class JobRecord:
         job: its name.
         note: told of what happens, see ``EventLog.note``.
         wall_clock_s: dates those that are gone.
+
+    Attributes:
+        departed: workers that are gone, the latest last.
     """
 
     def __init__(self, job: str, note: Callable[..., None], wall_clock_s: Callable[[], float]) -> None:
+        self.departed: deque[Departed] = deque(maxlen=MAX_DEPARTED)
         self._job = job
         self._note_event = note
         self._wall_clock_s = wall_clock_s
         self._lines = RateLimit(LINES_INTERVAL_S, MAX_LINES)
-        self._departed: deque[Departed] = deque(maxlen=MAX_DEPARTED)
 
-    def joined(self, member: Member, donor: int | None = None) -> None:
-        """A worker takes part, perhaps with the state of another."""
-        self._note("joined", member, " joined" + ("" if donor is None else f", with the state of worker {donor}"))
+    def note(self, kind: str, member: Member, text: str) -> None:
+        """An event of a worker, whose name ``text`` follows."""
+        name = f"worker {member.rank} (process {member.pid} on {member.host})"
+        self._note_event(kind, name + text, job=self._job, worker=member.rank)
 
-    def departed(self, member: Member, reason: str, why: str, step: int) -> None:
+    def went(self, member: Member, reason: str, why: str, step: int) -> None:
         """A worker is gone: ``reason`` is "left", "evicted" or "fenced", ``why`` is in words, ``step`` its last."""
         unix_s = round(self._wall_clock_s(), 3)
-        self._departed.append(Departed(rank=member.rank, host=member.host, reason=reason, unix_s=unix_s, step=step))
-        self._note(reason, member, f" {_WORDS[reason]}: {why}")
+        self.departed.append(Departed(rank=member.rank, host=member.host, reason=reason, unix_s=unix_s, step=step))
+        self.note(reason, member, f" {'left' if reason == 'left' else f'was {reason}'}: {why}")
 
     def out(self, member: Member, why: str, now_s: float) -> None:
         """The others go on without a worker."""
-        # Whoever reaches the server can come and go: a line for each would fill the disk.
+        # Anybody who reaches the server can come and go: a line for each would fill the disk.
         suppressed = self._lines.allows(now_s)
         if suppressed is None:
             return
@@ -62,14 +64,6 @@ class JobRecord:
             f" ({suppressed} more unmentioned)" if suppressed else "",
         )
 
-    def refused(self, member: Member, what: str, reason: str) -> None:
-        """A gradient was not applied."""
-        self._note("refused", member, f": its gradient of {what} was refused ({reason})")
-
-    def late(self, member: Member, step: int) -> None:
-        """A gradient came after the average it was for."""
-        self._note("late", member, f": its gradient of step {step} came after the others' average")
-
     def lost(self, updates: int, chunks: int) -> None:
         """The server went back to a snapshot that lacks what workers know was acknowledged."""
         text = (
@@ -78,11 +72,3 @@ class JobRecord:
         )
         logger.warning("job %r: %s", self._job, text)
         self._note_event("lost", text, job=self._job)
-
-    def to_status(self) -> tuple[Departed, ...]:
-        """Those that are gone, the latest last."""
-        return tuple(self._departed)
-
-    def _note(self, kind: str, member: Member, text: str) -> None:
-        name = f"worker {member.rank} (process {member.pid} on {member.host})"
-        self._note_event(kind, name + text, job=self._job, worker=member.rank)

@@ -7,9 +7,9 @@ from psengine.parameter_server.server.core.membership import Member
 from psengine.parameter_server.status_model import ShardJob, ShardWorker, State
 
 
-def _waiting(job: Job) -> dict[int, list[int]]:
+def _waiting(job: Job) -> dict[int, tuple[int, ...]]:
     """Per rank whose answers are held, the ranks it waits for, ascending, over all chunks."""
-    # One bit per rank: workers wait for many others in many chunks, and sets would be united for each.
+    # One bit per rank: workers wait for many others in many chunks, and uniting sets for each is slow.
     masks: dict[int, int] = {}
     for rule in job.chunks.rules.values():
         # Those in one exchange of a chunk share a list.
@@ -19,7 +19,9 @@ def _waiting(job: Job) -> dict[int, list[int]]:
             if missing is not last:
                 last, mask = missing, sum(1 << other for other in missing)
             masks[rank] = masks.get(rank, 0) | mask
-    ranks = {mask: _ranks_in(mask) for mask in set(masks.values())}
+    ranks = {
+        mask: tuple(r for r, bit in enumerate(reversed(f"{mask:b}")) if bit == "1") for mask in set(masks.values())
+    }
     return {rank: ranks[mask] for rank, mask in masks.items()}
 
 
@@ -57,17 +59,12 @@ def status_of(job: Job, now_s: float, heartbeat_s: float) -> ShardJob:
                 refused=m.refused,
                 late=m.late,
                 clock=clocks.get(m.rank),
-                waiting_for=tuple(waiting.get(m.rank, ())),
+                waiting_for=waiting.get(m.rank, ()),
                 staleness=job.statistics.staleness_of(m.rank),
                 telemetry=m.telemetry.times,
             )
             for m in sorted(job.membership.members.values(), key=lambda m: m.rank)
         ),
-        departed=job.record.to_status(),
+        departed=tuple(job.record.departed),
         **job.statistics.to_status(),
     )
-
-
-def _ranks_in(mask: int) -> list[int]:
-    """The numbers of the bits that are set, ascending."""
-    return [rank for rank, bit in enumerate(reversed(f"{mask:b}")) if bit == "1"]

@@ -5,22 +5,26 @@
             worker 1 knows version 11, its pushes up to 5 were answered     2 lost       together 4, each counted once
 
 A worker that has died since can say nothing, but others have seen the versions that its updates made. A push that was
-under way is no loss, because it is sent again; it may be part of a version that another worker has seen. So the count,
-where workers are gone, may be too low by as many as were under way. It is never too high.
+under way is no loss, because it is sent again; it may be part of a version that another worker has seen. So where
+workers are gone the count may be too low by as many as were under way. It is never too high.
 
-A job is counted once all its workers have spoken, or a lease after the first one has; who speaks later is added.
+A job is counted once all its workers have spoken, or a lease after the first one has; later reports are added.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 
-@dataclass(frozen=True, slots=True)
-class _Report:
-    """What one worker knew of one chunk: the version, how many of its own updates are lost, and the version that it
-    knew when it sent what was under way (None: nothing was).
+class _Report(NamedTuple):
+    """What one worker knew of one chunk.
+
+    Attributes:
+        version: the newest that it knew.
+        own: how many of its own updates are lost.
+        asked_version: the version that it knew when it sent what was under way; None: nothing was.
     """
 
     version: int
@@ -30,15 +34,8 @@ class _Report:
 
 @dataclass
 class Losses:
-    """Of one job at one shard.
+    """Of one job at one shard."""
 
-    Attributes:
-        updates: pushes of chunks that are lost, as counted so far.
-        chunks: of how many chunks.
-    """
-
-    updates: int = 0
-    chunks: int = 0
     _expected: set[int] = field(default_factory=set)
     _spoken: set[int] = field(default_factory=set)
     _since_s: float | None = None
@@ -64,7 +61,7 @@ class Losses:
 
         Args:
             rank: the worker.
-            key: the chunk.
+            key: of the chunk.
             restored: the snapshot's version, and the last of this worker's exchanges in it.
             known: the version that the worker knows, and the last of its exchanges that was answered.
             under_way: 0 where nothing was; else 1 + the version that it knew when it sent that.
@@ -79,8 +76,8 @@ class Losses:
             own -= max(0, min(last, answered) - max(first, sequence + 1) + 1)
         own = max(0, own)
         self._restored[key] = version
-        asked_version = under_way - 1 if under_way else None
-        self._reports.setdefault(key, {})[rank] = _Report(known_version, own, asked_version)
+        report = _Report(known_version, own, under_way - 1 if under_way else None)
+        self._reports.setdefault(key, {})[rank] = report
         return max(own, known_version - version), own
 
     def spoke(self, rank: int, now_s: float) -> None:
@@ -110,8 +107,6 @@ class Losses:
             if lost > before:
                 self._counted[key] = lost
                 more, chunks = more + lost - before, chunks + 1
-        self.updates += more
-        self.chunks = len(self._counted)
         return more, chunks
 
 

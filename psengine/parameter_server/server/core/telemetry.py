@@ -1,4 +1,4 @@
-"""What one worker's steps are made of: what it says in heartbeats, and what this shard sees of it. No clock.
+"""What one worker's steps are made of: as it says in heartbeats, and as this shard sees it. No clock.
 
     worker   ├─ compute ─────┤├─ blocked: it waits for servers ─────────┤      step_s, blocked_s: heartbeats
     shard                          ├─ apply ─┤├─ held for others ─┤            apply_s, held_s: seen here
@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 from psengine.parameter_server.status_model import NOT_FINITE, WorkerTimes
 
@@ -20,8 +20,7 @@ WINDOW_S = 10.0
 MAX_WINDOW_S = 600.0
 
 
-@dataclass(frozen=True, slots=True)
-class _Sample:
+class _Sample(NamedTuple):
     """Totals at one heartbeat."""
 
     at_s: float
@@ -41,8 +40,6 @@ class WorkerTelemetry:
         apply_s: total time spent on its pushes here.
         held_s: total time its answers were held for others, of each exchange the longest hold.
     """
-
-    __slots__ = ("_exchange", "_held", "_max_hold_s", "_samples", "apply_s", "held_s", "times")
 
     def __init__(self) -> None:
         self.times = WorkerTimes()
@@ -77,15 +74,8 @@ class WorkerTelemetry:
         """A heartbeat came; {} of a worker that says nothing of itself."""
         if "steps" not in body:
             return
-        sample = _Sample(
-            now_s,
-            body["steps"],
-            float(body.get("step_s", 0.0)),
-            float(body.get("blocked_s", 0.0)),
-            body.get("samples", 0),
-            self.apply_s,
-            self.held_s,
-        )
+        step_s, blocked_s = float(body.get("step_s", 0.0)), float(body.get("blocked_s", 0.0))
+        sample = _Sample(now_s, body["steps"], step_s, blocked_s, body.get("samples", 0), self.apply_s, self.held_s)
         # A heartbeat says None of a loss that is not finite.
         loss = NOT_FINITE if "loss" in body and body["loss"] is None else body.get("loss")
         self.times = replace(self.times, steps=sample.steps, loss=loss)
@@ -99,15 +89,13 @@ class WorkerTelemetry:
         if len(samples) > 1 and samples[-2].steps == sample.steps:
             samples.pop()
         samples.append(sample)
-        while len(samples) > 2 and self._is_dispensable(samples[1], sample):
+        # The window begins later where it is still long enough then, with a step in it.
+        while len(samples) > 2:
+            length_s, steps = now_s - samples[1].at_s, sample.steps - samples[1].steps
+            if length_s < WINDOW_S or (length_s < MAX_WINDOW_S and not steps):
+                break
             samples.popleft()
         self._average(samples[0], sample)
-
-    @staticmethod
-    def _is_dispensable(next_first: _Sample, last: _Sample) -> bool:
-        """Whether the window can begin at ``next_first`` and still be long enough, with a step in it."""
-        length_s = last.at_s - next_first.at_s
-        return length_s >= MAX_WINDOW_S or (length_s >= WINDOW_S and last.steps > next_first.steps)
 
     def _average(self, first: _Sample, last: _Sample) -> None:
         seconds, steps = last.at_s - first.at_s, last.steps - first.steps

@@ -146,7 +146,7 @@ class AveragingJob(Job):
         was_live = joiner.phase.is_live
         self.membership.admit(rank)
         if not was_live:
-            self.record.joined(joiner, donor.rank)
+            self.record.note("joined", joiner, f" joined, with the state of worker {donor.rank}")
         for rule in self.rules:
             rule.progress.continue_from(rank, donor.rank, was_live=was_live)
         request = self._admissions.answer(rank)

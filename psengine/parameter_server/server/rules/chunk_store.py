@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from psengine.protocol.layout import ChunkKind, ChunkSpec, Segment
 from psengine.protocol.messages import DTYPE_NUMBERS, ErrorCode, Message, MessageType
 
 PAGE_BYTES = 48 * 1024
-# Of optimizers that may be attached: how many chunk-sized slots, at most.
+# Chunk-sized slots of an optimizer that may be attached.
 MAX_SLOTS = 3
 
 Values = tuple[int, torch.Tensor | None, dict[str, Any]]
@@ -31,10 +31,10 @@ class ChunkStore:
     Args:
         rule: of the job.
         context: what the chunks' rules share.
-        take_memory: told of bytes about to be taken; raises ProtocolError where there are not enough.
+        take_memory: told of bytes about to be taken, and for what; raises ProtocolError where there are not enough.
     """
 
-    def __init__(self, rule: JobRule, context: RuleContext, take_memory: Any) -> None:
+    def __init__(self, rule: JobRule, context: RuleContext, take_memory: Callable[[int, str], None]) -> None:
         self._rule = rule
         self._context = context
         self._take_memory = take_memory
@@ -62,8 +62,9 @@ class ChunkStore:
         """
         rule = self.rules.get(key)
         if rule is None:
+            keys = f"{min(self.rules)} to {max(self.rules)}" if self.rules else "none"
             raise ProtocolError(
-                f"chunk {key} is not on this shard (expected one of {len(self.rules)} keys: {_shown(self.rules)})",
+                f"chunk {key} is not on this shard (expected one of {len(self.rules)} keys: {keys})",
                 ErrorCode.UNKNOWN_KEY,
             )
         return rule
@@ -74,26 +75,17 @@ class ChunkStore:
 
     def register(self, message: Message) -> None:
         """REGISTER: take a chunk with its initial values; a repetition replaces it."""
-        body = message.body
         spec = _spec_of(message)
         values = None if message.payload is None else received_values(message, spec)
-        if body["kind"] == ChunkKind.USAGE.value and spec.dtype is not torch.int32:
-            raise ProtocolError(f"{spec.describe()}: a usage map is int32 (got {spec.dtype})")
-        if spec.kind is ChunkKind.PARAMETER and not (spec.dtype.is_floating_point or spec.dtype.is_complex):
-            raise ProtocolError(f"{spec.describe()}: only floating and complex values are trained (got {spec.dtype})")
         known = self.rules.get(message.key)
         more_bytes = spec.size_bytes - (known.spec.size_bytes if known is not None else 0)
-        if _entry_bytes(spec.to_body()) > PAGE_BYTES:
-            self._check_listable(spec)
-        if more_bytes > 0:
-            self._take_memory(more_bytes, f"registering {spec.describe()}")
-        self.rules[message.key] = self.make_rule(spec, None if values is None else values.clone())
-
-    def _check_listable(self, spec: ChunkSpec) -> None:
         try:
             bodies.pack(MessageType.CHUNKS, {"chunks": [spec.to_body()], "more": False, "total": len(self.rules) + 1})
         except ProtocolError as error:
             raise ProtocolError(f"{spec.describe()} cannot be listed: {error}. Cut it into more chunks.") from None
+        if more_bytes > 0:
+            self._take_memory(more_bytes, f"registering {spec.describe()}")
+        self.rules[message.key] = self.make_rule(spec, None if values is None else values.clone())
 
     def configure(self, message: Message) -> list[str]:
         """CONFIGURE: attach the server-side optimizer; returns the names of its slots so far."""
@@ -102,43 +94,34 @@ class ChunkStore:
         if rule.outcome.optimizer is None:
             self._take_memory(MAX_SLOTS * rule.spec.size_bytes, f"the optimizer of {rule.spec.describe()}")
         rule.outcome.configure(spec)
-        assert rule.outcome.optimizer is not None
-        return sorted(rule.outcome.optimizer.slots())
+        return sorted(_optimizer_of(rule).slots())
 
     def page(self, after: int) -> dict[str, Any]:
         """LIST: the specs of as many chunks after key ``after`` as fit a page."""
         keys = sorted(key for key in self.rules if key > after)
         entries: list[dict[str, Any]] = []
-        size = 0
+        size_bytes = 0
         for key in keys:
             entry = self.rules[key].spec.to_body()
-            size += _entry_bytes(entry)
-            if entries and size > PAGE_BYTES:
+            # At most how large the entry is in msgpack.
+            size_bytes += 64 + sum(len(s[0].encode()) + 24 + 9 * (len(s[1]) + len(s[2])) for s in entry["segments"])
+            if entries and size_bytes > PAGE_BYTES:
                 break
             entries.append(entry)
         return {"chunks": entries, "more": len(entries) < len(keys), "total": len(self.rules)}
 
     def read(self, message: Message) -> Values:
         """PULL: (version, payload, body) of a chunk, a slot of its optimizer, or a piece of a blob."""
-        body = message.body
-        if body.get("blob") is not None:
-            name = body["blob"]
+        name, slot = message.body.get("blob"), message.body.get("slot")
+        if name is not None:
             piece = self.blobs.get((name, message.key))
             if piece is None:
                 raise ProtocolError(f"there is no piece {message.key} of {name!r} here", ErrorCode.UNKNOWN_KEY)
             return 0, piece, {"pieces": self._blob_pieces[name]}
         rule = self.find(message.key)
-        if body.get("slot") is not None:
-            return self._read_slot(rule, body["slot"])
-        return *rule.outcome.read(), {}
-
-    def _optimizer_of(self, rule: ChunkRule) -> ChunkOptimizer:
-        if rule.outcome.optimizer is None:
-            raise ProtocolError(f"{rule.spec.describe()} has no optimizer here", ErrorCode.NOT_READY)
-        return rule.outcome.optimizer
-
-    def _read_slot(self, rule: ChunkRule, slot: str) -> Values:
-        optimizer = self._optimizer_of(rule)
+        if slot is None:
+            return *rule.outcome.read(), {}
+        optimizer = _optimizer_of(rule)
         optimizer.check_slot(slot)
         # Without payload where the slot holds nothing yet.
         return rule.version, optimizer.slots().get(slot), {"slot": slot, "steps": optimizer.steps()}
@@ -149,17 +132,16 @@ class ChunkStore:
         if body.get("blob") is not None:
             self._store_piece(message, body["blob"], body.get("pieces") or message.key + 1)
             return
-        rule = self.find(message.key)
-        spec = rule.spec
-        values = received_values(message, spec)
-        place, request = (message.worker, message.key, body.get("slot")), (message.incarnation, message.sequence)
+        rule, slot = self.find(message.key), body.get("slot")
+        values = received_values(message, rule.spec)
+        place, request = (message.worker, message.key, slot), (message.incarnation, message.sequence)
         if self._last_stores.get(place) == request:
             return  # its OK was lost
-        if body.get("slot") is not None:
-            self._optimizer_of(rule).load_slot(body["slot"], values, body.get("steps", []))
+        if slot is not None:
+            _optimizer_of(rule).load_slot(slot, values, body.get("steps", []))
         else:
             if rule.outcome.values is None:
-                self._take_memory(spec.size_bytes, f"values of {spec.describe()}")
+                self._take_memory(rule.spec.size_bytes, f"values of {rule.spec.describe()}")
             rule.store(values, message.version)
         self._last_stores[place] = request
 
@@ -174,9 +156,8 @@ class ChunkStore:
         if more_bytes > 0:
             self._take_memory(more_bytes, f"piece {message.key} of {name!r}")
         self.blobs[name, message.key] = payload_tensor(message).clone()
-        if self._blob_pieces.get(name, pieces) > pieces:
-            for place in [place for place in self.blobs if place[0] == name and place[1] >= pieces]:
-                del self.blobs[place]
+        for place in [place for place in self.blobs if place[0] == name and place[1] >= pieces]:
+            del self.blobs[place]
         self._blob_pieces[name] = pieces
 
     def size_bytes(self) -> int:
@@ -184,12 +165,13 @@ class ChunkStore:
         return sum(rule.size_bytes() for rule in self.rules.values()) + sum(map(torch.numel, self.blobs.values()))
 
 
-def _entry_bytes(entry: dict[str, Any]) -> int:
-    """At most how large a chunk's entry of CHUNKS is in msgpack."""
-    return 64 + sum(len(s[0].encode()) + 24 + 9 * (len(s[1]) + len(s[2])) for s in entry["segments"])
+def _optimizer_of(rule: ChunkRule) -> ChunkOptimizer:
+    if rule.outcome.optimizer is None:
+        raise ProtocolError(f"{rule.spec.describe()} has no optimizer here", ErrorCode.NOT_READY)
+    return rule.outcome.optimizer
 
 
-def absent_ranges(segments: tuple[Segment, ...], absent: list[int]) -> list[tuple[int, int]]:
+def absent_ranges(segments: Sequence[Segment], absent: list[int]) -> list[tuple[int, int]]:
     """[start, end) element ranges of the segments with these indices, in a chunk.
 
     Raises:
@@ -208,30 +190,24 @@ def absent_ranges(segments: tuple[Segment, ...], absent: list[int]) -> list[tupl
 
 
 def _spec_of(message: Message) -> ChunkSpec:
-    body = message.body
+    body, chunk = message.body, f"REGISTER of chunk {message.key}"
+    # Without a payload the body says what the values are like.
     dtype = body.get("dtype") if message.dtype is None else DTYPE_NUMBERS[message.dtype]
     if dtype is None:
-        raise ProtocolError(f"REGISTER of chunk {message.key} without payload needs dtype and numel in its body")
+        raise ProtocolError(f"{chunk} without payload needs dtype and numel in its body")
     numel = body.get("numel", 0) if message.dtype is None else message.numel
-    description = {
-        "key": message.key,
-        "dtype": dtype,
-        "numel": numel,
-        "kind": body["kind"],
-        "segments": body["segments"],
-    }
+    described = {name: body[name] for name in ("kind", "segments")}
     try:
-        spec = ChunkSpec.from_body(description)
+        spec = ChunkSpec.from_body({"key": message.key, "dtype": dtype, "numel": numel, **described})
     except (KeyError, ValueError) as error:
-        raise ProtocolError(f"REGISTER of chunk {message.key} has an unknown kind or dtype: {error}") from None
-    if spec.numel != sum(segment.numel for segment in spec.segments) or spec.numel == 0:
+        raise ProtocolError(f"{chunk} has an unknown kind or dtype: {error}") from None
+    segments_numel = sum(segment.numel for segment in spec.segments)
+    if spec.numel != segments_numel or spec.numel == 0:
         raise ProtocolError(
-            f"{spec.describe()}: expected segments that add up to its {spec.numel} > 0 elements, got"
-            f" {sum(segment.numel for segment in spec.segments)}"
+            f"{spec.describe()}: expected segments that add up to its {spec.numel} > 0 elements, got {segments_numel}"
         )
+    if spec.kind is ChunkKind.USAGE and spec.dtype is not torch.int32:
+        raise ProtocolError(f"{spec.describe()}: a usage map is int32 (got {spec.dtype})")
+    if spec.kind is ChunkKind.PARAMETER and not (spec.dtype.is_floating_point or spec.dtype.is_complex):
+        raise ProtocolError(f"{spec.describe()}: only floating and complex values are trained (got {spec.dtype})")
     return spec
-
-
-def _shown(keys: Mapping[int, Any]) -> str:
-    ordered = sorted(keys)
-    return f"{ordered[0]} to {ordered[-1]}" if ordered else "none"

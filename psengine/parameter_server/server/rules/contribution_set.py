@@ -1,8 +1,8 @@
-"""The contributions to one exchange of a chunk, and what they come to: added in the order of ranks. Pure.
+"""The contributions to one exchange of a chunk, added in the order of ranks. Pure.
 
     rank 0   here ─┐            The gradients of the lowest ranks are added as soon as nobody can come between them;
     rank 1   here ─┴ added      the rest when the exchange ends. Contributions are kept until then, because a worker
-    rank 2   awaited            that dies is taken out again: what it is part of is added anew.
+    rank 2   awaited            that dies is taken out again: the sum that it is part of is made anew.
     rank 3   here, kept
 
 They are added in float32 at least. The bits of the sum do not depend on the order of arrival. Where workers weigh their
@@ -37,12 +37,7 @@ class ContributionSet:
         self._sum = _RankOrderSum(spec.dtype)
 
     def add(self, contribution: Contribution, live: Sequence[int]) -> None:
-        """One more, which was checked.
-
-        Args:
-            contribution: of a rank that is not here yet.
-            live: the ranks whose contributions are awaited, ascending.
-        """
+        """One more, which was checked, of a rank that is not here yet; ``live``: the ranks awaited, ascending."""
         self.by_rank[contribution.rank] = contribution
         if self._spec.kind is ChunkKind.BUFFER:
             return
@@ -72,34 +67,29 @@ class ContributionSet:
 
     def check_weight(self, contribution: Contribution) -> None:
         """Raise ProtocolError for a weight that makes no sense here, or where one is missing."""
-        weight, spec = contribution.weight, self._spec
-        if weight is not None and spec.kind is not ChunkKind.PARAMETER:
-            raise ProtocolError(
-                f"{spec.describe()} is a {spec.kind.value}, of which there is no weighted average (expected"
-                f" no weight, got {weight:g})",
-                ErrorCode.BAD_VALUE,
+        weight, chunk = contribution.weight, self._spec.describe()
+        complaint = ""
+        if weight is not None and self._spec.kind is not ChunkKind.PARAMETER:
+            complaint = f"only gradients have a weighted average (expected no weight, got {weight:g})"
+        elif weight is not None and (weight == 0) != (contribution.values is None):
+            has = "no" if contribution.values is None else "a"
+            complaint = (
+                f"weight 0 goes with no gradient, and every other with one (got weight {weight:g} and {has} gradient)"
             )
-        if weight is not None and (weight == 0) != (contribution.values is None):
-            raise ProtocolError(
-                f"{spec.describe()}: weight 0 goes with no gradient, and every other with one (got weight"
-                f" {weight:g} and {'no' if contribution.values is None else 'a'} gradient)",
-                ErrorCode.BAD_VALUE,
-            )
-        if weight is None and contribution.values is None:
-            return  # abstains from either kind
-        for other, known in self.by_rank.items():
-            if known.values is None and known.weight is None:
-                continue
-            if (known.weight is None) != (weight is None):
+        elif weight is not None or contribution.values is not None:  # else it abstains, from either kind
+            # Those that are here agree: the first one that does not abstain tells.
+            present = (one for one in self.by_rank.values() if one.values is not None or one.weight is not None)
+            other = next(present, contribution)
+            if (other.weight is None) != (weight is None):
                 rank = contribution.rank
-                weighs, not_ = (rank, other) if known.weight is None else (other, rank)
-                raise ProtocolError(
-                    f"{spec.describe()}: in exchange {contribution.sequence} worker {weighs} weighs its gradient and"
-                    f" worker {not_} does not (expected a weight of every worker, or of none). Set model.batch_weight"
-                    " on all workers in every step, or on none.",
-                    ErrorCode.BAD_VALUE,
+                weighs, not_ = (rank, other.rank) if other.weight is None else (other.rank, rank)
+                complaint = (
+                    f"in exchange {contribution.sequence} worker {weighs} weighs its gradient and worker {not_} does"
+                    " not (expected a weight of every worker, or of none). Set model.batch_weight on all workers in"
+                    " every step, or on none."
                 )
-            return  # the others are like this one
+        if complaint:
+            raise ProtocolError(f"{chunk}: {complaint}", ErrorCode.BAD_VALUE)
 
     def combine(self) -> torch.Tensor | None:
         """The average of gradients, the lowest rank's buffer, or the sum of usage maps; None where there is none.
@@ -119,7 +109,8 @@ class ContributionSet:
         rank_order = self._sum if given[: len(added)] == added else _RankOrderSum(self._spec.dtype)
         for one in given[len(rank_order.added) :]:
             rank_order.add(one)
-        total = rank_order.total()
+        total = rank_order.total
+        assert total is not None
         if self._spec.kind is not ChunkKind.USAGE:
             total /= len(given)
         return total.to(self._spec.dtype)
@@ -143,13 +134,13 @@ class _RankOrderSum:
 
     Attributes:
         added: those in it, ascending by rank.
+        total: the sum, nobody else's memory; None until there are two: the first is not copied for itself.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = _accumulation_dtype(dtype)
         self.added: list[Contribution] = []
-        # None until there are two: the first is not copied for itself.
-        self._total: torch.Tensor | None = None
+        self.total: torch.Tensor | None = None
 
     def takes(self, contribution: Contribution) -> bool:
         """Whether this one can be added as it is: contributions that weigh differently are scaled at the end."""
@@ -162,25 +153,20 @@ class _RankOrderSum:
         self.added.append(contribution)
         if first is None:
             return
-        if self._total is None and first.dtype is self._dtype:
-            self._total = first + values
+        if self.total is None and first.dtype is self._dtype:
+            self.total = first + values
             return
-        if self._total is None:
-            self._total = first.to(self._dtype)
-        if self._total.is_floating_point():
-            ops.accumulate_(self._total, values)  # 16-bit values are widened in the same pass
+        if self.total is None:
+            self.total = first.to(self._dtype)
+        if self.total.is_floating_point():
+            ops.accumulate_(self.total, values)  # 16-bit values are widened in the same pass
         else:
-            self._total += values
-
-    def total(self) -> torch.Tensor:
-        """The sum of two or more; nobody else's memory."""
-        assert self._total is not None
-        return self._total
+            self.total += values
 
     @property
     def size_bytes(self) -> int:
         """Memory of the sum."""
-        return self._total.nbytes if self._total is not None else 0
+        return self.total.nbytes if self.total is not None else 0
 
 
 def _accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
