@@ -1,17 +1,15 @@
-"""What all servers together say: their reports, the jobs over all shards, and what is wrong."""
+"""All servers together: their reports, the jobs over all shards, and what is wrong."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from psengine.cli.console import printable
 from psengine.parameter_server.overview import merge_jobs
-from psengine.parameter_server.status_model import Event, JobStatus, MuteShard, ServerStatus, ShardStatus, to_json
-
-NO_STATUS = ServerStatus(healthy=False, shards=())
+from psengine.parameter_server.status_model import Event, JobStatus, ServerStatus, ShardStatus, to_json
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,28 +25,18 @@ class ServerReport:
 
     address: str
     error: str = ""
-    status: ServerStatus = NO_STATUS
+    status: ServerStatus = field(default_factory=lambda: ServerStatus(healthy=False, shards=()))
     answered_s: float = 0.0
 
     @property
-    def shards(self) -> list[ShardStatus]:
-        """Those that answered."""
-        return self.status.answering
-
-    @property
-    def mute(self) -> list[MuteShard]:
-        """Those that did not answer the server; only HTTP tells."""
-        return self.status.mute
-
-    @property
     def healthy(self) -> bool:
-        """Whether it answered, says that it works, and so does every shard of it."""
-        return self.status.healthy and not self.mute
+        """Whether the server answered, says that it works, and all its shards answered it."""
+        return self.status.healthy and not self.status.mute
 
     @property
     def is_complete(self) -> bool:
         """Whether every shard answered: a job that none of them has does not exist there."""
-        return not self.error and not self.mute
+        return not self.error and not self.status.mute
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,13 +53,13 @@ class Overview:
 
     @property
     def unix_s(self) -> float:
-        """Now, by the servers' clock, which their stamps are of; by this machine's where none is told."""
+        """Now, by the servers' clock, which dates events; by this machine's where no server tells."""
         stamps = [report.status.unix_s for report in self.reports]
         return max((stamp for stamp in stamps if stamp is not None), default=time.time())
 
     @property
     def events(self) -> list[Event]:
-        """What happened lately, newest last; only HTTP tells."""
+        """The latest events, newest last; only HTTP tells them."""
         return sorted((e for report in self.reports for e in report.status.events), key=lambda event: event.unix_s)
 
     @property
@@ -83,7 +71,7 @@ class Overview:
                 # The client's own errors begin with the address.
                 is_named = report.error.startswith(report.address)
                 found.append(report.error if is_named else f"{report.address}: {report.error}")
-            found += [f"{report.address}: shard {one.index} does not answer: {one.error}" for one in report.mute]
+            found += [f"{report.address}: shard {one.index} does not answer: {one.error}" for one in report.status.mute]
             if report.is_complete and not report.healthy:
                 found.append(f"{report.address} answers, but a shard of it does not work")
         for name, job in self.jobs.items():
@@ -106,7 +94,7 @@ class Overview:
 def merge(reports: Sequence[ServerReport], job: str | None = None) -> Overview:
     """One overview; with ``job`` of that job alone. A shard that several addresses lead to counts once."""
     # An epoch is the random number of a server process's life.
-    shards = {(shard.epoch or report.address, shard.index): shard for report in reports for shard in report.shards}
+    shards = {(s.epoch or report.address, s.index): s for report in reports for s in report.status.answering}
     jobs = merge_jobs(shards.values())
     return Overview(reports=reports, jobs={name: jobs[name] for name in jobs if job is None or name == job})
 
@@ -119,10 +107,9 @@ def shard_bytes(shard: ShardStatus) -> tuple[int, int]:
 def _server_json(report: ServerReport) -> dict[str, Any]:
     status = report.status
     shards = []
-    for shard in report.shards:
-        bytes_in, bytes_out = shard_bytes(shard)
-        shards.append({**to_json(shard), "bytes_in": bytes_in, "bytes_out": bytes_out})
-        del shards[-1]["jobs"]
+    for shard in status.answering:
+        members = {name: member for name, member in to_json(shard).items() if name != "jobs"}
+        shards.append(members | dict(zip(("bytes_in", "bytes_out"), shard_bytes(shard), strict=True)))
     return {
         "address": report.address,
         "reachable": not report.error,
@@ -132,5 +119,5 @@ def _server_json(report: ServerReport) -> dict[str, Any]:
         "host": status.host or None,
         "pid": status.pid,
         "uptime_s": status.uptime_s,
-        "shards": [*shards, *to_json(report.mute)],
+        "shards": [*shards, *to_json(status.mute)],
     }

@@ -1,24 +1,24 @@
-"""A server's JSON, read as the status model. Another version's, or another program's, is refused.
+"""A server's JSON, read as the status model. A page of another version, or of another program, is refused.
 
-Texts come out with whatever a terminal would obey spelled out; numbers are finite and small enough to be shown.
+Texts come out with the characters that a terminal would obey spelled out; numbers are finite and can be shown.
 """
 
 from __future__ import annotations
 
+import sys
 import types
 from collections.abc import Mapping
-from dataclasses import is_dataclass
+from contextlib import suppress
 from functools import cache
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from psengine.cli.console import printable
 from psengine.parameter_server.status_model import ServerStatus
 
-# More than anything that is counted, an epoch included, and less than what a float cannot hold.
-MAX_NUMBER = 2**64
-MAX_UNIX_S = 253402300799  # of the year 9999, the last that has a calendar
-# Of what the model leaves free: a job's rule.
-MAX_LEVELS = 8
+# More than any count, an epoch included, and less than what a float cannot hold.
+MAX_NUMBER = 2.0**64
+# By field, where the limits are others: the last year with a calendar is 9999; a loss that diverges may be anything.
+_LIMITS = {"unix_s": (0.0, 253402300799.0), "loss": (-sys.float_info.max, sys.float_info.max)}
 
 
 class NoStatusError(ValueError):
@@ -42,65 +42,50 @@ def read_status(page: Mapping[str, Any], address: str) -> ServerStatus:
 
 
 def _read(kind: Any, value: Any, name: str) -> Any:
-    """``value`` as a ``kind`` of the model, or a ValueError."""
+    """``value`` as a ``kind`` of the model.
+
+    Raises:
+        ValueError, TypeError: it is none.
+    """
     origin, arguments = get_origin(kind), get_args(kind)
     if origin in (Union, types.UnionType):
-        return _read_one_of(arguments, value, name)
-    if origin is Literal:
-        return value if value in arguments else _refuse(name, f"one of {arguments}", value)
-    if origin is tuple:
-        items = value if isinstance(value, list) else _refuse(name, "a list", value)
-        return tuple(_read(arguments[0], item, name) for item in items)
-    if origin is not None or is_dataclass(kind):
-        members = value if isinstance(value, dict) else _refuse(name, "an object", value)
-        if origin is not None:  # a mapping from names
-            return {printable(key): _read_member(arguments[1], item, key) for key, item in members.items()}
-        hints = _hints(kind)
-        return kind(**{field: _read(hints[field], members[field], field) for field in hints if field in members})
-    if kind is Any:
-        return _plain(value, MAX_LEVELS)
-    if kind is str:
-        return printable(value) if isinstance(value, str) else _refuse(name, "a text", value)
-    if kind is bool:
-        return value if isinstance(value, bool) else _refuse(name, "true or false", value)
-    lowest, highest = (0, MAX_UNIX_S) if name == "unix_s" else (-MAX_NUMBER, MAX_NUMBER)
-    is_number = isinstance(value, int if kind is int else int | float) and lowest <= value <= highest  # nor is NaN
-    return value if is_number else _refuse(name, "a number that can be shown", value)
+        for one in arguments:
+            with suppress(ValueError, TypeError):
+                return _read(one, value, name)
+    elif origin is Literal:
+        if value in arguments:
+            return value
+    elif origin is tuple:
+        if isinstance(value, list):
+            return tuple(_read(arguments[0], item, name) for item in value)
+    elif origin is not None:  # a mapping from names
+        if isinstance(value, dict):
+            return {printable(key): _read(arguments[1], item, key) for key, item in value.items()}
+    elif hasattr(kind, "__dataclass_fields__"):
+        if isinstance(value, dict):
+            hints = _hints(kind)
+            return kind(**{field: _read(hints[field], value[field], field) for field in hints if field in value})
+    elif kind is Any:
+        return _printable(value)
+    elif kind is str:
+        if isinstance(value, str):
+            return printable(value)
+    elif kind in (bool, types.NoneType):
+        if isinstance(value, kind):
+            return value
+    else:
+        lowest, highest = _LIMITS.get(name, (-MAX_NUMBER, MAX_NUMBER))
+        if isinstance(value, int if kind is int else int | float) and lowest <= value <= highest:  # NaN is neither
+            return value
+    raise ValueError(f"{name:.40} is not understood (expected {getattr(kind, '__name__', kind)}, got {value!r:.40})")
 
 
-def _read_member(kind: Any, value: Any, name: str) -> Any:
-    """A member of a mapping; counts are not negative, nor is what is counted."""
-    found = _read(kind, value, name)
-    is_count = kind is not int or (found >= 0 and not name.strip().startswith("-"))
-    return found if is_count else _refuse(f"{name:.40}", "a count", value)
-
-
-def _read_one_of(kinds: tuple[Any, ...], value: Any, name: str) -> Any:
-    if value is None and types.NoneType in kinds:
-        return None
-    first_error = None
-    for kind in kinds:
-        if kind is not types.NoneType:
-            try:
-                return _read(kind, value, name)
-            except (ValueError, TypeError) as error:
-                first_error = first_error or error
-    assert first_error is not None
-    raise first_error
-
-
-def _plain(value: Any, levels: int) -> Any:
-    if not levels:
-        raise ValueError(f"nested too deeply (expected at most {MAX_LEVELS} levels)")
+def _printable(value: Any) -> Any:
     if isinstance(value, dict):
-        return {printable(name): _plain(item, levels - 1) for name, item in value.items()}
+        return {printable(name): _printable(item) for name, item in value.items()}
     if isinstance(value, list):
-        return [_plain(item, levels - 1) for item in value]
+        return [_printable(item) for item in value]
     return printable(value) if isinstance(value, str) else value
-
-
-def _refuse(name: str, expected: str, value: Any) -> Any:
-    raise ValueError(f"{name} is not understood (expected {expected}, got {value!r:.40})")
 
 
 @cache

@@ -1,24 +1,20 @@
-"""Servers that can be asked what they do, over ZeroMQ or HTTP. A server that does not answer is a report too.
+"""Servers that can be asked for their status, over ZeroMQ or HTTP. A server that does not answer is a report too.
 
-tcp://a:7077, ipc:///run/b      a reader's STATUS; works before any job exists, and of jobs whose values are workers'
+tcp://a:7077, ipc:///run/b      a reader's STATUS; works before any job exists, and for every kind of job
 http://127.0.0.1:9100           /status.json of --status-port: has the event log too
 """
 
 from __future__ import annotations
 
-import contextlib
 import http.client
 import json
 import time
 import urllib.error
 import urllib.request
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 from urllib.parse import urlsplit
-
-from typing_extensions import override
 
 from psengine.cli.console import printable
 from psengine.cli.status_overview import Overview, ServerReport, merge
@@ -38,37 +34,9 @@ if TYPE_CHECKING:
 MAX_PAGE_BYTES = 64 << 20
 # Of a page that says why a request is refused.
 MAX_REASON_CHARACTERS = 200
-PAGE = "/status.json"
 
 
-class Source(ABC):
-    """A server that can be asked again and again.
-
-    Attributes:
-        address: as the user named it.
-    """
-
-    address: str
-
-    def ask(self) -> ServerReport:
-        """Its report; never raises for a server that is away. Blocks for the timeout at most, per shard."""
-        try:
-            status = self._read()
-            merge_jobs(status.answering)
-        except (PSEngineError, OSError, ValueError, LookupError, TypeError, RecursionError) as error:
-            self.close()
-            return ServerReport(address=self.address, error=printable(str(error)) or type(error).__name__)
-        return ServerReport(address=self.address, status=status, answered_s=time.monotonic())
-
-    @abstractmethod
-    def _read(self) -> ServerStatus:
-        """The server's status; raises where there is none."""
-
-    def close(self) -> None:  # noqa: B027 - HTTP holds nothing between questions
-        """Drop the connection; the next question makes a new one."""
-
-
-class ProtocolSource(Source):
+class ProtocolSource:
     """A server asked as workers ask it."""
 
     def __init__(self, address: str, keys: CurveClientKeys | None, timeout_s: float) -> None:
@@ -77,33 +45,31 @@ class ProtocolSource(Source):
         self._timeout_s = timeout_s
         self._client: Client | None = None
 
-    @override
-    def _read(self) -> ServerStatus:
+    def read(self) -> ServerStatus:
+        """The server's status; raises where there is none. Blocks for the timeout at most, per shard."""
         from psengine.parameter_server.client.client import connect
 
         if self._client is None:
+            wait_s = self._timeout_s
             self._client = connect(
-                self.address,
-                role="reader",
-                timeout_s=self._timeout_s,
-                connect_timeout_s=self._timeout_s,
-                keys=self._keys,
+                self.address, role="reader", timeout_s=wait_s, connect_timeout_s=wait_s, keys=self._keys
             )
         shards = self._client.status()
-        told = {name: next((shard[name] for shard in shards if name in shard), None) for name in ("epoch", "software")}
-        stamps = [shard["unix_s"] for shard in shards if "unix_s" in shard]
-        page = {"healthy": True, "shards": shards, **told, "unix_s": max(stamps, default=None)}
-        return read_status({name: value for name, value in page.items() if value is not None}, self.address)
+        # A shard's report has some of its server's fields too.
+        page: dict[str, Any] = {"healthy": True, "shards": shards}
+        for shard in shards:
+            page |= {name: shard[name] for name in ("epoch", "software", "unix_s") if name in shard}
+        return read_status(page, self.address)
 
-    @override
     def close(self) -> None:
+        """Drop the connection; the next question makes a new one."""
         client, self._client = self._client, None
         if client is not None:
             client.close()
 
 
-class HttpSource(Source):
-    """A server's status page."""
+class HttpSource:
+    """A server's status page; attributes and methods as of ``ProtocolSource``."""
 
     def __init__(self, url: str, timeout_s: float) -> None:
         self.address = url
@@ -111,21 +77,22 @@ class HttpSource(Source):
         # The page is on this machine, or at the end of a tunnel: no proxy reaches it.
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
-    @override
-    def _read(self) -> ServerStatus:
-        path = urlsplit(self.address).path
-        url = self.address if path.endswith(".json") else self.address.rstrip("/") + PAGE
+    def read(self) -> ServerStatus:
+        """Likewise."""
+        is_page = urlsplit(self.address).path.endswith(".json")
+        url = self.address if is_page else f"{self.address.rstrip('/')}/status.json"
         try:
             with self._opener.open(url, timeout=self._timeout_s) as response:
                 page = json.loads(self._content_of(response))
         except urllib.error.HTTPError as error:
+            text = f"{url} answers {error.code} {error.reason}; is it a psengine-server's?"
             with error:
-                text = f"{url} answers {error.code} {error.reason}; is it a psengine-server's?{_reason(error)}"
+                if error.headers.get_content_type() == "text/plain":
+                    text += f" It says: {error.read(MAX_REASON_CHARACTERS).decode(errors='replace').strip()}"
             raise NoStatusError(text) from None
         except urllib.error.URLError as error:
             raise OSError(str(error.reason)) from None
-        # Neither an OSError nor a ValueError: something else than HTTP is spoken there.
-        except http.client.HTTPException as error:
+        except http.client.HTTPException as error:  # something else than HTTP is spoken there
             said = str(error).strip()[:MAX_REASON_CHARACTERS]
             text = f"{url} is no status page: no HTTP came back ({said or type(error).__name__})"
             raise NoStatusError(text) from None
@@ -145,6 +112,12 @@ class HttpSource(Source):
             if time.monotonic() > deadline_s:
                 raise OSError(f"its page had not ended after {self._timeout_s:g} s")
         return bytes(content)
+
+    def close(self) -> None:
+        """Nothing is held between questions."""
+
+
+Source: TypeAlias = ProtocolSource | HttpSource
 
 
 def open_sources(servers: str | None, timeout_s: float) -> list[Source]:
@@ -176,22 +149,21 @@ def open_sources(servers: str | None, timeout_s: float) -> list[Source]:
     return sources
 
 
+def ask(source: Source) -> ServerReport:
+    """A server's report; never raises for a server that is away."""
+    try:
+        status = source.read()
+        merge_jobs(status.answering)
+    except (PSEngineError, OSError, ValueError, LookupError, TypeError, RecursionError) as error:
+        source.close()
+        return ServerReport(address=source.address, error=printable(str(error)) or type(error).__name__)
+    return ServerReport(address=source.address, status=status, answered_s=time.monotonic())
+
+
 def ask_all(sources: Sequence[Source], job: str | None = None) -> Overview:
     """Ask all servers at once; with ``job`` about that job alone."""
     with ThreadPoolExecutor(max_workers=len(sources), thread_name_prefix="psengine-status") as pool:
-        return merge(list(pool.map(lambda source: source.ask(), sources)), job)
-
-
-def _reason(error: urllib.error.HTTPError) -> str:
-    """What a page in plain text says of its refusal; "" of other pages."""
-    content: Any = error.fp
-    if content is None or error.headers.get_content_type() != "text/plain":
-        return ""
-    # One read, so that there is one timeout; the reason is an extra.
-    with contextlib.suppress(OSError, http.client.HTTPException):
-        text = content.read1(4 * MAX_REASON_CHARACTERS).decode(errors="replace").strip()
-        return f" It says: {text[:MAX_REASON_CHARACTERS]}" if text else ""
-    return ""
+        return merge(list(pool.map(ask, sources)), job)
 
 
 def _check_url(url: str) -> None:

@@ -108,9 +108,9 @@ def servers_table(
         if report.error:
             table.add_row(Text(report.address, "bold red"), "", Text("does not answer", "bold red"))
         rows: list[tuple[RenderableType, ...]] = [
-            (str(shard.index), Text("does not answer", "bold red")) for shard in report.mute
+            (str(shard.index), Text("does not answer", "bold red")) for shard in report.status.mute
         ]
-        for shard in report.shards:
+        for shard in report.status.answering:
             moved = shard_bytes(shard) if rates is None else rates.get((report.address, shard.index))
             cells = [UNKNOWN, UNKNOWN] if moved is None else [_number(amount / 1e6) for amount in moved]
             memory = f"{_megabytes(shard.memory_bytes)} / {_megabytes(shard.max_memory_bytes)}"
@@ -247,7 +247,7 @@ def _number(value: float | str | None) -> str:
         return UNKNOWN
     if isinstance(value, int | str):
         return str(value)
-    return f"{value:.4g}" if abs(value) < 1e4 else f"{value:.0f}"
+    return f"{value:.0f}" if 1e4 <= abs(value) < 1e8 else f"{value:.4g}"
 
 
 def _pair(one: int | None, other: int | None) -> str:

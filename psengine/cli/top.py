@@ -10,8 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +20,7 @@ from rich.text import Text
 
 from psengine.cli.keyboard import listening
 from psengine.cli.status_overview import Overview, ServerReport, merge, shard_bytes
-from psengine.cli.status_sources import Source
+from psengine.cli.status_sources import Source, ask
 from psengine.cli.status_table import events_view, jobs_view, servers_table
 from psengine.parameter_server.status_model import Event
 
@@ -92,7 +91,7 @@ class Watch:
     def _run(self, source: Source) -> None:
         try:
             while not self._stopping.is_set():
-                report = source.ask()
+                report = ask(source)
                 with self._lock:
                     self._note(report)
                     self._answers[source.address] += 1
@@ -105,7 +104,7 @@ class Watch:
         """Compare with the last report: rates, and whether the server went away or came back."""
         before = self._reports.get(report.address)
         self._reports[report.address] = report
-        # Where none is told, the last rates would look like traffic.
+        # A rate that is not told anew would look like traffic.
         self._rates = {key: rate for key, rate in self._rates.items() if key[0] != report.address}
         if report.error and (before is None or not before.error):
             self._say("gone", f"{report.address} does not answer: {report.error}")
@@ -137,14 +136,13 @@ class View:
         reports, jobs = self.overview.reports, self.overview.jobs
         away = sum(bool(report.error) for report in reports)
         answering = f"{len(reports) - away} of {len(reports)} server{'s' if len(reports) != 1 else ''} answering"
-        header = Text.assemble(
+        yield Text.assemble(
             ("psengine top", "bold"),
             f"  {time.strftime('%H:%M:%S')}  ",
             (answering, "bold red" if away else "green"),
             f"  {len(jobs)} job{'s' if len(jobs) != 1 else ''}",
             ("   q quits" if options.is_terminal else "", "dim"),
         )
-        yield header
         for problem in self.overview.problems:
             yield Text(problem, "red")
         yield Text()
@@ -161,7 +159,8 @@ class View:
 
 def show_live(watch: Watch, console: Console, iterations: int | None) -> None:
     """Draw until somebody presses q or Ctrl-C, or every server was asked ``iterations`` times."""
-    with listening() as keyboard, _screen(console, watch) as live:
+    screen = Live(watch.look(), console=console, screen=True, auto_refresh=False, vertical_overflow="crop")
+    with listening() as keyboard, screen as live:
         while iterations is None or watch.polls < iterations:
             if "q" in keyboard.pressed().lower():
                 return
@@ -171,7 +170,6 @@ def show_live(watch: Watch, console: Console, iterations: int | None) -> None:
 
 def show_frames(watch: Watch, console: Console, iterations: int, timeout_s: float) -> Overview:
     """Print one frame each time that every server was asked, one below the other; the last one's overview."""
-    view = watch.look()
     for count in range(1, iterations + 1):
         watch.wait_for(count, timeout_s)
         view = watch.look()
@@ -179,24 +177,15 @@ def show_frames(watch: Watch, console: Console, iterations: int, timeout_s: floa
     return view.overview
 
 
-@contextmanager
-def _screen(console: Console, watch: Watch) -> Iterator[Live]:
-    with Live(watch.look(), console=console, screen=True, auto_refresh=False, vertical_overflow="crop") as live:
-        yield live
-
-
 def _rates(before: ServerReport, now: ServerReport) -> Rates:
     """Bytes in and out a second of each shard that is the same process as before."""
     passed_s = now.answered_s - before.answered_s
-    earlier = {(shard.epoch, shard.index): shard_bytes(shard) for shard in before.shards}
+    earlier = {(shard.epoch, shard.index): shard_bytes(shard) for shard in before.status.answering}
     rates: Rates = {}
-    for shard in now.shards:
+    for shard in now.status.answering:
         then = earlier.get((shard.epoch, shard.index))
         if then is not None and passed_s > 0:
-            bytes_in, bytes_out = shard_bytes(shard)
             # A job that ended takes its counts with it.
-            rates[now.address, shard.index] = (
-                max(0.0, (bytes_in - then[0]) / passed_s),
-                max(0.0, (bytes_out - then[1]) / passed_s),
-            )
+            moved = (max(0.0, (new - old) / passed_s) for old, new in zip(then, shard_bytes(shard), strict=True))
+            rates[now.address, shard.index] = (next(moved), next(moved))
     return rates

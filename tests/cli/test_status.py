@@ -24,14 +24,14 @@ import pytest
 import torch
 from rich.console import Console
 from support.mute_shards import mute_while
-from support.server_process import Peer, running_server
+from support.server_process import running_server
 from support.statuses import TIMES, departed, server, shard, worker
 from support.waiting import eventually
 
 import psengine
 from psengine.cli import keyboard, status_sources
 from psengine.cli.main import main
-from psengine.cli.status_overview import Overview, ServerReport, merge
+from psengine.cli.status_overview import ServerReport, merge
 from psengine.cli.status_reading import NoStatusError, read_status
 from psengine.cli.status_sources import open_sources
 from psengine.cli.status_table import BAR_WIDTH, jobs_view, servers_table, sparkline, time_bar
@@ -175,19 +175,6 @@ def test_a_server_that_is_away_is_named_and_the_others_are_shown(capsys):
     assert "refused" in found["problems"][0]
 
 
-@pytest.mark.slow
-def test_a_worker_that_falls_silent_is_unhealthy(capsys):
-    with running_server(lease_s=8.0) as server, Peer(server.addresses[0]) as peer:
-        peer.job = "quiet"
-        peer.make_job(torch.ones(4))  # and then not a word
-        code, found = eventually(
-            lambda: (told := status_of(capsys, "--servers", server.addresses[0]))[0] and told, "it is silent"
-        )
-        assert code == 1
-        assert found["problems"] == ["job 'quiet': nothing was heard of worker 0"]
-        assert found["jobs"]["quiet"]["workers"][0]["state"] == "silent"
-
-
 def test_keys_come_from_the_environment(capsys, tmp_path, monkeypatch):
     server_key, server_public = keygen(tmp_path / "server", "server")
     client_key, _ = keygen(tmp_path / "clients", "me")
@@ -293,7 +280,7 @@ def test_a_shard_that_does_not_answer_is_not_an_absent_job(capsys, tmp_path):
 
         def look_for(*, mute):
             deadline_s = time.monotonic() + 20.0
-            while not watch.polls or bool(watch.look().overview.reports[0].mute) is not mute:
+            while not watch.polls or bool(watch.look().overview.reports[0].status.mute) is not mute:
                 assert time.monotonic() < deadline_s
                 time.sleep(0.02)
             return watch.look()
@@ -390,12 +377,6 @@ def test_tables_fit_and_wide_ones_say_more(width):
     assert re.search(r"^ +1 +live .*\b20\b", text, re.MULTILINE)  # 20 steps behind
 
 
-def test_how_long_somebody_is_gone_is_the_servers_to_say():
-    gone = departed(2, host="b", reason="evicted", unix_s=1000.0, step=7)  # of a clock that was never set
-    told = overview(server(shard(worker(0), departed=(gone,)), unix_s=1060.0))
-    assert "evicted after step 7, 60s ago" in drawn(jobs_view(told, 80), 80)
-
-
 def test_what_a_server_says_moves_no_cursor(capsys):
     evil = "\x1b[2J\x9b1A\r\n\u202e"
     page = page_with_a_job(
@@ -439,9 +420,13 @@ def test_a_histogram_of_staleness():
     assert sparkline({"0": 1, "64": 4}, ascii_only=True, most=3) == ". #"
 
 
-@pytest.mark.parametrize(("loss", "in_json", "in_table"), [("nan", "nan", "nan"), (None, None, "-"), (0.5, 0.5, "0.5")])
+@pytest.mark.parametrize(
+    ("loss", "in_json", "in_table"),
+    [("nan", "nan", "nan"), (None, None, "-"), (0.5, 0.5, "0.5"), (1e30, 1e30, "1e+30")],
+)
 def test_a_loss_that_is_not_finite_is_none_that_is_not_there(loss, in_json, in_table):
-    told = overview(telemetry=replace(TIMES, loss=loss))
+    page = page_with_a_job(telemetry=replace(TIMES, loss=loss))
+    told = overview(read_status(page, "http://a"))
     text = json.dumps(told.to_json(), allow_nan=False)
     shown = json.loads(text)["jobs"]["a-job"]["workers"][0]
     assert (shown["loss"], shown["compute_s"]) == (in_json, 0.2)
@@ -449,28 +434,9 @@ def test_a_loss_that_is_not_finite_is_none_that_is_not_there(loss, in_json, in_t
     assert row.split()[7] == in_table
 
 
-@pytest.mark.parametrize("protocol", ["tcp", "http"])
-def test_a_diverged_worker_is_told_over_both_protocols(capsys, protocol):
-    with running_server(lease_s=1.0) as server, training_client(server.addresses[0]) as client:
-        address = server.addresses[0] if protocol == "tcp" else server.status_url
-
-        def loss():
-            return status_of(capsys, "--servers", address)[1]["jobs"]["default"]["workers"][0]["loss"]
-
-        assert loss() is None
-        client.session.telemetry.report(loss=float("nan"))
-        eventually(lambda: loss() == "nan", "the loss is told")
-
-
 def test_a_silent_worker_is_a_problem():
     assert overview().problems == []
     assert overview(state="silent").problems == ["job 'a-job': nothing was heard of worker 0, 1"]
-
-
-def test_nobody_is_an_overview_too():
-    empty = Overview(reports=[], jobs={})
-    assert empty.problems == []
-    assert drawn(jobs_view(empty, 80), 80).strip() == ""
 
 
 # ---- top -----------------------------------------------------------------------------------------------------------
