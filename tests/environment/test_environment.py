@@ -17,14 +17,12 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from support.interpreters import running_program
 from support.processes import free_port, run_ranks, run_ranks_to_any_end
 
 from psengine.environment import context as environment
 from psengine.environment.context import Context, choose_device, init, is_main_process, shutdown
-from psengine.environment.launchers import Master, Placement, detect
+from psengine.environment.launchers import detect
 from psengine.environment.slurm_lists import expand_node_list, expand_task_counts
 from psengine.environment.variables import default_strategy
 from psengine.errors import CollectiveError, ConfigurationError, EnvironmentVariableError
@@ -75,17 +73,15 @@ SBATCH = {
 SINGLE = (0, 0, 1, 1, None)
 
 
+SEED = "slurm 99.0"
+
+
 def without(variables: dict[str, str], *names: str) -> dict[str, str]:
     return {name: value for name, value in variables.items() if name not in names}
 
 
 def derived(seed: str) -> int:
     return 10000 + zlib.crc32(seed.encode()) % 20000
-
-
-def summary(placement: Placement) -> tuple[object, ...]:
-    master = placement.master and str(placement.master)
-    return placement.rank, placement.local_rank, placement.world_size, placement.local_world_size, master
 
 
 @pytest.fixture
@@ -99,224 +95,136 @@ def bare_environment(monkeypatch: pytest.MonkeyPatch):
         dist.destroy_process_group()
 
 
-class TestDetect:
-    @pytest.mark.parametrize(
-        ("variables", "launcher", "expected"),
-        [
-            pytest.param({}, "none", SINGLE, id="nothing"),
-            pytest.param({"MASTER_ADDR": "a", "MASTER_PORT": "1"}, "none", SINGLE, id="an address is no launch"),
-            pytest.param({"RANK": " ", "WORLD_SIZE": ""}, "none", SINGLE, id="empty is unset"),
-            pytest.param(TORCHRUN, "torchrun", (3, 1, 4, 2, "a:29500"), id="torchrun"),
-            pytest.param(
-                without(TORCHRUN, "LOCAL_WORLD_SIZE"), "torchrun", (3, 1, 4, None, "a:29500"), id="no local size"
-            ),
-            pytest.param(TORCHRUN | {"MASTER_ADDR": "::1"}, "torchrun", (3, 1, 4, 2, "[::1]:29500"), id="IPv6"),
-            pytest.param(TORCHRUN | SLURM, "torchrun", (3, 1, 4, 2, "a:29500"), id="torchrun in a Slurm step"),
-            pytest.param({"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}, "torchrun", SINGLE, id="world of 1"),
-            pytest.param(SLURM, "Slurm", (5, 1, 7, 2, f"node03:{derived('slurm 99.0')}"), id="srun"),
-            pytest.param(
-                SLURM | {"WORLD_SIZE": "36"},
-                "Slurm",
-                (5, 1, 7, 2, f"node03:{derived('slurm 99.0')}"),
-                id="exported WORLD_SIZE",
-            ),
-            pytest.param(
-                SLURM | {"MASTER_ADDR": "m", "MASTER_PORT": "5"}, "Slurm", (5, 1, 7, 2, "m:5"), id="srun, own address"
-            ),
-            pytest.param(
-                SLURM | {"SLURM_PROCID": "6", "SLURM_LOCALID": "0", "SLURM_NODEID": "3"},
-                "Slurm",
-                (6, 0, 7, 1, f"node03:{derived('slurm 99.0')}"),
-                id="uneven last node",
-            ),
-            pytest.param(
-                SLURM | {"SLURM_NTASKS": "36"},
-                "Slurm",
-                (5, 1, 7, 2, f"node03:{derived('slurm 99.0')}"),
-                id="--preserve-env",
-            ),
-            pytest.param(
-                without(SLURM, "SLURM_STEP_TASKS_PER_NODE"),
-                "Slurm",
-                (5, 1, 7, None, f"node03:{derived('slurm 99.0')}"),
-                id="counts differ",
-            ),
-            pytest.param(
-                without(SLURM, "SLURM_STEP_TASKS_PER_NODE")
-                | {"SLURM_STEP_NUM_TASKS": "8", "SLURM_NTASKS_PER_NODE": "2", "SLURM_STEP_NUM_NODES": "4"},
-                "Slurm",
-                (5, 1, 8, 2, f"node03:{derived('slurm 99.0')}"),
-                id="--ntasks-per-node",
-            ),
-            pytest.param(SBATCH, "none", SINGLE, id="sbatch without srun"),
-            pytest.param(SBATCH | {"SLURM_STEP_ID": "4294967290"}, "none", SINGLE, id="salloc's interactive step"),
-            pytest.param(
-                OPEN_MPI, "Open MPI", (1, 1, 2, 2, f"127.0.0.1:{derived('prterun-host-4711@1')}"), id="mpirun"
-            ),
-            pytest.param(
-                without(OPEN_MPI, "PMIX_NAMESPACE") | {"OMPI_MCA_ess_base_jobid": "77"},
-                "Open MPI",
-                (1, 1, 2, 2, f"127.0.0.1:{derived('77')}"),
-                id="Open MPI 4",
-            ),
-            pytest.param(
-                OPEN_MPI | {"OMPI_COMM_WORLD_SIZE": "4", "MASTER_ADDR": "h", "MASTER_PORT": "9"},
-                "Open MPI",
-                (1, 1, 4, 2, "h:9"),
-                id="mpirun on two hosts",
-            ),
-            pytest.param(
-                OPEN_MPI | SLURM,
-                "Open MPI",
-                (1, 1, 2, 2, f"127.0.0.1:{derived('prterun-host-4711@1')}"),
-                id="mpirun's daemons started by srun",
-            ),
-        ],
-    )
-    def test_placement(self, variables, launcher, expected):
-        placement = detect(variables)
-        assert (placement.launcher, summary(placement)) == (launcher, expected)
-
-    @pytest.mark.parametrize("variables", [TORCHRUN, SLURM, OPEN_MPI | {"OMPI_COMM_WORLD_SIZE": "4"}])
-    def test_who_needs_no_master_needs_none_of_its_variables(self, variables):
-        about_master = ("MASTER_ADDR", "MASTER_PORT", "SLURM_JOB_ID", "PMIX_NAMESPACE")
-        found = detect(without(variables, *about_master), needs_master=False)
-        expected = detect(variables | {"MASTER_ADDR": "a", "MASTER_PORT": "1"})
-        assert found == dataclasses.replace(expected, master=None)
-
-    @pytest.mark.parametrize(
-        ("variables", "words"),
-        [
-            pytest.param({"RANK": "0"}, ["got RANK=0", "missing WORLD_SIZE, LOCAL_RANK, MASTER_ADDR"], id="RANK alone"),
-            pytest.param(without(TORCHRUN, "MASTER_PORT"), ["missing MASTER_PORT)", "MASTER_ADDR=a"], id="no port"),
-            pytest.param(without(TORCHRUN, "LOCAL_RANK"), ["missing LOCAL_RANK)", "LOCAL_RANK=0"], id="no LOCAL_RANK"),
-            pytest.param(TORCHRUN | {"WORLD_SIZE": "2"}, ["RANK", "0 to 1", "got '3'"], id="rank >= world"),
-            pytest.param(TORCHRUN | {"RANK": "\u0661"}, ["RANK", "0 to 3"], id="other digits"),
-            pytest.param(
-                TORCHRUN | {"LOCAL_WORLD_SIZE": "5"}, ["LOCAL_WORLD_SIZE", "1 to 4", "got '5'"], id="local > world"
-            ),
-            pytest.param(TORCHRUN | {"MASTER_PORT": "abc"}, ["MASTER_PORT", "1 to 65535", "got 'abc'"], id="port abc"),
-            pytest.param(without(SLURM, "SLURM_PROCID"), ["missing SLURM_PROCID)", "SLURM_LOCALID=1"], id="no PROCID"),
-            pytest.param(SLURM | {"SLURM_STEP_NODELIST": "n[1"}, ["SLURM_STEP_NODELIST", "'n[1'"], id="bad node list"),
-            pytest.param(
-                without(SLURM, "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST"),
-                ["7 ranks", "neither MASTER_ADDR nor", "Fix: set MASTER_ADDR to"],
-                id="no node list",
-            ),
-            pytest.param(without(SLURM, "SLURM_JOB_ID"), ["Fix: set MASTER_PORT to"], id="no job id"),
-            pytest.param(
-                without(OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_RANK"),
-                ["missing OMPI_COMM_WORLD_LOCAL_RANK)", "OMPI_COMM_WORLD_SIZE=2", "mpirun"],
-                id="no local rank",
-            ),
-            pytest.param(
-                OPEN_MPI | {"OMPI_COMM_WORLD_SIZE": "4"},
-                ["MASTER_ADDR", "=2 of", "=4", "mpirun -x"],
-                id="several hosts",
-            ),
-            pytest.param(without(OPEN_MPI, "PMIX_NAMESPACE"), ["Fix: set MASTER_PORT to"], id="no job name"),
-        ],
-    )
-    def test_refuses(self, variables, words):
-        with pytest.raises(EnvironmentVariableError) as caught:
-            detect(variables)
-        assert [word for word in words if word not in str(caught.value)] == []
-        assert "Fix: " in str(caught.value)
-        assert "expected" in str(caught.value)
-
-    def test_batch_script_without_srun_is_told(self):
-        assert "SLURM_NTASKS=36" in detect(SBATCH).note
-        assert "srun python" in detect(SBATCH).note
-        assert detect(SBATCH | {"SLURM_NTASKS": "1"}).note == ""
-        assert detect(SLURM).note == ""
-
-    def test_derived_ports_lie_below_the_ephemeral_range(self):
-        ports = [detect(SLURM | {"SLURM_JOB_ID": str(job)}).master.port for job in range(500)]
-        assert min(ports) >= 10000
-        assert max(ports) < 30000
-        assert len(set(ports)) > 450
-
-    @pytest.mark.parametrize(
-        ("address", "text"),
-        [("h", "h:1"), ("10.0.0.1", "10.0.0.1:1"), ("fe80::1", "[fe80::1]:1"), ("[::1]", "[::1]:1")],
-    )
-    def test_master_as_text(self, address, text):
-        assert str(Master(address=address, port=1)) == text
+PER_NODE = {"SLURM_STEP_NUM_TASKS": "8", "SLURM_NTASKS_PER_NODE": "2", "SLURM_STEP_NUM_NODES": "4"}
+LAST_NODE = {"SLURM_PROCID": "6", "SLURM_LOCALID": "0", "SLURM_NODEID": "3"}
+OPEN_MPI_4 = without(OPEN_MPI, "PMIX_NAMESPACE") | {"OMPI_MCA_ess_base_jobid": "77"}
+OPEN_MPI_MANY = OPEN_MPI | {"OMPI_COMM_WORLD_SIZE": "4"}
+LOCAL_MASTER = f"127.0.0.1:{derived(OPEN_MPI['PMIX_NAMESPACE'])}"
+PLACEMENTS = {
+    "nothing": ({}, "none", SINGLE),
+    "an address is no launch": ({"MASTER_ADDR": "a", "MASTER_PORT": "1"}, "none", SINGLE),
+    "empty is unset": ({"RANK": " ", "WORLD_SIZE": ""}, "none", SINGLE),
+    "torchrun": (TORCHRUN, "torchrun", (3, 1, 4, 2, "a:29500")),
+    "no local size": (without(TORCHRUN, "LOCAL_WORLD_SIZE"), "torchrun", (3, 1, 4, None, "a:29500")),
+    "IPv6": (TORCHRUN | {"MASTER_ADDR": "::1"}, "torchrun", (3, 1, 4, 2, "[::1]:29500")),
+    "torchrun in a Slurm step": (TORCHRUN | SLURM, "torchrun", (3, 1, 4, 2, "a:29500")),
+    "world of 1": ({"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}, "torchrun", SINGLE),
+    "srun": (SLURM, "Slurm", (5, 1, 7, 2, f"node03:{derived(SEED)}")),
+    "exported WORLD_SIZE": (SLURM | {"WORLD_SIZE": "36"}, "Slurm", (5, 1, 7, 2, f"node03:{derived(SEED)}")),
+    "own address": (SLURM | {"MASTER_ADDR": "m", "MASTER_PORT": "5"}, "Slurm", (5, 1, 7, 2, "m:5")),
+    "uneven last node": (SLURM | LAST_NODE, "Slurm", (6, 0, 7, 1, f"node03:{derived(SEED)}")),
+    "--preserve-env": (SLURM | {"SLURM_NTASKS": "36"}, "Slurm", (5, 1, 7, 2, f"node03:{derived(SEED)}")),
+    "counts differ": (
+        without(SLURM, "SLURM_STEP_TASKS_PER_NODE"), "Slurm", (5, 1, 7, None, f"node03:{derived(SEED)}")
+    ),
+    "--ntasks-per-node": (
+        without(SLURM, "SLURM_STEP_TASKS_PER_NODE") | PER_NODE, "Slurm", (5, 1, 8, 2, f"node03:{derived(SEED)}")
+    ),
+    "sbatch without srun": (SBATCH, "none", SINGLE),
+    "salloc's interactive step": (SBATCH | {"SLURM_STEP_ID": "4294967290"}, "none", SINGLE),
+    "mpirun": (OPEN_MPI, "Open MPI", (1, 1, 2, 2, LOCAL_MASTER)),
+    "Open MPI 4": (OPEN_MPI_4, "Open MPI", (1, 1, 2, 2, f"127.0.0.1:{derived('77')}")),
+    "two hosts": (OPEN_MPI_MANY | {"MASTER_ADDR": "h", "MASTER_PORT": "9"}, "Open MPI", (1, 1, 4, 2, "h:9")),
+    "mpirun's daemons started by srun": (OPEN_MPI | SLURM, "Open MPI", (1, 1, 2, 2, LOCAL_MASTER)),
+}  # fmt: skip
 
 
-class TestNodeList:
-    @pytest.mark.parametrize(
-        ("text", "hosts"),
-        [
-            ("node[1-3,07,10-12]", ["node1", "node2", "node3", "node07", "node10", "node11", "node12"]),
-            ("gpu-a[001-002]-x", ["gpu-a001-x", "gpu-a002-x"]),
-            ("n[08-11]", ["n08", "n09", "n10", "n11"]),
-            ("r[0-1][5-6]", ["r05", "r06", "r15", "r16"]),
-            (
-                "node[1-2,07],gpu-a[001-002]-x,single",
-                ["node1", "node2", "node07", "gpu-a001-x", "gpu-a002-x", "single"],
-            ),
-        ],
-    )
-    def test_expands(self, text, hosts):
-        assert expand_node_list(text) == hosts
-
-    @pytest.mark.parametrize("text", ["", "a,,b", "a[1", "a[[1]]", "a[]", "a[3-1]", "a[x]", "a[1-2-3]"])
-    def test_refuses(self, text):
-        with pytest.raises(EnvironmentVariableError, match=r"NODES must follow.*expected.*got .*Fix: ") as caught:
-            expand_node_list(text, "NODES")
-        assert repr(text) in str(caught.value)
-
-    @given(st.data())
-    @settings(max_examples=50, deadline=None)
-    def test_round_trip(self, data):
-        """Compress lists of hosts the way Slurm does; expanding gives them back."""
-        terms, hosts = [], []
-        for _ in range(data.draw(st.integers(1, 4), label="terms")):
-            compressed, expanded = data.draw(st.text("ab-.9", min_size=1, max_size=4), label="prefix"), None
-            expanded = [compressed]
-            for _ in range(data.draw(st.integers(0, 2), label="brackets")):
-                width = data.draw(st.integers(1, 4), label="width")
-                numbers = data.draw(st.sets(st.integers(0, 10**width - 1), min_size=1, max_size=6), label="numbers")
-                suffix = data.draw(st.text("xy-", max_size=2), label="suffix")
-                digits = [str(number).zfill(width) for number in sorted(numbers)]
-                compressed += f"[{compress(digits)}]{suffix}"
-                expanded = [host + number + suffix for host in expanded for number in digits]
-            terms.append(compressed)
-            hosts += expanded
-        assert expand_node_list(",".join(terms)) == hosts
-
-    def test_task_counts(self):
-        assert expand_task_counts("2(x3),1,0(x1)") == [2, 2, 2, 1, 0]
-
-    @pytest.mark.parametrize("text", ["", "2,", "2(3)", "-1"])
-    def test_refuses_task_counts(self, text):
-        with pytest.raises(EnvironmentVariableError, match="COUNTS must follow"):
-            expand_task_counts(text, "COUNTS")
+@pytest.mark.parametrize(("variables", "launcher", "expected"), PLACEMENTS.values(), ids=PLACEMENTS)
+def test_a_launchers_variables_are_a_placement(variables, launcher, expected):
+    found = detect(variables)
+    master = found.master and str(found.master)
+    assert found.launcher == launcher
+    assert (found.rank, found.local_rank, found.world_size, found.local_world_size, master) == expected
 
 
-def compress(digits: list[str]) -> str:
-    items = []
-    while digits:
-        length = 1
-        while length < len(digits) and int(digits[length]) == int(digits[0]) + length:
-            length += 1
-        items.append(digits[0] if length == 1 else f"{digits[0]}-{digits[length - 1]}")
-        digits = digits[length:]
-    return ",".join(items)
+@pytest.mark.parametrize("variables", [TORCHRUN, SLURM, OPEN_MPI_MANY])
+def test_who_needs_no_master_needs_none_of_its_variables(variables):
+    about_master = ("MASTER_ADDR", "MASTER_PORT", "SLURM_JOB_ID", "PMIX_NAMESPACE")
+    found = detect(without(variables, *about_master), needs_master=False)
+    expected = detect(variables | {"MASTER_ADDR": "a", "MASTER_PORT": "1"})
+    assert found == dataclasses.replace(expected, master=None)
 
 
-class TestDevice:
-    @pytest.mark.parametrize(
-        ("local_rank", "count", "device"),
-        [(0, 0, "cpu"), (3, 0, "cpu"), (0, 1, "cuda:0"), (3, 1, "cuda:0"), (0, 4, "cuda:0"), (3, 4, "cuda:3")],
-    )
-    def test_choose_device(self, local_rank, count, device):
-        assert choose_device(local_rank, count) == torch.device(device)
+REFUSED = {
+    "RANK alone": ({"RANK": "0"}, ["got RANK=0", "missing WORLD_SIZE, LOCAL_RANK, MASTER_ADDR"]),
+    "no port": (without(TORCHRUN, "MASTER_PORT"), ["missing MASTER_PORT)", "MASTER_ADDR=a"]),
+    "rank >= world": (TORCHRUN | {"WORLD_SIZE": "2"}, ["RANK", "0 to 1", "got '3'"]),
+    "other digits": (TORCHRUN | {"RANK": "\u0661"}, ["RANK", "0 to 3"]),
+    "local > world": (TORCHRUN | {"LOCAL_WORLD_SIZE": "5"}, ["LOCAL_WORLD_SIZE", "1 to 4", "got '5'"]),
+    "port abc": (TORCHRUN | {"MASTER_PORT": "abc"}, ["MASTER_PORT", "1 to 65535", "got 'abc'"]),
+    "no PROCID": (without(SLURM, "SLURM_PROCID"), ["missing SLURM_PROCID)", "SLURM_LOCALID=1"]),
+    "bad node list": (SLURM | {"SLURM_STEP_NODELIST": "n[1"}, ["SLURM_STEP_NODELIST", "'n[1'"]),
+    "no node list": (
+        without(SLURM, "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST"),
+        ["7 ranks", "neither MASTER_ADDR nor", "Fix: set MASTER_ADDR to"],
+    ),
+    "no job id": (without(SLURM, "SLURM_JOB_ID"), ["Fix: set MASTER_PORT to"]),
+    "no local rank": (without(OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_RANK"), ["COMM_WORLD_LOCAL_RANK)", "mpirun"]),
+    "several hosts": (OPEN_MPI_MANY, ["MASTER_ADDR", "=2 of", "=4", "mpirun -x"]),
+    "no job name": (without(OPEN_MPI, "PMIX_NAMESPACE"), ["Fix: set MASTER_PORT to"]),
+}
 
-    def test_too_few_devices(self):
-        with pytest.raises(EnvironmentVariableError, match=r"below 2 visible.*got local rank 2.*Fix: .*at most 2"):
-            choose_device(2, 2)
+
+@pytest.mark.parametrize(("variables", "words"), REFUSED.values(), ids=REFUSED)
+def test_incomplete_and_contradicting_variables_are_refused(variables, words):
+    with pytest.raises(EnvironmentVariableError) as caught:
+        detect(variables)
+    assert [word for word in (*words, "expected", "Fix: ") if word not in str(caught.value)] == []
+
+
+def test_a_batch_script_without_srun_is_told():
+    assert "SLURM_NTASKS=36" in detect(SBATCH).note
+    assert "srun python" in detect(SBATCH).note
+    assert detect(SBATCH | {"SLURM_NTASKS": "1"}).note == detect(SLURM).note == ""
+
+
+def test_derived_ports_lie_below_the_ephemeral_range():
+    ports = [detect(SLURM | {"SLURM_JOB_ID": str(job)}).master.port for job in range(500)]
+    assert min(ports) >= 10000
+    assert max(ports) < 30000
+    assert len(set(ports)) > 450
+
+
+@pytest.mark.parametrize(
+    ("text", "hosts"),
+    [
+        ("node[1-3,07,10-12]", "node1 node2 node3 node07 node10 node11 node12"),
+        ("n[08-11]", "n08 n09 n10 n11"),
+        ("r[0-1][5-6]", "r05 r06 r15 r16"),
+        ("node[1-2,07],gpu-a[001-002]-x,single", "node1 node2 node07 gpu-a001-x gpu-a002-x single"),
+    ],
+)
+def test_slurms_lists_of_hosts(text, hosts):
+    assert expand_node_list(text) == hosts.split()
+
+
+def test_slurms_lists_of_tasks():
+    assert expand_task_counts("2(x3),1,0(x1)") == [2, 2, 2, 1, 0]
+
+
+@pytest.mark.parametrize("text", ["", "a,,b", "a[1", "a[[1]]", "a[]", "a[3-1]", "a[x]", "a[1-2-3]"])
+def test_malformed_lists_of_hosts_are_refused(text):
+    with pytest.raises(EnvironmentVariableError, match=r"NODES must follow.*expected.*got .*Fix: ") as caught:
+        expand_node_list(text, "NODES")
+    assert repr(text) in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["", "2,", "2(3)", "-1"])
+def test_malformed_lists_of_tasks_are_refused(text):
+    with pytest.raises(EnvironmentVariableError, match="COUNTS must follow"):
+        expand_task_counts(text, "COUNTS")
+
+
+@pytest.mark.parametrize(
+    ("local_rank", "count", "device"), [(3, 0, "cpu"), (3, 1, "cuda:0"), (0, 4, "cuda:0"), (3, 4, "cuda:3")]
+)
+def test_a_local_rank_has_its_device(local_rank, count, device):
+    assert choose_device(local_rank, count) == torch.device(device)
+
+
+def test_too_few_devices():
+    with pytest.raises(EnvironmentVariableError, match=r"below 2 visible.*got local rank 2.*Fix: .*at most 2"):
+        choose_device(2, 2)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="asserts the CPU's defaults")
