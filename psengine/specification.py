@@ -8,6 +8,7 @@ import inspect
 import itertools
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -26,13 +27,12 @@ class Specification:
     Attributes:
         text: as the user wrote it.
         name: what comes before the first colon.
-        options: the values by key, in the order they were written: int, float, bool, None, else text; a list of these
-            where items without ``=`` followed.
+        written: the options as they were written, by key; a list where items without ``=`` followed.
     """
 
     text: str
     name: str
-    options: Mapping[str, Any]
+    written: Mapping[str, str | list[str]]
 
     @classmethod
     def parse(cls, kind: str, text: str) -> Specification:
@@ -46,24 +46,28 @@ class Specification:
         last: list[str] | None = None
         for item in filter(None, (part.strip() for part in rest.split(","))):
             match = _OPTION.fullmatch(item)
-            if match is None and last is not None:
+            if match is None:
+                if last is None:
+                    raise ConfigurationError(f"{kind} {text!r}: options are written option=value (got {item!r})")
                 last.append(item)
                 continue
-            if match is None:
-                raise ConfigurationError(f"{kind} {text!r}: options are written option=value (got {item!r})")
             key, value = match.groups()
             if key in written:
                 raise ConfigurationError(f"{kind} {text!r}: each option is given once (got {key!r} twice)")
             last = written[key] = [value.strip()]
-        values = {key: [_value(item) for item in items] for key, items in written.items()}
-        return cls(text, name, {key: items[0] if len(items) == 1 else items for key, items in values.items()})
+        return cls(text, name, {key: items[0] if len(items) == 1 else items for key, items in written.items()})
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The values by key, in the order they were written: int, float, bool, None, else text; or a list of these."""
+        return {key: _value(written) for key, written in self.written.items()}
 
     def with_options(self, **more: str) -> str:
         """Return the text with the options in ``more`` that it does not give."""
-        missing = [f"{key}={value}" for key, value in more.items() if key not in self.options]
+        missing = [f"{key}={value}" for key, value in more.items() if key not in self.written]
         if not missing:
             return self.text
-        return (f"{self.text.rstrip(',')}," if self.options else f"{self.name}:") + ",".join(missing)
+        return (f"{self.text.rstrip(',')}," if self.written else f"{self.name}:") + ",".join(missing)
 
 
 class Registry(Generic[Made]):
@@ -126,6 +130,16 @@ class Registry(Generic[Made]):
         named = [p.name for p in parameters if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)]
         return [option for option in named if option not in self._arguments]
 
+    def _take_options(self, name: str, left: dict[str, str | list[str]]) -> dict[str, Any]:
+        """Take those of the options that ``name`` has; one annotated as text stays text (a job named 7)."""
+        taken = {}
+        for key in self.options_of(name):
+            if key in left:
+                annotation = str(inspect.signature(self[name]).parameters[key].annotation)
+                is_text = "str" in annotation and not re.search(r"\b(int|float)\b", annotation)
+                taken[key] = _value(left.pop(key), is_text=is_text)
+        return taken
+
     def read(self, text: str, parts: Mapping[str, Registry[Any]] | None = None) -> Callable[..., Made]:
         """Return the factory that ``text`` names, with the options that it gives; it takes the registry's arguments.
 
@@ -137,14 +151,14 @@ class Registry(Generic[Made]):
             ConfigurationError: there is no such name, or no such option; the message lists what there is.
         """
         specification = Specification.parse(self.kind, text)
-        name, left = specification.name, dict(specification.options)
+        name, left = specification.name, dict(specification.written)
         known = {f"{self.kind} {name!r}": self.options_of(name)}
-        options = {key: left.pop(key) for key in self.options_of(name) if key in left}
+        options = self._take_options(name, left)
         for key, registry in (parts or {}).items():
             part = options.get(key)
             if isinstance(part, str):
                 known[f"{registry.kind} {part!r}"] = registry.options_of(part)
-                options[key] = registry[part](**{k: left.pop(k) for k in registry.options_of(part) if k in left})
+                options[key] = registry[part](**registry._take_options(part, left))
         if left:
             key = next(iter(left))
             lists = ", ".join(f"{keys or 'no options'} of {whole}" for whole, keys in known.items())
@@ -161,13 +175,15 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     return f". Did you mean {close[0]}?" if close else ""
 
 
-def _value(text: str) -> Any:
+def _value(written: str | list[str], *, is_text: bool = False) -> Any:
+    if isinstance(written, list):
+        return [_value(item, is_text=is_text) for item in written]
     words = {"true": True, "false": False, "none": None}
-    if text.lower() in words:
-        return words[text.lower()]
+    if is_text:
+        return None if written.lower() == "none" else written
+    if written.lower() in words:
+        return words[written.lower()]
     for kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            continue
-    return text
+        with suppress(ValueError):
+            return kind(written)
+    return written

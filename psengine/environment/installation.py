@@ -10,7 +10,6 @@ import json
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 from urllib.parse import unquote, urlsplit
 
 DISTRIBUTION = "psengine-torch"
@@ -28,17 +27,21 @@ def install_command(extra: str, *, upgrade: bool = False, package: Path = _PACKA
         upgrade: packages that are there may be too old.
         package: the folder that ``import psengine`` finds.
     """
-    return f"pip install {'--upgrade ' if upgrade else ''}{_source(f'[{extra}]', package)}"
+    # Of an installed distribution pip brings the extra's packages, and leaves the distribution alone.
+    source = f"'{DISTRIBUTION}[{extra}]'"
+    if _is_checkout(package):
+        source = f"--no-build-isolation -e '{package.parent}[{extra}]'"
+    return f"pip install {'--upgrade ' if upgrade else ''}{source}"
 
 
 def reinstall_command(*, package: Path = _PACKAGE) -> str:
     """Return the command that puts the files of that copy back, and nothing else."""
-    return f"pip install --force-reinstall --no-deps {_source('', package)}"
+    return f"pip install --force-reinstall --no-deps {_source(package)}"
 
 
 def build_command(*, package: Path = _PACKAGE) -> str:
     """Return the command that builds the native extension of that copy here."""
-    source = _source("", package)
+    source = _source(package)
     if "--no-build-isolation" not in source:  # a wheel is built already
         source = f"--no-binary {DISTRIBUTION} --no-build-isolation {DISTRIBUTION}"
     return f"pip install --force-reinstall --no-deps {source}"
@@ -48,8 +51,8 @@ def origin(*, package: Path = _PACKAGE) -> str:
     """Say where that copy lies, and where it is from."""
     if _is_checkout(package):
         return f"imported from the checkout {package.parent}"
-    direct = _direct_url(package)
-    return f"installed in {package.parent}" + ("" if direct is None else f" from {direct['url']}")
+    url = _direct_url(package)
+    return f"installed in {package.parent}" + (f" from {url}" if url else "")
 
 
 def other_distributions(*, package: Path = _PACKAGE) -> Iterator[tuple[str, bool]]:
@@ -64,23 +67,16 @@ def other_distributions(*, package: Path = _PACKAGE) -> Iterator[tuple[str, bool
             yield f"psengine {found.version} in {folder}", any(e.value == OUR_COMMAND for e in found.entry_points)
 
 
-def _source(extras: str, package: Path) -> str:
+def _source(package: Path) -> str:
     """What to tell pip to install, with the options that it needs."""
     if _is_checkout(package):
-        return f"--no-build-isolation -e '{package.parent}{extras}'"
-    direct = _direct_url(package)
-    url = "" if direct is None else str(direct["url"])
+        return f"--no-build-isolation -e '{package.parent}'"
+    url = _direct_url(package)
     local = Path(unquote(urlsplit(url).path)) if url.startswith("file:") else None
-    if direct is None or (local is not None and not local.exists()):
-        # Of an installed distribution pip brings the extra's packages, and leaves itself alone.
-        return f"'{DISTRIBUTION}{extras}'"
-    if local is not None:
-        return f"{'' if local.suffix == '.whl' else '--no-build-isolation '}'{local}{extras}'"
-    if "vcs_info" in direct:
-        url = f"{direct['vcs_info']['vcs']}+{url}@{direct['vcs_info']['commit_id']}"
-    if "subdirectory" in direct:
-        url += f"#subdirectory={direct['subdirectory']}"
-    return f"{'' if url.endswith('.whl') else '--no-build-isolation '}'{DISTRIBUTION}{extras} @ {url}'"
+    if not url or (local is not None and not local.exists()):
+        return f"'{DISTRIBUTION}'"
+    source = f"'{DISTRIBUTION} @ {url}'" if local is None else f"'{local}'"
+    return source if url.endswith(".whl") else f"--no-build-isolation {source}"
 
 
 def _is_checkout(package: Path) -> bool:
@@ -88,13 +84,10 @@ def _is_checkout(package: Path) -> bool:
     return (package.parent / "csrc").is_dir() and (package.parent / "pyproject.toml").is_file()
 
 
-def _direct_url(package: Path) -> dict[str, Any] | None:
-    """From where pip took that copy, where that was no index (PEP 610): direct_url.json beside its metadata."""
+def _direct_url(package: Path) -> str:
+    """The URL that pip installed that copy from (PEP 610: direct_url.json beside its metadata); "" for an index."""
     for found in metadata.distributions(name=DISTRIBUTION, path=[str(package.parent)]):
-        try:
-            direct = json.loads(found.read_text("direct_url.json") or "null")
-        except ValueError:
-            continue
-        if isinstance(direct, dict) and isinstance(direct.get("url"), str):
-            return direct
-    return None
+        direct = json.loads(found.read_text("direct_url.json") or "{}")
+        revision = direct.get("vcs_info")
+        return f"{revision['vcs']}+{direct['url']}@{revision['commit_id']}" if revision else str(direct.get("url", ""))
+    return ""

@@ -41,7 +41,8 @@ def resolve_strategy(specification: Any) -> Strategy:
 
     Options that the strategy does not name go to the codec of its option ``compress``.
 
-    Option values are read as int, float, true/false, none, else text; as a list where items without ``=`` follow.
+    An option whose parameter is annotated as ``str`` gets text or None; of others the values are read as int, float,
+    true/false, none, else text. A list where items without ``=`` follow.
 
     Raises:
         ConfigurationError: unknown name or option; the message lists what there is.

@@ -58,43 +58,29 @@ def test_from_the_index(tmp_path):
     )
 
 
-def test_from_a_folder(tmp_path):
-    source = tmp_path / "the source"
-    source.mkdir()
-    package = installed_copy(tmp_path / "site", {"url": source.as_uri(), "dir_info": {}})
-    assert install_command("cli", package=package) == f"pip install --no-build-isolation '{source}[cli]'"
-    assert build_command(package=package) == (
-        f"pip install --force-reinstall --no-deps --no-build-isolation '{source}'"
-    )
-    assert source.as_uri() in origin(package=package)
-    source.rmdir()  # pip keeps what is installed, and adds the extra's packages
-    assert install_command("cli", package=package) == "pip install 'psengine-torch[cli]'"
-
-
-def test_from_a_wheel(tmp_path):
-    wheel = tmp_path / "psengine_torch-0.1.0-cp310-abi3-linux_x86_64.whl"
+def test_from_a_folder_a_wheel_and_a_repository(tmp_path):
+    folder, wheel = tmp_path / "the source", tmp_path / "psengine_torch-0.1.0-cp310-abi3-linux_x86_64.whl"
+    folder.mkdir()
     wheel.touch()
-    package = installed_copy(tmp_path / "site", {"url": wheel.as_uri(), "archive_info": {}})
-    assert install_command("cli", package=package) == f"pip install '{wheel}[cli]'"
-    assert reinstall_command(package=package) == f"pip install --force-reinstall --no-deps '{wheel}'"
-    assert "--no-binary psengine-torch" in build_command(package=package)
-
-
-def test_from_a_repository(tmp_path):
     vcs = {"vcs": "git", "commit_id": "0" * 40, "requested_revision": "main"}
-    direct = {"url": "https://host.example/psengine.git", "vcs_info": vcs, "subdirectory": "python"}
-    package = installed_copy(tmp_path, direct)
-    assert install_command("cli", package=package) == (
-        f"pip install --no-build-isolation 'psengine-torch[cli] @ git+https://host.example/psengine.git@{'0' * 40}"
-        "#subdirectory=python'"
-    )
-
-
-@pytest.mark.parametrize("content", ["", "null", "{", "[]", '{"url": 5}'])
-def test_a_record_that_cannot_be_read_counts_as_none(content, tmp_path):
-    package = installed_copy(tmp_path, None)
-    (tmp_path / "psengine_torch-0.1.0.dist-info" / "direct_url.json").write_text(content)
-    assert install_command("cli", package=package) == "pip install 'psengine-torch[cli]'"
+    repository = {"url": "https://host.example/psengine.git", "vcs_info": vcs}
+    reinstall = "pip install --force-reinstall --no-deps"
+    for number, (direct, expected) in enumerate(
+        [
+            ({"url": folder.as_uri(), "dir_info": {}}, f"--no-build-isolation '{folder}'"),
+            ({"url": wheel.as_uri(), "archive_info": {}}, f"'{wheel}'"),
+            (
+                repository,
+                f"--no-build-isolation 'psengine-torch @ git+https://host.example/psengine.git@{'0' * 40}'",
+            ),
+            ({"url": "file:///gone", "dir_info": {}}, "'psengine-torch'"),
+        ]
+    ):
+        package = installed_copy(tmp_path / str(number), direct)
+        assert reinstall_command(package=package) == f"{reinstall} {expected}"
+        # Of an installed distribution pip brings the extra's packages, and leaves the distribution alone.
+        assert install_command("cli", package=package) == "pip install 'psengine-torch[cli]'"
+        assert direct["url"] in origin(package=package)
 
 
 def other_project(folder: Path, entry_point: str = "") -> None:
@@ -174,30 +160,24 @@ def tracked_texts() -> dict[str, str]:
     return found
 
 
-@pytest.mark.parametrize(
-    ("text", "is_wrong"),
-    [
-        ("pip install psengine", True),
-        ("pip install -c constraints.txt 'psengine[server]'", True),
-        ("pip install --no-build-isolation --force-reinstall --no-deps psengine, with", True),
-        ('"Fix: pip install --upgrade"\n    f" psengine[{extra}]"', True),
-        ("uv add psengine", True),
-        ("pip install 'psengine-torch[server]'", False),
-        ("pip install --no-build-isolation '.[cli,server]'\npsengine doctor", False),
-        ("pip uninstall psengine", False),
-        ("pip install -e /home/me/psengine/", False),
-    ],
-)
-def test_what_the_next_test_looks_for(text, is_wrong):
-    assert bool(wrong_advice(text)) == is_wrong
-
-
 def wrong_advice(text: str) -> list[str]:
     joined = JOINED_LITERALS.sub("", text)
     return INSTALLS_THE_OTHER.findall(joined) + NAMES_ITS_EXTRAS.findall(joined)
 
 
 def test_no_text_of_ours_advises_to_install_the_other_project():
+    for text in (
+        "pip install -c c.txt 'psengine[server]'",
+        '"pip install --upgrade"\n    f" psengine[{extra}]"',
+        "uv add psengine",
+    ):
+        assert wrong_advice(text)
+    for text in (
+        "pip install 'psengine-torch[server]'",
+        "pip install '.[cli]'\npsengine doctor",
+        "pip uninstall psengine",
+    ):
+        assert not wrong_advice(text)
     texts = tracked_texts()
     assert len(texts) > 300
     wrong = {name: found for name, text in texts.items() if name != "CHANGELOG.md" and (found := wrong_advice(text))}

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.processes import run_ranks
-from torch import nn
 
 import psengine
 from psengine.codecs.registry import CODECS
-from psengine.collectives.c10d import C10dCollective
 from psengine.collectives.registry import COLLECTIVES, resolve_collective
 from psengine.errors import ConfigurationError
 from psengine.specification import Registry, Specification
 from psengine.strategies.registry import PARTS, STRATEGIES, resolve_strategy
 from psengine.strategies.sync_all_reduce import SyncAllReduce
-from psengine.tensors.share import Share
 
 
 @pytest.mark.parametrize(
@@ -48,6 +44,10 @@ def test_specifications_are_parsed(text, name, options):
 def test_malformed_options_are_refused(text, message):
     with pytest.raises(ConfigurationError, match=message):
         Specification.parse("strategy", text)
+
+
+def test_an_option_that_is_text_stays_text():
+    assert repr(resolve_strategy("async:job=7,servers=none")) == repr(psengine.AsyncServer(job="7"))
 
 
 def test_a_list_reaches_the_option_before_it():
@@ -134,44 +134,6 @@ def test_registering_refuses_what_users_could_not_write():
     with pytest.raises(ConfigurationError, match=r"expected its class or a function, got 'sync'"):
         psengine.register_strategy("mine", "sync")
     assert "mine" not in STRATEGIES
-
-
-class Rescaled(SyncAllReduce):
-    """The average, times ``factor``."""
-
-    name = "rescaled"
-
-    def __init__(self, *, factor: float = 1.0) -> None:
-        super().__init__()
-        self._factor = factor
-
-    def begin(self, *arguments, **options):
-        return Share(super().begin(*arguments, **options).divisor / self._factor)
-
-
-class Counting(C10dCollective):
-    """Counts the bytes of all-reduces, in units of ``unit`` bytes."""
-
-    def __init__(self, process_group: object, unit: int) -> None:
-        super().__init__(process_group)
-        self.unit, self.count = unit, 0
-
-    def all_reduce(self, flat, scale=1.0, *, what="tensor"):
-        self.count += flat.nbytes // self.unit
-        return super().all_reduce(flat, scale, what=what)
-
-
-def train_under_registered_names(rank: int, world_size: int) -> tuple[float, int]:
-    psengine.register_strategy("rescaled", Rescaled)
-    psengine.register_collective("counting", lambda process_group, device, unit=1: Counting(process_group, unit))
-    module = nn.Linear(4, 1, bias=False)
-    model = psengine.DistributedDataParallel(module, strategy="rescaled:factor=3", collective="counting:unit=4")
-    model(torch.full((1, 4), float(rank))).sum().backward()
-    return module.weight.grad[0, 0].item(), model._collective.count
-
-
-def test_registered_names_train():
-    assert run_ranks(train_under_registered_names, 2) == [(1.5, 4), (1.5, 4)]
 
 
 def test_options_of_collectives():
