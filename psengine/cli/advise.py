@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import statistics
 import sys
 import tempfile
 from dataclasses import asdict, replace
@@ -16,7 +17,6 @@ from rich.table import Table
 from rich.text import Text
 
 from psengine.cli.advising.advice import Advice, advise
-from psengine.cli.advising.server_exchange import server_exchange_s
 from psengine.cli.advising.step_times import StepTimes, step_times
 from psengine.cli.failure_report import show_outcome, speaker
 from psengine.cli.launching.plan import Plan, RunOptions, make_plan
@@ -26,6 +26,8 @@ from psengine.errors import ConfigurationError, PSEngineError
 DEFAULT_WORKERS = 2
 WARM_UP_STEPS = 5
 FEWEST_STEPS = 8
+MAX_ECHO_BYTES = 16 << 20
+SERVER_TIMEOUT_S = 10.0
 
 HELP = """Measure a script's steps on each rank, and say which strategy fits.
 
@@ -92,10 +94,9 @@ def command(
                 " psengine.DistributedDataParallel and trained on every rank)"
             )
         times = step_times(merge([read(one) for one in parts]), warm_up=WARM_UP_STEPS, fewest=FEWEST_STEPS)
-    through_s: float | None = None
+    through_s = None
     try:
-        if times.exchanged_bytes:
-            through_s = server_exchange_s(times.exchanged_bytes)
+        through_s = server_exchange_s(times.exchanged_bytes) if times.exchanged_bytes else None
     except PSEngineError as error:
         speaker(console, "psengine advise")(f"could not measure an exchange through servers: {error}")
     advice = advise(times, through_s)
@@ -106,11 +107,7 @@ def command(
 
 
 def check_plan(plan: Plan) -> None:
-    """Refuse runs whose ranks cannot be compared.
-
-    Raises:
-        ConfigurationError: one worker, or several nodes; the message has the command line to use.
-    """
+    """Raise for one worker, or several nodes, whose ranks cannot be compared; the message has a command that works."""
     if plan.workers >= 2 and not plan.is_multi_node:
         return
     module = "-m " if plan.torchrun.module else ""
@@ -121,6 +118,24 @@ def check_plan(plan: Plan) -> None:
         f"advise compares the ranks of one host (expected {expected}, got {got})."
         f" Fix: psengine advise --workers {max(plan.workers, DEFAULT_WORKERS)} {module}{shlex.join(plan.script)}"
     )
+
+
+def server_exchange_s(size_bytes: int) -> float:
+    """Seconds that ``size_bytes`` take to a server on this host and back; it applies nothing, and serves nobody else.
+
+    Raises:
+        PSEngineError: packages for servers are missing, or the server did not start or answer.
+    """
+    from psengine.verify.experiment import comparison_server
+
+    with comparison_server() as address:
+        from psengine.parameter_server.client.client import connect
+
+        echoed_bytes = max(1, min(size_bytes, MAX_ECHO_BYTES))
+        with connect(address, role="reader", timeout_s=SERVER_TIMEOUT_S, connect_timeout_s=SERVER_TIMEOUT_S) as client:
+            # The first two open connections and grow buffers.
+            seconds = [client.echo(echoed_bytes) for _ in range(9)][2:]
+    return statistics.median(seconds) * size_bytes / echoed_bytes
 
 
 def describe(advice: Advice, times: StepTimes, through_s: float | None) -> dict[str, object]:

@@ -1,1 +1,1 @@
-"""Step times from a timeline, and the advice drawn from them; pure, but for the exchange with a server."""
+"""Step times from a timeline, and the advice drawn from them; pure."""

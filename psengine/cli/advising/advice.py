@@ -121,7 +121,12 @@ def _judge(
     """(verdict, strategy, reason)."""
     step_s = max(medians) + exchange_s
     if step_s < SHORTEST_S:
-        return "short", "sync", _why_too_short(step_s)
+        reason = (
+            f"steps of {step_s * 1e3:.1f} ms are too short to judge (expected {SHORTEST_S * 1e3:g} ms or more): the"
+            " scheduler's noise is larger than the ranks' differences. Stay with sync, or measure with the model and"
+            " the batch size that you will train with."
+        )
+        return "short", "sync", reason
     gains = {name: rate / predictions["sync"] for name, rate in predictions.items()}
     shares = gains.get("sync with shares", 0.0)
     # Without a bound there is no limit to what speed may cost in staleness: never the first thing to try.
@@ -150,30 +155,19 @@ def _judge(
     return "passing", best, reason
 
 
-def _why_too_short(step_s: float) -> str:
-    return (
-        f"steps of {step_s * 1e3:.1f} ms are too short to judge (expected {SHORTEST_S * 1e3:g} ms or more): the"
-        " scheduler's noise is larger than the ranks' differences. Stay with sync, or measure with the model and the"
-        " batch size that you will train with."
-    )
-
-
 def _why_sync(gains: dict[str, float], spread: float, slowest: int, exchange_share: float) -> str:
     """Why nothing gains enough; ``exchange_share``: of an exchange in the slowest rank's step."""
     enough = f"{WORTH_LEAVING - 1:.0%}"
     if spread <= SIMILAR:
         reason = f"the ranks are similar: no other strategy gains {enough}, which would be worth its staleness."
-    elif exchange_share > spread - 1:
-        reason = (
-            f"rank {slowest} computes {spread:.2f} times as long as the fastest, but the exchange outweighs the"
-            f" difference: shares gain less than {WORTH_IT - 1:.0%}, bounded staleness less than {enough}."
-            " Exchange fewer bytes, or less often."
-        )
     else:
+        is_hidden = exchange_share > spread - 1
         reason = (
-            f"rank {slowest} computes {spread:.2f} times as long as the fastest; the difference is too small: shares"
-            f" gain less than {WORTH_IT - 1:.0%}, bounded staleness less than {enough}."
+            f"rank {slowest} computes {spread:.2f} times as long as the fastest, but"
+            f" {'the exchange outweighs the difference' if is_hidden else 'the difference is too small'}: shares gain"
+            f" less than {WORTH_IT - 1:.0%}, bounded staleness less than {enough}."
         )
+        reason += " Exchange fewer bytes, or less often." if is_hidden else ""
     if gains["async"] >= WORTH_LEAVING:
         reason += f" Only async without a bound on staleness gains more ({gains['async'] - 1:.0%})."
     return reason

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,11 +69,6 @@ def step_times(trace: Mapping[str, Any], *, warm_up: int = 5, fewest: int = 8) -
     Raises:
         ConfigurationError: the script made too few steps, trained with another strategy, or on a GPU.
     """
-    begins: dict[int, dict[int, float]] = {}
-    waits: dict[int, dict[int, float]] = {}
-    samples: dict[int, dict[int, float]] = {}
-    # (rank, step) → bucket → bytes.
-    buckets: dict[tuple[int, int], dict[int, int]] = {}
     device = trace["otherData"].get("device") or "cpu"
     if device != "cpu":
         raise ConfigurationError(
@@ -79,21 +76,25 @@ def step_times(trace: Mapping[str, Any], *, warm_up: int = 5, fewest: int = 8) -
             " device's stream, for which the process does not wait, so its spans do not show which rank is slow. Fix:"
             " measure with the model on the CPU, or compare the ranks' kernels with torch.profiler"
         )
+    begins: dict[int, dict[int, float]] = defaultdict(dict)
+    waits: dict[tuple[int, int], float] = defaultdict(float)
+    samples: dict[tuple[int, int], float] = defaultdict(float)
+    # (rank, step) → bucket → bytes.
+    buckets: dict[tuple[int, int], dict[int, int]] = defaultdict(dict)
     for event in trace["traceEvents"]:
         if event["ph"] != "X":
             continue
-        rank, step = event["pid"], event["args"]["step"]
+        rank, step = at = event["pid"], event["args"]["step"]
         if "bucket" in event["args"] and "bytes" in event["args"]:
             # A bucket that is packed in parts has several spans; the last ones hold all of it.
-            held, bucket = buckets.setdefault((rank, step), {}), event["args"]["bucket"]
-            held[bucket] = max(held.get(bucket, 0), event["args"]["bytes"])
+            bucket = event["args"]["bucket"]
+            buckets[at][bucket] = max(buckets[at].get(bucket, 0), event["args"]["bytes"])
         if event["name"] == "forward":
             # A model with several forwards in a step begins it with the first.
-            begins.setdefault(rank, {}).setdefault(step, event["ts"] / 1e6)
-            counted = samples.setdefault(rank, {})
-            counted[step] = counted.get(step, 0.0) + (event["args"].get("samples") or 0)
+            begins[rank].setdefault(step, event["ts"] / 1e6)
+            samples[at] += event["args"].get("samples") or 0
         elif event["cat"] in _WAITING:
-            waits.setdefault(rank, {})[step] = waits.setdefault(rank, {}).get(step, 0.0) + event["dur"] / 1e6
+            waits[at] += event["dur"] / 1e6
         elif event["name"] in ("push", "apply"):
             raise ConfigurationError(
                 "advise measures strategy 'sync', and this script chose one over servers by itself (expected spans of a"
@@ -111,34 +112,23 @@ def step_times(trace: Mapping[str, Any], *, warm_up: int = 5, fewest: int = 8) -
             f"too few steps to judge (expected {warm_up + fewest} or more on every rank, got {len(common)};"
             f" the first {warm_up} are left out as warm-up). Fix: let the script train longer"
         )
-    period = {rank: [begins[rank][step + 1] - begins[rank][step] for step in steps] for rank in ranks}
-    waited = {
-        rank: [min(p, waits.get(rank, {}).get(step, 0.0)) for step, p in zip(steps, period[rank], strict=True)]
-        for rank in ranks
-    }
-    compute = {rank: [p - w for p, w in zip(period[rank], waited[rank], strict=True)] for rank in ranks}
-    kept = _usual([compute[rank] for rank in ranks])
+    period = {at: begins[at[0]][at[1] + 1] - begins[at[0]][at[1]] for at in itertools.product(ranks, steps)}
+    waited = {at: min(period_s, waits[at]) for at, period_s in period.items()}
+    medians = {rank: statistics.median(period[rank, step] - waited[rank, step] for step in steps) for rank in ranks}
+    usual = [
+        step
+        for step in steps
+        if any(period[rank, step] - waited[rank, step] <= _UNUSUAL * medians[rank] for rank in ranks)
+    ]
     hosts = {int(process["rank"]): str(process.get("host", "")) for process in trace["otherData"]["processes"]}
-    has_samples = all(samples[rank][step] > 0 for rank in ranks for step in steps)
+    has_samples = all(samples[at] > 0 for at in period)
     return StepTimes(
-        compute_s=tuple(tuple(compute[rank][k] for k in kept) for rank in ranks),
-        waited_s=tuple(tuple(waited[rank][k] for k in kept) for rank in ranks),
+        compute_s=tuple(tuple(period[rank, step] - waited[rank, step] for step in usual) for rank in ranks),
+        waited_s=tuple(tuple(waited[rank, step] for step in usual) for rank in ranks),
         samples=tuple(
-            statistics.fmean(samples[rank][steps[k]] for k in kept) if has_samples else 1.0 for rank in ranks
+            statistics.fmean(samples[rank, step] for step in usual) if has_samples else 1.0 for rank in ranks
         ),
         hosts=tuple(hosts.get(rank, "") for rank in ranks),
         has_samples=has_samples,
         exchanged_bytes=int(statistics.median_high(sum(b.values()) for b in buckets.values())) if buckets else 0,
     )
-
-
-def _usual(compute: Sequence[Sequence[float]]) -> list[int]:
-    """The steps in which not every rank took unusually long."""
-    medians = [statistics.median(times) for times in compute]
-    count = len(compute[0])
-    usual = [
-        step
-        for step in range(count)
-        if any(times[step] <= _UNUSUAL * median for times, median in zip(compute, medians, strict=True))
-    ]
-    return usual or list(range(count))
