@@ -60,16 +60,7 @@ class StatusReport:
 
 
 class Answers:
-    """See the module's text.
-
-    Args:
-        index: of the shard.
-        epoch: of the server process.
-        jobs: of the shard.
-        durable: of the shard.
-        report: of the shard.
-        addresses: of all shards of the process.
-    """
+    """Of one shard; ``epoch`` is of the server process, ``addresses`` are those of all its shards."""
 
     def __init__(
         self,
@@ -115,19 +106,11 @@ class Answers:
         }
 
     def of_member(self, job: Job, member: Member, message: Message) -> list[Reply]:
-        """What a member's message leads to.
-
-        Raises:
-            ProtocolError: it is refused; nothing has changed.
-        """
+        """The replies that a member's message leads to; ProtocolError where it is refused: nothing has changed."""
         return self._of_members[message.type](job, member, message)
 
     def of_reader(self, message: Message) -> Message:
-        """What a reader is told.
-
-        Raises:
-            ProtocolError: the job has no values, or its servers do not hold them.
-        """
+        """The answer to a reader; ProtocolError where the job has no values, or its servers do not hold them."""
         if message.type is MessageType.STATUS:
             return self._message(MessageType.STATUS_REPORT, message, payload=self._report.payload())
         if message.type is MessageType.ECHO:
@@ -191,53 +174,34 @@ class Answers:
             member = job.membership.members.get(reply.rank)
             if member is None or not (route := member.route_of(reply.type)):
                 continue  # it will ask again when it is back
-            payload = reply.payload
             if reply.type is MessageType.UPDATED:
                 member.telemetry.release(reply.key, reply.sequence, now_s)
-            message = Message(
-                reply.type,
-                job=job.number,
-                epoch=self._epoch,
-                worker=reply.rank,
-                incarnation=member.incarnation,
-                key=reply.key,
-                sequence=reply.sequence,
-                version=reply.version,
-                dtype=None if payload is None else payload.dtype,
-                numel=0 if payload is None else payload.numel(),
-                body=reply.body,
-                payload=payload,
-            )
+            to = {"job": job.number, "worker": reply.rank, "incarnation": member.incarnation, "key": reply.key}
+            message = self._make(reply, **to)
             job.statistics.bytes_out += traffic_bytes(message)
             outgoing.append(Outgoing(route, message, reply.pins))
             if reply.type is MessageType.ERROR and reply.body["code"] == ErrorCode.FENCED:
                 outgoing.extend(self.outgoing(job, job.fence(reply.rank, reply.body["text"], now_s), now_s))
         return outgoing
 
-    def _message(
-        self,
-        type: MessageType,
-        request: Message,
-        *,
-        version: int = 0,
-        payload: torch.Tensor | None = None,
-        body: dict[str, Any] | None = None,
-    ) -> Message:
-        """An answer to ``request``, to whoever sent it."""
+    def _make(self, reply: Reply, **to: int) -> Message:
+        payload = reply.payload
         return Message(
-            type,
-            job=request.job,
+            reply.type,
             epoch=self._epoch,
-            worker=request.worker,
-            incarnation=request.incarnation,
-            key=request.key,
-            sequence=request.sequence,
-            version=version,
+            sequence=reply.sequence,
+            version=reply.version,
             dtype=None if payload is None else payload.dtype,
             numel=0 if payload is None else payload.numel(),
-            body=body or {},
+            body=reply.body,
             payload=payload,
+            **to,
         )
+
+    def _message(self, type: MessageType, request: Message, **fields: Any) -> Message:
+        """An answer to ``request``, to its sender."""
+        to = {name: getattr(request, name) for name in ("job", "worker", "incarnation", "key")}
+        return self._make(Reply(type, request.worker, request.sequence, **fields), **to)
 
     def error(self, request: Message, error: ProtocolError) -> Message:
         """A message was refused."""

@@ -15,7 +15,7 @@ a step. Pure, but for ``CopyBarrier``, where threads wait.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -50,7 +50,7 @@ class Step(NamedTuple):
 
 
 @dataclass(slots=True)
-class _Open:
+class OpenStep:
     """A step of which some chunks have come."""
 
     number: int
@@ -75,7 +75,7 @@ class JobCapture:
     def __init__(
         self,
         state: JobState,
-        awaited: dict[int, _Open],
+        awaited: dict[int, OpenStep],
         make_rule: Callable[..., ChunkRule],
         on_complete: Callable[[], None],
     ) -> None:
@@ -129,7 +129,7 @@ class Cuts:
 
     def __init__(self) -> None:
         self.begun: dict[int, int] = {}
-        self._open: dict[int, _Open] = {}
+        self._open: dict[int, OpenStep] = {}
         self._capture: JobCapture | None = None
 
     def pushed(self, push: Contribution, key: int, mark: Sequence[Any] | None) -> None:
@@ -140,7 +140,7 @@ class Cuts:
             if step.is_whole:
                 self.begun[rank] = step.number
             if known is None or known.number != step.number:
-                known = _Open(step.number)
+                known = OpenStep(step.number)
             if not known.take(key, step):
                 self._open[rank] = known
         if self._capture is not None:
@@ -155,30 +155,18 @@ class Cuts:
             self._capture.left(rank)
             self._let_go()
 
-    def copy(
-        self,
-        state: JobState,
-        make_rule: Callable[..., ChunkRule],
-        goals: Mapping[int, int],
-        live_ranks: tuple[int, ...],
-        on_complete: Callable[[], None],
-    ) -> JobCapture:
-        """Make of a copy one that is cut between steps.
-
-        Args:
-            state: the copy, as things are now.
-            make_rule: see ``JobCapture``.
-            goals: by rank, steps that another shard has begun.
-            live_ranks: the workers whose steps are to be in it as a whole; () takes it as it is.
-            on_complete: see ``JobCapture``.
-        """
-        awaited = {r: _Open(one.number, set(one.keys)) for r, one in self._open.items() if r in live_ranks}
+    def awaited(self, goals: Mapping[int, int], ranks: Collection[int]) -> dict[int, OpenStep]:
+        """Steps of these workers that a copy made now has in part; ``goals``: steps that another shard has begun."""
+        awaited = {rank: OpenStep(one.number, set(one.keys)) for rank, one in self._open.items() if rank in ranks}
         for rank, number in goals.items():
-            if rank in live_ranks and number > self.begun.get(rank, 0):
-                awaited[rank] = _Open(number)
-        capture = self._capture = JobCapture(state, awaited, make_rule, on_complete)
+            if rank in ranks and number > self.begun.get(rank, 0):
+                awaited[rank] = OpenStep(number)
+        return awaited
+
+    def follow(self, capture: JobCapture) -> None:
+        """Hand on to a copy what it awaits."""
+        self._capture = capture
         self._let_go()
-        return capture
 
     def _let_go(self) -> None:
         """Hold a copy no longer than it awaits something."""

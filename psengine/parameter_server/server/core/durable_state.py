@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from psengine.parameter_server.server.core.capture import Capture, CopyBarrier, Goals
+from psengine.parameter_server.server.core.capture import Capture, CopyBarrier, Goals, JobCapture
 from psengine.parameter_server.server.core.job import Job
 from psengine.parameter_server.server.core.shard_jobs import ShardJobs
 from psengine.parameter_server.server.snapshots.store import JobState
@@ -16,9 +16,6 @@ from psengine.protocol.layout import ChunkSpec
 
 class DurableState:
     """See the module's text.
-
-    Args:
-        jobs: of the shard.
 
     Attributes:
         generation: of the snapshot that is on disk; None without one.
@@ -64,8 +61,11 @@ class DurableState:
         self._note_captured()
         capture = Capture()
         for job in self._jobs.kept():
-            awaited = job.membership.live_ranks if awaits_steps else ()
-            capture.add(job.copy(goals.get(job.number, {}), awaited, capture.look))
+            awaits = awaits_steps and any(rule.is_changed_by_each for rule in job.rules)
+            awaited = job.cuts.awaited(goals.get(job.number, {}), job.membership.live_ranks) if awaits else {}
+            copy = JobCapture(job.copy(), awaited, job.chunks.make_rule, capture.look)
+            job.cuts.follow(copy)
+            capture.add(copy)
         capture.look()
         return capture
 

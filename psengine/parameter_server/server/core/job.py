@@ -9,11 +9,11 @@ exchanges.py            pushes, and what became of them
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from psengine.errors import ProtocolError
-from psengine.parameter_server.server.core.capture import Cuts, JobCapture, chunk_state
+from psengine.parameter_server.server.core.capture import Cuts, chunk_state
 from psengine.parameter_server.server.core.job_record import JobRecord
 from psengine.parameter_server.server.core.life import JOB, JobEvent, JobPhase, after
 from psengine.parameter_server.server.core.membership import MAX_WORKERS, Greeting, Member, Membership
@@ -107,10 +107,16 @@ class Job(ABC):
         self.phase = after(JOB, self.phase, event)
 
     def missing_ranks(self) -> tuple[int, ...]:
-        """Expected workers that are not here, or never were, as the rule's gathering has it."""
-        awaited = self.rule.kind.gathering.awaited
-        here = awaited(self.membership.live_ranks, self.came, has_started=self.has_started)
-        if here is None or len(here) >= self.expected_workers:
+        """Expected workers that exchanges wait for although they are not here.
+
+        Where all work together the first exchange waits for all that are expected; where each works alone, the clocks
+        of those that never were here stand at 0.
+        """
+        is_single = self.rule.kind.gathering.is_single
+        if not is_single and self.has_started:
+            return ()
+        here: Collection[int] = self.came if is_single else self.membership.live_ranks
+        if len(here) >= self.expected_workers:
             return ()
         return tuple(rank for rank in range(self.expected_workers) if rank not in here)
 
@@ -313,20 +319,9 @@ class Job(ABC):
 
     # ---- for snapshots -----------------------------------------------------------------------------------------
 
-    def copy(
-        self, goals: Mapping[int, int], awaited_ranks: tuple[int, ...], on_complete: Callable[[], None]
-    ) -> JobCapture:
-        """A copy of everything a snapshot keeps.
-
-        Args:
-            goals: by rank, steps that another shard has begun.
-            awaited_ranks: workers of whom it is to have the whole of steps that are under way.
-            on_complete: see ``JobCapture``.
-        """
-        state = JobState(self.name, self.to_meta(), [chunk_state(rule, copies=True) for rule in self.rules])
-        if not any(rule.is_changed_by_each for rule in self.rules):
-            awaited_ranks = ()
-        return self.cuts.copy(state, self.chunks.make_rule, goals, awaited_ranks, on_complete)
+    def copy(self) -> JobState:
+        """A copy of everything a snapshot keeps."""
+        return JobState(self.name, self.to_meta(), [chunk_state(rule, copies=True) for rule in self.rules])
 
     def to_meta(self) -> dict[str, Any]:
         """What a snapshot keeps of the job itself."""

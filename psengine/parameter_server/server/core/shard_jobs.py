@@ -26,13 +26,7 @@ MAX_JOBS_OF_ONE = 192
 class ShardJobs:
     """See the module's text.
 
-    Args:
-        settings: of the shard.
-        clocks: of the shard.
-        note: see ``EventLog.note``.
-
     Attributes:
-        by_number: the jobs.
         now_s: the time; set by the shard with every message and tick.
         on_drop: called with a job that is forgotten.
     """

@@ -17,9 +17,7 @@ from psengine.errors import ProtocolError
 from psengine.flat_optimizers.optimizers import is_finite
 from psengine.parameter_server.server.rules.exchange import PayloadPins, Reply, Update
 from psengine.parameter_server.server.rules.outcome import Outcome
-from psengine.parameter_server.server.rules.payloads import ChunkPayloads
-from psengine.parameter_server.server.rules.statistics import JobStatistics
-from psengine.protocol.layout import ChunkKind, ChunkSpec
+from psengine.protocol.layout import ChunkKind
 from psengine.protocol.messages import ErrorCode
 
 
@@ -29,10 +27,8 @@ class AverageOutcome(Outcome):
     holds_weights = False
     pushed_kinds = frozenset({ChunkKind.PARAMETER, ChunkKind.BUFFER, ChunkKind.USAGE})
 
-    def __init__(
-        self, spec: ChunkSpec, values: torch.Tensor | None, payloads: ChunkPayloads, statistics: JobStatistics
-    ) -> None:
-        super().__init__(spec, values, payloads, statistics)
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
         self.values_version = 0
         # Averages that some live worker may still ask for, as they travel: exchange -> (payload, number of gradients).
         self._results: dict[int, tuple[torch.Tensor, int]] = {}

@@ -9,7 +9,7 @@ The outcome (``outcome.py``) says what a complete set leads to.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -27,12 +27,13 @@ class ChunkRule(ABC):
     Args:
         outcome: what a complete set leads to; it knows the chunk and how far it is.
         context: shared with the job's other chunks.
+        options: the rule as in HELLO.
     """
 
     # Whether a single contribution is complete.
     is_single: ClassVar[bool]
 
-    def __init__(self, outcome: Outcome, context: RuleContext) -> None:
+    def __init__(self, outcome: Outcome, context: RuleContext, options: Mapping[str, Any]) -> None:
         self.outcome = outcome
         self.spec, self.progress, self.payloads = outcome.spec, outcome.progress, outcome.payloads
         self.context = context
@@ -40,19 +41,6 @@ class ChunkRule(ABC):
         self._refused: dict[int, str] = {}
         # The version that a snapshot had.
         self._restored_version = 0
-
-    @staticmethod
-    def options(rule: Mapping[str, Any]) -> dict[str, Any]:
-        """Keyword arguments of its own, from a rule as in HELLO."""
-        return {}
-
-    @staticmethod
-    @abstractmethod
-    def awaited(live: Collection[int], came: Collection[int], *, has_started: bool) -> Collection[int] | None:
-        """Who of the expected workers need not be waited for: those ``live``, or all that ever ``came``.
-
-        None: nobody is waited for because of being expected.
-        """
 
     @property
     def version(self) -> int:

@@ -10,7 +10,7 @@ Distributed ML via a Stale Synchronous Parallel Parameter Server").
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -25,35 +25,21 @@ from psengine.protocol.messages import ErrorCode, MessageType
 
 
 class Each(ChunkRule):
-    """See the module's text. The chunk's version counts the contributions that changed it.
-
-    Args:
-        max_staleness: hold an answer while its worker's clock (number of its pushes) is more than this many ahead of
-            the slowest live worker's; None never holds.
-    """
+    """See the module's text. The chunk's version counts the contributions that changed it."""
 
     is_single = True
 
-    def __init__(self, outcome: Outcome, context: RuleContext, *, max_staleness: int | None = None) -> None:
-        super().__init__(outcome, context)
-        self._max_staleness = max_staleness
+    def __init__(self, outcome: Outcome, context: RuleContext, options: Mapping[str, Any]) -> None:
+        super().__init__(outcome, context, options)
+        # An answer is held while its worker's clock (number of its pushes) is more than this many ahead of the slowest
+        # live worker's; None never holds.
+        self._max_staleness: int | None = options.get("max_staleness")
         self._clocks: dict[int, int] = {}
         self._held: dict[int, int] = {}
         # Pushes computed from older versions were under way when their worker's lease ran out.
         self._oldest_base: dict[int, int] = {}
         # By worker, its last exchange in the snapshot.
         self._restored_sequence: dict[int, int] = {}
-
-    @staticmethod
-    @override
-    def options(rule: Mapping[str, Any]) -> dict[str, Any]:
-        return {"max_staleness": rule.get("max_staleness")}
-
-    @staticmethod
-    @override
-    def awaited(live: Collection[int], came: Collection[int], *, has_started: bool) -> Collection[int] | None:
-        # The clocks of those that never were here stand at 0.
-        return came
 
     @override
     def _gather(self, contribution: Contribution) -> list[Reply]:

@@ -29,6 +29,7 @@ class Outcome(ABC):
         values: 1-D, the chunk's values; owned and mutated here. None where nobody has brought any.
         payloads: encodes answers.
         statistics: counters, mutated.
+        options: the rule as in HELLO.
 
     Attributes:
         progress: how far the chunk is; shared with the gathering.
@@ -40,7 +41,12 @@ class Outcome(ABC):
     pushed_kinds: ClassVar[frozenset[ChunkKind]]
 
     def __init__(
-        self, spec: ChunkSpec, values: torch.Tensor | None, payloads: ChunkPayloads, statistics: JobStatistics
+        self,
+        spec: ChunkSpec,
+        values: torch.Tensor | None,
+        payloads: ChunkPayloads,
+        statistics: JobStatistics,
+        options: Mapping[str, Any],
     ) -> None:
         self.spec = spec
         self.values = values
@@ -48,11 +54,6 @@ class Outcome(ABC):
         self.payloads = payloads
         self.statistics = statistics
         self.optimizer: ChunkOptimizer | None = None
-
-    @staticmethod
-    def options(rule: Mapping[str, Any]) -> dict[str, Any]:
-        """Keyword arguments of its own, from a rule as in HELLO."""
-        return {}
 
     @property
     def is_ready(self) -> bool:

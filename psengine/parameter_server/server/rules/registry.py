@@ -59,5 +59,4 @@ class JobRule:
         """
         gathers, concludes = self.kind
         payloads = ChunkPayloads(spec, self._codec)
-        outcome = concludes(spec, values, payloads, context.statistics, **concludes.options(self.body))
-        return gathers(outcome, context, **gathers.options(self.body))
+        return gathers(concludes(spec, values, payloads, context.statistics, self.body), context, self.body)

@@ -23,12 +23,7 @@ from psengine.protocol.messages import ErrorCode
 
 
 class StepOutcome(Outcome):
-    """See the module's text.
-
-    Args:
-        scales_by_staleness: multiply the learning rate by 1 / (staleness + 1).
-        delay_compensation: strength of the correction of DC-ASGD; 0 keeps no backups.
-    """
+    """See the module's text."""
 
     holds_weights = True
     pushed_kinds = frozenset({ChunkKind.PARAMETER, ChunkKind.BUFFER})
@@ -40,26 +35,18 @@ class StepOutcome(Outcome):
         values: torch.Tensor | None,
         payloads: ChunkPayloads,
         statistics: JobStatistics,
-        *,
-        scales_by_staleness: bool = False,
-        delay_compensation: float = 0.0,
+        options: Mapping[str, Any],
     ) -> None:
         if values is None:
             raise ProtocolError(f"{spec.describe()}: expected initial values as payload, got none")
-        super().__init__(spec, values, payloads, statistics)
+        super().__init__(spec, values, payloads, statistics, options)
         self._pins = PayloadPins()
-        self._scales_by_staleness = scales_by_staleness
-        self._delay_compensation = delay_compensation if spec.kind is ChunkKind.PARAMETER else 0.0
+        self._scales_by_staleness = options.get("staleness_scaling") == "inverse"
+        # Strength of the correction of DC-ASGD; 0 keeps no backups.
+        is_parameter = spec.kind is ChunkKind.PARAMETER
+        self._delay_compensation: float = options.get("delay_compensation", 0.0) if is_parameter else 0.0
         # What each worker was last sent, and its version.
         self._backups: dict[int, tuple[int, torch.Tensor]] = {}
-
-    @staticmethod
-    @override
-    def options(rule: Mapping[str, Any]) -> dict[str, Any]:
-        return {
-            "scales_by_staleness": rule.get("staleness_scaling") == "inverse",
-            "delay_compensation": rule.get("delay_compensation", 0.0),
-        }
 
     @property
     @override

@@ -33,32 +33,18 @@ MAX_SHOWN_RANKS = 256
 
 
 class Together(ChunkRule):
-    """See the module's text. The chunk's version is the number of the last exchange that ended.
-
-    Args:
-        quorum: end an exchange with this many gradients (backup workers, Chen et al. 2016,
-            https://arxiv.org/abs/1604.00981); None waits for everybody.
-    """
+    """See the module's text. The chunk's version is the number of the last exchange that ended."""
 
     is_single = False
 
-    def __init__(self, outcome: Outcome, context: RuleContext, *, quorum: int | None = None) -> None:
-        super().__init__(outcome, context)
-        self._quorum = quorum
+    def __init__(self, outcome: Outcome, context: RuleContext, options: Mapping[str, Any]) -> None:
+        super().__init__(outcome, context, options)
+        # An exchange ends with this many gradients (backup workers, Chen et al. 2016,
+        # https://arxiv.org/abs/1604.00981); None waits for everybody.
+        self._quorum: int | None = options.get("quorum")
         self._open: dict[int, ContributionSet] = {}
         # Of exchanges that ended here and may be answered again: who took part.
         self._ended: dict[int, frozenset[int]] = {}
-
-    @staticmethod
-    @override
-    def options(rule: Mapping[str, Any]) -> dict[str, Any]:
-        return {"quorum": rule.get("quorum")}
-
-    @staticmethod
-    @override
-    def awaited(live: Collection[int], came: Collection[int], *, has_started: bool) -> Collection[int] | None:
-        # The first exchange waits for all that are expected.
-        return None if has_started else live
 
     @override
     def _gather(self, contribution: Contribution) -> list[Reply]:
