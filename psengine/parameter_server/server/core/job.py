@@ -79,7 +79,6 @@ class Job(ABC):
 
     @property
     def rules(self) -> Collection[ChunkRule]:
-        """Of all chunks."""
         return self.chunks.rules.values()
 
     @property
@@ -89,12 +88,10 @@ class Job(ABC):
 
     @property
     def is_sealed(self) -> bool:
-        """See ``JobPhase``."""
         return self.phase.is_sealed
 
     @property
     def has_started(self) -> bool:
-        """See ``JobPhase``."""
         return self.phase.has_started
 
     @property
@@ -103,7 +100,6 @@ class Job(ABC):
         return 0
 
     def advance(self, event: JobEvent) -> None:
-        """Something happens to the job."""
         self.phase = after(JOB, self.phase, event)
 
     def missing_ranks(self) -> tuple[int, ...]:
@@ -324,7 +320,6 @@ class Job(ABC):
         return JobState(self.name, self.to_meta(), [chunk_state(rule, copies=True) for rule in self.rules])
 
     def to_meta(self) -> dict[str, Any]:
-        """What a snapshot keeps of the job itself."""
         return {
             "rule": self.rule.body,
             "expected_workers": self.expected_workers,

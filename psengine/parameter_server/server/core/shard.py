@@ -37,13 +37,15 @@ TICK_S = 0.1
 # Shorter leaps are ordinary, such as the copy of a large model for a snapshot, and not reported.
 NOTABLE_PAUSE_S = 2.0
 # Refusals that people should hear of; by the others a worker learns that it has to come back, or wait.
-_NOTABLE_REFUSALS = {
-    ErrorCode.RULE_MISMATCH: "refused",
-    ErrorCode.LAYOUT_MISMATCH: "refused",
-    ErrorCode.DUPLICATE_RANK: "refused",
-    ErrorCode.BAD_VALUE: "refused",
-    ErrorCode.MEMORY: "memory",
-}
+_NOTABLE_REFUSALS = frozenset(
+    {
+        ErrorCode.RULE_MISMATCH,
+        ErrorCode.LAYOUT_MISMATCH,
+        ErrorCode.DUPLICATE_RANK,
+        ErrorCode.BAD_VALUE,
+        ErrorCode.MEMORY,
+    }
+)
 # Events that each shard has its own of; the others would be the same at each, and only the first shard notes them.
 _EVENTS_OF_ANY_SHARD = frozenset({"refused", "late", "lost", "memory", "stood_still", "torn"})
 # All other messages of members may change what a snapshot keeps: even PULL and REPEAT, by backing up weights.
@@ -53,13 +55,9 @@ _LEAVE_SNAPSHOT_ALONE = frozenset({MessageType.HEARTBEAT, MessageType.LIST, Mess
 class Shard:
     """See the module's text.
 
-    Args:
+    Attributes:
         index: of this shard in its server process, 0 first.
         epoch: random number of the server process's life.
-        settings: given by the daemon.
-        clocks: date events, measure work.
-
-    Attributes:
         shard_addresses: of all shards of the process, told to clients; set before the first message.
         jobs: the jobs here.
         durable: what of them is on disk.
@@ -126,7 +124,6 @@ class Shard:
         return (Standing.MEMBER if is_member else Standing.GREETED), (job, member)
 
     def _look_at_time(self, now_s: float) -> None:
-        """It is ``now_s``; see the module's text."""
         passed_s, self.jobs.now_s = now_s - self.jobs.now_s, now_s
         # A lease outlasts several heartbeats: a pause shorter than one harms nobody.
         if passed_s <= max(self.settings.heartbeat_s, 2 * TICK_S):
@@ -153,7 +150,7 @@ class Shard:
         job = self.jobs.by_number.get(message.job)
         worker = message.body.get("rank") if message.type is MessageType.HELLO else message.worker
         self.note(
-            _NOTABLE_REFUSALS[error.code],
+            "memory" if error.code == ErrorCode.MEMORY else "refused",
             f"{message.type.name} was refused: {error}",
             job=job.name if job is not None else "",
             worker=None if worker == NOBODY else worker,
@@ -190,16 +187,18 @@ class Shard:
         return self._answers.outgoing(job, job.evict([rank], now_s), now_s)
 
     def _hello(self, sender: Sender, message: Message, now_s: float) -> list[Outgoing]:
-        body = message.body
+        body, job = message.body, self.jobs.by_number.get(message.job)
         if job_number(body["job"]) != message.job:
             raise ProtocolError(f"the header's job is not the number of {body['job']!r}")
+        if job is not None and job.name != body["job"]:
+            raise ProtocolError(f"jobs {job.name!r} and {body['job']!r} have the same number; rename one")
         if self.is_draining:
             raise ProtocolError("the server is shutting down", ErrorCode.SHUTTING_DOWN)
         if body["role"] == "reader":
-            return [Outgoing(sender.route, self._welcome_reader(message))]
-        job = self.jobs.by_number.get(message.job) or self.jobs.begin(body["job"], body["rule"], sender.peer)
-        if job.name != body["job"]:
-            raise ProtocolError(f"jobs {job.name!r} and {body['job']!r} have the same number; rename one")
+            state = "ready" if job is not None and job.is_sealed else "wait"
+            return [Outgoing(sender.route, self._answers.welcome(job, message, state))]
+        if job is None:
+            job = self.jobs.begin(body["job"], body["rule"], sender.peer)
         if job.rule.body != body["rule"]:
             raise ProtocolError(
                 f"job {job.name!r} runs under another rule (expected strategy {rule_text(job.rule.body)!r}, got"
@@ -214,12 +213,6 @@ class Shard:
         if member is not None:
             welcome.worker, welcome.incarnation = member.rank, member.incarnation
         return [Outgoing(sender.route, welcome), *self._answers.outgoing(job, replies, now_s)]
-
-    def _welcome_reader(self, message: Message) -> Message:
-        job = self.jobs.by_number.get(message.job)
-        if job is not None and job.name != message.body["job"]:
-            raise ProtocolError(f"jobs {job.name!r} and {message.body['job']!r} have the same number; rename one")
-        return self._answers.welcome(job, message, "ready" if job is not None and job.is_sealed else "wait")
 
     def _authenticate(self, sender: Sender, message: Message, now_s: float) -> tuple[Job, Member]:
         job = self.jobs.by_number.get(message.job)

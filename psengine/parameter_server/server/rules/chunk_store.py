@@ -55,11 +55,7 @@ class ChunkStore:
         self._last_stores.clear()
 
     def find(self, key: int) -> ChunkRule:
-        """The chunk's rule.
-
-        Raises:
-            ProtocolError: there is no such chunk here.
-        """
+        """The chunk's rule; ProtocolError where there is no such chunk here."""
         rule = self.rules.get(key)
         if rule is None:
             keys = f"{min(self.rules)} to {max(self.rules)}" if self.rules else "none"

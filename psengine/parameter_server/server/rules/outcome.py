@@ -106,11 +106,7 @@ class Outcome(ABC):
 
     @abstractmethod
     def read(self) -> tuple[int, torch.Tensor]:
-        """(version, values) as PULL reads them.
-
-        Raises:
-            ProtocolError: there are none.
-        """
+        """(version, values) as PULL reads them; ProtocolError where there are none."""
 
     @abstractmethod
     def store(self, values: torch.Tensor, version: int) -> None:
