@@ -264,6 +264,18 @@ def team(world, size, specs, *, values=None, rule=AVERAGE, **options):
     return workers
 
 
+def world_of(size, specs, **options):
+    """A world, and its workers: see ``team``."""
+    world = World()
+    return world, team(world, size, specs, **options)
+
+
+def push_all(workers, sequence, values, key=0):
+    """All contribute the same to an exchange; their answers wait for them."""
+    for worker in workers:
+        worker.push(key, sequence, values)
+
+
 def codes(messages):
     return [m.body["code"] for m in messages if m.type is MessageType.ERROR]
 
@@ -283,7 +295,9 @@ __all__ = [
     "Worker",
     "World",
     "codes",
+    "push_all",
     "rule_of",
     "spec",
     "team",
+    "world_of",
 ]

@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.shard_world import APPLY, SGD, Worker, World, codes, rule_of, spec, team
+from support.shard_world import APPLY, SGD, Worker, World, codes, push_all, rule_of, spec, team
 
 from psengine.parameter_server.server.core.surroundings import Sender
 from psengine.protocol.frames import encode, payload_tensor
@@ -149,8 +149,7 @@ class TestRefusals:
     def test_what_was_computed_before_an_eviction_is_stale_under_a_bound(self):
         world, workers = fleet(2, max_staleness=1)
         for sequence in (1, 2):
-            for worker in workers:
-                worker.push(0, sequence, torch.ones(6))
+            push_all(workers, sequence, torch.ones(6))
         world.advance(6, workers[0])
         workers[0].push(0, 3, torch.ones(6), 4)
         assert workers[1].hello() == "ready"
@@ -211,8 +210,7 @@ class TestBound:
     def test_a_newcomer_starts_level_with_the_slowest(self):
         world, workers = fleet(2, max_staleness=1)
         for sequence in range(1, 6):
-            for worker in workers:
-                worker.push(0, sequence, torch.ones(6))
+            push_all(workers, sequence, torch.ones(6))
         newcomer = Worker(world, rule=workers[0].rule)
         assert newcomer.hello() == "ready"
         assert rule_of(world).clocks()[newcomer.rank] == 5

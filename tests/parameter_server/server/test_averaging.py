@@ -10,7 +10,7 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from support.shard_world import AVERAGE, Worker, World, codes, rule_of, spec, team
+from support.shard_world import AVERAGE, Worker, World, codes, push_all, rule_of, spec, team, world_of
 
 from psengine.parameter_server.server.rules.together import HISTORY
 from psengine.protocol.frames import payload_tensor
@@ -73,8 +73,7 @@ class TestWeights:
     @pytest.mark.parametrize("weight", [1, 0.3, 7.0, 1e12, 1e-300])
     @pytest.mark.parametrize("size", [1, 3])
     def test_equal_weights_are_the_bits_of_no_weights(self, size, weight):
-        world = World()
-        workers = team(world, size, [spec(0, 37)])
+        workers = team(World(), size, [spec(0, 37)])
         grads = gradients(size, 37)
         for worker in workers:
             push_weighted(worker, 1, grads[worker.rank], weight)
@@ -82,8 +81,7 @@ class TestWeights:
             assert equal(worker.updates()[1], reference(grads))
 
     def test_weight_0_takes_part_and_counts_nothing(self):
-        world = World()
-        workers = team(world, 3, [spec(0, 37)])
+        workers = team(World(), 3, [spec(0, 37)])
         grads = gradients(3, 37)
         push_weighted(workers[1], 1, None, 0)
         push_weighted(workers[0], 1, grads[0], 2)
@@ -96,8 +94,7 @@ class TestWeights:
 
     @pytest.mark.parametrize(("first", "second"), [(2, None), (None, 2), (0, None)])
     def test_weighted_and_unweighted_gradients_do_not_mix(self, first, second):
-        world = World()
-        workers = team(world, 2, [spec(0, 5)])
+        world, workers = world_of(2, [spec(0, 5)])
         push_weighted(workers[0], 1, None if first == 0 else torch.ones(5), first)
         before = world.state_hash()
         (refusal,) = push_weighted(workers[1], 1, torch.ones(5), second)
@@ -111,8 +108,7 @@ class TestWeights:
         assert equal(workers[0].updates()[1], torch.ones(5))
 
     def test_who_abstains_without_a_weight_fits_both(self):
-        world = World()
-        workers = team(world, 3, [spec(0, 5)])
+        workers = team(World(), 3, [spec(0, 5)])
         for sequence, weight in ((1, 3), (2, None)):
             workers[1].push(0, sequence, None)
             push_weighted(workers[0], sequence, torch.ones(5), weight)
@@ -124,14 +120,12 @@ class TestWeights:
         [(None, 2, "weight 2 and no gradient"), (torch.ones(5), 0, "weight 0 and a gradient")],
     )
     def test_a_weight_and_its_gradient_come_together(self, values, weight, words):
-        world = World()
-        (worker,) = team(world, 1, [spec(0, 5)])
+        (worker,) = team(World(), 1, [spec(0, 5)])
         (refusal,) = push_weighted(worker, 1, values, weight)
         assert (refusal.body["code"], words in refusal.body["text"]) == (ErrorCode.BAD_VALUE, True)
 
     def test_a_quorum_averages_those_that_came(self):
-        world = World()
-        workers = team(world, 3, [spec(0, 5)], rule=QUORUM_2)
+        workers = team(World(), 3, [spec(0, 5)], rule=QUORUM_2)
         push_weighted(workers[2], 1, torch.full((5,), 6.0), 3)
         push_weighted(workers[0], 1, torch.full((5,), 2.0), 1)
         expected = torch.full((5,), 5.0)
@@ -140,8 +134,7 @@ class TestWeights:
         assert equal(workers[1].updates()[1], expected)
 
     def test_the_weight_of_a_worker_that_dies_goes_with_it(self):
-        world = World()
-        workers = team(world, 3, [spec(0, 5)])
+        workers = team(World(), 3, [spec(0, 5)])
         for worker in workers:
             push_weighted(worker, 1, torch.ones(5), 1)
         for worker, value, weight in zip(workers[:2], (2.0, 6.0), (1, 3), strict=True):
@@ -154,8 +147,7 @@ class TestWeights:
 class TestSums:
     @pytest.mark.parametrize("size", [1, 2, 3, 4])
     def test_the_same_bits_for_every_order_of_arrival(self, size):
-        world = World()
-        workers = team(world, size, [spec(0, 37)])
+        workers = team(World(), size, [spec(0, 37)])
         for sequence, order in enumerate(itertools.permutations(range(size)), start=1):
             grads = gradients(size, 37, seed=sequence)
             for rank in order:
@@ -166,16 +158,14 @@ class TestSums:
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.int64, torch.bool])
     def test_buffers_become_those_of_the_lowest_rank(self, dtype):
-        world = World()
-        workers = team(world, 3, [spec(0, 4, dtype, ChunkKind.BUFFER)])
+        workers = team(World(), 3, [spec(0, 4, dtype, ChunkKind.BUFFER)])
         values = [torch.tensor([rank, 1, 0, rank]).to(dtype) for rank in range(3)]
         for rank in (2, 0, 1):
             workers[rank].push(0, 1, values[rank])
         assert all(equal(worker.updates()[1], values[0]) for worker in workers)
 
     def test_a_constant_is_not_pushed(self):
-        world = World()
-        (worker,) = team(world, 1, [spec(0, 4, kind=ChunkKind.CONSTANT)])
+        (worker,) = team(World(), 1, [spec(0, 4, kind=ChunkKind.CONSTANT)])
         assert codes(worker.push(0, 1, torch.ones(4))) == [ErrorCode.BAD_MESSAGE]
 
     def test_an_integer_parameter_is_refused(self):
@@ -184,8 +174,7 @@ class TestSums:
         assert codes([worker.register(spec(0, 4, torch.int64))]) == [ErrorCode.BAD_MESSAGE]
 
     def test_non_finite_values_are_passed_on_and_counted(self):
-        world = World()
-        workers = team(world, 2, [spec(0, 2)])
+        world, workers = world_of(2, [spec(0, 2)])
         workers[0].push(0, 1, torch.tensor([1.0, float("nan")]))
         workers[1].push(0, 1, torch.tensor([1.0, 1.0]))
         answer = workers[0].updates()[1]
@@ -194,8 +183,7 @@ class TestSums:
         assert world.shard.status(0.0).jobs["demo"].non_finite == 1
 
     def test_who_abstains_is_not_counted(self):
-        world = World()
-        workers = team(world, 3, [spec(0, 8)])
+        workers = team(World(), 3, [spec(0, 8)])
         grads = gradients(3, 8)
         workers[0].push(0, 1, grads[0])
         workers[1].push(0, 1, None)
@@ -204,8 +192,7 @@ class TestSums:
         assert equal(payload_tensor(answer), reference([grads[0], grads[2]]))
 
     def test_if_all_abstain_there_are_zeros(self):
-        world = World()
-        workers = team(world, 2, [spec(0, 3, torch.bfloat16)])
+        workers = team(World(), 2, [spec(0, 3, torch.bfloat16)])
         workers[0].push(0, 1, None)
         (answer,) = workers[1].push(0, 1, None)
         assert answer.body == {"contributors": 0}
@@ -214,8 +201,7 @@ class TestSums:
 
 class TestRepeats:
     def test_a_repeat_is_not_added_again(self):
-        world = World()
-        workers = team(world, 2, [spec(0, 8)])
+        world, workers = world_of(2, [spec(0, 8)])
         grads = gradients(2, 8)
         assert workers[0].push(0, 1, grads[0]) == []
         assert workers[0].push(0, 1, grads[0]) == []
@@ -228,8 +214,7 @@ class TestRepeats:
         assert world.shard.status(0.0).jobs["demo"].duplicates == 2
 
     def test_probe_says_missing_pending_or_sent_and_never_brings_the_result(self):
-        world = World()
-        workers = team(world, 2, [spec(0, 8)])
+        workers = team(World(), 2, [spec(0, 8)])
         (answer,) = workers[0].probe(0, 1)
         assert answer.type is MessageType.MISSING
         workers[0].push(0, 1, torch.ones(8))
@@ -246,22 +231,19 @@ class TestRepeats:
 
     def test_a_delayed_duplicate_of_long_ago_changes_nothing(self):
         """It sat in an old connection, while its repetition went over a new one."""
-        world = World()
-        workers = team(world, 2, [spec(0, 8)])
+        world, workers = world_of(2, [spec(0, 8)])
         for sequence in (1, 2, 3):
             for worker in workers:
                 worker.push(0, sequence, torch.full((8,), float(sequence)))
         before = world.state_hash()
         assert workers[0].push(0, 1, torch.ones(8)) == []
         assert world.state_hash() == before
-        for worker in workers:
-            worker.push(0, 4, torch.ones(8))
+        push_all(workers, 4, torch.ones(8))
         assert workers[0].updates()[4].tolist() == [1.0] * 8
         assert world.shard.status(0.0).jobs["demo"].evicted == 0
 
     def test_a_worker_cannot_fill_the_memory_with_exchanges_nobody_ends(self):
-        world = World()
-        workers = team(world, 2, [spec(0, 8)])
+        world, workers = world_of(2, [spec(0, 8)])
         answers = [workers[0].push(0, sequence, torch.ones(8)) for sequence in range(1, 10)]
         assert codes(itertools.chain(*answers)) == [ErrorCode.CREDIT] * 7
         assert world.shard.jobs.memory_bytes() == 3 * 32
@@ -284,8 +266,7 @@ class TestWhoCounts:
         assert answer.body == {"contributors": 3}
 
     def test_an_expected_worker_that_dies_before_the_start_is_waited_for(self):
-        world = World()
-        workers = team(world, 2, [spec(0, 4)])
+        world, workers = world_of(2, [spec(0, 4)])
         workers[1].push(0, 1, torch.ones(4))
         world.advance(6, workers[0])
         assert workers[0].push(0, 1, torch.ones(4)) == []
@@ -295,10 +276,8 @@ class TestWhoCounts:
         assert payload_tensor(answer).tolist() == [2.0] * 4
 
     def test_an_evicted_workers_gradient_is_dropped(self, caplog):
-        world = World()
-        workers = team(world, 3, [spec(0, 8)])
-        for worker in workers:
-            worker.push(0, 1, torch.ones(8))
+        world, workers = world_of(3, [spec(0, 8)])
+        push_all(workers, 1, torch.ones(8))
         grads = gradients(3, 8)
         workers[0].push(0, 2, grads[0])
         workers[1].push(0, 2, grads[1])
@@ -312,10 +291,8 @@ class TestWhoCounts:
 
     @pytest.mark.parametrize("leaves", ["evicted", "bye", "replaced"])
     def test_an_exchange_ends_when_the_one_it_waits_for_is_gone(self, leaves):
-        world = World()
-        workers = team(world, 2, [spec(0, 8)])
-        for worker in workers:
-            worker.push(0, 1, torch.ones(8))
+        world, workers = world_of(2, [spec(0, 8)])
+        push_all(workers, 1, torch.ones(8))
         workers[0].take()
         workers[0].push(0, 2, torch.full((8,), 5.0))
         if leaves == "evicted":
@@ -328,11 +305,9 @@ class TestWhoCounts:
         assert workers[0].updates()[2].tolist() == [5.0] * 8
 
     def test_a_worker_that_missed_nothing_goes_on(self):
-        world = World()
-        workers = team(world, 2, [spec(0, 8)])
+        world, workers = world_of(2, [spec(0, 8)])
         for sequence in (1, 2):
-            for worker in workers:
-                worker.push(0, sequence, torch.ones(8))
+            push_all(workers, sequence, torch.ones(8))
         workers[1].take()
         workers[1].push(0, 3, torch.full((8,), 3.0))
         world.advance(6, workers[0])
@@ -345,10 +320,8 @@ class TestWhoCounts:
         assert workers[0].updates()[3].tolist() == workers[1].updates()[3].tolist() == [2.0] * 8
 
     def test_the_lost_answer_of_the_last_exchange_waits_for_it(self):
-        world = World()
-        workers = team(world, 2, [spec(0, 8)])
-        for worker in workers:
-            worker.push(0, 1, torch.ones(8))
+        world, workers = world_of(2, [spec(0, 8)])
+        push_all(workers, 1, torch.ones(8))
         workers[1].take()  # lost
         world.advance(6, workers[0])
         assert workers[1].hello() == "ready"
@@ -357,8 +330,7 @@ class TestWhoCounts:
         assert payload_tensor(answer).tolist() == [1.0] * 8
 
     def test_a_process_that_takes_a_rank_over_does_not_inherit_its_gradient(self):
-        world = World()
-        workers = team(world, 2, [spec(0, 4)])
+        world, workers = world_of(2, [spec(0, 4)])
         workers[1].push(0, 1, torch.full((4,), 100.0))
         newcomer = Worker(world, 1, world_size=2)
         assert newcomer.claim(workers[0]) == "ready"  # the job has not started
@@ -370,8 +342,7 @@ class TestWhoCounts:
 
 class TestQuorum:
     def test_the_first_ones_make_the_average_and_the_late_get_it_too(self):
-        world = World()
-        workers = team(world, 3, [spec(0, 8)], rule=QUORUM_2)
+        world, workers = world_of(3, [spec(0, 8)], rule=QUORUM_2)
         grads = gradients(3, 8)
         workers[2].push(0, 1, grads[2])
         workers[0].push(0, 1, grads[0])
@@ -382,18 +353,15 @@ class TestQuorum:
         assert world.shard.status(0.0).jobs["demo"].late == 1
 
     def test_quorum_of_more_than_are_left_is_all_that_are_left(self):
-        world = World()
-        workers = team(world, 2, [spec(0, 8)], rule=QUORUM_2)
-        for worker in workers:
-            worker.push(0, 1, torch.ones(8))
+        workers = team(World(), 2, [spec(0, 8)], rule=QUORUM_2)
+        push_all(workers, 1, torch.ones(8))
         workers[1].ask(MessageType.BYE)
         (answer,) = workers[0].push(0, 2, torch.ones(8))
         assert answer.body == {"contributors": 1}
 
     @pytest.mark.parametrize("weight", [None, 0])
     def test_who_brings_nothing_does_not_fill_the_quorum(self, weight):
-        world = World()
-        workers = team(world, 3, [spec(0, 8)], rule=QUORUM_2)
+        world, workers = world_of(3, [spec(0, 8)], rule=QUORUM_2)
         for worker in workers[:2]:
             push_weighted(worker, 1, None, weight)
             assert worker.updates() == {}
@@ -402,8 +370,7 @@ class TestQuorum:
         assert world.shard.status(0.0).jobs["demo"].late == 0
 
     def test_the_fastest_is_at_most_history_exchanges_ahead(self):
-        world = World()
-        fast, slow = team(world, 2, [spec(0, 8)], rule=QUORUM_1)
+        world, (fast, slow) = world_of(2, [spec(0, 8)], rule=QUORUM_1)
         for sequence in range(1, HISTORY + 1):
             assert fast.push(0, sequence, torch.full((8,), float(sequence)))
         assert fast.push(0, HISTORY + 1, torch.ones(8)) == []
@@ -417,10 +384,8 @@ class TestQuorum:
         assert world.shard.status(0.0).jobs["demo"].evicted == 0
 
     def test_after_a_restart_a_late_worker_does_not_make_a_second_average(self):
-        world = World()
-        fast, slow = team(world, 2, [spec(0, 8)], rule=QUORUM_1)
-        for worker in (fast, slow):
-            worker.push(0, 1, torch.ones(8))
+        world, (fast, slow) = world_of(2, [spec(0, 8)], rule=QUORUM_1)
+        push_all((fast, slow), 1, torch.ones(8))
         fast.push(0, 2, torch.full((8,), 2.0))
         average = fast.updates()[2]
         world.restart([fast, slow], [spec(0, 8)])
@@ -464,8 +429,7 @@ class TestRestart:
         assert ahead.updates()[6].tolist() == behind.updates()[6].tolist() == [2.0] * 8
 
     def test_a_result_nobody_asked_for_is_refused(self):
-        world = World()
-        workers = team(world, 2, [spec(0, 8)])
+        world, workers = world_of(2, [spec(0, 8)])
         workers[0].push(0, 1, torch.ones(8))
         before = world.state_hash()
         for sender in workers:
@@ -477,12 +441,10 @@ class TestRestart:
         """Rank 0 has said goodbye long ago."""
         world, specs = World(), [spec(0, 8)]
         workers = team(world, 3, specs)
-        for worker in workers:
-            worker.push(0, 1, torch.ones(8))
+        push_all(workers, 1, torch.ones(8))
         workers[0].ask(MessageType.BYE)
         world.restart(workers[1:], specs)
-        for worker in workers[1:]:
-            worker.push(0, 2, torch.ones(8))
+        push_all(workers[1:], 2, torch.ones(8))
         assert workers[2].updates()[2].tolist() == [1.0] * 8
 
     def test_one_that_does_not_come_back_is_waited_for_one_lease(self):
@@ -518,8 +480,7 @@ class TestRestart:
 
     def test_a_hello_with_members_does_not_start_a_job(self):
         """A worker that lost its lease before the first exchange says HELLO as after a restart."""
-        world = World()
-        workers = team(world, 3, [spec(0, 4)])[:2]
+        world, workers = world_of(3, [spec(0, 4)])[:2]
         world.advance(6, workers[0])
         workers[1].members = [0, 1]
         assert workers[1].hello() == "ready"
@@ -588,8 +549,7 @@ class TestJoining:
         for sequence in (1 << 41, 1 << 41):  # the donor's OK was lost, too
             workers[0].send(MessageType.ADMIT, body=wanted.body, sequence=sequence)
         assert world.state_hash() == before or rule_of(world).progress.last_sequence[2] == 3
-        for worker in workers:
-            worker.push(0, 4, torch.ones(4))
+        push_all(workers, 4, torch.ones(4))
         assert joiner.updates()[4].tolist() == [1.0] * 4
         assert workers[0].push(0, 5, torch.ones(4)) == []
 
@@ -679,10 +639,8 @@ class TestJoining:
 
     def test_a_fenced_worker_joins_even_if_nothing_happened_meanwhile(self, caplog):
         """Nobody has the average it lacks: the server tells it so, and must not let it in as it is."""
-        world = World()
-        workers = team(world, 2, [spec(0, 4)])
-        for worker in workers:
-            worker.push(0, 1, torch.ones(4))
+        world, workers = world_of(2, [spec(0, 4)])
+        push_all(workers, 1, torch.ones(4))
         world.restart(workers, [spec(0, 4)])
         workers[0].push(0, 9, torch.ones(4))
         answers = workers[1].push(0, 3, torch.ones(4))
@@ -751,10 +709,8 @@ class TestJoining:
 
 @pytest.mark.parametrize("ended_without_it", [1, 2])
 def test_one_that_returns_to_an_empty_job_goes_on_if_the_average_that_it_lacks_is_here(ended_without_it):
-    world = World()
-    workers = team(world, 2, [spec(0, 4)])
-    for worker in workers:
-        worker.push(0, 1, torch.ones(4))
+    world, workers = world_of(2, [spec(0, 4)])
+    push_all(workers, 1, torch.ones(4))
     world.advance(6, workers[0])
     for sequence in range(2, 2 + ended_without_it):
         assert workers[0].push(0, sequence, torch.full((4,), 3.0))
@@ -770,8 +726,7 @@ class TestSnapshots:
     """What a worker deposited, and its number, are kept; exchanges are sent again by whoever takes part."""
 
     def test_deposited_values_come_back(self):
-        world = World()
-        (worker,) = team(world, 1, [spec()])
+        world, (worker,) = world_of(1, [spec()])
         worker.ask(MessageType.STORE, key=0, payload=torch.full((4,), 3.0), version=6)
         world.start(8, world.shard.durable.capture())
         again = Worker(world, 0, world_size=1, nonce=worker.nonce)

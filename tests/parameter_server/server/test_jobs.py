@@ -10,7 +10,7 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 import pytest
 import torch
 from support.server_process import Peer, running_server
-from support.shard_world import APPLY, ErrorCode, Worker, World, codes, spec, team
+from support.shard_world import APPLY, ErrorCode, Worker, World, codes, spec, team, world_of
 
 from psengine.parameter_server.server.core.events import MAX_EVENTS, SNAPSHOT_FAILED_REPEAT_S, EventLog
 from psengine.parameter_server.server.core.shard_jobs import MAX_JOBS, MAX_JOBS_OF_ONE
@@ -123,8 +123,7 @@ def test_jobs_with_values_make_no_room():
 
 
 def test_of_a_forgotten_job_nothing_is_left():
-    world = World()
-    (worker,) = team(world, 1, [spec(0, 4)], rule=APPLY)
+    world, (worker,) = world_of(1, [spec(0, 4)], rule=APPLY)
     worker.push(0, 1, torch.ones(4))
     world.shard.durable.capture()
     world.shard.durable.note(3)
@@ -143,8 +142,7 @@ def test_of_a_forgotten_job_nothing_is_left():
 
 
 def test_a_worker_that_came_meanwhile_learns_that_its_job_is_gone():
-    world = World()
-    (worker,) = team(world, 1, [spec(0, 4)], rule=APPLY)
+    world, (worker,) = world_of(1, [spec(0, 4)], rule=APPLY)
     world.shard.forget("demo")
     assert codes(worker.push(0, 1, torch.ones(4))) == [ErrorCode.NOT_MEMBER]
 

@@ -9,7 +9,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.replicas import Play
-from support.shard_world import APPLY, AVERAGE, Worker, World, spec, team
+from support.shard_world import APPLY, AVERAGE, Worker, World, push_all, spec, world_of
 
 from psengine.parameter_server.server.core import life
 from psengine.parameter_server.server.core.life import JobPhase, MemberPhase
@@ -54,13 +54,11 @@ def phase_of(world):
 
 
 def exchange(sequence, *workers):
-    for worker in workers:
-        worker.push(0, sequence, torch.ones(4))
+    push_all(workers, sequence, torch.ones(4))
 
 
 def begun(size=2, exchanges=1):
-    world = World()
-    workers = team(world, size, [spec()])
+    world, workers = world_of(size, [spec()])
     for sequence in range(1, exchanges + 1):
         exchange(sequence, *workers)
     world.advance(1, *workers)

@@ -6,7 +6,7 @@ import logging
 
 import pytest
 import torch
-from support.shard_world import Worker, World, spec, team
+from support.shard_world import Worker, World, push_all, spec, team
 
 from psengine.protocol.frames import payload_tensor
 from psengine.protocol.messages import ErrorCode, MessageType
@@ -74,8 +74,7 @@ class TestLeases:
     def test_who_died_meanwhile_is_out_a_lease_later(self, world, workers):
         stand_still(world)
         survivors = [workers[0], workers[2]]
-        for worker in survivors:
-            worker.push(0, 2, torch.full((4,), 4.0))
+        push_all(survivors, 2, torch.full((4,), 4.0))
         world.advance(4.5, *survivors)
         assert members_of(world) == [0, 1, 2]
         world.advance(1, *survivors)

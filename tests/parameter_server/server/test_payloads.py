@@ -6,7 +6,7 @@ import pytest
 import torch
 from support import trial_codecs
 from support.int8_codec import Int8
-from support.shard_world import APPLY, AVERAGE, ErrorCode, Worker, World, codes, spec, team
+from support.shard_world import APPLY, AVERAGE, ErrorCode, Worker, World, codes, spec, team, world_of
 from support.top_one_codec import TopOne
 
 from psengine.codecs.base import Codec
@@ -84,8 +84,7 @@ def test_weights_are_encoded_and_what_is_pulled_is_not():
     ],
 )
 def test_a_payload_of_another_form_is_refused_and_changes_nothing(payload, got):
-    world = World()
-    (worker,) = team(world, 1, [spec(0, 4)], rule=averaging("bf16"))
+    world, (worker,) = world_of(1, [spec(0, 4)], rule=averaging("bf16"))
     before = world.state_hash()
     for kind in (MessageType.PUSH, MessageType.RESULT):
         (answer,) = worker.send(kind, key=0, sequence=1, payload=payload)
@@ -96,8 +95,7 @@ def test_a_payload_of_another_form_is_refused_and_changes_nothing(payload, got):
 
 
 def test_bytes_that_the_codec_does_not_make_are_refused_and_change_nothing():
-    world = World()
-    (worker,) = team(world, 1, [spec(0, 4)], rule=averaging("top1"))
+    world, (worker,) = world_of(1, [spec(0, 4)], rule=averaging("top1"))
     before = world.state_hash()
     assert codes(worker.push(0, 1, torch.tensor([17.0, 1.0], dtype=torch.float64))) == [ErrorCode.BAD_MESSAGE]
     assert world.state_hash() == before

@@ -6,7 +6,20 @@ import json
 
 import pytest
 import torch
-from support.shard_world import APPLY, AVERAGE, SGD, WALL_S, Worker, World, codes, rule_of, spec, team
+from support.shard_world import (
+    APPLY,
+    AVERAGE,
+    SGD,
+    WALL_S,
+    Worker,
+    World,
+    codes,
+    push_all,
+    rule_of,
+    spec,
+    team,
+    world_of,
+)
 
 from psengine.parameter_server.server.core.durable_state import merge_job_meta
 from psengine.parameter_server.server.core.shard import Shard
@@ -193,8 +206,8 @@ class TestRefusals:
     @pytest.fixture
     def workers(self, world):
         workers = applying(world, 2, [spec(0, 4), spec(1, 2, kind=ChunkKind.PARAMETER)])
+        push_all(workers, 1, torch.ones(4))
         for worker in workers:
-            worker.push(0, 1, torch.ones(4))
             worker.take()
         return workers
 
@@ -348,8 +361,7 @@ class TestReading:
         assert torch.equal(payload_tensor(worker.pull(0)), payload_tensor(answer))
 
     def test_blobs_are_replaced_piece_by_piece(self):
-        world = World()
-        (worker,) = team(world, 1, [spec(0, 4)])
+        (worker,) = team(World(), 1, [spec(0, 4)])
         for pieces in (3, 2):
             for key in range(pieces):
                 payload = torch.full((5,), 10 * pieces + key, dtype=torch.uint8)
@@ -403,8 +415,7 @@ class TestReaders:
         assert codes([reader.pull(0)]) == [ErrorCode.NOT_READY]
 
     def test_weights_of_an_averaging_job_that_has_begun_are_elsewhere(self):
-        world = World()
-        (worker,) = team(world, 1, [spec(0, 4)])
+        world, (worker,) = world_of(1, [spec(0, 4)])
         reader = Worker(world, role="reader")
         assert reader.hello() == "ready"
         assert reader.pull(0).type is MessageType.VALUES
@@ -427,8 +438,7 @@ class TestReaders:
         assert report["unix_s"] == WALL_S + world.now_s
 
     def test_whom_workers_wait_for_is_told_of_all_chunks_together(self):
-        world = World()
-        workers = team(world, 70, [spec(0, 4), spec(1, 4)])
+        world, workers = world_of(70, [spec(0, 4), spec(1, 4)])
         for key, ranks in ((0, range(66)), (1, [*range(3), *range(6, 70)])):
             for rank in ranks:
                 workers[rank].push(key, 1, torch.ones(4))
@@ -528,10 +538,8 @@ class TestSnapshots:
         assert world.shard.durable.capture() == []
 
     def test_an_averaging_job_goes_on(self):
-        world = World()
-        workers = team(world, 2, [spec(0, 4)])
-        for worker in workers:
-            worker.push(0, 1, torch.ones(4))
+        world, workers = world_of(2, [spec(0, 4)])
+        push_all(workers, 1, torch.ones(4))
         world.start(8, world.shard.durable.capture())
         for worker in workers:
             assert worker.hello() == "ready"
