@@ -16,6 +16,7 @@ import torch
 from support.expectations import raises
 from support.processes import run_ranks
 from support.server_process import running_server
+from support.waiting import eventually
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as Native
 
@@ -94,11 +95,11 @@ def test_several_optimizers_train_over_servers_as_over_native_ddp(server):
     run_ranks(against_native, 2, server.addresses[0])
 
 
-def late_joiner(rank: int, world_size: int, address: str) -> Any:
+def late_joiner(rank: int, world_size: int, address: str, has_begun: Path) -> Any:
     """Rank 1 comes late and makes its optimizers in another order; both end with the same model and states."""
     os.environ.update(PSENGINE_SERVERS=address, PSENGINE_JOB="late-gan")
     if rank == 1:
-        time.sleep(1.0)
+        eventually(has_begun.exists, "rank 0 has trained")
     torch.manual_seed(rank)
     gan = Gan()
     wrapped = psengine.DistributedDataParallel(gan, find_unused_parameters=True, strategy="sync-server")
@@ -111,6 +112,7 @@ def late_joiner(rank: int, world_size: int, address: str) -> Any:
     while wrapped.strategy.completed_steps < 120:
         # A worker that joins takes part in the very turn that the others are in.
         play(wrapped, optimizers, rank, [wrapped.strategy.completed_steps])
+        has_begun.touch()
         if rank == 0 and len(wrapped.strategy.members) < 2:
             time.sleep(0.05)
     states = [optimizer.state_dict()["state"] for optimizer in optimizers]
@@ -118,9 +120,9 @@ def late_joiner(rank: int, world_size: int, address: str) -> Any:
     return start, values_of(gan), states
 
 
-def test_a_joiner_gets_the_state_of_every_optimizer(server):
+def test_a_joiner_gets_the_state_of_every_optimizer(server, tmp_path):
     (first_start, first, first_states), (start, late, states) = run_ranks(
-        late_joiner, 2, server.addresses[0], init_group=False
+        late_joiner, 2, server.addresses[0], tmp_path / "has_begun", init_group=False
     )
     assert first_start == 0
     assert start > 0
@@ -131,10 +133,11 @@ def test_a_joiner_gets_the_state_of_every_optimizer(server):
             assert all(torch.equal(a[index][name], b[index][name]) for name in a[index])
 
 
-def other_optimizers(rank: int, world_size: int, address: str, is_over: Path) -> None:
+def other_optimizers(rank: int, world_size: int, address: str, directory: Path) -> None:
     os.environ.update(PSENGINE_SERVERS=address, PSENGINE_JOB="other-optimizers")
+    has_begun, is_over = directory / "has_begun", directory / "is_over"
     if rank == 1:
-        time.sleep(1.0)
+        eventually(has_begun.exists, "rank 0 has trained")
     model = nn.Linear(4, 4)
     wrapped = psengine.DistributedDataParallel(model, strategy="sync-server")
     plain = torch.optim.SGD(model.parameters(), lr=0.1) if rank == 0 else torch.optim.Adagrad([model.weight])
@@ -149,6 +152,7 @@ def other_optimizers(rank: int, world_size: int, address: str, is_over: Path) ->
     while not is_over.exists() and time.monotonic() < deadline:
         wrapped(torch.ones(2, 4)).sum().backward()
         optimizer.step()
+        has_begun.touch()
     # What a program makes later, all workers make: it begins anew. What it has dropped is nobody's any more.
     del optimizer
     psengine.DistributedOptimizer(torch.optim.Adam(model.parameters()), wrapped)
@@ -158,7 +162,7 @@ def other_optimizers(rank: int, world_size: int, address: str, is_over: Path) ->
 
 
 def test_a_joiner_whose_optimizers_are_others_is_refused(server, tmp_path):
-    run_ranks(other_optimizers, 2, server.addresses[0], tmp_path / "is_over", init_group=False)
+    run_ranks(other_optimizers, 2, server.addresses[0], tmp_path, init_group=False)
 
 
 # ---- what travels ------------------------------------------------------------------------------------------------
