@@ -56,10 +56,6 @@ Value = TypeVar("Value")
 
 @overload
 def mean(
-    value: torch.Tensor, process_group: dist.ProcessGroup | None = None, *, weight: float | torch.Tensor | None = None
-) -> torch.Tensor: ...
-@overload
-def mean(
     value: float, process_group: dist.ProcessGroup | None = None, *, weight: float | torch.Tensor | None = None
 ) -> float: ...
 @overload

@@ -49,9 +49,7 @@ class ProportionalSampler(DistributedSampler[int]):
         drop_last: let ``batches`` leave out a last global batch that is not full.
 
     Raises:
-        ConfigurationError: another number of shares than ranks, or a share that is not finite and above 0; a rank
-            outside the world; fewer samples than ranks.
-        ArgumentTypeError: shares that are no numbers, a dataset without a length.
+        ConfigurationError, ArgumentTypeError: the arguments do not fit each other, or are of another kind.
     """
 
     def __init__(
@@ -91,10 +89,6 @@ class ProportionalSampler(DistributedSampler[int]):
         """How many indices this rank yields."""
         return split_proportionally(_length(self.dataset), self.shares)[self.rank]
 
-    def set_epoch(self, epoch: int) -> None:
-        """Shuffle for ``epoch``, on every rank, before iterating; without it every epoch has the same order."""
-        super().set_epoch(epoch)
-
     def permutation(self) -> torch.Tensor:
         """The order of the whole dataset in this epoch, int64; the same on every rank."""
         count = _length(self.dataset)
@@ -105,14 +99,10 @@ class ProportionalSampler(DistributedSampler[int]):
     def batches(self, global_batch_size: int) -> ProportionalBatchSampler:
         """Return a batch sampler for ``DataLoader(sampler=..., batch_size=None)``, or for ``batch_sampler=...``.
 
-        Lightning does not see who deals out in the second form, and refuses it (``use_distributed_sampler=False``).
+        Lightning refuses the second form, unless it is given ``use_distributed_sampler=False``.
 
         Args:
             global_batch_size: samples of all ranks' k-th batches together.
-
-        Raises:
-            ConfigurationError: fewer samples than ranks in a batch, or ``drop_last`` would leave no batch at all.
-            ArgumentTypeError: not an integer.
         """
         return ProportionalBatchSampler(self, global_batch_size)
 
@@ -129,6 +119,10 @@ class ProportionalBatchSampler(DistributedSampler[list[int]]):
 
     Attributes:
         batch_size: samples of this rank in a full batch.
+
+    Raises:
+        ConfigurationError: fewer samples than ranks in a batch, or ``drop_last`` would leave no batch at all.
+        ArgumentTypeError: ``global_batch_size`` is no integer.
     """
 
     def __init__(self, sampler: ProportionalSampler, global_batch_size: int) -> None:
@@ -196,10 +190,6 @@ class EvaluationSampler(DistributedSampler[int]):
         dataset: anything with a length.
         num_replicas: number of ranks; default: of the default process group, else of the launcher's world.
         rank: this one; default likewise.
-
-    Raises:
-        ConfigurationError: a rank outside the world.
-        ArgumentTypeError: a dataset without a length.
     """
 
     def __init__(self, dataset: Sized, num_replicas: int | None = None, rank: int | None = None) -> None:
@@ -210,33 +200,19 @@ class EvaluationSampler(DistributedSampler[int]):
 
     def __iter__(self) -> Iterator[int]:
         """Yield every ``num_replicas``-th index, from ``rank`` on."""
-        return iter(self._indices())
+        return iter(range(self.rank, _length(self.dataset), self.num_replicas))
 
     def __len__(self) -> int:
         """How many indices this rank yields; over all ranks they add up to the dataset's length."""
-        return len(self._indices())
-
-    def set_epoch(self, epoch: int) -> None:
-        """Accepted, because frameworks call it on every sampler; the order is always the dataset's."""
-
-    def _indices(self) -> range:
-        return range(self.rank, _length(self.dataset), self.num_replicas)
+        return len(range(self.rank, _length(self.dataset), self.num_replicas))
 
 
 def split_proportionally(count: int, shares: Sequence[Fraction]) -> list[int]:
-    """Split ``count`` samples by ``shares``: largest remainders, and nobody gets none.
-
-    Args:
-        count: at least one for each share.
-        shares: positive, in any unit.
-
-    Returns:
-        A positive number for each share; they add up to ``count``.
-    """
+    """Split ``count`` samples, at least one for each of the positive ``shares``, by largest remainders."""
     assert count >= len(shares), f"{count} samples for {len(shares)} ranks"
     counts = [1] * len(shares)
-    # Whose share is worth less than a sample keeps the one it has, and the others divide the rest; which may push
-    # another one below a sample.
+    # A rank whose share is worth less than a sample gets one. The others divide the rest, which may leave less than a
+    # sample to another one.
     sharing = set(range(len(shares)))
     while True:
         rest, total = count - (len(shares) - len(sharing)), sum(shares[i] for i in sharing)
@@ -263,14 +239,10 @@ def _place(num_replicas: int | None, rank: int | None) -> tuple[int, int]:
             known = placement.world_size, placement.rank
         num_replicas = known[0] if num_replicas is None else num_replicas
         rank = known[1] if rank is None else rank
-    for name, value in (("num_replicas", num_replicas), ("rank", rank)):
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise ArgumentTypeError(f"{name} is a whole number (expected an int, got {value!r})")
-    if not 0 <= rank < num_replicas:
+    if not (isinstance(rank, int) and isinstance(num_replicas, int) and 0 <= rank < num_replicas):
         raise ConfigurationError(
-            f"rank lies below num_replicas, counted from 0 (expected 0 to {num_replicas - 1}, got {rank})"
-            if num_replicas > 0
-            else f"num_replicas is a number of ranks (expected at least 1, got {num_replicas})"
+            "rank is a whole number below num_replicas, counted from 0 (expected 0 <= rank < num_replicas, got rank"
+            f" {rank!r} of {num_replicas!r})"
         )
     return num_replicas, rank
 
@@ -279,8 +251,7 @@ def _checked_shares(shares: Any, num_replicas: int) -> tuple[Fraction, ...]:
     """The shares as exact numbers, so that every rank splits alike."""
     if shares is None:
         return (Fraction(1),) * num_replicas
-    if hasattr(shares, "tolist"):
-        shares = shares.tolist()  # an array or tensor
+    shares = shares.tolist() if hasattr(shares, "tolist") else shares  # an array or tensor
     if isinstance(shares, str) or not isinstance(shares, Sequence):
         raise ArgumentTypeError(f"shares is one number a rank (expected a sequence, got {type(shares).__name__})")
     if len(shares) != num_replicas:

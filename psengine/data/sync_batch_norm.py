@@ -109,67 +109,42 @@ class SyncBatchNorm(torch.nn.SyncBatchNorm):
 
 
 def convert_sync_batchnorm(module: torch.nn.Module, process_group: Any = None) -> torch.nn.Module:
-    """Replace every ``BatchNorm*d`` and ``torch.nn.SyncBatchNorm`` in ``module`` by ``psengine.SyncBatchNorm``.
+    """Turn every ``BatchNorm*d`` and ``torch.nn.SyncBatchNorm`` in ``module`` into ``psengine.SyncBatchNorm``.
 
-    The new layers hold the very parameters and buffers of the old ones, so an optimizer made before still updates them;
-    a layer used in several places stays one layer. Hooks on replaced layers are not carried over, as in torch.
+    The layers stay the same objects, with their parameters, buffers and hooks, and change class.
 
     Args:
-        module: mutated: its layers are replaced in place.
+        module: mutated: the class of its layers, or its own where it is a batch normalisation.
         process_group: the ranks that share statistics; None means the default group, save for a layer that was a
             ``SyncBatchNorm`` with a group of its own, which keeps it.
 
     Returns:
-        ``module``, or the new layer where ``module`` is itself a batch normalisation.
+        ``module``.
 
     Raises:
-        ModuleError: a lazy layer does not know its number of channels yet; nothing has been replaced then.
+        ModuleError: a lazy layer does not know its number of channels yet; nothing has been changed then.
     """
-    for name, layer in module.named_modules():
-        if isinstance(layer, _BatchNorm) and isinstance(layer, LazyModuleMixin):
+    layers = {name: layer for name, layer in module.named_modules() if isinstance(layer, _BatchNorm)}
+    for name, layer in layers.items():
+        if isinstance(layer, LazyModuleMixin):
             raise ModuleError(
                 f"{name or 'the module'} is a {type(layer).__name__} that has not seen a batch, so its number of"
                 " channels is unknown (expected an initialised layer). Run one batch through the model, then convert."
             )
-    return _convert(module, process_group, {})
-
-
-def adopt_sync_batchnorm(module: torch.nn.Module) -> int:
-    """Turn every ``torch.nn.SyncBatchNorm`` in ``module`` into ``psengine.SyncBatchNorm``; return how many.
-
-    Mutates the layers: they stay the same objects, with their hooks, parameters and process group, and change class.
-    Subclasses of torch's layer keep what they are.
-    """
-    layers = [layer for layer in module.modules() if type(layer) is torch.nn.SyncBatchNorm]
-    for layer in layers:
+    for layer in layers.values():
+        layer.process_group = process_group or getattr(layer, "process_group", None)  # type: ignore[assignment]
         layer.__class__ = SyncBatchNorm
-    return len(layers)
+    return module
 
 
-def _convert(
-    module: torch.nn.Module, process_group: Any, converted: dict[torch.nn.Module, torch.nn.Module]
-) -> torch.nn.Module:
-    """Return what takes ``module``'s place; ``converted`` holds what was decided for modules met before."""
-    if module not in converted:
-        converted[module] = _replacement(module, process_group) if isinstance(module, _BatchNorm) else module
-        # Not named_children(): it leaves out a layer's second name.
-        for name, child in module._modules.items():
-            if child is not None:
-                converted[module]._modules[name] = _convert(child, process_group, converted)
-    return converted[module]
+def adopt_sync_batchnorm(module: torch.nn.Module) -> None:
+    """Turn every ``torch.nn.SyncBatchNorm`` in ``module`` into ``psengine.SyncBatchNorm``, but not its subclasses.
 
-
-def _replacement(layer: _BatchNorm, process_group: Any) -> SyncBatchNorm:
-    process_group = process_group or getattr(layer, "process_group", None)
-    # Made without tensors of its own; it gets the old layer's, whatever their device and dtype.
-    new = SyncBatchNorm(layer.num_features, layer.eps, layer.momentum, False, False, process_group)
-    new.affine, new.track_running_stats = layer.affine, layer.track_running_stats
-    for name in ("weight", "bias", "running_mean", "running_var", "num_batches_tracked"):
-        setattr(new, name, getattr(layer, name))
-    new.training = layer.training
-    if hasattr(layer, "qconfig"):
-        new.qconfig = layer.qconfig
-    return new
+    Mutates the layers: they stay the same objects and change class.
+    """
+    for layer in module.modules():
+        if type(layer) is torch.nn.SyncBatchNorm:
+            layer.__class__ = SyncBatchNorm
 
 
 def _compute_dtype(input: Tensor) -> torch.dtype:

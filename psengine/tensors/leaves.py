@@ -17,7 +17,7 @@ import math
 import numbers
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
+from itertools import groupby, islice
 from typing import Any
 
 import torch
@@ -131,7 +131,7 @@ def is_integral(leaf: Leaf) -> bool:
 
 
 def to_float(number: Any) -> float:
-    """The number as a float, infinite where it is too large for one."""
+    """The number, or a tensor of one, as a float, infinite where it is too large for one."""
     try:
         return float(number.detach() if isinstance(number, torch.Tensor) else number)
     except OverflowError:
@@ -146,18 +146,14 @@ def kind_for_sum(leaf: Leaf) -> str:
 
 
 def kind_for_mean(leaf: Leaf) -> str:
-    """As ``kind_for_sum``, but all Python numbers are of one kind.
-
-    A rank without data says 0 where the others say 0.5; their mean is a float either way.
-    """
+    """As ``kind_for_sum``, but all Python numbers are of one kind: a rank without data says 0 where others say 0.5."""
     return kind_for_sum(leaf) if isinstance(leaf, torch.Tensor) else "a Python number"
 
 
 def kind_for_gather(leaf: Leaf) -> str:
-    """As ``kind_for_sum``, but a tensor's sizes are its rank's own affair."""
-    if isinstance(leaf, torch.Tensor):
-        return f"a tensor of {leaf.dtype} with {leaf.dim()} dimensions"
-    return kind_for_sum(leaf)
+    """As ``kind_for_sum``, but a tensor's sizes may differ from rank to rank."""
+    dimensions = isinstance(leaf, torch.Tensor) and f"a tensor of {leaf.dtype} with {leaf.dim()} dimensions"
+    return dimensions or kind_for_sum(leaf)
 
 
 def as_float64(leaf: Leaf) -> torch.Tensor:
@@ -208,11 +204,10 @@ def tensor_sizes(leaves: Sequence[Leaf]) -> list[int]:
     return [size for leaf in leaves if isinstance(leaf, torch.Tensor) for size in leaf.shape]
 
 
-def shapes_from_sizes(leaves: Sequence[Leaf], sizes: Sequence[int]) -> list[tuple[int, ...]]:
+def shapes_from_sizes(leaves: Sequence[Leaf], sizes: Sequence[int]) -> list[list[int]]:
     """Undo ``tensor_sizes``: give each leaf its dimensions' share of ``sizes``; numbers have none."""
     remaining = iter(sizes)
-    dimensions = [leaf.dim() if isinstance(leaf, torch.Tensor) else 0 for leaf in leaves]
-    return [tuple(next(remaining) for _ in range(count)) for count in dimensions]
+    return [list(islice(remaining, leaf.dim() if isinstance(leaf, torch.Tensor) else 0)) for leaf in leaves]
 
 
 def byte_counts(leaves: Sequence[Leaf], shapes: Sequence[Sequence[int]]) -> list[int]:

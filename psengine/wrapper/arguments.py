@@ -1,4 +1,4 @@
-"""What DistributedDataParallel accepts, above all its constructor, and the words in which it refuses the rest."""
+"""What DistributedDataParallel accepts, and the words in which it refuses the rest; native DDP's where it has some."""
 
 from __future__ import annotations
 
@@ -11,12 +11,9 @@ import torch.distributed as dist
 from torch._utils import _get_device_index
 from torch.nn.parameter import UninitializedParameter
 
-from psengine.environment.variables import read_variable
+from psengine.collectives import registry
 from psengine.errors import ConfigurationError, ModuleError
 from psengine.strategies.base import Strategy
-
-# As the caller of DistributedDataParallel(...) sees it: check -> __init__ -> caller.
-_CALLER = 3
 
 
 def check_module(module: Any) -> None:
@@ -30,21 +27,13 @@ def check_module(module: Any) -> None:
         )
 
 
-def check_delay_arguments(named_parameters: Any, trigger: Any) -> None:
-    """Both or neither."""
-    if (named_parameters is None) != (trigger is None):
-        raise ConfigurationError(
-            "delay_all_reduce_named_params and param_to_hook_all_reduce need to be set at the same time."
-        )
-
-
 def choose_process_group(
     wrapper: Any,
     module: torch.nn.Module,
     process_group: dist.ProcessGroup | None,
     device_mesh: Any,
     *,
-    required: bool = True,
+    required: bool,
 ) -> dist.ProcessGroup | None:
     """The group of replicas, from the group, the 1-D mesh or the default; records the mesh on ``wrapper``.
 
@@ -55,14 +44,14 @@ def choose_process_group(
     """
     if process_group is not None and device_mesh is not None:
         raise ModuleError("Cannot specify both process_group and device_mesh arguments.")
+    if process_group is not None:
+        if not isinstance(process_group, dist.ProcessGroup):
+            raise ConfigurationError(
+                "process_group must be a ProcessGroup this rank belongs to, made by torch.distributed.new_group"
+                f" (got {process_group!r})"
+            )
+        return process_group
     if device_mesh is None:
-        if process_group is not None:
-            if not isinstance(process_group, dist.ProcessGroup):
-                raise ConfigurationError(
-                    "process_group must be a ProcessGroup this rank belongs to, made by torch.distributed.new_group"
-                    f" (got {process_group!r})"
-                )
-            return process_group
         return default_group(required=required)
     if device_mesh.ndim != 1:
         raise ModuleError(f"Only 1D device mesh is supported, but got {device_mesh}.")
@@ -77,29 +66,44 @@ def choose_process_group(
 
 def default_group(*, required: bool) -> dist.ProcessGroup | None:
     """The default process group; None where there is none and none is ``required``."""
-    if dist.is_initialized():
-        return dist.distributed_c10d._get_default_group()
-    if required:
+    group: dist.ProcessGroup | None = registry.default_group()
+    if group is None and required:
         raise ModuleError(
             "Default process group has not been initialized, please make sure to call init_process_group (or"
             " psengine.init()) before wrapping a model."
         )
-    return None
+    return group
 
 
 def check_default_group(wrapper: Any) -> None:
     """Refuse to copy or pickle a wrapper whose copy would not find its group again."""
-    if wrapper.process_group is None and not wrapper.strategy.capabilities.needs_process_group:
-        return
-    try:
-        is_default = wrapper.process_group is dist.distributed_c10d._get_default_group()
-    except (RuntimeError, ValueError):
-        is_default = False
-    if not is_default:
+    needs_group = wrapper.process_group is not None or wrapper.strategy.capabilities.needs_process_group
+    if needs_group and (wrapper.process_group is None or wrapper.process_group is not registry.default_group()):
         raise ModuleError(
             "DDP Pickling/Unpickling are only supported when using DDP with the default process group. That is, when"
             " you have called init_process_group and have not passed process_group argument to DDP constructor"
         )
+
+
+def check_delayed(
+    named_parameters: Sequence[tuple[str, torch.nn.Parameter]] | None,
+    trigger: Any,
+    strategy: Strategy,
+    *,
+    check_finite: bool,
+) -> None:
+    """Refuse ``delay_all_reduce_named_params`` by halves, without a group, and beside ``check_finite``."""
+    if (named_parameters is None) != (trigger is None):
+        raise ConfigurationError(
+            "delay_all_reduce_named_params and param_to_hook_all_reduce need to be set at the same time."
+        )
+    if named_parameters:
+        check_has_group(strategy, "delay_all_reduce_named_params", "Fix: leave it out.")
+        if check_finite:
+            raise ConfigurationError(
+                "check_finite=True looks at buckets, which delayed gradients do not pass through (expected no"
+                f" delay_all_reduce_named_params, got {[name for name, _ in named_parameters]})"
+            )
 
 
 def check_weighable(wrapper: Any) -> None:
@@ -108,15 +112,6 @@ def check_weighable(wrapper: Any) -> None:
         raise ConfigurationError(
             "batch_weight weighs what passes through psengine's buckets (expected no delay_all_reduce_named_params, and"
             " torch._dynamo.config.optimize_ddp other than 'python_reducer', got one of them)"
-        )
-
-
-def check_finite_covers(check_finite: bool, delayed: Sequence[tuple[str, torch.nn.Parameter]]) -> None:
-    """Refuse ``check_finite`` where some gradients do not pass through buckets."""
-    if check_finite and delayed:
-        raise ConfigurationError(
-            "check_finite=True looks at buckets, which delayed gradients do not pass through (expected no"
-            f" delay_all_reduce_named_params, got {[name for name, _ in delayed]})"
         )
 
 
@@ -177,10 +172,8 @@ def check_devices(
     Raises:
         ConfigurationError: ``device_ids`` or ``output_device`` contradict where the module is.
     """
-    if device_ids is not None and not isinstance(device_ids, (list, tuple)):
-        raise ConfigurationError(f"device_ids is a list of at most one device (got {device_ids!r})")
-    if device_ids is not None and len(device_ids) > 1:
-        raise ConfigurationError(f"device_ids can only be None or contain a single element. (got {list(device_ids)})")
+    if device_ids is not None and (not isinstance(device_ids, (list, tuple)) or len(device_ids) > 1):
+        raise ConfigurationError(f"device_ids can only be None or contain a single element. (got {device_ids!r})")
     devices = {p.device for p in parameters}
     types = {device.type for device in devices}
     if len(types) != 1:
@@ -219,37 +212,25 @@ def check_state(state: Mapping[str, torch.Tensor]) -> None:
 
 def choose_buffer_sync(broadcast_buffers: bool | None, forward_sync_buffers: bool | None) -> tuple[bool, bool]:
     """(before each forward, at construction) from the two arguments, of which the first is deprecated."""
+    if broadcast_buffers is not None:
+        _warn(
+            "Both `broadcast_buffers` and `forward_sync_buffers` were specified. `broadcast_buffers` is deprecated and"
+            " its value is ignored when `forward_sync_buffers` is provided."
+            if forward_sync_buffers is not None
+            else "`broadcast_buffers` is deprecated. Use `forward_sync_buffers` instead. IMPORTANT: unlike"
+            " `broadcast_buffers=False`, `forward_sync_buffers=False` still syncs buffers at init. If you rely on"
+            " buffers NOT being synced at init (e.g. rank-local buffers), keep using `broadcast_buffers=False` until"
+            " `init_sync_buffers` is available."
+        )
     if forward_sync_buffers is not None:
-        if broadcast_buffers is not None:
-            warnings.warn(
-                "Both `broadcast_buffers` and `forward_sync_buffers` were specified. `broadcast_buffers` is deprecated"
-                " and its value is ignored when `forward_sync_buffers` is provided.",
-                FutureWarning,
-                stacklevel=_CALLER,
-            )
         return forward_sync_buffers, True
-    if broadcast_buffers is None:
-        return True, True
-    warnings.warn(
-        "`broadcast_buffers` is deprecated. Use `forward_sync_buffers` instead. IMPORTANT: unlike"
-        " `broadcast_buffers=False`, `forward_sync_buffers=False` still syncs buffers at init. If you rely on buffers"
-        " NOT being synced at init (e.g. rank-local buffers), keep using `broadcast_buffers=False` until"
-        " `init_sync_buffers` is available.",
-        FutureWarning,
-        stacklevel=_CALLER,
-    )
-    return broadcast_buffers, broadcast_buffers
-
-
-def uses_side_stream() -> bool:
-    """Whether inputs are copied to the GPU on a stream of their own; native DDP's switch."""
-    return read_variable("PYTORCH_DDP_USE_SIDE_STREAM") in (None, "1")
+    return (True, True) if broadcast_buffers is None else (broadcast_buffers, broadcast_buffers)
 
 
 def warn_check_reduction() -> None:
     """``check_reduction`` does nothing."""
-    warnings.warn(
-        "The `check_reduction` argument in `DistributedDataParallel` module is deprecated. Please avoid using it.",
-        FutureWarning,
-        stacklevel=_CALLER,
-    )
+    _warn("The `check_reduction` argument in `DistributedDataParallel` module is deprecated. Please avoid using it.")
+
+
+def _warn(message: str) -> None:
+    warnings.warn(message, FutureWarning, stacklevel=4)  # at the caller of DistributedDataParallel(...)

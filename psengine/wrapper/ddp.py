@@ -18,7 +18,7 @@ from psengine.collectives.coalescing import BROADCAST_BUCKET_BYTES
 from psengine.collectives.registry import resolve_collective
 from psengine.collectives.timeline_group import attach as attach_timeline
 from psengine.data.sync_batch_norm import adopt_sync_batchnorm
-from psengine.environment.variables import default_collective, default_strategy
+from psengine.environment.variables import default_collective, default_strategy, read_variable
 from psengine.errors import ConfigurationError, ModuleError
 from psengine.gradients.reducer import Reducer
 from psengine.kernels.freed_memory import keep_freed_memory
@@ -30,7 +30,7 @@ from psengine.tensors.bucket_plan import MIB_BYTES, bucket_limits_bytes
 from psengine.wrapper import arguments as checks
 from psengine.wrapper.forward_pass import ForwardPass
 from psengine.wrapper.module_state import BufferBroadcast, named_buffers, reducible_parameters, shared_state
-from psengine.wrapper.native_features.comm_hooks import bucket_hook, builtin_hook, check_comm_hook, sum_over_group
+from psengine.wrapper.native_features.comm_hooks import BUILTIN_HOOKS, bucket_hook, check_comm_hook, sum_over_group
 from psengine.wrapper.native_features.compilation import stay_out_of_graphs, traces_gradient_exchange
 from psengine.wrapper.native_features.delayed_all_reduce import DelayedAllReduce
 from psengine.wrapper.native_features.logging_data import LoggingData, describe_replica
@@ -122,16 +122,15 @@ class DistributedDataParallel(ForwardPass):
         torch.nn.Module.__init__(self)
         Joinable.__init__(self)
         checks.check_module(module)
-        checks.check_delay_arguments(delay_all_reduce_named_params, param_to_hook_all_reduce)
         self.strategy = resolve_strategy(default_strategy() if strategy is None else strategy)
+        delayed = list(delay_all_reduce_named_params or ())
+        checks.check_delayed(
+            delay_all_reduce_named_params, param_to_hook_all_reduce, self.strategy, check_finite=check_finite
+        )
         self.process_group = checks.choose_process_group(
             self, module, process_group, device_mesh, required=self.strategy.capabilities.needs_process_group
         )
         self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
-        delayed = list(delay_all_reduce_named_params or ())
-        checks.check_finite_covers(check_finite, delayed)
-        if delayed:
-            checks.check_has_group(self.strategy, "delay_all_reduce_named_params", "Fix: leave it out.")
         self.parameters_to_ignore.update(name for name, _ in delayed)
         self._module_parameters = [p for n, p in module.named_parameters() if n not in self.parameters_to_ignore]
         self._delay_all_reduce_params = [parameter for _, parameter in delayed]
@@ -154,7 +153,7 @@ class DistributedDataParallel(ForwardPass):
         self.saves_strategy_state = False
         self.require_backward_grad_sync = True
         self.require_forward_param_sync = True
-        self.use_side_stream_for_tensor_copies = checks.uses_side_stream()
+        self.use_side_stream_for_tensor_copies = read_variable("PYTORCH_DDP_USE_SIDE_STREAM") in (None, "1")
         self.broadcast_bucket_size = BROADCAST_BUCKET_BYTES  # read by code written for native DDP
         self._comm_hooks: list[tuple[Callable[..., Any], object]] = []
         self._accum_grad_hooks: list[Any] = []
@@ -293,7 +292,7 @@ class DistributedDataParallel(ForwardPass):
         self._install_hook(state, hook, hook.__qualname__)
 
     def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
-        self._install_hook(self.process_group, builtin_hook(comm_hook_type), str(comm_hook_type))
+        self._install_hook(self.process_group, BUILTIN_HOOKS[comm_hook_type], str(comm_hook_type))
 
     def _install_hook(self, state: object, hook: Callable[..., Any], name: str) -> None:
         if self._delay_all_reduce_all_params:

@@ -46,10 +46,8 @@ class GradBucket:
         """Per parameter its part of ``buffer()``, row-major whatever the parameter's strides."""
         if self._bucket.sparse:
             return [self._buffer]
-        return [
-            self._buffer[offset : offset + parameter.numel()].view(parameter.shape)
-            for offset, parameter in zip(self._bucket.offsets, self._bucket.parameters, strict=True)
-        ]
+        parts = self._buffer.split([parameter.numel() for parameter in self._bucket.parameters])
+        return [part.view(parameter.shape) for part, parameter in zip(parts, self._bucket.parameters, strict=True)]
 
     def parameters(self) -> list[torch.Tensor]:
         """The bucket's parameters, in the order of ``gradients()``."""
@@ -64,12 +62,15 @@ def check_comm_hook(hook: Any) -> None:
     """Raise unless ``hook`` has the signature ``hook(state, bucket) -> Future[Tensor]``; annotations are optional.
 
     Raises:
-        ArgumentTypeError: not callable, or needs hardware that is not there.
-        ConfigurationError: annotated with other types.
+        ArgumentTypeError: not callable.
+        ConfigurationError: other parameters, or annotated with other types.
     """
     if not callable(hook):
         raise ArgumentTypeError(f"Communication hook must be callable. (got {type(hook).__name__})")
-    signature = _signature(hook)
+    try:
+        signature = inspect.signature(hook, eval_str=True)  # ``from __future__ import annotations`` leaves text
+    except (NameError, SyntaxError, TypeError):
+        signature = inspect.signature(hook)
     if "bucket" not in signature.parameters:
         raise ConfigurationError(
             f"Communication hook: expected parameters (state, bucket), got {tuple(signature.parameters)}"
@@ -82,13 +83,6 @@ def check_comm_hook(hook: Any) -> None:
         raise ConfigurationError(
             f"Communication hook: return annotation should be torch.futures.Future[torch.Tensor]. (got {returned})"
         )
-
-
-def _signature(hook: Any) -> inspect.Signature:
-    try:
-        return inspect.signature(hook, eval_str=True)  # ``from __future__ import annotations`` leaves text
-    except (NameError, SyntaxError, TypeError):
-        return inspect.signature(hook)
 
 
 def bucket_hook(state: object, hook: UserHook, bucket_count: Callable[[], int]) -> Callable[[Bucket], Any]:
@@ -114,28 +108,15 @@ def bucket_hook(state: object, hook: UserHook, bucket_count: Callable[[], int]) 
     return run
 
 
-def builtin_hook(hook_type: Any) -> UserHook:
-    """The hook behind a ``torch.distributed.BuiltinCommHookType``: divide, (halve the precision,) all-reduce."""
-    hooks: dict[Any, UserHook] = {
-        dist.BuiltinCommHookType.ALLREDUCE: default_hooks.allreduce_hook,
-        dist.BuiltinCommHookType.FP16_COMPRESS: default_hooks.fp16_compress_hook,
-    }
-    if hook_type not in hooks:
-        raise ConfigurationError(
-            f"unknown built-in communication hook (expected one of {list(hooks)}, got {hook_type})"
-        )
-    return hooks[hook_type]
-
-
-def all_reduce_sum_hook(process_group: dist.ProcessGroup, bucket: Any) -> Any:
-    """Sum the bucket's buffer over ranks, undivided; a future of the buffer. What ``_run_allreduce_hook`` is for."""
-    work = process_group.allreduce([bucket.buffer()])
-    return work.get_future().then(lambda future: future.value()[0])
+BUILTIN_HOOKS: dict[Any, UserHook] = {
+    dist.BuiltinCommHookType.ALLREDUCE: default_hooks.allreduce_hook,
+    dist.BuiltinCommHookType.FP16_COMPRESS: default_hooks.fp16_compress_hook,
+}
 
 
 def sum_over_group(replica_reference: weakref.ref[Any], bucket: Any) -> Any:
-    """``all_reduce_sum_hook`` over the group of the wrapped model that is referred to."""
+    """Sum the bucket's buffer, undivided, over the ranks of the wrapped model; a future of the buffer."""
     replica = replica_reference()
     assert replica is not None, "a backward outlived its model"
-    assert replica.process_group is not None, "strategies without a group take no communication hook"
-    return all_reduce_sum_hook(replica.process_group, bucket)
+    work = replica.process_group.allreduce([bucket.buffer()])
+    return work.get_future().then(lambda future: future.value()[0])

@@ -7,33 +7,14 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict, deque
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.nn.parallel import distributed as native
 
-from psengine.gradients.reducer import Reducer
 
-
-class Castable(Protocol):
-    """What the casts need of the wrapped model; the last four are native DDP's own."""
-
-    module: torch.nn.Module
-    reducer: Reducer
-    mixed_precision: Any
-
-    def register_comm_hook(self, state: Any, hook: Any) -> None: ...
-
-    _mp_stream: torch.Stream
-    _submodule_to_event: defaultdict[Any, deque[Any]]
-
-    def _root_copy_hook(self, *args: Any, **kwargs: Any) -> None: ...
-
-    def _module_wait_for_copy_hook(self, module: Any, *args: Any, **kwargs: Any) -> None: ...
-
-
-def set_up_mixed_precision(replica: Castable) -> None:
-    """Add native DDP's casts around forward, and the hook that reduces in the lower precision, to ``replica``.
+def set_up_mixed_precision(replica: Any) -> None:
+    """Add native DDP's casts around forward, and the hook that reduces in the lower precision, to a wrapped model.
 
     Mutates the module: its buffers are cast, its parameters and submodules get attributes and hooks.
     """
@@ -43,7 +24,7 @@ def set_up_mixed_precision(replica: Castable) -> None:
     )
 
     for index, parameter in enumerate(replica.reducer.parameters):
-        parameter._idx = index  # type: ignore[attr-defined]
+        parameter._idx = index
     native._setup_mixed_precision_params(replica.mixed_precision, replica.module)
     native._cast_buffers(replica.mixed_precision, replica.module)
     # Read by native DDP's forward hooks, which the wrapper inherits.
