@@ -10,12 +10,13 @@ It ends in order (``end_requests.py`` says when): newcomers are refused, what is
 
 from __future__ import annotations
 
+import importlib
 import logging
 import os
 import secrets
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import ExitStack, closing
@@ -33,7 +34,6 @@ from psengine.parameter_server.server.durability.restoring import Restored, rest
 from psengine.parameter_server.server.durability.snapshot_thread import SnapshotOutcome, SnapshotThread
 from psengine.parameter_server.server.end_requests import EndRequests
 from psengine.parameter_server.server.listening import Listeners
-from psengine.parameter_server.server.plugins import import_plugins
 from psengine.parameter_server.server.settings import ServerSettings
 from psengine.parameter_server.server.shard_group import ShardGroup
 from psengine.parameter_server.server.snapshots.store import SnapshotStore
@@ -75,9 +75,9 @@ class Server:
 
     Args:
         settings: see ``ServerSettings``.
-        until_stdin_closes: an embedded server's way to end: once standard input is at its end and no worker is a
-            member any more; workers that wait for a job's first values do not count, as the process that started this
-            server would have given them. SIGINT is left to that process.
+        until_stdin_closes: for an embedded server: end once standard input is at its end and no worker is a member
+            any more, and leave SIGINT to the process that started this one. Workers that wait for a job's first values
+            do not count: that process would have given them.
 
     Attributes:
         epoch: random number of this life.
@@ -95,7 +95,6 @@ class Server:
         self._events = EventLog(CLOCKS)
         self._shards = ShardGroup()
         self._listeners = Listeners(settings, self._shards)
-        self._has_dead_shard = False
         self._snapshots: SnapshotThread | None = None
         self._started_s = time.monotonic()
 
@@ -124,9 +123,11 @@ class Server:
         torch.set_num_threads(1)
         keep_freed_memory()
         raise_descriptor_limit()
-        import_plugins(settings.plugins or ())
+        _import_plugins(settings.plugins or ())
         self._connections = stack.enter_context(closing(Connections(self._shards.owns)))
-        token = self._read_status_token()
+        # Servers that a training starts inherit PSENGINE_STATUS_TOKEN, but only one of them may have the port.
+        token_file = None if settings.status_port is None else settings.status_token
+        token = "" if token_file is None else read_token(token_file)
         store = None
         if settings.snapshot_dir is not None:
             store = stack.enter_context(SnapshotStore(settings.snapshot_dir))
@@ -139,7 +140,7 @@ class Server:
         for shard, endpoint in zip(shards, self._listeners.endpoints, strict=True):
             shard.shard_addresses = self._listeners.addresses("*")
             endpoint.connections = self._connections
-            self._shards.start(ShardThread(shard, endpoint, self._on_snapshot, self._on_death))
+            self._shards.start(ShardThread(shard, endpoint, self._on_snapshot))
         if store is not None:
             interval_s = settings.snapshot_interval_s
             self._snapshots = SnapshotThread(
@@ -154,16 +155,6 @@ class Server:
             self._ends.watch_stdin()
         self._events.note("started", f"psengine-server at {' '.join(self.addresses)} (process {os.getpid()})")
         self._announce_start(announce, restored.summary)
-
-    def _read_status_token(self) -> str:
-        path = self.settings.status_token
-        if path is None:
-            return ""
-        if self.settings.status_port is None:
-            # Servers that a training starts inherit PSENGINE_STATUS_TOKEN, and only one of them may have the port.
-            logger.info("the status token in %s is not used: there is no status port (--status-port)", path)
-            return ""
-        return read_token(path)
 
     def _make_shards(self) -> list[Shard]:
         settings = self.settings
@@ -222,7 +213,7 @@ class Server:
     # ---- main loop ---------------------------------------------------------------------------------------------
 
     def _serve(self) -> bool:
-        """Until a request to end, or the end of an embedded server's purpose (True); or a failure (False)."""
+        """Serve until a request to end, or the end of an embedded server's purpose (True); or a failure (False)."""
         watchdog_s = systemd.watchdog_interval_s()
         next_beat_s = next_report_s = time.monotonic()
         allowance_bytes = min(_MAX_UNACCOUNTED_BYTES, self.settings.max_memory_bytes or _MAX_UNACCOUNTED_BYTES)
@@ -232,7 +223,7 @@ class Server:
             if reason:
                 logger.info("shutting down: %s", reason)
                 return True
-            if self._has_dead_shard or not self._shards.are_alive or not self._listeners.is_guarded:
+            if not self._shards.are_alive or not self._listeners.is_guarded:
                 return False
             self._connections.keep_bounded()
             excess_bytes = guard.excess_bytes()
@@ -258,12 +249,10 @@ class Server:
         self._events.note("memory", f"{text}: {cut}")
 
     def _summary(self) -> str:
-        if self._snapshots is None:
-            durable = "not durable"
-        elif self._snapshots.generation is None:
-            durable = "durable to no generation yet"
-        else:
-            durable = f"durable to generation {self._snapshots.generation}"
+        durable = "not durable"
+        if self._snapshots is not None:
+            generation = self._snapshots.generation
+            durable = f"durable to {'no generation yet' if generation is None else f'generation {generation}'}"
         return f"{self._whereabouts()}; {durable}"
 
     def _whereabouts(self) -> str:
@@ -282,13 +271,9 @@ class Server:
 
         if self._snapshots is not None:
             self._snapshots.begin(is_ours=False).add_done_callback(done)
-            return
-        text = "this server keeps no snapshots; start it with --snapshot-dir"
-        thread.post(Outgoing(route, error_answer(message, self.epoch, ErrorCode.SNAPSHOT_FAILED, text)))
-
-    def _on_death(self, thread: ShardThread) -> None:
-        self._has_dead_shard = True
-        self._ends.put("")
+        else:
+            text = "this server keeps no snapshots; start it with --snapshot-dir"
+            thread.post(Outgoing(route, error_answer(message, self.epoch, ErrorCode.SNAPSHOT_FAILED, text)))
 
     def is_healthy(self) -> bool:
         """Whether every thread lives, and every shard ticks."""
@@ -334,7 +319,7 @@ class Server:
                     logger.critical("the last snapshot was not written within %g s", LAST_SNAPSHOT_S)
                     return EXIT_SNAPSHOT
                 systemd.notify("EXTEND_TIMEOUT_USEC=10000000")
-        if self._has_dead_shard:
+        if not self._shards.are_alive:
             return EXIT_INTERNAL
         return EXIT_SNAPSHOT if outcome.error and not outcome.is_empty else EXIT_OK
 
@@ -348,3 +333,14 @@ class Server:
 def log_start(line: str) -> None:
     """Log a line of start-up."""
     logger.info("%s", line)
+
+
+def _import_plugins(names: Iterable[str]) -> None:
+    for name in names:
+        try:
+            importlib.import_module(name)
+        except ImportError as error:
+            raise ConfigurationError(
+                f"plugins names modules that the server can import (expected one called {name!r}, got {error}). Fix:"
+                " put its directory into PYTHONPATH."
+            ) from error

@@ -1,7 +1,7 @@
-"""Who may end a server: a signal, a failed shard, the status port, or the end of an embedded server's standard input.
+"""Who may end a server: a signal, the status port, or the end of an embedded server's standard input.
 
-The first SIGTERM or SIGINT ends it in order. The second ends it at once, which costs what came after the last snapshot
-and harms no snapshot that was written.
+The first SIGTERM or SIGINT ends the server in order. The second ends it at once: what came after the last snapshot is
+lost, and no written snapshot is harmed.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class EndRequests:
         self._signals = 0
 
     def put(self, reason: str) -> None:
-        """Ask for the end; "" only wakes the main loop, which looks for what has failed."""
+        """Ask for the end."""
         self._reasons.put(reason)
 
     def wait(self, timeout_s: float) -> str:

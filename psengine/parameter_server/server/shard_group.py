@@ -49,7 +49,7 @@ class ShardGroup:
         return _results([thread.ask(partial(function, thread.shard)) for thread in self.threads])
 
     def status(self) -> tuple[ShardStatus | MuteShard, ...]:
-        """What each shard says, or why it says nothing."""
+        """Each shard's status, or why there is none."""
         futures = [(thread, thread.ask(thread.status)) for thread in self.threads]
         deadline_s = time.monotonic() + ANSWER_DEADLINE_S
         return tuple(_status_of(thread, future, deadline_s) for thread, future in futures)
@@ -84,7 +84,7 @@ class ShardGroup:
         try:
             return sum(self.ask(expected))
         except (FutureTimeoutError, ShardEndedError):
-            return machine_memory_bytes()  # not known: no excess is found
+            return machine_memory_bytes()  # unknown: no excess is found
 
     def owns(self, socket_name: Any) -> bool:
         """Whether a socket with this name of its own belongs to a connection that a shard has accepted."""

@@ -1,9 +1,9 @@
 """The thread of one shard: socket in, shard, socket out.
 
     ┌► wait for a message, at most until the next tick ─► take up to DRAIN_MESSAGES ─► answers ─► tick, if it is due ─┐
-    └───────────────────────────────────────── what others asked ◄────────────────────────────────────────────────────┘
+    └──────────────────────────────────── functions that others asked for ◄──────────────────────────────────────────┘
 
-Nothing else touches the shard or its socket: others ``ask`` for a function to be called in this thread.
+Nothing else touches the shard or its socket: other threads ``ask`` for a function to be called in this one.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
+from dataclasses import fields, replace
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
@@ -33,9 +33,9 @@ logger = logging.getLogger(__name__)
 _Result = TypeVar("_Result")
 
 DRAIN_MESSAGES = 64
-# While a peer does not read, its queue is looked at this often.
+# How often the queue of a peer that does not read is tried.
 FLUSH_S = 0.002
-# What is queued when the server is told to end gets this long to be answered.
+# How long messages that are queued when the server ends may take to be answered.
 LAST_MESSAGES_S = 2.0
 
 
@@ -50,7 +50,6 @@ class ShardThread(threading.Thread):
         shard: used by this thread only once it started.
         endpoint: closed by this thread.
         on_snapshot: called with the route and the message of a member's SNAPSHOT; answers through ``post``.
-        on_death: called where this thread fails, which it should never do.
 
     Attributes:
         last_tick_s: monotonic time of the last tick.
@@ -62,7 +61,6 @@ class ShardThread(threading.Thread):
         shard: Shard,
         endpoint: Endpoint,
         on_snapshot: Callable[[ShardThread, bytes, Message], None],
-        on_death: Callable[[ShardThread], None],
     ) -> None:
         super().__init__(name=f"psengine-shard-{shard.index}", daemon=True)
         self.shard = shard
@@ -70,7 +68,6 @@ class ShardThread(threading.Thread):
         self.last_tick_s = time.monotonic()
         self.drained = threading.Event()
         shard.want_snapshot = lambda route, message: on_snapshot(self, route, message)
-        self._on_death = on_death
         self._asked: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._ends = False
         self._has_ended = False
@@ -110,35 +107,19 @@ class ShardThread(threading.Thread):
 
     def drain(self) -> None:
         """Refuse newcomers, answer what is queued, then take no more; sets ``drained``."""
-
-        def begin() -> None:
-            self.shard.is_draining = True
-            self._drain_until_s = time.monotonic() + LAST_MESSAGES_S
-
-        self._asked.put(begin)
+        self.shard.is_draining = True
+        self._drain_until_s = time.monotonic() + LAST_MESSAGES_S
 
     def end(self) -> None:
         """Leave the loop and close the socket; join afterwards."""
-
-        def stop() -> None:
-            self._ends = True
-
-        self._asked.put(stop)
+        self._ends = True
 
     def status(self) -> ShardStatus:
         """The shard's, and what went over the socket; call it in this thread."""
-        endpoint = self.endpoint
-        transport = Transport(
-            received_messages=endpoint.received_messages,
-            received_bytes=endpoint.received_bytes,
-            sent_bytes=endpoint.sent_bytes,
-            backlog_bytes=endpoint.backlog_bytes,
-            dropped=endpoint.dropped,
-            unreachable=endpoint.unreachable,
-            bad_messages=self.bad_messages,
-            failures=self.failures,
-        )
-        return replace(self.shard.status(time.monotonic()), address=endpoint.address, transport=transport)
+        here = {"bad_messages": self.bad_messages, "failures": self.failures}
+        moved = {one.name: getattr(self.endpoint, one.name) for one in fields(Transport) if one.name not in here}
+        transport = Transport(**moved, **here)
+        return replace(self.shard.status(time.monotonic()), address=self.endpoint.address, transport=transport)
 
     def evict(self, job: str, rank: int) -> bool:
         """End a worker's lease, see ``Shard.evict``; call it in this thread."""
@@ -156,7 +137,6 @@ class ShardThread(threading.Thread):
                 self._turn()
         except BaseException:
             logger.critical("shard %d failed; the server ends", self.shard.index, exc_info=True)
-            self._on_death(self)
         finally:
             self.endpoint.close()
             # Nobody waits for answers that cannot come.
