@@ -30,7 +30,7 @@ from torch.nn import functional as F
 
 import psengine
 
-LEASE_S = 1.5
+LEASE_S = 1.0
 # What the promises add to a lease, and what a rejoining worker may take.
 GRACE_S = 2.0
 REJOIN_S = 5.0
@@ -268,24 +268,9 @@ def test_a_worker_killed_in_the_middle_of_a_push_is_left_out(server, pushes, aft
     assert max(results[0][0]) == steps
 
 
-@pytest.mark.slow
-def test_two_workers_dying_at_once_are_left_out(server):
-    with crew() as workers:
-        survivors = [workers.start(train_sync, server.addresses[0], ENDLESS, 4, 0.01, rank=rank) for rank in (0, 3)]
-        victims = [workers.start(train_sync, server.addresses[0], ENDLESS, 4, 0.01, rank=rank) for rank in (1, 2)]
-        victims[0].wait_for("step", at_least=10)
-        died_s = time.monotonic()
-        for victim in victims:
-            victim.signal(signal.SIGKILL)
-        assert_goes_on(survivors, died_s)
-        results = end_soon(survivors)
-    assert_same_end(results)
-    assert_left_out(phases_of(results[0], (0, 1, 2, 3)), (0, 1, 2, 3), (0, 3))
-
-
 def end_soon(workers: Sequence[Worker]) -> list[Any]:
     """Let workers of one job train some steps more; their results."""
-    last = max(steps_of(worker) for worker in workers) + 25
+    last = max(steps_of(worker) for worker in workers) + 8
     for worker in workers:
         worker.go(last)
     return results_of(workers)
@@ -369,7 +354,7 @@ def restart(server: ServerProcess, context: Any, **options: Any) -> ServerProces
 def test_sync_server_loses_no_step_to_restarts_of_its_server(tmp_path, has_snapshots, seed):
     chooser = random.Random(seed)
     options = {"snapshot_dir": tmp_path, "snapshot_interval_s": 0.3} if has_snapshots else {}
-    run_through_restarts(chooser, options, restarts=2, steps=60, wrapping={"gradient_as_bucket_view": has_snapshots})
+    run_through_restarts(chooser, options, restarts=2, steps=30, wrapping={"gradient_as_bucket_view": has_snapshots})
 
 
 @pytest.mark.slow
@@ -484,7 +469,6 @@ def test_a_stopped_worker_rejoins_with_the_others_state(server, steps_before):
         stopped.wait_for("step", at_least=steps_before)
         stopped.signal(signal.SIGSTOP)
         assert_goes_on(others, time.monotonic())
-        time.sleep(0.3)
         stopped.signal(signal.SIGCONT)
         continued_s = time.monotonic()
         _, rejoined_s = stopped.wait_for("step", at_least=steps_of(others[0]))
@@ -496,7 +480,8 @@ def test_a_stopped_worker_rejoins_with_the_others_state(server, steps_before):
     assert {(0, 2)} in phases
 
 
-@pytest.mark.parametrize("shards", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.slow
+@pytest.mark.parametrize("shards", [1, 2])
 def test_all_workers_stopped_for_longer_than_the_lease_go_on(shards):
     with running_server(shards=shards, lease_s=LEASE_S) as server, crew() as workers:
         members = [workers.start(train_sync, server.addresses[0], ENDLESS, 3, 0.01, rank=rank) for rank in range(3)]
@@ -516,19 +501,14 @@ def test_all_workers_stopped_for_longer_than_the_lease_go_on(shards):
 # ---- 5: the server stops for longer than the lease -------------------------------------------------------------------
 
 
-def stop_for_longer_than_the_lease(server: ServerProcess, meanwhile: Callable[[], None] = lambda: None) -> None:
-    server.signal(signal.SIGSTOP)
-    meanwhile()
-    time.sleep(LEASE_S + 1.0)
-    server.signal(signal.SIGCONT)
-
-
 def test_a_stopped_server_keeps_its_workers_and_averages_over_all(server):
     with crew() as workers:
         members = [workers.start(train_sync, server.addresses[0], ENDLESS, 3, 0.01, rank=rank) for rank in range(3)]
         for member in members:
             member.wait_for("step", at_least=10)
-        stop_for_longer_than_the_lease(server)
+        server.signal(signal.SIGSTOP)
+        time.sleep(LEASE_S + 1.1)
+        server.signal(signal.SIGCONT)
         for member in members:
             member.wait_for("step", at_least=steps_of(member) + 5)
         for shard in server.job("default"):
@@ -540,23 +520,10 @@ def test_a_stopped_server_keeps_its_workers_and_averages_over_all(server):
     assert set(itertools.chain.from_iterable(phases_of(results[0], (0, 1, 2)))) == {(0, 1, 2)}
 
 
-def test_a_worker_that_died_while_the_server_stopped_is_left_out(server):
-    with crew() as workers:
-        members = [workers.start(train_sync, server.addresses[0], ENDLESS, 3, 0.01, rank=rank) for rank in range(3)]
-        for member in members:
-            member.wait_for("step", at_least=10)
-        stop_for_longer_than_the_lease(server, meanwhile=members[1].kill)
-        survivors = [members[0], members[2]]
-        for survivor in survivors:
-            survivor.wait_for("step", at_least=steps_of(survivor) + 5)
-        results = end_soon(survivors)
-    assert_same_end(results)
-    assert_left_out(phases_of(results[0], (0, 1, 2)), (0, 1, 2), (0, 2))
-
-
 # ---- 6: several things at once ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_worker_joins_while_another_dies(server):
     arguments = (train_sync, server.addresses[0], ENDLESS, 3, 0.01)
     with crew() as workers:
@@ -601,7 +568,8 @@ class DieAsDonor:
         session.store, membership.ask = store_or_die, ask_or_die
 
 
-@pytest.mark.parametrize("where", ["store", slow("admit")])
+@pytest.mark.slow
+@pytest.mark.parametrize("where", ["store", "admit"])
 def test_a_donor_that_dies_is_replaced(server, where):
     arguments = (server.addresses[0], ENDLESS, 3, 0.01)
     with crew() as workers:
@@ -630,10 +598,10 @@ def die_before_seal(reports: Reports, *arguments: Any) -> Any:
 def test_a_worker_that_never_gave_its_values_is_named(server):
     with crew() as workers:
         workers.start(die_before_seal, server.addresses[0], 10, 2, rank=0)
-        waiting = workers.start(train_sync, server.addresses[0], 10, 2, 0.0, None, False, {"timeout_s": 2.0}, rank=1)
+        waiting = workers.start(train_sync, server.addresses[0], 10, 2, 0.0, None, False, {"timeout_s": 1.0}, rank=1)
         begun_s = time.monotonic()
         text, failed_s = waiting.wait_for("failed", timeout_s=15.0)
-    assert failed_s - begun_s < 2.0 + REJOIN_S
+    assert failed_s - begun_s < 1.0 + REJOIN_S
     assert "ServerLostError" in text
     assert "worker 0 registers the model" in text
     assert "job 'default'" in text
@@ -651,7 +619,8 @@ def test_a_worker_that_never_gave_its_values_may_come_again(server):
     assert phases_of(results[0], (0, 1)) == [{(0, 1)}] * 10
 
 
-@pytest.mark.parametrize("strategy", ["sync", pytest.param("async", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["sync", "async"])
 def test_a_second_process_with_a_rank_is_refused_and_the_first_unharmed(server, strategy):
     function = train_sync if strategy == "sync" else train_async
     with crew() as workers:
@@ -676,21 +645,18 @@ def test_a_second_process_with_a_rank_is_refused_and_the_first_unharmed(server, 
 
 def test_a_server_that_is_gone_for_good_is_named():
     with crew() as workers, running_server(lease_s=LEASE_S) as server:
-        options = {"timeout_s": 2.0}
-        members = [
-            workers.start(function, server.addresses[0], 10_000, 1, 0.005, None, False, options, rank=0)
-            for function in (train_sync,)
-        ]
-        members[0].wait_for("step", at_least=5)
+        options = {"timeout_s": 1.0}
+        member = workers.start(train_sync, server.addresses[0], ENDLESS, 1, 0.005, None, False, options, rank=0)
+        member.wait_for("step", at_least=5)
         server.kill()
         died_s = time.monotonic()
-        text, failed_s = members[0].wait_for("failed")
-    assert failed_s - died_s < 2.0 + GRACE_S
+        text, failed_s = member.wait_for("failed")
+    assert failed_s - died_s < 1.0 + GRACE_S
     assert "ServerLostError" in text
     assert server.addresses[0] in text
     assert "of chunk " in text
     assert "did not answer push" in text
-    assert " for 2." in text
+    assert " for 1." in text
 
 
 # ---- workers of async ------------------------------------------------------------------------------------------------
@@ -785,7 +751,7 @@ def replay_updates(rank: int, _: int, result: bytes) -> int:
 @pytest.mark.parametrize("bound", [slow(None), 0, slow(2)])
 def test_async_goes_on_without_a_worker_that_was_killed(server, bound):
     options = {"max_staleness": bound}
-    steps = 120
+    steps = 40
     with crew() as workers:
         survivors = [
             workers.start(train_async, server.addresses[0], steps, 3, 0.005, None, False, options, rank=rank)
@@ -841,7 +807,6 @@ def test_async_goes_on_past_a_stopped_worker(server, bound):
         members[1].wait_for("step", at_least=10)
         members[1].signal(signal.SIGSTOP)
         assert_goes_on([members[0], members[2]], time.monotonic())
-        time.sleep(0.3)
         members[1].signal(signal.SIGCONT)
         continued_s = time.monotonic()
         _, done_s = members[1].wait_for("step", at_least=steps_of(members[1]) + 2)
@@ -862,7 +827,7 @@ def test_a_worker_that_has_yet_to_come_is_not_left_behind(server):
     with crew() as workers:
         first = workers.start(train_async, server.addresses[0], 20, 2, 0.0, None, False, options, rank=0)
         first.wait_for("step", at_least=bound)
-        time.sleep(1.2)
+        time.sleep(0.5)
         assert steps_of(first) == bound
         statuses = [worker for shard in server.job("default") for worker in shard["workers"]]
         assert [worker["waiting_for"] for worker in statuses] == [[1]] * len(statuses)
@@ -876,13 +841,13 @@ def test_a_worker_that_has_yet_to_come_is_not_left_behind(server):
 @pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow)])
 def test_async_goes_on_from_the_last_snapshot(tmp_path: Path, seed: int):
     chooser = random.Random(seed)
-    options = {"snapshot_dir": tmp_path, "snapshot_interval_s": 0.2}
+    options = {"snapshot_dir": tmp_path, "snapshot_interval_s": 0.1}
     with ExitStack() as context:
         server = context.enter_context(running_server(bind=free_address(), shards=2, lease_s=LEASE_S, **options))
         workers = context.enter_context(crew())
-        worker = workers.start(train_async, server.addresses[0], 180, 1, 0.005, rank=0)
+        worker = workers.start(train_async, server.addresses[0], 90, 1, 0.005, rank=0)
         for kill in range(2):
-            worker.wait_for("step", at_least=60 * (kill + 1))
+            worker.wait_for("step", at_least=30 * (kill + 1))
             time.sleep(chooser.random() * 0.05)
             server = restart(server, context, **options)
         log, final = worker.result()
@@ -892,17 +857,17 @@ def test_async_goes_on_from_the_last_snapshot(tmp_path: Path, seed: int):
     parameters = [updates[-1][1] for updates in log.values()]
     assert max(parameters) <= max(status["version_max"] for status in statuses)
     for updates in log.values():
-        assert len(updates) == 180
+        assert len(updates) == 90
 
 
 # ---- 5: messages are lost, doubled, delayed and swapped --------------------------------------------------------------
 
 
 def impatient(strategy: Any = None) -> None:
-    """Ask again after a tenth of a second rather than a whole one."""
+    """Ask again after a twentieth of a second rather than a whole one."""
     from psengine.parameter_server.client import patience
 
-    patience.PROBE_S = 0.1
+    patience.PROBE_S = 0.05
 
 
 def train_sync_impatiently(reports: Reports, *arguments: Any) -> Any:
@@ -917,7 +882,7 @@ def train_async_impatiently(reports: Reports, *arguments: Any) -> Any:
 
 @pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow)])
 def test_sync_server_counts_every_gradient_once_over_a_lossy_network(seed):
-    steps = 12
+    steps = 3
     with (
         running_server(lease_s=4.0) as server,
         lossy_proxy(server.addresses[0], seed=seed, share=0.1) as proxy,
@@ -925,21 +890,21 @@ def test_sync_server_counts_every_gradient_once_over_a_lossy_network(seed):
     ):
         members = [workers.start(train_sync_impatiently, proxy.address, steps, 2, rank=rank) for rank in range(2)]
         results = results_of(members)
-        assert min(proxy.counts[kind] for kind in ("dropped", "doubled", "delayed")) > 4
+        assert min(proxy.counts[kind] for kind in ("dropped", "doubled", "delayed")) > 2
     assert_same_end(results)
     assert phases_of(results[0], (0, 1)) == [{(0, 1)}] * steps
 
 
 @pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow)])
 def test_async_applies_every_update_once_over_a_lossy_network(seed):
-    steps = 12
+    steps = 5
     with (
         running_server(lease_s=4.0) as server,
         lossy_proxy(server.addresses[0], seed=seed, share=0.1) as proxy,
         crew() as workers,
     ):
         log, final = workers.start(train_async_impatiently, proxy.address, steps, rank=0).result()
-        assert min(proxy.counts[kind] for kind in ("dropped", "doubled", "delayed")) > 4
+        assert min(proxy.counts[kind] for kind in ("dropped", "doubled", "delayed")) > 2
         [status] = server.job("default")
     [lost] = run_ranks(replay_updates, 1, pickle.dumps((log, final)), init_group=False)
     assert lost == 0

@@ -17,11 +17,12 @@ from support.fault_workers import Reports, crew, results_of
 from support.interpreters import running_program
 from support.server_process import running_server
 from support.shard_world import Worker, World, rule_of, spec, team
+from support.waiting import eventually
 
 from psengine.errors import FencedError
 from psengine.protocol.messages import MessageType
 
-LEASE_S = 1.5
+LEASE_S = 1.0
 GRADIENTS = {0: 1.0, 1: 3.0}
 
 
@@ -173,7 +174,7 @@ def test_who_rejoined_a_job_that_began_anew_has_no_averages_of_its_former_life()
         second.wait_for("step", at_least=5)
         second.signal(signal.SIGSTOP)
         first.kill()
-        time.sleep(2 * LEASE_S + 1.0)
+        eventually(lambda: not server.job("job")[0]["workers"])
         others = [workers.start(train_anew, address, rank) for rank in (0, 2)]
         for other in others:
             other.wait_for("step")
