@@ -237,33 +237,12 @@ def test_a_fused_kernel_that_is_wrong_is_not_used(variant, dtype):
     assert torch.equal(values, right)
 
 
-def test_kernels_may_change_between_steps():
-    twin = Twin("AdamW", {"lr": 0.01})
-    for fused in (None, True, False, True):
-        for group in twin.optimizer.param_groups:
-            group["fused"] = fused
-        twin.step()
-        twin.check()
-    assert twin.chunks[0].spec.groups[0]["fused"]
-    with pytest.raises(ProtocolError, match="fused kernels step real numbers"):
-        ChunkOptimizer(torch.zeros(4, dtype=torch.complex64), OptimizerSpec.from_body(spec(fused=True), 4))
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_whole_parameters_of_sixteen_bits(variant, dtype):
     # torch's kernels round the end of a 16-bit tensor otherwise than the rest, so a cut parameter cannot be the same.
     twin = Twin(*VARIANTS[variant], dtype=dtype, cuts=[0, 15, 143, NUMEL])
     for _ in range(4):
-        twin.step()
-        twin.check()
-
-
-@pytest.mark.parametrize("variant", ["sgd-momentum", "adam", "adagrad", "rmsprop-momentum"])
-def test_large_odd_sizes(variant):
-    shapes = [(65537,), (3, 40001), (5,)]
-    twin = Twin(*VARIANTS[variant], shapes=shapes, groups=[0, 0, 0], cuts=[0, 33333, 150001, 185545])
-    for _ in range(2):
         twin.step()
         twin.check()
 
@@ -355,24 +334,6 @@ def test_slots_may_begin_later():
     assert twin.chunks[0].size_bytes == bytes_before * 3 // 2
 
 
-def test_learning_rate_scale_is_for_one_step():
-    twin = Twin("SGD", {"lr": 0.1, "momentum": 0.9})
-    twin.step(scale=0.25)
-    twin.step(scale=1.0)
-    twin.step(scale=0.5)
-    twin.check()
-    assert twin.chunks[0].spec.groups[0]["lr"] == 0.1
-
-
-def test_hyperparameters_last_until_they_change():
-    twin = Twin("SGD", {"lr": 0.1})
-    twin.optimizer.param_groups[0]["lr"] = 0.3
-    twin.step()
-    twin.step(send_groups=False)
-    twin.check()
-    assert twin.chunks[0].spec.groups[0]["lr"] == 0.3
-
-
 @pytest.mark.filterwarnings("ignore:The given buffer is not writable")
 @pytest.mark.parametrize("variant", [*VARIANTS, *FUSED])
 def test_gradients_may_lie_in_read_only_memory(variant):
@@ -397,41 +358,24 @@ def spec(runs=((0, 4, 0),), name="SGD", **changes):
     ("name", "changes", "words"),
     [
         ("SGD", {"lr": -0.5}, "'lr' of SGD is out of bounds (expected -1e-09 <= lr < 1e+06, got -0.5 in group 0)"),
-        ("SGD", {"lr": 1e6}, "got 1000000.0 in group 0"),
         ("SGD", {"lr": math.nan}, "got nan"),
-        ("SGD", {"lr": math.inf}, "got inf"),
-        ("SGD", {"lr": True}, "got True"),
         ("SGD", {"lr": "0.1"}, "got '0.1'"),
-        ("SGD", {"lr": None}, "got None"),
-        ("SGD", {"lr": 10**400}, "'lr' of SGD is out of bounds"),
         ("SGD", {"lr": "9" * 60000}, "got '999999"),
         ("SGD", {"momentum": 1.5}, "'momentum' of SGD is out of bounds (expected 0 <= momentum <= 1, got 1.5"),
-        ("SGD", {"dampening": -0.1}, "expected 0 <= dampening <= 1, got -0.1"),
-        ("SGD", {"weight_decay": -1}, "expected 0 <= weight_decay < 1e+06, got -1"),
         ("SGD", {"nesterov": 1}, "'nesterov' of SGD is out of bounds (expected nesterov true or false, got 1"),
         ("SGD", {"nesterov": True}, "nesterov needs a momentum and no dampening"),
         ("SGD", {"nesterov": True, "momentum": 0.5, "dampening": 0.5}, "got momentum 0.5 and dampening 0.5"),
-        ("SGD", {"maximize": None}, "expected maximize true or false, got None"),
         ("SGD", {"eps": 1e-8}, "SGD has no such hyperparameter (expected lr, momentum, "),
-        ("SGD", {"foreach": True}, "got 'foreach' in group 0"),
         (
             "Adam",
             {"betas": [0.9, 1.0]},
             "'betas' of Adam is out of bounds (expected two numbers, 0 <= betas < 1, got [0.9",
         ),
-        ("Adam", {"betas": [0.9]}, "expected two numbers"),
         ("Adam", {"betas": 0.9}, "expected two numbers"),
-        ("Adam", {"betas": [0.9, False]}, "got [0.9, False]"),
         ("Adam", {"betas": [[0.9], 0.9]}, "got [[0.9], 0.9]"),
         ("AdamW", {"eps": -1e-8}, "'eps' of AdamW is out of bounds (expected 0 <= eps < 1e+06, got -1e-08"),
-        ("AdamW", {"amsgrad": 1}, "expected amsgrad true or false, got 1"),
-        ("AdamW", {"decoupled_weight_decay": "yes"}, "got 'yes'"),
-        ("Adagrad", {"lr_decay": -1.0}, "'lr_decay' of Adagrad"),
-        ("Adagrad", {"initial_accumulator_value": -1.0}, "'initial_accumulator_value' of Adagrad"),
         ("RMSprop", {"fused": True}, "RMSprop has no such hyperparameter"),
         ("AdamW", {"fused": 1}, "'fused' of AdamW is out of bounds (expected fused true or false, got 1"),
-        ("RMSprop", {"alpha": 1.01}, "expected 0 <= alpha <= 1, got 1.01"),
-        ("RMSprop", {"centered": 1.0}, "expected centered true or false, got 1.0"),
     ],
 )
 def test_bad_hyperparameters_are_refused(name, changes, words):
@@ -453,9 +397,7 @@ def test_bad_hyperparameters_are_refused(name, changes, words):
     [
         ({"optimizer": "LBFGS"}, "expected one of SGD, Adam, AdamW, Adagrad, RMSprop, got 'LBFGS'"),
         ({"optimizer": ["SGD"]}, "got ['SGD']"),
-        ({"optimizer": None}, "got None"),
         ({"groups": []}, "expected a list of at least one map, got []"),
-        ({"groups": {"lr": 0.1}}, "expected a list of at least one map"),
         ({"groups": [3]}, "group 0 of SGD is a map of hyperparameters"),
         (
             {"groups": [{"lr": 0.1}]},
@@ -464,16 +406,12 @@ def test_bad_hyperparameters_are_refused(name, changes, words):
         ({"runs": None}, "expected a list, got NoneType"),
         ({"runs": [[0, 4]]}, "run 0 is a start, an end and a group"),
         ({"runs": [[0, 4, False]]}, "expected three integers"),
-        ({"runs": [[0, 4.0, 0]]}, "expected three integers"),
         ({"runs": [[1, 4, 0]]}, "expected run 0 to begin at 0 and end by 4, got [1, 4)"),
         ({"runs": [[0, 2, 0], [3, 4, 0]]}, "expected run 1 to begin at 2 and end by 4, got [3, 4)"),
-        ({"runs": [[0, 2, 0], [1, 4, 0]]}, "expected run 1 to begin at 2"),
         ({"runs": [[0, 0, 0], [0, 4, 0]]}, "got [0, 0)"),
         ({"runs": [[0, 5, 0]]}, "end by 4, got [0, 5)"),
         ({"runs": [[0, 3, 0]]}, "expected the last to end at 4, got 3"),
-        ({"runs": []}, "expected the last to end at 4, got 0"),
         ({"runs": [[0, 4, 1]]}, "expected -1 <= group < 1, got 1"),
-        ({"runs": [[0, 4, -2]]}, "got -2"),
     ],
 )
 def test_bad_bodies_are_refused(changes, words):
@@ -607,14 +545,6 @@ def test_names_of_optimizers():
         wire_groups(torch.optim.SGD(parameters, momentum=3))
 
 
-def test_a_subclass_whose_base_was_never_instantiated():
-    """torch then puts its own wrapper of the inherited step into the subclass."""
-    for base in OPTIMIZERS.values():
-        subclass = type("Sub", (base,), {})
-        subclass.step = torch.optim.Optimizer.profile_hook_step(base.step)
-        assert optimizer_name(subclass([torch.nn.Parameter(torch.zeros(1))])) == base.__name__
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_delay_compensation(dtype):
     gradient, values, backup = (torch.randn(1001, dtype=dtype) for _ in range(3))
@@ -644,8 +574,3 @@ def test_is_finite(dtype):
     assert not is_finite(both)
     assert is_finite(torch.full((1000,), torch.finfo(dtype).max, dtype=dtype)), "finite, though their sum is not"
     assert is_finite(torch.full((0,), math.nan, dtype=dtype))
-
-
-@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.uint8, torch.bool], ids=str)
-def test_integers_are_finite(dtype):
-    assert is_finite(torch.ones(5, dtype=dtype))

@@ -140,12 +140,6 @@ class TestRefusals:
         (after,) = workers[0].push(0, 3, torch.ones(6), 1)
         assert after.body == {}
 
-    def test_abstaining_is_not_for_this_rule(self):
-        _, workers = fleet(1, values=torch.ones(6))
-        (answer,) = workers[0].push(0, 1, None)
-        assert answer.body == {"refused": "abstained"}
-        assert payload_tensor(answer).tolist() == [1.0] * 6
-
     def test_what_was_computed_before_an_eviction_is_stale_under_a_bound(self):
         world, workers = fleet(2, max_staleness=1)
         for sequence in (1, 2):
@@ -159,15 +153,6 @@ class TestRefusals:
         workers[0].push(0, 4, torch.ones(6), 5)
         (answer,) = workers[1].push(0, 4, torch.ones(6), 6)
         assert answer.body == {}
-
-    def test_a_failed_step_can_be_sent_again(self):
-        world, workers = fleet(1)
-        before = world.state_hash()
-        bad = [SGD | {"lr": -1.0}]
-        assert codes(workers[0].push(0, 1, torch.ones(6), body={"groups": bad})) == [ErrorCode.BAD_VALUE]
-        assert world.state_hash() == before
-        (answer,) = workers[0].push(0, 1, torch.ones(6))
-        assert answer.version == 1
 
 
 class TestBound:
@@ -271,14 +256,6 @@ class TestOnce:
         assert successor.hello() == "ready"
         (answer,) = successor.push(0, 1, torch.ones(6))
         assert answer.version == 4
-
-    def test_the_same_process_goes_on_counting_after_an_eviction(self):
-        world, workers = fleet(2)
-        workers[1].push(0, 1, torch.ones(6))
-        world.advance(6, workers[0])
-        assert workers[1].hello() == "ready"
-        workers[1].push(0, 1, torch.ones(6))
-        assert rule_of(world).version == 1
 
 
 @pytest.mark.parametrize(("weight", "values"), [(2, torch.ones(6)), (0, None)])

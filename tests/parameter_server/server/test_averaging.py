@@ -107,14 +107,6 @@ class TestWeights:
         push_weighted(workers[1], 1, torch.ones(5), None if first is None else 4)
         assert equal(workers[0].updates()[1], torch.ones(5))
 
-    def test_who_abstains_without_a_weight_fits_both(self):
-        workers = team(World(), 3, [spec(0, 5)])
-        for sequence, weight in ((1, 3), (2, None)):
-            workers[1].push(0, sequence, None)
-            push_weighted(workers[0], sequence, torch.ones(5), weight)
-            push_weighted(workers[2], sequence, torch.full((5,), 3.0), weight)
-            assert equal(workers[1].updates()[sequence], torch.full((5,), 2.0))
-
     @pytest.mark.parametrize(
         ("values", "weight", "words"),
         [(None, 2, "weight 2 and no gradient"), (torch.ones(5), 0, "weight 0 and a gradient")],
@@ -123,15 +115,6 @@ class TestWeights:
         (worker,) = team(World(), 1, [spec(0, 5)])
         (refusal,) = push_weighted(worker, 1, values, weight)
         assert (refusal.body["code"], words in refusal.body["text"]) == (ErrorCode.BAD_VALUE, True)
-
-    def test_a_quorum_averages_those_that_came(self):
-        workers = team(World(), 3, [spec(0, 5)], rule=QUORUM_2)
-        push_weighted(workers[2], 1, torch.full((5,), 6.0), 3)
-        push_weighted(workers[0], 1, torch.full((5,), 2.0), 1)
-        expected = torch.full((5,), 5.0)
-        assert equal(workers[0].updates()[1], expected)
-        push_weighted(workers[1], 1, torch.full((5,), 100.0), 50)  # late
-        assert equal(workers[1].updates()[1], expected)
 
     def test_the_weight_of_a_worker_that_dies_goes_with_it(self):
         workers = team(World(), 3, [spec(0, 5)])
@@ -163,15 +146,6 @@ class TestSums:
         for rank in (2, 0, 1):
             workers[rank].push(0, 1, values[rank])
         assert all(equal(worker.updates()[1], values[0]) for worker in workers)
-
-    def test_a_constant_is_not_pushed(self):
-        (worker,) = team(World(), 1, [spec(0, 4, kind=ChunkKind.CONSTANT)])
-        assert codes(worker.push(0, 1, torch.ones(4))) == [ErrorCode.BAD_MESSAGE]
-
-    def test_an_integer_parameter_is_refused(self):
-        worker = Worker(World(), 0)
-        worker.hello()
-        assert codes([worker.register(spec(0, 4, torch.int64))]) == [ErrorCode.BAD_MESSAGE]
 
     def test_non_finite_values_are_passed_on_and_counted(self):
         world, workers = world_of(2, [spec(0, 2)])
@@ -265,16 +239,6 @@ class TestWhoCounts:
         (answer,) = third.push(0, 1, torch.full((4,), 4.0))
         assert answer.body == {"contributors": 3}
 
-    def test_an_expected_worker_that_dies_before_the_start_is_waited_for(self):
-        world, workers = world_of(2, [spec(0, 4)])
-        workers[1].push(0, 1, torch.ones(4))
-        world.advance(6, workers[0])
-        assert workers[0].push(0, 1, torch.ones(4)) == []
-        successor = Worker(world, 1, world_size=2)
-        assert successor.hello() == "ready"
-        (answer,) = successor.push(0, 1, torch.full((4,), 3.0))
-        assert payload_tensor(answer).tolist() == [2.0] * 4
-
     def test_an_evicted_workers_gradient_is_dropped(self, caplog):
         world, workers = world_of(3, [spec(0, 8)])
         push_all(workers, 1, torch.ones(8))
@@ -318,16 +282,6 @@ class TestWhoCounts:
         workers[0].take()
         workers[0].push(0, 3, torch.ones(8))
         assert workers[0].updates()[3].tolist() == workers[1].updates()[3].tolist() == [2.0] * 8
-
-    def test_the_lost_answer_of_the_last_exchange_waits_for_it(self):
-        world, workers = world_of(2, [spec(0, 8)])
-        push_all(workers, 1, torch.ones(8))
-        workers[1].take()  # lost
-        world.advance(6, workers[0])
-        assert workers[1].hello() == "ready"
-        assert workers[1].probe(0, 1)[0].type is MessageType.SENT
-        (answer,) = workers[1].repeat(0, 1)
-        assert payload_tensor(answer).tolist() == [1.0] * 8
 
     def test_a_process_that_takes_a_rank_over_does_not_inherit_its_gradient(self):
         world, workers = world_of(2, [spec(0, 4)])
@@ -465,28 +419,6 @@ class TestRestart:
         world.restart(workers, specs, comes_back=workers[:1])
         assert Worker(world, 1, world_size=2).claim(workers[0]) == "join"
 
-    @pytest.mark.parametrize(("is_over", "state"), [(False, "ready"), (True, "join")])
-    def test_lists_of_members_add_up_until_an_exchange_has_ended(self, is_over, state):
-        """One worker's list is from before the other came."""
-        world, specs, workers, _ = self.interrupted()
-        world.restart(workers, specs, comes_back=[])
-        workers[0].members = [0]
-        assert workers[0].hello() == "initialise"
-        workers[0].register(specs[0])
-        workers[0].seal(specs)
-        if is_over:
-            assert workers[0].push(0, 6, torch.ones(8))
-        assert workers[1].hello() == state
-
-    def test_a_hello_with_members_does_not_start_a_job(self):
-        """A worker that lost its lease before the first exchange says HELLO as after a restart."""
-        world, workers = world_of(3, [spec(0, 4)])[:2]
-        world.advance(6, workers[0])
-        workers[1].members = [0, 1]
-        assert workers[1].hello() == "ready"
-        for worker in workers:
-            assert not [m for m in worker.push(0, 1, torch.ones(4)) if m.type is MessageType.UPDATED]
-
 
 class TestJoining:
     def begun(self, size=2, rule=AVERAGE, world=None, specs=None):
@@ -600,28 +532,6 @@ class TestJoining:
         late = workers[0].send(MessageType.ADMIT, body=wanted.body)
         assert codes(late) == [ErrorCode.FENCED]
 
-    def test_two_at_once(self):
-        world, workers = self.begun()
-        joiners = [self.joiner(world), self.joiner(world)]
-        assert [joiner.rank for joiner in joiners] == [2, 3]
-        for joiner in joiners:
-            joiner.send(MessageType.JOIN, sequence=99)
-        wanted = workers[0].take(MessageType.STATE_WANTED)
-        assert [m.body["rank"] for m in wanted] == [2, 3]
-        self.donate(workers[0], wanted[0])
-        assert joiners[0].take()
-        assert not joiners[1].inbox
-        for worker in (*workers, joiners[0]):
-            for key, numel in ((0, 4), (1, 2)):
-                worker.push(key, 4, torch.ones(numel))
-        assert joiners[0].updates()
-        self.donate(workers[0], wanted[1], version=4)
-        assert joiners[1].take()
-        assert joiners[1].pull(0).version == 4
-        for worker in (*workers, *joiners):
-            worker.push(0, 5, torch.full((4,), 1.0 + worker.rank))
-        assert joiners[1].updates()[5].tolist() == [2.5] * 4
-
     def test_with_a_quorum_a_deposit_is_not_overwritten_while_it_is_read(self):
         world, workers = self.begun(rule=QUORUM_1)
         joiners = [Worker(world, rule=QUORUM_1), Worker(world, rule=QUORUM_1)]
@@ -698,14 +608,6 @@ class TestJoining:
         assert first.hello() == "initialise"
         assert joiner.hello() == "wait"
 
-    def test_joining_is_for_averaging_jobs(self):
-        world = World()
-        rule = {"name": "apply", "max_staleness": None, "staleness_scaling": None, "delay_compensation": 0.0}
-        workers = team(world, 2, [spec(0, 4)], rule=rule)
-        assert codes(workers[1].send(MessageType.JOIN)) == [ErrorCode.BAD_MESSAGE]
-        body = {"rank": 1, "incarnation": workers[1].incarnation}
-        assert codes(workers[0].send(MessageType.ADMIT, body=body)) == [ErrorCode.BAD_MESSAGE]
-
 
 @pytest.mark.parametrize("ended_without_it", [1, 2])
 def test_one_that_returns_to_an_empty_job_goes_on_if_the_average_that_it_lacks_is_here(ended_without_it):
@@ -734,20 +636,6 @@ class TestSnapshots:
         again.take()
         answer = again.pull(0)
         assert (answer.version, payload_tensor(answer).tolist()) == (6, [3.0] * 4)
-
-    def test_a_chunk_without_values_comes_back_without(self):
-        world = World()
-        worker = Worker(world, 0)
-        assert worker.hello() == "initialise"
-        worker.register_empty(spec())
-        worker.seal([spec()])
-        worker.take()
-        world.start(8, world.shard.durable.capture())
-        again = Worker(world, 0, nonce=worker.nonce)
-        assert again.hello() == "ready"
-        again.take()
-        answer = again.pull(0)
-        assert (answer.type, answer.body["code"]) == (MessageType.ERROR, ErrorCode.NOT_READY)
 
     def test_a_worker_that_was_entering_when_the_snapshot_was_taken_is_waited_for(self):
         """It has taken part since: the others name it. Else a step would be averaged without it."""

@@ -69,21 +69,6 @@ def test_what_is_lowest_is_added_before_the_others_are_here():
     assert torch.equal(gathered.combine(), added_at_the_end(gathered.by_rank.values()))
 
 
-@pytest.mark.parametrize("weights", [(4.0, 4.0, 4.0), (4.0, 1.0, 4.0)])
-def test_equal_weights_are_added_early_and_unequal_ones_at_the_end(weights):
-    gathered = ContributionSet(spec(0, NUMEL, torch.float64))
-    for rank, weight in enumerate(weights):
-        gathered.add(contribution(rank, torch.float64, weight), range(3))
-    values = [one.values for one in gathered.by_rank.values()]
-    expected = sum(weight * value for weight, value in zip(weights, values, strict=True)) / sum(weights)
-    is_equal = len(set(weights)) == 1
-    assert gathered.size_bytes == (4 if is_equal else 3) * 8 * NUMEL
-    average = gathered.combine()
-    assert torch.allclose(average, expected, rtol=1e-14)
-    if is_equal:
-        assert torch.equal(average, added_at_the_end(gathered.by_rank.values()))
-
-
 def test_usage_maps_are_added_and_not_divided():
     gathered = ContributionSet(spec(0, 4, torch.int32, ChunkKind.USAGE))
     for rank in range(3):

@@ -85,24 +85,10 @@ def test_nobody_speaks_for_the_server(world, kind):
     assert world.state_hash() == before
 
 
-def test_nobody_pushes_before_there_are_values_nor_registers_after(world):
-    greeted = Worker(world, 0, job="another", rule=APPLY)
-    assert greeted.hello() == "initialise"
-    assert say(greeted, MessageType.ADMIT) == [ErrorCode.NOT_READY]
-    (member,) = team(world, 1, [spec(0, 4)], rule=APPLY)
-    assert say(member, MessageType.REGISTER) == [ErrorCode.BAD_MESSAGE]
-
-
 def test_snapshots_are_for_workers(world):
     (member,) = team(world, 1, [spec(0, 4)], rule=APPLY)
     assert say(member, MessageType.SNAPSHOT) == []
     assert world.wishes == [member.route]
-
-
-def test_a_shard_without_snapshots_says_so(world):
-    world.start(8)
-    (member,) = team(world, 1, [spec(0, 4)], rule=APPLY)
-    assert say(member, MessageType.SNAPSHOT) == [ErrorCode.SNAPSHOT_FAILED]
 
 
 @pytest.mark.parametrize("kind", CLIENT_TYPES)

@@ -61,14 +61,6 @@ def test_values_of_others_are_not_given_up_for_memory():
     assert set(world.shard.status(world.now_s).jobs) == {"applied", "new"}
 
 
-def test_a_snapshot_leaves_out_what_is_over():
-    world = World()
-    finished(world, "averaged")
-    finished(world, "applied", rule=APPLY)
-    team(world, 1, [spec(0, 4)], job="living")
-    assert [state.name for state in world.shard.durable.capture()] == ["applied", "living"]
-
-
 # ---- jobs that are forgotten by hand ---------------------------------------------------------------------------
 
 
@@ -114,14 +106,6 @@ def test_of_ones_own_jobs_those_make_room_for_which_nobody_speaks():
     assert {"alive", "late"} < {job.name for job in world.shard.jobs.by_number.values()}
 
 
-def test_jobs_with_values_make_no_room():
-    world = World(codec=False)
-    for number in range(MAX_JOBS):
-        worker = Worker(world, 0, job=f"job{number}", rule=APPLY, peer=f"192.0.2.{number % 2}")
-        worker.initialise([spec(0, 1)])
-    assert Worker(world, 0, job="late", peer="198.51.100.1").hello() == ErrorCode.MEMORY
-
-
 def test_of_a_forgotten_job_nothing_is_left():
     world, (worker,) = world_of(1, [spec(0, 4)], rule=APPLY)
     worker.push(0, 1, torch.ones(4))
@@ -139,12 +123,6 @@ def test_of_a_forgotten_job_nothing_is_left():
     assert successor.hello() == "initialise"
     (welcome,) = successor.take()
     assert welcome.body["durable_version"] is None
-
-
-def test_a_worker_that_came_meanwhile_learns_that_its_job_is_gone():
-    world, (worker,) = world_of(1, [spec(0, 4)], rule=APPLY)
-    world.shard.forget("demo")
-    assert codes(worker.push(0, 1, torch.ones(4))) == [ErrorCode.NOT_MEMBER]
 
 
 def busy(job):

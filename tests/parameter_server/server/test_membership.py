@@ -116,15 +116,6 @@ class TestClaims:
                     verdicts[nonce] = room.greet(0, nonce)
         assert set(verdicts.values()) == {"duplicate"}
 
-    def test_an_old_claim_does_not_judge_a_newcomer(self, room):
-        first = room.enter(0, 11)
-        assert room.greet(0, 12) == "wait"
-        room.now_s += 60
-        room.find(first)  # and dies now
-        room.now_s += 0.2
-        assert room.greet(0, 13) == "wait"
-        assert room.poll(0, 13, 10)[0].replaced_live
-
     def test_what_the_lead_decided_holds_at_once_elsewhere(self, room):
         first = room.enter(0, 11)
         greeting = room.greet(0, 12, incarnation=first.incarnation + 5)
@@ -139,14 +130,6 @@ class TestIncarnations:
         room.wall_ms -= 500_000
         greeting, _ = room.poll(0, 12, 10)
         assert greeting.member.incarnation > first.incarnation
-
-    def test_a_repeated_hello_keeps_it(self, room):
-        first = room.enter(0, 11)
-        room.wall_ms += 1000
-        again = room.greet(0, 11)
-        assert again.member.incarnation == first.incarnation
-        assert again.member.phase.is_live
-        assert again.member.phase.was_live
 
     def test_an_evicted_worker_gets_a_new_one_from_the_lead(self, room):
         first = room.enter(0, 11)
@@ -166,16 +149,6 @@ class TestIncarnations:
         assert room.find(member) is member
         assert first.incarnation == 500
 
-    def test_a_newer_one_of_the_same_process_keeps_it_live(self, room):
-        room.enter(0, 11, incarnation=500)
-        greeting = room.greet(0, 11, incarnation=501)
-        assert greeting.member.phase.is_live
-        assert not greeting.replaced_live
-        assert room.membership.find(0, 500, "", b"r", room.now_s) == "fenced"
-
-    def test_one_that_was_never_met_is_a_stranger(self, room):
-        assert room.membership.find(3, 1, "", b"r", room.now_s) == "stranger"
-
 
 class TestLeases:
     def test_only_silence_longer_than_the_lease_expires(self, room):
@@ -185,35 +158,6 @@ class TestLeases:
         room.find(second)
         room.now_s += 0.1
         assert room.membership.expired(room.now_s) == [first.rank]
-
-    def test_it_missed_something_if_the_job_went_on(self, room):
-        room.enter(0, 11)
-        room.membership.remove(0, progress=3, now_s=room.now_s)
-        assert not room.greet(0, 11, progress=4).missed_nothing
-
-    def test_a_newcomer_that_never_was_live_stays_one(self, room):
-        assert not room.greet(0, 11).member.phase.was_live
-        assert not room.greet(0, 11).member.phase.was_live
-        room.membership.remove(0, progress=0, now_s=room.now_s)
-        assert not room.greet(0, 11).member.phase.was_live
-        room.membership.admit(0)
-        assert room.greet(0, 11).member.phase.was_live
-
-    def test_survivors_are_the_live_and_those_gone_for_less_than_a_lease(self, room):
-        room.enter(0, 11)
-        room.greet(1, 12)
-        assert room.membership.has_survivor(1, room.now_s)
-        assert not room.membership.has_survivor(0, room.now_s)
-        room.membership.remove(0, progress=0, now_s=room.now_s)
-        assert room.membership.has_survivor(1, room.now_s + LEASE_S)
-        assert not room.membership.has_survivor(1, room.now_s + LEASE_S + 1)
-
-    def test_a_job_is_remembered_for_a_lease_after_its_last_worker(self, room):
-        member = room.enter(0, 11)
-        assert room.membership.is_remembered(room.now_s)
-        room.membership.remove(member.rank, progress=1, now_s=room.now_s)
-        assert room.membership.is_remembered(room.now_s + LEASE_S)
-        assert not room.membership.is_remembered(room.now_s + LEASE_S + 0.1)
 
     def test_while_the_server_stands_still_neither_claims_nor_absences_age(self, room):
         room.enter(0, 11)
@@ -242,17 +186,6 @@ class TestExpected:
         room.membership.expect([0, 1], room.now_s)
         assert room.greet(1, 12) == "wait"
         assert room.greet(1, 13, knows_members=True).member.phase.is_live
-
-    def test_nobody_speaks_in_their_name(self, room):
-        room.membership.expect([0], room.now_s)
-        assert room.membership.find(0, 0, "", b"r", room.now_s) == "stranger"
-        assert room.greet(0, 0) == "wait"
-
-    def test_their_lease_runs_out(self, room):
-        room.membership.expect([0, 1], room.now_s)
-        room.enter(0, 11, knows_members=True)
-        room.now_s += LEASE_S + 0.1
-        assert 1 in room.membership.expired(room.now_s)
 
 
 class TestSnapshots:

@@ -101,18 +101,6 @@ def test_a_quorum_steps_and_who_is_late_gets_the_weights_of_now():
     assert world.shard.status(world.now_s).jobs["demo"].late == 1
 
 
-def test_a_worker_that_dies_is_left_out_of_the_average():
-    world, workers = start(3)
-    oracle = Oracle()
-    exchange(world, workers, 1, oracle)
-    for worker in workers[:2]:
-        worker.push(0, 2, gradient_of(worker.rank, 2))
-    assert not answers(workers)
-    world.advance(6, *workers[:2])
-    expected = oracle.step([gradient_of(rank, 2) for rank in range(2)])
-    assert [torch.equal(weights, expected) for _, _, weights in answers(workers)] == [True, True]
-
-
 def test_a_joiner_needs_no_donor_it_pulls_the_weights_and_goes_on_behind_them():
     world, workers = start(2)
     oracle = Oracle()
@@ -126,18 +114,6 @@ def test_a_joiner_needs_no_donor_it_pulls_the_weights_and_goes_on_behind_them():
     assert torch.equal(payload_tensor(values), oracle.weights.detach())
     exchange(world, [*workers, joiner], 3, oracle)
     assert joiner.ask(MessageType.JOIN).type is not MessageType.OK
-
-
-def test_a_lost_answer_comes_again_and_changes_nothing():
-    world, workers = start(2)
-    oracle = Oracle()
-    exchange(world, workers, 1, oracle)
-    workers[0].push(0, 1, gradient_of(0, 1))
-    assert not answers(workers)
-    workers[0].repeat(0, 1)
-    ((_, version, weights),) = answers(workers)
-    assert (version, torch.equal(weights, oracle.weights.detach())) == (1, True)
-    exchange(world, workers, 2, oracle)
 
 
 def test_after_a_restart_weights_and_momentum_go_on_from_the_snapshot():
@@ -208,11 +184,3 @@ def test_hyperparameters_that_make_no_sense_are_refused_before_anything_is_gathe
     assert world.state_hash() == before
     workers[0].take()
     exchange(world, workers, 1, Oracle())
-
-
-def test_without_an_optimizer_nothing_is_gathered():
-    world = World(codec=False)
-    worker = Worker(world, 0, rule=OUTER)
-    worker.initialise([spec(0, NUMEL)])
-    (error,) = worker.push(0, 1, torch.ones(NUMEL))
-    assert error.body["code"] == ErrorCode.NOT_READY

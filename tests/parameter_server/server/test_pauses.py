@@ -57,12 +57,6 @@ class TestLeases:
             assert answer.body["contributors"] == 3
             assert payload_tensor(answer).tolist() == [1.0] * 4
 
-    def test_a_message_that_is_read_before_the_tick_changes_nothing(self, world, workers):
-        world.now_s += PAUSE_S
-        workers[0].heartbeat()
-        stand_still(world, 0.1)
-        assert members_of(world) == [0, 1, 2]
-
     def test_the_rest_of_the_lease_is_what_it_was(self, world, workers):
         world.advance(3, *workers[1:])
         stand_still(world)
@@ -106,13 +100,6 @@ class TestWhoIsWho:
         assert newcomer.hello() == "wait"
         assert newcomer.claim(*workers) == ErrorCode.DUPLICATE_RANK
 
-    def test_survivors_have_the_rest_of_their_lease_to_come_back(self, world, workers):
-        world.advance(6)
-        assert members_of(world) == []
-        stand_still(world)
-        assert Worker(world, 0, world_size=3).hello() == "wait"
-        assert workers[1].hello() == "ready"
-
     def test_a_server_that_forgot_the_job_waits_for_all_whom_its_workers_name(self, world, workers):
         world.start(8)
         workers[0].members, workers[1].members = [0, 1], [0, 1, 2]
@@ -130,11 +117,6 @@ class TestTelling:
         text = world.shard.events.events()[-1].text
         assert text.startswith(f"shard 0 stood still for {PAUSE_S:.1f} s")
         assert [record.getMessage() for record in caplog.records] == [text]
-
-    def test_a_shard_that_is_not_the_first_tells_of_itself(self, world, workers):
-        world.shard.index = 1
-        stand_still(world)
-        assert world.shard.events.events()[-1].text.startswith("shard 1 stood still")
 
     def test_short_pauses_and_those_that_concern_nobody_are_not_told(self, world):
         stand_still(world)

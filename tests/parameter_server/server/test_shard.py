@@ -55,9 +55,6 @@ class TestComing:
         assert third.hello() == "ready"
         assert payload_tensor(second.pull(0)).tolist() == [0, 1, 2, 3]
 
-    def test_without_ranks_the_first_one_initialises(self):
-        assert Worker(World()).hello() == "initialise"
-
     def test_welcome_says_where_things_are(self):
         world = World(credit_bytes=77)
         (worker,) = team(world, 1, [spec(0, 4)])
@@ -115,14 +112,6 @@ class TestComing:
         assert codes([worker.ask(MessageType.BYE)]) == [ErrorCode.NOT_MEMBER]
         assert Worker(world, 0, rule=APPLY).hello() == "ready"
 
-    def test_jobs_nobody_is_in_make_room(self, monkeypatch):
-        monkeypatch.setattr("psengine.parameter_server.server.core.shard_jobs.MAX_JOBS", 2)
-        world = World()
-        workers = [Worker(world, 0, job=name) for name in ("one", "two", "three")]
-        assert [worker.hello() for worker in workers] == ["initialise", "initialise", ErrorCode.MEMORY]
-        workers[0].ask(MessageType.BYE)
-        assert workers[2].hello() == "initialise"
-
 
 class TestStrangers:
     """Whose HELLO is refused, and who it says to be, leaves nothing behind."""
@@ -165,23 +154,6 @@ class TestTraffic:
         assert self.traffic(world) == (48, 48)
         worker.ask(MessageType.STORE, key=0, payload=torch.zeros(5, dtype=torch.uint8), body={"blob": "b", "pieces": 1})
         assert self.traffic(world) == (53, 48)
-
-    def test_of_readers(self):
-        world = World()
-        applying(world)
-        reader = Worker(world, role="reader")
-        reader.hello()
-        assert self.traffic(world) == (16, 0)
-        reader.pull(0)
-        assert self.traffic(world) == (16, 16)
-
-    def test_what_is_registered_without_values_weighs_nothing(self):
-        world = World()
-        worker = Worker(world, 0)
-        worker.hello()
-        worker.register_empty(spec(0, 4))
-        worker.seal([spec(0, 4)])
-        assert self.traffic(world) == (0, 0)
 
     @pytest.mark.parametrize("role", ["worker", "reader"])
     def test_measuring_and_watching_do_not_count(self, role):
@@ -255,10 +227,6 @@ class TestRefusals:
         assert codes(second.seal([])) == [ErrorCode.BAD_MESSAGE]
         assert codes(first.seal([spec(0, 4)])) == [ErrorCode.BAD_MESSAGE]
         assert first.hello() == "initialise"
-
-    def test_a_repeated_seal_is_answered(self, world):
-        (worker,) = team(world, 1, [spec(0, 4)])
-        assert [m.type for m in worker.seal([spec(0, 4)])] == [MessageType.OK]
 
     def test_another_key_cannot_speak_for_a_worker_or_take_its_answers(self, world):
         worker = Worker(world, 0, rule=APPLY, user_id="alice")
@@ -407,13 +375,6 @@ class TestReaders:
         assert world.state_hash() == before
         assert worker.push(0, 1, torch.ones(4))
 
-    def test_they_do_not_make_jobs(self):
-        world = World()
-        reader = Worker(world, role="reader")
-        assert reader.hello() == "wait"
-        assert world.shard.status(0.0).jobs == {}
-        assert codes([reader.pull(0)]) == [ErrorCode.NOT_READY]
-
     def test_weights_of_an_averaging_job_that_has_begun_are_elsewhere(self):
         world, (worker,) = world_of(1, [spec(0, 4)])
         reader = Worker(world, role="reader")
@@ -531,18 +492,3 @@ class TestSnapshots:
         worker.push(0, 2, torch.ones(4))
         world.shard.durable.note(3)
         assert worker.ask(MessageType.HEARTBEAT).body["durable_version"] == 1
-
-    def test_a_job_without_values_is_not_kept(self):
-        world = World()
-        Worker(world, 0).hello()
-        assert world.shard.durable.capture() == []
-
-    def test_an_averaging_job_goes_on(self):
-        world, workers = world_of(2, [spec(0, 4)])
-        push_all(workers, 1, torch.ones(4))
-        world.start(8, world.shard.durable.capture())
-        for worker in workers:
-            assert worker.hello() == "ready"
-            worker.take()
-        assert workers[0].push(0, 2, torch.ones(4)) == []
-        assert workers[1].push(0, 2, torch.ones(4))
