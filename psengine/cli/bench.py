@@ -27,6 +27,11 @@ EXIT_FAILED = 3
 SIZES_BYTES = (4 * 2**10, 2**20, 25 * 2**20)
 MODEL_BYTES = 25 * 2**20
 TURNS, QUICK_TURNS = 40, 8
+TITLES = {
+    "all-reduce": "All-reduce between 2 ranks",
+    "training step": "Forward and backward of an MLP with 2.9 M parameters",
+    "server": "A 25 MiB model to a parameter server (SGD) and back, one worker",
+}
 _EXAMPLES = """
 [bold]Examples[/bold]
 
@@ -140,38 +145,29 @@ def rows_of(part: Part) -> list[dict[str, Any]]:
 def print_tables(rows: list[dict[str, Any]], machine: dict[str, Any], notes: list[str], elapsed_s: float) -> None:
     """For people."""
     console = Console(highlight=False)
-    console.print(
-        Text(
-            f"{machine['cpu']}, {machine['cores']} cores, load {machine['load']:.1f} at the start; Python"
-            f" {machine['python']}, torch {machine['torch']}, psengine {machine['psengine']}; 2 ranks, one thread each"
-        ),
-        soft_wrap=True,
-    )
-    titles = {
-        "all-reduce": "All-reduce between 2 ranks",
-        "training step": "Forward and backward of an MLP with 2.9 M parameters",
-        "server": "A 25 MiB model to a parameter server (SGD) and back, one worker",
-    }
-    for part, title in titles.items():
-        own = [row for row in rows if row["part"] == part]
-        if not own:
-            continue
+    software = f"Python {machine['python']}, torch {machine['torch']}, psengine {machine['psengine']}"
+    hardware = f"{machine['cpu']}, {machine['cores']} cores, load {machine['load']:.1f} at the start"
+    console.print(Text(f"{hardware}; {software}; 2 ranks, one thread each"), soft_wrap=True)
+    for part, title in TITLES.items():
         table = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0))
-        table.add_column("")
-        for heading in ("size", "median ms", "10th-90th", "against", "MB/s"):
-            table.add_column(heading, justify="right")
-        for row in own:
-            ratio = "" if row["ratio"] is None else f"{row['ratio']:.2f} x {row['ratio_to']}"
-            rate = "" if row["size_bytes"] is None else f"{row['size_bytes'] / row['median_ms'] / 1e3:.0f}"
+        for heading in ("", "size", "median ms", "10th-90th", "against", "MB/s"):
+            table.add_column(heading, justify="right" if heading else "left")
+        for row in rows:
+            if row["part"] != part:
+                continue
+            size_bytes = row["size_bytes"]
             table.add_row(
                 row["candidate"],
-                _size(row["size_bytes"]),
+                _size(size_bytes),
                 f"{row['median_ms']:.3g}",
                 f"{row['p10_ms']:.3g}-{row['p90_ms']:.3g}",
-                ratio,
-                "" if row["candidate"] == "echo" else rate,
+                "" if row["ratio"] is None else f"{row['ratio']:.2f} x {row['ratio_to']}",
+                ""
+                if size_bytes is None or row["candidate"] == "echo"
+                else f"{size_bytes / row['median_ms'] / 1e3:.0f}",
             )
-        console.print(table)
+        if table.row_count:
+            console.print(table)
     for note in notes:
         console.print(Text(f"- {note}"), soft_wrap=True)
     console.print(
@@ -183,7 +179,5 @@ def print_tables(rows: list[dict[str, Any]], machine: dict[str, Any], notes: lis
 def _size(size_bytes: int | None) -> str:
     if size_bytes is None:
         return ""
-    for unit, factor in (("MiB", 2**20), ("KiB", 2**10)):
-        if size_bytes >= factor:
-            return f"{size_bytes / factor:g} {unit}"
-    return f"{size_bytes} B"
+    units = ((2**20, "MiB"), (2**10, "KiB"), (1, "B"))
+    return next(f"{size_bytes / factor:g} {unit}" for factor, unit in units if size_bytes >= factor)

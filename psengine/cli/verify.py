@@ -7,8 +7,6 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -50,40 +48,20 @@ def register(app: typer.Typer) -> None:
     app.command(epilog=_EXAMPLES)(verify)
 
 
-def _at_least(least: int) -> Callable[[Any], Any]:
-    # Typer's own message for ``min`` does not say what it got.
-    def check(value: Any) -> Any:
-        if value is not None and not value >= least:
-            raise typer.BadParameter(f"expected at least {least}, got {value}")
-        return value
-
-    return check
-
-
 def verify(
     target: Annotated[
         str | None,
         typer.Argument(help="module:function or path/to/file.py:function; without it, the built-in models."),
     ] = None,
-    steps: Annotated[
-        int | None,
-        typer.Option(callback=_at_least(1), help="Training steps (default: 10; of the built-in models 6)."),
-    ] = None,
-    world_size: Annotated[
-        int, typer.Option("--world-size", "-w", callback=_at_least(1), help="Ranks, processes here; at most 64.")
-    ] = 2,
+    steps: Annotated[int | None, typer.Option(help="Training steps (default: 10; of the built-in models 6).")] = None,
+    world_size: Annotated[int, typer.Option("--world-size", "-w", help="Ranks, processes here; at most 64.")] = 2,
     strategy: Annotated[str, typer.Option(help="What is tried: a strategy, or native.")] = "sync",
     against: Annotated[str, typer.Option(help="What it is compared with: native, or a strategy.")] = "native",
-    seed: Annotated[int, typer.Option(callback=_at_least(0), help="Of the model, dropout, ...")] = 0,
+    seed: Annotated[int, typer.Option(help="Of the model, dropout, ...")] = 0,
     rtol: Annotated[
-        float | None,
-        typer.Option(
-            callback=_at_least(0), help="Tolerance relative to a tensor's largest magnitude (default: by dtype)."
-        ),
+        float | None, typer.Option(help="Tolerance relative to a tensor's largest magnitude (default: by dtype).")
     ] = None,
-    atol: Annotated[
-        float | None, typer.Option(callback=_at_least(0), help="Absolute tolerance (default: by dtype).")
-    ] = None,
+    atol: Annotated[float | None, typer.Option(help="Absolute tolerance (default: by dtype).")] = None,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     timeout_s: Annotated[float, typer.Option("--timeout-s", help="Deadline of the whole run, in seconds.")] = 300.0,
     as_json: Annotated[bool, typer.Option("--json", help="JSON alone on standard output.")] = False,
@@ -97,7 +75,7 @@ def verify(
     from psengine.verify.target import check_name
 
     settings = Settings(
-        steps=steps or (6 if target is None else 10),
+        steps=steps if steps is not None else 6 if target is None else 10,
         world_size=world_size,
         strategy=strategy,
         against=against,
@@ -108,16 +86,19 @@ def verify(
         timeout_s=timeout_s,
     )
     if target is not None:
-        check_name(target)
-        place = target.rpartition(":")[0]
+        place, _ = check_name(target)
         print(f"loading {place} on each rank, which runs all that stands at its top level", file=sys.stderr)
     begin_s = time.monotonic()
     try:
-        with _progress() as on_note:
-            if target is not None:
-                found = [compare(target, settings, on_note=on_note)]
+        with Console(stderr=True).status("starting the ranks") as status:
+
+            def show(text: str) -> None:
+                status.update(Text(f"rank 0: {text}"))
+
+            if target is None:
+                found = compare_zoo(settings=settings, on_note=show)
             else:
-                found = compare_zoo(settings=settings, on_note=on_note)
+                found = [compare(target, settings, on_note=show)]
     except RankFailedError as error:
         print(f"{error.rank_traceback}psengine: {error}", file=sys.stderr)
         raise typer.Exit(EXIT_FAILED) from None
@@ -134,26 +115,10 @@ def verify(
     raise typer.Exit(0 if agrees else EXIT_DIFFERENT)
 
 
-@contextmanager
-def _progress() -> Iterator[Callable[[str], None]]:
-    """On a terminal, one line that says what rank 0 is doing."""
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        yield lambda text: None
-        return
-    with console.status("starting the ranks") as status:
-        yield lambda text: status.update(Text(f"rank 0: {text}"))
-
-
 def _print_report(found: Comparison, elapsed_s: float) -> None:
     console = Console(highlight=False)
-    console.print(
-        Text(
-            f"{found.target}: {found.strategy} against {found.against}, {_ranks(found)}, {found.steps} steps, seed"
-            f" {found.seed}"
-        ),
-        soft_wrap=True,
-    )
+    trained = f"{_ranks(found)}, {found.steps} steps, seed {found.seed}"
+    _say(console, f"{found.target}: {found.strategy} against {found.against}, {trained}")
     titles: dict[Difference, list[str]] = {}
     for what, difference in (
         ("first difference", found.first),
@@ -164,21 +129,24 @@ def _print_report(found: Comparison, elapsed_s: float) -> None:
         if difference is not None:
             titles.setdefault(difference, []).append(what)
     for difference, whats in titles.items():
-        console.print(Text.assemble((f"{', '.join(whats)}: ", "bold"), _place(difference)), soft_wrap=True)
-        console.print(Text(f"    {_numbers(difference, found)}"), soft_wrap=True)
+        _say(console, (f"{', '.join(whats)}: ", "bold"), _place(difference))
+        _say(console, f"    {_numbers(difference, found)}")
     if found.first is not None:
         _print_history(console, found)
     for note in found.notes:
-        console.print(Text(f"- {note}"), soft_wrap=True)
+        _say(console, f"- {note}")
     counts = ", ".join(f"{number} {kind}s" for kind, number in found.counts.items() if kind != "loss" and number)
-    console.print(
-        Text.assemble(
-            ("verdict: ", "bold"),
-            (found.verdict, f"bold {_COLORS[found.verdict]}"),
-            f" ({counts} and the loss, on each rank after each step; {elapsed_s:.1f} s)",
-        ),
-        soft_wrap=True,
+    _say(
+        console,
+        ("verdict: ", "bold"),
+        (found.verdict, f"bold {_COLORS[found.verdict]}"),
+        f" ({counts} and the loss, on each rank after each step; {elapsed_s:.1f} s)",
     )
+
+
+def _say(console: Console, *parts: str | tuple[str, str]) -> None:
+    """Print a line, however long; a part may have a style."""
+    console.print(Text.assemble(*parts), soft_wrap=True)
 
 
 def _print_history(console: Console, found: Comparison) -> None:
@@ -196,25 +164,21 @@ def _print_history(console: Console, found: Comparison) -> None:
         cells = [_number(entry.get(key)) for key in ("loss", "buffer", "gradient", "parameter", "distance")]
         losses = [_number(entry.get(key), digits=6) for key in ("candidate_loss", "reference_loss")]
         table.add_row("start" if entry["step"] < 0 else str(entry["step"]), *cells, *losses)
-    console.print(
-        "after each step: largest absolute differences; distance of the weights, relative; the losses", soft_wrap=True
-    )
+    _say(console, "after each step: largest absolute differences; distance of the weights, relative; the losses")
     console.print(table)
 
 
 def _print_zoo(found: list[Comparison], elapsed_s: float) -> None:
+    from psengine.verify.zoo import ZOO
+
     console = Console(highlight=False)
     first = found[0]
     table = Table(box=None, padding=(0, 2, 0, 0))
-    from psengine.verify.zoo import ZOO
-
     any_differs = any(comparison.first is not None for comparison in found)
     for heading in ("model", "verdict", *(("largest", "first difference") if any_differs else ("what it asks for",))):
         table.add_column(heading, overflow="fold")
     for comparison in found:
-        cells = [ZOO[comparison.target].asks]
-        if any_differs:
-            cells = ["", ""]
+        cells = ["", ""] if any_differs else [ZOO[comparison.target].asks]
         if comparison.first is not None and comparison.largest_absolute is not None:
             where = (comparison.first_beyond or comparison.first).where
             cells = [_number(comparison.largest_absolute.absolute), where]
@@ -222,17 +186,11 @@ def _print_zoo(found: list[Comparison], elapsed_s: float) -> None:
         table.add_row(comparison.target, verdict, *map(Text, cells))
     console.print(table)
     for note in dict.fromkeys(note for comparison in found for note in comparison.notes):
-        console.print(Text(f"- {note}"), soft_wrap=True)
+        _say(console, f"- {note}")
     counts = {verdict: sum(c.verdict == verdict for c in found) for verdict in _COLORS}
     summary = ", ".join(f"{number} {verdict}" for verdict, number in counts.items() if number)
-    console.print(
-        Text(
-            f"{first.strategy} against {first.against}, {_ranks(first)}, {first.steps} steps of"
-            f" {len(found)} models: {summary} ({elapsed_s:.1f} s)",
-            style="bold",
-        ),
-        soft_wrap=True,
-    )
+    trained = f"{_ranks(first)}, {first.steps} steps of {len(found)} models"
+    _say(console, (f"{first.strategy} against {first.against}, {trained}: {summary} ({elapsed_s:.1f} s)", "bold"))
 
 
 def _ranks(found: Comparison) -> str:
