@@ -63,6 +63,7 @@ def test_the_line_is_cut_at_the_script(line, own, torchrun, script):
         (["--servers", "-1", WORKER], "Invalid value for '--servers'"),
         (["--strategy", "async:max_stalenes=4", WORKER], "Did you mean max_staleness?"),
         (["--strategy", "sync", "--servers", "2", WORKER], "strategy 'sync' uses no servers"),
+        (["--collective", "c10d:x=1", WORKER], "unknown option 'x'"),
         (["--max-restarts", "many", WORKER], "--max-restarts"),
         (["--max-restarts", "-1", WORKER], "expected 0 or more"),
         (["--signals-to-handle", "SIGNOT", WORKER], "got 'SIGNOT'"),

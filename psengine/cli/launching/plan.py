@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from psengine.cli.run_arguments import RunArguments, check_program
+from psengine.environment.extras import require_server_packages
 from psengine.environment.variables import default_strategy, read_variable
 from psengine.errors import ConfigurationError
 from psengine.specification import Registry, Specification, did_you_mean
@@ -110,8 +111,7 @@ def make_plan(parts: RunArguments, given: RunOptions) -> Plan:
         options.shutdown_timeout = int(read_variable("TORCH_ELASTIC_SHUTDOWN_TIMEOUT") or SHUTDOWN_S)
     strategy = given.strategy or default_strategy()
     named = given.server_address or read_variable("PSENGINE_SERVERS")
-    notes = _unknown_names(strategy, given.collective)
-    uses_servers = _uses_servers(strategy, is_known=not notes)
+    uses_servers, notes = _read_names(strategy, given.collective)
     if uses_servers is None:  # the script registers it
         uses_servers = bool(given.servers or named)
     needs_servers = uses_servers and not Specification.parse("strategy", strategy).options.get("servers")
@@ -144,8 +144,28 @@ def make_plan(parts: RunArguments, given: RunOptions) -> Plan:
         choose_rendezvous(options)
     if servers:
         if is_multi_node:
-            raise ConfigurationError(_several_nodes(strategy, options.nnodes))
-        _check_servers(given)
+            raise ConfigurationError(
+                f"strategy {strategy!r} over several nodes needs a server that all of them reach (expected"
+                " --server-address or PSENGINE_SERVERS, got neither). Start one on a machine of yours, with keys:\n"
+                "  psengine-server --bind tcp://0.0.0.0:7077 --curve-key keys/server.key --allow allowed\n"
+                "then on every node, with PSENGINE_SERVER_KEY=keys/server.pub and PSENGINE_CLIENT_KEY=keys/worker.key"
+                f" set:\n  psengine run --nnodes {options.nnodes} --rdzv-endpoint HOST:29400 --strategy {strategy}"
+                " --server-address tcp://HOST:7077 ..."
+            )
+        require_server_packages("parameter servers")
+        if given.snapshot_dir is not None:
+            try:
+                given.snapshot_dir.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise ConfigurationError(
+                    f"--snapshot-dir is a folder for the servers to write in (got {given.snapshot_dir}:"
+                    f" {error.strerror})"
+                ) from error
+    variables = {"PSENGINE_STRATEGY": given.strategy, "PSENGINE_COLLECTIVE": given.collective}
+    if given.server_address:
+        from psengine.parameter_server.client.addresses import parse_addresses
+
+        variables["PSENGINE_SERVERS"] = ",".join(parse_addresses(given.server_address))
     return Plan(
         options=given,
         torchrun=options,
@@ -155,45 +175,42 @@ def make_plan(parts: RunArguments, given: RunOptions) -> Plan:
         servers=servers,
         server_arguments=tuple(_server_arguments(given.server_options)) if servers else (),
         uses_servers=uses_servers,
-        variables=_variables(given),
+        variables={name: value for name, value in variables.items() if value},
         is_multi_node=is_multi_node,
         notes=tuple(notes),
     )
 
 
-def _unknown_names(strategy: str, collective: str | None) -> list[str]:
-    """Lines about names that psengine does not know; the script may register them, and is left to judge them."""
-    from psengine.codecs.registry import CODECS
-    from psengine.collectives.registry import COLLECTIVES
-    from psengine.strategies.registry import STRATEGIES
-
-    named = Specification.parse("strategy", strategy)
-    names: list[tuple[Registry[Any], Any]] = [(STRATEGIES, named.name), (CODECS, named.options.get("compress"))]
-    if collective:
-        names.append((COLLECTIVES, Specification.parse("collective", collective).name))
-    return [
-        f"{registry.kind} {name!r} is none of psengine's: the script has to register it{did_you_mean(name, registry)}"
-        for registry, name in names
-        if isinstance(name, str) and name not in registry
-    ]
-
-
-def _uses_servers(specification: str, *, is_known: bool) -> bool | None:
-    """Whether the strategy uses parameter servers; None where only the script knows it.
+def _read_names(strategy: str, collective: str | None) -> tuple[bool | None, list[str]]:
+    """Return whether the strategy uses servers (None: only the script knows it), and notes on names it must register.
 
     Raises:
-        ConfigurationError: it has no such option.
+        ConfigurationError: a strategy or a collective of psengine's own has no such option.
     """
+    from psengine.codecs.registry import CODECS
+    from psengine.collectives.registry import COLLECTIVES
     from psengine.strategies.registry import STRATEGIES, resolve_strategy
     from psengine.strategies.servers.base import ServerStrategy
 
-    name = Specification.parse("strategy", specification).name
-    if name not in STRATEGIES:
-        return None
-    if is_known:
-        resolve_strategy(specification)
-    kind = STRATEGIES[name]
-    return isinstance(kind, type) and issubclass(kind, ServerStrategy)
+    named = Specification.parse("strategy", strategy)
+    names: list[tuple[Registry[Any], Any]] = [(STRATEGIES, named.name), (CODECS, named.options.get("compress"))]
+    unknown = [(registry, name) for registry, name in names if isinstance(name, str) and name not in registry]
+    if not unknown:
+        resolve_strategy(strategy)
+    if collective:
+        name = Specification.parse("collective", collective).name
+        if name in COLLECTIVES:
+            COLLECTIVES.read(collective)
+        else:
+            unknown.append((COLLECTIVES, name))
+    notes = [
+        f"{registry.kind} {name!r} is none of psengine's: the script has to register it{did_you_mean(name, registry)}"
+        for registry, name in unknown
+    ]
+    if named.name not in STRATEGIES:
+        return None, notes
+    kind = STRATEGIES[named.name]
+    return isinstance(kind, type) and issubclass(kind, ServerStrategy), notes
 
 
 def _signals(names: str) -> tuple[str, ...]:
@@ -204,33 +221,6 @@ def _signals(names: str) -> tuple[str, ...]:
                 f"--signals-to-handle takes names of signals that can be handled (expected as SIGTERM, got {name!r})"
             )
     return found
-
-
-def _variables(given: RunOptions) -> dict[str, str]:
-    """PSENGINE_* variables that pass the options on to workers."""
-    variables = {}
-    if given.strategy:
-        variables["PSENGINE_STRATEGY"] = given.strategy
-    if given.collective:
-        variables["PSENGINE_COLLECTIVE"] = given.collective
-    if given.server_address:
-        from psengine.parameter_server.client.addresses import parse_addresses
-
-        variables["PSENGINE_SERVERS"] = ",".join(parse_addresses(given.server_address))
-    return variables
-
-
-def _check_servers(given: RunOptions) -> None:
-    from psengine.environment.extras import require_server_packages
-
-    require_server_packages("parameter servers")
-    if given.snapshot_dir is not None:
-        try:
-            given.snapshot_dir.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ConfigurationError(
-                f"--snapshot-dir is a folder for the servers to write in (got {given.snapshot_dir}: {error.strerror})"
-            ) from error
 
 
 def _server_arguments(options: Sequence[str]) -> list[str]:
@@ -285,14 +275,3 @@ def _check_independent(parts: RunArguments, strategy: str, uses_servers: bool, *
             f"--independent workers have no agent and no rendezvous, and have no use for torchrun's"
             f" {', '.join(refused)} (expected of torchrun's options only {', '.join(_INDEPENDENT_OPTIONS)})"
         )
-
-
-def _several_nodes(strategy: str, nnodes: str) -> str:
-    return (
-        f"strategy {strategy!r} over several nodes needs a server that all of them reach (expected --server-address or"
-        " PSENGINE_SERVERS, got neither). Start one on a machine of yours, with keys:\n"
-        "  psengine-server --bind tcp://0.0.0.0:7077 --curve-key keys/server.key --allow allowed\n"
-        "then on every node, with PSENGINE_SERVER_KEY=keys/server.pub and PSENGINE_CLIENT_KEY=keys/worker.key set:\n"
-        f"  psengine run --nnodes {nnodes} --rdzv-endpoint HOST:29400 --strategy {strategy}"
-        " --server-address tcp://HOST:7077 ..."
-    )
