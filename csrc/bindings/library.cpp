@@ -13,7 +13,6 @@ STABLE_TORCH_LIBRARY(psengine, m) {
   m.def("pack_(Tensor(a!) flat, Tensor[] tensors, float scale, Tensor? layout=None) -> ()");
   m.def("unpack_(Tensor(a!)[] tensors, Tensor flat, float scale, Tensor? layout=None) -> ()");
   m.def("pack_stats_(Tensor(a!) flat, Tensor[] tensors, float scale, Tensor? layout=None) -> (Tensor, Tensor)");
-  m.def("unpack_stats_(Tensor(a!)[] tensors, Tensor flat, float scale, Tensor? layout=None) -> (Tensor, Tensor)");
   m.def("accumulate_(Tensor(a!) destination, Tensor source, float scale) -> ()");
 }
 
@@ -49,10 +48,7 @@ PyObject* sum(PyObject*, PyObject* arguments) {
   int kind = 0;
   Py_ssize_t numel = 0;
   double scale = 1.0;
-  int wants_square_sum = 0;
-  if (PyArg_ParseTuple(arguments, "OOindp", &destination_list, &source_list, &kind, &numel, &scale,
-                       &wants_square_sum) == 0)
-    return nullptr;
+  if (PyArg_ParseTuple(arguments, "OOind", &destination_list, &source_list, &kind, &numel, &scale) == 0) return nullptr;
   const std::vector<void*> destinations = addresses_of(destination_list);
   if (destinations.empty()) return nullptr;
   const std::vector<void*> sources = addresses_of(source_list);
@@ -65,17 +61,15 @@ PyObject* sum(PyObject*, PyObject* arguments) {
     PyErr_Format(PyExc_ValueError, "numel must not be negative (got %zd)", numel);
     return nullptr;
   }
-  double square_sum = 0.0;
   psengine::kernels().sum(destinations.data(), destinations.size(), sources.data(), sources.size(),
-                          psengine::ScalarKind(kind), size_t(numel), scale, wants_square_sum ? &square_sum : nullptr);
-  return PyFloat_FromDouble(square_sum);
+                          psengine::ScalarKind(kind), size_t(numel), scale);
+  return Py_BuildValue("");
 }
 
 PyMethodDef kernel_methods[] = {
     {"kernels", kernels_in_use, METH_NOARGS, "The name of the table of CPU kernels in use."},
     {"_use_kernels", use_kernels, METH_O, "Use a table by name, for tests; False where this processor cannot run it."},
-    {"_sum", sum, METH_VARARGS,
-     "Kernels::sum, for tests: lists of addresses, kind, numel, scale, whether the sum of squares is wanted."},
+    {"_sum", sum, METH_VARARGS, "Kernels::sum, for tests: lists of addresses, kind, numel, scale."},
     {nullptr, nullptr, 0, nullptr}};
 
 PyModuleDef module_definition = {PyModuleDef_HEAD_INIT, "psengine._native", nullptr, -1, nullptr,

@@ -13,6 +13,7 @@
 #include <stdexcept>
 #include <string>
 #include <type_traits>
+#include <utility>
 #include <vector>
 
 #if defined(__linux__)
@@ -65,199 +66,151 @@ auto without_interpreter_lock(Body body) {
   }
 }
 
-struct Arguments {
-  PyObject* const* values;
-  Py_ssize_t count;
+// From Python. Throws PythonError or std::runtime_error.
+template <typename T>
+T from_python(PyObject* value);
 
-  void expect(Py_ssize_t expected) const {
-    if (count == expected) return;
-    PyErr_Format(PyExc_TypeError, "expected %zd arguments, got %zd", expected, count);
-    throw PythonError();
-  }
-  SharedMemoryGroup& group() const {
-    void* pointer = PyCapsule_GetPointer(values[0], kCapsuleName);
-    if (pointer == nullptr) throw PythonError();
-    return *static_cast<SharedMemoryGroup*>(pointer);
-  }
-  uint64_t integer(Py_ssize_t index) const {
-    auto value = PyLong_AsUnsignedLongLong(values[index]);
-    if (value == std::numeric_limits<unsigned long long>::max() && PyErr_Occurred()) throw PythonError();
-    return value;
-  }
-  char* address(Py_ssize_t index) const { return reinterpret_cast<char*>(integer(index)); }
-  double real(Py_ssize_t index) const {
-    double value = PyFloat_AsDouble(values[index]);
-    if (value == -1.0 && PyErr_Occurred()) throw PythonError();
-    return value;
-  }
-  bool boolean(Py_ssize_t index) const { return values[index] == Py_True; }
-  std::string text(Py_ssize_t index) const {
-    Py_ssize_t length = 0;
-    const char* characters = PyUnicode_AsUTF8AndSize(values[index], &length);
-    if (characters == nullptr) throw PythonError();
-    return std::string(characters, static_cast<size_t>(length));
-  }
-  Token token(Py_ssize_t index) const {
-    char* bytes = nullptr;
-    Py_ssize_t length = 0;
-    if (PyBytes_AsStringAndSize(values[index], &bytes, &length) != 0) throw PythonError();
-    if (length != static_cast<Py_ssize_t>(kTokenBytes)) throw std::runtime_error("a token has 16 bytes");
-    Token token;
-    std::memcpy(token.data(), bytes, kTokenBytes);
-    return token;
-  }
-  ScalarKind kind(Py_ssize_t index) const {
-    uint64_t value = integer(index);
-    if (value > static_cast<uint64_t>(ScalarKind::int64)) throw std::runtime_error("unknown kind of element");
-    return static_cast<ScalarKind>(value);
-  }
-};
+template <>
+SharedMemoryGroup& from_python(PyObject* value) {
+  void* pointer = PyCapsule_GetPointer(value, kCapsuleName);
+  if (pointer == nullptr) throw PythonError();
+  return *static_cast<SharedMemoryGroup*>(pointer);
+}
+
+template <>
+uint64_t from_python(PyObject* value) {
+  auto integer = PyLong_AsUnsignedLongLong(value);
+  if (integer == std::numeric_limits<unsigned long long>::max() && PyErr_Occurred()) throw PythonError();
+  return integer;
+}
+
+template <>
+int from_python(PyObject* value) {
+  return static_cast<int>(from_python<uint64_t>(value));
+}
+
+template <>
+char* from_python(PyObject* value) {
+  return reinterpret_cast<char*>(from_python<uint64_t>(value));
+}
+
+template <>
+const char* from_python(PyObject* value) {
+  return from_python<char*>(value);
+}
+
+template <>
+double from_python(PyObject* value) {
+  double real = PyFloat_AsDouble(value);
+  if (real == -1.0 && PyErr_Occurred()) throw PythonError();
+  return real;
+}
+
+template <>
+std::string from_python(PyObject* value) {
+  Py_ssize_t length = 0;
+  const char* characters = PyUnicode_AsUTF8AndSize(value, &length);
+  if (characters == nullptr) throw PythonError();
+  return std::string(characters, static_cast<size_t>(length));
+}
+
+template <>
+Token from_python(PyObject* value) {
+  char* bytes = nullptr;
+  Py_ssize_t length = 0;
+  if (PyBytes_AsStringAndSize(value, &bytes, &length) != 0) throw PythonError();
+  if (length != static_cast<Py_ssize_t>(kTokenBytes)) throw std::runtime_error("a token has 16 bytes");
+  Token token;
+  std::memcpy(token.data(), bytes, kTokenBytes);
+  return token;
+}
+
+template <>
+ScalarKind from_python(PyObject* value) {
+  uint64_t kind = from_python<uint64_t>(value);
+  if (kind > static_cast<uint64_t>(ScalarKind::int64)) throw std::runtime_error("unknown kind of element");
+  return static_cast<ScalarKind>(kind);
+}
+
+template <typename... Types, typename Body, size_t... index>
+PyObject* parse_and_call(PyObject* const* values, Body& body, std::index_sequence<index...>) {
+  return body(from_python<Types>(values[index])...);
+}
+
+// Call `body` with the arguments, parsed as `Types`.
+template <typename... Types, typename Body>
+PyObject* with_arguments(PyObject* const* values, Py_ssize_t count, Body body) {
+  return guarded([&]() -> PyObject* {
+    constexpr Py_ssize_t expected = sizeof...(Types);
+    if (count != expected) {
+      PyErr_Format(PyExc_TypeError, "expected %zd arguments, got %zd", expected, count);
+      return nullptr;
+    }
+    return parse_and_call<Types...>(values, body, std::index_sequence_for<Types...>{});
+  });
+}
+
+// A method of the group as a function of Python: (group, arguments) -> None or an integer.
+template <auto method, typename Result, typename... Types>
+PyObject* call_method(Result (SharedMemoryGroup::*)(Types...), PyObject* const* values, Py_ssize_t count) {
+  return with_arguments<SharedMemoryGroup&, Types...>(
+      values, count, [](SharedMemoryGroup& group, Types... arguments) -> PyObject* {
+        if constexpr (std::is_void_v<Result>) {
+          without_interpreter_lock([&] { (group.*method)(arguments...); });
+          return Py_BuildValue("");
+        } else {
+          return PyLong_FromUnsignedLongLong(
+              without_interpreter_lock([&] { return (group.*method)(arguments...); }));
+        }
+      });
+}
+
+template <auto method>
+PyObject* bound(PyObject*, PyObject* const* values, Py_ssize_t count) {
+  return call_method<method>(method, values, count);
+}
 
 void delete_group(PyObject* capsule) {
   delete static_cast<SharedMemoryGroup*>(PyCapsule_GetPointer(capsule, kCapsuleName));
 }
 
 PyObject* create_control(PyObject*, PyObject* const* values, Py_ssize_t count) {
-  return guarded([&] {
-    Arguments arguments{values, count};
-    arguments.expect(3);
-    int file_descriptor =
-        SharedMemoryGroup::create_control(arguments.integer(0), arguments.integer(1), arguments.token(2));
-    return PyLong_FromLong(file_descriptor);
-  });
+  return with_arguments<uint64_t, uint64_t, Token>(
+      values, count, [](uint64_t world_size, uint64_t slot_bytes, const Token& token) {
+        return PyLong_FromLong(SharedMemoryGroup::create_control(world_size, slot_bytes, token));
+      });
 }
 
 PyObject* join(PyObject*, PyObject* const* values, Py_ssize_t count) {
-  return guarded([&] {
-    Arguments arguments{values, count};
-    arguments.expect(4);
-    auto* group =
-        new SharedMemoryGroup(arguments.text(0), arguments.integer(1), arguments.integer(2), arguments.token(3));
-    PyObject* capsule = PyCapsule_New(group, kCapsuleName, &delete_group);
-    if (capsule == nullptr) delete group;
-    return capsule;
-  });
-}
-
-PyObject* watch_peers(PyObject*, PyObject* const* values, Py_ssize_t count) {
-  return guarded([&] {
-    Arguments arguments{values, count};
-    arguments.expect(1);
-    SharedMemoryGroup& group = arguments.group();
-    without_interpreter_lock([&] { group.watch_peers(); });
-    return Py_BuildValue("");
-  });
-}
-
-PyObject* adopt_segment(PyObject*, PyObject* const* values, Py_ssize_t count) {
-  return guarded([&] {
-    Arguments arguments{values, count};
-    arguments.expect(4);
-    SharedMemoryGroup& group = arguments.group();
-    auto file_descriptor = static_cast<int>(arguments.integer(1));
-    size_t bytes = arguments.integer(2);
-    char* address = arguments.address(3);
-    return PyLong_FromSize_t(
-        without_interpreter_lock([&] { return group.adopt_segment(file_descriptor, bytes, address); }));
-  });
-}
-
-PyObject* release_segment(PyObject*, PyObject* const* values, Py_ssize_t count) {
-  return guarded([&] {
-    Arguments arguments{values, count};
-    arguments.expect(2);
-    SharedMemoryGroup& group = arguments.group();
-    size_t index = arguments.integer(1);
-    without_interpreter_lock([&] { group.release_segment(index); });
-    return Py_BuildValue("");
-  });
-}
-
-template <typename Begin>
-PyObject* begin(PyObject* const* values, Py_ssize_t count, Py_ssize_t expected, Begin operation) {
-  return guarded([&] {
-    Arguments arguments{values, count};
-    arguments.expect(expected);
-    auto start = operation(arguments);
-    return PyLong_FromUnsignedLongLong(without_interpreter_lock(start));
-  });
-}
-
-PyObject* all_reduce(PyObject*, PyObject* const* values, Py_ssize_t count) {
-  return begin(values, count, 6, [](const Arguments& a) {
-    return [group = &a.group(), data = a.address(1), numel = a.integer(2), kind = a.kind(3), scale = a.real(4),
-            wants_square_sum = a.boolean(5)] { return group->all_reduce(data, numel, kind, scale, wants_square_sum); };
-  });
-}
-
-PyObject* broadcast(PyObject*, PyObject* const* values, Py_ssize_t count) {
-  return begin(values, count, 4, [](const Arguments& a) {
-    return [group = &a.group(), data = a.address(1), bytes = a.integer(2), source_rank = a.integer(3)] {
-      return group->broadcast(data, bytes, source_rank);
-    };
-  });
-}
-
-PyObject* all_gather(PyObject*, PyObject* const* values, Py_ssize_t count) {
-  return begin(values, count, 4, [](const Arguments& a) {
-    return [group = &a.group(), input = a.address(1), output = a.address(2), bytes = a.integer(3)] {
-      return group->all_gather(input, output, bytes);
-    };
-  });
-}
-
-PyObject* reduce_scatter(PyObject*, PyObject* const* values, Py_ssize_t count) {
-  return begin(values, count, 6, [](const Arguments& a) {
-    return [group = &a.group(), input = a.address(1), output = a.address(2), numel = a.integer(3), kind = a.kind(4),
-            scale = a.real(5)] { return group->reduce_scatter(input, output, numel, kind, scale); };
-  });
-}
-
-PyObject* barrier(PyObject*, PyObject* const* values, Py_ssize_t count) {
-  return begin(values, count, 1, [](const Arguments& a) { return [group = &a.group()] { return group->barrier(); }; });
-}
-
-PyObject* progress(PyObject*, PyObject* const* values, Py_ssize_t count) {
-  return begin(values, count, 1, [](const Arguments& a) { return [group = &a.group()] { return group->progress(); }; });
+  return with_arguments<std::string, uint64_t, uint64_t, Token>(
+      values, count, [](const std::string& path, uint64_t rank, uint64_t world_size, const Token& token) {
+        auto* group = new SharedMemoryGroup(path, rank, world_size, token);
+        PyObject* capsule = PyCapsule_New(group, kCapsuleName, &delete_group);
+        if (capsule == nullptr) delete group;
+        return capsule;
+      });
 }
 
 PyObject* wait(PyObject*, PyObject* const* values, Py_ssize_t count) {
-  return guarded([&] {
-    Arguments arguments{values, count};
-    arguments.expect(3);
-    SharedMemoryGroup& group = arguments.group();
-    uint64_t operation = arguments.integer(1);
-    double timeout_s = arguments.real(2);
-    WaitResult result = without_interpreter_lock([&] {
-      return group.wait(operation, timeout_s, [] {
-        PyGILState_STATE state = PyGILState_Ensure();
-        bool has_signal = PyErr_CheckSignals() != 0;
-        PyGILState_Release(state);
-        return has_signal;
+  return with_arguments<SharedMemoryGroup&, uint64_t, double>(
+      values, count, [](SharedMemoryGroup& group, uint64_t operation, double timeout_s) {
+        WaitResult result = without_interpreter_lock([&] {
+          return group.wait(operation, timeout_s, [] {
+            PyGILState_STATE state = PyGILState_Ensure();
+            bool has_signal = PyErr_CheckSignals() != 0;
+            PyGILState_Release(state);
+            return has_signal;
+          });
+        });
+        if (result.status == WaitStatus::interrupted) throw PythonError();
+        if (result.status == WaitStatus::done) return Py_BuildValue("");
+        return Py_BuildValue("(iKs)", static_cast<int>(result.status), static_cast<unsigned long long>(result.ranks),
+                             result.detail.c_str());
       });
-    });
-    if (result.status == WaitStatus::interrupted) throw PythonError();
-    if (result.status == WaitStatus::done) return Py_BuildValue("");
-    return Py_BuildValue("(iKs)", static_cast<int>(result.status), static_cast<unsigned long long>(result.ranks),
-                         result.detail.c_str());
-  });
-}
-
-PyObject* take_square_sum(PyObject*, PyObject* const* values, Py_ssize_t count) {
-  return guarded([&] {
-    Arguments arguments{values, count};
-    arguments.expect(2);
-    SharedMemoryGroup& group = arguments.group();
-    uint64_t operation = arguments.integer(1);
-    return PyFloat_FromDouble(without_interpreter_lock([&] { return group.take_square_sum(operation); }));
-  });
 }
 
 PyObject* states(PyObject*, PyObject* const* values, Py_ssize_t count) {
-  return guarded([&]() -> PyObject* {
-    Arguments arguments{values, count};
-    arguments.expect(1);
-    SharedMemoryGroup& group = arguments.group();
+  return with_arguments<SharedMemoryGroup&>(values, count, [](SharedMemoryGroup& group) {
     std::vector<RankState> states = without_interpreter_lock([&] { return group.states(); });
     PyObject* list = PyList_New(0);
     if (list == nullptr) throw PythonError();
@@ -277,16 +230,6 @@ PyObject* states(PyObject*, PyObject* const* values, Py_ssize_t count) {
   });
 }
 
-PyObject* close(PyObject*, PyObject* const* values, Py_ssize_t count) {
-  return guarded([&] {
-    Arguments arguments{values, count};
-    arguments.expect(1);
-    SharedMemoryGroup& group = arguments.group();
-    without_interpreter_lock([&] { group.close(); });
-    return Py_BuildValue("");
-  });
-}
-
 using FastFunction = PyObject* (*)(PyObject*, PyObject* const*, Py_ssize_t);
 
 PyMethodDef method(const char* name, FastFunction function, const char* documentation) {
@@ -296,26 +239,27 @@ PyMethodDef method(const char* name, FastFunction function, const char* document
 }  // namespace
 
 PyMethodDef* shared_memory_methods() {
-  // The types and the meaning of each are those of SharedMemoryGroup's methods (csrc/shared_memory/group.h); `group` is what
-  // join returns, addresses are Tensor.data_ptr(), kinds are numbers of ScalarKind.
+  // csrc/shared_memory/group.h documents the methods. `group` is what join returns, addresses are Tensor.data_ptr(),
+  // kinds are numbers of ScalarKind.
+  using Group = SharedMemoryGroup;
   static PyMethodDef methods[] = {
       method("shared_memory_create_control", create_control, "(world_size, slot_bytes, token) -> file descriptor"),
       method("shared_memory_join", join, "(path, rank, world_size, token) -> group"),
-      method("shared_memory_watch_peers", watch_peers, "(group)"),
-      method("shared_memory_adopt_segment", adopt_segment, "(group, file descriptor, bytes, address) -> index"),
-      method("shared_memory_release_segment", release_segment, "(group, index)"),
-      method("shared_memory_all_reduce", all_reduce,
-             "(group, address, numel, kind, scale, wants_square_sum) -> operation"),
-      method("shared_memory_broadcast", broadcast, "(group, address, bytes, source_rank) -> operation"),
-      method("shared_memory_all_gather", all_gather, "(group, input, output, bytes) -> operation"),
-      method("shared_memory_reduce_scatter", reduce_scatter,
+      method("shared_memory_watch_peers", bound<&Group::watch_peers>, "(group)"),
+      method("shared_memory_adopt_segment", bound<&Group::adopt_segment>,
+             "(group, file descriptor, bytes, address) -> index"),
+      method("shared_memory_release_segment", bound<&Group::release_segment>, "(group, index)"),
+      method("shared_memory_all_reduce", bound<&Group::all_reduce>,
+             "(group, address, numel, kind, scale) -> operation"),
+      method("shared_memory_broadcast", bound<&Group::broadcast>, "(group, address, bytes, source_rank) -> operation"),
+      method("shared_memory_all_gather", bound<&Group::all_gather>, "(group, input, output, bytes) -> operation"),
+      method("shared_memory_reduce_scatter", bound<&Group::reduce_scatter>,
              "(group, input, output, numel, kind, scale) -> operation"),
-      method("shared_memory_barrier", barrier, "(group) -> operation"),
-      method("shared_memory_progress", progress, "(group) -> last complete operation"),
+      method("shared_memory_barrier", bound<&Group::barrier>, "(group) -> operation"),
+      method("shared_memory_progress", bound<&Group::progress>, "(group) -> last complete operation"),
       method("shared_memory_wait", wait, "(group, operation, timeout_s) -> None or (status, ranks, detail)"),
-      method("shared_memory_take_square_sum", take_square_sum, "(group, operation) -> float"),
       method("shared_memory_states", states, "(group) -> [(process id, arrived, finished, is closed, is running)]"),
-      method("shared_memory_close", close, "(group)"),
+      method("shared_memory_close", bound<&Group::close>, "(group)"),
       {nullptr, nullptr, 0, nullptr},
   };
   return methods;

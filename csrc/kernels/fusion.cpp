@@ -194,14 +194,11 @@ void plan_walk(const Facts& facts, const int64_t* place_strides, Part* part) {
   }
 }
 
-// The memory from a part's first element to behind its last; all of it where the part is dense.
+// The memory from a part's first element to behind its last.
 struct Span {
   const char* begin;
   const char* end;
-  const Part* part;
   size_t index;
-
-  bool is_dense() const { return part->sizes.empty(); }
 };
 
 Span span_of(const Part& part, size_t index) {
@@ -210,72 +207,22 @@ Span span_of(const Part& part, size_t index) {
     last = 0;
     for (size_t i = 0; i < part.sizes.size(); ++i) last += (part.sizes[i] - 1) * part.strides[i];
   }
-  return {part.data, part.data + (last + 1) * int64_t(element_bytes(part.kind)), &part, index};
+  return {part.data, part.data + (last + 1) * int64_t(element_bytes(part.kind)), index};
 }
 
-// Visits the address of every byte of every element until `visit` returns false; false where it did.
-template <class Visit>
-bool each_byte(const Part& part, Visit visit) {
-  const int64_t bytes = int64_t(element_bytes(part.kind));
-  std::vector<int64_t> index(part.sizes.size(), 0);
-  int64_t offset = 0;
-  for (int64_t i = 0; i < part.numel; ++i) {
-    const char* const element = part.data + (part.sizes.empty() ? i : offset) * bytes;
-    for (int64_t b = 0; b < bytes; ++b)
-      if (!visit(element + b)) return false;
-    for (size_t d = part.sizes.size(); d-- > 0;) {
-      offset += part.strides[d];
-      if (++index[d] < part.sizes[d]) break;
-      offset -= part.sizes[d] * part.strides[d];
-      index[d] = 0;
-    }
-  }
-  return true;
-}
+bool share_memory(const Span& a, const Span& b) { return a.begin < b.end && b.begin < a.end; }
 
-// One bit a byte of the memory from begin to end. Exact, and slow: only for tensors that lie between each other's
-// elements, such as the columns of a matrix.
-class ByteSet {
- public:
-  ByteSet(const char* begin, const char* end) : begin_(begin), bits_(size_t(end - begin), false) {}
-  bool contains(const char* byte) const { return bits_[size_t(byte - begin_)]; }
-  bool add(const char* byte) {
-    if (contains(byte)) return false;
-    bits_[size_t(byte - begin_)] = true;
-    return true;
-  }
-  bool covers(const char* byte) const { return byte >= begin_ && byte < begin_ + bits_.size(); }
-
- private:
-  const char* begin_;
-  std::vector<bool> bits_;
-};
-
-bool share_memory(const Span& a, const Span& b) {
-  if (a.end <= b.begin || b.end <= a.begin) return false;
-  if (a.is_dense() && b.is_dense()) return true;
-  ByteSet bytes(a.begin, a.end);
-  each_byte(*a.part, [&](const char* byte) { return bytes.add(byte), true; });
-  return !each_byte(*b.part, [&](const char* byte) { return !bytes.covers(byte) || !bytes.contains(byte); });
-}
-
-// Whether two indices of a strided part are the same element.
+// Whether two indices of a strided part may be the same element: some stride is within what the shorter ones span.
 bool overlaps_itself(const Part& part) {
-  if (part.sizes.empty()) return false;
   std::vector<std::pair<int64_t, int64_t>> by_stride;
   for (size_t i = 0; i < part.sizes.size(); ++i) by_stride.emplace_back(part.strides[i], part.sizes[i]);
   std::sort(by_stride.begin(), by_stride.end());
   int64_t last = 0;
-  bool is_nested = true;  // every stride is longer than all that the shorter ones span
   for (const auto& [stride, size] : by_stride) {
-    if (stride == 0) return true;
-    is_nested = is_nested && stride > last;
+    if (stride <= last) return true;
     last += stride * (size - 1);
   }
-  if (is_nested) return false;
-  const Span span = span_of(part, 0);
-  ByteSet bytes(span.begin, span.end);
-  return !each_byte(part, [&](const char* byte) { return bytes.add(byte); });
+  return false;
 }
 
 std::string span_name(const Span& span) {
@@ -284,68 +231,20 @@ std::string span_name(const Span& span) {
   return text.str();
 }
 
-void check_apart_from_flat(const Fusion& fusion, Direction direction) {
-  const Part flat_part{fusion.flat, 0, fusion.flat_numel, fusion.flat_kind, {}, {}};
-  const Span flat = span_of(flat_part, 0);
-  for (size_t i = 0; i < fusion.parts.size(); ++i) {
-    const Part& part = fusion.parts[i];
-    if (part.numel == 0) continue;
-    const Span span = span_of(part, i);
-    if (share_memory(flat, span))
-      fail("tensor ", i, " and flat must not share memory, because ",
-           direction == Direction::pack ? "flat" : "the tensor", " is written (got addresses ", span_name(span),
-           " and ", span_name(flat), ")");
-  }
-}
-
-// The spans of a chain overlap, each with one before it.
-void check_apart(const std::vector<Span>& chain) {
-  const char* begin = chain.front().begin;
-  const char* end = begin;
-  for (const Span& span : chain) end = std::max(end, span.end);
-  ByteSet bytes(begin, end);
-  for (size_t j = 0; j < chain.size(); ++j) {
-    if (each_byte(*chain[j].part, [&](const char* byte) { return bytes.add(byte); })) continue;
-    size_t i = 0;
-    while (!share_memory(chain[i], chain[j])) ++i;
-    const Span& a = chain[i].index < chain[j].index ? chain[i] : chain[j];
-    const Span& b = chain[i].index < chain[j].index ? chain[j] : chain[i];
+// Targets must not share memory. Strided ones are trusted: the columns of a matrix lie between each other's elements.
+void check_targets_apart(const Fusion& fusion) {
+  std::vector<Span> spans;
+  spans.reserve(fusion.parts.size());
+  for (size_t i = 0; i < fusion.parts.size(); ++i)
+    if (fusion.parts[i].numel > 0 && fusion.parts[i].sizes.empty()) spans.push_back(span_of(fusion.parts[i], i));
+  const auto by_begin = [](const Span& a, const Span& b) { return a.begin < b.begin; };
+  if (!std::is_sorted(spans.begin(), spans.end(), by_begin)) std::sort(spans.begin(), spans.end(), by_begin);
+  for (size_t i = 1; i < spans.size(); ++i) {
+    if (!share_memory(spans[i - 1], spans[i])) continue;
+    const Span& a = spans[i - 1].index < spans[i].index ? spans[i - 1] : spans[i];
+    const Span& b = spans[i - 1].index < spans[i].index ? spans[i] : spans[i - 1];
     fail("tensor ", a.index, " and tensor ", b.index,
          " must not share memory, because both are written (got addresses ", span_name(a), " and ", span_name(b), ")");
-  }
-}
-
-void check_targets_apart(const Fusion& fusion) {
-  struct Range {
-    const char* begin;
-    const char* end;
-    size_t index;
-  };
-  std::vector<Range> ranges;
-  ranges.reserve(fusion.parts.size());
-  bool is_ascending = true;
-  bool is_descending = true;
-  for (size_t i = 0; i < fusion.parts.size(); ++i) {
-    if (fusion.parts[i].numel == 0) continue;
-    const Span span = span_of(fusion.parts[i], i);
-    if (!ranges.empty()) {
-      is_ascending = is_ascending && ranges.back().end <= span.begin;
-      is_descending = is_descending && span.end <= ranges.back().begin;
-    }
-    ranges.push_back({span.begin, span.end, i});
-  }
-  if (is_ascending || is_descending) return;  // allocated one after another, or parts of one flat tensor
-  std::sort(ranges.begin(), ranges.end(), [](const Range& a, const Range& b) { return a.begin < b.begin; });
-  for (size_t i = 0; i < ranges.size();) {
-    const char* end = ranges[i].end;
-    size_t behind = i + 1;
-    for (; behind < ranges.size() && ranges[behind].begin < end; ++behind) end = std::max(end, ranges[behind].end);
-    if (behind > i + 1) {
-      std::vector<Span> chain;
-      for (size_t j = i; j < behind; ++j) chain.push_back(span_of(fusion.parts[ranges[j].index], ranges[j].index));
-      check_apart(chain);
-    }
-    i = behind;
   }
 }
 
@@ -410,9 +309,9 @@ Fusion check_fusion(const Tensor& flat, const std::vector<Tensor>& tensors, cons
   fusion.flat_kind = kinds.kind_of(flat_facts.dtype, "flat");
   fusion.parts.resize(tensors.size());
   LayoutReader places(layout);
-  const char* const flat_end = fusion.flat + flat_facts.numel * int64_t(element_bytes(fusion.flat_kind));
+  const Span flat_span{fusion.flat, fusion.flat + flat_facts.numel * int64_t(element_bytes(fusion.flat_kind)), 0};
   int64_t offset = 0;
-  bool may_share_with_flat = false;
+  const Part* in_flat = nullptr;
   for (size_t i = 0; i < tensors.size(); ++i) {
     const Facts facts = facts_of(tensors[i], !is_packing);
     Part& part = fusion.parts[i];
@@ -438,19 +337,20 @@ Fusion check_fusion(const Tensor& flat, const std::vector<Tensor>& tensors, cons
       for (int64_t d = facts.dim - 1; d >= 0; stride *= facts.sizes[d--]) row_major_strides[size_t(d)] = stride;
       plan_walk(facts, row_major_strides.data(), &part);
     }
-    if (!part.sizes.empty()) {
-      if (!is_packing && overlaps_itself(part))
-        fail("tensor ", i, " must not overlap itself, because it is written (got sizes ", list(facts.sizes, facts.dim),
-             " and strides ", list(facts.strides, facts.dim), ")");
-    }
-    const Span span = span_of(part, i);
-    may_share_with_flat = may_share_with_flat || (span.begin < flat_end && fusion.flat < span.end);
+    if (!is_packing && overlaps_itself(part))
+      fail("tensor ", i, " must not overlap itself, because it is written (got sizes ", list(facts.sizes, facts.dim),
+           " and strides ", list(facts.strides, facts.dim), ")");
+    if (in_flat == nullptr && share_memory(span_of(part, i), flat_span)) in_flat = &part;
   }
   places.expect_end(tensors.size());
   if (offset != flat_facts.numel)
     fail("tensors must fill flat (expected ", flat_facts.numel, " elements, got ", offset, " in ", tensors.size(),
          " tensors)");
-  if (may_share_with_flat) check_apart_from_flat(fusion, direction);
+  if (in_flat != nullptr) {
+    const size_t index = size_t(in_flat - fusion.parts.data());
+    fail("tensor ", index, " and flat must not share memory, because ", is_packing ? "flat" : "the tensor",
+         " is written (got addresses ", span_name(span_of(*in_flat, index)), " and ", span_name(flat_span), ")");
+  }
   if (!is_packing) check_targets_apart(fusion);
   return fusion;
 }
@@ -473,10 +373,11 @@ Accumulation check_accumulation(const Tensor& destination, const Tensor& source)
   if (!has_same_order)
     fail("destination and source must be dense in the same order (got strides ", list(to.strides, to.dim), " and ",
          list(from.strides, from.dim), " of sizes ", list(to.sizes, to.dim), ")");
-  const Part to_part{to.data, 0, to.numel, accumulation.destination_kind, {}, {}};
-  const Part from_part{from.data, 0, to.numel, accumulation.source_kind, {}, {}};
-  const Span to_span = span_of(to_part, 0);
-  const Span from_span = span_of(from_part, 0);
+  const auto span = [&](const char* data, ScalarKind kind) {
+    return Span{data, data + to.numel * int64_t(element_bytes(kind)), 0};
+  };
+  const Span to_span = span(to.data, accumulation.destination_kind);
+  const Span from_span = span(from.data, accumulation.source_kind);
   if (share_memory(to_span, from_span))
     fail("destination and source must not share memory (got addresses ", span_name(to_span), " and ",
          span_name(from_span), ")");

@@ -174,9 +174,8 @@ void add(const Statistics& block, Statistics* total) {
   total->square_sum += block.square_sum;
 }
 
-std::tuple<Tensor, Tensor> move_with_statistics(const Fusion& fusion, const Tensor& flat, Direction direction,
-                                                double scale) {
-  const Pass pass(fusion, direction, scale, /*with_statistics=*/true);
+std::tuple<Tensor, Tensor> pack_with_statistics(const Fusion& fusion, const Tensor& flat, double scale) {
+  const Pass pass(fusion, Direction::pack, scale, /*with_statistics=*/true);
   const int64_t count = int64_t(fusion.parts.size());
   Tensor non_finite_counts = torch::stable::new_empty(flat, {count}, torch::headeronly::ScalarType::Long);
   Tensor square_sums = torch::stable::new_empty(flat, {count}, torch::headeronly::ScalarType::Double);
@@ -221,12 +220,7 @@ void unpack_(const Tensors& tensors, const Tensor& flat, double scale, const std
 
 std::tuple<Tensor, Tensor> pack_stats_(const Tensor& flat, const Tensors& tensors, double scale,
                                        const std::optional<Tensor>& layout) {
-  return move_with_statistics(check_fusion(flat, tensors, layout, Direction::pack), flat, Direction::pack, scale);
-}
-
-std::tuple<Tensor, Tensor> unpack_stats_(const Tensors& tensors, const Tensor& flat, double scale,
-                                         const std::optional<Tensor>& layout) {
-  return move_with_statistics(check_fusion(flat, tensors, layout, Direction::unpack), flat, Direction::unpack, scale);
+  return pack_with_statistics(check_fusion(flat, tensors, layout, Direction::pack), flat, scale);
 }
 
 void accumulate_(const Tensor& destination, const Tensor& source, double scale) {
@@ -249,7 +243,6 @@ STABLE_TORCH_LIBRARY_IMPL(psengine, CPU, m) {
   m.impl("pack_", TORCH_BOX(&pack_));
   m.impl("unpack_", TORCH_BOX(&unpack_));
   m.impl("pack_stats_", TORCH_BOX(&pack_stats_));
-  m.impl("unpack_stats_", TORCH_BOX(&unpack_stats_));
   m.impl("accumulate_", TORCH_BOX(&accumulate_));
 }
 

@@ -518,11 +518,6 @@ std::tuple<Tensor, Tensor> pack_stats_(const Tensor& flat, const std::vector<Ten
   return convert_and_measure(flat, tensors, scale, layout, Direction::pack);
 }
 
-std::tuple<Tensor, Tensor> unpack_stats_(const std::vector<Tensor>& tensors, const Tensor& flat, double scale,
-                                         const std::optional<Tensor>& layout) {
-  return convert_and_measure(flat, tensors, scale, layout, Direction::unpack);
-}
-
 void accumulate_(const Tensor& destination, const Tensor& source, double scale) {
   const Accumulation accumulation = check_accumulation(destination, source);
   if (accumulation.numel == 0) return;
@@ -547,6 +542,5 @@ STABLE_TORCH_LIBRARY_IMPL(psengine, CUDA, m) {
   m.impl("pack_", TORCH_BOX(&psengine::pack_));
   m.impl("unpack_", TORCH_BOX(&psengine::unpack_));
   m.impl("pack_stats_", TORCH_BOX(&psengine::pack_stats_));
-  m.impl("unpack_stats_", TORCH_BOX(&psengine::unpack_stats_));
   m.impl("accumulate_", TORCH_BOX(&psengine::accumulate_));
 }

@@ -49,9 +49,9 @@ struct Kernels {
   // Every destinations[d][i] = ((sources[0][i]*scale + sources[1][i]*scale) + sources[2][i]*scale) + ...
   // 16-bit kinds: each product is rounded to the kind, as if the addend had been scaled by a copy of its own, and the
   // sum is carried in float32 and rounded once. Integer kinds: scale must be 1. A destination may be one of the
-  // sources' memory. `square_sum`, unless null, is overwritten by the sum of the squares of what was written.
+  // sources' memory.
   void (*sum)(void* const* destinations, size_t destination_count, const void* const* sources, size_t source_count,
-              ScalarKind kind, size_t numel, double scale, double* square_sum);
+              ScalarKind kind, size_t numel, double scale);
 
   // convert from float32 to float32 past the caches, where the processor can: for more memory than they hold. Before
   // another thread reads the destination, call finish_streaming on this one.

@@ -233,8 +233,6 @@ struct SumOfSquares {
       add(stage, count);
     }
   }
-  void add(const int32_t* values, size_t numel) { add_scalars(values, numel); }
-  void add(const int64_t* values, size_t numel) { add_scalars(values, numel); }
 
   double total() const {
     double sums[lanes];
@@ -260,11 +258,6 @@ struct SumOfSquares {
     }
     __builtin_memcpy(lane, sums, sizeof(lane));
     for (int k = 0; i < numel; ++i, ++k) lane[k] += double(values[i]) * double(values[i]);
-  }
-
-  template <class T>
-  void add_scalars(const T* values, size_t numel) {
-    for (size_t i = 0; i < numel; ++i) lane[i % lanes] += double(values[i]) * double(values[i]);
   }
 };
 
@@ -514,12 +507,12 @@ struct SumStage<BFloat16> {
 // Any counts: a block of the sum is built in the first-level cache, then written to every destination.
 template <class T>
 void sum_staged(T* const* destinations, size_t destination_count, const T* const* sources, size_t source_count,
-                size_t offset, size_t numel, double scale) {
+                size_t numel, double scale) {
   using Stage = typename SumStage<T>::type;
   Stage sum[kStage];
   T rounded[kStage];
-  for (size_t begin = offset; begin < offset + numel; begin += kStage) {
-    const size_t count = smaller(kStage, offset + numel - begin);
+  for (size_t begin = 0; begin < numel; begin += kStage) {
+    const size_t count = smaller(kStage, numel - begin);
     for (size_t k = 0; k < source_count; ++k) add_scaled(sum, sources[k] + begin, count, Stage(scale), k == 0);
     const void* result = sum;
     if constexpr (is_16_bit<T>) {
@@ -537,48 +530,31 @@ void sum_staged(T* const* destinations, size_t destination_count, const T* const
 
 template <class T>
 void sum_run(T* const* destinations, size_t destination_count, const T* const* sources, size_t source_count,
-             size_t offset, size_t numel, double scale) {
+             size_t numel, double scale) {
   if constexpr (is_same<T, float> || is_double<T> || is_same<T, BFloat16>) {
     constexpr size_t kMost = 4;
     if (destination_count == source_count && source_count <= kMost) {
-      T* to[kMost];
-      const T* from[kMost];
-      for (size_t k = 0; k < source_count; ++k) {
-        to[k] = destinations[k] + offset;
-        from[k] = sources[k] + offset;
-      }
       const auto work_scale = Work<T, T>(scale);
       switch (source_count) {
         case 1:
-          return sum_counted<1>(to, from, numel, work_scale);
+          return sum_counted<1>(destinations, sources, numel, work_scale);
         case 2:
-          return sum_counted<2>(to, from, numel, work_scale);
+          return sum_counted<2>(destinations, sources, numel, work_scale);
         case 3:
-          return sum_counted<3>(to, from, numel, work_scale);
+          return sum_counted<3>(destinations, sources, numel, work_scale);
         case 4:
-          return sum_counted<4>(to, from, numel, work_scale);
+          return sum_counted<4>(destinations, sources, numel, work_scale);
       }
     }
   }
-  sum_staged<T>(destinations, destination_count, sources, source_count, offset, numel, scale);
+  sum_staged<T>(destinations, destination_count, sources, source_count, numel, scale);
 }
 
 template <class T>
 void sum_kind(void* const* destinations, size_t destination_count, const void* const* sources, size_t source_count,
-              size_t numel, double scale, double* square_sum) {
-  T* const* const to = reinterpret_cast<T* const*>(destinations);
-  const T* const* const from = reinterpret_cast<const T* const*>(sources);
-  if (square_sum == nullptr) {
-    sum_run<T>(to, destination_count, from, source_count, 0, numel, scale);
-    return;
-  }
-  SumOfSquares squares;
-  for (size_t begin = 0; begin < numel; begin += kStage) {
-    const size_t count = smaller(kStage, numel - begin);
-    sum_run<T>(to, destination_count, from, source_count, begin, count, scale);
-    squares.add(to[0] + begin, count);
-  }
-  *square_sum = squares.total();
+              size_t numel, double scale) {
+  sum_run<T>(reinterpret_cast<T* const*>(destinations), destination_count, reinterpret_cast<const T* const*>(sources),
+             source_count, numel, scale);
 }
 
 // ---- by kind: what the table holds
@@ -650,19 +626,19 @@ void accumulate(void* destination, ScalarKind destination_kind, const void* sour
 }
 
 void sum(void* const* destinations, size_t destination_count, const void* const* sources, size_t source_count,
-         ScalarKind kind, size_t numel, double scale, double* square_sum) {
+         ScalarKind kind, size_t numel, double scale) {
   switch (kind) {
     case ScalarKind::float32:
-      return sum_kind<float>(destinations, destination_count, sources, source_count, numel, scale, square_sum);
+      return sum_kind<float>(destinations, destination_count, sources, source_count, numel, scale);
     case ScalarKind::float64:
-      return sum_kind<double>(destinations, destination_count, sources, source_count, numel, scale, square_sum);
+      return sum_kind<double>(destinations, destination_count, sources, source_count, numel, scale);
     case ScalarKind::float16:
-      return sum_kind<Half>(destinations, destination_count, sources, source_count, numel, scale, square_sum);
+      return sum_kind<Half>(destinations, destination_count, sources, source_count, numel, scale);
     case ScalarKind::bfloat16:
-      return sum_kind<BFloat16>(destinations, destination_count, sources, source_count, numel, scale, square_sum);
+      return sum_kind<BFloat16>(destinations, destination_count, sources, source_count, numel, scale);
     case ScalarKind::int32:
-      return sum_kind<int32_t>(destinations, destination_count, sources, source_count, numel, scale, square_sum);
+      return sum_kind<int32_t>(destinations, destination_count, sources, source_count, numel, scale);
     case ScalarKind::int64:
-      return sum_kind<int64_t>(destinations, destination_count, sources, source_count, numel, scale, square_sum);
+      return sum_kind<int64_t>(destinations, destination_count, sources, source_count, numel, scale);
   }
 }

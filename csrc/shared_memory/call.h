@@ -18,23 +18,17 @@ struct SharedMemoryGroup::Call {
   char* output = nullptr;
   bool is_staged = true;
   bool is_summed_by_all = false;  // small: no chunks
-  bool wants_square_sum = false;
   uint32_t segment_slot = 0;
   const char* segment = nullptr;  // where the tensor's own segment begins, if it is not staged
   uint64_t first_round = 0;
   uint64_t rounds = 1;
   uint64_t numel_per_round = 0;
-  double square_sum = 0.0;
 
   bool has_chunks() const { return operation == Operation::all_reduce && !is_summed_by_all; }
   uint64_t begin_of(uint64_t round) const { return (round - first_round) * numel_per_round; }
   uint64_t numel_of(uint64_t round) const { return std::min(numel_per_round, numel - begin_of(round)); }
-  uint64_t chunk_numel(uint64_t round) const {
-    // A multiple of 64, so that chunks begin at cache lines and sums of squares have the same lanes.
-    uint64_t fitting = (numel_of(round) + kMaxChunks - 1) / kMaxChunks;
-    return round_up(std::max<uint64_t>(kChunkBytes / element_bytes, fitting), 64);
-  }
-  uint64_t chunks(uint64_t round) const { return (numel_of(round) + chunk_numel(round) - 1) / chunk_numel(round); }
+  uint64_t chunk_numel() const { return kChunkBytes / element_bytes; }
+  uint64_t chunks(uint64_t round) const { return (numel_of(round) + chunk_numel() - 1) / chunk_numel(); }
 };
 
 inline SharedMemoryGroup::Call& SharedMemoryGroup::call_at(uint64_t number) { return calls_[number - first_call_]; }

@@ -111,14 +111,13 @@ uint64_t SharedMemoryGroup::begin(Call call) {
   return number;
 }
 
-uint64_t SharedMemoryGroup::all_reduce(char* data, size_t numel, ScalarKind kind, double scale, bool wants_square_sum) {
+uint64_t SharedMemoryGroup::all_reduce(char* data, size_t numel, ScalarKind kind, double scale) {
   Call call{Operation::all_reduce};
   call.kind = kind;
   call.numel = numel;
   call.element_bytes = element_bytes(kind);
   call.scale = scale;
   call.input = call.output = data;
-  call.wants_square_sum = wants_square_sum;
   return begin(call);
 }
 

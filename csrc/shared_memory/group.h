@@ -25,7 +25,6 @@
 #include <map>
 #include <mutex>
 #include <string>
-#include <unordered_map>
 #include <utility>
 #include <vector>
 
@@ -86,7 +85,7 @@ class SharedMemoryGroup {
 
   // Each begins an operation and returns its number, without waiting. Memory must stay as it is until the operation
   // was waited for. `scale` multiplies the addends.
-  uint64_t all_reduce(char* data, size_t numel, ScalarKind kind, double scale, bool wants_square_sum);
+  uint64_t all_reduce(char* data, size_t numel, ScalarKind kind, double scale);
   uint64_t broadcast(char* data, size_t bytes, size_t source_rank);
   uint64_t all_gather(const char* input, char* output, size_t bytes);
   uint64_t reduce_scatter(const char* input, char* output, size_t numel, ScalarKind kind, double scale);
@@ -97,9 +96,6 @@ class SharedMemoryGroup {
 
   // Wait for an operation. `is_interrupted` is asked now and then whether to give up.
   WaitResult wait(uint64_t operation, double timeout_s, const std::function<bool()>& is_interrupted);
-
-  // The sum of squares of a complete all_reduce's result, once; NaN where nobody computed it.
-  double take_square_sum(uint64_t operation);
 
   std::vector<RankState> states() const;
 
@@ -166,7 +162,6 @@ class SharedMemoryGroup {
   uint64_t first_call_ = 1;  // the number of calls_.front()
   uint64_t next_round_ = 1;
   Cursor enter_{1, 1}, reduce_{1, 1}, finish_{1, 1};
-  std::unordered_map<uint64_t, double> square_sums_;
   std::vector<char*> own_segments_;
   uint32_t last_segment_id_ = 0;
   std::string own_error_;  // why this rank cannot go on, if it threw

@@ -10,11 +10,10 @@
 namespace psengine {
 
 static_assert(std::atomic<uint64_t>::is_always_lock_free && std::atomic<uint32_t>::is_always_lock_free &&
-                  std::atomic<int64_t>::is_always_lock_free && std::atomic<int32_t>::is_always_lock_free &&
-                  std::atomic<double>::is_always_lock_free,
+                  std::atomic<int64_t>::is_always_lock_free && std::atomic<int32_t>::is_always_lock_free,
               "processes share these");
 
-constexpr uint64_t kMagic = 0x32766d68736e6570;  // the layout's name and version
+constexpr uint64_t kMagic = 0x33766d68736e6570;  // the layout's name and version
 constexpr size_t kCacheLineBytes = 64;
 constexpr size_t kPageBytes = 4096;
 // How many rounds a rank may be ahead of the slowest.
@@ -22,7 +21,6 @@ constexpr uint64_t kRingRounds = 32;
 // Rounds that have a staging slot at the same time: one being filled, one summed, one emptied, one to spare.
 constexpr uint64_t kSlots = 4;
 constexpr size_t kMaxSegments = 64;
-constexpr size_t kMaxChunks = 1024;
 constexpr size_t kStatuses = static_cast<size_t>(WaitStatus::interrupted);  // those that ranks tell each other
 // A claim costs a hundred nanoseconds; this much summing takes over ten times as long.
 constexpr size_t kChunkBytes = 128 * 1024;
@@ -65,7 +63,6 @@ struct alignas(kCacheLineBytes) RankRegion {
 struct alignas(kCacheLineBytes) Round {
   std::atomic<uint64_t> claimed;
   alignas(kCacheLineBytes) std::atomic<uint64_t> done;
-  alignas(kCacheLineBytes) std::atomic<double> square_sums[kMaxChunks];
 };
 
 struct alignas(kPageBytes) ControlHeader {

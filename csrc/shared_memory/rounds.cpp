@@ -3,7 +3,6 @@
 
 #include <algorithm>
 #include <cstring>
-#include <limits>
 #include <stdexcept>
 
 #if defined(__x86_64__)
@@ -72,7 +71,6 @@ bool SharedMemoryGroup::advance() {
     throw;
   }
   while (!calls_.empty() && first_call_ < finish_.call) {
-    if (calls_.front().wants_square_sum) square_sums_[first_call_] = calls_.front().square_sum;
     calls_.pop_front();
     ++first_call_;
   }
@@ -166,7 +164,7 @@ static uint64_t add_one(std::atomic<uint64_t>& word, uint64_t round, uint64_t li
 
 void SharedMemoryGroup::reduce_claimed_chunks(Call& call, uint64_t round) {
   Round& state = round_state(round);
-  uint64_t chunks = call.chunks(round), chunk_numel = call.chunk_numel(round), numel = call.numel_of(round);
+  uint64_t chunks = call.chunks(round), chunk_numel = call.chunk_numel(), numel = call.numel_of(round);
   if (count_of(state.claimed.load(std::memory_order_acquire), round) >= chunks) return;
   std::array<char*, kMaxWorldSize> memory;
   if (!find_memory(call, round, &memory)) return;
@@ -177,11 +175,9 @@ void SharedMemoryGroup::reduce_claimed_chunks(Call& call, uint64_t round) {
     std::array<const void*, kMaxWorldSize> sources;
     for (size_t rank = 0; rank < world_size_; ++rank)
       destinations[rank] = memory[rank] + begin * call.element_bytes, sources[rank] = destinations[rank];
-    double square_sum = std::numeric_limits<double>::quiet_NaN();
     // A staged sum is needed once, in rank 0's slot, from where everybody copies it.
     kernels().sum(destinations.data(), call.is_staged ? 1 : world_size_, sources.data(), world_size_, call.kind,
-                  std::min(chunk_numel, numel - begin), call.scale, call.wants_square_sum ? &square_sum : nullptr);
-    state.square_sums[chunk].store(square_sum, std::memory_order_relaxed);
+                  std::min(chunk_numel, numel - begin), call.scale);
     if (add_one(state.done, round, chunks) == chunks - 1) notify();
   }
   region(rank_).summing.store(0, std::memory_order_release);
@@ -238,16 +234,10 @@ void SharedMemoryGroup::finish(Call& call, uint64_t round) {
         std::array<const void*, kMaxWorldSize> sources;
         for (size_t rank = 0; rank < world_size_; ++rank) sources[rank] = slot(rank, round);
         void* destination = output;
-        double square_sum = 0.0;
-        kernels().sum(&destination, 1, sources.data(), world_size_, call.kind, numel, call.scale,
-                      call.wants_square_sum ? &square_sum : nullptr);
-        call.square_sum += square_sum;
-        return;
+        kernels().sum(&destination, 1, sources.data(), world_size_, call.kind, numel, call.scale);
+      } else if (call.is_staged) {
+        std::memcpy(output, slot(0, round), numel * call.element_bytes);
       }
-      if (call.wants_square_sum)
-        for (uint64_t chunk = 0; chunk < call.chunks(round); ++chunk)
-          call.square_sum += round_state(round).square_sums[chunk].load(std::memory_order_relaxed);
-      if (call.is_staged) std::memcpy(output, slot(0, round), numel * call.element_bytes);
       return;
     case Operation::broadcast:
       if (call.source_rank != rank_ && numel > 0) std::memcpy(output, slot(call.source_rank, round), numel);
@@ -261,22 +251,12 @@ void SharedMemoryGroup::finish(Call& call, uint64_t round) {
       for (size_t rank = 0; rank < world_size_; ++rank)
         sources[rank] = slot(rank, round) + rank_ * call.numel_per_round * call.element_bytes;
       void* destination = output;
-      kernels().sum(&destination, 1, sources.data(), world_size_, call.kind, numel, call.scale, nullptr);
+      kernels().sum(&destination, 1, sources.data(), world_size_, call.kind, numel, call.scale);
       return;
     }
     case Operation::barrier:
       return;
   }
-}
-
-double SharedMemoryGroup::take_square_sum(uint64_t operation) {
-  check_process();
-  std::lock_guard<std::mutex> lock(mutex_);
-  auto found = square_sums_.find(operation);
-  if (found == square_sums_.end()) return std::numeric_limits<double>::quiet_NaN();
-  double value = found->second;
-  square_sums_.erase(found);
-  return value;
 }
 
 }  // namespace psengine

@@ -1,17 +1,15 @@
-"""Fused passes over a flat tensor and the tensors that make it up, each beside its pure-torch reference.
+"""Fused passes over a flat tensor and the tensors that make it up, each with a reference in plain torch.
 
 ``pack_`` gathers tensors into a flat one, ``unpack_`` spreads it again; both scale and convert in the same pass over
-memory. The native operators are ``torch.ops.psengine.*`` (csrc/kernels/fusion_cpu.cpp, fusion_cuda.cu). They cover
-floats of 16, 32 and 64 bits on the CPU and, where built, on CUDA; all else, and everything where the extension is
-missing, runs on the references, to the same bits. Autograd does not see any of it: nothing is recorded, leaves may be
-written, and the native operators leave version counters as they are.
+memory. The native operators are ``torch.ops.psengine.*`` (csrc/kernels). They cover floats of 16, 32 and 64 bits on the
+CPU and, where built, on CUDA. The references run everything else, with the same bits. Autograd records nothing, leaves
+may be written, and the native operators leave version counters unchanged.
 
-The native operators refuse calls whose tensors do not fit together, before anything is written. The references see only
-that devices and numels fit; they run where psengine's own calls are the only ones.
+The native operators check that a call's tensors fit together before they write. The references do not check.
 
 A tensor's *place* is its part of the flat tensor. A dense tensor, whose elements fill their span of memory exactly once
-in any order of dimensions, travels in the order of its memory; any other in row-major order. Where the places must be
-in another order, such as those of parameters whose gradients are strided differently, pass their ``layout_of``.
+in any order of dimensions, travels in the order of its memory; any other in row-major order. For another order, such as
+that of parameters whose gradients are strided differently, pass the parameters' ``layout_of``.
 """
 
 from __future__ import annotations
@@ -51,8 +49,7 @@ def covers(flat: torch.Tensor, dtype: torch.dtype) -> bool:
 def layout_of(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """Describe the places of these tensors, for calls with other tensors of the same shapes.
 
-    Returns:
-        int64 on the CPU: for each tensor the number of its dimensions, its sizes, and the strides of its place.
+    Returns int64 on the CPU: for each tensor the number of dimensions, the sizes, and the strides of its place.
     """
     numbers: list[int] = []
     for tensor in tensors:
@@ -74,7 +71,7 @@ def pack_(
         layout: from ``layout_of``; None derives the places from the tensors themselves.
 
     Raises:
-        RuntimeError: the tensors do not fit; see above.
+        RuntimeError: the tensors do not fit together.
     """
     _call(_pack, pack_reference_, flat, (flat, tensors, scale, layout))
 
@@ -85,7 +82,7 @@ def unpack_(
     """Write every place of ``flat``, times ``scale``, to its tensor; the tensors are mutated. See ``pack_``.
 
     Raises:
-        RuntimeError: the tensors do not fit, or share memory with each other or with ``flat``; see above.
+        RuntimeError: the tensors do not fit together, or dense ones share memory.
     """
     _call(_unpack, unpack_reference_, flat, (tensors, flat, scale, layout))
 
@@ -93,21 +90,12 @@ def unpack_(
 def pack_stats_(
     flat: torch.Tensor, tensors: Sequence[torch.Tensor], scale: float = 1.0, layout: torch.Tensor | None = None
 ) -> Statistics:
-    """``pack_``, and what was seen of the values written.
+    """``pack_`` that also returns statistics of the values written.
 
-    Returns:
-        For each tensor the count of values that are not finite (int64) and the sum of squares (float64), on ``flat``'s
-        device. On the CPU the sums have the same bits whatever the processor and the number of threads.
+    For each tensor the count of values that are not finite (int64) and the sum of squares (float64), on ``flat``'s
+    device. On the CPU the sums have the same bits for every processor and number of threads.
     """
     result: Statistics = _call(_pack_stats, pack_stats_reference_, flat, (flat, tensors, scale, layout))
-    return result
-
-
-def unpack_stats_(
-    tensors: Sequence[torch.Tensor], flat: torch.Tensor, scale: float = 1.0, layout: torch.Tensor | None = None
-) -> Statistics:
-    """``unpack_``, and what was seen of the values written; see ``pack_stats_``."""
-    result: Statistics = _call(_unpack_stats, unpack_stats_reference_, flat, (tensors, flat, scale, layout))
     return result
 
 
@@ -122,7 +110,7 @@ def accumulate_(destination: torch.Tensor, source: torch.Tensor, scale: float = 
         scale: multiplies every element of ``source``.
 
     Raises:
-        RuntimeError: the two do not fit; see above.
+        RuntimeError: the two do not fit together.
     """
     _call(_accumulate, accumulate_reference_, destination, (destination, source, scale))
 
@@ -175,22 +163,18 @@ def pack_stats_reference_(
 ) -> Statistics:
     """``pack_stats_`` in plain torch; its sums of squares are added in another order."""
     pack_reference_(flat, tensors, scale, layout)
-    return _statistics(flat, flat.split([tensor.numel() for tensor in tensors]) if tensors else ())
-
-
-@torch.no_grad()
-def unpack_stats_reference_(
-    tensors: Sequence[torch.Tensor], flat: torch.Tensor, scale: float = 1.0, layout: torch.Tensor | None = None
-) -> Statistics:
-    """``unpack_stats_`` in plain torch; its sums of squares are added in another order."""
-    unpack_reference_(tensors, flat, scale, layout)
-    return _statistics(flat, tensors)
+    non_finite_counts = flat.new_empty(len(tensors), dtype=torch.int64)
+    square_sums = flat.new_empty(len(tensors), dtype=torch.float64)
+    for index, values in enumerate(flat.split([tensor.numel() for tensor in tensors]) if tensors else ()):
+        wide = (values.abs() if values.is_complex() else values).to(torch.float64)
+        non_finite_counts[index] = wide.numel() - wide.isfinite().sum()
+        square_sums[index] = wide.square().sum()
+    return non_finite_counts, square_sums
 
 
 @torch.no_grad()
 def accumulate_reference_(destination: torch.Tensor, source: torch.Tensor, scale: float = 1.0) -> None:
     """``accumulate_`` in plain torch, for any dtype."""
-    _check_shapes(destination, source)
     work = _work_dtype(destination.dtype, source.dtype)
     destination.copy_(destination.to(work) + source.to(work) * scale)
 
@@ -211,16 +195,6 @@ def _convert_(destination: torch.Tensor, source: torch.Tensor, scale: float) -> 
         destination.copy_(source)
     else:
         destination.copy_(source.to(_work_dtype(destination.dtype, source.dtype)) * scale)
-
-
-def _statistics(flat: torch.Tensor, written: Sequence[torch.Tensor]) -> Statistics:
-    non_finite_counts = flat.new_empty(len(written), dtype=torch.int64)
-    square_sums = flat.new_empty(len(written), dtype=torch.float64)
-    for index, values in enumerate(written):
-        wide = (values.abs() if values.is_complex() else values).to(torch.float64)
-        non_finite_counts[index] = wide.numel() - wide.isfinite().sum()
-        square_sums[index] = wide.square().sum()
-    return non_finite_counts, square_sums
 
 
 # ---- places ----
@@ -253,7 +227,6 @@ def _place_strides(tensor: torch.Tensor) -> Strides:
 
 def _places(flat: torch.Tensor, tensors: Sequence[torch.Tensor], layout: torch.Tensor | None) -> list[torch.Tensor]:
     """Each tensor's place: a view of ``flat`` of the tensor's shape."""
-    _check_fits(flat, tensors)
     numbers = None if layout is None else layout.tolist()
     places, offset, begin = [], flat.storage_offset(), 0
     for tensor in tensors:
@@ -267,69 +240,23 @@ def _places(flat: torch.Tensor, tensors: Sequence[torch.Tensor], layout: torch.T
     return places
 
 
-def _check_fits(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
-    """What a call is checked for where no native kernel runs. The kernels check all of it, memory that overlaps and
-    layouts of other tensors too: csrc/kernels/fusion.cpp.
-    """
-    for index, tensor in enumerate(tensors):
-        if tensor.device != flat.device:
-            raise RuntimeError(f"tensor {index} must be on flat's device (expected {flat.device}, got {tensor.device})")
-    numel = sum(tensor.numel() for tensor in tensors)
-    torch._check(
-        numel == flat.numel(),
-        lambda: f"tensors must fill flat (expected {flat.numel()} elements, got {numel} in {len(tensors)} tensors)",
-    )
-
-
-def _check_shapes(destination: torch.Tensor, source: torch.Tensor) -> None:
-    torch._check(
-        destination.shape == source.shape,
-        lambda: f"source must have destination's shape (expected {list(destination.shape)}, got {list(source.shape)})",
-    )
-
-
 # ---- the native operators ----
 
 _pack: Any = None
 _unpack: Any = None
 _pack_stats: Any = None
-_unpack_stats: Any = None
 _accumulate: Any = None
 _NATIVE_DEVICES: frozenset[str] = frozenset()
 
 
-def _fake_pack(flat: torch.Tensor, tensors: Sequence[torch.Tensor], scale: float, layout: Any = None) -> None:
-    _check_fits(flat, tensors)
-
-
-def _fake_pack_stats(
-    flat: torch.Tensor, tensors: Sequence[torch.Tensor], scale: float, layout: Any = None
-) -> Statistics:
-    _fake_pack(flat, tensors, scale, layout)
+def _fake_pack_stats(flat: torch.Tensor, tensors: Sequence[torch.Tensor], *_rest: Any, **_options: Any) -> Statistics:
     return flat.new_empty(len(tensors), dtype=torch.int64), flat.new_empty(len(tensors), dtype=torch.float64)
-
-
-def _fake_accumulate(destination: torch.Tensor, source: torch.Tensor, scale: float) -> None:
-    _check_shapes(destination, source)
-
-
-def _register_fakes() -> None:
-    register: Any = torch.library.register_fake
-    register("psengine::pack_", _fake_pack)
-    register("psengine::unpack_", lambda tensors, flat, *rest, **options: _fake_pack(flat, tensors, *rest, **options))
-    register("psengine::pack_stats_", _fake_pack_stats)
-    register(
-        "psengine::unpack_stats_",
-        lambda tensors, flat, *rest, **options: _fake_pack_stats(flat, tensors, *rest, **options),
-    )
-    register("psengine::accumulate_", _fake_accumulate)
 
 
 if native.extension is not None:
     _pack = torch.ops.psengine.pack_.default
     _unpack = torch.ops.psengine.unpack_.default
     _pack_stats = torch.ops.psengine.pack_stats_.default
-    _unpack_stats = torch.ops.psengine.unpack_stats_.default
     _accumulate = torch.ops.psengine.accumulate_.default
     _NATIVE_DEVICES = frozenset({"meta"}) | {
         device
@@ -338,6 +265,7 @@ if native.extension is not None:
     }
     # Autograd has nothing to record: without this every call would search its arguments for something to warn about.
     _autograd = torch.library.Library("psengine", "IMPL")
-    for _name in ("pack_", "unpack_", "pack_stats_", "unpack_stats_", "accumulate_"):
+    for _name in ("pack_", "unpack_", "pack_stats_", "accumulate_"):
         _autograd.impl(_name, torch.library.fallthrough_kernel, "Autograd")
-    _register_fakes()
+        _fake: Any = _fake_pack_stats if _name == "pack_stats_" else lambda *_, **__: None
+        torch.library.register_fake(f"psengine::{_name}", _fake)

@@ -86,18 +86,11 @@ def check(build, flat_dtype, layout=None, scale=SCALE, flat_lead=0, directions=(
             assert (flat[flat_lead + numel :] == 7).all()
     if "unpack" in directions:
         source = values(flat_lead + numel, flat_dtype, seed=99)
-        for with_statistics in (False, True):
-            ours, theirs = build(DEVICE), build("cpu")
-            arguments = source.to(DEVICE)[flat_lead:], scale, layout
-            reference_arguments = source[flat_lead:], scale, layout
-            if with_statistics:
-                statistics = ops.unpack_stats_(ours, *arguments)
-                assert_same_statistics(statistics, ops.unpack_stats_reference_(theirs, *reference_arguments))
-            else:
-                ops.unpack_(ours, *arguments)
-                ops.unpack_reference_(theirs, *reference_arguments)
-            for tensor, expected in zip(ours, theirs, strict=True):
-                assert_same_bits(tensor, expected)
+        ours, theirs = build(DEVICE), build("cpu")
+        ops.unpack_(ours, source.to(DEVICE)[flat_lead:], scale, layout)
+        ops.unpack_reference_(theirs, source[flat_lead:], scale, layout)
+        for tensor, expected in zip(ours, theirs, strict=True):
+            assert_same_bits(tensor, expected)
 
 
 @pytest.mark.parametrize(("dtype", "flat_dtype"), PAIRS, ids=name_of)
@@ -282,17 +275,15 @@ def test_more_elements_than_32_bits_count():
 def arguments_of(operator):
     flat = torch.randn(26, device=DEVICE)
     tensors = [torch.randn(20, device=DEVICE), torch.randn(3, 4, device=DEVICE)[:, ::2]]
-    packing, unpacking = (flat, tensors, SCALE), (tensors, flat, SCALE)
     return {
-        "pack_": packing,
-        "pack_stats_": packing,
-        "unpack_": unpacking,
-        "unpack_stats_": unpacking,
+        "pack_": (flat, tensors, SCALE),
+        "pack_stats_": (flat, tensors, SCALE),
+        "unpack_": (tensors, flat, SCALE),
         "accumulate_": (flat, torch.randn(26, device=DEVICE), SCALE),
     }[operator]
 
 
-OPERATORS = ["pack_", "unpack_", "pack_stats_", "unpack_stats_", "accumulate_"]
+OPERATORS = ["pack_", "unpack_", "pack_stats_", "accumulate_"]
 
 
 @pytest.mark.parametrize("operator", OPERATORS)
@@ -446,29 +437,9 @@ def bad_calls():
     }, [flat, wide]
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "other device",
-        "too few elements",
-        "too many elements",
-        "flat of two dimensions",
-        "flat with gaps",
-        "tensor in flat",
-        "tensor twice",
-        "tensor in itself",
-        "layout of others",
-        "layout on the device",
-        "accumulate: shape",
-        "accumulate: device",
-        "accumulate: itself",
-        "accumulate: order",
-    ],
-)
-def test_bad_inputs_are_refused_before_anything_is_written(name):
+def test_bad_inputs_are_refused_before_anything_is_written():
     calls, written = bad_calls()
-    call, message = calls[name]
-    with pytest.raises(RuntimeError, match=message):
-        call()
-    for tensor in written:
-        assert (tensor == 0).all()
+    for call, message in calls.values():
+        with pytest.raises(RuntimeError, match=message):
+            call()
+        assert all((tensor == 0).all() for tensor in written)

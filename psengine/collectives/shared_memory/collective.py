@@ -154,7 +154,6 @@ class SharedMemoryCollective(Collective):
             flat.numel(),
             self._kind(what, flat),
             scale,
-            False,
         )
         self._keep(operation, flat)
         return SharedMemoryWork(self, operation, what)
