@@ -259,6 +259,7 @@ PyMethodDef* shared_memory_methods() {
       method("shared_memory_progress", bound<&Group::progress>, "(group) -> last complete operation"),
       method("shared_memory_wait", wait, "(group, operation, timeout_s) -> None or (status, ranks, detail)"),
       method("shared_memory_states", states, "(group) -> [(process id, arrived, finished, is closed, is running)]"),
+      method("shared_memory_has_ended", bound<&Group::has_ended>, "(group) -> 0 or 1"),
       method("shared_memory_close", bound<&Group::close>, "(group)"),
       {nullptr, nullptr, 0, nullptr},
   };

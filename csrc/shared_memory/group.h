@@ -99,6 +99,9 @@ class SharedMemoryGroup {
 
   std::vector<RankState> states() const;
 
+  // Whether an operation has failed, or a rank has closed its end: no further operation can succeed.
+  bool has_ended();
+
   // Tell the others that this rank will not come again. Safe to call twice.
   void close();
 

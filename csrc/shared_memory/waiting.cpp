@@ -216,6 +216,13 @@ std::vector<RankState> SharedMemoryGroup::states() const {
   return states;
 }
 
+bool SharedMemoryGroup::has_ended() {
+  if (header().failure.load() != 0) return true;
+  for (size_t rank = 0; rank < world_size_; ++rank)
+    if (region(rank).is_closed.load() != 0) return true;
+  return false;
+}
+
 }  // namespace psengine
 
 #endif  // __linux__

@@ -16,11 +16,9 @@ import torch.distributed as dist
 from typing_extensions import override
 
 from psengine.collectives.base import Collective, CompletedWork, Work
-from psengine.collectives.coalescing import coalesce, copy_out
 from psengine.collectives.liveness.roll_call import RollCall
 from psengine.collectives.liveness.whereabouts import StoreWhereabouts
-from psengine.collectives.operands import check_flat, check_parts, flat_bytes, real
-from psengine.collectives.transport_errors import is_transport_error
+from psengine.collectives.operands import check_flat, check_parts, coalesce, copy_out, flat_bytes, real
 from psengine.errors import CollectiveError, PeerLostError
 from psengine.tracing.stall_inspector import inspector, stall_after_s
 from psengine.tracing.timeline import now_ns, record_wait, recorder
@@ -191,7 +189,7 @@ class C10dCollective(Collective):
         except Exception as error:
             # A hook may fail for reasons of its own: only a death that is certain, or the transport's word, is news.
             has_lost = self._roll_call is not None and self._roll_call.lost_processes()
-            if has_lost or is_transport_error(error):
+            if has_lost or _is_transport_error(error):
                 raise self.diagnose(error, what) from error
             raise
 
@@ -332,6 +330,18 @@ class C10dWork(Work):
                 return False
             raise self._collective.diagnose(error, self._what) from error
         return True
+
+
+def _is_transport_error(error: BaseException) -> bool:
+    """Whether ``error`` comes from a transport of torch.distributed: a lost connection, a timeout, a dead store.
+
+    torch has types for the errors of NCCL, sockets and stores. gloo's exceptions reach Python as plain RuntimeError
+    (seen in torch 2.13 with a killed peer), as do those that passed through a future's callback in C++. Only the text,
+    which names gloo's source file or NCCL, tells them from a RuntimeError of a communication hook's own code.
+    """
+    if isinstance(error, dist.DistError):
+        return True
+    return type(error) is RuntimeError and any(sign in str(error) for sign in ("gloo", "NCCL"))
 
 
 def _backends(process_group: dist.ProcessGroup) -> str:

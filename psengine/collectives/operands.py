@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 
 from psengine.collectives.base import Collective
 from psengine.errors import CollectiveError
+
+# Native DDP's coalescing size for broadcasts (torch/nn/parallel/distributed.py, broadcast_bucket_size).
+BROADCAST_BUCKET_BYTES = 250 * 1024 * 1024
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
@@ -66,28 +68,6 @@ def _refusal(collective: Collective, what: str, why: str) -> CollectiveError:
     return CollectiveError(f"{what} failed on rank {collective.rank} of {collective.world_size}: {why}")
 
 
-def are_parts(lists: Any, part: torch.Tensor, world_size: int) -> bool:
-    """Whether ``lists`` is one list with a tensor such as ``part`` for each rank."""
-    return (
-        isinstance(lists, list)
-        and len(lists) == 1
-        and isinstance(lists[0], list)
-        and len(lists[0]) == world_size
-        and all(
-            t.shape == part.shape and t.dtype == part.dtype and t.device == part.device and t.layout == part.layout
-            for t in lists[0]
-        )
-    )
-
-
-def are_multiples(wholes: list[torch.Tensor], parts: list[torch.Tensor], world_size: int) -> bool:
-    """Whether each of ``wholes`` has room for every rank's part, such as that of ``parts``."""
-    return len(wholes) == len(parts) and all(
-        whole.numel() == part.numel() * world_size and whole.dtype == part.dtype
-        for whole, part in zip(wholes, parts, strict=True)
-    )
-
-
 def copying(places: Sequence[torch.Tensor], results: Sequence[torch.Tensor]) -> Callable[[], None] | None:
     """What copies ``results`` to their places, or None where they are there."""
     pairs = [(p.detach(), r) for p, r in zip(places, results, strict=True) if p.data_ptr() != r.data_ptr()]
@@ -101,28 +81,23 @@ def copying(places: Sequence[torch.Tensor], results: Sequence[torch.Tensor]) -> 
     return copy
 
 
-def given(opts: Any) -> tuple[Any, ...]:
-    """The options as arguments: none where there are none, because C++ takes no None."""
-    return () if opts is None else (opts,)
+def coalesce(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """Group tensors, real and detached, by dtype and device into messages of at most ``BROADCAST_BUCKET_BYTES``."""
+    groups: list[list[torch.Tensor]] = []
+    open_groups: dict[tuple[torch.dtype, torch.device], tuple[list[torch.Tensor], int]] = {}
+    for tensor in tensors:
+        part = real(tensor.detach())
+        size_bytes = part.numel() * part.element_size()
+        group, group_bytes = open_groups.get((part.dtype, part.device), ([], 0))
+        if not group or group_bytes + size_bytes > BROADCAST_BUCKET_BYTES:
+            group, group_bytes = [], 0
+            groups.append(group)
+        group.append(part)
+        open_groups[part.dtype, part.device] = (group, group_bytes + size_bytes)
+    return groups
 
 
-def _tensors(values: Any) -> list[torch.Tensor]:
-    found = []
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            found.append(value)
-        elif isinstance(value, list | tuple):
-            found.extend(_tensors(value))
-    return found
-
-
-def have_cuda(values: Any) -> bool:
-    """Whether there is a CUDA tensor among ``values``, or in their lists."""
-    return any(tensor.device.type == "cuda" for tensor in _tensors(values))
-
-
-def describe(arguments: Any) -> str:
-    """The kinds of tensors among ``arguments`` and the reduction, for errors."""
-    kinds = {f"{str(t.layout).removeprefix('torch.')} {t.dtype} on {t.device}" for t in _tensors(arguments)}
-    operation = next((str(a.reduceOp.op) for a in arguments if hasattr(a, "reduceOp")), "")
-    return ", ".join(sorted(kinds) + ([operation] if operation else []))
+def copy_out(payload: torch.Tensor, tensors: list[torch.Tensor]) -> None:
+    """Copy a message's content to the tensors of its group."""
+    parts = payload.split([t.numel() for t in tensors])
+    torch._foreach_copy_(tensors, [part.view(t.shape) for part, t in zip(parts, tensors, strict=True)])

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.algorithms.join import Joinable
 
 from psengine.collectives.base import Collective
-from psengine.collectives.coalescing import BROADCAST_BUCKET_BYTES
+from psengine.collectives.operands import BROADCAST_BUCKET_BYTES
 from psengine.collectives.registry import resolve_collective
 from psengine.collectives.timeline_group import attach as attach_timeline
 from psengine.data.sync_batch_norm import adopt_sync_batchnorm

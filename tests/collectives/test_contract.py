@@ -262,18 +262,22 @@ def test_a_destroyed_group_takes_its_collective_along(name):
 
 
 def fail_and_ask_again(rank: int, world_size: int) -> None:
+    """Only rank 1 waits, and fails; rank 0 learns of it when it asks for the collective."""
     failed = collective_for(default_group(), "shared_memory")
-    with raises(CollectiveError, "same operations in the same order"):
-        failed.all_reduce(torch.ones(3 + rank)).wait()
+    failed.connect()
+    if rank == 1:
+        with raises(PeerLostError, "Lost rank 0"):
+            failed.all_reduce(torch.ones(3)).wait(0.1)
     dist.barrier()
-    again = collective_for(default_group(), "shared_memory")
     assert failed.has_ended
+    again = collective_for(default_group(), "shared_memory")
+    assert again is not failed
     assert not again.has_ended
     assert [part.item() for part in again.gather(torch.tensor(rank))] == list(range(world_size))
 
 
 @needs_shared_memory
-def test_a_collective_that_failed_is_replaced():
+def test_a_collective_that_failed_on_one_rank_is_replaced_on_all():
     run_ranks(fail_and_ask_again, 2)
 
 

@@ -61,7 +61,6 @@ MAY_USE_TORCH_DISTRIBUTED = {
     "collectives/torch_backend/backend",
     "collectives/torch_backend/group_work",
     "collectives/torch_backend/process_group",
-    "collectives/transport_errors",
     "data/metrics",
     "data/samplers",
     "environment/context",
@@ -84,7 +83,7 @@ GIVES_TIME = {
 # Functions that decide by an error's text, because whoever raises it has neither a type nor a code for the case.
 MAY_READ_ERROR_TEXTS = {
     ("cli/doctor_checks/findings", "problem_of"): "shows what an error is about, once",
-    ("collectives/transport_errors", "is_transport_error"): "gloo's errors are plain RuntimeErrors",
+    ("collectives/c10d", "_is_transport_error"): "gloo's errors are plain RuntimeErrors",
 }
 # Above 400 lines; the first lines of each say why it is one file.
 MAY_BE_LONG = {"protocol/bodies"}

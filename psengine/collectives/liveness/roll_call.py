@@ -22,20 +22,12 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 POLL_INTERVAL_S = 0.1
 
 Result = TypeVar("Result")
-
-
-class Store(Protocol):
-    """The part of ``torch.distributed.Store`` that a roll call needs."""
-
-    def set(self, key: str, value: str) -> None: ...
-    def get(self, key: str) -> bytes: ...
-    def check(self, keys: list[str]) -> bool: ...
-    def compare_set(self, key: str, expected: str, desired: str) -> bytes: ...
+Store = Any  # a torch.distributed.Store
 
 
 class StoreSilentError(Exception):
@@ -43,7 +35,7 @@ class StoreSilentError(Exception):
 
 
 class Question(Generic[Result]):
-    """What ``ask`` wants to know from the store, in a thread that can be left behind."""
+    """A call ``ask`` to the store, in a thread that can be left behind."""
 
     def __init__(self, ask: Callable[[], Result]) -> None:
         self._ask = ask
@@ -83,7 +75,7 @@ def count_at(store: Store, key: str) -> int:
 
 
 def count_up(store: Store, key: str, count: int) -> int:
-    """Return the number after ``count``; where several ranks count up at the same moment, all take the first one's."""
+    """Return the number after ``count``; ranks that count up at the same moment all get the first one's."""
     return int(store.compare_set(key, str(count) if count else "", str(count + 1)))
 
 
@@ -138,20 +130,17 @@ class RollCall:
         self.world_size = world_size
         self._grace_s = grace_s
         self._host = socket.gethostname()
+        # By rank, its host and process id.
         self._members: dict[int, tuple[str, int]] = {rank: (self._host, os.getpid())}
-        self._neighbours: dict[int, tuple[str, int]] = {}
         self._settled_call = 0
         self._began_call = 0
         self._is_store_silent = False
         self.store.set(f"{self._prefix}member/{rank}", f"{os.getpid()} {self._host}")
 
-    def alarm_raised(self) -> bool:
-        """Whether a call is on that this rank has not answered; also remembers where the others live.
+    # These raise StoreSilentError where the store does not answer, RuntimeError or OSError where its host is gone.
 
-        Raises:
-            StoreSilentError: the store does not answer.
-            RuntimeError, OSError: whatever the store raises when its host is gone.
-        """
+    def alarm_raised(self) -> bool:
+        """Whether a call is on that this rank has not answered; also learns where the others live."""
 
         def look() -> bool:
             self.look_up_members()
@@ -160,17 +149,10 @@ class RollCall:
         return self._ask(look)
 
     def hosts(self) -> tuple[str, ...]:
-        """The host of each rank, once all have said where they are.
-
-        Raises:
-            StoreSilentError: a rank did not say within the grace, or the store does not answer.
-            RuntimeError, OSError: whatever the store raises when its host is gone.
-        """
+        """The host of each rank; waits until all have written it to the store."""
 
         def look() -> tuple[str, ...]:
-            for rank in range(self.world_size):
-                if rank not in self._members:
-                    self._members[rank] = self._member_of(self.store.get(f"{self._prefix}member/{rank}"))
+            self.look_up_members(waits=True)
             return tuple(self._members[rank][0] for rank in range(self.world_size))
 
         return self._ask(look)
@@ -180,14 +162,10 @@ class RollCall:
         return tuple(rank for rank in range(self.world_size) if self._has_exited(rank))
 
     def missing_ranks(self, *, begin: bool) -> tuple[int, ...]:
-        """Answer the call that is on, and return who did not within the grace, ascending.
+        """Answer the call that is on, and return the ranks that did not within the grace, ascending.
 
         Args:
-            begin: this rank's own operation failed, so where no call is on, or that one found everybody, begin another.
-
-        Raises:
-            StoreSilentError: the store does not answer.
-            RuntimeError, OSError: whatever the store raises when its host is gone.
+            begin: this rank's own operation failed: where no call is on, or the current one found everybody, begin one.
         """
         self._settled_call = call = self._ask(lambda: self._join_call(begin=begin))
         silent = self._silent_ranks(call)
@@ -204,32 +182,31 @@ class RollCall:
             time.sleep(POLL_INTERVAL_S)
 
     def note_processes(self, process_ids: Sequence[int]) -> None:
-        """All ranks run on this host, as these processes: to name them even where the store is not heard of again."""
-        self._neighbours = {rank: (self._host, process_id) for rank, process_id in enumerate(process_ids)}
+        """All ranks run on this host, as these processes: known even if the store never answers again."""
+        self._members = {rank: (self._host, process_id) for rank, process_id in enumerate(process_ids)}
 
     def place_of(self, rank: int) -> tuple[str, int] | None:
         """The host and process id of ``rank``, where it is known."""
-        return self._members.get(rank) or self._neighbours.get(rank)
+        return self._members.get(rank)
 
     def describe_place(self, rank: int) -> str:
         """Where ``rank`` runs: "rank 1 (process 4711 on host)"; says so where a signal has stopped it."""
-        place = self.place_of(rank)
-        if place is None:
+        if rank not in self._members:
             return f"rank {rank}"
-        host, process_id = place
+        host, process_id = self._members[rank]
         is_stopped = host == self._host and process_state(process_id) == "T"
         return f"rank {rank} (process {process_id} on {host}{', stopped by a signal' if is_stopped else ''})"
 
     def describe(self, ranks: tuple[int, ...]) -> str:
-        """Where ``ranks`` ran and what became of them: "rank 1 (process 4711 on host, which has exited)"."""
-        return ", ".join(self._describe_one(rank) for rank in ranks)
+        """Where ``ranks`` ran and their fate: "rank 1 (process 4711 on host, which has exited)"."""
+        return ", ".join(map(self._describe_lost, ranks))
 
-    def _describe_one(self, rank: int) -> str:
+    def _describe_lost(self, rank: int) -> str:
+        place = self.describe_place(rank)
         if rank not in self._members:
-            return f"rank {rank}"
-        host, process_id = self._members[rank]
+            return place
         fate = "has exited" if self._has_exited(rank) else f"did not answer within {self._grace_s:g} s"
-        return f"rank {rank} (process {process_id} on {host}, which {fate})"
+        return f"{place[:-1]}, which {fate})"
 
     def _ask(self, question: Callable[[], Result]) -> Result:
         """Put ``question`` to the store, for at most the grace; a store that kept silent once is not asked again."""
@@ -250,7 +227,7 @@ class RollCall:
         return call
 
     def _is_present(self, call: int, rank: int) -> bool:
-        return self.store.check([f"{self._prefix}present/{call}/{rank}"])
+        return bool(self.store.check([f"{self._prefix}present/{call}/{rank}"]))
 
     def _has_exited(self, rank: int) -> bool:
         if rank not in self._members:
@@ -258,14 +235,10 @@ class RollCall:
         host, process_id = self._members[rank]
         return host == self._host and not is_process_running(process_id)
 
-    def look_up_members(self) -> None:
-        """Learn where those ranks live that have said so by now."""
+    def look_up_members(self, *, waits: bool = False) -> None:
+        """Learn where those ranks live that have said so by now; ``waits``: where all do."""
         for rank in range(self.world_size):
             key = f"{self._prefix}member/{rank}"
-            if rank not in self._members and self.store.check([key]):
-                self._members[rank] = self._member_of(self.store.get(key))
-
-    @staticmethod
-    def _member_of(value: bytes) -> tuple[str, int]:
-        process_id, _, host = value.decode().partition(" ")
-        return host, int(process_id)
+            if rank not in self._members and (waits or self.store.check([key])):
+                process_id, _, host = self.store.get(key).decode().partition(" ")
+                self._members[rank] = (host, int(process_id))

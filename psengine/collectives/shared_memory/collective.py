@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import socket
 import threading
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -34,7 +33,7 @@ from typing_extensions import override
 from psengine.collectives.base import Collective, CompletedWork, Work
 from psengine.collectives.c10d import C10dCollective
 from psengine.collectives.operands import check_flat, check_parts, copying, plain, real
-from psengine.collectives.shared_memory.failures import LOST, error_of
+from psengine.collectives.shared_memory.failures import error_of
 from psengine.collectives.shared_memory.host import join_host_group
 from psengine.collectives.shared_memory.segments import SharedSegments
 from psengine.errors import CollectiveError
@@ -103,7 +102,10 @@ class SharedMemoryCollective(Collective):
     @property
     @override
     def has_ended(self) -> bool:
-        return self._has_ended
+        """Also where another rank failed or left: all ranks then agree to replace the collective."""
+        return self._has_ended or (
+            self._group is not None and bool(self._extension.shared_memory_has_ended(self._group))
+        )
 
     @property
     def is_connected(self) -> bool:
@@ -147,16 +149,8 @@ class SharedMemoryCollective(Collective):
         what = f"all-reduce of {what}"
         check_flat(self, what, flat, scale)
         flat = real(flat)
-        operation = self._begin(
-            what,
-            "shared_memory_all_reduce",
-            flat.data_ptr(),
-            flat.numel(),
-            self._kind(what, flat),
-            scale,
-        )
-        self._keep(operation, flat)
-        return SharedMemoryWork(self, operation, what)
+        arguments = flat.data_ptr(), flat.numel(), self._kind(what, flat), scale
+        return self._begin_on((flat,), what, "shared_memory_all_reduce", *arguments)
 
     @override
     def reduce_scatter(
@@ -166,17 +160,8 @@ class SharedMemoryCollective(Collective):
         check_parts(self, what, flat, output)
         check_flat(self, what, output, scale)
         part, whole = real(output.detach()), real(flat.detach())
-        operation = self._begin(
-            what,
-            "shared_memory_reduce_scatter",
-            whole.data_ptr(),
-            part.data_ptr(),
-            part.numel(),
-            self._kind(what, part),
-            scale,
-        )
-        self._keep(operation, whole, part)
-        return SharedMemoryWork(self, operation, what)
+        arguments = whole.data_ptr(), part.data_ptr(), part.numel(), self._kind(what, part), scale
+        return self._begin_on((whole, part), what, "shared_memory_reduce_scatter", *arguments)
 
     @override
     def all_gather(self, output: torch.Tensor, tensor: torch.Tensor, *, what: str = "tensor") -> SharedMemoryWork:
@@ -184,15 +169,8 @@ class SharedMemoryCollective(Collective):
         check_parts(self, what, output, tensor)
         self._check_copies(what, tensor)
         payload = plain(tensor)
-        operation = self._begin(
-            what,
-            "shared_memory_all_gather",
-            payload.data_ptr(),
-            output.data_ptr(),
-            payload.numel() * payload.element_size(),
-        )
-        self._keep(operation, payload, output)
-        return SharedMemoryWork(self, operation, what)
+        arguments = payload.data_ptr(), output.data_ptr(), payload.nbytes
+        return self._begin_on((payload, output), what, "shared_memory_all_gather", *arguments)
 
     @override
     def broadcast(self, tensors: Sequence[torch.Tensor], source_rank: int = 0, *, what: str = "tensors") -> Work:
@@ -206,16 +184,9 @@ class SharedMemoryCollective(Collective):
             copy = copying([tensor], [payload])
             if copy is not None and self.rank != source_rank:
                 copies.append(copy)
-            operation = self._begin(
-                what,
-                "shared_memory_broadcast",
-                payload.data_ptr(),
-                payload.numel() * payload.element_size(),
-                source_rank,
-            )
-            self._keep(operation, payload)
+            arguments = payload.data_ptr(), payload.nbytes, source_rank
             # Operations complete in call order, so the last one stands for all, with the copies of all.
-            work = SharedMemoryWork(self, operation, what, finish=copies)
+            work = self._begin_on((payload,), what, "shared_memory_broadcast", *arguments, finish=copies)
         return work
 
     @override
@@ -249,18 +220,6 @@ class SharedMemoryCollective(Collective):
         if self._group is not None:
             self._extension.shared_memory_close(self._group)
 
-    def find_lost(self, what: str, within_s: float) -> CollectiveError | None:
-        """The error that names the connected ranks whose process has ended or ends ``within_s``; None if all run on."""
-        deadline = time.monotonic() + within_s
-        while True:
-            states = self._extension.shared_memory_states(self._group)
-            rank_bits = sum(1 << rank for rank, (*_, is_running) in enumerate(states) if not is_running)
-            if rank_bits:
-                return self._error(what, self.timeout_s, (LOST, rank_bits, ""))
-            if time.monotonic() >= deadline:
-                return None
-            time.sleep(0.01)
-
     def give_up(self) -> None:
         """Fail, on every rank, what is under way; for a group whose end does not come by itself."""
         self._has_ended = True
@@ -283,10 +242,20 @@ class SharedMemoryCollective(Collective):
                 f" {tensor.layout} on {tensor.device})"
             )
 
-    def _keep(self, operation: int, *tensors: torch.Tensor) -> None:
+    def _begin_on(
+        self,
+        tensors: tuple[torch.Tensor, ...],
+        what: str,
+        function: str,
+        *arguments: Any,
+        finish: Sequence[Callable[[], None]] = (),
+    ) -> SharedMemoryWork:
+        """Begin an operation on ``tensors``, which are kept until it is done."""
+        operation = self._begin(what, function, *arguments)
         self._outstanding[operation] = tensors
         if len(self._outstanding) > FORGET_FROM:
             self._forget(self._begin("an earlier operation", "shared_memory_progress"))
+        return SharedMemoryWork(self, operation, what, finish=finish)
 
     def _forget(self, complete: int) -> None:
         for operation in list(self._outstanding):
@@ -298,16 +267,18 @@ class SharedMemoryCollective(Collective):
         """Call ``function`` of the native extension; return the number of the operation it began."""
         if self._group is None:
             self.connect()
-        begin = getattr(self._extension, function)
         try:
-            if is_profiling():
-                with profiled(what):
-                    operation: int = begin(self._group, *arguments)
-            else:
-                operation = begin(self._group, *arguments)
+            operation: int = self._call_profiled(what, function, *arguments)
         except RuntimeError as error:
             raise CollectiveError(f"{what} failed on rank {self.rank} of {self.world_size}: {error}") from error
         return operation
+
+    def _call_profiled(self, what: str, function: str, *arguments: Any) -> Any:
+        call = getattr(self._extension, function)
+        if not is_profiling():
+            return call(self._group, *arguments)
+        with profiled(what):
+            return call(self._group, *arguments)
 
     def _wait(self, operation: int, what: str, timeout_s: float) -> None:
         started_ns = now_ns() if recorder.is_on else 0
@@ -315,11 +286,7 @@ class SharedMemoryCollective(Collective):
         if self._stall_after_s:
             watched = inspector.enter(self, operation, what, timeout_s, self._stall_after_s)
         try:
-            if is_profiling():
-                with profiled(f"wait for {what}"):
-                    failure = self._extension.shared_memory_wait(self._group, operation, timeout_s)
-            else:
-                failure = self._extension.shared_memory_wait(self._group, operation, timeout_s)
+            failure = self._call_profiled(f"wait for {what}", "shared_memory_wait", operation, timeout_s)
         except RuntimeError as error:
             self.close()  # the others need not wait for this rank
             raise CollectiveError(f"{what} failed on rank {self.rank} of {self.world_size}: {error}") from error
@@ -327,26 +294,22 @@ class SharedMemoryCollective(Collective):
             if watched is not None:
                 inspector.leave(watched)
         if failure is not None:
-            self._has_ended = True
-            raise self._error(what, timeout_s, failure)
+            states = self._extension.shared_memory_states(self._group)
+            raise error_of(what, self.rank, self._host, timeout_s, states, failure)
         if started_ns:
             record_wait(what, started_ns)
         self._forget(operation)
-
-    def _error(self, what: str, timeout_s: float, failure: tuple[int, int, str]) -> CollectiveError:
-        states = self._extension.shared_memory_states(self._group)
-        return error_of(what, self.rank, self._host, timeout_s, states, failure)
 
 
 class SharedMemoryWork(Work):
     """An operation in shared memory.
 
     Args:
-        collective: whose operation it is.
+        collective: runs the operation.
         operation: its number.
         what: its name in errors.
         timeout_s: deadline of the wait; None takes the collective's.
-        finish: called once, in order, when the operation is over: they copy results to their places.
+        finish: copy results to their places; called once, in order, when the operation is over.
     """
 
     def __init__(

@@ -3,9 +3,9 @@
 torch offers no constructor for backends written in Python, so this is a whole group. It holds an ordinary one, over
 gloo, for its own set-up and for what shared memory does not do; CUDA tensors go to nccl, made for the first of them::
 
-    all_reduce (SUM, AVG), reduce_scatter (SUM, AVG), broadcast, all_gather, barrier   shared memory
-    send, recv, gather, scatter, reduce, all_to_all, other sums, other dtypes, sparse  gloo
-    CUDA tensors                                                                       nccl, gloo where there is none
+    all_reduce (SUM, AVG), reduce_scatter (SUM, AVG), broadcast, all_gather, barrier         shared memory
+    send, recv, gather, scatter, reduce, all_to_all, other sums, dtypes, layouts             gloo
+    CUDA tensors                                                                             nccl, else gloo
 """
 
 from __future__ import annotations
@@ -21,28 +21,26 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo
 
 from psengine.collectives.c10d import C10dCollective
-from psengine.collectives.operands import are_multiples, are_parts, copying, describe, given, have_cuda, plain
-from psengine.collectives.shared_memory.collective import SCALAR_KINDS, SharedMemoryCollective
+from psengine.collectives.operands import copying, plain
+from psengine.collectives.shared_memory.collective import SCALAR_KINDS, SharedMemoryCollective, SharedMemoryWork
 from psengine.collectives.torch_backend import NAME
-from psengine.collectives.torch_backend.group_work import GroupWork, OrdinaryWork, Waiter
-from psengine.collectives.transport_errors import is_transport_error
-from psengine.errors import CollectiveError, SharedMemoryUnavailableError
+from psengine.collectives.torch_backend.group_work import GroupWork, Waiter
+from psengine.errors import SharedMemoryUnavailableError
 
 # How long the end of a group waits for operations that nobody waited for; those that still miss a rank then fail.
 DRAIN_S = 2.0
 # How long the others then take to notice.
 LEAVE_S = 0.5
-# Whose works explain their errors; those of others stay torch's own, of which recv's knows the source rank.
-EXPLAINED = ("all_reduce", "broadcast", "barrier", "all_gather", "reduce_scatter")
-# How long after its connections a process that dies may take to end.
-DEATH_S = 0.5
+
+_AllgatherOptions = torch._C._distributed_c10d.AllgatherOptions
+_ReduceScatterOptions = torch._C._distributed_c10d.ReduceScatterOptions
 
 
-def _over_gloo(what: str, *names: str) -> Callable[..., dist.Work]:
-    """The method ``names[0]`` of a group that has its ordinary group do ``what``."""
+def _delegated(*names: str) -> Callable[..., dist.Work]:
+    """A method that the ordinary group carries out, under the first of ``names`` that this torch has."""
 
     def operation(self: SharedMemoryProcessGroup, *arguments: Any, **options: Any) -> dist.Work:
-        return self._delegate(what, names, *arguments, **options)
+        return self._delegate(names, *arguments, **options)
 
     operation.__name__, operation.__doc__ = names[0], "Over the ordinary group."
     return operation
@@ -120,110 +118,92 @@ class SharedMemoryProcessGroup(dist.ProcessGroup):
 
     def allreduce(self, tensors: Any, opts: Any = None, *arguments: Any, **options: Any) -> dist.Work:  # type: ignore[override]
         """Sum ``tensors``, a list of one, over ranks in place."""
-        if not self._is_covered(tensors, opts, dist.AllreduceOptions) or arguments or options:
-            return self._delegate("all_reduce", ("allreduce",), tensors, *given(opts), *arguments, **options)
-        return self._all_reduce(tensors, opts)
-
-    def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> dist.Work:
-        """Sum each of ``tensors`` over ranks in place."""
-        if not self._is_covered(tensors, opts, dist.AllreduceCoalescedOptions, count=None):
-            return self._delegate("all_reduce", ("allreduce_coalesced",), tensors, *given(opts))
-        return self._all_reduce(tensors, opts)
-
-    def _all_reduce(self, tensors: list[torch.Tensor], opts: Any) -> dist.Work:
-        scale = self._scale(opts)
-        flats = [plain(tensor) for tensor in tensors]
-        operation = None
-        for flat in flats:
-            operation = self._shared.all_reduce(flat, scale)
-        return self._begun(operation, tensors, opts, copying(tensors, flats))
+        if arguments or options or not _sums(tensors, opts, (dist.AllreduceOptions, dist.AllreduceCoalescedOptions)):
+            name = "allreduce_coalesced" if isinstance(opts, dist.AllreduceCoalescedOptions) else "allreduce"
+            return self._delegate((name,), tensors, *_given(opts), *arguments, **options)
+        flat = plain(tensors[0])
+        work = self._shared.all_reduce(flat, self._scale(opts))
+        return self._begun(work, tensors, opts, copying(tensors, [flat]))
 
     def broadcast(self, tensors: Any, opts: Any = None, *arguments: Any, **options: Any) -> dist.Work:  # type: ignore[override]
         """Overwrite ``tensors``, a list of one, by that of ``opts.rootRank``."""
-        is_ours = self._is_covered(tensors, opts, dist.BroadcastOptions, any_dtype=True) and opts is not None
-        if not is_ours or arguments or options:
-            return self._delegate("broadcast", ("broadcast",), tensors, *given(opts), *arguments, **options)
+        if arguments or options or opts is None or not _copies(tensors, opts, dist.BroadcastOptions):
+            return self._delegate(("broadcast",), tensors, *_given(opts), *arguments, **options)
         flat = plain(tensors[0])
-        operation = self._shared.broadcast([flat], opts.rootRank)
+        work: Any = self._shared.broadcast([flat], opts.rootRank)
         has_news = opts.rootRank != self.rank()
-        return self._begun(operation, tensors, opts, copying(tensors, [flat]) if has_news else None)
+        return self._begun(work, tensors, opts, copying(tensors, [flat]) if has_news else None)
 
     def barrier(self, opts: Any = None, **options: Any) -> dist.Work:  # type: ignore[override]
         """Wait until every rank has called it."""
         device = getattr(opts, "device", None)
         if options or isinstance(opts, timedelta) or (device is not None and device.type != "cpu"):
-            return self._delegate("barrier", ("barrier",), *given(opts), device=device, **options)
+            if device is not None and device.type == "cuda":
+                self._add_cuda()
+            return self._delegate(("barrier",), *_given(opts), **options)
         return self._begun(self._shared.barrier(), (), opts)
 
     def allgather(self, output_tensors: Any, input_tensors: Any, opts: Any = None, **options: Any) -> dist.Work:  # type: ignore[override]
         """Fill ``output_tensors``, a list of one list, with every rank's tensor, in rank order."""
-        is_ours = self._is_covered(input_tensors, opts, _AllgatherOptions, any_dtype=True) and not options
-        if not is_ours or not are_parts(output_tensors, input_tensors[0], self.size()):
-            return self._delegate("all_gather", ("allgather",), output_tensors, input_tensors, *given(opts), **options)
+        is_ours = not options and _copies(input_tensors, opts, _AllgatherOptions)
+        if not is_ours or not _are_parts(output_tensors, input_tensors[0], self.size()):
+            return self._delegate(("allgather",), output_tensors, input_tensors, *_given(opts), **options)
         payload = plain(input_tensors[0])
         gathered = payload.new_empty((self.size(), *payload.shape))
-        operation = self._shared.all_gather(gathered, payload)
+        work = self._shared.all_gather(gathered, payload)
         outputs = output_tensors[0]
-        return self._begun(operation, outputs, opts, copying(outputs, gathered.unbind()))
+        return self._begun(work, outputs, opts, copying(outputs, gathered.unbind()))
 
     def all_gather_single(self, output: Any, input: Any, opts: Any = None) -> dist.Work:
         """Fill ``output`` with every rank's ``input``, in rank order."""
-        return self._gather_into([output], [input], opts, ("all_gather_single", "_allgather_base"), output, input)
-
-    def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
-        """As ``all_gather_single``, for each of ``outputs`` and ``inputs``."""
-        names = ("all_gather_single_coalesced", "allgather_into_tensor_coalesced")
-        return self._gather_into(outputs, inputs, opts, names, outputs, inputs)
-
-    def _gather_into(self, outputs: Any, inputs: Any, opts: Any, names: Sequence[str], *arguments: Any) -> dist.Work:
-        if not (
-            self._is_covered(inputs, opts, _AllgatherOptions, any_dtype=True, count=None)
-            and self._is_covered(outputs, opts, _AllgatherOptions, any_dtype=True, count=None)
-            and are_multiples(outputs, inputs, self.size())
-        ):
-            return self._delegate("all_gather", names, *arguments, *given(opts))
-        gathered = [plain(output) for output in outputs]
-        operation = None
-        for whole, part in zip(gathered, inputs, strict=True):
-            operation = self._shared.all_gather(whole, part)
-        return self._begun(operation, outputs, opts, copying(outputs, gathered))
+        is_ours = all(_copies([tensor], opts, _AllgatherOptions) for tensor in (output, input))
+        if not is_ours or not self._is_whole(output, input):
+            return self._delegate(("all_gather_single", "_allgather_base"), output, input, *_given(opts))
+        whole = plain(output)
+        work = self._shared.all_gather(whole, input)
+        return self._begun(work, [output], opts, copying([output], [whole]))
 
     def reduce_scatter(self, output_tensors: Any, input_tensors: Any, opts: Any = None, **options: Any) -> dist.Work:  # type: ignore[override]
         """Sum the lists of ``input_tensors``, a list of one, over ranks; rank r keeps the sum of their r-th tensor."""
-        is_ours = self._is_covered(output_tensors, opts, _ReduceScatterOptions) and not options
-        if not is_ours or not are_parts(input_tensors, output_tensors[0], self.size()):
-            return self._delegate(
-                "reduce_scatter", ("reduce_scatter",), output_tensors, input_tensors, *given(opts), **options
-            )
+        is_ours = not options and _sums(output_tensors, opts, _ReduceScatterOptions)
+        if not is_ours or not _are_parts(input_tensors, output_tensors[0], self.size()):
+            return self._delegate(("reduce_scatter",), output_tensors, input_tensors, *_given(opts), **options)
         whole = torch.cat([plain(part).reshape(-1) for part in input_tensors[0]])
-        return self._reduce_scatter(output_tensors, [whole], opts)
+        return self._reduce_scatter(output_tensors[0], whole, opts)
 
     def reduce_scatter_single(self, output: Any, input: Any, opts: Any = None) -> dist.Work:
         """Sum ``input`` over ranks; each keeps its part in ``output``."""
-        names = ("reduce_scatter_single", "_reduce_scatter_base")
-        return self._scatter_from([output], [input], opts, names, output, input)
+        is_ours = all(_sums([tensor], opts, _ReduceScatterOptions) for tensor in (output, input))
+        if not is_ours or not self._is_whole(input, output):
+            return self._delegate(("reduce_scatter_single", "_reduce_scatter_base"), output, input, *_given(opts))
+        return self._reduce_scatter(output, plain(input), opts)
+
+    def _reduce_scatter(self, output: torch.Tensor, whole: torch.Tensor, opts: Any) -> dist.Work:
+        part = plain(output)
+        work = self._shared.reduce_scatter(part, whole, self._scale(opts))
+        return self._begun(work, [output], opts, copying([output], [part]))
+
+    # torch's functional collectives call these with one tensor.
+
+    def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> dist.Work:
+        """``allreduce`` of each of ``tensors``."""
+        if len(tensors) == 1:
+            return self.allreduce(tensors, opts)
+        return self._delegate(("allreduce_coalesced",), tensors, *_given(opts))
+
+    def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
+        """``all_gather_single`` of each of ``inputs``."""
+        if len(inputs) == 1:
+            return self.all_gather_single(outputs[0], inputs[0], opts)
+        names = ("all_gather_single_coalesced", "allgather_into_tensor_coalesced")
+        return self._delegate(names, outputs, inputs, *_given(opts))
 
     def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
-        """As ``reduce_scatter_single``, for each of ``outputs`` and ``inputs``."""
+        """``reduce_scatter_single`` of each of ``inputs``."""
+        if len(inputs) == 1:
+            return self.reduce_scatter_single(outputs[0], inputs[0], opts)
         names = ("reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced")
-        return self._scatter_from(outputs, inputs, opts, names, outputs, inputs)
-
-    def _scatter_from(self, outputs: Any, inputs: Any, opts: Any, names: Sequence[str], *arguments: Any) -> dist.Work:
-        if not (
-            self._is_covered(inputs, opts, _ReduceScatterOptions, count=None)
-            and self._is_covered(outputs, opts, _ReduceScatterOptions, count=None)
-            and are_multiples(inputs, outputs, self.size())
-        ):
-            return self._delegate("reduce_scatter", names, *arguments, *given(opts))
-        return self._reduce_scatter(outputs, [plain(whole) for whole in inputs], opts)
-
-    def _reduce_scatter(self, outputs: list[torch.Tensor], wholes: list[torch.Tensor], opts: Any) -> dist.Work:
-        scale = self._scale(opts)
-        parts = [plain(output) for output in outputs]
-        operation = None
-        for part, whole in zip(parts, wholes, strict=True):
-            operation = self._shared.reduce_scatter(part, whole, scale)
-        return self._begun(operation, outputs, opts, copying(outputs, parts))
+        return self._delegate(names, outputs, inputs, *_given(opts))
 
     # The names before torch 2.13, and those that C++ looks up.
     _allgather_base = all_gather_single
@@ -233,7 +213,7 @@ class SharedMemoryProcessGroup(dist.ProcessGroup):
 
     def _begun(
         self,
-        operation: Any,
+        operation: SharedMemoryWork,
         result: Sequence[torch.Tensor],
         opts: Any,
         finish: Callable[[], None] | None = None,
@@ -246,26 +226,9 @@ class SharedMemoryProcessGroup(dist.ProcessGroup):
             work.wait()
         return work
 
-    # ---- what shared memory covers ----
-
-    def _is_covered(
-        self, tensors: Any, opts: Any, options: Any, *, any_dtype: bool = False, count: int | None = 1
-    ) -> bool:
-        """Whether these are strided CPU tensors of dtypes (all the same to a copy) and a reduction we can do."""
-        if not isinstance(tensors, list) or len(tensors) != (count or len(tensors)) or not tensors:
-            return False
-        if opts is not None and not isinstance(opts, options):
-            return False
-        if any(t.device.type != "cpu" or t.layout is not torch.strided for t in tensors):
-            return False
-        if any_dtype:
-            return True
-        operation = dist.ReduceOp.SUM if opts is None else opts.reduceOp
-        if operation == dist.ReduceOp.SUM:
-            return all(t.dtype in SCALAR_KINDS or t.is_complex() for t in tensors)
-        return bool(operation == dist.ReduceOp.AVG) and all(
-            t.is_floating_point() and t.dtype in SCALAR_KINDS for t in tensors
-        )
+    def _is_whole(self, whole: torch.Tensor, part: torch.Tensor) -> bool:
+        """Whether ``whole`` has room for every rank's ``part``."""
+        return whole.numel() == part.numel() * self.size() and whole.dtype == part.dtype
 
     def _scale(self, opts: Any) -> float:
         return 1.0 / self.size() if opts is not None and opts.reduceOp == dist.ReduceOp.AVG else 1.0
@@ -277,44 +240,23 @@ class SharedMemoryProcessGroup(dist.ProcessGroup):
 
     # ---- everything else ----
 
-    def _delegate(
-        self, what: str, names: Sequence[str], *arguments: Any, device: torch.device | None = None, **options: Any
-    ) -> dist.Work:
-        """Have the ordinary group do it, under the first of ``names`` that this torch knows."""
-        is_cuda = (device is not None and device.type == "cuda") or have_cuda(arguments) or have_cuda(options.values())
-        if is_cuda:
+    def _delegate(self, names: Sequence[str], *arguments: Any, **options: Any) -> dist.Work:
+        """Have the ordinary group do it, under the first of ``names`` that this torch has."""
+        if _have_cuda(arguments) or _have_cuda(options.values()):
             self._add_cuda()
         function = next(getattr(self._ordinary, name) for name in names if hasattr(self._ordinary, name))
+        work: dist.Work = function(*arguments, **options)
+        return work
 
-        def explain(error: RuntimeError) -> Exception:
-            return self._describe_failure(error, what, arguments)
-
-        try:
-            work: dist.Work = function(*arguments, **options)
-        except RuntimeError as error:
-            raise explain(error) from error
-        return OrdinaryWork(work, explain) if what in EXPLAINED and not is_cuda else work
-
-    def _describe_failure(self, error: RuntimeError, what: str, arguments: Any) -> Exception:
-        message = str(error).strip()
-        if is_transport_error(error):
-            lost = self._shared.find_lost(what, DEATH_S)
-            if lost is not None:
-                return lost
-        return CollectiveError(
-            f"{what} failed on rank {self.rank()} of {self.size()}: shared memory does not cover"
-            f" {describe(arguments)}, and the transport that does it instead says: {message}"
-        )
-
-    send = _over_gloo("send", "send")
-    recv = _over_gloo("recv", "recv")
-    recv_anysource = _over_gloo("recv", "recv_anysource")
-    gather = _over_gloo("gather", "gather")
-    scatter = _over_gloo("scatter", "scatter")
-    reduce = _over_gloo("reduce", "reduce")
-    alltoall = _over_gloo("all_to_all", "alltoall")
-    all_to_all_single = alltoall_base = _over_gloo("all_to_all", "all_to_all_single", "alltoall_base")
-    allgather_coalesced = _over_gloo("all_gather", "allgather_coalesced")
+    send = _delegated("send")
+    recv = _delegated("recv")
+    recv_anysource = _delegated("recv_anysource")
+    gather = _delegated("gather")
+    scatter = _delegated("scatter")
+    reduce = _delegated("reduce")
+    alltoall = _delegated("alltoall")
+    all_to_all_single = alltoall_base = _delegated("all_to_all_single", "alltoall_base")
+    allgather_coalesced = _delegated("allgather_coalesced")
 
     def _get_backend(self, device: torch.device) -> Any:
         if device.type == "cuda":
@@ -364,5 +306,48 @@ def _end_group(waiter: Waiter, shared: SharedMemoryCollective, process_id: int, 
         waiter.stop(LEAVE_S)
 
 
-_AllgatherOptions = torch._C._distributed_c10d.AllgatherOptions
-_ReduceScatterOptions = torch._C._distributed_c10d.ReduceScatterOptions
+def _copies(tensors: Any, opts: Any, options: Any) -> bool:
+    """Whether ``tensors`` is a list of one strided CPU tensor, and ``opts`` are None or ``options``."""
+    return (
+        isinstance(tensors, list)
+        and len(tensors) == 1
+        and (opts is None or isinstance(opts, options))
+        and SharedMemoryCollective.copies(tensors[0])
+    )
+
+
+def _sums(tensors: Any, opts: Any, options: Any) -> bool:
+    """``_copies``, for a reduction that shared memory does, of a dtype that it sums."""
+    if not _copies(tensors, opts, options):
+        return False
+    operation = dist.ReduceOp.SUM if opts is None else opts.reduceOp
+    dtype = tensors[0].dtype
+    if operation == dist.ReduceOp.SUM:
+        return dtype in SCALAR_KINDS or dtype.is_complex
+    return bool(operation == dist.ReduceOp.AVG and dtype.is_floating_point and dtype in SCALAR_KINDS)
+
+
+def _are_parts(lists: Any, part: torch.Tensor, world_size: int) -> bool:
+    """Whether ``lists`` is one list with a tensor such as ``part`` for each rank."""
+    return (
+        isinstance(lists, list)
+        and len(lists) == 1
+        and len(lists[0]) == world_size
+        and all(
+            t.shape == part.shape and t.dtype == part.dtype and t.device == part.device and t.layout == part.layout
+            for t in lists[0]
+        )
+    )
+
+
+def _given(opts: Any) -> tuple[Any, ...]:
+    """The options as arguments: none where there are none, because C++ takes no None."""
+    return () if opts is None else (opts,)
+
+
+def _have_cuda(values: Any) -> bool:
+    """Whether there is a CUDA tensor among ``values``, or in their lists."""
+    return any(
+        value.is_cuda if isinstance(value, torch.Tensor) else isinstance(value, list | tuple) and _have_cuda(value)
+        for value in values
+    )
