@@ -10,7 +10,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from typing_extensions import override
@@ -19,6 +20,8 @@ from psengine.codecs.base import Codec
 from psengine.codecs.identity import IDENTITY
 from psengine.codecs.registry import codec_for
 from psengine.collectives.base import Collective, Work
+from psengine.errors import ConfigurationError
+from psengine.strategies.base import Strategy
 from psengine.strategies.exchange import Reduction
 from psengine.tensors.bucket import Bucket
 
@@ -154,6 +157,21 @@ def residuals_of(exchanges: Sequence[BucketExchange]) -> dict[str, torch.Tensor]
         if exchange.state is not None
         for name, residual in zip(exchange.bucket.names, exchange.bucket.views_of(exchange.state.residual), strict=True)
     }
+
+
+def load_residuals(strategy: Strategy, residuals: Mapping[str, torch.Tensor], state: Mapping[str, Any]) -> None:
+    """Overwrite ``residuals``, views of a strategy's codec states, by those of a checkpoint.
+
+    Raises:
+        ConfigurationError: the checkpoint has other ones.
+    """
+    if set(state) != set(residuals):
+        raise ConfigurationError(
+            f"the saved residuals are not those of {strategy!r} (expected {sorted(residuals) or 'none'}, got"
+            f" {sorted(state) or 'none'}). Fix: use the same compress=, or leave out the strategy's state."
+        )
+    for name, residual in residuals.items():
+        residual.copy_(state[name])
 
 
 def _make_exchange(bucket: Bucket, collective: Collective, codec: Codec) -> BucketExchange:

@@ -15,7 +15,7 @@ from psengine.collectives.base import Collective, CompletedWork, Work
 from psengine.errors import CommunicationHookError, ConfigurationError, ReductionError
 from psengine.strategies.base import Capabilities, Strategy
 from psengine.strategies.batch_weights import BatchWeights
-from psengine.strategies.bucket_exchange import BucketExchange, make_exchanges, residuals_of
+from psengine.strategies.bucket_exchange import BucketExchange, load_residuals, make_exchanges, residuals_of
 from psengine.strategies.exchange import CommHook, Reduction, Step
 from psengine.strategies.life_cycle import Replica
 from psengine.strategies.verification import verify_replicas
@@ -170,14 +170,7 @@ class SyncAllReduce(Strategy):
 
     @override
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        residuals = residuals_of(self._exchanges)
-        if set(state) != set(residuals):
-            raise ConfigurationError(
-                f"the saved residuals are not those of {self!r} (expected {sorted(residuals) or 'none'}, got"
-                f" {sorted(state) or 'none'}). Fix: go on with the same compress=, or leave out the strategy's state."
-            )
-        for name, residual in residuals.items():
-            residual.copy_(state[name])
+        load_residuals(self, residuals_of(self._exchanges), state)
 
     @override
     def register_comm_hook(self, hook: CommHook) -> None:

@@ -3,8 +3,8 @@
     start_forward ─ start_backward ─ start_communication ─ end_backward ─ end_communication ─ start_forward
                     a record begins                                                           it is published
 
-A record begins with a forward that is complete. One that is interrupted (it raises, or repeats another for
-checkpointing) leaves none, and what a record lacks when the next forward begins is waited for or never published.
+A record begins with a complete forward; one that raises, or repeats another for checkpointing, leaves none. A record
+that is incomplete when the next forward begins is not published then.
 """
 
 from __future__ import annotations
@@ -21,15 +21,14 @@ _NEEDED_MARKS = {"backward_comm_time_start", "backward_compute_time_end", "backw
 class BackwardTimer:
     """Host times of one iteration in nanoseconds since the epoch, recorded in sampled iterations only.
 
-    On CUDA these are times of launching, not of computing; native DDP's events are not rebuilt here. Its methods take
-    no offence: a program may call forward and backward in any order, and leave any of them half-way.
+    On CUDA these are times of launching, not of computing. Methods may be called in any order: a program may leave a
+    forward or backward half-way.
     """
 
     def __init__(self) -> None:
         self.sample_rate = DEFAULT_SAMPLE_RATE
-        # The forward that began last: its iteration, and when.
-        self._forward = (0, 0)
-        # Of the iteration that is being timed; None where none is.
+        self._forward = (0, 0)  # the latest: its iteration, and its start
+        # Of the iteration that is being timed.
         self._marks_ns: dict[str, int] | None = None
         self._iteration = 0
         self._totals_ns: dict[str, int] = {}
@@ -94,8 +93,8 @@ class BackwardTimer:
         self._last = {**averages, **durations, **marks, "iteration": self._iteration}
 
     def snapshot(self) -> dict[str, int]:
-        """The last but one sampled iteration's times and the averages over all until then, in nanoseconds.
+        """Times of the latest published iteration and averages over all until then, in nanoseconds.
 
-        An iteration is published when the next one begins, as native DDP does.
+        An iteration is published when the next one begins, as in native DDP.
         """
         return dict(self._last)

@@ -37,7 +37,7 @@ def trace(
     dropped: int,
     device: str | None = None,
 ) -> dict[str, Any]:
-    """One rank's spans as a trace: what a part holds.
+    """Return one rank's spans as a trace, as a part holds them.
 
     Args:
         events: in any order.
@@ -45,9 +45,9 @@ def trace(
         process_id: of the process.
         host: its host's name.
         anchor_ns: the host's wall clock minus its monotonic one.
-        offset: its monotonic clock against rank 0's, where it was measured.
-        dropped: spans that were left out because there were too many.
-        device: what its model is on, such as "cpu"; None where no model was wrapped.
+        offset: the host's monotonic clock against rank 0's, where it was measured.
+        dropped: how many spans were left out because there were too many.
+        device: type of the model's device; None where no model was wrapped.
     """
     described: list[dict[str, Any]] = []
     lanes: dict[int, str] = {}
@@ -100,7 +100,7 @@ def merge(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     devices = {part["otherData"].get("device") for part in parts} - {None}
     other = {
         "software": "psengine",
-        # Where ranks differ: what is not on the CPU is what readers have to know of.
+        # Where ranks differ, the one that is not the CPU.
         "device": next(iter(sorted(devices - {"cpu"}) or sorted(devices)), None),
         "clock": clock,
         "processes": sorted(processes, key=lambda p: int(p["rank"])),
@@ -127,19 +127,22 @@ def read(path: str | os.PathLike[str]) -> dict[str, Any]:
         ConfigurationError: it cannot be read, or is no timeline of psengine.
     """
     try:
-        found = json.loads(Path(path).read_bytes())
+        found: dict[str, Any] = json.loads(Path(path).read_bytes())
+        is_trace = all({"pid", "ph"} <= event.keys() for event in found["traceEvents"])
+        is_trace = is_trace and all("rank" in process for process in found["otherData"]["processes"])
     except (OSError, ValueError) as error:
         raise ConfigurationError(f"{os.fspath(path)} is no timeline (expected JSON, got {error})") from error
-    if not _is_trace(found):
+    except (TypeError, LookupError, AttributeError):
+        is_trace = False
+    if not is_trace:
         raise ConfigurationError(
-            f"{os.fspath(path)} is no timeline of psengine (expected an object with traceEvents and otherData, got"
-            f" {type(found).__name__})"
+            f"{os.fspath(path)} is no timeline of psengine (expected an object with traceEvents and otherData)"
         )
-    return found  # type: ignore[no-any-return]
+    return found
 
 
 def write(described: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
-    """Write a trace; whoever reads ``path`` meanwhile sees the old file or the new one, never half of one."""
+    """Write a trace atomically."""
     temporary = Path(f"{os.fspath(path)}.{os.getpid()}.tmp")
     try:
         temporary.write_bytes(_to_json(described))
@@ -150,12 +153,12 @@ def write(described: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
 
 
 def part_path(path: str | os.PathLike[str], rank: int) -> Path:
-    """Where ``rank`` writes its part of the timeline ``path``."""
+    """The path of ``rank``'s part of the timeline ``path``."""
     return Path(f"{os.fspath(path)}.rank{rank}")
 
 
 def find_parts(path: str | os.PathLike[str]) -> list[Path]:
-    """Parts of the timeline ``path`` that ranks have written so far, in order of rank."""
+    """The existing parts of the timeline ``path``, in order of rank."""
     place = Path(path)
     prefix = f"{place.name}.rank"
     found = [part for part in place.parent.glob(f"{prefix}*") if part.name.removeprefix(prefix).isdecimal()]
@@ -163,7 +166,7 @@ def find_parts(path: str | os.PathLike[str]) -> list[Path]:
 
 
 def encode(described: Mapping[str, Any]) -> bytes:
-    """A trace as bytes that travel."""
+    """A trace as bytes, to be sent."""
     return zlib.compress(_to_json(described), 1)
 
 
@@ -177,19 +180,8 @@ def _to_json(described: Mapping[str, Any]) -> bytes:
     return json.dumps(described, separators=(",", ":"), allow_nan=False, default=str).encode()
 
 
-def _is_trace(found: Any) -> bool:
-    return (
-        isinstance(found, dict)
-        and isinstance(found.get("traceEvents"), list)
-        and all(isinstance(event, dict) and {"pid", "ph"} <= event.keys() for event in found["traceEvents"])
-        and isinstance(found.get("otherData"), dict)
-        and isinstance(found["otherData"].get("processes"), list)
-        and all(isinstance(process, dict) and "rank" in process for process in found["otherData"]["processes"])
-    )
-
-
 def _lanes(ordered: Sequence[Event], *, may_nest: bool) -> list[int]:
-    """For spans sorted by start, a lane each, in which they nest (or follow each other) as viewers expect."""
+    """The lane of each span, sorted by start; in a lane spans nest or follow each other, as viewers expect."""
     open_ends: list[list[int]] = []
     chosen = []
     for *_, started_ns, ended_ns, _step, _args in ordered:
@@ -217,7 +209,7 @@ def _metadata(rank: int, process_name: str, lanes: Mapping[int, str]) -> list[di
 
 
 def _clock_identity(host: str) -> str:
-    """Processes with the same one read the same monotonic clock: containers of one kernel do."""
+    """Equal for processes that read the same monotonic clock, such as containers of one kernel."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -225,7 +217,7 @@ def _clock_identity(host: str) -> str:
 
 
 def _common_clock(processes: Sequence[Mapping[str, Any]]) -> tuple[str, dict[int, int]]:
-    """What all times are put on, in words, and what to add to each rank's, in nanoseconds."""
+    """The clock of all times, in words, and the nanoseconds to add to each rank's times."""
     if len({process.get("clock") for process in processes}) <= 1:
         return "CLOCK_MONOTONIC of the one host", {}
     offsets = {int(process["rank"]): process.get("offset_to_rank_0_ns") for process in processes}
@@ -234,6 +226,6 @@ def _common_clock(processes: Sequence[Mapping[str, Any]]) -> tuple[str, dict[int
         error_ns = max(process["offset_error_ns"] for process in processes)
         words = f"CLOCK_MONOTONIC of rank 0's host; others were compared when recording began, within {error_ns} ns"
         return words, measured
-    # Without a group nobody compared clocks; hosts that keep time by NTP agree within a millisecond or so.
+    # Without a group no clocks were compared; hosts that keep time by NTP agree within a millisecond or so.
     anchors = {process["rank"]: process.get("wall_minus_monotonic_ns") or 0 for process in processes}
     return "the hosts' wall clocks, as far as they agree", anchors

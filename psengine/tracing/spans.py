@@ -13,13 +13,13 @@ from psengine.tracing.files import EXCHANGE
 from psengine.tracing.observers import Observer
 from psengine.tracing.timeline import now_ns, recorder
 
-# Structures that users make are looked through, and anything may be wrong with those.
+# Users' structures may raise when they are searched for tensors.
 _cannot_look_at_inputs = Observer("on the timeline, the number of samples of a forward")
 _cannot_look_at_outputs = Observer("on the timeline, the backward of a forward")
 
 
 def record_forward(started_ns: int, step: int, inputs: Any, output: Any) -> None:
-    """A forward that began at ``started_ns`` is over: note it, and watch ``output`` for the backward of ``step``."""
+    """Record a forward that began at ``started_ns``, and watch ``output`` for the backward of ``step``."""
     if not recorder.is_on or torch.compiler.is_compiling():
         return
     samples = None
@@ -39,7 +39,7 @@ def record_forward(started_ns: int, step: int, inputs: Any, output: Any) -> None
 
 
 class _BackwardWatch:
-    """Hook on the gradients of a forward's outputs: the first one that arrives begins backward, the last ends it."""
+    """Hook on the gradients of a forward's outputs: the first one begins the span of the backward."""
 
     def __init__(self, step: int) -> None:
         self._step = step
@@ -58,27 +58,20 @@ class _BackwardWatch:
 
 
 class ExchangeSpans:
-    """A reducer's buckets on their way: packed, handed over, waited for.
-
-    Args:
-        name: what an exchange is called.
-    """
+    """Spans of a reducer's buckets: packed, exchanged (a span called ``name``), waited for."""
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._handed_over_ns: dict[int, int] = {}
 
     def packed(self, bucket: Bucket, started_ns: int, step: int) -> None:
-        """Packing, which began at ``started_ns``, is over; ``bucket`` is handed over now."""
+        """``bucket``, whose packing began at ``started_ns``, is handed over now."""
         ended_ns = now_ns()
         recorder.add("pack", started_ns, ended_ns=ended_ns, step=step, args=bucket.facts)
         self._handed_over_ns[bucket.index] = ended_ns
 
     def wait(self, wait: Callable[[], torch.Tensor | None], bucket: Bucket, step: int) -> torch.Tensor | None:
-        """Return the reduced gradients of ``bucket`` that ``wait`` waits for, and record the wait and the exchange.
-
-        Gradients that stay what this process computed (None) were not waited for here.
-        """
+        """Return ``wait()``; record the wait and the exchange unless it returned None (gradients stay local)."""
         started_ns = now_ns()
         recorder.notes_waits = False
         try:
@@ -106,7 +99,7 @@ class PushSpans:
         self._left.append((bucket, recorder.step, now_ns()))
 
     def all_answered(self, started_ns: int) -> int:
-        """The wait for all answers, which began at ``started_ns``, is over; return when."""
+        """The wait for all answers, which began at ``started_ns``, is over; return the time."""
         ended_ns = now_ns()
         recorder.add("wait", started_ns, ended_ns=ended_ns)
         for bucket, step, left_ns in self._left:

@@ -1,8 +1,7 @@
-"""What happened when, on this rank: spans that a timeline shows, recorded while somebody wants them.
+"""Spans that a timeline shows, recorded on this rank while somebody wants them.
 
 Recording is off unless ``psengine.timeline`` or ``PSENGINE_TIMELINE`` turned it on; a span site then costs one look at
-``recorder.is_on``. Times are CLOCK_MONOTONIC, which all processes of a host share; psengine/tracing/clocks.py is
-about several hosts.
+``recorder.is_on``. Times are CLOCK_MONOTONIC, which all processes of a host share; tracing/clocks.py compares hosts.
 
 A site, as it stands in the hot paths::
 
@@ -43,13 +42,12 @@ logger = logging.getLogger(__name__)
 # CLOCK_MONOTONIC on Linux.
 now_ns = time.monotonic_ns
 
-# About 200 bytes each while they are recorded and in the file, five times that while it is written: some thousand
-# steps. What comes later is left out, and the file says so.
+# Of about 200 bytes each, five times that while the file is written: some thousand steps. Later ones are left out.
 MAX_EVENTS = 200_000
 
 
 class Group(Protocol):
-    """What a timeline asks of the ranks it is recorded on: ``collectives.timeline_group.TimelineGroup``."""
+    """The ranks that record together: ``collectives.timeline_group.TimelineGroup``."""
 
     rank: int
     world_size: int
@@ -58,7 +56,7 @@ class Group(Protocol):
         """Compare this rank's clock with rank 0's; None where all ranks share a host. All ranks call it."""
 
     def gather(self, payload: bytes) -> list[bytes]:
-        """Every rank's ``payload`` on rank 0, nothing on the others. All ranks call it."""
+        """Return every rank's ``payload`` on rank 0, nothing on others. All ranks call it."""
 
 
 class Recorder:
@@ -66,11 +64,10 @@ class Recorder:
 
     Attributes:
         is_on: whether anybody wants spans now.
-        step: of the latest training forward; what spans that know no step of their own get.
-        most_events: how many spans are kept.
-        dropped: how many came after those.
-        device: type of the device of the first model that was wrapped, such as "cpu"; None until then.
-        notes_waits: whether waits for collective operations leave spans; not while who waits records the wait itself.
+        step: of the latest training forward, for spans that know no step of their own.
+        most_events: how many spans are kept; later ones are counted in ``dropped``.
+        device: type of the device of the first wrapped model, such as "cpu".
+        notes_waits: whether waits for collective operations leave spans; False while their caller records them.
     """
 
     def __init__(self) -> None:
@@ -88,10 +85,13 @@ class Recorder:
         self._find_group: Callable[[], Group | None] = lambda: None
 
     def attach(self, rank: int, device: str, find_group: Callable[[], Group | None], *, is_alone: bool) -> None:
-        """A model on such a device was wrapped: this process is ``rank`` among all, which ``find_group`` returns where
-        they are the model's replicas; ``is_alone``: there are no others.
+        """A model was wrapped. The first that lives counts: a later one may be a copy that this rank alone has made.
 
-        The first such model that lives counts: a later one may be a copy that this rank alone has made.
+        Args:
+            rank: this process's, in the job.
+            device: the type of the model's.
+            find_group: returns the job's ranks, where the model's replicas are all of them.
+            is_alone: the job has one process.
         """
         self.device = self.device or device
         if self.group is None:
@@ -101,7 +101,7 @@ class Recorder:
 
     @property
     def rank(self) -> int:
-        """Who this process is among all."""
+        """The rank of this process in the job."""
         return world_place()[0] if self._rank is None else self._rank
 
     @property
@@ -111,11 +111,11 @@ class Recorder:
 
     @property
     def group(self) -> Group | None:
-        """The ranks that a model was wrapped on, as long as that model lives; None where those are not all ranks."""
+        """The ranks of the wrapped model while it lives; None where those are not all of the job's."""
         return self._find_group()
 
     def begin(self) -> int:
-        """Somebody wants spans; return the number of the first one that they will get."""
+        """Turn recording on for one more user; return the number of the user's first span."""
         if self._users == 0:
             self._events, self.dropped = [], 0
         self._users += 1
@@ -123,7 +123,7 @@ class Recorder:
         return len(self._events)
 
     def end(self, first: int) -> list[Event]:
-        """They want no more; return theirs, in the order they ended."""
+        """Turn recording off for one user; return the spans from number ``first`` on, in the order they ended."""
         self._users -= 1
         if self._users == 0:
             self.is_on = False
@@ -149,11 +149,11 @@ class Recorder:
         Args:
             name: what it is; see docs/diagnosis.md.
             started_ns: ``now_ns()`` at its start.
-            step: the model's iteration it belongs to; None: the latest.
+            step: the model's iteration; None: the latest.
             args: facts to show; not copied.
             ended_ns: ``now_ns()`` at its end.
-            track: "compute", the host's own time, or "exchange", under way elsewhere.
-            category: None: the name.
+            track: "compute" for the host's own time, "exchange" for work elsewhere.
+            category: None takes the name.
         """
         if not self.is_on:
             return  # it ended meanwhile
@@ -168,7 +168,7 @@ class Recorder:
 
     @contextmanager
     def span(self, name: str, **args: Any) -> Iterator[None]:
-        """Record the block; for places that take long anyway."""
+        """Record the block; for code that is not hot."""
         started_ns = now_ns() if self.is_on else 0
         try:
             yield
@@ -188,7 +188,7 @@ recorder = Recorder()
 
 @dataclass
 class _Recording:
-    """One file's worth of spans.
+    """The spans of one file.
 
     Attributes:
         path: of the file; parts are called ``path.rank<r>``.
@@ -203,10 +203,9 @@ class _Recording:
     anchor_ns: int = field(default_factory=lambda: time.time_ns() - now_ns())
 
     def compare_clocks(self) -> None:
-        """Where ranks record together, all of them call it: measure ``offset``."""
-        group = recorder.group
-        if group is not None:
-            self.offset = group.measure_offset()
+        """Measure ``offset``; where ranks record together, all call it."""
+        if recorder.group is not None:
+            self.offset = recorder.group.measure_offset()
 
     def describe(self, events: list[Event]) -> dict[str, Any]:
         """The trace of this rank alone."""
@@ -222,7 +221,7 @@ class _Recording:
         )
 
     def write_part(self, events: list[Event]) -> Path:
-        """Write this rank's own file and return where it is."""
+        """Write this rank's own file and return its path."""
         path = timeline_files.part_path(self.path, recorder.rank)
         timeline_files.write(self.describe(events), path)
         return path
@@ -234,17 +233,14 @@ def timeline(path: str | os.PathLike[str]) -> Iterator[None]:
 
     Every rank of the process group enters and leaves the block; rank 0 then writes one file with all of them. After an
     exception inside the block, without a process group, and where a model's replicas are only some of the ranks (a
-    ``device_mesh`` of several dimensions), each rank writes its own ``path.rank<r>`` instead, and waits for nobody;
-    ``psengine.tracing.files.merge_parts`` joins those.
+    ``device_mesh`` of several dimensions), each rank writes its own ``path.rank<r>`` instead, without waiting;
+    ``psengine.tracing.files.merge_parts`` joins those. docs/diagnosis.md lists the spans and their cost.
 
     Args:
         path: of the file, JSON; overwritten.
 
     Raises:
         ConfigurationError: there is no such folder.
-
-    docs/diagnosis.md says what is recorded and what it costs: nothing to speak of while off, half a microsecond a span
-    while on.
     """
     recording = _Recording(_checked_path(path, ConfigurationError, "psengine.timeline"))
     has_ended = False
@@ -278,7 +274,7 @@ def _write_together(recording: _Recording, events: list[Event]) -> None:
 
 
 def _write_alone(recording: _Recording, events: list[Event]) -> None:
-    """Whatever goes wrong here is not what the program should end with."""
+    """Write this rank's part; an error is logged, and does not end the program."""
     try:
         path = recording.write_part(events)
     except Exception as error:
@@ -293,7 +289,7 @@ _from_environment: _FromEnvironment | None = None
 
 
 class _FromEnvironment:
-    """The recording that PSENGINE_TIMELINE asked for: this rank's part, written at the end or after so many steps."""
+    """The recording that PSENGINE_TIMELINE asks for: this rank's part, written at the end or after some steps."""
 
     def __init__(self, recording: _Recording, steps: int | None) -> None:
         self._recording = recording
@@ -316,14 +312,13 @@ class _FromEnvironment:
             recorder.end(self._recording.first)
 
     def write(self) -> None:
-        """Write what there is; again, with more in it, where more comes."""
-        # A forked child has the parent's spans, and not its name.
+        """Write the spans so far; a later call overwrites the file."""
         if not self._is_over and self._process_id == os.getpid():
             _write_alone(self._recording, recorder.since(self._recording.first))
 
 
 def start_from_environment() -> None:
-    """Begin to record where PSENGINE_TIMELINE says so; called when a model was wrapped, once ``attach`` was.
+    """Begin to record where PSENGINE_TIMELINE says so; called after ``attach``, when a model was wrapped.
 
     Raises:
         EnvironmentVariableError: PSENGINE_TIMELINE names no writable place, or PSENGINE_TIMELINE_STEPS no number.
@@ -368,10 +363,8 @@ is_profiling: Callable[[], bool] = torch.autograd._profiler_enabled
 
 
 def profiled(what: str) -> torch.autograd.profiler.record_function:
-    """Let torch's profiler show an operation in shared memory, of which it would see nothing.
-
-    Args:
-        what: such as "all-reduce of gradient bucket 3 (...)"; shown as "psengine:all_reduce" with that as its argument.
+    """Let torch's profiler show an operation in shared memory, such as "all-reduce of gradient bucket 3 (...)", as
+    "psengine:all_reduce" with the rest as its argument.
     """
     verb, _, rest = what.partition(" of ")
     return torch.autograd.profiler.record_function(f"psengine:{verb.replace('-', '_').replace(' ', '_')}", rest)

@@ -412,7 +412,7 @@ def refuses_changes(rank: int, world_size: int, address: str, push: str) -> None
         with raises(psengine.ConfigurationError, *texts):
             backward(model, 2)
             optimizer.step()
-        assert model.strategy.pushes.under_way == 0  # the servers' weights are here
+        assert not model.strategy.sending.has_begun  # the servers' weights are here
         training.close()
 
 
@@ -509,7 +509,7 @@ def refuses_what_comes_too_late(rank: int, world_size: int, address: str) -> Non
         change(model, optimizer)
         with raises(error_type, text, "AsyncServer(push='step')" if error_type is psengine.ReductionError else ""):
             optimizer.step()
-        assert model.strategy.pushes.under_way == 0  # the servers' weights are here
+        assert not model.strategy.sending.has_begun  # the servers' weights are here
         training.close()
 
 

@@ -239,6 +239,19 @@ def test_training_goes_on_from_a_checkpoint(name, world_size, servers):
             assert torch.equal(parameter, wanted)
 
 
+@pytest.mark.parametrize(("strategy", "world_size"), [("sync", 2), ("sync-server", 2), ("async", 1)])
+def test_residuals_are_part_of_a_checkpoint(strategy, world_size, servers):
+    name, job = f"{strategy}:compress=top1", servers["PSENGINE_JOB"]
+    straight = run_ranks(train, world_size, name, servers, {}, range(STEPS), None)
+    servers["PSENGINE_JOB"] = f"{job}-first"
+    checkpoint = [saved for _, saved in run_ranks(train, world_size, name, servers, {}, range(6), None)]
+    assert all(saved["model"]["_psengine_strategy"]["state"] for saved in checkpoint)
+    servers["PSENGINE_JOB"] = f"{job}-again"
+    resumed = run_ranks(train, world_size, name, servers, {}, range(6, STEPS), checkpoint)
+    for (parameters, _), (wanted, _) in zip(resumed, straight, strict=True):
+        assert all(map(torch.equal, parameters, wanted))
+
+
 def different_models(rank: int, world_size: int, name: str, difference: str) -> str:
     shape, dtype, extra = (4, 3), torch.float32, {}
     if rank == 1:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import itertools
-import json
 import os
 import time
 from collections.abc import Iterable
@@ -203,21 +202,6 @@ def test_a_state_that_cannot_travel_keeps_no_other_back(caplog):
     state = unpack(pack(1, optimizers, names))
     assert [arrived.state_dict is None for arrived in state.optimizers] == [True, False]
     assert "LBFGS over 2 parameters" in caplog.text
-
-
-def test_what_a_worker_of_an_older_version_left_is_the_one_optimizers():
-    names, [optimizer] = stepped(torch.optim.Adam)
-    data = bytes(torch.cat(pack(5, [optimizer], names)).numpy())
-    header_bytes = int.from_bytes(data[:8], "little")
-    header = json.loads(data[8 : 8 + header_bytes])
-    document = json.loads(header["__metadata__"]["psengine"])
-    del document["further_optimizers"], document["optimizer"]["kind"], document["optimizer"]["parameters"]
-    header["__metadata__"]["psengine"] = json.dumps(document)
-    encoded = json.dumps(header).encode()
-    older = len(encoded).to_bytes(8, "little") + encoded + data[8 + header_bytes :]
-    [arrived] = unpack([torch.frombuffer(bytearray(older), dtype=torch.uint8)]).optimizers
-    assert arrived.belongs_to(OptimizerState.of(optimizer, names))
-    assert arrived.state_dict["state"].keys() == {0, 1}
 
 
 @pytest.mark.parametrize("data", [b"", b"8", b"\x00" * 64])

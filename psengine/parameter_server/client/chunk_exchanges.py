@@ -148,6 +148,11 @@ class ChunkExchanges:
             self._encoders[spec.key] = ChunkEncoder(spec, codec)
         return self._encoders[spec.key]
 
+    def residual(self, key: int) -> torch.Tensor | None:
+        """What earlier payloads of a chunk left out, for the next one; None where the codec keeps nothing."""
+        encoder = self._encoder(self._membership.chunks.spec(key))
+        return None if encoder is None or encoder.state is None else encoder.state.residual
+
     def keep_result(self, key: int) -> None:
         """Promise that the destinations of this chunk's pushes stay as an answer left them until the next answer.
 

@@ -3,8 +3,8 @@
     worker 0   backward ─ step: gradients ──► servers: apply ──► weights ─ forward ...
     worker 1        backward ─ step: gradients ──► servers: apply ──► weights ─ forward ...
 
-Nobody waits for anybody (or, with ``max_staleness``, only for those too far behind); the price is that gradients are
-computed from weights that others have moved on from.
+No worker waits for another (with ``max_staleness``, only for those too far behind); in exchange, gradients are computed
+from weights that other workers have changed since.
 """
 
 from __future__ import annotations
@@ -23,8 +23,7 @@ from psengine.strategies.exchange import Reduction, StaysLocal, Step
 from psengine.strategies.servers.base import DEFAULT_TIMEOUT_S, ServerStrategy
 from psengine.strategies.servers.gradient_pushes import GradientPushes
 from psengine.strategies.servers.optimizer_binding import OptimizerBinding
-from psengine.strategies.servers.sending import SendInBackward, SendInStep
-from psengine.strategies.servers.written_weights import WrittenWeights, count_landing
+from psengine.strategies.servers.sending import SendInBackward, SendInStep, WrittenWeights, count_landing
 from psengine.tensors.bucket import Bucket
 from psengine.tensors.share import WHOLE, Share
 from psengine.tracing.timeline import now_ns, recorder
@@ -86,9 +85,8 @@ class AsyncServer(ServerStrategy):
     def _forget(self) -> None:
         super()._forget()
         self._binding: OptimizerBinding | None = None
-        # The parameters in the chunks that are pushed.
+        # Of the chunks that are pushed.
         self._pushed_parameters: list[torch.nn.Parameter] = []
-        self._pushes: GradientPushes | None = None
         self._sending: SendInStep | None = None
 
     @property
@@ -106,28 +104,26 @@ class AsyncServer(ServerStrategy):
         assert self._replica is not None
         if state != "initialised":
             count_landing(self._replica.state.values())
-        self._pushes = GradientPushes(self.session, self.chunks)
+        pushes = GradientPushes(self.session, self.chunks)
         weights = WrittenWeights(self.session, self.chunks, self._replica.parameters)
-        self._sending = SENDINGS[self._options["push"]](self._pushes, weights, self.chunks)
+        self._sending = SENDINGS[self._options["push"]](pushes, weights, self.chunks)
 
     @property
     def pushes(self) -> GradientPushes:
         """The step under way; set by ``join``."""
-        _ = self.session  # a closed strategy says so
-        assert self._pushes is not None, "gradients are pushed once the worker has joined"
-        return self._pushes
+        return self.sending.pushes
 
     @property
     def sending(self) -> SendInStep:
         """When gradients leave; set by ``join``."""
-        _ = self.session
+        _ = self.session  # a closed strategy raises
         assert self._sending is not None, "gradients are sent once the worker has joined"
         return self._sending
 
     @property
     def refused_pushes(self) -> int:
         """How many chunks the servers refused (not finite, or too stale after this worker was away)."""
-        return 0 if self._pushes is None else self._pushes.refused
+        return 0 if self._sending is None else self._sending.pushes.refused
 
     # ---- the optimizer -----------------------------------------------------------------------------------------
 
@@ -154,7 +150,13 @@ class AsyncServer(ServerStrategy):
         name, groups = optimizer_name(optimizer), wire_groups(optimizer)
         assert self._replica is not None
         parameters = self._replica.parameters
-        group_of = self._groups_by_name(optimizer)
+        names = {parameter: name for name, parameter in parameters.items()}
+        group_of = {
+            names[parameter]: index
+            for index, group in enumerate(optimizer.param_groups)
+            for parameter in group["params"]
+            if parameter in names
+        }
         requests = []
         for spec in self.chunks.specs:
             if spec.kind is not ChunkKind.PARAMETER:
@@ -168,25 +170,14 @@ class AsyncServer(ServerStrategy):
         pushed = {segment.name for key in self.pushes.trained for segment in self.chunks.specs[key].segments}
         self._pushed_parameters = [parameters[name] for name in pushed]
         self._binding = OptimizerBinding(optimizer, set(parameters.values()))
-        # A fused optimizer's kernel would divide by GradScaler's scale, of which servers never hear: let the scaler do
-        # it, as it does for others, and leave out the steps whose gradients are not finite.
+        # A fused optimizer's kernel would divide by GradScaler's scale, which servers do not know: so the scaler itself
+        # divides, and leaves out steps with gradients that are not finite.
         optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
         if optimizer.state:
-            # State that was loaded before wrapping counts like one that is loaded afterwards.
             self.store_optimizer_state(optimizer)
 
-    def _groups_by_name(self, optimizer: torch.optim.Optimizer) -> dict[str, int]:
-        assert self._replica is not None
-        names = {parameter: name for name, parameter in self._replica.parameters.items()}
-        return {
-            names[parameter]: index
-            for index, group in enumerate(optimizer.param_groups)
-            for parameter in group["params"]
-            if parameter in names
-        }
-
     def _bound(self) -> OptimizerBinding:
-        _ = self.session  # a closed strategy says so
+        _ = self.session  # a closed strategy raises
         if self._binding is None:
             raise ConfigurationError(
                 "strategy 'async' applies gradients at the servers (expected optimizer ="
@@ -203,16 +194,11 @@ class AsyncServer(ServerStrategy):
 
     @override
     def begin(self, step: Step) -> Share:
-        """Nothing is divided, because nothing is added up."""
         self.sending.begin_backward(self._bound())
         return WHOLE
 
+    @override
     def weigh(self, weight: float | None) -> None:
-        """See ``Strategy.weigh``.
-
-        Raises:
-            ConfigurationError: there is a weight, and no average for it to count in.
-        """
         if weight is not None:
             raise ConfigurationError(
                 "an asynchronous server averages nothing: each worker's gradient is applied by itself (expected"
@@ -225,8 +211,9 @@ class AsyncServer(ServerStrategy):
         self.sending.bucket_is_full(bucket, self._bound())
         return StaysLocal()
 
+    @override
     def step(self, local_step: Callable[[], Any], closure: Callable[[], Any] | None = None) -> Any:
-        """Push what was not pushed during backward, and return once the servers' weights are here."""
+        """Push the buckets that did not leave during backward; return with the servers' new weights."""
         binding = self._bound()
         call, closure = binding.call_pre_hooks(closure)
         result = None
@@ -248,7 +235,7 @@ class AsyncServer(ServerStrategy):
         return result
 
     def _check_step(self, binding: OptimizerBinding) -> None:
-        """Raise where the servers' step would not be the one that this process asks for."""
+        """Raise where the servers' step would differ from the one that this process asks for."""
         try:
             binding.check()
             self.sending.check(binding)
@@ -297,7 +284,7 @@ class AsyncServer(ServerStrategy):
     def _server_state(self, optimizer: torch.optim.Optimizer) -> ServerOptimizerState:
         from psengine.strategies.servers.optimizer_state import ServerOptimizerState
 
-        session = self.session  # a closed strategy says so
+        session = self.session  # a closed strategy raises
         assert self._replica is not None
         return ServerOptimizerState(
             session=session,

@@ -1,18 +1,18 @@
-"""What the strategies over parameter servers share: meet the servers, put the model there or take it from there, leave.
+"""The part that the strategies over parameter servers share.
 
     prepare     find servers, say HELLO
     lay_out     buckets become chunks
-    join        the first worker's values go to the servers, everybody else's come from there
+    join        the first worker's values go to the servers; every other worker gets the servers'
     close       say goodbye; stop the server that this process started
 
-Importing this module needs torch alone; the packages of the extra ``server`` are needed from ``prepare`` on.
+Importing this module needs torch alone; ``prepare`` needs the packages of the extra ``server``.
 """
 
 from __future__ import annotations
 
 import logging
 from abc import abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,6 +22,7 @@ from psengine.codecs.base import Codec
 from psengine.codecs.registry import resolve_codec
 from psengine.errors import ConfigurationError, ReductionError
 from psengine.strategies.base import Capabilities, Strategy
+from psengine.strategies.bucket_exchange import load_residuals
 from psengine.strategies.life_cycle import Replica
 from psengine.strategies.servers.discovery import Rendezvous, leave, meet
 from psengine.tensors.bucket import Bucket
@@ -46,11 +47,10 @@ class ServerStrategy(Strategy):
             and numbers the models that one process wraps. A copy of a strategy (``deepcopy``, pickle) is numbered too.
         timeout_s: deadline of every wait for a server.
         checksum: protect payloads by a hash on the way (TCP's own checks miss one error in some terabytes).
-        compress: what travels in the place of gradients, and of the servers' answers: the name of a codec, or a codec.
-            All workers of a job use the same, and the servers know it. None: the values.
+        compress: the codec, or its name, of gradients and of the servers' answers. All workers of a job use the same,
+            and the servers know it. None: values travel as they are.
     """
 
-    # defines_gradients: averages are defined by writing them; servers that apply gradients are told which are missing.
     capabilities = Capabilities(
         needs_process_group=False,
         keeps_first_layout=True,
@@ -88,19 +88,17 @@ class ServerStrategy(Strategy):
             "compress": None if compress is None else resolve_codec(compress),
         }
         self._is_copy = False
-        # Met for a replica that was forgotten without ``close``.
+        # The rendezvous of a replica that was abandoned.
         self._abandoned: Rendezvous | None = None
         self._forget()
 
     def _forget(self) -> None:
-        """The state of a strategy that serves no replica."""
+        """Become a strategy that serves no replica."""
         self._replica: Replica | None = None
         self._session: WorkerSession | None = None
         self._rendezvous: Rendezvous | None = None
         self._chunks: ChunkedReplica | None = None
         self._buckets: list[Bucket] = []
-        # True once a wait has failed: a payload sent without a copy may still be read then.
-        self._copies_payloads = False
         self.completed_steps = 0
 
     def __repr__(self) -> str:
@@ -131,20 +129,19 @@ class ServerStrategy(Strategy):
 
     @property
     def chunks(self) -> ChunkedReplica:
-        """The replica as chunks; set by ``lay_out``."""
+        """The replica's chunks; set by ``lay_out``."""
         assert self._chunks is not None, "buckets are laid out when a model is wrapped"
         return self._chunks
 
     @property
     @override
     def worker_rank(self) -> int | None:
-        """The servers'."""
         is_alone = self._replica is not None and self._replica.collective.world_size == 1
         return self.session.rank if is_alone else None
 
     @property
     def members(self) -> tuple[int, ...]:
-        """Ranks of the workers that are live, as the servers said last."""
+        """Ranks of the live workers, as the servers said last."""
         return tuple(self.session.members)
 
     # ---- coming ------------------------------------------------------------------------------------------------
@@ -157,7 +154,7 @@ class ServerStrategy(Strategy):
                 f" make a psengine.{type(self).__name__}() for each"
             )
         if replica.sparse:
-            # Said before anybody is met: the others would wait there for this worker.
+            # Before the rendezvous, where the other workers would wait for this one.
             raise ConfigurationError(
                 f"parameter servers exchange dense gradients (expected sparse=False, got sparse gradients of"
                 f" {replica.sparse[0]!r}). Fix: torch.nn.Embedding(..., sparse=False), or strategy='sync'."
@@ -198,8 +195,8 @@ class ServerStrategy(Strategy):
 
     @override
     def join(self) -> None:
-        """The model goes to the servers, or comes from there: also where replicas are known to be equal, because the
-        values of servers that hold a model already are the ones that count.
+        """Give the servers the model, or take theirs: a model that the servers hold counts, even over replicas that are
+        known to be equal.
 
         Raises:
             ReplicaMismatchError: the servers hold another model; the first difference is named.
@@ -218,7 +215,7 @@ class ServerStrategy(Strategy):
         )
 
     def _entered(self, state: str) -> None:
-        """The values are equal to the servers'; ``state`` is what ``WorkerSession.enter`` returned."""
+        """Values equal the servers'; ``state`` is what ``WorkerSession.enter`` returned."""
 
     def pull_values(self, specs: Iterable[ChunkSpec]) -> None:
         """Overwrite this replica's tensors by the servers' values."""
@@ -228,20 +225,32 @@ class ServerStrategy(Strategy):
         wait_all([self.session.pull(spec.key, self.chunks.parts(spec)) for spec in specs])
         self.chunks.write_back(specs)
 
+    # ---- checkpoints -------------------------------------------------------------------------------------------
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        """The residuals of a codec that keeps them, flat, by parameter and the element they begin at."""
+        return {name: residual.clone() for name, residual in self._residuals().items()}
+
+    @override
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        load_residuals(self, self._residuals(), state)
+
+    def _residuals(self) -> dict[str, torch.Tensor]:
+        found = {}
+        for spec in (spec for chunks in self.chunks.of_bucket for spec, _, _ in chunks):
+            residual = self.session.residual(spec.key)
+            if residual is not None:
+                pieces = residual.split([segment.numel for segment in spec.segments])
+                found.update({f"{s.name}[{s.start}:]": piece for s, piece in zip(spec.segments, pieces, strict=True)})
+        return found
+
     # ---- for people --------------------------------------------------------------------------------------------
 
     @override
     def report(self, loss: torch.Tensor | float | None = None, samples: int | None = None) -> None:
-        """The servers' status shows it, from this worker's next heartbeat on.
-
-        Args:
-            loss: of this step, one number, perhaps on a GPU; it is read later, so that nothing waits for the device.
-            samples: how many this step had.
-
-        Raises:
-            ConfigurationError: the loss is not one number, or the samples are no number of samples.
-        """
-        if self._session is not None:  # once this worker has left, there is nobody to tell
+        """The servers' status shows it, from this worker's next heartbeat on. A loss on a GPU is read later."""
+        if self._session is not None:
             self._session.telemetry.report(loss, samples)
 
     # ---- leaving -----------------------------------------------------------------------------------------------
@@ -255,9 +264,8 @@ class ServerStrategy(Strategy):
 
     @override
     def abandon(self) -> None:
-        """Like ``close``, but the number of the job stays taken.
-
-        Else the next model's job would be named by when garbage is collected, and not alike on all ranks.
+        """``close``, but the number of the job stays taken: garbage is collected at another time on each rank, and the
+        next model's job must have the same name on all.
         """
         session, rendezvous, steps = self._session, self._rendezvous, self.completed_steps
         self._forget()

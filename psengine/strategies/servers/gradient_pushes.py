@@ -1,4 +1,4 @@
-"""A step's gradients on their way to servers that apply them, and the weights that come back."""
+"""The pushes of one step to servers that apply gradients, and the weights that come back."""
 
 from __future__ import annotations
 
@@ -26,10 +26,6 @@ REFUSALS = {"non_finite": "it holds NaN or infinity", "stale": "computed before 
 class GradientPushes:
     """The pushes of the step under way.
 
-    Args:
-        session: the worker's.
-        chunks: the replica's.
-
     Attributes:
         trained: keys of the chunks that hold a trained parameter; others are never pushed.
         groups: the hyperparameters of the step, as its pushes carry them.
@@ -44,26 +40,21 @@ class GradientPushes:
         self._chunks = chunks
         self._pushes: list[tuple[ChunkSpec, Push]] = []
         self._buffer_pushes: list[Push] = []
-        # True once a wait has failed: a payload sent without a copy may still be read then.
+        # True once a wait has failed: the I/O thread may then still read memory that the next step packs.
         self._copies_payloads = False
         self._spans = PushSpans()
 
     def begin_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """What this step pushes belongs together: a server's snapshot has all of it, or nothing."""
+        """Mark the following pushes as one step: a server's snapshot has all of it, or nothing."""
         from psengine.protocol.hyperparameters import wire_groups
 
         self.groups = wire_groups(optimizer)
         self._session.begin_step([*self.trained, *self._chunks.buffers], is_whole=True)
 
-    @property
-    def under_way(self) -> int:
-        """How many pushes of gradients were not waited for yet."""
-        return len(self._pushes)
-
     def push(
         self, bucket: Bucket, flat: torch.Tensor, landing_of: Callable[[ChunkSpec], Sequence[torch.Tensor]]
     ) -> None:
-        """Send ``bucket``'s gradients, packed in ``flat``, which stays what it is until the servers have answered.
+        """Send ``bucket``'s gradients, packed in ``flat``, which must not change until the servers have answered.
 
         Weights come back to ``landing_of(chunk)``.
         """
@@ -79,27 +70,21 @@ class GradientPushes:
             if spec.key not in self.trained:
                 continue
             absent = self._chunks.segment_indices(spec, missing) if missing else []
-            # Without any gradient this worker only asks for the weights; others must not wait for a gradient of it.
-            gradient = payload[start:end] if len(absent) < len(spec.segments) else None
-            push = self._session.push(
-                spec.key,
-                gradient,
-                landing_of(spec),
-                groups=self.groups,
-                absent=absent if gradient is not None else (),
-            )
+            # Without any gradient this worker only asks for the weights; others must not wait for its gradient.
+            abstains = len(absent) == len(spec.segments)
+            gradient = None if abstains else payload[start:end]
+            absent = [] if abstains else absent
+            push = self._session.push(spec.key, gradient, landing_of(spec), groups=self.groups, absent=absent)
             self._pushes.append((spec, push))
 
     def push_buffers(self) -> None:
-        """Send the buffers' values."""
+        """Send the buffers' values. Nothing comes back: a worker keeps its own running statistics."""
         self._chunks.follow_buffers()
         for key in self._chunks.buffers:
-            spec = self._chunks.specs[key]
-            # No landing: a worker keeps its own running statistics.
-            self._buffer_pushes.append(self._session.push(key, self._chunks.values(spec), ()))
+            self._buffer_pushes.append(self._session.push(key, self._chunks.values(self._chunks.specs[key]), ()))
 
     def wait(self, started_ns: int) -> tuple[list[ChunkSpec], int]:
-        """Return the chunks whose weights have landed; and when, on a timeline that began to wait at ``started_ns``."""
+        """Return the chunks that have new weights, and the time, on a timeline that began to wait at ``started_ns``."""
         from psengine.parameter_server.client.operation import wait_all
 
         pushes, self._pushes = self._pushes, []
@@ -108,7 +93,6 @@ class GradientPushes:
             with self._session.telemetry.blocked():
                 wait_all([*(push for _, push in pushes), *buffer_pushes])
         except BaseException:
-            # What was sent may still be on its way from memory that the next step packs anew.
             self._copies_payloads = True
             raise
         if started_ns:
@@ -121,7 +105,7 @@ class GradientPushes:
 
     def _report_refusal(self, spec: ChunkSpec, reason: str) -> None:
         self.refused += 1
-        # The first, second, fourth, eighth ... time: often enough to be seen, rarely enough to be read.
+        # At powers of two: often enough to be seen, rarely enough to be read.
         if self.refused & (self.refused - 1) == 0:
             logger.warning(
                 "the servers refused the gradient of %s (%s); the weights stay as they were. %d refused so far",

@@ -1,4 +1,4 @@
-"""When the gradients of a worker leave for servers that apply them: an object for each value of ``push=``.
+"""When a worker's gradients leave for servers that apply them: an object for each value of ``push=``.
 
 SendInStep       backward ─ step: everything leaves, weights land in the parameters
 SendInBackward   backward: a bucket leaves when it is full ─ step: the rest leaves, weights become the parameters'
@@ -6,7 +6,8 @@ SendInBackward   backward: a bucket leaves when it is full ─ step: the rest le
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import logging
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,22 +16,64 @@ from typing_extensions import override
 from psengine.errors import ReductionError
 from psengine.strategies.servers.gradient_pushes import GradientPushes
 from psengine.strategies.servers.optimizer_binding import OptimizerBinding
-from psengine.strategies.servers.written_weights import WrittenWeights, count_landing
 from psengine.tensors.bucket import Bucket
 
 if TYPE_CHECKING:
+    from psengine.parameter_server.client.worker_session import WorkerSession
     from psengine.protocol.layout import ChunkSpec
     from psengine.strategies.servers.chunked_replica import ChunkedReplica
 
+logger = logging.getLogger(__name__)
+
+
+class WrittenWeights:
+    """Notices writes to parameters whose values the servers keep."""
+
+    def __init__(
+        self, session: WorkerSession, chunks: ChunkedReplica, parameters: Mapping[str, torch.nn.Parameter]
+    ) -> None:
+        self._session = session
+        self._chunks = chunks
+        self._parameters = list(parameters.values())
+        self.note()
+
+    def note(self) -> None:
+        """The parameters are as the servers sent them."""
+        self._noted = self._count_writes()
+
+    def are_edited(self) -> bool:
+        """Whether something else has written to them since."""
+        return self._count_writes() != self._noted
+
+    def _count_writes(self) -> tuple[int, int]:
+        """Changes with every write that torch counts, and when a parameter is given other memory."""
+        return sum(p._version for p in self._parameters), hash(tuple(p.data_ptr() for p in self._parameters))
+
+    def store_edited(self) -> None:
+        """After a write (``load_state_dict``), send worker 0's values to the servers; those of others are lost."""
+        if not self.are_edited():
+            return
+        from psengine.parameter_server.client.operation import wait_all
+
+        if self._session.rank != 0:
+            logger.warning(
+                "parameters were written on worker %d; the servers' weights count, and overwrite them with this step."
+                " Only worker 0's writes (load_state_dict) reach the servers.",
+                self._session.rank,
+            )
+        else:
+            logger.warning("parameters were written on worker 0; they become the servers' weights")
+            wait_all([self._session.store(spec.key, self._chunks.values(spec)) for spec in self._chunks.specs])
+        self.note()
+
+
+def count_landing(tensors: Iterable[torch.Tensor]) -> None:
+    """Count bytes that landed in ``tensors`` as a write: older graphs and other models may depend on the old values."""
+    torch.autograd.graph.increment_version(tensors)
+
 
 class SendInStep:
-    """Whatever happens to gradients after backward counts.
-
-    Args:
-        pushes: the step's.
-        weights: the parameters, as the servers know them.
-        chunks: the replica's.
-    """
+    """Changes of gradients after backward count."""
 
     def __init__(self, pushes: GradientPushes, weights: WrittenWeights, chunks: ChunkedReplica) -> None:
         self.pushes = pushes
@@ -41,7 +84,7 @@ class SendInStep:
         """The first gradient of a backward is ready."""
 
     def bucket_is_full(self, bucket: Bucket, binding: OptimizerBinding) -> None:
-        """A bucket is packed, for ``gradient_as_bucket_view`` if for nothing else."""
+        """A bucket is packed; with ``gradient_as_bucket_view`` also where gradients leave in the step."""
 
     def begin_step(self, binding: OptimizerBinding) -> None:
         """Gradients begin to leave."""
@@ -54,22 +97,22 @@ class SendInStep:
         return False
 
     def remaining(self, buckets: Sequence[Bucket]) -> Sequence[Bucket]:
-        """Those of the buckets that have yet to leave."""
+        """The buckets that have not left."""
         return buckets
 
     def check(self, binding: OptimizerBinding) -> None:
         """Before a step's remainder leaves.
 
         Raises:
-            ReductionError: what has left is no longer what it was.
+            ReductionError: gradients, hyperparameters or weights changed after gradients had left.
         """
 
     def landing(self, spec: ChunkSpec) -> Sequence[torch.Tensor]:
-        """Where the weights of a chunk land."""
+        """The memory for a chunk's new weights."""
         return self._chunks.parts(spec)
 
     def take(self, specs: Iterable[ChunkSpec], parameters: Iterable[torch.Tensor]) -> None:
-        """The weights of these chunks, which make up ``parameters``, have landed."""
+        """The weights of these chunks, of ``parameters``, have landed."""
         self._chunks.write_back(specs)
         count_landing(parameters)
 
@@ -78,14 +121,14 @@ class SendInStep:
 
 
 class SendInBackward(SendInStep):
-    """The exchange overlaps with backward; what has left must not change before the step."""
+    """The exchange overlaps with backward; gradients that left must not change before the step."""
 
     def __init__(self, pushes: GradientPushes, weights: WrittenWeights, chunks: ChunkedReplica) -> None:
         super().__init__(pushes, weights, chunks)
         # Indices of the buckets that left since the last step.
         self._left: set[int] = set()
         self._sent: list[_SentGradient] = []
-        # Weights land beside the parameters, which a backward may still read.
+        # Weights land apart from the parameters, which a backward may still read.
         self._landings: dict[int, torch.Tensor] = {}
 
     @override
@@ -168,12 +211,7 @@ def _shares_memory(bucket: Bucket) -> bool:
 
 
 class _SentGradient:
-    """A gradient as it left, to be known again.
-
-    Args:
-        parameter: whose gradient.
-        sent: the values that the servers get, in the parameter's shape; zeros where it has no gradient.
-    """
+    """A parameter's gradient as it left; ``sent`` are the values in the parameter's shape, zeros without gradient."""
 
     def __init__(self, parameter: torch.Tensor, sent: torch.Tensor) -> None:
         self._parameter = parameter
@@ -182,8 +220,8 @@ class _SentGradient:
         self._version = -1 if parameter.grad is None else parameter.grad._version
 
     def is_unchanged(self) -> bool:
-        """Whether it is the same tensor with the same values. Not every write counts up its version: those through
-        ``.data`` do not, nor does ``torch.amp.GradScaler.unscale_``.
+        """Whether it is the same tensor with the same values. Values are compared because writes through ``.data`` and
+        ``torch.amp.GradScaler.unscale_`` do not count up a version.
         """
         gradient, sent = self._gradient, self._sent
         if self._parameter.grad is not gradient:
@@ -193,5 +231,5 @@ class _SentGradient:
         if gradient._version != self._version:
             return False
         gradient = gradient.to(sent.dtype)
-        # NaN is unlike itself, and rare enough for a second look.
+        # NaN differs from itself; the second comparison is for those few.
         return torch.equal(gradient, sent) or torch.allclose(gradient, sent, rtol=0, atol=0, equal_nan=True)

@@ -1,8 +1,8 @@
 """Strategy "sync-server": every step, the servers average the gradients of all workers, in rank order.
 
 DDP's semantics without a process group: after backward every worker has the same gradients, and steps by itself.
-Workers may join and leave at any time. A worker that comes late, or was silent for longer than its lease, gets the
-others' state through the servers::
+Workers may join and leave at any time. A worker that joins late, or was silent for longer than its lease, gets the
+state of a donor through the servers::
 
     joiner    JOIN ─────────────► servers ──STATE_WANTED──► donor (any live worker)
     donor     at its next backward: values, buffers, optimizer ──► servers; ADMIT; then its own gradients
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 STATE_BLOB = "worker_state"
-# In one step; who is fenced more often than this is too slow for its lease.
+# In one step; a worker that is fenced more often is too slow for its lease.
 MAX_REJOINS = 8
 
 
@@ -46,7 +46,7 @@ class SyncServer(ServerStrategy):
         servers, job, timeout_s, checksum, compress: see ``ServerStrategy``.
 
     Attributes:
-        completed_steps: how many steps this worker's model has seen; a worker that joined late starts with the others'.
+        completed_steps: steps of this worker's model; a worker that joined late starts with the donor's.
     """
 
     name = "sync-server"
@@ -74,14 +74,15 @@ class SyncServer(ServerStrategy):
         self.optimizers = OptimizerStates()
         self._payloads: list[torch.Tensor] = []
         self._results: list[torch.Tensor] = []
+        # True once a wait has failed: the I/O thread may then still read memory that the next step packs.
+        self._copies_payloads = False
         # The step under way: its exchanges in order, and the push of each. A chunk may have several: the usage map is
         # exchanged twice where buckets that nobody uses are skipped.
         self._is_open = False
         self._sits_out = False
         self._exchanges: list[_ChunkExchange] = []
         self._pushes: list[Push] = []
-        # How often this worker rejoined in the step under way.
-        self.rejoins = 0
+        self.rejoins = 0  # of this worker in the step under way
         self._weight: float | None = None
         self._gradient_keys: set[int] = set()
 
@@ -94,7 +95,7 @@ class SyncServer(ServerStrategy):
     def lay_out(self, buckets: Sequence[Bucket]) -> None:
         super().lay_out(buckets)
         self._gradient_keys = {spec.key for chunks in self.chunks.of_bucket for spec, _, _ in chunks}
-        # Averages land apart from what was sent: until everybody has an average, a worker may be asked for it.
+        # Averages land apart from gradients: until every worker has an average, a server may ask this one for it.
         self._results = [torch.empty(bucket.numel, dtype=bucket.dtype) for bucket in buckets]
         self._payloads = [
             bucket.flat if bucket.device.type == "cpu" else torch.empty(bucket.numel, dtype=bucket.dtype)
@@ -102,12 +103,12 @@ class SyncServer(ServerStrategy):
         ]
 
     def _entered(self, state: str) -> None:
-        self._continue()
+        self._resume_sequences()
         if state == "joined":
             self._take_state()
 
-    def _continue(self) -> None:
-        """Go on with the exchange after the one that the values belong to."""
+    def _resume_sequences(self) -> None:
+        """Number the next pushes after the versions just pulled."""
         for spec in self.chunks.specs:
             self.session.set_sequence(spec.key, self.session.version(spec.key))
 
@@ -115,11 +116,7 @@ class SyncServer(ServerStrategy):
 
     @override
     def weigh(self, weight: float | None) -> None:
-        """The servers average by weight; 0 takes part and counts nothing.
-
-        Raises:
-            ConfigurationError: the weight is none.
-        """
+        """The servers average by weight; weight 0 takes part and counts nothing."""
         from psengine.protocol.messages import MAX_WEIGHT
 
         if weight is not None and not 0 <= weight <= MAX_WEIGHT:
@@ -130,9 +127,9 @@ class SyncServer(ServerStrategy):
         self._weight = None if weight is None else float(weight)
 
     def begin(self, step: Step) -> Share:
-        """Gradients travel undivided, because only the servers know how many workers contribute.
+        """Gradients travel undivided: only the servers know how many workers contribute.
 
-        A worker that waits to join gets this one's state now, while the weights are those before the step.
+        A worker that waits to join gets this one's state now, while weights are those before the step.
         """
         self._open_step()
         return WHOLE
@@ -151,7 +148,6 @@ class SyncServer(ServerStrategy):
 
     @override
     def reduce(self, bucket: Bucket) -> Reduction:
-        """The bucket's chunks leave for their shards."""
         payload, result = self._payloads[bucket.index], self._results[bucket.index]
         if payload is not bucket.flat:
             payload.copy_(bucket.flat)
@@ -188,8 +184,8 @@ class SyncServer(ServerStrategy):
     def await_exchanges(self, indices: range | None = None) -> None:
         """Wait for these exchanges of the step under way; None: for all of them.
 
-        A worker that was fenced rejoins, and sits the step out: what it computed belongs to weights that the others
-        have left behind. It takes part in a later step than it was in, with every bucket (``rejoins`` has grown).
+        A fenced worker rejoins and sits the step out, because its gradients belong to former weights. It takes part in
+        a later step, with every bucket (``rejoins`` has grown).
         """
         from psengine.parameter_server.client.operation import wait_all
 
@@ -205,7 +201,6 @@ class SyncServer(ServerStrategy):
                         raise
                     self._rejoin()
         except BaseException:
-            # What was sent may still be on its way from memory that the next step packs anew.
             self._is_open, self._copies_payloads = False, True
             raise
 
@@ -221,7 +216,7 @@ class SyncServer(ServerStrategy):
         return _Remainder(self, landings)
 
     def end_step(self, buffers: Mapping[int, torch.Tensor]) -> None:
-        """Every exchange of the step was waited for; ``buffers`` are the values of those chunks from now on."""
+        """Every exchange of the step was waited for; ``buffers`` are the buffers' new values, by chunk."""
         for key, values in buffers.items():
             self.chunks.assign(self.chunks.specs[key], values)
         self._is_open = False
@@ -232,10 +227,10 @@ class SyncServer(ServerStrategy):
 
     @override
     def bind(self, optimizer: torch.optim.Optimizer) -> None:
-        """Its state goes to workers that join, and comes from others if we do.
+        """The optimizer's state goes to workers that join; a joiner's comes from its donor.
 
         Raises:
-            ServerError: this worker has joined others, who have no such optimizer.
+            ServerError: this worker has joined others, which have no such optimizer.
         """
         self.optimizers.bind(optimizer, self._parameter_names())
 
@@ -244,7 +239,7 @@ class SyncServer(ServerStrategy):
         return {parameter: name for name, parameter in self._replica.parameters.items()}
 
     def _deposit_state(self) -> None:
-        """Leave this worker's state at the servers for a worker that waits to join."""
+        """Store this worker's state at the servers, for a worker that waits to join."""
         from psengine.parameter_server.client.operation import wait_all
 
         stores = [self.session.store(spec.key, self.chunks.values(spec)) for spec in self.chunks.specs]
@@ -255,9 +250,9 @@ class SyncServer(ServerStrategy):
         wait_all(stores)
 
     def _rejoin(self) -> None:
-        """The others went on after this worker's lease ran out: take their state, and sit this step out.
+        """After this worker's lease ran out: take the others' state, and sit this step out.
 
-        Where nobody else is left, this worker's state is the job's, and its step goes on.
+        Where no other worker is left, this one's state is the job's, and its step goes on.
         """
         logger.warning("worker %d was away for longer than its lease; rejoining", self.session.rank)
         self.rejoins += 1
@@ -265,7 +260,7 @@ class SyncServer(ServerStrategy):
             self._sits_out = True
             with torch.no_grad():
                 self.pull_values(self.chunks.specs)
-            self._continue()
+            self._resume_sequences()
             self._take_state()
         self._pushes = [self._push(exchange) for exchange in self._exchanges]
 
@@ -275,7 +270,7 @@ class SyncServer(ServerStrategy):
 
 
 class _ChunkExchange(NamedTuple):
-    """One chunk's part in a step: what is sent, and where the answer lands."""
+    """One chunk's part in a step: the values to send, and the memory for the answer."""
 
     key: int
     payload: torch.Tensor
@@ -308,7 +303,7 @@ class _Average(Reduction):
 
 
 class _Remainder(Work):
-    """The end of a step: everything is there, buffers too."""
+    """The end of a step: waits for all exchanges, buffers too."""
 
     def __init__(self, strategy: SyncServer, landings: Mapping[int, torch.Tensor]) -> None:
         self._strategy = strategy
@@ -321,8 +316,8 @@ class _Remainder(Work):
 
 
 class _UsageSum(Work):
-    """The map of used parameters on its way. Its wait is for the whole step: after it no bucket is exchanged anew, so
-    that the map and the averages are those of one step.
+    """The map of used parameters. Its wait is for all exchanges of the step, so that none of them is repeated
+    afterwards, and the map and the averages are of one step.
     """
 
     def __init__(self, strategy: SyncServer, used: torch.Tensor, landing: torch.Tensor) -> None:

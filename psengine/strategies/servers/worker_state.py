@@ -1,8 +1,7 @@
 """The state of a worker that the servers do not hold, as bytes for a worker that joins: its optimizers, its step count.
 
-A safetensors file in memory: tensors as "index/name" of the optimizer's state (of further optimizers as
-"number:index/name"), everything else as JSON in its metadata. No pickle; what comes in is checked by safetensors and by
-``Optimizer.load_state_dict``.
+A safetensors file in memory: tensors as "number/index/name" (number of the optimizer, index and name in its state),
+everything else as JSON in the metadata. No pickle; safetensors and ``Optimizer.load_state_dict`` check the bytes.
 """
 
 from __future__ import annotations
@@ -28,27 +27,27 @@ class OptimizerState:
     """One optimizer's state as it travels.
 
     Attributes:
-        kind: the name of its class; None where the worker that sends it does not say.
-        parameters: for each group the names of its parameters, by which a joiner knows its own; None likewise.
+        kind: the name of its class.
+        parameters: for each group the names of its parameters, by which a joiner knows its own optimizer.
         state_dict: None where it cannot travel.
     """
 
-    kind: str | None
-    parameters: list[list[str]] | None
-    state_dict: dict[str, Any] | None
+    kind: str
+    parameters: list[list[str]]
+    state_dict: dict[str, Any] | None = None
 
     @classmethod
     def of(cls, optimizer: torch.optim.Optimizer, names: Mapping[torch.Tensor, str]) -> OptimizerState:
-        """Whose optimizer it is, without its state; ``names`` are the model's."""
+        """Describe ``optimizer`` without its state; ``names`` are the model's."""
         parameters = [[names.get(parameter, "") for parameter in group["params"]] for group in optimizer.param_groups]
-        return cls(users_class(type(optimizer)), parameters, None)
+        return cls(users_class(type(optimizer)), parameters)
 
     def belongs_to(self, other: OptimizerState) -> bool:
-        """Whether both are of the same class over the same parameters, as far as both say."""
-        return self.kind in (None, other.kind) and self.parameters in (None, other.parameters)
+        """Whether both are of the same class over the same parameters."""
+        return (self.kind, self.parameters) == (other.kind, other.parameters)
 
     def __str__(self) -> str:
-        names = [name for group in self.parameters or () for name in group]
+        names = [name for group in self.parameters for name in group]
         return f"{self.kind} over {len(names)} parameters" + (f" from {names[0]!r} on" if names else "")
 
 
@@ -70,24 +69,20 @@ def pack(
     from safetensors.torch import save
 
     tensors: dict[str, torch.Tensor] = {}
-    described = []
+    documents = []
     for number, optimizer in enumerate(optimizers):
         one = OptimizerState.of(optimizer, names)
-        document: dict[str, Any] = {"kind": one.kind, "parameters": one.parameters, "param_groups": None}
+        document = {"kind": one.kind, "parameters": one.parameters}
         try:
             state_tensors, state_document = _take_apart(optimizer.state_dict())
         except (TypeError, ValueError, KeyError) as error:
             logger.warning("the state of %s cannot travel to a worker that joins (%s); it starts without", one, error)
         else:
             document.update(state_document)
-            prefix = f"{number}:" if number else ""
-            tensors.update({f"{prefix}{key}": tensor for key, tensor in state_tensors.items()})
-        described.append(document)
-    # Workers of older versions know one optimizer, and write no name.
-    metadata = {"steps": steps, "optimizer": described[0] if described else None, "further_optimizers": described[1:]}
-    data = save(tensors, metadata={"psengine": json.dumps(metadata)})
-    flat = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-    return list(flat.split(PIECE_BYTES))
+            tensors.update({f"{number}/{key}": tensor for key, tensor in state_tensors.items()})
+        documents.append(document)
+    data = save(tensors, metadata={"psengine": json.dumps({"steps": steps, "optimizers": documents})})
+    return list(torch.frombuffer(bytearray(data), dtype=torch.uint8).split(PIECE_BYTES))
 
 
 def _take_apart(state_dict: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
@@ -105,7 +100,12 @@ def _take_apart(state_dict: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor],
                 tensors[f"{index}/{name}"] = value.detach().cpu().contiguous().clone()
             else:
                 scalars[str(index)][name] = value
-    document = {"scalars": scalars, "param_groups": _plain(state_dict["param_groups"])}
+    groups = [
+        # A learning rate that is a tensor becomes a number.
+        {key: value.item() if isinstance(value, torch.Tensor) else value for key, value in group.items()}
+        for group in state_dict["param_groups"]
+    ]
+    document = {"scalars": scalars, "param_groups": groups}
     json.dumps(document)
     return tensors, document
 
@@ -124,30 +124,21 @@ def unpack(pieces: Sequence[torch.Tensor]) -> WorkerState:
         tensors = load(data)  # checks the header first
         header_bytes = int.from_bytes(data[:8], "little")
         document = json.loads(json.loads(data[8 : 8 + header_bytes])["__metadata__"]["psengine"])
-        steps = int(document["steps"])
-        described = [d for d in (document["optimizer"], *document.get("further_optimizers", ())) if d is not None]
-        optimizers = [_put_together(d, f"{number}:" if number else "", tensors) for number, d in enumerate(described)]
-        return WorkerState(steps, tuple(optimizers))
-    except (SafetensorError, KeyError, ValueError, TypeError, AttributeError) as error:
+        states: list[dict[int, dict[str, Any]]] = [
+            {int(index): dict(scalars) for index, scalars in one.get("scalars", {}).items()}
+            for one in document["optimizers"]
+        ]
+        for key, tensor in tensors.items():
+            number, index, name = key.split("/", 2)
+            states[int(number)][int(index)][name] = tensor
+        optimizers = [
+            OptimizerState(
+                one["kind"],
+                one["parameters"],
+                {"state": state, "param_groups": one["param_groups"]} if "param_groups" in one else None,
+            )
+            for one, state in zip(document["optimizers"], states, strict=True)
+        ]
+        return WorkerState(int(document["steps"]), tuple(optimizers))
+    except (SafetensorError, LookupError, ValueError, TypeError, AttributeError) as error:
         raise ServerError(f"the state that another worker left for this one cannot be read: {error}") from error
-
-
-def _put_together(document: Mapping[str, Any], prefix: str, tensors: Mapping[str, torch.Tensor]) -> OptimizerState:
-    kind, parameters = document.get("kind"), document.get("parameters")
-    if document["param_groups"] is None:
-        return OptimizerState(kind, parameters, None)
-    state: dict[int, dict[str, Any]] = {int(index): dict(s) for index, s in document["scalars"].items()}
-    for key, tensor in tensors.items():
-        place, _, name = key.partition("/")
-        number, colon, index = place.rpartition(":")
-        if f"{number}{colon}" == prefix:
-            state[int(index)][name] = tensor
-    return OptimizerState(kind, parameters, {"state": state, "param_groups": document["param_groups"]})
-
-
-def _plain(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Groups as JSON takes them: a learning rate that is a tensor becomes a number."""
-    return [
-        {key: value.item() if isinstance(value, torch.Tensor) else value for key, value in group.items()}
-        for group in groups
-    ]
