@@ -61,22 +61,19 @@ class Collective(ABC):
 
     @property
     def scales_for_free(self) -> bool:
-        """Whether ``all_reduce`` multiplies by ``scale`` without another pass over memory.
-
-        Where it does, callers should leave the scaling to it; elsewhere they should scale while packing. The answer is
-        final once ``connect`` was called, and never needs the other ranks.
+        """Whether ``all_reduce`` multiplies by ``scale`` without another pass over memory; else callers scale while
+        they pack. Final once ``connect`` was called; never asks the other ranks.
         """
         return False
 
     @property
     def has_ended(self) -> bool:
-        """Whether no operation can succeed any more: it was closed, or a failure ended the whole group."""
+        """Whether no operation can succeed any more: after ``close``, or after a failure that ended the whole group."""
         return False
 
     def connect(self) -> None:  # noqa: B027 - most transports are connected when they are made
-        """Meet the other ranks, where this collective has to and has not yet; all ranks call it at the same place.
-
-        Operations do so by themselves; call it to have ``scales_for_free`` final before the first one.
+        """Meet the other ranks, once; all ranks call it at the same place. Operations connect by themselves; call it to
+        have ``scales_for_free`` final before the first one.
         """
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -126,7 +123,7 @@ class Collective(ABC):
         """Begin to wait until every rank has called it; ``timeout_s`` overrides the collective's own deadline."""
 
     def progress(self) -> None:  # noqa: B027 - most transports have somebody who works for them
-        """Do what can be done for operations under way without waiting; cheap enough for every large gradient."""
+        """Advance operations under way without waiting; cheap enough for every large gradient."""
 
     def gather(self, tensor: torch.Tensor, *, what: str = "tensor") -> list[torch.Tensor]:
         """Return every rank's ``tensor`` (same shape and dtype everywhere), in rank order; blocks."""
@@ -152,7 +149,7 @@ class Collective(ABC):
         return [_bytes_of(found)[:length] for found, length in zip(gathered, lengths, strict=True)]
 
     def broadcast_bytes(self, payload: bytes, source_rank: int, device: torch.device, *, what: str = "bytes") -> bytes:
-        """Return ``source_rank``'s ``payload``, of any length; what the others give is not looked at. Blocks."""
+        """Return ``source_rank``'s ``payload``, of any length; other ranks' are ignored. Blocks."""
         length = torch.tensor([len(payload)], dtype=torch.int64, device=device)
         self.broadcast([length], source_rank, what=f"length of {what}").wait()
         if length.item() == 0:
@@ -163,21 +160,21 @@ class Collective(ABC):
         return payload if is_source else _bytes_of(content)
 
     def wait_for(self, future: torch.futures.Future[Any], what: str) -> Any:
-        """Return the value of somebody else's exchange (a communication hook's) once it is there.
+        """Return the value of another exchange's future, such as a communication hook's.
 
         Raises:
             PeerLostError: ranks died meanwhile.
             CollectiveError: the deadline passed.
-            Exception: what the future failed with, where nobody is missing.
+            Exception: the future's own error, where no rank is missing.
         """
         return future.wait()
 
     def hosts(self) -> tuple[str, ...]:
-        """The host of each rank, by name; () where that is not known. Any rank may ask, at any time."""
+        """The host name of each rank, () where unknown. Any rank may ask, at any time."""
         return ()
 
     def diagnose(self, error: BaseException, what: str) -> Exception:
-        """Return the exception to raise for ``error``, which ``what`` failed with: who is missing, and what to do."""
+        """Return the exception to raise for the ``error`` of ``what``: it names missing ranks and the fix."""
         return CollectiveError(f"{what} failed on rank {self.rank} of {self.world_size}: {error}")
 
     def close(self) -> None:  # noqa: B027 - most transports hold nothing

@@ -27,14 +27,12 @@ from psengine.tracing.timeline import now_ns, record_wait, recorder
 WAIT_SLICE_S = 1.0
 # How long a rank that has not exited may take to answer a roll call; see RollCall.
 ROLL_CALL_GRACE_S = 10.0
-# Between two ranks gloo finishes two messages of half the size, one on each of its two threads, 12 to 16 % sooner than
-# the whole (benchmarks/step_overhead). Each element is one sum of two numbers either way, so no bit changes; with more
-# ranks the order of additions depends on an element's place in its message, so there nothing is split.
+# Between two ranks gloo sums two halves of a message, one on each of its two threads, 12 to 16 % sooner than the whole
+# (benchmarks/step_overhead), with the same bits. With more ranks the order of additions depends on an element's place
+# in its message, so nothing is split.
 SPLIT_FROM_BYTES = 4 * 1024 * 1024
-# So many operations are held on to when they are over. A transport's thread may let go of one late, under load after
-# the process has begun to exit; were it the last to do so, it would free Python's tensors, for which it asks for the
-# interpreter's lock, and a thread that does so while the interpreter finalizes is ended in a way that aborts the
-# process.
+# So many operations are held after they end. A transport's thread that is the last to let go of one frees Python's
+# tensors, for which it needs the interpreter's lock; while the interpreter finalizes, that aborts the process.
 LATEST_WORKS = 4
 
 
@@ -42,8 +40,7 @@ class C10dCollective(Collective):
     """Collective operations of a ``torch.distributed`` process group.
 
     Args:
-        process_group: the group; None means the default group, which must be initialised. Held weakly: a collective
-            that outlives its group is of no use, and the group's store would keep its port.
+        process_group: the group; None means the default group. Held weakly, because the group's store keeps its port.
         timeout_s: deadline of every wait; None takes the process group's own timeout.
 
     Scaling: ``all_reduce`` multiplies the addends by ``scale`` and sums, as native DDP does, so results agree bitwise.
@@ -94,7 +91,7 @@ class C10dCollective(Collective):
     def reduce_scatter(
         self, output: torch.Tensor, flat: torch.Tensor, scale: float = 1.0, *, what: str = "tensor"
     ) -> Work:
-        """Over gloo this is an all-reduce of a copy, as gloo's own is: it sends no less than an all-reduce."""
+        """Over gloo an all-reduce of a copy: gloo's own sends no less."""
         what = f"reduce-scatter of {what}"
         check_parts(self, what, flat, output)
         check_flat(self, what, output, scale)
@@ -126,8 +123,8 @@ class C10dCollective(Collective):
 
     @override
     def broadcast(self, tensors: Sequence[torch.Tensor], source_rank: int = 0, *, what: str = "tensors") -> Work:
-        """Tensors of one dtype and device travel together, in messages of at most 250 MB. Of several messages each
-        begins when the one before has arrived, so that their copies do not take as much memory as the tensors.
+        """Tensors of one dtype and device travel together, in messages of at most 250 MB, one after the other, so that
+        their copies do not take as much memory as the tensors.
         """
         if self.world_size == 1:
             return CompletedWork()
@@ -187,7 +184,7 @@ class C10dCollective(Collective):
         try:
             return future.wait()
         except Exception as error:
-            # A hook may fail for reasons of its own: only a death that is certain, or the transport's word, is news.
+            # The hook itself may have failed: only a certain death or a transport's error makes it a lost peer.
             has_lost = self._roll_call is not None and self._roll_call.lost_processes()
             if has_lost or _is_transport_error(error):
                 raise self.diagnose(error, what) from error
@@ -201,9 +198,9 @@ class C10dCollective(Collective):
         operation: int,
         timeout_s: float,
     ) -> None:
-        """Wait until ``wait_for_s(seconds)`` says it is over, in slices, with an eye on other ranks' alarms.
+        """Wait in slices until ``wait_for_s(seconds)`` returns True, and look for other ranks' alarms between them.
 
-        ``operation`` is the number of the latest that this rank has begun, for the stall inspector.
+        ``operation`` is the number of this rank's latest, for the stall inspector.
 
         Raises:
             PeerLostError, CollectiveError: ranks are missing, or ``timeout_s`` passed.
@@ -229,7 +226,6 @@ class C10dCollective(Collective):
         if not alarm or is_done():
             return
         error = self.diagnose(_AlarmError("another rank reported a failure"), what)
-        # Everybody answered: a false alarm for this operation, which may yet complete.
         if isinstance(error, PeerLostError):
             raise error
 
@@ -248,7 +244,7 @@ class C10dCollective(Collective):
             self._roll_call.note_processes(process_ids)
 
     def alarm_raised(self) -> bool:
-        """Whether another rank reported a failed operation; False where there is no store to ask."""
+        """Whether another rank reported a failed operation; False without a store."""
         return self._roll_call is not None and self._roll_call.alarm_raised()
 
     def diagnose(self, error: BaseException, what: str) -> Exception:
@@ -277,11 +273,11 @@ class C10dCollective(Collective):
 
 
 class _AlarmError(RuntimeError):
-    """Nothing failed here, but another rank called the roll."""
+    """Another rank reported a failure; nothing failed here."""
 
 
 class C10dWork(Work):
-    """c10d works whose wait has a deadline, watches for other ranks' alarms and names who is missing."""
+    """c10d works whose wait has a deadline, looks for other ranks' alarms, and names missing ranks."""
 
     def __init__(
         self,

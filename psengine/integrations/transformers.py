@@ -15,7 +15,6 @@ from psengine.environment.variables import default_strategy
 from psengine.integrations.binding import detached
 from psengine.strategies.base import Strategy
 from psengine.strategies.registry import resolve_strategy
-from psengine.strategies.servers.asynchronous import AsyncServer
 from psengine.wrapper.ddp import DistributedDataParallel
 
 try:
@@ -56,10 +55,11 @@ class PSEngineTrainerMixin:
         adopt(self.accelerator, **self._psengine_options)
         strategy = resolve_strategy(self._psengine_options["strategy"] or default_strategy())
         counts_tokens = getattr(self.args, "average_tokens_across_devices", False)
-        if isinstance(strategy, AsyncServer) and counts_tokens:
+        if counts_tokens and not strategy.capabilities.workers_step:
             logger.warning(
-                "average_tokens_across_devices lets workers wait for each other in every step, which strategy 'async'"
-                " is there to avoid. Fix: TrainingArguments(average_tokens_across_devices=False)."
+                "average_tokens_across_devices lets workers wait for each other in every step, which strategy %r is"
+                " there to avoid. Fix: TrainingArguments(average_tokens_across_devices=False).",
+                strategy.name,
             )
 
     def train(self, *arguments: Any, **options: Any) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -22,18 +21,13 @@ from psengine.strategies.verification import verify_replicas
 from psengine.tensors.bucket import Bucket
 from psengine.tensors.share import WHOLE, Share
 
-# What ``dtype=`` was, for one more version.
-FORMER_DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
-
 
 class SyncAllReduce(Strategy):
     """Average each bucket over all ranks by one all-reduce; staleness 0, each worker steps its own optimizer.
 
     Args:
-        compress: what travels in the gradients' place: the name of a codec, or a codec. "bf16" and "fp16" halve the
-            bytes and cost precision: each addend and the average are rounded once. They convert gradients in the pass
-            that packs and in the one that unpacks. None: the gradients themselves.
-        dtype: former name of ``compress``: ``torch.bfloat16``, ``torch.float16``, ``torch.float32``, or their names.
+        compress: the codec of gradients, or its name. "bf16" and "fp16" halve the bytes and cost precision: each addend
+            and the average are rounded once, while gradients are packed and unpacked. None: values travel as they are.
 
     Raises:
         ConfigurationError: there is no such codec.
@@ -42,13 +36,8 @@ class SyncAllReduce(Strategy):
     name = "sync"
     capabilities = Capabilities(gathers=True)
 
-    def __init__(self, *, compress: str | Codec | None = None, dtype: torch.dtype | str | None = None) -> None:
-        if compress is not None and dtype is not None:
-            raise ConfigurationError(
-                "dtype is the former name of compress (expected one of them, got"
-                f" compress={compress!r} and dtype={dtype}). Fix: leave out dtype."
-            )
-        self._codec = resolve_codec(compress if dtype is None else _codec_of_dtype(dtype))
+    def __init__(self, *, compress: str | Codec | None = None) -> None:
+        self._codec = resolve_codec(compress)
         self._replica: Replica | None = None
         self._hook: CommHook | None = None
         self._weights: BatchWeights | None = None
@@ -60,7 +49,7 @@ class SyncAllReduce(Strategy):
         return "SyncAllReduce()" if self._codec.is_lossless else f"SyncAllReduce(compress={str(self._codec)!r})"
 
     def __getstate__(self) -> dict[str, Any]:
-        # A copy of the model is prepared anew, and registers its own hooks, as with native DDP.
+        # A copy of the model is prepared anew and registers its own hooks, as with native DDP.
         return {"compress": self._codec}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -112,12 +101,12 @@ class SyncAllReduce(Strategy):
 
     @override
     def begin(self, step: Step) -> Share:
-        """Divide by the number of contributing ranks while packing, unless a hook or the collective does the scaling;
-        by weights, which differ from rank to rank, always while packing.
+        """Divide by the number of contributing ranks while packing, or let a hook or the collective scale.
 
-        Dividing before summing keeps low-precision sums from overflowing, and is what native DDP does. What a codec
-        encodes is scaled while packing, so that addends are rounded once; and so is everything in ``join``, where ranks
-        without data do not know the factor.
+        Native DDP divides so too; it keeps low-precision sums from overflowing.
+
+        Always while packing: by batch weights, which differ among ranks; for a codec, so that addends are rounded once;
+        and in ``join``, where ranks without data do not know the factor.
         """
         self._scale = 1.0
         if self._weights is not None and self._weights.weight is not None:
@@ -165,7 +154,7 @@ class SyncAllReduce(Strategy):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        """What earlier payloads left out, by parameter; nothing without a codec that keeps it."""
+        """The residuals of a codec that keeps them, by parameter."""
         return {name: residual.clone() for name, residual in residuals_of(self._exchanges).items()}
 
     @override
@@ -209,20 +198,6 @@ class _HookReduction(Reduction):
                 f" {self._bucket.numel} elements for {self._bucket.describe()}, got {result.numel()})"
             )
         return result
-
-
-def _codec_of_dtype(dtype: torch.dtype | str) -> str:
-    """The codec that ``dtype=`` of the last version means."""
-    names = {str(choice).removeprefix("torch."): codec for choice, codec in FORMER_DTYPES.items()}
-    codec = names.get(dtype if isinstance(dtype, str) else str(dtype).removeprefix("torch."))
-    if codec is None:
-        raise ConfigurationError(f"SyncAllReduce: dtype must be None or one of {sorted(names)} (got {dtype!r})")
-    warnings.warn(
-        f"dtype={dtype} of SyncAllReduce is now compress={codec!r}; the former name goes with the next version",
-        DeprecationWarning,
-        stacklevel=3,
-    )
-    return codec
 
 
 def tensor_of_future(value: Any) -> torch.Tensor:

@@ -1,18 +1,17 @@
-"""Who keeps everybody waiting? A look at waits that last, from outside, that never makes one fail.
+"""Reports which ranks keep a wait from ending; never makes the wait fail.
 
 A rank that takes a branch the others do not take, or whose data loader hangs, leaves the others in a collective until
-its deadline, ten minutes later, without a word. So each wait is noted here when it begins and when it ends; one daemon
-thread looks twice a second whether one has lasted ``PSENGINE_STALL_S``, asks the other ranks through the rendezvous
-store where they are (``collectives/liveness/whereabouts.py``; ranks that wait answer, from their own such thread), and
-logs what came back::
+its deadline, ten minutes later. So each wait is noted when it begins and when it ends. One daemon thread looks twice a
+second for a wait that has lasted ``PSENGINE_STALL_S``, asks the other ranks through the rendezvous store where they
+wait (``collectives/liveness/whereabouts.py``; such a thread of each waiting rank answers), and logs the answers::
 
     rank 0   wait ──────────────── 30 s: who is where? ── 1 s ── WARNING ... 60 s ... WARNING ... INFO it ended
     rank 1   (sleeps; does not answer)
     rank 2   wait ──────────────────────── "here" ───────────────
 
-For others that wait, such as clients of parameter servers::
+Other waits, such as those of clients of parameter servers, use the schedule alone::
 
-    schedule = StallSchedule(stall_after_s())     # once a wait; 0 never is due
+    schedule = StallSchedule(stall_after_s())     # for each wait; 0 never is due
     if schedule.is_due(waited_s):                 # after 30, 60, 120 ... seconds
         logger.warning(...)
 """
@@ -36,13 +35,13 @@ logger = logging.getLogger(__name__)
 
 DEFAULT_STALL_S = 30.0
 TICK_S = 0.5
-# How long a wait must have lasted for its rank to say where it is, and how long another rank waits to hear it.
+# A wait this long makes its rank answer questions; a rank that asks collects answers for GRACE_S.
 ANSWER_AFTER_S = 0.5
 GRACE_S = 1.5
 
 
 def stall_after_s() -> float:
-    """Return after how many seconds a wait is reported: PSENGINE_STALL_S, else 30; 0 never.
+    """Return the seconds after which a wait is reported: PSENGINE_STALL_S, else 30; 0 for never.
 
     Raises:
         EnvironmentVariableError: the variable is no number of seconds.
@@ -63,7 +62,7 @@ def stall_after_s() -> float:
 
 
 class StallSchedule:
-    """When to report a wait that does not end: after ``after_s`` seconds, then whenever it has become twice as long.
+    """When to report a wait: after ``after_s`` seconds, then each time that it has become twice as long.
 
     Attributes:
         has_reported: whether a report was due before.
@@ -97,27 +96,16 @@ class Position:
 class Whereabouts(Protocol):
     """How ranks tell each other where they wait; see ``collectives/liveness/whereabouts.py``."""
 
-    def ask(self) -> int:
-        """Ask all ranks where they are; return the question's number."""
-
-    def latest_question(self) -> int:
-        """The number of the question that was asked last, 0 for none."""
-
-    def answer(self, question: int, position: Position) -> None:
-        """Say where this rank is."""
-
-    def answers(self, question: int) -> Mapping[int, Position]:
-        """Where the ranks are that answered it, or a later one, by rank."""
-
-    def describe(self, rank: int) -> str:
-        """Such as "rank 1 (process 4711 on host)"."""
-
-    def advise(self, ranks: Sequence[int]) -> str:
-        """How to look into those ranks' processes."""
+    def ask(self) -> int: ...
+    def latest_question(self) -> int: ...
+    def answer(self, question: int, position: Position) -> None: ...
+    def answers(self, question: int) -> Mapping[int, Position]: ...
+    def describe(self, rank: int) -> str: ...
+    def advise(self, ranks: Sequence[int]) -> str: ...
 
 
 class Watched(Protocol):
-    """What a collective says of itself to be watched."""
+    """A collective whose waits are watched."""
 
     rank: int
     world_size: int
@@ -127,16 +115,16 @@ class Watched(Protocol):
         """How to ask the other ranks; None where there is no store."""
 
     def late_ranks(self) -> tuple[int, ...] | None:
-        """The ranks that have not begun what this rank waits for; None where the transport does not know."""
+        """The ranks that have not begun the operation this rank waits for; None where the transport does not know."""
 
 
-# What a wait leaves here: when it began, the collective, the operation's number and name, its deadline in seconds, and
-# after how many it is reported. A tuple, because every small all-reduce makes one.
+# A wait: its start, the collective, the operation's number and name, its deadline, and the seconds after which it is
+# reported. A tuple, because every small all-reduce makes one.
 _Noted = tuple[float, Watched, int, str, float, float]
 
 
 class Wait:
-    """One rank's wait for one operation, once it lasts."""
+    """One rank's wait for one operation that has lasted ``ANSWER_AFTER_S``."""
 
     def __init__(self, noted: _Noted) -> None:
         self.noted: _Noted | None = noted
@@ -149,8 +137,13 @@ class Wait:
 
     @property
     def collective(self) -> Watched | None:
-        """What is waited for; None once the wait is over, so that a group that ends is not kept alive from here."""
+        """None once the wait is over, so that a group that ends is not kept alive."""
         return None if self.noted is None else self.noted[1]
+
+    @property
+    def whereabouts(self) -> Whereabouts | None:
+        """How to ask the other ranks; None without a store, and once the wait is over."""
+        return None if self.collective is None else self.collective.whereabouts
 
 
 class StallInspector:
@@ -169,7 +162,7 @@ class StallInspector:
         self._cannot_start = False
 
     def enter(self, collective: Watched, operation: int, what: str, timeout_s: float, after_s: float) -> int:
-        """A wait of this thread begins; after ``after_s`` seconds it is reported. Returns what ``leave`` wants."""
+        """A wait of this thread begins, to be reported after ``after_s`` seconds. Return the key for ``leave``."""
         key = threading.get_ident()
         self._noted[key] = (time.monotonic(), collective, operation, what, timeout_s, after_s)
         if self._thread is None:
@@ -177,7 +170,7 @@ class StallInspector:
         return key
 
     def leave(self, key: int) -> None:
-        """The wait is over, whatever its outcome."""
+        """The wait is over, with a result or an error."""
         self._noted.pop(key, None)
         if self._waits:
             wait = self._waits.get(key)
@@ -202,7 +195,7 @@ class StallInspector:
                 logger.warning("waits for other ranks are not watched (%s)", error)
                 return
             self._thread = thread
-            # A thread that is within a store's native code when the interpreter ends would abort the process.
+            # A thread in a store's native code when the interpreter ends would abort the process.
             atexit.register(self._end)
 
     def _forget(self) -> None:
@@ -219,7 +212,7 @@ class StallInspector:
         while not self._stop.wait(TICK_S):
             try:
                 self._look()
-            except Exception:  # whatever it is, training goes on
+            except Exception:  # training goes on
                 logger.debug("the stall inspector could not look", exc_info=True)
 
     def _look(self) -> None:
@@ -239,7 +232,7 @@ class StallInspector:
             for look in (self._answer, self._ask_and_report):
                 try:
                     look(wait, now_s)
-                except Exception:  # the store may be gone; what this rank knows by itself is reported all the same
+                except Exception:  # the store may be gone; this rank still reports what it knows
                     logger.debug("rank %d cannot ask the others", wait.rank, exc_info=True)
 
     def _ask_and_report(self, wait: Wait, now_s: float) -> None:
@@ -247,16 +240,15 @@ class StallInspector:
         if wait.asked_s != 0 and now_s - wait.asked_s >= GRACE_S:
             wait.asked_s = 0.0
             self._report(wait, waited_s)
-            wait.schedule.is_due(waited_s)  # what became due while the others were asked is told by this
+            wait.schedule.is_due(waited_s)  # this report also stands for one that became due meanwhile
         elif wait.asked_s == 0 and wait.schedule.is_due(waited_s):
             wait.asked_s = now_s
             wait.question = 0  # until the store has taken one
-            whereabouts = _whereabouts_of(wait)
-            if whereabouts is not None:
-                wait.question = whereabouts.ask()
+            if wait.whereabouts is not None:
+                wait.question = wait.whereabouts.ask()
 
     def _answer(self, wait: Wait, _now_s: float) -> None:
-        whereabouts = _whereabouts_of(wait)
+        whereabouts = wait.whereabouts
         if whereabouts is None:
             return
         question = whereabouts.latest_question()
@@ -273,16 +265,11 @@ class StallInspector:
         if whereabouts is not None and wait.question > 0:
             try:
                 answers = whereabouts.answers(wait.question)
-            except Exception:  # the same, while the answers came in
+            except Exception:  # as above
                 logger.debug("rank %d cannot hear the others", wait.rank, exc_info=True)
         text = describe_stall(wait, waited_s, answers, collective.late_ranks(), whereabouts)
         if wait.noted is not None:
             logger.warning("%s", text)
-
-
-def _whereabouts_of(wait: Wait) -> Whereabouts | None:
-    collective = wait.collective
-    return None if collective is None else collective.whereabouts
 
 
 def describe_stall(
@@ -292,12 +279,12 @@ def describe_stall(
     late: Sequence[int] | None,
     whereabouts: Whereabouts | None,
 ) -> str:
-    """Say who is missing, where they are, and what to do.
+    """Return the report: which ranks are missing, where they are, and what to do.
 
     Args:
-        wait: what this rank waits for.
-        waited_s: since when.
-        answers: where other ranks wait; None where they could not be asked, and who is silent may have an answer.
+        wait: of this rank.
+        waited_s: its length.
+        answers: where other ranks wait; None where they could not be asked.
         late: ranks that have not begun the operation; None where the transport does not know.
         whereabouts: names the ranks.
     """

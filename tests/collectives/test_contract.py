@@ -30,7 +30,7 @@ from psengine.errors import CollectiveError, ConfigurationError, PeerLostError
 
 CPU = torch.device("cpu")
 # A collective joins the contract by a line here: its name, and with how many ranks it is tried.
-CONTRACT = {"solo": [1], "c10d": [1, 2, 4], "shared_memory": [1, 2, 4], "auto": [2], "counting": [1, 2]}
+CONTRACT = {"solo": [1], "c10d": [1, 3], "shared_memory": [1, 3], "auto": [2], "counting": [2]}
 SUMMED = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int32, torch.int64, torch.complex64]
 COPIED = [*SUMMED, torch.bool, torch.uint8, torch.int16]
 NUMELS = [0, 1, 3, 1001, 300_001]
@@ -327,10 +327,10 @@ def lose_a_rank(rank: int, world_size: int, name: str, fate: str, operation: str
     collective.all_reduce(torch.ones(1)).wait()
     if rank == 1:
         if fate == "silent":
-            time.sleep(4)
+            time.sleep(3)
         os.kill(os.getpid(), signal.SIGKILL)
     started = time.monotonic()
-    flat = torch.ones(50_000)
+    flat = torch.ones(60_000)
     try:
         if operation == "all_reduce":
             collective.all_reduce(flat, what="gradient bucket 3 (layer.weight)").wait()
@@ -339,7 +339,9 @@ def lose_a_rank(rank: int, world_size: int, name: str, fate: str, operation: str
         elif operation == "all_gather":
             collective.all_gather(torch.empty(world_size * flat.numel()), flat).wait()
         elif operation == "reduce_scatter":
-            collective.reduce_scatter(torch.empty(flat.numel() // world_size), flat).wait()
+            collective.reduce_scatter(
+                torch.empty(flat.numel() // world_size), flat[: flat.numel() // world_size * world_size]
+            ).wait()
         else:
             collective.barrier().wait()
     except PeerLostError as error:
@@ -348,11 +350,11 @@ def lose_a_rank(rank: int, world_size: int, name: str, fate: str, operation: str
 
 
 @pytest.mark.parametrize(
-    "operation", ["all_reduce", "barrier", *(slow(name) for name in ("reduce_scatter", "broadcast", "all_gather"))]
+    "operation", ["all_reduce", *(slow(name) for name in ("barrier", "reduce_scatter", "broadcast", "all_gather"))]
 )
 @pytest.mark.parametrize("name", ["c10d", SHARED_MEMORY])
 def test_killed_rank_is_named_by_all_others(name, operation):
-    results = run_ranks_to_any_end(lose_a_rank, 4, name, "killed", operation, group_timeout_s=30)
+    results = run_ranks_to_any_end(lose_a_rank, 3, name, "killed", operation, group_timeout_s=30)
     assert results[1].exit_code == -signal.SIGKILL
     for result in results[:1] + results[2:]:
         assert result.error is None, result.error
@@ -371,13 +373,13 @@ def test_silent_rank_is_named_within_the_timeout(name):
     seconds, message, ranks = results[0].value
     assert ranks == (1,)
     assert "Lost rank 1" in message
-    assert 0.9 <= seconds < 3.9  # before rank 1 wakes up
+    assert 0.9 <= seconds < 2.9  # before rank 1 wakes up
 
 
 def late_but_alive(rank: int, world_size: int) -> float:
     collective = C10dCollective()
     if rank == 1:
-        time.sleep(2.5)  # longer than a wait slice: the others look for alarms and find none
+        time.sleep(1.4)  # longer than a wait slice: the others look for alarms and find none
     flat = torch.ones(3)
     collective.all_reduce(flat).wait()
     return float(flat[0])

@@ -211,7 +211,7 @@ def check_programs(world_size: int, seeds: list[int], steps: int, deadline_s: fl
     assert all(result == results[0] for result in results), "ranks have different bits"
 
 
-@pytest.mark.parametrize(("world_size", "steps"), [(2, 80), slow(3, 60), (4, 40), slow(8, 15)])
+@pytest.mark.parametrize(("world_size", "steps"), [(2, 40), (3, 30), slow(4, 40), slow(8, 15)])
 def test_random_programs(world_size, steps):
     check_programs(world_size, [world_size], steps)
 
@@ -260,7 +260,7 @@ def reduce_in_three_ways(collective: SharedMemoryCollective, data: torch.Tensor,
 def compare_bits(rank: int, world_size: int) -> None:
     collective, gloo = shared_memory(), C10dCollective()
     for dtype in FLOATS:
-        data = any_bits(dtype, 300_001, seed=rank)
+        data = any_bits(dtype, 100_001, seed=rank)
         for scale in (1.0, 0.5):
             ways = reduce_in_three_ways(collective, data, scale)
             assert all(same_bits(way, ways[0]) for way in ways[1:]), (dtype, scale)
@@ -315,9 +315,8 @@ def check_killed(seed: int) -> None:
         assert seconds < 10
 
 
-@pytest.mark.parametrize("seed", [0, *(slow(seed) for seed in range(1, 4))])
-def test_a_rank_killed_at_any_moment_is_named(seed):
-    check_killed(seed)
+def test_a_rank_killed_at_any_moment_is_named():
+    check_killed(0)
 
 
 @pytest.mark.slow
@@ -350,13 +349,13 @@ def test_a_rank_that_stops_for_a_while_is_waited_for(rank, world_size):
 
 
 def test_a_rank_that_stops_for_too_long_is_the_one_named():
-    results = run_ranks_to_any_end(be_stopped, 3, 1.0, 2.0, 10.0, deadline_s=60)
+    results = run_ranks_to_any_end(be_stopped, 3, 0.6, 1.5, 10.0, deadline_s=60)
     for result in (results[0], results[2]):
         assert result.error is None, result.error
         ranks, message, seconds = result.value
         assert ranks == (1,), message
-        assert "did not arrive within 1 s" in message
-        assert 1.0 <= seconds < 4.0
+        assert "did not arrive within 0.6 s" in message
+        assert 0.6 <= seconds < 1.7, "before rank 1 goes on"
 
 
 def leave(rank: int, world_size: int, way: str) -> tuple[tuple[int, ...], str]:
@@ -371,7 +370,7 @@ def leave(rank: int, world_size: int, way: str) -> tuple[tuple[int, ...], str]:
             collective.close()
             with raises(CollectiveError, "the collective is closed"):
                 collective.barrier().wait()
-            time.sleep(1.5)
+            time.sleep(0.7)
         return (), ""
     if rank == 2:
         time.sleep(0.5)  # rank 1 is gone, and everything it was needed for is there
@@ -480,7 +479,7 @@ def interrupt(rank: int, world_size: int) -> None:
     collective = connect()
     flat = torch.ones(3)
     if rank == 1:
-        time.sleep(2)
+        time.sleep(1.2)
         collective.all_reduce(flat).wait()
         return
     work = collective.all_reduce(flat)
@@ -489,7 +488,7 @@ def interrupt(rank: int, world_size: int) -> None:
         started = time.monotonic()
         with raises(KeyboardInterrupt):
             work.wait()
-        assert 0.25 < time.monotonic() - started < 1.2
+        assert 0.25 < time.monotonic() - started < 1.0
     work.wait()  # the interrupt ended the wait, not the operation
     assert (flat == 2).all()
 
@@ -502,7 +501,7 @@ def wait_through_signals(rank: int, world_size: int) -> None:
     """Signals at a high rate, as a sampling profiler sends them, whose handler uses the collective's lock itself."""
     collective = connect()
     if rank == 1:
-        time.sleep(1.5)
+        time.sleep(1.0)
     else:
         sampled = []
 
@@ -690,7 +689,7 @@ def free_at_once(rank: int, world_size: int, rounds: int) -> None:
 
 
 def test_memory_may_be_freed_at_once():
-    run_ranks(free_at_once, 4, 200)
+    run_ranks(free_at_once, 3, 100)
 
 
 def shrink_own_memory(rank: int, world_size: int) -> list[str]:
@@ -715,7 +714,7 @@ def test_what_others_read_cannot_be_shrunk():
 def rebuild_buckets(rank: int, world_size: int) -> None:
     collective = shared_memory()
     descriptors, resident_kib = [], []
-    for _ in range(40):
+    for _ in range(15):
         buckets = [collective.allocate(2 * MIB, torch.float32, CPU).fill_(1.0) for _ in range(3)]
         for work in [collective.all_reduce(bucket) for bucket in buckets]:
             work.wait()
@@ -738,26 +737,9 @@ def test_memory_comes_back_after_buckets_are_rebuilt():
     assert not [name for name in set(os.listdir("/dev/shm")) - names if "psengine" in name]
 
 
-def die_with_memory(rank: int, world_size: int) -> None:
-    collective = shared_memory()
-    flat = collective.allocate(50 * MIB, torch.float32, CPU).fill_(1.0)
-    collective.all_reduce(flat).wait()
-    dist.barrier()
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def test_memory_comes_back_after_every_rank_is_killed():
-    before_kib = kib_of("/proc/meminfo", "Shmem")
-    results = run_ranks_to_any_end(die_with_memory, 2)
-    assert [result.exit_code for result in results] == [-signal.SIGKILL] * 2
-    # 400 MiB were in use; other tests may use some meanwhile.
-    assert kib_of("/proc/meminfo", "Shmem") < before_kib + 200 * 1024
-
-
 # ---- ranks that cannot share -----------------------------------------------------------------------------------------
 
-NEW_MOUNTS, NEW_PROCESS_IDS = 0x20000, 0x20000000  # man 2 unshare
-PRIVATE_RECURSIVELY = 0x44000  # man 2 mount
+NEW_PROCESS_IDS = 0x20000000  # man 2 unshare
 
 
 def call_system(name: str, *arguments: Any) -> None:
@@ -836,18 +818,6 @@ def test_a_rank_without_the_extension_speaks_for_all():
     assert "rank 1 runs without the native extension" in results[0]
 
 
-def train_without_extension(rank: int, world_size: int) -> float:
-    if rank == 1:
-        native.extension = None
-    model = psengine.DistributedDataParallel(torch.nn.Linear(3, 1, bias=False), collective="auto")
-    model(torch.full((2, 3), float(rank))).sum().backward()
-    return float(model.module.weight.grad[0, 0])
-
-
-def test_the_wrapper_without_the_extension_on_one_rank():
-    assert run_ranks(train_without_extension, 2, deadline_s=30, group_timeout_s=10) == [1.0, 1.0]
-
-
 def refuse_memory(rank: int, world_size: int) -> str:
     """Rank 1 cannot open what rank 0 offers, though nothing told so before."""
     if rank == 1:
@@ -869,20 +839,6 @@ def test_a_rank_that_cannot_open_the_memory_speaks_for_all():
     results = run_ranks(refuse_memory, 2)
     assert all("ranks [1] cannot open the others' memory" in reason for reason in results)
     assert "/proc/1/fd/9999" in results[1]
-
-
-def share_with_tiny_shm(rank: int, world_size: int) -> list[float]:
-    call_system("unshare", NEW_MOUNTS)
-    call_system("mount", b"none", b"/", None, PRIVATE_RECURSIVELY, None)
-    call_system("mount", b"tmpfs", b"/dev/shm", b"tmpfs", 0, b"size=64k")
-    assert os.statvfs("/dev/shm").f_blocks * os.statvfs("/dev/shm").f_frsize == 64 * 1024
-    return reduce_once(rank, world_size)
-
-
-def test_the_size_of_dev_shm_does_not_matter():
-    if not is_permitted("--mount"):
-        pytest.skip("needs the right to make a mount namespace")
-    assert run_ranks(share_with_tiny_shm, 2) == [[2.0] * 3] * 2
 
 
 def copy_on_one_rank(rank: int, world_size: int) -> bool:

@@ -257,7 +257,7 @@ def begin_and_wait_in_any_order(rank: int, world_size: int) -> dict[str, Any]:
     group = dist.new_group(backend="psengine")
     dist.barrier()
     if rank == 1:
-        time.sleep(1.0)
+        time.sleep(0.6)
     started = time.monotonic()
     tensors = [torch.full((numel,), float(rank + 1)) for numel in (10, 2_000_000, 7)]
     works = [dist.all_reduce(tensor, group=group, async_op=True) for tensor in tensors]
@@ -301,7 +301,7 @@ def begin_and_wait_in_any_order(rank: int, world_size: int) -> dict[str, Any]:
 
 def test_async_operations_do_not_block_and_complete_in_any_order_of_waits():
     for rank, found in enumerate(run_ranks(begin_and_wait_in_any_order, 2)):
-        assert found["began_s"] < 0.5, "beginning must not wait for rank 1"
+        assert found["began_s"] < 0.4, "beginning must not wait for rank 1"
         if rank == 0:
             assert "still under way" in found["late"]
             assert not found["was_completed"]
@@ -496,7 +496,7 @@ def free_port() -> int:
 
 @pytest.mark.parametrize(
     ("backend", "world_size"),
-    [slow("psengine", 1), ("psengine", 4), ("cpu:psengine,cuda:nccl", 2), slow("cpu:psengine", 1)],
+    [("psengine", 4), slow("cpu:psengine,cuda:nccl", 2)],
 )
 def test_default_group_subgroups_and_their_end(backend, world_size):
     results = run_ranks(start_as_default, world_size, backend, free_port(), init_group=False)
@@ -626,9 +626,9 @@ def come_late(rank: int, world_size: int) -> tuple[float, str]:
     group = dist.new_group(backend="psengine")
     dist.all_reduce(torch.ones(3), group=group)
     # Not before, because to set up a group may take longer.
-    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=0.5), group)
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=0.3), group)
     if rank == 1:
-        time.sleep(2)
+        time.sleep(1)
     started = time.monotonic()
     error = raising(dist.all_reduce, torch.ones(3), group=group)
     return time.monotonic() - started, str(error)
@@ -636,10 +636,10 @@ def come_late(rank: int, world_size: int) -> tuple[float, str]:
 
 def test_the_groups_timeout_is_kept():
     (seconds, message), (_, message_of_the_late_one) = run_ranks(come_late, 2)
-    assert 0.4 < seconds < 1.9
+    assert 0.2 < seconds < 0.9
     assert "another rank stopped waiting for this one" in message_of_the_late_one
     assert "Lost rank 1" in message
-    assert "did not arrive within 0.5 s" in message
+    assert "did not arrive within 0.3 s" in message
 
 
 DRAIN_S = 0.5

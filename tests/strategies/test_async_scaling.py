@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from support.expectations import raises
-from support.marks import slow
 from support.processes import run_ranks
 from support.server_training import assert_equal, network, state_of, use
 from torch import nn
@@ -27,7 +26,7 @@ OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, float]]] = {
     "adamw": (torch.optim.AdamW, {"lr": 0.01}),
     "adagrad": (torch.optim.Adagrad, {"lr": 0.05}),
 }
-CASES = list(itertools.product(OPTIMIZERS, [False, True]))
+CASES = list(itertools.product(OPTIMIZERS, [False, True], ["plain", "fused"]))
 
 
 def train_scaled(
@@ -64,10 +63,10 @@ def train_plainly(name: str, implementation: str, *, unscales: bool) -> tuple[di
     return train_scaled(model, optimizer, unscales=unscales)
 
 
-def scaled_is_plain(rank: int, world_size: int, address: str, strategy: str, implementation: str) -> None:
+def scaled_is_plain(rank: int, world_size: int, address: str, strategy: str) -> None:
     """All ranks have the same data, so that their average is each one's gradient."""
     use(address)
-    for name, unscales in CASES:
+    for name, unscales, implementation in CASES:
         os.environ["PSENGINE_JOB"] = f"{strategy}-{implementation}-{name}-{unscales}"
         expected, scales = train_plainly(name, implementation, unscales=unscales)
         wrapped = psengine.DistributedDataParallel(network(), strategy=strategy)
@@ -81,10 +80,9 @@ def scaled_is_plain(rank: int, world_size: int, address: str, strategy: str, imp
         wrapped.strategy.close()
 
 
-@pytest.mark.parametrize("implementation", ["plain", slow("foreach"), "fused"])
 @pytest.mark.parametrize(("strategy", "world_size"), [("sync", 2), ("sync-server", 2), ("async", 1)])
-def test_a_gradient_scaler_is_that_of_plain_training(server, strategy, world_size, implementation):
-    run_ranks(scaled_is_plain, world_size, server.addresses[0], strategy, implementation)
+def test_a_gradient_scaler_is_that_of_plain_training(server, strategy, world_size):
+    run_ranks(scaled_is_plain, world_size, server.addresses[0], strategy)
 
 
 def scales_of_its_own(rank: int, world_size: int, address: str) -> None:
@@ -120,7 +118,7 @@ def wrap_early_push(address: str, job: str, *, as_views: bool, **options: Any) -
     return wrapped, psengine.DistributedOptimizer(inner, wrapped)
 
 
-def early_push_refuses_scaling(rank: int, world_size: int, address: str, as_views: bool) -> None:
+def early_push_refuses_scaling(address: str, as_views: bool) -> None:
     for implementation, unscales in itertools.product(IMPLEMENTATIONS, [False, True]):
         job = f"scaled-{implementation}-{unscales}-{as_views}"
         wrapped, optimizer = wrap_early_push(address, job, as_views=as_views, **IMPLEMENTATIONS[implementation])
@@ -133,12 +131,7 @@ def early_push_refuses_scaling(rank: int, world_size: int, address: str, as_view
         wrapped.strategy.close()
 
 
-@pytest.mark.parametrize("as_views", [False, True], ids=["default", "views"])
-def test_gradients_that_left_during_backward_cannot_be_unscaled(server, as_views):
-    run_ranks(early_push_refuses_scaling, 1, server.addresses[0], as_views, init_group=False)
-
-
-def early_push_sees_hidden_writes(rank: int, world_size: int, address: str, as_views: bool) -> None:
+def early_push_sees_hidden_writes(address: str, as_views: bool) -> None:
     for count in range(4):
         wrapped, optimizer = wrap_early_push(address, f"data-{count}-{as_views}", as_views=as_views)
         wrapped(torch.ones(2, 5)).sum().backward()
@@ -149,12 +142,7 @@ def early_push_sees_hidden_writes(rank: int, world_size: int, address: str, as_v
         wrapped.strategy.close()
 
 
-@pytest.mark.parametrize("as_views", [False, True], ids=["default", "views"])
-def test_a_single_value_written_after_it_left_is_noticed(server, as_views):
-    run_ranks(early_push_sees_hidden_writes, 1, server.addresses[0], as_views, init_group=False)
-
-
-def early_push_takes_what_is_unchanged(rank: int, world_size: int, address: str, as_views: bool) -> None:
+def early_push_takes_what_is_unchanged(address: str, as_views: bool) -> None:
     wrapped, optimizer = wrap_early_push(address, f"unchanged-{as_views}", as_views=as_views)
     scaler = torch.amp.GradScaler("cpu", enabled=False)
     for factor in (1.0, torch.nan, 0.0, torch.inf, 1.0):
@@ -175,6 +163,12 @@ def early_push_takes_what_is_unchanged(rank: int, world_size: int, address: str,
     wrapped.strategy.close()
 
 
-@pytest.mark.parametrize("as_views", [False, True], ids=["default", "views"])
-def test_gradients_that_stay_what_was_sent_are_taken_even_where_they_are_not_finite(server, as_views):
-    run_ranks(early_push_takes_what_is_unchanged, 1, server.addresses[0], as_views, init_group=False)
+def early_push(rank: int, world_size: int, address: str) -> None:
+    for as_views in (False, True):
+        early_push_refuses_scaling(address, as_views)
+        early_push_sees_hidden_writes(address, as_views)
+        early_push_takes_what_is_unchanged(address, as_views)
+
+
+def test_gradients_that_left_during_backward_are_taken_while_they_stay_what_was_sent(server):
+    run_ranks(early_push, 1, server.addresses[0], init_group=False)

@@ -309,8 +309,7 @@ def is_followed(rank: int, world_size: int, address: str, push: str, as_views: b
     assert not failures, "\n".join(failures)
 
 
-@pytest.mark.parametrize("as_views", [False, True], ids=["default", "views"])
-@pytest.mark.parametrize("push", PUSHES)
+@pytest.mark.parametrize(("push", "as_views"), [("step", True), ("backward", False)])
 def test_one_worker_is_plain_training_whatever_comes_before_a_step(server, push, as_views):
     run_ranks(is_followed, 1, server.addresses[0], push, as_views, init_group=False)
 
@@ -323,19 +322,6 @@ def old_graph(training: Training) -> None:
     optimizer.step()
     with raises(RuntimeError, "has been modified by an inplace operation"):
         late.backward()
-
-
-def sees_old_graphs(rank: int, world_size: int, address: str, push: str) -> None:
-    use(address)
-    old_graph(Training())
-    training = Training(job=f"old graph-{push}", push=push)
-    old_graph(training)
-    training.close()
-
-
-@pytest.mark.parametrize("push", PUSHES)
-def test_a_backward_through_weights_that_a_step_overwrote_is_an_error(server, push):
-    run_ranks(sees_old_graphs, 1, server.addresses[0], push, init_group=False)
 
 
 # ---- refused -----------------------------------------------------------------------------------------------------
@@ -399,8 +385,7 @@ REFUSED: list[tuple[Callable[[Any, torch.optim.Optimizer], None], list[str]]] = 
 ]
 
 
-def refuses_changes(rank: int, world_size: int, address: str, push: str) -> None:
-    use(address)
+def refuses_changes(push: str) -> None:
     for change, texts in REFUSED:
         training = Training(job=f"{change.__name__}-{push}", push=push)
         model, optimizer = training.start(network(), two_groups)
@@ -416,13 +401,7 @@ def refuses_changes(rank: int, world_size: int, address: str, push: str) -> None
         training.close()
 
 
-@pytest.mark.parametrize("push", PUSHES)
-def test_an_optimizer_that_is_no_longer_what_the_servers_run_is_refused(server, push):
-    run_ranks(refuses_changes, 1, server.addresses[0], push, init_group=False)
-
-
-def refuses_untrained(rank: int, world_size: int, address: str, push: str) -> None:
-    use(address)
+def refuses_untrained(push: str) -> None:
     texts = ["parameter 0 of group 0 (shape (7, 5)) has a gradient", "when the model was wrapped it was frozen"]
 
     training = Training(job=f"unfrozen-{push}", push=push)
@@ -454,9 +433,20 @@ def refuses_untrained(rank: int, world_size: int, address: str, push: str) -> No
     training.close()
 
 
-@pytest.mark.parametrize("push", PUSHES)
-def test_a_gradient_that_no_server_would_apply_is_refused(server, push):
-    run_ranks(refuses_untrained, 1, server.addresses[0], push, init_group=False)
+def refuses(rank: int, world_size: int, address: str) -> None:
+    use(address)
+    old_graph(Training())
+    for push in PUSHES:
+        refuses_changes(push)
+        refuses_untrained(push)
+        training = Training(job=f"old graph-{push}", push=push)
+        old_graph(training)
+        training.close()
+
+
+def test_a_step_that_servers_would_take_otherwise_is_refused(server):
+    """An optimizer that changed since it was distributed, gradients that no server applies, graphs of older weights."""
+    run_ranks(refuses, 1, server.addresses[0], init_group=False)
 
 
 # ---- push="backward": between backward and step ------------------------------------------------------------------
@@ -500,7 +490,7 @@ TOO_LATE: list[tuple[Callable[[Any, torch.optim.Optimizer], None], type[Exceptio
 ]
 
 
-def refuses_what_comes_too_late(rank: int, world_size: int, address: str) -> None:
+def comes_too_late_or_in_time(rank: int, world_size: int, address: str) -> None:
     use(address)
     for change, error_type, text in TOO_LATE:
         training = Training(job=f"late-{change.__name__}", push="backward")
@@ -511,10 +501,11 @@ def refuses_what_comes_too_late(rank: int, world_size: int, address: str) -> Non
             optimizer.step()
         assert not model.strategy.sending.has_begun  # the servers' weights are here
         training.close()
-
-
-def test_what_changes_after_the_gradients_left_is_refused(server):
-    run_ranks(refuses_what_comes_too_late, 1, server.addresses[0], init_group=False)
+    plain = takes_what_comes_in_time(Training())
+    for push in PUSHES:
+        training = Training(job=f"in time-{push}", push=push)
+        assert_equal(state_of(takes_what_comes_in_time(training).module), state_of(plain))
+        training.close()
 
 
 def takes_what_comes_in_time(training: Training) -> nn.Module:
@@ -529,13 +520,5 @@ def takes_what_comes_in_time(training: Training) -> nn.Module:
     return model
 
 
-def is_taken_in_time(rank: int, world_size: int, address: str, push: str) -> None:
-    use(address)
-    training = Training(job=f"in time-{push}", push=push)
-    assert_equal(state_of(takes_what_comes_in_time(training).module), state_of(takes_what_comes_in_time(Training())))
-    training.close()
-
-
-@pytest.mark.parametrize("push", PUSHES)
-def test_what_changes_before_any_gradient_left_counts(server, push):
-    run_ranks(is_taken_in_time, 1, server.addresses[0], push, init_group=False)
+def test_what_changes_after_the_gradients_left_is_refused_and_counts_before(server):
+    run_ranks(comes_too_late_or_in_time, 1, server.addresses[0], init_group=False)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from support.expectations import raises
-from support.native_extension import SHARED_MEMORY, needs_shared_memory
+from support.native_extension import needs_shared_memory
 from support.processes import in_ranks, run_ranks
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
@@ -124,8 +124,7 @@ def train_beside_one_process(rank: int, world_size: int, collective: str) -> Non
             assert torch.allclose(p, q, **tolerance), (build.__name__, options, name, (p - q).abs().max())
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
-@pytest.mark.parametrize("collective", [SHARED_MEMORY, "c10d"])
+@pytest.mark.parametrize(("collective", "world_size"), [("auto", 2), ("c10d", 4)])
 def test_uneven_batches_train_like_one_process(collective, world_size):
     run_ranks(train_beside_one_process, world_size, collective)
 
@@ -148,18 +147,18 @@ def unused_parameters(rank: int, world_size: int, collective: str, skips: bool) 
             assert p.grad is None or torch.allclose(p.grad, q.grad, **FLOAT64)
 
 
-@pytest.mark.parametrize("skips", [False, True])
-@pytest.mark.parametrize("collective", [SHARED_MEMORY, "c10d"])
+@pytest.mark.parametrize(("collective", "skips"), [("auto", False), ("c10d", True)])
 def test_parameters_that_some_batches_do_not_use(collective, skips):
     run_ranks(unused_parameters, 2, collective, skips)
 
 
-def no_say(rank: int, world_size: int, collective: str) -> None:
+@in_ranks(2)
+def test_a_rank_without_samples_has_no_say(rank, world_size):
     """Rank 0's gradients are NaN, and count nothing."""
     x = torch.full((1, FEATURES), 1.5, dtype=torch.float64)
     for build in (Perceptron, Sparse):
         for options in ({}, {"gradient_as_bucket_view": True}, {"check_finite": True}):
-            model = DistributedDataParallel(seeded(build), collective=collective, **options)
+            model = DistributedDataParallel(seeded(build), **options)
             reference = seeded(build)
             reference(x).sum().backward()
             model.batch_weight = 5 * rank
@@ -170,18 +169,9 @@ def no_say(rank: int, world_size: int, collective: str) -> None:
                     assert torch.equal(p.grad.to_dense(), q.grad.to_dense())
 
 
-@pytest.mark.parametrize("collective", [SHARED_MEMORY, "c10d"])
-def test_a_rank_without_samples_has_no_say(collective):
-    run_ranks(no_say, 2, collective)
-
-
 def equal_weights(rank: int, world_size: int, collective: str, as_view: bool) -> None:
-    models = [
-        DistributedDataParallel(
-            seeded(Perceptron, torch.float32), collective=collective, gradient_as_bucket_view=as_view
-        )
-        for _ in range(2)
-    ]
+    options = {"collective": collective, "gradient_as_bucket_view": as_view}
+    models = [DistributedDataParallel(seeded(Perceptron, torch.float32), **options) for _ in range(2)]
     for step in range(4):
         torch.manual_seed(10 * rank + step)
         x = torch.randn(7, FEATURES)
@@ -195,8 +185,7 @@ def equal_weights(rank: int, world_size: int, collective: str, as_view: bool) ->
             assert torch.equal(p.grad, q.grad)
 
 
-@pytest.mark.parametrize("as_view", [False, True])
-@pytest.mark.parametrize("collective", [SHARED_MEMORY, "c10d"])
+@pytest.mark.parametrize(("collective", "as_view"), [("auto", True), ("c10d", False)])
 def test_equal_weights_change_no_bit(collective, as_view):
     run_ranks(equal_weights, 2, collective, as_view)
 
@@ -223,8 +212,8 @@ def test_micro_batches(rank, world_size):
 JOINED_BATCHES = [0, 1, 3]
 
 
-def joined(rank: int, world_size: int, collective: str) -> list[torch.Tensor]:
-    model = DistributedDataParallel(seeded(Perceptron), collective=collective)
+def joined(rank: int, world_size: int) -> list[torch.Tensor]:
+    model = DistributedDataParallel(seeded(Perceptron))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     with model.join(divide_by_initial_world_size=False):
         for step in range(JOINED_BATCHES[rank]):
@@ -236,9 +225,8 @@ def joined(rank: int, world_size: int, collective: str) -> list[torch.Tensor]:
     return [p.detach().clone() for p in model.parameters()]
 
 
-@pytest.mark.parametrize("collective", [SHARED_MEMORY, "c10d"])
-def test_ranks_that_joined_have_no_say(collective):
-    results = run_ranks(joined, 3, collective)
+def test_ranks_that_joined_have_no_say():
+    results = run_ranks(joined, 3)
     reference = seeded(Perceptron)
     optimizer = torch.optim.SGD(reference.parameters(), lr=0.05)
     for step in range(3):
@@ -252,7 +240,8 @@ def test_ranks_that_joined_have_no_say(collective):
             assert torch.allclose(p, q, **FLOAT64)
 
 
-def switches(rank: int, world_size: int) -> None:
+@in_ranks(2)
+def test_weights_can_be_switched_off(rank, world_size):
     model = DistributedDataParallel(seeded(Perceptron))
     x = torch.full((1, FEATURES), rank + 1.0, dtype=torch.float64)
 
@@ -279,11 +268,6 @@ def switches(rank: int, world_size: int) -> None:
     reference(torch.full((1, FEATURES), 2.0, dtype=torch.float64)).sum().backward()
     for p, g in zip(reference.parameters(), only_rank_1, strict=True):
         assert torch.allclose(p.grad, g, **FLOAT64)
-
-
-@pytest.mark.parametrize("world_size", [2])
-def test_weights_can_be_switched_off(world_size):
-    run_ranks(switches, world_size)
 
 
 @in_ranks(1)
@@ -335,6 +319,9 @@ def test_what_is_refused():
     with pytest.raises(ConfigurationError, match=r"strategy 'sync' does not average gradients by samples"):
         Strategy.weigh(psengine.SyncAllReduce(), 2.0)  # what a strategy of one's own inherits
     Strategy.weigh(psengine.SyncAllReduce(), None)
+    for weight in (-1, math.nan, 2e12):
+        with pytest.raises(ConfigurationError, match="expected 0 to 1e"):
+            psengine.SyncServer().weigh(weight)
 
 
 def only_one_weighs(rank: int, world_size: int) -> str:

@@ -85,18 +85,16 @@ def train(rank: int, world_size: int, address: str, strategy: str, steps: int) -
     return trace
 
 
-@pytest.mark.parametrize("codec", ["bf16", "int8"])
-def test_sync_server_stays_near_what_it_does_uncompressed_and_replicas_agree(server, codec):
+def test_sync_server_stays_near_what_it_does_uncompressed_and_replicas_agree(server):
     address = server.addresses[0]
-    plain = run_ranks(train, 2, address, f"sync-server:job=plain-{codec}", 4)
-    encoded = run_ranks(train, 2, address, f"sync-server:compress={codec},job=encoded-{codec}", 4)
+    plain = run_ranks(train, 2, address, "sync-server:job=plain", 4)
+    encoded = run_ranks(train, 2, address, "sync-server:compress=int8,job=encoded", 4)
     for step in range(4):
         for mine, other, reference in zip(encoded[0][step], encoded[1][step], plain[0][step], strict=True):
             assert torch.equal(mine, other), "replicas agree to the bit"
             assert torch.allclose(mine, reference, atol=2e-3)
     assert any(not torch.equal(a, b) for a, b in zip(encoded[0][-1], plain[0][-1], strict=True)), "nothing was encoded"
-    plain_bytes, encoded_bytes = (server.job(f"{kind}-{codec}")[0]["bytes_out"] for kind in ("plain", "encoded"))
-    assert encoded_bytes < plain_bytes * {"bf16": 0.65, "int8": 0.5}[codec]
+    assert server.job("encoded")[0]["bytes_out"] < server.job("plain")[0]["bytes_out"] * 0.5
 
 
 def test_async_gets_weights_as_they_travel_and_the_servers_keep_theirs(server):
@@ -108,7 +106,7 @@ def test_async_gets_weights_as_they_travel_and_the_servers_keep_theirs(server):
         assert torch.equal(weight, value.bfloat16().float())
 
 
-@pytest.mark.parametrize("options", ["", ",push=backward", ",delay_compensation=0.04,max_staleness=1"])
+@pytest.mark.parametrize("options", [",push=backward", ",delay_compensation=0.04,max_staleness=1"])
 def test_async_trains_with_eight_bits(server, options):
     name = f"async:compress=int8,job=async-int8-{len(options)}{options}"
     plain_name = f"async:job=async-plain-{len(options)}{options}"
@@ -207,6 +205,7 @@ def test_what_a_late_gradient_brought_of_the_residual_goes_with_the_next(server)
         # The next payload is made from the residual that was kept: 7 + 7 is the largest now.
         assert second.push(0, gradient, [landing]).wait().outcome is ExchangeOutcome.AVERAGED
         assert landing.tolist() == [0, 0, 0, 0, 0, 0, 14, 0]
+        first.push(0, None, [landing]).wait()  # has the last average too, for which the second's end would wait
 
 
 def test_what_a_refused_gradient_brought_of_the_residual_goes_with_the_next(server):

@@ -1,14 +1,13 @@
-"""Where is everybody? Asked through the rendezvous store when a wait lasts; see ``stall_inspector``.
+"""Asks the ranks, through the rendezvous store, where they wait; see ``stall_inspector``.
 
 ::
 
     psengine/stall/question                   the number of the latest question
     psengine/stall/answer/<n>/<process@host>  what that process waited for when it saw question n
 
-Answers are by process, not by rank, because a rank may be waiting within another group of ranks than the one that asks.
-Nobody writes or reads these while waits are short. Only the store's operations that wait for nobody are used: a thread
-that waits within the store would keep the others of its process out of it. Where the store's host has stopped they do
-not return either; then nobody is asked until they do.
+Answers are by process, not by rank, because a rank may wait in another group than the one that asks. Short waits read
+and write nothing. Only operations of the store that do not wait are used: a thread that waits in the store keeps the
+others of its process out. Where the store's host has stopped they do not return; no question is asked until they do.
 """
 
 from __future__ import annotations
@@ -27,12 +26,9 @@ STORE_TIMEOUT_S = 1.0
 
 
 class StoreWhereabouts:
-    """One rank's way to tell others where it waits, and to hear where those of its group do; for one thread.
+    """Tells other ranks where this one waits, and returns where those of its group do; for one thread.
 
-    What asks the store raises StoreSilentError where that does not answer, and what the store raises where it is gone.
-
-    Args:
-        roll_call: of the group; knows the store, and where ranks run.
+    Methods that ask the store raise StoreSilentError where it does not answer, and its own errors where it is gone.
     """
 
     def __init__(self, roll_call: RollCall) -> None:
@@ -58,13 +54,13 @@ class StoreWhereabouts:
         return count_at(self._store, QUESTION)
 
     def answer(self, question: int, position: Position) -> None:
-        """Say where this rank is."""
+        """Write where this rank waits."""
         key = self._key(question, self._roll_call.rank)
         if key is not None:
             self._put(lambda: self._store.set(key, json.dumps([position.operation, position.what])))
 
     def answers(self, question: int) -> Mapping[int, Position]:
-        """Where the ranks are that answered ``question``, or a later one, by rank."""
+        """By rank, where those wait that answered ``question`` or a later one."""
         return self._put(lambda: self._answers(question))
 
     def _answers(self, question: int) -> dict[int, Position]:
@@ -88,7 +84,7 @@ class StoreWhereabouts:
         return self._roll_call.describe_place(rank)
 
     def advise(self, ranks: Sequence[int]) -> str:
-        """How to look into those ranks' processes."""
+        """Commands that show where those ranks' processes are."""
         places = [self._roll_call.place_of(rank) for rank in ranks]
         commands = [f"`py-spy dump --pid {place[1]}` on {place[0]}" for place in places if place is not None]
         return f" {', '.join(commands)} shows the line it is at." if commands else ""
