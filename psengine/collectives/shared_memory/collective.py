@@ -103,9 +103,11 @@ class SharedMemoryCollective(Collective):
     @override
     def has_ended(self) -> bool:
         """Also where another rank failed or left: all ranks then agree to replace the collective."""
-        return self._has_ended or (
-            self._group is not None and bool(self._extension.shared_memory_has_ended(self._group))
-        )
+        if self._has_ended or self._group is None:
+            return self._has_ended
+        if not hasattr(self._extension, "shared_memory_has_ended"):  # built before this version
+            return False
+        return bool(self._extension.shared_memory_has_ended(self._group))
 
     @property
     def is_connected(self) -> bool:
@@ -150,6 +152,8 @@ class SharedMemoryCollective(Collective):
         check_flat(self, what, flat, scale)
         flat = real(flat)
         arguments = flat.data_ptr(), flat.numel(), self._kind(what, flat), scale
+        if hasattr(self._extension, "shared_memory_take_square_sum"):  # built before this version
+            return self._begin_on((flat,), what, "shared_memory_all_reduce", *arguments, False)
         return self._begin_on((flat,), what, "shared_memory_all_reduce", *arguments)
 
     @override
