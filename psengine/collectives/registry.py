@@ -1,7 +1,13 @@
-"""From what a user writes to the one collective of a process group."""
+"""From what a user writes to the one collective of a process group.
+
+All who exchange tensors in a group get the group's one collective: its operations then have one order, ranks meet once,
+and one place knows what a rank waits for.
+"""
 
 from __future__ import annotations
 
+import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +17,6 @@ import torch.distributed as dist
 from psengine.collectives.automatic import AutomaticCollective
 from psengine.collectives.base import Collective
 from psengine.collectives.c10d import C10dCollective
-from psengine.collectives.cache import collective_of
 from psengine.collectives.shared_memory.collective import SharedMemoryCollective
 from psengine.collectives.solo import SoloCollective
 from psengine.environment.variables import default_collective
@@ -22,6 +27,11 @@ from psengine.specification import Registry
 COLLECTIVES: Registry[Collective] = Registry("collective", ("process_group", "device"))
 
 CPU = torch.device("cpu")
+
+# By process group, by name. Weak: the store of a destroyed group holds the rendezvous port, on which the next
+# init_process_group() would fail.
+_collectives: weakref.WeakKeyDictionary[Any, dict[str, Collective]] = weakref.WeakKeyDictionary()
+_lock = threading.RLock()  # making one collective may ask for another
 
 
 def register_collective(name: str, factory: Callable[..., Collective]) -> None:
@@ -76,6 +86,27 @@ def _shared_memory_alone(process_group: Any) -> SharedMemoryCollective:
 register_collective("auto", _auto)
 register_collective("c10d", _c10d)
 register_collective("shared_memory", _shared_memory)
+
+
+def collective_of(process_group: Any, name: str, make: Callable[[], Collective]) -> Collective:
+    """Return the collective ``name`` of ``process_group``; ``make`` it where there is none that still works.
+
+    It is closed when the group is destroyed and no longer referred to. ``make``'s result must not keep the group alive.
+    """
+    with _lock:
+        by_name = _collectives.get(process_group)
+        if by_name is None:
+            by_name = _collectives[process_group] = {}
+            weakref.finalize(process_group, _close, by_name).atexit = False
+        collective = by_name.get(name)
+        if collective is None or collective.has_ended:
+            collective = by_name[name] = make()
+        return collective
+
+
+def _close(by_name: dict[str, Collective]) -> None:
+    for collective in by_name.values():
+        collective.close()
 
 
 def check_name(name: Any) -> None:

@@ -1,4 +1,4 @@
-"""What a timeline asks of its ranks: their spans on rank 0, and what their clocks say."""
+"""The ranks of a timeline: they send their spans to rank 0, and compare clocks."""
 
 from __future__ import annotations
 
@@ -11,9 +11,6 @@ from psengine.collectives.base import Collective
 from psengine.environment.context import world_place
 from psengine.tracing.clocks import ROUNDS, Offset, estimate_offset
 from psengine.tracing.timeline import now_ns, recorder, start_from_environment
-
-# Of one rank's spans at a time, so that all ranks need only this much memory for them.
-PIECE_BYTES = 16 * 1024 * 1024
 
 
 class TimelineGroup:
@@ -35,38 +32,31 @@ class TimelineGroup:
         for _ in range(ROUNDS):
             sent.append(now_ns())
             mine = torch.tensor([sent[-1]], dtype=torch.int64, device=self._device)
-            # The tensor is read before the clock is, or a device would answer later than it seems.
+            # Read the tensor before the clock, which so includes a device's time.
             reference.append(int(self._collective.gather(mine, what="clocks of the timeline")[0].item()))
             received.append(now_ns())
         return estimate_offset(sent, received, reference)
 
     def gather(self, payload: bytes) -> list[bytes]:
-        """Every rank's ``payload`` on rank 0, nothing on the others. All ranks call it."""
-        mine = torch.tensor([len(payload)], dtype=torch.int64, device=self._device)
-        lengths = self._collective.gather(mine, what="length of the timeline")
-        others = [self._broadcast(payload, rank, int(length.item())) for rank, length in enumerate(lengths) if rank > 0]
-        return [payload, *others] if self.rank == 0 else []
-
-    def _broadcast(self, payload: bytes, source_rank: int, length: int) -> bytes:
-        received = bytearray()
-        for start in range(0, length, PIECE_BYTES):
-            own = payload[start : start + PIECE_BYTES] if self.rank == source_rank else b""
-            piece = self._collective.broadcast_bytes(own, source_rank, self._device, what="timeline")
+        """Return every rank's ``payload`` on rank 0, nothing on others; one rank's at a time. All ranks call it."""
+        received = [payload]
+        for rank in range(1, self.world_size):
+            found = self._collective.broadcast_bytes(payload, rank, self._device, what="timeline")
             if self.rank == 0:
-                received += piece
-        return bytes(received)
+                received.append(found)
+        self._collective.barrier().wait()  # the source of a broadcast does not wait for its receivers
+        return received if self.rank == 0 else []
 
 
 def attach(collective: Collective, device: torch.device, rank: int | None) -> None:
     """A model was wrapped: timelines are of these ranks from now on; begin one where the environment asks for it.
 
-    Ranks are those of the whole job, whose processes write to one folder; replicas that are only some of it are no
-    group to gather among, as others have the same ranks in theirs.
+    Replicas that are only some of the job's ranks do not gather: other replicas have the same ranks in their groups.
 
     Args:
         collective: the replicas; held weakly.
         device: where it exchanges tensors.
-        rank: this worker's where it meets the others elsewhere; None: that in the default group.
+        rank: this worker's at its servers; None for that in the default group.
 
     Raises:
         EnvironmentVariableError: see ``timeline.start_from_environment``.

@@ -553,21 +553,6 @@ def test_threads_of_one_rank():
     run_ranks(use_from_threads, 2, deadline_s=30)
 
 
-def take_turns(rank: int, world_size: int) -> float:
-    collective = connect()
-    started = time.monotonic()
-    for turn in range(40):
-        if turn % world_size == rank:
-            time.sleep(0.01)  # the others have gone to sleep
-        collective.barrier().wait()
-    return time.monotonic() - started
-
-
-def test_sleepers_are_woken():
-    # Unwoken they would look every 100 ms.
-    assert max(run_ranks(take_turns, 2)) < 2.5
-
-
 # ---- many, large, late -----------------------------------------------------------------------------------------------
 
 
@@ -653,20 +638,6 @@ def test_tensors_beyond_32_bits():
     if kib_of("/proc/meminfo", "MemAvailable") < 9 * MIB:
         pytest.skip("needs 9 GiB of memory")
     run_ranks(reduce_gigabytes, 2, deadline_s=300, group_timeout_s=200)
-
-
-def reduce_once(rank: int, world_size: int) -> list[float]:
-    collective = shared_memory()
-    flats = [torch.ones(5), torch.ones(300_000), collective.allocate(300_000, torch.float32, CPU).fill_(1.0)]
-    for flat in flats:
-        collective.all_reduce(flat).wait()
-    return [float(flat[-1]) for flat in flats]
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-def test_as_many_ranks_as_there_are_bits():
-    assert run_ranks(reduce_once, 64, deadline_s=240) == [[64.0] * 3] * 64
 
 
 def test_one_more_rank_than_there_are_bits():

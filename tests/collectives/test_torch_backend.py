@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import functools
 import gc
-import hashlib
 import os
 import signal
 import threading
 import time
 import warnings
-from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -87,10 +85,8 @@ def every_operation(rank: int, world_size: int, group: dist.ProcessGroup) -> dic
     def input_of(numel: int, dtype: torch.dtype) -> torch.Tensor:
         return values(rank, numel, dtype)
 
-    # Four ranks on two cores take their time.
-    dtypes = SUMMED + LEFT_TO_GLOO if world_size == 2 else [torch.float32, torch.bfloat16, torch.int64]
-    for dtype in dtypes:
-        for numel in SIZES if world_size == 2 else (3, 300_001):
+    for dtype in SUMMED + LEFT_TO_GLOO:
+        for numel in SIZES:
             if not (numel == 0 and dtype in LEFT_TO_GLOO):
                 found["all_reduce", dtype, numel] = total = input_of(numel, dtype)
                 dist.all_reduce(total, group=group)
@@ -152,16 +148,6 @@ def every_operation(rank: int, world_size: int, group: dist.ProcessGroup) -> dic
     return found
 
 
-def over_both(rank: int, world_size: int) -> Iterator[tuple[Any, Any, Any]]:
-    """Of every operation what it left over psengine and over gloo."""
-    group = dist.new_group(backend="psengine")
-    ours, gloos = (every_operation(rank, world_size, g) for g in (group, dist.group.WORLD))
-    assert ours.keys() == gloos.keys()
-    assert ours.pop("objects") == gloos.pop("objects")
-    for key, found in ours.items():
-        yield key, found, gloos[key]
-
-
 def flatten(found: Any) -> list[torch.Tensor]:
     if isinstance(found, torch.Tensor):
         return [found.to_dense() if found.is_sparse else found]
@@ -173,56 +159,16 @@ def are_equal(found: Any, expected: Any) -> bool:
 
 
 def compare_bits(rank: int, world_size: int) -> list[Any]:
-    return [key for key, found, gloos in over_both(rank, world_size) if not are_equal(found, gloos)]
+    """The operations that left something else over psengine than over gloo."""
+    group = dist.new_group(backend="psengine")
+    ours, gloos = (every_operation(rank, world_size, g) for g in (group, dist.group.WORLD))
+    assert ours.keys() == gloos.keys()
+    assert ours.pop("objects") == gloos.pop("objects")
+    return [key for key, found in ours.items() if not are_equal(found, gloos[key])]
 
 
 def test_two_ranks_get_what_gloo_gives_to_the_last_bit():
     assert run_ranks(compare_bits, 2) == [[], []]
-
-
-# Four ranks add in another order than gloo's ring, which changes floats' sums; nothing else.
-SUMS = ("all_reduce", "reduce_scatter", "reduce_scatter_single")
-FLOAT32_SUMS = ("AVG", "transposed", "several", "coalesced", "functional")
-
-
-def compare_sums(rank: int, world_size: int) -> dict[Any, str]:
-    """Digests of the sums that every rank has."""
-    digests = {}
-    for key, found, gloos in over_both(rank, world_size):
-        if key[0] in SUMS:
-            name, dtype, numel = key
-            whole_numel = numel if name == "all_reduce" else numel * world_size
-            addends = [values(r, whole_numel, dtype) for r in range(world_size)]
-            if name == "all_reduce":
-                digests[key] = hashlib.sha256(found.view(torch.uint8).numpy()).hexdigest()
-            else:
-                addends = [addend.chunk(world_size)[rank] for addend in addends]
-            check_sum(key, found, addends)
-        elif key in FLOAT32_SUMS:
-            # Two sums of four addends below 50: each off by at most four half units of 200.
-            for tensor, expected in zip(flatten(found), flatten(gloos), strict=True):
-                torch.testing.assert_close(tensor, expected, rtol=0, atol=8 * 2**-24 * 200, msg=str(key))
-        else:
-            assert are_equal(found, gloos), key
-    return digests
-
-
-def check_sum(key: Any, found: torch.Tensor, addends: list[torch.Tensor]) -> None:
-    if not found.is_floating_point():
-        assert torch.equal(found, sum(addends)), key
-        return
-    exact, magnitude = sum(a.double() for a in addends), sum(a.double().abs() for a in addends)
-    # 16-bit addends add in float32, and their sum is rounded once; others are rounded at each of three additions. One
-    # half unit more is for what one rounding adds to the next.
-    roundings = 1 if found.element_size() == 2 else len(addends) - 1
-    bound = (roundings + 1) * torch.finfo(found.dtype).eps / 2 * magnitude
-    assert ((found.double() - exact).abs() <= bound).all(), key
-
-
-def test_four_ranks_sum_as_exactly_as_the_dtype_allows():
-    digests = run_ranks(compare_sums, 4)
-    assert len(digests[0]) == 6
-    assert digests[1:] == digests[:1] * 3, "every rank has the same bits"
 
 
 def test_shared_memory_does_what_it_covers():
@@ -587,17 +533,14 @@ def lose_a_rank(rank: int, world_size: int, how: str) -> tuple[float, str, Any]:
     group = dist.new_group(backend="psengine")
     tensor = torch.ones(3_000_000)
     dist.all_reduce(tensor, group=group)
-    work = None
-    if rank != 1 and how in ("future", "ddp"):
-        work = dist.all_reduce(tensor, group=group, async_op=True)
+    if rank != 1 and how == "ddp":
+        dist.all_reduce(tensor, group=group, async_op=True)
     if rank == 1:
         time.sleep(0.3)
         os.kill(os.getpid(), signal.SIGKILL)
     started = time.monotonic()
     try:
-        if how == "future":
-            work.get_future().wait()
-        elif how == "wait":
+        if how == "wait":
             dist.all_reduce(tensor, group=group, async_op=True).wait()
         elif how == "ddp":
             model = Native(nn.Linear(4, 4), process_group=group, init_sync=False)
@@ -609,7 +552,7 @@ def lose_a_rank(rank: int, world_size: int, how: str) -> tuple[float, str, Any]:
     raise AssertionError("went on without rank 1")
 
 
-@pytest.mark.parametrize("how", ["wait", slow("future"), "ddp"])
+@pytest.mark.parametrize("how", ["wait", "ddp"])
 def test_a_killed_rank_is_named(how):
     results = run_ranks_to_any_end(lose_a_rank, 3, how)
     assert results[1].exit_code == -signal.SIGKILL

@@ -23,7 +23,7 @@ TABLES = ["baseline", "avx2", "avx512"]
 BITS = {8: torch.int64, 4: torch.int32, 2: torch.int16}
 # Below, at and above a vector, a cache block (1,024) and a block of a thread's work (4,096).
 SIZES = [0, 1, 3, 15, 16, 17, 31, 0, 1023, 1025, 4096, 4097, 10_001]
-SCALES = [1.0, 0.5, 1 / 3]
+SCALES = [1.0, 1 / 3]
 
 
 @pytest.fixture
@@ -177,7 +177,7 @@ def special_values(dtype, generator):
     )
 
 
-@pytest.mark.parametrize("scale", [1.0, 0.5, 1 / 3, 1e-6, 65536.0])
+@pytest.mark.parametrize("scale", [1.0, 1 / 3, 65536.0])
 @pytest.mark.parametrize(("flat_dtype", "dtype"), PAIRS)
 def test_special_values_are_torchs(flat_dtype, dtype, scale, table, generator):
     values = special_values(dtype, generator)

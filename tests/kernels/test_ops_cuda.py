@@ -98,22 +98,6 @@ def test_every_pair_of_kinds(dtype, flat_dtype):
     check(lambda device: tensors_of(SIZES, dtype, device), flat_dtype)
 
 
-@pytest.mark.parametrize("scale", [1.0, 0.0, -0.5, 1e-30, 1e300, float("inf")])
-@pytest.mark.parametrize(
-    ("dtype", "flat_dtype"), [(torch.float32, torch.float32), (torch.float64, torch.bfloat16)], ids=name_of
-)
-def test_scales(dtype, flat_dtype, scale):
-    check(lambda device: tensors_of([1000, 31], dtype, device), flat_dtype, scale=scale)
-
-
-def test_kinds_are_mixed_in_one_call():
-    def build(device):
-        return [values(numel, KINDS[i % 4], i).to(device) for i, numel in enumerate(SIZES)]
-
-    for flat_dtype in KINDS:
-        check(build, flat_dtype)
-
-
 @pytest.mark.parametrize(("dtype", "flat_dtype"), PAIRS, ids=name_of)
 def test_ties_are_rounded_to_even(dtype, flat_dtype):
     # In the middle of two neighbours of either 16-bit kind, and a little beside the middle, which float32 cannot hold.
@@ -159,18 +143,6 @@ def test_strides(view, dtype, flat_dtype):
         return [bases[0], VIEWS[view](bases[1]), bases[2]]
 
     check(build, flat_dtype)
-
-
-def test_many_strided_tensors():
-    def build(device):
-        bases = tensors_of([600] * 60, torch.float32, device)
-        return [base.view(20, 30)[:, 5 : 6 + index % 20] for index, base in enumerate(bases)]
-
-    check(build, torch.float32)
-
-
-def test_a_large_strided_tensor():
-    check(lambda device: [values(600_000).to(device).view(600, 1000).t()[::2]], torch.float16)
 
 
 def test_an_expanded_source():

@@ -7,12 +7,10 @@ import os
 import signal
 import threading
 import time
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from support.interpreters import running_program
 from support.native_extension import SHARED_MEMORY, needs_shared_memory
 from support.processes import run_ranks
 
@@ -39,17 +37,14 @@ def test_nothing_is_due_when_turned_off():
     assert not any(schedule.is_due(s) for s in range(10_000))
 
 
-@pytest.mark.parametrize(("text", "seconds"), [("", 30.0), ("0", 0.0), ("2.5", 2.5), (" 7 ", 7.0)])
-def test_the_variable(monkeypatch, text, seconds):
-    monkeypatch.setenv("PSENGINE_STALL_S", text)
-    assert stall_after_s() == seconds
-
-
-@pytest.mark.parametrize("text", ["-1", "soon", "inf", "nan", "1 2"])
-def test_wrong_values_of_the_variable(monkeypatch, text):
-    monkeypatch.setenv("PSENGINE_STALL_S", text)
-    with pytest.raises(psengine.EnvironmentVariableError, match="PSENGINE_STALL_S"):
-        stall_after_s()
+def test_the_variable(monkeypatch):
+    for text, seconds in [("", 30.0), ("0", 0.0), ("2.5", 2.5), (" 7 ", 7.0)]:
+        monkeypatch.setenv("PSENGINE_STALL_S", text)
+        assert stall_after_s() == seconds
+    for text in ("-1", "soon", "inf", "nan", "1 2"):
+        monkeypatch.setenv("PSENGINE_STALL_S", text)
+        with pytest.raises(psengine.EnvironmentVariableError, match="PSENGINE_STALL_S"):
+            stall_after_s()
 
 
 class _Collective:
@@ -93,13 +88,6 @@ def test_where_nobody_could_be_asked_nobody_is_blamed_but_by_the_transport():
     assert "nobody could be asked. This is no error yet" in text
     assert "Missing" not in text
     assert "network" not in text
-
-
-def test_importing_starts_no_thread():
-    code = "import threading, psengine.wrapper.ddp; print([thread.name for thread in threading.enumerate()])"
-    with running_program(code, {"PYTHONPATH": str(Path(psengine.__file__).parents[1])}) as program:
-        assert program.wait() == 0
-        assert program.stdout.strip() == "['MainThread']"
 
 
 def test_a_forked_child_starts_over():
@@ -204,23 +192,6 @@ def _until_stopped(process_id):
         time.sleep(0.01)
 
 
-def _one_is_stopped(rank, world_size, collective):
-    process_id = int(psengine.gather(os.getpid())[1])
-    listener = _Listener(lambda: os.kill(process_id, signal.SIGCONT))
-    found = _train(rank, collective, lambda: _stop_oneself() if rank == 1 else _until_stopped(process_id))
-    texts = listener.wait_for_end() if rank == 0 else listener.texts
-    _check_equal_to_undisturbed(rank, collective, found)
-    return texts
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("collective", [SHARED_MEMORY])
-def test_a_stopped_process_is_called_that(monkeypatch, collective):
-    monkeypatch.setenv("PSENGINE_STALL_S", "0.5")
-    texts, _ = run_ranks(_one_is_stopped, 2, collective)
-    assert "stopped by a signal" in texts["WARNING"][0]
-
-
 def _host_of_the_store_is_stopped(rank, world_size, port_file):
     if rank == 0:
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -301,13 +272,3 @@ def _turned_off(rank, world_size):
 def test_turned_off_it_has_no_thread(monkeypatch):
     monkeypatch.setenv("PSENGINE_STALL_S", "0")
     assert run_ranks(_turned_off, 2) == [True, True]
-
-
-def _wrongly_set(rank, world_size):
-    with pytest.raises(psengine.EnvironmentVariableError, match="PSENGINE_STALL_S"):
-        psengine.DistributedDataParallel(torch.nn.Linear(8, 4))
-
-
-def test_a_wrong_setting_is_said_when_a_model_is_wrapped(monkeypatch):
-    monkeypatch.setenv("PSENGINE_STALL_S", "soon")
-    run_ranks(_wrongly_set, 1)

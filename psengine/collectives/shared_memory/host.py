@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import secrets
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -42,8 +43,10 @@ def join_host_group(meeting: Collective) -> Any:
         control = torch.tensor([os.getpid(), file_descriptor, *_words_of(token)])
         meeting.broadcast([control], 0, what="where shared memory is").wait()
         process_id, descriptor, *words = control.tolist()
-        group = _join(meeting, f"/proc/{process_id}/fd/{descriptor}", _bytes_of(words))
-        _watch(meeting, group)
+        path, token = f"/proc/{process_id}/fd/{descriptor}", _bytes_of(words)
+        extension, rank, world_size = native.extension, meeting.rank, meeting.world_size
+        group = _together(meeting, lambda: extension.shared_memory_join(path, rank, world_size, token))
+        _together(meeting, lambda: extension.shared_memory_watch_peers(group))
     finally:
         if file_descriptor >= 0:
             os.close(file_descriptor)
@@ -91,26 +94,13 @@ def _create_control(meeting: Collective) -> tuple[int, bytes]:
         return -1, token  # nobody can open that, and everybody says so
 
 
-def _join(meeting: Collective, path: str, token: bytes) -> Any:
+def _together(meeting: Collective, action: Callable[[], Any]) -> Any:
+    """Return what ``action`` returns; raise on every rank where it fails on one."""
+    result, error = None, None
     try:
-        group, error = native.extension.shared_memory_join(path, meeting.rank, meeting.world_size, token), None
-    except RuntimeError as failure:
-        group, error = None, failure
-    _agree(meeting, error)
-    return group
-
-
-def _watch(meeting: Collective, group: Any) -> None:
-    try:
-        native.extension.shared_memory_watch_peers(group)
-        error = None
+        result = action()
     except RuntimeError as failure:
         error = failure
-    _agree(meeting, error)
-
-
-def _agree(meeting: Collective, error: RuntimeError | None) -> None:
-    """Raise on every rank where one has an error."""
     successes = meeting.gather(torch.tensor([error is None]), what="whether shared memory works")
     failed = [rank for rank, success in enumerate(successes) if not success.item()]
     if failed:
@@ -118,6 +108,7 @@ def _agree(meeting: Collective, error: RuntimeError | None) -> None:
         raise SharedMemoryUnavailableError(
             f"collective 'shared_memory' cannot connect these ranks: ranks {failed} cannot open the others' memory{why}"
         ) from error
+    return result
 
 
 def _words_of(token: bytes) -> tuple[int, int]:
