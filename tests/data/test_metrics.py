@@ -17,7 +17,7 @@ from support.counting_collective import note_calls
 from support.expectations import raises
 from support.processes import in_ranks, run_ranks
 
-from psengine.collectives import cache
+from psengine.collectives import registry
 from psengine.collectives.registry import collective_for, default_group
 from psengine.data import metrics
 from psengine.errors import ArgumentTypeError, ConfigurationError, ReplicaMismatchError
@@ -415,11 +415,11 @@ def a_group_after_another(rank: int, world_size: int, port: int, meeting_port: i
         dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world_size)
         assert metrics.sum(generation) == generation * world_size
         assert metrics.mean(torch.tensor(float(rank))).item() == (world_size - 1) / 2
-        assert len(cache._collectives) == 1
+        assert len(registry._collectives) == 1
         dist.barrier()
         dist.destroy_process_group()
         assert metrics.sum(7) == 7
-        assert len(cache._collectives) == 0
+        assert len(registry._collectives) == 0
         # Nobody may connect to rank 0's last store, which is about to close.
         meeting.set(f"{generation}/{rank}", "done")
         meeting.wait([f"{generation}/{other}" for other in range(world_size)])
