@@ -24,7 +24,7 @@ class ReplicaMismatchError(PSEngineError, RuntimeError):
 
 
 class ReductionError(PSEngineError, RuntimeError):
-    """The order of forward, backward and gradient reduction was broken (unused or reused parameters)."""
+    """The order of forward, backward and gradient reduction was broken, for example by unused or reused parameters."""
 
 
 class NonFiniteGradientError(PSEngineError, RuntimeError):
@@ -46,7 +46,7 @@ class CollectiveError(PSEngineError, RuntimeError):
 
 
 class SharedMemoryUnavailableError(CollectiveError):
-    """Shared memory was insisted on and cannot connect these ranks; the message says why. Every rank raises it."""
+    """``collective="shared_memory"`` cannot connect these ranks; the message says why. Every rank raises it."""
 
 
 class PeerLostError(CollectiveError):
@@ -68,7 +68,7 @@ class ArgumentTypeError(PSEngineError, TypeError):
 class CommunicationHookError(ArgumentTypeError, ReductionError):
     """A communication hook returned something else than a future of the bucket's new flat gradients.
 
-    Native DDP raises a ``RuntimeError``, and calls it a matter of types; this is that and a ``TypeError``.
+    Native DDP raises a ``RuntimeError`` here; this is also a ``TypeError``.
     """
 
 
@@ -101,7 +101,7 @@ class ServerRefusedError(ServerError):
 
 
 class FencedError(ServerRefusedError):
-    """The lease of this worker ran out, or a newer process took its rank; what it had under way no longer counts."""
+    """The lease of this worker ran out, or a newer process took its rank; its updates in flight do not count."""
 
 
 class AuthenticationError(ServerError):

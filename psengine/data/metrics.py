@@ -19,6 +19,7 @@ import json
 import math
 import numbers
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import Any, TypeVar, overload
 
 import torch
@@ -43,12 +44,10 @@ from psengine.tensors.leaves import (
     kind_for_gather,
     kind_for_mean,
     kind_for_sum,
-    pack,
     rebuild,
     shapes_from_sizes,
     tensor_sizes,
     to_float,
-    unpack,
 )
 
 Value = TypeVar("Value")
@@ -70,7 +69,7 @@ def mean(
 
     Args:
         value: a tensor, a number, or dicts, lists and tuples of them, nested at will; not mutated.
-        process_group: the ranks to average over; None means the default group, or this process alone without one.
+        process_group: the ranks that take part; None means the default group, or this process alone without one.
         weight: this rank's say, such as its number of samples: the result is sum(weight * value) / sum(weight). A rank
             of weight 0 has no say at all, whatever its value (the mean of an empty batch is nan).
 
@@ -107,9 +106,7 @@ def sum(value: Value, process_group: dist.ProcessGroup | None = None) -> Value:
     Integers are added exactly: a Python int comes back as the exact Python int, and a tensor's sum that does not fit
     its dtype is an error, never a wrapped number. Floats are added in float64 and rounded once.
 
-    Args:
-        value: a tensor, a number, or dicts, lists and tuples of them, nested at will; not mutated.
-        process_group: the ranks to add up; None means the default group, or this process alone without one.
+    ``value`` and ``process_group`` are those of ``mean``.
 
     Returns:
         ``value``'s structure with tensors detached, of the same shape, device and dtype; a bool counts as 0 or 1 and
@@ -141,18 +138,14 @@ def gather(value: Any, process_group: dist.ProcessGroup | None = None) -> Any:
     do (``torch.cat(gathered)`` joins batches). All leaves travel as one flat tensor of bytes, padded to the largest
     rank's; sizes travel first, and only where they differ.
 
-    Args:
-        value: a tensor, a number, or dicts, lists and tuples of them, nested at will; not mutated.
-        process_group: the ranks to hear; None means the default group, or this process alone without one.
+    ``value`` and ``process_group`` are those of ``mean``.
 
     Returns:
         lists of world_size Python numbers, or of world_size detached tensors on this rank's leaf's device; no tensor
         shares memory with another or with ``value``.
 
     Raises:
-        ArgumentTypeError: a leaf of this rank is no number or dense tensor of numbers.
-        ConfigurationError: an int lies outside int64.
-        ReplicaMismatchError: the ranks' values differ in keys, nesting, types, dtype or number of dimensions.
+        ArgumentTypeError, ConfigurationError, ReplicaMismatchError: as ``sum``; ranks' sizes may differ, though.
     """
     exchange = _Exchange("gather", value, process_group)
     sizes = tensor_sizes(exchange.leaves)
@@ -233,24 +226,29 @@ class _Exchange:
         """Return the sum over ranks of each addend, all of one dtype, with its shape and on its device."""
         if self.world_size == 1 or not addends:
             return list(addends)
-        flat = pack(addends, self._device)
+        flat = self._pack(addends)
         self._collective.all_reduce(flat, what=f"metrics of {self._verb}()").wait()
-        totals = unpack(flat, [a.device for a in addends], [a.numel() for a in addends])
-        return [total.view(addend.shape) for total, addend in zip(totals, addends, strict=True)]
+        totals = flat.split([addend.numel() for addend in addends])
+        return [total.to(addend.device).view(addend.shape) for total, addend in zip(totals, addends, strict=True)]
 
     def all_gather(self, parts: Sequence[torch.Tensor], counts_of_ranks: list[list[int]]) -> list[list[torch.Tensor]]:
         """Return every rank's flat ``parts``, of ``counts_of_ranks[rank]`` elements, on the devices of this rank's."""
         longest = max(builtins.sum(counts) for counts in counts_of_ranks)
         if self.world_size == 1 or longest == 0:
             return [list(parts)] * self.world_size
-        flat = pack(parts, self._device)
+        flat = self._pack(parts)
         padded = torch.cat([flat, flat.new_zeros(longest - flat.numel())])
         gathered = self._collective.gather(padded, what=f"metrics of {self._verb}()")
-        devices = [part.device for part in parts]
         return [
-            unpack(flat[: builtins.sum(counts)], devices, counts)
+            [
+                flat[end - count : end].to(part.device)
+                for part, count, end in zip(parts, counts, accumulate(counts), strict=True)
+            ]
             for flat, counts in zip(gathered, counts_of_ranks, strict=True)
         ]
+
+    def _pack(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        return torch.cat([tensor.reshape(-1).to(self._device) for tensor in tensors])
 
     def gather_sizes(self, sizes: Sequence[int]) -> list[list[int]]:
         """Return every rank's ``sizes``; their number is the same everywhere."""

@@ -1,4 +1,4 @@
-"""The long error texts of the reducer.
+"""The long texts of the reducer: errors, and warnings, which are logged, because native DDP's come from C++ too.
 
 They begin with native DDP's own words, because people search for those (and tests match them). Then they name
 parameters instead of indices, the rank, and the fix.
@@ -9,6 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 _PRIOR_REDUCTION = "Expected to have finished reduction in the prior iteration before starting a new one. "
+
+NONE_UNUSED_MESSAGE = (
+    "find_unused_parameters=True was specified in DDP constructor, but did not find any unused parameters in the"
+    " forward pass. This flag results in an extra traversal of the autograd graph every iteration, which can adversely"
+    " affect performance. Fix: leave it out if all parameters are used in every iteration."
+)
 
 CREATE_GRAPH_MESSAGE = (
     "Using DistributedDataParallel with create_graph=True is not well-supported. The higher-order gradient will not be"

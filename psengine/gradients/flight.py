@@ -114,7 +114,6 @@ class Flight:
     def _warn_create_graph(self) -> None:
         if torch.is_grad_enabled() and not self._warned_create_graph:
             self._warned_create_graph = True
-            # Logged, not warned: native DDP's comes from C++, which no warnings filter turns into an error.
             logger.warning(CREATE_GRAPH_MESSAGE)
 
     # ---- the end of backward -----------------------------------------------------------------------------------

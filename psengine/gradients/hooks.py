@@ -30,8 +30,8 @@ def counting_hook(
 ) -> Callable[..., None]:
     """Return the post-hook of parameter ``index``'s accumulation node.
 
-    Most calls only count their bucket down; they take the short way, about 0.3 µs. The long way is for whatever needs
-    more: recording, searching, packing a large gradient, errors. Inside no_sync there may be nothing to do.
+    Most calls only count their bucket down: the short way, about 0.3 µs. The long way is for whatever needs more:
+    recording, searching, packing a large gradient, errors. Inside no_sync there may be nothing to do.
 
     Args:
         short_way: which way to take now, by parameter; the reducer changes it from step to step.
@@ -62,7 +62,7 @@ class AccumulationNodes:
     """The nodes of ``parameters``, kept alive: autograd holds them weakly, and a new node would lack our hook.
 
     torch gives a parameter another node when its dtype or device changes (``model.double()``, ``model.to(device)``),
-    and does not take hooks along.
+    without the hooks of the former one.
 
     Attributes:
         nodes: by parameter.
@@ -102,21 +102,18 @@ class AccumulationNodes:
 
     def describe_change(self, index: int) -> str:
         """The dtype and device of a parameter when it was wrapped, and now."""
-        parameter = self._parameters[index]
-        was_dtype, was_device = self._kinds[index]
+        parameter, (dtype, device) = self._parameters[index], self._kinds[index]
+        got = f"{parameter.dtype} on {parameter.device}"
         if not self.was_converted(index):
             got = "another in between, or another tensor swapped in"
-        else:
-            got = f"{parameter.dtype} on {parameter.device}"
-        return f"expected {was_dtype} on {was_device} throughout, got {got}"
+        return f"expected {dtype} on {device} throughout, got {got}"
 
 
 def _current_node(parameter: torch.nn.Parameter) -> Any:
     """The parameter's accumulation node. torch takes a view to find it, which no dispatch mode must see: selective
     checkpointing counts the operations of a forward and of its recomputation, and they must be the same.
     """
-    is_watched = torch._C._len_torch_dispatch_stack() > 0
-    with _disable_current_modes() if is_watched else nullcontext():
+    with _disable_current_modes() if torch._C._len_torch_dispatch_stack() > 0 else nullcontext():
         return get_gradient_edge(parameter).node
 
 

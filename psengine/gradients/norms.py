@@ -14,19 +14,9 @@ def clip_grad_norm_(
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
 ) -> torch.Tensor:
-    """Scale ``model``'s averaged gradients in place so that their joint norm is at most ``max_norm``.
+    """``torch.nn.utils.clip_grad_norm_(model.parameters(), ...)``, to the last bit; call it on every rank.
 
-    ``torch.nn.utils.clip_grad_norm_(model.parameters(), ...)``, to the last bit. Call it on every rank.
-
-    Args:
-        model: any module; wrapped or not.
-        max_norm: the largest norm to leave as it is.
-        norm_type: which norm.
-        error_if_nonfinite: raise where the norm is NaN or infinite, before anything is scaled.
-        foreach: see ``torch.nn.utils.clip_grad_norm_``.
-
-    Returns:
-        The norm before clipping, a scalar on the first gradient's device. It has the same bits on every rank.
+    Scales the gradients of ``model``, wrapped or not, in place. Returns their norm before, the same bits on every rank.
 
     Raises:
         ArgumentTypeError: ``model`` is no module, such as the parameters that torch's function takes.

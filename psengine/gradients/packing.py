@@ -182,12 +182,7 @@ class SparsePacking(Packing):
 
     @override
     def fill_with_zeros(self) -> None:
-        bucket = self.bucket
-        # One sparse dimension, rows, like the gradients of embeddings: gloo sizes its messages by that number.
-        shape = bucket.parameters[0].shape
-        indices = torch.empty(1, 0, dtype=torch.int64, device=bucket.device)
-        values = torch.empty(0, *shape[1:], dtype=bucket.dtype, device=bucket.device)
-        bucket.flat = torch.sparse_coo_tensor(indices, values, shape, check_invariants=False)
+        self.bucket.flat = self.bucket.sparse_zeros()
 
     @override
     def unpack(self, result: torch.Tensor, skip: Sequence[bool] | None) -> None:

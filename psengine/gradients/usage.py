@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from psengine.collectives.base import Work
+from psengine.gradients.error_texts import NONE_UNUSED_MESSAGE
 from psengine.strategies.base import Strategy
 
 logger = logging.getLogger(__name__)
@@ -55,7 +56,7 @@ class ParameterUsage:
         self._searches += 1
         if not self.unused and not self._has_warned:
             self._has_warned = True
-            _warn_none_unused()
+            logger.warning(NONE_UNUSED_MESSAGE)
 
     def _unreached(self, outputs: Iterable[torch.Tensor]) -> list[int]:
         stack = [output.grad_fn for output in outputs if output.grad_fn is not None]
@@ -114,14 +115,3 @@ class ParameterUsage:
     def shadow(self) -> None:
         """Take part in other ranks' agreement as one that used nothing; blocks."""
         self._strategy.reduce_usage(torch.zeros_like(self.summed)).wait()
-
-
-def _warn_none_unused() -> None:
-    # Logged, not warned: native DDP's comes from C++, which no warnings filter turns into an error.
-    logger.warning(
-        "find_unused_parameters=True was specified in DDP constructor, but did not find any unused parameters in the"
-        " forward pass. This flag results in an extra traversal of the autograd graph every iteration, which can"
-        " adversely affect performance. If your model indeed never has any unused parameters in the forward pass,"
-        " consider turning this flag off. Note that this warning may be a false positive if your model has flow control"
-        " causing later iterations to have unused parameters."
-    )

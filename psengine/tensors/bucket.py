@@ -70,7 +70,7 @@ class Bucket:
         counts_non_finite: whether packing counts values that are not finite (``take_non_finite_counts``).
 
     Attributes:
-        flat: the packed tensors: 1-D dense, or the sparse gradient itself (None until packed).
+        flat: the packed tensors: 1-D dense, or the sparse gradient itself.
         views: per parameter its part of ``flat``, shaped and strided like its gradient.
         addresses: where the views are in memory; -1 for those without elements.
         pending: how many gradients of this backward are not yet ready.
@@ -105,28 +105,16 @@ class Bucket:
         self.addresses: list[int] = []
         self.eager_runs: dict[int, Run] = {}
         self.runs: list[Run] = []
-        self._flat: torch.Tensor | None = None
-        # What packing found, as it came: the position of the first parameter, and a count for each from there on.
-        self._non_finite: list[tuple[int, torch.Tensor]] = []
-        # See ``views_of_result``.
+        self._non_finite: list[tuple[int, torch.Tensor]] = []  # see ``take_non_finite_counts``
         self._result: tuple[torch.Tensor, list[torch.Tensor]] | None = None
         # Tensors of these autograd may leave lazily conjugated or negated: others it copies, which resolves them.
         self.may_be_lazy = [i for i, p in enumerate(self.parameters) if p.is_complex() or p.numel() == 1]
+        self.flat = self.sparse_zeros() if sparse else allocate(self.numel, self.dtype, self.device)
         if not sparse:
-            self._lay_out(allocate(self.numel, self.dtype, self.device))
+            self._lay_out()
 
     def __repr__(self) -> str:
         return f"Bucket({self.index}, {len(self.parameters)} parameters, {self.size_bytes} bytes, {self.dtype})"
-
-    @property
-    def flat(self) -> torch.Tensor:
-        """The packed tensors; for a sparse bucket only after packing."""
-        assert self._flat is not None, "a sparse bucket is read before it was packed"
-        return self._flat
-
-    @flat.setter
-    def flat(self, value: torch.Tensor) -> None:
-        self._flat = value
 
     @functools.cached_property
     def facts(self) -> dict[str, Any]:
@@ -145,13 +133,20 @@ class Bucket:
 
     # ---- layout ------------------------------------------------------------------------------------------------
 
-    def _lay_out(self, flat: torch.Tensor) -> None:
-        self._flat = flat
+    def sparse_zeros(self) -> torch.Tensor:
+        """What a sparse bucket holds where its parameter got no gradient."""
+        # One sparse dimension, rows, like the gradients of embeddings: gloo sizes its messages by that number.
+        shape = self.parameters[0].shape
+        indices = torch.empty(1, 0, dtype=torch.int64, device=self.device)
+        values = torch.empty(0, *shape[1:], dtype=self.dtype, device=self.device)
+        return torch.sparse_coo_tensor(indices, values, shape, check_invariants=False)
+
+    def _lay_out(self) -> None:
         *self.offsets, _ = accumulate((parameter.numel() for parameter in self.parameters), initial=0)
-        self.views = self.views_of(flat)
+        self.views = self.views_of(self.flat)
         self.addresses = [view.data_ptr() if view.numel() > 0 else -1 for view in self.views]
         self._layout = ops.layout_of(self.parameters)
-        self._is_native = ops.covers(flat, self.dtype)
+        self._is_native = ops.covers(self.flat, self.dtype)
         first = 0
         for is_eager, parameters in groupby(self.parameters, key=lambda p: p.nbytes >= EAGER_PACK_BYTES):
             last = first + len(list(parameters))
@@ -172,7 +167,7 @@ class Bucket:
 
     def views_of_result(self, result: torch.Tensor) -> list[torch.Tensor]:
         """``views_of``, kept: results mostly are ``flat``, or land in the same memory every step."""
-        if result is self._flat:
+        if result is self.flat:
             return self.views
         if self._result is None or self._result[0] is not result:
             self._result = (result, self.views_of(result))

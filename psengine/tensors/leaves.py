@@ -3,9 +3,9 @@
 Pure: nothing here knows of other ranks::
 
     value ── Walk ──┬── description: what there is at every path
-                    └── leaves ──┬── as_float64 ──┐              ┌── from_float64 ──┐
-                                 ├── as_halves ───┼─ pack/unpack ┼── from_halves ───┼── rebuild ── the value's structure
-                                 └── as_bytes ────┘              └── from_bytes ────┘
+                    └── leaves ──┬── as_float64 ──┐          ┌── from_float64 ──┐
+                                 ├── as_halves ───┼─ travels ┼── from_halves ───┼── rebuild ── the value's structure
+                                 └── as_bytes ────┘          └── from_bytes ────┘
 
 Each ``from_*`` takes the leaf whose type, dtype and device the result is to have, beside what arrived for it.
 """
@@ -17,7 +17,7 @@ import math
 import numbers
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby, islice
+from itertools import islice
 from typing import Any
 
 import torch
@@ -236,22 +236,3 @@ def from_bytes(leaf: Leaf, part: torch.Tensor, shape: Sequence[int]) -> Any:
         return torch.view_as_complex(part.clone().view(like.dtype.to_real()).view([*shape, 2]))
     result = part.clone().view(like.dtype).view(list(shape))
     return result if isinstance(leaf, torch.Tensor) else type(leaf)(result.item())
-
-
-def pack(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """One flat copy on ``device``; neighbours on one device move there together.
-
-    In the order of the leaves, not by device: which leaf lies where may differ from rank to rank.
-    """
-    runs = [list(run) for _, run in groupby(tensors, key=lambda t: t.device)]
-    return torch.cat([torch.cat([t.reshape(-1) for t in run]).to(device) for run in runs])
-
-
-def unpack(flat: torch.Tensor, devices: Sequence[torch.device], counts: Sequence[int]) -> list[torch.Tensor]:
-    """Undo ``pack``: flat parts of ``counts`` elements, each on its device; they may be views of ``flat``."""
-    parts: list[torch.Tensor] = []
-    for device, run in groupby(zip(devices, counts, strict=True), key=lambda pair: pair[0]):
-        run_counts = [count for _, count in run]
-        run_flat, flat = flat.tensor_split([sum(run_counts)])
-        parts += torch.split(run_flat.to(device), run_counts)
-    return parts

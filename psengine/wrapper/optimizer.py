@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -14,18 +15,15 @@ from psengine.strategies.base import Strategy
 from psengine.tracing.timeline import recorder
 from psengine.wrapper.ddp import DistributedDataParallel
 
-_classes: dict[type[torch.optim.Optimizer], type[torch.optim.Optimizer]] = {}
-
 
 def DistributedOptimizer(  # noqa: N802 - reads as the class it returns an instance of
     optimizer: torch.optim.Optimizer, model: DistributedDataParallel
 ) -> torch.optim.Optimizer:
     """Return an optimizer of the same class, with the same state, whose ``step`` goes through ``model``'s strategy.
 
-    The result shares parameter groups, state and hooks with ``optimizer``, which should no longer be used by itself.
-    It is a true instance of that class, so learning-rate schedulers and ``GradScaler`` accept it, and its state_dict
-    is interchangeable with the plain optimizer's. Where workers step themselves ("sync"), so does it. Schedulers may
-    have been made before, from ``optimizer``, which is mutated: they set the result's learning rates.
+    The result shares parameter groups, state and hooks with ``optimizer``, which is mutated; use only the result. It is
+    a true instance of that class: learning-rate schedulers and ``GradScaler`` accept it, and its state_dict is
+    interchangeable with the plain optimizer's. A scheduler made before, from ``optimizer``, sets the result's rates.
 
     Args:
         optimizer: any ``torch.optim.Optimizer`` over parameters of ``model``.
@@ -45,8 +43,16 @@ def DistributedOptimizer(  # noqa: N802 - reads as the class it returns an insta
     if isinstance(optimizer, _StrategyStep):
         raise ConfigurationError("the optimizer is a psengine.DistributedOptimizer already; use it as it is")
     has_scheduler = _has_scheduler(optimizer)
-    _check_parameters(optimizer, model)
-    distributed = object.__new__(_distributed_class(type(optimizer)))
+    known = set(model.module.parameters())
+    for group_index, group in enumerate(optimizer.param_groups):
+        for index, parameter in enumerate(group["params"]):
+            if parameter not in known:
+                raise ConfigurationError(
+                    f"parameter {index} of group {group_index} (shape {tuple(parameter.shape)}) is not one of the"
+                    " model's, so its gradient is not exchanged. Build the optimizer from model.parameters(), after the"
+                    " model was moved to its device."
+                )
+    distributed = object.__new__(_distributed_class(type(optimizer)))  # type: ignore[arg-type]
     distributed.__dict__ = optimizer.__dict__
     distributed._psengine_strategy = model.strategy  # type: ignore[attr-defined]
     model.strategy.bind(distributed)
@@ -92,18 +98,6 @@ def _replace_scheduled_step(distributed: torch.optim.Optimizer) -> None:
     distributed.step = step  # type: ignore[method-assign]
 
 
-def _check_parameters(optimizer: torch.optim.Optimizer, model: DistributedDataParallel) -> None:
-    known = set(model.module.parameters())
-    for group_index, group in enumerate(optimizer.param_groups):
-        for index, parameter in enumerate(group["params"]):
-            if parameter not in known:
-                raise ConfigurationError(
-                    f"parameter {index} of group {group_index} (shape {tuple(parameter.shape)}) is not one of the"
-                    " model's, so its gradient is not exchanged. Build the optimizer from model.parameters(), after the"
-                    " model was moved to its device."
-                )
-
-
 class _StrategyStep(torch.optim.Optimizer):
     """What a distributed optimizer adds to its class."""
 
@@ -111,13 +105,11 @@ class _StrategyStep(torch.optim.Optimizer):
 
     def step(self, closure: Callable[[], float] | None = None, **options: Any) -> Any:
         """Step as the strategy says; arguments and result are the wrapped class's."""
-        local_step = super().step
-        if recorder.is_on:
-            with recorder.span("optimizer step"):
-                return self._psengine_strategy.step(lambda: local_step(closure, **options), closure)
-        return self._psengine_strategy.step(lambda: local_step(closure, **options), closure)
+        local_step = functools.partial(super().step, closure, **options)
+        with recorder.span("optimizer step") if recorder.is_on else nullcontext():
+            return self._psengine_strategy.step(local_step, closure)
 
-    # Else torch would wrap it when a state is loaded, and call the hooks of a step, which is to call them, twice.
+    # Without it torch would wrap this method when a state is loaded, and call a step's hooks twice.
     step.hooked = True  # type: ignore[attr-defined]
 
     def state_dict(self) -> dict[str, Any]:
@@ -136,12 +128,11 @@ class _StrategyStep(torch.optim.Optimizer):
         return object.__new__, (plain_class,), self.__getstate__()
 
 
+@functools.cache
 def _distributed_class(plain_class: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
-    """The subclass of ``plain_class`` with a distributed step; one for each class."""
-    if plain_class not in _classes:
-        _classes[plain_class] = type(
-            f"Distributed{plain_class.__name__}",
-            (_StrategyStep, plain_class),
-            {"__doc__": plain_class.__doc__, "__module__": __name__},
-        )
-    return _classes[plain_class]
+    """The subclass of ``plain_class`` with a distributed step."""
+    return type(
+        f"Distributed{plain_class.__name__}",
+        (_StrategyStep, plain_class),
+        {"__doc__": plain_class.__doc__, "__module__": __name__},
+    )
