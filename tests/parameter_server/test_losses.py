@@ -19,7 +19,7 @@ from support.waiting import eventually
 from psengine.parameter_server.client.options import SessionOptions
 from psengine.parameter_server.client.progress import Ledger
 from psengine.parameter_server.client.worker_session import WorkerSession, wait_all
-from psengine.parameter_server.server.core.losses import Losses
+from psengine.parameter_server.server.core.weights_here import Losses
 from psengine.protocol.messages import MessageType
 
 CHUNKS = 5

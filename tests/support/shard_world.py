@@ -264,6 +264,12 @@ def team(world, size, specs, *, values=None, rule=AVERAGE, **options):
     return workers
 
 
+def hello_of(rank, nonce, *, incarnation=0, knows_members=False):
+    """HELLO of a process; ``knows_members``: it says that it was live."""
+    body = {"rank": rank, "nonce": nonce, "host": "h", "pid": nonce, "members": [rank] if knows_members else []}
+    return Message(MessageType.HELLO, incarnation=incarnation, body=body)
+
+
 def world_of(size, specs, **options):
     """A world, and its workers: see ``team``."""
     world = World()
@@ -295,6 +301,7 @@ __all__ = [
     "Worker",
     "World",
     "codes",
+    "hello_of",
     "push_all",
     "rule_of",
     "spec",

@@ -7,8 +7,8 @@ import torch
 from support.shard_world import APPLY, NOBODY, ErrorCode, Worker, World, codes, spec, team
 
 from psengine.parameter_server.server.core.answers import KEPT_FACTOR, StatusReport
+from psengine.parameter_server.server.core.events import LINES_INTERVAL_S, MAX_LINES
 from psengine.parameter_server.server.core.gate import MAY_SEND, Standing
-from psengine.parameter_server.server.core.job_record import LINES_INTERVAL_S, MAX_LINES
 from psengine.protocol.messages import SENT_BY_SERVERS, MessageType
 
 # What each type needs besides the numbers that every message has.

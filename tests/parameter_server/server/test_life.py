@@ -9,7 +9,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.replicas import Play
-from support.shard_world import APPLY, AVERAGE, Worker, World, push_all, spec, world_of
+from support.shard_world import APPLY, AVERAGE, Worker, World, hello_of, push_all, spec, world_of
 
 from psengine.parameter_server.server.core import life
 from psengine.parameter_server.server.core.life import JobPhase, MemberPhase
@@ -189,18 +189,7 @@ class Room:
     def greet(self, rank, nonce, *, claims=False, **options):
         """HELLO, again and again where the rank may be held by a process that is alive."""
         for _ in range(20 if claims else 1):
-            greeting = self.membership.greet(
-                rank=rank,
-                nonce=nonce,
-                incarnation=0,
-                user_id="",
-                route=b"r",
-                host="h",
-                pid=1,
-                progress=0,
-                now_s=self.now_s,
-                **options,
-            )
+            greeting = self.membership.greet(hello_of(rank, nonce, **options), "", b"r", 0, self.now_s)
             if not isinstance(greeting, str):
                 return greeting.member
             self.now_s += CLAIM_PATIENCE_S / 4

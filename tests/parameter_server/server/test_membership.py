@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from support.shard_world import hello_of
 
 from psengine.parameter_server.server.core.durable_state import merge_members
 from psengine.parameter_server.server.core.membership import CLAIM_PATIENCE_S, Membership
+from psengine.protocol.messages import Message, MessageType
 
 LEASE_S = 5.0
 
@@ -19,10 +21,8 @@ class Room:
         self.membership = Membership(LEASE_S, wall_clock_ms=lambda: self.wall_ms)
 
     def greet(self, rank, nonce, *, incarnation=0, user_id="", progress=0, knows_members=False):
-        return self.membership.greet(
-            rank=rank, nonce=nonce, incarnation=incarnation, user_id=user_id, route=b"%d" % nonce, host="h", pid=nonce,
-            progress=progress, now_s=self.now_s, knows_members=knows_members,
-        )  # fmt: skip
+        hello = hello_of(rank, nonce, incarnation=incarnation, knows_members=knows_members)
+        return self.membership.greet(hello, user_id, b"%d" % nonce, progress, self.now_s)
 
     def enter(self, rank, nonce, **options):
         greeting = self.greet(rank, nonce, **options)
@@ -32,7 +32,8 @@ class Room:
 
     def find(self, member, *, route=b"r", user_id=None):
         user_id = member.user_id if user_id is None else user_id
-        return self.membership.find(member.rank, member.incarnation, user_id, route, self.now_s)
+        message = Message(MessageType.HEARTBEAT, worker=member.rank, incarnation=member.incarnation)
+        return self.membership.find(message, user_id, route, self.now_s)
 
     def poll(self, rank, nonce, seconds, alive=()):
         """HELLO every 0.1 s until the verdict is not "wait"; (verdict, seconds it took)."""

@@ -14,7 +14,7 @@ from typing import Any
 
 from psengine.errors import ProtocolError
 from psengine.parameter_server.server.core.capture import Cuts, chunk_state
-from psengine.parameter_server.server.core.job_record import JobRecord
+from psengine.parameter_server.server.core.events import JobRecord
 from psengine.parameter_server.server.core.life import JOB, JobEvent, JobPhase, after
 from psengine.parameter_server.server.core.membership import MAX_WORKERS, Greeting, Member, Membership
 from psengine.parameter_server.server.core.surroundings import Clocks
@@ -140,18 +140,7 @@ class Job(ABC):
                 ErrorCode.BAD_VALUE,
             )
         self.told(members, now_s)
-        greeting = self.membership.greet(
-            rank=rank,
-            nonce=body["nonce"],
-            incarnation=message.incarnation,
-            user_id=user_id,
-            route=route,
-            host=body["host"],
-            pid=body["pid"],
-            progress=self.statistics.averaged,
-            now_s=now_s,
-            knows_members=rank in members,
-        )
+        greeting = self.membership.greet(message, user_id, route, self.statistics.averaged, now_s)
         if greeting == "wait":
             return "wait", None, []
         if isinstance(greeting, str):

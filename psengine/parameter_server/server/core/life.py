@@ -1,21 +1,7 @@
 """The life of a job, and of its workers, at one shard: named phases, and the table of what leads from one to the next.
 
-A job. Where the servers hold the weights, TOLD and ORPHANED never happen.
-
-    NEW ────────────SEALED───────────► OPEN ──STARTED | ENDED──► RUNNING ◄─ENDED─ RESUMING
-     │ TOLD                             ▲                           │   ▲            ▲ │
-     ▼                                  │ SEALED                    │ ORPHANED       │ │ ORPHANED
-    REBUILDING ──────SEALED─────────────│───────────────────────────│────────────────┘ │
-                                     ORPHANED ◄─────────────────────┴──────────────────┤
-    (a snapshot) RESTORED_OPEN ──STARTED | ENDED──► RESTORED_RUNNING ──────ORPHANED────┘
-                       └────────────TOLD──────────────────┴───────────► RESUMING
-
-A worker. ABSENT is also what a worker is that nobody has heard of; one that was evicted comes back as what it was.
-
-    ABSENT ──CAME──► NEWCOMER ──┐
-       ├──TOLD──► EXPECTED ──HEARD──► LIVE ──DEMOTED | LEFT──► BEHIND ──ORPHANED──► SURVIVOR
-       │                        └──ADMITTED──► ▲  ◄──ADMITTED──┘                        │
-       └──KNEW_OTHERS──► SURVIVOR ─────────────┴────────────ADMITTED────────────────────┘
+docs/design.md draws them. Where the servers hold the weights, TOLD and ORPHANED never happen to a job. A worker that
+nobody has heard of is ABSENT; one that was evicted comes back in the phase that it had.
 """
 
 from __future__ import annotations

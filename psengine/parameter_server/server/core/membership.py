@@ -12,7 +12,7 @@ from typing import Any
 
 from psengine.parameter_server.server.core.life import MEMBER, MemberEvent, MemberPhase, after
 from psengine.parameter_server.server.core.telemetry import WorkerTelemetry
-from psengine.protocol.messages import CONTROL, MessageType
+from psengine.protocol.messages import CONTROL, Message, MessageType
 
 # Longer than two heartbeats: a rank that stayed silent since a newcomer claimed it is dead.
 CLAIM_PATIENCE_S = 2.5
@@ -133,30 +133,20 @@ class Membership:
     _claims: dict[int, _Claim] = field(default_factory=dict)
     _absent: dict[int, _Absence] = field(default_factory=dict)
 
-    def greet(
-        self,
-        *,
-        rank: int | None,
-        nonce: int,
-        incarnation: int,
-        user_id: str,
-        route: bytes,
-        host: str,
-        pid: int,
-        progress: int,
-        now_s: float,
-        knows_members: bool = False,
-    ) -> Greeting | str:
+    def greet(self, hello: Message, user_id: str, route: bytes, progress: int, now_s: float) -> Greeting | str:
         """A worker says HELLO; it becomes a member, not live yet.
 
-        ``rank`` None takes that of the same process before, else the lowest free one. ``incarnation`` is the one that
-        the lead gave the worker; 0 asks for one (this shard is the lead). ``progress`` is a number that changes
-        whenever the job does something that a worker could miss. ``knows_members``: the worker says that it was live,
-        in a life of this server that the server may know nothing of.
+        Without a rank it gets that of the same process before, else the lowest free one. Its incarnation is the one
+        that the lead gave it; 0 asks for one (this shard is the lead). ``progress`` is a number that changes whenever
+        the job does something that a worker could miss.
 
         A string is a refusal: "wait" (ask again), "duplicate" (the rank's process is alive), "denied" (it belongs to
         another key).
         """
+        body, nonce, incarnation = hello.body, hello.body["nonce"], hello.incarnation
+        # It was live, perhaps in a life of this server that the server knows nothing of.
+        knows_members = body.get("rank") in (body.get("members") or ())
+        rank = body.get("rank")
         if rank is None:
             rank = self._rank_of(nonce)
         holder, absence = self.members.get(rank), self._absent.get(rank)
@@ -182,7 +172,7 @@ class Membership:
         known = previous.incarnation if previous is not None else 0
         if not incarnation:
             incarnation = known if is_present and known else max(known + 1, self.wall_clock_ms())
-        member = Member(rank, incarnation, nonce, user_id, route, phase, now_s, host, pid)
+        member = Member(rank, incarnation, nonce, user_id, route, phase, now_s, body["host"], body["pid"])
         if holder is not None and is_present:
             member.pushes, member.refused, member.late = holder.pushes, holder.refused, holder.late
             member.telemetry = holder.telemetry
@@ -216,22 +206,15 @@ class Membership:
             return "duplicate"
         return "wait" if now_s - claim.since_s < CLAIM_PATIENCE_S else "free"
 
-    def find(
-        self,
-        rank: int,
-        incarnation: int,
-        user_id: str,
-        route: bytes,
-        now_s: float,
-        type: MessageType = MessageType.HEARTBEAT,
-    ) -> Member | str:
+    def find(self, message: Message, user_id: str, route: bytes, now_s: float) -> Member | str:
         """The member a message comes from, its lease renewed; or "fenced", or "stranger" for one never met."""
+        rank = message.worker
         member = self.members.get(rank)
         if member is not None and member.is_expected:
             return "stranger"
-        if member is not None and member.incarnation == incarnation and member.user_id == user_id:
+        if member is not None and (member.incarnation, member.user_id) == (message.incarnation, user_id):
             member.last_heard_s = now_s
-            if type in CONTROL:
+            if message.type in CONTROL:
                 member.route = route
             else:
                 member.data_route = route

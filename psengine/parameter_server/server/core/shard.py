@@ -218,8 +218,7 @@ class Shard:
         job = self.jobs.by_number.get(message.job)
         if job is None or (message.epoch and message.epoch != self.epoch):
             raise ProtocolError("this server has restarted since; say HELLO again", ErrorCode.NOT_MEMBER)
-        whose = message.worker, message.incarnation, sender.user_id, sender.route
-        member = job.membership.find(*whose, now_s, message.type)
+        member = job.membership.find(message, sender.user_id, sender.route, now_s)
         if isinstance(member, str):
             if member == "stranger":
                 raise ProtocolError(
