@@ -210,17 +210,6 @@ def test_micro_batches_of_different_sizes_make_the_step_of_one_batch():
     torch.testing.assert_close(step([3, 3, 1]), step([7]))
 
 
-def _average_losses(rank: int, world_size: int) -> float:
-    losses = train_images.EpochLosses(psengine.init(), epoch=1, steps=3, report_every=2)
-    for loss, samples in ((1.0, 3), (2.0, 3), (6.0 + rank, 2)):
-        losses.add(torch.tensor(loss), samples)
-    return losses.finish()
-
-
-def test_mean_loss_counts_samples():
-    assert run_ranks(_average_losses, 2) == [(3 + 6 + 12 + 3 + 6 + 14) / 16] * 2
-
-
 def _evaluate(rank: int, world_size: int) -> tuple[int, int]:
     torch.manual_seed(rank)  # rank 0's network is the one that counts
     context = psengine.init()
@@ -290,12 +279,6 @@ def test_weights_that_do_not_fit(weights_path):
     assert "stem.weight (expected none, got shape (2,))" in message
 
 
-def test_an_object_is_not_unpickled(tmp_path):
-    torch.save(train_images.ImageClassifier(classes=5), tmp_path / "object.pt")
-    with pytest.raises(train_images.UserError, match="expected a checkpoint of weights only"):
-        train_images.load_weights(tmp_path / "object.pt", CPU)
-
-
 def test_a_failed_save_leaves_the_earlier_checkpoint(weights_path, monkeypatch):
     before = weights_path.read_bytes()
 
@@ -334,47 +317,22 @@ def test_round_trip(tmp_path, images, compressed):
     assert data.train.tensors[0].shape == (11, 1, 9, 8)
 
 
-def test_as_many_labels_as_images(tmp_path, images, compressed):
-    write_split(tmp_path, "train", images, compress=compressed)
-    labels = next(tmp_path.glob("train-labels*"))
-    content = idx(torch.zeros(10, dtype=torch.uint8))
-    labels.write_bytes(gzip.compress(content) if compressed else content)
-    with pytest.raises(idx_images.IdxError, match=r"labels.*expected one label for each of the 11 images .* got 10"):
-        idx_images.read_split(tmp_path, "train")
-
-
-def read_error(path: Path, content: bytes, *, compress: bool) -> str:
-    path.write_bytes(gzip.compress(content) if compress else content)
-    with pytest.raises(idx_images.IdxError) as caught, idx_images.IdxFile(path, 3) as file:
-        file.read()
-    message = str(caught.value)
-    assert message.startswith(f"{path}: expected ")
-    assert "got" in message
-    return message
-
-
 BYTES = torch.zeros(2, 3, 4, dtype=torch.uint8)
 
 
 @pytest.mark.parametrize(
     ("content", "expected"),
     [
-        (b"", "expected a header of 4 more bytes, got 0"),
         (idx(BYTES)[:-1], "expected 24 bytes of values, as the header says (2, 3, 4), got 23"),
-        (idx(BYTES) + bytes(9), "expected 24 bytes of values, as the header says (2, 3, 4), got"),
         (b"P5 2 3 255 " + bytes(20), "expected an IDX file (magic 00000803), got magic 50352032"),
-        (idx(BYTES, kind=13), "expected unsigned bytes (type 0x08), got 0x0d"),
-        (idx(BYTES, shape=(2, 0, 4)), "expected at least one value, got dimensions (2, 0, 4)"),
         (idx(BYTES, shape=(2**32 - 1,) * 3), "expected at most 1073741824 bytes of values, got a header of"),
+        (gzip.compress(idx(BYTES))[:-12], "expected an intact gzip stream, got: "),
     ],
 )
-def test_damaged_files(tmp_path, content, expected, compressed):
-    assert expected in read_error(tmp_path / "images", content, compress=compressed)
-
-
-def test_damaged_gzip(tmp_path, images):
-    path = tmp_path / "images.gz"
-    path.write_bytes(gzip.compress(idx(images))[:-12])
-    with pytest.raises(idx_images.IdxError, match="expected an intact gzip stream, got: "):  # noqa: SIM117
-        with idx_images.IdxFile(path, 3) as file:
-            file.read()
+def test_damaged_files(tmp_path, content, expected):
+    path = tmp_path / "images"
+    path.write_bytes(content)
+    with pytest.raises(idx_images.IdxError) as caught, idx_images.IdxFile(path, 3) as file:
+        file.read()
+    assert str(caught.value).startswith(f"{path}: ")
+    assert expected in str(caught.value)
