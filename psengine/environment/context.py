@@ -338,9 +338,7 @@ def _is_available(backend: str) -> bool:
 
 
 def _check_backend(backend: str) -> None:
-    parts = backend.lower().split(",") if isinstance(backend, str) else []
-    names = [part.rpartition(":")[2] for part in parts if part.count(":") <= 1]
-    if not parts or len(names) < len(parts) or not all(name != "undefined" and _is_available(name) for name in names):
+    if not all(_is_available(part.rpartition(":")[2]) for part in str(backend).lower().split(",")):
         known = [name for name in dist.Backend.backend_list if name not in ("undefined", "fake")]
         raise ConfigurationError(
             "backend must be one that this torch offers on this machine (expected one of"

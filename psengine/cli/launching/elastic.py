@@ -64,8 +64,6 @@ class ElasticWorkers:
         self._is_elastic = fewest < most
         self._nodes = NodeFailures() if most > 1 else None
         self._error: BaseException | None = None
-        self._lock = threading.Lock()
-        self._is_in_agent = self._is_stopped = False
         self._thread = threading.Thread(target=self._run, name="psengine-agent", daemon=True)
 
     def start(self) -> None:
@@ -84,10 +82,7 @@ class ElasticWorkers:
         """Have the agent pass a signal on to the workers and end; it kills them after ``--shutdown-timeout``."""
         if self._nodes is not None and (own := self._own_signal()):
             self._nodes.tell(own)
-        with self._lock:
-            self._is_stopped = True
-            if self._is_in_agent:
-                _raise_in(self._thread, number)
+        _raise_in(self._thread, number)
 
     def kill(self) -> None:
         """End all workers at once."""
@@ -133,13 +128,8 @@ class ElasticWorkers:
             events = _StartEvents(self._started)
             logger.addHandler(events)
             try:
-                with self._lock:
-                    self._is_in_agent = not self._is_stopped
-                if self._is_in_agent:
-                    elastic_launch(config=config, entrypoint=program)(*arguments)
+                elastic_launch(config=config, entrypoint=program)(*arguments)
             finally:
-                with self._lock:
-                    self._is_in_agent = False
                 logger.removeHandler(events)
         except BaseException as error:
             # Its frames hold the agent, and that holds the store at which the other nodes learn of this end.
