@@ -1,10 +1,10 @@
-"""Sockets to the shards and the thread that owns them. Only ``handshake_monitor`` knows ZeroMQ besides.
+"""Sockets to the shards and the thread that owns them: the ``Transport`` of a client in a process.
 
     workers' threads                        I/O thread
-      do(function, argument) ── deque ──►   run what was queued ─► poll ─► receive all there is ─► tick every 100 ms
+      do(function, argument) ── deque ──►   run the queued tasks ─► poll ─► receive all messages ─► tick every 100 ms
                        └─ wake-up byte, only if it may be asleep ──┘
 
-Nothing here knows what messages mean: they go to a ``Receiver``.
+The thread passes messages to a ``Receiver``, which knows what they mean.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ import time
 from collections import deque
 from collections.abc import Callable
 from typing import Any
+
+from typing_extensions import override
 
 from psengine.environment import local_sockets
 from psengine.environment.extras import missing_extra
@@ -47,17 +49,18 @@ RECONNECT_MS = 50
 RECONNECT_MOST_MS = 500
 TRANSPORT_HEARTBEAT_MS = 5000
 TRANSPORT_TIMEOUT_MS = 30000
-# ZMTP's heartbeats wait behind payloads, where there are any: on a slow link they would find it dead.
+# Not on connections with payloads: behind these, ZMTP's heartbeats would find a slow link dead.
 HEARTBEATS = {zmq.HEARTBEAT_IVL: TRANSPORT_HEARTBEAT_MS, zmq.HEARTBEAT_TIMEOUT: TRANSPORT_TIMEOUT_MS}
 LINGER_MS = 500
+CLOSE_S = 5.0
 # Below this a copy is cheaper than none: 50 µs a chunk of 64 KiB against 63, of 256 KiB 110 against 85 (measured).
 ZERO_COPY_BYTES = 128 * 1024
-# Then other sockets, and what workers queued, get their turn.
+# Then other sockets and the queued tasks get their turn.
 RECEIVES_PER_TURN = 64
 MAX_FRAMES = 3
 
 
-class Connection:
+class Connection(Transport):
     """DEALER sockets and their thread.
 
     Args:
@@ -66,7 +69,7 @@ class Connection:
         checksum: add xxh3 checksums to payloads.
         uses_local_socket: see ``SessionOptions``.
 
-    A context manager; ``close`` is idempotent and works in a child after fork, where it does nothing.
+    ``close`` is idempotent, and does nothing in a child process.
     """
 
     def __init__(
@@ -99,20 +102,10 @@ class Connection:
         self._thread = threading.Thread(target=self._run, name="psengine-client", daemon=True)
         self._thread.start()
 
-    def __enter__(self) -> Connection:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
-
     # ---- any thread --------------------------------------------------------------------------------------------
 
+    @override
     def do(self, function: Callable[..., None], *arguments: Any) -> None:
-        """Call ``function(*arguments)`` on the I/O thread, in the order of calls.
-
-        Raises:
-            ServerError: the thread has ended, or this is a child process.
-        """
         if os.getpid() != self._process_id:
             raise forked_error()
         if self._failure is not None:
@@ -120,10 +113,10 @@ class Connection:
         self._tasks.append((function, arguments))
         if self._may_sleep:
             self._wake()
-        self._run_leftovers_if_over()
+        self._run_leftovers()
 
+    @override
     def open(self, address: str, *, carries_payloads: bool = True) -> None:
-        """Connect one more socket; its index is the number of those before it. I/O thread, or through ``do``."""
         socket = self._context.socket(zmq.DEALER)
         for option, value in (
             (zmq.LINGER, LINGER_MS),
@@ -132,7 +125,7 @@ class Connection:
             (zmq.RECONNECT_IVL, RECONNECT_MS),
             (zmq.RECONNECT_IVL_MAX, RECONNECT_MOST_MS),
             *(KEEPALIVE if carries_payloads else HEARTBEATS).items(),
-            # Credits bound what is under way. While there is no connection nothing is queued: it is asked again.
+            # Credits bound what is in flight. Without a connection nothing is queued: the link sends again.
             (zmq.SNDHWM, 0),
             (zmq.RCVHWM, 0),
             (zmq.IMMEDIATE, 1),
@@ -147,11 +140,7 @@ class Connection:
         self._take_way(len(self._sockets) - 1)
 
     def _take_way(self, index: int) -> bool:
-        """Connect where the address is best reached now: its server, or the Unix socket beside it, may come yet.
-
-        Returns:
-            Whether that is another place than before.
-        """
+        """Connect to the address or to the Unix socket beside it, whichever is there; whether that is a change."""
         socket, monitor, address = self._sockets[index], self._monitors[index], self._addresses[index]
         way = local_sockets.way_to(address) if self._uses_local_socket else address
         if way == monitor.way:
@@ -173,17 +162,17 @@ class Connection:
         return True
 
     @property
+    @override
     def is_own_thread(self) -> bool:
-        """Whether the caller is the I/O thread itself, which must not wait for answers."""
         return self._thread is threading.current_thread()
 
-    def close(self, timeout_s: float = 5.0) -> None:
-        """Stop the thread, close sockets; what was sent last gets half a second to leave."""
+    @override
+    def close(self) -> None:
         self._is_stopping = True
         if os.getpid() != self._process_id or self.is_own_thread:
             return
         self._wake()
-        self._thread.join(timeout_s)
+        self._thread.join(CLOSE_S)
 
     def _wake(self) -> None:
         try:
@@ -193,8 +182,8 @@ class Connection:
 
     # ---- I/O thread --------------------------------------------------------------------------------------------
 
+    @override
     def send(self, index: int, message: Message) -> bool:
-        """Send now; False where there is no connection. A payload is not copied and must stay as it is."""
         socket = self._sockets[index]
         frames = encode(message, checksum=self._checksum)
         last = len(frames) - 1
@@ -224,13 +213,9 @@ class Connection:
             finally:
                 self._close_sockets()
 
-    def _run_leftovers_if_over(self) -> None:
-        if self._failure is not None:
-            self._run_leftovers()
-
     def _run_leftovers(self) -> None:
-        """What was queued and never ran: the receiver has failed, and lets it fail."""
-        while self._tasks:
+        """Run the tasks that the thread has not seen before it ended: the receiver makes them fail."""
+        while self._failure is not None and self._tasks:
             function, arguments = self._tasks.popleft()
             try:
                 function(*arguments)
@@ -275,17 +260,11 @@ class Connection:
             except zmq.Again:
                 return
             frames = [frame.buffer]
-            surplus = 0
             while frame.more:
                 frame = socket.recv(copy=False)
-                if len(frames) < MAX_FRAMES:
-                    frames.append(frame.buffer)
-                else:
-                    surplus += 1
+                frames[MAX_FRAMES:] = [frame.buffer]  # one too many is enough for ``decode`` to refuse them
             now_s = time.monotonic()
             try:
-                if surplus:
-                    raise ProtocolError(f"a message has too many frames (expected {MAX_FRAMES}, got {surplus} more)")
                 message = decode(frames)
             except ProtocolError as error:
                 self._receiver.garbled(index, error, now_s)
@@ -298,7 +277,7 @@ class Connection:
             if monitor.is_new:
                 monitor.is_new = False
                 self._receiver.connected(index, now_s)
-            # Who is refused at a TCP address may have been too early for the socket beside it.
+            # A client that is refused at a TCP address may have been too early for the socket beside it.
             if not monitor.has_succeeded and self._take_way(index):
                 error = None
             if error is not None:

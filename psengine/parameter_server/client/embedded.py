@@ -1,9 +1,9 @@
-"""A server for one host: started by a worker, on a Unix socket of its user's, ended when nobody needs it.
+"""A server process that a worker starts for its host; it ends when nobody needs it.
 
     worker   start ── stdin pipe open ───────────────────── stop: pipe closed
     server      └─ ready line ─ serves ─ ...                       └─ ends once no worker is a member any more
 
-The pipe also closes when the worker's process dies, whatever killed it; workers on the same server are not disturbed.
+The kernel closes the pipe also when the worker's process dies; the other workers of the server are not disturbed.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import logging
 import subprocess
 import sys
 import threading
-import time
 import weakref
 from collections import deque
 from collections.abc import Sequence
@@ -36,8 +35,8 @@ class EmbeddedServer:
         pid: of its process.
     """
 
-    def __init__(self, process: subprocess.Popen[str], output: _Output, addresses: tuple[str, ...]) -> None:
-        self.addresses = addresses
+    def __init__(self, process: subprocess.Popen[str], output: _Output) -> None:
+        self.addresses = output.addresses
         self.pid = process.pid
         self._process = process
         self._output = output
@@ -62,7 +61,7 @@ class EmbeddedServer:
             raise ServerError(f"the embedded parameter server has no place for its socket: {error}") from error
         command = [sys.executable, "-m", "psengine.cli.server", "--bind", bind]
         command += ["--shards", str(shards), "--until-stdin-closes", *arguments]
-        # Its own session: a Ctrl-C is for the workers, who then say goodbye to it.
+        # Its own session: a Ctrl-C is for the workers, which then leave it.
         process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
@@ -73,14 +72,15 @@ class EmbeddedServer:
             start_new_session=True,
         )
         output = _Output(process)
-        addresses = output.await_ready(deadline_s)
-        if addresses:
-            return cls(process, output, addresses)
-        code = output.exit_code()
-        process.kill()
+        output.is_decided.wait(deadline_s)
+        if output.addresses:
+            return cls(process, output)
+        has_ended = output.is_decided.is_set()
+        if not has_ended:
+            process.kill()
         _close(process)
-        output.join()
-        fate = f"ended with exit code {code}" if code is not None else f"was not ready after {deadline_s:g} s"
+        output.thread.join(STOP_S)
+        fate = f"ended with exit code {process.poll()}" if has_ended else f"was not ready after {deadline_s:g} s"
         raise ServerError(f"the embedded parameter server {fate}. It wrote:\n{output.text() or '(nothing)'}")
 
     def __enter__(self) -> EmbeddedServer:
@@ -91,7 +91,7 @@ class EmbeddedServer:
 
     @property
     def is_running(self) -> bool:
-        """Whether its process is there."""
+        """Whether its process runs."""
         return self._process.poll() is None
 
     def log(self) -> str:
@@ -99,20 +99,16 @@ class EmbeddedServer:
         return self._output.text()
 
     def terminate(self, deadline_s: float) -> bool:
-        """Have it end in order, with workers or without; whether it did within ``deadline_s``."""
+        """Ask it to end in order, with or without workers; whether it did within ``deadline_s``."""
         self._process.terminate()
-        try:
-            self._process.wait(deadline_s)
-        except subprocess.TimeoutExpired:
-            return False
-        return True
+        return _has_ended(self._process, deadline_s)
 
     def kill(self) -> None:
         """End it at once."""
         self._process.kill()
 
     def stop(self) -> None:
-        """Let it end: at once, or when the last worker has left. Waits a few seconds, kills nothing. Safe twice."""
+        """Let it end, at once or when the last worker has left; waits ``STOP_S`` at most. Idempotent."""
         self._finalizer()
 
 
@@ -120,12 +116,12 @@ class _Output:
     """Reads what a server writes, for as long as it runs: a full pipe would stop it."""
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
+        self.addresses: tuple[str, ...] = ()
+        self.is_decided = threading.Event()  # the server is ready, or has ended
         self._process = process
         self._lines: deque[str] = deque(maxlen=_KEPT_LINES)
-        self._addresses: tuple[str, ...] = ()
-        self._is_decided = threading.Event()
-        self._thread = threading.Thread(target=self._read, name="psengine-embedded-output", daemon=True)
-        self._thread.start()
+        self.thread = threading.Thread(target=self._read, name="psengine-embedded-output", daemon=True)
+        self.thread.start()
 
     def _read(self) -> None:
         assert self._process.stdout is not None
@@ -134,27 +130,12 @@ class _Output:
                 text = line.rstrip("\n")
                 self._lines.append(text)
                 if text.startswith(READY):
-                    # Its other shards are listed too; clients ask the first for them.
-                    self._addresses = tuple(text.removeprefix(READY).replace(",", " ").split())[:1]
-                    self._is_decided.set()
+                    # The line lists all shards; clients ask the first for the others.
+                    self.addresses = tuple(text.removeprefix(READY).replace(",", " ").split())[:1]
+                    self.is_decided.set()
                 logger.info("server %d: %s", self._process.pid, text)
-        self._is_decided.set()
         self._process.wait()
-
-    def await_ready(self, deadline_s: float) -> tuple[str, ...]:
-        """Addresses once it is ready; () where it ended or the deadline passed."""
-        self._is_decided.wait(deadline_s)
-        return self._addresses
-
-    def exit_code(self) -> int | None:
-        """How the process ended; None while it runs."""
-        if self._is_decided.is_set():
-            self._thread.join(1.0)
-        return self._process.poll()
-
-    def join(self) -> None:
-        """Wait for the last line of a process that has ended."""
-        self._thread.join(STOP_S)
+        self.is_decided.set()
 
     def text(self) -> str:
         """The last lines."""
@@ -163,13 +144,18 @@ class _Output:
 
 def _stop(process: subprocess.Popen[str], output: _Output) -> None:
     _close(process)
-    deadline_s = time.monotonic() + STOP_S
-    while process.poll() is None and time.monotonic() < deadline_s:
-        time.sleep(0.02)
-    if process.poll() is None:
-        logger.info("embedded server %d still has workers; it ends when the last one leaves", process.pid)
+    if _has_ended(process, STOP_S):
+        output.thread.join(STOP_S)
     else:
-        output.join()
+        logger.info("embedded server %d still has workers; it ends when the last one leaves", process.pid)
+
+
+def _has_ended(process: subprocess.Popen[str], deadline_s: float) -> bool:
+    try:
+        process.wait(deadline_s)
+    except subprocess.TimeoutExpired:
+        return False
+    return True
 
 
 def _close(process: subprocess.Popen[str]) -> None:

@@ -121,6 +121,7 @@ def forked_error() -> ServerError:
     )
 
 
+@dataclass(eq=False)
 class Operation:
     """Base of requests and pushes.
 
@@ -131,36 +132,34 @@ class Operation:
         timeout_s: how long nothing may move; ``deadline_s`` is this long after the last movement.
         destinations: 1-D contiguous CPU tensors; the answer's payload is copied into them, one after the other.
         dtype: of the payload; None without destinations.
+
+    Attributes:
+        unanswered: questions about it since the last answer to one.
+        next_at_s: when the link asks about it next.
+        last_refusal: why the server did not take it last time.
     """
 
-    def __init__(
-        self,
-        message: Message,
-        describe: Callable[[], str],
-        parking: Parking,
-        timeout_s: float,
-        destinations: Sequence[torch.Tensor] = (),
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        self.message = message
-        self.describe = describe
-        self.parking = parking
-        self.destinations = destinations
-        self._targets = [(d.data_ptr(), d.numel() * d.itemsize) for d in destinations]
-        self.numel = sum(d.numel() for d in destinations)
-        self.dtype = dtype
-        self.submitted_s = parking.now_s()
-        self.timeout_s = timeout_s
-        self.deadline_s = self.submitted_s + timeout_s
-        self.unanswered = 0  # questions about it since the last answer to one
-        self.next_at_s = 0.0
-        self.is_sent = False
-        self.is_done = False
-        self.error: PSEngineError | None = None
-        self.answer: Message | None = None
-        self.seconds = 0.0
-        self.last_refusal = ""
-        self.waiters: list[threading.Lock] = []
+    message: Message
+    describe: Callable[[], str]
+    parking: Parking
+    timeout_s: float
+    destinations: Sequence[torch.Tensor] = ()
+    dtype: torch.dtype | None = None
+    unanswered: int = field(default=0, init=False)
+    next_at_s: float = field(default=0.0, init=False)
+    is_sent: bool = field(default=False, init=False)
+    is_done: bool = field(default=False, init=False)
+    error: PSEngineError | None = field(default=None, init=False)
+    answer: Message | None = field(default=None, init=False)
+    seconds: float = field(default=0.0, init=False)
+    last_refusal: str = field(default="", init=False)
+    waiters: list[threading.Lock] = field(default_factory=list, init=False)
+
+    def __post_init__(self) -> None:
+        self._targets = [(d.data_ptr(), d.numel() * d.itemsize) for d in self.destinations]
+        self.numel = sum(d.numel() for d in self.destinations)
+        self.submitted_s = self.parking.now_s()
+        self.deadline_s = self.submitted_s + self.timeout_s
 
     @property
     def is_of_a_live_worker(self) -> bool:
@@ -224,31 +223,23 @@ class Operation:
             raise self.error.with_traceback(None)
 
 
+@dataclass(eq=False)
 class Request(Operation):
     """A question with an id; the link sends it again where it or its answer was lost.
 
     Attributes:
-        mark: the first marker of its link that follows it; see ``Link``.
         is_urgent: it belongs to the handshake, and is sent while everything else is held.
         handles_refusal: any ERROR ends it; for other operations "fenced" and "not_member" start a recovery.
+        mark: the first marker of its link that follows it; see ``Link``.
     """
 
-    def __init__(
-        self,
-        message: Message,
-        describe: Callable[[], str],
-        parking: Parking,
-        timeout_s: float,
-        destinations: Sequence[torch.Tensor] = (),
-        dtype: torch.dtype | None = None,
-        *,
-        is_urgent: bool = False,
-        handles_refusal: bool = False,
-    ) -> None:
-        super().__init__(message, describe, parking, timeout_s, destinations, dtype)
-        self.is_urgent = is_urgent
-        self.handles_refusal = handles_refusal or is_urgent
-        self.mark = 0
+    is_urgent: bool = field(default=False, kw_only=True)
+    handles_refusal: bool = field(default=False, kw_only=True)
+    mark: int = field(default=0, init=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.handles_refusal = self.handles_refusal or self.is_urgent
 
     def reply(self) -> Message:
         """Wait for the answer and return it as it came. Raises like ``settle``."""
@@ -263,46 +254,36 @@ class Request(Operation):
         return Answer(reply.version, reply.body, values, reply.key)
 
 
+@dataclass(eq=False)
 class Push(Operation):
     """A chunk's exchange; see ``WorkerSession.push``.
 
-    Args:
+    Attributes:
         encoder: makes the chunk's payloads, where the job has a codec.
         keeps_answer: keep the encoded answer after it was decoded.
-
-    Attributes:
         round: how often the push, or its answer, was sent.
         asked_s: when the first of the unanswered probes was sent.
         arrived_bytes: bytes of this exchange that the server has from all workers, by its last PENDING.
         waiting_for: the workers that the server waits for, by its last PENDING.
     """
 
-    def __init__(
-        self,
-        message: Message,
-        describe: Callable[[], str],
-        parking: Parking,
-        timeout_s: float,
-        destinations: Sequence[torch.Tensor],
-        dtype: torch.dtype | None,
-        encoder: ChunkEncoder | None = None,
-        *,
-        keeps_answer: bool = False,
-    ) -> None:
-        super().__init__(message, describe, parking, timeout_s, destinations, dtype)
-        self._encoder = encoder
-        self._keeps_answer = keeps_answer
+    encoder: ChunkEncoder | None = None
+    keeps_answer: bool = field(default=False, kw_only=True)
+    fenced_count: int = field(default=0, init=False)
+    round: int = field(default=1, init=False)
+    asked_s: float = field(default=0.0, init=False)
+    arrived_bytes: int = field(default=-1, init=False)
+    waiting_for: list[int] | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        encoder, message = self.encoder, self.message
         self._is_concluded = encoder is None
         if encoder is not None and encoder.decodes:
             # The training's threads decode, when they wait; until then the answer stays encoded.
             self._targets = []
-            self.numel, self.dtype = encoder.answer.numel if destinations else 0, encoder.answer.dtype
+            self.numel, self.dtype = encoder.answer.numel if self.destinations else 0, encoder.answer.dtype
         self.size_bytes = message.numel * message.dtype.itemsize if message.dtype is not None else 0
-        self.fenced_count = 0
-        self.round = 1
-        self.asked_s = 0.0
-        self.arrived_bytes = -1
-        self.waiting_for: list[int] | None = None
 
     @property
     def key(self) -> int:
@@ -328,13 +309,13 @@ class Push(Operation):
         if self._is_concluded or not self.is_done:
             return
         self._is_concluded = True
-        assert self._encoder is not None
+        assert self.encoder is not None
         outcome = self._outcome()
         if self.message.dtype is not None and outcome is not None:  # the push had a payload
-            self._encoder.end(outcome)
-        if self._encoder.decodes and self.destinations and self.answer is not None:
-            self._encoder.decode(payload_tensor(self.answer), self.destinations)
-            if not self._keeps_answer:
+            self.encoder.end(outcome)
+        if self.encoder.decodes and self.destinations and self.answer is not None:
+            self.encoder.decode(payload_tensor(self.answer), self.destinations)
+            if not self.keeps_answer:
                 self.answer.payload = None
 
     def _outcome(self) -> ExchangeOutcome | None:

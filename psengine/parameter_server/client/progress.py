@@ -1,10 +1,10 @@
-"""How far this worker is at one shard: what a server that restarted is told, because nobody else knows it.
+"""How far this worker is at one shard, for a server that restarts: nobody else knows it. Pure.
 
     push 1 ─ answer   push 2 ─ answer   push 3 ─ answer   push 4 ─   the server dies; its snapshot has pushes 1 and 2
-    └──────────── acknowledged: 3, version 3 ──────────┘  under way
+    └──────────── acknowledged: 3, version 3 ──────────┘  in flight
 
-A server that comes back from a snapshot has lost what was acknowledged since (``core/losses.py`` there counts it), and
-one that averages has lost its averages, which workers have. Pure.
+A server that comes back from a snapshot counts the acknowledged updates that it lost (``core/losses.py``); one that
+averages lost its averages, which the workers have.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ _PAGE_BYTES = 48 * 1024
 
 @dataclass(slots=True)
 class _Known:
-    """Of one chunk.
+    """What is known of one chunk.
 
     Attributes:
         version: the highest that came in this life of the server.
         sequence: the last exchange that was answered.
         unused: runs [first, last] of exchanges up to ``sequence`` that did not change the chunk as far as this worker
             knows: refused, never answered, or lost and counted.
-        asked_version: ``version`` when the exchange under way was sent.
+        asked_version: ``version`` when the exchange in flight was sent.
     """
 
     version: int = 0
@@ -75,7 +75,7 @@ class Ledger:
         known.version = max(known.version, version)
 
     def forget(self) -> None:
-        """Go on from another worker's state, whose exchanges are numbered anew where the job began anew."""
+        """Start anew from another worker's state, whose exchanges have other numbers."""
         self._chunks.clear()
 
     @property

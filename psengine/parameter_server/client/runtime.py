@@ -43,7 +43,11 @@ class Transport(Protocol):
         """Whether the caller runs on that thread, and must not wait for answers."""
 
     def do(self, function: Callable[..., None], *arguments: Any) -> None:
-        """Call ``function(*arguments)`` on that thread, in the order of calls; any thread."""
+        """Call ``function(*arguments)`` on that thread, in the order of calls; any thread.
+
+        Raises:
+            ServerError: the thread has ended, or this is a child process.
+        """
 
     def open(self, address: str, *, carries_payloads: bool = True) -> None:
         """Connect one more socket; its index is the number of those before it. That thread alone."""
@@ -52,7 +56,7 @@ class Transport(Protocol):
         """Send now; False where there is no connection. A payload must stay as it is. That thread alone."""
 
     def close(self) -> None:
-        """End; the receiver hears ``crashed``."""
+        """End; the receiver hears ``crashed``. Any thread; idempotent; does nothing in a child process."""
 
 
 @dataclass(frozen=True, kw_only=True)

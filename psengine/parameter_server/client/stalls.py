@@ -1,9 +1,9 @@
-"""Servers that do not answer for long, as lines of the log: who is asked, for what, whom it waits for. Pure.
+"""Log lines about servers that do not answer for long: who asks, for what, and for whom the server waits. Pure.
 
     asked ──────── stall_s ──────── 2 stall_s ──────────────────── 4 stall_s ── ...  answered
-                   one line         one more                       one more          it goes on
+                   one line         one more                       one more          the end
 
-One stall is one line, however many chunks and shards are late: the one asked longest ago stands for all.
+However many operations are late, a stall has one line: that of the oldest.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from psengine.tracing.stall_inspector import StallSchedule
 
 logger = logging.getLogger(__name__)
 
-# Often enough for whole seconds, seldom enough to cost nothing. A stall under way is looked at each time, for its end.
+# How often to look for a new stall; one under way is looked at every time, for its end.
 LOOK_S = 1.0
 
 
 class StallWatch:
-    """Looks at what is under way, and says what takes too long.
+    """Reports the operations that take too long.
 
     Args:
-        stall_s: how long is too long; 0 says nothing ever.
+        stall_s: how long is too long; 0 reports nothing.
     """
 
     def __init__(self, stall_s: float) -> None:
         self._stall_s = stall_s
         self._look_s = min(LOOK_S, stall_s / 4)
         self._next_look_s = 0.0
-        # Of the stall under way: since when, when it is mentioned again, and what was mentioned last.
+        # Of the stall under way: when it began, when its next line is due, and the operation in its last line.
         self._since_s = 0.0
         self._schedule: StallSchedule | None = None
         self._what = ""
@@ -43,7 +43,7 @@ class StallWatch:
         """Log where a stall began, lasts or has ended.
 
         Args:
-            who: is waiting, as lines begin: "worker 1 of job 'default'".
+            who: the client, as lines begin: "worker 1 of job 'default'".
             links: to all shards.
             now_s: the time.
         """
@@ -63,23 +63,19 @@ class StallWatch:
         if not self._schedule.is_due(now_s - self._since_s):
             return
         self._what = f"{link.address}: {operation.describe()}"
+        others = []
+        if more := len(link.open_operations()) - 1:
+            others.append(f"{more} more there")
+        if addresses := [other.address for other, _ in late if other is not link]:
+            others.append("what was asked of " + ", ".join(addresses[:8]) + (", ..." if len(addresses) > 8 else ""))
         logger.warning(
             "%s has waited %.1f s for %s%s. %s",
             who,
             now_s - operation.submitted_s,
             self._what,
-            _others(link, late),
+            f" (and {' and '.join(others)})" if others else "",
             _reason(link, operation, now_s),
         )
-
-
-def _others(link: Link, late: Sequence[tuple[Link, Operation]]) -> str:
-    others = []
-    if (more := len(link.open_operations()) - 1) > 0:
-        others.append(f"{more} more there")
-    if addresses := [other.address for other, _ in late if other is not link]:
-        others.append("what was asked of " + ", ".join(addresses[:8]) + (", ..." if len(addresses) > 8 else ""))
-    return f" (and {' and '.join(others)})" if others else ""
 
 
 def _reason(link: Link, operation: Operation, now_s: float) -> str:
@@ -88,7 +84,7 @@ def _reason(link: Link, operation: Operation, now_s: float) -> str:
     if link.is_paused:
         return "This worker is introducing itself to the servers again."
     if isinstance(operation, Push) and not operation.is_sent:
-        return "It could not be sent yet: there is no connection, or too much is under way to that server."
+        return "It could not be sent yet: there is no connection, or too much is in flight to that server."
     if link.last_heard_s is None:
         return "The server was never heard from: is it running, and reachable from this host?"
     return f"The server was last heard from {now_s - link.last_heard_s:.1f} s ago."

@@ -1,4 +1,4 @@
-"""What a worker counts of itself; its heartbeats carry it to the servers, for people who watch.
+"""A worker's counters; its heartbeats carry them to the servers, for people who watch.
 
     the worker's thread   with blocked(): wait_all(...)       step_ended()       report(loss=..., samples=...)
     the I/O thread                                  to_body(), with every heartbeat
@@ -44,7 +44,7 @@ class Telemetry:
         self._last_end_s = 0.0
         # The last loss that can be read, and those that a GPU has yet to compute.
         self._loss: _Loss | None = None
-        self._coming: deque[_Loss] = deque()
+        self._pending: deque[_Loss] = deque()
         self._reading = Observer("at the servers, a loss that was reported")
 
     @contextmanager
@@ -68,36 +68,28 @@ class Telemetry:
             self._unfinished_blocked_s = 0.0
 
     def report(self, loss: torch.Tensor | float | None = None, samples: int | None = None) -> None:
-        """What the user's loop knows. Never waits for a device.
+        """Take what the user's loop knows. Never waits for a device.
 
         Args:
             loss: of this step, one number; None leaves the last.
-            samples: how many this step had, to be added up.
+            samples: how many this step had; they are added up.
 
         Raises:
             ConfigurationError: the loss is not one number, or the samples are no number of samples.
         """
         _check(loss, samples)
-        found = None
-        if loss is not None:
-            with self._reading:
-                found = _Loss(loss)
         with self._lock:
             self._samples = min(self._samples + int(samples or 0), MAX_COUNTED)
-        if found is not None:
-            self._queue(found)
-
-    def _queue(self, loss: _Loss) -> None:
-        with self._lock:
-            if len(self._coming) >= MAX_COMING:
-                self._coming.pop()  # an older one is there sooner
-            self._coming.append(loss)
-            self._advance()
+        if loss is not None:
+            with self._reading, self._lock:
+                if len(self._pending) >= MAX_COMING:
+                    self._pending.pop()  # an older one is readable sooner
+                self._pending.append(_Loss(loss))
+                self._advance()
 
     def _advance(self) -> None:
-        with self._reading:
-            while self._coming and self._coming[0].is_there():
-                self._loss = self._coming.popleft()
+        while self._pending and self._pending[0].is_there():
+            self._loss = self._pending.popleft()
 
     def to_body(self) -> dict[str, Any]:
         """HEARTBEAT's body: without "loss" until one was reported; None is one that is not finite."""
@@ -108,7 +100,8 @@ class Telemetry:
                 "blocked_s": self._blocked_s,
                 "samples": self._samples,
             }
-            self._advance()
+            with self._reading:
+                self._advance()
             loss = self._loss
         if loss is not None:
             with self._reading:
@@ -117,7 +110,7 @@ class Telemetry:
 
 
 class _Loss:
-    """A loss that was reported: on the CPU, or copied there by a stream that has yet to compute it."""
+    """A reported loss: on the CPU, or on its way there behind the stream that computes it."""
 
     def __init__(self, loss: torch.Tensor | float) -> None:
         self._event: Any = None
