@@ -91,7 +91,7 @@ class Flight:
         """It is this bucket's turn: pack what is not packed yet, and begin the exchange, where there is one."""
         bucket = packing.bucket
         reduction = None
-        if not graph.usage.is_unused_everywhere(bucket.parameter_indices):
+        if not graph.is_unused_everywhere(bucket.parameter_indices):
             share = self._step_share.share()
             if self.is_packing:
                 self._warn_create_graph()
@@ -170,7 +170,7 @@ class Flight:
         reductions = []
         with torch.no_grad():
             for packing in self._layout.packings:
-                if not graph.usage.is_unused_everywhere(packing.bucket.parameter_indices):
+                if not graph.is_unused_everywhere(packing.bucket.parameter_indices):
                     packing.fill_with_zeros()
                     reductions.append(self._strategy.reduce(packing.bucket))
             graph.shadow_end()

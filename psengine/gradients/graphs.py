@@ -5,18 +5,23 @@ One object, chosen when a model is wrapped; ``static_graph`` replaces it::
     EveryParameter   each parameter gets one gradient in each backward            (the default)
     SearchedGraph    those that the outputs depend on; a walk finds the others    (find_unused_parameters)
     StaticGraph      those of the first iteration, as often as they fired then    (static_graph)
+
+Under the latter two the ranks tell each other which parameters they used. A parameter that some rank used is averaged
+everywhere; one that no rank used keeps its gradient, None included.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from typing_extensions import override
 
-from psengine.gradients.error_texts import graph_changed_message, unfinished_reduction_message
-from psengine.gradients.usage import ParameterUsage
+from psengine.collectives.base import Work
+from psengine.gradients.error_texts import NONE_UNUSED_MESSAGE, graph_changed_message, unfinished_reduction_message
+from psengine.strategies.base import Strategy
 
 logger = logging.getLogger(__name__)
 
@@ -25,28 +30,34 @@ class EveryParameter:
     """Each parameter gets one gradient in each backward.
 
     Args:
-        usage: of the parameters, on this rank and over all.
         names: of the parameters, by index.
 
     Attributes:
         may_rebuild: whether the order in which gradients arrive is worth following.
         takes_long_way: whether a hook has more to do than to count its bucket down.
-        records_usage: whether hooks note which parameters are used, inside no_sync too: what a micro-batch accumulates
-            has to be exchanged, whoever uses the parameter last.
+        records_usage: whether hooks set ``used``, inside no_sync too: what a micro-batch accumulates has to be
+            exchanged, whoever uses the parameter last.
         is_being_counted: whether the coming backward is the one that shows which hooks fire how often.
         has_marked_unused: whether this backward's unused parameters were counted as ready.
         has_changed: whether a hook fired in this backward that must not.
+        used: by parameter, 1 where this rank used it since the last agreement; after an agreement, where any rank did.
+        summed: by parameter, how many ranks used it in the last backward that agreed on it: int32.
+        unused: indices of parameters that the last search, or a static graph's first backward, found without gradient.
+        never_changed: whether every search found the same ones.
     """
 
     may_rebuild = True
     takes_long_way = False
     records_usage = False
     is_being_counted = False
+    never_changed = True
 
-    def __init__(self, usage: ParameterUsage, names: Sequence[str]) -> None:
-        self.usage = usage
+    def __init__(self, names: Sequence[str]) -> None:
         self.has_marked_unused = False
         self.has_changed = False
+        self.used = bytearray(len(names))
+        self.summed = torch.zeros(len(names), dtype=torch.int32)
+        self.unused: list[int] = []
         self._names = names
 
     def begin(self, outputs: Iterable[torch.Tensor]) -> Sequence[int]:
@@ -57,16 +68,13 @@ class EveryParameter:
     def agree(self, *, has_data: bool) -> None:
         """Before backward, on every rank: agree on what has to be known beforehand."""
 
+    def is_unused_everywhere(self, indices: Sequence[int]) -> bool:
+        """Whether the ranks agreed before backward that none uses any of these parameters."""
+        return False
+
     def arrived(self, index: int) -> Sequence[int]:
         """A parameter's hook fired: return the parameters whose gradients are ready now, this one last."""
         return (index,)
-
-    def _with_unused(self, ready: Sequence[int]) -> Sequence[int]:
-        """At the first hook of a backward: parameters that get no gradient must not hold up their buckets."""
-        if self.has_marked_unused:
-            return ready
-        self.has_marked_unused = True
-        return (*self.usage.unused, *ready)
 
     @property
     def never_arriving(self) -> Sequence[int]:
@@ -77,53 +85,148 @@ class EveryParameter:
         """Every bucket of this backward was handed over."""
 
     def unused_positions(self, indices: Sequence[int]) -> list[bool] | None:
-        """For each of these parameters whether no rank used it, so that its gradient stays; None: all were used."""
+        """For each of these parameters whether no rank used it; None where some rank used each of them."""
         return None
 
     def settle(self) -> None:
         """The end of a backward."""
 
-    def restart(self, usage: ParameterUsage) -> None:
-        """Forget earlier backwards: the group of ranks is another one. ``usage`` is new."""
-        self.usage = usage
+    def restart(self) -> None:
+        """Forget earlier backwards: the group of ranks is another one."""
 
     def describe_missing(self, rank: int, missing: Mapping[int, str]) -> str:
         """The error's text for a backward in which some parameters (index to name) got no gradient."""
         return unfinished_reduction_message(rank, missing, find_unused=False)
 
-    # ---- a rank without data, inside join ----------------------------------------------------------------------
-
     def shadow_end(self) -> None:
-        """Take part in what other ranks agree on once their buckets were handed over."""
+        """Of a rank without data, inside ``join``: take part in what others agree on after their buckets."""
 
 
-class SearchedGraph(EveryParameter):
+class _UsedParameters(EveryParameter):
+    """The used-map of one replica, which ``strategy`` sums over ranks on ``device``."""
+
+    takes_long_way = True
+
+    def __init__(self, names: Sequence[str], device: torch.device, strategy: Strategy) -> None:
+        super().__init__(names)
+        self.summed = self.summed.to(device)
+        self._strategy = strategy
+        self._work: Work | None = None
+        self._unused_everywhere: set[int] = set()
+
+    def _reduce(self) -> None:
+        """Begin summing this rank's map over ranks."""
+        used = torch.frombuffer(bytearray(self.used), dtype=torch.uint8)
+        self.summed = used.to(torch.int32).to(self.summed.device)
+        self._work = self._strategy.reduce_usage(self.summed)
+
+    def _shadow(self) -> None:
+        """Take part in other ranks' sum as one that used nothing; blocks."""
+        self._strategy.reduce_usage(torch.zeros_like(self.summed)).wait()
+
+    def _take_sum(self) -> None:
+        """Where a sum is under way: wait for it; ``used`` is what any rank used from now on."""
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+            self.used = bytearray(self.summed.ne(0).to(torch.uint8).tolist())
+
+    def _with_unused(self, ready: Sequence[int]) -> Sequence[int]:
+        """At the first hook of a backward: parameters that get no gradient must not hold up their buckets."""
+        if self.has_marked_unused:
+            return ready
+        self.has_marked_unused = True
+        return (*self.unused, *ready)
+
+    @override
+    def unused_positions(self, indices: Sequence[int]) -> list[bool] | None:
+        if all(self.used[index] for index in indices):
+            return None  # without waiting for the other ranks
+        self._take_sum()
+        unused = [not self.used[index] for index in indices]
+        return unused if any(unused) else None
+
+    @override
+    def settle(self) -> None:
+        self._take_sum()  # ranks must not sum two maps at once
+        self._unused_everywhere = set()
+
+    @override
+    def restart(self) -> None:
+        self._work = None
+        self.used = bytearray(len(self._names))
+        self.unused = []
+
+
+class SearchedGraph(_UsedParameters):
     """Before each backward the graph is walked from the outputs.
 
     Args:
-        usage, names: see ``EveryParameter``.
+        names: of the parameters, by index.
+        device: where used-maps are summed over ranks.
+        strategy: sums them.
+        nodes: by parameter, its gradient accumulation node.
         skips_buckets: ranks agree before backward which parameters nobody uses, and skip buckets that hold no others.
     """
 
     may_rebuild = False
-    takes_long_way = True
     records_usage = True
 
-    def __init__(self, usage: ParameterUsage, names: Sequence[str], *, skips_buckets: bool) -> None:
-        super().__init__(usage, names)
+    def __init__(
+        self,
+        names: Sequence[str],
+        device: torch.device,
+        strategy: Strategy,
+        nodes: Sequence[Any],
+        *,
+        skips_buckets: bool,
+    ) -> None:
+        super().__init__(names, device, strategy)
+        self._index_of_node = {node: index for index, node in enumerate(nodes)}
         self._skips_buckets = skips_buckets
+        self._has_searched = False
+        self._has_warned = False
 
     @override
     def begin(self, outputs: Iterable[torch.Tensor]) -> Sequence[int]:
         super().begin(outputs)
-        self.usage.search(outputs)
-        return self.usage.unused
+        previously_unused = self.unused
+        with torch.autograd.profiler.record_function("torch.distributed.ddp.reducer::search_unused_parameters"):
+            self.unused = self._unreached(outputs)
+        if self._has_searched and self.unused != previously_unused:
+            self.never_changed = False
+        self._has_searched = True
+        if not self.unused and not self._has_warned:
+            self._has_warned = True
+            logger.warning(NONE_UNUSED_MESSAGE)
+        return self.unused
+
+    def _unreached(self, outputs: Iterable[torch.Tensor]) -> list[int]:
+        stack = [output.grad_fn for output in outputs if output.grad_fn is not None]
+        seen = set(stack)
+        missing = set(self._index_of_node)
+        while stack and missing:
+            for node, _ in stack.pop().next_functions:
+                if node is not None and node not in seen:
+                    seen.add(node)
+                    missing.discard(node)
+                    stack.append(node)
+        return sorted(self._index_of_node[node] for node in missing)
 
     @override
     def agree(self, *, has_data: bool) -> None:
-        """Which parameters no rank uses."""
-        if self._skips_buckets:
-            self.usage.agree_before_backward(has_data=has_data)
+        """Settle which parameters no rank uses, counting what was used inside no_sync; blocks."""
+        if not self._skips_buckets:
+            return
+        used = torch.full((len(self.used),), int(has_data), dtype=torch.int32)
+        used[[index for index in self.unused if not self.used[index]]] = 0
+        used = used.to(self.summed.device)
+        self._strategy.reduce_usage(used).wait()
+        self._unused_everywhere = {index for index, count in enumerate(used.tolist()) if count == 0}
+
+    @override
+    def is_unused_everywhere(self, indices: Sequence[int]) -> bool:
+        return self._unused_everywhere.issuperset(indices)
 
     @override
     def arrived(self, index: int) -> Sequence[int]:
@@ -131,15 +234,12 @@ class SearchedGraph(EveryParameter):
 
     @override
     def handed_over(self) -> None:
-        self.usage.reduce()
-
-    @override
-    def unused_positions(self, indices: Sequence[int]) -> list[bool] | None:
-        return self.usage.unused_positions(indices)
+        self._reduce()
 
     @override
     def settle(self) -> None:
-        self.usage.settle(forget=True)
+        super().settle()
+        self.used = bytearray(len(self.used))
 
     @override
     def describe_missing(self, rank: int, missing: Mapping[int, str]) -> str:
@@ -147,16 +247,17 @@ class SearchedGraph(EveryParameter):
 
     @override
     def shadow_end(self) -> None:
-        self.usage.shadow()
+        self._shadow()
 
 
-class StaticGraph(EveryParameter):
-    """The user promises that the graph never changes: its first iteration is counted, every later one is the same."""
+class StaticGraph(_UsedParameters):
+    """The user promises that the graph never changes: its first iteration is counted, every later one is the same.
 
-    takes_long_way = True
+    What the first iteration used, on any rank, holds for good.
+    """
 
-    def __init__(self, usage: ParameterUsage, names: Sequence[str]) -> None:
-        super().__init__(usage, names)
+    def __init__(self, names: Sequence[str], device: torch.device, strategy: Strategy) -> None:
+        super().__init__(names, device, strategy)
         self._set_counting(True)
         self._counts = [0] * len(names)
         self._left: list[int] = []
@@ -173,6 +274,13 @@ class StaticGraph(EveryParameter):
         return ()
 
     @override
+    def agree(self, *, has_data: bool) -> None:
+        """A rank without data takes part in what others exchange first in the first backward; see ``learn``."""
+        if self.is_being_counted and not has_data:
+            self._shadow()
+            self._set_counting(False)
+
+    @override
     def arrived(self, index: int) -> Sequence[int]:
         if self.is_being_counted:
             self._counts[index] += 1
@@ -183,9 +291,9 @@ class StaticGraph(EveryParameter):
 
     def learn(self) -> None:
         """The first iteration is over: parameters that it did not use never will be; begin to tell the other ranks."""
-        self.usage.reduce()
+        self._reduce()
         self._set_counting(False)
-        self.usage.unused = unused = [index for index, count in enumerate(self._counts) if count == 0]
+        self.unused = unused = [index for index, count in enumerate(self._counts) if count == 0]
         if unused:
             logger.info(
                 "Parameter(s) %s is(are) unused during first iteration. Since static_graph=True is enabled for DDP,"
@@ -196,29 +304,14 @@ class StaticGraph(EveryParameter):
     @property
     @override
     def never_arriving(self) -> Sequence[int]:
-        return self.usage.unused
+        return self.unused
 
     @override
-    def unused_positions(self, indices: Sequence[int]) -> list[bool] | None:
-        return self.usage.unused_positions(indices)
-
-    @override
-    def settle(self) -> None:
-        self.usage.settle(forget=False)  # what the first iteration used holds for good
-
-    @override
-    def restart(self, usage: ParameterUsage) -> None:
+    def restart(self) -> None:
         """The next backward is counted: the other ranks may use other parameters."""
-        super().restart(usage)
+        super().restart()
         self._set_counting(True)
 
     @override
     def describe_missing(self, rank: int, missing: Mapping[int, str]) -> str:
         return graph_changed_message(rank, missing)
-
-    @override
-    def agree(self, *, has_data: bool) -> None:
-        """A rank without data takes part in what others exchange first in the first backward; see ``learn``."""
-        if self.is_being_counted and not has_data:
-            self.usage.shadow()
-            self._set_counting(False)

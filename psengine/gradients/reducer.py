@@ -36,7 +36,6 @@ from psengine.gradients.flight import Flight
 from psengine.gradients.graphs import EveryParameter, SearchedGraph, StaticGraph
 from psengine.gradients.hooks import AccumulationNodes, ShortWay, counting_hook, is_in_distributed_autograd
 from psengine.gradients.step_share import StepShare
-from psengine.gradients.usage import ParameterUsage
 from psengine.strategies.base import Strategy
 from psengine.tensors.bucket import Bucket
 from psengine.tracing.backward_timer import BackwardTimer
@@ -97,6 +96,7 @@ class Reducer:
         self._on_error = on_error
         # Models split over several devices run backward, and so the hooks, in one thread per device.
         self._lock = threading.RLock()
+        self._device = self.parameters[0].device
         self._is_multi_device = len({p.device for p in self.parameters}) > 1
 
         self.iteration = 0
@@ -135,14 +135,10 @@ class Reducer:
 
         self._converts_parameters = False
         self._nodes = AccumulationNodes(self.parameters)
-        self.graph = (
-            SearchedGraph(self._make_usage(), self.names, skips_buckets=skip_all_reduce_unused_params)
-            if find_unused_parameters
-            else EveryParameter(self._make_usage(), self.names)
-        )
-
-    def _make_usage(self) -> ParameterUsage:
-        return ParameterUsage(self._nodes.nodes, self.parameters[0].device, self.strategy)
+        self.graph = EveryParameter(self.names)
+        if find_unused_parameters:
+            skips = skip_all_reduce_unused_params
+            self.graph = SearchedGraph(self.names, self._device, strategy, self._nodes.nodes, skips_buckets=skips)
 
     def listen(self) -> None:
         """Begin to listen to autograd."""
@@ -172,7 +168,7 @@ class Reducer:
         if not self._should_rebuild() or not self._arrival_order:
             return False
         assert len(self._arrival_order) == len(self.parameters), "not every gradient arrived"
-        agreed = torch.tensor(self._arrival_order, dtype=torch.int64, device=self.parameters[0].device)
+        agreed = torch.tensor(self._arrival_order, dtype=torch.int64, device=self._device)
         self._collective.broadcast([agreed], 0, what="order of gradients").wait()
         self.has_rebuilt_buckets = self._layout_is_final = True
         self._arrival_order = []
@@ -193,7 +189,7 @@ class Reducer:
                 "set_static_graph() should be called before training loop starts and after DistributedDataParallel is"
                 f" constructed. (expected iteration 0, got {self.iteration})"
             )
-        self.graph = StaticGraph(self.graph.usage, self.names)
+        self.graph = StaticGraph(self.names, self._device, self.strategy)
         self._short_way[:] = self._no_short_way  # usage is recorded from now on
 
     def prepare_for_forward(self) -> None:
@@ -261,7 +257,7 @@ class Reducer:
         """A parameter's gradient was accumulated (or is undefined). Runs in autograd's thread."""
         with self._lock:
             if self.graph.records_usage and self.parameters[index].grad is not None:
-                self.graph.usage.used[index] = 1
+                self.graph.used[index] = 1
             if not self._expects_hooks:
                 if self._may_forget_a_backward:
                     self._may_forget_a_backward, self._warned_local_backward = False, True
@@ -362,7 +358,7 @@ class Reducer:
 
     def _reset_state(self) -> None:
         """Forget a half-finished iteration and rebuild buckets anew, for a changed group of ranks."""
-        self.graph.restart(self._make_usage())
+        self.graph.restart()
         self._stop_expecting_hooks()
         self.has_rebuilt_buckets = False
         self._layout_is_final = self.strategy.capabilities.keeps_first_layout
@@ -393,8 +389,8 @@ class Reducer:
 
     def _get_local_used_map(self) -> torch.Tensor:
         """By index, how many ranks used each parameter in the last backward that agreed on it: int32."""
-        return self.graph.usage.summed
+        return self.graph.summed
 
     def _ddp_graph_static(self) -> bool:
         """Whether every search so far found the same parameters unused, so that ``static_graph`` would have served."""
-        return self.graph.usage.never_changed
+        return self.graph.never_changed

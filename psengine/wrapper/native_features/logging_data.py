@@ -98,7 +98,7 @@ def _describe_buckets(reducer: Reducer) -> dict[str, Any]:
         "bucket_sizes": _joined(reducer.initial_bucket_sizes_bytes),
         "has_rebuilt_buckets": int(reducer.has_rebuilt_buckets),
         "num_buckets_reduced": reducer.flight.buckets_reduced,
-        "unused_parameter_size": sum(reducer.parameters[index].nbytes for index in reducer.graph.usage.unused),
+        "unused_parameter_size": sum(reducer.parameters[index].nbytes for index in reducer.graph.unused),
         "prev_iteration_grad_ready_order_indices": _joined(reducer.ready_order),
     }
     if reducer.has_rebuilt_buckets:
