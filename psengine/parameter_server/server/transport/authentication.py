@@ -1,12 +1,12 @@
-"""Who may connect to the server's sockets, and proof at start-up that others may not.
+"""Who may connect to the server's sockets, and a proof at start-up that others may not.
 
-    Unix socket, in the clear    the server's own user and root: the kernel says whose a connection is
-    with CURVE                   clients whose key the server's key ring takes
+    Unix socket, in the clear    the server's own user and root; the kernel names a connection's user
+    with CURVE                   clients whose key is in the server's key ring
     TCP, in the clear            nobody
 
-zmq asks an authenticator (ZAP, https://rfc.zeromq.org/spec/27) in this process about every handshake. It fails open in
-two ways: with a domain but without a living authenticator everybody is let in, unless ZMQ_ZAP_ENFORCE_DOMAIN is set;
-with that but an empty domain the authenticator is not asked. Both are set here, and ``probe`` tries the locks.
+zmq asks an authenticator (ZAP, https://rfc.zeromq.org/spec/27) in this process about every handshake. zmq fails open in
+two cases: without a living authenticator it accepts everybody, unless ZMQ_ZAP_ENFORCE_DOMAIN is set; with that option
+but an empty domain it does not ask the authenticator. So both are set here, and ``probe`` tries the sockets.
 """
 
 from __future__ import annotations
@@ -68,14 +68,11 @@ class Authenticator(threading.Thread):
     """Answers zmq's question who may connect.
 
     Args:
-        context: whose sockets are guarded; one authenticator per context.
-        keys: whose CURVE keys are taken; None: nobody's.
-
-    Over Unix sockets the server's own user and root come in by that, in the clear; but where keys name peers, every
-    connection needs one.
+        context: its sockets are guarded; one authenticator per context.
+        keys: the CURVE keys that are accepted; None accepts none. Where keys name peers, a Unix socket needs one too.
 
     Attributes:
-        refused: handshakes that it refused.
+        refused: number of handshakes that it refused.
     """
 
     def __init__(self, context: zmq.Context[Any], keys: KeyRing | None) -> None:
@@ -93,21 +90,21 @@ class Authenticator(threading.Thread):
         self._socket.bind(ZAP_ADDRESS)
 
     def describe(self) -> str:
-        """Who is let in, for the lines of start-up."""
+        """Who may connect, for the lines of start-up."""
         curve = f"CURVE: {self._keys.describe()}; " if self._keys is not None else ""
         local = "" if self.names_peers else f"over the Unix socket user {os.geteuid()} and root; "
         return f"{curve}{local}strangers were refused in a test"
 
     @property
     def public_key(self) -> str:
-        """The server's, which clients with CURVE have to know; "" without."""
+        """The server's public key; "" without CURVE."""
         return self._keys.pair.public if self._keys is not None else ""
 
     def _wants_keys(self, address: str) -> bool:
         return self._keys is not None and (self.names_peers or not address.startswith("ipc://"))
 
     def secure(self, router: zmq.Socket[bytes], address: str) -> None:
-        """Set on a socket what its next bind, to ``address``, needs for this authenticator to be asked."""
+        """Set a socket's options so that zmq asks this authenticator about connections to ``address``, bound next."""
         if self._keys is not None and self._wants_keys(address):
             router.setsockopt(zmq.CURVE_SERVER, 1)
             router.setsockopt(zmq.CURVE_SECRETKEY, self._keys.pair.secret.encode())
@@ -124,7 +121,7 @@ class Authenticator(threading.Thread):
                 if self._socket.poll(_POLL_MS, zmq.POLLIN):
                     self._socket.send_multipart(self.judge(self._socket.recv_multipart()))
         except BaseException:
-            # Nobody gets in any more; who is in stays. The daemon sees the dead thread.
+            # zmq refuses everybody from now on; the daemon sees the dead thread.
             logger.critical("the authenticator failed", exc_info=True)
         finally:
             self._socket.close(linger=0)
@@ -152,11 +149,11 @@ class Authenticator(threading.Thread):
         return [b"1.0", number, b"200", b"OK", user_id.encode(), b""]
 
     def _judge_user(self, address: bytes) -> str:
-        """Why the other end of a connection in the clear may not come in; "" where it may."""
+        """Why a connection in the clear is refused; "" where it is accepted."""
         peer = _LOCAL_PEER.fullmatch(address)
         if peer is None:
             return "over TCP in the clear"
-        # The probe plays the stranger from this very process.
+        # The probe connects from this very process.
         if self._is_probed and (peer["pid"] is None or int(peer["pid"]) == os.getpid()):
             return "the server's own test"
         return "" if int(peer["uid"]) in self._users else f"user {int(peer['uid'])} is another"
@@ -170,7 +167,7 @@ class Authenticator(threading.Thread):
             logger.warning("refused a connection from %s: %s (%d unmentioned)", address, reason, suppressed)
 
     def probe(self, addresses: list[str]) -> None:
-        """See the function ``probe``; the strangers it plays are neither counted nor logged."""
+        """Call ``probe``; its handshakes are neither counted nor logged."""
         self._is_probed = True
         try:
             for address in addresses:
@@ -179,20 +176,24 @@ class Authenticator(threading.Thread):
             self._is_probed = False
 
     def end(self) -> None:
-        """Stop answering: nobody gets in any more."""
+        """Stop answering: zmq refuses everybody from now on."""
         self._ends.set()
         if self.is_alive():
             self.join(timeout=5.0)
 
 
 def probe(context: zmq.Context[Any], addresses: list[str], server_public: str) -> None:
-    """See that every address refuses strangers: without ``server_public`` a client in the clear, which whoever is asked
-    takes for one; with it a client with an unknown key, and one without any.
+    """Check that every address refuses strangers.
+
+    Args:
+        context: of the sockets.
+        addresses: to try.
+        server_public: with it a client with an unknown key and one without a key are tried; without, one in the clear.
 
     Raises:
-        AuthenticationError: one was let in, or was not refused within the deadline.
+        AuthenticationError: one was accepted, or was not refused within the deadline.
     """
-    # What must be refused by the authenticator also shows that there is one.
+    # A refusal by the authenticator also proves that it is alive.
     strangers: list[tuple[str, KeyPair | None, tuple[str, ...]]] = [("a stranger", None, ("refused",))]
     if server_public:
         strangers = [
@@ -216,11 +217,11 @@ def try_handshake(
     pair: KeyPair | None,
     deadline_s: float = PROBE_DEADLINE_S,
 ) -> str:
-    """Connect with ``pair`` (None: without CURVE) and say what came of it.
+    """Connect with ``pair`` (None: without CURVE); how the handshake ended.
 
     Returns:
-        "accepted"; "refused" by the authenticator; "cut", the handshake failed before it was asked, or got no answer;
-        "no verdict" by the deadline.
+        "accepted"; "refused" by the authenticator; "cut": the handshake failed before the authenticator was asked, or
+        without its answer; "no verdict" by the deadline.
     """
     dealer: zmq.Socket[bytes] = context.socket(zmq.DEALER)
     dealer.setsockopt(zmq.LINGER, 0)

@@ -1,12 +1,14 @@
-"""The connections that zmq holds for this process, as the kernel sees them: whose they are, and how much is in them.
+"""The connections that zmq holds for this process: whose they are, and how much memory they fill.
 
-zmq shows messages, not connections: a peer that says nothing, never ends a message, or never reads its answers
-is out of its sight. A message tells its connection's file descriptor, and the kernel tells the rest. A connection whose
-socket is shut down is one that zmq closes, with all that it held for it.
+zmq shows messages, not connections: it does not show a peer that says nothing, never ends a message, or never reads its
+answers. A message carries its connection's file descriptor, and the kernel knows the rest. Where a connection's socket
+is shut down, zmq closes the connection and frees all that it held for it.
 
-    worker    its worker spoke not long ago, here or elsewhere   never cut for its number
-    guest     something else that is a message came over it      at most ``max_guests`` together; of the peer with most
-    silent    nothing came over it                               of them those are cut that have been silent longest
+    worker    its worker spoke not long ago, over any of its connections    not limited in number
+    guest     every other connection                                        at most ``max_guests`` together
+
+Beyond that, connections of the peer with most guests are cut: first those over which no message came, then those that
+have been silent the longest.
 """
 
 from __future__ import annotations
@@ -30,17 +32,16 @@ from psengine.tracing.logging_format import RateLimit
 logger = logging.getLogger(__name__)
 
 MAX_GUESTS = 1024
-# For snapshots, the status port and what libraries open.
+# For snapshots, the status port and files that libraries open.
 RESERVED_DESCRIPTORS = 64
 # A worker may be stopped, or out of reach, for a while.
 WORKER_S = 600.0
 SCAN_S = 1.0
 COUNT_S = 10.0
-# More would only make whoever walks through all possible descriptors slow.
+# Walking through all possible descriptors must stay fast.
 MAX_DESCRIPTORS = 1 << 20
-# Framing, and what lies in the kernel's buffers: less than this is nobody's fault.
+# Framing, and data in the kernel's buffers, explain less than this.
 NEGLIGIBLE_BYTES = 16 << 20
-_DESCRIPTORS = "/proc/self/fd"
 # struct tcp_info: bytes_acked and bytes_received, since Linux 4.1.
 _TCP_COUNTS = struct.Struct("@QQ")
 _TCP_COUNTS_AT = 120
@@ -48,17 +49,17 @@ _TCP_COUNTS_AT = 120
 
 @dataclass(slots=True, eq=False)
 class Connection:
-    """One of them.
+    """One connection.
 
     Attributes:
         descriptor: its file descriptor, which zmq owns.
-        inode: of its socket: tells it from a later one with the same descriptor.
+        inode: of its socket; tells it from a later one with the same descriptor.
         heard_s: when its last message came, or it was first seen.
-        peer: whose it is: an IP address, or "user N" over a Unix socket; "" until it is looked at.
+        peer: an IP address, or "user N" over a Unix socket; "" until it is looked up.
         messages: how many came.
-        worker_s: when the worker whose it is last spoke, over this or another of its connections.
+        worker_s: when its worker last spoke, over this or another connection.
         received_bytes, sent_bytes: of messages that zmq gave out and took.
-        held_bytes: what zmq must hold for it, of messages that are not complete and answers that are not read.
+        held_bytes: how much zmq must hold of incomplete messages and unread answers.
     """
 
     descriptor: int
@@ -70,13 +71,13 @@ class Connection:
     received_bytes: int = 0
     sent_bytes: int = 0
     held_bytes: int = 0
-    # What the kernel counted beyond messages; and how many messages there were then.
+    # Bytes that the kernel counted beyond messages, and the number of messages at that time.
     framing_in_bytes: int = 0
     framing_out_bytes: int = 0
     messages_counted: int = 0
 
     def count(self, acked_bytes: int, arrived_bytes: int) -> None:
-        """Set ``held_bytes`` from what the kernel has counted."""
+        """Set ``held_bytes`` from the kernel's counts."""
         hidden_bytes = arrived_bytes - self.received_bytes - self.framing_in_bytes
         if self.messages != self.messages_counted and hidden_bytes < NEGLIGIBLE_BYTES:
             self.framing_in_bytes += hidden_bytes
@@ -90,48 +91,43 @@ class Connection:
 
 
 class Connections:
-    """See the module's text. ``heard`` and ``sent`` are for the shards' threads, the rest for one other thread.
+    """All connections of this server. Shards' threads call ``heard`` and ``sent``, one other thread the rest.
 
     Args:
-        is_ours: whether a socket's own address, as ``getsockname`` has it, is one that this server listens at.
-        max_guests: most connections that are no worker's; None: by how many descriptors the process may have.
-
-    Attributes:
-        cut: how many were cut.
-        max_guests: see above.
+        is_ours: whether the server listens at this address of a socket, given as ``getsockname`` returns it.
     """
 
-    def __init__(self, is_ours: Callable[[Any], bool], max_guests: int | None = None) -> None:
+    def __init__(self, is_ours: Callable[[Any], bool]) -> None:
         self._is_ours = is_ours
         self._limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        self.max_guests = max_guests or min(MAX_GUESTS, max(2, (self._limit - RESERVED_DESCRIPTORS) // 2))
-        self.cut = 0
+        self._max_guests = min(MAX_GUESTS, max(2, (self._limit - RESERVED_DESCRIPTORS) // 2))
+        self._cuts = 0
         self._known: dict[int, Connection] = {}
         self._by_route: dict[bytes, Connection] = {}
-        # Descriptors that are something else: with the inodes they had then.
+        # Descriptors of other sockets, with their inodes.
         self._others: dict[int, int] = {}
         self._scan_s = self._count_s = float("-inf")
         self._lines = RateLimit(10.0)
-        # dup2 onto a descriptor that is there needs no free one, and what it holds cannot become another's meanwhile.
+        # dup2 onto an open descriptor needs no free one, and nothing else can get that descriptor meanwhile.
         self._blank = socket.socket(socket.AF_UNIX)
         self._hand = socket.socket(socket.AF_UNIX)
 
     def close(self) -> None:
-        """Let go of its own descriptors."""
+        """Close its own descriptors."""
         self._blank.close()
         self._hand.close()
 
     # ---- in the shards' threads ------------------------------------------------------------------------------------
 
     def heard(self, descriptor: int, route: bytes, size_bytes: int, worker_routes: Iterable[bytes] = ()) -> None:
-        """A message came over a connection; ``worker_routes``: a worker's, all of whose connections these are."""
+        """A message came over a connection; a worker's message names the routes of all its connections."""
         now_s = time.monotonic()
         connection = self._by_route.get(route)
         if connection is None or connection.descriptor != descriptor:
             try:
                 inode = os.fstat(descriptor).st_ino
             except OSError:
-                return  # it is gone already
+                return  # closed already
             connection = self._known.get(descriptor)
             if connection is None or connection.inode != inode:
                 connection = self._known[descriptor] = Connection(descriptor, inode, now_s)
@@ -152,24 +148,24 @@ class Connections:
     # ---- in one thread ---------------------------------------------------------------------------------------------
 
     def status(self) -> dict[str, int]:
-        """JSON-able."""
-        return {"connections": len(self._known), "descriptor_limit": self._limit, "cut_connections": self.cut}
+        """Fields of ``ServerStatus``."""
+        return {"connections": len(self._known), "descriptor_limit": self._limit, "cut_connections": self._cuts}
 
     def keep_bounded(self) -> None:
-        """Cut guests that are too many. To be called often: it looks closely once a second, or where there are many."""
+        """Cut guests beyond the limit. Call it often: it scans once a second, or at once where there are many."""
         now_s = time.monotonic()
         try:
-            descriptors = _open_descriptors(self._limit)
+            descriptors = self._open_descriptors()
         except OSError:
             return  # this is not Linux
-        if now_s < self._scan_s + SCAN_S and len(descriptors) <= self.max_guests:
+        if now_s < self._scan_s + SCAN_S and len(descriptors) <= self._max_guests:
             return
         self._scan_s = now_s
         self._scan(descriptors, now_s)
         if now_s >= self._count_s + COUNT_S:
             self._count(now_s)
         guests = [one for one in tuple(self._known.values()) if now_s - one.worker_s > WORKER_S]
-        victims = _too_many(guests, self.max_guests)
+        victims = _too_many(guests, self._max_guests)
         if not victims:
             return
         self._cut(victims)
@@ -177,28 +173,27 @@ class Connections:
         if suppressed is not None:
             peers = Counter(one.peer for one in victims).most_common(3)
             logger.warning(
-                "%d connections that are no worker's were cut, those of who has most and had said nothing for longest"
-                " (expected at most %d, got %d, most of them of %s; %d cuts unmentioned)",
+                "%d connections that are no worker's were cut (expected at most %d, got %d; those that were cut are of"
+                " %s; %d cuts unmentioned)",
                 len(victims),
-                self.max_guests,
+                self._max_guests,
                 len(guests),
                 ", ".join(f"{peer} ({count})" for peer, count in peers),
                 suppressed,
             )
 
     def cut_largest(self, excess_bytes: int) -> list[str]:
-        """Cut the connections for which zmq holds most, as many as make up ``excess_bytes``; whose they were.
+        """Cut the connections that hold most, until ``excess_bytes`` are freed; the peers that were cut.
 
-        [] where there are none that explain it: over Unix sockets the kernel counts no bytes.
+        [] where connections do not explain the excess: the kernel counts no bytes of Unix sockets.
         """
         now_s = time.monotonic()
         with suppress(OSError):
-            self._scan(_open_descriptors(self._limit), now_s)
+            self._scan(self._open_descriptors(), now_s)
         self._count(now_s)
-        ranked = sorted(self._known.values(), key=lambda one: one.held_bytes, reverse=True)
         victims: list[Connection] = []
         left_bytes = excess_bytes
-        for one in ranked:
+        for one in sorted(self._known.values(), key=lambda one: one.held_bytes, reverse=True):
             if left_bytes <= 0 or one.held_bytes < NEGLIGIBLE_BYTES:
                 break
             victims.append(one)
@@ -209,7 +204,7 @@ class Connections:
         return [f"{one.peer} ({one.held_bytes >> 20} MiB)" for one in victims]
 
     def _scan(self, descriptors: Iterable[int], now_s: float) -> None:
-        """Learn which connections there are."""
+        """Update the known connections."""
         found: set[int] = set()
         for descriptor in descriptors:
             try:
@@ -236,7 +231,7 @@ class Connections:
                 self._by_route.pop(route, None)
 
     def _peer_at(self, descriptor: int, inode: int) -> str | None:
-        """Who is at the other end; None where the socket is no connection to this server."""
+        """The peer of a connection to this server; None of another socket."""
         with suppress(OSError), self._held(descriptor, inode) as held:
             if held.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN) or not self._is_ours(held.getsockname()):
                 return None
@@ -247,7 +242,7 @@ class Connections:
         return None
 
     def _count(self, now_s: float) -> None:
-        """Ask the kernel how many bytes went over each."""
+        """Ask the kernel how many bytes each connection carried."""
         self._count_s = now_s
         for one in tuple(self._known.values()):
             with suppress(OSError), self._held(one.descriptor, one.inode) as held:
@@ -261,11 +256,11 @@ class Connections:
                 held.shutdown(socket.SHUT_RDWR)
             self._known.pop(one.descriptor, None)
             self._others[one.descriptor] = one.inode  # until zmq has closed it
-            self.cut += 1
+            self._cuts += 1
 
     @contextmanager
     def _held(self, descriptor: int, inode: int) -> Iterator[socket.socket]:
-        """The socket at ``descriptor``, kept from being closed; OSError where it is another by now."""
+        """A duplicate of the socket at ``descriptor``; OSError where another socket has the descriptor by now."""
         os.dup2(descriptor, self._hand.fileno(), inheritable=False)
         try:
             if os.fstat(self._hand.fileno()).st_ino != inode:
@@ -274,32 +269,27 @@ class Connections:
         finally:
             os.dup2(self._blank.fileno(), self._hand.fileno(), inheritable=False)
 
+    def _open_descriptors(self) -> list[int]:
+        try:
+            return [int(name) for name in os.listdir("/proc/self/fd")]
+        except OSError as error:
+            if error.errno not in (errno.EMFILE, errno.ENFILE):
+                raise
+            return list(range(min(self._limit, MAX_DESCRIPTORS)))  # no descriptor is free to read the list by
+
 
 def _too_many(guests: list[Connection], most: int) -> list[Connection]:
-    """Those to cut, so that ``most`` stay: of whom has most of them, silent ones first, the longest silent first."""
+    """The guests to cut, so that ``most`` stay; see the module's text."""
     by_peer: dict[str, list[Connection]] = {}
     for one in sorted(guests, key=lambda one: (one.messages > 0, one.heard_s), reverse=True):
         by_peer.setdefault(one.peer, []).append(one)
-    victims = []
-    for _ in range(len(guests) - most):
-        victims.append(max(by_peer.values(), key=len).pop())
-    return victims
+    return [max(by_peer.values(), key=len).pop() for _ in range(len(guests) - most)]
 
 
-def _open_descriptors(limit: int) -> list[int]:
-    try:
-        return [int(name) for name in os.listdir(_DESCRIPTORS)]
-    except OSError as error:
-        if error.errno not in (errno.EMFILE, errno.ENFILE):
-            raise
-        return list(range(min(limit, 1 << 20)))  # there is none left to read the list by
-
-
-def raise_descriptor_limit() -> int:
-    """Let this process have as many file descriptors as the system allows it; how many that are."""
+def raise_descriptor_limit() -> None:
+    """Let this process have as many file descriptors as the system allows."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MAX_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MAX_DESCRIPTORS)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         with suppress(OSError, ValueError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]

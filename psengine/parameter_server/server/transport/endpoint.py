@@ -1,9 +1,9 @@
-"""A shard's socket: frames in, frames out, and never a wait for a peer that does not read.
+"""A shard's socket: frames in, frames out. It never waits for a peer that does not read.
 
     peer ══ ROUTER ── receive() ─► route, key, frames
-                  ◄── send()       full peer: kept in a bounded queue of its own; peer that is gone: dropped
+                  ◄── send()       a peer that does not read: kept in a bounded queue; a peer that is gone: dropped
 
-Nothing dropped is lost: clients ask again for what they miss.
+Nothing dropped is lost: clients ask again for missing answers.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ HIGH_WATER_MARK = 64
 # Per peer, beyond the high-water mark.
 BACKLOG_BYTES = 64 * 1024 * 1024
 BACKLOG_MESSAGES = 1024
-# Answers that still leave after the end.
+# How long answers may still leave after the end.
 LINGER_MS = 1000
 
 
@@ -47,11 +47,13 @@ class _Backlog:
 
 @dataclass(frozen=True, slots=True)
 class Received:
-    """One message as it came: the connection's routing id, its key ("" where keys name nobody), and the frames.
+    """One message.
 
     Attributes:
+        route: the connection's routing id.
+        user_id: the client's key; "" where keys name nobody.
         descriptor: of the connection, see ``connections.py``; -1 where zmq does not say.
-        peer: whose the other end is: an IP address, or "user N" over a Unix socket; "" where zmq does not say.
+        peer: an IP address, or "user N" over a Unix socket; "" where zmq does not say.
     """
 
     route: bytes
@@ -67,12 +69,12 @@ class Endpoint:
     Args:
         context: of the process.
         address: to bind, as ``ServerSettings.bind_addresses`` has it.
-        guard: who may connect; None: anybody.
+        guard: decides who may connect; None: anybody may.
 
     Attributes:
         address: as bound, with the real port.
-        local_address: a second, faster way in for this user's clients on this machine; "" without one.
-        connections: told of what is sent; None tells nobody.
+        local_address: a second address, a Unix socket for this user's clients; "" without one.
+        connections: notes every message that is sent.
         dropped: messages not sent, because their peer was gone or did not read.
         unreachable: of these, how many whose peer was gone.
 
@@ -100,7 +102,7 @@ class Endpoint:
         bound = self._socket.getsockopt(zmq.LAST_ENDPOINT)
         assert isinstance(bound, bytes)
         self.address = bound.rstrip(b"\0").decode()
-        # What to remove at the end.
+        # Unix sockets to remove at the end.
         self._files = {self.address: _file_of(self.address)}
 
     def _bind(self, address: str) -> None:
@@ -109,7 +111,7 @@ class Endpoint:
             _refuse_occupied_path(address)
         if self._guard is not None:
             self._guard.secure(self._socket, address)
-        # An ipc path's mode keeps other users out, whatever its directory's.
+        # The socket's mode keeps other users out, whatever the directory's mode.
         mask = os.umask(0o077) if is_path else None
         try:
             self._socket.bind(address)
@@ -156,7 +158,7 @@ class Endpoint:
     def send(self, route: bytes, frames: Sequence[Any], *, copies: bool = True) -> None:
         """Send, or keep a copy until the peer reads, or drop; never waits.
 
-        Without ``copies`` a frame from 64 KiB on must not change as long as it is referenced.
+        Without ``copies`` frames must not change as long as they are referenced.
         """
         if route not in self._backlogs:
             if self._try(route, frames, copies=copies):
@@ -171,7 +173,7 @@ class Endpoint:
         backlog.size_bytes += size_bytes
 
     def _try(self, route: bytes, frames: Sequence[Any], *, copies: bool = True) -> bool:
-        """Whether nothing is left to do for this message."""
+        """Send or drop a message; False where the peer does not read now."""
         try:
             self._socket.send_multipart([route, *frames], zmq.NOBLOCK, copy=copies)
         except zmq.Again:
@@ -189,7 +191,7 @@ class Endpoint:
         return True
 
     def flush(self) -> bool:
-        """Send what peers that read again have waiting; whether something is left."""
+        """Send waiting messages to peers that read again; whether any are left."""
         for route, backlog in list(self._backlogs.items()):
             while backlog.messages and self._try(route, backlog.messages[0]):
                 sent = backlog.messages.popleft()
@@ -200,7 +202,7 @@ class Endpoint:
 
     @property
     def backlog_bytes(self) -> int:
-        """What is kept for peers that do not read."""
+        """Bytes that wait for peers that do not read."""
         return sum(backlog.size_bytes for backlog in self._backlogs.values())
 
     def close(self, linger_ms: int = LINGER_MS) -> None:
@@ -214,7 +216,7 @@ class Endpoint:
 
 
 def _whereabouts(part: zmq.Frame) -> tuple[int, str]:
-    """The connection that a frame came over: its descriptor, and whose it is."""
+    """Descriptor and peer of the connection that a frame came over."""
     try:
         peer = str(part.get("Peer-Address"))
         uid = peer.split(":")[1] if peer.startswith("localhost:") else ""
@@ -230,7 +232,7 @@ def _configure(router: zmq.Socket[bytes], *, is_ipv6: bool) -> None:
     router.setsockopt(zmq.HANDSHAKE_IVL, 2000)
     router.setsockopt(zmq.SNDHWM, HIGH_WATER_MARK)
     router.setsockopt(zmq.RCVHWM, HIGH_WATER_MARK)
-    # No heartbeats of ZMTP: they wait behind payloads, so that a slow link would look dead. The kernel's do not.
+    # ZMTP's heartbeats wait behind payloads, so that a slow link would look dead. The kernel's keep-alives do not.
     for option, value in KEEPALIVE.items():
         router.setsockopt(option, value)
     router.setsockopt(zmq.BACKLOG, 1024)
@@ -239,7 +241,7 @@ def _configure(router: zmq.Socket[bytes], *, is_ipv6: bool) -> None:
 
 
 def _file_of(address: str) -> tuple[int, int] | None:
-    """Device and inode of an ipc address's file: zmq leaves it behind, and its name may be another's by then."""
+    """Device and inode of an ipc address's file: zmq leaves the file behind, and another may have its name by then."""
     if not address.startswith("ipc://") or address.startswith("ipc://@"):
         return None
     try:
@@ -254,7 +256,7 @@ def _path_of(address: str) -> str:
 
 
 def _refuse_occupied_path(address: str) -> None:
-    """Raise where a file is at an ipc path, or a process listens: zmq removes what is there without a word."""
+    """Raise where a file is at an ipc path, or a process listens there: zmq would remove it silently."""
     path = address.removeprefix("ipc://")
     found, fix = "", "stop that process"
     try:

@@ -1,4 +1,4 @@
-"""Whose CURVE keys a server takes: those of a list in files, or the one that a shared secret gives."""
+"""The CURVE keys that a server accepts: those of a list in files, or the one derived from a shared secret."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from psengine.protocol.keys import read_allowed, read_key_pair
 
 logger = logging.getLogger(__name__)
 
-# An unknown key makes the list be read again, so that workers can be added while the server runs; not more often.
+# How often the list is read again, so that workers can be added and removed while the server runs.
 RELOAD_S = 1.0
 
 
@@ -22,8 +22,8 @@ class AllowedKeys:
 
     Args:
         curve_key: the server's ``.key`` file.
-        allow: directory or file of public keys, all good at the start. It is read again while the server runs, and
-            then a file that is gone or malformed allows nobody. Who is connected already stays.
+        allow: directory or file of public keys, all valid at the start. It is read again while the server runs; then a
+            missing or malformed file allows nobody. Connected clients stay.
 
     Attributes:
         pair: the server's own.
@@ -39,7 +39,7 @@ class AllowedKeys:
         self.pair = read_key_pair(curve_key)
         self._allow = allow
         self._allowed = read_allowed(allow)
-        # Why some of it could not be read the last time; said once.
+        # Errors of the last reading; each is logged once.
         self._faults: set[str] = set()
         self._read_s = time.monotonic()
         if self.pair.public in self._allowed:
@@ -87,7 +87,7 @@ KeyRing: TypeAlias = AllowedKeys | SecretKeys
 
 
 def _read_what_is_good(allow: Path) -> tuple[dict[str, str], set[str]]:
-    """``read_allowed`` file by file, and why files were left out: a bad one must not keep in who was removed."""
+    """``read_allowed`` file by file, and errors: one malformed file must not keep a removed key allowed."""
     keys: dict[str, str] = {}
     faults: set[str] = set()
     try:
