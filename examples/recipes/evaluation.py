@@ -3,13 +3,12 @@
 torchrun --nproc-per-node=2 examples/recipes/evaluation.py [--native]
 """
 
-import argparse
 from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 from native_world import in_native_world
-from small_problem import make_dataset, make_network
+from small_problem import is_native, make_dataset, make_network
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, Sampler
@@ -58,9 +57,7 @@ def means(totals: dict[str, float]) -> dict[str, float]:
 
 
 def main(arguments: list[str] | None = None) -> dict[str, float]:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--native", action="store_true", help="torch.nn.parallel.DistributedDataParallel")
-    found = evaluate_native() if parser.parse_args(arguments).native else evaluate()
+    found = evaluate_native() if is_native(__doc__, arguments) else evaluate()
     print(f"loss {found['loss']:.4f}, accuracy {found['accuracy']:.2%} of {found['count']:g} samples")
     return found
 

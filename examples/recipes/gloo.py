@@ -3,12 +3,11 @@
 torchrun --nproc-per-node=2 examples/recipes/gloo.py [--native]
 """
 
-import argparse
 import gc
 
 import torch
 import torch.distributed as dist
-from small_problem import make_dataset, make_network, values_of
+from small_problem import is_native, make_dataset, make_network, values_of
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -45,9 +44,7 @@ def take_steps(model: nn.Module, rank: int, world_size: int, device: torch.devic
 
 
 def main(arguments: list[str] | None = None) -> list[float]:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--native", action="store_true", help="torch.nn.parallel.DistributedDataParallel")
-    return train_native() if parser.parse_args(arguments).native else train()
+    return train_native() if is_native(__doc__, arguments) else train()
 
 
 if __name__ == "__main__":

@@ -10,12 +10,10 @@ Ranks 0 and 1 hold the two halves of one replica's hidden units, ranks 2 and 3 t
      ▼
 """
 
-import argparse
-
 import torch
 import torch.distributed as dist
 from native_world import in_native_world
-from small_problem import make_dataset, make_network
+from small_problem import is_native, make_dataset, make_network
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
@@ -90,9 +88,7 @@ def take_steps(model: nn.Module, mesh: DeviceMesh, device: torch.device) -> dict
 
 
 def main(arguments: list[str] | None = None) -> dict[str, list]:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--native", action="store_true", help="torch.nn.parallel.DistributedDataParallel")
-    return train_native() if parser.parse_args(arguments).native else train()
+    return train_native() if is_native(__doc__, arguments) else train()
 
 
 if __name__ == "__main__":

@@ -3,14 +3,13 @@
 torchrun --nproc-per-node=2 examples/recipes/initial_weights.py [--native]
 """
 
-import argparse
 import tempfile
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from native_world import in_native_world
-from small_problem import make_network, values_of
+from small_problem import is_native, make_network, values_of
 from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 from torch.nn.parallel import DistributedDataParallel
 
@@ -42,14 +41,11 @@ def load(network: torch.nn.Module, path: Path) -> None:
 
 
 def main(arguments: list[str] | None = None) -> list[float]:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--native", action="store_true", help="torch.nn.parallel.DistributedDataParallel")
-    options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "pretrained.pt"
         pretrained = make_network(seed=99).state_dict()
         torch.save({f"module.{name}": tensor for name, tensor in pretrained.items()}, path)
-        values = start_native(path) if options.native else start(path)
+        values = start_native(path) if is_native(__doc__, arguments) else start(path)
     assert values == values_of(make_network(seed=99))
     print("this rank has the pretrained weights")
     return values

@@ -1,5 +1,7 @@
 """What the recipes train: 203 samples, which no number of ranks but 7 and 29 divides, and a network of two layers."""
 
+import argparse
+
 import torch
 from torch import nn
 from torch.utils.data import TensorDataset
@@ -19,3 +21,10 @@ def make_network(seed: int = 0) -> nn.Sequential:
 def values_of(module: nn.Module) -> list[float]:
     """All parameters, one after the other."""
     return [value for parameter in module.parameters() for value in parameter.detach().flatten().tolist()]
+
+
+def is_native(description: str | None, arguments: list[str] | None) -> bool:
+    """Whether the command line chooses a recipe's twin over native DDP."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--native", action="store_true", help="torch.nn.parallel.DistributedDataParallel")
+    return bool(parser.parse_args(arguments).native)
