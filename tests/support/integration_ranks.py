@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -67,6 +68,15 @@ def numbers_in(loader: Any) -> list[list[int]]:
 
 def proportional_batches() -> Any:
     return psengine.ProportionalSampler(numbered(), SHARES, shuffle=False).batches(GLOBAL_BATCH)
+
+
+def refusal(call: Callable[[], Any], error: type[Exception] = psengine.ConfigurationError) -> str:
+    """What ``call`` is refused with."""
+    try:
+        call()
+    except error as refused:
+        return str(refused)
+    return "not refused"
 
 
 # ---- Lightning -----------------------------------------------------------------------------------------------------
@@ -206,15 +216,15 @@ def lightning_rank(rank: int, world_size: int, port: int, directory: Path, serve
     _, module = _fit("psengine", directory)
     found["sync"] = values(native.network), values(module.network)
     found["wrappers"] = set(native.wrappers), set(module.wrappers)
-    options: dict[str, Any] = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.3}
-    found["accumulate"] = (
-        values(_fit(DDPStrategy(find_unused_parameters=True), directory, **options)[1].network),
-        values(_fit(ours.PSEngineStrategy(find_unused_parameters=True), directory, **options)[1].network),
-    )
-    found["manual"] = (
-        values(_fit(DDPStrategy(), directory, manual=True)[1].network),
-        values(_fit(ours.PSEngineStrategy(), directory, manual=True)[1].network),
-    )
+
+    def trained(**options: Any) -> tuple[Any, Any]:
+        """The weights under native DDP and under ours."""
+        own = {name: options.pop(name) for name in ("find_unused_parameters",) if name in options}
+        strategies = DDPStrategy(**own), ours.PSEngineStrategy(**own)
+        return tuple(values(_fit(strategy, directory, **options)[1].network) for strategy in strategies)
+
+    found["accumulate"] = trained(find_unused_parameters=True, accumulate_grad_batches=2, gradient_clip_val=0.3)
+    found["manual"] = trained(manual=True)
     os.environ["PSENGINE_SERVERS"] = server
     with job("lightning-sync-server"):
         _, module = _fit("psengine-sync-server", directory)
@@ -241,17 +251,11 @@ def lightning_rank(rank: int, world_size: int, port: int, directory: Path, serve
             _lightning_gan(strategy, directory),
         )
     with job("lightning-gan-async"):
-        found["gan refused"] = "not refused"
-        try:
-            _lightning_gan(ours.PSEngineStrategy("async", find_unused_parameters=True), directory)
-        except psengine.ConfigurationError as error:
-            found["gan refused"] = str(error)
+        asynchronous = ours.PSEngineStrategy("async", find_unused_parameters=True)
+        found["gan refused"] = refusal(lambda: _lightning_gan(asynchronous, directory))
     found["dealt out"] = _lightning_samples(ours.PSEngineStrategy, directory)
     with job("lightning-wrong"):
-        try:
-            _fit("psengine-async", directory, optimizer="LBFGS")
-        except psengine.ConfigurationError as error:
-            found["unknown optimizer"] = str(error)
+        found["unknown optimizer"] = refusal(lambda: _fit("psengine-async", directory, optimizer="LBFGS"))
     return {"trainer": found, "fabric": fabric_cases(world_size)}
 
 
@@ -287,12 +291,8 @@ def _lightning_samples(strategy_class: Any, directory: Path) -> dict[str, Any]:
         "evaluation": seen("validate", DataLoader(numbered(), 2, sampler=psengine.EvaluationSampler(numbered()))),
         "prediction": seen("predict", DataLoader(numbered(), 2, sampler=psengine.EvaluationSampler(numbered()))),
     }
-    found["as batch_sampler"] = "not refused"
-    try:
-        seen("fit", DataLoader(numbered(), batch_sampler=proportional_batches()))
-    except TypeError as error:
-        found["as batch_sampler"] = str(error)
-    return found
+    as_batch_sampler = DataLoader(numbered(), batch_sampler=proportional_batches())
+    return {**found, "as batch_sampler": refusal(lambda: seen("fit", as_batch_sampler), TypeError)}
 
 
 def fabric_cases(world_size: int) -> dict[str, Any]:
@@ -401,11 +401,9 @@ def accelerate_cases(directory: Path) -> dict[str, Any]:
     with job("accelerate-state"):
         _accelerate(PSEngineAccelerator(strategy="sync-server"), directory / "state")
     with job("accelerate-wrong"):
-        try:
-            model = network()
-            PSEngineAccelerator(strategy="async").prepare(model, torch.optim.LBFGS(model.parameters()))
-        except psengine.ConfigurationError as error:
-            found["unknown optimizer"] = str(error)
+        model = network()
+        accelerator, lbfgs = PSEngineAccelerator(strategy="async"), torch.optim.LBFGS(model.parameters())
+        found["unknown optimizer"] = refusal(lambda: accelerator.prepare(model, lbfgs))
     sampler = psengine.ProportionalSampler(numbered(), SHARES)
     loaders = [
         DataLoader(numbered(), 2, sampler=psengine.EvaluationSampler(numbered())),
@@ -414,7 +412,7 @@ def accelerate_cases(directory: Path) -> dict[str, Any]:
         DataLoader(numbered(), batch_sampler=proportional_batches()),
         DataLoader(numbered(), sampler=proportional_batches(), batch_size=None),
     ]
-    found["dealt out"] = [_refusal(PSEngineAccelerator(), loader) for loader in loaders]
+    found["dealt out"] = [refusal(functools.partial(PSEngineAccelerator().prepare, loader)) for loader in loaders]
     return found
 
 
@@ -445,14 +443,6 @@ def _two_models(accelerator: Any) -> dict[str, torch.Tensor]:
         optimizer.step()
         optimizer.zero_grad()
     return values(first.module) | {f"second.{name}": value for name, value in values(second.module).items()}
-
-
-def _refusal(accelerator: Any, loader: Any) -> str:
-    try:
-        accelerator.prepare(loader)
-    except psengine.ConfigurationError as error:
-        return str(error)
-    return "not refused"
 
 
 # ---- transformers --------------------------------------------------------------------------------------------------
@@ -563,9 +553,5 @@ def _trainer_samples(trainer_class: Any, directory: Path) -> tuple[list[int], li
             return psengine.ProportionalSampler(Sentences(), SHARES)
 
     _trainer_of(OwnLoader, directory / "dealt", max_steps=3).train()
-    refusal = "not refused"
-    try:
-        _trainer_of(OwnSampler, directory / "dealt", max_steps=3).train()
-    except psengine.ConfigurationError as error:
-        refusal = str(error)
-    return taken, [index for batch in list(sampler)[:3] for index in batch], refusal
+    refused = refusal(_trainer_of(OwnSampler, directory / "dealt", max_steps=3).train)
+    return taken, [index for batch in list(sampler)[:3] for index in batch], refused
