@@ -1,4 +1,4 @@
-"""Who answers which message that passed the gate, and the messages that a shard sends. Pure.
+"""The handler of each message that passed the gate, and the messages that a shard sends. Pure.
 
 A worker's message becomes replies to members of its job, a reader's becomes one message back. Readers (evaluators,
 dashboards, ``psengine status``) change nothing.
@@ -60,7 +60,7 @@ class StatusReport:
 
 
 class Answers:
-    """Of one shard; ``epoch`` is of the server process, ``addresses`` are those of all its shards."""
+    """One shard's; ``epoch`` is the server process's, ``addresses`` are those of all its shards."""
 
     def __init__(
         self,
@@ -181,7 +181,7 @@ class Answers:
             job.statistics.bytes_out += traffic_bytes(message)
             outgoing.append(Outgoing(route, message, reply.pins))
             if reply.type is MessageType.ERROR and reply.body["code"] == ErrorCode.FENCED:
-                outgoing.extend(self.outgoing(job, job.fence(reply.rank, reply.body["text"], now_s), now_s))
+                outgoing.extend(self.outgoing(job, job.fence(member, reply.body["text"], now_s), now_s))
         return outgoing
 
     def _make(self, reply: Reply, **to: int) -> Message:
@@ -239,7 +239,7 @@ def ok(member: Member, message: Message, **fields: Any) -> Reply:
 
 
 def traffic_bytes(message: Message) -> int:
-    """What a message adds to the traffic of its job."""
+    """Payload bytes that count as traffic of the job."""
     if message.payload is None or message.dtype is None or message.type in _NOT_OF_THE_JOB:
         return 0
     return message.numel * message.dtype.itemsize

@@ -121,7 +121,7 @@ class JobCapture:
 
 
 class Cuts:
-    """Where the workers of one job are in their steps, at one shard, and the copy that awaits some of these.
+    """The steps that the workers of one job are in, at one shard, and the copy that awaits some of these.
 
     Attributes:
         begun: by rank, the last step that began here, of workers whose steps are whole.
@@ -175,7 +175,7 @@ class Cuts:
 
 
 def chunk_state(rule: ChunkRule, *, copies: bool = False) -> ChunkState:
-    """What a snapshot keeps of a chunk; its own tensors, unless ``copies``."""
+    """A chunk's part of a snapshot; its own tensors, unless ``copies``."""
     tensors = {name: tensor.clone() if copies else tensor for name, tensor in rule.outcome.tensors().items()}
     return ChunkState(rule.spec.key, {"spec": rule.spec.to_body(), **rule.to_meta()}, tensors)
 
@@ -215,7 +215,7 @@ class Capture:
 
 
 class CopyBarrier:
-    """Where the shards of a server wait for each other, to be copied at one moment."""
+    """The shards of a server wait here for each other, to be copied at one moment."""
 
     def __init__(self, shards: int) -> None:
         self._barrier = threading.Barrier(shards, timeout=BARRIER_S)

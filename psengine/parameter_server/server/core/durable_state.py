@@ -1,4 +1,4 @@
-"""What of a shard's jobs is in a snapshot on disk, and what one would have that is taken now. Pure."""
+"""The state of a shard's jobs that is in a snapshot on disk, and the copies for the next one. Pure."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ class DurableState:
         self._durable_state: tuple[int, int] | None = None
 
     def note_change(self) -> None:
-        """What a snapshot keeps may have changed."""
+        """The state that a snapshot keeps may have changed."""
         self._changes += 1
 
     def _forget(self, job: Job) -> None:
         self.note_change()
-        # Of another job of that name nothing is durable yet.
+        # A new job of that name has nothing durable yet.
         self._version.pop(job.number, None)
         self._captured_version.pop(job.number, None)
 
     def version_of(self, job_number: int) -> int | None:
-        """What all of the job's chunks have reached on disk; None where nothing of it is there."""
+        """The version that all of the job's chunks have on disk; None where the job is not there."""
         return self._version.get(job_number)
 
     def capture(self) -> list[JobState]:
@@ -82,7 +82,7 @@ class DurableState:
         return self._state() != self._durable_state
 
     def note(self, generation: int | None) -> None:
-        """What ``capture`` returned last is on disk; None: what was on disk is there no more."""
+        """The last capture is on disk as this generation; None: the snapshot on disk has disappeared."""
         self.generation = generation
         self._version = {} if generation is None else dict(self._captured_version)
         self._durable_state = None if generation is None else self._captured_state
@@ -114,7 +114,7 @@ def merge_job_meta(metas: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def merge_members(metas: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """What several shards saved of one job's members: of each rank its newest incarnation, present rather than gone."""
+    """One job's members as several shards saved them: each rank's newest incarnation, present rather than gone."""
     entries = [(m["incarnation"], kind, m) for meta in metas for kind in ("absent", "members") for m in meta[kind]]
     newest: dict[int, tuple[str, dict[str, Any]]] = {}
     for _, kind, entry in sorted(entries, key=lambda entry: (entry[0], entry[1])):

@@ -1,4 +1,4 @@
-"""What workers say of one job's exchanges, handed to the rules of its chunks, and the time that takes. Pure."""
+"""PUSH, RESULT, PROBE and REPEAT, handed to the rules of a job's chunks; the time that takes is measured. Pure."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def push(job: Job, member: Member, message: Message, now_s: float) -> list[Reply
     began_s = job.clocks.measure_s()
     replies = rule.push(contribution)
     _time_push(job, contribution, rule, replies, job.clocks.measure_s() - began_s, now_s)
-    # Who only asks for weights abstains.
+    # A worker that only asks for weights abstains.
     if sum(statistics.refused.values()) != refused_before and statistics.last_refusal != "abstained":
         member.refused += 1
         why = statistics.last_refusal

@@ -83,7 +83,7 @@ class Job(ABC):
 
     @property
     def version(self) -> int:
-        """What all chunks have reached."""
+        """The lowest of all chunks."""
         return min((rule.version for rule in self.rules), default=0)
 
     @property
@@ -166,7 +166,7 @@ class Job(ABC):
 
     @abstractmethod
     def _place(self, greeting: Greeting, member: Member, now_s: float) -> tuple[str, list[Reply]]:
-        """What a worker is told that is not live, in a job whose values are here: (state of WELCOME, answers)."""
+        """A worker that is not live greets a job whose values are here: (state of WELCOME, answers)."""
 
     def _rank_taken(self, rank: int | None, verdict: str, holder: Member | None) -> ProtocolError:
         if verdict == "denied":
@@ -267,15 +267,10 @@ class Job(ABC):
         self.membership.remove(rank, progress=self.statistics.averaged, now_s=now_s, forget=True)
         return self.left(rank)
 
-    def fence(self, rank: int, why: str, now_s: float) -> list[Reply]:
-        """A worker lacks what nobody can tell it any more: it has to join, even if the job does nothing until then."""
-        member = self.membership.members.get(rank)
-        if member is not None:
-            self.statistics.evicted += 1
-            self.record.out(member, f"it lacks what nobody can give it any more ({why})", now_s)
-            self._tell_departed(member, "fenced", "the others are further on")
-        self.membership.remove(rank, progress=-1, now_s=now_s)
-        return self.left(rank)
+    def fence(self, member: Member, why: str, now_s: float) -> list[Reply]:
+        """A worker lacks an average that nobody has any more: it has to join, even if nothing happens until then."""
+        self._put_out(member, "fenced", f"it lacks what nobody can give it any more ({why})", -1, now_s)
+        return self.left(member.rank)
 
     def evict(self, ranks: Sequence[int], now_s: float) -> list[Reply]:
         """Workers whose leases ran out together; answers that may leave now.
@@ -285,15 +280,18 @@ class Job(ABC):
         averaged = self.statistics.averaged
         for rank in ranks:
             member = self.membership.members[rank]
-            self.statistics.evicted += 1
             silent_s = now_s - member.last_heard_s
             why = "its lease was ended by hand"
             if silent_s > self.membership.lease_s:
                 why = f"silent for {silent_s:.1f} s, longer than its lease"
-            self.record.out(member, why, now_s)
-            self._tell_departed(member, "evicted", why)
-            self.membership.remove(rank, progress=averaged, now_s=now_s)
+            self._put_out(member, "evicted", why, averaged, now_s)
         return [reply for rank in ranks for reply in self.left(rank)]
+
+    def _put_out(self, member: Member, reason: str, why: str, progress: int, now_s: float) -> None:
+        self.statistics.evicted += 1
+        self.record.out(member, why, now_s)
+        self._tell_departed(member, reason, why)
+        self.membership.remove(member.rank, progress=progress, now_s=now_s)
 
     def _tell_departed(self, member: Member, reason: str, why: str) -> None:
         """Tell people of a worker that goes, before it is forgotten."""

@@ -12,14 +12,14 @@ from typing import TypeVar
 
 
 class JobPhase(Enum):
-    """Where a job stands at one shard."""
+    """The phases of a job at one shard."""
 
     NEW = "new"  # nobody has brought values yet
     REBUILDING = "rebuilding"  # it ran before this server did: its workers are to bring the values again
-    ORPHANED = "orphaned"  # its workers are gone, and the weights with them: whoever comes brings values anew
+    ORPHANED = "orphaned"  # its workers are gone, and the weights with them: the next worker brings values anew
     OPEN = "open"  # its values are here, and no exchange has ended
     RUNNING = "running"  # an exchange has ended
-    RESUMING = "resuming"  # it ran before this server did: for a lease those are awaited whom its workers name
+    RESUMING = "resuming"  # it ran before this server did: for a lease it awaits all ranks that its workers name
     RESTORED_OPEN = "restored open"  # as OPEN, from a snapshot, and no worker has said how far it was
     RESTORED_RUNNING = "restored running"  # as RUNNING, from a snapshot, and no worker has said how far it was
 
@@ -44,7 +44,7 @@ _STARTED = frozenset({JobPhase.REBUILDING, JobPhase.RUNNING, JobPhase.RESUMING, 
 
 
 class JobEvent(Enum):
-    """What happens to a job."""
+    """Events of a job."""
 
     SEALED = "sealed"  # all its chunks are here
     STARTED = "started"  # it is learnt that an exchange has ended elsewhere
@@ -77,7 +77,7 @@ JOB: dict[JobPhase, dict[JobEvent, JobPhase]] = {
 
 
 class MemberPhase(Enum):
-    """What a worker is to its job at one shard."""
+    """The phases of a worker of a job at one shard."""
 
     ABSENT = "absent"  # not here, and it has never been live
     EXPECTED = "expected"  # others name it: exchanges wait for it, and it has said nothing
@@ -98,7 +98,7 @@ class MemberPhase(Enum):
 
 
 class MemberEvent(Enum):
-    """What happens to a worker."""
+    """Events of a worker."""
 
     CAME = "came"  # a process says HELLO that has never been live
     KNEW_OTHERS = "knew others"  # the same of one that was live where nobody here knows of
@@ -111,7 +111,7 @@ class MemberEvent(Enum):
 
 
 def _any_time(phase: MemberPhase) -> dict[MemberEvent, MemberPhase]:
-    """What may happen to a worker that says HELLO again, is replaced by a new process, or goes."""
+    """A worker says HELLO again, is replaced by a new process, or goes, in any phase."""
     return {MemberEvent.CAME: MemberPhase.NEWCOMER, MemberEvent.HEARD: phase, MemberEvent.LEFT: phase}
 
 

@@ -1,4 +1,4 @@
-"""Who takes part: leases, incarnations, and who is who after a restart. Pure; the caller brings the time.
+"""The workers of a job: leases, incarnations, claims to a rank, restarts. Pure; the caller brings the time.
 
 ``life.py`` has the table of what a worker can be. A rank belongs to one process at a time. The incarnation, given by
 the lead, tells two lives of a rank apart; a message of an older one is *fenced*: answered by an error, never applied.
@@ -55,7 +55,7 @@ class Member:
     data_route: bytes = b""
 
     def route_of(self, type: MessageType) -> bytes:
-        """Where to send a message of this type; b"" where nowhere."""
+        """The connection for a message of this type; b"" without one."""
         return self.route if type in CONTROL else self.data_route or self.route
 
     @property
@@ -313,7 +313,7 @@ class Membership:
         }
 
     def restore(self, meta: Mapping[str, Any], now_s: float) -> None:
-        """Take over a snapshot's members. What those gone have missed is not known."""
+        """Take over a snapshot's members; how much those gone have missed is unknown."""
         self.members = {m["rank"]: Member.from_meta(m, now_s) for m in meta["members"]}
         self._absent = {m["rank"]: _Absence(Member.from_meta(m, now_s), -1, now_s) for m in meta["absent"]}
         self._recount()

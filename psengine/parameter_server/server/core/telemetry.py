@@ -1,4 +1,4 @@
-"""What one worker's steps are made of: as it says in heartbeats, and as this shard sees it. No clock.
+"""The parts of one worker's steps, as heartbeats report them and as this shard sees them. No clock.
 
     worker   ├─ compute ─────┤├─ blocked: it waits for servers ─────────┤      step_s, blocked_s: heartbeats
     shard                          ├─ apply ─┤├─ held for others ─┤            apply_s, held_s: seen here
@@ -85,7 +85,7 @@ class WorkerTelemetry:
         # A step's seconds are counted from the end of the first step on.
         if not sample.steps:
             return
-        # Of the heartbeats of a long step only the first and the last count.
+        # In a long step only the first and the last heartbeat count.
         if len(samples) > 1 and samples[-2].steps == sample.steps:
             samples.pop()
         samples.append(sample)

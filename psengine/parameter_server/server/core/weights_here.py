@@ -1,4 +1,4 @@
-"""A job whose weights this server holds: whoever comes reads them, and a snapshot keeps them. Pure.
+"""A job whose weights this server holds: a joiner reads them, and a snapshot keeps them. Pure.
 
 A server that comes back from a snapshot counts the updates that are lost, from what workers say was acknowledged:
 
@@ -28,7 +28,7 @@ from psengine.protocol.messages import Message, MessageType
 
 
 class _Report(NamedTuple):
-    """What one worker knew of one chunk.
+    """One worker's knowledge of one chunk.
 
     Attributes:
         version: the newest that it knew.

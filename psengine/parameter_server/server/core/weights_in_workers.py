@@ -6,7 +6,7 @@ Each worker that wants to leave may go once everybody else has the averages that
     shard                   └ PROGRESS_WANTED ─► other       ┌───┘
     other                                          PROGRESS ─┘
 
-Until then the leaver can give an average once more to a server that dies and comes back without it.
+Until then the leaver can give an average again to a server that dies and comes back without it.
 """
 
 from __future__ import annotations
@@ -212,10 +212,10 @@ class AveragingJob(Job):
         return self._leave_exchanges(rank)
 
     def _leave_exchanges(self, rank: int) -> list[Reply]:
-        """Nor do exchanges wait for joiners that this worker was letting in.
+        """Exchanges do not wait for this worker, nor for joiners that it was letting in.
 
-        Perhaps it did so at this shard alone, and then they wait elsewhere for another donor, who can give no state
-        before this exchange has ended.
+        It may have admitted them at this shard alone; then they wait elsewhere for another donor, which can give no
+        state before this exchange has ended.
         """
         replies = []
         for joiner in self._admissions.unread_from(rank):

@@ -1,4 +1,4 @@
-"""What the rule of a chunk is given and what it gives back: contributions in, replies out. Pure.
+"""The inputs and outputs of a chunk's rule: contributions in, replies out. Pure.
 
 A worker numbers its exchanges of a chunk 1, 2, ...; the number, not the message, is the update. A number that was seen
 is a repeat and is never applied again.
@@ -93,7 +93,7 @@ class Reply:
 
 @dataclass(kw_only=True)
 class RuleContext:
-    """What the rules of all chunks of a job share.
+    """Shared by the rules of all chunks of a job.
 
     Attributes:
         live_ranks: the ranks that exchanges wait for, ascending.

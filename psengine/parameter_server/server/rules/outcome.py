@@ -1,4 +1,4 @@
-"""What a complete set of contributions leads to, and where a chunk's weights live: the other half of its rule.
+"""The outcome of a complete set of contributions, which decides where weights live: the other half of a rule.
 
 average.py   the average goes back; the weights are in the workers
 step.py      an optimizer steps, and weights go back; the weights are here

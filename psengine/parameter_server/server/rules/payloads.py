@@ -1,4 +1,4 @@
-"""Where what a worker sent for a chunk becomes values, and what a rule answers becomes what travels."""
+"""A chunk's payloads: pushes are decoded to values, answers are encoded."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class ChunkPayloads:
         return values
 
     def encode(self, values: torch.Tensor) -> torch.Tensor:
-        """What travels as the answer ``values``; these themselves where the codec does not encode answers."""
+        """The payload of an answer; ``values`` themselves where the codec does not encode answers."""
         if not self.encodes_answers:
             return values
         payload = torch.empty(self._answered.numel, dtype=self._answered.dtype)

@@ -45,7 +45,7 @@ class StepOutcome(Outcome):
         # Strength of the correction of DC-ASGD; 0 keeps no backups.
         is_parameter = spec.kind is ChunkKind.PARAMETER
         self._delay_compensation: float = options.get("delay_compensation", 0.0) if is_parameter else 0.0
-        # What each worker was last sent, and its version.
+        # The weights that each worker was last sent, and their version.
         self._backups: dict[int, tuple[int, torch.Tensor]] = {}
 
     @property
@@ -163,7 +163,7 @@ class StepOutcome(Outcome):
             "backup_versions": {str(rank): version for rank, (version, _) in self._backups.items()},
         }
         if self.optimizer is not None:
-            meta["optimizer"] = self.optimizer.spec.to_body()  # with the hyperparameters of now
+            meta["optimizer"] = self.optimizer.spec.to_body()  # with the current hyperparameters
             meta["steps"] = self.optimizer.steps()
         return meta
 

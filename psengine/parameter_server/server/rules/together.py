@@ -43,7 +43,7 @@ class Together(ChunkRule):
         # https://arxiv.org/abs/1604.00981); None waits for everybody.
         self._quorum: int | None = options.get("quorum")
         self._open: dict[int, ContributionSet] = {}
-        # Of exchanges that ended here and may be answered again: who took part.
+        # The ranks that took part in exchanges that ended here and may be answered again.
         self._ended: dict[int, frozenset[int]] = {}
 
     @override
@@ -125,7 +125,7 @@ class Together(ChunkRule):
 
     @override
     def worker_left(self, rank: int) -> list[Reply]:
-        """What it contributed to unfinished exchanges it has to send again."""
+        """Its contributions to unfinished exchanges are dropped; it has to send them again."""
         self.outcome.worker_left(rank)
         last_sequence = self.progress.last_sequence
         for sequence in sorted(self._open):
@@ -193,7 +193,7 @@ class Together(ChunkRule):
     def _is_quorum(
         self, gathered: ContributionSet, sequence: int, missing: Collection[int], live: Collection[int]
     ) -> bool:
-        # Who brings no gradient takes part, but an average is not made of nothing while gradients are on their way.
+        # A worker without a gradient takes part, but does not fill the quorum: others' gradients are on their way.
         if self._quorum is None or len(gathered.given) < min(self._quorum, len(live)):
             return False
         last_sequence = self.progress.last_sequence
@@ -236,7 +236,7 @@ class Together(ChunkRule):
         return [self._answer(rank, sequence), *self._complete_all()]
 
     def _ask_for_result(self, sequence: int) -> list[Reply]:
-        """The exchange ended before this server started. Who is one further on has its average still."""
+        """The exchange ended before this server started; a worker that is one exchange further has its average."""
         waiting, progress = self._contributors(sequence), self.progress
         one_ahead = [
             rank
