@@ -81,11 +81,15 @@ class Telemetry:
         with self._lock:
             self._samples = min(self._samples + int(samples or 0), MAX_COUNTED)
         if loss is not None:
-            with self._reading, self._lock:
-                if len(self._pending) >= MAX_COMING:
-                    self._pending.pop()  # an older one is readable sooner
-                self._pending.append(_Loss(loss))
-                self._advance()
+            with self._reading:
+                self._queue(_Loss(loss))
+
+    def _queue(self, loss: _Loss) -> None:
+        with self._lock:
+            if len(self._pending) >= MAX_COMING:
+                self._pending.pop()  # an older one is readable sooner
+            self._pending.append(loss)
+            self._advance()
 
     def _advance(self) -> None:
         while self._pending and self._pending[0].is_there():
