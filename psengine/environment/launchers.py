@@ -19,7 +19,7 @@ import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from psengine.environment.slurm_lists import expand_node_list, expand_task_counts
+from psengine.environment.slurm_lists import expand_node_list
 from psengine.errors import EnvironmentVariableError
 
 # Derived ports lie below Linux's default range of ephemeral ports (32768-60999), so no outgoing connection holds them.
@@ -186,7 +186,6 @@ def _detect_slurm(variables: Mapping[str, str], needs_master: bool) -> Placement
         " containers may drop some), or unset SLURM_STEP_ID to train in a single process",
     )
     world_size = _integer(variables, world_size_name, 1)
-    local_world_size = _slurm_local_world_size(variables, world_size)
     job = variables.get("SLURM_JOB_ID", variables.get("SLURM_JOBID"))
     step = variables.get("SLURM_STEP_ID", variables.get("SLURM_STEPID"))
     # The step's number is part of the seed, so that steps of one job may run side by side.
@@ -194,6 +193,8 @@ def _detect_slurm(variables: Mapping[str, str], needs_master: bool) -> Placement
     host = _slurm_first_host(variables) if needs_master and "MASTER_ADDR" not in variables else None
     master = _master(variables, world_size, host, seed) if needs_master else None
     names = ("SLURM_PROCID", "SLURM_LOCALID")
+    # The job's counts may be those of other steps, so the ranks of a host are counted when they meet.
+    local_world_size = 1 if world_size == 1 else None
     return _placement("Slurm", variables, names, world_size, local_world_size, master)
 
 
@@ -203,25 +204,6 @@ def _slurm_first_host(variables: Mapping[str, str]) -> tuple[str, str] | None:
         if name in variables:
             return expand_node_list(variables[name], name)[0], f"the first of {name}={variables[name]}"
     return None
-
-
-def _slurm_local_world_size(variables: Mapping[str, str], world_size: int) -> int | None:
-    """Trust only counts that add up to the world: the job's variables may describe other steps than this one."""
-    node = _integer(variables, "SLURM_NODEID", 0) if "SLURM_NODEID" in variables else None
-    for name in ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"):
-        counts = expand_task_counts(variables[name], name) if name in variables else []
-        if sum(counts) != world_size:
-            continue
-        if len(set(counts)) == 1:
-            return counts[0]
-        if node is not None and node < len(counts):
-            return counts[node]
-    nodes_name = "SLURM_STEP_NUM_NODES" if "SLURM_STEP_NUM_NODES" in variables else "SLURM_NNODES"
-    if "SLURM_NTASKS_PER_NODE" in variables and nodes_name in variables:
-        per_node = _integer(variables, "SLURM_NTASKS_PER_NODE", 1)
-        if per_node * _integer(variables, nodes_name, 1) == world_size:
-            return per_node
-    return 1 if world_size == 1 else None
 
 
 def _require(variables: Mapping[str, str], launch: str, needed: Sequence[str], fix: str) -> None:

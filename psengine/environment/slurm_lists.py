@@ -1,8 +1,4 @@
-"""Slurm's compressed lists, of hosts ("n[08-10],gpu") and of tasks on each ("2(x3),1"), written out.
-
-Pure: text in, lists out. The counts are those of SLURM_TASKS_PER_NODE in srun's manual page; for hosts, ``scontrol show
-hostnames`` is the reference.
-"""
+"""Slurm's compressed lists of hosts ("n[08-10],gpu"), written out as ``scontrol show hostnames`` does. Pure."""
 
 from __future__ import annotations
 
@@ -11,7 +7,6 @@ import re
 
 from psengine.errors import EnvironmentVariableError
 
-_TASK_COUNT = re.compile(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?")
 _BRACKET_ITEM = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9}))?")
 
 
@@ -48,21 +43,6 @@ def _numbers(bracket: str, name: str, text: str) -> list[str]:
             raise _malformed(name, f"ascending ranges instead of {item}", text)
         numbers += (f"{number:0{len(first)}d}" for number in range(int(first), int(last) + 1))
     return numbers
-
-
-def expand_task_counts(text: str, name: str = "task counts") -> list[int]:
-    """Return the tasks of each node of Slurm's compressed ``text``: ``"2(x3),1"`` is 2, 2, 2, 1.
-
-    Raises:
-        EnvironmentVariableError: ``text`` is malformed; the message calls it ``name``.
-    """
-    counts: list[int] = []
-    for item in text.split(","):
-        match = _TASK_COUNT.fullmatch(item)
-        if not match:
-            raise _malformed(name, "counts such as 2(x3),1", text)
-        counts += itertools.repeat(int(match[1]), int(match[2] or 1))
-    return counts
 
 
 def _malformed(name: str, expected: str, text: str) -> EnvironmentVariableError:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import subprocess
 import sys
 import time
 import urllib.request
@@ -121,10 +120,15 @@ def test_a_signal_that_cannot_be_announced_ends_the_run_in_order():
         assert command.wait() == 128 + signal.SIGTERM
 
 
+def close_stdin_and_stderr():
+    for descriptor, name in ((0, "stdin"), (2, "stderr")):
+        os.close(descriptor)
+        setattr(sys, name, None)  # as the interpreter has it after ``<&- 2>&-``
+
+
 def test_a_stream_that_the_shell_closed_is_dev_null(tmp_path):
     script = tmp_path / "write.py"
     script.write_text("import sys; sys.stdin.read(); print('out'); print('err', file=sys.stderr); sys.exit(5)")
-    command = [sys.executable, "-m", "psengine.cli.main", "run", str(script)]
-    line = ["sh", "-c", 'exec "$@" <&- 2>&-', "sh", *command]
-    done = subprocess.run(line, capture_output=True, text=True, timeout=60)
-    assert (done.returncode, done.stdout, done.stderr) == (5, "out\n", "")
+    with running_command(["run", str(script)], prepare=close_stdin_and_stderr) as command:
+        assert command.wait() == 5
+        assert (command.stdout, command.stderr) == ("out\n", "")

@@ -23,7 +23,7 @@ from support.processes import free_port, run_ranks, run_ranks_to_any_end
 from psengine.environment import context as environment
 from psengine.environment.context import Context, choose_device, init, is_main_process, shutdown
 from psengine.environment.launchers import detect
-from psengine.environment.slurm_lists import expand_node_list, expand_task_counts
+from psengine.environment.slurm_lists import expand_node_list
 from psengine.environment.variables import default_strategy
 from psengine.errors import CollectiveError, ConfigurationError, EnvironmentVariableError
 
@@ -51,21 +51,17 @@ SLURM = {
     "SLURM_JOB_ID": "99",
     "SLURM_JOB_NODELIST": "node[1-9]",
     "SLURM_NTASKS": "7",
-    "SLURM_TASKS_PER_NODE": "4(x9)",
     "SLURM_STEP_ID": "0",
     "SLURM_STEP_NUM_TASKS": "7",
     "SLURM_STEP_NODELIST": "node[03-06]",
-    "SLURM_STEP_TASKS_PER_NODE": "2(x3),1",
     "SLURM_PROCID": "5",
     "SLURM_LOCALID": "1",
-    "SLURM_NODEID": "2",
 }
 # What a batch script of the same job has before any srun.
 SBATCH = {
     "SLURM_JOB_ID": "99",
     "SLURM_JOB_NODELIST": "node[1-9]",
     "SLURM_NTASKS": "36",
-    "SLURM_TASKS_PER_NODE": "4(x9)",
     "SLURM_PROCID": "0",
     "SLURM_LOCALID": "0",
     "SLURM_NODEID": "0",
@@ -95,8 +91,6 @@ def bare_environment(monkeypatch: pytest.MonkeyPatch):
         dist.destroy_process_group()
 
 
-PER_NODE = {"SLURM_STEP_NUM_TASKS": "8", "SLURM_NTASKS_PER_NODE": "2", "SLURM_STEP_NUM_NODES": "4"}
-LAST_NODE = {"SLURM_PROCID": "6", "SLURM_LOCALID": "0", "SLURM_NODEID": "3"}
 OPEN_MPI_4 = without(OPEN_MPI, "PMIX_NAMESPACE") | {"OMPI_MCA_ess_base_jobid": "77"}
 OPEN_MPI_MANY = OPEN_MPI | {"OMPI_COMM_WORLD_SIZE": "4"}
 LOCAL_MASTER = f"127.0.0.1:{derived(OPEN_MPI['PMIX_NAMESPACE'])}"
@@ -109,17 +103,10 @@ PLACEMENTS = {
     "IPv6": (TORCHRUN | {"MASTER_ADDR": "::1"}, "torchrun", (3, 1, 4, 2, "[::1]:29500")),
     "torchrun in a Slurm step": (TORCHRUN | SLURM, "torchrun", (3, 1, 4, 2, "a:29500")),
     "world of 1": ({"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}, "torchrun", SINGLE),
-    "srun": (SLURM, "Slurm", (5, 1, 7, 2, f"node03:{derived(SEED)}")),
-    "exported WORLD_SIZE": (SLURM | {"WORLD_SIZE": "36"}, "Slurm", (5, 1, 7, 2, f"node03:{derived(SEED)}")),
-    "own address": (SLURM | {"MASTER_ADDR": "m", "MASTER_PORT": "5"}, "Slurm", (5, 1, 7, 2, "m:5")),
-    "uneven last node": (SLURM | LAST_NODE, "Slurm", (6, 0, 7, 1, f"node03:{derived(SEED)}")),
-    "--preserve-env": (SLURM | {"SLURM_NTASKS": "36"}, "Slurm", (5, 1, 7, 2, f"node03:{derived(SEED)}")),
-    "counts differ": (
-        without(SLURM, "SLURM_STEP_TASKS_PER_NODE"), "Slurm", (5, 1, 7, None, f"node03:{derived(SEED)}")
-    ),
-    "--ntasks-per-node": (
-        without(SLURM, "SLURM_STEP_TASKS_PER_NODE") | PER_NODE, "Slurm", (5, 1, 8, 2, f"node03:{derived(SEED)}")
-    ),
+    "srun": (SLURM, "Slurm", (5, 1, 7, None, f"node03:{derived(SEED)}")),
+    "exported WORLD_SIZE": (SLURM | {"WORLD_SIZE": "36"}, "Slurm", (5, 1, 7, None, f"node03:{derived(SEED)}")),
+    "own address": (SLURM | {"MASTER_ADDR": "m", "MASTER_PORT": "5"}, "Slurm", (5, 1, 7, None, "m:5")),
+    "--preserve-env": (SLURM | {"SLURM_NTASKS": "36"}, "Slurm", (5, 1, 7, None, f"node03:{derived(SEED)}")),
     "sbatch without srun": (SBATCH, "none", SINGLE),
     "salloc's interactive step": (SBATCH | {"SLURM_STEP_ID": "4294967290"}, "none", SINGLE),
     "mpirun": (OPEN_MPI, "Open MPI", (1, 1, 2, 2, LOCAL_MASTER)),
@@ -198,21 +185,11 @@ def test_slurms_lists_of_hosts(text, hosts):
     assert expand_node_list(text) == hosts.split()
 
 
-def test_slurms_lists_of_tasks():
-    assert expand_task_counts("2(x3),1,0(x1)") == [2, 2, 2, 1, 0]
-
-
 @pytest.mark.parametrize("text", ["", "a,,b", "a[1", "a[[1]]", "a[]", "a[3-1]", "a[x]", "a[1-2-3]"])
 def test_malformed_lists_of_hosts_are_refused(text):
     with pytest.raises(EnvironmentVariableError, match=r"NODES must follow.*expected.*got .*Fix: ") as caught:
         expand_node_list(text, "NODES")
     assert repr(text) in str(caught.value)
-
-
-@pytest.mark.parametrize("text", ["", "2,", "2(3)", "-1"])
-def test_malformed_lists_of_tasks_are_refused(text):
-    with pytest.raises(EnvironmentVariableError, match="COUNTS must follow"):
-        expand_task_counts(text, "COUNTS")
 
 
 @pytest.mark.parametrize(
@@ -354,8 +331,6 @@ def set_environment(style: str, rank: int, world_size: int, port: int, address: 
         os.environ["MASTER_ADDR"] = address
     elif style == "slurm":
         os.environ.update(SLURM_JOB_ID="1", SLURM_STEP_ID="0", SLURM_STEP_NODELIST="localhost")
-        os.environ["SLURM_STEP_TASKS_PER_NODE"] = str(world_size)
-        os.environ["SLURM_NODEID"] = "0"
     elif style == "open mpi":
         os.environ["OMPI_COMM_WORLD_LOCAL_SIZE"] = str(world_size)
 
