@@ -1,4 +1,4 @@
-"""Shared memory for what it can carry, another collective for the rest: the collectives "auto" and "shared_memory"."""
+"""Shared memory for the operations it covers, another collective for the rest: "auto" and "shared_memory"."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ logger = logging.getLogger(__name__)
 class AutomaticCollective(Collective):
     """Two collectives of the same ranks, and for each operation a choice between them.
 
-    The choice follows from the tensors' device, layout and dtype, which are the same on every rank, and from whether
-    the ranks could share memory, which they find out together at the first operation that could use it.
+    The choice depends on the tensors' device, layout and dtype, which are the same on every rank, and on whether the
+    ranks can share memory, which they find out together at the first operation that could use it.
 
     Args:
-        shared: carries CPU tensors where ranks share memory.
-        otherwise: carries everything else.
-        required: raise where ranks cannot share memory; False goes on without, saying so at info level.
+        shared: for CPU tensors where ranks share memory.
+        otherwise: for everything else.
+        required: raise where ranks cannot share memory; False logs that at info level, and uses ``otherwise``.
     """
 
     def __init__(self, shared: SharedMemoryCollective, otherwise: Collective, *, required: bool) -> None:
@@ -65,7 +65,7 @@ class AutomaticCollective(Collective):
             logger.info("%s; going on over torch.distributed", error)
 
     def _carrier(self, is_covered: bool) -> Collective:
-        """Shared memory for an operation whose tensors it covers, where ranks share some."""
+        """The collective for an operation; ``is_covered``: shared memory covers its tensors."""
         if not is_covered or self._is_unavailable:
             return self._otherwise
         if not self._shared.is_connected:

@@ -1,4 +1,4 @@
-"""Averages in which a rank counts by its samples: what ``model.batch_weight`` is, and the ranks' exchange of it.
+"""Averages in which each rank counts by its samples: ``model.batch_weight``, and the ranks' exchange of it.
 
 ::
 
@@ -46,12 +46,7 @@ def checked_weight(value: Any) -> float | None:
 
 
 class BatchWeights:
-    """The ranks' weights of one backward, added up.
-
-    Args:
-        collective: carries them.
-        device: where the collective can reduce.
-    """
+    """The sum of the ranks' weights for one backward. ``collective`` reduces on ``device``."""
 
     def __init__(self, collective: Collective, device: torch.device) -> None:
         self._collective = collective
@@ -62,13 +57,13 @@ class BatchWeights:
 
     @property
     def weight(self) -> float | None:
-        """What this rank counts in the coming backward; None where all ranks count alike."""
+        """The weight of this rank in the coming backward; None where all ranks count alike."""
         return self._weight
 
     def exchange(self, weight: float | None) -> None:
-        """Begin to add up the ranks' weights; all of them call it before a backward, with a weight, or with None."""
+        """Begin to sum the ranks' weights; before a backward all ranks call it with a weight, or all with None."""
         if self._work is not None:
-            self._work.wait()  # of a forward that no backward followed
+            self._work.wait()  # its forward had no backward
             self._work = None
         self._weight, self._total = weight, None
         if weight is not None:
@@ -76,9 +71,9 @@ class BatchWeights:
             self._work = self._collective.all_reduce(self._total, what=WHAT)
 
     def share(self) -> Share:
-        """Return this rank's: its gradients are divided by total / weight, so that the sum over ranks is the average.
+        """Return this rank's share: gradients are divided by total / weight, so that the sum over ranks is the average.
 
-        Nothing for a rank that has no say; where that is all of them, the average is zeros.
+        A rank of weight 0 contributes nothing; where all weigh 0, the average is zeros.
         """
         assert self._total is not None, "asked without weights"
         if self._work is not None:

@@ -1,4 +1,4 @@
-"""How one bucket's values travel over a collective, and become the sum of all ranks' again.
+"""Sums one bucket's values over the ranks of a collective, encoded or not.
 
 ::
 
@@ -27,13 +27,7 @@ from psengine.tensors.bucket import Bucket
 
 
 class BucketExchange(ABC):
-    """One bucket's way. Made when buckets are laid out, used in every step.
-
-    Args:
-        bucket: whose gradients; packed before each ``reduce``.
-        collective: carries the payload.
-        codec: makes the payload; it covers the bucket's dtype.
-    """
+    """The exchange of one bucket, made when buckets are laid out, used in every step. ``codec`` covers its dtype."""
 
     def __init__(self, bucket: Bucket, collective: Collective, codec: Codec = IDENTITY) -> None:
         self.bucket = bucket
@@ -43,11 +37,11 @@ class BucketExchange(ABC):
 
     @abstractmethod
     def reduce(self, scale: float) -> Reduction:
-        """Begin to add the packed gradients up, and to multiply the sum by ``scale``."""
+        """Begin to sum the packed gradients over ranks, times ``scale``."""
 
 
 class SummedAsPacked(BucketExchange):
-    """Packing made the payload: the values themselves, perhaps in a narrower dtype, or a sparse gradient."""
+    """Packing wrote the payload: values, perhaps in a narrower dtype, or a sparse gradient."""
 
     @override
     def reduce(self, scale: float) -> Reduction:
@@ -56,7 +50,7 @@ class SummedAsPacked(BucketExchange):
 
 
 class SummedPayload(BucketExchange):
-    """The values stay where they are, because gradients are views of them; the collective adds payloads up."""
+    """Gradients are views of the bucket's values, so the payload is another tensor; the collective sums payloads."""
 
     def __init__(self, bucket: Bucket, collective: Collective, codec: Codec) -> None:
         super().__init__(bucket, collective, codec)
@@ -71,7 +65,7 @@ class SummedPayload(BucketExchange):
 
 
 class GatheredPayloads(BucketExchange):
-    """No collective can add these payloads: each rank decodes those of all and adds them up in the order of ranks."""
+    """Payloads that no collective can sum: each rank decodes those of all, and sums in the order of ranks."""
 
     def __init__(self, bucket: Bucket, collective: Collective, codec: Codec) -> None:
         super().__init__(bucket, collective, codec)
@@ -100,7 +94,7 @@ class _Sum(Reduction):
 
 
 class _DecodedSum(Reduction):
-    """An all-gather; whoever waits decodes the payloads."""
+    """An all-gather; ``wait`` decodes the payloads."""
 
     def __init__(
         self, exchange: BucketExchange, codec: Codec, gathered: torch.Tensor, scale: float, work: Work
@@ -134,14 +128,7 @@ class _DecodedSum(Reduction):
 def make_exchanges(
     buckets: Sequence[Bucket], collective: Collective, codec: Codec, former: Sequence[BucketExchange] = ()
 ) -> list[BucketExchange]:
-    """The way of each bucket; what earlier payloads left out stays with the parameters that it was left out of.
-
-    Args:
-        buckets: all of a replica's.
-        collective: carries them.
-        codec: what the user chose.
-        former: the ways of the same parameters in another layout.
-    """
+    """Return the exchange of each bucket. Residuals of ``former``, in another layout, move with their parameters."""
     exchanges = [_make_exchange(bucket, collective, codec) for bucket in buckets]
     residuals = residuals_of(former)
     for name, residual in residuals_of(exchanges).items() if residuals else ():
@@ -150,7 +137,7 @@ def make_exchanges(
 
 
 def residuals_of(exchanges: Sequence[BucketExchange]) -> dict[str, torch.Tensor]:
-    """What earlier payloads left out, by name of the parameter: views of the codecs' state."""
+    """The residuals by name of the parameter: views of the codecs' states."""
     return {
         name: residual
         for exchange in exchanges

@@ -37,13 +37,13 @@ class Step:
 
 
 class Reduction(ABC):
-    """A bucket's gradients on their way."""
+    """The exchange of one bucket's gradients, in flight."""
 
     @abstractmethod
     def wait(self) -> torch.Tensor | None:
         """Return the reduced gradients, laid out like ``Bucket.flat`` (often that very tensor).
 
-        None means that gradients stay what this process computed: the strategy applies them elsewhere, or later.
+        None: gradients stay what this process computed, because the strategy applies them elsewhere, or later.
 
         Raises:
             CollectiveError: the exchange failed or passed its deadline; the message names who is missing.
@@ -51,15 +51,15 @@ class Reduction(ABC):
 
     @property
     def is_superseded(self) -> bool:
-        """Whether what ``wait`` returned is no longer the result, so that it is to be called again.
+        """Whether the result of ``wait`` is out of date, so that the caller waits again.
 
-        Asked when everything of a backward was waited for: a worker that lost its place in the job and joined again
-        takes part in a later step than the one it was in, with every bucket.
+        Asked after all waits of a backward: a worker that lost its membership and joined again takes part in a later
+        step, with every bucket.
         """
         return False
 
     def drop(self) -> None:
-        """``wait``, and use nothing of the result: what a codec left out of earlier gradients is as it was before."""
+        """``wait``, and drop the result: a codec's residual is as before."""
         self.wait()
 
 
@@ -82,7 +82,7 @@ class Exchange(ABC):
 
     @property
     def needs_packing(self) -> bool:
-        """False where gradients are final as they are (one replica), so that the reducer copies nothing."""
+        """False where gradients are final as computed (one replica), so that the reducer copies nothing."""
         return True
 
     def allocate(
@@ -90,8 +90,7 @@ class Exchange(ABC):
     ) -> torch.Tensor:
         """Return an uninitialised flat tensor for a bucket, in the memory this strategy exchanges best.
 
-        Where that is memory of another dtype, packing converts gradients; with ``keeps_dtype``, for gradients that are
-        views of the tensor, it is ``dtype`` itself.
+        It may have another dtype, to which packing converts; not with ``keeps_dtype``, for gradients that are views.
         """
         return torch.empty(numel, dtype=dtype, device=device)
 
@@ -99,8 +98,8 @@ class Exchange(ABC):
         """The reducer has made its buckets, or remade them. No values travel here."""
 
     def weigh(self, weight: float | None) -> None:
-        """Before ``begin``, on every rank: in the coming backward this replica's gradients count ``weight`` (its
-        samples, >= 0), so that the result is sum(weight * gradient) / sum(weight). None: all replicas count alike.
+        """Before ``begin``, on every rank: the coming backward's result is sum(weight * gradient) / sum(weight), where
+        ``weight`` is this replica's number of samples, >= 0. None: all replicas count alike.
 
         Raises:
             ConfigurationError: the strategy cannot weigh gradients.
@@ -112,35 +111,29 @@ class Exchange(ABC):
             )
 
     def begin(self, step: Step) -> Share:
-        """The first gradient of a backward is ready.
-
-        Returns what this replica's gradients count; the reducer applies it while it packs them.
-        """
+        """The first gradient of a backward is ready; return the share that the reducer applies while it packs."""
         return WHOLE
 
     @abstractmethod
     def reduce(self, bucket: Bucket) -> Reduction:
-        """A bucket is packed on this rank: begin exchanging it.
-
-        Must not block. ``bucket.flat`` belongs to the strategy until the reduction was waited for.
-        """
+        """Begin to exchange a packed bucket, without blocking. ``bucket.flat`` is the strategy's until the wait."""
 
     def reduce_usage(self, used: torch.Tensor) -> Work:
-        """Begin summing over ranks, in place, which parameters this backward used (int32, 1 or 0 by index).
+        """Begin to sum over ranks, in place, which parameters this backward used (int32, 1 or 0 by index).
 
-        Default: what this replica used is what counts.
+        Default: the parameters that this replica used count.
         """
         return CompletedWork()
 
     def finish(self) -> Work:
-        """Every bucket of this backward was handed over: begin to exchange what travels beside them.
+        """Every bucket of this backward was handed over: begin to exchange the rest, such as buffers.
 
-        The work is waited for after the reductions; then gradients are what ``step`` may use.
+        The work is waited for after the reductions; then ``step`` may use the gradients.
         """
         return CompletedWork()
 
     def register_comm_hook(self, hook: CommHook) -> None:
-        """Let ``hook`` exchange buckets in the strategy's place; raises where a strategy has no room for one."""
+        """Let ``hook`` exchange buckets in the strategy's place, where the strategy permits it."""
         raise ConfigurationError(
             f"strategy {self.name!r} exchanges gradients itself and takes no communication hook; use strategy='sync'"
         )

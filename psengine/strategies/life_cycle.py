@@ -46,7 +46,7 @@ class LifeCycle(ABC):
 
     @property
     def worker_rank(self) -> int | None:
-        """The rank of this worker where workers meet elsewhere than in a process group; None: that in the group."""
+        """The rank of this worker at its servers; None: the rank in the process group counts."""
         return None
 
     @abstractmethod
@@ -63,22 +63,22 @@ class LifeCycle(ABC):
         """Buckets are laid out: make all replicas start equal. Mutates ``replica.state`` in place.
 
         Raises:
-            ReplicaMismatchError: see ``prepare``. Whoever called closes the strategy after any error.
+            ReplicaMismatchError: see ``prepare``. After any error the caller closes the strategy.
         """
 
     def report(  # noqa: B027 - most tell nobody
         self, loss: torch.Tensor | float | None = None, samples: int | None = None
     ) -> None:
-        """Tell whoever shows this worker's progress how training goes; see ``DistributedDataParallel.report``."""
+        """Report this worker's progress; see ``DistributedDataParallel.report``."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint must hold besides the model and its optimizer so that training goes on as it would have:
-        tensors, numbers, text and containers of them. Each rank has its own. Default: nothing.
+        """The strategy's part of a checkpoint: tensors, numbers, text and containers of them. Each rank has its own.
+        Default: nothing.
         """
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what ``state_dict`` returned, under the same strategy with the same options.
+        """Continue from a ``state_dict`` of the same strategy with the same options.
 
         Raises:
             ConfigurationError: the state is not one of this strategy's.
@@ -90,5 +90,5 @@ class LifeCycle(ABC):
         """Release what the strategy holds. Safe to call twice."""
 
     def abandon(self) -> None:
-        """The replica was garbage-collected, on this rank perhaps sooner than on others: release what is held."""
+        """``close`` after the replica was garbage-collected, which may happen at another time on other ranks."""
         self.close()

@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import copy
-import ctypes
 import gc
 import hashlib
 import os
 import random
-import shutil
 import signal
-import subprocess
 import threading
 import time
-import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +22,7 @@ import torch.distributed as dist
 from support.expectations import raises
 from support.marks import slow
 from support.native_extension import needs_shared_memory
-from support.processes import free_port, in_ranks, run_ranks, run_ranks_to_any_end
+from support.processes import in_ranks, run_ranks, run_ranks_to_any_end
 
 import psengine
 from psengine.collectives.automatic import AutomaticCollective
@@ -640,12 +635,6 @@ def test_tensors_beyond_32_bits():
     run_ranks(reduce_gigabytes, 2, deadline_s=300, group_timeout_s=200)
 
 
-def test_one_more_rank_than_there_are_bits():
-    facts = [(1, 7, 7, 7, process_id) for process_id in range(65)]
-    assert shared_host._reason_against(facts[:64]) is None
-    assert shared_host._reason_against(facts) == "there are too many (expected at most 64, got 65)"
-
-
 # ---- what is left behind ---------------------------------------------------------------------------------------------
 
 
@@ -710,18 +699,6 @@ def test_memory_comes_back_after_buckets_are_rebuilt():
 
 # ---- ranks that cannot share -----------------------------------------------------------------------------------------
 
-NEW_PROCESS_IDS = 0x20000000  # man 2 unshare
-
-
-def call_system(name: str, *arguments: Any) -> None:
-    if getattr(ctypes.CDLL(None, use_errno=True), name)(*arguments) != 0:
-        raise OSError(ctypes.get_errno(), f"{name}: {os.strerror(ctypes.get_errno())}")
-
-
-def is_permitted(namespace: str) -> bool:
-    unshare = shutil.which("unshare")
-    return unshare is not None and subprocess.run([unshare, namespace, "true"], capture_output=True).returncode == 0
-
 
 def try_to_share() -> str:
     """What both kinds of collective make of two ranks that cannot share memory; returns the reason."""
@@ -739,42 +716,15 @@ def try_to_share() -> str:
     return reason
 
 
-def share_from_elsewhere(rank: int, world_size: int, port: int, way: str) -> str:
-    """Rank 1 goes on in a child, which is where only a child can be: in another process namespace, another user."""
-    receiver, sender = os.pipe()
-    child = 0
-    if rank == 1:
-        if way == "process namespace":
-            call_system("unshare", NEW_PROCESS_IDS)
-        child = os.fork()
-        if child != 0:
-            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-            return os.read(receiver, 4096).decode()
-        if way == "user":
-            os.setresuid(65534, 65534, 65534)
-    try:
-        store = dist.TCPStore("127.0.0.1", port, is_master=rank == 0, wait_for_workers=False)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=20))
-        reason = try_to_share()
-        dist.barrier()
-        if rank == 0:
-            time.sleep(0.5)  # the store is here
-            return reason
-        os.write(sender, reason.encode())
-        os._exit(0)
-    finally:
-        if rank == 1:
-            traceback.print_exc()
-            os._exit(1)
-
-
-@pytest.mark.parametrize("way", ["process namespace", "user"])
-def test_ranks_from_elsewhere_all_learn_why(way):
-    if os.geteuid() != 0 or not is_permitted("--pid"):
-        pytest.skip("needs the right to make namespaces and change users")
-    results = run_ranks(share_from_elsewhere, 2, free_port(), way, init_group=False, deadline_s=60)
-    assert results[0] == results[1]
-    assert f"rank 1 runs in another {way}" in results[0]
+def test_the_reason_names_the_rank_and_what_differs():
+    alike = [(1, 7, 8, 9, process_id) for process_id in range(65)]
+    assert shared_host._reason_against(alike[:64]) is None
+    assert shared_host._reason_against(alike) == "there are too many (expected at most 64, got 65)"
+    for position, name in ((1, "host"), (2, "process namespace (container)"), (3, "user")):
+        other = [1, 7, 8, 9, 65]
+        other[position] = 1
+        assert shared_host._reason_against([*alike[:2], tuple(other)]) == f"rank 2 runs in another {name} than rank 0"
+    assert shared_host._reason_against(alike[:1] * 2) == "several ranks are threads of one process"
 
 
 def share_without_extension(rank: int, world_size: int) -> str:

@@ -258,21 +258,6 @@ def hooks_of_all_optimizers(training: Training) -> nn.Module:
     return model
 
 
-def gradients_halved_by_a_global_hook(training: Training) -> nn.Module:
-    model, optimizer = training.start(network())
-    handle = register_optimizer_step_pre_hook(
-        lambda owner, *_: [p.grad.mul_(0.5) for group in owner.param_groups for p in group["params"]] and None
-    )
-    try:
-        for step in range(STEPS):
-            optimizer.zero_grad()
-            backward(model, step)
-            optimizer.step()
-    finally:
-        handle.remove()
-    return model
-
-
 FOLLOWED: list[Callable[[Training], nn.Module]] = [
     micro_batches_alone,
     one_window_without_its_end,
@@ -291,7 +276,7 @@ FOLLOWED: list[Callable[[Training], nn.Module]] = [
 def is_followed(rank: int, world_size: int, address: str, push: str, as_views: bool) -> None:
     use(address)
     failures = []
-    for scenario in FOLLOWED + ([gradients_halved_by_a_global_hook] if push == "step" else []):
+    for scenario in FOLLOWED:
         training = Training(
             job=f"{scenario.__name__}-{push}-{as_views}",
             push=push,

@@ -26,7 +26,6 @@ from psengine.errors import (
     ReplicaMismatchError,
     ServerRefusedError,
 )
-from psengine.strategies.registry import resolve_strategy
 
 
 def wrap(strategy: psengine.Strategy, seed: int = 0, **options: Any) -> Any:
@@ -141,9 +140,6 @@ def test_options_are_checked():
             psengine.AsyncServer(**arguments)
     with pytest.raises(ConfigurationError, match="quorum"):
         psengine.SyncServer(quorum=0)
-    for specification, message in [("sync-server:job=7", "job is text"), ("async:servers=9", "servers is text")]:
-        with pytest.raises(ConfigurationError, match=message):
-            resolve_strategy(specification)
 
 
 def test_strategies_travel_as_their_options():

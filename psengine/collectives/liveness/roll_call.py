@@ -1,4 +1,4 @@
-"""Who is still there? A roll call through the rendezvous store, held when a collective fails or takes long.
+"""A roll call through the rendezvous store, which finds missing ranks when a collective fails or takes long.
 
 Transports report a lost peer as a socket address or not at all, and only to that peer's neighbours. So every rank
 leaves its host and process id in the store when it starts; the first rank whose operation fails raises an alarm there;
@@ -10,8 +10,8 @@ ranks that wait look for the alarm once a second and answer it; whoever does not
     rank 1   all_reduce ──────── 1 s ── a call? present/1/1 ── collect ── PeerLostError(ranks=(2,))
     rank 2   killed
 
-Calls are numbered, so that an answer to one is none to the next. The store may be as dead as a peer: it is asked from a
-thread that can be left behind.
+Calls are numbered, and each needs its own answers. The store may be as dead as a peer, so a thread that can be
+abandoned asks it.
 """
 
 from __future__ import annotations
@@ -110,16 +110,15 @@ def _answers_signal_zero(process_id: int) -> bool:
 
 
 class RollCall:
-    """One rank's view of who else of its group is alive.
+    """Finds the ranks of a group that are alive, for one of them.
 
     Args:
         store: key-value store all ranks reach; keys are prefixed with ``psengine/<group>/``.
         group: name of the group, the same on every rank and unique among the store's users.
         rank: this rank in the group.
         world_size: ranks in the group.
-        grace_s: how long a silent rank may take to answer. A rank that computes and is not waiting for a collective
-            answers only when it waits again, so too short a grace names healthy ranks. Ranks of this host whose
-            process is gone are named without any grace.
+        grace_s: how long a silent rank may take to answer. A rank that computes answers only when it waits again, so
+            too short a grace names healthy ranks. Ranks of this host whose process has ended need no grace.
     """
 
     def __init__(self, store: Store, group: str, rank: int, world_size: int, grace_s: float = 10.0) -> None:
@@ -209,7 +208,7 @@ class RollCall:
         return f"{place[:-1]}, which {fate})"
 
     def _ask(self, question: Callable[[], Result]) -> Result:
-        """Put ``question`` to the store, for at most the grace; a store that kept silent once is not asked again."""
+        """Ask the store, for at most the grace; after one silence it is not asked again."""
         if self._is_store_silent:
             raise StoreSilentError("it kept silent before")
         try:

@@ -7,7 +7,7 @@ Algorithm, for W ranks and n bytes (csrc/shared_memory/group.h says how it is do
     up to 16 KiB             copied in, then summed by every rank for itself: one round trip
 
 A call costs two notifications a piece (one where it is small). There is no thread: ranks work while they begin or wait
-for an operation, so communication takes no core away from whoever still computes.
+for an operation, so communication takes no core from ranks that still compute.
 
 ::
 
@@ -16,8 +16,8 @@ for an operation, so communication takes no core away from whoever still compute
     rank 1              all_reduce(0)        all_reduce(1)  wait(0) ── done
                         arrived 0            arrived 1, sums 1
 
-Memory is anonymous (memfd) and opened through /proc/<process>/fd: the size of /dev/shm does not matter, and nothing is
-left behind, however processes end.
+Memory is anonymous (memfd) and opened through /proc/<process>/fd: the size of /dev/shm does not matter, and the memory
+is released however processes end.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ SCALAR_KINDS = {
     torch.int64: 5,
 }
 SUMMED_DTYPES = {*SCALAR_KINDS, torch.complex64, torch.complex128}
-# So many operations may be under way before the complete ones are looked for, in case nobody waits for them.
+# With more operations in flight, complete ones are looked for, in case nobody waits for them.
 FORGET_FROM = 64
 # A number no operation reaches.
 NO_OPERATION = 2**63
@@ -88,7 +88,7 @@ class SharedMemoryCollective(Collective):
         self._has_ended = False
         self._connecting = threading.Lock()
         self._segments = SharedSegments(self._extension) if native.has_shared_memory() else None
-        # By operation, what it works on: kept until the native side is done, whoever drops the work.
+        # By operation, its tensors, kept until the native side is done.
         self._outstanding: dict[int, tuple[torch.Tensor, ...]] = {}
 
     def __repr__(self) -> str:
@@ -139,9 +139,7 @@ class SharedMemoryCollective(Collective):
 
     @override
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Memory in which ``all_reduce`` needs no copies. All ranks must allocate what they will reduce together, or
-        none of them.
-        """
+        """Memory in which ``all_reduce`` needs no copies; for one reduction all ranks use such memory, or none does."""
         if self._segments is None or device.type != "cpu" or dtype not in SCALAR_KINDS:
             return super().allocate(numel, dtype, device)
         return self._segments.allocate(numel, dtype)
@@ -209,7 +207,7 @@ class SharedMemoryCollective(Collective):
         return self._meeting.whereabouts
 
     def late_ranks(self) -> tuple[int, ...] | None:
-        """See ``stall_inspector.Watched``: those that have not come as far as this rank."""
+        """See ``stall_inspector.Watched``: ranks that entered fewer rounds than this one."""
         arrived = [state[1] for state in self._extension.shared_memory_states(self._group)]
         return tuple(rank for rank, rounds in enumerate(arrived) if rounds < arrived[self.rank])
 
@@ -219,13 +217,13 @@ class SharedMemoryCollective(Collective):
 
     @override
     def close(self) -> None:
-        """Ranks that wait for this one learn that it left."""
+        """Tells the ranks that wait for this one."""
         self._has_ended = True
         if self._group is not None:
             self._extension.shared_memory_close(self._group)
 
     def give_up(self) -> None:
-        """Fail, on every rank, what is under way; for a group whose end does not come by itself."""
+        """Fail the operations in flight, on every rank."""
         self._has_ended = True
         if self._group is not None:
             self._extension.shared_memory_wait(self._group, NO_OPERATION, 0.0)

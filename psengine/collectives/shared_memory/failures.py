@@ -1,4 +1,4 @@
-"""What a wait in shared memory ended with, as the error to raise."""
+"""The error to raise after a failed wait in shared memory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def error_of(
     states: list[tuple[int, int, int, bool, bool]],
     failure: tuple[int, int, str],
 ) -> CollectiveError:
-    """Return the error that says what failed, and which ranks are to blame.
+    """Return the error, which names the operation and the ranks that failed.
 
     Args:
         what: the operation.

@@ -1,4 +1,4 @@
-"""Which ranks share a host, and how they come to share memory: agreed by all, before anybody depends on it."""
+"""Ranks of one host agree on shared memory, and join it."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ SLOT_BYTES_PER_RANK = 16 * 1024
 def join_host_group(meeting: Collective) -> Any:
     """Join this rank to its group's shared memory and return the native handle; all ranks succeed, or all raise.
 
-    Four exchanges over ``meeting``: who is where, where the control block is, did everybody get in, and can
-    everybody see everybody.
+    Four exchanges over ``meeting``: each rank's host, the control block's place, has everybody joined, does everybody
+    see everybody.
 
     Raises:
         SharedMemoryUnavailableError: the ranks do not share a host, or cannot open each other's memory.
@@ -54,7 +54,7 @@ def join_host_group(meeting: Collective) -> Any:
 
 
 def _describe_this_process() -> tuple[int, ...]:
-    """Numbers by which ranks see whether they share memory: has the extension, kernel, process namespace, user, id."""
+    """Numbers that tell whether ranks can share memory: has the extension, kernel, process namespace, user, id."""
     if not native.has_shared_memory():
         return (0, 0, 0, 0, 0)
     try:
@@ -67,7 +67,7 @@ def _describe_this_process() -> tuple[int, ...]:
 
 
 def _reason_against(facts: list[tuple[int, ...]]) -> str | None:
-    """Why these processes cannot share memory, from what they said of themselves; None where they may try."""
+    """Why processes of these descriptions cannot share memory; None where they may try."""
     without = [rank for rank, (has_extension, *_) in enumerate(facts) if has_extension != 1]
     if without:
         what = "the native extension" if facts[without[0]][0] == 0 else "Linux's /proc"
@@ -91,7 +91,7 @@ def _create_control(meeting: Collective) -> tuple[int, bytes]:
     try:
         return native.extension.shared_memory_create_control(meeting.world_size, slot_bytes, token), token
     except RuntimeError:
-        return -1, token  # nobody can open that, and everybody says so
+        return -1, token  # which no rank can open, so that all raise
 
 
 def _together(meeting: Collective, action: Callable[[], Any]) -> Any:

@@ -1,4 +1,4 @@
-"""Memory for tensors that every rank of a host can map: anonymous files, cut into tensors."""
+"""Memory for tensors that every rank of a host can map: anonymous files (memfd), cut into tensors."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ SMALLEST_SEGMENT_BYTES = 1024 * 1024
 
 
 class SharedSegments:
-    """Cuts tensors from segments; a segment goes when its last tensor is gone.
+    """Cuts tensors from segments; a segment is released with its last tensor.
 
-    Pages are taken from the machine when first written, so what a segment has to spare costs nothing.
+    The machine provides pages when they are first written, so unused parts of a segment cost nothing.
 
     Args:
         extension: ``psengine._native``.
@@ -52,14 +52,14 @@ class SharedSegments:
         return flat
 
     def attach(self, group: Any) -> None:
-        """Tell the ranks of ``group``, the native handle, of all segments, those to come too."""
+        """Announce all segments, future ones too, to the ranks of ``group``, the native handle."""
         with self._lock:
             self._group = group
             for segment in list(self._live.values()):
                 segment.attach(self._extension, group)
 
     def _create_segment(self, needed_bytes: int) -> mmap.mmap:
-        # A segment costs a file descriptor, so each new one has room for as much as all that are in use.
+        # A segment costs a file descriptor, so each new one is as large as all that are in use together.
         live_bytes = sum(segment.size_bytes for segment in list(self._live.values()))
         segment = _Segment(HEADER_BYTES + max(needed_bytes, live_bytes, SMALLEST_SEGMENT_BYTES))
         try:

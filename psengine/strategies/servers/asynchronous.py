@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from typing_extensions import override
@@ -22,14 +22,11 @@ from psengine.errors import ConfigurationError, PSEngineError
 from psengine.strategies.exchange import Reduction, StaysLocal, Step
 from psengine.strategies.servers.base import DEFAULT_TIMEOUT_S, ServerStrategy
 from psengine.strategies.servers.gradient_pushes import GradientPushes
-from psengine.strategies.servers.optimizer_binding import OptimizerBinding
 from psengine.strategies.servers.sending import SendInBackward, SendInStep, WrittenWeights, count_landing
+from psengine.strategies.servers.server_optimizer import ServerOptimizer
 from psengine.tensors.bucket import Bucket
 from psengine.tensors.share import WHOLE, Share
 from psengine.tracing.timeline import now_ns, recorder
-
-if TYPE_CHECKING:
-    from psengine.strategies.servers.optimizer_state import ServerOptimizerState
 
 logger = logging.getLogger(__name__)
 
@@ -84,7 +81,7 @@ class AsyncServer(ServerStrategy):
 
     def _forget(self) -> None:
         super()._forget()
-        self._binding: OptimizerBinding | None = None
+        self._optimizer: ServerOptimizer | None = None
         # Of the chunks that are pushed.
         self._pushed_parameters: list[torch.nn.Parameter] = []
         self._sending: SendInStep | None = None
@@ -140,7 +137,7 @@ class AsyncServer(ServerStrategy):
         from psengine.protocol.hyperparameters import optimizer_name, wire_groups
         from psengine.protocol.layout import ChunkKind
 
-        if self._binding is not None and self._binding.optimizer is not optimizer:
+        if self._optimizer is not None and self._optimizer.optimizer is not optimizer:
             raise ConfigurationError(
                 "strategy 'async' steps one optimizer for each wrapped model (expected one"
                 " psengine.DistributedOptimizer, got a second). Fix: give one optimizer several parameter groups; or"
@@ -167,23 +164,24 @@ class AsyncServer(ServerStrategy):
                 body = {"optimizer": name, "groups": groups, "runs": runs}
                 requests.append(self.session.configure(spec.key, body))
         wait_all(requests)
-        pushed = {segment.name for key in self.pushes.trained for segment in self.chunks.specs[key].segments}
+        trained = [spec for spec in self.chunks.specs if spec.key in self.pushes.trained]
+        pushed = {segment.name for spec in trained for segment in spec.segments}
         self._pushed_parameters = [parameters[name] for name in pushed]
-        self._binding = OptimizerBinding(optimizer, set(parameters.values()))
+        self._optimizer = ServerOptimizer(optimizer, parameters, self.session, trained)
         # A fused optimizer's kernel would divide by GradScaler's scale, which servers do not know: so the scaler itself
         # divides, and leaves out steps with gradients that are not finite.
         optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
         if optimizer.state:
-            self.store_optimizer_state(optimizer)
+            self._optimizer.store_state()
 
-    def _bound(self) -> OptimizerBinding:
+    def _bound(self) -> ServerOptimizer:
         _ = self.session  # a closed strategy raises
-        if self._binding is None:
+        if self._optimizer is None:
             raise ConfigurationError(
                 "strategy 'async' applies gradients at the servers (expected optimizer ="
                 " psengine.DistributedOptimizer(optimizer, model) before the first backward, got a plain optimizer)"
             )
-        return self._binding
+        return self._optimizer
 
     # ---- a step ------------------------------------------------------------------------------------------------
 
@@ -214,31 +212,31 @@ class AsyncServer(ServerStrategy):
     @override
     def step(self, local_step: Callable[[], Any], closure: Callable[[], Any] | None = None) -> Any:
         """Push the buckets that did not leave during backward; return with the servers' new weights."""
-        binding = self._bound()
-        call, closure = binding.call_pre_hooks(closure)
+        bound = self._bound()
+        call, closure = bound.call_pre_hooks(closure)
         result = None
         if closure is not None:
             with torch.enable_grad():
                 result = closure()
         with torch.no_grad():
-            self._check_step(binding)
+            self._check_step(bound)
             if not self.sending.has_begun:
-                self.sending.begin_step(binding)
+                self.sending.begin_step(bound)
             for bucket in self.sending.remaining(self._buckets):
                 self._pack_and_push(bucket)
             self.pushes.push_buffers()
             self._await_weights()
-        binding.optimizer._opt_called = True  # type: ignore[attr-defined]  # what learning-rate schedulers look for
+        bound.optimizer._opt_called = True  # type: ignore[attr-defined]  # what learning-rate schedulers look for
         self.completed_steps += 1
         self.session.telemetry.step_ended()
-        binding.call_post_hooks(call)
+        bound.call_post_hooks(call)
         return result
 
-    def _check_step(self, binding: OptimizerBinding) -> None:
+    def _check_step(self, bound: ServerOptimizer) -> None:
         """Raise where the servers' step would differ from the one that this process asks for."""
         try:
-            binding.check()
-            self.sending.check(binding)
+            bound.check()
+            self.sending.check(bound)
         except PSEngineError:
             if self.sending.has_begun:
                 self._await_weights()
@@ -264,34 +262,13 @@ class AsyncServer(ServerStrategy):
 
     @override
     def fetch_optimizer_state(self, optimizer: torch.optim.Optimizer) -> None:
-        """Fills ``optimizer.state`` from the servers."""
-        self._server_state(optimizer).fetch()
-        self._note_state()
+        self._bound().fetch_state()
 
     @override
     def store_optimizer_state(self, optimizer: torch.optim.Optimizer) -> None:
-        """Worker 0's state becomes the servers'."""
-        if self.session.rank == 0:
-            self._server_state(optimizer).store()
-        else:
+        if self.session.rank != 0:
             logger.info("worker %d loaded optimizer state; the servers' (worker 0's) counts", self.session.rank)
-        self._note_state()
-
-    def _note_state(self) -> None:
-        if self._binding is not None:
-            self._binding.note_state()
-
-    def _server_state(self, optimizer: torch.optim.Optimizer) -> ServerOptimizerState:
-        from psengine.strategies.servers.optimizer_state import ServerOptimizerState
-
-        session = self.session  # a closed strategy raises
-        assert self._replica is not None
-        return ServerOptimizerState(
-            session=session,
-            optimizer=optimizer,
-            parameters=self._replica.parameters,
-            specs=[spec for spec in self.chunks.specs if spec.key in self.pushes.trained],
-        )
+        self._bound().store_state()
 
 
 def _check_options(max_staleness: Any, staleness_scaling: Any, delay_compensation: Any, push: Any) -> None:

@@ -73,13 +73,6 @@ class ServerStrategy(Strategy):
             raise ConfigurationError(f"timeout_s is a positive number of seconds (got {timeout_s!r})")
         if checksum not in (True, False):
             raise ConfigurationError(f"strategy {self.name!r}: checksum (expected true or false, got {checksum!r})")
-        for option, value in (("servers", servers), ("job", job)):
-            if isinstance(value, bool | int | float):
-                # As "name:job=7" is read.
-                raise ConfigurationError(
-                    f"strategy {self.name!r}: {option} is text (expected None or a str, got {value!r}). Fix: set"
-                    f" PSENGINE_{option.upper()}, or pass psengine.{type(self).__name__}({option}='...')"
-                )
         self._options: dict[str, Any] = {
             "servers": servers,
             "job": job,

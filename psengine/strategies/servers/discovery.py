@@ -1,4 +1,4 @@
-"""Where a worker's parameter servers are: the argument, else PSENGINE_SERVERS, else one that rank 0 starts here."""
+"""Finds a worker's parameter servers: the argument, else PSENGINE_SERVERS, else one that rank 0 starts here."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ from psengine.parameter_server.client.addresses import parse_addresses
 if TYPE_CHECKING:
     from psengine.parameter_server.client.embedded import EmbeddedServer
 
-# Models that this process has wrapped get jobs of their own, under one name by the lowest number that is free. A number
-# becomes free when its strategy is closed, which scripts do alike on all ranks, and not when garbage is collected. A
-# name that a strategy's argument gave is used as it is; only copies of that strategy are numbered.
+# The jobs of the models that this process has wrapped: one name, and the lowest number that is free. A number becomes
+# free when its strategy is closed, which scripts do alike on all ranks; garbage collection does not free it. A name
+# that a strategy's argument gave is used unchanged; only copies of that strategy are numbered.
 _taken_jobs: set[str] = set()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rendezvous:
-    """Where and as whom a worker meets the others.
+    """A worker's servers, and its identity there.
 
     Attributes:
         addresses: of the servers, the lead first.
         job: name of the job at the servers.
         rank: this worker's; None lets the servers give one.
         world_size: how many workers the first exchange waits for.
-        embedded: the server this process started, which it has to stop.
-        is_embedded: whether this or another process of the group did that.
-        holds_name: whether the job's name is taken by this rendezvous, and not by an earlier one.
+        embedded: the server this process started, and has to stop.
+        is_embedded: whether a process of the group started the server.
+        holds_name: whether this rendezvous, and not an earlier one, took the job's name.
     """
 
     addresses: tuple[str, ...]
@@ -97,13 +97,13 @@ def _free_job(name: str) -> str:
 
 
 def leave(rendezvous: Rendezvous) -> None:
-    """The strategy was closed, or the rendezvous never came about: its job's name is free."""
+    """The strategy was closed, or could not connect: free its job's name."""
     if rendezvous.holds_name:
         _taken_jobs.discard(rendezvous.job)
 
 
 def _place(collective: Collective) -> tuple[int | None, int]:
-    """(rank, workers the job begins with): of the process group, else of the launcher, else what the servers give."""
+    """(rank, workers the job begins with): the process group's, else the launcher's, else the servers give a rank."""
     if not isinstance(collective, SoloCollective):
         return (collective.rank, collective.world_size) if collective.world_size > 1 else (_named_rank(), 1)
     placement = launched_as(needs_master=False)
@@ -111,7 +111,7 @@ def _place(collective: Collective) -> tuple[int | None, int]:
 
 
 def _named_rank() -> int | None:
-    """PSENGINE_WORKER: the rank of a worker that is a job of its own; without it the servers give one."""
+    """PSENGINE_WORKER: the rank of a worker that was launched alone; without it the servers give one."""
     text = read_variable("PSENGINE_WORKER")
     if not text:
         return None
@@ -132,7 +132,7 @@ def _embed(collective: Collective, device: torch.device) -> tuple[EmbeddedServer
             embedded = EmbeddedServer.start()
             text = ",".join(embedded.addresses).encode()
         except (ServerError, OSError) as failure:
-            error = failure  # the others must not wait for an address
+            error = failure  # raised after the others were told
     text = collective.broadcast_bytes(text, 0, device, what="address of the embedded server")
     if error is not None:
         raise error

@@ -15,7 +15,7 @@ from typing_extensions import override
 
 from psengine.errors import ReductionError
 from psengine.strategies.servers.gradient_pushes import GradientPushes
-from psengine.strategies.servers.optimizer_binding import OptimizerBinding
+from psengine.strategies.servers.server_optimizer import ServerOptimizer
 from psengine.tensors.bucket import Bucket
 
 if TYPE_CHECKING:
@@ -80,16 +80,16 @@ class SendInStep:
         self.weights = weights
         self._chunks = chunks
 
-    def begin_backward(self, binding: OptimizerBinding) -> None:
+    def begin_backward(self, bound: ServerOptimizer) -> None:
         """The first gradient of a backward is ready."""
 
-    def bucket_is_full(self, bucket: Bucket, binding: OptimizerBinding) -> None:
+    def bucket_is_full(self, bucket: Bucket, bound: ServerOptimizer) -> None:
         """A bucket is packed; with ``gradient_as_bucket_view`` also where gradients leave in the step."""
 
-    def begin_step(self, binding: OptimizerBinding) -> None:
+    def begin_step(self, bound: ServerOptimizer) -> None:
         """Gradients begin to leave."""
         self.weights.store_edited()
-        self.pushes.begin_step(binding.optimizer)
+        self.pushes.begin_step(bound.optimizer)
 
     @property
     def has_begun(self) -> bool:
@@ -100,7 +100,7 @@ class SendInStep:
         """The buckets that have not left."""
         return buckets
 
-    def check(self, binding: OptimizerBinding) -> None:
+    def check(self, bound: ServerOptimizer) -> None:
         """Before a step's remainder leaves.
 
         Raises:
@@ -132,19 +132,19 @@ class SendInBackward(SendInStep):
         self._landings: dict[int, torch.Tensor] = {}
 
     @override
-    def begin_backward(self, binding: OptimizerBinding) -> None:
+    def begin_backward(self, bound: ServerOptimizer) -> None:
         if self._left:
             raise ReductionError(
                 "a second backward came before optimizer.step(), while the gradients of the first are with the servers"
                 " already (push='backward'). Fix: accumulate inside model.no_sync(), or use AsyncServer(push='step'),"
                 " which a GradScaler needs: it leaves steps out."
             )
-        binding.check_groups()
+        bound.check_groups()
 
     @override
-    def bucket_is_full(self, bucket: Bucket, binding: OptimizerBinding) -> None:
+    def bucket_is_full(self, bucket: Bucket, bound: ServerOptimizer) -> None:
         if not self._left:
-            self.begin_step(binding)
+            self.begin_step(bound)
         # Where gradients are views of the bucket, only a copy stays what it was if they are changed.
         flat = bucket.flat.clone() if _shares_memory(bucket) else bucket.flat
         self.pushes.push(bucket, flat, self.landing)
@@ -162,7 +162,7 @@ class SendInBackward(SendInStep):
         return [bucket for bucket in buckets if bucket.index not in self._left]
 
     @override
-    def check(self, binding: OptimizerBinding) -> None:
+    def check(self, bound: ServerOptimizer) -> None:
         from psengine.protocol.hyperparameters import wire_groups
 
         if not self._left:
@@ -172,7 +172,7 @@ class SendInBackward(SendInStep):
                 "gradients were changed between backward and optimizer.step(), after they had left for the servers"
                 " (push='backward'); GradScaler and clipping do that"
             )
-        elif wire_groups(binding.optimizer) != self.pushes.groups:
+        elif wire_groups(bound.optimizer) != self.pushes.groups:
             what = (
                 "hyperparameters were changed between backward and optimizer.step(), after gradients had left with the"
                 " old ones (push='backward'); a scheduler that is stepped first does that"

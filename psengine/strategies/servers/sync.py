@@ -23,7 +23,7 @@ from psengine.collectives.base import Work
 from psengine.errors import ConfigurationError, FencedError
 from psengine.strategies.exchange import Reduction, Step
 from psengine.strategies.servers.base import DEFAULT_TIMEOUT_S, ServerStrategy
-from psengine.strategies.servers.optimizer_states import OptimizerStates
+from psengine.strategies.servers.worker_state import OptimizerStates
 from psengine.tensors.bucket import Bucket
 from psengine.tensors.share import WHOLE, Share
 

@@ -1,13 +1,16 @@
-"""The state of a worker that the servers do not hold, as bytes for a worker that joins: its optimizers, its step count.
+"""The state of a worker that the servers do not hold, its optimizers and step count, and its way to a worker that
+joins.
 
-A safetensors file in memory: tensors as "number/index/name" (number of the optimizer, index and name in its state),
+It travels as a safetensors file: tensors as "number/index/name" (number of the optimizer, index and name in its state),
 everything else as JSON in the metadata. No pickle; safetensors and ``Optimizer.load_state_dict`` check the bytes.
 """
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +18,6 @@ from typing import Any
 import torch
 
 from psengine.errors import ServerError
-from psengine.protocol.hyperparameters import users_class
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +41,8 @@ class OptimizerState:
     @classmethod
     def of(cls, optimizer: torch.optim.Optimizer, names: Mapping[torch.Tensor, str]) -> OptimizerState:
         """Describe ``optimizer`` without its state; ``names`` are the model's."""
+        from psengine.protocol.hyperparameters import users_class
+
         parameters = [[names.get(parameter, "") for parameter in group["params"]] for group in optimizer.param_groups]
         return cls(users_class(type(optimizer)), parameters)
 
@@ -142,3 +146,91 @@ def unpack(pieces: Sequence[torch.Tensor]) -> WorkerState:
         return WorkerState(int(document["steps"]), tuple(optimizers))
     except (SafetensorError, LookupError, ValueError, TypeError, AttributeError) as error:
         raise ServerError(f"the state that another worker left for this one cannot be read: {error}") from error
+
+
+class OptimizerStates:
+    """The optimizers of this worker, and their states that a donor sent. ``names`` are those of the model's
+    parameters.
+    """
+
+    def __init__(self) -> None:
+        # In the order they were made; the program may drop one.
+        self._optimizers: list[weakref.ref[torch.optim.Optimizer]] = []
+        # The donor's state, until this worker's first step is over.
+        self._arrived: WorkerState | None = None
+        self._loaded: set[int] = set()
+
+    def bind(self, optimizer: torch.optim.Optimizer, names: Mapping[torch.Tensor, str]) -> None:
+        """An optimizer was made: send its state to workers that join, and load a donor's, if one arrived.
+
+        Raises:
+            ServerError: this worker has joined others, which have no such optimizer.
+        """
+        self._optimizers.append(weakref.ref(optimizer))
+        self._load(optimizer, names)
+
+    def alive(self) -> list[torch.optim.Optimizer]:
+        """The optimizers that the program still has, in the order they were made."""
+        if len(self._optimizers) > 1:
+            gc.collect()  # those that a program has dropped, on all workers alike
+        alive = [optimizer for reference in self._optimizers if (optimizer := reference()) is not None]
+        self._optimizers = [weakref.ref(optimizer) for optimizer in alive]
+        return alive
+
+    def pack(self, steps: int, names: Mapping[torch.Tensor, str]) -> list[torch.Tensor]:
+        """Return the states of all optimizers after so many ``steps``, as pieces for a worker that joins."""
+        optimizers = self.alive()
+        if not optimizers:
+            logger.warning(
+                "a worker joins, but this one's optimizer is unknown, so the joiner starts without its state. Fix:"
+                " optimizer = psengine.DistributedOptimizer(optimizer, model)"
+            )
+        return pack(steps, optimizers, names)
+
+    def take(self, pieces: Sequence[torch.Tensor], names: Mapping[torch.Tensor, str]) -> int:
+        """Load a donor's state into optimizers, existing and future ones; return its number of steps."""
+        self._arrived = unpack(pieces)
+        self._loaded = set()
+        for optimizer in self.alive():
+            self._load(optimizer, names)
+        return self._arrived.steps
+
+    def _load(self, optimizer: torch.optim.Optimizer, names: Mapping[torch.Tensor, str]) -> None:
+        """Load the donor's first state of this kind that no other optimizer has taken."""
+        if self._arrived is None or not self._arrived.optimizers:
+            return
+        own = OptimizerState.of(optimizer, names)
+        fitting = [
+            number
+            for number, state in enumerate(self._arrived.optimizers)
+            if number not in self._loaded and state.belongs_to(own)
+        ]
+        problem = f"expected one of {'; '.join(map(str, self._arrived.optimizers))}; got {own}"
+        if fitting:
+            self._loaded.add(fitting[0])
+            state_dict = self._arrived.optimizers[fitting[0]].state_dict
+            if state_dict is None:
+                return
+            try:
+                optimizer.load_state_dict(state_dict)
+            except (ValueError, KeyError) as error:
+                problem = str(error)
+            else:
+                return
+        raise ServerError(
+            f"the optimizers of the other workers are not this one's ({problem}). Fix: give every worker the same"
+            " optimizers, with the same parameter groups, before its first step."
+        )
+
+    def forget_arrived(self, completed_steps: int) -> None:
+        """From the second step on, all workers make new optimizers together, and those begin anew."""
+        if self._arrived is None or completed_steps <= self._arrived.steps:
+            return
+        left = [str(s) for number, s in enumerate(self._arrived.optimizers) if number not in self._loaded]
+        if left:
+            logger.warning(
+                "the other workers' state of %s was not asked for by an optimizer of this worker. Fix: optimizer ="
+                " psengine.DistributedOptimizer(optimizer, model), for each",
+                "; ".join(left),
+            )
+        self._arrived = None

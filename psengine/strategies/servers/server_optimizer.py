@@ -1,0 +1,244 @@
+"""The optimizer that servers run in this process's stead: checks, hooks of its step, and its state.
+
+Its own ``step`` never runs. Pushes carry gradients and hyperparameters; they carry neither the list of parameters nor
+the optimizer's state, so a step after a change of those is refused.
+
+Servers keep flat slots, one element for each of a chunk's; torch keeps tensors by parameter. Slot names are torch's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain
+from operator import is_
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+
+from psengine.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from psengine.parameter_server.client.worker_session import WorkerSession
+    from psengine.protocol.layout import ChunkSpec, Segment
+
+# The arguments of a step, the optimizer first, as torch's hooks get them.
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+
+# torch counts steps in a tensor for these; SGD does not count.
+_COUNTS_STEPS = ("Adam", "AdamW", "Adagrad", "RMSprop")
+
+
+class ServerOptimizer:
+    """The distributed ``optimizer``, as the servers were told of it.
+
+    Args:
+        optimizer: the distributed one.
+        parameters: name to parameter, for those whose gradients reach the servers.
+        session: the worker's.
+        specs: the chunks that the optimizer trains, configured with a run for each segment.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        parameters: Mapping[str, torch.nn.Parameter],
+        session: WorkerSession,
+        specs: Sequence[ChunkSpec],
+    ) -> None:
+        self.optimizer = optimizer
+        self._parameters = parameters
+        self._session = session
+        self._specs = specs
+        self._groups = [list(group["params"]) for group in optimizer.param_groups]
+        exchanged = set(parameters.values())
+        self._untrained = [
+            (group_index, index, parameter)
+            for group_index, group in enumerate(self._groups)
+            for index, parameter in enumerate(group)
+            if parameter not in exchanged
+        ]
+        self._note_state()
+
+    def _note_state(self) -> None:
+        self._state = self.optimizer.state
+        self._state_count = len(self._state)
+
+    # ---- checks ------------------------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """See that the servers' step is this optimizer's.
+
+        Raises:
+            ConfigurationError: its parameters or state changed, or there is a gradient that no server applies.
+        """
+        self.check_groups()
+        self._check_untrained()
+        self._check_state()
+        scale = getattr(self.optimizer, "grad_scale", None)
+        if scale is not None:  # for torch's fused kernels, which divide by it
+            raise ConfigurationError(
+                "strategy 'async' does not divide gradients by optimizer.grad_scale (expected it unset, got"
+                f" {float(scale)}). Fix: divide the gradients before step(), or let a torch.amp.GradScaler do it."
+            )
+
+    def check_groups(self) -> None:
+        """The part of ``check`` that tells whether hyperparameters still fit the parameters."""
+        groups = [group["params"] for group in self.optimizer.param_groups]
+        if len(groups) != len(self._groups):
+            difference = f"expected {len(self._groups)} groups, got {len(groups)}"
+        else:
+            for index, (known, parameters) in enumerate(zip(self._groups, groups, strict=True)):
+                if len(known) != len(parameters):
+                    difference = f"expected {len(known)} parameters in group {index}, got {len(parameters)}"
+                    break
+                if not all(map(is_, known, parameters)):
+                    difference = f"expected the same {len(known)} parameters in group {index}, got others"
+                    break
+            else:
+                return
+        raise ConfigurationError(
+            "the servers train the parameters that the optimizer had when psengine.DistributedOptimizer was made, each"
+            f" in its group ({difference}). Fix: give it all of them before, and freeze some until they are wanted"
+            " (requires_grad_(False) after the model was wrapped with find_unused_parameters=True): step() leaves those"
+            " alone whose gradient is None. Or use strategy='sync-server', where every worker steps itself."
+        )
+
+    def _check_untrained(self) -> None:
+        for group_index, index, parameter in self._untrained:
+            if parameter.grad is not None:
+                raise ConfigurationError(
+                    f"parameter {index} of group {group_index} (shape {tuple(parameter.shape)}) has a gradient that"
+                    " no server applies: when the model was wrapped it was frozen, or one to ignore, or not there yet"
+                    " (expected grad = None). Fix: freeze it after psengine.DistributedDataParallel(model,"
+                    " find_unused_parameters=True); wrap the model after load_state_dict(..., assign=True); or give it"
+                    " an optimizer of its own."
+                )
+
+    def _check_state(self) -> None:
+        state = self.optimizer.state
+        if state is not self._state:
+            difference = "expected the mapping that psengine knows, got another"
+        elif len(state) < self._state_count:
+            difference = f"expected that of {self._state_count} parameters, got {len(state)}"
+        else:
+            return
+        raise ConfigurationError(
+            f"optimizer.state is only a copy of the servers', which do not see it change ({difference}). Fix: to set"
+            " it, optimizer.load_state_dict(...); to reset it, with {'state': {}, 'param_groups':"
+            " optimizer.state_dict()['param_groups']}."
+        )
+
+    # ---- hooks -------------------------------------------------------------------------------------------------
+
+    def call_pre_hooks(self, closure: Callable[[], Any] | None) -> tuple[Call, Callable[[], Any] | None]:
+        """Call the hooks before ``Optimizer.step``; return its arguments, which hooks may replace, and their closure.
+
+        Raises:
+            RuntimeError: torch's own, for a hook that returns something else.
+        """
+        optimizer = self.optimizer
+        arguments: tuple[Any, ...] = (optimizer,) if closure is None else (optimizer, closure)
+        options: dict[str, Any] = {}
+        hooks = (_global_optimizer_pre_hooks, optimizer._optimizer_step_pre_hooks)
+        for hook in tuple(chain.from_iterable(registered.values() for registered in hooks)):
+            replaced: Any = hook(optimizer, arguments, options)
+            if replaced is None:
+                continue
+            if not isinstance(replaced, tuple) or len(replaced) != 2:
+                raise RuntimeError(
+                    f"{type(optimizer).__name__}.step must return None or a tuple of (new_args, new_kwargs), but got"
+                    f" {replaced}."
+                )
+            arguments, options = replaced
+        return (arguments, options), _closure_of(*arguments, **options)
+
+    def call_post_hooks(self, call: Call) -> None:
+        """Call the hooks after ``Optimizer.step``."""
+        hooks = (self.optimizer._optimizer_step_post_hooks, _global_optimizer_post_hooks)
+        for hook in tuple(chain.from_iterable(registered.values() for registered in hooks)):
+            hook(self.optimizer, *call)
+
+    # ---- state -------------------------------------------------------------------------------------------------
+
+    def fetch_state(self) -> None:
+        """Overwrite ``optimizer.state`` by the servers'; parameters that were never stepped get none."""
+        from psengine.parameter_server.client.operation import wait_all
+
+        name, slots, landed = self._slots()
+        requests = {(key, slot): self._session.pull(key, [flat], slot=slot) for (key, slot), flat in landed.items()}
+        wait_all(list(requests.values()))
+        # All slots of a chunk have the same step counts.
+        steps_of = {key: list(request.wait().body.get("steps", [])) for (key, _), request in requests.items()}
+        for spec, segment, index, start in self._segments() if requests else ():
+            parameter = self._parameters[segment.name]
+            steps = steps_of[spec.key]
+            if segment.start == 0:
+                self.optimizer.state.pop(parameter, None)
+            if not steps or not steps[index]:
+                continue
+            state: dict[str, Any] = self.optimizer.state[parameter]
+            if name in _COUNTS_STEPS:
+                state["step"] = torch.tensor(steps[index], dtype=torch.float32)
+            for slot in slots:
+                if segment.start == 0 or slot not in state:
+                    state[slot] = torch.empty_strided(
+                        segment.shape, segment.strides, dtype=parameter.dtype, device=parameter.device
+                    ).zero_()
+                _elements(state[slot], segment).copy_(landed[spec.key, slot][start : start + segment.numel])
+        self._note_state()
+
+    def store_state(self) -> None:
+        """Overwrite the servers' state by worker 0's ``optimizer.state``; without state a parameter was never
+        stepped.
+        """
+        from psengine.parameter_server.client.operation import wait_all
+
+        self._note_state()
+        if self._session.rank != 0:
+            return
+        name, slots, flats = self._slots()
+        steps_of = {spec.key: [0.0] * len(spec.segments) for spec in self._specs}
+        for spec, segment, index, start in self._segments():
+            state = self.optimizer.state.get(self._parameters[segment.name], {})
+            if not state:
+                continue
+            steps_of[spec.key][index] = float(state.get("step", 1.0))
+            for slot in slots:
+                if state.get(slot) is not None:
+                    flats[spec.key, slot][start : start + segment.numel].copy_(_elements(state[slot], segment))
+                elif name == "SGD":
+                    steps_of[spec.key][index] = 0.0
+        stores = flats.items()
+        wait_all([self._session.store(key, flat, slot=slot, steps=steps_of[key]) for (key, slot), flat in stores])
+
+    def _slots(self) -> tuple[str, tuple[str, ...], dict[tuple[int, str], torch.Tensor]]:
+        """The optimizer's name, its slots, and by (key, slot) zeros for a chunk's slot: flat, on the CPU."""
+        from psengine.protocol.hyperparameters import optimizer_name, slot_names, wire_groups
+
+        name = optimizer_name(self.optimizer)
+        slots = slot_names(name, wire_groups(self.optimizer))
+        flats = {(s.key, slot): torch.zeros(s.numel, dtype=s.dtype) for s in self._specs for slot in slots}
+        return name, slots, flats
+
+    def _segments(self) -> Iterator[tuple[ChunkSpec, Segment, int, int]]:
+        """(chunk, segment, index of its run, its first element in the chunk) of all segments."""
+        for spec in self._specs:
+            start = 0
+            for index, segment in enumerate(spec.segments):
+                yield spec, segment, index, start
+                start += segment.numel
+
+
+def _closure_of(optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+    """The closure among the arguments of a step."""
+    return closure
+
+
+def _elements(tensor: torch.Tensor, segment: Segment) -> torch.Tensor:
+    """The segment's elements of a tensor like the parameter, in the parameter's memory order."""
+    if tuple(tensor.stride()) != segment.strides:
+        aligned = torch.empty_strided(segment.shape, segment.strides, dtype=tensor.dtype, device=tensor.device)
+        aligned.copy_(tensor)
+        tensor = aligned
+    return tensor.as_strided((tensor.numel(),), (1,))[segment.start : segment.start + segment.numel]
