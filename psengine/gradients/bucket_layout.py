@@ -14,15 +14,7 @@ from psengine.tensors.bucket_plan import plan_buckets
 
 
 class BucketLayout:
-    """Makes the buckets of ``parameters``.
-
-    Args:
-        parameters: see ``Reducer``.
-        names: theirs.
-        expects_sparse: whether a parameter's gradient is sparse.
-        strategy: allocates the buckets' memory, and is told of them.
-        as_view: gradients are views of the buckets.
-        counts_non_finite: see ``Bucket``.
+    """Makes the buckets of ``parameters``, in memory that ``strategy`` allocates, and tells the strategy of them.
 
     Attributes:
         packings: by bucket, in the order they are reduced, what moves its gradients.

@@ -16,11 +16,6 @@ class FiniteCheck:
 
     Where a strategy's replicas cannot tell each other (``Capabilities.gathers``), the one with the fault raises before
     the bucket leaves.
-
-    Args:
-        names: of all parameters, by index; the same on every rank.
-        collective: carries the ranks' findings.
-        tells_others: whether replicas can tell each other.
     """
 
     def __init__(self, names: Sequence[str], collective: Collective, *, tells_others: bool) -> None:

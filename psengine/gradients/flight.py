@@ -24,15 +24,7 @@ logger = logging.getLogger(__name__)
 
 
 class Flight:
-    """What is under way in a backward.
-
-    Args:
-        strategy: exchanges buckets.
-        collective: the group of replicas.
-        layout: the buckets.
-        step_share: what this rank's gradients count.
-        finite_check: looks at what is packed; None where nobody asked.
-        always_packs: pack also where nothing is exchanged, because gradients are to be views of their buckets.
+    """The buckets of ``layout`` in a backward. ``always_packs``: gradients are views, packed even without an exchange.
 
     Attributes:
         is_packing: whether this backward packs its gradients; else they are final as they are.

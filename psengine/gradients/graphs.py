@@ -29,9 +29,6 @@ logger = logging.getLogger(__name__)
 class EveryParameter:
     """Each parameter gets one gradient in each backward.
 
-    Args:
-        names: of the parameters, by index.
-
     Attributes:
         may_rebuild: whether the order in which gradients arrive is worth following.
         takes_long_way: whether a hook has more to do than to count its bucket down.
@@ -159,14 +156,9 @@ class _UsedParameters(EveryParameter):
 
 
 class SearchedGraph(_UsedParameters):
-    """Before each backward the graph is walked from the outputs.
+    """Before each backward the graph is walked from the outputs to the parameters' accumulation ``nodes``.
 
-    Args:
-        names: of the parameters, by index.
-        device: where used-maps are summed over ranks.
-        strategy: sums them.
-        nodes: by parameter, its gradient accumulation node.
-        skips_buckets: ranks agree before backward which parameters nobody uses, and skip buckets that hold no others.
+    With ``skips_buckets`` ranks agree before backward which parameters nobody uses, and skip buckets without others.
     """
 
     may_rebuild = False

@@ -12,10 +12,6 @@ from psengine.tensors.share import Share
 class StepShare:
     """Asks the exchange for this rank's share, once for each backward.
 
-    Args:
-        exchange: decides who divides.
-        collective: the group of replicas.
-
     Attributes:
         weight: weighs the gradients of the next exchanged backward; see ``Exchange.weigh``.
         shadows_weights: inside ``join``, whether the other ranks weigh the gradients of this iteration.

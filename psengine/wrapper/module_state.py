@@ -55,13 +55,7 @@ class BufferBroadcast:
         *,
         is_source: bool,
     ) -> None:
-        """Overwrite ``buffers`` by the source's.
-
-        Args:
-            buffers: dense tensors; the same shapes and dtypes in the same order on every rank.
-            broadcast: overwrites a list of tensors on all ranks by the source's.
-            is_source: whether this rank's buffers are the ones everybody gets.
-        """
+        """Overwrite ``buffers`` by the source's, of the same shapes and dtypes, by one call of ``broadcast``."""
         signature = tuple((b.shape, b.dtype, b.device) for b in buffers)
         if signature != self._signature:
             with torch.inference_mode(False):  # tensors made inside inference mode could never be written outside

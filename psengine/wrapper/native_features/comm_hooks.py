@@ -18,12 +18,7 @@ UserHook = Callable[..., "torch.futures.Future[torch.Tensor]"]
 
 
 class GradBucket:
-    """A bucket as a communication hook sees it; the interface of ``torch.distributed.GradBucket``.
-
-    Args:
-        bucket: the packed bucket.
-        is_last: whether no other bucket follows in this backward.
-    """
+    """A packed bucket as a communication hook sees it; the interface of ``torch.distributed.GradBucket``."""
 
     def __init__(self, bucket: Bucket, *, is_last: bool) -> None:
         self._bucket = bucket
@@ -86,13 +81,7 @@ def check_comm_hook(hook: Any) -> None:
 
 
 def bucket_hook(state: object, hook: UserHook, bucket_count: Callable[[], int]) -> Callable[[Bucket], Any]:
-    """Adapt a user's hook to what a strategy calls.
-
-    Args:
-        state: the hook's first argument.
-        hook: checked by ``check_comm_hook``.
-        bucket_count: how many buckets there are now; decides ``is_last``.
-    """
+    """Adapt a user's hook, and its first argument, to what a strategy calls."""
 
     def run(bucket: Bucket) -> torch.futures.Future[Any]:
         future = hook(state, GradBucket(bucket, is_last=bucket.index == bucket_count() - 1))

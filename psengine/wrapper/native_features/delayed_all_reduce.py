@@ -17,10 +17,7 @@ from psengine.errors import ConfigurationError
 class DelayedAllReduce:
     """Gradients of ``parameters`` lie in one flat tensor, all-reduced when ``trigger`` gets its gradient.
 
-    Args:
-        parameters: of one dtype and device; made equal to rank 0's here.
-        trigger: the parameter whose gradient starts the exchange.
-        collective: the group of replicas.
+    The parameters, of one dtype and device, are made equal to rank 0's here.
     """
 
     def __init__(self, parameters: Sequence[torch.nn.Parameter], trigger: torch.Tensor, collective: Collective) -> None:
