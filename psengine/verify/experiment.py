@@ -72,7 +72,7 @@ def _compare_all(names: Sequence[str], settings: Settings, on_note: Callable[[st
         controls: dict[str, Sequence[Findings | str]] = {}
         why_no_control = ""
         if different and settings.strategy == settings.against:
-            controls = reports
+            controls = {name: reports[name] for name in different}
         elif different:
             # In processes that have not trained yet: what the target keeps at module level is as it was for the first
             # two trainings.
@@ -87,7 +87,7 @@ def _compare_all(names: Sequence[str], settings: Settings, on_note: Callable[[st
             reports[name],
             name,
             settings,
-            controls=controls.get(name, ()) if name in different else (),
+            controls=controls.get(name, ()),
             why_no_control=why_no_control if name in different else "",
         )
         for name in names
