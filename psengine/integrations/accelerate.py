@@ -13,7 +13,7 @@ from psengine.environment.extras import missing_extra
 from psengine.environment.variables import default_strategy
 from psengine.errors import ConfigurationError
 from psengine.integrations.binding import WrappedModels
-from psengine.integrations.loaders import refuse_dealt_out
+from psengine.integrations.loaders import refuse_split
 from psengine.strategies.base import Strategy
 from psengine.strategies.registry import resolve_strategy
 from psengine.wrapper.ddp import DistributedDataParallel
@@ -71,8 +71,8 @@ class PSEngineAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has 
         return prepared
 
     def prepare_data_loader(self, data_loader: Any, *arguments: Any, **options: Any) -> Any:
-        """Prepare ``data_loader`` as accelerate does, which deals its batches out to the ranks."""
-        refuse_dealt_out(data_loader)
+        """Prepare ``data_loader`` as accelerate does, which splits its batches among the ranks."""
+        refuse_split(data_loader)
         return super().prepare_data_loader(data_loader, *arguments, **options)
 
     def _wraps(self, model: torch.nn.Module) -> bool:

@@ -1,4 +1,4 @@
-"""Which optimizer steps which model, for libraries that meet optimizers and schedulers before they wrap the model."""
+"""Find the model of an optimizer, for libraries that prepare optimizers before or after they wrap the model."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ class WrappedModels:
         self._references: list[weakref.ref[DistributedDataParallel]] = []
 
     def add(self, model: DistributedDataParallel) -> None:
-        """Remember ``model``; where it wraps a module that was wrapped before, it is the one that counts."""
+        """Remember ``model``; of several wrappers of one module the last counts."""
         self._references.insert(0, weakref.ref(model))
 
     def bind(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         """Return ``optimizer`` distributed over the model that has its parameters.
 
-        Itself where it is distributed already, where no model has any of them, and where they are of several models
-        whose workers step themselves.
+        Return ``optimizer`` itself if it is distributed already, if no model has any of its parameters, or if they
+        belong to several models and workers step themselves.
 
         Raises:
-            ConfigurationError: see ``DistributedOptimizer``; above all, servers cannot step this optimizer.
+            ConfigurationError: servers cannot step this optimizer; see ``DistributedOptimizer``.
         """
         if "_psengine_strategy" in vars(optimizer):
             return optimizer
@@ -46,8 +46,8 @@ class WrappedModels:
 
 
 def detached(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """Return a plain optimizer with the same parameters and, brought here from wherever it is kept, the same state:
-    for libraries that save it once the strategy is closed.
+    """Return a plain optimizer with the same parameters and state, for libraries that save it after the strategy is
+    closed. The state is fetched from the servers if it is there.
     """
     optimizer.state_dict()
     return copy.copy(optimizer)

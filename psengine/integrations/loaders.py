@@ -1,4 +1,4 @@
-"""Which loaders' samples are one rank's already, for libraries that deal out every loader's."""
+"""Refuse loaders whose samples are already split among the ranks, for libraries that split every loader."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from psengine.data.samplers import EvaluationSampler, ProportionalBatchSampler, 
 from psengine.errors import ConfigurationError
 
 
-def refuse_dealt_out(loader: DataLoader[Any]) -> None:
-    """See that ``loader`` yields the whole dataset's samples, alike on all ranks, so that a library may deal them out.
+def refuse_split(loader: DataLoader[Any]) -> None:
+    """Check that ``loader`` yields the same samples on all ranks, so that a library may split them.
 
     Raises:
-        ConfigurationError: one of psengine's samplers chooses them.
+        ConfigurationError: it has one of psengine's samplers.
     """
     samplers = [getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)]
     samplers.append(getattr(samplers[1], "sampler", None))
     for sampler in samplers:
         if isinstance(sampler, EvaluationSampler | ProportionalSampler | ProportionalBatchSampler):
             raise ConfigurationError(
-                "a loader is dealt out to the ranks once (expected one whose sampler is no psengine sampler, got"
-                f" {type(sampler).__name__}, whose part accelerate would deal out again). Fix: leave it out of"
-                " accelerator.prepare(), and move batches to accelerator.device; let a Trainer's get_train_dataloader()"
-                " return it as it is."
+                "a loader's samples are split among the ranks once (expected a loader without a psengine sampler, got"
+                f" {type(sampler).__name__}, whose samples accelerate would split again). Fix: do not pass it to"
+                " accelerator.prepare(), and move batches to accelerator.device; a Trainer's get_train_dataloader() may"
+                " return it."
             )

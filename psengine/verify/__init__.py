@@ -1,7 +1,7 @@
-"""A training under native DDP and under psengine, step by step: the first difference, the largest, a verdict.
+"""Compare a training under native DDP with one under psengine, step by step.
 
-``compare`` takes a target of the user's, ``compare_zoo`` the built-in models, ``Settings`` says how; ``psengine
-verify`` is their command. May import the public names, ``wrapper`` and all that comes after it.
+``compare`` trains a user's target, ``compare_zoo`` the built-in models; ``psengine verify`` is their command.
+May import the public names, ``wrapper`` and all that comes after it.
 """
 
 from psengine.verify.differences import Difference

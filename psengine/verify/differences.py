@@ -1,4 +1,4 @@
-"""Two tensors that should be equal: whether they are, to the bit or within a tolerance, and where they differ most."""
+"""Compare two tensors: equal to the bit or within a tolerance, and where they differ most."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 import torch
 
-# In the order in which a step computes them, so that the first difference is the earliest.
+# In the order in which a step computes them: the first difference is the earliest.
 KINDS = ("loss", "buffer", "gradient", "parameter")
-# Relative and absolute; torch.testing.assert_close's.
+# (relative, absolute), as in torch.testing.assert_close.
 TOLERANCES = {
     torch.float16: (1e-3, 1e-5),
     torch.bfloat16: (1.6e-2, 1e-5),
@@ -24,10 +24,10 @@ _INTEGER_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int
 
 @dataclass(frozen=True, kw_only=True)
 class Tolerance:
-    """How far apart two numbers may be: ``absolute + relative * largest``; None takes each dtype's own.
+    """How far apart two numbers may be: ``absolute + relative * largest``; the dtype's defaults if both are None.
 
-    ``largest`` is the largest magnitude in the reference's tensor, because sums in another order round in proportion to
-    their terms, however small the sum.
+    ``largest`` is the largest magnitude in the reference's tensor: a sum in another order has a rounding error in
+    proportion to its terms, not to the sum.
     """
 
     relative: float | None = None
@@ -38,7 +38,7 @@ class Tolerance:
         relative, absolute = TOLERANCES.get(dtype, (0.0, 0.0))
         if self.relative is None and self.absolute is None:
             return relative, absolute
-        # As in torch.testing, one that is given leaves nothing of the default.
+        # As in torch.testing, if one is given, the default of the other is 0.
         return self.relative or 0.0, self.absolute or 0.0
 
 
@@ -103,7 +103,7 @@ def find_difference(
     """Return how the tensors differ, or None where they are bitwise equal.
 
     NaN equals NaN, whatever its payload. 0 and -0 differ by nothing, but are not bitwise equal; nor are equal numbers
-    in another memory layout. Sparse tensors are compared as the sums they stand for.
+    in another memory layout. Sparse tensors are coalesced first.
     """
     make = functools.partial(Difference, step=step, rank=rank, kind=kind, name=name, place=place)
     if candidate is None and reference is None:
@@ -142,7 +142,7 @@ def find_difference(
         reference=float(b[worst]),
         differing=len(a),
         numel=ours.numel(),
-        # Infinity is allowed to be infinity alone, which is no difference.
+        # An infinite difference is beyond every tolerance.
         within=bool(((absolute <= allowed) & absolute.isfinite()).all()),
     )
 
@@ -174,7 +174,7 @@ def _plain_pair(candidate: torch.Tensor, reference: torch.Tensor) -> tuple[torch
     if ours.is_sparse:
         ours, theirs = ours.coalesce(), theirs.coalesce()
         if torch.equal(ours.indices(), theirs.indices()) and torch.equal(ours.values(), theirs.values()):
-            # A large embedding's gradient has few rows: where they are equal, the others need not be made.
+            # A large embedding's gradient has few rows. If they are equal, the dense tensor is not needed.
             ours, theirs = ours.values(), theirs.values()
     return _plain(ours), _plain(theirs)
 
@@ -194,7 +194,7 @@ def _distances(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Te
     if a.is_floating_point():
         absolute = (ours - theirs).abs().masked_fill(ours == theirs, 0.0)
     else:
-        # Large integers that differ by little are the same float64.
+        # Different integers above 2**53 may be equal as float64.
         absolute = (ours - theirs).abs().clamp(min=1.0)
     absolute = absolute.nan_to_num(nan=math.inf, posinf=math.inf)
     relative = (absolute / torch.maximum(ours.abs(), theirs.abs())).masked_fill(absolute == 0, 0.0)

@@ -1,4 +1,4 @@
-"""``compare``: train a target two ways from the same seed, in real processes, and find the first difference."""
+"""Train a target two ways from the same seed, in real processes, and find the first difference."""
 
 from __future__ import annotations
 
@@ -74,8 +74,7 @@ def _compare_all(names: Sequence[str], settings: Settings, on_note: Callable[[st
         if different and settings.strategy == settings.against:
             controls = {name: reports[name] for name in different}
         elif different:
-            # In processes that have not trained yet: what the target keeps at module level is as it was for the first
-            # two trainings.
+            # In fresh processes, so that the target's state at module level is as it was for the first two trainings.
             left_s = max(0.1, deadline_s - time.monotonic())
             control = replace(settings, strategy=settings.against, timeout_s=left_s)
             try:
@@ -115,12 +114,12 @@ def _train(
 def train_targets(
     place: Place, names: Sequence[str], settings: Settings, server: str | None, job: str
 ) -> dict[str, Findings | str]:
-    """On a rank: what it finds of each target or model of the zoo, or why a strategy refuses a model of the zoo.
+    """On a rank: return the findings for each target or zoo model, or why a strategy refuses a zoo model.
 
-    Strategies over servers meet at ``server``, or at those that they name where it is None, each in a job of its own.
+    Strategies over servers use ``server``, or the servers that they name if it is None; each has a job of its own.
     """
     found: dict[str, Findings | str] = {}
-    # The same on every rank, because ranks make the same trainings in the same order.
+    # Ranks make the same trainings in the same order, so that these numbers agree.
     numbers = itertools.count()
 
     def exchange_of(strategy: str) -> Exchange:

@@ -1,9 +1,9 @@
 """Run a function on several ranks of this machine, each a process of its own, and name the rank that failed first.
 
 launcher   store on a free loopback port ─ starts ranks ─ reads notes and reports ─ ends ranks
-rank       joins the group ─ notes what it does ─ reports a result or an error ─ leaves with the others
+rank       joins the group ─ notes what it does ─ reports a result or an error ─ waits until it is ended
 
-Each rank and the launcher hold the two ends of a pipe, so that each notices when the other dies.
+A pipe connects each rank with the launcher, so that each notices when the other dies.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Place:
 
 @dataclass(frozen=True, kw_only=True)
 class _Setup:
-    """What a rank is told. Both ends are our own processes, so that it travels pickled, as do the reports."""
+    """What a rank is told. Both ends of the pipe are our own processes, so that setups and reports may be pickled."""
 
     rank: int
     world_size: int
@@ -112,7 +112,7 @@ class _Rank:
         return self.result is not None or self.failure is not None
 
     def read(self) -> None:
-        """Read what the rank has sent; a rank that ended without a report failed before all that reported errors."""
+        """Read the rank's messages. A rank that ended without a report counts as the first that failed."""
         code = self.process.poll()
         with contextlib.suppress(EOFError, OSError):
             while self.connection.poll():
@@ -143,7 +143,7 @@ def run_ranks(
         on_note: told what rank 0 is doing.
 
     Raises:
-        ConfigurationError: a rank found fault with its target, or a strategy refused it.
+        ConfigurationError: the target is wrong, or a strategy refused it.
         RankFailedError: a rank raised, died, or was not done in time.
     """
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -197,8 +197,7 @@ def _wait(ranks: Sequence[_Rank], timeout_s: float, on_note: Callable[[str], Non
         failures = [rank.failure for rank in ranks if rank.failure is not None]
         if failures:
             failed_s = min(failed_s, time.monotonic())
-            # A rank closes its connections before it has described its own error: its peers may report the lost peer
-            # first.
+            # A rank closes its connections before it reports its error, so its peers may report the lost peer first.
             grace_s = _CAUSE_GRACE_S if all(failure.is_consequence for failure in failures) else _GRACE_S
             if len(failures) == len(ranks) or time.monotonic() > failed_s + grace_s:
                 raise min(failures, key=lambda failure: (failure.is_consequence, failure.unix_s)).error
@@ -267,7 +266,7 @@ def _join(setup: _Setup, note: Callable[[str], None]) -> Place:
 
 
 def _failure(error: BaseException, setup: _Setup, where: str) -> _Failure:
-    unix_s = time.time()  # before the error describes itself, which may take long
+    unix_s = time.time()  # first, because str(error) may take long
     described: PSEngineError
     if isinstance(error, TargetError | RefusedError):
         described = ConfigurationError(str(error))
@@ -281,7 +280,7 @@ def _failure(error: BaseException, setup: _Setup, where: str) -> _Failure:
 
 
 def _is_consequence(error: BaseException) -> bool:
-    """Whether ``error``, or a cause of it, is a failed collective: mostly because another rank is gone."""
+    """Whether ``error`` or a cause of it is a failed collective, which mostly means that another rank is gone."""
     seen: BaseException | None = error
     while seen is not None and not isinstance(seen, CollectiveError):
         seen = seen.__cause__ or seen.__context__

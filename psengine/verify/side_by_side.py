@@ -29,7 +29,7 @@ class Findings:
 
     Attributes:
         first, first_beyond, largest_absolute, largest_relative: see ``Comparison``.
-        history: an entry for the start and for each step; ``is_blind`` is whether equality says nothing there.
+        history: an entry for the start and for each step; in an ``is_blind`` step neither training is finite.
         counts: how many tensors of each kind were compared after each step.
     """
 
@@ -109,8 +109,8 @@ def _compare(
     """Compare everything that the trainings hold after ``step``."""
     entry: dict[str, Any] = {"step": step}
     for kind in KINDS if step != START else ("buffer", "parameter"):
-        # Native DDP broadcasts rank 0's buffers before the next forward, servers hand them out after backward: between
-        # the two only rank 0 has them under both.
+        # Native DDP broadcasts rank 0's buffers before the next forward, servers send them after backward. Between the
+        # two, only rank 0 has them under both.
         if kind == "buffer" and rank != 0 and candidate.carries_buffers != reference.carries_buffers:
             continue
         ours, theirs = candidate.tensors(kind), reference.tensors(kind)

@@ -167,7 +167,7 @@ def _load_module(module_name: str, name: str) -> ModuleType:
     try:
         return importlib.import_module(module_name)
     except ModuleNotFoundError as error:
-        # A module that the user's module imports is a fault of that one, and has a traceback.
+        # A missing import inside the user's module keeps its traceback.
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
             raise
         raise TargetError(

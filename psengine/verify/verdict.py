@@ -15,7 +15,7 @@ EQUAL, WITHIN, DIFFERENT, REFUSED = "bitwise equal", "within tolerance", "differ
 NOT_FINITE = "not finite"
 
 _SUMS = "gradients are added in another order, which rounds otherwise"
-# By strategy, what to say where a training differs from native DDP's, and more than one worker takes part.
+# By strategy, the note on a difference from native DDP between several workers.
 _EXPECTED = {
     "sync": "with three ranks and more, shared memory adds in rank order where gloo adds in ring order: "
     + _SUMS
@@ -172,10 +172,10 @@ def _merge_step(entries: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _blind_from(steps: Sequence[Sequence[dict[str, Any]]]) -> int | None:
-    """The step from which on, to the last, equality says nothing; None where the last still says something."""
+    """The first of the blind steps at the end of the training; None if the last step is not blind."""
     found = None
     for entries in reversed(steps):
-        # Every rank's gradients are in the others' weights.
+        # One blind rank makes the others blind, through the averaged gradients.
         if not any(entry.get("is_blind", False) for entry in entries):
             break
         found = int(entries[0]["step"])

@@ -49,7 +49,7 @@ class ZooModel:
     """A built-in target.
 
     Attributes:
-        asks: what it asks of data-parallel training, for the table.
+        asks: what it demands of data-parallel training, for the table.
         module: makes the model.
         batch: makes batch ``index`` of a rank.
         loss: of the wrapped model and a batch.
@@ -70,7 +70,7 @@ class ZooModel:
 
 
 def _generator(index: int, rank: int) -> torch.Generator:
-    """Batches depend on their number and the rank alone."""
+    """A batch depends only on its index and the rank."""
     return torch.Generator().manual_seed(1_000_003 * (rank + 1) + index)
 
 
@@ -91,7 +91,7 @@ def images(index: int, rank: int) -> Batch:
 
 
 def text(index: int, rank: int) -> Batch:
-    """Random words, each of which the next is to be predicted from."""
+    """Random words; the target of each is the next."""
     words = torch.randint(WORDS, (ROWS, 9), generator=_generator(index, rank))
     return words[:, :-1], words[:, 1:]
 
@@ -290,7 +290,7 @@ def _frozen() -> nn.Module:
 ZOO = {
     "mlp": ZooModel(asks="dropout; momentum", module=_dropout, batch=vectors(16, 4)),
     "cnn": ZooModel(asks="BatchNorm's running statistics", module=Convolutional, batch=images),
-    # Not Adam: the attention's key bias has no effect, so its gradient is rounding alone; Adam would make steps of it.
+    # Not Adam: the gradient of the attention's key bias is only rounding error, which Adam would turn into full steps.
     "transformer": ZooModel(asks="attention with dropout; one weight in two places", module=Transformer, batch=text),
     "rnn": ZooModel(asks="LSTM with dropout; AdamW", module=_Recurrent, batch=text, optimizer=adamw),
     "unused": ZooModel(

@@ -142,15 +142,15 @@ def test_accelerate_is_not_given_what_is_dealt_out(transformers):
         evaluation, *shares = found["accelerate"]["dealt out"]
         assert "got EvaluationSampler" in evaluation
         for refusal in shares:
-            assert "dealt out to the ranks once (expected one whose sampler is no psengine sampler, got Prop" in refusal
-            assert "Fix: leave it out of accelerator.prepare()" in refusal
+            assert "split among the ranks once (expected a loader without a psengine sampler, got Prop" in refusal
+            assert "Fix: do not pass it to accelerator.prepare()" in refusal
 
 
 def test_a_trainer_takes_a_loader_of_its_own_as_it_is(transformers):
     for found in transformers:
         taken, expected, refusal = found["trainer"]["dealt out"]
         assert taken[: len(expected)] == expected
-        assert "let a Trainer's get_train_dataloader() return it as it is" in refusal
+        assert "a Trainer's get_train_dataloader() may return it" in refusal
 
 
 @pytest.mark.parametrize("case", ["sync", "again", "accumulate", "resumed"])
