@@ -29,12 +29,12 @@ from support.statuses import TIMES, departed, server, shard, worker
 from support.waiting import eventually
 
 import psengine
-from psengine.cli import keyboard, status_sources
+from psengine.cli import status_sources
 from psengine.cli.main import main
 from psengine.cli.status_overview import ServerReport, merge
 from psengine.cli.status_reading import NoStatusError, read_status
 from psengine.cli.status_sources import open_sources
-from psengine.cli.status_table import BAR_WIDTH, jobs_view, servers_table, sparkline, time_bar
+from psengine.cli.status_table import BAR_WIDTH, jobs_view, servers_table, time_bar
 from psengine.cli.top import Watch
 from psengine.parameter_server.server.transport.authentication import keygen
 from psengine.parameter_server.status_model import Event, MuteShard, to_json
@@ -414,12 +414,6 @@ def test_a_step_is_cut_in_proportion():
     assert time_bar(replace(told, compute_s=1e-9)).plain == "█" * BAR_WIDTH
 
 
-def test_a_histogram_of_staleness():
-    assert sparkline({}) == ""
-    assert sparkline({"0": 8, "2": 1}, ascii_only=True) == "# _"
-    assert sparkline({"0": 1, "64": 4}, ascii_only=True, most=3) == ". #"
-
-
 @pytest.mark.parametrize(
     ("loss", "in_json", "in_table"),
     [("nan", "nan", "nan"), (None, None, "-"), (0.5, 0.5, "0.5"), (1e30, 1e30, "1e+30")],
@@ -466,15 +460,6 @@ def test_frames_without_a_terminal(capsys):
         assert float(rates[2]) > 0
     assert exit_code(["top", "--servers", server.addresses[0], "--once", "--timeout-s", "0.3"]) == 1
     assert "0 of 1 server answering" in capsys.readouterr().out
-
-
-def test_a_terminal_that_is_another_sessions(monkeypatch):
-    master, terminal = pty.openpty()
-    with open(master, "wb"), open(terminal) as stdin:
-        monkeypatch.setattr(sys, "stdin", stdin)
-        with keyboard.listening() as keys:
-            os.write(master, b"q\n")
-            assert keys.pressed() == ""
 
 
 def test_no_terminal_to_live_on(capsys):

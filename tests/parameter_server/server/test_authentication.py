@@ -80,17 +80,6 @@ def test_keygen_writes_a_secret_for_its_owner_and_a_public_key(tmp_path):
     assert pair.secret not in public_path.read_text()
 
 
-def test_keys_are_never_overwritten(tmp_path):
-    secret_path, public_path = keygen(tmp_path, "me")
-    before = secret_path.read_text()
-    with pytest.raises(ConfigurationError, match="never overwritten"):
-        keygen(tmp_path, "me")
-    public_path.unlink()
-    with pytest.raises(ConfigurationError, match="never overwritten"):
-        keygen(tmp_path, "me")
-    assert secret_path.read_text() == before
-
-
 @pytest.mark.parametrize("name", ["", ".", "../me", "a/b", "-x", "a b", "x" * 101])
 def test_names_are_file_names(tmp_path, name):
     with pytest.raises(ConfigurationError, match="file name"):

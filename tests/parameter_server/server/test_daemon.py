@@ -12,7 +12,6 @@ import struct
 import time
 import urllib.error
 import urllib.request
-from pathlib import Path
 
 import pytest
 import torch
@@ -21,7 +20,6 @@ from support.command_process import running_server_command
 from support.server_process import APPLY, Peer, ServerFailedError, running_server
 from support.waiting import eventually
 
-from psengine.parameter_server.server import systemd
 from psengine.protocol.frames import payload_tensor
 from psengine.protocol.messages import MAX_PAYLOAD_BYTES
 
@@ -52,15 +50,6 @@ def test_start_up_says_where_and_how_durable():
         assert welcome.body["shard_index"] == 0
         with Peer(server.addresses[1]) as peer:
             assert peer.hello().body["shard_index"] == 1
-
-
-def test_explicit_ports_are_consecutive():
-    with socket.socket() as first, socket.socket() as second:
-        first.bind(("127.0.0.1", 0))
-        port = first.getsockname()[1]
-        second.bind(("127.0.0.1", port + 1))
-    with running_server(bind=f"tcp://127.0.0.1:{port}", shards=2) as server:
-        assert server.addresses == [f"tcp://127.0.0.1:{port}", f"tcp://127.0.0.1:{port + 1}"]
 
 
 def test_ipc_paths_are_for_their_owner_and_are_not_taken_over(tmp_path):
@@ -110,14 +99,6 @@ def test_the_command_serves_until_sigterm(tmp_path):
         assert command.stdout.splitlines() == [f"psengine-server ready {' '.join(addresses)}"]
         command.signal(signal.SIGTERM)
         assert command.wait() == 0
-
-
-def test_a_line_of_start_up_is_said_once():
-    with running_server_command(["--bind", "tcp://127.0.0.1:0", "--status-port", "0"]) as command:
-        eventually(lambda: "psengine-server ready" in command.stdout)
-        lines = command.stdout.splitlines()
-        assert [line.split()[0] for line in lines] == ["1", "not", "over", "status", "psengine-server"]
-        assert not [line for line in lines if line in command.stderr]
 
 
 @pytest.mark.parametrize(
@@ -444,19 +425,6 @@ def test_the_service_manager_is_told(tmp_path, is_abstract):
             assert server.wait() == 0
 
 
-def test_no_service_manager_or_a_dead_one_is_no_harm(monkeypatch, tmp_path):
-    monkeypatch.delenv("NOTIFY_SOCKET", raising=False)
-    assert not systemd.notify("READY=1")
-    monkeypatch.setenv("NOTIFY_SOCKET", str(tmp_path / "absent"))
-    assert not systemd.notify("READY=1")
-    monkeypatch.setenv("NOTIFY_SOCKET", "relative")
-    assert not systemd.notify("READY=1")
-    monkeypatch.setenv("WATCHDOG_USEC", "3000000")
-    assert systemd.watchdog_interval_s() == 1.5
-    monkeypatch.setenv("WATCHDOG_PID", "1")
-    assert systemd.watchdog_interval_s() is None
-
-
 # ---- the monitor -----------------------------------------------------------------------------------------------
 
 
@@ -565,24 +533,6 @@ def test_a_peer_that_never_reads_does_not_block_the_others():
         eventually(some_were_dropped)
         server.terminate()
         assert server.wait() == 0
-
-
-def test_a_peer_that_left_is_forgotten():
-    with running_server() as server:
-        for _ in range(5):
-            with Peer(server.addresses[0]) as peer:
-                for _ in range(20):
-                    peer.send(peer.message("STATUS", worker=2**32 - 1))
-                time.sleep(0.02)
-        assert is_served(server)
-        eventually(lambda: server.status()["shards"][0]["transport"]["backlog_bytes"] == 0)
-
-
-def test_nothing_is_left_of_an_ipc_server_that_ended(tmp_path):
-    with running_server(bind=f"ipc://{tmp_path}/s", snapshot_dir=tmp_path / "snapshots") as server:
-        server.terminate()
-        assert server.wait() == 0
-    assert sorted(path.name for path in Path(tmp_path).iterdir()) == ["snapshots"]
 
 
 # ---- bugs of ours ----------------------------------------------------------------------------------------------
