@@ -1,4 +1,4 @@
-"""Modules that the documentation named and that have moved: their former names work for one version, with a warning."""
+"""Former names of documented modules that have moved; they work for one version, with a warning."""
 
 from __future__ import annotations
 
@@ -36,19 +36,19 @@ def load(name: str) -> ModuleType:
 
 
 class _FormerNames(MetaPathFinder, Loader):
-    """Imports the module under its new name, and hands it out under both."""
+    """Imports a module by its former name: the same object as under its new name."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Of a former name; None leaves the others to the next finder."""
+        """Return a spec for a former name; None leaves other names to the next finder."""
         return None if _new_name(fullname) is None else ModuleSpec(fullname, self)
 
     def exec_module(self, module: ModuleType) -> None:
-        """Put the module that has moved in the place of the empty one."""
+        """Replace the empty module by the one that has moved."""
         sys.modules[module.__name__] = load(module.__name__)
 
 
 def install() -> None:
-    """Before the other finders: those would load a package's modules again under its former name."""
+    """Insert the finder before the others, which would load a package's modules a second time."""
     sys.meta_path.insert(0, _FormerNames())

@@ -1,4 +1,4 @@
-"""What users write to choose something, "name" or "name:option=value,option=value", and what is registered by name."""
+"""Specifications that users write, "name" or "name:option=value,option=value", and registries of the names."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Specification:
         return {key: _value(written) for key, written in self.written.items()}
 
     def with_options(self, **more: str) -> str:
-        """Return the text with the options in ``more`` that it does not give."""
+        """Return the text, extended by the options in ``more`` that it lacks."""
         missing = [f"{key}={value}" for key, value in more.items() if key not in self.written]
         if not missing:
             return self.text
@@ -71,10 +71,10 @@ class Specification:
 
 
 class Registry(Generic[Made]):
-    """Names that users write, and what makes an object of each.
+    """Names that users write, each with the factory that it stands for.
 
     Args:
-        kind: what is registered here, in the singular, for messages: "strategy".
+        kind: the kind of object, in the singular, for messages: "strategy".
         arguments: parameters of the factories that psengine passes; a factory's other parameters are its options.
     """
 
@@ -170,7 +170,7 @@ class Registry(Generic[Made]):
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """The end of an error's text: the known name that was probably meant; "" where none is close."""
+    """The end of an error's text, with the known name that is closest; "" if none is close."""
     close = difflib.get_close_matches(name, list(known), n=1)
     return f". Did you mean {close[0]}?" if close else ""
 

@@ -17,7 +17,7 @@ from typing_extensions import override
 
 from psengine.errors import ConfigurationError
 
-# Where a command finds them in its context.
+# Key of the parsed line in a command's ``context.meta``.
 PARTS = "psengine.run_arguments"
 
 
@@ -37,7 +37,7 @@ class RunArguments:
 
 
 class ScriptCommand(TyperCommand):
-    """A command that takes torchrun's options too; its line ends in a script whose arguments nobody else reads."""
+    """A command that takes torchrun's options too; its line ends in a script with the script's own arguments."""
 
     @override
     def parse_args(self, context: Any, args: list[str]) -> list[str]:
@@ -100,7 +100,7 @@ def split_arguments(
 
 
 def check_program(script: Sequence[str], *, is_module: bool, has_python: bool) -> None:
-    """Refuse a program that is not there before anything starts.
+    """Refuse a missing program before anything starts.
 
     Raises:
         ConfigurationError: no script, no such file, no such module.

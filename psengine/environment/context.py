@@ -1,7 +1,7 @@
 """Where this process stands: rank, world, host, device.
 
-``init()`` asks who started the process (``variables.launched_as``), meets the other ranks, and makes the default
-process group; where the user made one already, it adopts that.
+``init()`` reads the launcher's variables, meets the other ranks and makes the default process group, or adopts the one
+that the user made.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-# Its default arguments hold the default group. Imported later, as optimizers do through torch._dynamo, it would keep
-# that group, and gloo's threads, until the interpreter is torn down, which then aborts the process now and then.
+# Its default arguments hold the default group. Imported later, by torch._dynamo for an optimizer, it would keep our
+# group and gloo's threads until the interpreter's teardown, which then sometimes aborts the process.
 import torch.distributed.nn.functional
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
@@ -76,7 +76,7 @@ class _Session:
 
 
 _session: _Session | None = None
-# Kept after shutdown(): ranks that initialise again meet at once, and nobody reaches a store about to close.
+# Kept after shutdown(), so that ranks that call init() again do not meet at a store that is about to close.
 _meeting_point: tuple[Placement, Store] | None = None
 _generation = 0
 _before_shutdown: list[Callable[[], None]] = []
@@ -85,16 +85,15 @@ _before_shutdown: list[Callable[[], None]] = []
 def init(backend: str | None = None, *, timeout_s: float = 600.0) -> Context:
     """Join the default process group, making it if there is none, and select this process's CUDA device.
 
-    Reads the variables of torchrun, Open MPI or Slurm; a process that none of them started is a world of its own,
-    with a store in memory instead of on a port. A default group that exists is adopted as it is. Called again, it
-    returns an equal context.
+    Reads the variables of torchrun, Open MPI or Slurm. A process that none of them started is a world of its own, with
+    a store in memory. An existing default group is adopted as it is. A second call returns an equal context.
 
     Args:
         backend: torch.distributed backend; default nccl where there is a CUDA device, else gloo. It says how tensors
-            travel, not where they live: the device of ``"gloo"`` on a CUDA machine is CUDA still.
-        timeout_s: deadline for meeting the other ranks and, in a group made here, for its operations. While
-            it waits, the log says what for, from the fifth second on. Where an address derived from Slurm's list of
-            hosts does not resolve, the wait ends after ten seconds.
+            travel, not where they live: with ``"gloo"`` on a CUDA machine the device is CUDA.
+        timeout_s: deadline for meeting the other ranks and, in a group made here, for its operations. From the fifth
+            second on, the log says what init() waits for. If an address derived from Slurm's list of hosts does not
+            resolve, init() fails after ten seconds.
 
     Returns:
         This process's rank, world, host and device.
@@ -124,18 +123,18 @@ def init(backend: str | None = None, *, timeout_s: float = 600.0) -> Context:
 
 
 def before_shutdown(callback: Callable[[], None]) -> None:
-    """Call ``callback`` whenever ``shutdown`` is, first of all; it must not raise."""
+    """Register ``callback`` to run at the beginning of every ``shutdown``; it must not raise."""
     _before_shutdown.append(callback)
 
 
 def shutdown() -> None:
-    """Destroy the process group that ``init()`` made; one that it adopted stays. ``init()`` works again afterwards."""
+    """Destroy the process group that ``init()`` made; an adopted group stays. ``init()`` may be called again."""
     global _session
     for callback in tuple(_before_shutdown):
         callback()
     atexit.unregister(_shutdown_at_exit)
     session, _session = _live_session(), None
-    # A forked child inherits the group, but not the threads that serve it.
+    # A forked child inherits the group without the threads that serve it.
     if session is not None and session.is_ours and session.process_id == os.getpid():
         # A wrapped model may sit in a cycle of references, and whatever holds the group keeps its threads alive.
         gc.collect()
@@ -161,7 +160,7 @@ def world_place() -> tuple[int, int]:
 def choose_device(local_rank: int, device_count: int) -> torch.device:
     """Return the device of ``local_rank`` where ``device_count`` CUDA devices are visible.
 
-    Exactly one visible device is everybody's: either the launcher gave each rank its own, or ranks share it.
+    If exactly one device is visible, every rank gets it: the launcher gave each rank its own, or ranks share it.
 
     Raises:
         EnvironmentVariableError: more ranks than devices, and more than one device.
@@ -203,7 +202,7 @@ def _create(backend: str, timeout: timedelta) -> Context:
             )
     except SharedMemoryUnavailableError:
         _meeting_point = None
-        raise  # of backend "psengine", which says what to do
+        raise  # by backend "psengine"; its text has the fix
     except (RuntimeError, ValueError, OSError) as error:
         _meeting_point = None
         raise _unreachable(placement, wait, error) from error
@@ -256,7 +255,7 @@ def _unreachable(placement: Placement, wait: Wait, error: Exception) -> Collecti
 
 
 def _adopt(timeout: timedelta) -> Context:
-    """Describe a group that the user made, from the environment where that tells the same world, else by host names."""
+    """Describe the user's group: from the environment if it describes the same world, else by host names."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     store = dist.distributed_c10d._get_default_store()
     placement = None
@@ -296,7 +295,7 @@ def _context(placement: Placement, device: torch.device, store: Store, timeout: 
 
 
 def _ranks_of_this_host(store: Store, rank: int, world_size: int, timeout: timedelta) -> list[int]:
-    """Tell the others this host's name and return the ranks that tell the same, ascending; all ranks call it."""
+    """Exchange host names with all ranks; return the ranks of this host, ascending. All ranks call it."""
     keys = [f"psengine/host/{other}" for other in range(world_size)]
     hostname = socket.gethostname()
     try:
@@ -357,15 +356,15 @@ def _check_same_backend(backend: str | None) -> None:
 
 
 def _live_session() -> _Session | None:
-    """The session, unless the user destroyed its group behind our back."""
+    """The session, unless the user has destroyed its group."""
     if _session is None or not dist.is_initialized() or dist.group.WORLD is not _session.group:
         return None
     return _session
 
 
 def _shutdown_at_exit() -> None:
-    # After an uncaught exception the peers may be waiting within a collective, and nccl's farewell would wait for it.
-    # gloo's does not; left to the interpreter's teardown instead, its threads may abort the process.
+    # After an uncaught exception the peers may be inside a collective, and destroying an nccl group would wait for it.
+    # Destroying a gloo group does not wait; left to the interpreter's teardown, its threads may abort the process.
     failed = getattr(sys, "last_value", None) is not None
     if not (failed and dist.is_initialized() and "nccl" in dist.get_backend_config()):
         shutdown()

@@ -1,4 +1,4 @@
-"""The packages of the extra ``server``, and what to say where one of them is missing."""
+"""The packages of the extra ``server``, and the error if one of them is missing."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def require_server_packages(what: str, *more: str) -> None:
     """Raise unless the packages that servers and their clients need, and ``more``, can be imported.
 
     Args:
-        what: needs them, in the plural: the subject of the message.
+        what: the subject of the message, in the plural: needs the packages.
         more: names of further modules.
 
     Raises:
@@ -28,9 +28,7 @@ def require_server_packages(what: str, *more: str) -> None:
 
 
 def missing_extra(what: str, error: ImportError, *, extra: str = "server") -> MissingExtraError:
-    """Return the error to raise where ``error`` kept a package of ``extra`` from being imported that ``what`` (plural)
-    need.
-    """
+    """Return the error to raise after ``error``: ``what`` (plural) need a package of ``extra``."""
     return MissingExtraError(
         f"{what} need {error.name or 'a package'} (expected it installed, got: {error}). Fix: {install_command(extra)}"
     )

@@ -1,7 +1,7 @@
-"""How this copy of psengine was installed, and so the command that brings an extra or builds it again.
+"""How this copy of psengine was installed, and the pip commands that fit it.
 
-The distribution is called ``psengine-torch``, and only the import ``psengine``: the package index's ``psengine`` is
-another project's. Its package has the same name, and would replace this one.
+The distribution is called ``psengine-torch``, the package ``psengine``. On the package index ``psengine`` is another
+project's distribution; its package has the same name, and would overwrite this one.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 DISTRIBUTION = "psengine-torch"
-# The index's, of another project; copies of ours that are older than the name above have it too.
+# The other project's; copies of ours from before it was renamed have this name too.
 OTHER_DISTRIBUTION = "psengine"
 OUR_COMMAND = "psengine.cli.main:main"
 _PACKAGE = Path(__file__).parents[1]
@@ -35,7 +35,7 @@ def install_command(extra: str, *, upgrade: bool = False, package: Path = _PACKA
 
 
 def reinstall_command(*, package: Path = _PACKAGE) -> str:
-    """Return the command that puts the files of that copy back, and nothing else."""
+    """Return the command that restores the files of that copy, and nothing else."""
     return f"pip install --force-reinstall --no-deps {_source(package)}"
 
 
@@ -48,7 +48,7 @@ def build_command(*, package: Path = _PACKAGE) -> str:
 
 
 def origin(*, package: Path = _PACKAGE) -> str:
-    """Say where that copy lies, and where it is from."""
+    """Describe where that copy lies, and where it was installed from."""
     if _is_checkout(package):
         return f"imported from the checkout {package.parent}"
     url = _direct_url(package)
@@ -56,19 +56,19 @@ def origin(*, package: Path = _PACKAGE) -> str:
 
 
 def other_distributions(*, package: Path = _PACKAGE) -> Iterator[tuple[str, bool]]:
-    """Yield for each distribution ``psengine`` that is installed its version and folder, and whether it is ours."""
-    # By folder: sys.path may name one twice.
+    """Yield version and folder of each installed distribution ``psengine``, and whether it is ours."""
+    # Keyed by folder, because sys.path may name one twice.
     distributions = {
         Path(str(found.locate_file(""))).resolve(): found for found in metadata.distributions(name=OTHER_DISTRIBUTION)
     }
     for folder, found in distributions.items():
-        # What a build leaves beside its sources (psengine.egg-info) is no installation.
+        # A build leaves psengine.egg-info beside its sources; that is no installation.
         if folder != package.parent.resolve() or not _is_checkout(package):
             yield f"psengine {found.version} in {folder}", any(e.value == OUR_COMMAND for e in found.entry_points)
 
 
 def _source(package: Path) -> str:
-    """What to tell pip to install, with the options that it needs."""
+    """The requirement for pip, with its options."""
     if _is_checkout(package):
         return f"--no-build-isolation -e '{package.parent}'"
     url = _direct_url(package)

@@ -38,7 +38,7 @@ _SLURM_VARIABLES = (
     *("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_STEP_NUM_NODES", "SLURM_NNODES"),
     *("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE", "SLURM_NTASKS_PER_NODE"),
 )
-# A process without them is placed nowhere. Names of jobs and hosts are not among them: those place nobody.
+# A process without these variables has no placement. Names of jobs and hosts alone give it none.
 PLACEMENT_VARIABLES = (*_TORCHRUN_VARIABLES, *_OPEN_MPI_VARIABLES, *_SLURM_VARIABLES)
 
 

@@ -1,9 +1,9 @@
-"""Unix sockets in a directory of this user's own, beside loopback TCP: where they are, and who listens at an address.
+"""Unix sockets in a directory of this user's own, beside loopback TCP, and who listens at an address.
 
-    tcp://127.0.0.1:7077     every user of the machine reaches it, and anyone may be the first to listen there
-    /tmp/psengine-1000/...   only user 1000 and root get into the directory: what listens in it is theirs
+    tcp://127.0.0.1:7077     every user of the machine may connect, and every user may be the first to listen there
+    /tmp/psengine-1000/...   only user 1000 and root can enter the directory, so only they listen in it
 
-A name in it has the number of the network namespace: loopback is another one in each, and they may share /tmp.
+The sockets' names have the number of the network namespace: each has its own loopback, and several may share /tmp.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def socket_beside(address: str, *, make: bool = False) -> str:
 
 
 def new_socket(name: str) -> str:
-    """An ipc:// address for a new socket in the private directory, which is made, and cleared of stale ones.
+    """An ipc:// address for a new socket in the private directory; makes it, and removes stale sockets from it.
 
     Raises:
         ConfigurationError: see ``socket_beside``.

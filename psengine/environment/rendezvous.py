@@ -3,7 +3,7 @@
 ::
 
     every rank                 resolve the master's name ── a launcher's own name must resolve within seconds
-    who does not listen there  connect, again and again until the deadline: rank 0 may start late
+    ranks that do not listen   connect, again and again until the deadline: rank 0 may start late
     every rank                 torch's rendezvous, in a thread that can be left behind
     meanwhile                  a line in the log after 5, 15, 30, 60, 120 ... seconds
 """
@@ -30,9 +30,9 @@ WORDS_AFTER_S = (5.0, 15.0, 30.0, 60.0)
 WORDS_EVERY_S = 60.0
 RETRY_S = 0.5
 CONNECT_TIMEOUT_S = 3.0
-# Nodes of a running job have names already; a name in MASTER_ADDR may still come (a Kubernetes service's does).
+# The hosts of a running job have names already; a name in MASTER_ADDR may appear later (a Kubernetes service's).
 LAUNCHERS_NAME_S = 10.0
-# torch's own timeouts end a little late, and say more than we could.
+# torch's own timeouts end a little late, with better messages than ours.
 GRACE_S = 5.0
 
 
@@ -122,7 +122,7 @@ class Wait:
             time.sleep(RETRY_S)
 
     def meet(self, rendezvous: Callable[[], T], *, listens_here: bool) -> T:
-        """Return what ``rendezvous`` returns, torch's own, which has the same deadline but does not always keep it.
+        """Return the result of ``rendezvous``, torch's own, which does not always keep its deadline.
 
         Raises:
             MasterUnreachableError: it did not end.
