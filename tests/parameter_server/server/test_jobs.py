@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import http.client
 import json
-import time
 from concurrent.futures import TimeoutError as FutureTimeoutError
 
 import pytest
 import torch
 from support.server_process import Peer, running_server
 from support.shard_world import APPLY, ErrorCode, Worker, World, codes, spec, team, world_of
+from support.waiting import eventually
 
 from psengine.parameter_server.server.core.events import MAX_EVENTS, SNAPSHOT_FAILED_REPEAT_S, EventLog
 from psengine.parameter_server.server.core.shard_jobs import MAX_JOBS, MAX_JOBS_OF_ONE
@@ -177,8 +177,7 @@ def test_a_forgotten_job_is_gone_from_every_shard_and_does_not_come_back(tmp_pat
         assert len(server.job("job")) == 2
         assert act(server.status_url, "forget?job=job")[0] == 200
         assert server.status()["jobs"] == {}
-        while server.status()["snapshot"]["generation"] != 2:
-            time.sleep(0.02)
+        eventually(lambda: server.status()["snapshot"]["generation"] == 2)
         server.kill()
         for peer in peers:
             peer.__exit__()
