@@ -321,19 +321,6 @@ def test_momentum_begins_with_the_gradient():
     assert chunk.slots()["momentum_buffer"].tolist() == [2.5, 2.5, 1.0]
 
 
-def test_slots_may_begin_later():
-    twin = Twin("Adam", {"lr": 0.01}, groups=[0] * 7)
-    twin.step()
-    bytes_before = twin.chunks[0].size_bytes
-    reference = twin.optimizer
-    reference.param_groups[0]["amsgrad"] = True
-    for p in twin.parameters:
-        reference.state[p]["max_exp_avg_sq"] = torch.zeros_like(p)  # torch itself ends in a KeyError
-    twin.step()
-    twin.check()
-    assert twin.chunks[0].size_bytes == bytes_before * 3 // 2
-
-
 @pytest.mark.filterwarnings("ignore:The given buffer is not writable")
 @pytest.mark.parametrize("variant", [*VARIANTS, *FUSED])
 def test_gradients_may_lie_in_read_only_memory(variant):

@@ -284,13 +284,6 @@ class TestLoans:
         assert bytes(lent) == before
         assert bytes(encode(second.ask(MessageType.PULL, key=0))[-1]) != before
 
-    def test_weights_that_have_left_are_stepped_in_place(self):
-        world, (first, second) = fleet(2)
-        self.lend(world, first, sequence=1)  # the buffer is dropped, as a socket does once its bytes have left
-        address = rule_of(world).outcome.values.data_ptr()
-        second.push(0, 1, torch.ones(6))
-        assert rule_of(world).outcome.values.data_ptr() == address
-
     @staticmethod
     def lend(world, worker, sequence):
         fields = {"job": job_number(worker.job), "worker": worker.worker, "incarnation": worker.incarnation}

@@ -106,17 +106,6 @@ class TestClaims:
         greeting, _ = room.poll(0, 12, 10)
         assert greeting.replaced_live
 
-    def test_two_newcomers_do_not_put_each_other_off(self, room):
-        first = room.enter(0, 11)
-        verdicts = {12: "wait", 13: "wait"}
-        for _ in range(40):
-            room.now_s += 0.1
-            room.find(first)
-            for nonce in verdicts:
-                if verdicts[nonce] == "wait":
-                    verdicts[nonce] = room.greet(0, nonce)
-        assert set(verdicts.values()) == {"duplicate"}
-
     def test_what_the_lead_decided_holds_at_once_elsewhere(self, room):
         first = room.enter(0, 11)
         greeting = room.greet(0, 12, incarnation=first.incarnation + 5)
@@ -159,19 +148,6 @@ class TestLeases:
         room.find(second)
         room.now_s += 0.1
         assert room.membership.expired(room.now_s) == [first.rank]
-
-    def test_while_the_server_stands_still_neither_claims_nor_absences_age(self, room):
-        room.enter(0, 11)
-        gone = room.enter(1, 12)
-        room.membership.remove(gone.rank, progress=1, now_s=room.now_s)
-        assert room.greet(0, 13) == "wait"
-        pause_s = 100.0
-        room.now_s += pause_s
-        room.membership.stood_still(pause_s)
-        assert room.membership.is_remembered(room.now_s)
-        # The claim goes on where it stood: with its patience over, and the holder silent, the rank is handed over.
-        room.now_s += CLAIM_PATIENCE_S
-        assert room.greet(0, 13).replaced_live
 
 
 class TestExpected:

@@ -131,30 +131,6 @@ def test_after_a_restart_weights_and_momentum_go_on_from_the_snapshot():
     exchange(world, workers, 4, oracle)
 
 
-def test_who_is_further_on_than_a_restored_server_is_not_waited_for_by_who_is_not():
-    """Its answer of exchange 2 was lost, and with the server's life the step itself: the worker's part counts again."""
-    world, workers = start(2)
-    oracle = Oracle()
-    exchange(world, workers, 1, oracle)
-    states = world.shard.durable.capture()
-    exchange(world, workers, 2, _after(1))
-    world.start(8, states)
-    for worker in workers:
-        assert worker.hello() == "ready"
-        worker.take()
-    workers[1].push(0, 3, gradient_of(1, 3))
-    workers[0].push(0, 2, gradient_of(0, 2))
-    expected = oracle.step([gradient_of(0, 2)])
-    assert [(n, torch.equal(weights, expected)) for n, _, weights in answers(workers)] == [(2, True)]
-
-
-def _after(exchanges):
-    oracle = Oracle()
-    for sequence in range(1, exchanges + 1):
-        oracle.step([gradient_of(rank, sequence) for rank in range(2)])
-    return oracle
-
-
 def test_a_gradient_that_is_not_finite_is_left_out_and_its_worker_is_told():
     _, workers = start(2)
     workers[0].push(0, 1, torch.full((NUMEL,), torch.nan, dtype=torch.float64))
@@ -162,18 +138,6 @@ def test_a_gradient_that_is_not_finite_is_left_out_and_its_worker_is_told():
     first, second = (worker.take(MessageType.UPDATED)[0] for worker in workers)
     assert (first.body.get("refused"), second.body.get("refused")) == ("non_finite", None)
     assert torch.equal(payload_tensor(first), Oracle().step([gradient_of(1, 1)]))
-
-
-def test_elements_that_nobody_has_a_gradient_of_keep_their_weights_and_momentum():
-    _, workers = start(2, runs=[[0, 2, 0], [2, 4, 0], [4, NUMEL, 0]])
-    # ``absent`` names segments; this chunk is one: either everybody lacks it, or it is stepped.
-    for worker in workers:
-        worker.push(0, 1, torch.zeros(NUMEL, dtype=torch.float64), body={"absent": [0]})
-    assert torch.equal(answers(workers)[0][2], torch.ones(NUMEL, dtype=torch.float64))
-    workers[0].push(0, 2, torch.zeros(NUMEL, dtype=torch.float64), body={"absent": [0]})
-    workers[1].push(0, 2, torch.ones(NUMEL, dtype=torch.float64))
-    expected = Oracle().step([torch.zeros(NUMEL, dtype=torch.float64), torch.ones(NUMEL, dtype=torch.float64)])
-    assert torch.equal(answers(workers)[0][2], expected)
 
 
 def test_hyperparameters_that_make_no_sense_are_refused_before_anything_is_gathered():

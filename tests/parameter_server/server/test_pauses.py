@@ -84,11 +84,6 @@ class TestLeases:
             workers[2].heartbeat()
         assert members_of(world) == [0, 2]
 
-    def test_restored_members_have_their_lease_from_when_they_can_be_heard(self, world, workers):
-        world.start(8, world.shard.durable.capture())
-        stand_still(world)
-        assert members_of(world) == [0, 1, 2]
-
 
 class TestWhoIsWho:
     def test_a_claim_to_the_rank_of_a_living_worker_does_not_ripen(self, world, workers):

@@ -91,14 +91,6 @@ class TestComing:
             assert codes(answers) == [ErrorCode.FENCED]
         assert world.state_hash() == before
 
-    def test_at_another_shard_the_leads_incarnation_counts(self):
-        """It was evicted here only; the lead gave it the incarnation it had."""
-        world = World()
-        (worker,) = applying(world)
-        world.advance(6)
-        assert worker.hello(incarnation=worker.incarnation) == "ready"
-        assert worker.push(0, 1, torch.ones(4))[0].type is MessageType.UPDATED
-
     def test_nobody_comes_while_the_server_leaves(self):
         world = World()
         world.shard.is_draining = True
@@ -136,36 +128,23 @@ class TestStrangers:
         return world
 
 
-class TestTraffic:
-    """Every payload of a job counts, once, whoever sends it."""
-
-    def traffic(self, world):
+def test_every_payload_of_a_job_counts_once_and_measuring_does_not():
+    world = World()
+    (worker,) = applying(world)
+    reader = Worker(world, role="reader")
+    reader.hello()
+    for act, expected in (
+        (lambda: None, (16, 0)),
+        (lambda: worker.push(0, 1, torch.ones(4)), (32, 16)),
+        (lambda: worker.push(0, 2, None), (32, 32)),
+        (lambda: reader.pull(0), (32, 48)),
+        (lambda: [one.ask(MessageType.ECHO, payload=torch.ones(64)) for one in (worker, reader)], (32, 48)),
+        (lambda: [one.ask(MessageType.STATUS) for one in (worker, reader)], (32, 48)),
+    ):
+        act()
+        worker.take()
         job = world.shard.status(world.now_s).jobs["demo"]
-        return job.bytes_in, job.bytes_out
-
-    def test_of_workers(self):
-        world = World()
-        (worker,) = applying(world, specs=[spec(0, 4), spec(1, 2, torch.float64)])
-        assert self.traffic(world) == (32, 0)
-        worker.push(0, 1, torch.ones(4))
-        assert self.traffic(world) == (48, 16)
-        worker.push(0, 2, None)
-        worker.pull(1)
-        assert self.traffic(world) == (48, 48)
-        worker.ask(MessageType.STORE, key=0, payload=torch.zeros(5, dtype=torch.uint8), body={"blob": "b", "pieces": 1})
-        assert self.traffic(world) == (53, 48)
-
-    @pytest.mark.parametrize("role", ["worker", "reader"])
-    def test_measuring_and_watching_do_not_count(self, role):
-        world = World()
-        (worker,) = applying(world)
-        asker = worker
-        if role == "reader":
-            asker = Worker(world, role="reader")
-            asker.hello()
-        assert asker.ask(MessageType.ECHO, payload=torch.ones(64)).type is MessageType.ECHOED
-        assert asker.ask(MessageType.STATUS).type is MessageType.STATUS_REPORT
-        assert self.traffic(world) == (16, 0)
+        assert (job.bytes_in, job.bytes_out) == expected
 
 
 class TestRefusals:
@@ -238,12 +217,6 @@ class TestRefusals:
         assert codes(mallory.push(0, 1, torch.ones(4))) == [ErrorCode.FENCED]
         member = next(iter(world.shard.jobs.by_number.values())).membership.members[0]
         assert member.route == worker.route
-
-    def test_a_configure_that_fails_can_be_followed_by_one_that_does_not(self, world):
-        worker = Worker(world, 0, rule=APPLY)
-        worker.initialise([spec(0, 4)])
-        assert codes([worker.configure(0, 4, groups=[SGD | {"lr": -1.0}])]) == [ErrorCode.BAD_VALUE]
-        assert worker.configure(0, 4).type is MessageType.OK
 
 
 ADAGRAD = {
