@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -21,6 +22,9 @@ from psengine.strategies.verification import verify_replicas
 from psengine.tensors.bucket import Bucket
 from psengine.tensors.share import WHOLE, Share
 
+# Values of the option dtype, the name of compress in the last version.
+FORMER_DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
+
 
 class SyncAllReduce(Strategy):
     """Average each bucket over all ranks by one all-reduce; staleness 0, each worker steps its own optimizer.
@@ -28,6 +32,7 @@ class SyncAllReduce(Strategy):
     Args:
         compress: the codec of gradients, or its name. "bf16" and "fp16" halve the bytes and cost precision: each addend
             and the average are rounded once, while gradients are packed and unpacked. None: values travel as they are.
+        dtype: the former name of ``compress``, for one more version: "bfloat16", "float16" or "float32".
 
     Raises:
         ConfigurationError: there is no such codec.
@@ -36,8 +41,8 @@ class SyncAllReduce(Strategy):
     name = "sync"
     capabilities = Capabilities(gathers=True)
 
-    def __init__(self, *, compress: str | Codec | None = None) -> None:
-        self._codec = resolve_codec(compress)
+    def __init__(self, *, compress: str | Codec | None = None, dtype: str | torch.dtype | None = None) -> None:
+        self._codec = resolve_codec(compress if dtype is None else _codec_of_dtype(dtype))
         self._replica: Replica | None = None
         self._hook: CommHook | None = None
         self._weights: BatchWeights | None = None
@@ -198,6 +203,21 @@ class _HookReduction(Reduction):
                 f" {self._bucket.numel} elements for {self._bucket.describe()}, got {result.numel()})"
             )
         return result
+
+
+def _codec_of_dtype(dtype: str | torch.dtype) -> str:
+    codec = FORMER_DTYPES.get(str(dtype).removeprefix("torch."))
+    if codec is None:
+        raise ConfigurationError(
+            f"dtype of SyncAllReduce is one of {sorted(FORMER_DTYPES)} (got {dtype!r}). Fix: use compress, one of"
+            f" {sorted(FORMER_DTYPES.values())}."
+        )
+    warnings.warn(
+        f"dtype={dtype} of SyncAllReduce is now compress={codec}; the former name goes with the next version",
+        DeprecationWarning,
+        stacklevel=3,
+    )
+    return codec
 
 
 def tensor_of_future(value: Any) -> torch.Tensor:

@@ -293,7 +293,7 @@ def test_registry():
         ("gossip", r"unknown strategy \(expected one of \[.*'sync'.*\], got 'gossip'\)"),
         (
             "sync:quorum=3",
-            r"unknown option 'quorum' \(expected some of \['compress'\] of strategy 'sync', got quorum=3\)",
+            r"unknown option 'quorum' \(expected some of \['compress', 'dtype'\] of strategy 'sync', got quorum=3\)",
         ),
         (3, r"got 3\)"),
         (SyncAllReduce, "call it to make an object"),
