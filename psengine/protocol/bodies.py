@@ -1,7 +1,7 @@
-"""The bodies of the messages: one schema per message type, built from small checks; and strict msgpack.
+"""Message bodies: one schema per message type, built from small checks; and strict msgpack.
 
-A check takes a value and says what is wrong with it in words, or "" where it is right. The words begin with the place
-inside the value, so that a container only puts its own name in front: ``.rule`` + ``.quorum must be ...``.
+A check returns in words what is wrong with a value, or "". The words begin with the place inside the value, so that a
+container only puts its own name in front: ``.rule`` + ``.quorum must be ...``.
 
 The file has more than 400 lines: the table of schemas is read beside the checks that it is built from.
 """
@@ -29,17 +29,17 @@ from psengine.protocol.messages import (
     MessageType,
 )
 
-# (value, is the sender newer than we are) -> what is wrong, "" if nothing. A newer sender's unknown fields are dropped
-# from the value in place.
+# (value, has the sender a newer protocol version) -> what is wrong, or "". Unknown fields of a newer sender are removed
+# from the value.
 Check = Callable[[Any, bool], str]
 
 MAX_TEXT_CHARS = 4000
-# What a worker says of itself stays exact as a float: sums and differences of it are taken.
+# A worker's counters stay exact as floats.
 MAX_COUNTED = 2**53
 _INT64_MAX = 2**63 - 1
 _UINT64_MAX = 2**64 - 1
 _MAX_DIMENSIONS = 64
-# PUSH and UPDATED bodies of at most this size are remembered, decoded: a step's pushes carry equal ones.
+# Decoded PUSH and UPDATED bodies of at most this size are cached: a step's pushes carry equal ones.
 _REMEMBERED_BYTES = 4096
 
 

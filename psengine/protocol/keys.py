@@ -1,6 +1,6 @@
-"""CURVE keys in files: how they are written, read and refused. No zmq, no key generation.
+"""CURVE keys in files. No zmq, no key generation.
 
-    NAME.key   public <40 characters> NAME      ours alone (mode 0600): who we are
+    NAME.key   public <40 characters> NAME      mode 0600: who this side is
                secret <40 characters>
     NAME.pub   public <40 characters> NAME      for the other side
 
@@ -40,7 +40,7 @@ class CurveClientKeys:
     Attributes:
         own: the client's key pair; the server knows its public half.
         server_public: the server's public key.
-        secret_file: what both were computed from; "" for keys of keygen. With a secret Unix sockets need no keys.
+        secret_file: the secret that both were computed from; "" for keys of keygen.
     """
 
     own: KeyPair
@@ -107,7 +107,7 @@ def read_key_pair(path: str | Path) -> KeyPair:
     """Read a ``NAME.key``.
 
     Raises:
-        ConfigurationError: the file is missing or malformed, is not ours, or others may read or write it.
+        ConfigurationError: the file is missing or malformed, or another user may own, read or write it.
     """
     if Path(path).suffix == ".pub":
         raise ConfigurationError(
@@ -129,14 +129,14 @@ def read_key_pair(path: str | Path) -> KeyPair:
 
 
 def read_token(path: str | Path, *, called: str = "token") -> str:
-    """Read a token, such as the status port's: the one line of a file that is ours alone.
+    """Read a token, such as the status port's: the only line of a file that no other user can read.
 
     Args:
         path: of the file.
         called: what errors call it.
 
     Raises:
-        ConfigurationError: the file is missing, is not ours, others may read or write it, or it holds no good token.
+        ConfigurationError: the file is missing, another user may own, read or write it, or it holds no good token.
     """
     lines = _read(path, is_secret=True, expected=f"a file that holds a {called}").split()
     if len(lines) != 1 or not TOKEN_CHARACTERS[0] <= len(lines[0]) <= TOKEN_CHARACTERS[1]:
@@ -190,7 +190,7 @@ def _public_keys(path: str | Path) -> dict[str, str]:
 
 def _read(path: str | Path, *, is_secret: bool = False, expected: str = "a file of psengine-server keygen") -> str:
     try:
-        # Not blocking: a path may name a pipe.
+        # O_NONBLOCK: a path may name a pipe.
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         with os.fdopen(descriptor, "rb") as file:
             status = os.fstat(descriptor)

@@ -1,4 +1,4 @@
-"""Chunks: how a model's tensors are cut for the servers. Pure descriptions; the same on every worker of a job.
+"""Chunks: the pieces of a model's tensors that servers hold. Pure descriptions, the same on every worker of a job.
 
 parameters   | fc1.weight                  | fc1.bias | fc2.weight      |
 one flat     |______________________________________________________ ...|
@@ -20,7 +20,7 @@ from psengine.protocol.messages import DTYPE_NUMBERS, DTYPES
 
 
 class ChunkKind(str, Enum):
-    """What a chunk's tensors are to the job."""
+    """The role of a chunk's tensors in the job."""
 
     PARAMETER = "parameter"  # trained: gradients are pushed
     BUFFER = "buffer"  # running statistics: values are pushed
@@ -35,7 +35,7 @@ class Segment:
     Attributes:
         name: the tensor's name.
         shape: the whole tensor's shape.
-        strides: the whole tensor's strides in elements; they tell which element comes when (channels_last differs from
+        strides: the whole tensor's strides in elements, which give the order of elements (channels_last differs from
             row-major). The tensor fills its memory without gaps.
         start: place of the run's first element among the tensor's elements.
         numel: number of elements in the run.
@@ -54,7 +54,7 @@ class ChunkSpec:
 
     Attributes:
         key: its number, 0 <= key < number of chunks of the job.
-        kind: what its tensors are.
+        kind: the role of its tensors.
         dtype: of all its elements.
         numel: elements; the sum of its segments'.
         segments: what it is made of, in order.
@@ -111,7 +111,7 @@ def layout_fingerprint(specs: Sequence[ChunkSpec]) -> int:
 
 
 def first_difference(mine: Sequence[ChunkSpec], theirs: Sequence[ChunkSpec]) -> str:
-    """Say in words where two layouts first differ: the parameter and both descriptions; "" where they are equal."""
+    """The first difference of two layouts in words: the parameter and both descriptions; "" where they are equal."""
     for name, (own, other) in _paired_tensors(mine, theirs).items():
         if own != other:
             return f"{name!r}: here {own or 'absent'}, there {other or 'absent'}"
@@ -133,9 +133,9 @@ def _paired_tensors(mine: Sequence[ChunkSpec], theirs: Sequence[ChunkSpec]) -> d
 
 
 def balance(sizes_bytes: Sequence[int], bins: int) -> list[int]:
-    """Assign sizes to ``bins`` so that their sums are even: largest first, each to the emptiest; the bin by index.
+    """The bin of each size, by index, so that sums are even: largest first, each to the emptiest bin.
 
-    Deterministic: equal sizes keep their order, of equally full bins the first is taken.
+    Deterministic: equal sizes keep their order; of equally full bins the first is taken.
     """
     filled = [0] * bins
     assigned = [0] * len(sizes_bytes)

@@ -1,4 +1,4 @@
-"""The messages of psengine's wire protocol: their types, their header, and the words they use. No sockets, no clock.
+"""The messages of the wire protocol: types, header, error codes, limits. No sockets, no clock.
 
 A message is a header of fixed layout, for some types a body (a small msgpack map), for some a payload (the raw bytes of
 one tensor). ``docs/protocol.md`` describes every field; ``frames.py`` turns messages into frames and back.
@@ -73,7 +73,7 @@ class MessageType(IntEnum):
     LEAVE = 35  # C  may I leave? OK once every live worker has the averages that I have
 
 
-# What a worker says, and is told, by a connection of its own: it never waits behind payloads.
+# These have a connection of their own, so that they never wait behind payloads.
 CONTROL = frozenset(
     {
         MessageType.HELLO,
@@ -84,8 +84,7 @@ CONTROL = frozenset(
     }
 )
 
-
-# What a server may send, at any time: an answer may arrive late.
+# The types that a server may send, at any time: an answer may arrive late.
 SENT_BY_SERVERS = frozenset(
     {
         MessageType.WELCOME,

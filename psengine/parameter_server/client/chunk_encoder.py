@@ -1,4 +1,4 @@
-"""One chunk's gradients as payloads, and the servers' answers as values again; on the threads of the training."""
+"""Encodes one chunk's gradients and decodes the servers' answers, on the threads of the training."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from psengine.protocol.layout import ChunkSpec
 
 
 class ChunkEncoder:
-    """What a worker does to the payloads of one chunk that a codec makes.
+    """The codec of one chunk, at a worker.
 
     Args:
         spec: the chunk.
@@ -40,7 +40,7 @@ class ChunkEncoder:
         return payload
 
     def end(self, outcome: ExchangeOutcome) -> None:
-        """The payload that was encoded last had this outcome."""
+        """The payload that was encoded last had this outcome: one that did not count is given back to the state."""
         if self.state is not None and not outcome.counts:
             self.state.give_back()
 

@@ -1,4 +1,4 @@
-"""What takes several answers, written in one piece: a generator that yields what it waits for.
+"""Procedures that need several answers: generators that yield what they wait for.
 
 ::
 
@@ -7,8 +7,7 @@
     answer = request.reply()
     yield 0.1                       for so many seconds
 
-A worker's thread runs a flow to its end. The I/O thread, which must not wait, takes one step by step, as a simulation
-does.
+A worker's thread runs a flow to its end. The I/O thread, which must not wait, steps it, as a simulation does.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ def run(flow: Flow[T], closing: threading.Event) -> T:
 
 
 class SteppedFlow(Generic[T]):
-    """A flow that whoever has answers and the time takes further.
+    """A flow that is stepped when answers or the time may let it go on.
 
     Attributes:
         is_over: it has returned, or raised.
@@ -63,7 +62,7 @@ class SteppedFlow(Generic[T]):
         self.error: Exception | None = None
 
     def step(self, now_s: float) -> None:
-        """Go on as far as that is possible now."""
+        """Go on as far as possible now."""
         while not self.is_over and self._may_go_on(now_s):
             failure = self._failure()
             try:

@@ -1,4 +1,4 @@
-"""Does a socket's handshake succeed, and is who answers to be trusted? libzmq tries for ever, and says nothing."""
+"""Whether a socket's handshakes succeed, and with whom: libzmq retries for ever without a word."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from psengine.errors import AuthenticationError
 from psengine.parameter_server.client import refusals
 from psengine.protocol.keys import CurveClientKeys
 
-# Handshakes that are cut off this often, for this long, and never succeeded, are so for a reason. Those that run into
-# HANDSHAKE_MS come slower: a server that is stopped or busy is none that refuses.
+# So many handshakes cut off, over so long, before any has succeeded: the server refuses. Cuts further apart are of
+# handshakes that ran into HANDSHAKE_MS, with a server that is stopped or busy; they do not count.
 MAX_CUT_HANDSHAKES = 4
 CUT_HANDSHAKES_S = 1.0
 SLOW_CUT_S = 1.5
-# Whoever is asked whether it is a server at all says so at once: the first bytes of a ZMTP greeting go out unasked.
+# A ZMTP server sends the first bytes of its greeting at once and unasked.
 KNOCK_S = 2.0
 # https://rfc.zeromq.org/spec/23: the signature is FF, eight bytes of padding, 7F.
 _SIGNATURE_FIRST, _SIGNATURE_LAST, _SIGNATURE_BYTES = 0xFF, 0x7F, 10
@@ -35,7 +35,7 @@ _monitor_numbers = itertools.count()
 
 
 class _Knock:
-    """A connection that waits for a ZMTP server's greeting and says nothing: is there one behind an address?"""
+    """A connection that sends nothing and waits for a ZMTP greeting: is a server behind an address?"""
 
     def __init__(self, context: Any, address: str, now_s: float) -> None:
         self._ends_s = now_s + KNOCK_S
@@ -52,7 +52,7 @@ class _Knock:
     def look(self, now_s: float) -> bool | None:
         """Whether a server greets; None while that is open."""
         while self._socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:
-            # An empty one says that the connection was made, or has ended.
+            # An empty message says that the connection was made, or has ended.
             self._received += self._socket.recv_multipart(zmq.NOBLOCK)[-1][:_SIGNATURE_BYTES]
         if len(self._received) >= _SIGNATURE_BYTES:
             return (self._received[0], self._received[_SIGNATURE_BYTES - 1]) == (_SIGNATURE_FIRST, _SIGNATURE_LAST)
@@ -63,18 +63,18 @@ class _Knock:
 
 
 class HandshakeMonitor:
-    """Watches one socket's handshakes: a refused client would else try for ever and say nothing.
+    """Watches one socket's handshakes.
 
-    Once one has succeeded, those that are cut are most likely a server's that restarts behind a tunnel, a proxy or a
-    load balancer, which take connections and drop them. Only where a server greets all the while (``_Knock``) were its
-    keys changed.
+    Once a handshake has succeeded, handshakes that are cut most likely mean a restarting server behind a tunnel, a
+    proxy or a load balancer, which take connections and drop them. Only where a server greets meanwhile (``_Knock``)
+    its keys have changed.
     """
 
     def __init__(self, socket: Any, address: str, keys: CurveClientKeys | None) -> None:
         self._socket = socket
         self._address = address
         self._keys = keys
-        # pyzmq's own name for it is taken from the descriptor, whose number may be in use again.
+        # pyzmq would name it by the descriptor, whose number may be in use again.
         name = f"inproc://psengine-monitor-{next(_monitor_numbers)}"
         socket.monitor(name, _EVENTS)
         self._events: Any = socket.context.socket(zmq.PAIR)
@@ -85,20 +85,17 @@ class HandshakeMonitor:
         self._first_cut_s = 0.0
         self._last_cut_s = 0.0
         self._knock: _Knock | None = None
-        # Since the last handshake that succeeded, a server was there; handshakes were cut before, and are after.
-        self._was_greeted = False
-        # Whoever reads the events has yet to be told of a connection.
-        self.is_new = False
-        # Where the socket is connected to; "" nowhere yet.
-        self.way = ""
+        self._was_greeted = False  # since the last handshake that succeeded
+        self.is_new = False  # a connection that the reader of the events has yet to report
+        self.way = ""  # where the socket is connected to
 
     def keys_for(self, way: str) -> CurveClientKeys | None:
-        """What to show there: who has a secret instead of keys goes through Unix sockets as the user it is."""
+        """The keys to use there: with a secret instead of keys, none for Unix sockets, which know the client's user."""
         is_known_by_user = self._keys is not None and self._keys.secret_file and way.startswith("ipc://")
         return None if is_known_by_user else self._keys
 
     def find_stranger(self, way: str) -> AuthenticationError | None:
-        """Why whoever listens at ``way`` is not to be trusted, which keys would tell; None where it is."""
+        """Without keys: why the process that listens at ``way`` is not to be trusted; None where it is."""
         is_ours = way != self._address  # in a directory of this user's own
         if is_ours or self.keys_for(way) is not None:
             return None
@@ -109,7 +106,7 @@ class HandshakeMonitor:
         return None if uid in (None, 0, os.geteuid()) else refusals.another_user(self._address, uid)
 
     def read(self, now_s: float) -> AuthenticationError | None:
-        """What the events since the last call amount to."""
+        """Why this client is not let in, by the events until now; None where that is not known."""
         found: AuthenticationError | None = None
         has_keys = self.keys_for(self.way) is not None
         while self._events.getsockopt(zmq.EVENTS) & zmq.POLLIN:
@@ -145,11 +142,11 @@ class HandshakeMonitor:
     def _look_who_greets(self, now_s: float) -> None:
         greets = None if self._knock is None else self._knock.look(now_s)
         if greets is not None:
-            self._begin_anew()  # only what is cut from here on is cut by the server that greeted
+            self._begin_anew()  # only handshakes that are cut from here on are cut by the server that greeted
             self._was_greeted = greets
 
     def _begin_anew(self) -> None:
-        """Forget what was cut, and who greeted."""
+        """Forget the cut handshakes, and the greeting."""
         self._cut_off = 0
         self._was_greeted = False
         if self._knock is not None:

@@ -1,4 +1,4 @@
-"""What a client needs to know to talk to its servers."""
+"""A client's options, and its keys from the environment."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class SessionOptions:
         addresses: of each server process; the first is the lead.
         job: name of the job; workers of one job share its values.
         rule: the job's update rule, as in HELLO, without its codec; None for readers.
-        codec: makes the payloads of gradients and of answers to them.
+        codec: encodes gradients and the answers to them.
         rank: this worker; None lets the servers choose.
         world_size: workers expected at the start.
         role: "worker" or "reader".
@@ -32,8 +32,8 @@ class SessionOptions:
         connect_timeout_s: deadline of the first answer of each server.
         checksum: add a checksum to every payload.
         keys: CURVE keys; None speaks in the clear.
-        is_embedded: the server belongs to a worker on this host: where it refuses connections it is gone for good.
-        uses_local_socket: go through the Unix socket beside a loopback TCP address, where this user's server has one.
+        is_embedded: a worker on this host started the server: once nothing listens there, it does not come back.
+        uses_local_socket: connect to the Unix socket beside a loopback TCP address, where this user's server has one.
     """
 
     addresses: Sequence[str]
@@ -63,14 +63,10 @@ class SessionOptions:
 
     def check(self) -> None:
         """Raise ConfigurationError unless the options make sense."""
-        if not self.addresses:
-            raise ConfigurationError(
-                "there is no server (expected at least one address, got none); set PSENGINE_SERVERS"
-            )
+        assert self.addresses
+        assert self.role == "reader" or self.rule is not None
         if self.role not in ("worker", "reader"):
             raise ConfigurationError(f"role must be 'worker' or 'reader' (got {self.role!r})")
-        if self.role == "worker" and self.rule is None:
-            raise ConfigurationError("a worker must name the job's update rule (got None)")
         if not 0 < self.timeout_s < 1e9 or not 0 < self.connect_timeout_s < 1e9:
             raise ConfigurationError(
                 f"timeouts must be positive and finite (got timeout_s={self.timeout_s},"

@@ -1,4 +1,4 @@
-"""Can a server be reached at all? libzmq asks again and again, and says nothing."""
+"""Whether a server can be reached at all: libzmq retries without a word."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from psengine.parameter_server.client.link import Link
 
 logger = logging.getLogger(__name__)
 
-# A server that was started together with its workers listens by then.
+# A server that is started together with its workers listens by then.
 SILENCE_S = 3.0
 
 
 def watch_first_contact(link: Link, closing: threading.Event) -> None:
-    """Say in the log, and for the link's errors, that a server's host name does not resolve, or that nobody is reached.
+    """Report, in the log and in the link's errors, a host name that does not resolve or an address without a listener.
 
-    Resolvers and connections may take long, so that happens in a thread of its own, which nobody waits for.
+    Resolving and connecting may take long and have a thread of their own, which nobody waits for.
 
     Args:
-        link: to an address as ``addresses.parse_addresses`` returns it; ipc:// is not looked at.
-        closing: set when nobody wants to know any more.
+        link: to an address as ``addresses.parse_addresses`` returns it; ipc:// is not checked.
+        closing: set when the session ends.
     """
     if not link.address.startswith("tcp://"):
         return

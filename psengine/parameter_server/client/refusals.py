@@ -1,4 +1,4 @@
-"""What to tell a client that a server does not let in, or that should not trust a server: the reason and every fix."""
+"""Errors of a client that a server does not let in, or that should not trust a server: the reason and every fix."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _ANY_SECRET = "--secret-file FILE at the server and PSENGINE_SECRET_FILE=FILE he
 
 
 def refused(address: str, way: str, keys: CurveClientKeys | None) -> AuthenticationError:
-    """The server said no to what this client showed at ``way``, where it went for ``address``."""
+    """The server at ``address``, reached at ``way``, refused this client with these keys."""
     if keys is not None:
         return unfitting_keys(address, keys, "the server does not know this client's public key")
     if way.startswith("ipc://"):
@@ -38,7 +38,7 @@ def _place(address: str) -> str:
 
 
 def unfitting_keys(address: str, keys: CurveClientKeys | None, reason: str) -> AuthenticationError:
-    """The handshake failed: the two sides have other keys, or one has none."""
+    """The handshake failed: the two sides' keys do not fit, or one side has none."""
     if keys is not None and keys.secret_file:
         return AuthenticationError(
             f"{address} does not let this client in with the secret in {keys.secret_file}: {reason}. Fix: give both"
@@ -53,7 +53,7 @@ def unfitting_keys(address: str, keys: CurveClientKeys | None, reason: str) -> A
 
 
 def another_user(address: str, uid: int | None) -> AuthenticationError:
-    """Somebody else listens at an address where nothing proves who it is."""
+    """Another user's process listens at an address where no keys prove who it is."""
     return AuthenticationError(
         f"{address} is another user's, who could hand out any weights (expected a server of user {os.geteuid()} or of"
         f" root, got user {uid}'s). Fix: name a server of your own; or, to trust this one, {_ANY_SECRET}; or keys"
