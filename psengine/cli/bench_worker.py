@@ -6,7 +6,6 @@ counts with the slowest rank's time, and every candidate's result is checked.
 
 from __future__ import annotations
 
-import functools
 import gc
 import time
 from collections.abc import Callable, Sequence
@@ -55,18 +54,16 @@ def run(place: Place, sizes_bytes: Sequence[int], model_bytes: int, turns: int, 
     """Measure every part; that of the server, where there is one, on rank 0 alone."""
     torch.set_num_threads(1)
     collective: Collective | None = None
-    barrier: Callable[[], object] = dist.barrier
     if native.has_shared_memory():
         collective = collective_for(default_group(), "shared_memory")
         collective.connect()
-        barrier = functools.partial(_meet, collective)
     parts = []
     for size_bytes in sizes_bytes:
         place.note(f"the all-reduce of {size_bytes} bytes")
-        seconds = measure_all_reduce(place, collective, barrier, size_bytes, turns)
+        seconds = measure_all_reduce(place, collective, size_bytes, turns)
         parts.append(Part("all-reduce", size_bytes, GLOO, seconds))
     place.note("the training step")
-    parts.append(Part("training step", None, NATIVE, measure_step(place, barrier, turns)))
+    parts.append(Part("training step", None, NATIVE, measure_step(place, collective, turns)))
     if server is not None:
         place.note("the server's round trip")
         if place.rank == 0:
@@ -75,12 +72,8 @@ def run(place: Place, sizes_bytes: Sequence[int], model_bytes: int, turns: int, 
     return parts
 
 
-def _meet(collective: Collective) -> None:
-    collective.barrier().wait()
-
-
 def measure_all_reduce(
-    place: Place, collective: Collective | None, barrier: Callable[[], object], size_bytes: int, turns: int
+    place: Place, collective: Collective | None, size_bytes: int, turns: int
 ) -> dict[str, list[float]]:
     """Seconds of summing a float32 tensor that each rank has just written, as after a backward.
 
@@ -113,12 +106,18 @@ def measure_all_reduce(
         reduce = prepare(name)
         return lambda: [reduce() for _ in range(repeats)]
 
-    seconds = _take_turns(list(candidates), repeat, barrier, turns)
+    seconds = _take_turns(list(candidates), repeat, _barrier_of(collective), turns)
     return {name: [duration_s / repeats for duration_s in own] for name, own in seconds.items()}
 
 
-def measure_step(place: Place, barrier: Callable[[], object], turns: int) -> dict[str, list[float]]:
+def _barrier_of(collective: Collective | None) -> Callable[[], object]:
+    """Shared memory's barrier where it can be had: ranks leave it microseconds apart."""
+    return dist.barrier if collective is None else lambda: collective.barrier().wait()
+
+
+def measure_step(place: Place, collective: Collective | None, turns: int) -> dict[str, list[float]]:
     """Seconds of forward and backward, exchange included; the plain one ends when both ranks are done."""
+    barrier = _barrier_of(collective)
     models: dict[str, nn.Module] = {}
     for name, wrap in ((PLAIN, nn.Sequential), (NATIVE, NativeDistributedDataParallel), (SYNC, _sync)):
         torch.manual_seed(0)

@@ -179,18 +179,9 @@ def _row(times: StepTimes, rank: int, median_s: float) -> RankTimes:
         rank=rank,
         host=times.hosts[rank],
         median_s=median_s,
-        p90_s=percentile(compute, 0.9),
+        p90_s=statistics.quantiles(compute, n=10, method="inclusive")[-1],
         waited_share=sum(waited) / max(sum(compute) + sum(waited), 1e-9),
     )
-
-
-def percentile(values: Sequence[float], fraction: float) -> float:
-    """The value below which ``fraction`` of ``values`` lie, by linear interpolation."""
-    ordered = sorted(values)
-    place = fraction * (len(ordered) - 1)
-    low = int(place)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (place - low) * (ordered[high] - ordered[low])
 
 
 def loop(compute_s: Times, steps: int) -> list[list[float]]:

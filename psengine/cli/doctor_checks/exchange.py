@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import statistics
-import time
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
 
 import torch
 
+from psengine.cli.bench_worker import GLOO, IN_PLACE, measure_all_reduce
 from psengine.cli.doctor_checks.findings import CheckContext, Finding, note, ok, problem, warning
 from psengine.collectives.base import Collective
 from psengine.collectives.registry import collective_for, default_group
@@ -28,7 +27,7 @@ SHARE_MEMORY = (
 def exchange(context: CheckContext) -> Iterator[Finding]:
     """Two processes connect here and sum 4 KiB and 4 MiB, over gloo and in shared memory."""
     try:
-        results = run_ranks(run, world_size=2, timeout_s=DEADLINE_S)[0]
+        small, large, refusal = run_ranks(run, world_size=2, timeout_s=DEADLINE_S)[0]
     except RankFailedError as error:
         last = (error.rank_traceback.strip().splitlines() or [""])[-1]
         yield problem(
@@ -36,15 +35,15 @@ def exchange(context: CheckContext) -> Iterator[Finding]:
             "see hostname, or set GLOO_SOCKET_IFNAME to an interface that is up (lo will do on one host)",
         )
         return
-    for transport, result in results.items():
-        yield _judge(transport, result, context)
+    for transport, candidate in (("gloo", GLOO), ("shared memory", IN_PLACE)):
+        if candidate in small:
+            yield _judge(transport, small[candidate], large[candidate], context)
+        else:
+            text = f"an all-reduce between two processes over {transport} failed: {refusal}"
+            yield note(f"{text}; ranks of one host exchange over gloo", SHARE_MEMORY, transport=transport)
 
 
-def _judge(transport: str, result: Mapping[str, Any], context: CheckContext) -> Finding:
-    if "error" in result:
-        text = f"an all-reduce between two processes over {transport} failed: {result['error']}"
-        return note(f"{text}; ranks of one host exchange over gloo", SHARE_MEMORY, transport=transport)
-    small_s, large_s = result["small_s"], result["large_s"]
+def _judge(transport: str, small_s: float, large_s: float, context: CheckContext) -> Finding:
     speed = LARGE_BYTES / large_s
     text = f"two processes over {transport}: 4 KiB in {small_s * 1e6:.0f} µs, 4 MiB in {large_s * 1e3:.2f} ms"
     text += f" ({speed / 1e9:.2f} GB/s)"
@@ -56,29 +55,22 @@ def _judge(transport: str, result: Mapping[str, Any], context: CheckContext) -> 
     return ok(text, **facts)
 
 
-def run(place: Place) -> dict[str, Any]:
-    """A rank of the trial: by transport, the median seconds of each size, or what failed."""
+def run(place: Place) -> tuple[dict[str, float], dict[str, float], str]:
+    """A rank of the trial: the median seconds of each size, by transport; and why there is no shared memory."""
     torch.set_num_threads(1)
-    found: dict[str, Any] = {"gloo": _measure(collective_for(default_group(), "c10d"), place.rank)}
+    collective: Collective | None = None
+    refusal = ""
     try:
-        found["shared memory"] = _measure(collective_for(default_group(), "shared_memory"), place.rank)
+        shared = collective_for(default_group(), "shared_memory")
+        shared.connect()
+        collective = shared
     except PSEngineError as error:
-        found["shared memory"] = {"error": str(error)}
-    return found
-
-
-def _measure(collective: Collective, rank: int) -> dict[str, float]:
-    seconds = {}
-    for name, size_bytes in (("small_s", SMALL_BYTES), ("large_s", LARGE_BYTES)):
-        flat = collective.allocate(size_bytes // 4, torch.float32, torch.device("cpu"))
-        times = []
-        for _ in range(ROUNDS):
-            flat.fill_(rank + 1.0)
-            collective.barrier().wait()
-            started_s = time.perf_counter()
-            collective.all_reduce(flat, what="the doctor's tensor").wait()
-            times.append(time.perf_counter() - started_s)
-            if not bool((flat == 3.0).all()):
-                raise ArithmeticError(f"the sum of 1 and 2 is {flat[flat != 3.0][0].item()}")
-        seconds[name] = statistics.median(times)
-    return seconds
+        refusal = str(error)
+    small, large = (
+        {
+            name: statistics.median(seconds)
+            for name, seconds in measure_all_reduce(place, collective, size, ROUNDS).items()
+        }
+        for size in (SMALL_BYTES, LARGE_BYTES)
+    )
+    return small, large, refusal
