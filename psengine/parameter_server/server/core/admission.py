@@ -15,30 +15,20 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class _Admission:
-    """A worker was let in.
+    """A worker was let in."""
 
-    Attributes:
-        incarnation: of the worker.
-        admit: by which ADMIT: (donor's rank, id of the request).
-        join: the id of the JOIN that this answers; None: it is to come.
-        is_reading: it has not pushed yet, and may still be reading what was deposited for it.
-    """
-
-    incarnation: int
-    admit: tuple[int, int]
-    join: int | None = None
-    is_reading: bool = True
+    incarnation: int  # of the worker
+    admit: tuple[int, int]  # by which ADMIT: (donor's rank, id of the request)
+    join: int | None = None  # the id of the JOIN that this answers; None: it is to come
+    is_reading: bool = True  # it has not pushed yet, and may still be reading what was deposited for it
 
 
 @dataclass
 class Admissions:
-    """See the module's text; ranks and ids of requests only.
+    """See the module's text; ranks and ids of requests only."""
 
-    Attributes:
-        one_at_a_time: do not ask for state while an earlier joiner may still be reading its own. With a quorum a donor
-            need not wait for that joiner, and would overwrite what it reads.
-    """
-
+    # Do not ask for state while an earlier joiner may still be reading its own. With a quorum a donor need not wait for
+    # that joiner, and would overwrite what it reads.
     one_at_a_time: bool = False
     _joins: dict[int, int] = field(default_factory=dict)
     _donors: dict[int, int] = field(default_factory=dict)

@@ -36,17 +36,11 @@ Goals = dict[int, dict[int, int]]
 
 
 class Step(NamedTuple):
-    """The step that a push is part of: PUSH's ``step``.
+    """The step that a push is part of: PUSH's ``step``."""
 
-    Attributes:
-        number: of the worker's step, growing.
-        parts: how many chunks of this shard the step pushes.
-        is_whole: each of its steps pushes all chunks that are pushed at all, at every shard.
-    """
-
-    number: int
-    parts: int
-    is_whole: bool
+    number: int  # of the worker's step, growing
+    parts: int  # how many chunks of this shard the step pushes
+    is_whole: bool  # each of its steps pushes all chunks that are pushed at all, at every shard
 
 
 @dataclass(slots=True)
@@ -121,13 +115,10 @@ class JobCapture:
 
 
 class Cuts:
-    """The steps that the workers of one job are in, at one shard, and the copy that awaits some of these.
-
-    Attributes:
-        begun: by rank, the last step that began here, of workers whose steps are whole.
-    """
+    """The steps that the workers of one job are in, at one shard, and the copy that awaits some of these."""
 
     def __init__(self) -> None:
+        # By rank, the last step that began here, of workers whose steps are whole.
         self.begun: dict[int, int] = {}
         self._open: dict[int, OpenStep] = {}
         self._capture: JobCapture | None = None
@@ -181,14 +172,10 @@ def chunk_state(rule: ChunkRule, *, copies: bool = False) -> ChunkState:
 
 
 class Capture:
-    """The copies of all jobs of a shard.
-
-    Attributes:
-        states: set once nothing is awaited any more, or by ``end``.
-    """
+    """The copies of all jobs of a shard."""
 
     def __init__(self) -> None:
-        self.states: Future[list[JobState]] = Future()
+        self.states: Future[list[JobState]] = Future()  # set once nothing is awaited any more, or by ``end``
         self._jobs: list[JobCapture] = []
 
     def add(self, job: JobCapture) -> None:
@@ -222,11 +209,7 @@ class CopyBarrier:
         self._begun: list[Goals] = []
 
     def wait(self, begun: Goals) -> Goals:
-        """The furthest step that any shard has begun; {} where not all came in time.
-
-        Args:
-            begun: the same at this shard.
-        """
+        """The furthest step that any shard has begun; {} where not all came in time. ``begun``: of this shard."""
         self._begun.append(begun)
         try:
             self._barrier.wait()

@@ -15,14 +15,10 @@ from psengine.protocol.layout import ChunkSpec
 
 
 class DurableState:
-    """See the module's text.
-
-    Attributes:
-        generation: of the snapshot that is on disk; None without one.
-    """
+    """See the module's text."""
 
     def __init__(self, jobs: ShardJobs) -> None:
-        self.generation: int | None = None
+        self.generation: int | None = None  # of the snapshot that is on disk; None without one
         self._jobs = jobs
         jobs.on_drop = self._forget
         self._version: dict[int, int] = {}

@@ -85,19 +85,10 @@ class EventLog:
 
 
 class JobRecord:
-    """One job's, at one shard.
-
-    Args:
-        job: its name.
-        note: told of what happens, see ``EventLog.note``.
-        wall_clock_s: dates those that are gone.
-
-    Attributes:
-        departed: workers that are gone, the latest last.
-    """
+    """One job's, at one shard; ``note``: see ``EventLog.note``."""
 
     def __init__(self, job: str, note: Callable[..., None], wall_clock_s: Callable[[], float]) -> None:
-        self.departed: deque[Departed] = deque(maxlen=MAX_DEPARTED)
+        self.departed: deque[Departed] = deque(maxlen=MAX_DEPARTED)  # workers that are gone, the latest last
         self._job = job
         self._note_event = note
         self._wall_clock_s = wall_clock_s

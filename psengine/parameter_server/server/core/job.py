@@ -33,9 +33,7 @@ class Job(ABC):
 
     Args:
         name: as in HELLO.
-        rule: its rule.
         lease_s: silence after which a worker is evicted.
-        clocks: date events, measure work.
         take_memory: see ``ChunkStore``.
         note: told of what happens to workers, for people: see ``EventLog.note``.
         begun_by: the peer whose HELLO was the first, see ``Sender``; "" where that is not known.

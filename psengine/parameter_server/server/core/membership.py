@@ -24,35 +24,22 @@ MAX_WORKERS = 65_536
 
 @dataclass(slots=True)
 class Member:
-    """One worker, as a shard knows it.
+    """One worker, as a shard knows it."""
 
-    Attributes:
-        rank: its place in the order of summation.
-        incarnation: which life of the rank.
-        nonce: random number of the process's client; equal nonces are the same process.
-        user_id: its public key, "" without CURVE.
-        route: the routing id of the newest connection that it says HELLO and heartbeats by.
-        data_route: the same of everything else; b"" where nothing else came yet.
-        phase: what it is to its job.
-        last_heard_s: when its last message came.
-        host, pid: where it runs, for people.
-        telemetry: what its steps are made of.
-    """
-
-    rank: int
-    incarnation: int
-    nonce: int
-    user_id: str
-    route: bytes
-    phase: MemberPhase
-    last_heard_s: float
-    host: str = ""
+    rank: int  # its place in the order of summation
+    incarnation: int  # which life of the rank
+    nonce: int  # random number of the process's client; equal nonces are the same process
+    user_id: str  # its public key, "" without CURVE
+    route: bytes  # the routing id of the newest connection that it says HELLO and heartbeats by
+    phase: MemberPhase  # what it is to its job
+    last_heard_s: float  # when its last message came
+    host: str = ""  # as ``pid``: where it runs, for people
     pid: int = 0
     pushes: int = 0
     refused: int = 0
     late: int = 0
-    telemetry: WorkerTelemetry = field(default_factory=WorkerTelemetry)
-    data_route: bytes = b""
+    telemetry: WorkerTelemetry = field(default_factory=WorkerTelemetry)  # what its steps are made of
+    data_route: bytes = b""  # as ``route``, of everything else; b"" where nothing else came yet
 
     def route_of(self, type: MessageType) -> bytes:
         """The connection for a message of this type; b"" without one."""
@@ -102,19 +89,12 @@ class _Absence:
 
 @dataclass(frozen=True, slots=True)
 class Greeting:
-    """The result of a HELLO that was accepted.
+    """The result of a HELLO that was accepted."""
 
-    Attributes:
-        member: the worker.
-        missed_nothing: it was gone, and the job did nothing meanwhile.
-        progress: of the job when it was put out for its silence; -1 where it was not, or lacks what nobody has.
-        replaced_live: the rank was another process's, which exchanges waited for.
-    """
-
-    member: Member
-    missed_nothing: bool = False
-    progress: int = -1
-    replaced_live: bool = False
+    member: Member  # the worker
+    missed_nothing: bool = False  # it was gone, and the job did nothing meanwhile
+    progress: int = -1  # of the job when it was put out for its silence; -1 where it was not, or lacks what nobody has
+    replaced_live: bool = False  # the rank was another process's, which exchanges waited for
 
 
 @dataclass

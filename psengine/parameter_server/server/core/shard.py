@@ -53,25 +53,17 @@ _LEAVE_SNAPSHOT_ALONE = frozenset({MessageType.HEARTBEAT, MessageType.LIST, Mess
 
 
 class Shard:
-    """See the module's text.
-
-    Attributes:
-        index: of this shard in its server process, 0 first.
-        epoch: random number of the server process's life.
-        shard_addresses: of all shards of the process, told to clients; set before the first message.
-        jobs: the jobs here.
-        durable: what of them is on disk.
-        want_snapshot: called with the route and the message of a member's SNAPSHOT; the callee answers.
-        events: what happened, for people; only the first shard notes workers' coming and going.
-    """
+    """See the module's text."""
 
     def __init__(self, index: int, epoch: int, settings: ShardSettings, clocks: Clocks) -> None:
-        self.index = index
-        self.epoch = epoch
+        self.index = index  # in its server process, 0 first
+        self.epoch = epoch  # random number of the server process's life
         self.settings = settings
+        # Of all shards of the process, told to clients; set before the first message.
         self.shard_addresses: list[str] = []
         self._clocks = clocks
         self.events = EventLog(clocks)
+        # Called with the route and the message of a member's SNAPSHOT; the callee answers.
         self.want_snapshot: Callable[[bytes, Message], None] = _keep_no_snapshots
         self.is_draining = False
         self.jobs = ShardJobs(settings, clocks, self.note)

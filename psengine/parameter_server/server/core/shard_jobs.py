@@ -24,18 +24,13 @@ MAX_JOBS_OF_ONE = 192
 
 
 class ShardJobs:
-    """See the module's text.
-
-    Attributes:
-        now_s: the time; set by the shard with every message and tick.
-        on_drop: called with a job that is forgotten.
-    """
+    """See the module's text."""
 
     def __init__(self, settings: ShardSettings, clocks: Clocks, note: Callable[..., None]) -> None:
         self.settings = settings
         self.by_number: dict[int, Job] = {}
-        self.now_s = 0.0
-        self.on_drop: Callable[[Job], None] = lambda job: None
+        self.now_s = 0.0  # set by the shard with every message and tick
+        self.on_drop: Callable[[Job], None] = lambda job: None  # called with a job that is forgotten
         self._clocks = clocks
         self._note = note
 

@@ -11,61 +11,37 @@ from psengine.protocol.messages import Message
 
 @dataclass(frozen=True, kw_only=True)
 class ShardSettings:
-    """Given by the daemon.
+    """Given by the daemon."""
 
-    Attributes:
-        lease_s: silence after which a worker is evicted.
-        heartbeat_s: how often workers should send HEARTBEAT.
-        max_memory_bytes: what this shard may hold.
-        credit_bytes: payload bytes a worker may have in flight to this shard.
-        software: version of psengine, for WELCOME.
-    """
-
-    lease_s: float = 5.0
-    heartbeat_s: float = 1.0
-    max_memory_bytes: int = 8 << 30
-    credit_bytes: int = 256 << 20
-    software: str = ""
+    lease_s: float = 5.0  # silence after which a worker is evicted
+    heartbeat_s: float = 1.0  # how often workers should send HEARTBEAT
+    max_memory_bytes: int = 8 << 30  # what this shard may hold
+    credit_bytes: int = 256 << 20  # payload bytes a worker may have in flight to this shard
+    software: str = ""  # version of psengine, for WELCOME
 
 
 @dataclass(frozen=True, kw_only=True)
 class Clocks:
-    """Neither decides about leases: these follow the ``now_s`` of ``Shard.handle``.
+    """Neither decides about leases: these follow the ``now_s`` of ``Shard.handle``."""
 
-    Attributes:
-        wall_s: seconds since 1970; dates events and reports, and lets incarnations grow from one server to the next.
-        measure_s: seconds since any moment, never going back; measures what work costs.
-    """
-
+    # Seconds since 1970; dates events and reports, and lets incarnations grow from one server to the next.
     wall_s: Callable[[], float]
-    measure_s: Callable[[], float]
+    measure_s: Callable[[], float]  # seconds since any moment, never going back; measures what work costs
 
 
 @dataclass(frozen=True, slots=True)
 class Sender:
-    """Where a message came from.
+    """Where a message came from."""
 
-    Attributes:
-        route: its connection's routing id.
-        user_id: its public key; "" without CURVE.
-        peer: the key, user or address that answers for it; "" where that is not known.
-    """
-
-    route: bytes
-    user_id: str = ""
-    peer: str = ""
+    route: bytes  # its connection's routing id
+    user_id: str = ""  # its public key; "" without CURVE
+    peer: str = ""  # the key, user or address that answers for it; "" where that is not known
 
 
 @dataclass(frozen=True, slots=True)
 class Outgoing:
-    """A message to send.
+    """A message to send."""
 
-    Attributes:
-        route: the connection it goes to.
-        message: its payload may change once ``handle`` or ``tick`` is called again, unless there are ``pins``.
-        pins: told when the payload is sent without a copy; None has it copied.
-    """
-
-    route: bytes
-    message: Message
-    pins: PayloadPins | None = None
+    route: bytes  # the connection it goes to
+    message: Message  # its payload may change once ``handle`` or ``tick`` is called again, unless there are ``pins``
+    pins: PayloadPins | None = None  # told when the payload is sent without a copy; None has it copied

@@ -33,18 +33,12 @@ class _Sample(NamedTuple):
 
 
 class WorkerTelemetry:
-    """One worker's, at one shard.
-
-    Attributes:
-        times: what is known now; seconds are means of a step.
-        apply_s: total time spent on its pushes here.
-        held_s: total time its answers were held for others, of each exchange the longest hold.
-    """
+    """One worker's, at one shard."""
 
     def __init__(self) -> None:
-        self.times = WorkerTimes()
-        self.apply_s = 0.0
-        self.held_s = 0.0
+        self.times = WorkerTimes()  # what is known now; seconds are means of a step
+        self.apply_s = 0.0  # total time spent on its pushes here
+        self.held_s = 0.0  # total time its answers were held for others, of each exchange the longest hold
         self._samples: deque[_Sample] = deque()
         # key -> (exchange, when its push came) of answers that are held
         self._held: dict[int, tuple[int, float]] = {}

@@ -28,17 +28,11 @@ from psengine.protocol.messages import Message, MessageType
 
 
 class _Report(NamedTuple):
-    """One worker's knowledge of one chunk.
+    """One worker's knowledge of one chunk."""
 
-    Attributes:
-        version: the newest that it knew.
-        own: how many of its own updates are lost.
-        asked_version: the version that it knew when it sent what was under way; None: nothing was.
-    """
-
-    version: int
-    own: int
-    asked_version: int | None
+    version: int  # the newest that it knew
+    own: int  # how many of its own updates are lost
+    asked_version: int | None  # the version that it knew when it sent what was under way; None: nothing was
 
 
 @dataclass

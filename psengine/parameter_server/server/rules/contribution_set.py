@@ -25,11 +25,7 @@ from psengine.protocol.messages import ErrorCode
 
 
 class ContributionSet:
-    """See the module's text.
-
-    Attributes:
-        by_rank: the contributions.
-    """
+    """See the module's text."""
 
     def __init__(self, spec: ChunkSpec) -> None:
         self._spec = spec
@@ -130,16 +126,12 @@ class ContributionSet:
 
 
 class _RankOrderSum:
-    """The sum of some contributions' values, added one after the other.
-
-    Attributes:
-        added: those in it, ascending by rank.
-        total: the sum, nobody else's memory; None until there are two: the first is not copied for itself.
-    """
+    """The sum of some contributions' values, added one after the other."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = _accumulation_dtype(dtype)
-        self.added: list[Contribution] = []
+        self.added: list[Contribution] = []  # ascending by rank
+        # Nobody else's memory; None until there are two: the first is not copied for itself.
         self.total: torch.Tensor | None = None
 
     def takes(self, contribution: Contribution) -> bool:

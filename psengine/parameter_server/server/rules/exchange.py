@@ -19,38 +19,28 @@ from psengine.protocol.messages import NO_KEY, MessageType
 
 @dataclass(frozen=True, slots=True)
 class Contribution:
-    """A worker's contribution to one exchange of a chunk.
-
-    Attributes:
-        base_version: the version of the chunk that the worker computed it from.
-        values: 1-D gradient (or a buffer's values), read-only, valid for as long as it is referenced; None abstains.
-        groups: the worker's current hyperparameters by group, checked; None: as configured.
-        absent: [start, end) ranges of elements without a gradient.
-        weight: what its gradient counts in an average; 0 abstains. None where the worker weighs nothing.
-    """
+    """A worker's contribution to one exchange of a chunk."""
 
     rank: int
     sequence: int
-    base_version: int
+    base_version: int  # the version of the chunk that the worker computed it from
+    # 1-D gradient (or a buffer's values), read-only, valid for as long as it is referenced; None abstains.
     values: torch.Tensor | None
+    # The worker's current hyperparameters by group, checked; None: as configured.
     groups: Sequence[Mapping[str, Any]] | None = None
-    absent: Sequence[tuple[int, int]] = ()
+    absent: Sequence[tuple[int, int]] = ()  # [start, end) ranges of elements without a gradient
+    # What its gradient counts in an average; 0 abstains. None where the worker weighs nothing.
     weight: float | None = None
 
 
 class Update(NamedTuple):
-    """The result of a complete set of contributions.
+    """The result of a complete set of contributions."""
 
-    Attributes:
-        values: 1-D; the average of the gradients (of a buffer the lowest rank's values, of a usage map the sum); None
-            where nobody brought any. Of a single contribution it may be the contribution's own memory.
-        contributions: those that brought values, in the order of ranks.
-        staleness: by how many versions the oldest of them is older than the chunk.
-    """
-
+    # 1-D; the average of the gradients (of a buffer the lowest rank's values, of a usage map the sum); None where
+    # nobody brought any. Of a single contribution it may be the contribution's own memory.
     values: torch.Tensor | None
-    contributions: Sequence[Contribution]
-    staleness: int
+    contributions: Sequence[Contribution]  # those that brought values, in the order of ranks
+    staleness: int  # by how many versions the oldest of them is older than the chunk
 
 
 class PayloadPins:
@@ -74,51 +64,37 @@ class PayloadPins:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """A message for a worker of the job.
-
-    Attributes:
-        payload: its memory may change once the rule is called again, unless there are ``pins``.
-        pins: told when the payload's memory is sent as it is, without a copy; None has it copied.
-    """
+    """A message for a worker of the job."""
 
     type: MessageType
     rank: int
     sequence: int
     version: int = 0
+    # Its memory may change once the rule is called again, unless there are ``pins``.
     payload: torch.Tensor | None = None
     body: dict[str, Any] = field(default_factory=dict)
     key: int = NO_KEY
+    # Told when the payload's memory is sent as it is, without a copy; None has it copied.
     pins: PayloadPins | None = None
 
 
 @dataclass(kw_only=True)
 class RuleContext:
-    """Shared by the rules of all chunks of a job.
+    """Shared by the rules of all chunks of a job."""
 
-    Attributes:
-        live_ranks: the ranks that exchanges wait for, ascending.
-        missing_ranks: expected workers that have yet to come, ascending: see ``Job.missing_ranks``.
-        statistics: counters, mutated by the rules.
-        exchange_ended: called whenever an exchange of trained values has ended.
-    """
-
-    live_ranks: Callable[[], tuple[int, ...]]
+    live_ranks: Callable[[], tuple[int, ...]]  # the ranks that exchanges wait for, ascending
+    # Expected workers that have yet to come, ascending: see ``Job.missing_ranks``.
     missing_ranks: Callable[[], tuple[int, ...]]
-    statistics: JobStatistics
-    exchange_ended: Callable[[], None] = lambda: None
+    statistics: JobStatistics  # counters, mutated by the rules
+    exchange_ended: Callable[[], None] = lambda: None  # called whenever an exchange of trained values has ended
 
 
 class Progress:
-    """How far one chunk and its workers are.
-
-    Attributes:
-        version: of the chunk; the gathering decides what it counts.
-        last_sequence: by rank, the last exchange that the worker contributed to.
-    """
+    """How far one chunk and its workers are."""
 
     def __init__(self) -> None:
-        self.version = 0
-        self.last_sequence: dict[int, int] = {}
+        self.version = 0  # of the chunk; the gathering decides what it counts
+        self.last_sequence: dict[int, int] = {}  # by rank, the last exchange that the worker contributed to
         # The last exchange whose answer a worker has: as it said itself, and as it got with another's state.
         self._said: dict[int, int] = {}
         self._given: dict[int, int] = {}

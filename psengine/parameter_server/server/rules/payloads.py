@@ -45,23 +45,18 @@ def received_values(message: Message, spec: ChunkSpec) -> torch.Tensor:
 
 
 class ChunkPayloads:
-    """The payloads of one chunk, in a job with this codec.
-
-    Attributes:
-        encodes_answers: whether ``encode`` makes other memory of what it is given.
-        answer_bytes: size of an answer's payload.
-    """
+    """The payloads of one chunk, in a job with this codec."""
 
     def __init__(self, spec: ChunkSpec, codec: Codec) -> None:
         self._spec = spec
         self._up, self._down = gradient_codec(codec, spec), answer_codec(codec, spec)
         self._pushed = self._up.payload_spec(spec.numel, spec.dtype)
         self._answered = self._down.payload_spec(spec.numel, spec.dtype)
-        self.encodes_answers = not self._down.is_identity
+        self.encodes_answers = not self._down.is_identity  # whether ``encode`` makes other memory
         self.answer_bytes = self._answered.size_bytes
 
     def decode(self, message: Message) -> torch.Tensor:
-        """PUSH: the values that its payload stands for: 1-D, read-only, valid for as long as they are referenced.
+        """PUSH: the values of its payload: 1-D, read-only, valid for as long as they are referenced.
 
         Raises:
             ProtocolError: there is no payload, or none that the codec makes.

@@ -32,10 +32,7 @@ RULES = {
 
 
 class JobRule:
-    """The rule of one job.
-
-    Args:
-        body: as in HELLO: its name, its codec, and options of its halves.
+    """The rule of one job; ``body``, as in HELLO, names it, its codec, and the options of its halves.
 
     Raises:
         ProtocolError: this server knows no such codec.

@@ -14,44 +14,31 @@ RECENT_PUSHES = 256
 
 @dataclass
 class JobStatistics:
-    """Counters of one job at one shard, since the server started.
+    """Counters of one job at one shard, since the server started."""
 
-    Attributes:
-        applied: pushes that changed weights, or were part of an average.
-        averaged: exchanges of chunks that ended in an average.
-        duplicates: repeats that were recognised and not applied again.
-        late: contributions that came after their exchange had ended with the others' (quorum).
-        abstained: exchanges a worker took part in without a gradient.
-        non_finite: contributions with NaN or infinity that an average passed on, as native DDP does.
-        lost_updates: pushes that this server had acknowledged before it went back to a snapshot without them.
-        bytes_in, bytes_out: payload of the job's messages, readers' included; not what measures the server.
-        refused: pushes refused, by reason.
-        staleness: number of pushes by how many updates old they were, up to ``LARGEST_BUCKET``.
-        lead: number of answers by how many steps their worker was ahead of the slowest.
-        staleness_sum, lead_sum: the exact values, added up.
-        recent_staleness: by worker, of its last ``RECENT_PUSHES`` pushes.
-        last_refusal: the reason why the last refused push was refused.
-    """
-
-    applied: int = 0
-    averaged: int = 0
-    duplicates: int = 0
-    late: int = 0
-    abstained: int = 0
-    non_finite: int = 0
-    lost_updates: int = 0
+    applied: int = 0  # pushes that changed weights, or were part of an average
+    averaged: int = 0  # exchanges of chunks that ended in an average
+    duplicates: int = 0  # repeats that were recognised and not applied again
+    late: int = 0  # contributions that came after their exchange had ended with the others' (quorum)
+    abstained: int = 0  # exchanges a worker took part in without a gradient
+    non_finite: int = 0  # contributions with NaN or infinity that an average passed on, as native DDP does
+    lost_updates: int = 0  # pushes that this server had acknowledged before it went back to a snapshot without them
+    # Payload of the job's messages, readers' included, but not what measures the server.
     bytes_in: int = 0
     bytes_out: int = 0
     evicted: int = 0
-    refused: Counter[str] = field(default_factory=Counter)
+    refused: Counter[str] = field(default_factory=Counter)  # pushes refused, by reason
+    # Number of pushes by how many updates old they were, up to ``LARGEST_BUCKET``.
     staleness: Counter[int] = field(default_factory=Counter)
-    staleness_sum: int = 0
+    staleness_sum: int = 0  # the exact values, added up; as ``lead_sum``
+    # Number of answers by how many steps their worker was ahead of the slowest.
     lead: Counter[int] = field(default_factory=Counter)
     lead_sum: int = 0
     max_staleness: int = 0
     max_lead: int = 0
+    # By worker, of its last ``RECENT_PUSHES`` pushes.
     recent_staleness: dict[int, deque[int]] = field(default_factory=dict)
-    last_refusal: str = ""
+    last_refusal: str = ""  # the reason why the last refused push was refused
 
     def count_refused(self, reason: str) -> None:
         """A push was refused."""
