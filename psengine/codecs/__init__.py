@@ -1,4 +1,4 @@
-"""What travels in the place of a tensor's values: codecs, by name. Pure: no sockets, no ranks.
+"""Codecs, by name: they turn values into payloads and back. Pure: no sockets, no ranks.
 
 May import ``kernels`` and ``errors``.
 """

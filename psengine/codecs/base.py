@@ -1,12 +1,12 @@
-"""The seam between values and what travels in their place: a codec.
+"""Codecs turn values into payloads, which travel, and back.
 
 ::
 
     rank 0   values ─ encode ─► payload ──┐                          ┌─► decode ─► values
     rank 1   values ─ encode ─► payload ──┴─► a collective, a server ┴─► decode ─► values
 
-A payload is a 1-D tensor. Its dtype and numel follow from those of the values alone (``payload_spec``), so that memory
-is allocated beforehand, and whoever receives a payload can check its size before decoding.
+A payload is a 1-D tensor. Its dtype and numel depend only on those of the values (``payload_spec``), so that memory is
+allocated beforehand, and a receiver checks a payload's size before decoding.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class PayloadSpec:
 
 
 class CodecState:
-    """What a codec keeps between the payloads of one bucket: the residual, which earlier payloads left out.
+    """The state of a codec for one bucket: the residual, the part of values that earlier payloads left out.
 
     Args:
         numel, dtype, device: of the bucket's values.
@@ -53,27 +53,27 @@ class CodecState:
     def replace(self, residual: torch.Tensor) -> None:
         """Keep ``residual`` (owned and mutated here) for the next payload.
 
-        A value that is not finite becomes zero: it would be in the residual for ever, and so in all later payloads.
+        A value that is not finite becomes zero, or it would spoil all later payloads.
         """
         self._former, self.residual = self.residual, residual.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
 
     def give_back(self) -> None:
-        """The last payload did not count: what it brought of the residual is to go with the next one."""
+        """The last payload did not count: restore the residual before it."""
         self.residual = self._former
 
 
 class Codec(ABC):
-    """Turns values into payloads and back. One object serves many buckets; what differs is in their ``CodecState``.
+    """Turns values into payloads and back. One object serves many buckets, each with its own ``CodecState``.
 
     Attributes:
-        name: what users write to get it, as in ``compress=name``.
-        is_lossless: whether decoding yields the very bits that were encoded.
-        is_identity: whether the payload is the values, so that callers may hand over these.
-        encodes_answers: whether servers may answer by payloads of it: averages and weights. What these leave out never
-            comes, so it is False for a codec with a residual.
+        name: users write ``compress=name``.
+        is_lossless: whether decoding restores the bits that were encoded.
+        is_identity: whether the payload is the values, so that callers may skip encoding.
+        encodes_answers: whether servers encode their answers, averages and weights. False for a codec with a residual,
+            because no later answer brings what one left out.
 
-    Values that are not finite must stay visible: where there is one, the decoded values are not all finite. Training
-    code looks for them (``check_finite``, ``torch.amp.GradScaler``).
+    If a value is not finite, the decoded values must not all be finite: training code looks for them
+    (``check_finite``, ``torch.amp.GradScaler``).
     """
 
     name: ClassVar[str]
@@ -88,18 +88,18 @@ class Codec(ABC):
 
     @property
     def options(self) -> Mapping[str, Any]:
-        """The options it was made with, by name: numbers, booleans, words. Servers make the like of it by them."""
+        """Its options by name: numbers, booleans, words. Servers make an equal codec from them."""
         return {}
 
     def covers(self, dtype: torch.dtype) -> bool:
-        """Whether it encodes values of ``dtype``; others travel as they are. Default: floating dtypes."""
+        """Whether it encodes values of ``dtype``; others travel unchanged. Default: floating dtypes."""
         return dtype.is_floating_point
 
     def summed_dtype(self, dtype: torch.dtype) -> torch.dtype | None:
-        """The dtype of payloads that are nothing but the values in another dtype, so that a collective may add them.
+        """The dtype of payloads that are the values in another dtype, so that a collective may sum payloads.
 
-        Such a codec has no state: packing gradients may write the payload, and reading the sum may decode it.
-        None: payloads are gathered from all ranks, decoded, and added up in the order of ranks.
+        Such a codec has no state: packing may write the payload, and unpacking may decode the sum.
+        None: each rank gathers all payloads, decodes them, and sums in the order of ranks.
         """
         return None
 
@@ -126,6 +126,6 @@ class Codec(ABC):
     def decode(self, payload: torch.Tensor, into: torch.Tensor) -> None:
         """Write the values of ``payload`` to ``into``: 1-D, contiguous, of the dtype and numel that were encoded.
 
-        A server decodes what a worker sent: any bytes of the right size must be decoded to some values, or refused by
+        A server decodes bytes of workers: any bytes of the right size must be decoded to some values, or refused by
         ``ProtocolError``.
         """

@@ -12,7 +12,7 @@ from psengine.kernels import ops
 
 
 class Cast(Codec):
-    """Base of the casts. Narrower and integer values travel as they are, complex ones too.
+    """Base of the casts. Narrower, integer and complex values travel unchanged.
 
     Sums of payloads are rounded to the narrower dtype after each addition. NaN and infinities stay what they are; a
     value beyond the narrower dtype's range becomes infinite.

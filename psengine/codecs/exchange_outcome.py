@@ -1,4 +1,4 @@
-"""What became of a replica's tensors in an exchange."""
+"""The outcome of an exchange for one replica's contribution."""
 
 from __future__ import annotations
 

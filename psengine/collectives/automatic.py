@@ -37,9 +37,6 @@ class AutomaticCollective(Collective):
         self.world_size = otherwise.world_size
         self.timeout_s = otherwise.timeout_s
 
-    def __repr__(self) -> str:
-        return f"AutomaticCollective({self._shared!r}, {self._otherwise!r}, required={self._required})"
-
     @property
     @override
     def scales_for_free(self) -> bool:

@@ -1,4 +1,4 @@
-"""The tensors a collective operation is called with: what they are, and how to work on their memory."""
+"""Checks and views of the tensors of a collective operation."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def real(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of a contiguous tensor, as which every transport copies what it cannot add up."""
+    """The bytes of a contiguous tensor: every transport copies bytes."""
     return tensor.view(-1).view(torch.uint8)
 
 
@@ -69,7 +69,7 @@ def _refusal(collective: Collective, what: str, why: str) -> CollectiveError:
 
 
 def copying(places: Sequence[torch.Tensor], results: Sequence[torch.Tensor]) -> Callable[[], None] | None:
-    """What copies ``results`` to their places, or None where they are there."""
+    """Return a function that copies ``results`` to ``places``, or None where they are there already."""
     pairs = [(p.detach(), r) for p, r in zip(places, results, strict=True) if p.data_ptr() != r.data_ptr()]
     if not pairs:
         return None

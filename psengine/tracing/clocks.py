@@ -1,7 +1,7 @@
-"""Two hosts' clocks: how far this one's is from rank 0's, and how well that is known.
+"""Measures the offset of this host's clock from rank 0's, and the error of that.
 
-CLOCK_MONOTONIC counts from each host's start. Ranks exchange a few times what their clocks say; that an answer cannot
-come before its question bounds the difference from both sides, whatever the network does in between::
+CLOCK_MONOTONIC counts from each host's start. Ranks exchange their times a few times; an answer cannot come before its
+question, which bounds the difference from both sides, whatever the network does in between::
 
     rank 0   s0 ────┐      ┌─ s0'          s0 happened before e, so   offset >= s0  - e
     rank r      s ──┴─ e ──┴─ s' ─ e'      s happened before s0', so  offset <= s0' - s

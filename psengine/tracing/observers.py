@@ -1,4 +1,4 @@
-"""What only watches training never fails it: errors are logged, and training goes on without what was to be told."""
+"""Code that only watches training never makes it fail: its errors are logged."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ logger = logging.getLogger(__name__)
 
 
 class Observer(ContextDecorator):
-    """A block, or a function that returns nothing, from which no ``Exception`` comes; the first one is a warning.
+    """A block, or a function that returns nothing, whose ``Exception``s are logged, the first one as a warning.
 
     Args:
-        what: is missing after an error, as the warning names it.
+        what: the thing that is missing after an error.
     """
 
     def __init__(self, what: str) -> None:

@@ -21,8 +21,9 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 POLL_INTERVAL_S = 0.1
 
@@ -34,39 +35,29 @@ class StoreSilentError(Exception):
     """The store did not answer in time."""
 
 
-class Question(Generic[Result]):
-    """A call ``ask`` to the store, in a thread that can be left behind."""
+def ask(question: Callable[[], Result]) -> Future[Result]:
+    """Call ``question`` in a thread that can be abandoned."""
+    asked: Future[Result] = Future()
 
-    def __init__(self, ask: Callable[[], Result]) -> None:
-        self._ask = ask
-        self._answers: list[Result] = []
-        self._errors: list[BaseException] = []
-        self._thread = threading.Thread(target=self._run, name="psengine-roll-call", daemon=True)
-        self._thread.start()
-
-    def _run(self) -> None:
+    def run() -> None:
         try:
-            self._answers.append(self._ask())
+            asked.set_result(question())
         except BaseException as error:
-            self._errors.append(error)
+            asked.set_exception(error)
 
-    @property
-    def is_over(self) -> bool:
-        """Whether the store answered, or failed to."""
-        return not self._thread.is_alive()
+    threading.Thread(target=run, name="psengine-roll-call", daemon=True).start()
+    return asked
 
-    def answer(self, within_s: float) -> Result:
-        """Return what ``ask`` returned, or raise what it raised.
 
-        Raises:
-            StoreSilentError: it still asks after ``within_s``.
-        """
-        self._thread.join(within_s)
-        if not self.is_over:
-            raise StoreSilentError(f"no answer within {within_s:g} s")
-        if self._errors:
-            raise self._errors[0]
-        return self._answers[0]
+def answer_of(asked: Future[Result], within_s: float) -> Result:
+    """Return the answer, or raise what the question raised.
+
+    Raises:
+        StoreSilentError: there is none after ``within_s``.
+    """
+    if not wait([asked], within_s).done:
+        raise StoreSilentError(f"no answer within {within_s:g} s")
+    return asked.result()
 
 
 def count_at(store: Store, key: str) -> int:
@@ -212,7 +203,7 @@ class RollCall:
         if self._is_store_silent:
             raise StoreSilentError("it kept silent before")
         try:
-            return Question(question).answer(self._grace_s)
+            return answer_of(ask(question), self._grace_s)
         except StoreSilentError:
             self._is_store_silent = True
             raise

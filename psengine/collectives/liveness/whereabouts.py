@@ -14,9 +14,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any
 
-from psengine.collectives.liveness.roll_call import Question, Result, RollCall, StoreSilentError, count_at, count_up
+from psengine.collectives.liveness.roll_call import (
+    Result,
+    RollCall,
+    StoreSilentError,
+    answer_of,
+    ask,
+    count_at,
+    count_up,
+)
 from psengine.tracing.stall_inspector import Position
 
 QUESTION = "psengine/stall/question"
@@ -34,7 +43,7 @@ class StoreWhereabouts:
     def __init__(self, roll_call: RollCall) -> None:
         self._roll_call = roll_call
         self._store = roll_call.store
-        self._pending: Question[Any] | None = None
+        self._pending: Future[Any] | None = None
 
     def ask(self) -> int:
         """Ask all ranks where they are; return the question's number."""
@@ -45,10 +54,10 @@ class StoreWhereabouts:
         return self._put(self._latest_question)
 
     def _put(self, question: Callable[[], Result]) -> Result:
-        if self._pending is not None and not self._pending.is_over:
+        if self._pending is not None and not self._pending.done():
             raise StoreSilentError("it has not answered an earlier question")
-        self._pending = pending = Question(question)
-        return pending.answer(STORE_TIMEOUT_S)
+        self._pending = pending = ask(question)
+        return answer_of(pending, STORE_TIMEOUT_S)
 
     def _latest_question(self) -> int:
         return count_at(self._store, QUESTION)

@@ -91,9 +91,6 @@ class SharedMemoryCollective(Collective):
         # By operation, its tensors, kept until the native side is done.
         self._outstanding: dict[int, tuple[torch.Tensor, ...]] = {}
 
-    def __repr__(self) -> str:
-        return f"SharedMemoryCollective(rank={self.rank}, world_size={self.world_size})"
-
     @property
     @override
     def scales_for_free(self) -> bool:

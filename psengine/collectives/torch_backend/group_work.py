@@ -49,16 +49,19 @@ class GroupWork(dist.Work):
         self._timeout_s = timeout_s
         self._finish = finish
         self._completing = threading.Lock()
-        self._done = threading.Event()
+        self._is_done = False
+        self._until_done = threading.Lock()  # held until then; an Event takes longer to make than a small operation
+        self._until_done.acquire()
         self._error: Exception | None = None
-        # Future.set_exception hides the error from C++, where native DDP waits; a failed callback does not.
-        self._signal: torch.futures.Future[None] = torch.futures.Future()
-        self._future = self._signal.then(lambda _: self._outcome())
+        # Made when asked for, because that takes longer than a small operation.
+        self._signalling = threading.RLock()
+        self._signal: torch.futures.Future[None] | None = None
+        self._future: torch.futures.Future[list[torch.Tensor]] | None = None
 
     def complete(self) -> None:
         """Work on the operation until it is done or has failed; raises only interrupts."""
         with self._completing:
-            if self._done.is_set():
+            if self._is_done:
                 return
             try:
                 if self._operation is not None:
@@ -68,8 +71,14 @@ class GroupWork(dist.Work):
             except Exception as error:
                 self._error = error
             self._operation = self._finish = None
-            self._done.set()
-        self._signal.set_result(None)
+            self._is_done = True
+            self._until_done.release()
+        self._tell_future()
+
+    def _tell_future(self) -> None:
+        with self._signalling:
+            if self._signal is not None and not self._signal.done():
+                self._signal.set_result(None)
 
     def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
         """Return True when the result may be read.
@@ -84,9 +93,10 @@ class GroupWork(dist.Work):
         timeout_s = timeout.total_seconds()
         if 0 < timeout_s < self._timeout_s:
             # Shared memory ends the group at a deadline, so a short wait leaves the work to the group's thread.
-            if not self._done.wait(timeout_s):
+            if not self._until_done.acquire(timeout=timeout_s):
                 raise CollectiveError(f"the operation did not complete within {timeout_s:g} s; it is still under way")
-        elif not self._done.is_set():
+            self._until_done.release()
+        elif not self._is_done:
             self.complete()
         if self._error is not None:
             raise self._error
@@ -94,7 +104,14 @@ class GroupWork(dist.Work):
 
     def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
         """A future of the result's tensors; failed, it raises a ``RuntimeError`` with the text of the error."""
-        return self._future
+        with self._signalling:
+            if self._future is None:
+                # Future.set_exception hides the error from C++, where native DDP waits; a failed callback does not.
+                self._signal = torch.futures.Future()
+                self._future = self._signal.then(lambda _: self._outcome())
+                if self._is_done:
+                    self._tell_future()
+            return self._future
 
     def _outcome(self) -> list[torch.Tensor]:
         if self._error is not None:
@@ -103,11 +120,11 @@ class GroupWork(dist.Work):
 
     def is_completed(self) -> bool:
         """Whether the operation is done or has failed."""
-        return self._done.is_set()
+        return self._is_done
 
     def is_success(self) -> bool:
         """Whether it is done and has not failed."""
-        return self._done.is_set() and self._error is None
+        return self._is_done and self._error is None
 
     def exception(self) -> Exception | None:
         """What it failed with."""

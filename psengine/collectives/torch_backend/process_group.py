@@ -103,9 +103,6 @@ class SharedMemoryProcessGroup(dist.ProcessGroup):
         # Also at interpreter exit, because a thread within native code must not outlive the interpreter.
         self._end = weakref.finalize(self, _end_group, self._waiter, self._shared, os.getpid(), DRAIN_S)
 
-    def __repr__(self) -> str:
-        return f"SharedMemoryProcessGroup(name={self._name!r}, rank={self.rank()}, size={self.size()})"
-
     def getBackendName(self) -> str:  # noqa: N802 - torch's
         """The backend's name."""
         return NAME
