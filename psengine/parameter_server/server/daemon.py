@@ -17,9 +17,9 @@ import secrets
 import socket
 import time
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import ExitStack, closing
+from typing import Any
 
 import torch
 
@@ -43,8 +43,9 @@ from psengine.parameter_server.server.status.monitor import Monitor, Pages
 from psengine.parameter_server.server.transport.connections import Connections, raise_descriptor_limit
 from psengine.parameter_server.server.transport.endpoint import BindError
 from psengine.parameter_server.server.transport.memory_guard import MemoryGuard, machine_memory_bytes
-from psengine.parameter_server.server.transport.shard_thread import ShardThread, answer, error_answer
+from psengine.parameter_server.server.transport.shard_thread import ShardThread
 from psengine.parameter_server.status_model import ServerStatus, ShardStatus
+from psengine.protocol.bodies import MAX_TEXT_CHARS
 from psengine.protocol.keys import read_token
 from psengine.protocol.messages import ErrorCode, Message, MessageType
 from psengine.version import __version__
@@ -259,21 +260,21 @@ class Server:
         count = len(self.addresses)
         return f"{count} {'shard' if count == 1 else 'shards'} at {' '.join(self.addresses)}"
 
-    def _on_snapshot(self, thread: ShardThread, route: bytes, message: Message) -> None:
+    def _on_snapshot(self, thread: ShardThread, route: bytes, request: Message) -> None:
         """SNAPSHOT arrived at a shard; its answer leaves once the snapshot is durable."""
 
-        def done(written: Future[SnapshotOutcome]) -> None:
-            outcome = written.result()
-            reply = answer(message, self.epoch, MessageType.OK, {"generation": outcome.generation})
+        def answer(outcome: SnapshotOutcome) -> None:
+            body: dict[str, Any] = {"generation": outcome.generation}
             if outcome.error:
-                reply = error_answer(message, self.epoch, ErrorCode.SNAPSHOT_FAILED, outcome.error)
-            thread.post(Outgoing(route, reply))
+                body = {"code": ErrorCode.SNAPSHOT_FAILED, "text": outcome.error[:MAX_TEXT_CHARS]}
+            to = {name: getattr(request, name) for name in ("job", "worker", "incarnation", "key", "sequence")}
+            kind = MessageType.ERROR if outcome.error else MessageType.OK
+            thread.post(Outgoing(route, Message(kind, epoch=self.epoch, body=body, **to)))
 
-        if self._snapshots is not None:
-            self._snapshots.begin(is_ours=False).add_done_callback(done)
+        if self._snapshots is None:
+            answer(SnapshotOutcome(None, "this server keeps no snapshots; start it with --snapshot-dir"))
         else:
-            text = "this server keeps no snapshots; start it with --snapshot-dir"
-            thread.post(Outgoing(route, error_answer(message, self.epoch, ErrorCode.SNAPSHOT_FAILED, text)))
+            self._snapshots.begin(is_ours=False).add_done_callback(lambda written: answer(written.result()))
 
     def is_healthy(self) -> bool:
         """Whether every thread lives, and every shard ticks."""

@@ -35,10 +35,14 @@ def generations(directory: Path) -> list[str]:
 
 def wait_out(server, intervals=2):
     """So many times it has written a snapshot on its interval, or found that it need not."""
+    ages = []
+
+    def began_anew():
+        ages.append(server.status()["snapshot"]["age_s"])
+        return len(ages) > 1 and ages[-1] is not None and (ages[-2] is None or ages[-1] < ages[-2])
+
     for _ in range(intervals):
-        before = server.status()["snapshot"]["age_s"]
-        # An age that shrinks was counted anew: the snapshot was looked at, and is known to be current.
-        eventually(lambda age_s=before: 0 <= (server.status()["snapshot"]["age_s"] or -1) < (age_s or 9))
+        eventually(began_anew)
 
 
 # ---- nothing changes, nothing is written -----------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import fields, replace
 from queue import Empty, SimpleQueue
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 
@@ -24,9 +24,8 @@ from psengine.parameter_server.server.core.shard import TICK_S, Shard
 from psengine.parameter_server.server.core.surroundings import Outgoing, Sender
 from psengine.parameter_server.server.transport.endpoint import Endpoint, Received
 from psengine.parameter_server.status_model import ShardStatus, Transport
-from psengine.protocol.bodies import MAX_TEXT_CHARS
 from psengine.protocol.frames import decode, encode, refusal
-from psengine.protocol.messages import ErrorCode, Message, MessageType
+from psengine.protocol.messages import ErrorCode, Message
 from psengine.tracing.logging_format import RateLimit
 
 logger = logging.getLogger(__name__)
@@ -175,25 +174,22 @@ class ShardThread(threading.Thread):
             self.drained.set()
 
     def _take(self, received: Received) -> None:
+        what = "a message that could not be decoded"
         try:
             message = decode(received.frames)
-        except ProtocolError as error:
-            self._note_heard(received)
-            self._refuse(received, error)
-            return
-        except Exception as error:
-            self._report_failure("a message could not be decoded")
-            self._refuse(received, ProtocolError(f"the server failed: {error!r}", ErrorCode.INTERNAL))
-            return
-        try:
+            what = f"{message.type.name} of worker {message.worker}"
             sender = Sender(received.route, received.user_id, received.user_id or received.peer)
             outgoing = self.shard.handle(sender, message, time.monotonic())
             self._note_heard(received, self.shard.worker_routes(sender, message))
             self._send(outgoing)
+        except ProtocolError as error:
+            self._note_heard(received)
+            self._note_bad(received, error)
+            self._refuse(received, error)
         except Exception as error:
-            self._report_failure(f"{message.type.name} of worker {message.worker}")
-            text = f"the server failed on {message.type.name}: {error!r}; its log has more"
-            self._send([Outgoing(received.route, error_answer(message, self.shard.epoch, ErrorCode.INTERNAL, text))])
+            self._report_failure(what)
+            text = f"the server failed on {what}: {error!r}; its log has more"
+            self._refuse(received, ProtocolError(text, ErrorCode.INTERNAL))
 
     def _note_heard(self, received: Received, worker_routes: Sequence[bytes] = ()) -> None:
         connections = self.endpoint.connections
@@ -201,7 +197,7 @@ class ShardThread(threading.Thread):
             size_bytes = sum(frame.nbytes for frame in received.frames)
             connections.heard(received.descriptor, received.route, size_bytes, worker_routes)
 
-    def _refuse(self, received: Received, error: ProtocolError) -> None:
+    def _note_bad(self, received: Received, error: ProtocolError) -> None:
         self.bad_messages += 1
         suppressed = self._complaints.allows(time.monotonic())
         if suppressed is not None:
@@ -216,6 +212,8 @@ class ShardThread(threading.Thread):
                 ", ..." if len(received.frames) > 4 else "",
                 suppressed,
             )
+
+    def _refuse(self, received: Received, error: ProtocolError) -> None:
         answer = refusal(received.frames, error)
         if answer is not None:
             answer.epoch = self.shard.epoch
@@ -250,22 +248,3 @@ class ShardThread(threading.Thread):
         suppressed = self._traces.allows(time.monotonic())
         if suppressed is not None:
             logger.exception("shard %d: %s (%d more unmentioned)", self.shard.index, what, suppressed)
-
-
-def answer(request: Message, epoch: int, type: MessageType, body: dict[str, Any]) -> Message:
-    """A message without payload that carries the numbers of the request it answers."""
-    return Message(
-        type,
-        job=request.job,
-        epoch=epoch,
-        worker=request.worker,
-        incarnation=request.incarnation,
-        key=request.key,
-        sequence=request.sequence,
-        body=body,
-    )
-
-
-def error_answer(request: Message, epoch: int, code: str, text: str) -> Message:
-    """The ERROR that answers a request."""
-    return answer(request, epoch, MessageType.ERROR, {"code": code, "text": text[:MAX_TEXT_CHARS]})
