@@ -11,7 +11,6 @@ import os
 import pickle
 import random
 import signal
-import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
@@ -81,19 +80,6 @@ def assert_equal(a: State, b: State) -> None:
     assert a.keys() == b.keys()
     for name in a:
         assert torch.equal(a[name], b[name]), f"{name}: {(a[name].float() - b[name].float()).abs().max()}"
-
-
-def free_address(shards: int = 2) -> str:
-    """Where a server can start again: its shards get the ports that follow."""
-    while True:
-        port = random.SystemRandom().randrange(20_000, 32_000)
-        with ExitStack() as taken:
-            try:
-                for shard in range(shards):
-                    taken.enter_context(socket.socket()).bind(("127.0.0.1", port + shard))
-            except OSError:
-                continue
-        return f"tcp://127.0.0.1:{port}"
 
 
 @pytest.fixture
@@ -353,25 +339,16 @@ def restart(server: ServerProcess, context: Any, **options: Any) -> ServerProces
 @pytest.mark.parametrize("has_snapshots", [False, True], ids=["memory", "snapshots"])
 def test_sync_server_loses_no_step_to_restarts_of_its_server(tmp_path, has_snapshots, seed):
     chooser = random.Random(seed)
-    options = {"snapshot_dir": tmp_path, "snapshot_interval_s": 0.3} if has_snapshots else {}
-    run_through_restarts(chooser, options, restarts=2, steps=30, wrapping={"gradient_as_bucket_view": has_snapshots})
-
-
-@pytest.mark.slow
-def test_sync_server_loses_no_step_to_many_restarts():
-    run_through_restarts(random.Random(4), {}, restarts=25, steps=1200, wrapping={})
-
-
-def run_through_restarts(
-    chooser: random.Random, options: dict[str, Any], *, restarts: int, steps: int, wrapping: dict[str, Any]
-) -> None:
+    options = {"snapshot_dir": tmp_path / "snapshots", "snapshot_interval_s": 0.3} if has_snapshots else {}
+    steps, wrapping = 30, {"gradient_as_bucket_view": has_snapshots}
     with ExitStack() as context:
-        server = context.enter_context(running_server(bind=free_address(), shards=2, lease_s=LEASE_S, **options))
+        address = f"ipc://{tmp_path}/socket"
+        server = context.enter_context(running_server(bind=address, shards=2, lease_s=LEASE_S, **options))
         workers = context.enter_context(crew())
-        arguments = (train_sync, server.addresses[0], steps, 3, 0.005, None, False, None, wrapping)
+        arguments = (train_sync, address, steps, 3, 0.005, None, False, None, wrapping)
         members = [workers.start(*arguments, rank=rank) for rank in range(3)]
-        for kill in range(restarts):
-            members[kill % 3].wait_for("step", at_least=(kill + 1) * steps // (restarts + 3))
+        for kill in range(2):
+            members[kill].wait_for("step", at_least=(kill + 1) * steps // 5)
             time.sleep(chooser.random() * 0.02)
             server = restart(server, context, **options)
         results = results_of(members)
@@ -399,11 +376,11 @@ class StallAnswer:
         Link.receive = stall  # type: ignore[method-assign]
 
 
-def test_an_average_that_one_worker_has_survives_the_server():
+def test_an_average_that_one_worker_has_survives_the_server(tmp_path):
     """Rank 0 gets the averages of step 6 and goes on, rank 1 never hears of them; then the server dies."""
     steps = 12
     with ExitStack() as context:
-        server = context.enter_context(running_server(bind=free_address(), shards=2, lease_s=LEASE_S))
+        server = context.enter_context(running_server(bind=f"ipc://{tmp_path}/socket", shards=2, lease_s=LEASE_S))
         workers = context.enter_context(crew())
         ahead = workers.start(train_sync, server.addresses[0], steps, 2, rank=0)
         behind = workers.start(train_sync, server.addresses[0], steps, 2, 0.0, StallAnswer(5), rank=1)
@@ -441,10 +418,10 @@ def enter_slowly(reports: Reports, *arguments: Any) -> Any:
     return train_sync(reports, *arguments)
 
 
-def test_a_server_that_dies_before_a_worker_has_its_values_gives_it_no_others():
+def test_a_server_that_dies_before_a_worker_has_its_values_gives_it_no_others(tmp_path):
     """Worker 0 tells a restarted server the layout, not the values; worker 1 must not begin from what is there."""
     with ExitStack() as context:
-        server = context.enter_context(running_server(bind=free_address(), shards=2, lease_s=LEASE_S))
+        server = context.enter_context(running_server(bind=f"ipc://{tmp_path}/socket", shards=2, lease_s=LEASE_S))
         workers = context.enter_context(crew())
         first = workers.start(train_sync, server.addresses[0], ENDLESS, 2, 0.01, rank=0)
         second = workers.start(enter_slowly, server.addresses[0], ENDLESS, 2, 0.01, rank=1)
@@ -841,9 +818,11 @@ def test_a_worker_that_has_yet_to_come_is_not_left_behind(server):
 @pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow)])
 def test_async_goes_on_from_the_last_snapshot(tmp_path: Path, seed: int):
     chooser = random.Random(seed)
-    options = {"snapshot_dir": tmp_path, "snapshot_interval_s": 0.1}
+    options = {"snapshot_dir": tmp_path / "snapshots", "snapshot_interval_s": 0.1}
     with ExitStack() as context:
-        server = context.enter_context(running_server(bind=free_address(), shards=2, lease_s=LEASE_S, **options))
+        server = context.enter_context(
+            running_server(bind=f"ipc://{tmp_path}/socket", shards=2, lease_s=LEASE_S, **options)
+        )
         workers = context.enter_context(crew())
         worker = workers.start(train_async, server.addresses[0], 90, 1, 0.005, rank=0)
         for kill in range(2):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import os
-import signal
 import threading
 import time
 from contextlib import ExitStack
@@ -17,9 +16,7 @@ from support.fault_workers import Reports, crew, results_of
 from support.interpreters import running_program
 from support.server_process import running_server
 from support.shard_world import Worker, World, rule_of, spec, team
-from support.waiting import eventually
 
-from psengine.errors import FencedError
 from psengine.protocol.messages import MessageType
 
 LEASE_S = 1.0
@@ -88,70 +85,6 @@ def test_a_server_that_dies_at_the_last_step_gives_it_one_result(tmp_path):
     assert results == [[[2.0, 2.0]] * 3] * 2
 
 
-@pytest.mark.slow
-def test_nobody_is_held_up_where_all_have_everything(tmp_path):
-    with running_server(shards=2, lease_s=60.0) as server, crew() as workers:
-        members = [workers.start(exchange_and_leave, server.addresses[0], 2, 3, rank=rank) for rank in range(2)]
-        assert results_of(members) == [[[2.0, 2.0]] * 3] * 2
-        assert all("waits to leave" not in member.story() for member in members)
-
-
-@pytest.mark.slow
-def test_a_worker_that_never_hears_again_is_waited_for_a_lease():
-    with running_server(lease_s=LEASE_S) as server, crew() as workers:
-        first = workers.start(exchange_and_leave, server.addresses[0], 2, 3, rank=0)
-        second = workers.start(exchange_and_leave, server.addresses[0], 2, 4, 3, rank=1)
-        first.wait_for("step", at_least=3)
-        second.signal(signal.SIGSTOP)
-        first.result(LEASE_S + 5.0)
-
-
-def train_and_rejoin(reports: Reports, address: str, steps: int) -> float:
-    """Worker 1: push, be stopped, come back to the job of others by taking over their state; seconds to leave."""
-    session = enter_alone(address, 1, world_size=2)
-    landing = torch.zeros(4)
-    for step in range(steps):
-        session.push(0, torch.ones(4), [landing]).wait()
-        reports.say("step", step + 1)
-    reports.await_go()
-    with pytest.raises(FencedError):
-        session.push(0, torch.ones(4), [landing]).wait()
-    assert session.rejoin() == "joined"
-    answer = session.pull(0).wait()
-    session.set_sequence(0, answer.version)
-    reports.say("rejoined", answer.version)
-    session.push(0, torch.ones(4), [landing]).wait()
-    reports.say("averaged")
-    reports.await_go()
-    began_s = time.monotonic()
-    session.close()
-    return time.monotonic() - began_s
-
-
-def train_anew(reports: Reports, address: str, rank: int) -> None:
-    """A worker of the job's second life: one step, then let worker 1 in, one step together, and stay."""
-    session = enter_alone(address, rank, world_size=2)
-    landing = torch.zeros(4)
-    session.push(0, torch.ones(4), [landing]).wait()
-    reports.say("step", 1)
-    deadline_s = time.monotonic() + 30.0
-    while len(session.members) < 3 and time.monotonic() < deadline_s:
-        session.serve_joiner(lambda: session.store(0, torch.ones(4), version=1).wait() and None)
-        time.sleep(0.02)
-    session.push(0, torch.ones(4), [landing]).wait()
-    reports.await_go()
-    session.close()
-
-
-def train_briefly(reports: Reports, address: str, steps: int) -> None:
-    """Worker 0 of the first life."""
-    session = enter_alone(address, 0, world_size=2)
-    for _ in range(steps):
-        session.push(0, torch.ones(4), [torch.zeros(4)]).wait()
-    reports.say("trained")
-    reports.await_go()
-
-
 def enter_alone(address: str, rank: int, world_size: int) -> Any:
     from psengine.parameter_server.client.worker_session import SessionOptions, WorkerSession
 
@@ -163,30 +96,6 @@ def enter_alone(address: str, rank: int, world_size: int) -> Any:
     session.start()
     session.enter([spec(0, 4)], lambda one: torch.zeros(one.numel))
     return session
-
-
-def test_who_rejoined_a_job_that_began_anew_has_no_averages_of_its_former_life():
-    with running_server(lease_s=LEASE_S) as server, crew() as workers:
-        address = server.addresses[0]
-        first = workers.start(train_briefly, address, 5)
-        second = workers.start(train_and_rejoin, address, 5)
-        first.wait_for("trained")
-        second.wait_for("step", at_least=5)
-        second.signal(signal.SIGSTOP)
-        first.kill()
-        eventually(lambda: not server.job("job")[0]["workers"])
-        others = [workers.start(train_anew, address, rank) for rank in (0, 2)]
-        for other in others:
-            other.wait_for("step")
-        second.signal(signal.SIGCONT)
-        second.go()
-        second.wait_for("averaged")
-        second.go()
-        assert second.result() < 2.0
-        assert "waits to leave" not in second.story()
-        for other in others:
-            other.go()
-        results_of(others)
 
 
 def train_and_leave_open(address: str, rank: int) -> Any:

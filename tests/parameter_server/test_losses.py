@@ -125,24 +125,6 @@ def test_a_pull_after_the_restart_hides_nothing(tmp_path, context, caplog):
 
 
 @pytest.mark.slow
-def test_what_is_durable_is_not_lost_and_a_second_crash_counts_its_own(tmp_path, context, caplog):
-    caplog.set_level(logging.WARNING)
-    trial = Trial(context, tmp_path / "s", workers=1)
-    [worker] = trial.workers
-    worker.step()
-    worker.session.snapshot()
-    trial.restart()
-    worker.step()
-    assert (told_by(caplog), trial.lost()) == ([], 0)
-    trial.restart()  # to the same snapshot
-    worker.step()
-    worker.step()
-    trial.restart()
-    worker.step()
-    assert told_by(caplog) == [(CHUNKS, CHUNKS, CHUNKS), (2 * CHUNKS, 2 * CHUNKS, CHUNKS)]
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("seed", [1, 2])
 def test_the_shortfall_over_kills_is_what_was_reported(tmp_path, context, caplog, seed):
     """Three workers push whatever they like, some of it refused; the server is killed between pushes."""
