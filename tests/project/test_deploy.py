@@ -184,8 +184,8 @@ sys.exit(max(abs(task.wait()) for task in tasks))
 """
 
 TRAIN = """
-import sys, pathlib, torch, psengine
-if psengine.environment.context.default_strategy() == "sync":
+import os, sys, pathlib, torch, psengine
+if os.environ["PSENGINE_STRATEGY"] == "sync":
     psengine.init()
 model = psengine.DistributedDataParallel(torch.nn.Linear(3, 1))
 optimizer = psengine.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
