@@ -63,7 +63,13 @@ class SyncBatchNorm(torch.nn.SyncBatchNorm):
         collective = collective_for(self.process_group or default_group())
         if collective.world_size == 1:
             return _BatchNorm.forward(self, input)
-        self._check_input(input)
+        if not input.is_floating_point():
+            raise ArgumentTypeError(f"SyncBatchNorm normalises floating-point input (got {input.dtype})")
+        if self.num_features != input.size(1):
+            raise ConfigurationError(
+                f"SyncBatchNorm's input has another number of channels (expected {self.num_features} in dimension 1, got"
+                f" input size {input.size()})"
+            )
         with torch.no_grad():
             mean, variance, count = _global_statistics(input, collective)
             if count == 1:
@@ -81,16 +87,6 @@ class SyncBatchNorm(torch.nn.SyncBatchNorm):
                 input, self.weight, self.bias, mean, variance, max(count, 1), self.eps, collective
             ),
         )
-
-    def _check_input(self, input: Tensor) -> None:
-        if not input.is_floating_point():
-            raise ArgumentTypeError(f"SyncBatchNorm normalises floating-point input (got {input.dtype})")
-        for tensor in (self.weight, self.running_mean):
-            if tensor is not None and tensor.numel() != input.size(1):
-                raise ConfigurationError(
-                    f"SyncBatchNorm's input has another number of channels (expected {tensor.numel()} in dimension 1,"
-                    f" got input size {input.size()})"
-                )
 
     def _track(self, mean: Tensor, variance: Tensor, count: int) -> None:
         """Update the running statistics; an empty batch counts as a batch, and changes nothing else."""
