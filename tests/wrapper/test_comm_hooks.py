@@ -76,14 +76,11 @@ def test_bf16_hook(rank, world_size):
 def test_registration_errors(rank, world_size):
     ddp = DistributedDataParallel(seeded(Net), find_unused_parameters=False)
 
-    def wrong_annotation(state: object, bucket: int) -> torch.futures.Future[torch.Tensor]:
-        raise AssertionError
+    def wrong_annotation(state: object, bucket: int) -> torch.futures.Future[torch.Tensor]: ...
 
-    def wrong_return(state: object, bucket: dist.GradBucket) -> int:
-        raise AssertionError
+    def wrong_return(state: object, bucket: dist.GradBucket) -> int: ...
 
-    def no_bucket(state, gradients):
-        raise AssertionError
+    def no_bucket(state, gradients): ...
 
     def returns_tensor(state, bucket):
         return bucket.buffer()
@@ -100,32 +97,22 @@ def test_registration_errors(rank, world_size):
     with raises(RuntimeError, "can only be called once"):
         ddp._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE)
 
-    def returns_too_few(state, bucket):
+    def future_of(result):
         future = torch.futures.Future()
-        future.set_result(bucket.buffer()[1:])
-        return future
-
-    def returns_text(state, bucket):
-        future = torch.futures.Future()
-        future.set_result("text")
+        (future.set_exception if isinstance(result, Exception) else future.set_result)(result)
         return future
 
     def fails(state, bucket):
         raise ArithmeticError("from the hook")
 
-    def fails_later(state, bucket):
-        future = torch.futures.Future()
-        future.set_exception(ArithmeticError("from the future"))
-        return future
-
     for hook, error_type, text in (
         # Native raises a RuntimeError, by these words.
         (returns_tensor, RuntimeError, "callback must return a torch.futures.Future object, but got torch.Tensor from"),
         (returns_tensor, TypeError, "returns_tensor"),
-        (returns_text, CommunicationHookError, "single tensor"),
-        (returns_too_few, CommunicationHookError, "single tensor"),
+        (lambda state, bucket: future_of("text"), CommunicationHookError, "single tensor"),
+        (lambda state, bucket: future_of(bucket.buffer()[1:]), CommunicationHookError, "single tensor"),
         (fails, ArithmeticError, "from the hook"),
-        (fails_later, ArithmeticError, "from the future"),
+        (lambda state, bucket: future_of(ArithmeticError("from the future")), ArithmeticError, "from the future"),
     ):
         ddp = DistributedDataParallel(seeded(Net))
         ddp.register_comm_hook(None, hook)

@@ -268,6 +268,9 @@ def test_constructor_errors(rank, world_size):
     layer = nn.Linear(2, 2)
     with raises(ValueError, "need to be set at the same time"):
         wrap(layer, delay_all_reduce_named_params=[("weight", layer.weight)])
+    delayed = {"delay_all_reduce_named_params": [("weight", layer.weight)], "param_to_hook_all_reduce": layer.bias}
+    with raises(ValueError, "check_finite=True looks at buckets", "got ['weight']"):
+        wrap(layer, check_finite=True, **delayed)
     ddp = wrap(nn.Linear(2, 2))
     ddp(torch.ones(1, 2)).sum().backward()
     with raises(RuntimeError, "should be called before training loop starts"):
