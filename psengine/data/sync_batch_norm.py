@@ -67,8 +67,8 @@ class SyncBatchNorm(torch.nn.SyncBatchNorm):
             raise ArgumentTypeError(f"SyncBatchNorm normalises floating-point input (got {input.dtype})")
         if self.num_features != input.size(1):
             raise ConfigurationError(
-                f"SyncBatchNorm's input has another number of channels (expected {self.num_features} in dimension 1, got"
-                f" input size {input.size()})"
+                "SyncBatchNorm's input has another number of channels (expected"
+                f" {self.num_features} in dimension 1, got input size {input.size()})"
             )
         with torch.no_grad():
             mean, variance, count = _global_statistics(input, collective)
