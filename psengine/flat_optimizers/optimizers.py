@@ -32,17 +32,12 @@ _MAX_STEPS = 2**53
 
 @dataclass(frozen=True, slots=True)
 class OptimizerSpec:
-    """The optimizer of one chunk, as CONFIGURE describes it.
+    """The optimizer of one chunk, as CONFIGURE describes it."""
 
-    Attributes:
-        name: of a ``torch.optim`` class, one of ``hyperparameters.OPTIMIZERS``.
-        groups: the hyperparameters of each parameter group, checked; not to be mutated.
-        runs: (start, end, group): elements start <= i < end follow that group, -1 where they are not trained. They tile
-            the chunk, one for each parameter, because a parameter may lack a gradient by itself.
-    """
-
-    name: str
-    groups: tuple[dict[str, Any], ...]
+    name: str  # of a ``torch.optim`` class, one of ``hyperparameters.OPTIMIZERS``
+    groups: tuple[dict[str, Any], ...]  # the hyperparameters of each parameter group, checked; not to be mutated
+    # (start, end, group): elements start <= i < end follow that group, -1 where they are not trained. They tile the
+    # chunk, one for each parameter, because a parameter may lack a gradient by itself.
     runs: tuple[tuple[int, int, int], ...]
 
     @classmethod
@@ -150,7 +145,7 @@ class ChunkOptimizer:
         """Take one step: mutate the values and the state. On an error neither has changed.
 
         Args:
-            gradient: of the shape and dtype of ``values``; read only.
+            gradient: of the shape and dtype of the values; read only.
             groups: hyperparameters from now on, one map for each group; None keeps those of the last step.
             learning_rate_scale: factor on every learning rate, this time only.
             absent: [start, end) of whole runs that have no gradient this time; their values and state stay.

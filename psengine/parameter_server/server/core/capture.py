@@ -20,13 +20,10 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-import torch
-
 from psengine.parameter_server.server.rules.chunk_rule import ChunkRule
 from psengine.parameter_server.server.rules.exchange import Contribution, RuleContext
 from psengine.parameter_server.server.rules.statistics import JobStatistics
 from psengine.parameter_server.server.snapshots.store import ChunkState, JobState
-from psengine.protocol.layout import ChunkSpec
 
 # How long shards wait for each other; one that is busy for longer is cut at another moment.
 BARRIER_S = 1.0
@@ -56,28 +53,15 @@ class OpenStep:
         return len(self.keys) >= step.parts
 
 
+@dataclass
 class JobCapture:
-    """The copy of one job.
+    """The copy of one job."""
 
-    Args:
-        state: the copy.
-        awaited: by rank, the steps of which it has not all.
-        make_rule: see ``ChunkStore.make_rule``.
-        on_complete: called once nothing is awaited any more; not where nothing ever was.
-    """
-
-    def __init__(
-        self,
-        state: JobState,
-        awaited: dict[int, OpenStep],
-        make_rule: Callable[..., ChunkRule],
-        on_complete: Callable[[], None],
-    ) -> None:
-        self.awaited = awaited
-        self._state = state
-        self._make_rule = make_rule
-        self._on_complete = on_complete
-        self._rules: dict[int, ChunkRule] = {}
+    state: JobState
+    awaited: dict[int, OpenStep]  # by rank, the steps of which the copy has not all
+    restore_rule: Callable[..., ChunkRule]  # see ``ChunkStore.restore_rule``
+    on_complete: Callable[[], None]  # called once nothing is awaited any more; not where nothing ever was
+    _rules: dict[int, ChunkRule] = field(default_factory=dict)
 
     def pushed(self, push: Contribution, key: int, step: Step | None) -> None:
         """A push was taken in by the chunk; the copy takes it, too, if it is of a step that the copy has begun."""
@@ -94,24 +78,22 @@ class JobCapture:
     def left(self, rank: int) -> None:
         """Nothing more is to come of this worker's step."""
         if self.awaited.pop(rank, None) is not None and not self.awaited:
-            self._on_complete()
+            self.on_complete()
 
     def _rule(self, key: int) -> ChunkRule:
         rule = self._rules.get(key)
         if rule is None:
-            chunk = next(chunk for chunk in self._state.chunks if chunk.key == key)
+            chunk = next(chunk for chunk in self.state.chunks if chunk.key == key)
             alone = RuleContext(live_ranks=tuple, missing_ranks=tuple, statistics=JobStatistics())
-            spec = ChunkSpec.from_body(chunk.meta["spec"])
-            rule = self._rules[key] = self._make_rule(spec, torch.empty_like(chunk.tensors["values"]), alone)
-            rule.restore(chunk.meta, chunk.tensors)
+            rule = self._rules[key] = self.restore_rule(chunk.meta, chunk.tensors, alone)
         return rule
 
     def result(self) -> JobState:
         """The copy, as far as it has come."""
         chunks = [
-            chunk_state(self._rules[chunk.key]) if chunk.key in self._rules else chunk for chunk in self._state.chunks
+            chunk_state(self._rules[chunk.key]) if chunk.key in self._rules else chunk for chunk in self.state.chunks
         ]
-        return JobState(self._state.name, self._state.meta, chunks)
+        return JobState(self.state.name, self.state.meta, chunks)
 
 
 class Cuts:

@@ -5,13 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
-
 from psengine.parameter_server.server.core.capture import Capture, CopyBarrier, Goals, JobCapture
 from psengine.parameter_server.server.core.job import Job
 from psengine.parameter_server.server.core.shard_jobs import ShardJobs
 from psengine.parameter_server.server.snapshots.store import JobState
-from psengine.protocol.layout import ChunkSpec
 
 
 class DurableState:
@@ -59,7 +56,7 @@ class DurableState:
         for job in self._jobs.kept():
             awaits = awaits_steps and any(rule.is_changed_by_each for rule in job.rules)
             awaited = job.cuts.awaited(goals.get(job.number, {}), job.membership.live_ranks) if awaits else {}
-            copy = JobCapture(job.copy(), awaited, job.chunks.make_rule, capture.look)
+            copy = JobCapture(job.copy(), awaited, job.chunks.restore_rule, capture.look)
             job.cuts.follow(copy)
             capture.add(copy)
         capture.look()
@@ -89,11 +86,7 @@ class DurableState:
             job = self._jobs.make(state.name, state.meta["rule"])
             job.restore_meta(state.meta, self._jobs.now_s)
             for chunk in state.chunks:
-                spec = ChunkSpec.from_body(chunk.meta["spec"])
-                values = chunk.tensors.get("values")
-                rule = job.chunks.make_rule(spec, None if values is None else torch.empty_like(values))
-                rule.restore(chunk.meta, chunk.tensors)
-                job.chunks.rules[chunk.key] = rule
+                job.chunks.rules[chunk.key] = job.chunks.restore_rule(chunk.meta, chunk.tensors)
             self._jobs.add(job)
         self._note_captured()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -29,8 +29,6 @@ class ChunkStore:
     """The chunks of one job at one shard, by key.
 
     Args:
-        rule: of the job.
-        context: what the chunks' rules share.
         take_memory: told of bytes about to be taken, and for what; raises ProtocolError where there are not enough.
     """
 
@@ -65,9 +63,15 @@ class ChunkStore:
             )
         return rule
 
-    def make_rule(self, spec: ChunkSpec, values: torch.Tensor | None, context: RuleContext | None = None) -> ChunkRule:
-        """A chunk under the job's rule; ``context``: another than the job's."""
-        return self._rule.make(spec, values, context or self._context)
+    def restore_rule(
+        self, meta: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], context: RuleContext | None = None
+    ) -> ChunkRule:
+        """A snapshot's chunk under the job's rule; ``context``: another than the job's."""
+        values = tensors.get("values")
+        empty = None if values is None else torch.empty_like(values)
+        rule = self._rule.make(ChunkSpec.from_body(meta["spec"]), empty, context or self._context)
+        rule.restore(meta, tensors)
+        return rule
 
     def register(self, message: Message) -> None:
         """REGISTER: take a chunk with its initial values; a repetition replaces it."""
@@ -81,7 +85,7 @@ class ChunkStore:
             raise ProtocolError(f"{spec.describe()} cannot be listed: {error}. Cut it into more chunks.") from None
         if more_bytes > 0:
             self._take_memory(more_bytes, f"registering {spec.describe()}")
-        self.rules[message.key] = self.make_rule(spec, None if values is None else values.clone())
+        self.rules[message.key] = self._rule.make(spec, None if values is None else values.clone(), self._context)
 
     def configure(self, message: Message) -> list[str]:
         """CONFIGURE: attach the server-side optimizer; returns the names of its slots so far."""

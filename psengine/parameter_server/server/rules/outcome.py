@@ -25,14 +25,9 @@ class Outcome(ABC):
     """Of one chunk at one shard.
 
     Args:
-        spec: of the chunk.
         values: 1-D, the chunk's values; owned and mutated here. None where nobody has brought any.
-        payloads: encodes answers.
         statistics: counters, mutated.
         options: the rule as in HELLO.
-
-    Attributes:
-        progress: how far the chunk is; shared with the gathering.
     """
 
     # Whether the weights that are trained are here; else they are in the workers, who deposit copies for each other.
@@ -50,7 +45,7 @@ class Outcome(ABC):
     ) -> None:
         self.spec = spec
         self.values = values
-        self.progress = Progress()
+        self.progress = Progress()  # shared with the gathering
         self.payloads = payloads
         self.statistics = statistics
         self.optimizer: ChunkOptimizer | None = None
