@@ -12,11 +12,9 @@ import multiprocessing
 import os
 import signal
 import statistics
-import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -30,6 +28,7 @@ from torch.nn import functional as F
 
 import psengine
 from psengine.environment.installation import install_command
+from psengine.parameter_server.client.embedded import EmbeddedServer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -46,7 +45,6 @@ SNAPSHOT_S = 0.5
 SMOOTHED = 5  # snapshots
 GROUP_TIMEOUT_S = 60
 START_S = 60
-SERVER_READY = "psengine-server ready "
 
 # name -> Adam's learning rate and beta1, the best of a sweep. Synchronous: the gradient of four times as many samples
 # stands a larger step. Asynchronous: old gradients act like momentum, so that there has to be less of it (Mitliagkas
@@ -241,7 +239,12 @@ def rank_main(rank: int, port: int, server: str, directory: Path, last_step: Any
     timeout = timedelta(seconds=GROUP_TIMEOUT_S)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD_SIZE, timeout=timeout)
     try:
-        while (plan := pipe.recv()) is not None:
+        for run in itertools.count():
+            # The servers keep the jobs of earlier runs, which have other rules.
+            os.environ["PSENGINE_JOB"] = f"straggler-{run}"
+            plan = pipe.recv()
+            if plan is None:
+                break
             timed, statistics_of_job = train(plan, rank, train_data, last_step)
             # The clock has stopped: now there is time to evaluate.
             curve = [] if test_data is None else curve_of(timed.snapshots, test_data)
@@ -251,27 +254,6 @@ def rank_main(rank: int, port: int, server: str, directory: Path, last_step: Any
 
 
 # ---- here ----------------------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def running_server() -> Iterator[str]:
-    """A parameter server on a free loopback port: its address."""
-    command = [sys.executable, "-m", "psengine.cli.server", "--bind", "tcp://127.0.0.1:0"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
-    try:
-        assert process.stdout is not None
-        for line in process.stdout:
-            if line.startswith(SERVER_READY):
-                yield line.removeprefix(SERVER_READY).strip()
-                return
-        raise RuntimeError(f"the parameter server ended before it was ready, with exit code {process.wait()}")
-    finally:
-        process.terminate()
-        try:
-            process.wait(timeout=10)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
 
 
 class Workers:
@@ -444,7 +426,7 @@ def main() -> None:
     description = describe_machine("loopback", "one thread per worker")
     print(f"{description}\n", flush=True)
     runs: list[Run] = []
-    with running_server() as server, Workers(options.data, server) as workers:
+    with EmbeddedServer.start() as server, Workers(options.data, server.addresses[0]) as workers:
         for repetition in range(options.repetitions):
             # Who comes after whom changes from one repetition to the next.
             turn = repetition % len(options.candidates)
