@@ -1,6 +1,6 @@
-"""What several shards say of a job, as one ``JobStatus``. Pure.
+"""Several shards' statuses of a job, merged into one ``JobStatus``. Pure.
 
-A worker's step, by what can be known of it::
+The parts of a worker's step::
 
     step_s = compute_s + blocked_s            the worker's own clock
              blocked_s = apply_s + wait_s + wire_s
@@ -11,7 +11,6 @@ A worker's step, by what can be known of it::
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any, get_args
@@ -26,6 +25,7 @@ from psengine.parameter_server.status_model import (
     State,
     WorkerStatus,
     WorkerTimes,
+    added,
 )
 
 _STRATEGIES = {"average": "sync-server", "apply": "async"}
@@ -55,23 +55,22 @@ def _merge_job(parts: Sequence[ShardJob]) -> JobStatus:
         rule=lead.rule,
         rule_text=rule_text(lead.rule),
         kind=_kind(lead.rule),
-        sealed=all(part.sealed for part in parts),
-        started=any(part.started for part in parts),
-        expected_workers=max(part.expected_workers for part in parts),
         members=len(workers),
         version_min=min((part.version_min for part in trained), default=0),
         version_max=max((part.version_max for part in trained), default=0),
-        refused=_added(part.refused for part in parts),
-        staleness=_by_number(_added(part.staleness for part in parts)),
-        lead=_by_number(_added(part.lead for part in parts)),
         departed=lead.departed,
         workers=workers,
-        **{
-            one.name: one.metadata["merge"](getattr(part, one.name) for part in parts)
-            for one in fields(JobCounters)
-            if "merge" in one.metadata
-        },
+        **_merged(JobCounters, parts),
     )
+
+
+def _merged(model: type, parts: Sequence[Any]) -> dict[str, Any]:
+    """The fields of ``model`` that say how the shards' values are merged."""
+    return {
+        one.name: one.metadata["merge"](getattr(part, one.name) for part in parts)
+        for one in fields(model)
+        if "merge" in one.metadata
+    }
 
 
 def _merge_workers(parts: Sequence[ShardJob]) -> tuple[WorkerStatus, ...]:
@@ -91,37 +90,34 @@ def _merge_workers(parts: Sequence[ShardJob]) -> tuple[WorkerStatus, ...]:
 
 
 def _merge_worker(rank: int, parts: Sequence[ShardWorker], step: int | None, lag: int | None) -> WorkerStatus:
-    staleness = _added(part.staleness for part in parts)
-    # Each shard hears the same heartbeats; one that was away may know less.
+    staleness = added(part.staleness for part in parts)
+    # Each shard hears the same heartbeats, but a restarted one knows fewer.
     told = next((part.telemetry for part in parts if part.telemetry.steps is not None), WorkerTimes())
     return WorkerStatus(
         rank=rank,
         state=_state(parts),
         host=parts[0].host,
         pid=parts[0].pid,
-        silent_s=max(part.silent_s for part in parts),
         step=step,
         lag=lag,
         staleness_p50=percentile(staleness, 0.5),
         staleness_p99=percentile(staleness, 0.99),
-        pushes=sum(part.pushes for part in parts),
-        refused=sum(part.refused for part in parts),
-        late=sum(part.late for part in parts),
         waiting_for=tuple(sorted({other for part in parts for other in part.waiting_for})),
         loss=told.loss,
         samples_per_s=told.samples_per_s,
         steps_per_s=told.steps_per_s,
         step_s=told.step_s,
+        **_merged(WorkerStatus, parts),
         **_split(told, [part.telemetry for part in parts]),
     )
 
 
 def _state(parts: Sequence[ShardWorker]) -> State:
-    """The worst that any shard says."""
+    """The worst state at any shard."""
     return max((part.state for part in parts), key=_STATES.index)
 
 
-def _split(told: WorkerTimes, parts: Sequence[WorkerTimes]) -> dict[str, float | None]:
+def _split(told: WorkerTimes, parts: Sequence[WorkerTimes]) -> dict[str, Any]:
     """The parts of a step."""
     if told.step_s is None or told.blocked_s is None:
         return dict.fromkeys(("compute_s", "wait_s", "wire_s", "apply_s"))
@@ -155,7 +151,7 @@ def percentile(counts: Counts, share: float) -> int | None:
     """The smallest number that at least ``share`` of the counted ones do not exceed; None of nothing."""
     total = sum(counts.values())
     reached = 0
-    for number, count in _by_number(counts).items():
+    for number, count in added([counts]).items():
         reached += count
         if reached >= share * total:
             return int(number)
@@ -164,14 +160,3 @@ def percentile(counts: Counts, share: float) -> int | None:
 
 def _most(numbers: Iterable[int | None]) -> int | None:
     return max((number for number in numbers if number is not None), default=None)
-
-
-def _added(counts: Iterable[Counts]) -> Counts:
-    total: Counter[str] = Counter()
-    for one in counts:
-        total.update(one)
-    return dict(total)
-
-
-def _by_number(counts: Counts) -> Counts:
-    return {number: counts[number] for number in sorted(counts, key=int)}

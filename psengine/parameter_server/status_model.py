@@ -1,22 +1,25 @@
-"""What is known of a server, its shards, its jobs and their workers. JSON is these fields by name, see ``to_json``.
+"""The status of a server, its shards, its jobs and their workers. JSON is these fields by name, see ``to_json``.
 
-    one shard says        ShardStatus ─► ShardJob ─► ShardWorker ─► WorkerTimes     a STATUS_REPORT; "shards"
+    one shard             ShardStatus ─► ShardJob ─► ShardWorker ─► WorkerTimes     a STATUS_REPORT; "shards"
     all shards together   JobStatus ─► WorkerStatus (``overview.merge_jobs``)       "jobs"
     a server process      ServerStatus, with both, Event, SnapshotStatus            /status.json
 
-``psengine status``, ``psengine top``, the dashboard, /metrics and the charts are views of it. None means not known. A
-field's metadata says how shards' values are merged, and how /metrics exports the field.
+``psengine status``, ``psengine top``, the dashboard, /metrics and the charts are views of it. None means unknown. The
+metadata of a field says how the shards' values are merged, and how /metrics exports the field.
 """
+
+# ruff: noqa: RUF009 - _merged() makes a dataclass field
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from functools import cache
 from operator import attrgetter
 from typing import Any, Literal
 
-# A loss that is NaN or infinite: JSON has no such number.
+# Stands for a loss that is NaN or infinite, for which JSON has no number.
 NOT_FINITE: Literal["nan"] = "nan"
 
 State = Literal["live", "silent", "joining"]
@@ -24,34 +27,41 @@ State = Literal["live", "silent", "joining"]
 Counts = Mapping[str, int]
 
 
+def added(counts: Iterable[Counts]) -> Counts:
+    """Counts by value, added up; in the order of values where these are numbers."""
+    total: Counter[str] = Counter()
+    for one in counts:
+        total.update(one)
+    return dict(sorted(total.items(), key=lambda item: int(item[0]) if item[0].isdigit() else 0))
+
+
+def _merged(merge: Callable[[Iterable[Any]], Any], explanation: str = "", **default: Any) -> Any:
+    """A field; ``merge`` makes one value of all shards'. With an explanation /metrics exports it as a counter."""
+    return field(**default, metadata={"merge": merge, "counter": explanation})
+
+
 def _total(explanation: str = "") -> Any:
-    """A number that is added over shards; with an explanation /metrics exports it as a counter."""
-    return field(default=0, metadata={"merge": sum, "counter": explanation})
-
-
-def _most(explanation: str = "") -> Any:
-    """A number of which the largest of all shards counts."""
-    return field(default=0, metadata={"merge": max, "counter": explanation})
+    return _merged(sum, explanation, default=0)
 
 
 def _counter(explanation: str) -> Any:
     return field(default=0, metadata={"counter": explanation})
 
 
-def _gauge(name: str, explanation: str) -> Any:
+def _gauge(name: str, explanation: str, **metadata: Any) -> Any:
     """A number of a worker that /metrics exports as psengine_worker_``name``."""
-    return field(metadata={"gauge": (name, explanation)})
+    return field(metadata={"gauge": (name, explanation), **metadata})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerTimes:
-    """What a worker's heartbeats and one shard know of its steps; rates and means are of the last seconds.
+    """A worker's steps, by its heartbeats and one shard; rates and means are of the last seconds.
 
     Attributes:
-        steps: completed ones, as the worker said last.
-        loss: as the worker said last; ``NOT_FINITE`` of one that is NaN or infinite.
-        step_s, blocked_s: of a step, and of it the time that the worker waited for servers.
-        apply_s, held_s: of a step, what this shard worked on its pushes, and held its answers for other workers.
+        steps: completed steps, as the worker reported last.
+        loss: as the worker reported last; ``NOT_FINITE`` if NaN or infinite.
+        step_s, blocked_s: length of a step, and how long in it the worker waited for servers.
+        apply_s, held_s: how long in a step this shard worked on its pushes, and held its answers for other workers.
     """
 
     steps: int | None = None
@@ -69,10 +79,10 @@ class ShardWorker:
     """A worker as one shard sees it.
 
     Attributes:
-        silent_s: since its last message.
+        silent_s: time since its last message.
         pushes, refused, late: chunks that it sent; that were refused; that came after their average.
-        clock: the exchange it is in; None where no chunk of this shard is trained.
-        waiting_for: ranks that its answers are held for.
+        clock: number of its exchange; None where no chunk of this shard is trained.
+        waiting_for: ranks for which its answers are held.
         staleness: of its last pushes.
     """
 
@@ -104,18 +114,18 @@ class Departed:
 
 @dataclass(frozen=True, kw_only=True)
 class JobCounters:
-    """What is counted of a job at one shard, or over all of them.
+    """A job's counters at one shard, or over all of them.
 
     Attributes:
-        staleness, lead: how many pushes were how many updates old; how many answers left while their worker was how
-            many steps ahead of the slowest. Large values are counted together; the sums are exact.
-        refused: pushes refused, by reason; "abstained" are those that only asked for weights.
+        staleness: number of pushes by their age in updates. Large values are counted together; the sum is exact.
+        lead: number of answers by how many steps their worker was ahead of the slowest; likewise.
+        refused: number of refused pushes by reason; "abstained" are those that only asked for weights.
     """
 
     rule: Mapping[str, Any]
-    sealed: bool
-    started: bool
-    expected_workers: int
+    sealed: bool = _merged(all)
+    started: bool = _merged(any)
+    expected_workers: int = _merged(max)
     version_min: int
     version_max: int
     members: int
@@ -133,12 +143,14 @@ class JobCounters:
     staleness_sum: int = _total()
     lead_sum: int = _total()
     # Every shard evicts the same worker.
-    evicted: int = _most("Workers removed: their lease ran out or was ended by hand, or they were too far behind.")
-    max_staleness: int = _most()
-    max_lead: int = _most()
-    refused: Counts = field(default_factory=dict)
-    staleness: Counts = field(default_factory=dict)
-    lead: Counts = field(default_factory=dict)
+    evicted: int = _merged(
+        max, "Workers removed: their lease ran out or was ended by hand, or they were too far behind.", default=0
+    )
+    max_staleness: int = _merged(max, default=0)
+    max_lead: int = _merged(max, default=0)
+    refused: Counts = _merged(added, default_factory=dict)
+    staleness: Counts = _merged(added, default_factory=dict)
+    lead: Counts = _merged(added, default_factory=dict)
     departed: tuple[Departed, ...] = ()
 
 
@@ -193,8 +205,7 @@ class WorkerStatus:
     """A worker as all shards together see it: the worst state, pushes added up.
 
     Attributes:
-        step: exchanges; of an asynchronous job, from where the worker joined. Where no chunk of the job is trained, the
-            steps that the worker says it completed.
+        step: number of its exchange. Where no chunk of the job is trained, the steps that it reported.
         lag: steps behind the fastest worker that takes part.
         compute_s, wait_s, wire_s, apply_s: the parts of ``step_s``, see ``overview``.
     """
@@ -203,14 +214,14 @@ class WorkerStatus:
     state: State
     host: str
     pid: int
-    silent_s: float = _gauge("silent_seconds", "Since its last message.")
+    silent_s: float = _gauge("silent_seconds", "Since its last message.", merge=max)
     step: int | None = _gauge("step", "Steps completed.")
     lag: int | None = _gauge("lag_steps", "Steps behind the fastest live worker.")
     staleness_p50: int | None
     staleness_p99: int | None
-    pushes: int
-    refused: int
-    late: int
+    pushes: int = field(metadata={"merge": sum})
+    refused: int = field(metadata={"merge": sum})
+    late: int = field(metadata={"merge": sum})
     waiting_for: tuple[int, ...]
     loss: float | Literal["nan"] | None = _gauge("loss", "What the script reported last.")
     samples_per_s: float | None = _gauge("samples_per_second", "Lately.")
@@ -224,7 +235,7 @@ class WorkerStatus:
 
 @dataclass(frozen=True, kw_only=True)
 class JobStatus(JobCounters):
-    """A job as all its shards together see it; ``kind`` is the strategy's name, ``rule_text`` it with its options."""
+    """A job as all its shards together see it; ``kind`` is the strategy's name, ``rule_text`` has its options too."""
 
     rule_text: str
     kind: str
@@ -233,7 +244,7 @@ class JobStatus(JobCounters):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SnapshotStatus:
-    """A server's snapshots; ``age_s`` is for how long the server may have held more than the generation does."""
+    """A server's snapshots; ``age_s`` is the time since the generation last held everything that the server holds."""
 
     directory: str
     interval_s: float
@@ -292,7 +303,7 @@ class ServerStatus:
 
     @property
     def mute(self) -> list[MuteShard]:
-        """The others."""
+        """The shards that did not."""
         return [shard for shard in self.shards if isinstance(shard, MuteShard)]
 
 
@@ -315,7 +326,7 @@ _PLAIN = frozenset({int, float, str, bool, type(None)})
 
 @cache
 def _members(kind: type) -> Callable[[Any], Iterable[tuple[str, Any]]]:
-    """A function that yields the fields of a ``kind``, and their values: shards make thousands of them a second."""
+    """A function that yields names and values of a ``kind``'s fields; fast, as shards need thousands a second."""
     names = [one.name for one in fields(kind)]
     values = attrgetter(*names)
     return lambda status: zip(names, values(status), strict=True)
