@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
@@ -10,12 +11,11 @@ import pytest
 import torch
 from support.interpreters import Interpreter, running_program
 from support.server_process import running_server
-from support.shard_world import AVERAGE, spec
 from support.waiting import eventually
+from support.worker_sessions import entered
 
 import psengine
 from psengine.parameter_server.client.link import Link
-from psengine.parameter_server.client.options import SessionOptions
 from psengine.parameter_server.client.worker_session import WorkerSession
 from psengine.protocol.messages import Message, MessageType
 
@@ -27,40 +27,23 @@ LIMIT_S = 20.0
 PROGRAM = """
 import time
 import torch
-from psengine.parameter_server.client.options import SessionOptions
-from psengine.parameter_server.client.worker_session import WorkerSession
-from psengine.protocol.layout import ChunkKind, ChunkSpec, Segment
+from support.worker_sessions import entered
 
-address, rank = {address!r}, {rank}
-session = WorkerSession(SessionOptions(
-    addresses=(address,), job="job", rule={rule}, rank=rank, world_size=2, timeout_s={timeout_s}
-))
-session.start()
-chunk = ChunkSpec(0, ChunkKind.PARAMETER, torch.float32, 4, (Segment("p0", (4,), (1,), 0, 4),))
-session.enter([chunk], lambda one: torch.zeros(one.numel))
+session = entered({address!r}, {rank}, world_size=2, timeout_s={timeout_s})
 landing = torch.zeros(4)
 session.keep_result(0)
 session.push(0, torch.full((4,), 1.0), [landing]).wait()
 print(landing.tolist(), flush=True)
-if rank == 1:
+if {rank} == 1:
     time.sleep(600)
 """
 
 
-def enter(address: str, rank: int) -> WorkerSession:
-    options = SessionOptions(
-        addresses=(address,), job="job", rule=AVERAGE, rank=rank, world_size=2, timeout_s=TIMEOUT_S
-    )
-    session = WorkerSession(options)
-    session.start()
-    session.enter([spec(0, 4)], lambda one: torch.zeros(one.numel))
-    return session
-
-
 def program(address: str, rank: int) -> AbstractContextManager[Interpreter]:
     """A worker that takes one step and ends without ``close``; rank 1 does not end."""
-    text = PROGRAM.format(address=address, rank=rank, rule=AVERAGE, timeout_s=TIMEOUT_S)
-    return running_program(text, {"PYTHONPATH": str(Path(psengine.__file__).parents[1])})
+    text = PROGRAM.format(address=address, rank=rank, timeout_s=TIMEOUT_S)
+    roots = (Path(psengine.__file__).parents[1], Path(__file__).parents[1])
+    return running_program(text, {"PYTHONPATH": os.pathsep.join(map(str, roots))})
 
 
 class Deaf:
@@ -88,7 +71,7 @@ class Deaf:
 def test_a_program_that_ends_waits_for_who_lacks_the_average_or_for_ctrl_c(monkeypatch, ends_by):
     with running_server(lease_s=TIMEOUT_S) as server, ExitStack() as context:
         leaver = context.enter_context(program(server.addresses[0], 0))
-        session = enter(server.addresses[0], 1)
+        session = entered(server.addresses[0], 1, world_size=2, timeout_s=TIMEOUT_S)
         context.callback(session.close)
         other = Deaf(session, monkeypatch)
         landing = torch.zeros(4)

@@ -8,28 +8,17 @@ from contextlib import ExitStack
 
 import torch
 from support.server_process import ServerProcess, running_server
-from support.shard_world import AVERAGE, spec
+from support.worker_sessions import entered
 
 from psengine.parameter_server.client import recovery
 from psengine.parameter_server.client.flow import Flow
 from psengine.parameter_server.client.handshake import Welcome, shake_hands
 from psengine.parameter_server.client.membership import Membership
-from psengine.parameter_server.client.options import SessionOptions
 from psengine.parameter_server.client.worker_session import Push, WorkerSession
 from psengine.protocol.messages import Message, MessageType
 
 LEASE_S = 20.0
 WORLD_SIZE = 2
-
-
-def enter(address: str, rank: int) -> WorkerSession:
-    options = SessionOptions(
-        addresses=(address,), job="job", rule=AVERAGE, rank=rank, world_size=WORLD_SIZE, timeout_s=20.0
-    )
-    session = WorkerSession(options)
-    session.start()
-    session.enter([spec(0, 4)], lambda one: torch.zeros(one.numel))
-    return session
 
 
 def push(session: WorkerSession, value: float, landing: torch.Tensor) -> Push:
@@ -50,7 +39,7 @@ def test_a_server_that_dies_after_the_first_step_waits_for_workers_that_nobody_h
     with ExitStack() as context:
         servers = context.enter_context(ExitStack())  # they end after the workers
         server = servers.enter_context(running_server(bind=address, lease_s=LEASE_S))
-        sessions = [enter(address, rank) for rank in range(WORLD_SIZE)]
+        sessions = [entered(address, rank, world_size=WORLD_SIZE) for rank in range(WORLD_SIZE)]
         for session in sessions:
             context.callback(session.close)
         first, second = (session._membership for session in sessions)

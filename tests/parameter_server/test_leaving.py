@@ -16,6 +16,7 @@ from support.fault_workers import Reports, crew, results_of
 from support.interpreters import running_program
 from support.server_process import running_server
 from support.shard_world import Worker, World, rule_of, spec, team
+from support.worker_sessions import entered
 
 from psengine.protocol.messages import MessageType
 
@@ -27,21 +28,11 @@ def exchange_and_leave(
     reports: Reports, address: str, world_size: int, steps: int, deaf_step: int | None = None
 ) -> Any:
     """Push a number a step; the averages. From ``deaf_step`` on no answer arrives before the server has restarted."""
-    import os
-
     from psengine.parameter_server.client.link import Link
-    from psengine.parameter_server.client.options import SessionOptions
-    from psengine.parameter_server.client.worker_session import WorkerSession
 
     rank = int(os.environ["PSENGINE_WORKER"])
-    rule = {"name": "average", "quorum": None}
-    options = SessionOptions(
-        addresses=(address,), job="job", rule=rule, rank=rank, world_size=world_size, timeout_s=30.0
-    )
-    session = WorkerSession(options)
-    session.start()
     specs = [spec(key, 4) for key in range(2)]
-    session.enter(specs, lambda one: torch.zeros(one.numel))
+    session = entered(address, rank, specs, world_size=world_size, timeout_s=30.0)
     landings = [torch.zeros(4) for _ in specs]
     epochs = {link.index: link.epoch for link in session._membership.links}
     step, receive = 0, Link.receive
@@ -85,22 +76,9 @@ def test_a_server_that_dies_at_the_last_step_gives_it_one_result(tmp_path):
     assert results == [[[2.0, 2.0]] * 3] * 2
 
 
-def enter_alone(address: str, rank: int, world_size: int) -> Any:
-    from psengine.parameter_server.client.worker_session import SessionOptions, WorkerSession
-
-    rule = {"name": "average", "quorum": None}
-    options = SessionOptions(
-        addresses=(address,), job="job", rule=rule, rank=rank, world_size=world_size, timeout_s=30.0
-    )
-    session = WorkerSession(options)
-    session.start()
-    session.enter([spec(0, 4)], lambda one: torch.zeros(one.numel))
-    return session
-
-
 def train_and_leave_open(address: str, rank: int) -> Any:
     """A worker's script that closes nothing, in a Python that starts no thread once it exits, as 3.12 and later."""
-    session = enter_alone(address, rank, world_size=2)
+    session = entered(address, rank, world_size=2)
     for _ in range(3):
         session.push(0, torch.ones(4), [torch.zeros(4)]).wait()
 

@@ -15,10 +15,10 @@ from support.server_process import APPLY, SGD, ServerProcess, running_server
 from support.shard_world import APPLY as APPLY_RULE
 from support.shard_world import Worker, World, spec, team
 from support.waiting import eventually
+from support.worker_sessions import entered
 
-from psengine.parameter_server.client.options import SessionOptions
 from psengine.parameter_server.client.progress import Ledger
-from psengine.parameter_server.client.worker_session import WorkerSession, wait_all
+from psengine.parameter_server.client.worker_session import wait_all
 from psengine.parameter_server.server.core.weights_here import Losses
 from psengine.protocol.messages import MessageType
 
@@ -34,12 +34,7 @@ class Trainer:
 
     def __init__(self, address: str, rank: int, world_size: int) -> None:
         specs = [spec(key, 4) for key in range(CHUNKS)]
-        options = SessionOptions(
-            addresses=(address,), job="job", rule=APPLY, rank=rank, world_size=world_size, timeout_s=20.0
-        )
-        self.session = WorkerSession(options)
-        self.session.start()
-        self.session.enter(specs, lambda one: torch.zeros(one.numel))
+        self.session = entered(address, rank, specs, rule=APPLY, world_size=world_size)
         body = {"optimizer": "SGD", "groups": [{**SGD, "lr": 1.0}], "runs": [[0, 4, 0]]}
         wait_all([self.session.configure(key, body) for key in range(CHUNKS)])
         self.acknowledged = [0] * CHUNKS

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import torch
 from support.server_process import running_server
+from support.worker_sessions import entered
 
 from psengine.environment.local_sockets import socket_beside
 from psengine.parameter_server.client.partition import cut
-from psengine.parameter_server.client.worker_session import SessionOptions, WorkerSession, wait_all
+from psengine.parameter_server.client.worker_session import WorkerSession, wait_all
 from psengine.protocol.layout import ChunkKind
 
-AVERAGE = {"name": "average", "quorum": None}
 NUMEL = 100_000
+SPECS = cut(ChunkKind.PARAMETER, [("w", (NUMEL,), (1,), NUMEL)], torch.float32, 0)
 
 
 def exchange(session: WorkerSession, value: float) -> float:
@@ -21,21 +22,13 @@ def exchange(session: WorkerSession, value: float) -> float:
     return landing[0].item()
 
 
-def entered(address: str, **options: object) -> WorkerSession:
-    session = WorkerSession(SessionOptions(addresses=[address], rule=AVERAGE, timeout_s=20, **options))
-    session.start()
-    specs = cut(ChunkKind.PARAMETER, [("w", (NUMEL,), (1,), NUMEL)], torch.float32, 0)
-    session.enter(specs, lambda spec: torch.zeros(spec.numel))
-    return session
-
-
 def ways(session: WorkerSession) -> set[str]:
     return {monitor.way for monitor in session._membership.connection._monitors}
 
 
 def test_a_client_on_loopback_goes_through_the_socket_and_survives_a_restart():
     with running_server() as server:
-        session = entered(server.addresses[0])
+        session = entered(server.addresses[0], 0, SPECS)
         beside = {socket_beside(address) for address in server.addresses}
         try:
             assert ways(session) == beside
@@ -50,7 +43,7 @@ def test_a_client_on_loopback_goes_through_the_socket_and_survives_a_restart():
 
 def test_a_client_may_stay_on_tcp():
     with running_server(insecure=True) as server:
-        session = entered(server.addresses[0], uses_local_socket=False)
+        session = entered(server.addresses[0], 0, SPECS, uses_local_socket=False)
         try:
             assert exchange(session, 3.0) == 3.0
             assert ways(session) == set(server.addresses)
@@ -60,7 +53,7 @@ def test_a_client_may_stay_on_tcp():
 
 def test_a_server_on_ipc_has_no_second_one(tmp_path):
     with running_server(bind=f"ipc://{tmp_path}/socket") as server:
-        session = entered(server.addresses[0])
+        session = entered(server.addresses[0], 0, SPECS)
         try:
             assert exchange(session, 5.0) == 5.0
             assert ways(session) == set(server.addresses)
