@@ -1,6 +1,6 @@
 """Mean, sum and gather of training metrics across ranks: the loss and the accuracy that people average by hand.
 
-Every call is one header of 64 bytes from each rank, then one collective per kind of number, however many metrics the
+Every call is one header of 40 bytes from each rank, then one collective per kind of number, however many metrics the
 value holds::
 
     value ── leaves, in key order ──┬── header: what I hold, hashed ── all-gather ── all equal? else name the difference
@@ -13,13 +13,12 @@ instead of waiting. No rank ever unpickles what another sent.
 
 from __future__ import annotations
 
-import builtins
 import hashlib
 import json
 import math
 import numbers
+import sys
 from collections.abc import Callable, Sequence
-from itertools import accumulate
 from typing import Any, TypeVar, overload
 
 import torch
@@ -32,22 +31,19 @@ from psengine.tensors.leaves import (
     Description,
     Leaf,
     Walk,
-    as_bytes,
     as_float64,
     as_halves,
-    byte_counts,
-    from_bytes,
     from_float64,
     from_halves,
+    from_payload,
     is_integral,
     is_real_scalar,
     kind_for_gather,
     kind_for_mean,
     kind_for_sum,
     rebuild,
-    shapes_from_sizes,
-    tensor_sizes,
     to_float,
+    to_payload,
 )
 
 Value = TypeVar("Value")
@@ -136,7 +132,7 @@ def gather(value: Any, process_group: dist.ProcessGroup | None = None) -> Any:
 
     Tensors of a leaf must agree in dtype and number of dimensions; their sizes may differ from rank to rank, as batches
     do (``torch.cat(gathered)`` joins batches). All leaves travel as one flat tensor of bytes, padded to the largest
-    rank's; sizes travel first, and only where they differ.
+    rank's.
 
     ``value`` and ``process_group`` are those of ``mean``.
 
@@ -148,19 +144,10 @@ def gather(value: Any, process_group: dist.ProcessGroup | None = None) -> Any:
         ArgumentTypeError, ConfigurationError, ReplicaMismatchError: as ``sum``; ranks' sizes may differ, though.
     """
     exchange = _Exchange("gather", value, process_group)
-    sizes = tensor_sizes(exchange.leaves)
-    sizes_differ = exchange.check(kind_for_gather, sizes)
-    sizes_of_ranks = exchange.gather_sizes(sizes) if sizes_differ else [sizes] * exchange.world_size
-    shapes_of_ranks = [shapes_from_sizes(exchange.leaves, sizes) for sizes in sizes_of_ranks]
-    counts_of_ranks = [byte_counts(exchange.leaves, shapes) for shapes in shapes_of_ranks]
-    parts_of_ranks = exchange.all_gather([as_bytes(leaf) for leaf in exchange.leaves], counts_of_ranks)
-    ranks = range(exchange.world_size)
-    return exchange.rebuild(
-        [
-            [from_bytes(leaf, parts_of_ranks[rank][i], shapes_of_ranks[rank][i]) for rank in ranks]
-            for i, leaf in enumerate(exchange.leaves)
-        ]
-    )
+    payload = to_payload(exchange.leaves, exchange.device)
+    sizes_bytes = exchange.check(kind_for_gather, payload.numel())
+    leaves_of_ranks = [from_payload(exchange.leaves, flat) for flat in exchange.gather(payload, sizes_bytes)]
+    return exchange.rebuild([list(leaves) for leaves in zip(*leaves_of_ranks, strict=True)])
 
 
 class _Exchange:
@@ -176,9 +163,9 @@ class _Exchange:
         self._walk.visit(value, "value")
         self.leaves = self._walk.leaves
         self.paths = self._walk.paths
-        self._header_device, self._device = CPU, CPU
+        self._header_device, self.device = CPU, CPU
         if self.world_size > 1:
-            self._header_device, self._device = _transport_devices(process_group, self.leaves)
+            self._header_device, self.device = _transport_devices(process_group, self.leaves)
 
     def check_weight(self, weight: Any) -> float:
         """Return the weight as a number, 1 for None; what is wrong with it is raised by ``check``."""
@@ -196,20 +183,20 @@ class _Exchange:
             self._walk.add_fault("weight", f"{share}", ConfigurationError(message))
         return share
 
-    def check(self, kind: Callable[[Leaf], str], sizes: Sequence[int] = ()) -> bool:
-        """Make sure that the ranks' values are alike, as far as ``kind`` tells; return whether ``sizes`` are not.
+    def check(self, kind: Callable[[Leaf], str], size_bytes: int = 0) -> list[int]:
+        """Make sure that the ranks' values are alike, as far as ``kind`` tells; return each rank's ``size_bytes``.
 
         Raises:
             ArgumentTypeError, ConfigurationError: this rank's own value cannot be exchanged.
             ReplicaMismatchError: the ranks called different verbs, or with values of different structure.
         """
-        sizes_differ = False
+        sizes_bytes = [size_bytes]
         if self.world_size > 1:
-            description = {"the call": self._verb, "the transport's device": self._device.type}
+            description = {"the call": self._verb, "the transport's device": self.device.type}
             description |= self._walk.description
             description |= {path: kind(leaf) for path, leaf in zip(self.paths, self.leaves, strict=True)}
             payload = json.dumps(description).encode()
-            header = hashlib.sha256(payload).digest() + hashlib.sha256(json.dumps(list(sizes)).encode()).digest()
+            header = hashlib.sha256(payload).digest() + size_bytes.to_bytes(8, sys.byteorder)
             flat = torch.frombuffer(bytearray(header), dtype=torch.int64).to(self._header_device)
             headers = [t.tolist() for t in self._collective.gather(flat, what=f"header of {self._verb}()")]
             if any(h[:4] != headers[0][:4] for h in headers):
@@ -217,43 +204,28 @@ class _Exchange:
                 descriptions: list[Description] = [json.loads(other) for other in payloads]
                 if not self._walk.faults:
                     raise ReplicaMismatchError(_first_difference(descriptions, self._collective.rank))
-            sizes_differ = any(h[4:] != headers[0][4:] for h in headers)
+            sizes_bytes = [h[4] for h in headers]
         for fault in self._walk.faults:
             raise fault
-        return sizes_differ
+        return sizes_bytes
 
     def all_reduce(self, addends: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return the sum over ranks of each addend, all of one dtype, with its shape and on its device."""
         if self.world_size == 1 or not addends:
             return list(addends)
-        flat = self._pack(addends)
+        flat = torch.cat([addend.reshape(-1).to(self.device) for addend in addends])
         self._collective.all_reduce(flat, what=f"metrics of {self._verb}()").wait()
         totals = flat.split([addend.numel() for addend in addends])
         return [total.to(addend.device).view(addend.shape) for total, addend in zip(totals, addends, strict=True)]
 
-    def all_gather(self, parts: Sequence[torch.Tensor], counts_of_ranks: list[list[int]]) -> list[list[torch.Tensor]]:
-        """Return every rank's flat ``parts``, of ``counts_of_ranks[rank]`` elements, on the devices of this rank's."""
-        longest = max(builtins.sum(counts) for counts in counts_of_ranks)
+    def gather(self, payload: torch.Tensor, sizes_bytes: Sequence[int]) -> list[torch.Tensor]:
+        """Return every rank's flat payload, of ``sizes_bytes[rank]`` bytes."""
+        longest = max(sizes_bytes)
         if self.world_size == 1 or longest == 0:
-            return [list(parts)] * self.world_size
-        flat = self._pack(parts)
-        padded = torch.cat([flat, flat.new_zeros(longest - flat.numel())])
+            return [payload] * self.world_size
+        padded = torch.cat([payload, payload.new_zeros(longest - payload.numel())])
         gathered = self._collective.gather(padded, what=f"metrics of {self._verb}()")
-        return [
-            [
-                flat[end - count : end].to(part.device)
-                for part, count, end in zip(parts, counts, accumulate(counts), strict=True)
-            ]
-            for flat, counts in zip(gathered, counts_of_ranks, strict=True)
-        ]
-
-    def _pack(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        return torch.cat([tensor.reshape(-1).to(self._device) for tensor in tensors])
-
-    def gather_sizes(self, sizes: Sequence[int]) -> list[list[int]]:
-        """Return every rank's ``sizes``; their number is the same everywhere."""
-        flat = torch.tensor(sizes, dtype=torch.int64, device=self._header_device)
-        return [t.tolist() for t in self._collective.gather(flat, what=f"sizes of {self._verb}()")]
+        return [flat[:size_bytes] for flat, size_bytes in zip(gathered, sizes_bytes, strict=True)]
 
     def rebuild(self, leaves: Sequence[Any]) -> Any:
         """Return the value's structure, in new containers, around ``leaves``."""

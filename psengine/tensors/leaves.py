@@ -5,7 +5,7 @@ Pure: nothing here knows of other ranks::
     value ── Walk ──┬── description: what there is at every path
                     └── leaves ──┬── as_float64 ──┐          ┌── from_float64 ──┐
                                  ├── as_halves ───┼─ travels ┼── from_halves ───┼── rebuild ── the value's structure
-                                 └── as_bytes ────┘          └── from_bytes ────┘
+                                 └── to_payload ──┘          └── from_payload ──┘
 
 Each ``from_*`` takes the leaf whose type, dtype and device the result is to have, beside what arrived for it.
 """
@@ -199,22 +199,6 @@ def from_halves(leaf: Leaf, halves: torch.Tensor, path: str) -> Any:
     return total.to(dtype, copy=True)
 
 
-def tensor_sizes(leaves: Sequence[Leaf]) -> list[int]:
-    """The sizes of all tensors' dimensions, one after the other."""
-    return [size for leaf in leaves if isinstance(leaf, torch.Tensor) for size in leaf.shape]
-
-
-def shapes_from_sizes(leaves: Sequence[Leaf], sizes: Sequence[int]) -> list[list[int]]:
-    """Undo ``tensor_sizes``: give each leaf its dimensions' share of ``sizes``; numbers have none."""
-    remaining = iter(sizes)
-    return [list(islice(remaining, leaf.dim() if isinstance(leaf, torch.Tensor) else 0)) for leaf in leaves]
-
-
-def byte_counts(leaves: Sequence[Leaf], shapes: Sequence[Sequence[int]]) -> list[int]:
-    """How many bytes ``as_bytes`` makes of each leaf on the rank where the leaves have these ``shapes``."""
-    return [math.prod(shape) * _as_tensor(leaf).element_size() for leaf, shape in zip(leaves, shapes, strict=True)]
-
-
 def _as_tensor(leaf: Leaf) -> torch.Tensor:
     if isinstance(leaf, torch.Tensor):
         return leaf
@@ -222,17 +206,34 @@ def _as_tensor(leaf: Leaf) -> torch.Tensor:
     return torch.tensor(leaf, dtype=dtype, device=CPU)
 
 
-def as_bytes(leaf: Leaf) -> torch.Tensor:
-    """The leaf's elements as a flat uint8 copy."""
-    flat = _as_tensor(leaf).resolve_conj().resolve_neg().reshape(-1)
+def to_payload(leaves: Sequence[Leaf], device: torch.device) -> torch.Tensor:
+    """The sizes of all tensors' dimensions as int64, then all leaves' elements: flat uint8 on ``device``."""
+    sizes = [size for leaf in leaves if isinstance(leaf, torch.Tensor) for size in leaf.shape]
+    parts = [torch.tensor(sizes, dtype=torch.int64, device=CPU), *map(_as_tensor, leaves)]
+    return torch.cat([_bytes_of(part).to(device) for part in parts])
+
+
+def from_payload(leaves: Sequence[Leaf], payload: torch.Tensor) -> list[Any]:
+    """Undo ``to_payload`` of a rank's leaves that are like these but for their sizes; copies."""
+    dimensions = [leaf.dim() if isinstance(leaf, torch.Tensor) else 0 for leaf in leaves]
+    start = 8 * sum(dimensions)
+    sizes = iter(payload[:start].clone().view(torch.int64).tolist())
+    found: list[Any] = []
+    for leaf, count in zip(leaves, dimensions, strict=True):
+        like, shape = _as_tensor(leaf), list(islice(sizes, count))
+        end = start + math.prod(shape) * like.element_size()
+        # Cloned, because a view of wider elements needs memory that is aligned for them.
+        part = payload[start:end].to(like.device).clone()
+        if like.is_complex():
+            found.append(torch.view_as_complex(part.view(like.dtype.to_real()).view([*shape, 2])))
+        else:
+            result = part.view(like.dtype).view(shape)
+            found.append(result if isinstance(leaf, torch.Tensor) else type(leaf)(result.item()))
+        start = end
+    return found
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    flat = tensor.resolve_conj().resolve_neg().reshape(-1)
     flat = flat.clone(memory_format=torch.contiguous_format)  # contiguous() leaves one element its odd stride
     return (torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat).view(torch.uint8)
-
-
-def from_bytes(leaf: Leaf, part: torch.Tensor, shape: Sequence[int]) -> Any:
-    """Undo ``as_bytes``; a copy, because a view of wider elements needs memory that is aligned for them."""
-    like = _as_tensor(leaf)
-    if like.is_complex():
-        return torch.view_as_complex(part.clone().view(like.dtype.to_real()).view([*shape, 2]))
-    result = part.clone().view(like.dtype).view(list(shape))
-    return result if isinstance(leaf, torch.Tensor) else type(leaf)(result.item())
