@@ -72,6 +72,9 @@ PyMethodDef kernel_methods[] = {
     {"_sum", sum, METH_VARARGS, "Kernels::sum, for tests: lists of addresses, kind, numel, scale."},
     {nullptr, nullptr, 0, nullptr}};
 
+// Raised with every change of the functions for Python; psengine/kernels/native.py expects the same number.
+constexpr long kInterface = 2;
+
 PyModuleDef module_definition = {PyModuleDef_HEAD_INIT, "psengine._native", nullptr, -1, nullptr,
                                  nullptr, nullptr, nullptr, nullptr};
 
@@ -80,7 +83,8 @@ PyModuleDef module_definition = {PyModuleDef_HEAD_INIT, "psengine._native", null
 PyMODINIT_FUNC PyInit__native() {
   module_definition.m_methods = psengine::shared_memory_methods();
   PyObject* const module = PyModule_Create(&module_definition);
-  if (module != nullptr && PyModule_AddFunctions(module, kernel_methods) != 0) {
+  if (module != nullptr && (PyModule_AddFunctions(module, kernel_methods) != 0 ||
+                            PyModule_AddIntConstant(module, "interface", kInterface) != 0)) {
     Py_DECREF(module);
     return nullptr;
   }

@@ -56,7 +56,7 @@ class C10dCollective(Collective):
         self._is_gloo = "gloo" in self._backends
         self._latest_works: collections.deque[list[dist.Work]] = collections.deque(maxlen=LATEST_WORKS)
         after_s = stall_after_s()
-        self._stall_after_s = after_s if self.world_size > 1 else 0.0  # nobody waits for nobody
+        self._stall_after_s = after_s if self.world_size > 1 else 0.0  # one rank never waits
         self._begun = 0
         self._roll_call = _start_roll_call(group, self.timeout_s)
         self.whereabouts = None if self._roll_call is None else StoreWhereabouts(self._roll_call)

@@ -40,9 +40,9 @@ def register_collective(name: str, factory: Callable[..., Collective]) -> None:
     Args:
         name: what stands before the colon, in PSENGINE_COLLECTIVE too.
         factory: called as ``factory(process_group, device)`` with a torch.distributed process group and the device of
-            the tensors, once for each group and type of device, by every rank of the group. What it returns serves all
-            who exchange tensors in that group, and must not keep the group alive. Its other parameters are the options
-            of ``name:option=value``.
+            the tensors, once for each group and type of device, by every rank of the group. The result serves all
+            exchanges in that group, and must not keep the group alive. Other parameters are the options of
+            ``name:option=value``.
 
     Raises:
         ConfigurationError: the name is taken, or is none.

@@ -18,6 +18,10 @@ try:
     from psengine import _native as extension  # type: ignore[no-redef]
 except ImportError as error:
     _reason = str(error)
+# csrc/bindings/library.cpp, kInterface
+INTERFACE = 2
+if extension is not None and getattr(extension, "interface", 1) != INTERFACE:
+    extension, _reason = None, "it was built from an earlier version of psengine"
 
 
 def has_shared_memory() -> bool:

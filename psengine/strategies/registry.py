@@ -14,7 +14,7 @@ from psengine.strategies.servers.sync import SyncServer
 from psengine.strategies.sync_all_reduce import SyncAllReduce
 
 STRATEGIES: Registry[Strategy] = Registry("strategy")
-# By option of a strategy, what its value names: that gets the options that the strategy does not name.
+# By option of a strategy, the registry of its values: a value gets the options that the strategy does not name.
 PARTS: dict[str, Registry[Any]] = {"compress": CODECS}
 
 

@@ -66,7 +66,7 @@ def _describe(tensors: Mapping[str, torch.Tensor]) -> Description:
 
 
 def _first_difference(descriptions: list[Description], kind: str, this_rank: int) -> str:
-    """What to tell: the first rank whose tensors of this kind are not rank 0's, and where; empty if there is none."""
+    """Describe the first difference from rank 0's tensors of this kind; empty without one."""
     reference = descriptions[0]
     for rank, description in enumerate(descriptions):
         if len(description) != len(reference):

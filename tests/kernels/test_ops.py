@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import logging
 import math
 import random
 import subprocess
@@ -651,3 +653,16 @@ def test_without_the_extension_the_references_run_and_one_line_says_so():
     command = [sys.executable, "-W", "error::RuntimeWarning", "-c", WITHOUT_EXTENSION]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
+
+
+@needs_native
+def test_an_extension_of_an_earlier_version_is_not_used(monkeypatch, caplog):
+    with monkeypatch.context() as changed:
+        changed.setattr(native.extension, "interface", 1)
+        importlib.reload(native)
+        assert native.extension is None
+        with caplog.at_level(logging.INFO):
+            native.say_if_missing()
+        assert "built from an earlier version" in caplog.text
+    importlib.reload(native)
+    assert native.extension is not None

@@ -10,7 +10,7 @@ import pytest
 import torch
 from support.expectations import raises
 from support.processes import run_ranks
-from support.server_training import assert_equal, batches, build, state_of, use
+from support.server_training import assert_equal, batches, build, state_of, use, wrap
 from torch import nn
 from torch.nn import functional as F
 
@@ -19,10 +19,6 @@ from psengine.errors import (
     ConfigurationError,
     ReductionError,
 )
-
-
-def wrap(strategy: psengine.Strategy, seed: int = 0, **options: Any) -> Any:
-    return psengine.DistributedDataParallel(build(seed), strategy=strategy, **options)
 
 
 def accumulate(model: nn.Module, optimizer: torch.optim.Optimizer, wait: Any) -> dict[str, torch.Tensor]:

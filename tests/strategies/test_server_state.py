@@ -14,7 +14,7 @@ import torch
 from support.expectations import raises
 from support.processes import run_ranks
 from support.server_process import running_server
-from support.server_training import assert_equal, batches, build, state_of, use
+from support.server_training import assert_equal, batches, build, state_of, train, use, wrap
 from torch import nn
 from torch.distributed.algorithms.join import Join
 from torch.nn import functional as F
@@ -26,17 +26,6 @@ from psengine.errors import (
     ReplicaMismatchError,
     ServerRefusedError,
 )
-
-
-def wrap(strategy: psengine.Strategy, seed: int = 0, **options: Any) -> Any:
-    return psengine.DistributedDataParallel(build(seed), strategy=strategy, **options)
-
-
-def train(wrapped: Any, optimizer: torch.optim.Optimizer, data: Any) -> None:
-    for x, y in data:
-        optimizer.zero_grad()
-        F.cross_entropy(wrapped(x), y).backward()
-        optimizer.step()
 
 
 def save_and_load(rank: int, world_size: int, address: str) -> Any:

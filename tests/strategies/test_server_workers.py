@@ -12,10 +12,9 @@ from typing import Any
 import torch
 from support.expectations import raises
 from support.processes import run_ranks
-from support.server_training import assert_equal, batches, build, state_of, use
+from support.server_training import assert_equal, batches, build, state_of, train, use, wrap
 from torch import nn
 from torch.distributed.algorithms.join import Join
-from torch.nn import functional as F
 
 import psengine
 from psengine.errors import (
@@ -23,17 +22,6 @@ from psengine.errors import (
     ServerLostError,
     ServerRefusedError,
 )
-
-
-def wrap(strategy: psengine.Strategy, seed: int = 0, **options: Any) -> Any:
-    return psengine.DistributedDataParallel(build(seed), strategy=strategy, **options)
-
-
-def train(wrapped: Any, optimizer: torch.optim.Optimizer, data: Any) -> None:
-    for x, y in data:
-        optimizer.zero_grad()
-        F.cross_entropy(wrapped(x), y).backward()
-        optimizer.step()
 
 
 def own_job(rank: int, world_size: int, address: str, job: str, strategy: str) -> Any:

@@ -10,6 +10,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+import psengine
+
 STEPS = 12
 
 
@@ -54,6 +56,17 @@ def batches(rank: int, steps: int = STEPS) -> list[tuple[torch.Tensor, torch.Ten
 def build(seed: int) -> Model:
     torch.manual_seed(seed)
     return Model()
+
+
+def wrap(strategy: psengine.Strategy, seed: int = 0, **options: Any) -> Any:
+    return psengine.DistributedDataParallel(build(seed), strategy=strategy, **options)
+
+
+def train(wrapped: Any, optimizer: torch.optim.Optimizer, data: Any) -> None:
+    for x, y in data:
+        optimizer.zero_grad()
+        F.cross_entropy(wrapped(x), y).backward()
+        optimizer.step()
 
 
 def state_of(model: nn.Module) -> dict[str, torch.Tensor]:

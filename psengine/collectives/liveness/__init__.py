@@ -1,4 +1,4 @@
-"""Who is still alive, and where everybody waits: asked through the rendezvous store.
+"""Finds ranks that died, and where ranks wait, through the rendezvous store.
 
 May import ``tracing``.
 """

@@ -2,7 +2,7 @@
 
 Transports report a lost peer as a socket address or not at all, and only to that peer's neighbours. So every rank
 leaves its host and process id in the store when it starts; the first rank whose operation fails raises an alarm there;
-ranks that wait look for the alarm once a second and answer it; whoever does not answer is named in everybody's error.
+ranks that wait look for the alarm once a second and answer it; every rank's error names those that did not answer.
 
 ::
 
@@ -148,7 +148,7 @@ class RollCall:
         return self._ask(look)
 
     def lost_processes(self) -> tuple[int, ...]:
-        """Ranks of this host whose process has ended, ascending; needs no answer from anybody."""
+        """Ranks of this host whose process has ended, ascending; asks no rank."""
         return tuple(rank for rank in range(self.world_size) if self._has_exited(rank))
 
     def missing_ranks(self, *, begin: bool) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""The ranks of one host average in shared memory: the collective, who shares a host, segments.
+"""The ranks of one host average in shared memory: the collective, joining it, segments.
 
 May import the other modules of ``collectives``, ``tracing``, ``kernels`` and ``errors``.
 """

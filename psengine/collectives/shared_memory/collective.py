@@ -81,7 +81,7 @@ class SharedMemoryCollective(Collective):
         self.world_size = meeting.world_size
         self.timeout_s = meeting.timeout_s
         after_s = stall_after_s()
-        self._stall_after_s = after_s if self.world_size > 1 else 0.0  # nobody waits for nobody
+        self._stall_after_s = after_s if self.world_size > 1 else 0.0  # one rank never waits
         self._extension: Any = native.extension
         self._host = socket.gethostname()
         self._group: Any = None
@@ -102,8 +102,6 @@ class SharedMemoryCollective(Collective):
         """Also where another rank failed or left: all ranks then agree to replace the collective."""
         if self._has_ended or self._group is None:
             return self._has_ended
-        if not hasattr(self._extension, "shared_memory_has_ended"):  # built before this version
-            return False
         return bool(self._extension.shared_memory_has_ended(self._group))
 
     @property
@@ -147,8 +145,6 @@ class SharedMemoryCollective(Collective):
         check_flat(self, what, flat, scale)
         flat = real(flat)
         arguments = flat.data_ptr(), flat.numel(), self._kind(what, flat), scale
-        if hasattr(self._extension, "shared_memory_take_square_sum"):  # built before this version
-            return self._begin_on((flat,), what, "shared_memory_all_reduce", *arguments, False)
         return self._begin_on((flat,), what, "shared_memory_all_reduce", *arguments)
 
     @override

@@ -1,7 +1,7 @@
 """Operations of a torch.distributed group that complete whether or not anybody waits for them.
 
-Whoever calls ``wait()`` works on the operation itself. For those who do not, native DDP among them, which waits for a
-future, one thread per group waits for operations in the order they began. It starts with the first of them.
+A caller of ``wait()`` works on the operation itself. For callers that do not wait, such as native DDP, which waits for
+a future, one thread per group waits for operations in the order they began. It starts with the first of them.
 
 ::
 
@@ -127,7 +127,7 @@ class GroupWork(dist.Work):
         return self._is_done and self._error is None
 
     def exception(self) -> Exception | None:
-        """What it failed with."""
+        """The error of a failed operation."""
         return self._error
 
     def result(self) -> list[torch.Tensor]:

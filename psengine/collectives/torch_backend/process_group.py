@@ -27,7 +27,7 @@ from psengine.collectives.torch_backend import NAME
 from psengine.collectives.torch_backend.group_work import GroupWork, Waiter
 from psengine.errors import SharedMemoryUnavailableError
 
-# How long the end of a group waits for operations that nobody waited for; those that still miss a rank then fail.
+# How long the end of a group waits for operations in flight; those that still miss a rank then fail.
 DRAIN_S = 2.0
 # How long the others then take to notice.
 LEAVE_S = 0.5
@@ -297,7 +297,7 @@ def _end_group(waiter: Waiter, shared: SharedMemoryCollective, process_id: int, 
         return  # a forked child's copy; the thread and the place in the group are its parent's
     has_ended = waiter.stop(drain_s)
     shared.close()
-    # Ranks that wait for this one fail now, which ends its own waits. Where nobody waits, this one has to say so.
+    # Ranks that wait for this one fail now, which ends its own waits. Without such ranks, this one gives up itself.
     if not has_ended and not waiter.stop(LEAVE_S):
         shared.give_up()
         waiter.stop(LEAVE_S)
