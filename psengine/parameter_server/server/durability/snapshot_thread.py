@@ -10,6 +10,7 @@ older generation.
 
 from __future__ import annotations
 
+import errno
 import logging
 import threading
 import time
@@ -32,6 +33,8 @@ MAX_WISHES = 1024
 CAPTURE_DEADLINE_S = 60.0
 # How long a snapshot waits until the steps under way have come to all their chunks; nothing else waits for that.
 STEPS_DEADLINE_S = 10.0
+# Connections that take all descriptors are cut within a second or two; see ``connections.py``.
+DESCRIPTORS_DEADLINE_S = 5.0
 _LOOK_S = 0.05
 
 
@@ -157,7 +160,7 @@ class SnapshotThread(threading.Thread):
             # Where there are generations, an empty one tells that their jobs are gone.
             if self.generation is None and not any(shards):
                 return SnapshotOutcome(self.generation, "there is no job with values yet", is_empty=True)
-            generation = self.store.save(shards)
+            generation = self._save(shards)
         except Exception as error:
             self.failures += 1
             self.last_error = str(error) or repr(error)
@@ -196,6 +199,19 @@ class SnapshotThread(threading.Thread):
                 thread.shard.note("torn", text)
             shards.append(capture.states.result())
         return shards
+
+    def _save(self, shards: Sequence[list[JobState]]) -> int:
+        """``SnapshotStore.save``, tried again for a while where the process has no descriptor left."""
+        last_s = time.monotonic() + DESCRIPTORS_DEADLINE_S
+        while True:
+            try:
+                return self.store.save(shards)
+            except SnapshotError as error:
+                cause = error.__cause__
+                is_short = isinstance(cause, OSError) and cause.errno in (errno.EMFILE, errno.ENFILE)
+                if not is_short or time.monotonic() >= last_s:
+                    raise
+            time.sleep(_LOOK_S)
 
     def _find_newest(self) -> None:
         """Somebody may have removed the generation that the server was durable to; where that is not seen, it stays."""
