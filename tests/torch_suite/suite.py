@@ -6,7 +6,7 @@ own way (spawn) imports torch anew in each rank.
 
     pytest's process          suite process (one)             ranks (forked per test)
         Request   ───────────▶  torch's unittest runner  ───▶  the test's body
-        Outcome   ◀───────────  joins, reads exit codes  ◀───  exit code, traceback
+        problem   ◀───────────  joins, reads exit codes  ◀───  exit code, traceback
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
-from time import monotonic
 from typing import Any
 
 from torch_suite.selection import LOOKS_FOR_GLOO, SKIPPED_BY_TORCH
@@ -37,17 +36,8 @@ class Request:
     cpu_for_gpu: bool
 
 
-@dataclass(frozen=True, kw_only=True)
-class Outcome:
-    """How a test ended: ``verdict`` is "passed", "skipped" or "failed", ``detail`` says why."""
-
-    verdict: str
-    detail: str
-    duration_s: float
-
-
 def serve(connection: Connection, wrapper: str, log_path: Path, test_timeout_s: float) -> None:
-    """Answer each ``Request`` on ``connection`` with an ``Outcome`` until the other end closes.
+    """Answer each ``Request`` on ``connection`` with its problem, "" where it passed, until the other end closes.
 
     Args:
         connection: owned by the caller.
@@ -76,15 +66,9 @@ def serve(connection: Connection, wrapper: str, log_path: Path, test_timeout_s: 
         except EOFError:
             return
         log_start = os.fstat(log).st_size
-        outcome = run(test_class, request)
-        if outcome.verdict == "failed":
-            printed = log_path.read_bytes()[log_start:].decode(errors="replace")
-            outcome = Outcome(
-                verdict=outcome.verdict,
-                detail=f"{outcome.detail}\n--- printed ---\n{printed[-20_000:]}",
-                duration_s=outcome.duration_s,
-            )
-        connection.send(outcome)
+        problem = run(test_class, request)
+        printed = log_path.read_bytes()[log_start:].decode(errors="replace")
+        connection.send(problem and f"{problem}\n--- printed ---\n{printed[-20_000:]}")
 
 
 def load(wrapper: str, test_timeout_s: float) -> Any:
@@ -186,21 +170,18 @@ def replace_native_class(wrapper: str) -> Any:
     return torch.nn.parallel.DistributedDataParallel
 
 
-def run(test_class: Any, request: Request) -> Outcome:
-    """Run one test on ranks forked from this process."""
+def run(test_class: Any, request: Request) -> str:
+    """Run one test on ranks forked from this process; return what went wrong, "" where nothing did."""
     if not hasattr(test_class, request.test):
-        return Outcome(verdict="skipped", detail=f"{NOT_IN_THIS_TORCH}: {request.test}", duration_s=0.0)
+        return f"{NOT_IN_THIS_TORCH}: {request.test}"
     os.environ["WORLD_SIZE"] = str(request.world_size)
     os.environ["PSENGINE_COLLECTIVE"] = "c10d" if request.test in LOOKS_FOR_GLOO else "auto"
     test_class.shows_gpus = request.cpu_for_gpu
     test_class.exit_codes = []
-    started = monotonic()
     result = unittest.TestResult()
     unittest.TestSuite([test_class(request.test)]).run(result)
-    duration_s = monotonic() - started
     problems = [text for _, text in (*result.errors, *result.failures)]
-    reasons = [reason for _, reason in result.skipped]
-    if not problems and not reasons and set(test_class.exit_codes) != {0}:
-        problems = [f"expected exit code 0 of every rank (got {test_class.exit_codes})"]
-    verdict = "failed" if problems else "skipped" if reasons else "passed"
-    return Outcome(verdict=verdict, detail="\n".join(problems or reasons), duration_s=duration_s)
+    problems += [f"skipped: {reason}" for _, reason in result.skipped]
+    if not problems and set(test_class.exit_codes) != {0}:
+        return f"expected exit code 0 of every rank (got {test_class.exit_codes})"
+    return "\n".join(problems)

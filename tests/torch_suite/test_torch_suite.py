@@ -15,8 +15,9 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+from _pytest.mark import ParameterSet
 from torch_suite import selection
-from torch_suite.suite import NOT_IN_THIS_TORCH, Outcome, Request, serve
+from torch_suite.suite import NOT_IN_THIS_TORCH, Request, serve
 
 TEST_TIMEOUT_S = 100.0
 # Importing the suite takes 4 s; then a test ends by itself or by TEST_TIMEOUT_S.
@@ -33,7 +34,8 @@ class SuiteProcess:
         self._directory = directory
         self._process: multiprocessing.process.BaseProcess | None = None
 
-    def run(self, request: Request) -> Outcome:
+    def run(self, request: Request) -> str:
+        """What went wrong, "" where nothing did."""
         if self._process is None:
             self._start()
         try:
@@ -44,10 +46,7 @@ class SuiteProcess:
         except (EOFError, OSError) as error:
             problem = f"the suite process ended: {error!r}"
         self.close()
-        printed = (self._directory / "log").read_text(errors="replace")
-        return Outcome(
-            verdict="failed", detail=f"{problem}\n--- printed ---\n{printed[-20_000:]}", duration_s=DEADLINE_S
-        )
+        return f"{problem}\n--- printed ---\n{(self._directory / 'log').read_text(errors='replace')[-20_000:]}"
 
     def _start(self) -> None:
         # Spawned, because the class must be replaced before anything imports the suite, and this process keeps its own.
@@ -85,36 +84,23 @@ def suite(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SuiteProcess]:
         process.close()
 
 
-def each(names: tuple[str, ...], world_size: int) -> pytest.MarkDecorator:
-    return pytest.mark.parametrize(
-        "name",
-        [pytest.param(n, marks=pytest.mark.slow if (n, world_size) in selection.SLOW else ()) for n in names],
-    )
+def every_test() -> Iterator[ParameterSet]:
+    needs_psengine = pytest.mark.skipif(wrapper_under_test() == "torch", reason="torch has no SyncBatchNorm on the CPU")
+    for group, names, world_size in (
+        ("cpu", selection.ON_CPU, 2),
+        ("gpu_on_cpu", selection.FOR_GPU, 2),
+        ("sync_batch_norm", selection.WITH_SYNC_BATCHNORM, 2),
+        ("four_ranks", selection.ALSO_ON_FOUR_RANKS, 4),
+    ):
+        for name in names:
+            marks = [pytest.mark.slow] if (name, world_size) in selection.SLOW else []
+            marks += [needs_psengine] if group == "sync_batch_norm" else []
+            yield pytest.param(name, world_size, id=f"{group}-{name}", marks=marks)
 
 
-def check(suite: SuiteProcess, name: str, world_size: int) -> None:
-    outcome = suite.run(Request(test=name, world_size=world_size, cpu_for_gpu=name not in selection.ON_CPU))
-    if outcome.detail.startswith(NOT_IN_THIS_TORCH):
-        pytest.skip(outcome.detail)
-    assert outcome.verdict == "passed", f"{name} on {world_size} ranks {outcome.verdict}\n{outcome.detail}"
-
-
-@each(selection.ON_CPU, world_size=2)
-def test_cpu(suite: SuiteProcess, name: str) -> None:
-    check(suite, name, world_size=2)
-
-
-@each(selection.FOR_GPU, world_size=2)
-def test_gpu_on_cpu(suite: SuiteProcess, name: str) -> None:
-    check(suite, name, world_size=2)
-
-
-@pytest.mark.skipif(wrapper_under_test() == "torch", reason="torch has no SyncBatchNorm on the CPU")
-@each(selection.WITH_SYNC_BATCHNORM, world_size=2)
-def test_sync_batch_norm(suite: SuiteProcess, name: str) -> None:
-    check(suite, name, world_size=2)
-
-
-@each(selection.ALSO_ON_FOUR_RANKS, world_size=4)
-def test_four_ranks(suite: SuiteProcess, name: str) -> None:
-    check(suite, name, world_size=4)
+@pytest.mark.parametrize(("name", "world_size"), list(every_test()))
+def test_torchs_own_test_passes(suite: SuiteProcess, name: str, world_size: int) -> None:
+    problem = suite.run(Request(test=name, world_size=world_size, cpu_for_gpu=name not in selection.ON_CPU))
+    if problem.startswith(NOT_IN_THIS_TORCH):
+        pytest.skip(problem)
+    assert not problem, f"{name} on {world_size} ranks\n{problem}"
