@@ -543,6 +543,24 @@ class TestJoining:
         assert workers[0].updates()[9].tolist() == [1.0] * 4, "nobody waits for it"
         assert workers[1].hello() == "join"
 
+    @pytest.mark.parametrize("has_read", [False, True])
+    def test_a_joiner_whose_only_donor_dies_is_the_source_of_state_only_if_it_has_read_it(self, has_read):
+        world, workers = self.begun(1)
+        joiner = self.joiner(world)
+        self.donate(workers[0], self.ask_for_state(joiner, workers))
+        world.advance(6, joiner)  # the donor died, perhaps before another shard had let the joiner in
+        for _ in range(2):
+            joiner.members = [joiner.rank] if has_read else []
+            assert joiner.hello() == "wait", "the donor may return"
+            world.advance(3, joiner)
+        joiner.members = [joiner.rank] if has_read else []
+        if has_read:
+            assert joiner.hello() == "ready"
+            assert joiner.push(0, 4, torch.ones(4))[0].body == {"contributors": 1}
+        else:
+            assert joiner.hello() == "wait"
+            assert Worker(world, 0).hello() == "initialise", "the job begins anew"
+
     def test_the_last_one_left_goes_on_alone(self):
         """Even if it was away while others went on, who then went for good."""
         world, workers = self.begun()

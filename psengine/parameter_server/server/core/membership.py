@@ -95,6 +95,7 @@ class Greeting:
     missed_nothing: bool = False  # it was gone, and the job did nothing meanwhile
     progress: int = -1  # of the job when it was put out for its silence; -1 where it was not, or lacks what nobody has
     replaced_live: bool = False  # the rank was another process's, which exchanges waited for
+    knows_members: bool = False  # it says that it took part itself
 
 
 @dataclass
@@ -166,6 +167,7 @@ class Membership:
             missed_nothing=left_at == progress,
             progress=-1 if left_at is None else left_at,
             replaced_live=holder is not None and holder.phase.is_live and not is_present,
+            knows_members=knows_members,
         )
 
     def _rank_of(self, nonce: int) -> int:

@@ -20,7 +20,7 @@ from typing_extensions import override
 from psengine.errors import ProtocolError
 from psengine.parameter_server.server.core.admission import Admissions
 from psengine.parameter_server.server.core.job import Job
-from psengine.parameter_server.server.core.life import JOB, JobEvent, JobPhase, MemberPhase
+from psengine.parameter_server.server.core.life import JOB, JobEvent, JobPhase, MemberEvent, MemberPhase
 from psengine.parameter_server.server.core.membership import Greeting, Member
 from psengine.parameter_server.server.rules.exchange import Reply
 from psengine.protocol.messages import ErrorCode, Message, MessageType
@@ -34,6 +34,8 @@ class AveragingJob(Job):
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self._admissions = Admissions(one_at_a_time=self.rule.body.get("quorum") is not None)
+        # Newcomers that were let in and have not pushed yet.
+        self._without_state: set[int] = set()
         # Workers that want to leave, by rank the id of the request.
         self._leaving: dict[int, int] = {}
         # When a worker said that the job is under way, which this server did not know.
@@ -65,6 +67,9 @@ class AveragingJob(Job):
     @override
     def _place(self, greeting: Greeting, member: Member, now_s: float) -> tuple[str, list[Reply]]:
         rank, membership = member.rank, self.membership
+        if rank in self._without_state and not greeting.knows_members:
+            # Its donor died before every shard had let it in: it has read nothing, and is no source of state.
+            member.advance(MemberEvent.CAME)
         if not self.has_started and member.phase is MemberPhase.SURVIVOR:
             return self._go_on_from(member)
         if not self.has_started or (greeting.missed_nothing and member.phase.was_live):
@@ -144,6 +149,8 @@ class AveragingJob(Job):
         if not self._admissions.admit(rank, joiner.incarnation, (donor.rank, message.sequence)):
             return []  # its OK was lost
         was_live = joiner.phase.is_live
+        if not joiner.phase.was_live:
+            self._without_state.add(rank)
         self.membership.admit(rank)
         if not was_live:
             self.record.note("joined", joiner, f" joined, with the state of worker {donor.rank}")
@@ -170,6 +177,7 @@ class AveragingJob(Job):
     @override
     def pushed(self, rank: int) -> list[Reply]:
         self._admissions.pushed(rank)
+        self._without_state.discard(rank)
         return self._release()
 
     @property
@@ -209,6 +217,7 @@ class AveragingJob(Job):
     @override
     def left(self, rank: int) -> list[Reply]:
         self._admissions.forget(rank)
+        self._without_state.discard(rank)
         return self._leave_exchanges(rank)
 
     def _leave_exchanges(self, rank: int) -> list[Reply]:
