@@ -2,8 +2,8 @@
 
     frames:  | header, 88 bytes | body (msgpack), if any | payload (raw bytes of one tensor), if any |
 
-``docs/protocol.md`` describes the header field by field. Whatever a peer sends, ``decode`` returns a message whose
-fields agree with each other, or raises ``ProtocolError``; a declared size allocates nothing.
+``docs/protocol.md`` describes the header field by field. For any bytes, ``decode`` returns a message with
+consistent fields or raises ``ProtocolError``; a declared size allocates nothing.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ class KeyPair:
 
 @dataclass(frozen=True)
 class CurveClientKeys:
-    """What a client needs to talk to a server with CURVE.
+    """A client's keys for a server with CURVE.
 
     Attributes:
         own: the client's key pair; the server knows its public half.

@@ -1,4 +1,4 @@
-"""A worker's end: connections, what is under way on each, membership, exchanges by chunk or name.
+"""A worker's end: connections, operations in flight, membership, exchanges by chunk or by name.
 
 May import ``tracing``, ``tensors``, ``protocol`` and all that comes after them; nothing of the server.
 """

@@ -22,7 +22,7 @@ class ChunkEncoder:
     Attributes:
         answer: the form in which the servers' values arrive.
         decodes: whether that is another form than the chunk's own.
-        state: what earlier payloads left out; None where the codec keeps nothing.
+        state: the residual of earlier payloads; None where the codec keeps nothing.
     """
 
     def __init__(self, spec: ChunkSpec, codec: Codec) -> None:

@@ -1,4 +1,4 @@
-"""Exchanges of a job's chunks, by number: push, pull, store. Each begins at once and returns what can be waited for."""
+"""Exchanges of a job's chunks, by number: push, pull, store. Each returns at once an operation to wait for."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class ChunkExchanges:
         self._encoders: dict[int, ChunkEncoder] = {}
         self._encoded: dict[int, Push] = {}
         self._step = 0
-        # By chunk, what its push of the current step says of the step.
+        # By chunk, the field "step" of its next push.
         self._step_marks: dict[int, list[Any]] = {}
 
     def version(self, key: int) -> int:
@@ -203,7 +203,7 @@ class ChunkExchanges:
         pieces: int | None = None,
         version: int | None = None,
     ) -> Request:
-        """Begin to overwrite what ``pull`` reads.
+        """Begin to overwrite a chunk's values, a slot, or a piece of a blob; see ``pull``.
 
         Args:
             key: the chunk, or the piece of the blob.

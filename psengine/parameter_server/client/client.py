@@ -1,4 +1,4 @@
-"""A parameter server by tensor names, for those who bring their own training loop.
+"""A parameter server by tensor names, for training loops of the user's own.
 
 ::
 
@@ -136,7 +136,7 @@ class Client:
 
     @property
     def session(self) -> WorkerSession:
-        """What this client is built on.
+        """The session that this client is built on.
 
         Raises:
             ConfigurationError: a worker has not registered its tensors yet, or the client is closed.
@@ -166,7 +166,7 @@ class Client:
         Args:
             named_tensors: the same names, shapes and dtypes at every worker; overwritten unless this client is first.
             optimizer: over (some of) these tensors: servers apply gradients by its rule, with its hyperparameters as
-                they are at each push. None: servers average what is pushed, and hold no weights.
+                they are at each push. None: servers average the pushed tensors, and hold no weights.
 
         Returns:
             "initialised", "ready" or "joined"; see ``WorkerSession.enter``.

@@ -64,7 +64,7 @@ class Connection(Transport):
     """DEALER sockets and their thread.
 
     Args:
-        receiver: gets what arrives.
+        receiver: gets the messages.
         keys: CURVE keys; None speaks in the clear.
         checksum: add xxh3 checksums to payloads.
         uses_local_socket: see ``SessionOptions``.

@@ -31,7 +31,7 @@ class EmbeddedServer:
     """A running psengine-server that this process started; made by ``start``. A context manager.
 
     Attributes:
-        addresses: what clients connect to: the address of its first shard.
+        addresses: the address of its first shard, where clients connect.
         pid: of its process.
     """
 
@@ -53,7 +53,7 @@ class EmbeddedServer:
             deadline_s: how long the start may take.
 
         Raises:
-            ServerError: it ended, or was not ready in time; the message has what it wrote.
+            ServerError: it ended, or was not ready in time; the message has its output.
         """
         try:
             bind = new_socket("embedded")

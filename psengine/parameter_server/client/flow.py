@@ -1,4 +1,4 @@
-"""Procedures that need several answers: generators that yield what they wait for.
+"""Procedures that need several answers: generators that yield the operations, or the seconds, they wait for.
 
 ::
 

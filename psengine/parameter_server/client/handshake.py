@@ -42,7 +42,7 @@ class Welcome:
 
 
 def enter(membership: Membership) -> Flow[Welcome]:
-    """Say HELLO to all servers, and let go on what was held.
+    """Say HELLO to all servers, and release the operations that were held.
 
     Raises:
         ServerRefusedError: some servers have the job's values and others lost theirs ("state_lost").

@@ -78,9 +78,9 @@ class Link:
         epoch: which life of the server this link knows; 0 none yet.
         server_version: protocol version that the shard speaks; our own before WELCOME.
         versions: key -> version of the values that came last.
-        ledger: what the shard acknowledged.
+        ledger: the exchanges that the shard acknowledged.
         last_heard_s: when the last message came; None never.
-        last_problem: what went wrong last, for errors; may be set by any thread.
+        last_problem: the last problem, for errors; may be set by any thread.
         pushes: the exchanges under way.
         patience: how long to wait before asking about an operation.
     """
@@ -230,7 +230,7 @@ class Link:
         self.pushes.is_paused = True
 
     def resume(self, now_s: float) -> None:
-        """Membership is confirmed: ask about everything under way; send again what another life of the server had."""
+        """Membership is confirmed: ask about all in flight; repeat requests that an earlier life of the server had."""
         self.pushes.is_paused = False
         for request in self._requests.values():
             request.is_sent = request.is_sent and request.message.epoch == self.epoch
@@ -238,7 +238,7 @@ class Link:
         self.pushes.pump(now_s)
 
     def fence(self, error: FencedError, now_s: float) -> None:
-        """End what only a live worker may ask: this one has to rejoin."""
+        """End the operations of a live worker: this one has to rejoin."""
         for operation in reversed(self.open_operations()):
             if operation.is_of_a_live_worker:
                 self._fail(operation, error, now_s)
@@ -342,7 +342,7 @@ class Link:
             self.fail_all(ProtocolError(f"{self.address} does not speak this protocol: {error}", error.code), now_s)
             self._garbled = 0
 
-    # ---- what is open ------------------------------------------------------------------------------------------
+    # ---- open operations ---------------------------------------------------------------------------------------
 
     def open_operations(self) -> list[Operation]:
         """The operations that are not answered yet."""

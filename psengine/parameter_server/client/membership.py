@@ -1,8 +1,8 @@
-"""A client's membership of a job: who it is, how it asks the shards, what they say, and the recovery after a loss.
+"""A client's membership of a job: its identity, its questions to the shards, their answers, recovery after a loss.
 
     any thread       ask(link, message) ── do ──►  the I/O thread: link.begin
     the transport    received, connected, tick ──► links, heartbeats, the recovery under way
-    a loss           "fenced", "not_member", a new epoch ──► hold ─ recover ─► resume: ask about what is under way
+    a loss           "fenced", "not_member", a new epoch ──► hold ─ recover ─► resume: ask about all in flight
 
 During a recovery everything but the handshake is held. Pure: clock, randomness and sockets come with the ``Runtime``.
 """
@@ -76,7 +76,7 @@ class Membership:
         is_held: everything but the handshake waits.
         lease_s, heartbeat_s: as the lead said.
         next_heartbeat_s: when the next heartbeat is due.
-        telemetry: what heartbeats say of this worker.
+        telemetry: the counters in this worker's heartbeats.
         fenced: why exchanges need a rejoin first; None while they go on.
         fatal: why nothing can go on; None while it can.
         closing: set when the session ends.
@@ -216,7 +216,7 @@ class Membership:
         self.connection.do(self._hold)
 
     def resume(self, fenced: FencedError | None = None) -> None:
-        """What was held goes on; with ``fenced`` exchanges fail until a rejoin."""
+        """Release the held operations; with ``fenced`` exchanges fail until a rejoin."""
         self.connection.do(self._resume, fenced)
 
     # ---- membership; the I/O thread ----------------------------------------------------------------------------
@@ -278,7 +278,7 @@ class Membership:
         for link in self.links:
             link.fail_all(self.fatal, self.runtime.now_s())
 
-    # ---- what the transport calls ------------------------------------------------------------------------------
+    # ---- called by the transport -------------------------------------------------------------------------------
 
     def received(self, index: int, message: Message, now_s: float) -> None:
         """A message came."""

@@ -18,7 +18,7 @@ READER_RULE = {"name": "average", "quorum": None}
 
 @dataclass(frozen=True, kw_only=True)
 class SessionOptions:
-    """What a client needs to know to talk to its servers.
+    """The options of a session.
 
     Attributes:
         addresses: of each server process; the first is the lead.

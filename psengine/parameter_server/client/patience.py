@@ -1,4 +1,4 @@
-"""When to ask what became of an operation, on a link of any speed. Pure.
+"""When to ask about an operation that has no answer, on a link of any speed. Pure.
 
     asked ── 1 s ── asked ── 2 s ── asked ── 4 s ── ... ── the answer took 5 s: next time wait 10 s
 
@@ -17,7 +17,7 @@ class Patience:
     """One link's.
 
     Attributes:
-        round_trip_s: what the last question took; less, where a later operation was answered sooner.
+        round_trip_s: seconds of the last question; fewer where a later operation was answered sooner.
     """
 
     def __init__(self) -> None:

@@ -22,7 +22,7 @@ _PAGE_BYTES = 48 * 1024
 
 @dataclass(slots=True)
 class _Known:
-    """What is known of one chunk.
+    """The progress of this worker in one chunk.
 
     Attributes:
         version: the highest that came in this life of the server.
@@ -47,7 +47,7 @@ class _Known:
 
 
 class Ledger:
-    """What the servers acknowledged, by chunk; used by the I/O thread, read while everything is held.
+    """The exchanges that a shard acknowledged, by chunk. Used by the I/O thread, read while everything is held.
 
     Attributes:
         epoch: the life of the server that acknowledged it; 0 before the first.
@@ -84,7 +84,7 @@ class Ledger:
         return any(known.sequence for known in tuple(self._chunks.values()))
 
     def settle(self, epoch: int) -> None:
-        """The server was told: what it lost is counted, and life ``epoch`` of it begins."""
+        """The server has counted its losses: begin anew for its life ``epoch``."""
         self.epoch = epoch
         for known in self._chunks.values():
             known.unused, known.version, known.asked_version = [], 0, 0

@@ -170,7 +170,7 @@ class Pushes:
             self.pump(now_s)
 
     def open(self) -> list[Push]:
-        """Those that have not ended, by key and then in their order."""
+        """The pushes that have not ended, by key and then in their order."""
         return [push for line in self._lines.values() for push in line]
 
     def last_answered(self, key: int) -> Push | None:

@@ -1,4 +1,4 @@
-"""What a client takes from its process: the clock, randomness and sockets. A simulation has its own."""
+"""A client's clock, randomness and sockets. A simulation has its own."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from psengine.protocol.messages import Message
 
 
 class Receiver(Protocol):
-    """What a transport calls, on one thread; none of these may raise or block."""
+    """The methods that a transport calls, on one thread; none may raise or block."""
 
     def received(self, index: int, message: Message, now_s: float) -> None:
         """A message came from the socket with this index."""

@@ -68,7 +68,7 @@ class Telemetry:
             self._unfinished_blocked_s = 0.0
 
     def report(self, loss: torch.Tensor | float | None = None, samples: int | None = None) -> None:
-        """Take what the user's loop knows. Never waits for a device.
+        """Take numbers from the user's training loop. Never waits for a device.
 
         Args:
             loss: of this step, one number; None leaves the last.

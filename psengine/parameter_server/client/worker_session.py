@@ -152,7 +152,7 @@ class WorkerSession(ChunkExchanges):
         """
         self._finalizer()
 
-    # ---- what it knows -----------------------------------------------------------------------------------------
+    # ---- state -------------------------------------------------------------------------------------------------
 
     @property
     def rank(self) -> int:
@@ -181,7 +181,7 @@ class WorkerSession(ChunkExchanges):
 
     @property
     def telemetry(self) -> Telemetry:
-        """What this worker's heartbeats say of it; strategies fill it."""
+        """The counters in this worker's heartbeats; strategies fill them."""
         return self._membership.telemetry
 
     # ---- for people --------------------------------------------------------------------------------------------
