@@ -1,4 +1,4 @@
-"""Where the commands that watch and diagnose print for people."""
+"""Printing for people, from commands that watch and diagnose."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from rich.console import Console, RenderableType
 
 
 def printable(text: str) -> str:
-    """The text with what a terminal would obey instead of show (escapes, line ends, reversed writing) spelled out."""
+    """The text with characters that a terminal would obey (escapes, line ends, reversed writing) spelled out."""
     if text.isprintable():
         return text
     return "".join(sign if sign.isprintable() else sign.encode("unicode_escape").decode("ascii") for sign in text)
 
 
 def print_if_read(console: Console, renderable: RenderableType, *, soft_wrap: bool | None = None) -> None:
-    """Print where nobody may read any more (``2>&1 | head -1``), or no space is left; whoever prints goes on.
+    """Print to a file that may be closed (``2>&1 | head -1``) or full; the caller goes on.
 
     ``Console.print`` ends the process at a broken pipe, from whatever thread it is called.
     """
@@ -28,9 +28,9 @@ def print_if_read(console: Console, renderable: RenderableType, *, soft_wrap: bo
 
 
 class _UnreadFile:
-    """A text file that takes what the file behind it does not.
+    """A text file that drops text which the file behind it does not take.
 
-    A closed file raises ValueError; a signal's handler that prints while its thread stands in a write, RuntimeError.
+    A closed file raises ValueError; a signal handler that prints while its thread is in a write raises RuntimeError.
     """
 
     def __init__(self, file: IO[str]) -> None:
@@ -52,7 +52,7 @@ class _UnreadFile:
 def open_console() -> Console:
     """Make stdout a rich console: colours on a terminal unless NO_COLOR is set, plain text elsewhere.
 
-    What stdout's encoding lacks is replaced: a micro sign must not end a report in the C locale.
+    Characters that stdout's encoding lacks are replaced: a micro sign must not end a report in the C locale.
     """
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 
 class Keyboard:
-    """What was typed; on something that is no terminal nobody types."""
+    """The keys typed at a terminal; None: at none."""
 
     def __init__(self, descriptor: int | None) -> None:
         self._descriptor = descriptor
@@ -32,11 +32,11 @@ class Keyboard:
 
 @contextlib.contextmanager
 def listening() -> Iterator[Keyboard]:
-    """A keyboard on stdin; the terminal is as it was afterwards."""
+    """A keyboard on stdin; restores the terminal at the end."""
     try:
         descriptor = sys.stdin.fileno()
         before = termios.tcgetattr(descriptor)
-        # A job in the background that touches its terminal would be stopped. OSError: not this process's terminal.
+        # A background job that changes its terminal would be stopped. OSError: another session's terminal.
         is_ours = os.tcgetpgrp(descriptor) == os.getpgrp()
     except (OSError, ValueError, AttributeError, termios.error):
         is_ours = False
@@ -44,7 +44,7 @@ def listening() -> Iterator[Keyboard]:
         yield Keyboard(None)
         return
     try:
-        tty.setcbreak(descriptor, termios.TCSADRAIN)  # keeps what was typed while the command started
+        tty.setcbreak(descriptor, termios.TCSADRAIN)  # keeps keys typed while the command started
         yield Keyboard(descriptor)
     finally:
         termios.tcsetattr(descriptor, termios.TCSADRAIN, before)

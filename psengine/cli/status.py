@@ -1,4 +1,4 @@
-"""``psengine status`` and ``psengine top``: who trains, how far everybody is, and what the servers carry."""
+"""``psengine status`` and ``psengine top``: workers, their progress, and the servers' load."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def top(
             param_hint="top",
         )
     sources = open_sources(servers, timeout_s)
-    # As an exception, which restores the terminal.
+    # SIGTERM raises an exception, which restores the terminal.
     signal.signal(signal.SIGTERM, _end)
     try:
         with Watch(sources, interval_s, job) as watch:
@@ -130,7 +130,7 @@ def _problems(overview: Overview, job: str | None) -> list[str]:
 
 
 def _keep_the_log_quiet() -> None:
-    """Drop what the client logs about a server that is away: these commands show it themselves."""
+    """Drop the client's log lines about servers that are away: these commands show them."""
     logging.getLogger("psengine").addHandler(logging.NullHandler())
 
 

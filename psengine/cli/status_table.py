@@ -14,7 +14,7 @@ from rich.text import Text
 from psengine.cli.status_overview import Overview, ServerReport, shard_bytes
 from psengine.parameter_server.status_model import Counts, Event, JobStatus, WorkerStatus
 
-# Where a step's time goes: part, colour, and a glyph that tells them apart without colour, or in ASCII.
+# The parts of a step's time: name, colour, and the glyphs that tell them apart without colour and in ASCII.
 PARTS = (("compute", "green", "█", "#"), ("wait", "yellow", "░", "."), ("wire", "blue", "▒", "-"),
          ("apply", "magenta", "▓", "+"))  # fmt: skip
 BAR_WIDTH = 13
@@ -26,7 +26,7 @@ UNKNOWN = "-"
 
 @dataclass(frozen=True)
 class _Column:
-    """A column of the workers' table; of those that do not fit, the columns of the highest rank go first."""
+    """A column of the workers' table; where not all fit, columns of a high rank are left out first."""
 
     title: str
     width: int
@@ -208,7 +208,7 @@ def _counters(job: JobStatus, ascii_only: bool) -> Text:
 
 
 def _departed(job: JobStatus, unix_s: float) -> list[Text]:
-    """The workers that left and have not come back, and why."""
+    """The workers that left and did not come back, and why."""
     here = {worker.rank for worker in job.workers}
     gone = {one.rank: one for one in job.departed if one.rank not in here}
     return [

@@ -26,7 +26,7 @@ from psengine.parameter_server.status_model import Event
 
 FRAMES_PER_S = 4
 MAX_EVENTS = 200
-# Lines of the screen that events may take: the rest is the tables'.
+# Lines of the screen for events; the tables have the rest.
 EVENT_LINES = 8
 CLOSING_S = 2.0
 
@@ -34,7 +34,7 @@ Rates = dict[Any, tuple[float, float]]
 
 
 class Watch:
-    """Asks servers again and again, each from a thread of its own, so that one that is away holds nobody up.
+    """Polls servers, each from a thread of its own, so that a server that is away does not delay the others.
 
     Args:
         sources: the servers.
@@ -68,7 +68,7 @@ class Watch:
             thread.join(max(0.0, deadline_s - time.monotonic()))
 
     def wait_for(self, polls: int, timeout_s: float) -> bool:
-        """Whether every server was asked so often before the time was over."""
+        """Wait until every server was asked so often; whether that was in time."""
         with self._lock:
             return self._lock.wait_for(lambda: self.polls >= polls, timeout_s)
 
@@ -78,7 +78,7 @@ class Watch:
         return min(self._answers.values())
 
     def look(self) -> View:
-        """What is known now."""
+        """The current view."""
         with self._lock:
             reports = [
                 self._reports.get(source.address, ServerReport(address=source.address, error="not asked yet"))
@@ -104,7 +104,7 @@ class Watch:
         """Compare with the last report: rates, and whether the server went away or came back."""
         before = self._reports.get(report.address)
         self._reports[report.address] = report
-        # A rate that is not told anew would look like traffic.
+        # An old rate would look like traffic.
         self._rates = {key: rate for key, rate in self._rates.items() if key[0] != report.address}
         if report.error and (before is None or not before.error):
             self._say("gone", f"{report.address} does not answer: {report.error}")
@@ -113,7 +113,7 @@ class Watch:
         elif before.error and not report.error:
             self._say("back", f"{report.address} answers again")
         elif not report.error:
-            # 0 where no shard answered.
+            # An epoch is 0 where no shard answered.
             if 0 != before.status.epoch != report.status.epoch != 0:
                 self._say("restarted", f"{report.address} was restarted")
             self._rates.update(_rates(before, report))

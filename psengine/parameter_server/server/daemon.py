@@ -3,9 +3,9 @@
     main thread      signals, watchdog, health ──────────────────────────────────────────┐
     shard threads    one each: socket ► shard ► socket                                   ├─ nothing shared but queues
     snapshot thread  asks the shards for copies, writes a generation                     │
-    authenticator    who may connect                     monitor    HTTP for people ─────┘
+    authenticator    decides who may connect             monitor    HTTP for people ─────┘
 
-It ends in order (``end_requests.py`` says when): newcomers are refused, what is queued is answered, a snapshot written.
+At its end (``end_requests.py``) it refuses newcomers, answers queued messages, and writes a snapshot.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class Server:
             do not count: that process would have given them.
 
     Attributes:
-        epoch: random number of this life.
+        epoch: random number of this process's life.
         addresses: of all shards, as clients reach them; [] before start-up.
         status_url: of the monitor; "" without one.
     """
@@ -103,8 +103,8 @@ class Server:
         """Serve until a signal; the process's exit code.
 
         Args:
-            announce: takes the lines of start-up; the last one is ``psengine-server ready ADDRESS ...``. Without it
-                they are logged.
+            announce: takes the lines of start-up, of which the last is ``psengine-server ready ADDRESS ...``; by
+                default they are logged.
         """
         try:
             with ExitStack() as stack:

@@ -35,7 +35,7 @@ class EndRequests:
         self._reasons.put(reason)
 
     def wait(self, timeout_s: float) -> str:
-        """The next reason; "" where there is none in time."""
+        """The next reason; "" after the timeout."""
         try:
             return self._reasons.get(timeout=timeout_s)
         except Empty:

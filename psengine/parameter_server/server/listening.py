@@ -1,4 +1,4 @@
-"""The addresses that a server's shards listen at, and who may connect there."""
+"""The addresses at which a server's shards listen."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ CONTEXT_DEADLINE_S = 5.0
 
 
 class Listeners:
-    """One endpoint for each shard, between ``__enter__`` and ``__exit__``; the shards' threads close those they use.
+    """One endpoint for each shard, between ``__enter__`` and ``__exit__``; a shard's thread closes its own.
 
     Args:
         settings: see ``ServerSettings``.
-        shards: who uses the endpoints.
+        shards: use the endpoints.
 
     Attributes:
         authenticator: decides who may connect; None where anybody may.
@@ -43,8 +43,7 @@ class Listeners:
 
     def __enter__(self) -> Listeners:
         settings = self._settings
-        # One thread serves about one TCP stream at full speed, a third of one with CURVE. On two cores two were no
-        # faster.
+        # A thread serves one TCP stream at full speed, a third of one with CURVE. Two were no faster on two cores.
         self._context: zmq.Context[Any] = zmq.Context(max(1, min(settings.shards, (os.cpu_count() or 1) // 2)))
         if settings.insecure:
             logger.warning(
@@ -84,13 +83,13 @@ class Listeners:
             self.endpoints.append(Endpoint(self._context, address, self.authenticator))
             self._open_local(self.endpoints[-1])
         if self.authenticator is not None:
-            # Not before: a client that is refused at TCP looks for the Unix socket once more, and then gives up.
+            # After all binds: a client that TCP refuses looks for the Unix socket once more, and then gives up.
             self.authenticator.start()
             found = [*(_reachable(e.address) for e in self.endpoints), *(e.local_address for e in self.endpoints)]
             self.authenticator.probe([address for address in found if address])
 
     def addresses(self, host: str) -> list[str]:
-        """The shards' addresses, a wildcard's under a host name; "*" tells clients to put in the host they came by."""
+        """The shards' addresses, with ``host`` for a wildcard; clients replace "*" by the host that they connected to."""
         if not self._settings.is_wildcard:
             return [endpoint.address for endpoint in self.endpoints]
         return [f"tcp://{host}:{endpoint.address.rpartition(':')[2]}" for endpoint in self.endpoints]
@@ -123,7 +122,7 @@ class Listeners:
             logger.warning("clients on this machine use TCP, which is slower: %s", error)
 
     def _end_context(self) -> None:
-        # Sockets that nobody closed would keep it for ever.
+        # An open socket would make this wait for ever.
         ending = threading.Thread(target=self._context.destroy, kwargs={"linger": LINGER_MS}, daemon=True)
         ending.start()
         ending.join(timeout=CONTEXT_DEADLINE_S)
@@ -138,5 +137,5 @@ def _key_ring(settings: ServerSettings) -> KeyRing | None:
 
 
 def _reachable(address: str) -> str:
-    """Where the process itself reaches an address that it bound."""
+    """The address by which this process reaches one that it bound."""
     return address.replace("tcp://0.0.0.0:", "tcp://127.0.0.1:").replace("tcp://[::]:", "tcp://[::1]:")

@@ -59,7 +59,7 @@ def _modules(text: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class ServerSettings:
-    """How a server process runs. A field's metadata has its explanation, and what reads it from a text.
+    """How a server process runs. A field's metadata has its explanation and its parser.
 
     Raises:
         ConfigurationError: a value is out of its bounds, or two contradict each other.
@@ -141,12 +141,12 @@ class ServerSettings:
 
     @property
     def heartbeat_s(self) -> float:
-        """How often workers say that they live."""
+        """Seconds between a worker's heartbeats."""
         return self.lease_s / 5
 
     @property
     def is_local(self) -> bool:
-        """Whether only processes of this machine reach the address: by literal, names are not looked up."""
+        """Whether only processes of this machine reach the address; names are not looked up."""
         if self.bind.startswith("ipc://"):
             return True
         host = self.host

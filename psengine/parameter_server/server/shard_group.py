@@ -20,14 +20,14 @@ from psengine.parameter_server.server.transport.shard_thread import LAST_MESSAGE
 from psengine.parameter_server.status_model import MuteShard, ShardStatus
 
 ANSWER_DEADLINE_S = 3.0
-# A shard that does not tick for so long is not healthy; copying a large model for a snapshot takes a second.
+# A shard that does not tick for so long is unhealthy; copying a large model for a snapshot takes a second.
 HEALTHY_S = 10.0
 
 _Result = TypeVar("_Result")
 
 
 class ShardGroup:
-    """See the module's text; ``start`` adds the shards. Callable from any thread."""
+    """The shards' threads; ``start`` adds one. Callable from any thread."""
 
     def __init__(self) -> None:
         self.threads: list[ShardThread] = []
@@ -40,7 +40,7 @@ class ShardGroup:
     # ---- questions ---------------------------------------------------------------------------------------------
 
     def ask(self, function: Callable[[Shard], _Result]) -> list[_Result]:
-        """``function`` of every shard, called in its thread.
+        """Call ``function`` with every shard, in the shard's thread; the results.
 
         Raises:
             concurrent.futures.TimeoutError: a shard did not answer; it does what it was asked as soon as it can.
@@ -66,14 +66,14 @@ class ShardGroup:
         return all(thread.is_alive() and now_s - thread.last_tick_s < HEALTHY_S for thread in self.threads)
 
     def training_count(self) -> int:
-        """Workers at the shard that has most of them; 1 where a shard does not say."""
+        """Workers at the shard with most of them; 1 where a shard does not answer."""
         try:
             return max(self.ask(lambda shard: shard.jobs.training_count))
         except (FutureTimeoutError, ShardEndedError):
             return 1
 
     def expected_bytes(self) -> int:
-        """What shards hold, with the copies that a snapshot takes, and what their workers may have in flight."""
+        """Bytes that shards hold, with a snapshot's copies, and that their workers may have in flight."""
 
         def expected(shard: Shard) -> int:
             return (
@@ -87,7 +87,7 @@ class ShardGroup:
             return machine_memory_bytes()  # unknown: no excess is found
 
     def owns(self, socket_name: Any) -> bool:
-        """Whether a socket with this name of its own belongs to a connection that a shard has accepted."""
+        """Whether a shard accepted the connection of a socket with this name (``getsockname``)."""
         endpoints = [thread.endpoint for thread in self.threads]
         if isinstance(socket_name, tuple):
             return str(socket_name[1]) in {endpoint.address.rpartition(":")[2] for endpoint in endpoints}
@@ -109,7 +109,7 @@ class ShardGroup:
 
         Args:
             job: its name.
-            begin_snapshot: begins the snapshot from which on the job is gone from disk too.
+            begin_snapshot: begins a snapshot, so that the job is gone from disk too.
 
         Raises:
             concurrent.futures.TimeoutError: a shard is busy.
@@ -118,13 +118,13 @@ class ShardGroup:
         if not known or any(known):
             return max(known, default=None)
         forgotten = [thread.ask(partial(Shard.forget, thread.shard, job)) for thread in self.threads]
-        # A crash before the next interval would bring it back. Shards do what they are asked in order.
+        # A crash before the next interval would restore the job. Shards call functions in the order of asking.
         begin_snapshot()
         _results(forgotten)
         return 0
 
     def drain(self) -> list[int]:
-        """Refuse newcomers and answer what is queued; the indexes of shards that did not get it done in time."""
+        """Refuse newcomers and answer queued messages; the indexes of shards that did not finish in time."""
         for thread in self.threads:
             thread.drain()
         return [t.shard.index for t in self.threads if not t.drained.wait(LAST_MESSAGES_S + 1.0)]

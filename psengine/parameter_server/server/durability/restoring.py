@@ -17,7 +17,7 @@ from psengine.protocol.layout import balance
 
 @dataclass(frozen=True, slots=True)
 class Restored:
-    """What a start found.
+    """The snapshot that was restored, if any.
 
     Attributes:
         generation: the one that was restored; None where there was none.
@@ -31,15 +31,15 @@ class Restored:
 
 
 def _without_unfinished(stored: Sequence[list[JobState]]) -> list[list[JobState]]:
-    """Leave out jobs that were being registered when the snapshot was taken: some shards had their part already."""
+    """Leave out jobs that only some shards had when the snapshot was taken: they were being registered."""
     complete = set.intersection(*({job.name for job in jobs} for jobs in stored)) if stored else set()
     return [[job for job in jobs if job.name in complete] for jobs in stored]
 
 
 def _check_memory(shards: Sequence[Shard], parts: Sequence[list[JobState]], generation: str) -> None:
     for shard, jobs in zip(shards, parts, strict=True):
-        # Backups of weights are not counted: workers' pulls make them without asking, so that a server may hold more
-        # than its limit allows, and what it wrote then it must be able to start from.
+        # Backups of weights, which pulls make, are not counted: they may exceed the limit, and a server must be able to
+        # start from every snapshot that it wrote.
         needed_bytes = sum(
             tensor.nbytes
             for job in jobs
@@ -56,7 +56,7 @@ def _check_memory(shards: Sequence[Shard], parts: Sequence[list[JobState]], gene
 
 
 def restore(store: SnapshotStore, shards: Sequence[Shard]) -> Restored:
-    """Have ``shards``, which are empty and whose threads have not started, take over the newest intact generation.
+    """Restore the newest intact generation into ``shards``, which are empty and whose threads have not started.
 
     Raises:
         SnapshotError: there are generations and none can be read, or it does not fit these shards or their memory.
@@ -105,7 +105,7 @@ def distribute(
         meta = merge_meta([part.meta for part in job_parts])
         here = [JobState(name, copy.deepcopy(meta), []) for _ in range(shard_count)]
         chunks = sorted((chunk for part in job_parts for chunk in part.chunks), key=lambda chunk: chunk.key)
-        # A chunk without stored values still means traffic: where all are empty, their number is balanced.
+        # A chunk without stored values still causes traffic: empty chunks are balanced by number.
         sizes_bytes = [max(chunk.size_bytes, 1) for chunk in chunks]
         for chunk, shard in zip(chunks, balance(sizes_bytes, shard_count), strict=True):
             here[shard].chunks.append(chunk)

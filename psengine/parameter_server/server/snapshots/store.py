@@ -1,4 +1,4 @@
-"""Durable generations of a server process's state: all its shards in one, so that they agree with each other.
+"""Durable generations of a server process's state. A generation has all shards, so that they agree with each other.
 
 <directory>/lock                         flock of the live server; its process id
 <directory>/generation-000000000012/     complete, or it would not have this name; see ``files.py``
@@ -98,7 +98,7 @@ class SnapshotStore:
             raise
 
     def close(self) -> None:
-        """Let go of the directory; the lock also ends with the process."""
+        """Release the directory's lock; it also ends with the process."""
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
@@ -114,7 +114,7 @@ class SnapshotStore:
 
     @property
     def newest(self) -> int | None:
-        """Number of the newest generation that is there and not known to be damaged; None without one.
+        """Number of the newest generation that is not known to be damaged; None without one.
 
         Raises:
             OSError: the directory cannot be read now, perhaps because no file descriptor is free.
@@ -133,8 +133,8 @@ class SnapshotStore:
             SnapshotError: it was not written, and no part of it is left; the message says which older generation is
                 still there. Or the directory was replaced, and another server has the new one.
         """
-        # A number is used once, even if its attempt fails: a page that could not be written may look clean afterwards,
-        # so nothing of that attempt is touched again (PostgreSQL's "fsyncgate").
+        # A failed attempt's number and files are not used again: a page that could not be written may look clean
+        # afterwards (PostgreSQL's "fsyncgate").
         self._last_generation += 1
         try:
             self._retake_if_replaced()
@@ -247,7 +247,7 @@ class SnapshotStore:
         return lock
 
     def _is_ours(self) -> bool:
-        """Whether the lock file in the directory is the one that is held."""
+        """Whether this process holds the lock of the directory's lock file."""
         assert self._lock is not None
         try:
             return os.path.samestat(os.fstat(self._lock), os.stat(self.directory / "lock"))

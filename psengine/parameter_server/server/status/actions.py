@@ -1,4 +1,4 @@
-"""What the status port can do: write a snapshot, end a worker's lease, forget a job, shut the server down.
+"""The status port's actions: write a snapshot, end a worker's lease, forget a job, shut the server down.
 
 Every action needs the server's token: pages in the same browser and other users of this machine reach the port too.
 """

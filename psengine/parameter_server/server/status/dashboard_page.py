@@ -8,7 +8,7 @@ from functools import cache
 from importlib import resources
 
 NOTHING = "default-src 'none'; frame-ancestors 'none'"
-# In this order they are one script: what the server said, the charts of it, everything else that is shown.
+# One script, in this order: the server's data, charts, the rest of the page.
 SCRIPTS = ("dashboard_data.js", "dashboard_charts.js", "dashboard.js")
 
 

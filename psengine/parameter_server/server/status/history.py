@@ -3,7 +3,7 @@
     History (a thread) ── once a second ──► status ──┬─► Track: 600 samples, 1 s apart      the last ten minutes
                                                      └─► Track: 1440 samples, 60 s apart    the last day
 
-Counters become rates per second between two samples of a track. NaN stands for what is not known.
+Counters become rates per second between two samples of a track. NaN means unknown.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ class Track:
             series[self._count % self._length] = math.nan if value is None else value
 
     def to_text(self, since_unix_s: float = 0.0) -> str:
-        """JSON: samples after ``since_unix_s``, oldest first, null where something is not known.
+        """JSON: samples after ``since_unix_s``, oldest first; null means unknown.
 
         Each series is encoded alone: one call of ``json`` holds the GIL to its end, and a day's would stop every shard.
         """
@@ -197,11 +197,11 @@ class History:
         self._thread.join(timeout=5.0)
 
     def to_text(self, resolution: int, since_unix_s: float = 0.0) -> str:
-        """What /history.json shows. Callable from any thread.
+        """The content of /history.json. Callable from any thread.
 
         Args:
             resolution: 1 or 60, see ``LENGTHS``.
-            since_unix_s: only what is newer.
+            since_unix_s: only newer samples.
         """
         # Making a day's text takes a second, and the next sample must not wait for it.
         with self._lock:
@@ -226,14 +226,14 @@ class History:
                 self.sample(time.monotonic(), time.time())
                 has_failed = False
             except Exception:
-                # A second without a sample is a gap in a chart; one line in the log is enough for many of them.
+                # A missing sample is a gap in a chart; many in a row need one line in the log.
                 logger.log(logging.DEBUG if has_failed else logging.ERROR, "no sample for the charts", exc_info=True)
                 has_failed = True
             self._ends.wait(1.0 - time.monotonic() % 1.0)
 
 
 def _plain(value: float) -> float | int | None:
-    """Steps exactly, the rest to six digits: charts show no more, and a page loads them all."""
+    """A step exactly, other values to six digits, which charts need."""
     if not math.isfinite(value):
         return None
     return int(value) if value.is_integer() else float(f"{value:.6g}")

@@ -50,7 +50,7 @@ Page = tuple[int, str, bytes]
 
 
 class _RefusedError(Exception):
-    """A request is answered with a refusal, which holds nothing that came with the request."""
+    """A request is refused; the text has no part of the request."""
 
     def __init__(self, code: int, text: str) -> None:
         super().__init__(text)
@@ -58,13 +58,13 @@ class _RefusedError(Exception):
 
 
 class Pages:
-    """What there is to read and to do.
+    """The pages and the actions.
 
     Args:
-        status: what /status.json shows and /metrics counts; called in request threads.
-        is_healthy: /healthz is 200 or 503.
-        history: what /history.json shows; started and ended by the caller.
-        actions: what POST /actions/NAME does.
+        status: for /status.json and /metrics; called in request threads.
+        is_healthy: for /healthz, 200 or 503.
+        history: for /history.json; started and ended by the caller.
+        actions: for POST /actions/NAME.
     """
 
     def __init__(
@@ -239,7 +239,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._write((503, _TEXT, b"too many ask at once; ask again. /healthz is always answered\n"))
             return
         try:
-            # Written within its place: clients that do not read their answers take no memory of others.
+            # Within the place, so that clients that do not read answers bind little memory.
             self._write(self._made(make))
         finally:
             if needs_place:

@@ -39,7 +39,7 @@ LAST_MESSAGES_S = 2.0
 
 
 class ShardEndedError(ServerError):
-    """The shard's thread is no more."""
+    """The shard's thread has ended."""
 
 
 class ShardThread(threading.Thread):
@@ -81,7 +81,7 @@ class ShardThread(threading.Thread):
     def ask(self, function: Callable[[], _Result]) -> Future[_Result]:
         """Have ``function`` called in this thread, within a tick; wait for the result with a timeout.
 
-        The future raises ``ShardEndedError`` where the thread has ended, or ends before it comes to it.
+        The future raises ``ShardEndedError`` where the thread has ended, or ends before the call.
         """
         future: Future[_Result] = Future()
 
@@ -97,7 +97,7 @@ class ShardThread(threading.Thread):
 
         self._asked.put(call)
         if self._has_ended:
-            self._answer_asked()  # it may have ended without having seen this one
+            self._answer_asked()  # the thread may have ended without seeing this call
         return future
 
     def post(self, outgoing: Outgoing) -> None:
@@ -105,7 +105,7 @@ class ShardThread(threading.Thread):
         self._asked.put(lambda: None if self._has_ended else self._send([outgoing]))
 
     def drain(self) -> None:
-        """Refuse newcomers, answer what is queued, then take no more; sets ``drained``."""
+        """Refuse newcomers, answer queued messages, then take no more; sets ``drained``."""
         self.shard.is_draining = True
         self._drain_until_s = time.monotonic() + LAST_MESSAGES_S
 
@@ -114,7 +114,7 @@ class ShardThread(threading.Thread):
         self._ends = True
 
     def status(self) -> ShardStatus:
-        """The shard's, and what went over the socket; call it in this thread."""
+        """The shard's status, with its socket's counts; call it in this thread."""
         here = {"bad_messages": self.bad_messages, "failures": self.failures}
         moved = {one.name: getattr(self.endpoint, one.name) for one in fields(Transport) if one.name not in here}
         transport = Transport(**moved, **here)
@@ -138,7 +138,7 @@ class ShardThread(threading.Thread):
             logger.critical("shard %d failed; the server ends", self.shard.index, exc_info=True)
         finally:
             self.endpoint.close()
-            # Nobody waits for answers that cannot come.
+            # So that nobody waits for answers that cannot come.
             self._has_ended = True
             self.drained.set()
             self._answer_asked()
@@ -154,7 +154,7 @@ class ShardThread(threading.Thread):
             self.last_tick_s = now_s
             if not self.drained.is_set():
                 self._guarded(lambda: self._send(self.shard.tick(now_s)))
-        # After the tick: whoever asks for the status does not see the time of a pause as the workers' silence.
+        # After the tick, so that a status does not show a pause of this process as the workers' silence.
         self._answer_asked()
 
     def _receive(self, wait_s: float) -> None:
@@ -169,7 +169,7 @@ class ShardThread(threading.Thread):
                 break
             self._take(received)
             if time.monotonic() >= self.last_tick_s + TICK_S:
-                break  # large messages take their time, and others wait for the rest of the turn
+                break  # large messages take long, and other work waits for the rest of the turn
         if self._drain_until_s is not None and time.monotonic() > self._drain_until_s:
             self.drained.set()
 
@@ -243,7 +243,7 @@ class ShardThread(threading.Thread):
             self._report_failure("between messages")
 
     def _report_failure(self, what: str) -> None:
-        """A bug of ours: say so, and go on serving the others."""
+        """Log a bug of ours, and go on serving."""
         self.failures += 1
         suppressed = self._traces.allows(time.monotonic())
         if suppressed is not None:
