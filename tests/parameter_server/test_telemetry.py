@@ -25,7 +25,7 @@ from psengine.parameter_server.server.core.events import MAX_EVENTS, REPEAT_S, E
 from psengine.parameter_server.server.core.surroundings import Clocks
 from psengine.parameter_server.server.core.telemetry import WorkerTelemetry
 from psengine.parameter_server.status_model import to_json
-from psengine.protocol.messages import ErrorCode, MessageType
+from psengine.protocol.messages import MessageType
 
 STEPS = 6
 
@@ -145,19 +145,6 @@ class TestRates:
         assert telemetry.times.steps_per_s < 0.05
         assert telemetry.times.step_s == 1.0
 
-    def test_of_the_chunks_of_an_exchange_the_longest_hold_counts(self):
-        telemetry = WorkerTelemetry()
-        for key, came_s in ((0, 1.0), (1, 2.0), (2, 3.0)):
-            telemetry.hold(key, 7, came_s)
-        telemetry.hold(0, 7, 3.5)  # came again
-        for key, left_s in ((1, 4.0), (0, 5.0), (2, 5.0)):
-            telemetry.release(key, 7, left_s)
-        telemetry.release(0, 7, 6.0)  # answered again
-        assert telemetry.held_s == pytest.approx(4.0)
-        telemetry.hold(1, 8, 6.0)
-        telemetry.release(1, 8, 6.5)
-        assert telemetry.held_s == pytest.approx(4.5)
-
 
 class TestLosses:
     @pytest.mark.parametrize("loss", [math.nan, -math.inf, torch.tensor(math.nan)])
@@ -264,17 +251,6 @@ class TestEvents:
         kinds = [event for event in world.shard.events.events() if event.kind == "refused"]
         assert [(e.worker, e.job) for e in kinds] == [(0, "demo")]
         assert "its gradient of chunk 0 (p0) was refused (non_finite)" in kinds[0].text
-
-    def test_late_gradients_another_rule_and_too_little_memory(self):
-        world = World(max_memory_bytes=1000)
-        first, second = team(world, 2, [spec(0, 4)], rule={"name": "average", "quorum": 1})
-        first.push(0, 1, torch.ones(4))
-        second.push(0, 1, torch.ones(4))
-        assert Worker(world, 5, rule=APPLY).hello() == ErrorCode.RULE_MISMATCH
-        big = Worker(world, 0, job="big")
-        assert big.hello() == "initialise"
-        assert big.register(spec(0, 4000)).body["code"] == ErrorCode.MEMORY
-        assert told(world)[2:] == [("late", 1), ("refused", 5), ("memory", 0)]
 
     def test_the_log_is_bounded_and_counts_what_it_leaves_out(self):
         now_s = [0.0]

@@ -89,7 +89,7 @@ class Listeners:
             self.authenticator.probe([address for address in found if address])
 
     def addresses(self, host: str) -> list[str]:
-        """The shards' addresses, with ``host`` for a wildcard; clients replace "*" by the host that they connected to."""
+        """The shards' addresses, with ``host`` for a wildcard; clients replace "*" by the host they connected to."""
         if not self._settings.is_wildcard:
             return [endpoint.address for endpoint in self.endpoints]
         return [f"tcp://{host}:{endpoint.address.rpartition(':')[2]}" for endpoint in self.endpoints]

@@ -25,11 +25,9 @@ from psengine.parameter_server.server.transport.endpoint import Endpoint
 from psengine.parameter_server.server.transport.key_rings import AllowedKeys
 from psengine.protocol.keys import (
     CurveClientKeys,
-    KeyPair,
     read_allowed,
     read_key_pair,
     read_public_key,
-    write_key_pair,
 )
 
 
@@ -78,12 +76,6 @@ def test_keygen_writes_a_secret_for_its_owner_and_a_public_key(tmp_path):
     assert zmq.curve_public(pair.secret.encode()).decode() == pair.public
     assert pair.secret not in repr(pair)
     assert pair.secret not in public_path.read_text()
-
-
-@pytest.mark.parametrize("name", ["", ".", "../me", "a/b", "-x", "a b", "x" * 101])
-def test_names_are_file_names(tmp_path, name):
-    with pytest.raises(ConfigurationError, match="file name"):
-        write_key_pair(tmp_path, name, KeyPair("", ""))
 
 
 @pytest.mark.parametrize("mode", [0o640, 0o604, 0o660, 0o700 | 0o001, 0o644])

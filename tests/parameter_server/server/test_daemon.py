@@ -8,7 +8,6 @@ import os
 import re
 import signal
 import socket
-import struct
 import time
 import urllib.error
 import urllib.request
@@ -459,16 +458,6 @@ def test_health_status_and_metrics(tmp_path):
         assert 'psengine_memory_bytes{shard="0"}' in text
 
 
-def test_a_stopped_process_is_not_healthy():
-    with running_server() as server:
-        assert get(f"{server.status_url}/healthz")[0] == 200
-        server.signal(signal.SIGSTOP)
-        with pytest.raises(OSError, match="timed out"):
-            get(f"{server.status_url}/healthz", 0.5)
-        server.signal(signal.SIGCONT)
-        assert get(f"{server.status_url}/healthz")[0] == 200
-
-
 # ---- peers that misbehave --------------------------------------------------------------------------------------
 
 
@@ -486,12 +475,6 @@ def test_garbage_is_answered_by_errors_and_logged_sparingly():
         assert server.status()["shards"][0]["transport"]["bad_messages"] == 300
         assert 1 <= server.log().count("refused a message") <= 5
         assert is_served(server)
-
-
-def test_another_protocol_version_is_told_so():
-    with running_server() as server, Peer(server.addresses[0]) as peer:
-        peer.socket.send(b"PSEN" + struct.pack("<HBB", 9, 8, 0) + bytes(80))
-        assert peer.receive().body["code"] == "version"
 
 
 def test_bytes_that_are_no_zmq_and_connections_that_say_nothing():

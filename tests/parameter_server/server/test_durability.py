@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import resource
 import shutil
-import socket
 import time
 from pathlib import Path
 from threading import Timer
@@ -355,15 +354,3 @@ def test_a_file_at_an_ipc_path_stays(tmp_path, kind):
 
 
 # ---- the service manager ---------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("is_durable", [False, True])
-def test_the_service_manager_sees_words(tmp_path, is_durable):
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
-        manager.bind(str(tmp_path / "notify"))
-        manager.settimeout(10)
-        options = {"snapshot_dir": tmp_path / "s"} if is_durable else {}
-        with running_server(environment={"NOTIFY_SOCKET": str(tmp_path / "notify")}, **options) as server:
-            assert manager.recv(4096).decode().startswith("READY=1\nSTATUS=1 shard at ")
-            durable = "durable to no generation yet" if is_durable else "not durable"
-            assert manager.recv(4096).decode() == f"STATUS=1 shard at {server.addresses[0]}; {durable}"

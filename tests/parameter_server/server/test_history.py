@@ -118,17 +118,6 @@ def test_a_shard_that_misses_its_deadline_leaves_a_gap_and_no_peak():
     assert found["jobs"]["job"]["workers"]["0"]["steps_per_s"] == [None, None, 1]
 
 
-def test_who_is_gone_for_a_whole_ring_is_forgotten():
-    track = Track(1, 3)
-    for number in range(4):
-        track.record(status_of(workers=[(0, number, 1.0)] + ([(1, 0, 1.0)] if number == 0 else [])), number, number)
-        assert ("1" in shown(track)["jobs"]["job"]["workers"]) == (number < 3)
-    for number in range(4, 8):
-        track.record(server(), number, number)
-    assert shown(track)["jobs"] == {}
-    assert shown(track)["shards"] == []
-
-
 def test_memory_is_bounded_whoever_comes():
     track = Track(1, 5, max_rows=5)
     for number, here in enumerate([range(10), range(10), (0,), (1, 5, 6, 7)]):

@@ -170,17 +170,6 @@ def test_what_is_not_there_and_what_is_not_understood(server, method, path, code
     assert "Traceback" not in server.log()
 
 
-def test_history_is_of_this_server(server):
-    for resolution in (1, 60):
-        code, _, content = ask(server.status_url, f"/history.json?resolution={resolution}&since=0")
-        found = json.loads(content)
-        assert (code, found["interval_s"]) == (200, resolution)
-        assert len(found["unix_s"]) >= 1
-        assert found["jobs"] == {}
-    assert json.loads(ask(server.status_url, "/history.json?since=9e99")[2])["unix_s"] == []
-    assert server.status()["can_act"] is False
-
-
 def idle_connections(url, count):
     host, _, port = url.removeprefix("http://").rpartition(":")
     return [socket.create_connection((host, int(port)), timeout=10) for _ in range(count)]

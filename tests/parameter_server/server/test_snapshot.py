@@ -303,27 +303,6 @@ def test_a_full_disk_keeps_the_older_generation(mounted):
         assert_is_state(store.load().shards, 5)
 
 
-def test_a_read_only_disk_is_refused_at_the_start_and_survived_later(mounted):
-    with SnapshotStore(mounted / "s") as store:
-        store.save(state(1))
-        assert _mount("--bind", str(mounted), str(mounted)) == 0
-        try:
-            assert _mount("-o", "remount,bind,ro", str(mounted)) == 0
-            with pytest.raises(SnapshotError, match=r"Read-only file system \(.*generation 1 stays durable"):
-                store.save(state(2))
-            assert_is_state(store.load().shards, 1)
-            store.close()
-            with pytest.raises(SnapshotError, match=r"must be writable.*Read-only file system.*mounted/s"):
-                SnapshotStore(mounted / "s").open()
-            with pytest.raises(SnapshotError, match=r"must be writable.*Read-only file system"):
-                SnapshotStore(mounted / "other").open()
-        finally:
-            subprocess.run(["umount", "--lazy", mounted], check=True, timeout=10)
-    with SnapshotStore(mounted / "s") as store:
-        store.save(state(2))
-        assert_is_state(store.load().shards, 2)
-
-
 # ---- killed writers -------------------------------------------------------------------------------------------------
 
 
@@ -373,19 +352,6 @@ def test_after_a_kill_at_any_moment_a_complete_generation_loads(tmp_path):
     assert leftovers > 0, "no kill came during a save"
 
 
-def test_leftovers_are_removed_at_the_start_and_nothing_else(tmp_path):
-    directory = tmp_path / "s"
-    with SnapshotStore(directory) as store:
-        store.save(state(1))
-    for name in ("unfinished-000000000002", "discarded-000000000000"):
-        shutil.copytree(directory / names(1)[0], directory / name)
-    (directory / "notes.txt").write_text("mine")
-    with SnapshotStore(directory) as store:
-        assert generations(directory) == [*names(1), "notes.txt"]
-        assert store.save(state(3)) == 3
-        assert_is_state(store.load().shards, 3)
-
-
 # ---- the directory --------------------------------------------------------------------------------------------------
 
 
@@ -421,10 +387,6 @@ def test_a_directory_belongs_to_one_process_until_it_dies(tmp_path):
 
 
 # ---- other numbers of shards ----------------------------------------------------------------------------------------
-
-
-def merged(metas):
-    return {"of": [meta["shard"] for meta in metas], "list": []}
 
 
 def chunk_places(shards: list[list[JobState]], name: str) -> dict[int, int]:
@@ -465,12 +427,3 @@ def test_chunks_survive_other_numbers_of_shards_once_each(store):
                     assert torch.equal(chunk.tensors["v"], torch.full((10 + chunk.key,), chunk.key))
         sizes = [sum(chunk.size_bytes for job in jobs for chunk in job.chunks) for jobs in shards]
         assert max(sizes) - min(sizes) <= 2 * 8 * 21
-
-
-def test_metas_are_merged_in_order_and_not_shared():
-    shards = [[JobState("a", {"shard": 0}, [])], [JobState("b", {"shard": 1}, [])], [JobState("a", {"shard": 2}, [])]]
-    first, second = distribute(shards, 2, merged)
-    assert [(job.name, job.meta["of"]) for job in first] == [("a", [0, 2]), ("b", [1])]
-    assert [(job.name, job.meta["of"]) for job in second] == [("a", [0, 2]), ("b", [1])]
-    first[0].meta["list"].append(1)
-    assert second[0].meta["list"] == []
