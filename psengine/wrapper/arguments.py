@@ -108,7 +108,7 @@ def check_delayed(
 
 def check_weighable(wrapper: Any) -> None:
     """Refuse ``batch_weight`` where some gradients do not pass through buckets."""
-    if wrapper._delayed is not None or wrapper._use_python_reducer:
+    if wrapper._delay_grad_buffer is not None or wrapper._use_python_reducer:
         raise ConfigurationError(
             "batch_weight weighs what passes through psengine's buckets (expected no delay_all_reduce_named_params, and"
             " torch._dynamo.config.optimize_ddp other than 'python_reducer', got one of them)"

@@ -32,7 +32,7 @@ from psengine.wrapper.forward_pass import ForwardPass
 from psengine.wrapper.module_state import BufferBroadcast, named_buffers, reducible_parameters, shared_state
 from psengine.wrapper.native_features.comm_hooks import BUILTIN_HOOKS, bucket_hook, check_comm_hook, sum_over_group
 from psengine.wrapper.native_features.compilation import stay_out_of_graphs, traces_gradient_exchange
-from psengine.wrapper.native_features.delayed_all_reduce import DelayedAllReduce
+from psengine.wrapper.native_features.delayed_all_reduce import delay_all_reduce
 from psengine.wrapper.native_features.logging_data import LoggingData, describe_replica
 from psengine.wrapper.native_features.mixed_precision import set_up_mixed_precision
 
@@ -181,12 +181,11 @@ class DistributedDataParallel(ForwardPass):
         self._collective = resolve_collective(self._collective_choice, self.process_group, self.device)
         self._buffer_broadcast = BufferBroadcast()
         self.logger = LoggingData()
-        self._delayed: DelayedAllReduce | None = None
+        self._delay_grad_buffer: torch.Tensor | None = None
         if delayed:
             assert param_to_hook_all_reduce is not None
-            self._delayed = DelayedAllReduce(self._delay_all_reduce_params, param_to_hook_all_reduce, self._collective)
-            weakref.finalize(self, self._delayed.close).atexit = False
-        self._delay_all_reduce_all_params = self._delayed is not None and not reducible_parameters(
+            delay_all_reduce(self, param_to_hook_all_reduce, self._collective)
+        self._delay_all_reduce_all_params = bool(delayed) and not reducible_parameters(
             module, self.parameters_to_ignore
         )
         if self._delay_all_reduce_all_params:

@@ -30,7 +30,6 @@ from psengine.tracing.timeline import now_ns, recorder
 from psengine.wrapper import arguments as checks
 from psengine.wrapper.module_state import BufferBroadcast, shared_state
 from psengine.wrapper.native_features.compilation import stay_out_of_graphs
-from psengine.wrapper.native_features.delayed_all_reduce import DelayedAllReduce
 
 # Captured at import: a program may replace the native class by ours under its own name. Any: the types of the native
 # class's attributes (its Reducer, its Logger) are not ours.
@@ -46,7 +45,6 @@ class ForwardPass(NativeDistributedDataParallel):  # type: ignore[misc]
     process_group: dist.ProcessGroup | None
     _collective: Collective
     _buffer_broadcast: BufferBroadcast
-    _delayed: DelayedAllReduce | None
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module; gradients of its outputs will be exchanged by the next backward (see ``no_sync``)."""
@@ -108,8 +106,7 @@ class ForwardPass(NativeDistributedDataParallel):  # type: ignore[misc]
             return output
         if not self._delay_all_reduce_all_params:
             output = self._expect_backward(output)
-        if self._delayed is not None:
-            self._delayed.attach()
+        self._clear_grad_buffer()
         return output
 
     def _expect_backward(self, output: Any) -> Any:
