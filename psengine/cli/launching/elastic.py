@@ -26,7 +26,7 @@ from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.launcher.api import elastic_launch
 from typing_extensions import override
 
-from psengine.cli.launching.failure import LAUNCHER, RankEnd, failure_time, first_failure, last_traceback
+from psengine.cli.launching.failure import LAUNCHER, UNHANDLED, RankEnd, failure_time, first_failure, last_traceback
 from psengine.cli.launching.interruption import Interruption
 from psengine.cli.launching.nodes import NodeFailures
 from psengine.cli.launching.output import KEPT_LINES, WorkerOutput
@@ -182,8 +182,10 @@ class ElasticWorkers:
         signal_s = self._interruption.received_s if self._interruption.received is not None else float("inf")
         ends = []
         for rank, pid in sorted(self._pids.items()):
-            code = self._watch.exit_codes.get(pid, getattr(failures.get(rank), "exitcode", 0))
             spoke_s, traceback = last_traceback(self._stderr_of(rank))
+            # After a signal the agent does not tell the exit codes of ranks that it reaped first.
+            unseen = UNHANDLED if not failures and ended_s[rank] is not None and spoke_s is not None else 0
+            code = self._watch.exit_codes.get(pid, getattr(failures.get(rank), "exitcode", unseen))
             # The agent ends the others with SIGTERM, later with SIGKILL; the first was not ended by it.
             is_agents_doing = ended_s[rank] != first_s and -code in (signal.SIGTERM, signal.SIGKILL)
             ends.append(
