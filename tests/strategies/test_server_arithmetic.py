@@ -112,10 +112,6 @@ def every_optimizer(rank: int, world_size: int, address: str) -> None:
         strategy.close()
 
 
-def test_async_with_one_worker_is_bitwise_plain_training(server):
-    run_ranks(every_optimizer, 1, server.addresses[0], init_group=False)
-
-
 KERNELS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "sgd": functools.partial(torch.optim.SGD, lr=0.05, weight_decay=0.01),
     "momentum": functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9, dampening=0.1, weight_decay=0.01),
@@ -149,5 +145,6 @@ def every_kernel(rank: int, world_size: int, address: str) -> None:
     assert not any(different.values()), different
 
 
-def test_async_with_one_worker_is_bitwise_plain_training_with_every_kernel(server):
-    run_ranks(every_kernel, 1, server.addresses[0], init_group=False)
+@pytest.mark.parametrize("train", [every_optimizer, every_kernel])
+def test_async_with_one_worker_is_bitwise_plain_training(server, train):
+    run_ranks(train, 1, server.addresses[0], init_group=False)

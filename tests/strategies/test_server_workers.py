@@ -88,10 +88,6 @@ def embedded(rank: int, world_size: int) -> Any:
     return status["jobs"]["default"]["applied"] > 0, process is not None
 
 
-def test_without_servers_rank_zero_starts_one():
-    assert run_ranks(embedded, 2) == [(True, True), (True, False)]
-
-
 def slow_and_fast(rank: int, world_size: int, address: str, job: str, options: dict[str, Any]) -> Any:
     use(address)
     wrapped = wrap(psengine.AsyncServer(job=job, **options), seed=0)
@@ -122,17 +118,18 @@ class _FailsToLayOut(psengine.SyncServer):
         raise MemoryError("sabotage of rank 0")
 
 
-def abandoned(rank: int, world_size: int) -> str:
-    os.environ.pop("PSENGINE_SERVERS", None)
+def embedded_and_abandoned(rank: int, world_size: int) -> Any:
+    found = embedded(rank, world_size)
     try:
         wrap(_FailsToLayOut() if rank == 0 else psengine.SyncServer())
     except (MemoryError, ServerLostError) as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
+        return found, f"{type(error).__name__}: {error}"
+    return found, ""
 
 
-def test_who_waits_at_an_embedded_server_that_is_gone_is_told():
-    failed, told = run_ranks(abandoned, 2, deadline_s=60)
+def test_without_servers_rank_zero_starts_one_and_who_waits_there_learns_that_it_is_gone():
+    (first, failed), (second, told) = run_ranks(embedded_and_abandoned, 2, deadline_s=60)
+    assert [first, second] == [(True, True), (True, False)]
     assert failed == "MemoryError: sabotage of rank 0"
     assert re.search(r"ServerLostError: the embedded parameter server at ipc://.*rank 0", told)
 
