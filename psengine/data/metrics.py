@@ -7,8 +7,8 @@ value holds::
                                     └── one flat tensor per kind ───── all-reduce ── leaves ── the value's structure
                                         (float64; int64 halves; bytes)
 
-A rank that cannot take part (a leaf that is no number) still sends its header, so that the others learn it at once
-instead of waiting. No rank ever unpickles what another sent.
+A rank that cannot take part (a leaf is no number) still sends its header, so that the others raise at once instead of
+waiting. No rank unpickles bytes of another.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ def mean(
     Args:
         value: a tensor, a number, or dicts, lists and tuples of them, nested at will; not mutated.
         process_group: the ranks that take part; None means the default group, or this process alone without one.
-        weight: this rank's say, such as its number of samples: the result is sum(weight * value) / sum(weight). A rank
-            of weight 0 has no say at all, whatever its value (the mean of an empty batch is nan).
+        weight: how much this rank's value counts, such as its number of samples: the result is sum(weight * value) /
+            sum(weight). The value of a rank of weight 0 is ignored, also where it is nan (the mean of an empty batch).
 
     Returns:
         ``value``'s structure with numbers as Python floats and tensors detached, of the same shape, device and dtype;
@@ -168,7 +168,7 @@ class _Exchange:
             self._header_device, self.device = _transport_devices(process_group, self.leaves)
 
     def check_weight(self, weight: Any) -> float:
-        """Return the weight as a number, 1 for None; what is wrong with it is raised by ``check``."""
+        """Return the weight as a number, 1 for None; ``check`` raises where the weight is refused."""
         if weight is None:
             return 1.0
         self._verb = "mean with a weight"
@@ -233,7 +233,7 @@ class _Exchange:
 
 
 def _transport_devices(process_group: Any, leaves: Sequence[Leaf]) -> tuple[torch.device, torch.device]:
-    """Where the header and the leaves travel: through host memory, or on the accelerator if the leaves lie there."""
+    """The devices of the header and of the leaves in transport: the host, or the accelerator that holds the leaves."""
     try:
         entries = dist.get_backend_config(process_group).split(",")
     except ValueError:  # a group torch.distributed did not make

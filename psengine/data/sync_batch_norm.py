@@ -28,7 +28,7 @@ from psengine.errors import ArgumentTypeError, ConfigurationError, ModuleError
 
 
 class SyncBatchNorm(torch.nn.SyncBatchNorm):
-    """Batch normalisation whose batch is that of all ranks: ``torch.nn.SyncBatchNorm`` that also works on CPU.
+    """Batch normalisation over the batches of all ranks: ``torch.nn.SyncBatchNorm`` that also works on the CPU.
 
     Takes the arguments of ``torch.nn.SyncBatchNorm`` and has its state dict, which is that of ``torch.nn.BatchNorm*d``.
     On accelerators its forward is torch's. Ranks may have batches of different sizes, and empty ones. In evaluation
@@ -39,7 +39,7 @@ class SyncBatchNorm(torch.nn.SyncBatchNorm):
         output: as the input, in its dtype and memory format.
 
     Raises:
-        ConfigurationError: all ranks together have one value per channel, whose variance says nothing.
+        ConfigurationError: all ranks together have one value per channel, which has no variance.
     """
 
     def forward(self, input: Tensor) -> Tensor:
@@ -182,7 +182,7 @@ def _local_statistics(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class _Normalize(torch.autograd.Function):
-    """Normalisation by given statistics, whose gradient knows that they came from all ranks' inputs."""
+    """Normalisation by given statistics; its gradient accounts for all ranks' inputs, which they were computed from."""
 
     @staticmethod
     def forward(

@@ -1,4 +1,4 @@
-"""Whose gradient is not finite, in which parameter: asked at the end of a backward, before an average is written."""
+"""Which rank's gradient is not finite, in which parameter: exchanged before averages are written."""
 
 from __future__ import annotations
 

@@ -24,13 +24,13 @@ logger = logging.getLogger(__name__)
 
 
 class Flight:
-    """The buckets of ``layout`` in a backward. ``always_packs``: gradients are views, packed even without an exchange.
+    """Moves the buckets of ``layout`` through a backward; ``always_packs``, because gradients are views of buckets.
 
     Attributes:
         is_packing: whether this backward packs its gradients; else they are final as they are.
         buckets_reduced: how many buckets the last backward exchanged.
         writes_gradients: False where a communication hook steps optimizers itself.
-        futures: other exchanges that are to be over when backward is, of buffer communication hooks.
+        futures: exchanges of buffer communication hooks, which end before backward returns.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class Flight:
     # ---- during backward ---------------------------------------------------------------------------------------
 
     def pack_one(self, packing: Packing, position: int) -> None:
-        """Pack a large gradient, which is ready, and move on the buckets that were handed over."""
+        """Pack a large gradient, which is ready, and make progress with the buckets in flight."""
         started_ns = now_ns() if recorder.is_on else 0
         self._warn_create_graph()
         with torch.no_grad():
@@ -80,7 +80,7 @@ class Flight:
             self._collective.progress()
 
     def hand_over(self, packing: Packing, graph: EveryParameter) -> None:
-        """It is this bucket's turn: pack what is not packed yet, and begin the exchange, where there is one."""
+        """It is this bucket's turn: pack its remaining gradients, and begin the exchange, if there is one."""
         bucket = packing.bucket
         reduction = None
         if not graph.is_unused_everywhere(bucket.parameter_indices):
@@ -125,7 +125,7 @@ class Flight:
             except NonFiniteGradientError:
                 for reduction in reductions:
                     if reduction is not None:
-                        reduction.drop()  # the ranks stay in step, for those who catch the error and go on
+                        reduction.drop()  # the ranks stay in step, so that a caller may catch the error and go on
                 raise
         remainder = self._strategy.finish()
         with torch.no_grad():

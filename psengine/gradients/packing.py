@@ -20,11 +20,7 @@ from psengine.tensors.share import Share
 
 
 class Packing:
-    """Moves the gradients of ``bucket``'s parameters, which are tensors of their own.
-
-    Attributes:
-        bucket: where to.
-    """
+    """Moves the gradients of ``bucket``'s parameters, tensors of their own, into the bucket, and results back."""
 
     def __init__(self, bucket: Bucket) -> None:
         self.bucket = bucket
@@ -177,7 +173,7 @@ class SparsePacking(Packing):
         if share.divisor != 1:
             gradient = gradient / share.divisor
         elif bucket.counts_non_finite:
-            gradient = gradient.clone()  # it is to stay what it is where another rank's is not finite
+            gradient = gradient.clone()  # where another rank's is not finite, this rank's own stays as it is
         bucket.flat = gradient
 
     @override

@@ -33,7 +33,7 @@ class StepShare:
         self._live_ranks_work = live_ranks_work
 
     def expect_backward(self, *, has_data: bool = True) -> None:
-        """Forward ends, or a rank without data shadows one; the ranks' weights travel while backward begins."""
+        """A forward ends, or a rank without data shadows one: begin to exchange weights, while backward begins."""
         self._share = None
         weight = self.weight
         if not has_data:

@@ -7,7 +7,7 @@ Pure: nothing here knows of other ranks::
                                  ├── as_halves ───┼─ travels ┼── from_halves ───┼── rebuild ── the value's structure
                                  └── to_payload ──┘          └── from_payload ──┘
 
-Each ``from_*`` takes the leaf whose type, dtype and device the result is to have, beside what arrived for it.
+Each ``from_*`` takes the values that arrived, and the leaf that gives the result its type, dtype and device.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ CPU = torch.device("cpu")
 LOW_HALF = 2**32 - 1
 
 Leaf = torch.Tensor | bool | int | float
-# Path of every container and leaf ("value['loss']") to what is there ("float").
+# Path of every container and leaf ("value['loss']") to its kind ("a Python float").
 Description = dict[str, str]
 
 
 @dataclass
 class Walk:
-    """A value taken apart: its leaves, and what there is at every path, in an order that all ranks share."""
+    """A value taken apart: its leaves, and the kind at every path, in an order that all ranks share."""
 
     leaves: list[Leaf] = field(default_factory=list)
     paths: list[str] = field(default_factory=list)
@@ -47,7 +47,7 @@ class Walk:
     faults: list[PSEngineError] = field(default_factory=list)
 
     def visit(self, value: Any, path: str) -> None:
-        """Take ``value`` apart; what cannot be exchanged becomes a fault, to be raised when the others know."""
+        """Take ``value`` apart; a leaf that cannot be exchanged becomes a fault, raised once the others know of it."""
         if isinstance(value, dict):
             self.description[path] = "a dict"
             for key in _keys(value):
@@ -76,12 +76,12 @@ class Walk:
             self.add_fault(path, type(value).__name__, _leaf_error(path, type(value).__name__))
 
     def add_fault(self, path: str, kind: str, error: PSEngineError) -> None:
-        """Note that ``error`` is to be raised here, and what the other ranks are to be told instead."""
+        """Note that this rank is to raise ``error``; the other ranks are told ``kind``."""
         self.description[path] = kind
         self.faults.append(error)
 
     def _add(self, path: str, leaf: Leaf) -> None:
-        self.description[path] = ""  # the verb decides what has to agree
+        self.description[path] = ""  # ``check`` fills in the kind, which depends on the verb
         self.leaves.append(leaf)
         self.paths.append(path)
 
@@ -102,7 +102,7 @@ def rebuild(value: Any, leaves: Iterator[Any]) -> Any:
     """Undo ``Walk.visit``: ``value``'s structure, in new containers, around ``leaves``."""
     if isinstance(value, dict):
         items = {key: rebuild(value[key], leaves) for key in _keys(value)}
-        # A subclass may have more to it than its items (a default factory, say); assigning keeps the order of its keys.
+        # A subclass may hold more than its items, such as a default factory; assigning keeps the order of its keys.
         result = copy.copy(value) if type(value) is not dict else dict.fromkeys(value)
         for key, item in items.items():
             result[key] = item
@@ -139,7 +139,7 @@ def to_float(number: Any) -> float:
 
 
 def kind_for_sum(leaf: Leaf) -> str:
-    """What ranks must agree on to add the leaf: its type, or its dtype and shape."""
+    """The leaf's kind, which must be the same on all ranks to add it: its type, or its dtype and shape."""
     if isinstance(leaf, torch.Tensor):
         return f"a tensor of {leaf.dtype} with shape {list(leaf.shape)}"
     return f"a Python {type(leaf).__name__}"
@@ -166,7 +166,7 @@ def as_float64(leaf: Leaf) -> torch.Tensor:
 
 
 def from_float64(leaf: Leaf, result: torch.Tensor) -> Any:
-    """Undo ``as_float64``: ``result`` as what ``leaf`` is, an integer tensor's in the default dtype; a copy."""
+    """Undo ``as_float64``: a copy in the leaf's type and dtype; an integer tensor's in the default dtype."""
     if not isinstance(leaf, torch.Tensor):
         return result.item()
     if leaf.is_complex():

@@ -1,4 +1,4 @@
-"""A module's tensors by name: parameters to exchange, state that replicas have in common, and buffers, which travel."""
+"""A module's tensors by name: parameters to exchange, state that replicas share, and the broadcast of buffers."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ def reducible_parameters(module: torch.nn.Module, ignored: Set[str]) -> list[tup
 
 
 def named_buffers(module: torch.nn.Module, ignored: Set[str]) -> dict[str, torch.Tensor]:
-    """Name to buffer, without those whose names are ``ignored`` and without duplicates."""
+    """Name to buffer, without duplicates and without the ``ignored`` names."""
     return {name: buffer for name, buffer in module.named_buffers() if name not in ignored}
 
 
 def shared_state(module: torch.nn.Module, ignored: Set[str], *, with_buffers: bool) -> dict[str, torch.Tensor]:
-    """What replicas must have in common: all parameters that are not ignored, and the buffers, by name; detached."""
+    """The tensors that must be equal on all replicas, by name: parameters and buffers, detached."""
     state = {name: p for name, p in module.named_parameters() if name not in ignored}
     buffers = named_buffers(module, ignored) if with_buffers else {}
     return {name: tensor.detach() for name, tensor in (state | buffers).items()}

@@ -1,4 +1,4 @@
-"""DistributedOptimizer: the optimizer whose ``step`` is the strategy's."""
+"""DistributedOptimizer: an optimizer that steps as the strategy decides."""
 
 from __future__ import annotations
 
@@ -113,12 +113,12 @@ class _StrategyStep(torch.optim.Optimizer):
     step.hooked = True  # type: ignore[attr-defined]
 
     def state_dict(self) -> dict[str, Any]:
-        """The wrapped class's, with the state that servers keep."""
+        """Return the wrapped class's state, with the state that servers keep."""
         self._psengine_strategy.fetch_optimizer_state(self)
         return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """The wrapped class's; state that servers keep goes there."""
+        """Load the wrapped class's state; send the servers the part that they keep."""
         super().load_state_dict(state_dict)
         self._psengine_strategy.store_optimizer_state(self)
 
