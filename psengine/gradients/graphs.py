@@ -1,4 +1,4 @@
-"""What is known of a backward's graph: which parameters get gradients, and how often their hooks fire.
+"""The graph of a backward: which parameters get gradients, and how often their hooks fire.
 
 One object, chosen when a model is wrapped; ``static_graph`` replaces it::
 
@@ -30,13 +30,13 @@ class EveryParameter:
     """Each parameter gets one gradient in each backward.
 
     Attributes:
-        may_rebuild: whether the order in which gradients arrive is worth following.
+        may_rebuild: whether buckets may be laid out again in the order in which gradients arrive.
         takes_long_way: whether a hook has more to do than to count its bucket down.
-        records_usage: whether hooks set ``used``, inside no_sync too: what a micro-batch accumulates has to be
-            exchanged, whoever uses the parameter last.
+        records_usage: whether hooks set ``used``, inside no_sync too: gradients accumulated there are exchanged with
+            the next backward, even if that one does not use the parameter.
         is_being_counted: whether the coming backward is the one that shows which hooks fire how often.
         has_marked_unused: whether this backward's unused parameters were counted as ready.
-        has_changed: whether a hook fired in this backward that must not.
+        has_changed: whether a hook fired more often in this backward than a static graph allows.
         used: by parameter, 1 where this rank used it since the last agreement; after an agreement, where any rank did.
         summed: by parameter, how many ranks used it in the last backward that agreed on it: int32.
         unused: indices of parameters that the last search, or a static graph's first backward, found without gradient.
@@ -63,7 +63,7 @@ class EveryParameter:
         return ()
 
     def agree(self, *, has_data: bool) -> None:
-        """Before backward, on every rank: agree on what has to be known beforehand."""
+        """Before backward, on every rank: agree with the other ranks, where that cannot wait for its end."""
 
     def is_unused_everywhere(self, indices: Sequence[int]) -> bool:
         """Whether the ranks agreed before backward that none uses any of these parameters."""
@@ -75,7 +75,7 @@ class EveryParameter:
 
     @property
     def never_arriving(self) -> Sequence[int]:
-        """Parameters whose hooks will not fire, for an order that has to name all."""
+        """Parameters whose hooks will not fire; the order of arrival ends with them, because it names all."""
         return ()
 
     def handed_over(self) -> None:
@@ -96,7 +96,7 @@ class EveryParameter:
         return unfinished_reduction_message(rank, missing, find_unused=False)
 
     def shadow_end(self) -> None:
-        """Of a rank without data, inside ``join``: take part in what others agree on after their buckets."""
+        """On a rank without data, inside ``join``: take part in the agreement that follows the buckets."""
 
 
 class _UsedParameters(EveryParameter):
@@ -122,7 +122,7 @@ class _UsedParameters(EveryParameter):
         self._strategy.reduce_usage(torch.zeros_like(self.summed)).wait()
 
     def _take_sum(self) -> None:
-        """Where a sum is under way: wait for it; ``used`` is what any rank used from now on."""
+        """Wait for a sum in flight, if there is one; from then on ``used`` holds the usage of all ranks."""
         if self._work is not None:
             self._work.wait()
             self._work = None
@@ -207,7 +207,7 @@ class SearchedGraph(_UsedParameters):
 
     @override
     def agree(self, *, has_data: bool) -> None:
-        """Settle which parameters no rank uses, counting what was used inside no_sync; blocks."""
+        """Agree which parameters no rank uses; parameters used inside no_sync count as used. Blocks."""
         if not self._skips_buckets:
             return
         used = torch.full((len(self.used),), int(has_data), dtype=torch.int32)
@@ -245,7 +245,7 @@ class SearchedGraph(_UsedParameters):
 class StaticGraph(_UsedParameters):
     """The user promises that the graph never changes: its first iteration is counted, every later one is the same.
 
-    What the first iteration used, on any rank, holds for good.
+    The parameters that some rank used in the first iteration count as used for good.
     """
 
     def __init__(self, names: Sequence[str], device: torch.device, strategy: Strategy) -> None:
@@ -267,7 +267,7 @@ class StaticGraph(_UsedParameters):
 
     @override
     def agree(self, *, has_data: bool) -> None:
-        """A rank without data takes part in what others exchange first in the first backward; see ``learn``."""
+        """A rank without data takes part in the exchange of used-maps that ``learn`` begins on the others."""
         if self.is_being_counted and not has_data:
             self._shadow()
             self._set_counting(False)
@@ -282,7 +282,7 @@ class StaticGraph(_UsedParameters):
         return self._with_unused((index,) if self._left[index] == 0 else ())
 
     def learn(self) -> None:
-        """The first iteration is over: parameters that it did not use never will be; begin to tell the other ranks."""
+        """The first iteration is over: parameters that it did not use stay unused; begin to exchange the used-maps."""
         self._reduce()
         self._set_counting(False)
         self.unused = unused = [index for index, count in enumerate(self._counts) if count == 0]

@@ -107,7 +107,7 @@ class Bucket:
         self.runs: list[Run] = []
         self._non_finite: list[tuple[int, torch.Tensor]] = []  # see ``take_non_finite_counts``
         self._result: tuple[torch.Tensor, list[torch.Tensor]] | None = None
-        # Tensors of these autograd may leave lazily conjugated or negated: others it copies, which resolves them.
+        # Autograd may leave the gradients of these conjugated or negated lazily. It copies others, which resolves them.
         self.may_be_lazy = [i for i, p in enumerate(self.parameters) if p.is_complex() or p.numel() == 1]
         self.flat = self.sparse_zeros() if sparse else allocate(self.numel, self.dtype, self.device)
         if not sparse:
@@ -118,23 +118,23 @@ class Bucket:
 
     @functools.cached_property
     def facts(self) -> dict[str, Any]:
-        """What timelines say of it."""
+        """The bucket, as timelines describe it."""
         return {"bucket": self.index, "bytes": self.size_bytes, "parameters": self.names[:4]}
 
     def facts_of(self, position: int) -> dict[str, Any]:
-        """What timelines say of one of its parameters."""
+        """One of the bucket's parameters, as timelines describe it."""
         size_bytes = self.parameters[position].nbytes
         return {"bucket": self.index, "bytes": size_bytes, "parameters": [self.names[position]]}
 
     def describe(self) -> str:
-        """What error messages call this bucket."""
+        """The bucket's name in error messages."""
         names = self.names if len(self.names) <= 4 else [*self.names[:2], f"{len(self.names) - 3} more", self.names[-1]]
         return f"gradient bucket {self.index} ({', '.join(names)})"
 
     # ---- layout ------------------------------------------------------------------------------------------------
 
     def sparse_zeros(self) -> torch.Tensor:
-        """What a sparse bucket holds where its parameter got no gradient."""
+        """The content of a sparse bucket whose parameter got no gradient."""
         # One sparse dimension, rows, like the gradients of embeddings: gloo sizes its messages by that number.
         shape = self.parameters[0].shape
         indices = torch.empty(1, 0, dtype=torch.int64, device=self.device)
@@ -166,7 +166,7 @@ class Bucket:
         return [view_like(flat, offset, p) for offset, p in zip(self.offsets, self.parameters, strict=True)]
 
     def views_of_result(self, result: torch.Tensor) -> list[torch.Tensor]:
-        """``views_of``, kept: results mostly are ``flat``, or land in the same memory every step."""
+        """``views_of``, cached: most results are ``flat``, or have the same memory in every step."""
         if result is self.flat:
             return self.views
         if self._result is None or self._result[0] is not result:
@@ -262,18 +262,18 @@ class Bucket:
         self._non_finite.append((position, counts))
 
     def note_encoded(self, payload: torch.Tensor) -> None:
-        """``payload`` travels: the values of ``flat``, in a dtype that some of them may overflow."""
+        """Count the values that became infinite when ``flat`` was converted to ``payload``, which travels."""
         if self.counts_non_finite:
             self.note_non_finite(0, *payload.split([parameter.numel() for parameter in self.parameters]))
 
     def take_non_finite_counts(self) -> list[tuple[int, torch.Tensor]]:
-        """What the last packing found, as pairs: a position, and int64 counts for the parameters from there on."""
+        """The last packing's counts, as pairs: a position, and int64 counts for the parameters from it on."""
         found, self._non_finite = self._non_finite, []
         return found
 
 
 def resolve_lazy(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    """Carry out a conjugation or negation that is only noted on ``tensor``; kernels read its memory as it is."""
+    """Carry out a lazy conjugation or negation of ``tensor``, because kernels read its memory directly."""
     if tensor is None or not (tensor.is_conj() or tensor.is_neg()):
         return tensor
     return tensor.resolve_conj().resolve_neg()
