@@ -78,6 +78,12 @@ def test_keygen_writes_a_secret_for_its_owner_and_a_public_key(tmp_path):
     assert pair.secret not in public_path.read_text()
 
 
+@pytest.mark.parametrize("name", ["", "../me", "-x"])
+def test_names_are_file_names(tmp_path, name):
+    with pytest.raises(ConfigurationError, match="file name"):
+        keygen(tmp_path, name)
+
+
 @pytest.mark.parametrize("mode", [0o640, 0o604, 0o660, 0o700 | 0o001, 0o644])
 def test_a_secret_that_others_could_read_is_refused(tmp_path, mode):
     path, _ = keygen(tmp_path, "me")
