@@ -6,12 +6,11 @@ import pytest
 import torch
 from support.scripted_peer import Peer
 from support.server_process import running_server
-from support.shard_world import APPLY, Worker, World, codes, spec, team
 
 import psengine
 from psengine.errors import ConfigurationError, ProtocolError, ServerLostError
 from psengine.protocol.frames import payload_tensor
-from psengine.protocol.messages import MAX_PAYLOAD_BYTES, NOBODY, ErrorCode, MessageType
+from psengine.protocol.messages import MAX_PAYLOAD_BYTES, NOBODY, MessageType
 
 T = MessageType
 
@@ -79,26 +78,3 @@ class TestAgainstAScriptedPeer:
         with reader([peer.address], timeout_s=1.5) as client, pytest.raises(ServerLostError, match=words):
             client.echo(100)
         assert peer.seen[T.ECHO] == 1
-
-
-class TestAtTheShard:
-    payload = torch.arange(7, dtype=torch.uint8)
-
-    def test_members_and_greeted_workers_get_theirs_back(self):
-        world = World()
-        (member,) = team(world, 1, [spec(0, 4)], rule=APPLY)
-        greeted = Worker(world, 0, job="other")
-        assert greeted.hello() == "initialise"
-        for worker in (member, greeted):
-            before = world.state_hash()
-            answer = worker.ask(T.ECHO, payload=self.payload)
-            assert answer.type is T.ECHOED
-            assert torch.equal(payload_tensor(answer), self.payload)
-            assert world.state_hash() == before
-
-    def test_a_stranger_gets_an_error(self):
-        world = World()
-        team(world, 1, [spec(0, 4)])
-        stranger = Worker(world, 5)
-        stranger.worker = 5
-        assert codes(stranger.send(T.ECHO, payload=self.payload)) == [ErrorCode.NOT_MEMBER]
