@@ -186,6 +186,7 @@ class ElasticWorkers:
             # After a signal the agent does not tell the exit codes of ranks that it reaped first.
             unseen = UNHANDLED if not failures and ended_s[rank] is not None and spoke_s is not None else 0
             code = self._watch.exit_codes.get(pid, getattr(failures.get(rank), "exitcode", unseen))
+            failed_s = failure_time(code, spoke_s, ended_s[rank])
             # The agent ends the others with SIGTERM, later with SIGKILL; the first was not ended by it.
             is_agents_doing = ended_s[rank] != first_s and -code in (signal.SIGTERM, signal.SIGKILL)
             ends.append(
@@ -194,8 +195,8 @@ class ElasticWorkers:
                     local_rank=self._local_ranks[rank],
                     pid=pid,
                     exit_code=code,
-                    failed_s=failure_time(code, spoke_s, ended_s[rank]),
-                    was_ended=is_agents_doing or (ended_s[rank] or 0.0) > signal_s,
+                    failed_s=failed_s,
+                    was_ended=is_agents_doing or (failed_s or 0.0) > signal_s,
                     traceback=traceback,
                     restarts=self._restarts,
                 )
