@@ -56,7 +56,7 @@ def bench(
     as_json: Annotated[bool, typer.Option("--json", help="JSON alone on standard output.")] = False,
     timeout_s: Annotated[float, typer.Option("--timeout-s", min=1, help="Deadline, in seconds.")] = 300.0,
 ) -> None:
-    """Measure this machine: all-reduce, a training step's overhead, a model's way to a parameter server and back."""
+    """Measure this machine: all-reduce, a training step's overhead, push and pull of a model."""
     from psengine.verify.ranks import RankFailedError
 
     begin_s, machine = time.monotonic(), describe_machine()

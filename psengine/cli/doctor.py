@@ -58,7 +58,7 @@ def doctor(
     ] = None,
     only: Annotated[
         list[str] | None,
-        typer.Option("--only", metavar="CHECK", help=f"Just this check; may be repeated. One of {', '.join(CHECKS)}."),
+        typer.Option("--only", metavar="CHECK", help=f"Only this check; may be repeated. One of {', '.join(CHECKS)}."),
     ] = None,
     model_mb: Annotated[
         float | None,
@@ -69,8 +69,8 @@ def doctor(
     ] = 5.0,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
 ) -> None:
-    """Look for what keeps training from working, or from being fast: versions, native code, GPUs, threads,
-    host names, variables, a trial all-reduce, and the way to each server. Every finding comes with its fix.
+    """Check what breaks or slows training on this machine: versions, native code, GPUs, threads, host names,
+    variables, a trial all-reduce, and the connection to each server. Every finding comes with its fix.
 
     Exit code 0: no problem (there may be warnings); 1: at least one; 2: wrong arguments.
     """

@@ -22,9 +22,9 @@ from psengine.errors import ConfigurationError
 
 HELP = """Launch a training script: on one machine, or by the same line on every node.
 
-Builds on torchrun: any of its options may stand before the script and means what it means there (--nnodes, \
---rdzv-endpoint, --max-restarts, --log-dir, ...; torchrun --help). Starts the parameter servers that the strategy \
-needs, says which rank failed first and why, ends everything on Ctrl-C.
+A superset of torchrun: torchrun's options stand before the script and have the same meaning (--nnodes, \
+--rdzv-endpoint, --max-restarts, --log-dir, ...; torchrun --help). psengine run starts the parameter servers that the \
+strategy needs, names the rank that failed first with its error, and ends all processes on Ctrl-C.
 
 [bold]Examples[/bold]
 
@@ -60,7 +60,7 @@ def run(
         str | None,
         typer.Option(
             metavar="NAME[:OPTION=VALUE,...]",
-            help="How replicas agree where the script does not say: sync, sync-server, async,"
+            help="How replicas agree if the script does not set it: sync, sync-server, async,"
             " async:max_staleness=4, ..., or one that the script registers.",
         ),
     ] = None,
@@ -68,7 +68,7 @@ def run(
         str | None,
         typer.Option(
             metavar="NAME",
-            help="Who carries the bytes of strategy sync where the script does not say: auto, c10d, shared_memory.",
+            help="The transport of strategy sync if the script does not set it: auto, c10d, shared_memory.",
         ),
     ] = None,
     servers: Annotated[
@@ -76,47 +76,45 @@ def run(
         typer.Option(
             min=0,
             metavar="S",
-            help="Parameter servers to start on loopback, and to start again when one dies. Default: 1 where"
+            help="Number of parameter servers to start on loopback; one that dies is started again. Default: 1 if"
             " --strategy needs one.",
         ),
     ] = None,
     server_address: Annotated[
         str | None,
         typer.Option(
-            metavar="TCP://HOST:PORT,...", help="Servers that run already, instead of own ones; sets PSENGINE_SERVERS."
+            metavar="TCP://HOST:PORT,...", help="Running servers, instead of new ones; sets PSENGINE_SERVERS."
         ),
     ] = None,
     server_option: Annotated[
         list[str] | None,
         typer.Option(
             metavar="NAME=VALUE",
-            help="A setting of the started servers, as lease_s=10; may be repeated. See psengine-server --help.",
+            help="A setting of the started servers, such as lease_s=10; may be repeated. See psengine-server --help.",
         ),
     ] = None,
     snapshot_dir: Annotated[
         Path | None,
         typer.Option(
             metavar="DIR",
-            help="Keep the servers' snapshots there; a later run goes on from them. Default: a temporary one.",
+            help="Directory for the servers' snapshots; a later run continues from them. Default: temporary.",
         ),
     ] = None,
     status_port: Annotated[
         int,
-        typer.Option(min=0, max=65535, metavar="PORT", help="Of the first server's dashboard; 0 takes a free one."),
+        typer.Option(min=0, max=65535, metavar="PORT", help="Port of the first server's dashboard; 0: a free one."),
     ] = 0,
     independent: Annotated[
         bool,
         typer.Option(
             "--independent",
-            help="Workers know each other through the servers alone: one that dies leaves the others running, and is"
-            " started again by itself (--max-restarts). Not for strategy sync.",
+            help="Workers are connected through the servers only: if one dies the others go on, and that one alone"
+            " is started again (--max-restarts). Not for strategy sync.",
         ),
     ] = False,
     first_worker: Annotated[
         int,
-        typer.Option(
-            min=0, max=65535, metavar="R", help="Rank of this line's first independent worker, where there are others."
-        ),
+        typer.Option(min=0, max=65535, metavar="R", help="Rank of the first independent worker of this command line."),
     ] = 0,
     timeline: Annotated[
         Path | None, typer.Option(metavar="OUT.json", help="Record what each rank does when, for ui.perfetto.dev.")
@@ -126,8 +124,8 @@ def run(
         typer.Option(
             "--prefix/--no-prefix",
             show_default=False,
-            help="Each line of output behind its rank; --no-prefix passes rank 0's on as it is. Default: --prefix where"
-            " there are several workers.",
+            help="Prefix each line of output with its rank; --no-prefix leaves rank 0's lines unchanged. Default:"
+            " --prefix with several workers.",
         ),
     ] = None,
 ) -> None:

@@ -54,7 +54,7 @@ def status(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
     timeout_s: TimeoutS = 5.0,
 ) -> None:
-    """Say once what servers and jobs do: workers, steps, staleness, where the time goes, counters.
+    """Show the state of servers and jobs once: workers, steps, staleness, where the time goes, counters.
 
     Exit code 0: all is well; 1: a server does not answer, a shard does not work, a worker is silent, or there is no
     job of that name; 2: wrong arguments. CURVE keys come from PSENGINE_SERVER_KEY and PSENGINE_CLIENT_KEY.
@@ -84,7 +84,7 @@ def top(
     servers: Servers = None,
     job: JobName = None,
     interval_s: Annotated[
-        float, typer.Option("--interval-s", help="From an answer to the next question.", min=0.05, max=3600.0)
+        float, typer.Option("--interval-s", help="Seconds between an answer and the next query.", min=0.05, max=3600.0)
     ] = 1.0,
     timeout_s: TimeoutS = 5.0,
     once: Annotated[bool, typer.Option("--once", help="One frame, then end; works without a terminal.")] = False,
@@ -92,7 +92,7 @@ def top(
         int | None, typer.Option("--iterations", metavar="N", help="End after N frames.", min=1)
     ] = None,
 ) -> None:
-    """Watch servers and jobs live: q or Ctrl-C ends it. A server that goes away is waited for.
+    """Show the state of servers and jobs live; q or Ctrl-C ends it. top waits for a server that goes away.
 
     Exit codes: 0; 1: with --once or --iterations, a server did not answer at the end; 2: wrong arguments.
     """

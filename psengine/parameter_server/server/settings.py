@@ -71,18 +71,18 @@ class ServerSettings:
         " ipc://PATH (the others PATH-1, ...).",
     )
     shards: int = _setting(1, "Threads that keep parameters, each with its own socket.")
-    snapshot_dir: Path | None = _setting(None, "Where snapshots go; without it a restart forgets all.", _path)
+    snapshot_dir: Path | None = _setting(None, "Directory of snapshots; without it a restart forgets all.", _path)
     snapshot_interval_s: float = _setting(
-        60.0, "Seconds between snapshots; what a crash may lose. 0: only on request and at the end."
+        60.0, "Seconds between snapshots, which a crash may lose. 0: only on request and at the end."
     )
-    lease_s: float = _setting(5.0, "Seconds of silence after which a worker counts as dead, five heartbeats long.")
+    lease_s: float = _setting(5.0, "Seconds of silence (five heartbeats) after which a worker counts as dead.")
     status_port: int | None = _setting(
         None, "Port on 127.0.0.1 of the dashboard, /status.json, /metrics and /healthz; 0 takes a free one."
     )
     status_token: Path | None = _setting(
         None,
-        "File of mode 0600 with the token for what the dashboard can do: snapshot, evict a worker, shut down."
-        " Not used without a status port.",
+        "File of mode 0600 with the token for the dashboard's actions: snapshot, evict a worker, shut down."
+        " Needs a status port.",
         _path,
     )
     curve_key: Path | None = _setting(None, "The server's .key file of keygen: encrypts every connection.", _path)
@@ -91,12 +91,14 @@ class ServerSettings:
     )
     secret_file: Path | None = _setting(
         None,
-        "File of mode 0600 with one random word that clients have too (PSENGINE_SECRET_FILE): encrypts TCP, and"
-        " lets in whoever has it. In the place of keys.",
+        "File of mode 0600 with one random word, the same for clients (PSENGINE_SECRET_FILE): encrypts TCP, and"
+        " admits clients that have the word. Instead of keys.",
         _path,
     )
     insecure: bool = _setting(
-        False, "Let anybody in without keys: whoever reaches the address, any local user too, owns the model."
+        False,
+        "Admit every client without keys: everybody who reaches the address, also other local users, can change"
+        " the model.",
     )
     max_memory_bytes: int | None = _setting(
         None,
