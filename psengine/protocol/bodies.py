@@ -21,6 +21,7 @@ from psengine.protocol.layout import ChunkKind
 from psengine.protocol.messages import (
     DTYPES,
     MAX_BODY_BYTES,
+    MAX_BODY_DEPTH,
     MAX_NAME_BYTES,
     MAX_SEGMENTS,
     MAX_WEIGHT,
@@ -37,6 +38,9 @@ MAX_TEXT_CHARS = 4000
 # A worker's counters stay exact as floats.
 MAX_COUNTED = 2**53
 _INT64_MAX = 2**63 - 1
+# The first bytes of msgpack's arrays and maps.
+_ARRAYS = frozenset({*range(0x90, 0xA0), 0xDC, 0xDD})
+_MAPS = frozenset({*range(0x80, 0x90), 0xDE, 0xDF})
 _UINT64_MAX = 2**64 - 1
 _MAX_DIMENSIONS = 64
 # Decoded PUSH and UPDATED bodies of at most this size are cached: a step's pushes carry equal ones.
@@ -428,11 +432,11 @@ _WITHOUT_BODY = {kind: schema({}, False) for kind, schema in SCHEMAS.items()}
 
 
 def _unpack(kind: MessageType, raw: bytes, newer: bool) -> dict[str, Any]:
-    # msgpack allocates no container of more items than ``raw`` has bytes; the schemas refuse whatever else is odd.
     if len(raw) > MAX_BODY_BYTES:
         complaint = f" is too large (expected at most {MAX_BODY_BYTES} bytes, got {len(raw)})"
     else:
         try:
+            _check_depth(raw)
             body: dict[str, Any] = msgpack.unpackb(raw, object_pairs_hook=_plain_map)
         except (ValueError, msgpack.UnpackException) as error:
             complaint = f" is no valid msgpack: {error}"
@@ -444,6 +448,31 @@ def _unpack(kind: MessageType, raw: bytes, newer: bool) -> dict[str, Any]:
 
 
 _remembered = lru_cache(maxsize=64)(_unpack)
+
+
+def _check_depth(raw: bytes) -> None:
+    """Raise ValueError where containers are nested too deeply, before any is allocated.
+
+    msgpack allocates an array by its declared length, bounded by the body's size, at each of up to 1,024 levels.
+    """
+    unpacker = msgpack.Unpacker(max_buffer_size=MAX_BODY_BYTES)
+    unpacker.feed(raw)
+    open_items = [1]  # per level: the values that are still to come
+    while open_items:
+        if not open_items[-1]:
+            open_items.pop()
+            continue
+        open_items[-1] -= 1
+        at = unpacker.tell()
+        first = raw[at] if at < len(raw) else None
+        if first in _ARRAYS:
+            open_items.append(unpacker.read_array_header())
+        elif first in _MAPS:
+            open_items.append(2 * unpacker.read_map_header())
+        else:
+            unpacker.skip()
+        if len(open_items) > MAX_BODY_DEPTH + 1:
+            raise ValueError(f"nested too deeply (expected at most {MAX_BODY_DEPTH} levels)")
 
 
 def _plain_map(pairs: list[tuple[Any, Any]]) -> dict[str, Any]:

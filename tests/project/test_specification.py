@@ -46,6 +46,11 @@ def test_malformed_options_are_refused(text, message):
         Specification.parse("strategy", text)
 
 
+def test_a_number_is_no_name_of_a_job():
+    with pytest.raises(ConfigurationError, match=r"'sync-server': job is text \(expected a str, got 7\)"):
+        psengine.SyncServer(job=7)
+
+
 def test_an_option_that_is_text_stays_text():
     assert repr(resolve_strategy("async:job=7,servers=none")) == repr(psengine.AsyncServer(job="7"))
 

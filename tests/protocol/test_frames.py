@@ -8,6 +8,7 @@ import math
 import random
 import re
 import struct
+import tracemalloc
 from pathlib import Path
 
 import msgpack
@@ -374,8 +375,9 @@ def bomb(levels, opener=b"\x91"):
         (b"\x81\xa6groups\xdb\xff\xff\xff\xff", "no valid msgpack"),
         (b"\x80\x80", "no valid msgpack"),
         (bomb(4), "groups[0] must be a map"),
-        (bomb(60_000), "no valid msgpack"),
-        (bomb(20_000, b"\x81\xa1a"), "no valid msgpack"),
+        (bomb(7), "nested too deeply (expected at most 6 levels)"),
+        (bomb(60_000), "nested too deeply"),
+        (bomb(20_000, b"\x81\xa1a"), "nested too deeply"),
         (b"\x81\xa6groups\xc1", "no valid msgpack"),
         (b"\x81\xa6groups\xd4\x05\x00", "groups must be a list (got ExtType"),
         (msgpack.packb({"groups": [{"lr": msgpack.Timestamp(5, 7)}]}), "groups[0].lr must be a finite number"),
@@ -410,6 +412,17 @@ def test_malformed_bodies(raw, words):
         decode(frames)
     with raises(ProtocolError, words):  # a refusal is not remembered as anything else
         decode(frames)
+
+
+def test_declared_sizes_allocate_nothing():
+    frames = with_body("push", bomb(1000, b"\xdd\x00\x00\xfd\xe8") + b"\xc0" * 60_000)  # arrays of 65,000 items
+    tracemalloc.start()
+    try:
+        with raises(ProtocolError, "nested too deeply"):
+            decode(frames)
+        assert tracemalloc.get_traced_memory()[1] < 2**20
+    finally:
+        tracemalloc.stop()
 
 
 SEGMENT = ["fc1.weight", [2, 3], [3, 1], 0, 2]

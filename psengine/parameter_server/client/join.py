@@ -28,6 +28,8 @@ logger = logging.getLogger(__name__)
 
 # Chunks in flight while a job is registered: enough to keep the servers busy, few enough to be answered soon.
 REGISTERS_UNDER_WAY = 16
+# An embedded server ends with its training: who leaves does not wait longer for it.
+EMBEDDED_LEAVE_S = 10.0
 # A worker that waits longer than this before it may leave logs that.
 QUIET_LEAVE_S = 2.0
 LEAVE_POLL_S = 0.002
@@ -169,11 +171,12 @@ def leave(membership: Membership) -> Flow[None]:
         return
     if not all(link.is_level or not membership.chunks.at(link.index) for link in links):
         return
+    timeout_s = min(options.timeout_s, EMBEDDED_LEAVE_S) if options.is_embedded else options.timeout_s
     try:
         asked = []
         for link in links:
             membership.connection.do(link.tell_progress)
-            asked.append(membership.ask(link, Message(MessageType.LEAVE)))
+            asked.append(membership.ask(link, Message(MessageType.LEAVE), timeout_s=timeout_s))
         quiet_s = membership.runtime.now_s() + QUIET_LEAVE_S
         while not _have_ended(asked) and membership.runtime.now_s() < quiet_s:
             yield LEAVE_POLL_S
@@ -181,7 +184,7 @@ def leave(membership: Membership) -> Flow[None]:
             logger.warning(
                 "%s waits to leave, for %g s at most, until every other worker has the averages of its last step",
                 membership,
-                options.timeout_s,
+                timeout_s,
             )
         yield asked
     except ServerRefusedError as error:

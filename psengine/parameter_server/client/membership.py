@@ -13,6 +13,7 @@ import itertools
 import logging
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -40,7 +41,7 @@ FIRST_REQUEST = 1 << 40
 CALM_S = 5.0
 MAX_SLOW_DOWN_S = 2.0
 # After so long without an answer a client looks whether its embedded server is still there.
-EMBEDDED_SILENCE_S = 1.0
+EMBEDDED_SILENCE_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -354,15 +355,18 @@ class Membership:
         """An embedded server that ended does not come back: nobody waits for its answers until a deadline."""
         for link in tuple(self.links):
             asked = link.oldest()
-            is_late = asked is not None and now_s - asked.submitted_s >= EMBEDDED_SILENCE_S
-            if asked is not None and is_late and not self.runtime.is_listening(link.address):
-                self.fail(
-                    ServerLostError(
-                        f"the embedded parameter server at {link.address} is gone (expected an answer to"
-                        f" {asked.describe()}, got none): rank 0, which had started it, has failed or closed its"
-                        " strategy. Its output says why."
-                    )
+            # A server that holds an answer still acknowledges heartbeats.
+            latest_s = now_s - max(EMBEDDED_SILENCE_S, 2 * self.heartbeat_s)
+            if asked is None or max(asked.submitted_s, link.last_heard_s or 0.0) > latest_s:
+                continue
+            with suppress(OSError):  # such as no free descriptor to look with
+                if self.runtime.is_listening(link.address):
+                    continue
+                text = (
+                    f"the embedded parameter server at {link.address} is gone (expected an answer to"
+                    f" {asked.describe()}): rank 0, which started it, failed or closed its strategy. See its output."
                 )
+                self.fail(ServerLostError(text))
 
     def crashed(self, error: PSEngineError) -> None:
         """The transport has ended."""
@@ -389,9 +393,8 @@ class Membership:
             return
         last = link.pushes.last_answered(message.key)
         if message.key not in self.kept or last is None or last.sequence != message.sequence or not last.destinations:
-            logger.warning("%s asks for an average that this worker does not have: %d of chunk %d", link.address,
-                           message.sequence, message.key)  # fmt: skip
+            what = f"{message.sequence} of chunk {message.key}"
+            logger.warning("%s asks for an average that this worker does not have: %s", link.address, what)
             return
         # ``result`` is a copy: the next answer may overwrite the values while they are being sent.
-        result = Message(MessageType.RESULT, key=message.key, sequence=message.sequence, payload=last.result())
-        link.send_result(result)
+        link.send_result(Message(MessageType.RESULT, key=message.key, sequence=message.sequence, payload=last.result()))

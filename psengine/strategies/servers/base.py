@@ -73,6 +73,9 @@ class ServerStrategy(Strategy):
             raise ConfigurationError(f"timeout_s is a positive number of seconds (got {timeout_s!r})")
         if checksum not in (True, False):
             raise ConfigurationError(f"strategy {self.name!r}: checksum (expected true or false, got {checksum!r})")
+        for option, value in (("servers", servers), ("job", job)):
+            if isinstance(value, bool | int | float):
+                raise ConfigurationError(f"strategy {self.name!r}: {option} is text (expected a str, got {value!r})")
         self._options: dict[str, Any] = {
             "servers": servers,
             "job": job,

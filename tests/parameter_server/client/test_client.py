@@ -14,6 +14,7 @@ import torch
 import zmq
 from support.server_process import running_server
 from support.waiting import eventually
+from support.worker_sessions import entered
 
 from psengine.errors import (
     AuthenticationError,
@@ -24,6 +25,7 @@ from psengine.errors import (
     ServerLostError,
     ServerRefusedError,
 )
+from psengine.parameter_server.client import join, membership
 from psengine.parameter_server.client.client import connect, parse_addresses
 from psengine.parameter_server.client.embedded import EmbeddedServer
 from psengine.parameter_server.client.partition import cut
@@ -614,6 +616,38 @@ def test_who_waits_for_an_embedded_server_that_ended_learns_it_at_once():
         eventually(lambda: held.is_done, timeout_s=20.0)
         with pytest.raises(ServerLostError, match=r"embedded parameter server .* is gone .*push 1 of chunk 0.*rank 0"):
             held.wait()
+
+
+@contextmanager
+def embedded_pair(**options):
+    """An embedded server and its two workers, who have averaged once."""
+    with EmbeddedServer.start() as server, ThreadPoolExecutor(2) as pool:
+
+        def start(rank):
+            return entered(server.addresses[0], rank, layout(), world_size=2, is_embedded=True, **options)
+
+        sessions = list(pool.map(start, (0, 1)))
+        with sessions[0], sessions[1]:
+            wait_all([session.push(0, torch.ones(NUMEL), [torch.zeros(NUMEL)]) for session in sessions])
+            yield server, *sessions
+
+
+def test_who_waits_for_a_slow_worker_does_not_give_up_the_embedded_server():
+    with embedded_pair() as (server, fast, slow):
+        os.unlink(server.addresses[0].removeprefix("ipc://"))  # whether anybody listens cannot be seen any more
+        held = fast.push(0, torch.ones(NUMEL), [torch.zeros(NUMEL)])
+        time.sleep(membership.EMBEDDED_SILENCE_S + 0.5)  # the answer is late, heartbeats are not
+        slow.push(0, torch.ones(NUMEL), [torch.zeros(NUMEL)]).wait()
+        held.wait()
+
+
+def test_who_leaves_an_embedded_server_waits_less_for_it(monkeypatch, caplog):
+    monkeypatch.setattr(join, "EMBEDDED_LEAVE_S", 0.5)
+    with embedded_pair(timeout_s=60.0) as (server, _, leaves):
+        os.kill(server.pid, signal.SIGSTOP)
+        leaves.close()
+        os.kill(server.pid, signal.SIGCONT)
+    assert "did not answer LEAVE for 0." in caplog.text
 
 
 def test_an_embedded_server_that_cannot_start_shows_why():

@@ -130,8 +130,8 @@ class SnapshotThread(threading.Thread):
                 timeout_s = max(0.0, due_s - time.monotonic()) if self._interval_s else None
                 self._changed.wait_for(lambda: self._wishes or self._has_ended, timeout_s)
                 wishes, self._wishes = self._wishes, []
-            if self._has_ended and not wishes:
-                return
+                if self._has_ended and not wishes:
+                    return
             outcome = SnapshotOutcome(self.generation) if self._is_current() else self.write()
             if not wishes:
                 due_s = time.monotonic() + self._interval_s
