@@ -16,8 +16,8 @@ STAMP := $(VENV)/.installed
 
 NVCC := $(shell command -v nvcc)
 PIP := $(BIN)/python -m pip --disable-pip-version-check
-# Two files at a time: half of the tests compute, the other half wait for leases and deadlines to run out.
-PARALLEL := -n 2 --dist loadfile
+# Three files at a time on two cores: half of the tests wait for leases and deadlines.
+PARALLEL := -n 3 --dist loadfile
 DEMO := examples/compare_strategies.py
 
 .DEFAULT_GOAL := help
@@ -49,7 +49,7 @@ build/cuda/.compiled: $(STAMP) $(wildcard csrc/*/*.cu csrc/*/*.h)
 	@touch $@
 
 test-slow: lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(PARALLEL)
 
 # Verdicts are kept in mutants/: a second run goes on where the first was stopped.
 mutants: $(STAMP)
