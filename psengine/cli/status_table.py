@@ -66,7 +66,7 @@ def jobs_view(overview: Overview, width: int, ascii_only: bool = False) -> Rende
         parts += [_headline(name, job), _counters(job, ascii_only), workers_table(job, width, ascii_only)]
         parts += [*_departed(job, overview.unix_s), Text()]
     if not overview.jobs and any(not report.error for report in overview.reports):
-        text = "no job yet: it begins when its first worker comes"
+        text = "no job to show: a job begins when its first worker comes"
         if not overview.is_complete:
             text = "which jobs there are is not known: not every shard answers"
         parts = [Text(text, style="dim"), Text()]

@@ -11,12 +11,14 @@ allocated beforehand, and a receiver checks a payload's size before decoding.
 
 from __future__ import annotations
 
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
+from typing_extensions import Self
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +82,20 @@ class Codec(ABC):
     is_lossless: ClassVar[bool] = False
     is_identity: ClassVar[bool] = False
     encodes_answers: ClassVar[bool] = True
+    _given: Mapping[str, Any]
+
+    def __new__(cls, *arguments: Any, **options: Any) -> Self:
+        """Keep the constructor's arguments by name."""
+        codec = super().__new__(cls)
+        signature = inspect.signature(cls.__init__)
+        named = {
+            name
+            for name, one in signature.parameters.items()
+            if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)
+        }
+        given = signature.bind_partial(codec, *arguments, **options).arguments
+        codec._given = {name: value for name, value in given.items() if name in named and value is not codec}
+        return codec
 
     def __repr__(self) -> str:
         """What users write to get this one, such as "topk:ratio=0.01"."""
@@ -88,8 +104,11 @@ class Codec(ABC):
 
     @property
     def options(self) -> Mapping[str, Any]:
-        """Its options by name: numbers, booleans, words. Servers make an equal codec from them."""
-        return {}
+        """Its options by name: numbers, booleans, words. Servers make an equal codec from them.
+
+        Default: the arguments that the constructor was given.
+        """
+        return self._given
 
     def covers(self, dtype: torch.dtype) -> bool:
         """Whether it encodes values of ``dtype``; others travel unchanged. Default: floating dtypes."""

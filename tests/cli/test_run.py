@@ -60,6 +60,7 @@ def test_the_line_is_cut_at_the_script(line, own, torchrun, script):
         (["--workers", "2", "--nproc-per-node", "2", WORKER], "give one of them"),
         (["--strategy", "async:max_stalenes=4", WORKER], "Did you mean max_staleness?"),
         (["--strategy", "sync", "--servers", "2", WORKER], "strategy 'sync' uses no servers"),
+        (["--strategy", "sync", "--server-address", "tcp://127.0.0.1:1", WORKER], "leave --server-address out"),
         (["--collective", "c10d:x=1", WORKER], "unknown option 'x'"),
         (["--max-restarts", "-1", WORKER], "expected 0 or more"),
         (["--signals-to-handle", "SIGNOT", WORKER], "got 'SIGNOT'"),

@@ -127,7 +127,7 @@ def test_jobs_of_both_kinds_over_both_protocols(capsys, monkeypatch):
         code, before = status_of(capsys)
         assert (code, before["healthy"], before["jobs"]) == (0, True, {})
         assert exit_code(["status"]) == 0
-        assert "no job yet" in capsys.readouterr().out
+        assert "no job to show" in capsys.readouterr().out
         with (
             training_client(server.addresses[0], steps=3),
             training_client(server.addresses[0], job="averaging", steps=2, optimizer=False),

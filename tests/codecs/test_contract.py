@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from support.int8_codec import Int8
+from support.top_one_codec import TopOne
 from support.trial_codecs import register
 
 import psengine
@@ -176,3 +177,25 @@ def test_what_users_write():
         resolve_codec(8)
     with pytest.raises(ConfigurationError, match="codec 'bf16' is registered already"):
         psengine.register_codec("bf16", Int8)
+
+
+class Rounded(TopOne):
+    """Its options are those that the constructor was given."""
+
+    def __init__(self, ratio: float = 0.5, *, is_fast: bool = False) -> None:
+        self.ratio = ratio
+
+
+def test_servers_make_an_equal_codec_from_the_constructors_arguments():
+    codec = pickle.loads(pickle.dumps(Rounded(0.25, is_fast=True)))
+    assert codec.options == {"ratio": 0.25, "is_fast": True}
+    assert Rounded().options == {}
+    with pytest.raises(TypeError, match="speed"):
+        Rounded(speed=3)
+    name = "rounded"
+    try:
+        CODECS.register(name, Rounded)
+        made = resolve_codec(str(codec).replace(TopOne.name, name))  # as HELLO carries it
+        assert (made.ratio, made.options) == (0.25, codec.options)
+    finally:
+        del CODECS._factories[name]

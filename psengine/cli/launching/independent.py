@@ -114,6 +114,8 @@ class IndependentWorkers:
             )
             self._start(rank)
             return
+        if code != 0:
+            self._report(f"worker {rank} ended ({describe_exit(code)}); the others go on")
         spoke_s, traceback = last_traceback(self._output.last_lines(rank))
         self.ends.append(
             RankEnd(

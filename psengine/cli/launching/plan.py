@@ -121,13 +121,14 @@ def make_plan(parts: RunArguments, given: RunOptions) -> Plan:
             f"--servers starts servers of this run's own (expected no others, got {named} in"
             f" {'--server-address' if given.server_address else 'PSENGINE_SERVERS'}). Fix: leave one of them out"
         )
-    if given.servers and not uses_servers:
+    if (given.servers or given.server_address) and not uses_servers:
+        option = "--servers" if given.servers else "--server-address"
         if given.strategy:
             raise ConfigurationError(
-                f"strategy {strategy!r} uses no servers (expected no --servers, got --servers {given.servers})."
-                " Fix: leave --servers out, or use --strategy async or sync-server"
+                f"strategy {strategy!r} uses no servers (got {option}). Fix: leave {option} out, or use"
+                " --strategy async or sync-server"
             )
-        notes.append("strategy 'sync' uses no servers: those of --servers serve only a script that chooses another")
+        notes.append(f"strategy {strategy!r} uses no servers; {option} is only for a script that sets another strategy")
     if given.independent:
         _check_independent(parts, strategy, uses_servers, is_multi_node=is_multi_node)
         if not servers and not named:

@@ -325,7 +325,7 @@ class Client:
 
     def _require_named(self) -> NamedTensors:
         if self._named is None or self._options.role == "reader":
-            raise ConfigurationError("only a worker that has registered its tensors can push (call register first)")
+            raise ConfigurationError("only a worker that has called register can push; a reader only pulls")
         return self._named
 
 
