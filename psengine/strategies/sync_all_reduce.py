@@ -42,6 +42,11 @@ class SyncAllReduce(Strategy):
     capabilities = Capabilities(gathers=True)
 
     def __init__(self, *, compress: str | Codec | None = None, dtype: str | torch.dtype | None = None) -> None:
+        if compress is not None and dtype is not None:
+            raise ConfigurationError(
+                "dtype is the former name of compress (expected one of them, got"
+                f" compress={compress!r} and dtype={dtype})"
+            )
         self._codec = resolve_codec(compress if dtype is None else _codec_of_dtype(dtype))
         self._replica: Replica | None = None
         self._hook: CommHook | None = None

@@ -53,7 +53,8 @@ class Settings:
             ("atol", self.atol or 0, 0, 1e9),
             ("timeout_s", self.timeout_s, 1e-3, 1e9),
         ):
-            if not least <= number <= most:
+            is_number = isinstance(number, type(most) if isinstance(most, int) else (int, float))
+            if not is_number or isinstance(number, bool) or not least <= number <= most:
                 raise ConfigurationError(f"{what} is out of range (expected {least:g} to {most:g}, got {number!r})")
         if self.device not in ("cpu", "cuda"):
             raise ConfigurationError(f"unknown device (expected 'cpu' or 'cuda', got {self.device!r})")

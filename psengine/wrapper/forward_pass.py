@@ -146,6 +146,20 @@ class ForwardPass(NativeDistributedDataParallel):  # type: ignore[misc]
 
     # ---- buffers -----------------------------------------------------------------------------------------------
 
+    @property
+    def broadcast_buffers(self) -> bool:
+        """The former name of ``forward_sync_buffers``; native DDP of torch 2.11 reads it."""
+        return self.forward_sync_buffers
+
+    @broadcast_buffers.setter
+    def broadcast_buffers(self, value: bool) -> None:
+        self.forward_sync_buffers = value
+
+    def _sync_buffers(self) -> None:
+        # Backwards of earlier forwards may need the buffers' versions; native DDP keeps them only from torch 2.13 on.
+        with torch.autograd._unsafe_preserve_version_counter(tuple(self.module.buffers())):
+            super()._sync_buffers()
+
     def will_sync_module_buffers(self) -> bool:
         """Whether a forward would broadcast buffers; strategies that carry them with the gradients do not need it."""
         return not self.strategy.capabilities.carries_buffers and bool(super().will_sync_module_buffers())

@@ -697,6 +697,22 @@ def test_memory_comes_back_after_buckets_are_rebuilt():
     assert not [name for name in set(os.listdir("/dev/shm")) - names if "psengine" in name]
 
 
+def die_with_memory(rank: int, world_size: int) -> None:
+    collective = shared_memory()
+    flat = collective.allocate(50 * MIB, torch.float32, CPU).fill_(1.0)
+    collective.all_reduce(flat).wait()
+    dist.barrier()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_memory_comes_back_after_every_rank_is_killed():
+    before_kib = kib_of("/proc/meminfo", "Shmem")
+    results = run_ranks_to_any_end(die_with_memory, 2)
+    assert [result.exit_code for result in results] == [-signal.SIGKILL] * 2
+    # 400 MiB were in use; other tests may use some meanwhile.
+    assert kib_of("/proc/meminfo", "Shmem") < before_kib + 200 * 1024
+
+
 # ---- ranks that cannot share -----------------------------------------------------------------------------------------
 
 

@@ -242,3 +242,5 @@ def test_the_former_name_dtype_warns(dtype):
     assert repr(strategy) == "SyncAllReduce(compress='bf16')"
     with pytest.raises(ConfigurationError, match=r"'bfloat16', .* \(got 'int8'\)"):
         resolve_strategy("sync:dtype=int8")
+    with pytest.raises(ConfigurationError, match="expected one of them, got compress='bf16' and dtype="):
+        psengine.SyncAllReduce(compress="bf16", dtype=dtype)
