@@ -35,7 +35,7 @@ _PEER_LOST = re.compile(
     r"|Broken pipe|recvValue failed"
 )
 _MEANINGS = {
-    signal.SIGKILL: "out of memory? the kernel's log says",
+    signal.SIGKILL: "out of memory? see the kernel's log (dmesg)",
     signal.SIGSEGV: "segmentation fault",
     signal.SIGABRT: "aborted",
     signal.SIGBUS: "bus error: no space left in shared memory?",
