@@ -98,7 +98,7 @@ def _measure(address: str, is_near: bool, context: CheckContext) -> Iterator[Fin
     except ServerLostError as error:
         yield problem_of(error, "is this a psengine-server, and does it hang? Look at its log", address)
     except PSEngineError as error:
-        yield problem_of(error, "see docs/parameter_server.md, 'When something is wrong'", address)
+        yield problem_of(error, "see docs/servers/reference.md, 'When something is wrong'", address)
 
 
 def _introduce(address: str, shards: list[dict[str, Any]], *, has_keys: bool) -> Finding:
