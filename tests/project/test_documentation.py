@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import subprocess
 import sys
@@ -66,6 +67,13 @@ def test_every_message_of_the_troubleshooting_page_is_one_we_print():
         if not known and not message.startswith("terminate called"):
             unknown.append(message)
     assert not unknown
+
+
+def test_the_page_of_commands_is_what_the_commands_say():
+    specification = importlib.util.spec_from_file_location("commands_page", DOCS / "commands_page.py")
+    module = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(module)
+    assert module.PAGE.read_text() == module.page(), "run python docs/commands_page.py"
 
 
 @pytest.fixture(scope="module")
