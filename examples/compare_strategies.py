@@ -142,7 +142,7 @@ def train(
     outcome.staleness = staleness_of(model)
     wait_for_all_ranks()  # the strategy of rank 0 may keep the server that all others still talk to
     if isinstance(model, psengine.DistributedDataParallel):
-        model.strategy.close()
+        model.leave()
     return outcome
 
 

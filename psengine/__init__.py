@@ -8,6 +8,7 @@ from psengine.codecs.registry import register_codec
 from psengine.collectives.base import Collective
 from psengine.collectives.registry import register_collective
 from psengine.collectives.torch_backend import backend as torch_backend
+from psengine.data.coordination import barrier, broadcast_object, print, stop_if_not_finite
 from psengine.data.metrics import gather, mean, sum
 from psengine.data.samplers import EvaluationSampler, ProportionalSampler
 from psengine.data.sync_batch_norm import SyncBatchNorm, convert_sync_batchnorm
@@ -23,6 +24,7 @@ from psengine.errors import (
     MissingExtraError,
     ModuleError,
     NonFiniteGradientError,
+    NonFiniteLossError,
     PeerLostError,
     ProtocolError,
     PSEngineError,
@@ -71,6 +73,7 @@ __all__ = [
     "MissingExtraError",
     "ModuleError",
     "NonFiniteGradientError",
+    "NonFiniteLossError",
     "PSEngineError",
     "PeerLostError",
     "ProportionalSampler",
@@ -86,6 +89,8 @@ __all__ = [
     "SyncAllReduce",
     "SyncBatchNorm",
     "SyncServer",
+    "barrier",
+    "broadcast_object",
     "clip_grad_norm_",
     "connect",
     "convert_sync_batchnorm",
@@ -93,10 +98,12 @@ __all__ = [
     "init",
     "is_main_process",
     "mean",
+    "print",
     "register_codec",
     "register_collective",
     "register_strategy",
     "shutdown",
+    "stop_if_not_finite",
     "sum",
     "timeline",
 ]

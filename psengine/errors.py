@@ -41,6 +41,20 @@ class NonFiniteGradientError(PSEngineError, RuntimeError):
         self.parameters = parameters
 
 
+class NonFiniteLossError(PSEngineError, RuntimeError):
+    """The loss of this worker is NaN or infinite; ``psengine.stop_if_not_finite`` raises it.
+
+    Attributes:
+        worker: number of this worker in the job.
+        loss: the value: NaN, or infinity with its sign.
+    """
+
+    def __init__(self, message: str, *, worker: int, loss: float) -> None:
+        super().__init__(message)
+        self.worker = worker
+        self.loss = loss
+
+
 class CollectiveError(PSEngineError, RuntimeError):
     """A collective operation failed or ran past its deadline."""
 

@@ -194,7 +194,7 @@ def train(plan: Plan, rank: int, data: Data, last_step: Any) -> tuple[Timed, dic
         session = model.strategy.session
         statistics_of_job = session.status()[0]["jobs"][session.job]
     if plan.candidate != "native":
-        model.strategy.close()
+        model.leave()
     return timed, statistics_of_job
 
 

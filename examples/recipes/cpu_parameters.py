@@ -31,7 +31,7 @@ def train() -> list[float]:
     assert not optimizer.state, "nothing is kept here"
     print(f"rank {context.rank}: loss {loss.item():.4f} on {context.device}")
     values = values_of(model)
-    model.strategy.close()
+    model.leave()
     return values
 
 

@@ -28,7 +28,7 @@ def train(shares: list[float]) -> list[float]:
     for epoch in range(2):
         sampler.set_epoch(epoch)
         for inputs, targets in loader:
-            model.batch_weight = len(inputs)
+            model.batch_weight(len(inputs))
             optimizer.zero_grad()
             nn.functional.mse_loss(model(inputs.to(context.device)), targets.to(context.device)).backward()
             optimizer.step()

@@ -114,8 +114,17 @@ def run(
     ] = False,
     first_worker: Annotated[
         int,
-        typer.Option(min=0, max=65535, metavar="R", help="Rank of the first independent worker of this command line."),
+        typer.Option(min=0, max=65535, metavar="W", help="Number of this line's first independent worker."),
     ] = 0,
+    total_workers: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            metavar="N",
+            help="Independent workers of the whole job, where several command lines start some each. Default:"
+            " --first-worker + --workers.",
+        ),
+    ] = None,
     timeline: Annotated[
         Path | None, typer.Option(metavar="OUT.json", help="Record what each rank does when, for ui.perfetto.dev.")
     ] = None,
@@ -143,6 +152,7 @@ def run(
         status_port=status_port,
         independent=independent,
         first_worker=first_worker,
+        total_workers=total_workers,
         prefix=prefix,
     )
     plan = make_plan(context.meta[PARTS], options)

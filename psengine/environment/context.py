@@ -1,4 +1,4 @@
-"""Where this process stands: rank, world, host, device.
+"""Where this process stands: rank and world of its process group, worker of its job, host, device.
 
 ``init()`` reads the launcher's variables, meets the other ranks and makes the default process group, or adopts the one
 that the user made.
@@ -9,13 +9,13 @@ from __future__ import annotations
 import atexit
 import gc
 import logging
-import math
 import os
 import socket
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
+from types import TracebackType
 
 import torch
 import torch.distributed as dist
@@ -26,30 +26,42 @@ import torch.distributed.nn.functional
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
+from psengine.environment import job
+from psengine.environment.backends import check_backend, default_backend
+from psengine.environment.devices import select_device
 from psengine.environment.launchers import Placement
-from psengine.environment.rendezvous import MasterUnresolvedError, Wait
-from psengine.environment.variables import launched_as, read_variable
+from psengine.environment.placement import place
+from psengine.environment.rendezvous import Wait, unreachable
+from psengine.environment.variables import given_worker, launched_as, read_variable
 from psengine.errors import (
+    ArgumentTypeError,
     CollectiveError,
     ConfigurationError,
     EnvironmentVariableError,
-    SharedMemoryUnavailableError,
+    PSEngineError,
 )
 
 logger = logging.getLogger(__name__)
 
-_LONGEST_TIMEOUT_S = 366 * 86400.0
+DEFAULT_TIMEOUT = timedelta(minutes=10)
+_LONGEST_TIMEOUT = timedelta(days=366)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Context:
-    """Where this process stands.
+    """Where this process stands: in its process group, and in its job.
+
+    Rank and world size are the process group's. An independent worker, which meets the others at parameter servers
+    alone, is a world of its own: its rank is 0 and its world size 1. ``worker``, ``workers`` and ``is_main_process``
+    are the job's, whatever launched it: deal out data and save by these.
+
+    ``with psengine.init() as context:`` calls ``shutdown()`` at the end of the block.
 
     Attributes:
-        rank: this process in the world, 0 <= rank < world_size.
-        local_rank: this process among those of its host, 0 <= local_rank < local_world_size.
-        world_size: number of processes.
-        local_world_size: number of processes on this host.
+        rank: this process in the process group, 0 <= rank < world_size.
+        local_rank: this process among those of its group on its host, 0 <= local_rank < local_world_size.
+        world_size: number of processes of the group.
+        local_world_size: number of them on this host.
         device: where this process keeps its model: ``cuda:<index>``, else ``cpu``.
         hostname: this host's name.
     """
@@ -62,9 +74,35 @@ class Context:
     hostname: str
 
     @property
+    def worker(self) -> int:
+        """The number of this process among the workers of the job, 0 <= worker < workers.
+
+        In a process group the rank. In an independent worker PSENGINE_WORKER, else the number that the servers assign
+        when the model is wrapped; until then 0, and a warning says so.
+        """
+        return job.worker_of(self.rank, self.world_size)
+
+    @property
+    def workers(self) -> int:
+        """Number of workers of the job: the world size of a process group, or PSENGINE_WORKERS.
+
+        Raises:
+            EnvironmentVariableError: PSENGINE_WORKER is set without PSENGINE_WORKERS.
+        """
+        return job.workers_of(self.rank, self.world_size)
+
+    @property
     def is_main_process(self) -> bool:
-        """Whether this is rank 0, the one that logs and saves."""
-        return self.rank == 0
+        """Whether this is worker 0 of the job, the one that prints and saves."""
+        return self.worker == 0
+
+    def __enter__(self) -> Context:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        _shut_down_after(failed=kind is not None)
 
 
 @dataclass(frozen=True)
@@ -82,41 +120,54 @@ _generation = 0
 _before_shutdown: list[Callable[[], None]] = []
 
 
-def init(backend: str | None = None, *, timeout_s: float = 600.0) -> Context:
+def init(
+    backend: str | None = None,
+    *,
+    timeout: timedelta = DEFAULT_TIMEOUT,
+    rank: int | None = None,
+    world_size: int | None = None,
+    init_method: str | None = None,
+) -> Context:
     """Join the default process group, making it if there is none, and select this process's CUDA device.
 
     Reads the variables of torchrun, Open MPI or Slurm. A process that none of them started is a world of its own, with
-    a store in memory. An existing default group is adopted as it is. A second call returns an equal context.
+    a store in memory; so is one with PSENGINE_WORKER, an independent worker. An existing default group is adopted as it
+    is. A second call returns an equal context.
 
     Args:
         backend: torch.distributed backend; default nccl where there is a CUDA device, else gloo. It says how tensors
             travel, not where they live: with ``"gloo"`` on a CUDA machine the device is CUDA.
-        timeout_s: deadline for meeting the other ranks and, in a group made here, for its operations. From the fifth
+        timeout: deadline for meeting the other ranks and, in a group made here, for its operations. From the fifth
             second on, the log says what init() waits for. If an address derived from Slurm's list of hosts does not
             resolve, init() fails after ten seconds.
+        rank: this process in the group, instead of the launcher's; together with ``world_size``.
+        world_size: number of processes, instead of the launcher's.
+        init_method: where the ranks meet, as torch spells it: "tcp://HOST:PORT", "file:///PATH", or "env://" for
+            MASTER_ADDR and MASTER_PORT. Default: what the launcher says, or "env://" with ``rank``.
 
     Returns:
-        This process's rank, world, host and device.
+        This process's place in the group and in the job, host and device; also a context manager that shuts down.
 
     Raises:
         EnvironmentVariableError: the launcher's variables are incomplete or contradict each other.
-        ConfigurationError: the backend is unknown, unavailable or not the existing group's; or the timeout is no
-            positive finite number.
+        ConfigurationError, ArgumentTypeError: the backend is unknown, unavailable or not the existing group's; the
+            timeout is no positive ``timedelta``; or rank, world size and init method do not fit each other.
         CollectiveError: the other ranks could not be reached.
     """
     global _session
-    timeout = _checked_timeout(timeout_s)
+    _check_timeout(timeout)
     if backend is not None:
-        _check_backend(backend)
+        check_backend(backend)
+    given_worker()  # refuses malformed variables now, not at the first read of ``worker``
     session = _live_session()
+    if session is not None or dist.is_initialized():
+        _check_same_group(backend, rank, world_size)
     if session is not None:
-        _check_same_backend(backend)
         return session.context
     if dist.is_initialized():
-        _check_same_backend(backend)
         context, is_ours = _adopt(timeout), False
     else:
-        context, is_ours = _create(backend or _default_backend(), timeout), True
+        context, is_ours = _create(backend or default_backend(), timeout, place(rank, world_size, init_method)), True
     assert dist.group.WORLD is not None
     _session = _Session(context, dist.group.WORLD, is_ours, os.getpid())
     return context
@@ -128,7 +179,10 @@ def before_shutdown(callback: Callable[[], None]) -> None:
 
 
 def shutdown() -> None:
-    """Destroy the process group that ``init()`` made; an adopted group stays. ``init()`` may be called again."""
+    """Destroy the process group that ``init()`` made; an adopted group stays. ``init()`` may be called again.
+
+    Workers of parameter servers stay members: ``model.leave()`` says goodbye, as the end of the process does.
+    """
     global _session
     for callback in tuple(_before_shutdown):
         callback()
@@ -142,14 +196,20 @@ def shutdown() -> None:
 
 
 def is_main_process() -> bool:
-    """Whether this is rank 0: of the default group if there is one, else of the world the environment describes.
+    """Whether this is worker 0 of the job, as ``Context.is_main_process``; before ``init()`` too.
 
     Raises:
         EnvironmentVariableError: there is no group, and the launcher's variables are incomplete.
     """
+    return this_worker() == 0
+
+
+def this_worker() -> int:
+    """Return this process's number among the workers of the job; see ``Context.worker``, ``is_main_process``."""
     if dist.is_initialized():
-        return dist.get_rank() == 0
-    return launched_as().rank == 0
+        return job.worker_of(*world_place())
+    placement = launched_as()
+    return job.worker_of(placement.rank, placement.world_size)
 
 
 def world_place() -> tuple[int, int]:
@@ -157,33 +217,12 @@ def world_place() -> tuple[int, int]:
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
-def choose_device(local_rank: int, device_count: int) -> torch.device:
-    """Return the device of ``local_rank`` where ``device_count`` CUDA devices are visible.
-
-    If exactly one device is visible, every rank gets it: the launcher gave each rank its own, or ranks share it.
-
-    Raises:
-        EnvironmentVariableError: more ranks than devices, and more than one device.
-    """
-    if device_count == 0:
-        return torch.device("cpu")
-    if device_count == 1:
-        return torch.device("cuda", 0)
-    if local_rank >= device_count:
-        raise EnvironmentVariableError(
-            f"Every local rank needs a CUDA device of its own (expected a local rank below {device_count} visible"
-            f" devices, got local rank {local_rank}). Fix: start at most {device_count} processes on"
-            f" {socket.gethostname()}, or make more devices visible in CUDA_VISIBLE_DEVICES."
-        )
-    return torch.device("cuda", local_rank)
-
-
-def _create(backend: str, timeout: timedelta) -> Context:
+def _create(backend: str, timeout: timedelta, placement: Placement) -> Context:
     global _generation, _meeting_point
-    placement = launched_as()
     if placement.note:
         logger.warning("%s", placement.note)
-    device = _select_device(placement.local_rank)
+    # Before the others are met, where that is known: what is wrong here ends at once.
+    device = None if placement.local_rank is None else _device_of(placement)
     wait = Wait(placement, timeout.total_seconds())
     try:
         with wait.in_the_log():
@@ -191,6 +230,9 @@ def _create(backend: str, timeout: timedelta) -> Context:
             # Keys of an earlier group must not be taken for this one's: torchrun's store outlives the group.
             store = PrefixStore(f"psengine/group/{_generation}", store)
             wait.state = "the ranks' store was reached, and not all other ranks have joined the process group"
+            if device is None:
+                placement = _placed_by_hosts(placement, store, timeout)
+                device = _device_of(placement)
             dist.init_process_group(
                 backend,
                 store=store,
@@ -200,12 +242,12 @@ def _create(backend: str, timeout: timedelta) -> Context:
                 # Ties the group to the device: fails early, and barrier() need not guess (it warns when it does).
                 device_id=device if backend.lower() == "nccl" else None,
             )
-    except SharedMemoryUnavailableError:
+    except PSEngineError:
         _meeting_point = None
-        raise  # by backend "psengine"; its text has the fix
+        raise  # its text has the fix
     except (RuntimeError, ValueError, OSError) as error:
         _meeting_point = None
-        raise _unreachable(placement, wait, error) from error
+        raise unreachable(wait, error) from error
     _generation += 1
     atexit.register(_shutdown_at_exit)
     try:
@@ -215,43 +257,31 @@ def _create(backend: str, timeout: timedelta) -> Context:
         raise
 
 
+def _device_of(placement: Placement) -> torch.device:
+    index = placement.local_rank if placement.device_index is None else placement.device_index
+    assert index is not None, "its place on the host is known"
+    return select_device(index)
+
+
 def _meet(placement: Placement, timeout: timedelta, wait: Wait) -> Store:
     """Return the store all ranks of the world share."""
     global _meeting_point
     if _meeting_point is None or _meeting_point[0] != placement:
         store: Store = HashStore()
+        url, rank, world_size = f"file://{placement.meeting_file}", placement.rank, placement.world_size
         if placement.master is not None:
             # As torch's own rendezvous decides it: torchrun's agent hosts the store, else rank 0.
             listens_here = placement.rank == 0 and read_variable("TORCHELASTIC_USE_AGENT_STORE") != "True"
             wait.reach_master(listens_here=listens_here)
-            url, rank, world_size = f"tcp://{placement.master}", placement.rank, placement.world_size
+            url = f"tcp://{placement.master}"
             store, _, _ = wait.meet(
                 lambda: next(rendezvous(url, rank, world_size, timeout=timeout)), listens_here=listens_here
             )
+        elif placement.meeting_file:
+            store, _, _ = next(rendezvous(url, rank, world_size, timeout=timeout))
         _meeting_point = placement, store
     _meeting_point[1].set_timeout(timeout)
     return _meeting_point[1]
-
-
-def _unreachable(placement: Placement, wait: Wait, error: Exception) -> CollectiveError:
-    first_line = str(error).strip().partition("\n")[0]
-    master = placement.master
-    if master is None:
-        return CollectiveError(f"The process group of a single process could not be made: {first_line}")
-    fix = (
-        f"make {master.address} known to every host (DNS, /etc/hosts), or set MASTER_ADDR on every rank to an address"
-        " of rank 0's host that they all reach"
-        if isinstance(error, MasterUnresolvedError)
-        else f"check that every rank was started with this address, that rank 0 runs on {master.address}, that port"
-        f" {master.port} is free there (MASTER_PORT chooses another) and no firewall closes it, and raise timeout_s"
-        " where ranks start late"
-    )
-    return CollectiveError(
-        f"Rank {placement.rank} of {placement.world_size} ({placement.launcher}) on {socket.gethostname()} could not"
-        f" join the process group at MASTER_ADDR:MASTER_PORT = {master} (expected all {placement.world_size} ranks to"
-        f" meet there with timeout_s={wait.timeout_s:g}, got after {wait.elapsed_s:.1f} s: {first_line};"
-        f" {master.sources}). Fix: {fix}."
-    )
 
 
 def _adopt(timeout: timedelta) -> Context:
@@ -264,20 +294,28 @@ def _adopt(timeout: timedelta) -> Context:
     except EnvironmentVariableError:
         logger.debug("the environment is incomplete; placing rank %d by host names", rank)
     if placement is None or (placement.rank, placement.world_size) != (rank, world_size):
-        mates = [0] if world_size == 1 else _ranks_of_this_host(store, rank, world_size, timeout)
         placement = Placement(
-            launcher="none", rank=rank, local_rank=mates.index(rank), world_size=world_size,
-            local_world_size=len(mates), master=None,
-        )  # fmt: skip
+            launcher="none", rank=rank, local_rank=None, world_size=world_size, local_world_size=None, master=None
+        )
+    if placement.local_rank is None:
+        placement = _placed_by_hosts(placement, store, timeout)
     assert dist.group.WORLD is not None
     device: torch.device | None = dist.group.WORLD.bound_device_id
-    return _context(placement, device or _select_device(placement.local_rank), store, timeout)
+    return _context(placement, device or _device_of(placement), store, timeout)
+
+
+def _placed_by_hosts(placement: Placement, store: Store, timeout: timedelta) -> Placement:
+    """The placement with this rank's place among those that call their host alike. All ranks call it."""
+    rank, world_size = placement.rank, placement.world_size
+    mates = [0] if world_size == 1 else _ranks_of_this_host(store, rank, world_size, timeout)
+    return replace(placement, local_rank=mates.index(rank), local_world_size=len(mates))
 
 
 def _context(placement: Placement, device: torch.device, store: Store, timeout: timedelta) -> Context:
     local_world_size = placement.local_world_size
     if local_world_size is None:
         local_world_size = len(_ranks_of_this_host(store, placement.rank, placement.world_size, timeout))
+    assert placement.local_rank is not None, "its place on the host is known"
     if placement.local_rank >= local_world_size:
         raise EnvironmentVariableError(
             f"A local rank lies below the number of ranks on its host (expected below {local_world_size}, which is how"
@@ -312,47 +350,31 @@ def _ranks_of_this_host(store: Store, rank: int, world_size: int, timeout: timed
         ) from error
 
 
-def _select_device(local_rank: int) -> torch.device:
-    device = choose_device(local_rank, torch.cuda.device_count() if torch.cuda.is_available() else 0)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    return device
-
-
-def _checked_timeout(timeout_s: float) -> timedelta:
-    if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float) or not 0 < timeout_s <= _LONGEST_TIMEOUT_S:
-        raise ConfigurationError(
-            f"timeout_s must be a positive finite number of seconds (expected above 0 and at most a year, got"
-            f" {timeout_s!r})."
+def _check_timeout(timeout: timedelta) -> None:
+    if not isinstance(timeout, timedelta):
+        raise ArgumentTypeError(
+            f"timeout is a datetime.timedelta, as torch.distributed has it (expected one, got {timeout!r})."
+            " Fix: init(timeout=timedelta(seconds=60))."
         )
-    return timedelta(milliseconds=math.ceil(timeout_s * 1000))  # torch counts milliseconds, and 0 would round away
-
-
-def _default_backend() -> str:
-    return "nccl" if _is_available("nccl") else "gloo"
-
-
-def _is_available(backend: str) -> bool:
-    return bool(dist.is_backend_available(backend)) and (backend != "nccl" or torch.cuda.is_available())
-
-
-def _check_backend(backend: str) -> None:
-    if not all(_is_available(part.rpartition(":")[2]) for part in str(backend).lower().split(",")):
-        known = [name for name in dist.Backend.backend_list if name not in ("undefined", "fake")]
+    if not timedelta(milliseconds=1) <= timeout <= _LONGEST_TIMEOUT:
         raise ConfigurationError(
-            "backend must be one that this torch offers on this machine (expected one of"
-            f" {', '.join(filter(_is_available, known))}, or a list such as 'cpu:gloo,cuda:nccl' of them; got"
-            f" {backend!r}). Fix: leave it out, for nccl with CUDA and gloo else."
+            f"timeout is a time to wait (expected at least a millisecond and at most a year, got {timeout})"
         )
 
 
-def _check_same_backend(backend: str | None) -> None:
+def _check_same_group(backend: str | None, rank: int | None, world_size: int | None) -> None:
     names: tuple[Callable[[], str], ...] = (dist.get_backend, dist.get_backend_config)
     if backend is not None and backend.lower() not in [str(name()).lower() for name in names]:
         raise ConfigurationError(
             f"The default process group exists and keeps its backend (expected backend={dist.get_backend()!r} or none,"
             f" got {backend!r}). Fix: leave the argument out, or call shutdown() or destroy_process_group() first."
         )
+    for name, value, own in (("rank", rank, dist.get_rank()), ("world_size", world_size, dist.get_world_size())):
+        if value is not None and value != own:
+            raise ConfigurationError(
+                f"The default process group exists and keeps its ranks (expected {name}={own} or none, got {value!r})."
+                " Fix: leave the argument out, or call shutdown() or destroy_process_group() first."
+            )
 
 
 def _live_session() -> _Session | None:
@@ -363,8 +385,11 @@ def _live_session() -> _Session | None:
 
 
 def _shutdown_at_exit() -> None:
+    _shut_down_after(failed=getattr(sys, "last_value", None) is not None)
+
+
+def _shut_down_after(*, failed: bool) -> None:
     # After an uncaught exception the peers may be inside a collective, and destroying an nccl group would wait for it.
     # Destroying a gloo group does not wait; left to the interpreter's teardown, its threads may abort the process.
-    failed = getattr(sys, "last_value", None) is not None
     if not (failed and dist.is_initialized() and "nccl" in dist.get_backend_config()):
         shutdown()

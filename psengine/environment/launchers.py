@@ -1,7 +1,8 @@
 """Who started this process? Each launcher's environment variables, read into one ``Placement``.
 
-Pure: a mapping in, a placement out, no process state. The first launcher that is recognised wins::
+Pure: a mapping in, a placement out, no process state. The first that is recognised wins::
 
+    worker     PSENGINE_WORKER                        an independent worker, a world of its own, whatever else is set
     torchrun   RANK                                   also anybody who sets the same variables by hand
     Open MPI   OMPI_COMM_WORLD_RANK, _SIZE, ...       before Slurm: inside an allocation mpirun starts its daemons with
                                                       srun, and the ranks inherit the daemons' SLURM_PROCID
@@ -38,6 +39,10 @@ _SLURM_VARIABLES = (
     *("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_STEP_NUM_NODES", "SLURM_NNODES"),
     *("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE", "SLURM_NTASKS_PER_NODE"),
 )
+# Workers are numbered by two bytes in messages to the servers.
+MAX_WORKERS = 0x10000
+WORKER, WORKERS = "PSENGINE_WORKER", "PSENGINE_WORKERS"
+
 # A process without these variables has no placement. Names of jobs and hosts alone give it none.
 PLACEMENT_VARIABLES = (*_TORCHRUN_VARIABLES, *_OPEN_MPI_VARIABLES, *_SLURM_VARIABLES)
 
@@ -60,7 +65,7 @@ class Master:
     @property
     def is_address_given(self) -> bool:
         """Whether a user or torchrun gave the address; else it is read off a launcher's list of hosts."""
-        return self.address_source == "MASTER_ADDR"
+        return self.address_source in ("MASTER_ADDR", "init_method")
 
     @property
     def sources(self) -> str:
@@ -74,24 +79,28 @@ class Master:
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
-    """What a launcher told this process.
+    """What a launcher, or the arguments of ``init``, told this process.
 
     Attributes:
-        launcher: "torchrun", "Open MPI", "Slurm" or "none".
+        launcher: "torchrun", "Open MPI", "Slurm", "PSENGINE_WORKER", "arguments of init()" or "none".
         rank: this process in the world, 0 <= rank < world_size.
-        local_rank: this process among those of its host.
+        local_rank: this process among those of its host; None where nobody says.
         world_size: number of processes.
-        local_world_size: number of processes on this host; None where the launcher does not say.
+        local_world_size: number of processes on this host; None where nobody says.
         master: where to meet; None where the world size is 1, or no master was asked for.
+        meeting_file: the path of a file to meet in, instead of at a master; usually empty.
+        device_index: which of the host's devices to take; default ``local_rank``.
         note: a warning for the log; usually empty.
     """
 
     launcher: str
     rank: int
-    local_rank: int
+    local_rank: int | None
     world_size: int
     local_world_size: int | None
     master: Master | None
+    meeting_file: str = ""
+    device_index: int | None = None
     note: str = ""
 
 
@@ -105,7 +114,9 @@ def detect(environment: Mapping[str, str], *, needs_master: bool = True) -> Plac
     Raises:
         EnvironmentVariableError: a launcher's variables are incomplete, malformed or contradict each other.
     """
-    variables = {name: value.strip() for name, value in environment.items() if value.strip()}
+    variables = _set_variables(environment)
+    if WORKER in variables:
+        return _detect_independent(variables)
     if "RANK" in variables:
         return _detect_torchrun(variables, needs_master)
     if any(name in variables for name in _OPEN_MPI_VARIABLES):
@@ -123,6 +134,54 @@ def detect(environment: Mapping[str, str], *, needs_master: bool = True) -> Plac
         )
     return Placement(
         launcher="none", rank=0, local_rank=0, world_size=1, local_world_size=1, master=None, note=note
+    )  # fmt: skip
+
+
+def read_worker(environment: Mapping[str, str]) -> tuple[int | None, int | None]:
+    """Return PSENGINE_WORKER and PSENGINE_WORKERS, each None where it is not set.
+
+    Raises:
+        EnvironmentVariableError: one is no number, or the worker's number is not below the number of workers.
+    """
+    variables = _set_variables(environment)
+    worker = _integer(variables, WORKER, 0, MAX_WORKERS - 1) if WORKER in variables else None
+    workers = _integer(variables, WORKERS, 1, MAX_WORKERS) if WORKERS in variables else None
+    if worker is not None and workers is not None and worker >= workers:
+        raise EnvironmentVariableError(
+            f"Workers are numbered from 0 (expected {WORKER} below {WORKERS}={workers}, got {worker}). Fix: set"
+            f" {WORKERS} to the number of workers of the whole job, the same on each of them, and {WORKER} to 0 to"
+            f" {workers - 1}."
+        )
+    return worker, workers
+
+
+def master_from(environment: Mapping[str, str], world_size: int) -> Master | None:
+    """Return the master that MASTER_ADDR and MASTER_PORT name; None for a world of one.
+
+    Raises:
+        EnvironmentVariableError: one of them is missing, or malformed.
+    """
+    return _master(_set_variables(environment), world_size, host=None, port_seed=None)
+
+
+def _set_variables(environment: Mapping[str, str]) -> dict[str, str]:
+    return {name: value.strip() for name, value in environment.items() if value.strip()}
+
+
+def _detect_independent(variables: Mapping[str, str]) -> Placement:
+    """A world of one; of the launcher's variables only the place on the host counts, to choose a device by."""
+    worker, _ = read_worker(variables)
+    names = ["LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", *(["SLURM_LOCALID"] if _is_slurm_step(variables) else [])]
+    local = next((variables[name] for name in names if name in variables), "0")
+    world_size, note = variables.get("WORLD_SIZE", "1"), ""
+    if "RANK" in variables and world_size != "1":
+        note = (
+            f"{WORKER}={worker} makes this process an independent worker: it joins no process group, though torchrun's"
+            f" variables name it rank {variables['RANK']} of {world_size}. Unset {WORKER} to train in the group."
+        )
+    return Placement(
+        launcher=WORKER, rank=0, local_rank=0, world_size=1, local_world_size=1, master=None, note=note,
+        device_index=int(local) if _INTEGER.fullmatch(local) and int(local) >= 0 else 0,
     )  # fmt: skip
 
 

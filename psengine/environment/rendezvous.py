@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from psengine.environment.launchers import Placement
+from psengine.errors import CollectiveError
 
 logger = logging.getLogger(__name__)
 
@@ -149,6 +150,39 @@ class Wait:
         if not done:
             raise MasterUnreachableError(self.state)
         return met.result()
+
+
+def unreachable(wait: Wait, error: Exception) -> CollectiveError:
+    """The error to raise where the ranks did not meet: it names the place, what ``error`` said, and the fix."""
+    placement = wait.placement
+    first_line = str(error).strip().partition("\n")[0]
+    master = placement.master
+    if placement.meeting_file:
+        return CollectiveError(
+            f"Rank {placement.rank} of {placement.world_size} on {socket.gethostname()} could not join the process"
+            f" group through the file {placement.meeting_file} (expected all {placement.world_size} ranks to open it"
+            f" within timeout={wait.timeout_s:g} s, got after {wait.elapsed_s:.1f} s: {first_line}). Fix: check that"
+            " it is one file for all ranks, on a file system that they share and may write, and that it did not exist"
+            " before."
+        )
+    if master is None:
+        return CollectiveError(f"The process group of a single process could not be made: {first_line}")
+    is_argument = master.address_source == "init_method"
+    place = f"init_method=tcp://{master}" if is_argument else f"MASTER_ADDR:MASTER_PORT = {master}"
+    fix = (
+        f"make {master.address} known to every host (DNS, /etc/hosts), or set MASTER_ADDR on every rank to an address"
+        " of rank 0's host that they all reach"
+        if isinstance(error, MasterUnresolvedError)
+        else f"check that every rank was started with this address, that rank 0 runs on {master.address}, that port"
+        f" {master.port} is free there (MASTER_PORT chooses another) and no firewall closes it, and raise timeout"
+        " where ranks start late"
+    )
+    return CollectiveError(
+        f"Rank {placement.rank} of {placement.world_size} ({placement.launcher}) on {socket.gethostname()} could not"
+        f" join the process group at {place} (expected all {placement.world_size} ranks to"
+        f" meet there within timeout={wait.timeout_s:g} s, got after {wait.elapsed_s:.1f} s: {first_line};"
+        f" {master.sources}). Fix: {fix}."
+    )
 
 
 def resolve(host: str, port: int) -> list[tuple[Any, ...]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from psengine.environment.launchers import Placement, detect
+from psengine.environment.launchers import Master, Placement, detect, master_from, read_worker
 
 
 def launched_as(*, needs_master: bool = True) -> Placement:
@@ -17,6 +17,16 @@ def launched_as(*, needs_master: bool = True) -> Placement:
         EnvironmentVariableError: the launcher's variables are incomplete or contradict each other.
     """
     return detect(os.environ, needs_master=needs_master)
+
+
+def master_of(world_size: int) -> Master | None:
+    """Return the master that MASTER_ADDR and MASTER_PORT name; see ``launchers.master_from``."""
+    return master_from(os.environ, world_size)
+
+
+def given_worker() -> tuple[int | None, int | None]:
+    """Return PSENGINE_WORKER and PSENGINE_WORKERS, each None where it is not set; see ``launchers.read_worker``."""
+    return read_worker(os.environ)
 
 
 def default_strategy() -> str:

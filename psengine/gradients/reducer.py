@@ -66,6 +66,7 @@ class Reducer:
     Attributes:
         flight: the buckets on their way.
         graph: which hooks will fire.
+        completed_steps: backwards whose gradients were exchanged.
         ready_order: indices in the order in which parameters became ready in the last backward that was timed.
     """
 
@@ -99,7 +100,7 @@ class Reducer:
         self._device = self.parameters[0].device
         self._is_multi_device = len({p.device for p in self.parameters}) > 1
 
-        self.iteration = 0
+        self.iteration = self.completed_steps = 0
         self.has_rebuilt_buckets = False
         self._layout_is_final = strategy.capabilities.keeps_first_layout
         self._layout = BucketLayout(
@@ -331,6 +332,7 @@ class Reducer:
             self._on_error(str(error))
             raise
         self._settle()
+        self.completed_steps += 1
         self.timer.end_communication()
 
     def _settle(self) -> None:

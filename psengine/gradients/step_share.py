@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from psengine.collectives.base import Collective
+from psengine.errors import ReductionError
 from psengine.strategies.exchange import Exchange, Step
 from psengine.tensors.share import Share
 
@@ -13,7 +14,7 @@ class StepShare:
     """Asks the exchange for this rank's share, once for each backward.
 
     Attributes:
-        weight: weighs the gradients of the next exchanged backward; see ``Exchange.weigh``.
+        weight: of the next exchanged backward, which takes it; None: all ranks count alike. See ``Exchange.weigh``.
         shadows_weights: inside ``join``, whether the other ranks weigh the gradients of this iteration.
     """
 
@@ -23,9 +24,16 @@ class StepShare:
         self.shadows_weights = False
         self._exchange = exchange
         self._has_weighed = False
+        self._is_due = False
         self._share: Share | None = None
+        self._has_data = True
         self._in_join = False
         self._live_ranks_work: Any = None
+
+    def set_weight(self, weight: float | None) -> None:
+        """Weigh the next exchanged backward; None ends weighing, until the next weight."""
+        self.weight = weight
+        self._is_due = False
 
     def join_step(self, live_ranks_work: Any) -> None:
         """The coming backward is inside ``join``; ``live_ranks_work`` counts the ranks to divide by, None means all."""
@@ -35,6 +43,7 @@ class StepShare:
     def expect_backward(self, *, has_data: bool = True) -> None:
         """A forward ends, or a rank without data shadows one: begin to exchange weights, while backward begins."""
         self._share = None
+        self._has_data = has_data
         weight = self.weight
         if not has_data:
             self.join_step(None)
@@ -45,8 +54,19 @@ class StepShare:
             self._exchange.weigh(weight)
 
     def share(self) -> Share:
-        """What this rank's gradients count."""
+        """What this rank's gradients count.
+
+        Raises:
+            ReductionError: the last backward was weighed, and this one has no weight.
+        """
         if self._share is None:
+            if self._is_due and self._has_data:
+                raise ReductionError(
+                    f"rank {self.collective.rank}: the last step's gradients were weighed, and this step has no weight"
+                    " (expected a call of model.batch_weight in every step, got none before this backward's forward)."
+                    " Fix: model.batch_weight(len(batch)) before forward, or model.batch_weight(None) to let all ranks"
+                    " count alike from now on."
+                )
             live_world_size = self.collective.world_size
             if self._live_ranks_work is not None:
                 self._live_ranks_work.wait()
@@ -55,6 +75,8 @@ class StepShare:
         return self._share
 
     def settle(self) -> None:
-        """The end of a backward."""
+        """The end of a backward, which took its weight."""
+        if self.weight is not None:
+            self.weight, self._is_due = None, True
         self._in_join = False
         self._live_ranks_work = None

@@ -79,7 +79,7 @@ class PSEngineStrategy(_Wrapping, DDPStrategy):
         model = self.model
         super().teardown()
         if isinstance(model, DistributedDataParallel):
-            model.strategy.close()
+            model.leave()
 
 
 class PSEngineFabricStrategy(_Wrapping, FabricDDPStrategy):

@@ -72,7 +72,7 @@ class PSEngineTrainerMixin:
             wrapped, self.model_wrapped = self.model_wrapped, self.model
             wrapped = getattr(wrapped, "_orig_mod", wrapped)  # torch.compile's
             if isinstance(wrapped, DistributedDataParallel):
-                wrapped.strategy.close()
+                wrapped.leave()
         return result
 
 

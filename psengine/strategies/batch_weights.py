@@ -19,11 +19,11 @@ from psengine.errors import ArgumentTypeError, ConfigurationError
 from psengine.tensors.leaves import is_real_scalar, to_float
 from psengine.tensors.share import NOTHING, Share
 
-WHAT = "batch weights (model.batch_weight is set on every rank, or on none)"
+WHAT = "batch weights (model.batch_weight is called on every rank, or on none)"
 
 
 def checked_weight(value: Any) -> float | None:
-    """Return what a user assigned to ``batch_weight`` as a float; None stays None.
+    """Return what a user passed to ``batch_weight`` as a float; None stays None.
 
     Raises:
         ArgumentTypeError: no real number.

@@ -71,6 +71,10 @@ class LifeCycle(ABC):
     ) -> None:
         """Report this worker's progress; see ``DistributedDataParallel.report``."""
 
+    def statistics(self) -> Mapping[str, Any]:
+        """The fields of ``Statistics`` that the strategy knows better than the wrapper; default: none."""
+        return {}
+
     def state_dict(self) -> dict[str, Any]:
         """The strategy's part of a checkpoint: tensors, numbers, text and containers of them. Each rank has its own.
         Default: nothing.

@@ -30,7 +30,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from psengine.environment.context import choose_device
+from psengine.environment.devices import choose_device
 from psengine.errors import CollectiveError, ConfigurationError, PSEngineError
 from psengine.verify.target import RefusedError, TargetError
 

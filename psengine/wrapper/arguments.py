@@ -129,8 +129,7 @@ def check_can_join(strategy: Strategy, has_group: bool, *, divide_by_initial_wor
         check_has_group(
             strategy,
             "join",
-            "A worker without data leaves the servers instead: call model.strategy.close(), and the others go on"
-            " without it.",
+            "A worker without data leaves the servers instead: call model.leave(), and the others go on without it.",
         )
     if not strategy.capabilities.needs_process_group and not divide_by_initial_world_size:
         raise ConfigurationError(

@@ -23,7 +23,6 @@ from psengine.errors import ConfigurationError, ModuleError
 from psengine.gradients.reducer import Reducer
 from psengine.kernels.freed_memory import keep_freed_memory
 from psengine.strategies.base import Strategy
-from psengine.strategies.batch_weights import checked_weight
 from psengine.strategies.life_cycle import Replica
 from psengine.strategies.registry import resolve_strategy
 from psengine.tensors.bucket_plan import MIB_BYTES, bucket_limits_bytes
@@ -256,22 +255,6 @@ class DistributedDataParallel(ForwardPass):
         torch._inductor.config._fuse_ddp_bucket_size = self.bucket_bytes_cap // MIB_BYTES
         self._register_accum_grad_hook()
 
-    @property
-    def batch_weight(self) -> float | None:
-        """How many samples (or tokens) the mean loss of this rank's next batch is over; None: as many as everybody's.
-
-        Set before forward, on every rank or on none, it makes gradients those of one process over all ranks' samples:
-        sum(weight * gradient) / sum(weight). It stays until it is set anew, counts for all that ``no_sync``
-        accumulated, and 0 means no say (where all ranks have none, gradients are zeros). docs/recipes/uneven_devices.md
-        """
-        reducer = self.__dict__.get("reducer")
-        return None if reducer is None else reducer.step_share.weight
-
-    @batch_weight.setter
-    def batch_weight(self, weight: float | None) -> None:
-        checks.check_weighable(self)
-        self.reducer.step_share.weight = checked_weight(weight)
-
     # ---- hooks and switches ------------------------------------------------------------------------------------
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
@@ -319,17 +302,6 @@ class DistributedDataParallel(ForwardPass):
         self.strategy.load_state_dict(kept)
         self.strategy.join()
 
-    def report(self, loss: float | torch.Tensor | None = None, samples: int | None = None) -> None:
-        """Tell the parameter servers how training goes here, for their dashboard; strategies without any tell nobody.
-
-        It costs no message of its own: what was reported last travels with the next heartbeat.
-
-        Args:
-            loss: of this worker's latest step; a tensor of one element, on a device too, is read later.
-            samples: how many samples that step took.
-        """
-        self.strategy.report(loss=loss, samples=samples)
-
     def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
         if sample_rate < 1:
             raise ConfigurationError(
@@ -343,6 +315,14 @@ class DistributedDataParallel(ForwardPass):
     def _get_ddp_logging_data(self) -> dict[str, Any]:
         """Facts and times of this replica under native DDP's names."""
         return describe_replica(self)
+
+    def leave(self) -> None:
+        """Take no more part: say goodbye to the servers, so that nobody waits for this worker. Safe to call twice.
+
+        The end of the process does so too. The module keeps its values: evaluate or save ``model.module``. Strategies
+        over collectives hold nothing that others wait for; there ranks without data stay inside ``join()``.
+        """
+        self.strategy.close()
 
     # ---- checkpoints and copies --------------------------------------------------------------------------------
 

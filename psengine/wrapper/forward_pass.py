@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,9 +23,11 @@ from torch.distributed.utils import _cast_forward_inputs, _to_kwargs
 from torch.nn.parallel import distributed as native
 
 from psengine.collectives.base import Collective
-from psengine.errors import ModuleError
+from psengine.errors import ConfigurationError, ModuleError
 from psengine.gradients.reducer import Reducer
 from psengine.strategies.base import Strategy
+from psengine.strategies.batch_weights import checked_weight
+from psengine.strategies.statistics import Statistics
 from psengine.tracing.spans import record_forward
 from psengine.tracing.timeline import now_ns, recorder
 from psengine.wrapper import arguments as checks
@@ -41,7 +44,6 @@ class ForwardPass(NativeDistributedDataParallel):  # type: ignore[misc]
 
     strategy: Strategy
     reducer: Reducer
-    batch_weight: float | None
     process_group: dist.ProcessGroup | None
     _collective: Collective
     _buffer_broadcast: BufferBroadcast
@@ -144,6 +146,62 @@ class ForwardPass(NativeDistributedDataParallel):  # type: ignore[misc]
         kept = [new if _has_history(leaf) else leaf for leaf, new in zip(leaves, watched, strict=True)]
         return native._tree_unflatten_with_rref(kept, structure, is_rref)
 
+    # ---- what a training loop says and asks -----------------------------------------------------------------------
+
+    def batch_weight(self, weight: float | torch.Tensor | None) -> None:
+        """Let the next backward average by samples; call it in every step before forward, on every rank or on none.
+
+        Gradients become those of one process over all ranks' samples: sum(weight * gradient) / sum(weight). The weight
+        counts for all that ``no_sync`` accumulated before; the exchange takes it, and a later backward without a
+        weight of its own is an error. docs/recipes/uneven_devices.md
+
+        Args:
+            weight: how many samples (or tokens) the mean loss of this rank's batch is over. 0 means no say; where all
+                ranks have none, gradients are zeros. None: from now on all ranks count alike.
+
+        Raises:
+            ArgumentTypeError, ConfigurationError: it is no finite number >= 0, or this model's gradients cannot be
+                weighed.
+        """
+        checks.check_weighable(self)
+        self.reducer.step_share.set_weight(checked_weight(weight))
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "batch_weight":
+            raise ConfigurationError(
+                f"batch_weight is a method, called in every step (expected model.batch_weight({value!r:.60}), got an"
+                " assignment). Fix: model.batch_weight(len(batch)) before forward."
+            )
+        super().__setattr__(name, value)
+
+    def report(self, loss: float | torch.Tensor | None = None, samples: int | None = None) -> None:
+        """Tell the parameter servers how training goes here, for their dashboard; strategies without any tell nobody.
+
+        It costs no message of its own: what was reported last travels with the next heartbeat.
+
+        Args:
+            loss: of this worker's latest step; a tensor of one element, on a device too, is read later.
+            samples: how many samples that step took.
+        """
+        self.strategy.report(loss=loss, samples=samples)
+
+    def statistics(self) -> Statistics:
+        """Return how training goes: steps, live workers and, over servers, staleness and bytes.
+
+        Strategies over servers ask them, and wait for the answer; before ``leave()``.
+
+        Raises:
+            ReductionError: the model has left its servers.
+            ServerLostError: a server does not answer within ``timeout_s``.
+        """
+        statistics = Statistics(
+            strategy=self.strategy.name,
+            worker=self._collective.rank,
+            live_workers=tuple(range(self._collective.world_size)),
+            steps=0 if self._delay_all_reduce_all_params else self.reducer.completed_steps,
+        )
+        return replace(statistics, **self.strategy.statistics())
+
     # ---- buffers -----------------------------------------------------------------------------------------------
 
     @property
@@ -217,7 +275,7 @@ class ForwardPass(NativeDistributedDataParallel):  # type: ignore[misc]
     def _check_global_requires_backward_grad_sync(self, is_joined_rank: bool) -> bool:
         """Whether any rank's next backward exchanges gradients; every rank asks once per iteration."""
         syncs = self.require_backward_grad_sync and not is_joined_rank
-        weighs = syncs and self.batch_weight is not None
+        weighs = syncs and self.reducer.step_share.weight is not None
         flags = torch.tensor([float(syncs), float(weighs)], device=self.device)
         self._collective.all_reduce(flags, what="join: does anybody synchronise gradients").wait()
         syncing_ranks, weighing_ranks = flags.tolist()

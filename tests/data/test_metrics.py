@@ -19,7 +19,7 @@ from support.processes import in_ranks, run_ranks
 
 from psengine.collectives import registry
 from psengine.collectives.registry import collective_for, default_group
-from psengine.data import metrics
+from psengine.data import metrics, value_exchange
 from psengine.errors import ArgumentTypeError, ConfigurationError, ReplicaMismatchError
 
 Scores = collections.namedtuple("Scores", ["loss", "correct"])
@@ -445,4 +445,4 @@ def test_where_metrics_travel(config, leaf, header, flat):
         mock.patch.object(dist, "get_backend_config", return_value=config),
         mock.patch("torch.cuda.current_device", return_value=2),
     ):
-        assert metrics._transport_devices(None, [1.0, tensor]) == (torch.device(header), torch.device(flat))
+        assert value_exchange._transport_devices(None, [1.0, tensor]) == (torch.device(header), torch.device(flat))

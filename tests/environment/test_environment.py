@@ -12,6 +12,7 @@ import textwrap
 import time
 import zlib
 from contextlib import ExitStack
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -21,11 +22,13 @@ from support.interpreters import running_program
 from support.processes import free_port, run_ranks, run_ranks_to_any_end
 
 from psengine.environment import context as environment
-from psengine.environment.context import Context, choose_device, init, is_main_process, shutdown
+from psengine.environment.backends import default_backend
+from psengine.environment.context import Context, init, is_main_process, shutdown
+from psengine.environment.devices import choose_device
 from psengine.environment.launchers import detect
 from psengine.environment.slurm_lists import expand_node_list
 from psengine.environment.variables import default_strategy
-from psengine.errors import CollectiveError, ConfigurationError, EnvironmentVariableError
+from psengine.errors import ArgumentTypeError, CollectiveError, ConfigurationError, EnvironmentVariableError
 
 LAUNCHER_VARIABLE = re.compile(
     r"(SLURM|OMPI|PMIX|TORCHELASTIC|MASTER)_|(LOCAL_)?(RANK|WORLD_SIZE)$|GROUP_RANK|PSENGINE_STRATEGY"
@@ -267,10 +270,15 @@ class TestSingleProcess:
             init(backend)
         assert not dist.is_initialized()
 
-    @pytest.mark.parametrize("timeout_s", [0, float("nan"), float("inf"), True, "5"])
-    def test_refuses_timeouts(self, bare_environment, timeout_s):
-        with pytest.raises(ConfigurationError, match=rf"timeout_s must be.*got {re.escape(repr(timeout_s))}"):
-            init(timeout_s=timeout_s)
+    @pytest.mark.parametrize("timeout", [timedelta(0), timedelta(seconds=-1), timedelta.max])
+    def test_refuses_timeouts(self, bare_environment, timeout):
+        with pytest.raises(ConfigurationError, match=rf"at least a millisecond.*got {re.escape(str(timeout))}"):
+            init(timeout=timeout)
+
+    @pytest.mark.parametrize("timeout", [5, 0.5, True, "5", None])
+    def test_refuses_timeouts_that_are_none(self, bare_environment, timeout):
+        with pytest.raises(ArgumentTypeError, match=rf"got {re.escape(repr(timeout))}.*timedelta\(seconds=60\)"):
+            init(timeout=timeout)
 
     def test_half_set_environment(self, bare_environment):
         bare_environment.setenv("RANK", "0")
@@ -312,7 +320,7 @@ class TestSingleProcess:
     def test_nccl_is_preferred_with_cuda(self, bare_environment):
         bare_environment.setattr(torch.cuda, "is_available", lambda: True)
         bare_environment.setattr(dist, "is_nccl_available", lambda: True)
-        assert environment._default_backend() == "nccl"
+        assert default_backend() == "nccl"
 
 
 def set_environment(style: str, rank: int, world_size: int, port: int, address: str = "127.0.0.1") -> None:
@@ -343,7 +351,7 @@ def sum_of_ranks(rank: int) -> float:
 
 def init_and_sum(rank: int, world_size: int, style: str, port: int, address: str = "127.0.0.1"):
     set_environment(style, rank, world_size, port, address)
-    context = init(backend="gloo", timeout_s=30)
+    context = init(backend="gloo", timeout=timedelta(seconds=30))
     assert is_main_process() == context.is_main_process == (rank == 0)
     total = sum_of_ranks(rank)
     dist.barrier()
@@ -381,7 +389,7 @@ def init_again_and_again(rank: int, world_size: int, port: int, has_agent: bool)
     for turn in range(2):
         if turn % 2 == rank:
             time.sleep(0.05)  # each rank is the late one in turn
-        init("gloo", timeout_s=30)
+        init("gloo", timeout=timedelta(seconds=30))
         totals.append(sum_of_ranks(rank))
         if rank == 0:
             time.sleep(0.1)  # rank 1 is back already when the store's host shuts down
@@ -405,7 +413,7 @@ def init_with_host_names(rank: int, world_size: int, port: int, local_ranks: lis
     host = "left" if rank < 2 else "right"
     environment.socket.gethostname = lambda: host  # type: ignore[attr-defined]
     try:
-        context = init("gloo", timeout_s=30)
+        context = init("gloo", timeout=timedelta(seconds=30))
     except EnvironmentVariableError as error:
         assert not dist.is_initialized()
         return str(error)
@@ -456,7 +464,7 @@ def fail_to_meet(rank: int, world_size: int, port: int, missing_rank: int):
     set_environment("torchrun", 1 - missing_rank, 2, port)
     started = time.monotonic()
     with pytest.raises(CollectiveError) as caught:
-        init("gloo", timeout_s=0.5)
+        init("gloo", timeout=timedelta(seconds=0.5))
     assert not dist.is_initialized()
     return str(caught.value), time.monotonic() - started
 
@@ -467,7 +475,7 @@ def test_unreachable_master(missing_rank):
     [(message, waited_s)] = run_ranks(fail_to_meet, 1, port, missing_rank, init_group=False)
     assert f"MASTER_ADDR:MASTER_PORT = 127.0.0.1:{port}" in message
     assert f"Rank {1 - missing_rank} of 2" in message
-    assert "timeout_s=0.5" in message
+    assert "within timeout=0.5 s" in message
     assert "Fix: " in message
     assert "\n" not in message
     assert waited_s < 10
@@ -475,15 +483,17 @@ def test_unreachable_master(missing_rank):
 
 SCRIPT = """
     import json, os, signal, sys, time, warnings
+    from datetime import timedelta
     import torch, torch.distributed as dist
     from psengine.environment import context as environment
+from psengine.environment.backends import default_backend
 
     warnings.filterwarnings("error", category=UserWarning, module="__main__")
 
     def say(*values):  # in one write, so that ranks do not interleave
         os.write(1, (json.dumps(values) + "\\n").encode())
 
-    context = environment.init("gloo", timeout_s=4)
+    context = environment.init("gloo", timeout=timedelta(seconds=4))
     total = torch.tensor([float(context.rank + 1)])
     dist.all_reduce(total)
     say(context.rank, context.local_rank, context.world_size, context.local_world_size, total.item())

@@ -9,6 +9,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from datetime import timedelta
 
 import pytest
 import torch
@@ -51,7 +52,7 @@ def fail(timeout_s: float, words_after_s: float = 0.3) -> tuple[str, float]:
     rendezvous.GRACE_S = 0.2
     started_s = time.monotonic()
     with pytest.raises(CollectiveError) as caught:
-        psengine.init("gloo", timeout_s=timeout_s)
+        psengine.init("gloo", timeout=timedelta(seconds=timeout_s))
     assert not dist.is_initialized()
     assert threading.current_thread() is threading.main_thread()
     return str(caught.value), time.monotonic() - started_s
@@ -110,7 +111,7 @@ def start_late(rank, world_size, port):
     rendezvous.WORDS_AFTER_S = (0.2, 0.5)
     if rank == 0:
         time.sleep(1.0)
-    context = psengine.init("gloo", timeout_s=60)
+    context = psengine.init("gloo", timeout=timedelta(seconds=60))
     total = torch.ones(1)
     dist.all_reduce(total)
     psengine.shutdown()

@@ -188,7 +188,7 @@ def on_servers(rank: int, world_size: int) -> str:
     except NonFiniteGradientError as error:
         return str(error)
     finally:
-        model.strategy.close()
+        model.leave()
     return "finite"
 
 

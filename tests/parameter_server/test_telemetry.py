@@ -329,7 +329,7 @@ def _train_and_look(rank, world_size, addresses, url, strategy):
 
     view = eventually(shown, "all steps and the last loss are shown")
     torch.distributed.barrier()
-    model.strategy.close()
+    model.leave()
     return view, loss.item()
 
 

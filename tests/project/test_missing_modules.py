@@ -43,7 +43,7 @@ AS_ON_WINDOWS = textwrap.dedent(
 TRAIN = textwrap.dedent(
     """
     import contextlib, psengine
-    context = psengine.init("gloo", timeout_s=60)
+    context = psengine.init("gloo", timeout=timedelta(seconds=60))
     finals = []
     for collective, timeline in (("c10d", psengine.timeline(sys.argv[1])), ("auto", contextlib.nullcontext())):
         torch.manual_seed(0)

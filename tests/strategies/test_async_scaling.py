@@ -77,7 +77,7 @@ def scaled_is_plain(rank: int, world_size: int, address: str, strategy: str) -> 
         assert own_scales == scales
         assert len(set(scales)) > 2
         assert_equal(state_of(wrapped.module), expected)
-        wrapped.strategy.close()
+        wrapped.leave()
 
 
 @pytest.mark.parametrize(("strategy", "world_size"), [("sync", 2), ("sync-server", 2), ("async", 1)])
@@ -95,7 +95,7 @@ def scales_of_its_own(rank: int, world_size: int, address: str) -> None:
     with raises(psengine.ConfigurationError, "optimizer.grad_scale (expected it unset, got 8.0)"):
         optimizer.step()
     assert_equal(state_of(wrapped.module), before)
-    wrapped.strategy.close()
+    wrapped.leave()
 
 
 def test_servers_refuse_a_scale_that_only_a_fused_kernel_divides_by(server):
@@ -128,7 +128,7 @@ def early_push_refuses_scaling(address: str, as_views: bool) -> None:
             scaler.unscale_(optimizer)
         with raises(psengine.ReductionError, f"{CHANGED}", "GradScaler", "AsyncServer(push='step')"):
             scaler.step(optimizer)
-        wrapped.strategy.close()
+        wrapped.leave()
 
 
 def early_push_sees_hidden_writes(address: str, as_views: bool) -> None:
@@ -139,7 +139,7 @@ def early_push_sees_hidden_writes(address: str, as_views: bool) -> None:
         gradient.data.view(-1)[-1:].mul_(0.5)  # a write that torch does not count, of one value
         with raises(psengine.ReductionError, CHANGED):
             optimizer.step()
-        wrapped.strategy.close()
+        wrapped.leave()
 
 
 def early_push_takes_what_is_unchanged(address: str, as_views: bool) -> None:
@@ -160,7 +160,7 @@ def early_push_takes_what_is_unchanged(address: str, as_views: bool) -> None:
     scaler.update()
     with raises(psengine.ReductionError, "second backward came before optimizer.step()", "GradScaler", "push='step'"):
         wrapped(torch.ones(2, 5)).sum().backward()
-    wrapped.strategy.close()
+    wrapped.leave()
 
 
 def early_push(rank: int, world_size: int, address: str) -> None:

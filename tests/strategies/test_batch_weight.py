@@ -18,7 +18,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 
 import psengine
 from psengine import DistributedDataParallel
-from psengine.errors import ArgumentTypeError, CollectiveError, ConfigurationError
+from psengine.errors import ArgumentTypeError, CollectiveError, ConfigurationError, ReductionError
 from psengine.strategies.base import Strategy
 
 FEATURES = 12
@@ -114,7 +114,7 @@ def train_beside_one_process(rank: int, world_size: int, collective: str) -> Non
         pairs = [(m, OPTIMIZERS[optimizer_name](m.parameters())) for m in (model, reference)]
         for step in range(4):
             batches = batches_of(step, world_size, dtype)
-            model.batch_weight = len(batches[rank][0])
+            model.batch_weight(len(batches[rank][0]))
             together = tuple(map(torch.cat, zip(*batches, strict=True)))
             for (m, optimizer), (x, y) in zip(pairs, (batches[rank], together), strict=True):
                 optimizer.zero_grad(set_to_none=step % 2 == 0)
@@ -138,7 +138,7 @@ def unused_parameters(rank: int, world_size: int, collective: str, skips: bool) 
         total = sum(len(x) for x, _ in batches)
         model.zero_grad()
         reference.zero_grad()
-        model.batch_weight = len(batches[rank][0])
+        model.batch_weight(len(batches[rank][0]))
         nn.functional.mse_loss(model(batches[rank][0]), batches[rank][1]).backward()
         losses = [nn.functional.mse_loss(reference(x), y, reduction="sum") / total for x, y in batches if len(x)]
         sum(losses).backward()
@@ -161,8 +161,8 @@ def test_a_rank_without_samples_has_no_say(rank, world_size):
             model = DistributedDataParallel(seeded(build), **options)
             reference = seeded(build)
             reference(x).sum().backward()
-            model.batch_weight = 5 * rank
             for step in range(2):
+                model.batch_weight(5 * rank)
                 model.zero_grad(set_to_none=step == 0)
                 (model(x).sum() * (1.0 if rank else math.nan)).backward()
                 for p, q in zip(reference.parameters(), model.parameters(), strict=True):
@@ -175,7 +175,7 @@ def equal_weights(rank: int, world_size: int, collective: str, as_view: bool) ->
     for step in range(4):
         torch.manual_seed(10 * rank + step)
         x = torch.randn(7, FEATURES)
-        models[0].batch_weight = 7
+        models[0].batch_weight(7)
         for model in models:
             model.zero_grad(set_to_none=step % 2 == 0)
             model(x).square().mean().backward()
@@ -192,14 +192,15 @@ def test_equal_weights_change_no_bit(collective, as_view):
 
 @in_ranks(2)
 def test_micro_batches(rank, world_size):
-    """The documented recipe: a mean over all of this rank's samples, the weight at the forward that synchronises."""
+    """The documented recipe: a mean over all of this rank's samples, one weight for all that it accumulates."""
     model = DistributedDataParallel(seeded(Perceptron))
     reference = seeded(Perceptron)
     mine = [batches_of(step, world_size, torch.float64)[rank] for step in range(2)]
     count = sum(len(x) for x, _ in mine)
     for position, (x, y) in enumerate(mine):
         is_last = position == len(mine) - 1
-        model.batch_weight = count if is_last else None
+        if position == 0:
+            model.batch_weight(count)
         with torch.enable_grad() if is_last else model.no_sync():
             (nn.functional.mse_loss(model(x), y, reduction="sum") / count).backward()
     together = [batch for step in range(2) for batch in batches_of(step, world_size, torch.float64)]
@@ -218,7 +219,7 @@ def joined(rank: int, world_size: int) -> list[torch.Tensor]:
     with model.join(divide_by_initial_world_size=False):
         for step in range(JOINED_BATCHES[rank]):
             x, y = batches_of(step, world_size, torch.float64)[rank]
-            model.batch_weight = len(x) if step != 1 else None
+            model.batch_weight(len(x) if step != 1 else None)
             optimizer.zero_grad()
             nn.functional.mse_loss(model(x), y).backward()
             optimizer.step()
@@ -250,20 +251,18 @@ def test_weights_can_be_switched_off(rank, world_size):
         model(x).sum().backward()
         return [p.grad.clone() for p in model.parameters()]
 
-    assert model.batch_weight is None
     plain = gradients()
-    model.batch_weight = torch.tensor(rank)
-    assert model.batch_weight == rank
+    model.batch_weight(torch.tensor(rank))
     only_rank_1 = gradients()
-    assert copy.deepcopy(model).batch_weight is None
-    model.batch_weight = 0
+    model.batch_weight(0)
     assert all(not g.any() for g in gradients()), "nobody has a say"
-    model.batch_weight = 3
+    model.batch_weight(3)
     model(x).sum()  # a forward without a backward
     with torch.no_grad():
         model(x)
-    model.batch_weight = None
+    model.batch_weight(None)
     assert all(map(torch.equal, gradients(), plain))
+    assert all(map(torch.equal, gradients(), plain)), "None stays"
     reference = seeded(Perceptron)
     reference(torch.full((1, FEATURES), 2.0, dtype=torch.float64)).sum().backward()
     for p, g in zip(reference.parameters(), only_rank_1, strict=True):
@@ -278,7 +277,7 @@ def test_a_world_of_one(rank, world_size):
     reference(x).mean().backward()
     for weight in (2, 0):
         model.zero_grad()
-        model.batch_weight = weight
+        model.batch_weight(weight)
         model(x).mean().backward()
         for p, q in zip(reference.parameters(), model.parameters(), strict=True):
             assert torch.equal(q.grad, p.grad if weight else torch.zeros_like(p))
@@ -296,12 +295,13 @@ def refusals(rank: int, world_size: int) -> None:
         (torch.ones(2), ArgumentTypeError, "got Tensor"),
     ]:
         with raises(error, text):
+            model.batch_weight(weight)
+        with raises(ConfigurationError, "batch_weight is a method", "Fix: model.batch_weight(len(batch))"):
             model.batch_weight = weight
-    assert model.batch_weight is None
 
     x = torch.ones(1, FEATURES, dtype=torch.float64)
     model.register_comm_hook(None, allreduce_hook)
-    model.batch_weight = 1
+    model.batch_weight(1)
     with raises(ConfigurationError, "a communication hook"):
         model(x)
 
@@ -311,7 +311,7 @@ def refusals(rank: int, world_size: int) -> None:
         module, delay_all_reduce_named_params=delayed, param_to_hook_all_reduce=module.layers[0].weight
     )
     with raises(ConfigurationError, "no delay_all_reduce_named_params"):
-        model.batch_weight = 1
+        model.batch_weight(1)
 
 
 def test_what_is_refused():
@@ -324,10 +324,26 @@ def test_what_is_refused():
             psengine.SyncServer().weigh(weight)
 
 
+@in_ranks(2)
+def test_a_step_without_its_weight_is_an_error(rank, world_size):
+    model = DistributedDataParallel(seeded(Perceptron))
+    x = torch.full((1, FEATURES), rank + 1.0, dtype=torch.float64)
+    model.batch_weight(rank + 1)
+    model(x)  # a forward without a backward takes no weight
+    model(x).sum().backward()
+    model(x)  # nor is it an error that this one has none
+    with model.no_sync():
+        model(x).sum().backward()  # it exchanges nothing
+    with raises(ReductionError, f"rank {rank}", "no weight", "Fix: model.batch_weight(len(batch)) before forward"):
+        model(x).sum().backward()
+    copied = copy.deepcopy(model)  # which has weighed nothing yet
+    copied(x).sum().backward()
+
+
 def only_one_weighs(rank: int, world_size: int) -> str:
     model = DistributedDataParallel(seeded(Perceptron), collective="shared_memory")
     if rank == 0:
-        model.batch_weight = 3
+        model.batch_weight(3)
     try:
         model(torch.ones(1, FEATURES, dtype=torch.float64)).sum().backward()
     except CollectiveError as error:
@@ -338,7 +354,7 @@ def only_one_weighs(rank: int, world_size: int) -> str:
 @needs_shared_memory
 def test_ranks_that_differ_are_told():
     first, second = run_ranks(only_one_weighs, 2)
-    assert "batch weights (model.batch_weight is set on every rank, or on none)" in first
+    assert "batch weights (model.batch_weight is called on every rank, or on none)" in first
     assert "ranks must call the same operations" in first + second
 
 
@@ -358,7 +374,7 @@ def over_servers(rank: int, world_size: int, servers: str) -> None:
     pairs = [(m, OPTIMIZERS["SGD"](m.parameters())) for m in (model, reference)]
     for step in range(4):  # rank 0's third batch is empty
         batches = batches_of(step, world_size, torch.float64)
-        model.batch_weight = len(batches[rank][0])
+        model.batch_weight(len(batches[rank][0]))
         together = tuple(map(torch.cat, zip(*batches, strict=True)))
         for (m, optimizer), (x, y) in zip(pairs, (batches[rank], together), strict=True):
             optimizer.zero_grad()
@@ -366,13 +382,13 @@ def over_servers(rank: int, world_size: int, servers: str) -> None:
             optimizer.step()
     for p, q in zip(reference.parameters(), model.parameters(), strict=True):
         assert torch.allclose(p, q, **FLOAT64)
-    model.strategy.close()
+    model.leave()
 
     model = DistributedDataParallel(seeded(Perceptron), strategy=psengine.AsyncServer(job="applied"))
-    model.batch_weight = 2
+    model.batch_weight(2)
     with raises(ConfigurationError, "averages nothing", "expected batch_weight = None, got 2"):
         model(torch.ones(1, FEATURES, dtype=torch.float64))
-    model.strategy.close()
+    model.leave()
 
 
 def test_servers_average_by_weight_or_refuse(servers):

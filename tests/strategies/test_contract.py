@@ -218,7 +218,7 @@ def train(
         optimizer.step()
     saved = {"model": copy.deepcopy(model.state_dict()), "optimizer": copy.deepcopy(optimizer.state_dict())}
     parameters = [parameter.detach().clone() for parameter in model.module.parameters()]
-    model.strategy.close()
+    model.leave()
     return parameters, saved
 
 

@@ -35,7 +35,7 @@ def train_sync(rank: int, world_size: int, address: str, job: str, options: dict
         gradients.append({n: p.grad.clone() for n, p in wrapped.module.named_parameters() if p.requires_grad})
         optimizer.step()
     state = state_of(wrapped.module)
-    wrapped.strategy.close()
+    wrapped.leave()
     wrapped.report(loss=1.0)  # there is nobody to tell any more
     return gradients, state
 

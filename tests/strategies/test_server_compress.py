@@ -82,7 +82,7 @@ def train(rank: int, world_size: int, address: str, strategy: str, steps: int) -
         with psengine.connect(address, job=wrapped.strategy.session.job, role="reader") as reader:
             exact = reader.pull()
         trace.append([exact[name] for name, _ in wrapped.module.named_parameters()])
-    wrapped.strategy.close()
+    wrapped.leave()
     return trace
 
 

@@ -40,7 +40,7 @@ def accumulates(rank: int, world_size: int, address: str) -> None:
         wrapped = wrap(_strategy(name, f"accumulate-{name}"))
         optimizer = psengine.DistributedOptimizer(torch.optim.SGD(wrapped.parameters(), lr=0.05), wrapped)
         assert_equal(accumulate(wrapped, optimizer, wrapped.no_sync), expected)
-        wrapped.strategy.close()
+        wrapped.leave()
 
 
 def _strategy(name: str, job: str) -> psengine.Strategy:
@@ -86,7 +86,7 @@ def use_branches(rank: int, world_size: int, address: str, name: str, native: bo
         optimizer.step()
     state = state_of(model)
     if not native:
-        wrapped.strategy.close()
+        wrapped.leave()
     return state
 
 
@@ -134,7 +134,7 @@ def step_hooks(rank: int, world_size: int, address: str) -> list[str]:
 
     losses = [optimizer.step(closure).item() for _ in range(4)]
     assert losses[-1] < losses[0]
-    wrapped.strategy.close()
+    wrapped.leave()
     return seen
 
 
@@ -154,7 +154,7 @@ def poison(rank: int, world_size: int, address: str) -> Any:
     after = {n: p.detach().clone() for n, p in wrapped.module.named_parameters()}
     refused = wrapped.strategy.refused_pushes
     workers = wrapped.strategy.session.status()[0]["jobs"]["poison"]["workers"]
-    wrapped.strategy.close()
+    wrapped.leave()
     return before, after, refused, sum(worker["refused"] for worker in workers)
 
 
@@ -197,7 +197,7 @@ def branches(rank: int, world_size: int, address: str, name: str, options: dict[
         wrapped(torch.randn(4, 300, generator=generator), step % 2 == (rank if step > 3 else 0)).sum().backward()
         optimizer.step()
     state = state_of(model)
-    wrapped.strategy.close()
+    wrapped.leave()
     return state
 
 
@@ -311,7 +311,7 @@ def undefined_gradients(rank: int, world_size: int, address: str) -> None:
                 optimizer.step()
         assert wrapped.module.dropped.grad is None
         assert_equal(state_of(wrapped.module), state_of(plain))
-        wrapped.strategy.close()
+        wrapped.leave()
 
 
 def test_an_undefined_gradient_does_not_decay_its_parameter(server):

@@ -38,7 +38,7 @@ def save_and_load(rank: int, world_size: int, address: str) -> Any:
     checkpoint = copy.deepcopy({"model": wrapped.module.state_dict(), "optimizer": optimizer.state_dict()})
     train(wrapped, optimizer, data[5:])
     straight = state_of(wrapped.module)
-    wrapped.strategy.close()
+    wrapped.leave()
 
     wrapped = wrap(psengine.AsyncServer(job="load"), seed=7)
     optimizer = psengine.DistributedOptimizer(torch.optim.Adam(wrapped.parameters(), lr=0.01), wrapped)
@@ -47,7 +47,7 @@ def save_and_load(rank: int, world_size: int, address: str) -> Any:
     optimizer.load_state_dict(copy.deepcopy(checkpoint["optimizer"]))  # torch keeps its tensors, and steps them
     train(wrapped, optimizer, data[5:])
     resumed = state_of(wrapped.module)
-    wrapped.strategy.close()
+    wrapped.leave()
 
     plain = build(0)
     plain_optimizer = torch.optim.Adam(plain.parameters(), lr=0.01)
@@ -81,8 +81,8 @@ def misuse(rank: int, world_size: int, address: str) -> None:
         wrapped.register_comm_hook(None, _hook)
     with raises(ConfigurationError, "a strategy object serves one wrapped model"):
         wrap(wrapped.strategy)
-    wrapped.strategy.close()
-    wrapped.strategy.close()
+    wrapped.leave()
+    wrapped.leave()
     with raises(ReductionError, "is not connected"):
         wrapped.strategy.session  # noqa: B018
 
@@ -103,8 +103,8 @@ def misuse(rank: int, world_size: int, address: str) -> None:
     second = psengine.DistributedDataParallel(Wrong(3), strategy=psengine.AsyncServer(job="shapes"))
     with raises(ServerRefusedError, "another optimizer"):
         psengine.DistributedOptimizer(torch.optim.Adam(second.parameters()), second)
-    first.strategy.close()
-    second.strategy.close()
+    first.leave()
+    second.leave()
 
 
 def _hook(state, bucket):
@@ -157,7 +157,7 @@ def configured_after_the_snapshot(rank: int, world_size: int, address: str, take
             F.cross_entropy(model(x), y).backward()
             own.step()
     assert_equal(state_of(wrapped.module), state_of(plain))
-    wrapped.strategy.close()
+    wrapped.leave()
 
 
 def test_a_snapshot_may_be_older_than_the_optimizer(tmp_path):

@@ -35,7 +35,7 @@ def own_job(rank: int, world_size: int, address: str, job: str, strategy: str) -
         time.sleep(0.1)  # so that their lives overlap
         train(wrapped, optimizer, [batch])
     given_rank = wrapped.strategy.session.rank
-    wrapped.strategy.close()
+    wrapped.leave()
     return given_rank, start
 
 
@@ -62,7 +62,7 @@ def late_joiner(rank: int, world_size: int, address: str) -> Any:
             time.sleep(0.05)
     state = state_of(wrapped.module)
     momenta = [s["momentum_buffer"].clone() for s in optimizer.state_dict()["state"].values()]
-    wrapped.strategy.close()
+    wrapped.leave()
     return start, state, momenta
 
 
@@ -84,7 +84,7 @@ def embedded(rank: int, world_size: int) -> Any:
     train(wrapped, optimizer, batches(rank))
     [status] = wrapped.strategy.session.status()
     process = wrapped.strategy._rendezvous.embedded
-    wrapped.strategy.close()
+    wrapped.leave()
     return status["jobs"]["default"]["applied"] > 0, process is not None
 
 
@@ -97,7 +97,7 @@ def slow_and_fast(rank: int, world_size: int, address: str, job: str, options: d
             time.sleep(0.05)
         train(wrapped, optimizer, [batch])
     status = wrapped.strategy.session.status()
-    wrapped.strategy.close()
+    wrapped.leave()
     return [shard["jobs"][job] for shard in status]
 
 
@@ -160,7 +160,7 @@ def join_with_a_group(rank: int, world_size: int, address: str) -> None:
     wrapped = wrap(psengine.AsyncServer(job="join-async"))
     with raises(ConfigurationError, "join is for strategies over collectives"), Join([wrapped]):
         wrapped(batches(0)[0][0])  # a rank without data would have the servers apply zeros
-    wrapped.strategy.close()
+    wrapped.leave()
     wrapped = wrap(psengine.SyncServer(job="join-by-live-ranks"))
     with raises(ConfigurationError, "expected divide_by_initial_world_size=True, got False"):
         wrapped.join(divide_by_initial_world_size=False)
@@ -169,7 +169,7 @@ def join_with_a_group(rank: int, world_size: int, address: str) -> None:
         Join([wrapped], divide_by_initial_world_size=False),
     ):
         wrapped(batches(0)[0][0])
-    wrapped.strategy.close()
+    wrapped.leave()
 
 
 def test_join_over_servers_is_refused_where_zeros_would_count(server):
@@ -192,15 +192,15 @@ def copies(rank: int, world_size: int, address: str) -> None:
         # Two models that are both given the name are a mistake, after which the first still has it.
         with raises(ServerRefusedError, "duplicate_rank"):
             psengine.DistributedDataParallel(nn.Linear(2, 2), strategy=type(strategy)(job=job))
-        averaged.module.strategy.close()
+        averaged.module.leave()
         third = copy.deepcopy(wrapped)
         assert third.strategy.session.options.job == f"{job}.1"
         for model in (wrapped, again, third):
-            model.strategy.close()
+            model.leave()
         # As where a pickled model comes back in a later process.
         restored = copy.deepcopy(wrapped)
         assert restored.strategy.session.options.job == job
-        restored.strategy.close()
+        restored.leave()
 
 
 def test_copies_of_a_model_whose_job_is_named_are_jobs_of_their_own(server):
@@ -221,8 +221,8 @@ def launched_without_a_group(rank: int, world_size: int, address: str) -> Any:
     wrapped = psengine.DistributedDataParallel(nn.Linear(2, 2), strategy="async")
     second = psengine.DistributedDataParallel(nn.Linear(3, 2), strategy="async")
     found = wrapped.strategy.session.rank, wrapped.strategy.session.options.job, second.strategy.session.options.job
-    wrapped.strategy.close()
-    second.strategy.close()
+    wrapped.leave()
+    second.leave()
     return found
 
 

@@ -122,7 +122,7 @@ def gathered(rank: int, world_size: int, options: dict[str, Any], weight: float 
     results = []
     for _ in range(3):
         module.factors[0] = torch.randn(100, generator=generator)
-        model.batch_weight = weight if weight is None else weight * (rank + 1)
+        model.batch_weight(weight if weight is None else weight * (rank + 1))
         module.zero_grad(set_to_none=not options.get("gradient_as_bucket_view"))
         model().backward()
         results += [module.factors[0].clone(), module.values[0].grad.clone()]

@@ -374,7 +374,7 @@ def _train_with_server(rank, world_size, path, strategy, push):
     with psengine.timeline(path):
         for step in range(2):
             _step(model, optimizer, rank, step)
-    model.strategy.close()
+    model.leave()
 
 
 @pytest.mark.slow  # each starts a server

@@ -63,7 +63,7 @@ def assigned_data(rank: int, world_size: int, address: str) -> None:
                     for parameter, gradient in zip(model.parameters(), expected, strict=True):
                         torch.testing.assert_close(parameter.grad, gradient, msg=f"{name} {change} {step}")
                     change(model)
-                ddp.strategy.close()
+                ddp.leave()
 
 
 def test_gradients_that_are_views_survive_a_new_data(server):
@@ -102,7 +102,7 @@ def lazy_gradients(rank: int, world_size: int, address: str) -> None:
                 ddp(x).backward()
                 for ours, theirs in zip(ddp.parameters(), native.parameters(), strict=True):
                     torch.testing.assert_close(ours.grad.resolve_neg(), theirs.grad.resolve_neg())
-            ddp.strategy.close()
+            ddp.leave()
 
 
 def test_lazily_conjugated_and_negated_gradients(server):
@@ -155,7 +155,7 @@ def conversions(rank: int, world_size: int, address: str) -> None:
         got = "got another in between" if change is there_and_back else "got torch.float64"
         with raises(ReductionError, "dtype and device", name, f"rank {rank}", got, "Fix: call .double()"):
             train(ddp, 1)
-        ddp.strategy.close()
+        ddp.leave()
 
     # With a search the lost parameter looks like an unused one.
     ddp = psengine.DistributedDataParallel(Head(), find_unused_parameters=True)

@@ -115,7 +115,7 @@ def late_joiner(rank: int, world_size: int, address: str, has_begun: Path) -> An
         if rank == 0 and len(wrapped.strategy.members) < 2:
             time.sleep(0.05)
     states = [optimizer.state_dict()["state"] for optimizer in optimizers]
-    wrapped.strategy.close()
+    wrapped.leave()
     return start, values_of(gan), states
 
 
@@ -143,7 +143,7 @@ def other_optimizers(rank: int, world_size: int, address: str, directory: Path) 
     if rank == 1:
         with raises(ServerError, "expected one of SGD over 2 parameters from 'weight' on; got Adagrad over 1", "Fix: "):
             psengine.DistributedOptimizer(plain, wrapped)
-        wrapped.strategy.close()
+        wrapped.leave()
         is_over.touch()
         return
     optimizer = psengine.DistributedOptimizer(plain, wrapped)
@@ -157,7 +157,7 @@ def other_optimizers(rank: int, world_size: int, address: str, directory: Path) 
     psengine.DistributedOptimizer(torch.optim.Adam(model.parameters()), wrapped)
     gc.collect()
     assert wrapped.strategy.optimizers.alive() == []
-    wrapped.strategy.close()
+    wrapped.leave()
 
 
 def test_a_joiner_whose_optimizers_are_others_is_refused(server, tmp_path):

@@ -9,7 +9,7 @@ from dataclasses import fields
 
 from psengine.cli.doctor_checks.findings import CheckContext, Finding, note, ok, problem, problem_of, warning
 from psengine.collectives.registry import check_name
-from psengine.environment.launchers import detect
+from psengine.environment.launchers import WORKER, WORKERS, detect, read_worker
 from psengine.errors import MissingExtraError, PSEngineError
 from psengine.parameter_server.client.addresses import parse_addresses
 from psengine.strategies.registry import resolve_strategy
@@ -31,6 +31,7 @@ KNOWN = (
     "PSENGINE_TIMELINE",
     "PSENGINE_TIMELINE_STEPS",
     "PSENGINE_WORKER",
+    "PSENGINE_WORKERS",
 )
 # How alike two names must be for one to be taken for a misspelling of the other.
 ALIKE, ALIKE_WITHOUT_PREFIX = 0.75, 0.88
@@ -54,6 +55,18 @@ def launcher(context: CheckContext) -> Iterator[Finding]:
             yield note(placement.note)
         else:
             yield ok("no launcher: a script started here is a world of its own")
+        return
+    if placement.launcher == WORKER:
+        worker, workers = read_worker(context.variables)
+        if placement.note:
+            yield warning(placement.note, f"unset {WORKER}, or start the script without torchrun")
+        elif workers is None:
+            yield warning(
+                f"{WORKER} makes this process independent worker {worker}, of an unknown number",
+                f"set {WORKERS} to the number of workers of the job; context.workers is an error without it",
+            )
+        else:
+            yield ok(f"{WORKER} makes this process independent worker {worker} of {workers}")
         return
     where = f"{placement.launcher} places this process as rank {placement.rank} of {placement.world_size}"
     if placement.master is None:

@@ -14,7 +14,7 @@ from psengine.cli.launching.failure import RankEnd, describe_exit, failure_time,
 from psengine.cli.launching.output import WorkerOutput
 from psengine.cli.launching.plan import Plan
 from psengine.cli.launching.processes import kill_group
-from psengine.environment.launchers import PLACEMENT_VARIABLES
+from psengine.environment.launchers import PLACEMENT_VARIABLES, WORKER, WORKERS
 from psengine.environment.variables import inherited_variables
 from psengine.errors import ConfigurationError
 
@@ -22,7 +22,7 @@ _JOIN_S = 2.0
 
 
 class IndependentWorkers:
-    """Workers of which each is a world of its own, with its rank in PSENGINE_WORKER.
+    """Workers of which each is a world of its own: PSENGINE_WORKER is its number, of PSENGINE_WORKERS in the job.
 
     Attributes:
         ends: how the last process of each worker ended.
@@ -40,7 +40,7 @@ class IndependentWorkers:
         inherited = inherited_variables()
         # A process that another launcher (srun, mpirun) placed would believe that it is one of that world.
         own = {name: value for name, value in inherited.items() if name not in PLACEMENT_VARIABLES}
-        self._environment = own | dict(variables)
+        self._environment = own | dict(variables) | {WORKERS: str(plan.total_workers)}
         devices = inherited.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(torch.cuda.device_count())))
         self._devices = [device.strip() for device in devices.split(",") if device.strip()]
         self._max_restarts: int = options.max_restarts
@@ -88,7 +88,7 @@ class IndependentWorkers:
         self.ends.sort(key=lambda end: end.rank)
 
     def _start(self, rank: int) -> None:
-        environment = {**self._environment, "PSENGINE_WORKER": str(rank)}
+        environment = {**self._environment, WORKER: str(rank)}
         if self._devices:
             environment["CUDA_VISIBLE_DEVICES"] = self._devices[(rank - self._ranks.start) % len(self._devices)]
         paths = [self._output.pipe(rank, is_stderr=is_stderr) for is_stderr in (False, True)]

@@ -11,6 +11,7 @@ from typing import Any
 
 from psengine.cli.run_arguments import RunArguments, check_program
 from psengine.environment.extras import require_server_packages
+from psengine.environment.launchers import MAX_WORKERS, WORKER
 from psengine.environment.variables import default_strategy, read_variable
 from psengine.errors import ConfigurationError
 from psengine.specification import Registry, Specification, did_you_mean
@@ -44,6 +45,7 @@ class RunOptions:
     status_port: int = 0
     independent: bool = False
     first_worker: int = 0
+    total_workers: int | None = None
     prefix: bool | None = None
 
 
@@ -81,6 +83,11 @@ class Plan:
     def ranks(self) -> range:
         """The ranks of independent workers."""
         return range(self.options.first_worker, self.options.first_worker + self.workers)
+
+    @property
+    def total_workers(self) -> int:
+        """Independent workers of the whole job; other command lines may start some of them."""
+        return self.options.total_workers or self.ranks.stop
 
     @property
     def plain_ranks(self) -> Container[int]:
@@ -131,15 +138,28 @@ def make_plan(parts: RunArguments, given: RunOptions) -> Plan:
         notes.append(f"strategy {strategy!r} uses no servers; {option} is only for a script that sets another strategy")
     if given.independent:
         _check_independent(parts, strategy, uses_servers, is_multi_node=is_multi_node)
+        last = given.first_worker + count
+        if not last <= (given.total_workers or last) <= MAX_WORKERS:
+            raise ConfigurationError(
+                f"--total-workers counts the workers of the whole job, those of this line too (expected {last} to"
+                f" {MAX_WORKERS}, got {given.total_workers or last}; this line starts {given.first_worker} to"
+                f" {last - 1})"
+            )
         if not servers and not named:
             raise ConfigurationError(
                 "independent workers meet at parameter servers (expected --servers 1 or more, or --server-address; got"
                 " --servers 0)"
             )
-    elif given.first_worker:
+    elif given.first_worker or given.total_workers:
+        option = "--first-worker" if given.first_worker else "--total-workers"
         raise ConfigurationError(
-            "--first-worker numbers independent workers (expected --independent with it); the ranks of others come from"
+            f"{option} numbers independent workers (expected --independent with it); the ranks of others come from"
             " their rendezvous"
+        )
+    elif worker := read_variable(WORKER):
+        raise ConfigurationError(
+            f"{WORKER} makes each process an independent worker, which joins no process group (expected it unset"
+            f" without --independent, got {WORKER}={worker}). Fix: unset {WORKER}, or add --independent"
         )
     else:
         choose_rendezvous(options)

@@ -20,11 +20,13 @@ from typing_extensions import override
 
 from psengine.codecs.base import Codec
 from psengine.codecs.registry import resolve_codec
+from psengine.environment.job import assign
 from psengine.errors import ConfigurationError, ReductionError
 from psengine.strategies.base import Capabilities, Strategy
 from psengine.strategies.bucket_exchange import load_residuals
 from psengine.strategies.life_cycle import Replica
 from psengine.strategies.servers.discovery import Rendezvous, leave, meet
+from psengine.strategies.statistics import counts_at_servers
 from psengine.tensors.bucket import Bucket
 
 if TYPE_CHECKING:
@@ -118,8 +120,8 @@ class ServerStrategy(Strategy):
         """The connection to the servers; set by ``prepare``."""
         if self._session is None:
             raise ReductionError(
-                f"strategy {self.name!r} is not connected (expected it prepared and not closed); wrap a model with"
-                " psengine.DistributedDataParallel first"
+                f"strategy {self.name!r} is not connected (expected a model that was wrapped with"
+                " psengine.DistributedDataParallel and has not left, got neither). Fix: call this before model.leave()"
             )
         return self._session
 
@@ -177,6 +179,8 @@ class ServerStrategy(Strategy):
                 )
             )
             self._session.start()
+            if rendezvous.rank is None and not rendezvous.is_embedded:
+                assign(self._session.rank)
         except BaseException:
             self.close()
             raise
@@ -248,6 +252,17 @@ class ServerStrategy(Strategy):
         """The servers' status shows it, from this worker's next heartbeat on. A loss on a GPU is read later."""
         if self._session is not None:
             self._session.telemetry.report(loss, samples)
+
+    @override
+    def statistics(self) -> dict[str, Any]:
+        """The servers' counts; asks every shard.
+
+        Raises:
+            ServerLostError: one does not answer within ``timeout_s``.
+        """
+        session = self.session
+        counts = counts_at_servers(session.status(), session.job)
+        return {"worker": session.rank, "live_workers": self.members, **counts}
 
     # ---- leaving -----------------------------------------------------------------------------------------------
 

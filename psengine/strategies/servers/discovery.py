@@ -13,8 +13,8 @@ import torch
 from psengine.collectives.base import Collective
 from psengine.collectives.solo import SoloCollective
 from psengine.environment.extras import require_server_packages
-from psengine.environment.variables import launched_as, read_variable
-from psengine.errors import ConfigurationError, EnvironmentVariableError, ServerError
+from psengine.environment.variables import given_worker, launched_as, read_variable
+from psengine.errors import ConfigurationError, ServerError
 from psengine.parameter_server.client.addresses import parse_addresses
 
 if TYPE_CHECKING:
@@ -105,19 +105,9 @@ def leave(rendezvous: Rendezvous) -> None:
 def _place(collective: Collective) -> tuple[int | None, int]:
     """(rank, workers the job begins with): the process group's, else the launcher's, else the servers give a rank."""
     if not isinstance(collective, SoloCollective):
-        return (collective.rank, collective.world_size) if collective.world_size > 1 else (_named_rank(), 1)
+        return (collective.rank, collective.world_size) if collective.world_size > 1 else (given_worker()[0], 1)
     placement = launched_as(needs_master=False)
-    return (placement.rank, placement.world_size) if placement.world_size > 1 else (_named_rank(), 1)
-
-
-def _named_rank() -> int | None:
-    """PSENGINE_WORKER: the rank of a worker that was launched alone; without it the servers give one."""
-    text = read_variable("PSENGINE_WORKER")
-    if not text:
-        return None
-    if not text.isdecimal() or int(text) > 0xFFFF:
-        raise EnvironmentVariableError(f"PSENGINE_WORKER is a rank (expected 0 to 65535, got {text!r})")
-    return int(text)
+    return (placement.rank, placement.world_size) if placement.world_size > 1 else (given_worker()[0], 1)
 
 
 def _embed(collective: Collective, device: torch.device) -> tuple[EmbeddedServer | None, tuple[str, ...]]:

@@ -45,7 +45,7 @@ def train(reports, address, job, pause_s):
         optimizer.step()
         model.report(loss=loss.item(), samples=32)
         time.sleep(pause_s)
-    model.strategy.close()
+    model.leave()
 
 
 @contextmanager

@@ -1,0 +1,114 @@
+"""What workers of a training do together besides gradients: wait, share a value, print once, stop on a bad loss.
+
+``barrier`` and ``broadcast_object`` are of the process group, as ``psengine.mean``: an independent worker is a world of
+its own, and they return at once there. ``print`` and the stop rule are of the job, whatever launched it.
+"""
+
+from __future__ import annotations
+
+import builtins
+import math
+import numbers
+from typing import Any, TextIO
+
+import torch
+import torch.distributed as dist
+
+from psengine.collectives.registry import collective_for, default_group
+from psengine.data.value_exchange import ValueExchange
+from psengine.environment.context import is_main_process, this_worker
+from psengine.errors import ArgumentTypeError, ConfigurationError, NonFiniteLossError, PSEngineError
+from psengine.tensors.leaves import is_real_scalar, kind_for_sum, to_float
+from psengine.tensors.plain_values import from_bytes, to_bytes
+
+
+def barrier(process_group: dist.ProcessGroup | None = None) -> None:
+    """Return when every rank has called it. An independent worker waits for nobody: its group is itself alone.
+
+    Args:
+        process_group: the ranks; None means the default group, or this process alone without one.
+
+    Raises:
+        PeerLostError: ranks died meanwhile; names them.
+        CollectiveError: not all ranks came within the ``timeout`` of ``psengine.init``.
+    """
+    collective_for(process_group or default_group()).barrier().wait()
+
+
+def broadcast_object(value: Any, from_rank: int = 0, process_group: dist.ProcessGroup | None = None) -> Any:
+    """Return ``from_rank``'s ``value`` on every rank; the other ranks' values are ignored. Nothing is pickled.
+
+    An independent worker gets a copy of its own value: its group is itself alone.
+
+    Args:
+        value: None, bool, int, float, str, dense tensors, and lists, tuples and dicts of these; a subclass of dict
+            arrives as a dict. Not mutated.
+        from_rank: whose value; the same on every rank.
+        process_group: the ranks; None means the default group, or this process alone without one.
+
+    Returns:
+        A copy, on ``from_rank`` too. Tensors are detached; those on an accelerator land on each rank's current one.
+
+    Raises:
+        ArgumentTypeError: this rank is ``from_rank``, and its value holds something else; names path and type.
+        ConfigurationError: there is no such rank, or the value is nested too deeply.
+        ReplicaMismatchError: the ranks made different calls, or the value of ``from_rank`` cannot be sent.
+        CollectiveError: a rank did not come within the ``timeout`` of ``psengine.init``, or died.
+    """
+    exchange = ValueExchange(f"broadcast_object from rank {from_rank}", [], process_group)
+    payload = b""
+    if type(from_rank) is not int or not 0 <= from_rank < exchange.world_size:
+        error = ConfigurationError(
+            f"from_rank is a rank of the group (expected 0 to {exchange.world_size - 1}, got {from_rank!r}). In an"
+            " independent worker the group is that process alone: its number is context.worker."
+        )
+        exchange.add_fault("from_rank", repr(from_rank), error)
+    elif exchange.rank == from_rank:
+        try:
+            payload = to_bytes(value)
+        except PSEngineError as error:
+            exchange.add_fault("the value", f"unfit ({error})", error)
+    exchange.check(kind_for_sum, len(payload))
+    payload = exchange.collective.broadcast_bytes(payload, from_rank, exchange.device, what="broadcast_object()")
+    return from_bytes(payload)
+
+
+def print(*values: object, sep: str = " ", end: str = "\n", file: TextIO | None = None, flush: bool = False) -> None:
+    """Print as the built-in function does, on the main process (worker 0 of the job) alone."""
+    if is_main_process():
+        builtins.print(*values, sep=sep, end=end, file=file, flush=flush)
+
+
+def stop_if_not_finite(loss: float | torch.Tensor) -> None:
+    """Raise where ``loss`` is NaN or infinite; call it between forward and backward, before the gradients travel.
+
+    It looks at this worker's loss alone and exchanges nothing. Reading a loss on a GPU waits for that GPU. How the
+    other workers end: torchrun and ``psengine run`` end the ranks of a process group; where no launcher does, they
+    raise ``PeerLostError`` at their next exchange. Independent workers under async go on without this one.
+
+    Args:
+        loss: a real number, or a tensor of one element.
+
+    Raises:
+        NonFiniteLossError: it is not finite; names this worker and the value.
+        ArgumentTypeError: it is no single real number.
+    """
+    given: Any = loss
+    if not is_real_scalar(given) and (isinstance(given, bool) or not isinstance(given, numbers.Real)):
+        got = type(loss).__name__
+        if isinstance(loss, torch.Tensor):
+            got = f"a tensor of {loss.dtype} with shape {list(loss.shape)}"
+        raise ArgumentTypeError(
+            f"stop_if_not_finite() takes the loss, one real number (expected a float or a tensor of one element, got"
+            f" {got}). Fix: stop_if_not_finite(loss.mean())."
+        )
+    value = to_float(loss)
+    if not math.isfinite(value):
+        worker = this_worker()
+        raise NonFiniteLossError(
+            f"the loss of worker {worker} is {value} (expected a finite number). Its backward would make the gradients,"
+            " and then the weights, NaN on all workers. Fix: lower the learning rate, clip gradients"
+            " (psengine.clip_grad_norm_), or check this worker's last batch.",
+            worker=worker,
+            loss=value,
+        )
