@@ -41,6 +41,7 @@ from psengine.strategies.base import Strategy
 from psengine.strategies.registry import register_strategy
 from psengine.strategies.servers.asynchronous import AsyncServer
 from psengine.strategies.servers.sync import SyncServer
+from psengine.strategies.statistics import Statistics
 from psengine.strategies.sync_all_reduce import SyncAllReduce
 from psengine.tracing.timeline import timeline
 from psengine.version import __version__ as __version__
@@ -85,6 +86,7 @@ __all__ = [
     "ServerRefusedError",
     "SharedMemoryUnavailableError",
     "SnapshotError",
+    "Statistics",
     "Strategy",
     "SyncAllReduce",
     "SyncBatchNorm",

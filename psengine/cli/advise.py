@@ -191,5 +191,5 @@ def show(console: Console, advice: Advice, times: StepTimes, through_s: float | 
     if advice.shares:
         shares = ", ".join(f"{share:g}" for share in advice.shares)
         console.print(Text(f"  psengine.ProportionalSampler(dataset, shares=[{shares}])"))
-        console.print(Text("  model.batch_weight = len(batch)  # before each forward"))
+        console.print(Text("  model.batch_weight(len(batch))  # before each forward"))
     console.print(Text(f"  psengine run --workers {times.world_size} --strategy {advice.strategy} ..."))

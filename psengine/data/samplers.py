@@ -33,7 +33,7 @@ class ProportionalSampler(DistributedSampler[int]):
 
     ``batches(global_batch_size)`` is what to train with: every rank gets the same number of batches, and the ranks'
     k-th ones together are the k-th batch of one process. Let gradients count by samples there
-    (``model.batch_weight = len(batch)``), else the few samples of a small share weigh more than the others.
+    (``model.batch_weight(len(batch))``), else the few samples of a small share weigh more than the others.
 
     Iterating over the sampler itself yields all of this rank's indices, neither padded nor dropped. With equal shares
     they are those of ``torch.utils.data.DistributedSampler`` (same seed, same epoch), but for its padding.

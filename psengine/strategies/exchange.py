@@ -106,8 +106,8 @@ class Exchange(ABC):
         """
         if weight is not None:
             raise ConfigurationError(
-                f"strategy {self.name!r} does not average gradients by samples (expected batch_weight = None, got"
-                f" {weight:g}). Fix: leave model.batch_weight alone, or use strategy='sync'."
+                f"strategy {self.name!r} does not average gradients by samples (expected no batch_weight, got"
+                f" {weight:g}). Fix: do not call model.batch_weight, or use strategy='sync'."
             )
 
     def begin(self, step: Step) -> Share:

@@ -102,9 +102,9 @@ class SyncAllReduce(Strategy):
         """
         if weight is not None and self._hook is not None:
             raise ConfigurationError(
-                "a communication hook gets gradients as they are and averages them itself (expected batch_weight ="
-                f" None, got {weight:g}). Fix: leave out the hook (strategy='sync:compress=bf16' halves what travels),"
-                " or weigh in the hook."
+                "a communication hook gets gradients as they are and averages them itself (expected no"
+                f" batch_weight, got {weight:g}). Fix: leave out the hook (strategy='sync:compress=bf16' halves what"
+                " travels), or weigh in the hook."
             )
         assert self._weights is not None, "weighed before it was prepared"
         self._weights.exchange(weight)

@@ -486,7 +486,6 @@ SCRIPT = """
     from datetime import timedelta
     import torch, torch.distributed as dist
     from psengine.environment import context as environment
-from psengine.environment.backends import default_backend
 
     warnings.filterwarnings("error", category=UserWarning, module="__main__")
 

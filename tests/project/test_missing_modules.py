@@ -43,6 +43,7 @@ AS_ON_WINDOWS = textwrap.dedent(
 TRAIN = textwrap.dedent(
     """
     import contextlib, psengine
+    from datetime import timedelta
     context = psengine.init("gloo", timeout=timedelta(seconds=60))
     finals = []
     for collective, timeline in (("c10d", psengine.timeline(sys.argv[1])), ("auto", contextlib.nullcontext())):

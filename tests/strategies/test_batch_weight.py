@@ -386,7 +386,7 @@ def over_servers(rank: int, world_size: int, servers: str) -> None:
 
     model = DistributedDataParallel(seeded(Perceptron), strategy=psengine.AsyncServer(job="applied"))
     model.batch_weight(2)
-    with raises(ConfigurationError, "averages nothing", "expected batch_weight = None, got 2"):
+    with raises(ConfigurationError, "averages nothing", "expected no batch_weight, got 2"):
         model(torch.ones(1, FEATURES, dtype=torch.float64))
     model.leave()
 

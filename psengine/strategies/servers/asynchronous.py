@@ -200,7 +200,7 @@ class AsyncServer(ServerStrategy):
         if weight is not None:
             raise ConfigurationError(
                 "an asynchronous server averages nothing: each worker's gradient is applied by itself (expected"
-                f" batch_weight = None, got {weight!r}). Fix: scale the learning rate with the batch, which the servers"
+                f" no batch_weight, got {weight!r}). Fix: scale the learning rate with the batch, which the servers"
                 " follow for each worker; or use strategy='sync' or 'sync-server'."
             )
 
