@@ -1,8 +1,8 @@
 """Print the test accuracy of a training that goes on elsewhere, from the weights that parameter servers hold.
 
-psengine-server                                                                           servers
-PSENGINE_SERVERS=tcp://127.0.0.1:7077 python examples/train_images.py --strategy async    workers
-python examples/evaluate_from_server.py --servers tcp://127.0.0.1:7077 --every 5          this: reads, disturbs nobody
+psengine-server                                                                                servers
+PSENGINE_SERVERS=tcp://127.0.0.1:7077 python examples/train_images.py --strategy async         workers
+python examples/evaluate_from_server.py --server-address tcp://127.0.0.1:7077 --every 5        reads, disturbs nobody
 
 Only servers that apply gradients ("async") hold weights; those of "sync-server" hold averages, and the weights are
 with the workers.
@@ -37,7 +37,7 @@ def main() -> int:
             torch.set_num_threads(options.threads)
         data = load_data(options.data)
         with psengine.connect(
-            options.servers,
+            options.server_address,
             job=options.job,
             role="reader",
             timeout_s=options.timeout,
@@ -109,7 +109,7 @@ def parse_options() -> argparse.Namespace:
     formatter = argparse.RawDescriptionHelpFormatter
     parser = OptionParser(description=__doc__, formatter_class=formatter, allow_abbrev=False)
     add = parser.add_argument
-    add("--servers", metavar="ADDRESSES", help="the lead first, with commas (default: PSENGINE_SERVERS)")
+    add("--server-address", metavar="ADDRESSES", help="the lead first, with commas (default: PSENGINE_SERVERS)")
     add("--job", default=os.environ.get("PSENGINE_JOB") or "default", metavar="NAME", help="(default: PSENGINE_JOB)")
     add("--data", type=Path, metavar="DIR", help="what the workers train on (default: scikit-learn's digits)")
     add("--every", type=positive_float, default=5.0, metavar="S", help="seconds between evaluations (default: 5)")

@@ -39,8 +39,8 @@ EXCHANGE_DEADLINE_S = 45.0
 EXIT_PROBLEM = 1
 STYLES = {Level.OK: "green", Level.NOTE: "cyan", Level.WARNING: "yellow", Level.PROBLEM: "bold red"}
 EPILOG = (
-    "Examples: [bold]psengine doctor[/bold] · [bold]psengine doctor --servers tcp://a:7077,tcp://b:7077 --model-mb"
-    " 100[/bold] · [bold]psengine doctor --only hostname --only exchange --json[/bold]"
+    "Examples: [bold]psengine doctor[/bold] · [bold]psengine doctor --server-address tcp://a:7077,tcp://b:7077"
+    " --model-mb 100[/bold] · [bold]psengine doctor --only hostname --only exchange --json[/bold]"
 )
 
 
@@ -53,7 +53,9 @@ def doctor(
     servers: Annotated[
         str | None,
         typer.Option(
-            "--servers", metavar="ADDRESSES", help="tcp://host:port,... to try; by default those of PSENGINE_SERVERS."
+            "--server-address",
+            metavar="ADDRESSES",
+            help="tcp://host:port,... to try; by default those of PSENGINE_SERVERS.",
         ),
     ] = None,
     only: Annotated[

@@ -22,18 +22,19 @@ from psengine.cli.top import Watch, show_frames, show_live
 EXIT_UNHEALTHY = 1
 EVENT_LINES = 5
 STATUS_EPILOG = (
-    "Examples: [bold]psengine status --servers tcp://a:7077,tcp://b:7077[/bold] · [bold]psengine status --servers"
-    " http://127.0.0.1:9100[/bold] (a --status-port) · [bold]psengine status --json | jq .jobs.default.workers[/bold]"
+    "Examples: [bold]psengine status --server-address tcp://a:7077,tcp://b:7077[/bold] · [bold]psengine status"
+    " --server-address http://127.0.0.1:9100[/bold] (a --status-port) · [bold]psengine status --json | jq"
+    " .jobs.default.workers[/bold]"
 )
 TOP_EPILOG = (
-    "Examples: [bold]psengine top --servers tcp://a:7077[/bold] · [bold]ssh -L 9100:127.0.0.1:9100 a[/bold], then"
-    " [bold]psengine top --servers http://127.0.0.1:9100[/bold], which shows the event log too"
+    "Examples: [bold]psengine top --server-address tcp://a:7077[/bold] · [bold]ssh -L 9100:127.0.0.1:9100 a[/bold],"
+    " then [bold]psengine top --server-address http://127.0.0.1:9100[/bold], which shows the event log too"
 )
 
 Servers = Annotated[
     str | None,
     typer.Option(
-        "--servers",
+        "--server-address",
         metavar="ADDRESSES",
         help="tcp://host:port,... of psengine-servers, or http://... of a status port; by default PSENGINE_SERVERS.",
     ),

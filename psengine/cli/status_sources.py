@@ -132,7 +132,7 @@ def open_sources(servers: str | None, timeout_s: float) -> list[Source]:
     if not parts:
         raise ConfigurationError(
             "no server is named (expected tcp://host:port, or the http://... of a --status-port; got none)."
-            " Fix: --servers tcp://127.0.0.1:7077, or set PSENGINE_SERVERS"
+            " Fix: --server-address tcp://127.0.0.1:7077, or set PSENGINE_SERVERS"
         )
     keys = keys_from_environment()
     sources: list[Source] = []

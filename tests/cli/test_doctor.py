@@ -80,7 +80,7 @@ def test_selected_checks_are_readable_lines(capsys):
     ("arguments", "words"),
     [
         (["--only", "hostnam"], "there is no check"),
-        (["--servers", "a:7077"], "malformed"),
+        (["--server-address", "a:7077"], "malformed"),
         (["--timeout-s", "0"], "timeout"),
         (["--model-mb", "many"], "model-mb"),
     ],

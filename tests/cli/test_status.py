@@ -134,9 +134,9 @@ def test_jobs_of_both_kinds_over_both_protocols(capsys, monkeypatch):
         ):
             code, by_protocol = status_of(capsys)
             assert (code, by_protocol["problems"]) == (0, [])
-            _, by_http = status_of(capsys, "--servers", server.status_url)
+            _, by_http = status_of(capsys, "--server-address", server.status_url)
             # The second shard's address leads to the same shards.
-            _, twice = status_of(capsys, "--servers", f"{server.addresses[0]},{server.status_url}")
+            _, twice = status_of(capsys, "--server-address", f"{server.addresses[0]},{server.status_url}")
             for found in (by_protocol, by_http, twice):
                 job, averaging = found["jobs"]["default"], found["jobs"]["averaging"]
                 assert (job["kind"], job["applied"], job["members"]) == ("async", 3, 1)
@@ -161,7 +161,7 @@ def test_jobs_of_both_kinds_over_both_protocols(capsys, monkeypatch):
 def test_a_server_that_is_away_is_named_and_the_others_are_shown(capsys):
     dead = free_address()
     with running_server() as server, training_client(server.addresses[0]):
-        code, found = status_of(capsys, "--servers", f"{dead},{server.addresses[0]}", "--timeout-s", "2")
+        code, found = status_of(capsys, "--server-address", f"{dead},{server.addresses[0]}", "--timeout-s", "2")
         assert code == 1
         assert found["healthy"] is False
         assert [entry["reachable"] for entry in found["servers"]] == [False, True]
@@ -170,7 +170,7 @@ def test_a_server_that_is_away_is_named_and_the_others_are_shown(capsys):
         assert dead in problem
         assert "did not answer HELLO for 2" in problem
         assert "--timeout-s of a command" in problem
-    code, found = status_of(capsys, "--servers", server.status_url, "--timeout-s", "0.5")
+    code, found = status_of(capsys, "--server-address", server.status_url, "--timeout-s", "0.5")
     assert code == 1
     assert "refused" in found["problems"][0]
 
@@ -179,14 +179,14 @@ def test_keys_come_from_the_environment(capsys, tmp_path, monkeypatch):
     server_key, server_public = keygen(tmp_path / "server", "server")
     client_key, _ = keygen(tmp_path / "clients", "me")
     with running_server(curve_key=server_key, allow=tmp_path / "clients") as server:
-        code, found = status_of(capsys, "--servers", server.addresses[0])
+        code, found = status_of(capsys, "--server-address", server.addresses[0])
         assert code == 1
         assert "CURVE keys" in found["problems"][0]
         monkeypatch.setenv("PSENGINE_SERVER_KEY", str(server_public))
-        assert exit_code(["status", "--servers", server.addresses[0]]) == 2
+        assert exit_code(["status", "--server-address", server.addresses[0]]) == 2
         assert "CURVE needs both keys" in capsys.readouterr().err
         monkeypatch.setenv("PSENGINE_CLIENT_KEY", str(client_key))
-        assert status_of(capsys, "--servers", server.addresses[0])[0] == 0
+        assert status_of(capsys, "--server-address", server.addresses[0])[0] == 0
 
 
 @pytest.mark.parametrize(
@@ -201,11 +201,11 @@ def test_keys_come_from_the_environment(capsys, tmp_path, monkeypatch):
 )
 def test_a_page_that_is_no_status(content, code, words, capsys):
     with web_page(content, code) as url:
-        exit, found = status_of(capsys, "--servers", url)
+        exit, found = status_of(capsys, "--server-address", url)
         assert exit == 1
         assert words in found["problems"][0]
         # In a thread of its own, whose end nobody would see.
-        assert exit_code(["top", "--servers", url, "--once"]) == 1
+        assert exit_code(["top", "--server-address", url, "--once"]) == 1
     captured = capsys.readouterr()
     assert words in re.sub(r"\s+", " ", captured.out)
     assert "Traceback" not in captured.err
@@ -242,17 +242,17 @@ def test_names_are_no_markup(capsys):
     page = page_with_a_job(markup, mute=mute, event=Event(1.0, "joined", markup, 0, markup))
     with web_page(json.dumps(page).encode()) as url:
         for command in (["status"], ["top", "--once"]):
-            assert exit_code([*command, "--servers", url]) == 1
+            assert exit_code([*command, "--server-address", url]) == 1
             assert capsys.readouterr().out.count(markup) >= 4
 
 
 def test_what_speaks_no_http_is_told(capsys):
     with greeter(b"SSH-2.0-OpenSSH_9.6\x1b[2J\r\n") as url:
-        code, found = status_of(capsys, "--servers", url)
+        code, found = status_of(capsys, "--server-address", url)
         assert code == 1
         assert "no HTTP came back (SSH-2.0-OpenSSH_9.6\\x1b[2J)" in found["problems"][0]
         # In a thread of its own, whose end nobody would see.
-        assert exit_code(["top", "--servers", url, "--once"]) == 1
+        assert exit_code(["top", "--server-address", url, "--once"]) == 1
     captured = capsys.readouterr()
     assert "no HTTP came back" in captured.out
     assert "Traceback" not in captured.err
@@ -261,12 +261,12 @@ def test_what_speaks_no_http_is_told(capsys):
 def test_why_a_page_is_refused(capsys, monkeypatch):
     with running_server() as server:
         # Another name than loopback's, as through a tunnel that somebody named.
-        code, found = status_of(capsys, "--servers", server.status_url.replace("127.0.0.1", "0.0.0.0"))
+        code, found = status_of(capsys, "--server-address", server.status_url.replace("127.0.0.1", "0.0.0.0"))
         assert code == 1
         assert "answers 421" in found["problems"][0]
         assert "It says: this port answers to 127.0.0.1, localhost and [::1] alone" in found["problems"][0]
         monkeypatch.setattr(status_sources, "MAX_PAGE_BYTES", 10)
-        _, found = status_of(capsys, "--servers", server.status_url)
+        _, found = status_of(capsys, "--server-address", server.status_url)
         assert "its page is too long (expected at most 10 bytes)" in found["problems"][0]
 
 
@@ -288,11 +288,11 @@ def test_a_shard_that_does_not_answer_is_not_an_absent_job(capsys, tmp_path):
         assert "default" in look_for(mute=False).overview.jobs
         flag.touch()
         assert look_for(mute=True).overview.jobs == {}
-        code, found = status_of(capsys, "--servers", server.status_url, "--job", "default")
+        code, found = status_of(capsys, "--server-address", server.status_url, "--job", "default")
         assert code == 1
         assert found["problems"] == [f"{server.status_url}: shard 0 does not answer: no answer within 0.2 s"]
         assert found["servers"][0]["shards"] == [{"index": 0, "error": "no answer within 0.2 s"}]
-        assert exit_code(["status", "--servers", server.status_url]) == 1
+        assert exit_code(["status", "--server-address", server.status_url]) == 1
         out = capsys.readouterr().out
         assert "which jobs there are is not known" in out
         assert re.search(r" 0 +does not answer", out)
@@ -306,11 +306,11 @@ def test_a_shard_that_does_not_answer_is_not_an_absent_job(capsys, tmp_path):
     ("arguments", "words"),
     [
         ([], "no server is named"),
-        (["--servers", "a:7077"], "malformed"),
-        (["--servers", "a:7077"], "asked as http://host:port"),
-        (["--servers", "http://:9100"], "malformed"),
-        (["--servers", "http://a:b"], "malformed"),
-        (["--servers", "tcp://a:7077", "--timeout-s", "soon"], "timeout-s"),
+        (["--server-address", "a:7077"], "malformed"),
+        (["--server-address", "a:7077"], "asked as http://host:port"),
+        (["--server-address", "http://:9100"], "malformed"),
+        (["--server-address", "http://a:b"], "malformed"),
+        (["--server-address", "tcp://a:7077", "--timeout-s", "soon"], "timeout-s"),
         (["--server", "tcp://a:7077"], "No such option"),
     ],
 )
@@ -390,8 +390,8 @@ def test_what_a_server_says_moves_no_cursor(capsys):
     job["departed"][0] |= {"host": "gone" + evil, "reason": "why" + evil}
     job["refused"] = {"reason" + evil: 1}
     with web_page(json.dumps(page).encode()) as url:
-        assert exit_code(["status", "--servers", url]) == 1
-        assert exit_code(["top", "--servers", url, "--once"]) == 1
+        assert exit_code(["status", "--server-address", url]) == 1
+        assert exit_code(["top", "--server-address", url, "--once"]) == 1
         out = capsys.readouterr().out
     for word in ("job", "gone", "why", "reason", "event", "error"):
         assert out.count(word + r"\x1b[2J\x9b1A\r\n\u202e") >= 2, out
@@ -447,7 +447,7 @@ def test_frames_without_a_terminal(capsys):
         pusher = threading.Thread(target=push)
         pusher.start()
         try:
-            arguments = ["top", "--servers", server.addresses[0], "--interval-s", "0.2", "--iterations", "3"]
+            arguments = ["top", "--server-address", server.addresses[0], "--interval-s", "0.2", "--iterations", "3"]
             assert exit_code(arguments) == 0
         finally:
             stop.set()
@@ -458,12 +458,12 @@ def test_frames_without_a_terminal(capsys):
         assert rates is not None, frames[-1]
         assert float(rates[1]) > 0
         assert float(rates[2]) > 0
-    assert exit_code(["top", "--servers", server.addresses[0], "--once", "--timeout-s", "0.3"]) == 1
+    assert exit_code(["top", "--server-address", server.addresses[0], "--once", "--timeout-s", "0.3"]) == 1
     assert "0 of 1 server answering" in capsys.readouterr().out
 
 
 def test_no_terminal_to_live_on(capsys):
-    assert exit_code(["top", "--servers", "tcp://127.0.0.1:7077"]) == 2
+    assert exit_code(["top", "--server-address", "tcp://127.0.0.1:7077"]) == 2
     assert "psengine status" in capsys.readouterr().err
 
 
@@ -551,7 +551,7 @@ def test_the_live_view_outlives_its_server(monkeypatch):
     monkeypatch.delenv("NO_COLOR", raising=False)
     with running_server() as first:
         address = first.addresses[0]
-        top = Terminal(["--servers", address, "--interval-s", "0.1", "--timeout-s", "0.5"])
+        top = Terminal(["--server-address", address, "--interval-s", "0.1", "--timeout-s", "0.5"])
         try:
             with training_client(address, steps=4):
                 top.wait_for(r"1 of 1 server answering")
@@ -577,7 +577,7 @@ def test_the_live_view_outlives_its_server(monkeypatch):
 @pytest.mark.parametrize("how", ["ctrl-c", "sigterm"])
 def test_other_ways_to_end_the_live_view(how):
     with running_server() as server:
-        top = Terminal(["--servers", server.status_url])
+        top = Terminal(["--server-address", server.status_url])
         try:
             top.wait_for(r"1 of 1 server answering")
             if how == "ctrl-c":

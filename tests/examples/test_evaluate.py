@@ -34,7 +34,7 @@ def main(server, small_images, monkeypatch, capsys):
     """Run the script's main() in this process: main(*options) -> (exit code, lines on stdout, lines on stderr)."""
 
     def run(*options: object) -> tuple[int, list[str], list[str]]:
-        arguments = ["--servers", server.addresses[0], "--data", str(small_images), *map(str, options)]
+        arguments = ["--server-address", server.addresses[0], "--data", str(small_images), *map(str, options)]
         monkeypatch.setattr(sys, "argv", ["evaluate_from_server.py", *arguments])
         exit_code = evaluate_from_server.main()
         captured = capsys.readouterr()

@@ -196,7 +196,7 @@ def test_importing_psengine_needs_torch_alone_and_the_command_no_server_packages
         "    print(error)\n"
         "del sys.modules['typer']\n"
         "from psengine.cli.main import main\n"
-        "for line in (['--help'], ['status', '--servers', 'tcp://127.0.0.1:1']):\n"
+        "for line in (['--help'], ['status', '--server-address', 'tcp://127.0.0.1:1']):\n"
         "    try:\n"
         "        main(line)\n"
         "    except SystemExit as end:\n"

@@ -331,9 +331,9 @@ def test_a_step_without_its_weight_is_an_error(rank, world_size):
     model.batch_weight(rank + 1)
     model(x)  # a forward without a backward takes no weight
     model(x).sum().backward()
-    model(x)  # nor is it an error that this one has none
     with model.no_sync():
         model(x).sum().backward()  # it exchanges nothing
+    model(x)  # nor does this
     with raises(ReductionError, f"rank {rank}", "no weight", "Fix: model.batch_weight(len(batch)) before forward"):
         model(x).sum().backward()
     copied = copy.deepcopy(model)  # which has weighed nothing yet

@@ -24,7 +24,7 @@ MIN_LOOPBACK, MIN_WITH_KEYS, MIN_NETWORK = 0.5e9, 0.1e9, 0.055e9
 def servers(context: CheckContext) -> Iterator[Finding]:
     """Each server: its name resolves, TCP connects, it accepts this client, and how fast it answers."""
     if not context.servers:
-        yield note("no server is named, so none was tried", "psengine doctor --servers tcp://host:port")
+        yield note("no server is named, so none was tried", "psengine doctor --server-address tcp://host:port")
     for address in context.servers:
         is_near = True
         if address.startswith("tcp://"):
