@@ -1,9 +1,10 @@
 """Build script: adds the optional native extension, ``psengine._native``; the metadata lives in pyproject.toml.
 
 The extension is built against the torch that is installed, through LibTorch's stable ABI and Python's limited API: one
-binary serves torch 2.11 and later and CPython 3.10 and later. Where it cannot be built (no torch in the build
-environment, no compiler) one line says why, and the package installs without it; psengine/kernels/ops.py then runs its
-pure-torch references.
+binary serves torch 2.11 and later and CPython 3.10 and later. Where it cannot be built (no torch, no compiler) the
+package installs without it, and psengine/kernels/ops.py runs its pure-torch references. pip hides what a successful
+build prints, so three places say so: the terminal, the name of the wheel, which pip prints, and a warning when the
+package is first used (psengine/kernels/native.py reads the reason from a file beside it).
 
 PSENGINE_CUDA=1 asks for the CUDA kernels and makes every failure an error; 0 builds without them. A torch built for
 CUDA gets them without asking where there is an nvcc of its major version. A CPU-only torch lacks the functions that
@@ -19,10 +20,13 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 from setuptools import Extension, setup
+from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 
 SOURCES = sorted(str(path) for path in Path("csrc").rglob("*.cpp"))
@@ -33,6 +37,9 @@ TORCH_TARGET = "TORCH_TARGET_VERSION=0x020b000000000000"  # 2.11
 COMPILE_FLAGS = ["-O3", "-g0", "-std=c++17", "-fvisibility=hidden", "-ffp-contract=off", "-Wall", "-Wextra"]
 CUDA_ARCHITECTURES = ["75", "80", "90", "100"]
 IS_CUDA_ASKED = os.environ.get("PSENGINE_CUDA") == "1"
+# psengine/kernels/native.py reads it.
+REASON_FILE = Path("psengine", "kernels", "not_built.txt")
+HOW_TO_BUILD = "install torch and a C++ compiler, then in psengine's folder: pip install --force-reinstall --no-deps ."
 
 
 class CannotBuildError(Exception):
@@ -40,11 +47,18 @@ class CannotBuildError(Exception):
 
 
 def torch_directory() -> Path:
-    """Where torch is installed, without importing it."""
+    """Where torch is installed, without importing it.
+
+    pip's build isolation hides the packages of the environment that it installs into, but runs that environment's
+    interpreter: the torch beside which psengine will lie is found there.
+    """
     specification = importlib.util.find_spec("torch")
-    if specification is None or specification.origin is None:
-        raise CannotBuildError("torch is not installed in the build environment (pip install --no-build-isolation .)")
-    return Path(specification.origin).parent
+    if specification is not None and specification.origin is not None:
+        return Path(specification.origin).parent
+    hidden = Path(sysconfig.get_path("platlib"), "torch")
+    if (hidden / "include").is_dir():
+        return hidden
+    raise CannotBuildError(f"the build found no torch (looked on sys.path and in {hidden.parent})")
 
 
 def has_cuda(torch: Path) -> bool:
@@ -95,6 +109,12 @@ def known_architectures(nvcc: str) -> list[str]:
 class BuildNative(build_ext):
     """Compiles the sources side by side; in place of an error there is a warning, unless PSENGINE_CUDA=1."""
 
+    def run(self) -> None:
+        # Beside native.py in an editable installation, else in the wheel.
+        self._reason_file = REASON_FILE if self.inplace else Path(self.build_lib, REASON_FILE)
+        self._reason_file.unlink(missing_ok=True)  # an earlier build's
+        super().run()
+
     def build_extension(self, extension: Extension) -> None:
         try:
             self._build(extension)
@@ -119,7 +139,14 @@ class BuildNative(build_ext):
         return Path(self.build_lib, self.get_ext_filename(self.get_ext_fullname(extension.name))).exists()
 
     def _say_without(self, reason: str) -> None:
-        print(f"warning: psengine is built without its native extension: {reason}", file=sys.stderr)
+        text = f"warning: psengine is built without its native extension: {reason}. Fix: {HOW_TO_BUILD}"
+        print(text, file=sys.stderr)
+        # pip shows the line above only with -v, or if the build fails.
+        with suppress(OSError), open("/dev/tty", "w") as terminal:
+            if not sys.stderr.isatty():
+                terminal.write(f"\n{text}\n")
+        self._reason_file.parent.mkdir(parents=True, exist_ok=True)
+        self._reason_file.write_text(f"{reason}\n", encoding="utf-8")
 
     def _build(self, extension: Extension) -> None:
         torch = torch_directory()
@@ -193,11 +220,21 @@ class BuildNative(build_ext):
         return target
 
 
+class NameWheel(bdist_wheel):
+    """A wheel without the extension is for every platform, and its name says what it lacks: pip prints the name."""
+
+    def get_tag(self) -> tuple[str, str, str]:
+        if not Path(self.bdist_dir, REASON_FILE).exists():
+            return super().get_tag()
+        self.build_number = "0_without_native_extension"
+        return "py3", "none", "any"
+
+
 setup(
     # Of an optional extension setuptools itself would swallow a compiler's error.
     ext_modules=[
         Extension("psengine._native", SOURCES, language="c++", py_limited_api=True, optional=not IS_CUDA_ASKED)
     ],
-    cmdclass={"build_ext": BuildNative},
+    cmdclass={"build_ext": BuildNative, "bdist_wheel": NameWheel},
     options={"bdist_wheel": {"py_limited_api": "cp310"}},
 )

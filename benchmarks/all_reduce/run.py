@@ -411,7 +411,7 @@ def main() -> None:
         rank_main(Plan(**json.loads(options.plan)), options.as_rank)
         return
     if not native.has_shared_memory():
-        sys.exit("psengine's native extension is not built here: pip install --no-build-isolation -e . (Linux only)")
+        sys.exit("psengine's native extension is not built here: pip install -e . (Linux only)")
     if max(options.ranks) > 64:
         parser.error(f"argument --ranks: expected at most 64, got {max(options.ranks)}")
     rounds = min(5, options.rounds) if options.quick else options.rounds

@@ -32,12 +32,9 @@ def why_not() -> str | None:
     from psengine.kernels import ops
 
     if not ops.native_available():
-        return "psengine's native extension is not built (with a C++ compiler: pip install --no-build-isolation -e .)"
+        return "psengine's native extension is not built (with a C++ compiler: pip install -e .)"
     if not torch._C._dispatch_has_kernel_for_dispatch_key("psengine::pack_", "CUDA"):
-        return (
-            "psengine's native extension has no CUDA kernels"
-            " (with nvcc on PATH: PSENGINE_CUDA=1 pip install --no-build-isolation -e .)"
-        )
+        return "psengine's native extension has no CUDA kernels (with nvcc on PATH: PSENGINE_CUDA=1 pip install -e .)"
     return None
 
 

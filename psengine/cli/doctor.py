@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import threading
 from dataclasses import asdict
 from typing import Annotated
 
@@ -14,28 +13,11 @@ from rich.table import Table
 from rich.text import Text
 
 from psengine.cli.console import open_console, printable
-from psengine.cli.doctor_checks import exchange, machine, servers, software, variables
-from psengine.cli.doctor_checks.findings import Check, CheckContext, Finding, Level, problem, started_with, warning
+from psengine.cli.doctor_checks.findings import CheckContext, Finding, Level, started_with
+from psengine.cli.doctor_checks.report import CHECKS, count_levels, examine, summary
 from psengine.errors import ConfigurationError
 from psengine.parameter_server.client.addresses import parse_addresses
 
-# In the order of the report.
-CHECKS: dict[str, Check] = {
-    "versions": software.versions,
-    "installation": software.installed,
-    "native-extension": software.native_extension,
-    "cuda": software.cuda,
-    "threads": machine.threads,
-    "dev-shm": machine.dev_shm,
-    "hostname": machine.hostname,
-    "launcher": variables.launcher,
-    "variables": variables.variables,
-    "exchange": exchange.exchange,
-    "servers": servers.servers,
-}
-CHECK_DEADLINE_S = 20.0
-# Two interpreters start.
-EXCHANGE_DEADLINE_S = 45.0
 EXIT_PROBLEM = 1
 STYLES = {Level.OK: "green", Level.NOTE: "cyan", Level.WARNING: "yellow", Level.PROBLEM: "bold red"}
 EPILOG = (
@@ -94,44 +76,14 @@ def doctor(
             found.append((name, finding))
             if not as_json:
                 _show(console, name, finding)
-    counts = {level.value: sum(finding.level is level for _, finding in found) for level in Level}
+    counts = count_levels(finding for _, finding in found)
     if as_json:
         findings = [{"check": name, **asdict(finding), "level": finding.level.value} for name, finding in found]
         print(json.dumps({"findings": findings, "counts": counts}, default=str))
     else:
-        listed = [
-            f"{counts[level]} {level}{'s' if counts[level] != 1 else ''}" for level in ("problem", "warning", "note")
-        ]
-        console.print(Text(f"{', '.join(listed)}.", style="bold"))
+        console.print(Text(summary(counts), style="bold"))
     if counts["problem"]:
         raise typer.Exit(EXIT_PROBLEM)
-
-
-def examine(name: str, check: Check, context: CheckContext) -> list[Finding]:
-    """What a check finds; a check that fails, or does not end in time, is a finding too."""
-    findings: list[Finding] = []
-
-    def work() -> None:
-        try:
-            for finding in check(context):
-                findings.append(finding)
-        except Exception as error:
-            text = f"this check itself failed: {type(error).__name__}: {error}"
-            findings.append(warning(text, "report it, with the output of psengine doctor --json"))
-
-    # A daemon thread: a check that hangs must not keep the command from ending.
-    thread = threading.Thread(target=work, name=f"psengine-doctor-{name}", daemon=True)
-    thread.start()
-    limit_s = CHECK_DEADLINE_S
-    if name == "exchange":
-        limit_s = EXCHANGE_DEADLINE_S
-    elif name == "servers":
-        limit_s += len(context.servers) * (CHECK_DEADLINE_S + 4 * context.timeout_s)
-    thread.join(limit_s)
-    if not thread.is_alive():
-        return findings
-    fix = "something that it asks does not answer: name servers, the network, or a very busy machine"
-    return [*findings, problem(f"this check had not ended after {limit_s:g} s", fix)]
 
 
 def _named_servers(servers: str | None) -> tuple[str, ...]:

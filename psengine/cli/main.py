@@ -10,27 +10,46 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from psengine.environment.extras import missing_extra
-from psengine.errors import PSEngineError
+from psengine.errors import MissingExtraError, PSEngineError
 
 if TYPE_CHECKING:
     import typer
 
-EXIT_USAGE = 2
+EXIT_PROBLEM, EXIT_USAGE = 1, 2
 # Each has register(app), which adds its commands; in the order of --help.
 COMMANDS = ("run", "verify", "status", "doctor", "advise", "bench")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command line; ends the process with the command's exit code: 2 with one message for a PSEngineError."""
+    """Run the command line; ends the process with the command's exit code: 2 with one message for a PSEngineError.
+
+    ``psengine doctor`` without options works without the packages of the extra ``cli`` too, on plain lines.
+    """
     open_missing_streams()
+    arguments = sys.argv[1:] if arguments is None else list(arguments)
     try:
-        build_app()(args=None if arguments is None else list(arguments), prog_name="psengine")
+        try:
+            app = build_app()
+        except MissingExtraError as error:
+            if arguments != ["doctor"]:
+                raise
+            sys.exit(_plain_doctor(error))
+        app(args=arguments, prog_name="psengine")
     except PSEngineError as error:
         with suppress(OSError):
             print(f"psengine: {error}", file=sys.stderr)
         sys.exit(EXIT_USAGE)
     finally:
         give_up_unwritable_stderr()
+
+
+def _plain_doctor(missing: MissingExtraError) -> int:
+    """The exit code of a report on plain lines."""
+    from psengine.cli.doctor_checks.report import print_plain_report
+
+    is_healthy = print_plain_report()
+    print(f"psengine: {missing}", file=sys.stderr)
+    return 0 if is_healthy else EXIT_PROBLEM
 
 
 def open_missing_streams() -> None:

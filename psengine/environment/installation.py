@@ -30,7 +30,7 @@ def install_command(extra: str, *, upgrade: bool = False, package: Path = _PACKA
     # Of an installed distribution pip brings the extra's packages, and leaves the distribution alone.
     source = f"'{DISTRIBUTION}[{extra}]'"
     if _is_checkout(package):
-        source = f"--no-build-isolation -e '{package.parent}[{extra}]'"
+        source = f"-e '{package.parent}[{extra}]'"
     return f"pip install {'--upgrade ' if upgrade else ''}{source}"
 
 
@@ -40,10 +40,13 @@ def reinstall_command(*, package: Path = _PACKAGE) -> str:
 
 
 def build_command(*, package: Path = _PACKAGE) -> str:
-    """Return the command that builds the native extension of that copy here."""
+    """Return the command that builds the native extension of that copy here.
+
+    setup.py finds torch although pip isolates the build.
+    """
     source = _source(package)
-    if "--no-build-isolation" not in source:  # a wheel is built already
-        source = f"--no-binary {DISTRIBUTION} --no-build-isolation {DISTRIBUTION}"
+    if source == f"'{DISTRIBUTION}'" or source.endswith(".whl'"):  # a wheel is built already
+        source = f"--no-binary {DISTRIBUTION} {DISTRIBUTION}"
     return f"pip install --force-reinstall --no-deps {source}"
 
 
@@ -70,13 +73,12 @@ def other_distributions(*, package: Path = _PACKAGE) -> Iterator[tuple[str, bool
 def _source(package: Path) -> str:
     """The requirement for pip, with its options."""
     if _is_checkout(package):
-        return f"--no-build-isolation -e '{package.parent}'"
+        return f"-e '{package.parent}'"
     url = _direct_url(package)
     local = Path(unquote(urlsplit(url).path)) if url.startswith("file:") else None
     if not url or (local is not None and not local.exists()):
         return f"'{DISTRIBUTION}'"
-    source = f"'{DISTRIBUTION} @ {url}'" if local is None else f"'{local}'"
-    return source if url.endswith(".whl") else f"--no-build-isolation {source}"
+    return f"'{DISTRIBUTION} @ {url}'" if local is None else f"'{local}'"
 
 
 def _is_checkout(package: Path) -> bool:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import functools
 import logging
+import platform
+import sys
+from pathlib import Path
 from typing import Any
 
 import torch  # noqa: F401 - the extension links against torch's libraries, which this import loads
@@ -14,10 +17,12 @@ logger = logging.getLogger(__name__)
 
 extension: Any = None
 _reason = ""
+# setup.py, REASON_FILE: why the build left the extension out.
+_NOT_BUILT = Path(__file__).with_name("not_built.txt")
 try:
     from psengine import _native as extension  # type: ignore[no-redef]
 except ImportError as error:
-    _reason = str(error)
+    _reason = " ".join(_NOT_BUILT.read_text(encoding="utf-8").split()) if _NOT_BUILT.exists() else str(error)
 # csrc/bindings/library.cpp, kInterface
 INTERFACE = 2
 if extension is not None and getattr(extension, "interface", 1) != INTERFACE:
@@ -31,11 +36,13 @@ def has_shared_memory() -> bool:
 
 @functools.cache
 def say_if_missing() -> None:
-    """Log once, at info level, that the slower references are in use, and how to change it."""
+    """Log once that the slower references are in use, and the fix: a warning where the extension can be built."""
     if extension is None:
-        logger.info(
+        can_be_built = sys.platform == "linux" and platform.machine() in ("x86_64", "aarch64")
+        logger.log(
+            logging.WARNING if can_be_built else logging.INFO,
             "psengine runs without its native extension (%s): bucket kernels are plain torch, and ranks of one host"
-            " exchange over torch.distributed. To build it: %s, with a C++ compiler.",
+            " exchange over torch.distributed. Fix: %s, with a C++ compiler.",
             _reason,
             build_command(),
         )

@@ -17,8 +17,8 @@ from support.processes import run_ranks
 from support.server_process import running_server
 
 import psengine
-from psengine.cli import doctor
 from psengine.cli.doctor_checks import exchange, machine, servers, variables
+from psengine.cli.doctor_checks import report as doctor_report
 from psengine.cli.doctor_checks.findings import CheckContext, Level, ok
 from psengine.cli.main import main
 from psengine.parameter_server.server.transport.authentication import keygen
@@ -52,8 +52,8 @@ def test_the_whole_report_of_a_machine_with_three_mistakes():
     assert done.returncode == 1, done.stderr
     report = json.loads(done.stdout)
     findings = report["findings"]
-    assert {finding["check"] for finding in findings} == set(doctor.CHECKS)
-    by_check = {name: [f for f in findings if f["check"] == name] for name in doctor.CHECKS}
+    assert {finding["check"] for finding in findings} == set(doctor_report.CHECKS)
+    by_check = {name: [f for f in findings if f["check"] == name] for name in doctor_report.CHECKS}
     assert "itself failed" not in done.stdout
     for finding in findings:
         assert finding["fix"] or finding["level"] in ("ok", "note"), finding
@@ -103,13 +103,34 @@ def test_a_check_that_fails_or_hangs_is_a_finding(monkeypatch):
         time.sleep(60)
 
     context = CheckContext(variables={})
-    first, second = doctor.examine("fails", fails, context)
+    first, second = doctor_report.examine("fails", fails, context)
     assert (first.text, second.level) == ("this far", Level.WARNING)
     assert "KeyError" in second.text
-    monkeypatch.setattr(doctor, "CHECK_DEADLINE_S", 0.2)
-    first, second = doctor.examine("hangs", hangs, context)
+    monkeypatch.setattr(doctor_report, "CHECK_DEADLINE_S", 0.2)
+    first, second = doctor_report.examine("hangs", hangs, context)
     assert (first.text, second.level) == ("this far", Level.PROBLEM)
     assert "0.2 s" in second.text
+
+
+def test_with_torch_alone_the_report_is_on_plain_lines_and_another_command_names_the_extra():
+    program = (
+        "import sys, warnings\n"
+        "for name in ('typer', 'rich', 'zmq', 'msgpack', 'numpy', 'xxhash', 'safetensors'): sys.modules[name] = None\n"
+        "warnings.filterwarnings('ignore', 'Failed to initialize NumPy')\n"
+        "from psengine.cli.main import main\n"
+        "main(sys.argv[1:])\n"
+    )
+    for arguments, code in ((["doctor"], 0), (["run", "train.py"], 2), (["doctor", "--json"], 2)):
+        command = [sys.executable, "-c", program, *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        assert done.returncode == code, done.stderr
+        assert "[cli]'" in done.stderr.splitlines()[-1]
+        assert len(done.stderr.splitlines()) == 1
+        if code == 0:
+            assert {line[8:25].strip() for line in done.stdout.splitlines()[:-1]} == {*doctor_report.CHECKS, ""}
+            assert re.fullmatch(r"0 problems, \d+ warnings?, \d+ notes?\.", done.stdout.splitlines()[-1])
+        else:
+            assert done.stdout == ""
 
 
 # ---- the machine ---------------------------------------------------------------------------------------------------

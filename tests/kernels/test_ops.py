@@ -8,11 +8,14 @@ import math
 import random
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 from support.marks import slow
 
+import psengine
+from psengine.environment.installation import build_command
 from psengine.kernels import native, ops
 
 needs_native = pytest.mark.skipif(not ops.native_available(), reason="psengine._native was not built")
@@ -607,6 +610,7 @@ def test_operators_compile():
 
 WITHOUT_EXTENSION = """
 import logging
+import platform
 import sys
 
 records = []
@@ -644,7 +648,8 @@ assert (counts.tolist(), sums.tolist()) == ([0, 0], [0.5, 9.0])
 ops.accumulate_(flat, torch.ones(6), 2.0)
 assert flat.tolist() == [2.5, 2.5, 3.5, 3.5, 3.5, 3.5]
 said = [r for r in records if "native extension" in r.getMessage()]
-assert [r.levelname for r in said] == ["INFO"], said
+can_be_built = sys.platform == "linux" and platform.machine() in ("x86_64", "aarch64")
+assert [r.levelname for r in said] == ["WARNING" if can_be_built else "INFO"], said
 assert said[0].getMessage().startswith("psengine runs without its native extension"), said[0].getMessage()
 """
 
@@ -666,3 +671,23 @@ def test_an_extension_of_an_earlier_version_is_not_used(monkeypatch, caplog):
         assert "built from an earlier version" in caplog.text
     importlib.reload(native)
     assert native.extension is not None
+
+
+@needs_native
+def test_the_warning_has_the_reason_that_the_build_left_and_the_fix(monkeypatch, caplog):
+    left = Path(native.__file__).with_name("not_built.txt")
+    left.write_text("the build found no torch\n(looked here)\n")
+    try:
+        with monkeypatch.context() as changed:
+            changed.setitem(sys.modules, "psengine._native", None)
+            changed.delattr(psengine, "_native")
+            importlib.reload(native)
+            with caplog.at_level(logging.INFO):
+                native.say_if_missing()
+                native.say_if_missing()
+    finally:
+        left.unlink()
+        importlib.reload(native)
+    (record,) = caplog.records
+    assert "native extension (the build found no torch (looked here))" in record.getMessage()
+    assert f"Fix: {build_command()}, with a C++ compiler" in record.getMessage()

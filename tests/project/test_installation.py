@@ -44,8 +44,8 @@ def checkout(folder: Path) -> Path:
 
 def test_from_a_checkout_whether_editable_or_on_the_path(tmp_path):
     package = checkout(tmp_path)
-    assert install_command("server", package=package) == f"pip install --no-build-isolation -e '{tmp_path}[server]'"
-    assert build_command(package=package).endswith(f"--no-build-isolation -e '{tmp_path}'")
+    assert install_command("server", package=package) == f"pip install -e '{tmp_path}[server]'"
+    assert build_command(package=package).endswith(f"-e '{tmp_path}'")
     assert "checkout" in origin(package=package)
 
 
@@ -54,7 +54,7 @@ def test_from_the_index(tmp_path):
     assert install_command("server", package=package) == "pip install 'psengine-torch[server]'"
     assert install_command("cli", upgrade=True, package=package) == "pip install --upgrade 'psengine-torch[cli]'"
     assert build_command(package=package) == (
-        "pip install --force-reinstall --no-deps --no-binary psengine-torch --no-build-isolation psengine-torch"
+        "pip install --force-reinstall --no-deps --no-binary psengine-torch psengine-torch"
     )
 
 
@@ -67,11 +67,11 @@ def test_from_a_folder_a_wheel_and_a_repository(tmp_path):
     reinstall = "pip install --force-reinstall --no-deps"
     for number, (direct, expected) in enumerate(
         [
-            ({"url": folder.as_uri(), "dir_info": {}}, f"--no-build-isolation '{folder}'"),
+            ({"url": folder.as_uri(), "dir_info": {}}, f"'{folder}'"),
             ({"url": wheel.as_uri(), "archive_info": {}}, f"'{wheel}'"),
             (
                 repository,
-                f"--no-build-isolation 'psengine-torch @ git+https://host.example/psengine.git@{'0' * 40}'",
+                f"'psengine-torch @ git+https://host.example/psengine.git@{'0' * 40}'",
             ),
             ({"url": "file:///gone", "dir_info": {}}, "'psengine-torch'"),
         ]

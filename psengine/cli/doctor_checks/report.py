@@ -1,0 +1,93 @@
+"""The checks in their order, each with a deadline, and the report without options that needs no package of an extra."""
+
+from __future__ import annotations
+
+import io
+import logging
+import sys
+import threading
+from collections.abc import Iterable, Mapping
+
+from psengine.cli.doctor_checks import exchange, machine, servers, software, variables
+from psengine.cli.doctor_checks.findings import Check, CheckContext, Finding, Level, problem, started_with, warning
+from psengine.errors import ConfigurationError
+from psengine.parameter_server.client.addresses import parse_addresses
+
+# In the order of the report.
+CHECKS: dict[str, Check] = {
+    "versions": software.versions,
+    "installation": software.installed,
+    "native-extension": software.native_extension,
+    "cuda": software.cuda,
+    "threads": machine.threads,
+    "dev-shm": machine.dev_shm,
+    "hostname": machine.hostname,
+    "launcher": variables.launcher,
+    "variables": variables.variables,
+    "exchange": exchange.exchange,
+    "servers": servers.servers,
+}
+CHECK_DEADLINE_S = 20.0
+# Two interpreters start.
+EXCHANGE_DEADLINE_S = 45.0
+
+
+def examine(name: str, check: Check, context: CheckContext) -> list[Finding]:
+    """What a check finds; a check that fails, or does not end in time, is a finding too."""
+    findings: list[Finding] = []
+
+    def work() -> None:
+        try:
+            for finding in check(context):
+                findings.append(finding)
+        except Exception as error:
+            text = f"this check itself failed: {type(error).__name__}: {error}"
+            findings.append(warning(text, "report it, with the output of psengine doctor --json"))
+
+    # A daemon thread: a check that hangs must not keep the command from ending.
+    thread = threading.Thread(target=work, name=f"psengine-doctor-{name}", daemon=True)
+    thread.start()
+    limit_s = CHECK_DEADLINE_S
+    if name == "exchange":
+        limit_s = EXCHANGE_DEADLINE_S
+    elif name == "servers":
+        limit_s += len(context.servers) * (CHECK_DEADLINE_S + 4 * context.timeout_s)
+    thread.join(limit_s)
+    if not thread.is_alive():
+        return findings
+    fix = "something that it asks does not answer: name servers, the network, or a very busy machine"
+    return [*findings, problem(f"this check had not ended after {limit_s:g} s", fix)]
+
+
+def count_levels(findings: Iterable[Finding]) -> dict[str, int]:
+    """How many findings there are of each level."""
+    levels = [finding.level for finding in findings]
+    return {level.value: levels.count(level) for level in Level}
+
+
+def summary(counts: Mapping[str, int]) -> str:
+    """The last line of a report."""
+    listed = [f"{counts[level]} {level}{'s' if counts[level] != 1 else ''}" for level in ("problem", "warning", "note")]
+    return f"{', '.join(listed)}."
+
+
+def print_plain_report() -> bool:
+    """Print what all checks find, as lines on stdout; whether there was no problem."""
+    try:
+        addresses = parse_addresses(None)
+    except ConfigurationError:
+        addresses = ()  # a finding of the check ``variables``
+    context = CheckContext(variables=started_with(), servers=addresses)
+    logging.getLogger("psengine").addHandler(logging.NullHandler())
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
+    found: list[Finding] = []
+    for name, check in CHECKS.items():
+        for finding in examine(name, check, context):
+            found.append(finding)
+            print(f"{finding.level.value:<8}{name:<17}{finding.text}", flush=True)
+            if finding.fix:
+                print(f"{'':<25}fix: {finding.fix}", flush=True)
+    counts = count_levels(found)
+    print(summary(counts))
+    return not counts["problem"]
