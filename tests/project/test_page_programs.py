@@ -1,0 +1,165 @@
+"""The programs on the pages run as they stand there, and do what the text beside them says."""
+
+from __future__ import annotations
+
+import ast
+import io
+import os
+import re
+import sys
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.processes import run_ranks
+from support.server_process import running_server
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md")), *sorted(ROOT.glob("deploy/**/*.md"))]
+
+
+def blocks(page: str) -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```", (ROOT / page).read_text(), re.MULTILINE | re.DOTALL)
+
+
+def programs(page: str) -> list[str]:
+    """The blocks that are whole programs."""
+    return [block for block in blocks(page) if "psengine.init(" in block and "import torch" in block]
+
+
+def run_program(source: str, *options: object) -> dict[str, Any]:
+    """Run it in this process, as the script ``train.py``; return its names."""
+    sys.argv = ["train.py", *map(str, options)]
+    names: dict[str, Any] = {"__name__": "__main__"}
+    exec(compile(source, "train.py", "exec"), names)
+    return names
+
+
+@pytest.mark.parametrize("page", [str(page.relative_to(ROOT)) for page in PAGES if "```python" in page.read_text()])
+def test_the_blocks_of_a_page_are_python(page):
+    for block in blocks(page):
+        ast.parse(block)
+
+
+# ------------------------------------------------------------------------------------------------------- checkpoints
+
+
+def train_whole_and_in_parts(rank: int, world_size: int, strategies: list[str], directory: Path) -> None:
+    program, _ = programs("docs/checkpoints.md")
+    torch.set_num_threads(1)
+    for strategy in strategies:
+        os.environ["PSENGINE_STRATEGY"] = strategy
+        run_program(program, "--checkpoint", directory / f"{strategy}-whole.pt")
+        for epochs in (2, 4):
+            run_program(program, "--checkpoint", directory / f"{strategy}-parts.pt", "--epochs", epochs)
+
+
+@pytest.mark.parametrize(("strategies", "workers"), [(["sync", "sync-server"], 2), (["async"], 1)])
+def test_a_resumed_run_has_the_bits_of_one_that_was_never_stopped(tmp_path, strategies, workers):
+    run_ranks(train_whole_and_in_parts, workers, strategies, tmp_path)
+    for strategy in strategies:
+        whole, parts = (torch.load(tmp_path / f"{strategy}-{how}.pt", weights_only=True) for how in ("whole", "parts"))
+        assert whole["epoch"] == parts["epoch"] == 4
+        torch.testing.assert_close(parts, whole, rtol=0, atol=0)
+        assert any(len(slots) for slots in whole["optimizer"]["state"].values())
+
+
+def train_independently(rank: int, world_size: int, source: str, address: str, *options: object) -> tuple[str, Any]:
+    """As ``psengine run --independent`` would start worker ``rank``: in a folder of all workers."""
+    os.environ.update(PSENGINE_WORKER=str(rank), PSENGINE_WORKERS=str(world_size), PSENGINE_SERVERS=address)
+    with redirect_stdout(io.StringIO()) as output:
+        names = run_program(source, *options)
+    return output.getvalue(), names
+
+
+def train_in_folder(rank: int, world_size: int, source: str, address: str, folder: Path) -> str:
+    os.chdir(folder)
+    output, _ = train_independently(rank, world_size, source, address)
+    return output
+
+
+def test_independent_workers_go_on_from_the_servers_snapshot(tmp_path):
+    _, program = programs("docs/checkpoints.md")
+    (tmp_path / "snapshots").mkdir()
+    for epochs, expected in ((2, "epoch 0 epoch 1"), (4, "epoch 2 epoch 3")):
+        source = program.replace("EPOCHS = 4", f"EPOCHS = {epochs}")
+        with running_server(snapshot_dir=str(tmp_path / "snapshots")) as server:
+            outputs = run_ranks(train_in_folder, 2, source, server.addresses[0], tmp_path, init_group=False)
+            for worker, output in enumerate(outputs):
+                assert f"worker {worker}: " in output
+                assert " ".join(re.findall(r"epoch \d", output)) == expected
+            (job,) = server.job("default")
+            assert job["applied"] == 2 * 2 * 16 if epochs == 2 else job["version"] == 2 * 4 * 16, job
+            server.terminate()
+            assert server.wait() == 0
+
+
+# --------------------------------------------------------------------------------------------------------- tutorials
+
+
+def train_at_servers(rank: int, world_size: int, address: str) -> tuple[str, str]:
+    train, read = blocks("docs/servers/index.md")
+    output, names = train_independently(rank, world_size, train, address, 15)
+    with redirect_stdout(io.StringIO()) as read_output:
+        run_program(read.replace("tcp://127.0.0.1:7077", address))
+    assert names["context"].worker == rank
+    return output, read_output.getvalue()
+
+
+def test_the_tutorial_of_servers_trains_and_reads():
+    with running_server() as server:
+        outputs = run_ranks(train_at_servers, 2, server.addresses[0], init_group=False)
+    for worker, (trained, read) in enumerate(outputs):
+        assert re.fullmatch(rf"worker {worker}: loss \d+\.\d+\n", trained)
+        assert read == "{'weight': (1, 8), 'bias': (1,)}\n"
+
+
+def run_captured(rank: int, world_size: int, source: str) -> str:
+    with redirect_stdout(io.StringIO()) as output:
+        run_program(source)
+    return output.getvalue()
+
+
+def test_the_tutorial_of_launching_prints_once():
+    (program,) = programs("docs/launching/index.md")
+    assert run_ranks(run_captured, 2, program) == ["2 workers, last loss 0.0000\n", ""]
+
+
+# --------------------------------------------------------------------------------------------------------- precision
+
+
+def train_in_float16(rank: int, world_size: int, strategies: list[str]) -> list[tuple[dict[str, Any], list[float]]]:
+    (program,) = programs("docs/precision.md")
+    results = []
+    for strategy in strategies:
+        os.environ["PSENGINE_STRATEGY"] = strategy
+        names = run_program(program)
+        results.append((names["network"].state_dict(), names["losses"]))
+    return results
+
+
+@pytest.mark.parametrize(("strategies", "workers"), [(["sync", "sync-server"], 2), (["sync", "async"], 1)])
+def test_scaling_accumulating_and_clipping_take_the_same_steps(strategies, workers):
+    (sync, other), *_ = run_ranks(train_in_float16, workers, strategies)
+    torch.testing.assert_close(other, sync, rtol=0, atol=0)
+    assert sync[1][-1] < 0.5 * sync[1][0]
+
+
+# ---------------------------------------------------------------------------------------------------------- examples
+
+
+def test_the_index_of_examples_has_every_file_and_no_other():
+    named = set(re.findall(r"`((?:recipes/)?\w+\.py)`", (DOCS / "examples.md").read_text()))
+    there = {path.relative_to(ROOT / "examples").as_posix() for path in (ROOT / "examples").rglob("*.py")}
+    assert named == there
+
+
+# ---------------------------------------------------------------------------------------------------------- glossary
+
+
+def test_the_glossary_is_in_order_and_explains_each_word_once():
+    words = re.findall(r"^## (.+)$", (DOCS / "glossary.md").read_text(), re.MULTILINE)
+    assert words == sorted(set(words))
