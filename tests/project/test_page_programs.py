@@ -38,6 +38,17 @@ def run_program(source: str, *options: object) -> dict[str, Any]:
     return names
 
 
+@pytest.fixture(scope="module")
+def server():
+    with running_server() as running:
+        yield running
+
+
+def use(strategy: str, address: str, job: str) -> None:
+    """Have the next model of this process agree in this way, at a server that does not know the job yet."""
+    os.environ.update(PSENGINE_STRATEGY=strategy, PSENGINE_SERVERS=address, PSENGINE_JOB=job)
+
+
 @pytest.mark.parametrize("page", [str(page.relative_to(ROOT)) for page in PAGES if "```python" in page.read_text()])
 def test_the_blocks_of_a_page_are_python(page):
     for block in blocks(page):
@@ -47,19 +58,17 @@ def test_the_blocks_of_a_page_are_python(page):
 # ------------------------------------------------------------------------------------------------------- checkpoints
 
 
-def train_whole_and_in_parts(rank: int, world_size: int, strategies: list[str], directory: Path) -> None:
+def train_whole_and_in_parts(rank: int, world_size: int, strategies: list[str], address: str, directory: Path) -> None:
     program, _ = programs("docs/checkpoints.md")
-    torch.set_num_threads(1)
     for strategy in strategies:
-        os.environ["PSENGINE_STRATEGY"] = strategy
-        run_program(program, "--checkpoint", directory / f"{strategy}-whole.pt")
-        for epochs in (2, 4):
-            run_program(program, "--checkpoint", directory / f"{strategy}-parts.pt", "--epochs", epochs)
+        for name, epochs in (("whole", 4), ("parts", 2), ("parts", 4)):
+            use(strategy, address, f"{strategy}-{name}-{epochs}")
+            run_program(program, "--checkpoint", directory / f"{strategy}-{name}.pt", "--epochs", epochs)
 
 
 @pytest.mark.parametrize(("strategies", "workers"), [(["sync", "sync-server"], 2), (["async"], 1)])
-def test_a_resumed_run_has_the_bits_of_one_that_was_never_stopped(tmp_path, strategies, workers):
-    run_ranks(train_whole_and_in_parts, workers, strategies, tmp_path)
+def test_a_resumed_run_has_the_bits_of_one_that_was_never_stopped(tmp_path, server, strategies, workers):
+    run_ranks(train_whole_and_in_parts, workers, strategies, server.addresses[0], tmp_path)
     for strategy in strategies:
         whole, parts = (torch.load(tmp_path / f"{strategy}-{how}.pt", weights_only=True) for how in ("whole", "parts"))
         assert whole["epoch"] == parts["epoch"] == 4
@@ -92,7 +101,7 @@ def test_independent_workers_go_on_from_the_servers_snapshot(tmp_path):
                 assert f"worker {worker}: " in output
                 assert " ".join(re.findall(r"epoch \d", output)) == expected
             (job,) = server.job("default")
-            assert job["applied"] == 2 * 2 * 16 if epochs == 2 else job["version"] == 2 * 4 * 16, job
+            assert job["version_max"] == 2 * epochs * 16, job
             server.terminate()
             assert server.wait() == 0
 
@@ -110,7 +119,7 @@ def train_at_servers(rank: int, world_size: int, address: str) -> tuple[str, str
 
 
 def test_the_tutorial_of_servers_trains_and_reads():
-    with running_server() as server:
+    with running_server() as server:  # its job is "default"
         outputs = run_ranks(train_at_servers, 2, server.addresses[0], init_group=False)
     for worker, (trained, read) in enumerate(outputs):
         assert re.fullmatch(rf"worker {worker}: loss \d+\.\d+\n", trained)
@@ -131,19 +140,21 @@ def test_the_tutorial_of_launching_prints_once():
 # --------------------------------------------------------------------------------------------------------- precision
 
 
-def train_in_float16(rank: int, world_size: int, strategies: list[str]) -> list[tuple[dict[str, Any], list[float]]]:
+def train_in_float16(
+    rank: int, world_size: int, strategies: list[str], address: str
+) -> list[tuple[dict[str, Any], list[float]]]:
     (program,) = programs("docs/precision.md")
     results = []
     for strategy in strategies:
-        os.environ["PSENGINE_STRATEGY"] = strategy
+        use(strategy, address, f"float16-{strategy}-{world_size}")
         names = run_program(program)
         results.append((names["network"].state_dict(), names["losses"]))
     return results
 
 
 @pytest.mark.parametrize(("strategies", "workers"), [(["sync", "sync-server"], 2), (["sync", "async"], 1)])
-def test_scaling_accumulating_and_clipping_take_the_same_steps(strategies, workers):
-    (sync, other), *_ = run_ranks(train_in_float16, workers, strategies)
+def test_scaling_accumulating_and_clipping_take_the_same_steps(server, strategies, workers):
+    (sync, other), *_ = run_ranks(train_in_float16, workers, strategies, server.addresses[0])
     torch.testing.assert_close(other, sync, rtol=0, atol=0)
     assert sync[1][-1] < 0.5 * sync[1][0]
 
