@@ -171,14 +171,9 @@ def batches(
 
 
 def staleness_of(model: nn.parallel.DistributedDataParallel) -> dict[int, int]:
-    """What the servers counted; the same on all ranks, as rank 0 asked."""
-    counts: dict[int, int] = {}
-    strategy = getattr(model, "strategy", None)
-    if strategy is not None and strategy.name == "async":
-        for shard in strategy.session.status():
-            for staleness, count in shard["jobs"][strategy.session.options.job]["staleness"].items():
-                counts[int(staleness)] = counts.get(int(staleness), 0) + count
-    return counts
+    """What the servers counted under async."""
+    is_async = isinstance(model, psengine.DistributedDataParallel) and model.strategy.name == "async"
+    return dict(model.statistics().staleness) if is_async else {}
 
 
 @torch.no_grad()

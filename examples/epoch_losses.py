@@ -21,7 +21,7 @@ class EpochLosses:
     """
 
     def __init__(self, context: psengine.Context, epoch: int, steps: int, report_every: int) -> None:
-        self.epoch, self.steps, self.report_every, self.speaks = epoch, steps, report_every, context.rank == 0
+        self.epoch, self.steps, self.report_every, self.speaks = epoch, steps, report_every, context.is_main_process
         self.bar = progress_bar(f"epoch {epoch}", steps) if self.speaks else None
         self.step = self.samples = 0
         self.loss_sum = torch.zeros((), dtype=torch.float64, device=context.device)

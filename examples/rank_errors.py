@@ -38,6 +38,11 @@ def on_all_ranks(prepare: Callable[[], T], only_rank: int | None = None) -> T | 
     return result
 
 
+def speaks_for_its_group() -> bool:
+    """Whether this process prints what all ranks of its group raise; each independent worker is a group of its own."""
+    return dist.get_rank() == 0 if dist.is_initialized() else psengine.is_main_process()
+
+
 def wait_for_all_ranks() -> None:
     """Wait until all ranks have spoken: torchrun ends the others as soon as one has left."""
     if dist.is_initialized():
@@ -49,7 +54,7 @@ def run_to_the_end(program: Callable[[], int]) -> int:
     try:
         return program()
     except UserError as error:
-        if psengine.is_main_process():
+        if speaks_for_its_group():
             print_error(error)
         wait_for_all_ranks()
     except psengine.PSEngineError as error:

@@ -64,7 +64,7 @@ def train() -> int:
     network = SmallGPT(layers=options.layers, width=options.width, context_length=options.context).to(context.device)
     model, optimizer = on_all_ranks(lambda: wrap(network, options))
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: learning_rate_factor(step, options.steps))
-    if context.rank == 0:
+    if context.is_main_process:
         parameters = sum(parameter.numel() for parameter in network.parameters())
         print(
             f"{len(text.train) / 1e6:.1f} MB of {text.file_count} files; {parameters / 1e6:.1f} M parameters; world"
@@ -72,7 +72,7 @@ def train() -> int:
             flush=True,
         )
     # Another place in the text for each worker.
-    places = torch.Generator().manual_seed(1_000_003 * options.seed + context.rank)
+    places = torch.Generator().manual_seed(1_000_003 * options.seed + context.worker)
     started_s = time.monotonic()
     for step in range(1, options.steps + 1):
         tokens, targets = random_batch(text.train, options.batch_size, options.context, places)
@@ -88,14 +88,14 @@ def train() -> int:
         if step % options.evaluate_every == 0 or step == options.steps:
             losses = {"train": loss.detach(), "validation": validation_loss(network, text, options, context)}
             bits = {name: float(value) / math.log(2) for name, value in psengine.mean(losses).items()}
-            if context.rank == 0:
+            if context.is_main_process:
                 rate = step * options.batch_size * options.context * context.world_size / (time.monotonic() - started_s)
                 print(
                     f"step {step}/{options.steps}  train {bits['train']:.3f}  validation {bits['validation']:.3f} bits"
                     f" per byte  {rate:,.0f} bytes/s",
                     flush=True,
                 )
-    if context.rank == 0:
+    if context.is_main_process:
         print("---\n" + continue_text(network.eval(), b"def main(", 300, torch.Generator().manual_seed(options.seed)))
     wait_for_all_ranks()
     return 0
@@ -124,7 +124,7 @@ def validation_loss(
     network: SmallGPT, text: Text, options: argparse.Namespace, context: psengine.Context
 ) -> torch.Tensor:
     """Of the same pieces each time; every worker takes its own."""
-    places = torch.Generator().manual_seed(context.rank)
+    places = torch.Generator().manual_seed(context.worker)
     total = torch.zeros((), device=context.device)
     for _ in range(VALIDATION_BATCHES):
         tokens, targets = random_batch(text.validation, options.batch_size, options.context, places)

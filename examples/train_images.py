@@ -31,7 +31,14 @@ from image_checkpoint import check_fit, check_writable, load_pretrained, load_we
 from image_data import load_data
 from image_network import ImageClassifier
 from image_options import parse_options
-from rank_errors import TrainingError, UserError, on_all_ranks, print_error, wait_for_all_ranks
+from rank_errors import (
+    TrainingError,
+    UserError,
+    on_all_ranks,
+    print_error,
+    speaks_for_its_group,
+    wait_for_all_ranks,
+)
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, TensorDataset
@@ -49,16 +56,15 @@ TOLERANCES = {"sync": 0.0, "sync-server": 0.05}
 
 def main() -> int:
     try:
-        speaks = psengine.is_main_process()
         options = parse_options(__doc__)
         if options.threads is not None:
             torch.set_num_threads(options.threads)
         if options.evaluate is not None:
-            evaluate(options, speaks)
+            evaluate(options)
             return 0
         train(options, psengine.init())
     except UserError as error:
-        if speaks:
+        if speaks_for_its_group():
             print_error(error)
         wait_for_all_ranks()
         return 2
@@ -74,9 +80,9 @@ def main() -> int:
 
 def train(options: argparse.Namespace, context: psengine.Context) -> None:
     data = on_all_ranks(lambda: load_data(options.data))
-    if context.world_size > len(data.train):
+    if context.workers > len(data.train):
         raise UserError(
-            f"every rank needs a training image (expected at most {len(data.train)} ranks, got {context.world_size})"
+            f"every worker needs a training image (expected at most {len(data.train)} workers, got {context.workers})"
         )
     torch.manual_seed(options.seed)
     network = ImageClassifier(data.classes)
@@ -84,10 +90,10 @@ def train(options: argparse.Namespace, context: psengine.Context) -> None:
         # Rank 0 alone reads the file: wrapping a network gives all ranks its parameters and buffers.
         on_all_ranks(lambda: load_pretrained(network, options.pretrained, context.device), only_rank=0)
     if options.checkpoint is not None:
-        on_all_ranks(lambda: check_writable(options.checkpoint), only_rank=0)
+        on_all_ranks(lambda: check_writable(options.checkpoint) if context.is_main_process else None)
 
     # The last samples of some ranks are repeated ones, so that all ranks have equally many.
-    sampler = DistributedSampler(data.train, context.world_size, context.rank, seed=options.seed)
+    sampler = DistributedSampler(data.train, context.workers, context.worker, seed=options.seed)
     batches = BatchSampler(sampler, options.batch_size, drop_last=False)
     loader = DataLoader(data.train, sampler=batches, batch_size=None)  # fetches a batch at once
     steps_per_epoch = math.ceil(len(loader) / options.accumulate)
@@ -103,7 +109,7 @@ def train(options: argparse.Namespace, context: psengine.Context) -> None:
             )
         tolerance = TOLERANCES[strategy]
         replicas.append(make_native_replica(copy.deepcopy(network), options, context, last_step))
-    if context.rank == 0:
+    if context.is_main_process:
         print(
             f"{len(data.train)} training and {len(data.test)} test images of {data.classes} classes;"
             f" world size {context.world_size}, on {context.device}",
@@ -125,9 +131,9 @@ def train(options: argparse.Namespace, context: psengine.Context) -> None:
         network.load_state_dict(replicas[0].model.module.state_dict())
         correct, count = evaluate_together(network.to(context.device), data.test, context)
         if options.checkpoint is not None:
-            on_all_ranks(lambda: save(network, options.checkpoint), only_rank=0)
+            on_all_ranks(lambda: save(network, options.checkpoint) if context.is_main_process else None)
         differences = [largest_differences(replicas[0].model, native.model) for native in replicas[1:]]
-        if context.rank == 0:
+        if context.is_main_process:
             results = [f"epoch {epoch}/{options.epochs}", f"step {step}", f"loss {mean_loss:.4f}"]
             results += [describe_accuracy(correct, count), *map(describe_differences, differences)]
             print(*results, sep="  ", flush=True)
@@ -140,7 +146,7 @@ def train(options: argparse.Namespace, context: psengine.Context) -> None:
                 )
         if step == last_step:
             break
-    if options.compare and context.rank == 0:
+    if options.compare and context.is_main_process:
         how = f"within {tolerance:g}" if tolerance else "to the last bit"
         print(f"psengine and native DistributedDataParallel are equal {how} after {step} steps")
 
@@ -243,7 +249,7 @@ def evaluate_together(network: nn.Module, dataset: TensorDataset, context: pseng
     return totals["correct"], totals["count"]
 
 
-def evaluate(options: argparse.Namespace, speaks: bool) -> None:
+def evaluate(options: argparse.Namespace) -> None:
     """Print the accuracy of a checkpoint, without psengine."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     data = load_data(options.data)
@@ -252,8 +258,7 @@ def evaluate(options: argparse.Namespace, speaks: bool) -> None:
     check_fit(weights, network.state_dict(), options.evaluate)
     network.load_state_dict(weights)
     correct = count_correct(network.to(device), *data.test.tensors, device)
-    if speaks:
-        print(describe_accuracy(correct, len(data.test)))
+    psengine.print(describe_accuracy(correct, len(data.test)))
 
 
 @torch.no_grad()

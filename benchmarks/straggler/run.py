@@ -162,7 +162,7 @@ class Timed:
     snapshots: list[tuple[float, list[torch.Tensor]]] = field(default_factory=list)
 
 
-def train(plan: Plan, rank: int, data: Data, last_step: Any) -> tuple[Timed, dict[str, Any]]:
+def train(plan: Plan, rank: int, data: Data, last_step: Any) -> tuple[Timed, psengine.Statistics | None]:
     """Train for ``plan.duration_s``; return what was done, and the servers' statistics of the job (on rank 0)."""
     model, optimizer = wrap(plan)
     generator = torch.Generator().manual_seed(1000 * plan.seed + rank)
@@ -189,13 +189,12 @@ def train(plan: Plan, rank: int, data: Data, last_step: Any) -> tuple[Timed, dic
                 break
         elif is_timed and now_s - started_s >= plan.duration_s:
             break
-    statistics_of_job: dict[str, Any] = {}
+    statistics: psengine.Statistics | None = None
     if plan.candidate not in IN_A_GROUP and rank == 0:
-        session = model.strategy.session
-        statistics_of_job = session.status()[0]["jobs"][session.job]
+        statistics = model.statistics()
     if plan.candidate != "native":
         model.leave()
-    return timed, statistics_of_job
+    return timed, statistics
 
 
 def take_step(
@@ -245,10 +244,10 @@ def rank_main(rank: int, port: int, server: str, directory: Path, last_step: Any
             plan = pipe.recv()
             if plan is None:
                 break
-            timed, statistics_of_job = train(plan, rank, train_data, last_step)
+            timed, statistics = train(plan, rank, train_data, last_step)
             # The clock has stopped: now there is time to evaluate.
             curve = [] if test_data is None else curve_of(timed.snapshots, test_data)
-            pipe.send((timed.steps, curve, statistics_of_job))
+            pipe.send((timed.steps, curve, statistics))
     finally:
         dist.destroy_process_group()
 
@@ -303,10 +302,10 @@ class Workers:
         steps = [count for count, _, _ in answers]
         _, curve, job = answers[0]
         dropped, staleness = 0.0, None
-        if job and job["rule"]["name"] == "average":
-            dropped = job["late"] / max(1, job["late"] + job["applied"])
-        elif job:
-            counts = {int(age): count for age, count in job["staleness"].items()}
+        if job is not None and job.strategy == "sync-server":
+            dropped = job.late / max(1, job.late + job.updates)
+        elif job is not None:
+            counts = job.staleness
             staleness = sum(age * count for age, count in counts.items()) / max(1, sum(counts.values()))
         samples_per_s = sum(steps) * BATCH_SIZE * (1 - dropped) / plan.duration_s
         return Run(

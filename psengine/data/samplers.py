@@ -14,16 +14,15 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Iterator, Sequence, Sized
+from collections.abc import Callable, Iterator, Sequence, Sized
 from fractions import Fraction
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.utils.data import DistributedSampler
 from typing_extensions import override
 
-from psengine.environment.variables import launched_as
+from psengine.environment.context import group_place, job_place
 from psengine.errors import ArgumentTypeError, ConfigurationError
 from psengine.tensors.leaves import to_float
 
@@ -42,8 +41,8 @@ class ProportionalSampler(DistributedSampler[int]):
         dataset: anything with a length of at least the number of ranks.
         shares: a positive number for each rank, in any unit (samples per second, gigabytes); None gives equal shares.
             The same on every rank.
-        num_replicas: number of ranks; default: of the default process group, else of the launcher's world.
-        rank: this one; default likewise.
+        num_replicas: number of ranks; default: the workers of the job (``Context.workers``).
+        rank: this one; default: ``Context.worker``. Independent workers, too, deal an epoch out among themselves.
         shuffle: permute, differently in each epoch (``set_epoch``); else keep the dataset's order.
         seed: the same on every rank.
         drop_last: let ``batches`` leave out a last global batch that is not full.
@@ -63,7 +62,7 @@ class ProportionalSampler(DistributedSampler[int]):
         seed: int = 0,
         drop_last: bool = False,
     ) -> None:
-        num_replicas, rank = _place(num_replicas, rank)
+        num_replicas, rank = _place(num_replicas, rank, job_place)
         self.shares = _checked_shares(shares, num_replicas)
         count = _length(dataset)
         if count < num_replicas:
@@ -188,12 +187,13 @@ class EvaluationSampler(DistributedSampler[int]):
 
     Args:
         dataset: anything with a length.
-        num_replicas: number of ranks; default: of the default process group, else of the launcher's world.
+        num_replicas: number of ranks; default: of the default process group, in which ``psengine.sum`` adds up, else
+            of the launcher's world. So an independent worker evaluates all of it.
         rank: this one; default likewise.
     """
 
     def __init__(self, dataset: Sized, num_replicas: int | None = None, rank: int | None = None) -> None:
-        num_replicas, rank = _place(num_replicas, rank)
+        num_replicas, rank = _place(num_replicas, rank, group_place)
         count = _length(dataset)
         super().__init__(dataset, num_replicas, rank, shuffle=False)  # type: ignore[arg-type]  # any Sized
         self.num_samples, self.total_size = len(self), count
@@ -229,16 +229,12 @@ def split_proportionally(count: int, shares: Sequence[Fraction]) -> list[int]:
     return counts
 
 
-def _place(num_replicas: int | None, rank: int | None) -> tuple[int, int]:
-    """Return the number of ranks and this one: as given, else the default group's, else the launcher's."""
+def _place(num_replicas: int | None, rank: int | None, default: Callable[[], tuple[int, int]]) -> tuple[int, int]:
+    """Return the number of ranks and this one: as given, else by ``default``."""
     if num_replicas is None or rank is None:
-        if dist.is_available() and dist.is_initialized():
-            known = dist.get_world_size(), dist.get_rank()
-        else:
-            placement = launched_as(needs_master=False)
-            known = placement.world_size, placement.rank
-        num_replicas = known[0] if num_replicas is None else num_replicas
-        rank = known[1] if rank is None else rank
+        default_rank, default_count = default()
+        num_replicas = default_count if num_replicas is None else num_replicas
+        rank = default_rank if rank is None else rank
     if not (isinstance(rank, int) and isinstance(num_replicas, int) and 0 <= rank < num_replicas):
         raise ConfigurationError(
             "rank is a whole number below num_replicas, counted from 0 (expected 0 <= rank < num_replicas, got rank"

@@ -31,11 +31,10 @@ from psengine.environment.backends import check_backend, default_backend
 from psengine.environment.devices import select_device
 from psengine.environment.launchers import Placement
 from psengine.environment.placement import place
-from psengine.environment.rendezvous import Wait, unreachable
+from psengine.environment.rendezvous import Wait, ranks_of_this_host, unreachable
 from psengine.environment.variables import given_worker, launched_as, read_variable
 from psengine.errors import (
     ArgumentTypeError,
-    CollectiveError,
     ConfigurationError,
     EnvironmentVariableError,
     PSEngineError,
@@ -206,10 +205,25 @@ def is_main_process() -> bool:
 
 def this_worker() -> int:
     """Return this process's number among the workers of the job; see ``Context.worker``, ``is_main_process``."""
+    return job.worker_of(*group_place())
+
+
+def job_place() -> tuple[int, int]:
+    """Return ``Context.worker`` and ``Context.workers``; before ``init()`` too.
+
+    Raises:
+        EnvironmentVariableError: the launcher's variables are incomplete, or PSENGINE_WORKERS is missing.
+    """
+    place = group_place()
+    return job.worker_of(*place), job.workers_of(*place)
+
+
+def group_place() -> tuple[int, int]:
+    """Return this process's rank and the world size: of the default group, else of the launcher's world."""
     if dist.is_initialized():
-        return job.worker_of(*world_place())
-    placement = launched_as()
-    return job.worker_of(placement.rank, placement.world_size)
+        return world_place()
+    placement = launched_as(needs_master=False)
+    return placement.rank, placement.world_size
 
 
 def world_place() -> tuple[int, int]:
@@ -307,14 +321,14 @@ def _adopt(timeout: timedelta) -> Context:
 def _placed_by_hosts(placement: Placement, store: Store, timeout: timedelta) -> Placement:
     """The placement with this rank's place among those that call their host alike. All ranks call it."""
     rank, world_size = placement.rank, placement.world_size
-    mates = [0] if world_size == 1 else _ranks_of_this_host(store, rank, world_size, timeout)
+    mates = [0] if world_size == 1 else ranks_of_this_host(store, rank, world_size, timeout)
     return replace(placement, local_rank=mates.index(rank), local_world_size=len(mates))
 
 
 def _context(placement: Placement, device: torch.device, store: Store, timeout: timedelta) -> Context:
     local_world_size = placement.local_world_size
     if local_world_size is None:
-        local_world_size = len(_ranks_of_this_host(store, placement.rank, placement.world_size, timeout))
+        local_world_size = len(ranks_of_this_host(store, placement.rank, placement.world_size, timeout))
     assert placement.local_rank is not None, "its place on the host is known"
     if placement.local_rank >= local_world_size:
         raise EnvironmentVariableError(
@@ -330,24 +344,6 @@ def _context(placement: Placement, device: torch.device, store: Store, timeout: 
         device=device,
         hostname=socket.gethostname(),
     )
-
-
-def _ranks_of_this_host(store: Store, rank: int, world_size: int, timeout: timedelta) -> list[int]:
-    """Exchange host names with all ranks; return the ranks of this host, ascending. All ranks call it."""
-    keys = [f"psengine/host/{other}" for other in range(world_size)]
-    hostname = socket.gethostname()
-    try:
-        store.set(keys[rank], hostname)
-        store.wait(keys, timeout)
-        return [other for other, key in enumerate(keys) if store.get(key).decode() == hostname]
-    except (RuntimeError, NotImplementedError) as error:
-        first_line = str(error).strip().partition("\n")[0]
-        raise CollectiveError(
-            f"Rank {rank} could not learn who shares its host (expected all {world_size} ranks to call psengine.init()"
-            f" within {timeout.total_seconds():g} s and to share a store, got: {first_line})."
-            f" Fix: call init() on every rank, or set RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and"
-            " MASTER_PORT as torchrun does."
-        ) from error
 
 
 def _check_timeout(timeout: timedelta) -> None:

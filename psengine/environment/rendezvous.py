@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any, TypeVar
 
 from psengine.environment.launchers import Placement
@@ -150,6 +151,28 @@ class Wait:
         if not done:
             raise MasterUnreachableError(self.state)
         return met.result()
+
+
+def ranks_of_this_host(store: Any, rank: int, world_size: int, timeout: timedelta) -> list[int]:
+    """Exchange host names with all ranks; return the ranks of this host, ascending. All ranks call it.
+
+    Raises:
+        CollectiveError: not all of them did, within the timeout.
+    """
+    keys = [f"psengine/host/{other}" for other in range(world_size)]
+    hostname = socket.gethostname()
+    try:
+        store.set(keys[rank], hostname)
+        store.wait(keys, timeout)
+        return [other for other, key in enumerate(keys) if store.get(key).decode() == hostname]
+    except (RuntimeError, NotImplementedError) as error:
+        first_line = str(error).strip().partition("\n")[0]
+        raise CollectiveError(
+            f"Rank {rank} could not learn who shares its host (expected all {world_size} ranks to call psengine.init()"
+            f" within {timeout.total_seconds():g} s and to share a store, got: {first_line})."
+            f" Fix: call init() on every rank, or set RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and"
+            " MASTER_PORT as torchrun does."
+        ) from error
 
 
 def unreachable(wait: Wait, error: Exception) -> CollectiveError:

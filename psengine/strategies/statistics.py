@@ -10,7 +10,7 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True)
 class Statistics:
-    """What ``model.statistics()`` returns. The last four are counts of the whole job at its servers.
+    """What ``model.statistics()`` returns. The last five are counts of the whole job at its servers.
 
     Attributes:
         strategy: its name.
@@ -21,6 +21,7 @@ class Statistics:
         staleness: under async the number of pushes by their age in updates; 64 stands for 64 and more.
         updates: pushes that changed weights, or became part of an average; a large model has several in a step. None
             without servers.
+        late: contributions that a quorum did not wait for, and that count nothing; None without servers.
         bytes_sent: payload bytes that workers sent to the servers; None without servers.
         bytes_received: payload bytes that workers got from them; likewise.
     """
@@ -32,6 +33,7 @@ class Statistics:
     job: str | None = None
     staleness: Mapping[int, int] = field(default_factory=dict)
     updates: int | None = None
+    late: int | None = None
     bytes_sent: int | None = None
     bytes_received: int | None = None
 
@@ -46,6 +48,7 @@ def counts_at_servers(shards: Iterable[Mapping[str, Any]], job: str) -> dict[str
         "job": job,
         "staleness": dict(sorted(staleness.items())),
         "updates": sum(int(part["applied"]) for part in parts),
+        "late": sum(int(part["late"]) for part in parts),
         "bytes_sent": sum(int(part["bytes_in"]) for part in parts),
         "bytes_received": sum(int(part["bytes_out"]) for part in parts),
     }

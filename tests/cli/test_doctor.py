@@ -220,6 +220,10 @@ def test_the_interface_that_gloo_is_told_to_take(given, level, words):
             Level.PROBLEM,
             "nowhere.invalid does not resolve",
         ),
+        ({"PSENGINE_WORKER": "1", "PSENGINE_WORKERS": "2"}, Level.OK, "independent worker 1 of 2"),
+        ({"PSENGINE_WORKER": "1"}, Level.WARNING, "of an unknown number"),
+        ({"PSENGINE_WORKER": "2", "PSENGINE_WORKERS": "2"}, Level.PROBLEM, "below PSENGINE_WORKERS=2"),
+        ({"PSENGINE_WORKER": "0", "RANK": "1", "WORLD_SIZE": "2"}, Level.WARNING, "joins no process group"),
     ],
 )
 def test_what_launchers_set(given, level, words):

@@ -7,10 +7,12 @@ import os
 import re
 import socket
 from argparse import Namespace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from support.command_process import SUPPORT, WORKER, run_command
+from support.expectations import raises
 
 from psengine.cli.launching.plan import Plan, RunOptions, make_plan
 from psengine.cli.launching.torchrun_options import choose_rendezvous, parse_torchrun
@@ -75,6 +77,12 @@ def test_the_line_is_cut_at_the_script(line, own, torchrun, script):
         ([*INDEPENDENT, "--rdzv-endpoint=h:1", "--node_rank", "1", "-r3", WORKER], "--rdzv-endpoint, --node-rank, -r"),
         ([*INDEPENDENT, "--nnodes", "2", WORKER], "no rendezvous of nodes"),
         (["--first-worker", "2", WORKER], "expected --independent with it"),
+        (["--total-workers", "2", WORKER], "--total-workers numbers independent workers"),
+        (
+            [*INDEPENDENT, "--workers", "2", "--first-worker=1", "--total-workers=2", WORKER],
+            "(expected 3 to 65536, got 2;",
+        ),
+        (["--strategy", "async:servers=tcp://h:1,b", WORKER], "address is malformed"),
         (["--strategy", "async", "--server-address", "here", WORKER], "address is malformed"),
         (["--servers", "1", "--server-address", "tcp://h:1", WORKER], "leave one of them out"),
         (["--strategy", "async", "--server-option", "leas_s=1", WORKER], "lease_s"),
@@ -101,6 +109,20 @@ def test_what_is_wrong_with_the_line_is_one_message(arguments, message, capfd, m
 def test_a_server_is_started_where_the_strategy_names_none(strategy, servers):
     plan = make_plan(RunArguments(script=[WORKER]), RunOptions(strategy=strategy))
     assert (plan.servers, plan.uses_servers) == (servers, strategy != "sync")
+
+
+def test_independent_workers_meet_at_the_servers_that_the_strategy_names():
+    options = RunOptions(strategy="async:servers=tcp://h:1,tcp://i:2", independent=True, workers="2", total_workers=6)
+    plan = make_plan(RunArguments(script=[WORKER]), options)
+    assert (plan.servers, plan.ranks, plan.total_workers) == (0, range(2), 6)
+    plan = make_plan(RunArguments(script=[WORKER]), replace(options, first_worker=3, total_workers=None))
+    assert plan.total_workers == 5
+
+
+def test_a_group_is_not_started_as_independent_workers(monkeypatch):
+    monkeypatch.setenv("PSENGINE_WORKER", "1")
+    with raises(ConfigurationError, "got PSENGINE_WORKER=1", "Fix: unset PSENGINE_WORKER, or add --independent"):
+        make_plan(RunArguments(script=[WORKER]), RunOptions())
 
 
 @pytest.mark.parametrize(
@@ -184,7 +206,7 @@ def test_independent_workers_die_alone(tmp_path):
     assert code == 1, err
     assert out.count("foreign=[]") == 5
     assert [out.count(f"worker {rank} has") for rank in range(5)] == [0, 2, 1, 2, 0]
-    assert "RANK=None PSENGINE_WORKER=2 WORLD_SIZE=None" in out
+    assert "RANK=None PSENGINE_WORKER=2 PSENGINE_WORKERS=4 WORLD_SIZE=None" in out
     assert "worker 1 ended (exit code 1); starting it again (1 of 1)" in err
     assert "rank 3 (local rank 2)" in err
     assert re.search(r"2 .* in order", err)

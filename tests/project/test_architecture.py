@@ -58,7 +58,6 @@ MAY_USE_TORCH_DISTRIBUTED = {
     "cli/launching/torchrun_options",
     "data/coordination",
     "data/metrics",
-    "data/samplers",
     "data/value_exchange",
     "environment/backends",
     "environment/context",

@@ -145,7 +145,7 @@ def make_plan(parts: RunArguments, given: RunOptions) -> Plan:
                 f" {MAX_WORKERS}, got {given.total_workers or last}; this line starts {given.first_worker} to"
                 f" {last - 1})"
             )
-        if not servers and not named:
+        if needs_servers and not servers and not named:
             raise ConfigurationError(
                 "independent workers meet at parameter servers (expected --servers 1 or more, or --server-address; got"
                 " --servers 0)"

@@ -20,6 +20,8 @@ def parse_addresses(servers: str | Sequence[str] | None) -> tuple[str, ...]:
     if servers is None:
         servers = read_variable("PSENGINE_SERVERS") or ""
     parts = servers.split(",") if isinstance(servers, str) else list(servers)
+    if not all(isinstance(part, str) for part in parts):
+        raise ConfigurationError(f"servers' addresses are text (expected a str or a list of them, got {servers!r})")
     addresses = tuple(part.strip() for part in parts if part.strip())
     for address in addresses:
         match = _ADDRESS.fullmatch(address)

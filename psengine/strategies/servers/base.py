@@ -22,6 +22,7 @@ from psengine.codecs.base import Codec
 from psengine.codecs.registry import resolve_codec
 from psengine.environment.job import assign
 from psengine.errors import ConfigurationError, ReductionError
+from psengine.parameter_server.client.addresses import parse_addresses
 from psengine.strategies.base import Capabilities, Strategy
 from psengine.strategies.bucket_exchange import load_residuals
 from psengine.strategies.life_cycle import Replica
@@ -78,6 +79,8 @@ class ServerStrategy(Strategy):
         for option, value in (("servers", servers), ("job", job)):
             if isinstance(value, bool | int | float):
                 raise ConfigurationError(f"strategy {self.name!r}: {option} is text (expected a str, got {value!r})")
+        if servers is not None:
+            parse_addresses(servers)  # a malformed one is refused now, not when a model is wrapped
         self._options: dict[str, Any] = {
             "servers": servers,
             "job": job,

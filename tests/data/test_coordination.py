@@ -1,0 +1,213 @@
+"""What workers do together besides gradients: real ranks over gloo and over shared memory, and independent workers."""
+
+from __future__ import annotations
+
+import enum
+import math
+import os
+import time
+from collections import OrderedDict, namedtuple
+from typing import Any
+
+import pytest
+import torch
+from support.expectations import raises
+from support.processes import run_ranks, run_ranks_to_any_end
+
+import psengine
+from psengine.errors import (
+    ArgumentTypeError,
+    ConfigurationError,
+    NonFiniteLossError,
+    PeerLostError,
+    ProtocolError,
+    ReplicaMismatchError,
+)
+from psengine.tensors.plain_values import from_bytes, to_bytes
+
+Point = namedtuple("Point", ["x", "y"])
+
+
+class Colour(enum.IntEnum):
+    RED = 1
+
+
+VALUE = {
+    "text": "naïve",
+    "numbers": [0, -1, 2**70, 1e-308, -0.0, math.inf, True, None],
+    "pair": (1, [2.5, ()]),
+    7: {"state": {}},
+    None: "none",
+}
+TENSORS = [
+    torch.arange(6).view(2, 3).t(),
+    torch.tensor(2.5, dtype=torch.bfloat16),
+    torch.empty(0, 3),
+    torch.tensor([1 + 2j, 3j]).conj(),
+    torch.tensor([True, False]),
+    torch.nn.Parameter(torch.ones(3, dtype=torch.float64)),
+]
+
+
+def assert_same(got: Any, expected: Any) -> None:
+    assert type(got) is type(expected), (got, expected)
+    if isinstance(expected, dict):
+        assert list(got) == list(expected)
+        for key in expected:
+            assert_same(got[key], expected[key])
+    elif isinstance(expected, list | tuple):
+        assert len(got) == len(expected)
+        for one, other in zip(got, expected, strict=True):
+            assert_same(one, other)
+    else:
+        assert repr(got) == repr(expected)
+
+
+class TestPlainValues:
+    def test_values_come_back_as_they_went(self):
+        assert_same(from_bytes(to_bytes(VALUE)), VALUE)
+        assert math.isnan(from_bytes(to_bytes(math.nan)))
+        assert_same(from_bytes(to_bytes(OrderedDict(a=1))), {"a": 1})
+
+    def test_tensors_come_back_as_they_went(self):
+        for sent, got in zip(TENSORS, from_bytes(to_bytes(TENSORS)), strict=True):
+            assert type(got) is torch.Tensor
+            assert not got.requires_grad
+            torch.testing.assert_close(got, sent.detach(), rtol=0, atol=0)
+            assert got.data_ptr() != sent.data_ptr() or not sent.numel()
+
+    @pytest.mark.parametrize(
+        ("value", "words"),
+        [
+            ({"a": [object()]}, "value['a'][0] cannot be sent without pickling it"),
+            ({1, 2}, "got set)"),
+            (Point(1, 2), "Point)"),
+            (Colour.RED, "Colour)"),
+            (b"bytes", "got bytes)"),
+            ({(1, 2): 3}, "the key (1, 2) of value"),
+            ([torch.ones(2).to_sparse()], "value[0]"),
+            (torch.empty(2, device="meta"), "on meta"),
+        ],
+    )
+    def test_other_types_are_refused_with_their_path(self, value, words):
+        with raises(ArgumentTypeError, words, "Fix: "):
+            to_bytes(value)
+
+    def test_depth_is_limited(self):
+        value: list[Any] = []
+        value.append(value)
+        with raises(ConfigurationError, "nested at most 100 levels"):
+            to_bytes(value)
+        with raises(ConfigurationError, "cannot be sent as JSON"):
+            to_bytes(10**5000)
+
+    @pytest.mark.parametrize(
+        "payload",
+        [
+            b"",
+            bytes(7),
+            (9).to_bytes(8, "big") + b"{}",
+            *(
+                len(header).to_bytes(8, "big") + header
+                for header in (
+                    *(b"{", b"{}", b"[1]", b'{"set": []}', b'{"dict": 3}', b'{"dict": [[[], 1]]}', b'{"list": 1}'),
+                    *(b'{"tensor": ["torch.float32", [2], "cpu"]}', b'{"tensor": ["torch.float32", [-1], "cpu"]}'),
+                    *(b'{"tensor": ["os.system", [0], "cpu"]}', b"[" * 100_000),
+                )
+            ),
+            to_bytes(torch.ones(2)) + b"x",
+        ],
+    )
+    def test_other_bytes_are_refused(self, payload):
+        with pytest.raises(ProtocolError):
+            from_bytes(payload)
+
+
+# ---- ranks -----------------------------------------------------------------------------------------------------------
+
+
+def exchange(rank: int, world_size: int, collective: str) -> None:
+    os.environ["PSENGINE_COLLECTIVE"] = collective
+    for source in range(world_size):
+        value = {"from": rank, "weights": torch.full((1000, 3), float(rank)), "plain": VALUE}
+        got = psengine.broadcast_object(value if rank == source else None, from_rank=source)
+        assert got["from"] == source
+        assert torch.equal(got["weights"], torch.full((1000, 3), float(source)))
+        assert_same(got["plain"], VALUE)
+        got["weights"].zero_()
+        assert value["weights"].sum() == 3000 * rank, "a copy, at the source too"
+    # Nothing that one rank cannot send keeps the others waiting, and the group goes on.
+    refused = ArgumentTypeError if rank == 1 else ReplicaMismatchError
+    with raises(refused, "value[0] cannot be sent" if rank == 1 else "got unfit"):
+        psengine.broadcast_object([object()], from_rank=1)
+    with raises(ConfigurationError, "from_rank is a rank of the group", f"got {world_size}"):
+        psengine.broadcast_object(1, from_rank=world_size)
+    with raises(ReplicaMismatchError, "the call"):
+        psengine.broadcast_object(1, from_rank=rank)
+    with raises(ReplicaMismatchError, "the call"):
+        psengine.broadcast_object(1) if rank == 0 else psengine.mean(1.0)
+    assert psengine.broadcast_object("" if rank == 0 else "x") == ""
+
+    started_s = time.monotonic()
+    if rank == 1:
+        time.sleep(0.3)
+    psengine.barrier()
+    assert rank == 1 or time.monotonic() - started_s > 0.2, "it waits for the late one"
+
+
+@pytest.mark.parametrize(("collective", "world_size"), [("auto", 2), ("c10d", 3)])
+def test_ranks_share_values_and_wait_for_each_other(collective, world_size):
+    run_ranks(exchange, world_size, collective)
+
+
+def wait_for_a_dead_rank(rank: int, world_size: int) -> Any:
+    psengine.barrier()
+    if rank == 1:
+        os._exit(3)
+    try:
+        psengine.barrier()
+    except PeerLostError as error:
+        return error.ranks
+    return "no error"
+
+
+def test_a_barrier_names_the_rank_that_died():
+    results = run_ranks_to_any_end(wait_for_a_dead_rank, 2, group_timeout_s=20)
+    assert results[0].value == (1,)
+
+
+def of_the_job(rank: int, world_size: int, is_independent: bool) -> None:
+    if is_independent:
+        os.environ.update(PSENGINE_WORKER=str(rank), PSENGINE_WORKERS=str(world_size))
+        started_s = time.monotonic()
+        psengine.barrier()
+        assert psengine.broadcast_object({"mine": rank}) == {"mine": rank}
+        assert time.monotonic() - started_s < 30, "it waits for nobody"
+        with raises(ConfigurationError, "expected 0 to 0, got 1"):
+            psengine.broadcast_object(1, from_rank=1)
+    with open(os.devnull if rank else os.environ["PRINTED"], "a") as file:
+        psengine.print("worker", rank, sep="=", end=";", file=file, flush=True)
+    with open(os.environ["PRINTED"], "a") as file:
+        psengine.print("once", file=file)
+    psengine.stop_if_not_finite(1.5)
+    psengine.stop_if_not_finite(torch.tensor([2.0], requires_grad=True))
+    with pytest.raises(NonFiniteLossError) as caught:
+        psengine.stop_if_not_finite(torch.tensor(-math.inf))
+    assert (caught.value.worker, caught.value.loss) == (rank, -math.inf)
+    assert f"loss of worker {rank} is -inf" in str(caught.value)
+    with pytest.raises(NonFiniteLossError):
+        psengine.stop_if_not_finite(math.nan)
+
+
+@pytest.mark.parametrize("is_independent", [False, True], ids=["in a group", "independent"])
+def test_printing_and_stopping_are_of_the_job(is_independent, tmp_path, monkeypatch):
+    printed = tmp_path / "printed"
+    monkeypatch.setenv("PRINTED", str(printed))
+    run_ranks(of_the_job, 2, is_independent, init_group=not is_independent)
+    assert sorted(printed.read_text().replace(";", "\n").split()) == ["once", "worker=0"]
+
+
+@pytest.mark.parametrize("loss", ["nan", True, None, torch.ones(2), torch.tensor(1j), [1.0]], ids=str)
+def test_the_stop_rule_takes_one_real_number(loss):
+    with raises(ArgumentTypeError, "one real number", "Fix: "):
+        psengine.stop_if_not_finite(loss)

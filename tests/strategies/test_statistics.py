@@ -1,0 +1,128 @@
+"""``model.statistics()``, ``model.leave()`` and a worker's number, under each strategy; servers named in its text."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+import pytest
+import torch
+from support.expectations import raises
+from support.processes import in_ranks, run_ranks
+from support.server_process import running_server
+from support.server_training import batches, build, train
+
+import psengine
+from psengine.errors import ConfigurationError, ReductionError
+from psengine.strategies.registry import resolve_strategy
+
+
+def wrapped_with(strategy: str, seed: int = 0) -> tuple[Any, torch.optim.Optimizer]:
+    model = psengine.DistributedDataParallel(build(seed), strategy=strategy)
+    return model, psengine.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.01), model)
+
+
+@in_ranks(2)
+def test_without_servers(rank, world_size):
+    model, optimizer = wrapped_with("sync")
+    x, y = batches(rank)[0]
+    assert model.statistics() == psengine.Statistics(strategy="sync", worker=rank, live_workers=(0, 1))
+    train(model, optimizer, batches(rank, 3))
+    with model.no_sync():
+        model(x).sum().backward()  # exchanged later
+    assert model.statistics().steps == 3
+    model.leave()
+    model.leave()
+    assert model.statistics().steps == 3
+    assert model.module(x).shape == (4, 7)
+    with raises(ReductionError, "was not prepared"):
+        torch.nn.functional.cross_entropy(model(x), y).backward()
+
+
+def over_servers(rank: int, world_size: int, addresses: tuple[str, ...], strategy: str) -> Any:
+    """Servers are named in the strategy's text: two of them, or one."""
+    os.environ.pop("PSENGINE_SERVERS", None)
+    model, optimizer = wrapped_with(f"{strategy}:servers={','.join(addresses)},job={strategy}{len(addresses)}")
+    train(model, optimizer, batches(rank, 4))
+    torch.distributed.barrier()
+    statistics = model.statistics()
+    torch.distributed.barrier()
+    model.leave()
+    with raises(ReductionError, "before model.leave()"):
+        model.statistics()
+    return statistics
+
+
+@pytest.fixture(scope="module")
+def two_servers():
+    with running_server() as one, running_server() as other:
+        yield one.addresses[0], other.addresses[0]
+
+
+@pytest.mark.parametrize(("strategy", "count"), [("async", 2), ("sync-server", 2), ("async", 1)])
+def test_servers_named_in_the_strategy_count(two_servers, strategy, count):
+    assert all(address.startswith("tcp://") for address in two_servers)
+    for rank, found in enumerate(run_ranks(over_servers, 2, two_servers[:count], strategy)):
+        assert (found.strategy, found.job, found.steps) == (strategy, f"{strategy}{count}", 4)
+        assert (found.worker, found.live_workers) == (rank, (0, 1))
+        # A push of a chunk is as large as its answer; the model came to the servers from one worker.
+        numel = sum(p.numel() for p in build(0).parameters() if p.requires_grad)
+        assert found.bytes_sent > 2 * 4 * 4 * numel
+        assert found.bytes_received > 2 * 4 * 4 * numel
+        assert found.updates >= 2 * 4
+        if strategy == "async":
+            assert sum(found.staleness.values()) == found.updates
+            assert min(found.staleness) >= 0
+        else:
+            assert set(found.staleness) <= {0}
+
+
+@pytest.mark.parametrize("text", ["async:servers=a", "async:servers=tcp://h:1,b", "sync-server:servers=7"])
+def test_a_malformed_address_is_refused_before_anything_is_wrapped(text):
+    with raises(ConfigurationError, "a server's address is malformed (expected tcp://host:port"):
+        resolve_strategy(text)
+    with raises(ConfigurationError, "addresses are text"):
+        psengine.AsyncServer(servers=["tcp://h:1", 7])
+
+
+def numbered(rank: int, world_size: int, address: str) -> Any:
+    """A lone process: the servers number it when it wraps its model."""
+    os.environ.update(PSENGINE_SERVERS=address, PSENGINE_JOB="numbered")
+    for name in ("PSENGINE_WORKER", "PSENGINE_WORKERS"):
+        os.environ.pop(name, None)
+    context = psengine.init()
+    before = context.worker
+    model, optimizer = wrapped_with("async", seed=rank)
+    while len(model.statistics().live_workers) < 2:
+        time.sleep(0.02)
+    after, main = context.worker, psengine.is_main_process()
+    train(model, optimizer, batches(rank, 1))
+    assert model.statistics().worker == after
+    os.environ["PSENGINE_WORKERS"] = "2"
+    workers = context.workers
+    model.leave()
+    assert context.worker == after, "it stays the process's number"
+    return before, after, main, workers
+
+
+def test_servers_number_workers_that_have_no_number(two_servers):
+    results = run_ranks(numbered, 2, two_servers[0], init_group=False)
+    assert sorted(results) == [(0, 0, True, 2), (0, 1, False, 2)]
+
+
+def independent(rank: int, world_size: int, address: str) -> Any:
+    os.environ.update(PSENGINE_SERVERS=address, PSENGINE_JOB="independent")
+    os.environ.update(PSENGINE_WORKER=str(1 - rank), PSENGINE_WORKERS="2")
+    context = psengine.init()
+    model, optimizer = wrapped_with("async", seed=rank)
+    train(model, optimizer, batches(rank, 1))
+    found = context.rank, context.worker, model.statistics().worker, len(psengine.ProportionalSampler(range(10)))
+    evaluated = len(psengine.EvaluationSampler(range(10)))
+    model.leave()
+    return *found, evaluated
+
+
+def test_an_independent_worker_has_its_number_at_the_servers_and_its_part_of_the_data(two_servers):
+    results = run_ranks(independent, 2, two_servers[0], init_group=False)
+    assert results == [(0, 1, 1, 5, 10), (0, 0, 0, 5, 10)]
