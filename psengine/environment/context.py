@@ -35,9 +35,10 @@ from psengine.environment.rendezvous import Wait, ranks_of_this_host, unreachabl
 from psengine.environment.variables import given_worker, launched_as, read_variable
 from psengine.errors import (
     ArgumentTypeError,
+    CollectiveError,
     ConfigurationError,
     EnvironmentVariableError,
-    PSEngineError,
+    SharedMemoryUnavailableError,
 )
 
 logger = logging.getLogger(__name__)
@@ -256,12 +257,13 @@ def _create(backend: str, timeout: timedelta, placement: Placement) -> Context:
                 # Ties the group to the device: fails early, and barrier() need not guess (it warns when it does).
                 device_id=device if backend.lower() == "nccl" else None,
             )
-    except PSEngineError:
+    except (SharedMemoryUnavailableError, EnvironmentVariableError):
         _meeting_point = None
-        raise  # its text has the fix
+        raise  # by backend "psengine", or for want of a device; the text has the fix
     except (RuntimeError, ValueError, OSError) as error:
         _meeting_point = None
-        raise unreachable(wait, error) from error
+        cause = error.__cause__ if isinstance(error, CollectiveError) else None
+        raise unreachable(wait, cause or error) from error
     _generation += 1
     atexit.register(_shutdown_at_exit)
     try:

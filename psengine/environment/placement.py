@@ -26,7 +26,7 @@ def place(rank: int | None, world_size: int | None, init_method: str | None) -> 
     placement = launched_as(needs_master=False) if rank is None else _given(rank, world_size)
     if placement.world_size == 1:
         return placement
-    scheme, path, master = _read(init_method or "env://")
+    scheme, path, master = _read("env://" if init_method is None else init_method)
     if scheme == "env":
         return replace(placement, master=master_of(placement.world_size))
     return replace(placement, master=master, meeting_file=path)

@@ -175,7 +175,7 @@ def ranks_of_this_host(store: Any, rank: int, world_size: int, timeout: timedelt
         ) from error
 
 
-def unreachable(wait: Wait, error: Exception) -> CollectiveError:
+def unreachable(wait: Wait, error: BaseException) -> CollectiveError:
     """The error to raise where the ranks did not meet: it names the place, what ``error`` said, and the fix."""
     placement = wait.placement
     first_line = str(error).strip().partition("\n")[0]

@@ -15,7 +15,7 @@ class Statistics:
     Attributes:
         strategy: its name.
         worker: number of this worker: its rank in the process group, or at the servers.
-        live_workers: numbers of the workers that take part, as the servers said last.
+        live_workers: numbers of the workers that take part, as the servers say.
         steps: backwards of this worker whose gradients were exchanged.
         job: the job's name at the servers; None without servers.
         staleness: under async the number of pushes by their age in updates; 64 stands for 64 and more.
@@ -41,11 +41,13 @@ class Statistics:
 def counts_at_servers(shards: Iterable[Mapping[str, Any]], job: str) -> dict[str, Any]:
     """Return the fields of ``Statistics`` that servers count, added up over the shards' status reports."""
     parts = [shard["jobs"][job] for shard in shards if job in shard["jobs"]]
+    live = {int(worker["rank"]) for part in parts for worker in part["workers"] if worker["state"] == "live"}
     staleness: Counter[int] = Counter()
     for part in parts:
         staleness.update({int(age): int(count) for age, count in part["staleness"].items()})
     return {
         "job": job,
+        "live_workers": tuple(sorted(live)),
         "staleness": dict(sorted(staleness.items())),
         "updates": sum(int(part["applied"]) for part in parts),
         "late": sum(int(part["late"]) for part in parts),

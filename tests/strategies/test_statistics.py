@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +12,7 @@ from support.expectations import raises
 from support.processes import in_ranks, run_ranks
 from support.server_process import running_server
 from support.server_training import batches, build, train
+from support.waiting import eventually
 
 import psengine
 from psengine.errors import ConfigurationError, ReductionError
@@ -86,7 +87,13 @@ def test_a_malformed_address_is_refused_before_anything_is_wrapped(text):
         psengine.AsyncServer(servers=["tcp://h:1", 7])
 
 
-def numbered(rank: int, world_size: int, address: str) -> Any:
+def meet(folder: Path, rank: int, place: str) -> None:
+    """Wait for the other process, without a process group."""
+    (folder / f"{place}-{rank}").touch()
+    eventually((folder / f"{place}-{1 - rank}").exists, timeout_s=60.0)
+
+
+def numbered(rank: int, world_size: int, address: str, folder: Path) -> Any:
     """A lone process: the servers number it when it wraps its model."""
     os.environ.update(PSENGINE_SERVERS=address, PSENGINE_JOB="numbered")
     for name in ("PSENGINE_WORKER", "PSENGINE_WORKERS"):
@@ -94,8 +101,9 @@ def numbered(rank: int, world_size: int, address: str) -> Any:
     context = psengine.init()
     before = context.worker
     model, optimizer = wrapped_with("async", seed=rank)
-    while len(model.statistics().live_workers) < 2:
-        time.sleep(0.02)
+    meet(folder, rank, "wrapped")
+    assert model.statistics().live_workers == (0, 1)
+    meet(folder, rank, "seen")
     after, main = context.worker, psengine.is_main_process()
     train(model, optimizer, batches(rank, 1))
     assert model.statistics().worker == after
@@ -106,8 +114,8 @@ def numbered(rank: int, world_size: int, address: str) -> Any:
     return before, after, main, workers
 
 
-def test_servers_number_workers_that_have_no_number(two_servers):
-    results = run_ranks(numbered, 2, two_servers[0], init_group=False)
+def test_servers_number_workers_that_have_no_number(two_servers, tmp_path):
+    results = run_ranks(numbered, 2, two_servers[0], tmp_path, init_group=False)
     assert sorted(results) == [(0, 0, True, 2), (0, 1, False, 2)]
 
 

@@ -265,7 +265,7 @@ class ServerStrategy(Strategy):
         """
         session = self.session
         counts = counts_at_servers(session.status(), session.job)
-        return {"worker": session.rank, "live_workers": self.members, **counts}
+        return {"worker": session.rank, **counts}
 
     # ---- leaving -----------------------------------------------------------------------------------------------
 
