@@ -66,6 +66,31 @@ def test_state_dicts_of_model_and_optimizer(server):
             assert torch.equal(torch.as_tensor(ours["state"][index][key]), torch.as_tensor(value)), (index, key)
 
 
+def load_before_wrapping(rank: int, world_size: int, address: str) -> Any:
+    """Begin a job with a checkpoint; then come again, with the same checkpoint, to the servers that went on from it."""
+    use(address)
+    data = batches(0)
+    plain = build(0)
+    plain_optimizer = torch.optim.Adam(plain.parameters(), lr=0.01)
+    train(plain, plain_optimizer, data[:3])
+    checkpoint = copy.deepcopy({"model": plain.state_dict(), "optimizer": plain_optimizer.state_dict()})
+    train(plain, plain_optimizer, data[3:])
+    for part in (data[3:5], data[5:]):
+        module = build(7)
+        optimizer = torch.optim.Adam(module.parameters(), lr=0.01)
+        module.load_state_dict(checkpoint["model"])
+        optimizer.load_state_dict(copy.deepcopy(checkpoint["optimizer"]))
+        wrapped = psengine.DistributedDataParallel(module, strategy=psengine.AsyncServer(job="load before"))
+        train(wrapped, psengine.DistributedOptimizer(optimizer, wrapped), part)
+        wrapped.strategy.close()
+    return state_of(module), state_of(plain)
+
+
+def test_a_checkpoint_loaded_before_wrapping_counts_where_the_job_begins(server):
+    [(ours, plain)] = run_ranks(load_before_wrapping, 1, server.addresses[0], init_group=False)
+    assert_equal(ours, plain)
+
+
 def misuse(rank: int, world_size: int, address: str) -> None:
     use(address)
     wrapped = wrap(psengine.AsyncServer(job="misuse"))

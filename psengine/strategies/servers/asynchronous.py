@@ -85,6 +85,8 @@ class AsyncServer(ServerStrategy):
         # Of the chunks that are pushed.
         self._pushed_parameters: list[torch.nn.Parameter] = []
         self._sending: SendInStep | None = None
+        # Whether the job began with this worker's model.
+        self._gave_values = False
 
     @property
     @override
@@ -99,7 +101,8 @@ class AsyncServer(ServerStrategy):
 
     def _entered(self, state: str) -> None:
         assert self._replica is not None
-        if state != "initialised":
+        self._gave_values = state == "initialised"
+        if not self._gave_values:
             count_landing(self._replica.state.values())
         pushes = GradientPushes(self.session, self.chunks)
         weights = WrittenWeights(self.session, self.chunks, self._replica.parameters)
@@ -172,7 +175,8 @@ class AsyncServer(ServerStrategy):
         # divides, and leaves out steps with gradients that are not finite.
         optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
         if optimizer.state:
-            self._optimizer.store_state()
+            # Loaded before, from a checkpoint as the model was: like the model it counts where the job began with it.
+            self._optimizer.store_state(counts=self._gave_values)
 
     def _bound(self) -> ServerOptimizer:
         _ = self.session  # a closed strategy raises
@@ -268,7 +272,7 @@ class AsyncServer(ServerStrategy):
     def store_optimizer_state(self, optimizer: torch.optim.Optimizer) -> None:
         if self.session.rank != 0:
             logger.info("worker %d loaded optimizer state; the servers' (worker 0's) counts", self.session.rank)
-        self._bound().store_state()
+        self._bound().store_state(counts=self.session.rank == 0)
 
 
 def _check_options(max_staleness: Any, staleness_scaling: Any, delay_compensation: Any, push: Any) -> None:

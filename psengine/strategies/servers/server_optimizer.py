@@ -188,14 +188,14 @@ class ServerOptimizer:
                 _elements(state[slot], segment).copy_(landed[spec.key, slot][start : start + segment.numel])
         self._note_state()
 
-    def store_state(self) -> None:
-        """Overwrite the servers' state by worker 0's ``optimizer.state``; without state a parameter was never
-        stepped.
+    def store_state(self, *, counts: bool) -> None:
+        """Overwrite the servers' state by this worker's ``optimizer.state``, if it counts; without state a parameter
+        was never stepped.
         """
         from psengine.parameter_server.client.operation import wait_all
 
         self._note_state()
-        if self._session.rank != 0:
+        if not counts:
             return
         name, slots, flats = self._slots()
         steps_of = {spec.key: [0.0] * len(spec.segments) for spec in self._specs}
