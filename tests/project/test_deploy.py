@@ -21,7 +21,6 @@ DEPLOY = ROOT / "deploy"
 SCRIPTS = sorted((DEPLOY / "slurm").glob("*.sbatch"))
 UNIT = DEPLOY / "systemd" / "psengine-server.service"
 DOCKERFILE = DEPLOY / "docker" / "Dockerfile"
-README = DEPLOY / "README.md"
 
 
 def options_of(command):
@@ -69,7 +68,7 @@ def command_lines(path):
 
 def parsed(path):
     yaml = pytest.importorskip("yaml")
-    return yaml.safe_load(path.read_text())
+    return list(yaml.safe_load_all(path.read_text()))
 
 
 def commands_of(node):
@@ -85,7 +84,7 @@ def commands_of(node):
 
 @pytest.mark.parametrize(
     "path",
-    [*SCRIPTS, UNIT, DOCKERFILE, README, DEPLOY / "kubernetes" / "runtime.yaml"],
+    [*SCRIPTS, UNIT, DOCKERFILE, DEPLOY / "kubernetes" / "base" / "servers.yaml"],
     ids=lambda path: path.name,
 )
 def test_every_option_exists(path, known):
@@ -117,18 +116,6 @@ def test_ports_of_jobs_that_share_a_node_are_apart():
     assert len(set(meetings)) == len(meetings)
     assert max(servers) < 30000 <= min(meetings)
     assert all(1024 < port < 32768 for port in (*servers, *meetings))  # Linux gives those above to clients
-
-
-def test_the_runtime_has_a_server_and_nodes():
-    runtime = parsed(DEPLOY / "kubernetes" / "runtime.yaml")
-    jobs = {job["name"]: job for job in runtime["spec"]["template"]["spec"]["replicatedJobs"]}
-    assert jobs["node"]["dependsOn"] == [{"name": "server", "status": "Ready"}]
-    for job in jobs.values():
-        pod = job["template"]["spec"]["template"]["spec"]
-        mounted = {m["name"] for c in (*pod["initContainers"], *pod["containers"]) for m in c["volumeMounts"]}
-        assert mounted == {volume["name"] for volume in pod["volumes"]}
-    job = parsed(DEPLOY / "kubernetes" / "train-job.yaml")["spec"]
-    assert job["runtimeRef"]["name"] == runtime["metadata"]["name"]
 
 
 def test_the_images_are_made_of_what_there_is():
