@@ -23,6 +23,8 @@ html_static_path = []
 myst_enable_extensions = ["colon_fence", "deflist", "fieldlist"]
 myst_heading_anchors = 3
 
+# Not installed where the pages are built.
+autodoc_mock_imports = ["ray"]
 autodoc_member_order = "bysource"
 autodoc_typehints = "description"
 autodoc_typehints_description_target = "documented"

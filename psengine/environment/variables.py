@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 
 from psengine.environment.launchers import Master, Placement, detect, master_from, read_worker
 
@@ -42,6 +43,11 @@ def default_collective() -> str:
 def read_variable(name: str) -> str | None:
     """The environment variable ``name``, or None; for the parts of the package that report or honour torch's own."""
     return os.environ.get(name)
+
+
+def set_variables(values: Mapping[str, str]) -> None:
+    """Set variables of this process, for a launcher that starts processes before it knows their places."""
+    os.environ.update(values)
 
 
 def inherited_variables() -> dict[str, str]:

@@ -117,6 +117,10 @@ class Server:
             logger.critical("psengine-server ends: %s", error, exc_info=code == EXIT_INTERNAL)
             return code
 
+    def end(self, reason: str) -> None:
+        """Ask the server to end in order, as SIGTERM does; ``run`` then returns. Callable from any thread."""
+        self._ends.put(reason)
+
     # ---- start-up ----------------------------------------------------------------------------------------------
 
     def _start(self, stack: ExitStack, announce: Callable[[str], None]) -> None:

@@ -1,0 +1,217 @@
+"""Ray's TorchTrainer with psengine's strategies, on a cluster of two nodes on this machine."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+import os
+import secrets
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support.waiting import eventually
+
+from psengine.errors import MissingExtraError
+
+ROOT = Path(__file__).parents[2]
+PROGRAM = ROOT / "tests" / "support" / "ray_trainings.py"
+MARKER = "PSENGINE_TEST_RAY"
+DEADLINE_S = 900
+
+
+def on_a_cluster(test):
+    # The first test's time includes the trainings.
+    return pytest.mark.slow(pytest.mark.timeout(DEADLINE_S + 100)(test))
+
+
+def require_ray():
+    if importlib.util.find_spec("ray") is None:
+        pytest.skip("ray is not installed: pip install 'ray[train]'")
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """What each training of ray_trainings.py left; the cluster is up once."""
+    require_ray()
+    out = tmp_path_factory.mktemp("ray") / "out.json"
+    log = out.with_suffix(".log")
+    token = secrets.token_hex(8)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), MARKER: token}
+    with log.open("w") as stream:
+        program = subprocess.Popen(
+            [sys.executable, PROGRAM, out], stdout=stream, stderr=subprocess.STDOUT, env=environment,
+            start_new_session=True,
+        )  # fmt: skip
+        try:
+            code = program.wait(DEADLINE_S)
+            eventually(lambda: not processes_with(token), "the end of all processes")
+        finally:
+            for pid in processes_with(token):
+                os.kill(pid, signal.SIGKILL)
+            program.wait(10)
+    assert code == 0, log.read_text()[-8000:]
+    return json.loads(out.read_text())
+
+
+def processes_with(token):
+    """The processes that inherited the marker: everything that the program started."""
+    wanted = f"{MARKER}={token}".encode()
+    found = []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        try:
+            if wanted in path.read_bytes().split(b"\0") and b"\0" in (path.parent / "cmdline").read_bytes():
+                found.append(int(path.parent.name))
+        except OSError:
+            continue
+    return found
+
+
+@on_a_cluster
+@pytest.mark.parametrize("strategy", ["sync", "sync-server"])
+def test_two_ranks_get_the_bits_of_native_ddp(trained, strategy):
+    native, ours = trained["native"], trained[strategy]
+    assert ours["error"] == native["error"] == ""
+    assert ours["start-0-0"]["strategy"] == strategy
+    assert native["start-0-0"]["strategy"] == "native"
+    assert ours["end-0"] == ours["end-1"] == native["end-0"]
+    assert ours["metrics"]["epoch"] == 2
+    places = [ours[f"start-{worker}-0"]["context"] for worker in range(2)]
+    assert places == [[0, 2, 0, 2, True], [1, 2, 1, 2, False]]
+
+
+@on_a_cluster
+@pytest.mark.parametrize("strategy", ["sync", "async"])
+def test_a_later_run_resumes_from_rays_checkpoint(trained, strategy):
+    first, second = trained[f"{strategy}-resumed"]
+    assert first["error"] == second["error"] == ""
+    assert [first["start-0-0"]["epoch"], second["start-0-0"]["epoch"]] == [0, 2]
+    assert second["metrics"]["epoch"] == 2
+    starts = [second[f"start-{worker}-0"] for worker in range(2)]
+    assert starts[0]["before"] == starts[1]["before"] != first["start-0-0"]["before"]
+    # The job begins with the weights of the checkpoint; under async a worker may be late, and get later ones.
+    assert starts[0]["before"] in [start["begun_with"] for start in starts]
+    if strategy == "sync":
+        sums = [sum(weights) for weights in first["end-0"]["weights"]]
+        assert starts[0]["before"] == pytest.approx(sums, abs=1e-4)
+        assert second["end-0"] == trained["sync"]["end-0"]
+
+
+@on_a_cluster
+def test_a_failed_rank_of_a_group_starts_all_again_from_the_checkpoint(trained):
+    found = trained["sync-failed"]
+    assert found["error"] == ""
+    assert [found[f"start-{worker}-1"]["epoch"] for worker in range(2)] == [1, 1]
+    assert found["end-0"] == found["end-1"] == trained["sync"]["end-0"]
+
+
+@on_a_cluster
+def test_a_killed_worker_is_started_again_alone_and_goes_on(trained):
+    found = trained["async-killed"]
+    assert found["error"] == ""
+    first, second = found["start-1-0"], found["start-1-1"]
+    assert "start-0-1" not in found, "the other worker was started again"
+    assert first["pid"] != second["pid"]
+    assert [first["context"], second["context"]] == [[0, 1, 1, 2, False]] * 2
+    assert found["start-0-0"]["context"] == [0, 1, 0, 2, True]
+    assert second["epoch"] > 0
+    # It begins with the servers' weights, which have gone on since the checkpoint that it loaded.
+    assert second["begun_with"] != second["before"]
+    assert found["metrics"]["epoch"] == 5
+    assert {"end-0", "end-1"} <= found.keys()
+
+
+@on_a_cluster
+def test_a_killed_server_goes_on_from_its_snapshot(trained):
+    found = trained["async-server-killed"]
+    assert found["error"] == ""
+    assert "start-0-1" not in found, "a worker was started again"
+    assert "start-1-1" not in found, "a worker was started again"
+    (before,), (after,) = found["servers before"], found["servers after"]
+    assert before["epoch"] != after["epoch"], "the server was not started again"
+    # The job's updates go on from those of the snapshot.
+    counts = [status["jobs"]["default"]["version_max"] for status in (before, after)]
+    assert counts[0] >= 3 * 4
+    assert counts[1] > counts[0]
+
+
+@on_a_cluster
+def test_a_later_run_goes_on_from_snapshots_that_stay(trained):
+    first, second = trained["async-snapshots"]
+    assert first["error"] == second["error"] == ""
+    # Ray has no checkpoint of this run: the weights are the servers'.
+    assert second["start-0-0"]["epoch"] == 0
+    assert second["start-0-0"]["before"] == first["start-0-0"]["before"] != second["start-0-0"]["begun_with"]
+
+
+@on_a_cluster
+def test_a_report_that_would_wait_for_ever_is_an_error(trained):
+    error = trained["reports-wrongly"]["error"]
+    assert "independent workers do not" in error
+    assert "psengine.integrations.ray.report" in error
+
+
+@on_a_cluster
+def test_nothing_is_left_after_success_and_failure(trained):
+    assert "died unexpectedly" in trained["gives-up"]["error"]
+    runs = [run for found in trained.values() for run in (found if isinstance(found, list) else [found])]
+    assert not [run["left"] for run in runs if isinstance(run, dict) and run["left"]]
+
+
+@on_a_cluster
+def test_the_program_of_the_page_learns(trained):
+    assert trained["page"]["metrics"]["epoch"] == 19
+    assert trained["page"]["metrics"]["loss"] < 0.5
+
+
+# ---- without a cluster -----------------------------------------------------------------------------------------------
+
+
+def test_without_ray_the_extra_is_named(monkeypatch):
+    for name in [name for name in sys.modules if name.startswith("psengine.integrations.ray")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(MissingExtraError, match=r"under Ray need ray.*Fix: pip install .*\[ray\]"):
+        importlib.import_module("psengine.integrations.ray")
+
+
+WRONG = [
+    ({"strategy": "asink"}, "unknown strategy"),
+    ({"strategy": "sync", "servers": 1}, "uses no servers"),
+    ({"strategy": "async", "servers": 0}, "needs a server"),
+    ({"strategy": "async", "servers": -1}, "number of servers"),
+    ({"strategy": "async:servers=tcp://a:1", "servers": 1}, "servers of this run's own"),
+    ({"strategy": "sync", "server_options": {"shards": 2}}, "servers that this run starts"),
+    ({"strategy": "sync-server", "snapshot_dir": "/tmp/a"}, "the workers hold the weights"),
+    ({"strategy": "async", "server_options": {"bind": "tcp://0.0.0.0:1"}}, "do not set themselves"),
+    ({"strategy": "async", "server_options": {"shards": 0}}, "shards is out of bounds"),
+    ({"strategy": "async", "server_options": {"shards": "two"}}, "values of psengine-server"),
+    ({"strategy": "async", "server_options": {"max_memory_bytes": "much"}}, "expected a size such as 8GiB"),
+    ({"strategy": ["sync"]}, "travels to other processes as text"),
+]
+
+
+@pytest.mark.slow  # importing Ray Train takes seconds
+def test_a_wrong_configuration_is_refused_where_it_is_made():
+    require_ray()
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    program = (
+        "import json, sys\nfrom psengine.integrations.ray import PSEngineConfig\n"
+        "from psengine.errors import ConfigurationError\nfound = []\n"
+        "for options in json.loads(sys.argv[1]):\n"
+        "    try:\n        PSEngineConfig(**options)\n        found.append('accepted')\n"
+        "    except ConfigurationError as error:\n        found.append(str(error))\n"
+        "config = PSEngineConfig('async', server_options={'max_memory_bytes': '8GiB'})\n"
+        "assert config.server_options == {'max_memory_bytes': 8 << 30}\n"
+        "assert config.secret not in repr(config) + repr(config.to_dict())\n"
+        "print(json.dumps(found))"
+    )
+    command = [sys.executable, "-c", program, json.dumps([options for options, _ in WRONG])]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, env=environment)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    for (options, expected), message in zip(WRONG, found, strict=True):
+        assert expected in message, options
