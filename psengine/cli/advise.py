@@ -74,7 +74,12 @@ def command(
     with tempfile.TemporaryDirectory(prefix="psengine-advise-") as directory:
         part = Path(directory) / "timeline.json"
         # The end of the last step is the beginning of one more.
-        variables = {**plan.variables, "PSENGINE_TIMELINE": str(part), "PSENGINE_TIMELINE_STEPS": str(steps + 1)}
+        variables = {
+            **plan.variables,
+            "PSENGINE_TIMELINE": str(part),
+            "PSENGINE_TIMELINE_STEPS": str(steps + 1),
+            "PSENGINE_TIMELINE_SYNCHRONIZE": "1",
+        }
         sys.stdout.flush()
         # What the script prints goes to stderr; stdout is for the advice.
         outcome = run_training(

@@ -21,7 +21,7 @@ from psengine.collectives.liveness.whereabouts import StoreWhereabouts
 from psengine.collectives.operands import check_flat, check_parts, coalesce, copy_out, flat_bytes, real
 from psengine.errors import CollectiveError, PeerLostError
 from psengine.tracing.stall_inspector import inspector, stall_after_s
-from psengine.tracing.timeline import now_ns, record_wait, recorder
+from psengine.tracing.timeline import record_wait, recorder
 
 # How long a wait stays inside the transport before it looks whether another rank raised the alarm.
 WAIT_SLICE_S = 1.0
@@ -300,7 +300,7 @@ class C10dWork(Work):
 
     @override
     def wait(self) -> None:
-        started_ns = now_ns() if recorder.is_on else 0
+        started_ns = recorder.settled_ns() if recorder.is_on else 0
         for work in self._works:
             if self._is_stream_ordered:
                 self._wait_once(work, None)

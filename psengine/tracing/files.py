@@ -36,6 +36,7 @@ def trace(
     offset: Offset | None,
     dropped: int,
     device: str | None = None,
+    is_synchronized: bool = False,
 ) -> dict[str, Any]:
     """Return one rank's spans as a trace, as a part holds them.
 
@@ -48,6 +49,7 @@ def trace(
         offset: the host's monotonic clock against rank 0's, where it was measured.
         dropped: how many spans were left out because there were too many.
         device: type of the model's device; None where no model was wrapped.
+        is_synchronized: whether forwards and waits were timed when the device had done its work.
     """
     described: list[dict[str, Any]] = []
     lanes: dict[int, str] = {}
@@ -83,7 +85,12 @@ def trace(
     return {
         "traceEvents": [*names, *described],
         "displayTimeUnit": "ms",
-        "otherData": {"software": "psengine", "device": device, "processes": [process]},
+        "otherData": {
+            "software": "psengine",
+            "device": device,
+            "is_synchronized": is_synchronized,
+            "processes": [process],
+        },
     }
 
 
@@ -102,6 +109,7 @@ def merge(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "software": "psengine",
         # Where ranks differ, the one that is not the CPU.
         "device": next(iter(sorted(devices - {"cpu"}) or sorted(devices)), None),
+        "is_synchronized": all(part["otherData"].get("is_synchronized", False) for part in parts),
         "clock": clock,
         "processes": sorted(processes, key=lambda p: int(p["rank"])),
     }

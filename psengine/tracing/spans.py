@@ -72,7 +72,7 @@ class ExchangeSpans:
 
     def wait(self, wait: Callable[[], torch.Tensor | None], bucket: Bucket, step: int) -> torch.Tensor | None:
         """Return ``wait()``; record the wait and the exchange unless it returned None (gradients stay local)."""
-        started_ns = now_ns()
+        started_ns = recorder.settled_ns()
         recorder.notes_waits = False
         try:
             result = wait()
@@ -80,7 +80,7 @@ class ExchangeSpans:
             recorder.notes_waits = True
         if result is None:
             return None
-        ended_ns = now_ns()
+        ended_ns = recorder.settled_ns()
         recorder.add("wait", started_ns, ended_ns=ended_ns, step=step, args=bucket.facts)
         handed_over_ns = self._handed_over_ns.pop(bucket.index, None)
         if handed_over_ns is not None:

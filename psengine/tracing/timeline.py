@@ -68,6 +68,7 @@ class Recorder:
         most_events: how many spans are kept; later ones are counted in ``dropped``.
         device: type of the device of the first wrapped model, such as "cpu".
         notes_waits: whether waits for collective operations leave spans; False while their caller records them.
+        synchronizes: whether ``settled_ns`` waits for the device.
     """
 
     def __init__(self) -> None:
@@ -77,6 +78,7 @@ class Recorder:
         self.most_events = MAX_EVENTS
         self.device: str | None = None
         self.notes_waits = True
+        self.synchronizes = False
         self._events: list[Event] = []
         self._users = 0
         self._on_step: Callable[[int], None] | None = None
@@ -113,6 +115,17 @@ class Recorder:
     def group(self) -> Group | None:
         """The ranks of the wrapped model while it lives; None where those are not all of the job's."""
         return self._find_group()
+
+    def settled_ns(self) -> int:
+        """The time; where the recording ``synchronizes``, once the device has done what this thread's stream holds.
+
+        On a GPU the host launches work and runs ahead. A wait that begins and ends at settled times is the device's:
+        from the end of this rank's own work to the arrival of the result. Other streams, such as NCCL's, are not waited
+        for: an exchange may still overlap with backward.
+        """
+        if self.synchronizes and self.device not in (None, "cpu") and not torch.compiler.is_compiling():
+            synchronize_stream()
+        return now_ns()
 
     def begin(self) -> int:
         """Turn recording on for one more user; return the number of the user's first span."""
@@ -183,6 +196,11 @@ class Recorder:
             self._on_step(iteration)
 
 
+def synchronize_stream() -> None:
+    """Wait for the work of this thread's stream on the accelerator."""
+    torch.accelerator.current_stream().synchronize()
+
+
 recorder = Recorder()
 
 
@@ -218,6 +236,7 @@ class _Recording:
             offset=self.offset,
             dropped=recorder.dropped,
             device=recorder.device,
+            is_synchronized=recorder.synchronizes,
         )
 
     def write_part(self, events: list[Event]) -> Path:
@@ -310,6 +329,7 @@ class _FromEnvironment:
             self.write()
             self._is_over = True
             recorder.end(self._recording.first)
+            recorder.synchronizes = False
 
     def write(self) -> None:
         """Write the spans so far; a later call overwrites the file."""
@@ -321,7 +341,8 @@ def start_from_environment() -> None:
     """Begin to record where PSENGINE_TIMELINE says so; called after ``attach``, when a model was wrapped.
 
     Raises:
-        EnvironmentVariableError: PSENGINE_TIMELINE names no writable place, or PSENGINE_TIMELINE_STEPS no number.
+        EnvironmentVariableError: PSENGINE_TIMELINE names no writable place, PSENGINE_TIMELINE_STEPS no number, or
+            PSENGINE_TIMELINE_SYNCHRONIZE neither 0 nor 1.
     """
     global _from_environment
     text = read_variable("PSENGINE_TIMELINE")
@@ -334,6 +355,13 @@ def start_from_environment() -> None:
             f"PSENGINE_TIMELINE_STEPS is how many steps to record (expected 1 or more, got {steps!r}). Fix: leave it"
             " out to record until the program ends."
         )
+    synchronize = read_variable("PSENGINE_TIMELINE_SYNCHRONIZE") or "0"
+    if synchronize not in ("0", "1"):
+        raise EnvironmentVariableError(
+            "PSENGINE_TIMELINE_SYNCHRONIZE says whether forwards and waits are timed when the device has done its work"
+            f" (expected 0 or 1, got {synchronize!r})."
+        )
+    recorder.synchronizes = synchronize == "1"
     recording = _Recording(path)
     recording.compare_clocks()
     _from_environment = _FromEnvironment(recording, int(steps) if steps else None)
@@ -355,7 +383,7 @@ def _checked_path(path: str | os.PathLike[str], error: type[PSEngineError], name
 def record_wait(what: str, started_ns: int) -> None:
     """A wait for the collective operation ``what`` is over."""
     if recorder.notes_waits:
-        recorder.add(what, started_ns, category="collective")
+        recorder.add(what, started_ns, ended_ns=recorder.settled_ns(), category="collective")
 
 
 # Whether torch's profiler runs.

@@ -29,7 +29,7 @@ from psengine.strategies.base import Strategy
 from psengine.strategies.batch_weights import checked_weight
 from psengine.strategies.statistics import Statistics
 from psengine.tracing.spans import record_forward
-from psengine.tracing.timeline import now_ns, recorder
+from psengine.tracing.timeline import recorder
 from psengine.wrapper import arguments as checks
 from psengine.wrapper.module_state import BufferBroadcast, shared_state
 from psengine.wrapper.native_features.compilation import stay_out_of_graphs
@@ -51,7 +51,7 @@ class ForwardPass(NativeDistributedDataParallel):  # type: ignore[misc]
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module; gradients of its outputs will be exchanged by the next backward (see ``no_sync``)."""
         stay_out_of_graphs()
-        started_ns = now_ns() if recorder.is_on else 0
+        started_ns = recorder.settled_ns() if recorder.is_on else 0
         with torch.autograd.profiler.record_function("DistributedDataParallel.forward"):
             inputs, kwargs = self._pre_forward(*inputs, **kwargs)
             output = self._run_ddp_forward(*inputs, **kwargs)

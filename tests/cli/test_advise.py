@@ -8,6 +8,7 @@ import random
 from pathlib import Path
 
 import pytest
+import torch
 from support.command_process import run_command
 
 from psengine.cli.advise import WARM_UP_STEPS, duration
@@ -211,7 +212,7 @@ def test_short_times_keep_their_digits(seconds, text):
     assert duration(seconds) == text
 
 
-def trace(*ranks, waits=(), steps=20, samples=8, name="wait", forwards=1, device="cpu"):
+def trace(*ranks, waits=(), steps=20, samples=8, name="wait", forwards=1, device="cpu", is_synchronized=False):
     """A timeline in which rank r's step takes ranks[r] seconds, of which it waits waits[r]."""
     events = []
     for rank, took in enumerate(ranks):
@@ -221,7 +222,8 @@ def trace(*ranks, waits=(), steps=20, samples=8, name="wait", forwards=1, device
             if waits:
                 events.append({**begin, "name": name, "cat": name, "dur": waits[rank] * 1e6})
     processes = [{"rank": rank, "host": "h"} for rank in range(len(ranks))]
-    return {"traceEvents": events, "otherData": {"processes": processes, "device": device}}
+    other = {"processes": processes, "device": device, "is_synchronized": is_synchronized}
+    return {"traceEvents": events, "otherData": other}
 
 
 def test_times_are_read_from_a_timeline():
@@ -240,6 +242,8 @@ def test_times_are_read_from_a_timeline():
             span = {"ph": "X", "pid": rank, "ts": 0.0, "dur": 1.0, "name": "pack", "cat": "pack"}
             timeline["traceEvents"].append({**span, "args": {"step": 7, "bucket": bucket, "bytes": size_bytes}})
     assert step_times(timeline).exchanged_bytes == 130
+    on_gpu = step_times(trace(0.3, 0.3, waits=(0.2, 0.05), device="cuda", is_synchronized=True))
+    assert on_gpu.compute_s == times.compute_s
     # Two forwards, as with accumulation: the step has both one's samples.
     assert step_times(trace(0.3, 0.3, forwards=2)).samples == (16.0, 16.0)
 
@@ -250,7 +254,7 @@ def test_times_are_read_from_a_timeline():
         (trace(), "no steps"),
         (trace(0.1, 0.1, steps=9), "too few steps to judge (expected 13 or more on every rank, got 8"),
         (trace(0.1, 0.1, waits=(0.0, 0.0), name="push"), "chose one over servers by itself"),
-        (trace(0.1, 0.1, device="cuda"), "cannot judge a model on cuda"),
+        (trace(0.1, 0.1, device="cuda"), "expected waits of the device cuda, got the host's"),
     ],
 )
 def test_what_cannot_be_judged_is_said(found, message):
@@ -300,6 +304,27 @@ def test_a_slow_rank_of_a_real_script_is_found():
     assert found["exchanged_bytes"] == 4 * (4 * 2 + 2)
     assert 0 < found["server_exchange_s"] < 10
     assert found["predictions"]["sync with shares"] > found["predictions"]["sync"]
+
+
+ON_GPUS = """
+import torch, psengine
+context = psengine.init()
+model = psengine.DistributedDataParallel(torch.nn.Linear(64, 64).to(context.device))
+for _ in range(5000):
+    torch.cuda._sleep(100_000_000 if context.rank == 1 else 25_000_000)  # cycles; the host goes on at once
+    model(torch.ones(8, 64, device=context.device)).sum().backward()
+"""
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs: ranks over NCCL")
+def test_a_slow_rank_on_gpus_is_found(tmp_path):
+    (tmp_path / "on_gpus.py").write_text(ON_GPUS)
+    code, out, err = run_command(["advise", "--steps", "13", "--json", str(tmp_path / "on_gpus.py")])
+    assert code == 0, err
+    found = json.loads(out)
+    assert found["verdict"] == "permanent"
+    assert found["spread"] > 2
+    assert found["ranks"][0]["waited_share"] > found["ranks"][1]["waited_share"]
 
 
 @pytest.mark.slow

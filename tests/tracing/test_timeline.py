@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import json
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,6 +19,7 @@ import psengine
 from psengine.collectives.c10d import C10dCollective
 from psengine.collectives.timeline_group import TimelineGroup
 from psengine.tracing import files as timeline_files
+from psengine.tracing import spans, timeline
 from psengine.tracing.clocks import Offset, estimate_offset
 from psengine.tracing.timeline import recorder
 
@@ -319,6 +322,70 @@ def test_the_environment_turns_it_on(tmp_path, monkeypatch, steps):
         assert [e["args"]["step"] for e in _spans(part, name="backward")] == ([1, 2] if steps else [1, 2, 3, 4])
 
 
+class Stream:
+    """An accelerator's stream: work is done in order by a thread, and who launches it goes on at once."""
+
+    def __init__(self):
+        self.done_ns = {}
+        self._worker = ThreadPoolExecutor(1)
+        self._last = self._worker.submit(int)
+
+    def launch(self, name, seconds):
+        def work():
+            time.sleep(seconds)
+            self.done_ns[name] = time.monotonic_ns()
+
+        self._last = self._worker.submit(work)
+
+    def synchronize(self):
+        self._last.result(timeout=30)
+
+
+@pytest.mark.parametrize("synchronizes", [True, False])
+def test_a_wait_on_an_accelerator_is_the_stream_s_where_asked_for(monkeypatch, synchronizes):
+    stream, recording = Stream(), timeline.Recorder()
+    recording.device, recording.synchronizes = "accelerator", synchronizes
+    for module in (timeline, spans):
+        monkeypatch.setattr(module, "recorder", recording)
+    monkeypatch.setattr(timeline, "synchronize_stream", stream.synchronize)
+    recording.begin()
+    bucket = SimpleNamespace(index=0, facts={"bucket": 0})
+    stream.launch("backward", 0.05)
+    # As under NCCL: the stream waits for the exchange, and the host goes on.
+    result = spans.ExchangeSpans("reduce").wait(lambda: stream.launch("exchange", 0.05) or torch.ones(1), bucket, 1)
+    assert result.item() == 1
+    stream.launch("broadcast", 0.05)
+    timeline.record_wait("broadcast of buffers", time.monotonic_ns())
+    stream.synchronize()
+    (_, _, _, started_ns, ended_ns, *_), (_, category, _, _, broadcast_ended_ns, *_) = recording.end(0)
+    assert category == "collective"
+    assert (started_ns >= stream.done_ns["backward"]) == synchronizes
+    assert (ended_ns >= stream.done_ns["exchange"]) == synchronizes
+    assert (broadcast_ended_ns >= stream.done_ns["broadcast"]) == synchronizes
+
+
+def _train_synchronized(rank, world_size, path):
+    waits = []
+    timeline.synchronize_stream = lambda: waits.append(time.monotonic_ns())
+    model = _model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    recorder.device, recorder.synchronizes = "accelerator", True  # this model's would be the CPU
+    with psengine.timeline(path):
+        _step(model, optimizer, rank, 0)
+    return waits
+
+
+def test_forwards_and_waits_settle_and_the_file_says_so(tmp_path):
+    path = tmp_path / "timeline.json"
+    waits, _ = run_ranks(_train_synchronized, 2, path)
+    trace = json.loads(path.read_text())
+    assert trace["otherData"]["is_synchronized"] is True
+    (forward,) = _spans(trace, name="forward", pid=0)
+    assert waits[0] / 1000 <= forward["ts"] <= waits[1] / 1000
+    for wait in _spans(trace, name="wait", pid=0):
+        assert any(wait["ts"] + wait["dur"] >= at / 1000 > wait["ts"] for at in waits)
+
+
 def _train_on_a_mesh(rank, world_size, path):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "model"))
     model = _model(device_mesh=mesh["data"])
@@ -359,7 +426,12 @@ def _wrap(rank, world_size):
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("PSENGINE_TIMELINE", "/no/such/folder/out.json"), ("PSENGINE_TIMELINE_STEPS", "-1")]
+    ("name", "value"),
+    [
+        ("PSENGINE_TIMELINE", "/no/such/folder/out.json"),
+        ("PSENGINE_TIMELINE_STEPS", "-1"),
+        ("PSENGINE_TIMELINE_SYNCHRONIZE", "yes"),
+    ],
 )
 def test_wrong_values_of_the_environment_are_refused(tmp_path, monkeypatch, name, value):
     monkeypatch.setenv("PSENGINE_TIMELINE", str(tmp_path / "out.json"))
