@@ -1,4 +1,4 @@
-"""The network that the example trains."""
+"""The networks that the examples train."""
 
 from __future__ import annotations
 
@@ -25,3 +25,16 @@ class ImageClassifier(nn.Module):
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         return self.head(self.features(images / 255).mean(dim=(2, 3)))
+
+
+class ImagePerceptron(nn.Sequential):
+    """One hidden layer: 784-256-10 for MNIST's images of 28x28 pixels, as in PyTorch's first MNIST examples.
+
+    Takes uint8 images, shape (batch, 1, rows, columns) of ``pixels`` in all; gives scores, shape (batch, classes).
+    """
+
+    def __init__(self, pixels: int, classes: int, hidden: int = 256) -> None:
+        super().__init__(nn.Flatten(), nn.Linear(pixels, hidden), nn.ReLU(), nn.Linear(hidden, classes))
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return super().forward(images / 255)

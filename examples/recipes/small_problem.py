@@ -13,9 +13,9 @@ def make_dataset() -> TensorDataset:
     return TensorDataset(inputs, inputs.sin().sum(1, keepdim=True))
 
 
-def make_network(seed: int = 0) -> nn.Sequential:
+def make_network(seed: int = 0, outputs: int = 1) -> nn.Sequential:
     torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 1))
+    return nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, outputs))
 
 
 def values_of(module: nn.Module) -> list[float]:

@@ -98,6 +98,16 @@ def test_the_batch_size_study_can_be_repeated(tmp_path, small_images):
     assert [result.code for result in results] == [0, 0], results[0].errors
     tables = [json.loads((tmp_path / f"{run}.json").read_text()) for run in (0, 1)]
     assert [row["batch_size"] for row in tables[0]] == [64, 128]
-    assert [row["learning_rate"] for row in tables[0]] == [0.02, 0.04]
+    assert [row["learning_rate"] for row in tables[0]] == [0.005, 0.01]
     assert [row["accuracies"] for row in tables[0]] == [row["accuracies"] for row in tables[1]]
+    assert "epochs to it" in results[0].output
     assert (tmp_path / "sizes.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_target_of_a_batch_size_is_the_first_epoch_that_reaches_it():
+    row = example("batch_size_study").Row(
+        64, 0.1, 10, [[0.5, 0.8, 0.7], [0.6, 0.9, 0.9], [0.4, 0.7, 0.8]], [3.0, 1.0, 2.0]
+    )
+    assert row.curve == [0.5, 0.8, 0.8]
+    assert row.seconds == 2.0
+    assert [row.epochs_to(accuracy) for accuracy in (0.5, 0.6, 0.8, 0.81)] == [1, 2, 2, None]

@@ -26,12 +26,13 @@ import psengine
 ROOT = Path(__file__).parents[2]
 SCRIPTS = ROOT / "examples" / "recipes"
 PAGES = ROOT / "docs" / "recipes"
-SHARED = {"native_world", "small_problem"}
+SHARED = {"native_world", "small_problem", "step_memory"}
 
 Run = tuple[str, ...]  # a script's name and its arguments
 
 PAIRS: list[Run] = [
     ("initial_weights",),
+    ("initial_weights", "--outputs", "3"),
     ("sum_and_mean",),
     ("gloo",),
     ("samplers_and_epochs",),
@@ -42,6 +43,7 @@ PAIRS: list[Run] = [
 ]
 SYNC_BATCH_NORM: list[Run] = [("sync_batch_norm",), ("sync_batch_norm", "--frozen")]
 UNEVEN: list[Run] = [("uneven_devices",), ("uneven_devices", "--native")]
+BALANCED: Run = ("balanced_memory", "--gpu0-bsz", "64", "--batch-size", "256")
 SERVER: list[Run] = [("cpu_parameters",), ("cpu_parameters", "--native")]
 has_server = all(map(importlib.util.find_spec, ("zmq", "msgpack", "safetensors", "xxhash")))
 
@@ -87,7 +89,7 @@ def play_together(world_size: int, runs: list[Run], on_gpu: bool = False) -> lis
 
 @pytest.fixture(scope="module")
 def two_ranks() -> list[dict[Run, Any]]:
-    return play_together(2, [*PAIRS, *map(native, PAIRS), *SYNC_BATCH_NORM, *UNEVEN])
+    return play_together(2, [*PAIRS, *map(native, PAIRS), *SYNC_BATCH_NORM, *UNEVEN, BALANCED, native(BALANCED)])
 
 
 @pytest.fixture(scope="module")
@@ -110,6 +112,38 @@ def test_a_recipe_and_its_native_twin_agree(two_ranks, run):
         assert result[run] == result[native(run)], "to the last bit, between two ranks"
 
 
+def test_only_pretrained_weights_that_fit_are_loaded(two_ranks):
+    whole, other_head = (two_ranks[0][run] for run in PAIRS[:2])
+    for result in two_ranks:
+        assert result[PAIRS[1]] == other_head, "rank 0's, also where the file had nothing"
+    assert list(other_head) == ["0.weight", "0.bias", "2.weight", "2.bias"]
+    assert other_head["0.weight"] == whole["0.weight"]
+    assert torch.tensor(other_head["2.weight"]).shape == (3, 32)
+
+
+def test_a_weight_of_another_shape_is_left_out_though_it_has_as_many_elements(tmp_path, monkeypatch, capsys):
+    monkeypatch.syspath_prepend(SCRIPTS)
+    load_what_fits = importlib.import_module("initial_weights").load_what_fits
+    network, path = torch.nn.Linear(4, 2), tmp_path / "weights.pt"
+    torch.save({"weight": torch.ones(4, 2), "bias": torch.ones(2), "scale": torch.ones(1)}, path)
+    load_what_fits(network, path)
+    assert capsys.readouterr().out.splitlines() == [
+        "left out: weight (expected shape (2, 4), got (4, 2))",
+        "left out: scale, which this network does not have",
+        "loaded 1 of 2 tensors",
+    ]
+    assert network.bias.tolist() == [1.0, 1.0]
+    torch.save({"model.bias": torch.ones(2)}, path)
+    with pytest.raises(SystemExit, match=r"no weight fits \(expected \['weight', 'bias'\], got \['model.bias'\]\)"):
+        load_what_fits(network, path)
+
+
+def test_sums_within_two_ranks_average_to_fourteen(two_ranks):
+    for run in (("sum_and_mean",), ("sum_and_mean", "--native")):
+        for result in two_ranks:
+            assert list(result[run].values()) == [1.5, 3.0, 3.0, 14.0]
+
+
 def test_evaluation_counts_every_sample_once(two_ranks):
     assert [result[("evaluation",)]["count"] for result in two_ranks] == [203, 203]
 
@@ -130,8 +164,38 @@ def test_uneven_shares_train_like_one_process(two_ranks, one_process):
             assert is_close(result[run], expected, 1e-4)
 
 
+def test_gpu0_bsz_is_a_share_that_saves_memory(two_ranks):
+    small, large = (result[BALANCED] for result in two_ranks)
+    assert not isinstance(small, str), small
+    assert (small["batch"], large["batch"]) == (64, 192)
+    # Each of 16 layers keeps its input and GELU's, of 256 floats a sample.
+    assert small["activations"] >= 16 * 2 * 64 * 1024
+    assert large["activations"] == 3 * small["activations"]
+    assert is_close(small["gradients"], two_ranks[0][native(BALANCED)]["gradients"], 1e-5)
+    assert small["activations"] == two_ranks[0][native(BALANCED)]["activations"]
+
+
 def test_split_models_train_like_one_process(two_ranks, one_process):
     assert is_close(two_ranks[0][("several_devices",)], one_process[("several_devices",)], 1e-5)
+
+
+PARALLELISM: Run = ("compare_parallelism", "--width", "16", "--hidden", "64", "--layers", "2", "--batch-size", "16")
+
+
+def test_data_model_and_hybrid_parallelism_compute_the_same():
+    results = play_together(4, [PARALLELISM, native(PARALLELISM)])[0]
+    ours, native_ones = results[PARALLELISM], results[native(PARALLELISM)]
+    assert not isinstance(ours, str), ours
+    assert list(ours) == ["data", "model", "hybrid"]
+    for way in ours.values():
+        assert way["loss"] == pytest.approx(ours["data"]["loss"], rel=1e-5)
+    for way, row in native_ones.items():
+        assert row["loss"] == pytest.approx(ours[way]["loss"], rel=1e-6)
+        assert row["state"] == ours[way]["state"]
+        assert row["activations"] == ours[way]["activations"]
+    # Weights and biases inside are split, and the outer biases are not. Weights, gradients and Adam's two moments.
+    outer, inner = 2 * 16, 2 * (16 * 64 + 64 + 64 * 16)
+    assert [ours[way]["state"] for way in ours] == [4 * 4 * (outer + inner // parts) for parts in (1, 4, 2)]
 
 
 def test_a_hybrid_of_four_ranks_trains_like_one_process(one_process):
@@ -202,7 +266,7 @@ def test_pages_and_scripts_name_each_other():
 @pytest.mark.slow
 @pytest.mark.parametrize("script", sorted(p.name for p in SCRIPTS.glob("*.py") if p.stem not in SHARED))
 def test_a_script_runs_as_its_first_lines_say(script):
-    ranks = 4 if script == "hybrid.py" else 2
+    ranks = 4 if script in ("hybrid.py", "compare_parallelism.py") else 2
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(
