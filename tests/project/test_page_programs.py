@@ -134,7 +134,7 @@ def run_captured(rank: int, world_size: int, source: str) -> str:
 
 def test_the_tutorial_of_launching_prints_once():
     (program,) = programs("docs/launching/index.md")
-    assert run_ranks(run_captured, 2, program) == ["2 workers, last loss 0.0000\n", ""]
+    assert run_ranks(run_captured, 2, program) == ["a job of 2: last loss 0.0000\n", ""]
 
 
 # --------------------------------------------------------------------------------------------------------- precision
