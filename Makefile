@@ -5,6 +5,8 @@
 #                   make mutants MUTANTS='psengine.parameter_server.server.rules.averaging*' for one module
 # make cuda         compile the CUDA kernels, where there is an nvcc; part of make test
 # make docs         the documentation, in build/docs; warnings are errors
+# make wheel        the source distribution and a wheel for Linux, in dist; the wheel is tried beside torch alone
+# make test-matrix  the core tests with other versions of Python and torch: docs/versions.md
 # make lint, format, bench, clean
 #
 # PYTHON names the interpreter for the virtual environment: make PYTHON=python3.12 test
@@ -12,7 +14,9 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+# What the demo needs; and what tests and the documentation need besides (Lightning, transformers, Sphinx, Selenium).
 STAMP := $(VENV)/.installed
+DEV := $(VENV)/.installed-dev
 
 NVCC := $(shell command -v nvcc)
 PIP := $(BIN)/python -m pip --disable-pip-version-check
@@ -21,7 +25,7 @@ PARALLEL := -n 3 --dist loadfile
 DEMO := examples/compare_strategies.py
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow mutants docs cuda lint format bench clean
+.PHONY: help demo test test-slow test-matrix mutants docs cuda wheel lint format bench clean
 .DELETE_ON_ERROR:
 
 help:
@@ -36,7 +40,7 @@ demo: $(STAMP)
 test: lint cuda
 	$(BIN)/python -m pytest -m "not slow" $(PARALLEL)
 
-docs: $(STAMP)
+docs: $(DEV)
 	$(BIN)/python -m sphinx -W --keep-going -q -b html docs build/docs
 	@echo "build/docs/index.html"
 
@@ -51,29 +55,36 @@ build/cuda/.compiled: $(STAMP) $(wildcard csrc/*/*.cu csrc/*/*.h)
 test-slow: lint
 	$(BIN)/python -m pytest $(PARALLEL)
 
+wheel: $(DEV)
+	$(BIN)/python release/make_wheel.py
+
+test-matrix: $(DEV)
+	$(BIN)/python release/matrix.py $(MATRIX)
+
 # Verdicts are kept in mutants/: a second run goes on where the first was stopped.
-mutants: $(STAMP)
+mutants: $(DEV)
 	$(PIP) install -q -c constraints.txt mutmut
 	$(BIN)/mutmut run $(if $(MUTANTS),'$(MUTANTS)')
 	$(BIN)/mutmut results
 
-lint: $(STAMP)
+lint: $(DEV)
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 
-format: $(STAMP)
+format: $(DEV)
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 
-bench: $(STAMP)
+bench: $(DEV)
 	$(BIN)/python benchmarks/step_overhead/run.py --quick
 	$(BIN)/python benchmarks/server_throughput/run.py --sizes-mb 25 --rounds 5
 	$(BIN)/python benchmarks/all_reduce/run.py --quick
 
-# The stamp goes too, so that what was built is built again; the packages in the environment stay.
+# The stamps go too, so that what was built is built again; the packages in the environment stay.
 clean:
-	rm -rf build dist mutants psengine.egg-info psengine_torch.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage $(STAMP)
+	rm -rf build dist mutants psengine.egg-info psengine_torch.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage
+	rm -f $(STAMP) $(DEV)
 	find psengine csrc tests examples benchmarks -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true
 	find psengine -name '*.so' -delete
 
@@ -89,7 +100,12 @@ $(STAMP): pyproject.toml constraints.txt setup.py $(wildcard csrc/*/*)
 	  "(Debian: the package python3-venv)" >&2; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv --clear $(VENV)
 	$(PIP) install -c constraints.txt torch
-	$(PIP) install -c constraints.txt 'setuptools>=77' wheel
+	$(PIP) install -c constraints.txt 'setuptools>=77'
 	$(PIP) -qq uninstall --yes psengine
-	$(PIP) install -c constraints.txt --no-build-isolation -e '.[dev]'
+	$(PIP) install -c constraints.txt --no-build-isolation -e '.[cli,examples,server]'
+	@touch $@
+
+# The package is there already: pip brings what the extra names, and leaves the package alone.
+$(DEV): $(STAMP)
+	$(PIP) install -c constraints.txt 'psengine-torch[dev]'
 	@touch $@

@@ -1,3 +1,3 @@
-"""The version of psengine: at the bottom, so that every part can say it."""
+"""The version of psengine, in the one place that has it: at the bottom, so that every part can say it."""
 
 __version__ = "0.1.0"

@@ -316,8 +316,8 @@ def _union(ranges: Sequence[tuple[int, int]]) -> list[int]:
     return edges
 
 
-# torch 2.13's fused SGD is wrong for 16-bit tensors on the CPU (with lr=0.1 elements are off by 0.5 after five steps),
-# and reads past its tensor: the plain kernels step them.
+# Before torch 2.14 fused SGD is wrong for 16-bit tensors on the CPU (with lr=0.1 elements are off by 0.5 after five
+# steps), and reads past its tensor: the plain kernels step them.
 _WRONG_KERNELS = {("SGD", torch.float16), ("SGD", torch.bfloat16)}
 
 

@@ -109,7 +109,8 @@ def every_operation(rank: int, world_size: int, group: dist.ProcessGroup) -> dic
     found["transposed"] = total = input_of(12, torch.float32).view(3, 4).t()
     dist.all_reduce(total, group=group)
     found["several"] = several = [input_of(n, torch.float32) for n in (5, 70_000, 1)]
-    with warnings.catch_warnings(action="ignore"):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
         dist.all_reduce_coalesced(several, group=group)
     found["coalesced"] = several = [input_of(n, torch.float32) for n in (6, 7)]
     with dist.distributed_c10d._coalescing_manager(group):
@@ -483,7 +484,8 @@ def corners(rank: int, world_size: int) -> dict[str, Any]:
 
 def test_corners():
     for found in run_ranks(corners, 2):
-        assert "only implemented for GLOO" in found["monitored"]
+        # Since torch 2.14 it is a barrier of any backend for the CPU.
+        assert found["monitored"] == "None" or "only implemented for GLOO" in found["monitored"]
         assert found["barrier_s"] > 0.4
         assert "RuntimeError" in found["refused"]
         assert found["average"] == [1.5, 3.0, 4.5]

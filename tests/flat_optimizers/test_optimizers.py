@@ -218,7 +218,7 @@ def test_the_window_of_a_run_is_of_whole_cache_lines_or_ends_with_the_tensor():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("variant", ["sgd", "sgd-momentum"])
 def test_a_fused_kernel_that_is_wrong_is_not_used(variant, dtype):
-    """Of torch's: red here means that it was mended, and ``_WRONG_KERNELS`` may shrink."""
+    """Of torch's before 2.14, and never used: when psengine needs 2.14, ``_WRONG_KERNELS`` may go."""
     name, options = VARIANTS[variant]
     start, gradient = torch.randn(256).to(dtype), torch.randn(256).to(dtype)
 
@@ -231,7 +231,7 @@ def test_a_fused_kernel_that_is_wrong_is_not_used(variant, dtype):
 
     wrong, groups = stepped(fused=True)
     right, _ = stepped()
-    assert (wrong - right).abs().max() > 0.02
+    assert ((wrong - right).abs().max() > 0.02) == (tuple(map(int, torch.__version__.split(".")[:2])) < (2, 14))
     values = start.clone()
     ChunkOptimizer(values, OptimizerSpec(name, tuple(groups), ((0, 256, 0),))).apply(gradient)
     assert torch.equal(values, right)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,6 +24,9 @@ from psengine.verify.zoo import (
     vectors,
 )
 
+NATIVE_OPTIONS = inspect.signature(nn.parallel.DistributedDataParallel).parameters.keys()
+# As this torch calls it.
+SYNC_BUFFERS = "forward_sync_buffers" if "forward_sync_buffers" in NATIVE_OPTIONS else "broadcast_buffers"
 Loss = Callable[[nn.Module, Batch], Tensor]
 
 
@@ -149,7 +153,7 @@ def channels_last() -> nn.Module:
     return Convolutional(torch.channels_last)
 
 
-CASES = (
+_ALL_CASES = (
     Case(name="mlp", core=True, **SMALL, options={"bucket_cap_mb": 0.0018}),
     Case(name="mlp, default bucket sizes", module=lambda: mlp(20, 400, 400, 400, 10), batch=vectors(20, 10)),
     Case(
@@ -178,7 +182,7 @@ CASES = (
     Case(name="odd sizes", **of("odd"), options={"bucket_cap_mb": 0.0002}),
     Case(name="mixed dtypes", **of("mixed"), options={"bucket_cap_mb": 0.002}),
     Case(name="batch norm", core=True, **of("cnn"), options={"bucket_cap_mb": 0.002}),
-    Case(name="batch norm, own buffers", **of("cnn"), options={"bucket_cap_mb": 0.002, "forward_sync_buffers": False}),
+    Case(name="batch norm, own buffers", **of("cnn"), options={"bucket_cap_mb": 0.002, SYNC_BUFFERS: False}),
     Case(name="channels last", module=channels_last, batch=images, options={"bucket_cap_mb": 0.002}),
     Case(
         name="channels last, bucket views",
@@ -211,4 +215,6 @@ CASES = (
     ),
 )
 
+# An older torch's native DDP lacks some options.
+CASES = tuple(case for case in _ALL_CASES if case.options.keys() <= NATIVE_OPTIONS)
 CASES_BY_NAME = {case.name: case for case in CASES}

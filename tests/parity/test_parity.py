@@ -19,7 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from _pytest.mark import ParameterSet
-from parity.cases import CASES, CASES_BY_NAME, Case, Cell
+from parity.cases import CASES, CASES_BY_NAME, SYNC_BUFFERS, Case, Cell
 from support.processes import RanksFailedError, run_ranks_to_any_end
 
 from psengine.kernels import native
@@ -104,7 +104,7 @@ def one_ulp_off(case: Case, cell: Cell) -> tuple[Any, ...]:
 
 
 def without_buffer_exchange(case: Case, cell: Cell) -> tuple[Any, ...]:
-    return replace(case, options={**case.options, "forward_sync_buffers": False}).target(cell)
+    return replace(case, options={**case.options, SYNC_BUFFERS: False}).target(cell)
 
 
 def with_other_buckets(case: Case, cell: Cell) -> tuple[Any, ...]:

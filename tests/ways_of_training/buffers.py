@@ -56,7 +56,7 @@ def batch_norm_evaluated(run: Run) -> None:
         model.train()
 
 
-@row
+@row(since_torch=(2, 13))
 def batch_norm_of_ones_own(run: Run) -> None:
     """BatchNorm1d whose buffers stay each rank's own: forward_sync_buffers=False."""
     train(run, normed(nn.BatchNorm1d(8)), forward_sync_buffers=False)
@@ -75,7 +75,7 @@ def batch_norm_frozen(run: Run) -> None:
         optimizer.step()
 
 
-@row(sync_server=LATER)
+@row(sync_server=LATER, since_torch=(2, 13))
 def batch_norm_twice_a_step(run: Run) -> None:
     """BatchNorm1d in two forwards before one backward."""
     model = run.wrap(normed(nn.BatchNorm1d(8)))

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from _pytest.mark import ParameterSet
 from ways_of_training.ranks import Cell, Ranks
 from ways_of_training.rows import ROWS
 from ways_of_training.table import oracle_of
 
 from psengine.parameter_server.server.core import shard_jobs
+
+TORCH = tuple(map(int, torch.__version__.split(".")[:2]))
 
 
 def hold_many_jobs() -> None:
@@ -24,7 +27,9 @@ def cells_of(columns: tuple[str, ...]) -> list[ParameterSet]:
         for column in columns:
             if not row.expects(column).left_out:
                 is_slow = row.is_slow or column == other_transport
-                marks = pytest.mark.slow if is_slow else ()
+                marks = [pytest.mark.slow] if is_slow else []
+                if row.oldest_torch > TORCH:
+                    marks.append(pytest.mark.skip(reason="this version's native DDP cannot train so"))
                 cells.append(pytest.param(row.name, column, id=f"{row.name}-{column}", marks=marks))
     return cells
 

@@ -15,7 +15,8 @@ from ways_of_training.run import CLASSES, WIDTH, Run
 from ways_of_training.table import left_out, refused, row
 
 Make = Callable[[Any], torch.optim.Optimizer]
-NO_ACCELERATOR = "Cannot access accelerator device when none is available"
+# The second: a torch built for CUDA, where there is no driver.
+NO_ACCELERATOR = "CUDA error" if torch.version.cuda else "Cannot access accelerator device when none is available"
 NOT_AT_SERVERS = refused("expected one of SGD, Adam, AdamW, Adagrad, RMSprop")
 
 

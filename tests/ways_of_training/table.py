@@ -97,6 +97,7 @@ class Row:
     program: Program
     expected: dict[str, Expected]
     is_slow: bool
+    oldest_torch: tuple[int, int]
 
     @property
     def name(self) -> str:
@@ -117,11 +118,14 @@ class Row:
 ROWS: dict[str, Row] = {}
 
 
-def row(program: Program | None = None, *, slow: bool = False, **expected: Expected) -> Any:
+def row(
+    program: Program | None = None, *, slow: bool = False, since_torch: tuple[int, int] = (2, 11), **expected: Expected
+) -> Any:
     """Enter a program in the table.
 
     Args:
         slow: run by ``make test-slow`` only.
+        since_torch: the oldest version whose native DDP can train so.
         expected: by column, where it is not "same bits"; ``sync`` stands for both of its columns, ``everywhere`` for
             all four; ``native`` and ``plain`` may refuse too.
     """
@@ -135,7 +139,7 @@ def row(program: Program | None = None, *, slow: bool = False, **expected: Expec
         unknown = columns.keys() - TITLES.keys()
         assert not unknown, f"{program.__name__}: no column is called {unknown}"
         assert program.__name__ not in ROWS, f"two rows are called {program.__name__}"
-        ROWS[program.__name__] = Row(program, columns, slow)
+        ROWS[program.__name__] = Row(program, columns, slow, since_torch)
         return program
 
     return enter if program is None else enter(program)

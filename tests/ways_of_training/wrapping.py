@@ -114,7 +114,7 @@ def device_mesh(run: Run) -> None:
     train(run, run.wrap(mlp(), device_mesh=mesh))
 
 
-@row(sync_server=refused("delay_all_reduce_named_params"), one_worker=NO_GROUP)
+@row(sync_server=refused("delay_all_reduce_named_params"), one_worker=NO_GROUP, since_torch=(2, 13))
 def delayed_exchange(run: Run) -> None:
     """delay_all_reduce_named_params: the head's gradients are exchanged when the body's first is there."""
     module = Pieces()

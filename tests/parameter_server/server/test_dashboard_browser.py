@@ -50,10 +50,10 @@ def train(reports, address, job, pause_s):
 
 @contextmanager
 def browser():
-    webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed")
+    webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed (the extra dev)")
     driver_path, chromium = shutil.which("chromedriver"), shutil.which("chromium") or shutil.which("google-chrome")
     if driver_path is None or chromium is None:
-        pytest.skip("no chromium and chromedriver on PATH")
+        pytest.skip("no chromium and chromedriver on PATH (Debian: the packages chromium and chromium-driver)")
     options = webdriver.ChromeOptions()
     options.binary_location = chromium
     for argument in (

@@ -1,0 +1,102 @@
+"""What an installed wheel must do where there is nothing but torch. ``make wheel`` runs it in a fresh environment.
+
+It runs with the interpreter of the environment, outside the checkout, and ends with the first failure.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import warnings
+from pathlib import Path
+
+# torch says so when its functions for NumPy are first touched.
+warnings.filterwarnings("ignore", "Failed to initialize NumPy")
+STEPS, DEADLINE_S = 8, 240
+NOT_REQUIRED = ("numpy", "zmq", "msgpack", "safetensors", "xxhash", "typer", "rich")
+
+
+def main() -> None:
+    unexpected = [name for name in NOT_REQUIRED if importlib.util.find_spec(name)]
+    expect(not unexpected, "an environment with torch alone", unexpected)
+    import torch
+
+    import psengine
+    from psengine.kernels import native, ops
+
+    package = Path(psengine.__file__).parent
+    expect(package.is_relative_to(sys.prefix), f"psengine below {sys.prefix}", package)
+    expect(native.has_shared_memory(), "the native extension, with shared memory", native._reason)
+    print(f"psengine {psengine.__version__}, torch {torch.__version__}, {ops.native_kernels()} kernels")
+    train_on_two_ranks()
+    said = command("psengine", "doctor")
+    expect(re.search(r"^ok +native-extension", said, re.MULTILINE), "native-extension to be ok", said)
+    expect("0 problems" in said, "0 problems", said)
+    said = command("psengine", "run", "train.py", code=2)
+    expect("pip install 'psengine-torch[cli]'" in said and len(said.splitlines()) == 1, "the extra's name", said)
+    said = command("psengine-server", code=2)
+    expect("pip install 'psengine-torch[server]'" in said and len(said.splitlines()) == 1, "the extra's name", said)
+    print("the wheel works with torch alone")
+
+
+def train_on_two_ranks() -> None:
+    """Two ranks train under native DDP and under ours in shared memory: the same bits."""
+    with tempfile.TemporaryDirectory() as folder:
+        launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+        said = command(Path(sys.executable).name, *launch, str(Path(__file__).resolve()), "rank", folder)
+    expect(said.count("bits of native DDP") == 2, "two ranks with the bits of native DDP", said)
+
+
+def train_as_rank() -> None:
+    import torch
+
+    import psengine
+
+    context = psengine.init("gloo")
+    finals = []
+    for wrap in (torch.nn.parallel.DistributedDataParallel, psengine.DistributedDataParallel):
+        torch.manual_seed(0)
+        module = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.ReLU(), torch.nn.Linear(32, 4))
+        is_ours = wrap is psengine.DistributedDataParallel
+        model = wrap(module, **({"collective": "shared_memory"} if is_ours else {}))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        torch.manual_seed(1 + context.rank)
+        for _ in range(STEPS):
+            optimizer.zero_grad()
+            model(torch.randn(16, 8)).square().mean().backward()
+            optimizer.step()
+        finals.append(torch.cat([parameter.detach().flatten() for parameter in module.parameters()]))
+    expect(torch.equal(*finals), "the bits of native DDP", (finals[0] - finals[1]).abs().max())
+    try:
+        psengine.DistributedDataParallel(torch.nn.Linear(2, 2), strategy="async")
+    except psengine.PSEngineError as error:
+        expect("psengine-torch[server]" in str(error), "an error that names the extra server", error)
+    else:
+        expect(False, "strategy async to need the extra server", "no error")
+    # In one write: the two ranks share a pipe.
+    sys.stdout.write(f"rank {context.rank}: {STEPS} steps in shared memory with the bits of native DDP\n")
+    psengine.shutdown()
+
+
+def command(name: str, *arguments: str, code: int = 0) -> str:
+    """Run a program of this environment; return what it printed."""
+    line = [str(Path(sys.executable).with_name(name)), *arguments]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    done = subprocess.run(line, capture_output=True, text=True, timeout=DEADLINE_S, env=environment)
+    said = done.stdout + done.stderr
+    expect(done.returncode == code, f"exit code {code} of {' '.join(line)}", f"{done.returncode}:\n{said}")
+    print(said, end="")
+    return said
+
+
+def expect(holds: object, expected: str, got: object) -> None:
+    if not holds:
+        sys.exit(f"trial of the wheel: expected {expected}, got {got}")
+
+
+if __name__ == "__main__":
+    train_as_rank() if sys.argv[1:2] == ["rank"] else main()

