@@ -89,14 +89,17 @@ def study_twice(rank: int, world_size: int, images: Path, directory: Path) -> li
     options = ("--data", images, "--batch-sizes", "64,128", "--runs", 1, "--epochs", 1)
     options += ("--plot", directory / "sizes.png")
     return [
-        run_main(rank, world_size, "batch_size_study", *options, "--json", directory / f"{run}.json") for run in (0, 1)
+        run_main(
+            rank, world_size, "batch_size_study", *options, "--strategy", name, "--json", directory / f"{name}.json"
+        )
+        for name in ("sync", "native DDP")
     ]
 
 
-def test_the_batch_size_study_can_be_repeated(tmp_path, small_images):
+def test_the_batch_size_study_can_be_repeated_over_native_ddp(tmp_path, small_images):
     results, _ = run_ranks(study_twice, 2, small_images, tmp_path)
     assert [result.code for result in results] == [0, 0], results[0].errors
-    tables = [json.loads((tmp_path / f"{run}.json").read_text()) for run in (0, 1)]
+    tables = [json.loads((tmp_path / f"{name}.json").read_text()) for name in ("sync", "native DDP")]
     assert [row["batch_size"] for row in tables[0]] == [64, 128]
     assert [row["learning_rate"] for row in tables[0]] == [0.005, 0.01]
     assert [row["accuracies"] for row in tables[0]] == [row["accuracies"] for row in tables[1]]

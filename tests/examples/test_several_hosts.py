@@ -69,6 +69,7 @@ def on_two_hosts(launcher: list[str], *options: str) -> str:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(500)
 @needs_hosts
 @pytest.mark.skipif(not FASHION_MNIST.is_dir(), reason=f"{FASHION_MNIST} is missing (Debian: dataset-fashion-mnist)")
 def test_two_hosts_train_alike_with_each_launcher():

@@ -39,7 +39,7 @@ from psengine.collectives.shared_memory.segments import SharedSegments
 from psengine.errors import CollectiveError
 from psengine.kernels import native
 from psengine.tracing.stall_inspector import Whereabouts, inspector, stall_after_s
-from psengine.tracing.timeline import is_profiling, now_ns, profiled, record_wait, recorder
+from psengine.tracing.timeline import is_profiling, profiled, record_wait, recorder
 
 # csrc/kernels/kernels.h, ScalarKind
 SCALAR_KINDS = {
@@ -276,7 +276,7 @@ class SharedMemoryCollective(Collective):
             return call(self._group, *arguments)
 
     def _wait(self, operation: int, what: str, timeout_s: float) -> None:
-        started_ns = now_ns() if recorder.is_on else 0
+        started_ns = recorder.settled_ns() if recorder.is_on else 0
         watched = None
         if self._stall_after_s:
             watched = inspector.enter(self, operation, what, timeout_s, self._stall_after_s)
