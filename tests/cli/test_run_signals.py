@@ -75,6 +75,21 @@ def test_independent_workers_end_with_their_launcher():
         assert command.stderr.count("checkpoint saved") == 2
 
 
+def test_a_signal_to_launcher_and_workers_starts_no_worker_again():
+    # Slurm signals every process of a step. The launcher is stopped, so that it sees both at once.
+    options = ["--workers", "1", "--independent", "--strategy", "async", "--server-address", "tcp://127.0.0.1:9"]
+    with running_command(["run", *options, "--max-restarts", "3", WORKER, "hang"]) as command:
+        command.wait_until(lambda: " has " in command.stdout)
+        (worker,) = (pid for pid in children_of(command.pid) if WORKER in command_line(pid))
+        command.signal(signal.SIGSTOP)
+        for pid in (worker, command.pid):
+            os.kill(pid, signal.SIGTERM)
+        command.wait_until(lambda: not is_running(worker))
+        command.signal(signal.SIGCONT)
+        assert command.wait() == 128 + signal.SIGTERM
+        assert command.stderr == "psengine run: SIGTERM: ending the workers\n"
+
+
 def ignore_hangup():
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 import torch
 
 from psengine.cli.launching.failure import RankEnd, describe_exit, failure_time, last_traceback
+from psengine.cli.launching.interruption import Interruption
 from psengine.cli.launching.output import WorkerOutput
 from psengine.cli.launching.plan import Plan
 from psengine.cli.launching.processes import kill_group
@@ -29,7 +30,13 @@ class IndependentWorkers:
     """
 
     def __init__(
-        self, plan: Plan, *, variables: Mapping[str, str], output: WorkerOutput, report: Callable[[str], None]
+        self,
+        plan: Plan,
+        *,
+        variables: Mapping[str, str],
+        output: WorkerOutput,
+        report: Callable[[str], None],
+        interruption: Interruption,
     ) -> None:
         self.ends: list[RankEnd] = []
         options = plan.torchrun
@@ -46,6 +53,7 @@ class IndependentWorkers:
         self._max_restarts: int = options.max_restarts
         self._output = output
         self._report = report
+        self._interruption = interruption
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         self._restarts = dict.fromkeys(plan.ranks, 0)
         self._is_stopping = False
@@ -104,8 +112,8 @@ class IndependentWorkers:
     def _end(self, rank: int, process: subprocess.Popen[bytes]) -> None:
         del self._processes[rank]
         code, restarts = process.returncode, self._restarts[rank]
-        if self._is_stopping:
-            return  # it ended as it was told to
+        if self._is_stopping or self._interruption.received is not None:
+            return  # it ended as it was told to; Slurm signals workers and launcher at once
         if code != 0 and restarts < self._max_restarts:
             self._restarts[rank] += 1
             self._report(

@@ -98,7 +98,9 @@ def run_training(
             plan.torchrun.log_dir = str(directory / "torchrun")
         workers: Workers
         if plan.options.independent:
-            workers = IndependentWorkers(plan, variables=variables, output=output, report=report)
+            workers = IndependentWorkers(
+                plan, variables=variables, output=output, report=report, interruption=interruption
+            )
         else:
             workers = ElasticWorkers(plan, variables=variables, output=output, interruption=interruption)
         interruption.on_force = workers.kill
