@@ -77,6 +77,28 @@ def test_a_late_worker_gets_the_others_state(server):
         assert torch.equal(a, b)
 
 
+def independent(rank: int, world_size: int, address: str) -> list[float]:
+    """A worker of a job whose number of workers is known; worker 1 comes late. Returns the averages of two steps."""
+    use(address)
+    variables = {"PSENGINE_JOB": "counted", "PSENGINE_WORKER": str(rank), "PSENGINE_WORKERS": str(world_size)}
+    os.environ.update(variables)
+    if rank == 1:
+        time.sleep(1.0)
+    wrapped = psengine.DistributedDataParallel(nn.Linear(1, 1, bias=False), strategy="sync-server")
+    averages = []
+    for step in range(2):
+        wrapped.zero_grad()
+        wrapped(torch.tensor([[1.0 + 2 * rank + step]])).sum().backward()
+        averages.append(wrapped.module.weight.grad.item())
+    wrapped.leave()
+    return averages
+
+
+def test_the_first_step_of_independent_workers_waits_for_all_that_are_counted(server):
+    # Without PSENGINE_WORKERS worker 0 would train alone until worker 1 comes.
+    assert run_ranks(independent, 2, server.addresses[0], init_group=False) == [[2.0, 3.0], [2.0, 3.0]]
+
+
 def embedded(rank: int, world_size: int) -> Any:
     os.environ.pop("PSENGINE_SERVERS", None)
     wrapped = psengine.DistributedDataParallel(build(seed=rank), strategy=psengine.AsyncServer())

@@ -103,11 +103,15 @@ def leave(rendezvous: Rendezvous) -> None:
 
 
 def _place(collective: Collective) -> tuple[int | None, int]:
-    """(rank, workers the job begins with): the process group's, else the launcher's, else the servers give a rank."""
-    if not isinstance(collective, SoloCollective):
-        return (collective.rank, collective.world_size) if collective.world_size > 1 else (given_worker()[0], 1)
-    placement = launched_as(needs_master=False)
-    return (placement.rank, placement.world_size) if placement.world_size > 1 else (given_worker()[0], 1)
+    """(rank, workers the job begins with): the process group's, else the launcher's, else an independent worker's.
+
+    An independent worker without PSENGINE_WORKER gets its rank from the servers.
+    """
+    placement = collective if not isinstance(collective, SoloCollective) else launched_as(needs_master=False)
+    if placement.world_size > 1:
+        return placement.rank, placement.world_size
+    worker, workers = given_worker()
+    return worker, workers or 1
 
 
 def _embed(collective: Collective, device: torch.device) -> tuple[EmbeddedServer | None, tuple[str, ...]]:
