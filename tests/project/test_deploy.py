@@ -1,11 +1,10 @@
-"""deploy/: files that nobody runs here name only what exists, and the scripts do what their comments say."""
+"""deploy/: files that nobody runs here name only what exists. tests/environment/test_slurm.py runs Slurm's scripts."""
 
 from __future__ import annotations
 
 import json
 import os
 import re
-import shlex
 import shutil
 import subprocess
 import sys
@@ -150,77 +149,3 @@ def test_the_settings_are_a_servers():
     known = {f"{ENVIRONMENT_PREFIX}{setting.name.upper()}" for setting in fields(ServerSettings)}
     assert set(names) <= known
     assert read_config(DEPLOY / "systemd" / "server.toml")["snapshot_dir"] == "/var/lib/psengine"
-
-
-# srun and scontrol as far as the scripts use them: tasks are processes of this machine.
-SRUN = """
-import os, signal, subprocess, sys
-group, words = "0", sys.argv[1:]
-while words[0].startswith("--"):
-    group = words[0].removeprefix("--het-group=") if words[0].startswith("--het-group=") else group
-    words = words[1:]
-count = int(os.environ["FAKE_TASKS"].split(",")[int(group)])
-tasks = []
-for rank in range(count):
-    step = {"SLURM_STEP_ID": group, "SLURM_PROCID": rank, "SLURM_NTASKS": count, "SLURM_STEP_NUM_TASKS": count,
-            "SLURM_LOCALID": rank, "SLURM_STEP_NODELIST": "localhost", "SLURM_STEP_TASKS_PER_NODE": count,
-            "SLURM_NODEID": 0}
-    tasks.append(subprocess.Popen(words, env={**os.environ, **{name: str(value) for name, value in step.items()}}))
-signal.signal(signal.SIGTERM, lambda *_: [task.terminate() for task in tasks])
-sys.exit(max(abs(task.wait()) for task in tasks))
-"""
-
-TRAIN = """
-import os, sys, pathlib, torch, psengine
-if os.environ["PSENGINE_STRATEGY"] == "sync":
-    psengine.init()
-model = psengine.DistributedDataParallel(torch.nn.Linear(3, 1))
-optimizer = psengine.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
-for _ in range(3):
-    optimizer.zero_grad()
-    model(torch.ones(2, 3)).sum().backward()
-    optimizer.step()
-rank = model.strategy.session.rank if hasattr(model.strategy, "session") else torch.distributed.get_rank()
-pathlib.Path(sys.argv[1], f"rank{rank}").write_text(model.strategy.name)
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("script", "tasks", "ranks"), [("sync", "2", 4), ("async", "1,2", 2)])
-def test_the_slurm_scripts_train(tmp_path, script, tasks, ranks):
-    binaries = tmp_path / "bin"
-    binaries.mkdir()
-    for name, text in {"srun": SRUN, "scontrol": "print('localhost')"}.items():
-        (binaries / name).write_text(f"#!{sys.executable}\n{text}")
-        (binaries / name).chmod(0o755)
-    (tmp_path / "train.py").write_text(TRAIN)
-    (tmp_path / "out").mkdir()
-    environment = {
-        **{name: value for name, value in os.environ.items() if not name.startswith(("SLURM", "PSENGINE"))},
-        "PATH": f"{binaries}:{Path(sys.executable).parent}:{os.environ['PATH']}",
-        "PYTHONPATH": str(ROOT),
-        "FAKE_TASKS": tasks,
-        "SLURM_JOB_ID": str(os.getpid()),
-        "SLURM_JOB_NUM_NODES": "2",
-        "SLURM_JOB_NODELIST": "localhost",
-        "SLURM_JOB_NODELIST_HET_GROUP_0": "localhost",
-        "SLURM_CPUS_PER_TASK": "2",
-        "SLURM_SUBMIT_DIR": str(tmp_path),
-        "WORKERS_PER_NODE": "2",
-        "SHARDS": "2",
-        "PSENGINE_MAX_MEMORY_BYTES": "1GiB",
-    }
-    done = subprocess.run(
-        ["bash", DEPLOY / "slurm" / f"{script}.sbatch", "train.py", "out"],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=150,
-    )
-    assert done.returncode == 0, shlex.join(map(str, done.args)) + done.stdout + done.stderr
-    wrote = {path.name: path.read_text() for path in (tmp_path / "out").iterdir()}
-    assert wrote == {f"rank{rank}": script for rank in range(ranks)}
-    if script == "async":
-        keys = tmp_path / f"psengine-{os.getpid()}" / "keys"
-        assert (keys / "server.key").stat().st_mode & 0o077 == 0

@@ -1,0 +1,197 @@
+"""deploy/slurm's own scripts, and docs/launching/slurm.md's lines, on a real Slurm cluster of three emulated nodes."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from support.hosts import ROOT
+from support.scheduled_runs import TRAINING, hosts_of, lines_of, losses_of, native_losses
+from support.slurm import Cluster, Job, needs_slurm, slurm_cluster, states_of
+
+pytestmark = [pytest.mark.slow, needs_slurm, pytest.mark.timeout(400)]
+
+SCRIPTS = ROOT / "deploy" / "slurm"
+NODES = 3
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory):
+    with slurm_cluster(NODES, shared=[tmp_path_factory.getbasetemp()]) as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def native(tmp_path_factory):
+    """World size and number of steps to native DDP's losses under torchrun."""
+    known: dict[tuple[int, int], dict[int, list[str]]] = {}
+
+    def losses(world_size: int, steps: int) -> dict[int, list[str]]:
+        if (world_size, steps) not in known:
+            folder = tmp_path_factory.mktemp("torchrun") / "out"
+            known[world_size, steps] = native_losses(folder, world_size, f"--steps={steps}")
+        return known[world_size, steps]
+
+    return losses
+
+
+@pytest.fixture
+def out(tmp_path):
+    (tmp_path / "out").mkdir()
+    return tmp_path / "out"
+
+
+def submit(cluster: Cluster, out: Path, script: str, *training: str, **variables: str) -> Job:
+    """deploy/slurm's ``script`` as it is: sbatch reads its resources."""
+    return cluster.submit([SCRIPTS / script, TRAINING, out, *training], folder=out.parent, variables=variables)
+
+
+def wrap(
+    cluster: Cluster, out: Path, script: str, *training: str, options: Sequence[str] = (), **variables: str
+) -> Job:
+    """deploy/slurm's ``script`` with resources from the command line, and no GPUs."""
+    words = " ".join(map(str, ["bash", SCRIPTS / script, TRAINING, out, *training]))
+    resources = ["--nodes=2", "--ntasks-per-node=1", "--cpus-per-task=16", "--mem=64G", "--time=04:00:00"]
+    return cluster.submit([*resources, *options, "--wrap", words], folder=out.parent, variables=variables)
+
+
+def start_now(job: Job, *components: int) -> None:
+    """A requeued job waits two minutes, so that its former processes are gone; here the nodes say when they are."""
+    job.wait_until(lambda: set(states_of(job.cluster)) == {"idle"})
+    for number in components or (job.number,):
+        job.cluster.run(["scontrol", "update", f"jobid={number}", "StartTime=now"])
+
+
+def steps_of(out: Path, worker: int) -> list[int]:
+    return [line["step"] for line in lines_of(out).get(worker, [])]
+
+
+def test_a_task_for_each_process(cluster, out, native):
+    cluster.run(["srun", "--nodes=2", "--ntasks=4", "--ntasks-per-node=2", "python", TRAINING, out])
+    assert losses_of(out) == native(4, 10)
+    assert hosts_of(out) == ["node-1", "node-1", "node-2", "node-2"]
+
+
+# What puts a job back into the queue: an operator, or the script itself after the signal before the time limit.
+REQUEUES = {
+    "an operator": (["scontrol", "requeue"], "0"),
+    "the time limit's signal": (["scancel", "--signal=TERM"], "1"),
+}
+
+
+@pytest.mark.parametrize("how", REQUEUES)
+def test_the_synchronous_script_goes_on_from_its_checkpoint(cluster, out, native, how):
+    command, requeue = REQUEUES[how]
+    training = ["--steps=40", "--pause=0.3", "--checkpoint"]
+    job = submit(cluster, out, "sync.sbatch", *training, WORKERS_PER_NODE="1", REQUEUE=requeue)
+    job.wait_until(lambda: len(steps_of(out, 1)) >= 5)
+    cluster.run([*command, str(job.number)])
+    job.wait_until(lambda: job.facts()["JobState"] == "PENDING")
+    before = steps_of(out, 0)
+    start_now(job)
+    assert job.end() == "COMPLETED", job.text
+    assert job.facts()["Restarts"] == "1"
+    assert before[-1] < 39
+    for worker, lines in lines_of(out).items():
+        # A worker may have reported the interrupted step, which is not in the checkpoint.
+        assert {line["step"]: line["loss"] for line in lines} == dict(enumerate(native(2, 40)[worker]))
+
+
+def test_the_synchronous_script_with_resources_of_ones_own(cluster, out, native):
+    job = wrap(cluster, out, "sync.sbatch", WORKERS_PER_NODE="2")
+    assert job.end() == "COMPLETED", job.text
+    assert losses_of(out) == native(4, 10)
+
+
+@pytest.mark.parametrize("how", [submit, wrap], ids=["a heterogeneous job", "the server is the first step"])
+def test_synchronous_training_over_a_server(cluster, out, native, how):
+    job = how(cluster, out, "async.sbatch", WORKERS_PER_NODE="1", PSENGINE_STRATEGY="sync-server")
+    assert job.end() == "COMPLETED", job.text
+    assert losses_of(out) == native(2, 10)
+    assert hosts_of(out) == (["node-2", "node-3"] if how is submit else ["node-1", "node-2"])
+    assert os.stat(out.parent / f"psengine-{job.number}" / "keys" / "server.key").st_mode & 0o077 == 0
+
+
+def test_a_killed_step_starts_again_and_the_other_workers_go_on(cluster, out):
+    job = submit(cluster, out, "async.sbatch", "--steps=120", "--pause=0.3", WORKERS_PER_NODE="1")
+    job.wait_until(lambda: all(len(steps_of(out, worker)) >= 3 for worker in range(2)))
+    # Slurm 22.05's scancel reports an error ("No error") after it has killed a heterogeneous job's step.
+    cluster.run(["sh", "-c", f"scancel --signal=KILL {job.steps('psengine')['node-3']} || true"])
+    assert job.end() == "COMPLETED", job.text
+    assert "a step ended with exit code 137 (start 1 of 4)" in job.text
+    survivor, killed = (lines_of(out)[worker] for worker in range(2))
+    assert [line["step"] for line in survivor] == list(range(120))
+    assert len({line["pid"] for line in survivor}) == 1
+    first, again = (list(lines) for _, lines in itertools.groupby(killed, lambda line: line["pid"]))
+    # It goes on where the servers' model is, under its number and on its node.
+    assert again[0]["step"] > first[-1]["step"]
+    assert again[-1]["step"] == 119
+    assert {line["host"] for line in killed} == {"node-3"}
+
+
+@pytest.mark.parametrize("how", REQUEUES)
+def test_a_requeued_job_goes_on_from_the_servers_snapshot(cluster, out, how):
+    command, requeue = REQUEUES[how]
+    training = ["--steps=60", "--pause=0.3"]
+    job = submit(cluster, out, "async.sbatch", *training, WORKERS_PER_NODE="1", REQUEUE=requeue)
+    job.wait_until(lambda: all(len(steps_of(out, worker)) >= 5 for worker in range(2)))
+    cluster.run(["sh", "-c", f"{' '.join(command)} {job.number} || true"])
+    job.wait_until(lambda: job.facts()["JobState"] == "PENDING")
+    before = [steps_of(out, worker) for worker in range(2)]
+    start_now(job, job.number, job.number + 1)
+    assert job.end() == "COMPLETED", job.text
+    assert job.facts()["Restarts"] == "1"
+    assert re.search(r"durable to \S+, generation \d+ \(", job.text)
+    last = [steps[-1] for steps in before]
+    for worker in range(2):
+        assert last[worker] < 59
+        again = steps_of(out, worker)[len(before[worker])]
+        # The server wrote its last snapshot while Slurm ended the job: at most a step of each worker is not in it.
+        assert min(last) - 1 <= again <= max(last) + 2
+        assert steps_of(out, worker)[-1] == 59
+
+
+def test_another_job_goes_on_in_the_same_run_directory(cluster, out):
+    training = ["--steps=60", "--pause=0.3"]
+    job = submit(cluster, out, "async.sbatch", *training, WORKERS_PER_NODE="1")
+    job.wait_until(lambda: all(len(steps_of(out, worker)) >= 5 for worker in range(2)))
+    job.cancel()
+    assert job.end() == "CANCELLED"
+    before = steps_of(out, 0)
+    former = {"RUN_DIRECTORY": str(out.parent / f"psengine-{job.number}"), "PSENGINE_JOB": f"slurm-{job.number}"}
+    again = submit(cluster, out, "async.sbatch", *training, WORKERS_PER_NODE="1", **former)
+    assert again.end() == "COMPLETED", again.text
+    assert before[-1] - 1 <= steps_of(out, 0)[len(before)] <= before[-1] + 3
+    assert steps_of(out, 0)[-1] == 59
+
+
+def test_a_failed_node_does_not_end_the_others(cluster, out):
+    job = wrap(cluster, out, "async.sbatch", "--steps=40", "--pause=0.3", options=["--no-kill"], WORKERS_PER_NODE="1")
+    job.wait_until(lambda: all(len(steps_of(out, worker)) >= 3 for worker in range(2)))
+    cluster.run(["scontrol", "update", "nodename=node-2", "state=down", "reason=test"])
+    try:
+        job.end()
+        assert steps_of(out, 0) == list(range(40))
+        assert steps_of(out, 1)[-1] < 39
+        assert "Node failure on node-2" in job.text
+    finally:
+        cluster.run(["scontrol", "update", "nodename=node-2", "state=idle"])
+
+
+REFUSED = {
+    "no script": ("sync.sbatch", [], {}, "usage: sbatch sync.sbatch SCRIPT.py"),
+    "ranks that need each other": ("async.sbatch", ["t.py"], {"PSENGINE_STRATEGY": "sync"}, "parameter servers alone"),
+    "no such file": ("sync.sbatch", ["t.py"], {}, "t.py"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_wrong_input_ends_the_job_with_a_message(cluster, out, case):
+    script, arguments, variables, message = REFUSED[case]
+    job = cluster.submit([SCRIPTS / script, *arguments], folder=out.parent, variables=variables)
+    assert job.end() == "FAILED"
+    assert message in job.text

@@ -1,0 +1,66 @@
+"""What ``scheduled_training.py`` wrote, and the same training under torchrun and native DDP."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from support.hosts import ROOT
+
+TRAINING = Path(__file__).with_name("scheduled_training.py")
+DEADLINE_S = 150.0
+# What launchers tell their processes. A test that runs inside a job of its own must not pass it on.
+_LAUNCHERS = re.compile(r"(SLURM|OMPI|PMIX|PMI|TORCHELASTIC|MASTER|PSENGINE)_|(LOCAL_)?(RANK|WORLD_SIZE)$")
+
+
+def clean_environment(**more: str) -> dict[str, str]:
+    """This process's variables without those of launchers, and ``more``."""
+    kept = {name: value for name, value in os.environ.items() if not _LAUNCHERS.match(name)}
+    programs = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    return {**kept, "PATH": programs, "PYTHONPATH": str(ROOT), **more}
+
+
+def lines_of(folder: Path) -> dict[int, list[dict[str, Any]]]:
+    """Worker to the steps that it reported, oldest first."""
+    return {
+        # The last line may be half written.
+        int(path.stem.removeprefix("worker")): [json.loads(line) for line in path.read_text().split("\n")[:-1]]
+        for path in sorted(folder.glob("worker*.jsonl"))
+    }
+
+
+def losses_of(folder: Path) -> dict[int, list[str]]:
+    """Worker to its losses, each to the bit."""
+    return {worker: [line["loss"] for line in lines] for worker, lines in lines_of(folder).items()}
+
+
+def hosts_of(folder: Path) -> list[str]:
+    """The hosts on which workers ran, in the order of workers."""
+    return [lines[-1]["host"] for _, lines in sorted(lines_of(folder).items())]
+
+
+def native_losses(folder: Path, world_size: int, *arguments: str) -> dict[int, list[str]]:
+    """The losses of the same training by native DDP, started by torchrun on this machine."""
+    folder.mkdir()
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world_size}"]
+    done = run([*torchrun, TRAINING, folder, "--native", *arguments])
+    assert done.returncode == 0, done.stdout + done.stderr
+    return losses_of(folder)
+
+
+def run(command: Sequence[str | Path], **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run ``command`` to its end, outside of any launcher's job."""
+    return subprocess.run(
+        list(map(str, command)),
+        env=clean_environment(**variables),
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        check=False,
+    )
