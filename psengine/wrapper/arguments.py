@@ -12,6 +12,8 @@ from torch._utils import _get_device_index
 from torch.nn.parameter import UninitializedParameter
 
 from psengine.collectives import registry
+from psengine.environment.context import world_place
+from psengine.environment.variables import given_worker
 from psengine.errors import ConfigurationError, ModuleError
 from psengine.strategies.base import Strategy
 
@@ -112,6 +114,19 @@ def check_weighable(wrapper: Any) -> None:
         raise ConfigurationError(
             "batch_weight weighs what passes through psengine's buckets (expected no delay_all_reduce_named_params, and"
             " torch._dynamo.config.optimize_ddp other than 'python_reducer', got one of them)"
+        )
+
+
+def check_meets_others(strategy: Strategy) -> None:
+    """Refuse a strategy under which an independent worker would train alone, unnoticed."""
+    worker, workers = given_worker()
+    is_alone = worker is not None and workers != 1 and world_place()[1] == 1
+    if is_alone and strategy.capabilities.needs_process_group:
+        raise ConfigurationError(
+            f"strategy {strategy.name!r} exchanges gradients in a process group, and this process is independent worker"
+            f" {worker}, a group of its own (expected a strategy over servers, such as 'async', got"
+            f" {strategy.name!r} with PSENGINE_WORKER={worker}). Fix: strategy='async' or 'sync-server'; or unset"
+            " PSENGINE_WORKER, and let a launcher make the group."
         )
 
 

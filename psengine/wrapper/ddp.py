@@ -178,6 +178,7 @@ class DistributedDataParallel(ForwardPass):
             adopt_sync_batchnorm(module)
         self._collective_choice = default_collective() if collective is None else collective
         self._collective = resolve_collective(self._collective_choice, self.process_group, self.device)
+        checks.check_meets_others(self.strategy)
         self._buffer_broadcast = BufferBroadcast()
         self.logger = LoggingData()
         self._delay_grad_buffer: torch.Tensor | None = None

@@ -65,6 +65,15 @@ def test_an_independent_worker_is_a_world_of_its_own_whatever_the_launcher_says(
     assert detect(os.environ).device_index == (2 if launcher is SRUN else 1 if launcher else 0)
 
 
+def test_an_independent_worker_does_not_train_alone_unnoticed(bare):
+    psengine.init()
+    bare.setenv("PSENGINE_WORKER", "1")
+    with raises(ConfigurationError, "independent worker 1", "got 'sync' with PSENGINE_WORKER=1", "Fix: strategy="):
+        psengine.DistributedDataParallel(torch.nn.Linear(1, 1), strategy="sync")
+    set_all(bare, {"PSENGINE_WORKER": "0", "PSENGINE_WORKERS": "1"})
+    psengine.DistributedDataParallel(torch.nn.Linear(1, 1), strategy="sync")
+
+
 def test_the_number_of_workers_is_needed_only_where_it_is_read(bare):
     bare.setenv("PSENGINE_WORKER", "1")
     context = psengine.init()
