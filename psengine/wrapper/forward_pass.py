@@ -12,8 +12,9 @@ Inside ``join``, a rank with data and a rank without data meet in this order::
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from types import MethodType
 from typing import Any
 
 import torch
@@ -37,6 +38,24 @@ from psengine.wrapper.native_features.compilation import stay_out_of_graphs
 # Captured at import: a program may replace the native class by ours under its own name. Any: the types of the native
 # class's attributes (its Reducer, its Logger) are not ours.
 NativeDistributedDataParallel: Any = native.DistributedDataParallel
+
+
+class _NeverAssigned:
+    """A method in whose place an assignment, which would do nothing, is an error."""
+
+    def __init__(self, method: Callable[..., None]) -> None:
+        self._method = method
+
+    def __get__(self, wrapper: Any, kind: type | None = None) -> Callable[..., None]:
+        bound: Callable[..., None] = self._method if wrapper is None else MethodType(self._method, wrapper)
+        return bound
+
+    def __set__(self, wrapper: Any, value: object) -> None:
+        name = self._method.__name__
+        raise ConfigurationError(
+            f"{name} is a method, called in every step (expected model.{name}({value!r:.60}), got an assignment)."
+            f" Fix: model.{name}(len(batch)) before forward."
+        )
 
 
 class ForwardPass(NativeDistributedDataParallel):  # type: ignore[misc]
@@ -148,6 +167,7 @@ class ForwardPass(NativeDistributedDataParallel):  # type: ignore[misc]
 
     # ---- what a training loop says and asks -----------------------------------------------------------------------
 
+    @_NeverAssigned
     def batch_weight(self, weight: float | torch.Tensor | None) -> None:
         """Let the next backward average by samples; call it in every step before forward, on every rank or on none.
 
@@ -165,14 +185,6 @@ class ForwardPass(NativeDistributedDataParallel):  # type: ignore[misc]
         """
         checks.check_weighable(self)
         self.reducer.step_share.set_weight(checked_weight(weight))
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name == "batch_weight":
-            raise ConfigurationError(
-                f"batch_weight is a method, called in every step (expected model.batch_weight({value!r:.60}), got an"
-                " assignment). Fix: model.batch_weight(len(batch)) before forward."
-            )
-        super().__setattr__(name, value)
 
     def report(self, loss: float | torch.Tensor | None = None, samples: int | None = None) -> None:
         """Tell the parameter servers how training goes here, for their dashboard; strategies without any tell nobody.
