@@ -106,9 +106,9 @@ def stop_if_not_finite(loss: float | torch.Tensor) -> None:
     if not math.isfinite(value):
         worker = this_worker()
         raise NonFiniteLossError(
-            f"the loss of worker {worker} is {value} (expected a finite number). Its backward would make the gradients,"
-            " and then the weights, NaN on all workers. Fix: lower the learning rate, clip gradients"
-            " (psengine.clip_grad_norm_), or check this worker's last batch.",
+            f"the loss of worker {worker} is {value} (expected a finite number). Its gradients would hold NaN or"
+            " infinity too. Fix: lower the learning rate, clip gradients (psengine.clip_grad_norm_), or check this"
+            " worker's last batch.",
             worker=worker,
             loss=value,
         )
