@@ -38,6 +38,15 @@ def run_program(source: str, *options: object) -> dict[str, Any]:
     return names
 
 
+RUN_ELSEWHERE = {"README.md", "docs/quickstart.md", "docs/launching/ray.md"}
+RUN_HERE = {"docs/checkpoints.md", "docs/precision.md", "docs/launching/index.md", "docs/servers/index.md"}
+
+
+def test_no_page_has_a_program_that_nobody_runs():
+    with_programs = {name for page in PAGES if programs(name := page.relative_to(ROOT).as_posix())}
+    assert with_programs - RUN_ELSEWHERE == RUN_HERE
+
+
 @pytest.fixture(scope="module")
 def server():
     with running_server() as running:
