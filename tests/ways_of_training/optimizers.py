@@ -455,7 +455,9 @@ def sharded_optimizer_state(run: Run) -> None:
 @row(
     native=refused(NO_ACCELERATOR),
     sync=refused(NO_ACCELERATOR),
-    sync_server=refused("takes no communication hook", "it is one under the surface"),
+    sync_server=refused(
+        "CUDA error" if torch.version.cuda else "takes no communication hook", "it is one under the surface"
+    ),
     one_worker=left_out("workers step each parameter in backward; servers step all at once"),
 )
 def optimizer_in_backward(run: Run) -> None:
