@@ -6,7 +6,7 @@ from dataclasses import replace
 from urllib.parse import urlsplit
 
 from psengine.environment.launchers import Master, Placement
-from psengine.environment.variables import launched_as, master_of
+from psengine.environment.variables import launched_as, master_of, read_variable
 from psengine.errors import ArgumentTypeError, ConfigurationError, EnvironmentVariableError
 
 ARGUMENTS = "arguments of init()"
@@ -27,6 +27,14 @@ def place(rank: int | None, world_size: int | None, init_method: str | None) -> 
     if placement.world_size == 1:
         return placement
     scheme, path, master = _read("env://" if init_method is None else init_method)
+    agent = (read_variable("MASTER_ADDR"), read_variable("MASTER_PORT"))
+    if scheme == "tcp" and read_variable("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        assert master is not None
+        if (master.address, str(master.port)) != agent:
+            raise ConfigurationError(
+                f"torchrun's agent keeps the store of its ranks, and no rank listens at another address (expected no"
+                f" init_method, or tcp://{agent[0]}:{agent[1]}; got {init_method}). Fix: leave it out."
+            )
     if scheme == "env":
         return replace(placement, master=master_of(placement.world_size))
     return replace(placement, master=master, meeting_file=path)

@@ -210,6 +210,12 @@ def test_arguments_that_do_not_fit(bare, arguments, error, words):
     assert not dist.is_initialized()
 
 
+def test_under_torchrun_no_other_address_is_listened_at(bare):
+    set_all(bare, TORCHRUN | {"TORCHELASTIC_USE_AGENT_STORE": "True"})
+    with raises(ConfigurationError, "expected no init_method, or tcp://no.such.host.invalid:1; got tcp://h:2", "Fix: "):
+        psengine.init("gloo", init_method="tcp://h:2")
+
+
 def leave_by_an_error(rank: int, world_size: int) -> None:
     clear()
     with psengine.init("gloo", rank=0, world_size=1):
