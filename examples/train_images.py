@@ -6,12 +6,13 @@ torchrun --nproc-per-node=2 examples/train_images.py --compare         native Di
 torchrun --nproc-per-node=2 examples/train_images.py --strategy async  gradients go to a server, which rank 0 starts
 python examples/train_images.py --evaluate digits.pt                   a checkpoint's accuracy, in plain PyTorch
 
-Workers that know each other only through a parameter server, and may come and go. --seed also says in which order a
-worker takes the images: give each another.
+Workers that know each other only through a parameter server, and may come and go. Each takes its part of the images;
+worker 0 prints and saves.
 
-psengine-server                                                                                    a server
-PSENGINE_SERVERS=tcp://127.0.0.1:7077 python examples/train_images.py --strategy async --seed 1    a worker
-PSENGINE_SERVERS=tcp://127.0.0.1:7077 python examples/train_images.py --strategy async --seed 2    another
+psengine-server                                                                      a server
+export PSENGINE_SERVERS=tcp://127.0.0.1:7077 PSENGINE_WORKERS=2                      in two other terminals:
+PSENGINE_WORKER=0 python examples/train_images.py --strategy async                   a worker
+PSENGINE_WORKER=1 python examples/train_images.py --strategy async                   another
 """
 
 from __future__ import annotations
