@@ -22,6 +22,7 @@ from psengine.protocol.messages import (
     DTYPES,
     MAX_BODY_BYTES,
     MAX_BODY_DEPTH,
+    MAX_COUNTED,
     MAX_NAME_BYTES,
     MAX_SEGMENTS,
     MAX_WEIGHT,
@@ -35,8 +36,6 @@ from psengine.protocol.messages import (
 Check = Callable[[Any, bool], str]
 
 MAX_TEXT_CHARS = 4000
-# A worker's counters stay exact as floats.
-MAX_COUNTED = 2**53
 _INT64_MAX = 2**63 - 1
 # The first bytes of msgpack's arrays and maps.
 _ARRAYS = frozenset({*range(0x90, 0xA0), 0xDC, 0xDD})

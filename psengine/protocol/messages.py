@@ -23,6 +23,8 @@ MAX_PAYLOAD_BYTES = 16 * 1024 * 1024
 MAX_NAME_BYTES = 512
 MAX_SEGMENTS = 512
 MAX_WEIGHT = 1e12
+# A worker's counters stay exact as floats.
+MAX_COUNTED = 2**53
 
 # In the header's worker and key fields.
 NOBODY = 0xFFFFFFFF

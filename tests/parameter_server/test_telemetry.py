@@ -19,13 +19,13 @@ from torch import nn
 import psengine
 from psengine.cli.status_reading import read_status
 from psengine.errors import ConfigurationError
-from psengine.parameter_server.client.telemetry import MAX_COMING, Telemetry
 from psengine.parameter_server.overview import merge_jobs
 from psengine.parameter_server.server.core.events import MAX_EVENTS, REPEAT_S, EventLog
 from psengine.parameter_server.server.core.surroundings import Clocks
 from psengine.parameter_server.server.core.telemetry import WorkerTelemetry
 from psengine.parameter_server.status_model import to_json
 from psengine.protocol.messages import MessageType
+from psengine.tracing.telemetry import MAX_COMING, Telemetry
 
 STEPS = 6
 

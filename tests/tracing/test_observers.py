@@ -22,8 +22,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import psengine
-from psengine.parameter_server.client.telemetry import Telemetry
 from psengine.tracing.backward_timer import ALWAYS_SAMPLED_ITERATIONS, BackwardTimer
+from psengine.tracing.telemetry import Telemetry
 
 # ---- times of an iteration ---------------------------------------------------------------------------------------
 

@@ -28,10 +28,10 @@ from psengine.parameter_server.client.operation import Operation, Parking, Reque
 from psengine.parameter_server.client.options import SessionOptions
 from psengine.parameter_server.client.runtime import Runtime, Transport
 from psengine.parameter_server.client.stalls import StallWatch
-from psengine.parameter_server.client.telemetry import Telemetry
 from psengine.protocol.layout import ChunkSpec, job_number
 from psengine.protocol.messages import CONTROL, NOBODY, Message, MessageType
 from psengine.tracing.stall_inspector import stall_after_s
+from psengine.tracing.telemetry import Telemetry
 
 logger = logging.getLogger(__name__)
 

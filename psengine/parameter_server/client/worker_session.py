@@ -27,9 +27,9 @@ from psengine.parameter_server.client.operation import Answer, Push, PushResult,
 from psengine.parameter_server.client.options import SessionOptions
 from psengine.parameter_server.client.recovery import recover
 from psengine.parameter_server.client.runtime import Runtime
-from psengine.parameter_server.client.telemetry import Telemetry
 from psengine.protocol.layout import ChunkSpec
 from psengine.protocol.messages import MAX_PAYLOAD_BYTES, Message, MessageType
+from psengine.tracing.telemetry import Telemetry
 
 __all__ = ["Answer", "Push", "PushResult", "Request", "SessionOptions", "WorkerSession", "wait_all"]
 

@@ -1,4 +1,4 @@
-"""A worker's counters; its heartbeats carry them to the servers, for people who watch.
+"""A worker's counters, for people who watch: heartbeats carry them to servers, a port of its own to Prometheus.
 
     the worker's thread   with blocked(): wait_all(...)       step_ended()       report(loss=..., samples=...)
     the I/O thread                                  to_body(), with every heartbeat
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from psengine.errors import ConfigurationError
-from psengine.protocol.bodies import MAX_COUNTED
+from psengine.protocol.messages import MAX_COUNTED
 from psengine.tracing.observers import Observer
 
 # A training loop may be so many steps ahead of its GPU.
@@ -55,6 +55,10 @@ class Telemetry:
             yield
         finally:
             self._unfinished_blocked_s += self._now_s() - began_s
+
+    def was_blocked(self, seconds: float) -> None:
+        """Of the step that ends next, this worker's training waited so long."""
+        self._unfinished_blocked_s += seconds
 
     def step_ended(self) -> None:
         """A step is complete: its gradients are exchanged."""
