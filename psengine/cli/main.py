@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 EXIT_PROBLEM, EXIT_USAGE = 1, 2
 # Each has register(app), which adds its commands; in the order of --help.
-COMMANDS = ("run", "verify", "status", "doctor", "advise", "bench")
+COMMANDS = ("run", "verify", "status", "admin", "doctor", "advise", "bench")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

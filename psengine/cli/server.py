@@ -14,13 +14,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 from psengine.environment.extras import require_server_packages
-from psengine.errors import PSEngineError
+from psengine.errors import ConfigurationError, PSEngineError
 from psengine.version import __version__
 
 if TYPE_CHECKING:
     import typer
 
     from psengine.parameter_server.server.settings import ServerSettings
+
+logger = logging.getLogger(__name__)
 
 EXIT_USAGE = 2
 
@@ -35,23 +37,32 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.exit(EXIT_USAGE)
 
 
-def build_app(run: "Callable[[ServerSettings, bool, int | None], int]") -> "typer.Typer":
+def build_app(run: "Callable[[ServerSettings, bool, int | None, Sequence[str]], int]") -> "typer.Typer":
     """The command line.
 
     Args:
-        run: serves, given the settings, ``--until-stdin-closes`` and ``--announce-fd``; returns the exit code.
+        run: serves, given the settings, ``--until-stdin-closes``, ``--announce-fd`` and what is to be logged about
+            where settings came from; returns the exit code.
     """
     import typer
 
-    from psengine.parameter_server.server.settings import ServerSettings
+    from psengine.parameter_server.server.settings import ServerSettings, SettingError
 
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 
     def serve(context: Any, **options: Any) -> None:
         until_stdin_closes, announce_fd = options.pop("until_stdin_closes"), options.pop("announce_fd")
-        del options["config"], options["version"]
-        if context.invoked_subcommand is None:
-            raise typer.Exit(run(ServerSettings(**options), until_stdin_closes, announce_fd))
+        config = options.pop("config")
+        del options["version"]
+        if context.invoked_subcommand is not None:
+            return
+        try:
+            settings = ServerSettings(**options)
+        except SettingError as error:
+            if _origin(context, error.setting) == "DEFAULT_MAP":
+                raise ConfigurationError(f"{config}: {error}") from error
+            raise
+        raise typer.Exit(run(settings, until_stdin_closes, announce_fd, _overrides(context, config)))
 
     serve.__doc__ = (
         "Keep the parameters of training jobs: a psengine parameter server.\n\nEvery option may also be given as a"
@@ -133,14 +144,35 @@ def _parameters() -> list[inspect.Parameter]:
     ]
 
 
+def _origin(context: Any, name: str) -> str:
+    """Where a setting's value came from: "COMMANDLINE", "ENVIRONMENT", "DEFAULT_MAP" (the file) or "DEFAULT"."""
+    source = context.get_parameter_source(name)
+    return "" if source is None else str(source.name)
+
+
+def _overrides(context: Any, config: str | None) -> list[str]:
+    """A line for each setting of the file that a variable has overridden."""
+    from psengine.parameter_server.server.settings import ENVIRONMENT_PREFIX
+
+    return [
+        f"the variable {ENVIRONMENT_PREFIX}{name.upper()} overrides {name} = {text} of {config}"
+        for name, text in (context.default_map or {}).items()
+        if _origin(context, name) == "ENVIRONMENT"
+    ]
+
+
 def _as_text(value: Any) -> str:
     return ",".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
-def _serve(settings: "ServerSettings", until_stdin_closes: bool, announce_fd: int | None) -> int:
+def _serve(
+    settings: "ServerSettings", until_stdin_closes: bool, announce_fd: int | None, overrides: Sequence[str]
+) -> int:
     from psengine.parameter_server.server.daemon import Server, log_start
 
     _log_to_stderr(settings.log_format)
+    for line in overrides:
+        logger.warning("%s", line)
 
     def announce(line: str) -> None:
         is_ready = line.startswith("psengine-server ready")

@@ -75,6 +75,8 @@ def status(
         events = [Text("events", "dim"), events_view(overview.events, EVENT_LINES)] if overview.events else []
         tables = jobs_view(overview, console.width, console.options.ascii_only)
         console.print(Group(servers_table(overview.reports), Text(), tables, *events))
+        for text in overview.warnings:
+            console.print(Text(text, "yellow"), soft_wrap=True)
         for text in problems:
             console.print(Text(text, "bold red"), soft_wrap=True)
     if problems:

@@ -80,11 +80,24 @@ class Overview:
                 found.append(f"job {name!r}: nothing was heard of worker {', '.join(silent)}")
         return [printable(text) for text in found]
 
+    @property
+    def warnings(self) -> list[str]:
+        """What may be meant so, in words."""
+        found = []
+        for report in self.reports:
+            if any(shard.keeps_snapshots is False for shard in report.status.answering):
+                text = "keeps no snapshots: when it ends, the models of its async jobs are lost (--snapshot-dir)"
+                found.append(f"{report.address} {text}")
+            if report.status.is_draining:
+                found.append(f"{report.address} drains: it lets no more workers in, and ends when the last has left")
+        return [printable(text) for text in found]
+
     def to_json(self) -> dict[str, Any]:
         """For programs."""
         return {
             "healthy": not self.problems,
             "problems": self.problems,
+            "warnings": self.warnings,
             "servers": [_server_json(report) for report in self.reports],
             "jobs": to_json(self.jobs),
             "events": to_json(self.events),

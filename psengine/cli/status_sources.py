@@ -9,14 +9,12 @@ from __future__ import annotations
 import http.client
 import json
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, TypeAlias
-from urllib.parse import urlsplit
 
 from psengine.cli.console import printable
+from psengine.cli.status_http import MAX_REASON_CHARACTERS, NoHttpError, StatusHttp, reading_token, trusted_ca
 from psengine.cli.status_overview import Overview, ServerReport, merge
 from psengine.cli.status_reading import NoStatusError, read_status
 from psengine.environment.extras import require_server_packages
@@ -30,10 +28,6 @@ from psengine.protocol.keys import CurveClientKeys
 
 if TYPE_CHECKING:
     from psengine.parameter_server.client.client import Client
-
-MAX_PAGE_BYTES = 64 << 20
-# Of a page that says why a request is refused.
-MAX_REASON_CHARACTERS = 200
 
 
 class ProtocolSource:
@@ -73,45 +67,31 @@ class HttpSource:
 
     def __init__(self, url: str, timeout_s: float) -> None:
         self.address = url
-        self._timeout_s = timeout_s
-        # The page is on this machine, or at the end of a tunnel: no proxy reaches it.
-        self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        base = url.removesuffix("/status.json")
+        self._port = StatusHttp(base, timeout_s, token=reading_token(url), ca=trusted_ca())
 
     def read(self) -> ServerStatus:
         """Likewise."""
-        is_page = urlsplit(self.address).path.endswith(".json")
-        url = self.address if is_page else f"{self.address.rstrip('/')}/status.json"
+        url = f"{self._port.url}/status.json"
         try:
-            with self._opener.open(url, timeout=self._timeout_s) as response:
-                page = json.loads(self._content_of(response))
-        except urllib.error.HTTPError as error:
-            text = f"{url} answers {error.code} {error.reason}; is it a psengine-server's?"
-            with error:
-                if error.headers.get_content_type() == "text/plain":
-                    text += f" It says: {error.read(MAX_REASON_CHARACTERS).decode(errors='replace').strip()}"
-            raise NoStatusError(text) from None
-        except urllib.error.URLError as error:
-            raise OSError(str(error.reason)) from None
-        except http.client.HTTPException as error:  # something else than HTTP is spoken there
-            said = str(error).strip()[:MAX_REASON_CHARACTERS]
-            text = f"{url} is no status page: no HTTP came back ({said or type(error).__name__})"
-            raise NoStatusError(text) from None
+            code, kind, content = self._port.ask("/status.json")
+        except NoHttpError as error:
+            raise NoStatusError(f"{url} is no status page: {error}") from None
+        if code != 200:
+            reason = http.client.responses.get(code, "")
+            text = f"{url} answers {code} {reason}; is it a psengine-server's?"
+            if kind == "text/plain":
+                text += f" It says: {content[:MAX_REASON_CHARACTERS].decode(errors='replace').strip()}"
+            if code == 401:
+                text += ". Fix: PSENGINE_STATUS_READ_TOKEN names the file of its token"
+            raise NoStatusError(text)
+        try:
+            page = json.loads(content)
         except (ValueError, RecursionError):
             page = None
         if not (isinstance(page, dict) and isinstance(page.get("shards"), list) and "healthy" in page):
             raise NoStatusError(f"{url} is no status page of a psengine-server")
         return read_status(page, self.address)
-
-    def _content_of(self, response: Any) -> bytes:
-        deadline_s = time.monotonic() + self._timeout_s
-        content = bytearray()
-        while part := response.read1(1 << 16):
-            content += part
-            if len(content) > MAX_PAGE_BYTES:
-                raise OSError(f"its page is too long (expected at most {MAX_PAGE_BYTES} bytes)")
-            if time.monotonic() > deadline_s:
-                raise OSError(f"its page had not ended after {self._timeout_s:g} s")
-        return bytes(content)
 
     def close(self) -> None:
         """Nothing is held between questions."""
@@ -138,7 +118,6 @@ def open_sources(servers: str | None, timeout_s: float) -> list[Source]:
     sources: list[Source] = []
     for part in dict.fromkeys(parts):
         if part.startswith(("http://", "https://")):
-            _check_url(part)
             sources.append(HttpSource(part, timeout_s))
             continue
         require_server_packages("servers asked over ZeroMQ")
@@ -164,13 +143,3 @@ def ask_all(sources: Sequence[Source], job: str | None = None) -> Overview:
     """Ask all servers at once; with ``job`` about that job alone."""
     with ThreadPoolExecutor(max_workers=len(sources), thread_name_prefix="psengine-status") as pool:
         return merge(list(pool.map(ask, sources)), job)
-
-
-def _check_url(url: str) -> None:
-    try:
-        parts = urlsplit(url)
-        is_good = bool(parts.hostname) and (parts.port is None or parts.port > 0)
-    except ValueError:
-        is_good = False
-    if not is_good:
-        raise ConfigurationError(f"a status page's address is malformed (expected http://host:port, got {url!r})")

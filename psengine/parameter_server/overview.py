@@ -86,10 +86,16 @@ def _merge_workers(parts: Sequence[ShardJob]) -> tuple[WorkerStatus, ...]:
         in_step = {rank: step for rank, step in steps.items() if step is not None and _state(seen[rank]) != "joining"}
         fastest = max(in_step.values(), default=0)
         lags = {rank: fastest - step for rank, step in in_step.items()}
-    return tuple(_merge_worker(rank, seen[rank], steps[rank], lags.get(rank)) for rank in sorted(seen))
+    waits = [{rank for part in of_worker for rank in part.waiting_for} for of_worker in seen.values()]
+    awaited_by = {rank: sum(rank in wait for wait in waits) for rank in seen}
+    return tuple(
+        _merge_worker(rank, seen[rank], steps[rank], lags.get(rank), awaited_by[rank]) for rank in sorted(seen)
+    )
 
 
-def _merge_worker(rank: int, parts: Sequence[ShardWorker], step: int | None, lag: int | None) -> WorkerStatus:
+def _merge_worker(
+    rank: int, parts: Sequence[ShardWorker], step: int | None, lag: int | None, awaited_by: int
+) -> WorkerStatus:
     staleness = added(part.staleness for part in parts)
     # Each shard hears the same heartbeats, but a restarted one knows fewer.
     told = next((part.telemetry for part in parts if part.telemetry.steps is not None), WorkerTimes())
@@ -103,6 +109,7 @@ def _merge_worker(rank: int, parts: Sequence[ShardWorker], step: int | None, lag
         staleness_p50=percentile(staleness, 0.5),
         staleness_p99=percentile(staleness, 0.99),
         waiting_for=tuple(sorted({other for part in parts for other in part.waiting_for})),
+        awaited_by=awaited_by,
         loss=told.loss,
         samples_per_s=told.samples_per_s,
         steps_per_s=told.steps_per_s,

@@ -50,7 +50,8 @@ def _counter(explanation: str) -> Any:
 
 def _gauge(name: str, explanation: str, **metadata: Any) -> Any:
     """A number of a worker that /metrics exports as psengine_worker_``name``."""
-    return field(metadata={"gauge": (name, explanation), **metadata})
+    given = {"default": metadata.pop("default")} if "default" in metadata else {}
+    return field(metadata={"gauge": (name, explanation), **metadata}, **given)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,12 +179,16 @@ class Transport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardStatus:
-    """A shard; ``unix_s`` and ``software`` in a STATUS_REPORT, ``transport`` on the status page alone."""
+    """A shard; ``keeps_snapshots`` is its server's.
+
+    ``unix_s`` and ``software`` are in a STATUS_REPORT, ``transport`` on the status page alone.
+    """
 
     index: int
     epoch: int = 0
     address: str = ""
     durable_generation: int | None = None
+    keeps_snapshots: bool | None = None
     memory_bytes: int = 0
     max_memory_bytes: int = 0
     unix_s: float | None = None
@@ -223,6 +228,7 @@ class WorkerStatus:
     refused: int = field(metadata={"merge": sum})
     late: int = field(metadata={"merge": sum})
     waiting_for: tuple[int, ...]
+    awaited_by: int = _gauge("awaited_by", "Workers whose answers are held for this one.", default=0)
     loss: float | Literal["nan"] | None = _gauge("loss", "What the script reported last.")
     samples_per_s: float | None = _gauge("samples_per_second", "Lately.")
     steps_per_s: float | None = _gauge("steps_per_second", "Lately.")
@@ -295,6 +301,7 @@ class ServerStatus:
     jobs: Mapping[str, JobStatus] = field(default_factory=dict)
     events: tuple[Event, ...] = ()
     can_act: bool = False
+    is_draining: bool = False
 
     @property
     def answering(self) -> list[ShardStatus]:

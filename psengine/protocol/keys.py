@@ -148,6 +148,15 @@ def read_token(path: str | Path, *, called: str = "token") -> str:
     return lines[0]
 
 
+def check_private_file(path: str | Path) -> None:
+    """Raise unless ``path`` is a small text file that no other user can read, such as a private key in PEM.
+
+    Raises:
+        ConfigurationError: it is missing, or another user may own, read or write it.
+    """
+    _read(path, is_secret=True, expected="a private key in PEM")
+
+
 def read_public_key(path: str | Path) -> str:
     """Read the only key of a ``NAME.pub``.
 

@@ -29,7 +29,7 @@ from support.statuses import TIMES, departed, server, shard, worker
 from support.waiting import eventually
 
 import psengine
-from psengine.cli import status_sources
+from psengine.cli import status_http
 from psengine.cli.main import main
 from psengine.cli.status_overview import ServerReport, merge
 from psengine.cli.status_reading import NoStatusError, read_status
@@ -265,7 +265,7 @@ def test_why_a_page_is_refused(capsys, monkeypatch):
         assert code == 1
         assert "answers 421" in found["problems"][0]
         assert "It says: this port answers to 127.0.0.1, localhost and [::1] alone" in found["problems"][0]
-        monkeypatch.setattr(status_sources, "MAX_PAGE_BYTES", 10)
+        monkeypatch.setattr(status_http, "MAX_PAGE_BYTES", 10)
         _, found = status_of(capsys, "--server-address", server.status_url)
         assert "its page is too long (expected at most 10 bytes)" in found["problems"][0]
 

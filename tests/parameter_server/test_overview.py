@@ -51,6 +51,7 @@ def test_a_worker_is_as_bad_as_the_worst_shard_says():
     assert [w.state for w in view.workers] == ["silent", "live", "joining"]
     assert view.workers[0].silent_s == 4.0
     assert view.workers[1].waiting_for == (0, 2)
+    assert [w.awaited_by for w in view.workers] == [1, 0, 1]
 
 
 def test_lag_counts_from_the_fastest_that_takes_part():

@@ -40,6 +40,7 @@ FLOORS = [
     "parameter_server/server/snapshots",
     "parameter_server",
     "tracing",
+    "status_port",
     "tensors",
     "codecs",
     "flat_optimizers",

@@ -89,7 +89,13 @@ def _measure(address: str, is_near: bool, context: CheckContext) -> Iterator[Fin
     try:
         keys = keys_from_environment()
         with connect(address, role="reader", timeout_s=timeout_s, connect_timeout_s=timeout_s, keys=keys) as client:
-            yield _introduce(address, client.status(), has_keys=keys is not None)
+            shards = client.status()
+            yield _introduce(address, shards, has_keys=keys is not None)
+            if any(shard.get("keeps_snapshots") is False for shard in shards):
+                yield warning(
+                    f"{address}: keeps no snapshots; when it ends, the models of its async jobs are lost",
+                    "start it with --snapshot-dir DIRECTORY",
+                )
             round_trip_s = statistics.median(client.echo(SMALL_BYTES) for _ in range(ROUND_TRIPS))
             yield _judge_round_trip(address, round_trip_s)
             echo_s = statistics.median(client.echo(LARGE_BYTES) for _ in range(LARGE_ROUNDS))

@@ -3,7 +3,7 @@
     main thread      signals, watchdog, health ──────────────────────────────────────────┐
     shard threads    one each: socket ► shard ► socket                                   ├─ nothing shared but queues
     snapshot thread  asks the shards for copies, writes a generation                     │
-    authenticator    decides who may connect             monitor    HTTP for people ─────┘
+    authenticator    decides who may connect             status port HTTP for people ─────┘
 
 At its end (``end_requests.py``) it refuses newcomers, answers queued messages, and writes a snapshot.
 """
@@ -15,6 +15,7 @@ import logging
 import os
 import secrets
 import socket
+import ssl
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import TimeoutError as FutureTimeoutError
@@ -39,15 +40,17 @@ from psengine.parameter_server.server.shard_group import ShardGroup
 from psengine.parameter_server.server.snapshots.store import SnapshotStore
 from psengine.parameter_server.server.status.actions import Actions
 from psengine.parameter_server.server.status.history import History
-from psengine.parameter_server.server.status.monitor import Monitor, Pages
+from psengine.parameter_server.server.status.pages import ServerPages
 from psengine.parameter_server.server.transport.connections import Connections, raise_descriptor_limit
 from psengine.parameter_server.server.transport.endpoint import BindError
 from psengine.parameter_server.server.transport.memory_guard import MemoryGuard, machine_memory_bytes
 from psengine.parameter_server.server.transport.shard_thread import ShardThread
 from psengine.parameter_server.status_model import ServerStatus, ShardStatus
 from psengine.protocol.bodies import MAX_TEXT_CHARS
-from psengine.protocol.keys import read_token
 from psengine.protocol.messages import ErrorCode, Message, MessageType
+from psengine.status_port.access import Access, read_access
+from psengine.status_port.certificate import load_certificate
+from psengine.status_port.port import StatusPort
 from psengine.version import __version__
 
 logger = logging.getLogger(__name__)
@@ -64,6 +67,10 @@ _EXIT_CODES: tuple[tuple[type[Exception], int], ...] = (
     (SnapshotError, EXIT_SNAPSHOT),
 )
 
+NO_SNAPSHOTS = (
+    "NO SNAPSHOTS are kept: when this process ends, crashes or restarts, the models of its async jobs are LOST. Fix:"
+    " start it with --snapshot-dir DIRECTORY"
+)
 LOOP_S = 0.1
 LAST_SNAPSHOT_S = 600.0
 _REPORT_S = 10.0
@@ -97,6 +104,7 @@ class Server:
         self._shards = ShardGroup()
         self._listeners = Listeners(settings, self._shards)
         self._snapshots: SnapshotThread | None = None
+        self._is_draining = False
         self._started_s = time.monotonic()
 
     def run(self, announce: Callable[[str], None] | None = None) -> int:
@@ -131,8 +139,10 @@ class Server:
         _import_plugins(settings.plugins or ())
         self._connections = stack.enter_context(closing(Connections(self._shards.owns)))
         # Servers that a training starts inherit PSENGINE_STATUS_TOKEN, but only one of them may have the port.
-        token_file = None if settings.status_port is None else settings.status_token
-        token = "" if token_file is None else read_token(token_file)
+        access = Access() if settings.status_port is None else self._status_access()
+        tls = None
+        if settings.status_port is not None and settings.status_cert is not None and settings.status_key is not None:
+            tls = load_certificate(settings.status_cert, settings.status_key)
         store = None
         if settings.snapshot_dir is not None:
             store = stack.enter_context(SnapshotStore(settings.snapshot_dir))
@@ -154,8 +164,8 @@ class Server:
             self._snapshots.start()
         if settings.status_port is not None:
             history = stack.enter_context(History(self.status))
-            monitor = stack.enter_context(self._monitor(settings.status_port, history, token))
-            self.status_url = monitor.url
+            port = stack.enter_context(self._open_status_port(settings.status_port, history, access, tls))
+            self.status_url = port.url
         if self._until_stdin_closes:
             self._ends.watch_stdin()
         self._events.note("started", f"psengine-server at {' '.join(self.addresses)} (process {os.getpid()})")
@@ -168,6 +178,7 @@ class Server:
             lease_s=settings.lease_s,
             heartbeat_s=settings.heartbeat_s,
             max_memory_bytes=max(1, total_bytes // settings.shards),
+            keeps_snapshots=settings.snapshot_dir is not None,
             software=__version__,
         )
         shards = [Shard(index, self.epoch, shard_settings, CLOCKS) for index in range(settings.shards)]
@@ -187,24 +198,48 @@ class Server:
             self._events.note("restored", f"taken over: {restored.summary}")
         return restored
 
-    def _monitor(self, port: int, history: History, token: str) -> Monitor:
+    def _status_access(self) -> Access:
+        settings = self.settings
+        return read_access(
+            settings.status_bind,
+            token=settings.status_token,
+            read_token=settings.status_read_token,
+            has_certificate=settings.status_cert is not None,
+        )
+
+    def _open_status_port(self, port: int, history: History, access: Access, tls: ssl.SSLContext | None) -> StatusPort:
         begin_snapshot = None if self._snapshots is None else self._snapshots.begin
         actions = Actions(
-            token,
+            bool(access.token),
             snapshot=begin_snapshot,
             evict=self._shards.evict,
             forget=lambda job: self._shards.forget(job, begin_snapshot or (lambda: None)),
+            drain=self._drain,
             shut_down=lambda: self._ends.put("POST /actions/shutdown"),
         )
         try:
-            return Monitor(port, Pages(self.status, self.is_healthy, history, actions))
+            pages = ServerPages(self.status, self.is_healthy, history, actions)
+            return StatusPort(port, pages, host=self.settings.status_bind, access=access, tls=tls)
         except OSError as error:
             raise BindError(
-                f"The status port 127.0.0.1:{port} could not be bound (expected a free one, got: {error.strerror})."
-                " Fix: choose another with --status-port, or 0."
+                f"The status port {self.settings.status_bind}:{port} could not be bound (expected a free port of an"
+                f" address of this machine, got: {error.strerror}). Fix: choose another with --status-port, or 0; or"
+                " another --status-bind."
             ) from error
 
+    def _drain(self) -> int:
+        """Let no more workers in; the main loop ends the server when the last has left. How many there are."""
+        count = self._shards.close()
+        if not self._is_draining:
+            self._is_draining = True
+            text = f"draining: no more workers are let in; the server ends when the last of {count} has left"
+            logger.warning("%s", text)
+            self._events.note("draining", text)
+        return count
+
     def _announce_start(self, announce: Callable[[str], None], durability: str) -> None:
+        if self.settings.snapshot_dir is None and not self._until_stdin_closes:
+            logger.warning("%s", NO_SNAPSHOTS)
         lines = [self._whereabouts(), durability]
         if self._listeners.authenticator is not None:
             lines.append(self._listeners.authenticator.describe())
@@ -241,6 +276,9 @@ class Server:
             if now_s >= next_report_s:
                 systemd.notify(f"STATUS={self._summary()}")
                 next_report_s = now_s + _REPORT_S
+            if self._is_draining and self._shards.worker_count() == 0:
+                logger.info("shutting down: drained, no worker is left")
+                return True
             if self._ends.stdin_closed.is_set() and self._shards.training_count() == 0:
                 logger.info("shutting down: standard input is at its end and no worker is left")
                 return True
@@ -258,7 +296,7 @@ class Server:
         if self._snapshots is not None:
             generation = self._snapshots.generation
             durable = f"durable to {'no generation yet' if generation is None else f'generation {generation}'}"
-        return f"{self._whereabouts()}; {durable}"
+        return f"{self._whereabouts()}; {durable}{'; draining' if self._is_draining else ''}"
 
     def _whereabouts(self) -> str:
         count = len(self.addresses)
@@ -302,6 +340,7 @@ class Server:
             jobs=merge_jobs(shard for shard in shards if isinstance(shard, ShardStatus)),
             events=self._events.events(),
             can_act=self.settings.status_token is not None,
+            is_draining=self._is_draining,
             **self._connections.status(),
         )
 

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 from psengine.environment.extras import missing_extra
 from psengine.environment.local_sockets import LONGEST_PATH_BYTES
@@ -57,6 +57,18 @@ def _modules(text: str) -> tuple[str, ...]:
     return names
 
 
+class SettingError(ConfigurationError):
+    """One setting's value is out of its bounds.
+
+    Attributes:
+        setting: its name.
+    """
+
+    def __init__(self, setting: str, text: str) -> None:
+        super().__init__(text)
+        self.setting = setting
+
+
 @dataclass(frozen=True, kw_only=True)
 class ServerSettings:
     """How a server process runs. A field's metadata has its explanation and its parser.
@@ -77,14 +89,26 @@ class ServerSettings:
     )
     lease_s: float = _setting(5.0, "Seconds of silence (five heartbeats) after which a worker counts as dead.")
     status_port: int | None = _setting(
-        None, "Port on 127.0.0.1 of the dashboard, /status.json, /metrics and /healthz; 0 takes a free one."
+        None, "Port of the dashboard, /status.json, /metrics and /healthz; 0 takes a free one."
+    )
+    status_bind: str = _setting(
+        "127.0.0.1",
+        "Address of the status port. One that other machines reach needs a certificate and a token, and answers nobody"
+        " without the token.",
     )
     status_token: Path | None = _setting(
         None,
-        "File of mode 0600 with the token for the dashboard's actions: snapshot, evict a worker, shut down."
-        " Needs a status port.",
+        "File of mode 0600 with the token for actions (psengine admin, the dashboard): snapshot, evict, forget, drain,"
+        " shut down. It reads too. Needs a status port.",
         _path,
     )
+    status_read_token: Path | None = _setting(
+        None,
+        "File of mode 0600 with a token that only reads, such as Prometheus's; without one loopback is open.",
+        _path,
+    )
+    status_cert: Path | None = _setting(None, "The status port's certificate, in PEM: it speaks HTTPS.", _path)
+    status_key: Path | None = _setting(None, "The certificate's private key, in PEM, in a file of mode 0600.", _path)
     curve_key: Path | None = _setting(None, "The server's .key file of keygen: encrypts every connection.", _path)
     allow: Path | None = _setting(
         None, "Clients' public keys: a directory of .pub files, or one file; others are refused.", _path
@@ -120,6 +144,11 @@ class ServerSettings:
         self._check("max_memory_bytes", self.max_memory_bytes is None or self.max_memory_bytes > 0, "more than 0 bytes")
         self._check("log_format", self.log_format in ("text", "json"), "text or json")
         self.bind_addresses()
+        if (self.status_cert is None) != (self.status_key is None):
+            raise ConfigurationError(
+                "A certificate needs its key (expected status_cert and status_key together, got status_cert ="
+                f" {_shown(self.status_cert)}, status_key = {_shown(self.status_key)})."
+            )
         if (self.curve_key is None) != (self.allow is None):
             raise ConfigurationError(
                 "Keys need both sides (expected curve_key and allow together, got"
@@ -185,14 +214,14 @@ class ServerSettings:
 
     def _check(self, name: str, is_good: bool, expected: str) -> None:
         if not is_good:
-            raise ConfigurationError(f"{name} is out of bounds (expected {expected}, got {getattr(self, name)!r}).")
+            raise SettingError(name, f"{name} is out of bounds (expected {expected}, got {getattr(self, name)!r}).")
 
 
 def read_config(path: Path) -> dict[str, Any]:
     """The settings of a TOML file, by name.
 
     Raises:
-        ConfigurationError: it cannot be read, or has a name that is no setting's.
+        ConfigurationError: it cannot be read, or has a name that is no setting's, or a value of a wrong type.
         MissingExtraError: the package that reads it is missing.
     """
     # tomllib came with Python 3.11; tomli is its source.
@@ -210,7 +239,34 @@ def read_config(path: Path) -> dict[str, Any]:
             close = difflib.get_close_matches(key.replace("-", "_").lower(), known, n=1)
             hint = f"Fix: did you mean {close[0]}?" if close else f"Known: {', '.join(known)}."
             raise ConfigurationError(f"{path} has an unknown setting (expected a known name, got {key!r}). {hint}")
+    hints = get_type_hints(ServerSettings)
+    for one in fields(ServerSettings):
+        if one.name in found:
+            _check_type(path, one.name, found[one.name], one.metadata["parse"] or _reader_of(hints[one.name]))
     return found
+
+
+def _reader_of(kind: Any) -> Callable[[str], Any]:
+    """What reads a setting of this type from a text."""
+    plain: dict[Any, Callable[[str], Any]] = {int: int, float: float, bool: _boolean}
+    return next((plain[one] for one in (*get_args(kind), kind) if one in plain), str)
+
+
+def _boolean(text: str) -> bool:
+    if text.lower() not in ("true", "false", "1", "0", "yes", "no", "on", "off"):
+        raise ValueError("expected true or false")
+    return text.lower() in ("true", "1", "yes", "on")
+
+
+def _check_type(path: Path, name: str, value: Any, read: Callable[[str], Any]) -> None:
+    texts = value if isinstance(value, list) and name == "plugins" else [value]
+    try:
+        if isinstance(value, dict) or (isinstance(value, list) and name != "plugins"):
+            raise ValueError("expected one value")
+        for text in texts:
+            read(str(text))
+    except ValueError as error:
+        raise ConfigurationError(f"{path}: {name} = {value!r} is not understood: {error}") from error
 
 
 def _is_between(value: float, lowest: float, highest: float) -> bool:

@@ -66,9 +66,12 @@ class ShardGroup:
         return all(thread.is_alive() and now_s - thread.last_tick_s < HEALTHY_S for thread in self.threads)
 
     def training_count(self) -> int:
-        """Workers at the shard with most of them; 1 where a shard does not answer."""
+        """The same as ``worker_count``, without those that wait for a job's first values."""
+        return self._most(lambda shard: shard.jobs.training_count)
+
+    def _most(self, count: Callable[[Shard], int]) -> int:
         try:
-            return max(self.ask(lambda shard: shard.jobs.training_count))
+            return max(self.ask(count))
         except (FutureTimeoutError, ShardEndedError):
             return 1
 
@@ -122,6 +125,18 @@ class ShardGroup:
         begin_snapshot()
         _results(forgotten)
         return 0
+
+    def close(self) -> int:
+        """Let no more workers in, see ``Shard.close``; how many there are at the shard with most of them.
+
+        Raises:
+            concurrent.futures.TimeoutError: a shard is busy; it does so as soon as it can.
+        """
+        return max(self.ask(Shard.close))
+
+    def worker_count(self) -> int:
+        """Workers at the shard with most of them; 1 where a shard does not answer."""
+        return self._most(lambda shard: shard.jobs.member_count)
 
     def drain(self) -> list[int]:
         """Refuse newcomers and answer queued messages; the indexes of shards that did not finish in time."""

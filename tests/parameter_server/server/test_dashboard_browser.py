@@ -252,7 +252,7 @@ def test_a_run_with_a_slow_and_a_killed_worker_and_a_hostile_one(tmp_path):
         driver.execute_script("document.getElementById('act').click()")
         driver.execute_script("document.getElementById('token').value = 'wrong'")
         driver.execute_script("document.getElementById('do-snapshot').click()")
-        eventually(lambda: "needs the server's token" in text_of(driver, "#outcome"), "a refusal")
+        eventually(lambda: "needs the token of --status-token" in text_of(driver, "#outcome"), "a refusal")
         driver.execute_script("document.getElementById('token').value = 'a-token-for-this-test'")
         driver.execute_script("document.getElementById('do-snapshot').click()")
         eventually(lambda: "Durable to generation 1" in text_of(driver, "#outcome"), "a snapshot")
@@ -291,3 +291,20 @@ def test_a_run_with_a_slow_and_a_killed_worker_and_a_hostile_one(tmp_path):
             "/actions/snapshot",
             "/actions/shutdown",
         }
+
+
+@pytest.mark.slow
+def test_a_page_whose_port_needs_a_token_asks_for_it(tmp_path):
+    token = tmp_path / "read-token"
+    token.touch(mode=0o600)
+    token.write_text("only-reads-only-reads")
+    with running_server(status_read_token=token) as server, browser() as driver:
+        driver.get(server.status_url + "/")
+        eventually(lambda: driver.execute_script("return document.getElementById('dialog').open"), "the question")
+        driver.execute_script(
+            "document.getElementById('token').value = arguments[0];"
+            "document.getElementById('token-form').requestSubmit();",
+            token.read_text(),
+        )
+        eventually(lambda: text_of(driver, "#health") == "✓ serving", "the answer")
+        assert not driver.execute_script("return document.getElementById('dialog').open")

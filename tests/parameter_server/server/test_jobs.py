@@ -72,7 +72,7 @@ def test_one_job_too_many_is_told_how_to_make_room():
     assert late.hello() == ErrorCode.MEMORY
     (refused,) = late.take()
     assert f"expected at most {MAX_JOBS}, got one more, 'late'" in refused.body["text"]
-    assert "POST /actions/forget?job=NAME" in refused.body["text"]
+    assert "psengine admin forget --job NAME" in refused.body["text"]
     world.shard.forget("job7")
     assert late.hello() == "initialise"
 

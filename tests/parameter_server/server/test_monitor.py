@@ -27,18 +27,13 @@ from psengine.parameter_server.server.status.actions import Actions
 from psengine.parameter_server.server.status.dashboard_page import dashboard
 from psengine.parameter_server.server.status.exposition import render_metrics
 from psengine.parameter_server.server.status.history import History
-from psengine.parameter_server.server.status.monitor import (
-    MAX_CONNECTIONS,
-    MAX_REQUESTS,
-    REQUEST_TIMEOUT_S,
-    Monitor,
-    Pages,
-)
+from psengine.parameter_server.server.status.pages import ServerPages
 from psengine.parameter_server.server.transport.shard_thread import ShardThread
 from psengine.parameter_server.status_model import SnapshotStatus, WorkerTimes
 from psengine.protocol.keys import read_token
+from psengine.status_port.port import MAX_CONNECTIONS, MAX_REQUESTS, REQUEST_TIMEOUT_S, StatusPort
 
-GRAFANA = Path(__file__).parents[3] / "docs" / "grafana" / "psengine.json"
+GRAFANA = Path(__file__).parents[3] / "deploy" / "prometheus" / "grafana.json"
 TOKEN = "correct-horse-battery-staple"
 ALLOWED = {"Authorization": f"Bearer {TOKEN}"}
 
@@ -244,10 +239,12 @@ def test_bodies_that_never_come_are_waited_for_by_nobody(acting, path):
 @contextmanager
 def monitor_of(status):
     """A status port of this process, over a server that is not there."""
-    actions = Actions(TOKEN, snapshot=None, evict=lambda *_: False, forget=lambda job: None, shut_down=lambda: None)
-    pages = Pages(status, lambda: True, History(status), actions)
-    with Monitor(0, pages) as monitor:
-        yield monitor
+    with StatusPort(0, ServerPages(status, lambda: True, History(status), actions_on())) as port:
+        yield port
+
+
+def actions_on(evict=lambda *_: False):
+    return Actions(True, snapshot=None, evict=evict, forget=lambda job: None, drain=lambda: 0, shut_down=lambda: None)
 
 
 # ---- metrics ---------------------------------------------------------------------------------------------------
@@ -413,8 +410,7 @@ def test_a_busy_shard_ends_the_lease_later(monkeypatch):
     shards.threads = [ShardThread(world.shard, None, None) for world in worlds]  # not started: busy
     for world in worlds:
         team(world, 1, [spec(0, 4)])
-    actions = Actions(TOKEN, snapshot=None, evict=shards.evict, forget=lambda job: None, shut_down=lambda: None)
-    code, answer = actions.perform("evict", {"job": "demo", "worker": "0"})
+    code, answer = actions_on(shards.evict).perform("evict", {"job": "demo", "worker": "0"})
     assert (code, set(answer)) == (202, {"text"})
     assert "busy" in answer["text"]
     for thread in shards.threads:

@@ -60,7 +60,11 @@ def test_every_setting_can_be_given_in_each_way(tmp_path, monkeypatch):
         "snapshot_interval_s": 10.0,
         "lease_s": 2.0,
         "status_port": 9100,
+        "status_bind": "127.0.0.2",
         "status_token": str(tmp_path / "token"),
+        "status_read_token": str(tmp_path / "read-token"),
+        "status_cert": str(tmp_path / "status.crt"),
+        "status_key": str(tmp_path / "status.key"),
         "curve_key": None,
         "allow": None,
         "secret_file": None,
@@ -113,11 +117,12 @@ def test_a_file_that_is_not_understood_is_refused(tmp_path, text, words):
 )
 def test_what_is_no_such_value_is_refused(tmp_path, capsys, name, text):
     option = f"--{name.replace('_', '-')}"
-    for arguments in ([f"{option}={text}"], ["--config", write(tmp_path, f"{name} = '{text}'")]):
-        with pytest.raises(SystemExit) as ended:
-            build_app(lambda *_: 0)(list(map(str, arguments)))
-        assert ended.value.code == 2
-        assert f"Invalid value for '{option}'" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as ended:
+        build_app(lambda *_: 0)([f"{option}={text}"])
+    assert ended.value.code == 2
+    assert f"Invalid value for '{option}'" in capsys.readouterr().err
+    with pytest.raises(ConfigurationError, match=rf"server\.toml: {name} = '{text}' is not understood"):
+        settings_of("--config", write(tmp_path, f"{name} = '{text}'"))
 
 
 @pytest.mark.parametrize(
@@ -209,3 +214,49 @@ def test_keys_come_in_pairs_and_not_with_insecure(tmp_path):
     with pytest.raises(ConfigurationError, match="got curve_key and secret_file"):
         ServerSettings(curve_key=tmp_path, allow=tmp_path, secret_file=tmp_path)
     assert ServerSettings(bind="tcp://0.0.0.0:7077", secret_file=tmp_path).is_wildcard
+
+
+# ---- where a value came from -----------------------------------------------------------------------------------------
+
+
+def test_a_variable_that_overrides_the_file_is_told(tmp_path, monkeypatch):
+    told = []
+    config = write(tmp_path, "shards = 2\nlease_s = 7\n")
+    monkeypatch.setenv("PSENGINE_SHARDS", "3")
+    monkeypatch.setenv("PSENGINE_STATUS_PORT", "9")
+    app = build_app(lambda settings, embedded, descriptor, overrides: told.extend(overrides) or 0)
+    app(["--config", str(config), "--lease-s", "8"], standalone_mode=False)
+    assert told == [f"the variable PSENGINE_SHARDS overrides shards = 2 of {config}"]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ('shards = "four"', r"server\.toml: shards = 'four' is not understood: invalid literal for int"),
+        ("shards = 1.5", r"server\.toml: shards = 1\.5 is not understood"),
+        ("shards = [1, 2]", r"server\.toml: shards = \[1, 2\] is not understood: expected one value"),
+        ('lease_s = "soon"', r"server\.toml: lease_s = 'soon' is not understood: could not convert"),
+        ('insecure = "perhaps"', r"server\.toml: insecure = 'perhaps' is not understood: expected true or false"),
+        ('max_memory_bytes = "8XiB"', r"server\.toml: max_memory_bytes = '8XiB' is not understood: expected a size"),
+        ("shards = 0", r"server\.toml: shards is out of bounds \(expected 1 to 256, got 0\)"),
+        ("lease_s = 0.1", r"server\.toml: lease_s is out of bounds"),
+    ],
+)
+def test_a_wrong_value_in_the_file_is_blamed_on_the_file(tmp_path, text, words):
+    with pytest.raises(ConfigurationError, match=words):
+        settings_of("--config", write(tmp_path, text))
+
+
+def test_a_wrong_value_elsewhere_is_not(tmp_path, monkeypatch):
+    config = write(tmp_path, "shards = 2\n")
+    with pytest.raises(ConfigurationError, match=r"^shards is out of bounds"):
+        settings_of("--config", config, "--shards", 0)
+    monkeypatch.setenv("PSENGINE_SHARDS", "0")
+    with pytest.raises(ConfigurationError, match=r"^shards is out of bounds"):
+        settings_of("--config", config)
+
+
+def test_a_certificate_and_its_key_come_together(tmp_path):
+    for half in ("status_cert", "status_key"):
+        with pytest.raises(ConfigurationError, match="A certificate needs its key"):
+            ServerSettings(**{half: tmp_path})

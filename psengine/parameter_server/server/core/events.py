@@ -33,7 +33,7 @@ _NUMBER = re.compile(r"\d+")
 
 KINDS = frozenset(
     {"started", "restored", "joined", "left", "evicted", "fenced", "refused", "late", "lost", "torn", "snapshot",
-     "snapshot_failed", "memory", "stood_still"}
+     "snapshot_failed", "memory", "stood_still", "draining"}
 )  # fmt: skip
 
 

@@ -114,6 +114,10 @@ class Job(ABC):
             return ()
         return tuple(rank for rank in range(self.expected_workers) if rank not in here)
 
+    def is_awaited(self, rank: int | None, nonce: int) -> bool:
+        """Whether a process belongs to the job as it is: exchanges wait for its rank, or it was a worker before."""
+        return rank in self.missing_ranks() or self.membership.knows(rank, nonce)
+
     def steps(self) -> dict[int, int]:
         """Per worker the step it is in, by the first chunk that is trained; {} where this shard has none."""
         return next((rule.clocks() for rule in self.rules if rule.is_trained), {})

@@ -237,6 +237,11 @@ class Membership:
         others = (gone for gone in self._recently_gone(now_s) if gone.member.rank != rank)
         return any(gone.member.phase.was_live and gone.progress > progress for gone in others)
 
+    def knows(self, rank: int | None, nonce: int) -> bool:
+        """Whether the rank is taken (its process, or its successor, says HELLO), or the process was here before."""
+        gone = (absence.member for absence in self._absent.values())
+        return rank in self.members or any(member.nonce == nonce for member in (*self.members.values(), *gone))
+
     def lose_track(self) -> None:
         """The job goes on from one worker: all who are gone have to join, however far they were."""
         for gone in self._absent.values():

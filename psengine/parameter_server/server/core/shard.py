@@ -65,7 +65,8 @@ class Shard:
         self.events = EventLog(clocks)
         # Called with the route and the message of a member's SNAPSHOT; the callee answers.
         self.want_snapshot: Callable[[bytes, Message], None] = _keep_no_snapshots
-        self.is_draining = False
+        self.is_draining = False  # the server is about to end
+        self.is_closed = False  # to workers that it does not know
         self.jobs = ShardJobs(settings, clocks, self.note)
         self.durable = DurableState(self.jobs)
         report = StatusReport(lambda: self.status(self.jobs.now_s), clocks.measure_s)
@@ -189,6 +190,12 @@ class Shard:
         if body["role"] == "reader":
             state = "ready" if job is not None and job.is_sealed else "wait"
             return [Outgoing(sender.route, self._answers.welcome(job, message, state))]
+        if self.is_closed and (job is None or not job.is_awaited(body.get("rank"), body["nonce"])):
+            raise ProtocolError(
+                "this server lets no more workers in: it was told to drain (psengine admin drain), and ends when the"
+                " last of its workers has left",
+                ErrorCode.SHUTTING_DOWN,
+            )
         if job is None:
             job = self.jobs.begin(body["job"], body["rule"], sender.peer)
         if job.rule.body != body["rule"]:
@@ -239,12 +246,18 @@ class Shard:
             logger.warning("job %r is forgotten by shard %d, at version %d", job.name, self.index, job.version)
             self.jobs.drop(job)
 
+    def close(self) -> int:
+        """Let no more workers in, but those of its jobs that come back; how many workers there are."""
+        self.is_closed = True
+        return self.jobs.member_count
+
     def status(self, now_s: float) -> ShardStatus:
         """The shard as it is now."""
         return ShardStatus(
             index=self.index,
             epoch=self.epoch,
             durable_generation=self.durable.generation,
+            keeps_snapshots=self.settings.keeps_snapshots,
             memory_bytes=self.jobs.memory_bytes(),
             max_memory_bytes=self.settings.max_memory_bytes,
             software=self.settings.software,

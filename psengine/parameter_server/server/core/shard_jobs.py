@@ -53,7 +53,7 @@ class ShardJobs:
             most = f"at most {MAX_JOBS}" if is_all else f"at most {MAX_JOBS_OF_ONE} begun from {peer}"
             raise ProtocolError(
                 f"this server has its most jobs already (expected {most}, got one more, {name!r}). Fix: end one that is"
-                " no longer needed, by POST /actions/forget?job=NAME at the server's status port (--status-port,"
+                " no longer needed, by psengine admin forget --job NAME at the server's status port (--status-port,"
                 " --status-token); or use another server.",
                 ErrorCode.MEMORY,
             )

@@ -1,11 +1,10 @@
-"""The status port's actions: write a snapshot, end a worker's lease, forget a job, shut the server down.
+"""The status port's actions: write a snapshot, end a worker's lease, forget a job, drain the server, shut it down.
 
 Every action needs the server's token: pages in the same browser and other users of this machine reach the port too.
 """
 
 from __future__ import annotations
 
-import hmac
 import logging
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
@@ -27,53 +26,57 @@ class Actions:
     """POST /actions/NAME.
 
     Args:
-        token: "" switches all actions off.
+        are_on: whether the server has a token for them.
         snapshot: begins one; None where the server keeps none.
         evict: ends the lease of a job's worker at every shard; whether any knew it. Raises
             ``concurrent.futures.TimeoutError`` where a shard is busy, and does it later.
         forget: drops a job without workers, see ``ShardGroup.forget``.
+        drain: lets no more workers in, and ends the server once the last one has left; how many there are now.
         shut_down: ends the server in order; returns at once.
     """
 
     def __init__(
         self,
-        token: str,
+        are_on: bool,
         *,
         snapshot: Callable[[], Future[SnapshotOutcome]] | None,
         evict: Callable[[str, int], bool],
         forget: Callable[[str], int | None],
+        drain: Callable[[], int],
         shut_down: Callable[[], None],
     ) -> None:
-        self._token = token.encode()
+        self._are_on = are_on
         self._begin_snapshot = snapshot
         self._end_lease = evict
         self._drop_job = forget
+        self._begin_drain = drain
         self._end_server = shut_down
         # By name: the function, and the names of its parameters, all of them needed.
         self._known: dict[str, tuple[Callable[..., Answer], set[str]]] = {
             "snapshot": (self._snapshot, set()),
             "evict": (self._evict, {"job", "worker"}),
             "forget": (self._forget, {"job"}),
+            "drain": (self._drain, set()),
             "shutdown": (self._shut_down, set()),
         }
 
-    def refusal(self, name: str, parameters: Mapping[str, str], authorization: str | None) -> Answer | None:
+    def refusal(self, name: str, parameters: Mapping[str, str], *, may_act: bool) -> Answer | None:
         """HTTP status and JSON-able content for a request that must not be performed; None for one that may.
 
         Args:
             name: of the action.
             parameters: of the query.
-            authorization: the request's header of that name.
+            may_act: whether the request has the token.
         """
-        if not self._token:
+        if not self._are_on:
             return 403, _error(
                 "Actions are off (expected a server with a token). Fix: start it with --status-token FILE, where FILE"
                 " has mode 0600 and holds the token."
             )
-        scheme, _, given = (authorization or "").partition(" ")
-        # As bytes: compare_digest takes ASCII texts only, and headers are Latin-1.
-        if scheme.lower() != "bearer" or not hmac.compare_digest(given.strip().encode(), self._token):
-            return 401, _error("This needs the server's token (expected the header Authorization: Bearer TOKEN).")
+        if not may_act:
+            return 401, _error(
+                "This needs the token of --status-token (expected the header Authorization: Bearer TOKEN)."
+            )
         if name not in self._known:
             return 404, _error(f"There is no such action (expected one of {', '.join(self._known)}).")
         _, needed = self._known[name]
@@ -123,6 +126,14 @@ class Actions:
                 " (/actions/evict); a worker that died counts until its lease is over."
             )
         return 200, {"text": f"Job {job[:100]!r} is forgotten: its values, and its place among the server's jobs."}
+
+    def _drain(self) -> Answer:
+        try:
+            count = self._begin_drain()
+        except FutureTimeoutError:
+            return 503, _error("A shard is busy and did not answer in time. Fix: ask again until all have answered.")
+        end = f"It ends when the last of {count} has left." if count else "There is none: it ends now."
+        return 202, {"workers": count, "text": f"The server lets no more workers in. {end}"}
 
     def _shut_down(self) -> Answer:
         self._end_server()

@@ -12,7 +12,7 @@ function showHealth() {
   const pill = $("health");
   const [kind, text] = isSilent ? ["bad", "✕ no answer since " + Math.floor(silentMs / 1000) + " s"]
     : paused ? ["", "❚❚ paused"] : !status ? ["", "connecting"]
-    : muteText(status) ? ["bad", "✕ " + muteText(status)] : status.healthy ? ["good", "✓ serving"] : ["bad", "✕ a shard does not work"];
+    : muteText(status) ? ["bad", "✕ " + muteText(status)] : status.is_draining ? ["", "draining: no worker is let in"] : status.healthy ? ["good", "✓ serving"] : ["bad", "✕ a shard does not work"];
   flag(pill, "class", "pill " + kind);
   write(pill, text);
 }
@@ -20,7 +20,7 @@ function showFacts() {
   const snapshot = status.snapshot;
   const shards = list(status.shards).filter((shard) => isNumber(shard.memory_bytes));
   const sum = (field) => shards.reduce((total, shard) => total + shard[field], 0);
-  const durable = !snapshot ? "no: --snapshot-dir was not given"
+  const durable = !snapshot ? "NO: when this server ends, the models of async jobs are lost (start it with --snapshot-dir)"
     : !isNumber(snapshot.generation) ? "no generation yet"
     : "generation " + snapshot.generation + (isNumber(snapshot.age_s) ? ", " + duration(snapshot.age_s) + " old" : ", from before this start");
   const facts = [
@@ -195,7 +195,7 @@ function showTime(job) {
 }
 
 // ---- events --------------------------------------------------------------------------------------------------------
-const EVENT_LOOKS = { evicted: ["bad", "✕"], fenced: ["bad", "✕"], snapshot_failed: ["bad", "✕"], memory: ["bad", "!"], refused: ["warn", "▲"], late: ["warn", "▲"], lost: ["bad", "!"], torn: ["warn", "▲"], stood_still: ["warn", "▲"], joined: ["good", "●"], started: ["good", "●"], restored: ["good", "●"], left: ["", "○"], snapshot: ["", "▣"] };
+const EVENT_LOOKS = { evicted: ["bad", "✕"], fenced: ["bad", "✕"], snapshot_failed: ["bad", "✕"], memory: ["bad", "!"], refused: ["warn", "▲"], late: ["warn", "▲"], lost: ["bad", "!"], torn: ["warn", "▲"], stood_still: ["warn", "▲"], draining: ["warn", "▲"], joined: ["good", "●"], started: ["good", "●"], restored: ["good", "●"], left: ["", "○"], snapshot: ["", "▣"] };
 function showEvents() {
   const seen = new Map();
   const events = [...list(status.events)].reverse().slice(0, 200).map((event) => {
@@ -270,7 +270,7 @@ async function act(path) {
   const outcome = $("outcome");
   write(outcome, "…");
   try {
-    const { content } = await ask("actions/" + path, { method: "POST", headers: { Authorization: "Bearer " + token } }, ACTION_MS);
+    const { content } = await ask("actions/" + path, { method: "POST" }, ACTION_MS);
     write(outcome, content.error || content.text || "done");
   } catch (error) { write(outcome, "No answer to that; the server's log may say more."); }
 }
@@ -296,7 +296,7 @@ $("do-evict").addEventListener("click", () => {
   if (evictPath() === null) { write($("outcome"), "There is no worker to evict."); return; }
   press($("do-evict"), "Really evict worker " + $("victim").value + " of job " + jobName + "? Click again", evictPath());
 });
-$("token-form").addEventListener("submit", (event) => event.preventDefault());
+$("token-form").addEventListener("submit", (event) => { event.preventDefault(); token = $("token").value; $("dialog").close(); turn(); });
 $("do-shutdown").addEventListener("click", () => press($("do-shutdown"), "Really? Click again to shut down", "shutdown"));
 turn();
 setInterval(turn, REFRESH_MS);

@@ -97,13 +97,16 @@ class Track {
   }
 }
 const tracks = { 1: new Track(1, 600), 60: new Track(60, 1440) };
-let range = 1, paused = false, status = null, jobName = null, answeredAt = performance.now(), hasAnswered = false, coarseAt = -1e9, token = "";
+let range = 1, paused = false, status = null, jobName = null, answeredAt = performance.now(), hasAnswered = false, coarseAt = -1e9, token = "", isAsking = false;
 
 async function ask(path, options, deadlineMs = ANSWER_MS) {
   const abort = new AbortController();
   const timer = setTimeout(() => abort.abort(), deadlineMs);
   try {
-    const response = await fetch(path, { signal: abort.signal, cache: "no-store", ...options });
+    const headers = token ? { Authorization: "Bearer " + token } : {};
+    const response = await fetch(path, { signal: abort.signal, cache: "no-store", ...options, headers });
+    // The port reads to those who have a token: the dialog asks for it, once.
+    if (response.status === 401 && !options && !isAsking) { isAsking = true; $("act").hidden = false; $("dialog").showModal(); }
     return { code: response.status, content: await response.json() };
   } finally { clearTimeout(timer); }
 }

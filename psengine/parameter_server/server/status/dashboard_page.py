@@ -7,7 +7,8 @@ import hashlib
 from functools import cache
 from importlib import resources
 
-NOTHING = "default-src 'none'; frame-ancestors 'none'"
+from psengine.status_port.port import NOTHING_POLICY
+
 # One script, in this order: the server's data, charts, the rest of the page.
 SCRIPTS = ("dashboard_data.js", "dashboard_charts.js", "dashboard.js")
 
@@ -21,7 +22,7 @@ def dashboard() -> tuple[bytes, str]:
     page = page.replace("<style></style>", f"<style>{style}</style>")
     page = page.replace("<script></script>", f"<script>{script}</script>")
     policy = [
-        NOTHING,
+        NOTHING_POLICY,
         f"script-src {_hash(script)}",
         f"style-src {_hash(style)}",
         "connect-src 'self'",

@@ -39,6 +39,9 @@ def render_metrics(status: ServerStatus) -> tuple[str, bytes]:
             yield _gauge("healthy", "Whether every shard answers.", [], [([], float(status.healthy))])
             yield _gauge("uptime_seconds", "Since the process started.", [], [([], status.uptime_s or 0.0)])
             yield _counter("refused_connections", "Wrong or no key.", [], [([], status.refused_connections)])
+            yield _gauge("draining", "Whether it lets no more workers in.", [], [([], float(status.is_draining))])
+            kept: Samples = [([], float(status.snapshot is not None))]
+            yield _gauge("snapshots_enabled", "Whether it has a directory of snapshots.", [], kept)
             yield from _of_shards(status.answering)
             yield from _of_workers(status.jobs)
             if status.snapshot is not None:
@@ -103,6 +106,7 @@ def _of_snapshots(snapshot: SnapshotStatus) -> Iterator[Any]:
     yield _gauge("snapshot_generation", "Durable to.", [], [([], snapshot.generation or 0)])
     age: Samples = [] if snapshot.age_s is None else [([], snapshot.age_s)]
     yield _gauge("snapshot_age_seconds", "Since the latest was last known to hold everything.", [], age)
+    yield _gauge("snapshot_interval_seconds", "0: on request.", [], [([], snapshot.interval_s)])
     yield _gauge("snapshot_seconds", "How long the last one took.", [], [([], snapshot.last_seconds)])
     yield _counter("snapshot_failures", "Snapshots not written.", [], [([], snapshot.failures)])
 
