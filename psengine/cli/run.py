@@ -104,6 +104,15 @@ def run(
         int,
         typer.Option(min=0, max=65535, metavar="PORT", help="Port of the first server's dashboard; 0: a free one."),
     ] = 0,
+    metrics_port: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            max=65535,
+            metavar="PORT",
+            help="Port of rank 0's metrics for Prometheus, on 127.0.0.1; 0: a free one. Default: none.",
+        ),
+    ] = None,
     independent: Annotated[
         bool,
         typer.Option(
@@ -150,6 +159,7 @@ def run(
         server_options=tuple(server_option or ()),
         snapshot_dir=snapshot_dir,
         status_port=status_port,
+        metrics_port=metrics_port,
         independent=independent,
         first_worker=first_worker,
         total_workers=total_workers,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from psengine.strategies.base import Strategy
 from psengine.strategies.exchange import Reduction
 from psengine.tracing.spans import ExchangeSpans
 from psengine.tracing.timeline import now_ns, recorder
+from psengine.tracing.training_metrics import Meter
 
 logger = logging.getLogger(__name__)
 
@@ -29,6 +31,7 @@ class Flight:
     Attributes:
         is_packing: whether this backward packs its gradients; else they are final as they are.
         buckets_reduced: how many buckets the last backward exchanged.
+        meter: counts steps for Prometheus; None where nobody does.
         writes_gradients: False where a communication hook steps optimizers itself.
         futures: exchanges of buffer communication hooks, which end before backward returns.
     """
@@ -45,6 +48,7 @@ class Flight:
     ) -> None:
         self.is_packing = True
         self.buckets_reduced = 0
+        self.meter: Meter | None = None
         self.writes_gradients = True
         self.futures: list[torch.futures.Future[Any]] = []
         self._strategy = strategy
@@ -117,6 +121,7 @@ class Flight:
             NonFiniteGradientError: some rank's gradient is not finite; every rank raises it, and nothing was written.
             CollectiveError: an exchange failed.
         """
+        started_s = 0.0 if self.meter is None else time.monotonic()
         reductions, self._reductions = self._reductions, []
         self.buckets_reduced = sum(reduction is not None for reduction in reductions)
         if self._finite_check is not None:
@@ -142,6 +147,10 @@ class Flight:
         futures, self.futures = self.futures, []
         for future in futures:
             self._collective.wait_for(future, "buffer communication hook")
+        if self.meter is not None:
+            reduced = zip(self._layout.buckets, reductions, strict=True)
+            size_bytes = sum(bucket.size_bytes for bucket, reduction in reduced if reduction is not None)
+            self.meter.step_ended(time.monotonic() - started_s, size_bytes, self._collective.world_size)
 
     def _collect(self, packing: Packing, reduction: Reduction, graph: EveryParameter) -> None:
         bucket = packing.bucket

@@ -147,11 +147,16 @@ class Wait:
 
 
 class StallInspector:
-    """Watches the waits of this process; there is one, ``inspector``. Its thread starts with the first wait."""
+    """Watches the waits of this process; there is one, ``inspector``. Its thread starts with the first wait.
+
+    Attributes:
+        reported_stalls: reports so far.
+    """
 
     def __init__(self) -> None:
         # By thread, which waits for one operation at a time.
         self._noted: dict[int, _Noted] = {}
+        self.reported_stalls = 0
         self._waits: dict[int, Wait] = {}
         # Per whereabouts, the question this rank answered last.
         self._answered: WeakKeyDictionary[Whereabouts, int] = WeakKeyDictionary()
@@ -269,6 +274,7 @@ class StallInspector:
                 logger.debug("rank %d cannot hear the others", wait.rank, exc_info=True)
         text = describe_stall(wait, waited_s, answers, collective.late_ranks(), whereabouts)
         if wait.noted is not None:
+            self.reported_stalls += 1
             logger.warning("%s", text)
 
 

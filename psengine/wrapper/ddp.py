@@ -26,6 +26,7 @@ from psengine.strategies.base import Strategy
 from psengine.strategies.life_cycle import Replica
 from psengine.strategies.registry import resolve_strategy
 from psengine.tensors.bucket_plan import MIB_BYTES, bucket_limits_bytes
+from psengine.tracing.training_metrics import metrics
 from psengine.wrapper import arguments as checks
 from psengine.wrapper.forward_pass import ForwardPass
 from psengine.wrapper.module_state import BufferBroadcast, named_buffers, reducible_parameters, shared_state
@@ -226,6 +227,9 @@ class DistributedDataParallel(ForwardPass):
                 on_error=self.logger.set_error_and_log,
             )
             self.strategy.join()
+            at_servers = self.strategy.worker_rank
+            rank = self._collective.rank if at_servers is None else at_servers
+            self.reducer.flight.meter = metrics.watch(self.strategy.name, rank, knows_group=at_servers is None)
         except BaseException:
             self.strategy.close()
             raise

@@ -187,7 +187,7 @@ class ForwardPass(NativeDistributedDataParallel):  # type: ignore[misc]
         self.reducer.step_share.set_weight(checked_weight(weight))
 
     def report(self, loss: float | torch.Tensor | None = None, samples: int | None = None) -> None:
-        """Tell the parameter servers how training goes here, for their dashboard; strategies without any tell nobody.
+        """Tell people how training goes here: the servers' dashboard, and Prometheus (PSENGINE_METRICS_PORT).
 
         It costs no message of its own: what was reported last travels with the next heartbeat.
 
@@ -196,6 +196,9 @@ class ForwardPass(NativeDistributedDataParallel):  # type: ignore[misc]
             samples: how many samples that step took.
         """
         self.strategy.report(loss=loss, samples=samples)
+        meter = None if self._delay_all_reduce_all_params else self.reducer.flight.meter
+        if meter is not None:
+            meter.report(loss=loss, samples=samples)
 
     def statistics(self) -> Statistics:
         """Return how training goes: steps, live workers and, over servers, staleness and bytes.

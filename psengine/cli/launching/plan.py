@@ -43,6 +43,7 @@ class RunOptions:
     server_options: tuple[str, ...] = ()
     snapshot_dir: Path | None = None
     status_port: int = 0
+    metrics_port: int | None = None
     independent: bool = False
     first_worker: int = 0
     total_workers: int | None = None
@@ -183,6 +184,7 @@ def make_plan(parts: RunArguments, given: RunOptions) -> Plan:
                     f" {error.strerror})"
                 ) from error
     variables = {"PSENGINE_STRATEGY": given.strategy, "PSENGINE_COLLECTIVE": given.collective}
+    variables["PSENGINE_METRICS_PORT"] = None if given.metrics_port is None else str(given.metrics_port)
     if given.server_address:
         from psengine.parameter_server.client.addresses import parse_addresses
 

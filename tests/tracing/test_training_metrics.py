@@ -1,0 +1,128 @@
+"""A training's own metrics: of rank 0 alone, on a port that was asked for, and never training's end."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import socket
+import urllib.request
+
+import pytest
+import torch
+from support.certificates import make_certificate
+from support.processes import run_ranks
+
+import psengine
+from psengine.errors import ConfigurationError, EnvironmentVariableError
+from psengine.tracing.training_metrics import Meter, TrainingMetrics, metrics, metrics_port
+
+
+@pytest.fixture(autouse=True)
+def no_variables(monkeypatch):
+    for name in ("METRICS_PORT", "METRICS_BIND", "STATUS_CERT", "STATUS_KEY", "STATUS_READ_TOKEN"):
+        monkeypatch.delenv(f"PSENGINE_{name}", raising=False)
+
+
+@pytest.fixture
+def watched(monkeypatch):
+    """Metrics of their own, on a free port."""
+    monkeypatch.setenv("PSENGINE_METRICS_PORT", "0")
+    found = TrainingMetrics()
+    yield found
+    found.close()
+
+
+def values(text):
+    """By name; of one model."""
+    found = re.findall(r"^(psengine_\w+)(?:\{[^}]*\})? (\S+)$", text, re.MULTILINE)
+    return {name: float(value) for name, value in found}
+
+
+def fetch(url):
+    with urllib.request.urlopen(f"{url}/metrics", timeout=10) as answer:
+        return answer.read().decode()
+
+
+def train(rank, world_size, strategy):
+    os.environ["PSENGINE_METRICS_PORT"] = "0"
+    torch.manual_seed(0)
+    model = psengine.DistributedDataParallel(torch.nn.Linear(4, 2), strategy=strategy)
+    optimizer = psengine.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    for step in range(3):
+        optimizer.zero_grad()
+        with model.no_sync():
+            model(torch.ones(8, 4)).sum().backward()
+        model(torch.ones(8, 4)).sum().backward()
+        optimizer.step()
+        model.report(loss=float("nan") if step == 2 else 1.0, samples=16)
+    # Rank 0 alone has a port.
+    port = metrics._port
+    assert (port is not None) == (rank == 0)
+    if port is not None:
+        found = values(fetch(port.url))
+        assert found["psengine_training_steps_total"] == 3
+        assert found["psengine_training_samples_total"] == 48
+        assert found["psengine_training_exchanged_bytes_total"] == 3 * 10 * 4
+        assert found["psengine_training_step_seconds_total"] > found["psengine_training_wait_seconds_total"] > 0
+        assert found["psengine_training_loss"] != found["psengine_training_loss"]
+        assert found["psengine_training_stalls_total"] == 0
+        if strategy == "sync":
+            assert found["psengine_training_world_size"] == 2
+    metrics.close()
+
+
+@pytest.mark.parametrize("strategy", ["sync", "sync-server"])
+def test_rank_0_tells_of_its_steps(strategy):
+    run_ranks(train, 2, strategy)
+
+
+def test_without_the_variable_there_is_nothing():
+    assert metrics_port() is None
+    assert TrainingMetrics().watch("sync", 0, knows_group=True) is None
+
+
+@pytest.mark.parametrize("text", ["http", "-1", "65536", "1.5", "\u0663"])
+def test_what_is_no_port_is_refused(monkeypatch, text):
+    monkeypatch.setenv("PSENGINE_METRICS_PORT", text)
+    with pytest.raises(EnvironmentVariableError, match="expected 0 to 65535"):
+        TrainingMetrics().watch("sync", 0, knows_group=True)
+
+
+def test_a_port_that_is_taken_does_not_end_training(monkeypatch, caplog):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        monkeypatch.setenv("PSENGINE_METRICS_PORT", str(taken.getsockname()[1]))
+        found = TrainingMetrics()
+        with caplog.at_level(logging.WARNING):
+            assert isinstance(found.watch("sync", 0, knows_group=True), Meter)
+            assert isinstance(found.watch("sync", 0, knows_group=True), Meter)
+    assert caplog.text.count("cannot be opened") == 1
+
+
+def test_a_model_that_is_gone_is_no_longer_told(watched):
+    meters = [watched.watch("sync", 0, knows_group=True) for _ in range(2)]
+    for meter in meters:
+        meter.step_ended(0.0, 4, 2)
+    text = watched.render()[2].decode()
+    assert 'psengine_training_steps_total{model="0",strategy="sync"} 1.0' in text
+    del meters[0], meter
+    text = watched.render()[2].decode()
+    assert 'model="0"' not in text
+    assert 'psengine_training_steps_total{model="1",strategy="sync"} 1.0' in text
+
+
+def test_elsewhere_needs_a_certificate_and_a_token(watched, monkeypatch, tmp_path):
+    monkeypatch.setenv("PSENGINE_METRICS_BIND", "0.0.0.0")
+    with pytest.raises(ConfigurationError, match="needs a certificate and a token"):
+        watched.watch("sync", 0, knows_group=True)
+    made = make_certificate(tmp_path)
+    monkeypatch.setenv("PSENGINE_STATUS_CERT", str(made.certificate))
+    with pytest.raises(ConfigurationError, match="belong together"):
+        watched.watch("sync", 0, knows_group=True)
+    monkeypatch.setenv("PSENGINE_STATUS_KEY", str(made.key))
+    token = tmp_path / "token"
+    token.touch(mode=0o600)
+    token.write_text("only-reads-only-reads")
+    monkeypatch.setenv("PSENGINE_STATUS_READ_TOKEN", str(token))
+    assert watched.watch("sync", 0, knows_group=True) is not None
+    assert watched._port.url.startswith("https://")
