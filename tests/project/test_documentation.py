@@ -84,6 +84,11 @@ def options_of() -> dict[str, str]:
     for command in commands:
         code, helps[command], _ = run_command([command, "--help"], environment={"COLUMNS": "200", "NO_COLOR": "1"})
         assert code == 0
+    helps["admin"] = ""
+    for command in ("snapshot", "evict", "forget", "drain", "shutdown"):
+        code, options, _ = run_command(["admin", command, "--help"], environment={"COLUMNS": "200", "NO_COLOR": "1"})
+        assert code == 0
+        helps["admin"] += options
     return helps
 
 

@@ -97,13 +97,11 @@ import pathlib, sys, time, torch, psengine
 context = psengine.init()
 model = psengine.DistributedDataParallel(torch.nn.Linear(64, 2))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-step = 0
-while not pathlib.Path(sys.argv[1]).exists() and step < 60_000:
+for _ in range(60_000):
     optimizer.zero_grad()
     loss = model(torch.ones(8, 64)).pow(2).mean()
     loss.backward()
     optimizer.step()
-    step += 1
     is_bad = pathlib.Path(sys.argv[1] + "-nan").exists()
     model.report(loss=float("nan") if is_bad else loss, samples=8)
     stop = torch.tensor([float(pathlib.Path(sys.argv[1]).exists())])

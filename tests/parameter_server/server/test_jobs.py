@@ -139,8 +139,10 @@ def busy(job):
     ],
 )
 def test_the_action_says_what_became_of_the_job(forget, code, text):
-    actions = Actions(TOKEN, snapshot=None, evict=lambda job, rank: False, forget=forget, shut_down=lambda: None)
-    assert actions.refusal("forget", {"job": "a b"}, f"Bearer {TOKEN}") is None
+    actions = Actions(
+        True, snapshot=None, evict=lambda *_: False, forget=forget, drain=lambda: 0, shut_down=lambda: None
+    )
+    assert actions.refusal("forget", {"job": "a b"}, may_act=True) is None
     answered, content = actions.perform("forget", {"job": "a b"})
     assert answered == code
     assert text in (content.get("text") or content["error"])
