@@ -4,57 +4,82 @@ psengine run --workers 2 examples/compare_strategies.py                     scik
 torchrun --nproc-per-node=2 examples/compare_strategies.py --data DIR       Fashion-MNIST, as IDX files
 psengine run --workers 2 examples/compare_strategies.py --slow-ms 20        the last worker is slower than the others
 
+A run trains on one half of the digits and tests on the other, then the other way round: every image is tested once.
+Training is short, because after many epochs all strategies classify the digits equally well. The learning rate falls
+linearly to 0, because otherwise the last few batches decide the loss, not the strategy. With ``--data`` a run trains
+once and is tested on the test images. Each run has its own first weights and order of images, the same under every
+strategy.
+
 Ends with a table and a plot of the losses. Exit code 1 where "sync" is not native DistributedDataParallel, bit by bit.
 """
 
 from __future__ import annotations
 
 import argparse
-import copy
 import itertools
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from comparison_report import plot_losses, print_table
-from image_data import Data, load_data
+from image_data import Data, load_data, swapped_halves
 from image_network import ImageClassifier
 from image_options import OptionParser, nonnegative_float, positive_float, positive_int, seed
-from rank_errors import on_all_ranks, run_to_the_end, wait_for_all_ranks
+from rank_errors import UserError, on_all_ranks, run_to_the_end, wait_for_all_ranks
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, TensorDataset
 
 import psengine
 
 NATIVE = "native DDP"
-STRATEGIES = (NATIVE, "sync", "sync-server", "async", "async:max_staleness=2", "async:delay_compensation=0.04")
+# An asynchronous update is one worker's gradient, not the mean of all: so many more updates, and each should be so much
+# smaller. This one keeps the rate, to show what that costs.
+NOT_DIVIDED = "async (rate not divided)"
+ASYNCHRONOUS = ("async", "async:max_staleness=2", "async:delay_compensation=0.04", NOT_DIVIDED)
+STRATEGIES = (NATIVE, "sync", "sync-server", *ASYNCHRONOUS)
+MOMENTUM = 0.9
 
 
-@dataclass
-class Outcome:
-    """What came of one strategy's training.
+@dataclass(kw_only=True)
+class Training:
+    """What came of training one network under one strategy.
 
     Attributes:
         losses: by rank, the loss of each of its steps.
         finished_s: by rank, when each of its steps was finished, counted from the common start.
         state: rank 0's parameters and buffers at the end.
-        accuracy: part of the test images that ``state`` labels correctly.
         seconds: until the last worker was done.
         staleness: how many updates old the weights of an applied gradient were -> how many gradients; {} where none.
+        test_losses: of ``state``, for each test image; the same order under every strategy.
+        is_correct: whether ``state`` labels the test image correctly.
+    """
+
+    losses: list[list[float]]
+    finished_s: list[list[float]]
+    state: dict[str, torch.Tensor]
+    seconds: float
+    staleness: dict[int, int]
+    test_losses: torch.Tensor
+    is_correct: torch.Tensor
+
+
+@dataclass
+class Outcome:
+    """A strategy's trainings: by run, and within it by the images that were trained on.
+
+    Attributes:
+        test_images: how many different images the trainings of a run were tested on.
     """
 
     strategy: str
-    losses: list[list[float]] = field(default_factory=list)
-    finished_s: list[list[float]] = field(default_factory=list)
-    state: dict[str, torch.Tensor] = field(default_factory=dict)
-    accuracy: float = 0.0
-    seconds: float = 0.0
-    staleness: dict[int, int] = field(default_factory=dict)
+    learning_rate: float
+    trainings: list[Training]
+    test_images: int
 
 
 def main() -> int:
@@ -67,7 +92,7 @@ def compare_and_report() -> int:
     outcomes = compare(options, context)
     if context.rank != 0:
         return 0
-    is_equal = print_table(outcomes, reference=NATIVE)
+    is_equal = print_table(outcomes, reference=NATIVE, momentum=MOMENTUM)
     print(f"loss curves: {plot_losses(outcomes, options.plot)}")
     return 0 if is_equal else 1
 
@@ -77,11 +102,12 @@ def parse_options() -> argparse.Namespace:
     add = parser.add_argument
     add("--data", type=Path, metavar="DIR", help="MNIST-like images as IDX files (default: scikit-learn's digits)")
     add("--strategies", metavar="A,B", help=f"which, with commas (default: {','.join(STRATEGIES[1:])})")
-    add("--epochs", type=positive_int, default=10, metavar="N", help="default: 10")
+    add("--epochs", type=positive_int, default=3, metavar="N", help="of a training (default: 3)")
+    add("--runs", type=positive_int, default=3, metavar="N", help="of each strategy (default: 3)")
     add("--batch-size", type=positive_int, default=16, metavar="N", help="images of each worker's step (default: 16)")
-    add("--learning-rate", type=positive_float, default=0.05, metavar="X", help="of the mean gradient (default: 0.05)")
+    add("--learning-rate", type=positive_float, default=0.4, metavar="X", help="at the first step (default: 0.4)")
     add("--slow-ms", type=nonnegative_float, default=0.0, metavar="MS", help="the last worker takes so much longer")
-    add("--seed", type=seed, default=0, metavar="N", help="of the first weights and the order of images (default: 0)")
+    add("--seed", type=seed, default=0, metavar="N", help="of the first run's weights and order of images (default: 0)")
     add("--plot", type=Path, default=Path("runs/strategies.png"), metavar="PATH", help="default: runs/strategies.png")
     options = parser.parse_args()
     chosen = [name.strip() for name in options.strategies.split(",")] if options.strategies else STRATEGIES[1:]
@@ -90,83 +116,107 @@ def parse_options() -> argparse.Namespace:
 
 
 def compare(options: argparse.Namespace, context: psengine.Context) -> list[Outcome]:
-    data = on_all_ranks(lambda: load_data(options.data))
-    torch.manual_seed(options.seed)
-    network = ImageClassifier(data.classes)
-    outcomes = []
+    tasks = on_all_ranks(lambda: load_tasks(options, context))
     # The first steps of a process find libraries to load and memory to get; nobody's time should have them in it.
     for strategy in {name.partition(":")[0]: name for name in options.strategies}.values():
-        train(strategy, copy.deepcopy(network).to(context.device), data, options, context, most_steps=5)
+        train(strategy, tasks[0], options, context, options.seed, most_steps=5)
+    outcomes = []
     for strategy in options.strategies:
-        outcome = train(strategy, copy.deepcopy(network).to(context.device), data, options, context)
-        outcome.accuracy = evaluate(outcome.state, copy.deepcopy(network).to(context.device), data, context)
-        outcomes.append(outcome)
+        seeds = range(options.seed, options.seed + options.runs)
+        trainings = [train(strategy, task, options, context, seed) for seed in seeds for task in tasks]
+        test_images = sum(len(task.test) for task in tasks)
+        outcomes.append(Outcome(strategy, rate_of(strategy, options, context), trainings, test_images))
         if context.rank == 0:
-            loss = sum(losses[-1] for losses in outcome.losses) / len(outcome.losses)
-            print(
-                f"{strategy}: {outcome.seconds:.1f} s, last loss {loss:.4f}, accuracy {outcome.accuracy:.2%}",
-                flush=True,
-            )
+            seconds = sum(training.seconds for training in trainings)
+            loss = torch.stack([training.test_losses.mean() for training in trainings]).mean()
+            print(f"{strategy}: {len(trainings)} trainings in {seconds:.1f} s, test loss {loss:.4f}", flush=True)
     return outcomes
+
+
+def load_tasks(options: argparse.Namespace, context: psengine.Context) -> list[Data]:
+    """What a run trains on and is tested on, one after the other."""
+    data = load_data(options.data)
+    tasks = [data] if options.data else swapped_halves(data)
+    fewest = min(len(task.train) for task in tasks) // context.world_size
+    if options.batch_size > fewest:
+        raise UserError(f"--batch-size: expected at most the {fewest} images of a worker, got {options.batch_size}")
+    return tasks
 
 
 def train(
     strategy: str,
-    network: nn.Module,
     data: Data,
     options: argparse.Namespace,
     context: psengine.Context,
+    seed: int,
     most_steps: int | None = None,
-) -> Outcome:
-    """Train ``network`` from the weights it has; every worker sees the same batches under every strategy."""
-    model, optimizer = on_all_ranks(lambda: wrap(strategy, network, options.learning_rate, context))
+) -> Training:
+    """Train and test a network; every worker sees the same batches under every strategy."""
+    torch.manual_seed(seed)
+    network = ImageClassifier(data.classes).to(context.device)
+    model, optimizer = on_all_ranks(lambda: wrap(strategy, network, rate_of(strategy, options, context)))
+    loader = make_loader(data.train, options, context, seed)
+    scheduler = torch.optim.lr_scheduler.PolynomialLR(optimizer, options.epochs * len(loader))  # a straight line to 0
     losses, finished_s = [], []
     wait_for_all_ranks()
     started_s = time.monotonic()
-    for images, labels in itertools.islice(batches(data, options, context), most_steps):
+    for images, labels in itertools.islice(batches(loader, options.epochs), most_steps):
         optimizer.zero_grad()
         loss = F.cross_entropy(model(images.to(context.device)), labels.to(context.device))
         loss.backward()
         if context.rank == context.world_size - 1:
             time.sleep(options.slow_ms / 1000)
         optimizer.step()
+        scheduler.step()
         if isinstance(model, psengine.DistributedDataParallel):
             model.report(loss=loss, samples=len(labels))  # for the servers' dashboard
         losses.append(loss.item())
         finished_s.append(time.monotonic() - started_s)
     seconds = max(psengine.gather(time.monotonic() - started_s))
-    outcome = Outcome(strategy, seconds=seconds)
-    outcome.losses = [tensor.tolist() for tensor in psengine.gather(torch.tensor(losses, dtype=torch.float64))]
-    outcome.finished_s = [tensor.tolist() for tensor in psengine.gather(torch.tensor(finished_s, dtype=torch.float64))]
-    outcome.state = {name: tensor.detach().clone() for name, tensor in model.module.state_dict().items()}
-    outcome.staleness = staleness_of(model)
+    state = {name: tensor.detach().clone() for name, tensor in network.state_dict().items()}
+    staleness = staleness_of(model)
     wait_for_all_ranks()  # the strategy of rank 0 may keep the server that all others still talk to
     if isinstance(model, psengine.DistributedDataParallel):
         model.leave()
-    return outcome
+    test_losses, is_correct = evaluate(network, data, context)
+    return Training(
+        losses=[tensor.tolist() for tensor in psengine.gather(torch.tensor(losses, dtype=torch.float64))],
+        finished_s=[tensor.tolist() for tensor in psengine.gather(torch.tensor(finished_s, dtype=torch.float64))],
+        state=state,
+        seconds=seconds,
+        staleness=staleness,
+        test_losses=test_losses,
+        is_correct=is_correct,
+    )
+
+
+def rate_of(strategy: str, options: argparse.Namespace, context: psengine.Context) -> float:
+    """The learning rate: ``--learning-rate``, under ``async`` divided by the number of workers."""
+    is_divided = strategy.startswith("async") and strategy != NOT_DIVIDED
+    return options.learning_rate / (context.world_size if is_divided else 1)
 
 
 def wrap(
-    strategy: str, network: nn.Module, learning_rate: float, context: psengine.Context
+    strategy: str, network: nn.Module, learning_rate: float
 ) -> tuple[nn.parallel.DistributedDataParallel, torch.optim.Optimizer]:
     if strategy == NATIVE:
         model = nn.parallel.DistributedDataParallel(network)
-        return model, torch.optim.SGD(model.parameters(), lr=learning_rate, momentum=0.9)
-    model = psengine.DistributedDataParallel(network, strategy=strategy)
-    if model.strategy.name == "async":
-        # An update is one worker's gradient there, not the mean of all: so many more updates, each so much smaller.
-        learning_rate /= context.world_size
-    optimizer = torch.optim.SGD(model.parameters(), lr=learning_rate, momentum=0.9)
+        return model, torch.optim.SGD(model.parameters(), lr=learning_rate, momentum=MOMENTUM)
+    model = psengine.DistributedDataParallel(network, strategy="async" if strategy == NOT_DIVIDED else strategy)
+    optimizer = torch.optim.SGD(model.parameters(), lr=learning_rate, momentum=MOMENTUM)
     return model, psengine.DistributedOptimizer(optimizer, model)
 
 
-def batches(
-    data: Data, options: argparse.Namespace, context: psengine.Context
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    sampler = DistributedSampler(data.train, context.world_size, context.rank, seed=options.seed)
-    loader = DataLoader(data.train, sampler=BatchSampler(sampler, options.batch_size, drop_last=True), batch_size=None)
-    for epoch in range(options.epochs):
-        sampler.set_epoch(epoch)
+def make_loader(
+    dataset: TensorDataset, options: argparse.Namespace, context: psengine.Context, seed: int
+) -> DataLoader:
+    sampler = DistributedSampler(dataset, context.world_size, context.rank, seed=seed)
+    return DataLoader(dataset, sampler=BatchSampler(sampler, options.batch_size, drop_last=True), batch_size=None)
+
+
+def batches(loader: DataLoader, epochs: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    for epoch in range(epochs):
+        loader.sampler.sampler.set_epoch(epoch)
         yield from loader
 
 
@@ -177,17 +227,16 @@ def staleness_of(model: nn.parallel.DistributedDataParallel) -> dict[int, int]:
 
 
 @torch.no_grad()
-def evaluate(state: dict[str, torch.Tensor], network: nn.Module, data: Data, context: psengine.Context) -> float:
-    """Accuracy of rank 0's model; each rank counts a part of the images, every image once."""
-    network.load_state_dict(state)
+def evaluate(network: nn.Module, data: Data, context: psengine.Context) -> tuple[torch.Tensor, torch.Tensor]:
+    """(loss, whether the label is right) of rank 0's network for each test image; each rank takes a part of them."""
     for tensor in network.state_dict().values():
         dist.broadcast(tensor, src=0)
     network.eval()
     images, labels = (tensor[context.rank :: context.world_size].to(context.device) for tensor in data.test.tensors)
-    correct = sum(
-        int((network(i).argmax(1) == t).sum()) for i, t in zip(images.split(256), labels.split(256), strict=True)
-    )
-    return float(psengine.mean(correct / max(1, len(labels)), weight=len(labels)))
+    scores = torch.cat([network(part) for part in images.split(256)])
+    test_losses = F.cross_entropy(scores, labels, reduction="none").cpu()
+    is_correct = (scores.argmax(1) == labels).cpu()
+    return torch.cat(psengine.gather(test_losses)), torch.cat(psengine.gather(is_correct))
 
 
 if __name__ == "__main__":

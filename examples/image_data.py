@@ -49,3 +49,11 @@ def load_data(directory: Path | None) -> Data:
             )
     train, test = (TensorDataset(images.unsqueeze(1), labels.long()) for images, labels in splits)
     return Data(train, test, classes=1 + max(int(labels.max()) for _, labels in splits))
+
+
+def swapped_halves(data: Data) -> list[Data]:
+    """All images, training and test images together, in two halves: train on one, test on the other, and vice versa."""
+    columns = zip(data.train.tensors, data.test.tensors, strict=True)
+    images, labels = (torch.cat([train, test]) for train, test in columns)
+    halves = [TensorDataset(images[start::2], labels[start::2]) for start in (0, 1)]
+    return [Data(halves[0], halves[1], data.classes), Data(halves[1], halves[0], data.classes)]

@@ -39,7 +39,7 @@ def parse_options(description: str) -> argparse.Namespace:
     add(
         "--strategy",
         metavar="NAME",
-        help="how ranks agree: sync, sync-server, async, async:max_staleness=4 ... (default: PSENGINE_STRATEGY, sync)",
+        help="how ranks agree: sync, sync-server, async ... (default: PSENGINE_STRATEGY, sync)",
     )
     add("--sync-batchnorm", action="store_true", help="normalise over the batches of all ranks")
     add("--epochs", type=positive_int, default=5, metavar="N")

@@ -46,19 +46,23 @@ SMOOTHED = 5  # snapshots
 GROUP_TIMEOUT_S = 60
 START_S = 60
 
-# name -> Adam's learning rate and beta1, the best of a sweep. Synchronous: the gradient of four times as many samples
-# stands a larger step. Asynchronous: old gradients act like momentum, so that there has to be less of it (Mitliagkas
-# et al. 2016, https://arxiv.org/abs/1605.09774).
-SYNCHRONOUS = (0.006, 0.9)
-ASYNCHRONOUS = (0.001, 0.0)
-CANDIDATES = {
-    "native": SYNCHRONOUS,
-    "sync": SYNCHRONOUS,
-    "sync-server": SYNCHRONOUS,
-    "sync-server:quorum=3": SYNCHRONOUS,
-    "async:max_staleness=4": ASYNCHRONOUS,
-    "async:max_staleness=16": ASYNCHRONOUS,
-    "async": ASYNCHRONOUS,
+# Adam's learning rate and beta1, its momentum. ALIKE is the best of a sweep for "sync". An asynchronous update is one
+# worker's gradient, so the advice is a rate divided by the number of workers, and less momentum, because old gradients
+# act like it (Mitliagkas et al. 2016, https://arxiv.org/abs/1605.09774). What happens to a script that does neither, or
+# only the first?
+ALIKE = (0.006, 0.9)
+DIVIDED = (0.0015, 0.9)
+ADVISED = (0.0015, 0.0)
+CANDIDATES = {  # name -> what each is run with
+    "native": (ALIKE,),
+    "sync": (ALIKE,),
+    "sync-server": (ALIKE,),
+    "sync-server:quorum=3": (ALIKE,),
+    "async": (ALIKE, DIVIDED, ADVISED),
+    "async:max_staleness=4": (ALIKE, DIVIDED, ADVISED),
+    "async:max_staleness=16": (ADVISED,),
+    "async:staleness_scaling=inverse": (ALIKE, DIVIDED, ADVISED),
+    "async:delay_compensation=0.04": (ALIKE, DIVIDED, ADVISED),
 }
 REFERENCE = "sync"
 # Ranks of these cannot leave one by one.
@@ -70,7 +74,7 @@ class Plan:
     """One run of one candidate.
 
     Attributes:
-        straggler: "one": the last rank is slow in every step; "turns": each is in every fourth of its steps.
+        straggler: "one": the last rank is slow in every step; "turns": each is in every fourth of its steps; "none".
         step_s: how long a worker that is not slow computes; ``slowdown`` times that where it is.
     """
 
@@ -97,6 +101,8 @@ class Run:
     """
 
     candidate: str
+    learning_rate: float
+    beta1: float
     samples_per_s: float
     steps: list[int]
     curve: list[tuple[float, float]]
@@ -150,7 +156,7 @@ def wrap(plan: Plan) -> tuple[nn.Module, torch.optim.Optimizer]:
 
 def compute_s(plan: Plan, rank: int, step: int) -> float:
     """How long this step's computing is to take."""
-    slow_rank = WORLD_SIZE - 1 if plan.straggler == "one" else step % WORLD_SIZE
+    slow_rank = {"one": WORLD_SIZE - 1, "turns": step % WORLD_SIZE, "none": None}[plan.straggler]
     return plan.step_s * (plan.slowdown if rank == slow_rank else 1)
 
 
@@ -310,6 +316,8 @@ class Workers:
         samples_per_s = sum(steps) * BATCH_SIZE * (1 - dropped) / plan.duration_s
         return Run(
             candidate=plan.candidate,
+            learning_rate=plan.learning_rate,
+            beta1=plan.beta1,
             samples_per_s=samples_per_s,
             steps=steps,
             curve=curve,
@@ -321,20 +329,21 @@ class Workers:
 def table_of(runs: Sequence[Run], target: float) -> str:
     """Medians over each candidate's runs, as Markdown."""
     lines = [
-        f"| candidate | samples/s (lowest-highest) | of {REFERENCE} | seconds to {target:.0%} | accuracy at the end"
-        " | steps of each worker | notes |",
-        "|---|---|---|---|---|---|---|",
+        f"| candidate | rate, beta1 | samples/s (lowest-highest) | of {REFERENCE} | seconds to {target:.0%}"
+        " | accuracy at the end (lowest-highest) | steps of each worker | notes |",
+        "|---|---|---|---|---|---|---|---|",
     ]
-    rates = {name: [run.samples_per_s for run in runs if run.candidate == name] for name in candidates_of(runs)}
-    for name, own_rates in rates.items():
-        own = [run for run in runs if run.candidate == name]
-        rate = f"{statistics.median(own_rates):.0f} ({min(own_rates):.0f}-{max(own_rates):.0f})"
+    reference_rates = [run.samples_per_s for run in runs if run.candidate == REFERENCE]
+    for (name, learning_rate, beta1), own in in_rows(runs).items():
+        rates = [run.samples_per_s for run in own]
+        rate = f"{statistics.median(rates):.0f} ({min(rates):.0f}-{max(rates):.0f})"
         ratio = "-"
-        if REFERENCE in rates and name != REFERENCE:
-            ratio = f"{statistics.median(own_rates) / statistics.median(rates[REFERENCE]):.2f}"
+        if reference_rates and name != REFERENCE:
+            ratio = f"{statistics.median(rates) / statistics.median(reference_rates):.2f}"
         seconds = statistics.median(run.seconds_to(target) for run in own)
         reached = f"{seconds:.1f}" if seconds < float("inf") else "not reached"
-        accuracy = statistics.median(run.final_accuracy() for run in own)
+        accuracies = [run.final_accuracy() for run in own]
+        accuracy = f"{statistics.median(accuracies):.1%} ({min(accuracies):.1%}-{max(accuracies):.1%})"
         steps = ", ".join(
             f"{statistics.median(counts):.0f}" for counts in zip(*(run.steps for run in own), strict=True)
         )
@@ -343,12 +352,19 @@ def table_of(runs: Sequence[Run], target: float) -> str:
             notes.append(f"staleness {statistics.mean(run.staleness or 0 for run in own):.1f}")
         if any(run.dropped for run in own):
             notes.append(f"{statistics.mean(run.dropped for run in own):.0%} dropped")
-        lines.append(f"| {name} | {rate} | {ratio} | {reached} | {accuracy:.1%} | {steps} | {', '.join(notes)} |")
+        settings = f"{learning_rate:g}, {beta1:g}"
+        lines.append(
+            f"| {name} | {settings} | {rate} | {ratio} | {reached} | {accuracy} | {steps} | {', '.join(notes)} |"
+        )
     return "\n".join(lines)
 
 
-def candidates_of(runs: Sequence[Run]) -> list[str]:
-    return list(dict.fromkeys(run.candidate for run in runs))
+def in_rows(runs: Sequence[Run]) -> dict[tuple[str, float, float], list[Run]]:
+    """(candidate, learning rate, beta1) -> its runs, rows in the order of their first run."""
+    rows: dict[tuple[str, float, float], list[Run]] = {}
+    for run in runs:
+        rows.setdefault((run.candidate, run.learning_rate, run.beta1), []).append(run)
+    return rows
 
 
 def plot(runs: Sequence[Run], target: float, path: Path) -> None:
@@ -357,8 +373,9 @@ def plot(runs: Sequence[Run], target: float, path: Path) -> None:
     import numpy as np
 
     figure, axes = pyplot.subplots(figsize=(8, 4.5), dpi=120)
-    for name in candidates_of(runs):
-        curves = [np.array(run.curve) for run in runs if run.candidate == name]
+    # Of each candidate its last settings: the advised ones where there are several.
+    for name, own in {name: own for (name, _, _), own in in_rows(runs).items()}.items():
+        curves = [np.array(run.curve) for run in own]
         seconds = np.arange(0, min(curve[-1, 0] for curve in curves), SNAPSHOT_S)
         values = np.stack([np.interp(seconds, *curve.T) for curve in curves])
         (line,) = axes.plot(seconds, np.median(values, axis=0), label=name, linewidth=1.5)
@@ -384,6 +401,18 @@ def require_matplotlib() -> Any:
     return pyplot
 
 
+def settings_of(name: str, options: argparse.Namespace) -> list[tuple[float, float]]:
+    """(learning rate, beta1) of each of a candidate's rows."""
+    settings = [
+        (
+            rate if options.learning_rate is None else options.learning_rate,
+            beta1 if options.beta1 is None else options.beta1,
+        )
+        for rate, beta1 in CANDIDATES[name]
+    ]
+    return list(dict.fromkeys(settings))
+
+
 def candidate_names(text: str) -> tuple[str, ...]:
     """Names separated by commas."""
     chosen = tuple(text.split(","))
@@ -399,12 +428,18 @@ def parse_options() -> argparse.Namespace:
     add("--repetitions", type=int, default=3, help="runs of each candidate (default: %(default)s)")
     add("--seconds", type=float, default=30.0, help="length of a run (default: %(default)s)")
     add("--quick", action="store_true", help="one run of 6 seconds of each: about a minute; accuracy means little")
-    add("--straggler", choices=("one", "turns"), default="one", help="the last worker is slow, or each now and then")
+    add(
+        "--straggler",
+        choices=("one", "turns", "none"),
+        default="one",
+        help="the last worker is slow (default), each is now and then, or none is",
+    )
     add("--step-ms", type=float, default=40.0, help="computing time of a step (default: %(default)s)")
     add("--slowdown", type=float, default=4.0, help="how many times slower a slow step is (default: %(default)s)")
     add("--target", type=float, default=0.85, help="test accuracy to be reached (default: %(default)s)")
-    add("--learning-rate", type=float, help="the same for all, for sweeps (default: see CANDIDATES)")
-    add("--beta1", type=float, help="the same for all")
+    add("--learning-rate", type=float, help="one for all, for sweeps (default: those in CANDIDATES)")
+    add("--beta1", type=float, help="one for all, likewise")
+    add("--seed", type=int, default=0, help="of the first repetition; each has its own (default: %(default)s)")
     add("--data", type=Path, default=FASHION_MNIST, help="IDX files (default: %(default)s)")
     add("--plot", type=Path, metavar="FILE", help="draw accuracy against time, as PNG")
     add("--json", type=Path, metavar="FILE", help="also write all runs there")
@@ -426,16 +461,16 @@ def main() -> None:
     print(f"{description}\n", flush=True)
     runs: list[Run] = []
     with EmbeddedServer.start() as server, Workers(options.data, server.addresses[0]) as workers:
+        rows = [(name, settings) for name in options.candidates for settings in settings_of(name, options)]
         for repetition in range(options.repetitions):
             # Who comes after whom changes from one repetition to the next.
-            turn = repetition % len(options.candidates)
-            for name in options.candidates[turn:] + options.candidates[:turn]:
-                learning_rate, beta1 = CANDIDATES[name]
+            turn = (options.seed + repetition) * len(rows) // 3 % len(rows)
+            for name, (learning_rate, beta1) in rows[turn:] + rows[:turn]:
                 plan = Plan(
                     candidate=name,
-                    learning_rate=learning_rate if options.learning_rate is None else options.learning_rate,
-                    beta1=beta1 if options.beta1 is None else options.beta1,
-                    seed=repetition,
+                    learning_rate=learning_rate,
+                    beta1=beta1,
+                    seed=options.seed + repetition,
                     duration_s=options.seconds,
                     straggler=options.straggler,
                     step_s=options.step_ms / 1000,
@@ -444,15 +479,16 @@ def main() -> None:
                 run = workers.run(plan)
                 runs.append(run)
                 print(
-                    f"repetition {repetition + 1}  {name}: {run.samples_per_s:.0f} samples/s, {options.target:.0%}"
-                    f" after {run.seconds_to(options.target):.1f} s, steps {run.steps}",
+                    f"repetition {repetition + 1}  {name} ({learning_rate:g}, {beta1:g}): {run.samples_per_s:.0f}"
+                    f" samples/s, {options.target:.0%} after {run.seconds_to(options.target):.1f} s, at the end"
+                    f" {run.final_accuracy():.1%}, steps {run.steps}",
                     flush=True,
                 )
-    runs.sort(key=lambda run: options.candidates.index(run.candidate))
+    runs.sort(key=lambda run: rows.index((run.candidate, (run.learning_rate, run.beta1))))
     print(f"\n{table_of(runs, options.target)}")
     if options.json is not None:
-        rows = [asdict(run) for run in runs]
-        options.json.write_text(json.dumps({"machine": description, "target": options.target, "runs": rows}))
+        content = {"machine": description, "target": options.target, "runs": [asdict(run) for run in runs]}
+        options.json.write_text(json.dumps(content))
     if options.plot is not None:
         plot(runs, options.target, options.plot)
 

@@ -1,6 +1,6 @@
 """Lightning over psengine: a strategy for the Trainer, and one for Fabric.
 
-    Trainer(strategy=PSEngineStrategy("async:max_staleness=4"), accelerator="cpu", devices=2)
+    Trainer(strategy=PSEngineStrategy("async:staleness_scaling=inverse"), accelerator="cpu", devices=2)
     Fabric(strategy=PSEngineFabricStrategy("sync"), accelerator="cpu", devices=2)
 
 After ``register()``, names do: "psengine" (PSENGINE_STRATEGY, else "sync"), "psengine-sync-server", "psengine-async".

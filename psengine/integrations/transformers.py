@@ -1,6 +1,6 @@
 """Hugging Face transformers' Trainer over psengine.
 
-    trainer = PSEngineTrainer(strategy="async:max_staleness=4", model=model, args=arguments, train_dataset=data)
+    trainer = PSEngineTrainer(strategy="async:staleness_scaling=inverse", model=model, args=arguments, ...)
 
 For another Trainer class: ``class MyTrainer(PSEngineTrainerMixin, Seq2SeqTrainer): ...``
 """

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -24,28 +22,42 @@ def test_every_strategy_is_compared_with_native_in_a_table_and_a_plot(tmp_path, 
     options = ("--data", small_images, "--epochs", 2, "--plot", plot, "--strategies", "sync,async:max_staleness=2")
     main, other = run_ranks(run_main, 2, "compare_strategies", *options)
     assert (main.code, other.code, other.output) == (0, 0, ""), main.errors + other.errors
-    rows = {line.split()[0]: line for line in main.output.splitlines() if line.startswith(" ") and "%" in line}
+    rows = {line.split()[0]: line for line in main.output.splitlines() if "%" in line}
     assert list(rows) == ["native", "sync", "async:max_staleness=2"]
-    assert "0 (bitwise)" in rows["sync"]
-    assert "bitwise" not in rows["async:max_staleness=2"]
+    assert "0 (same bits)" in rows["sync"]
+    assert "same bits" not in rows["async:max_staleness=2"]
+    assert "0.2 for async:max_staleness=2" in main.output
     assert all(float(re.search(r"([\d.]+)%", row)[1]) > 60 for row in rows.values())
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_sync_that_is_not_native_is_a_failure(capsys):
     report = example("comparison_report")
-    outcome = example("compare_strategies").Outcome
+    comparison = example("compare_strategies")
 
-    def made(strategy: str, weight: float):
-        return outcome(strategy, losses=[[1.0]], finished_s=[[0.1]], state={"w": torch.tensor([weight])})
+    def made(strategy: str, weight: float, loss: float = 0.5):
+        training = comparison.Training(
+            losses=[[1.0]],
+            finished_s=[[0.1]],
+            state={"w": torch.tensor([weight])},
+            seconds=0.1,
+            staleness={},
+            test_losses=torch.tensor([loss, loss]),
+            is_correct=torch.tensor([True, False]),
+        )
+        return comparison.Outcome(strategy, 0.1, [training], test_images=2)
 
-    assert report.print_table([made("native", 1.0), made("sync", 1.0)], reference="native")
-    assert not report.print_table([made("native", 1.0), made("sync", 1.0 + 2**-20)], reference="native")
-    assert not report.print_table([made("native", 0.0), made("sync", -0.0)], reference="native")
-    assert report.print_table([made("native", 1.0), made("async", 2.0)], reference="native")
-    state = {"a": torch.ones(1), "b": torch.tensor([float("nan")])}
-    assert math.isnan(report.largest_difference(SimpleNamespace(state=state), SimpleNamespace(state=state)))
-    assert capsys.readouterr().out.count("9.5e-07") == 1
+    def is_accepted(*outcomes: object) -> bool:
+        return report.print_table(list(outcomes), reference="native", momentum=0.9)
+
+    assert is_accepted(made("native", 1.0), made("sync", 1.0))
+    assert not is_accepted(made("native", 1.0), made("sync", 1.0 + 2**-20))
+    assert not is_accepted(made("native", 0.0), made("sync", -0.0))
+    assert is_accepted(made("native", 1.0), made("async", 2.0, loss=0.75))
+    printed = capsys.readouterr().out
+    assert printed.count("same bits") == 1
+    assert "+0.2500" in printed
+    assert "50.0% \u00b135.4" in printed  # the square root of a quarter over two images
 
 
 WRONG = [

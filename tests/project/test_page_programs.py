@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.command_process import run_command
 from support.processes import run_ranks
 from support.server_process import running_server
 
@@ -183,3 +184,28 @@ def test_the_index_of_examples_has_every_file_and_no_other():
 def test_the_glossary_is_in_order_and_explains_each_word_once():
     words = re.findall(r"^## (.+)$", (DOCS / "glossary.md").read_text(), re.MULTILINE)
     assert words == sorted(set(words))
+
+
+# ------------------------------------------------------------------------------------------------------------ README
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--workers", "1"),
+        ("--workers", "2", "--strategy", "async"),
+        pytest.param(("--workers", "2"), marks=pytest.mark.slow),
+        pytest.param(("--workers", "2", "--independent", "--strategy", "async"), marks=pytest.mark.slow),
+    ],
+    ids=" ".join,
+)
+def test_the_readmes_program_learns_when_it_is_pasted(tmp_path, options):
+    (program,) = programs("README.md")
+    script = tmp_path / "train.py"
+    script.write_text(program)
+    code, output, errors = run_command(["run", "--no-prefix", *options, str(script)])
+    assert code == 0, errors
+    losses = [float(value) for value in re.findall(r"^epoch \d: .* (\d+\.\d+)$", output, re.MULTILINE)]
+    assert len(losses) == 3, output  # the main process alone prints
+    assert losses[-1] < losses[0]
+    assert losses[-1] < 0.9  # of 1.39 before training
