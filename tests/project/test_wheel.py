@@ -77,6 +77,7 @@ def on_a_terminal(command: list[str | Path]) -> tuple[str, str]:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(2 * DEADLINE_S)
 def test_pip_finds_the_torch_beside_an_isolated_build_and_says_what_a_build_without_one_lacks(sources, tmp_path):
     """pip isolates both builds; it fetches setuptools for them, and no torch."""
     python = fresh_environment(tmp_path / "environment")

@@ -77,7 +77,7 @@ class Authenticator(threading.Thread):
 
     def __init__(self, context: zmq.Context[Any], keys: KeyRing | None) -> None:
         super().__init__(name="psengine-authenticator", daemon=True)
-        self._context = context
+        self._zmq_context = context
         self._keys = keys
         self.names_peers = keys is not None and keys.names_peers
         self._users = frozenset() if self.names_peers else frozenset({os.geteuid(), 0})
@@ -171,7 +171,7 @@ class Authenticator(threading.Thread):
         self._is_probed = True
         try:
             for address in addresses:
-                probe(self._context, [address], self.public_key if self._wants_keys(address) else "")
+                probe(self._zmq_context, [address], self.public_key if self._wants_keys(address) else "")
         finally:
             self._is_probed = False
 
