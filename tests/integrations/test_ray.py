@@ -139,6 +139,42 @@ def test_a_killed_server_goes_on_from_its_snapshot(trained):
 
 
 @on_a_cluster
+def test_a_killed_server_that_averages_loses_no_step(trained):
+    found = trained["sync-server-killed"]
+    assert found["error"] == ""
+    assert "start-0-1" not in found, "a worker was started again"
+    assert found["end-0"] == found["end-1"] == trained["native"]["end-0"]
+
+
+@on_a_cluster
+def test_the_only_worker_is_started_again_from_the_checkpoint(trained):
+    found = trained["async-alone-killed"]
+    assert found["error"] == ""
+    start = found["start-0-1"]
+    assert start["epoch"] == 1
+    assert start["begun_with"] == start["before"] != found["start-0-0"]["before"]
+
+
+@on_a_cluster
+def test_servers_that_run_already_are_used(trained):
+    found = trained["async-own-server"]
+    assert found["error"] == ""
+    assert found["metrics"]["epoch"] == 2
+    assert found["start-0-0"]["strategy"] == "async"
+
+
+@on_a_cluster
+def test_a_lost_node_with_a_worker_and_a_server_is_replaced(trained):
+    found = trained["async-node-lost"]
+    assert found["error"] == ""
+    first, second = found["start-0-0"], found["start-0-1"]
+    assert first["node"] != second["node"]
+    # With the weights of the server's snapshot.
+    assert second["begun_with"] != first["begun_with"]
+    assert found["metrics"]["epoch"] == 7
+
+
+@on_a_cluster
 def test_a_later_run_goes_on_from_snapshots_that_stay(trained):
     first, second = trained["async-snapshots"]
     assert first["error"] == second["error"] == ""

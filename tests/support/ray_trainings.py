@@ -12,6 +12,8 @@ import os
 import re
 import sys
 import tempfile
+import threading
+import time
 import traceback
 from pathlib import Path
 
@@ -25,8 +27,10 @@ from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchConfig, TorchTrainer
 
 from psengine.integrations.ray import PSEngineConfig
+from psengine.parameter_server.client.embedded import EmbeddedServer
 
 STEPS = 4
+LOST = "async-node-lost"
 NODE = {"num_cpus": 2, "object_store_memory": 10**8}
 
 
@@ -70,7 +74,7 @@ def train(config):
         optimizer = psengine.DistributedOptimizer(optimizer, model)
     start = {
         "pid": os.getpid(),
-        "node": ray_context.get_node_rank(),
+        "node": ray.get_runtime_context().get_node_id(),
         "epoch": first_epoch,
         "context": [
             context.rank,
@@ -105,13 +109,14 @@ def train(config):
             loss.backward()
             optimizer.step()
             time.sleep(config["pause_s"])
-        if config["kill"] == "worker" and (worker, epoch) == (1, 1) and is_first("worker killed"):
+        if config["kill"] == "worker" and (worker, epoch) == (context.workers - 1, 1) and is_first("worker killed"):
             os.kill(os.getpid(), signal.SIGKILL)
         if config["kill"] == "error" and (worker, epoch) == (0, 1) and is_first("worker failed"):
             raise ValueError("bad data")
         if config["kill"] == "server" and (worker, epoch) == (0, 2) and is_first("server killed"):
             time.sleep(1.0)  # for a snapshot
-            (folder / "servers before").write_text(json.dumps(servers()))
+            if model.strategy.name == "async":
+                (folder / "servers before").write_text(json.dumps(servers()))
             actors = ray.util.list_named_actors(all_namespaces=True)
             (server,) = [actor for actor in actors if actor["name"].startswith("psengine-server-")]
             ray.kill(ray.get_actor(server["name"], server["namespace"]), no_restart=False)
@@ -124,14 +129,14 @@ def train(config):
             if config["reports_wrongly"]:
                 ray.train.report({}, checkpoint=checkpoint)
             report({"epoch": epoch, "loss": loss.item()}, checkpoint)
-    if config["kill"] == "server" and worker == 0:
+    if config["kill"] == "server" and worker == 0 and model.strategy.name == "async":
         (folder / "servers after").write_text(json.dumps(servers()))
     weights = [p.detach().flatten().tolist() for p in net.parameters()]
     (folder / f"end-{worker}").write_text(json.dumps({"weights": weights}))
     return weights
 
 
-def run(name, torch_config, folder, *, workers=2, epochs=3, storage=None, failures=2, **options):
+def run(name, torch_config, folder, *, workers=2, epochs=3, storage=None, failures=2, resources=None, **options):
     settings = {"native": False, "kill": "", "pause_s": 0.0, "reports_wrongly": False, "epochs": epochs, **options}
     folder = Path(folder) / name
     folder.mkdir()
@@ -139,7 +144,7 @@ def run(name, torch_config, folder, *, workers=2, epochs=3, storage=None, failur
         train,
         train_loop_config={"folder": str(folder), **settings},
         torch_config=torch_config,
-        scaling_config=ScalingConfig(num_workers=workers, placement_strategy="SPREAD"),
+        scaling_config=ScalingConfig(num_workers=workers, placement_strategy="SPREAD", resources_per_worker=resources),
         run_config=RunConfig(
             name=storage or name,
             storage_path=str(folder.parent / "storage"),
@@ -160,8 +165,37 @@ def run(name, torch_config, folder, *, workers=2, epochs=3, storage=None, failur
     return found
 
 
-def async_config(**options):
-    return PSEngineConfig("async", server_options={"snapshot_interval_s": 0.2, "lease_s": 1.0}, **options)
+def lose_node(cluster, folder, start):
+    """Once ``start`` is there: end the node on which that worker, and the server of its bundle, run."""
+    path = Path(folder) / start
+    while not path.exists() or not path.stat().st_size:
+        time.sleep(0.1)
+    time.sleep(2.0)  # for some steps, and a snapshot
+    lost = json.loads(path.read_text())["node"]
+    cluster.remove_node(next(node for node in cluster.worker_nodes if node.node_id == lost), allow_graceful=False)
+
+
+def run_with_lost_node(folder, cluster):
+    """A node with a worker and the server is lost; another takes their places."""
+    threading.Thread(target=lose_node, args=(cluster, f"{folder}/node-lost", "start-0-0"), daemon=True).start()
+    for _ in range(3):
+        cluster.add_node(num_cpus=1, object_store_memory=10**8, resources={"away": 1})
+    config = async_config("async:timeout_s=5", snapshot_dir=f"{folder}/shared")
+    return run("node-lost", config, folder, pause_s=0.25, epochs=8, failures=4, resources={"CPU": 1, "away": 1})
+
+
+def run_with_own_server(folder):
+    """Servers that run already, named as for any launcher."""
+    with EmbeddedServer.start() as server:
+        os.environ["PSENGINE_SERVERS"] = server.addresses[0]
+        try:
+            return run("own-server", PSEngineConfig("async"), folder)
+        finally:
+            del os.environ["PSENGINE_SERVERS"]
+
+
+def async_config(strategy="async", **options):
+    return PSEngineConfig(strategy, server_options={"snapshot_interval_s": 0.2, "lease_s": 1.0}, **options)
 
 
 def run_page():
@@ -177,11 +211,16 @@ CASES = {
     "native": lambda at: run("native", TorchConfig(), at, native=True),
     "sync": lambda at: run("sync", PSEngineConfig("sync"), at),
     "sync-server": lambda at: run("sync-server", PSEngineConfig("sync-server", servers=2), at),
+    "sync-server-killed": lambda at: run("sync-server-killed", PSEngineConfig("sync-server"), at, kill="server"),
     "sync-resumed": lambda at: [
         run(f"sync-{epochs}", PSEngineConfig("sync"), at, storage="sync-resumed", epochs=epochs) for epochs in (2, 3)
     ],
     "sync-failed": lambda at: run("sync-failed", PSEngineConfig("sync"), at, kill="error"),
     "async-killed": lambda at: run("async-killed", async_config(), at, kill="worker", pause_s=0.25, epochs=6),
+    "async-alone-killed": lambda at: run(
+        "async-alone-killed", async_config(), at, kill="worker", pause_s=0.25, workers=1
+    ),
+    "async-own-server": lambda at: run_with_own_server(at),
     "async-resumed": lambda at: [
         run(f"async-{epochs}", async_config(), at, storage="async-resumed", epochs=epochs) for epochs in (2, 3)
     ],
@@ -210,8 +249,8 @@ def main():
         try:
             cluster.add_node(**NODE)
             ray.init(address=cluster.address, log_to_driver=True)
-            for name in names or CASES:
-                found[name] = CASES[name](folder)
+            for name in names or [*CASES, LOST]:
+                found[name] = run_with_lost_node(folder, cluster) if name == LOST else CASES[name](folder)
         finally:
             ray.shutdown()
             cluster.shutdown()

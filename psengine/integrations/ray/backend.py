@@ -27,6 +27,7 @@ from psengine.environment.variables import default_strategy, read_variable, set_
 from psengine.errors import ConfigurationError
 from psengine.integrations.ray.reporting import let_worker_0_report_alone, refuse_reports_of_others
 from psengine.integrations.ray.servers import Servers, file_in_memory
+from psengine.specification import Specification
 from psengine.strategies.registry import resolve_strategy
 
 # What the actor sets, and what would open the server to others.
@@ -71,7 +72,8 @@ class PSEngineConfig(TorchConfig):  # type: ignore[misc]
         uses_servers = not made.capabilities.needs_process_group
         self.keeps_weights = not made.capabilities.workers_step
         """Whether servers hold the weights, so that workers are independent."""
-        named = read_variable("PSENGINE_SERVERS") or getattr(made, "_options", {}).get("servers")
+        self.addresses = read_variable("PSENGINE_SERVERS") or ""
+        named = self.addresses or Specification.parse("strategy", self.strategy).options.get("servers")
         self.servers = int(uses_servers and not named) if servers is None else servers
         self.server_options = dict(server_options or {})
         self.snapshot_dir = snapshot_dir
@@ -165,8 +167,9 @@ class _WithServers:
             )
         variables = {"PSENGINE_STRATEGY": config.strategy}
         try:
-            if self._servers is not None:
-                variables["PSENGINE_SERVERS"] = ",".join(self._servers.addresses())
+            addresses = config.addresses if self._servers is None else ",".join(self._servers.addresses())
+            if addresses:
+                variables["PSENGINE_SERVERS"] = addresses
             group.execute(_enter, variables, config.secret if config.servers else "", config.keeps_weights)
         except BaseException:
             self._disconnect(group)
