@@ -61,7 +61,7 @@ def wrap(
 
 def start_now(job: Job, *components: int) -> None:
     """A requeued job waits two minutes: its former processes and credentials must be gone. Here the nodes say so."""
-    job.wait_until(lambda: set(states_of(job.cluster)) == {"idle"})
+    job.wait_until(lambda: set(states_of(job.cluster)) <= {"idle", "planned"})
     for number in components or (job.number,):
         job.cluster.run(["scontrol", "update", f"jobid={number}", "StartTime=now+5"])
 
