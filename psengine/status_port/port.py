@@ -9,7 +9,8 @@ host's name, which DNS rebinding would send. Where reading needs a token the nam
 not have the token. Changes always need one.
 
 Limits keep /healthz answered: 64 connections, of which one that has not asked yet makes room for a newcomer; 8 requests
-at work, beyond which the port says that it is busy. /healthz needs no place among the 8.
+at work, beyond which the port says that it is busy. /healthz needs no place among the 8. Where reading needs a token,
+requests without it have 8 places of their own, so that strangers keep nobody else away.
 """
 
 from __future__ import annotations
@@ -153,7 +154,8 @@ class _Server(ThreadingHTTPServer):
     def __init__(self, host: str, port: int, pages: Pages, access: Access, tls: ssl.SSLContext | None) -> None:
         self.pages = pages
         self.access = access
-        self.places = threading.BoundedSemaphore(MAX_REQUESTS)
+        # By whether a request may read.
+        self.places = {may_read: threading.BoundedSemaphore(MAX_REQUESTS) for may_read in (True, False)}
         self._tls = tls
         self._lock = threading.Lock()
         # By open connection whether its request is complete; the oldest connection first.
@@ -272,7 +274,8 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _answer(self, make: Callable[[], Page]) -> None:
         needs_place = self.path != "/healthz"
-        if needs_place and not self.server.places.acquire(blocking=False):
+        places = self.server.places[self.server.access.may_read(self.headers.get("Authorization"))]
+        if needs_place and not places.acquire(blocking=False):
             self._write((503, TEXT, b"too many ask at once; ask again. /healthz is always answered\n"))
             return
         try:
@@ -280,7 +283,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._write(self._made(make))
         finally:
             if needs_place:
-                self.server.places.release()
+                places.release()
 
     def _made(self, make: Callable[[], Page]) -> Page:
         try:

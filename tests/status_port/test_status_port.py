@@ -16,9 +16,9 @@ from support.certificates import make_certificate
 from support.server_process import ServerFailedError, running_server
 
 from psengine.errors import ConfigurationError
-from psengine.status_port.access import is_loopback, read_access
+from psengine.status_port.access import Access, is_loopback, read_access
 from psengine.status_port.certificate import load_certificate
-from psengine.status_port.port import MAX_CONNECTIONS, TEXT, Pages, StatusPort
+from psengine.status_port.port import MAX_CONNECTIONS, MAX_REQUESTS, TEXT, Pages, StatusPort
 
 TOKEN, READ_TOKEN = "correct-horse-battery-staple", "only-reads-only-reads"
 
@@ -148,6 +148,45 @@ def test_a_handshake_has_one_deadline_however_its_bytes_drip(files, monkeypatch)
                 has_ended.set()
                 thread.join(timeout=10)
             assert time.monotonic() - began_s < 8.0  # a read's own timeout would start anew with each byte
+
+
+class BigPages(Pages):
+    """A public page that no buffer holds, and one for those who have the token."""
+
+    def __init__(self):
+        super().__init__({"/": lambda: (200, TEXT, bytes(1 << 25)), "/metrics": lambda: (200, TEXT, b"all is well\n")})
+
+    def is_public(self, path):
+        return path == "/"
+
+
+@pytest.fixture
+def big_port(files):
+    """The port, and a function that asks for its public page, and reads nothing yet."""
+    tls = load_certificate(files["status_cert"], files["status_key"])
+    trusting = ssl.create_default_context(cafile=files["status_cert"])
+    with (
+        StatusPort(0, BigPages(), access=Access(token=TOKEN, is_open=False), tls=tls) as port,
+        ExitStack() as open_ones,
+    ):
+
+        def stranger():
+            raw = open_ones.enter_context(socket.create_connection(("127.0.0.1", int(port.url.rpartition(":")[2]))))
+            raw.settimeout(10)
+            connection = open_ones.enter_context(trusting.wrap_socket(raw, server_hostname="localhost"))
+            connection.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            assert connection.recv(12).endswith((b"200", b"503"))
+            return connection
+
+        yield here(port.url), stranger
+
+
+def test_strangers_that_do_not_read_keep_nobody_away_who_has_the_token(big_port, files):
+    url, stranger = big_port
+    for _ in range(MAX_REQUESTS + 1):
+        stranger()
+    assert ask(url, "/", ca=files["status_cert"])[0] == 503
+    assert ask(url, "/metrics", TOKEN, ca=files["status_cert"]) == (200, "all is well\n")
 
 
 # ---- settings --------------------------------------------------------------------------------------------------------
