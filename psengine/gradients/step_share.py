@@ -24,6 +24,8 @@ class StepShare:
         self.shadows_weights = False
         self._exchange = exchange
         self._has_weighed = False
+        # What the last forward began to exchange.
+        self._begun: float | None = None
         self._is_due = False
         self._share: Share | None = None
         self._has_data = True
@@ -48,6 +50,7 @@ class StepShare:
         if not has_data:
             self.join_step(None)
             weight = 0.0 if self.shadows_weights else None
+        self._begun = weight
         # Once a rank has weighed, all take part in this exchange for good.
         self._has_weighed = self._has_weighed or weight is not None
         if self._has_weighed:
@@ -57,7 +60,7 @@ class StepShare:
         """What this rank's gradients count.
 
         Raises:
-            ReductionError: the last backward was weighed, and this one has no weight.
+            ReductionError: the last backward was weighed, and this one has no weight, or has it since after forward.
         """
         if self._share is None:
             if self._is_due and self._has_data:
@@ -66,6 +69,12 @@ class StepShare:
                     " (expected a call of model.batch_weight in every step, got none before this backward's forward)."
                     " Fix: model.batch_weight(len(batch)) before forward, or model.batch_weight(None) to let all ranks"
                     " count alike from now on."
+                )
+            if self.weight != self._begun and self._has_data:
+                raise ReductionError(
+                    f"rank {self.collective.rank}: model.batch_weight was called after the forward of this backward,"
+                    f" too late for its gradients (expected weight {self._begun}, as at forward, got {self.weight})."
+                    " Fix: model.batch_weight(len(batch)) before forward."
                 )
             live_world_size = self.collective.world_size
             if self._live_ranks_work is not None:

@@ -340,6 +340,18 @@ def test_a_step_without_its_weight_is_an_error(rank, world_size):
     copied(x).sum().backward()
 
 
+@in_ranks(2)
+def test_a_weight_after_forward_is_an_error(rank, world_size):
+    x = torch.ones(1, FEATURES, dtype=torch.float64)
+    for first, second in ((None, rank + 1), (rank + 1, None), (3, 5 + rank)):
+        model = DistributedDataParallel(seeded(Perceptron))
+        model.batch_weight(first)
+        loss = model(x).sum()
+        model.batch_weight(second)
+        with raises(ReductionError, f"rank {rank}", "too late for its gradients", "Fix: "):
+            loss.backward()
+
+
 def only_one_weighs(rank: int, world_size: int) -> str:
     model = DistributedDataParallel(seeded(Perceptron), collective="shared_memory")
     if rank == 0:
