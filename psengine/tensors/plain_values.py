@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from psengine.errors import ArgumentTypeError, ConfigurationError, ProtocolError
+from psengine.errors import ArgumentTypeError, ConfigurationError, ProtocolError, PSEngineError
 from psengine.tensors.leaves import COMPLEX_DTYPES, CPU, FLOATING_DTYPES, INTEGER_DTYPES
 
 MAX_DEPTH = 100
@@ -28,16 +28,25 @@ def to_bytes(value: Any) -> bytes:
     """Return ``value`` as bytes; a subclass of dict travels as a dict.
 
     Raises:
-        ArgumentTypeError: something in it is of another type; the message names its path.
+        ArgumentTypeError: something in it is of another type, whose path the message names, or cannot be read, such as
+            the elements of a DTensor.
         ConfigurationError: it is nested too deeply, or an integer has thousands of digits.
     """
     tensors: list[torch.Tensor] = []
-    tree = _encode(value, "value", tensors, 0)
     try:
-        header = json.dumps(tree).encode()
-    except ValueError as error:
-        raise ConfigurationError(f"the value cannot be sent as JSON ({error})") from error
-    return b"".join([len(header).to_bytes(_LENGTH_BYTES, "big"), header, *map(_bytes_of, tensors)])
+        tree = _encode(value, "value", tensors, 0)
+        try:
+            header = json.dumps(tree).encode()
+        except ValueError as error:
+            raise ConfigurationError(f"the value cannot be sent as JSON ({error})") from error
+        return b"".join([len(header).to_bytes(_LENGTH_BYTES, "big"), header, *map(_bytes_of, tensors)])
+    except PSEngineError:
+        raise
+    except Exception as error:  # of a subclass's own methods: the other ranks are to be told of these too
+        raise ArgumentTypeError(
+            f"the value cannot be read ({type(error).__name__}: {error}). Fix: send {_ALLOWED}; tensors and dicts that"
+            " are no subclasses."
+        ) from error
 
 
 def from_bytes(payload: bytes) -> Any:
@@ -52,7 +61,7 @@ def from_bytes(payload: bytes) -> Any:
     body = _Body(memoryview(payload)[end:])
     try:
         value = _decode(json.loads(payload[_LENGTH_BYTES:end]), body)
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, RuntimeError) as error:
         raise ProtocolError(f"a value's header is malformed ({type(error).__name__}: {error})") from error
     if body.rest:
         raise ProtocolError(f"a value has bytes that belong to no tensor (got {len(body.rest)})")

@@ -13,6 +13,7 @@ import pytest
 import torch
 from support.expectations import raises
 from support.processes import run_ranks, run_ranks_to_any_end
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import psengine
 from psengine.errors import (
@@ -30,6 +31,11 @@ Point = namedtuple("Point", ["x", "y"])
 
 class Colour(enum.IntEnum):
     RED = 1
+
+
+class Unreadable(dict):
+    def items(self):
+        raise RuntimeError("of a subclass")
 
 
 VALUE = {
@@ -93,6 +99,13 @@ class TestPlainValues:
         with raises(ArgumentTypeError, words, "Fix: "):
             to_bytes(value)
 
+    def test_what_cannot_be_read_is_refused(self):
+        with FakeTensorMode():
+            fake = torch.ones(2)
+        for value in (Unreadable(a=1), [fake]):
+            with raises(ArgumentTypeError, "cannot be read", "Fix: "):
+                to_bytes(value)
+
     def test_depth_is_limited(self):
         value: list[Any] = []
         value.append(value)
@@ -111,6 +124,7 @@ class TestPlainValues:
                 len(header).to_bytes(8, "big") + header
                 for header in (
                     *(b"{", b"{}", b"[1]", b'{"set": []}', b'{"dict": 3}', b'{"dict": [[[], 1]]}', b'{"list": 1}'),
+                    b'{"tensor": ["torch.float32", [0, 9223372036854775808], "cpu"]}',
                     *(b'{"tensor": ["torch.float32", [2], "cpu"]}', b'{"tensor": ["torch.float32", [-1], "cpu"]}'),
                     *(b'{"tensor": ["os.system", [0], "cpu"]}', b"[" * 100_000),
                 )
@@ -140,6 +154,8 @@ def exchange(rank: int, world_size: int, collective: str) -> None:
     refused = ArgumentTypeError if rank == 1 else ReplicaMismatchError
     with raises(refused, "value[0] cannot be sent" if rank == 1 else "got unfit"):
         psengine.broadcast_object([object()], from_rank=1)
+    with raises(ArgumentTypeError if rank == 0 else ReplicaMismatchError, "of a subclass"):
+        psengine.broadcast_object(Unreadable(a=1))
     with raises(ConfigurationError, "from_rank is a rank of the group", f"got {world_size}"):
         psengine.broadcast_object(1, from_rank=world_size)
     with raises(ReplicaMismatchError, "the call"):
@@ -158,6 +174,14 @@ def exchange(rank: int, world_size: int, collective: str) -> None:
 @pytest.mark.parametrize(("collective", "world_size"), [("auto", 2), ("c10d", 3)])
 def test_ranks_share_values_and_wait_for_each_other(collective, world_size):
     run_ranks(exchange, world_size, collective)
+
+
+@pytest.mark.parametrize("call", [psengine.barrier, lambda: psengine.broadcast_object(1)])
+def test_ranks_that_have_not_met_are_told(call, monkeypatch):
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    with raises(ConfigurationError, "expected psengine.init() before it", "one of 2"):
+        call()
 
 
 def wait_for_a_dead_rank(rank: int, world_size: int) -> Any:
