@@ -55,7 +55,7 @@ class Context:
     alone, is a world of its own: its rank is 0 and its world size 1. ``worker``, ``workers`` and ``is_main_process``
     are the job's, whatever launched it: deal out data and save by these.
 
-    ``with psengine.init() as context:`` calls ``shutdown()`` at the end of the block.
+    ``with psengine.init() as context:`` calls ``shutdown()`` at the end of the block; of nested blocks, the outermost.
 
     Attributes:
         rank: this process in the process group, 0 <= rank < world_size.
@@ -97,12 +97,17 @@ class Context:
         return self.worker == 0
 
     def __enter__(self) -> Context:
+        global _open_blocks
+        _open_blocks += 1
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        _shut_down_after(failed=kind is not None)
+        global _open_blocks
+        _open_blocks -= 1
+        if not _open_blocks:
+            _shut_down_after(failed=kind is not None)
 
 
 @dataclass(frozen=True)
@@ -117,6 +122,8 @@ _session: _Session | None = None
 # Kept after shutdown(), so that ranks that call init() again do not meet at a store that is about to close.
 _meeting_point: tuple[Placement, Store] | None = None
 _generation = 0
+# Blocks ``with init()`` that this process is inside.
+_open_blocks = 0
 _before_shutdown: list[Callable[[], None]] = []
 
 

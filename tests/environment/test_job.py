@@ -216,6 +216,18 @@ def test_under_torchrun_no_other_address_is_listened_at(bare):
         psengine.init("gloo", init_method="tcp://h:2")
 
 
+def test_of_nested_blocks_the_outermost_shuts_down(bare):
+    for _ in range(2):
+        with psengine.init("gloo", rank=0, world_size=1):
+            with psengine.init():
+                pass
+            assert dist.is_initialized()
+            with pytest.raises(KeyError), psengine.init():
+                raise KeyError
+            assert dist.is_initialized()
+        assert not dist.is_initialized()
+
+
 def leave_by_an_error(rank: int, world_size: int) -> None:
     clear()
     with psengine.init("gloo", rank=0, world_size=1):
