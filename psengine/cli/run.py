@@ -30,7 +30,7 @@ strategy needs, names the rank that failed first with its error, and ends all pr
 
 psengine run --workers 2 train.py --epochs 3
 
-psengine run --workers 4 --strategy async:max_staleness=4 --servers 2 train.py
+psengine run --workers 4 --strategy async:staleness_scaling=inverse --servers 2 train.py
 
 psengine run --workers 4 --strategy async --independent --max-restarts 3 train.py
 
@@ -61,7 +61,7 @@ def run(
         typer.Option(
             metavar="NAME[:OPTION=VALUE,...]",
             help="How replicas agree if the script does not set it: sync, sync-server, async,"
-            " async:max_staleness=4, ..., or one that the script registers.",
+            " async:staleness_scaling=inverse, ..., or one that the script registers.",
         ),
     ] = None,
     collective: Annotated[

@@ -35,7 +35,7 @@ _EXAMPLES = """
 
   psengine verify train.py:target --strategy sync-server --world-size 3
 
-  psengine verify train.py:target --strategy async:max_staleness=4 --against sync --rtol 0.1
+  psengine verify train.py:target --strategy async:staleness_scaling=inverse --against sync --rtol 0.1
 
   psengine verify train.py:target --strategy native     is it reproducible at all?
 

@@ -20,8 +20,8 @@ class Settings:
     Attributes:
         steps: how many each training takes.
         world_size: number of ranks, processes on this machine.
-        strategy: "native" for native DDP, or a strategy: "sync", "async:max_staleness=4", ... Those over servers get
-            a server of their own, unless they name one.
+        strategy: "native" for native DDP, or a strategy: "sync", "async:staleness_scaling=inverse", ... Those over
+            servers get a server of their own, unless they name one.
         against: the same, for the reference.
         seed: of the model; ranks draw dropout and the like from it and their rank.
         rtol: two numbers may differ by atol + rtol * the largest magnitude in the reference's tensor. Default:

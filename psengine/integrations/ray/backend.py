@@ -64,8 +64,9 @@ class PSEngineConfig(TorchConfig):  # type: ignore[misc]
         super().__init__(**options)
         if strategy is not None and not isinstance(strategy, str):
             raise ConfigurationError(
-                f"strategy travels to other processes as text (expected a name such as 'async:max_staleness=4', got"
-                f" {strategy!r}). Fix: pass the object to psengine.DistributedDataParallel in the training function."
+                f"strategy travels to other processes as text (expected a name such as"
+                f" 'async:staleness_scaling=inverse', got {strategy!r}). Fix: pass the object to"
+                " psengine.DistributedDataParallel in the training function."
             )
         self.strategy = strategy or default_strategy()
         made = resolve_strategy(self.strategy)
