@@ -21,10 +21,10 @@ from psengine.errors import ConfigurationError
 
 
 def report(metrics: Mapping[str, Any], checkpoint: Checkpoint | None = None) -> None:
-    """Call ``ray.train.report`` as the strategy's workers may; every worker calls it, in every epoch alike.
+    """Report metrics and a checkpoint to Ray Train, under any strategy. Every worker calls it equally often.
 
-    In a process group it is Ray's own, and all workers wait for each other. Of independent workers only worker 0
-    reports: at once, whatever the others do. In both cases worker 0's metrics are the result's.
+    In a process group it is ``ray.train.report``, and all workers wait for each other. Of independent workers only
+    worker 0 reports, and does not wait. In both cases the result has worker 0's metrics.
 
     Args:
         metrics: numbers and text by name.
