@@ -106,7 +106,7 @@ def drain(
             except NobodyListensError:
                 _say(port, "has ended")
                 continue
-            except (OSError, ValueError) as error:
+            except (OSError, ValueError, LookupError, TypeError) as error:
                 workers = f"an answer ({error})"
             remaining.append(port)
             if said.get(port.url) != workers:
@@ -115,7 +115,7 @@ def drain(
         ports = remaining
         if ports and time.monotonic() >= deadline_s:
             for port in ports:
-                _say(port, f"has not ended within {wait_s:g} s; it still drains. Fix: end its workers, or evict them")
+                _say(port, f"still drains after {wait_s:g} s. Fix: end its workers, or psengine admin shutdown")
             raise typer.Exit(EXIT_REFUSED)
         if ports:
             time.sleep(min(POLL_S, max(0.0, deadline_s - time.monotonic())))

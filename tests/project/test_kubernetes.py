@@ -124,6 +124,7 @@ def test_the_parts_of_a_training_fit(name):
     for workload, component in ((servers, "server"), (job, "worker")):
         pod = workload["spec"]["template"]
         labels = pod["metadata"]["labels"]
+        assert pod["spec"]["enableServiceLinks"] is False
         claims = {claim["metadata"]["name"] for claim in workload["spec"].get("volumeClaimTemplates", [])}
         containers = [*pod["spec"]["initContainers"], *pod["spec"]["containers"]]
         mounted = {mount["name"] for each in containers for mount in each.get("volumeMounts", [])}
@@ -147,6 +148,8 @@ def test_the_parts_of_a_training_fit(name):
 
 def test_a_train_job_fits_its_runtime():
     runtime, job = (one(objects_of(KUBEFLOW), kind) for kind in ("ClusterTrainingRuntime", "TrainJob"))
+    (replicated,) = runtime["spec"]["template"]["spec"]["replicatedJobs"]
+    assert replicated["template"]["spec"]["template"]["spec"]["enableServiceLinks"] is False
     assert job["spec"]["runtimeRef"]["name"] == runtime["metadata"]["name"]
     (node,) = runtime["spec"]["template"]["spec"]["replicatedJobs"]
     # The names by which Kubeflow finds what a TrainJob changes.

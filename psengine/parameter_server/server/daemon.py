@@ -229,13 +229,12 @@ class Server:
 
     def _drain(self) -> int:
         """Let no more workers in; the main loop ends the server when the last has left. How many there are."""
-        count = self._shards.close()
         if not self._is_draining:
-            self._is_draining = True
-            text = f"draining: no more workers are let in; the server ends when the last of {count} has left"
+            self._is_draining = True  # before the shards are asked: a busy one lets nobody in as soon as it can
+            text = "draining: no more workers are let in; the server ends when the last one has left"
             logger.warning("%s", text)
             self._events.note("draining", text)
-        return count
+        return self._shards.close()
 
     def _announce_start(self, announce: Callable[[str], None], durability: str) -> None:
         if self.settings.snapshot_dir is None and not self._until_stdin_closes:
@@ -276,7 +275,7 @@ class Server:
             if now_s >= next_report_s:
                 systemd.notify(f"STATUS={self._summary()}")
                 next_report_s = now_s + _REPORT_S
-            if self._is_draining and self._shards.worker_count() == 0:
+            if self._is_draining and self._shards.remembered_count() == 0:
                 logger.info("shutting down: drained, no worker is left")
                 return True
             if self._ends.stdin_closed.is_set() and self._shards.training_count() == 0:

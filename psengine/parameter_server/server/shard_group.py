@@ -66,7 +66,7 @@ class ShardGroup:
         return all(thread.is_alive() and now_s - thread.last_tick_s < HEALTHY_S for thread in self.threads)
 
     def training_count(self) -> int:
-        """The same as ``worker_count``, without those that wait for a job's first values."""
+        """Workers at the shard with most of them, without those that wait for a job's first values; 1 likewise."""
         return self._most(lambda shard: shard.jobs.training_count)
 
     def _most(self, count: Callable[[Shard], int]) -> int:
@@ -134,9 +134,9 @@ class ShardGroup:
         """
         return max(self.ask(Shard.close))
 
-    def worker_count(self) -> int:
-        """Workers at the shard with most of them; 1 where a shard does not answer."""
-        return self._most(lambda shard: shard.jobs.member_count)
+    def remembered_count(self) -> int:
+        """Workers at the shard with most of them, see ``ShardJobs``; 1 where a shard does not answer."""
+        return self._most(lambda shard: shard.jobs.remembered_count)
 
     def drain(self) -> list[int]:
         """Refuse newcomers and answer queued messages; the indexes of shards that did not finish in time."""

@@ -22,6 +22,8 @@ from support.statuses import server as server_status
 from psengine.errors import ConfigurationError
 from psengine.parameter_server.client.embedded import EmbeddedServer
 from psengine.parameter_server.server import shard_group
+from psengine.parameter_server.server.daemon import Server
+from psengine.parameter_server.server.settings import ServerSettings
 from psengine.parameter_server.server.shard_group import ShardGroup
 from psengine.parameter_server.server.status.actions import Actions
 from psengine.parameter_server.server.status.dashboard_page import dashboard
@@ -243,8 +245,8 @@ def monitor_of(status):
         yield port
 
 
-def actions_on(evict=lambda *_: False):
-    return Actions(True, snapshot=None, evict=evict, forget=lambda job: None, drain=lambda: 0, shut_down=lambda: None)
+def actions_on(evict=lambda *_: False, drain=lambda: 0):
+    return Actions(True, snapshot=None, evict=evict, forget=lambda job: None, drain=drain, shut_down=lambda: None)
 
 
 # ---- metrics ---------------------------------------------------------------------------------------------------
@@ -417,6 +419,20 @@ def test_a_busy_shard_ends_the_lease_later(monkeypatch):
         monkeypatch.setattr(thread, "_send", lambda outgoing: None)
         thread._answer_asked()
     assert [world.shard.jobs.member_count for world in worlds] == [0, 0]
+
+
+def test_a_drain_is_no_question_that_a_busy_shard_leaves_open(monkeypatch):
+    monkeypatch.setattr(shard_group, "ANSWER_DEADLINE_S", 0.05)
+    server = Server(ServerSettings())
+    server._shards.threads = [ShardThread(World().shard, None, None)]  # not started: busy
+    for _ in range(2):
+        code, answer = actions_on(drain=server._drain).perform("drain", {})
+        assert (code, "busy" in answer["text"]) == (202, True)
+        assert server._is_draining
+    (thread,) = server._shards.threads
+    thread._answer_asked()
+    assert thread.shard.is_closed
+    assert [event.kind for event in server._events.events()] == ["draining"]
 
 
 def test_a_token_without_a_port_is_not_needed(tmp_path, monkeypatch):

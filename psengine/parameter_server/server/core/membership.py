@@ -252,9 +252,13 @@ class Membership:
         for member in (*self.members.values(), *(gone.member for gone in self._absent.values())):
             member.advance(MemberEvent.ORPHANED)
 
+    def remembered_count(self, now_s: float) -> int:
+        """Workers that are here, or were put out less than a lease ago and may come back."""
+        return len(self.members) + len(self._recently_gone(now_s))
+
     def is_remembered(self, now_s: float) -> bool:
-        """Whether anybody is here, or has not been gone for a lease."""
-        return bool(self.members or self._recently_gone(now_s))
+        """Whether there is any of them."""
+        return self.remembered_count(now_s) > 0
 
     @property
     def heard_s(self) -> float:

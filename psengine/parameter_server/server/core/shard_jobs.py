@@ -113,8 +113,13 @@ class ShardJobs:
         return sum(len(job.membership.members) for job in self.by_number.values())
 
     @property
+    def remembered_count(self) -> int:
+        """The same, with those that were put out less than a lease ago and may come back."""
+        return sum(job.membership.remembered_count(self.now_s) for job in self.by_number.values())
+
+    @property
     def training_count(self) -> int:
-        """The same, without those that wait for a job's first values."""
+        """Workers of all jobs, without those that wait for a job's first values."""
         return sum(len(job.membership.members) for job in self.by_number.values() if job.is_sealed)
 
     def memory_bytes(self) -> int:

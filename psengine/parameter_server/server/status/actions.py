@@ -131,7 +131,7 @@ class Actions:
         try:
             count = self._begin_drain()
         except FutureTimeoutError:
-            return 503, _error("A shard is busy and did not answer in time. Fix: ask again until all have answered.")
+            return 202, {"text": "The server drains. A shard is busy; it lets no more workers in as soon as it can."}
         end = f"It ends when the last of {count} has left." if count else "There is none: it ends now."
         return 202, {"workers": count, "text": f"The server lets no more workers in. {end}"}
 
