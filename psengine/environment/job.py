@@ -20,6 +20,7 @@ logger = logging.getLogger(__name__)
 
 # The number that the servers gave to this process's first model, and the warnings that were given.
 _assigned: int | None = None
+_was_read_before = False
 _said: set[str] = set()
 
 
@@ -31,9 +32,11 @@ def worker_of(rank: int, world_size: int) -> int:
     """
     if world_size > 1:
         return rank
+    global _was_read_before
     worker, _ = given_worker()
     if worker is not None:
         return worker
+    _was_read_before |= _assigned is None
     if _assigned is None and read_variable("PSENGINE_SERVERS"):
         _warn(
             f"this process does not know yet which worker of the job it is, and counts as worker 0: {WORKER} is not"
@@ -78,12 +81,17 @@ def assign(worker: int) -> None:
     global _assigned
     if _assigned is None:
         _assigned = worker
+        if worker and _was_read_before and not _said:  # the strategy's argument names the servers, no variable does
+            _warn(
+                f"the servers have made this process worker {worker} of the job, and it counted as worker 0 before: its"
+                f" share of the data may be worker 0's. Set {WORKER} and {WORKERS}, or wrap the model first."
+            )
 
 
 def forget() -> None:
     """Forget the servers' number and the warnings, at the end of a training."""
-    global _assigned
-    _assigned = None
+    global _assigned, _was_read_before
+    _assigned, _was_read_before = None, False
     _said.clear()
 
 

@@ -120,6 +120,15 @@ def test_before_the_servers_have_assigned_a_number_a_read_warns_once(bare, caplo
         _ = context.workers
 
 
+@pytest.mark.parametrize("assigned", [0, 2])
+def test_a_number_that_comes_after_a_read_warns_where_no_variable_named_the_servers(bare, caplog, assigned):
+    context = psengine.init()
+    assert context.is_main_process
+    job.assign(assigned)
+    assert context.worker == assigned
+    assert (f"worker {assigned} of the job, and it counted as worker 0 before" in caplog.text) == (assigned > 0)
+
+
 def in_a_group(rank: int, world_size: int) -> Any:
     """A group that the user made: its rank is the worker, whatever PSENGINE_WORKER says."""
     clear()
