@@ -145,6 +145,8 @@ class BuildNative(build_ext):
         with suppress(OSError), open("/dev/tty", "w") as terminal:
             if not sys.stderr.isatty():
                 terminal.write(f"\n{text}\n")
+        for extension in self.extensions:  # an earlier build's
+            Path(self.build_lib, self.get_ext_filename(extension.name)).unlink(missing_ok=True)
         self._reason_file.parent.mkdir(parents=True, exist_ok=True)
         self._reason_file.write_text(f"{reason}\n", encoding="utf-8")
 

@@ -81,6 +81,9 @@ def on_a_terminal(command: list[str | Path]) -> tuple[str, str]:
 def test_pip_finds_the_torch_beside_an_isolated_build_and_says_what_a_build_without_one_lacks(sources, tmp_path):
     """pip isolates both builds; it fetches setuptools for them, and no torch."""
     python = fresh_environment(tmp_path / "environment")
+    stale = sources / "build" / f"lib.{sysconfig.get_platform()}-{sys.implementation.cache_tag}" / "psengine"
+    stale.mkdir(parents=True)
+    (stale / "_native.abi3.so").write_bytes(b"of an earlier build")
     install = [python, "-m", "pip", "install", "--no-deps", "--force-reinstall", sources]
     printed, shown = on_a_terminal(install)
     fix = "pip install --force-reinstall --no-deps ."
@@ -89,6 +92,7 @@ def test_pip_finds_the_torch_beside_an_isolated_build_and_says_what_a_build_with
     assert re.search(r"psengine_torch-[\d.]+-0_without_native_extension-py3-none-any\.whl", printed)
     site_packages = next((tmp_path / "environment").glob("lib/python*/site-packages"))
     assert (site_packages / REASON).read_text().startswith("the build found no torch")
+    assert not (site_packages / "psengine" / "_native.abi3.so").exists()
 
     # Its headers and libraries are what a build needs.
     (site_packages / "torch").symlink_to(Path(sysconfig.get_path("platlib"), "torch"))
