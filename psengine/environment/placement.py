@@ -24,6 +24,12 @@ def place(rank: int | None, world_size: int | None, init_method: str | None) -> 
     if init_method is None and rank is None:
         return launched_as()
     placement = launched_as(needs_master=False) if rank is None else _given(rank, world_size)
+    if placement.launcher == "none" and init_method not in (None, "env://"):
+        raise ConfigurationError(
+            "init_method says where ranks meet, and nothing says how many there are (expected rank= and world_size="
+            f" beside it, or a launcher's variables, got only init_method={init_method!r}). Fix: give them, or leave it"
+            " out to train alone."
+        )
     if placement.world_size == 1:
         return placement
     scheme, path, master = _read("env://" if init_method is None else init_method)

@@ -203,6 +203,7 @@ def test_a_world_of_one_needs_no_meeting_point(bare):
     ("arguments", "error", "words"),
     [
         ({"rank": 0}, ConfigurationError, "expected both or neither, got rank=0, world_size=None"),
+        ({"init_method": "tcp://h:1"}, ConfigurationError, "nothing says how many there are"),
         ({"rank": 2, "world_size": 2}, ConfigurationError, "got rank 2 of 2"),
         ({"rank": "0", "world_size": 2}, ArgumentTypeError, "init(rank=) is a whole number (expected an int, got '0')"),
         ({"rank": 0, "world_size": True}, ArgumentTypeError, "init(world_size=)"),
