@@ -25,6 +25,8 @@ MAX_SEGMENTS = 512
 MAX_WEIGHT = 1e12
 # A worker's counters stay exact as floats.
 MAX_COUNTED = 2**53
+# Why a server did not use a push that it answered.
+PUSH_REFUSALS = ("non_finite", "stale", "abstained")
 
 # In the header's worker and key fields.
 NOBODY = 0xFFFFFFFF

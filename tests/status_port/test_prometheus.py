@@ -46,27 +46,29 @@ def run(*command, cwd=FOLDER):
     return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=60)
 
 
-def exported():
-    """The names of all metrics, of a server and of a synchronous training."""
+def exposition():
+    """What a server and a synchronous training tell Prometheus, before anything was refused."""
     snapshot = SnapshotStatus(
         directory="d", interval_s=1.0, generation=1, age_s=2.0, last_seconds=0.1, failures=0, last_error=""
     )
     told = replace(TIMES, step_s=0.25)
-    job = shard(worker(0, telemetry=told, staleness={"1": 2}), refused={"not_finite": 1}, staleness={"0": 1})
+    job = shard(worker(0, telemetry=told, staleness={"1": 2}), staleness={"0": 1})
     metrics = TrainingMetrics()
     meter = Meter("sync", knows_group=True)
     meter.step_ended(0.1, 8, world_size=2)
     meter.report(loss=1.0, samples=1)
     metrics._meters[0] = meter
-    text = (render_metrics(server(job, snapshot=snapshot))[1] + metrics.render()[2]).decode()
-    return set(re.findall(r"^(psengine_\w+?)(?:\{| )", text, re.MULTILINE))
+    return (render_metrics(server(job, snapshot=snapshot))[1] + metrics.render()[2]).decode()
 
 
 def test_alerts_ask_only_for_metrics_there_are():
-    text = RULES.read_text()
-    used = set(re.findall(r"\bpsengine_\w+", text))
+    rules, exposed = RULES.read_text(), exposition()
+    used = set(re.findall(r"\bpsengine_\w+", rules))
     assert len(used) >= 20
-    assert used - exported() == set()
+    assert used - set(re.findall(r"^(psengine_\w+?)(?:\{| )", exposed, re.MULTILINE)) == set()
+    reasons = set(re.findall(r'reason="(\w+)"', rules))
+    assert reasons
+    assert reasons - set(re.findall(r'reason="(\w+)"', exposed)) == set()
 
 
 def test_every_alert_is_tested_and_has_its_place_in_the_runbook():

@@ -38,7 +38,7 @@ def test_rates_are_differences_and_means_of_the_interval():
             bytes_in=4000,
             bytes_out=60,
             applied=15,
-            refused={"not_finite": 4, "abstained": 9},
+            refused={"non_finite": 4, "abstained": 9},
             staleness={"0": 7, "64": 8},
             staleness_sum=1000,
             workers=[(0, 11, 2.25), (1, 3, None)],

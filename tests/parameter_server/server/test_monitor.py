@@ -264,7 +264,7 @@ def status_with_everything(name="j", **changes):
         worker(3, **{"clock": 12, "staleness": {"1": 9, "5": 1}, "telemetry": TOLD} | changes),
         worker(4, clock=14),
     ]
-    counts = {"refused": {"not_finite": 2}, "staleness": {"0": 2, "64": 1}, "staleness_sum": 500}
+    counts = {"refused": {"non_finite": 2}, "staleness": {"0": 2, "64": 1}, "staleness_sum": 500}
     return server_status(shard(*workers, name=name, **counts), snapshot=snapshot)
 
 

@@ -22,6 +22,7 @@ from psengine.parameter_server.status_model import (
     Transport,
     WorkerStatus,
 )
+from psengine.protocol.messages import PUSH_REFUSALS
 
 # The training's name. "job" is Prometheus's own label, of what it scrapes; it would rename ours.
 LABEL = "training_job"
@@ -69,7 +70,8 @@ def _of_shards(shards: list[ShardStatus]) -> Iterator[Any]:
     yield _gauge("version", "Updates the newest chunk has seen.", by_job, newest)
     pushes = [([*labels, str(worker.rank)], worker.pushes) for labels, job in jobs for worker in job.workers]
     yield _counter("pushes", "Pushes that arrived.", [*by_job, "worker"], pushes)
-    refused = [([*labels, reason], count) for labels, job in jobs for reason, count in job.refused.items()]
+    # From 0: Prometheus's increase() does not see a series that begins with 1.
+    refused = [([*labels, reason], job.refused.get(reason, 0)) for labels, job in jobs for reason in PUSH_REFUSALS]
     yield _counter("refused", "Pushes refused.", [*by_job, "reason"], refused)
     for name, text in _counters_of(JobCounters):
         yield _counter(name, text, by_job, [(labels, getattr(job, name)) for labels, job in jobs])
