@@ -1,6 +1,6 @@
 """Train the same network on the same images under every strategy, native DistributedDataParallel first; compare.
 
-psengine run --workers 2 examples/compare_strategies.py                     scikit-learn's digits: half a minute
+psengine run --workers 2 examples/compare_strategies.py                     scikit-learn's digits: 90 seconds
 torchrun --nproc-per-node=2 examples/compare_strategies.py --data DIR       Fashion-MNIST, as IDX files
 psengine run --workers 2 examples/compare_strategies.py --slow-ms 20        the last worker is slower than the others
 

@@ -55,7 +55,10 @@ def named_pairs(words: list[str]) -> Iterator[tuple[str, str]]:
     for word in words:
         python, _, torch = word.partition("=")
         if not torch or not runs(python):
-            sys.exit(f"expected an interpreter and a torch (python3.13=2.14.0 or python3.13=newest), got {word}")
+            sys.exit(
+                "expected an interpreter that runs and a torch (python3.13=2.14.0 or /path/to/python3.13=newest), got"
+                f" {word}"
+            )
         yield python, "" if torch == "newest" else torch
 
 
