@@ -24,6 +24,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from image_accuracy import evaluate
 from image_data import Data, load_data
 from image_network import ImagePerceptron
 from image_options import OptionParser, fraction, positive_float, positive_int
@@ -175,16 +176,6 @@ def wrap(
     model = psengine.DistributedDataParallel(network, strategy=strategy)
     optimizer = torch.optim.SGD(model.parameters(), lr=learning_rate, momentum=MOMENTUM)
     return model, psengine.DistributedOptimizer(optimizer, model)
-
-
-@torch.no_grad()
-def evaluate(network: nn.Module, data: Data, context: psengine.Context) -> float:
-    """The accuracy; each rank counts a part of the test images, every image once."""
-    images, labels = (tensor[context.rank :: context.world_size].to(context.device) for tensor in data.test.tensors)
-    correct = sum(
-        int((network(i).argmax(1) == t).sum()) for i, t in zip(images.split(1000), labels.split(1000), strict=True)
-    )
-    return float(psengine.mean(correct / max(1, len(labels)), weight=len(labels)))
 
 
 def print_table(rows: list[Row], target: float, options: argparse.Namespace) -> None:

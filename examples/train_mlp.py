@@ -21,7 +21,8 @@ import time
 from pathlib import Path
 
 import torch
-from image_data import Data, load_data
+from image_accuracy import evaluate
+from image_data import load_data
 from image_network import ImagePerceptron
 from image_options import OptionParser, positive_float, positive_int, seed
 from rank_errors import UserError, on_all_ranks, run_to_the_end
@@ -97,16 +98,6 @@ def train() -> int:
         weights = b"".join(tensor.cpu().numpy().tobytes() for tensor in network.state_dict().values())
         print(f"weights: sha256 {hashlib.sha256(weights).hexdigest()[:16]}")
     return 0
-
-
-@torch.no_grad()
-def evaluate(network: nn.Module, data: Data, context: psengine.Context) -> float:
-    """The accuracy; each rank counts a part of the test images, every image once."""
-    images, labels = (tensor[context.rank :: context.world_size].to(context.device) for tensor in data.test.tensors)
-    correct = sum(
-        int((network(i).argmax(1) == t).sum()) for i, t in zip(images.split(1000), labels.split(1000), strict=True)
-    )
-    return float(psengine.mean(correct / max(1, len(labels)), weight=len(labels)))
 
 
 if __name__ == "__main__":
