@@ -16,6 +16,7 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
+from hybrid import SumOverGroup
 from native_world import in_native_world
 from step_memory import measured_memory
 from torch import nn
@@ -25,20 +26,6 @@ from torch.nn.parallel import DistributedDataParallel
 import psengine
 
 MIB = 2**20
-
-
-class SumOverGroup(torch.autograd.Function):
-    """The parts of an activation add up; the whole's gradient is every part's."""
-
-    @staticmethod
-    def forward(ctx, part: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        whole = part.clone()
-        dist.all_reduce(whole, group=group)
-        return whole
-
-    @staticmethod
-    def backward(ctx, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return gradient, None
 
 
 class CopyToGroup(torch.autograd.Function):
