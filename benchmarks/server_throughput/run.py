@@ -1,4 +1,4 @@
-"""How fast a model goes to a parameter server and back, against a raw pyzmq echo of the same chunks in the same run.
+"""How fast a model goes to a parameter server and back, against echoes of the same chunks in the same run.
 
 python benchmarks/server_throughput/run.py [--sizes-mb 25,100] [--workers 1,2] [--rounds 15] [--optimizer SGD]
 """
@@ -22,11 +22,11 @@ import zmq
 
 from psengine.parameter_server.client.partition import CHUNK_BYTES, cut
 from psengine.parameter_server.client.worker_session import SessionOptions, WorkerSession, wait_all
-from psengine.protocol.frames import buffer_of
 from psengine.protocol.layout import ChunkKind
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from echo import Echo, WorkingEcho, echo_servers
 from machine import describe_machine
 
 DEADLINE_S = 120.0
@@ -38,38 +38,6 @@ OPTIMIZERS = {
 }
 APPLY = {"name": "apply", "max_staleness": None, "staleness_scaling": None, "delay_compensation": 0.0}
 AVERAGE = {"name": "average", "quorum": None}
-
-
-def echo_server(port: Any) -> None:
-    """The least a ROUTER can do with a message: send it back, without copying it."""
-    with zmq.Context() as context, context.socket(zmq.ROUTER) as socket:
-        socket.linger = 0
-        port.value = socket.bind_to_random_port("tcp://127.0.0.1")
-        while True:
-            frames = socket.recv_multipart(copy=False)
-            if len(frames) < 3:
-                return
-            socket.send_multipart(frames, copy=False)
-
-
-class Echo:
-    """A DEALER that sends every chunk and takes every chunk back; nothing is copied in Python."""
-
-    def __init__(self, port: int) -> None:
-        self._context = zmq.Context()
-        self._socket = self._context.socket(zmq.DEALER)
-        self._socket.linger = 0
-        self._socket.rcvtimeo = int(DEADLINE_S * 1000)
-        self._socket.connect(f"tcp://127.0.0.1:{port}")
-
-    def push_pull(self, chunks: list[torch.Tensor]) -> None:
-        for chunk in chunks:
-            self._socket.send_multipart([b"header", buffer_of(chunk)], copy=False)
-        for _ in chunks:
-            self._socket.recv_multipart(copy=False)
-
-    def close(self) -> None:
-        self._context.destroy(linger=0)
 
 
 class Psengine:
@@ -91,7 +59,8 @@ class Psengine:
 
         self._specs = cut(ChunkKind.PARAMETER, [("weight", (size,), (1,), size)], torch.float32, 0)
         self.weights = torch.zeros(size)
-        self._parts = list(self.weights.split([spec.numel for spec in self._specs]))
+        self._parts = list(self.weights.split(self.chunk_numels))
+        self._packed = torch.zeros(size).split(self.chunk_numels)
         self._session = WorkerSession(
             SessionOptions(
                 addresses=[address],
@@ -120,12 +89,11 @@ class Psengine:
             )
 
     def push_pull(self, chunks: list[torch.Tensor]) -> None:
-        wait_all(
-            [
-                self._session.push(spec.key, chunk, [part], groups=self._groups)
-                for spec, chunk, part in zip(self._specs, chunks, self._parts, strict=True)
-            ]
-        )
+        pending = []
+        for spec, packed, chunk, part in zip(self._specs, self._packed, chunks, self._parts, strict=True):
+            packed.copy_(chunk)
+            pending.append(self._session.push(spec.key, packed, [part], groups=self._groups))
+        wait_all(pending)
 
     @property
     def chunk_numels(self) -> list[int]:
@@ -140,19 +108,19 @@ def worker(
     workers: int,
     size: int,
     options: argparse.Namespace,
-    ports: dict[str, Any],
+    addresses: dict[str, str],
     barrier: Barrier,
     results: Any,
 ) -> None:
     torch.set_num_threads(1)
-    candidates: dict[str, Any] = {"echo": Echo(ports["echo"])}
+    candidates: dict[str, Any] = {}
     for name, rule, moves in (
         ("async", APPLY, True),
         ("sync-server", AVERAGE, True),
         ("async, TCP only", APPLY, False),
     ):
         candidates[name] = Psengine(
-            ports["psengine"],
+            addresses["psengine"],
             f"{name} {workers} {size}",
             rule,
             rank,
@@ -162,7 +130,11 @@ def worker(
             uses_local_socket=moves,
         )
     gradient = torch.randn(size, generator=torch.Generator().manual_seed(rank))
-    chunks = list(gradient.split(candidates["async"].chunk_numels))
+    chunk_numels = candidates["async"].chunk_numels
+    chunks = list(gradient.split(chunk_numels))
+    candidates["echo"] = Echo(addresses["echo"])
+    for name in ("working echo", "working echo, ipc"):
+        candidates[name] = WorkingEcho(addresses[name], chunk_numels)
     seconds: dict[str, list[float]] = {name: [] for name in candidates}
     order = list(candidates)
     for round_index in range(WARM_UP_ROUNDS + options.rounds):
@@ -178,12 +150,12 @@ def worker(
     results.put((rank, seconds))
 
 
-def measure(workers: int, size: int, options: argparse.Namespace, ports: dict[str, Any]) -> dict[str, list[float]]:
+def measure(workers: int, size: int, options: argparse.Namespace, addresses: dict[str, str]) -> dict[str, list[float]]:
     """Seconds per round of each candidate, from the first worker's start to the last one's end."""
     context = multiprocessing.get_context("spawn")
     barrier, results = context.Barrier(workers), context.Queue()
     processes = [
-        context.Process(target=worker, args=(rank, workers, size, options, ports, barrier, results), daemon=True)
+        context.Process(target=worker, args=(rank, workers, size, options, addresses, barrier, results), daemon=True)
         for rank in range(workers)
     ]
     try:
@@ -214,18 +186,20 @@ def start_psengine_server() -> tuple[subprocess.Popen[str], str]:
 
 def table(measured: dict[tuple[int, int], dict[str, list[float]]]) -> str:
     lines = [
-        "| workers | size | candidate | median ms | one way, all workers | of the echo's throughput |",
-        "|---|---|---|---|---|---|",
+        "| workers | size | candidate | median ms | one way, all workers | of the echo's throughput | of the working |",
+        "|---|---|---|---|---|---|---|",
     ]
     for (workers, megabytes), seconds in measured.items():
-        echo = statistics.median(seconds["echo"])
         for name, values in seconds.items():
             median = statistics.median(values)
             rate = workers * megabytes / median / 1000
-            paired = statistics.median(e / v for e, v in zip(seconds["echo"], values, strict=True))
+            ratios = [
+                statistics.median(e / v for e, v in zip(seconds[peer], values, strict=True))
+                for peer in ("echo", "working echo")
+            ]
             lines.append(
                 f"| {workers} | {megabytes} MB | {name} | {median * 1000:.1f} | {rate:.2f} GB/s |"
-                f" {paired:.2f} (of medians {echo / median:.2f}) |"
+                f" {ratios[0]:.2f} | {ratios[1]:.2f} |"
             )
     return "\n".join(lines)
 
@@ -245,22 +219,16 @@ def main() -> None:
         f"{options.rounds} rounds",
     )
     os.environ["OMP_NUM_THREADS"] = "1"
-    context = multiprocessing.get_context("spawn")
-    port = context.Value("i", 0)
-    echo = context.Process(target=echo_server, args=(port,), daemon=True)
-    echo.start()
     server, address = start_psengine_server()
     try:
-        while not port.value:
-            time.sleep(0.05)
-        ports = {"echo": port.value, "psengine": address}
-        measured = {
-            (workers, megabytes): measure(workers, megabytes * 1_000_000 // 4, options, ports)
-            for megabytes in map(int, options.sizes_mb.split(","))
-            for workers in map(int, options.workers.split(","))
-        }
+        with echo_servers() as addresses:
+            addresses["psengine"] = address
+            measured = {
+                (workers, megabytes): measure(workers, megabytes * 1_000_000 // 4, options, addresses)
+                for megabytes in map(int, options.sizes_mb.split(","))
+                for workers in map(int, options.workers.split(","))
+            }
     finally:
-        echo.kill()
         server.terminate()
         server.wait(15)
     print(f"{description}\n")
