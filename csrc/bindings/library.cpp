@@ -48,7 +48,10 @@ PyObject* sum(PyObject*, PyObject* arguments) {
   int kind = 0;
   Py_ssize_t numel = 0;
   double scale = 1.0;
-  if (PyArg_ParseTuple(arguments, "OOind", &destination_list, &source_list, &kind, &numel, &scale) == 0) return nullptr;
+  int carries_float32 = 0;
+  if (PyArg_ParseTuple(arguments, "OOindp", &destination_list, &source_list, &kind, &numel, &scale, &carries_float32) ==
+      0)
+    return nullptr;
   const std::vector<void*> destinations = addresses_of(destination_list);
   if (destinations.empty()) return nullptr;
   const std::vector<void*> sources = addresses_of(source_list);
@@ -62,18 +65,18 @@ PyObject* sum(PyObject*, PyObject* arguments) {
     return nullptr;
   }
   psengine::kernels().sum(destinations.data(), destinations.size(), sources.data(), sources.size(),
-                          psengine::ScalarKind(kind), size_t(numel), scale);
+                          psengine::ScalarKind(kind), size_t(numel), scale, carries_float32 != 0);
   return Py_BuildValue("");
 }
 
 PyMethodDef kernel_methods[] = {
     {"kernels", kernels_in_use, METH_NOARGS, "The name of the table of CPU kernels in use."},
     {"_use_kernels", use_kernels, METH_O, "Use a table by name, for tests; False where this processor cannot run it."},
-    {"_sum", sum, METH_VARARGS, "Kernels::sum, for tests: lists of addresses, kind, numel, scale."},
+    {"_sum", sum, METH_VARARGS, "Kernels::sum, for tests: lists of addresses, kind, numel, scale, carries_float32."},
     {nullptr, nullptr, 0, nullptr}};
 
 // Raised with every change of the functions for Python; psengine/kernels/native.py expects the same number.
-constexpr long kInterface = 2;
+constexpr long kInterface = 3;
 
 PyModuleDef module_definition = {PyModuleDef_HEAD_INIT, "psengine._native", nullptr, -1, nullptr,
                                  nullptr, nullptr, nullptr, nullptr};

@@ -132,6 +132,13 @@ ScalarKind from_python(PyObject* value) {
   return static_cast<ScalarKind>(kind);
 }
 
+template <>
+Order from_python(PyObject* value) {
+  uint64_t order = from_python<uint64_t>(value);
+  if (order > static_cast<uint64_t>(Order::rank)) throw std::runtime_error("unknown order of addition");
+  return static_cast<Order>(order);
+}
+
 template <typename... Types, typename Body, size_t... index>
 PyObject* parse_and_call(PyObject* const* values, Body& body, std::index_sequence<index...>) {
   return body(from_python<Types>(values[index])...);
@@ -182,9 +189,9 @@ PyObject* create_control(PyObject*, PyObject* const* values, Py_ssize_t count) {
 }
 
 PyObject* join(PyObject*, PyObject* const* values, Py_ssize_t count) {
-  return with_arguments<std::string, uint64_t, uint64_t, Token>(
-      values, count, [](const std::string& path, uint64_t rank, uint64_t world_size, const Token& token) {
-        auto* group = new SharedMemoryGroup(path, rank, world_size, token);
+  return with_arguments<std::string, uint64_t, uint64_t, Token, Order>(
+      values, count, [](const std::string& path, uint64_t rank, uint64_t world_size, const Token& token, Order order) {
+        auto* group = new SharedMemoryGroup(path, rank, world_size, token, order);
         PyObject* capsule = PyCapsule_New(group, kCapsuleName, &delete_group);
         if (capsule == nullptr) delete group;
         return capsule;
@@ -240,11 +247,11 @@ PyMethodDef method(const char* name, FastFunction function, const char* document
 
 PyMethodDef* shared_memory_methods() {
   // csrc/shared_memory/group.h documents the methods. `group` is what join returns, addresses are Tensor.data_ptr(),
-  // kinds are numbers of ScalarKind.
+  // kinds and orders are numbers of ScalarKind and Order.
   using Group = SharedMemoryGroup;
   static PyMethodDef methods[] = {
       method("shared_memory_create_control", create_control, "(world_size, slot_bytes, token) -> file descriptor"),
-      method("shared_memory_join", join, "(path, rank, world_size, token) -> group"),
+      method("shared_memory_join", join, "(path, rank, world_size, token, order) -> group"),
       method("shared_memory_watch_peers", bound<&Group::watch_peers>, "(group)"),
       method("shared_memory_adopt_segment", bound<&Group::adopt_segment>,
              "(group, file descriptor, bytes, address) -> index"),

@@ -47,11 +47,11 @@ struct Kernels {
                      size_t numel, double scale);
 
   // Every destinations[d][i] = ((sources[0][i]*scale + sources[1][i]*scale) + sources[2][i]*scale) + ...
-  // 16-bit kinds: each product is rounded to the kind, as if the addend had been scaled by a copy of its own, and the
-  // sum is carried in float32 and rounded once. Integer kinds: scale must be 1. A destination may be one of the
-  // sources' memory.
+  // 16-bit kinds: each product is rounded to the kind, as if the addend had been scaled by a copy of its own, and so is
+  // the sum after each addition; or, where `carries_float32`, it is carried in float32 and rounded once. Integer kinds:
+  // scale must be 1. A destination may be one of the sources' memory.
   void (*sum)(void* const* destinations, size_t destination_count, const void* const* sources, size_t source_count,
-              ScalarKind kind, size_t numel, double scale);
+              ScalarKind kind, size_t numel, double scale, bool carries_float32);
 
   // convert from float32 to float32 past the caches, where the processor can: for more memory than they hold. Before
   // another thread reads the destination, call finish_streaming on this one.

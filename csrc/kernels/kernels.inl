@@ -431,7 +431,7 @@ inline Work<T, T> product(T value, Work<T, T> scale) {
 }
 
 // As many destinations as sources, few enough for their pointers and values to stay in registers.
-template <bool is_scaled, int count, class T>
+template <bool is_scaled, bool rounds_each, int count, class T>
 void sum_in_registers(T* const* destinations, const T* const* sources, size_t numel, Work<T, T> scale) {
   const T* source[count];
   T* destination[count];
@@ -440,17 +440,20 @@ void sum_in_registers(T* const* destinations, const T* const* sources, size_t nu
   PSENGINE_LOOP
   for (size_t i = 0; i < numel; ++i) {
     Work<T, T> sum = product<is_scaled>(source[0][i], scale);
-    for (int k = 1; k < count; ++k) sum += product<is_scaled>(source[k][i], scale);
+    for (int k = 1; k < count; ++k) {
+      sum += product<is_scaled>(source[k][i], scale);
+      if (rounds_each && k + 1 < count) sum = widen(narrow<T>(sum));
+    }
     for (int k = 0; k < count; ++k) destination[k][i] = narrow<T>(sum);
   }
 }
 
-template <int count, class T>
+template <bool rounds_each, int count, class T>
 void sum_counted(T* const* destinations, const T* const* sources, size_t numel, Work<T, T> scale) {
   if (is_16_bit<T> && scale == 1) {
-    sum_in_registers<false, count>(destinations, sources, numel, scale);
+    sum_in_registers<false, rounds_each, count>(destinations, sources, numel, scale);
   } else {
-    sum_in_registers<true, count>(destinations, sources, numel, scale);
+    sum_in_registers<true, rounds_each, count>(destinations, sources, numel, scale);
   }
 }
 
@@ -504,8 +507,24 @@ struct SumStage<BFloat16> {
   using type = float;
 };
 
+inline void round_block(Half* destination, const float* source, size_t numel) {
+  narrow_block(destination, source, numel);
+}
+
+inline void round_block(BFloat16* destination, const float* source, size_t numel) {
+  for (size_t i = 0; i < numel; ++i) destination[i] = narrow<BFloat16>(source[i]);
+}
+
+inline void widen_rounded(float* destination, const Half* source, size_t numel) {
+  widen_block(destination, source, numel);
+}
+
+inline void widen_rounded(float* destination, const BFloat16* source, size_t numel) {
+  for (size_t i = 0; i < numel; ++i) destination[i] = widen(source[i]);
+}
+
 // Any counts: a block of the sum is built in the first-level cache, then written to every destination.
-template <class T>
+template <bool rounds_each, class T>
 void sum_staged(T* const* destinations, size_t destination_count, const T* const* sources, size_t source_count,
                 size_t numel, double scale) {
   using Stage = typename SumStage<T>::type;
@@ -513,22 +532,26 @@ void sum_staged(T* const* destinations, size_t destination_count, const T* const
   T rounded[kStage];
   for (size_t begin = 0; begin < numel; begin += kStage) {
     const size_t count = smaller(kStage, numel - begin);
-    for (size_t k = 0; k < source_count; ++k) add_scaled(sum, sources[k] + begin, count, Stage(scale), k == 0);
+    for (size_t k = 0; k < source_count; ++k) {
+      add_scaled(sum, sources[k] + begin, count, Stage(scale), k == 0);
+      if constexpr (rounds_each) {
+        if (k > 0 && k + 1 < source_count) {
+          round_block(rounded, sum, count);
+          widen_rounded(sum, rounded, count);
+        }
+      }
+    }
     const void* result = sum;
     if constexpr (is_16_bit<T>) {
       result = rounded;
-      if constexpr (is_half<T>) {
-        narrow_block(rounded, sum, count);
-      } else {
-        for (size_t i = 0; i < count; ++i) rounded[i] = narrow<T>(sum[i]);
-      }
+      round_block(rounded, sum, count);
     }
     for (size_t k = 0; k < destination_count; ++k)
       __builtin_memcpy(destinations[k] + begin, result, count * sizeof(T));
   }
 }
 
-template <class T>
+template <bool rounds_each, class T>
 void sum_run(T* const* destinations, size_t destination_count, const T* const* sources, size_t source_count,
              size_t numel, double scale) {
   if constexpr (is_same<T, float> || is_double<T> || is_same<T, BFloat16>) {
@@ -537,24 +560,28 @@ void sum_run(T* const* destinations, size_t destination_count, const T* const* s
       const auto work_scale = Work<T, T>(scale);
       switch (source_count) {
         case 1:
-          return sum_counted<1>(destinations, sources, numel, work_scale);
+          return sum_counted<rounds_each, 1>(destinations, sources, numel, work_scale);
         case 2:
-          return sum_counted<2>(destinations, sources, numel, work_scale);
+          return sum_counted<rounds_each, 2>(destinations, sources, numel, work_scale);
         case 3:
-          return sum_counted<3>(destinations, sources, numel, work_scale);
+          return sum_counted<rounds_each, 3>(destinations, sources, numel, work_scale);
         case 4:
-          return sum_counted<4>(destinations, sources, numel, work_scale);
+          return sum_counted<rounds_each, 4>(destinations, sources, numel, work_scale);
       }
     }
   }
-  sum_staged<T>(destinations, destination_count, sources, source_count, numel, scale);
+  sum_staged<rounds_each>(destinations, destination_count, sources, source_count, numel, scale);
 }
 
 template <class T>
 void sum_kind(void* const* destinations, size_t destination_count, const void* const* sources, size_t source_count,
-              size_t numel, double scale) {
-  sum_run<T>(reinterpret_cast<T* const*>(destinations), destination_count, reinterpret_cast<const T* const*>(sources),
-             source_count, numel, scale);
+              size_t numel, double scale, bool carries_float32) {
+  T* const* const to = reinterpret_cast<T* const*>(destinations);
+  const T* const* const from = reinterpret_cast<const T* const*>(sources);
+  if constexpr (is_16_bit<T>) {
+    if (!carries_float32) return sum_run<true>(to, destination_count, from, source_count, numel, scale);
+  }
+  sum_run<false>(to, destination_count, from, source_count, numel, scale);
 }
 
 // ---- by kind: what the table holds
@@ -626,19 +653,19 @@ void accumulate(void* destination, ScalarKind destination_kind, const void* sour
 }
 
 void sum(void* const* destinations, size_t destination_count, const void* const* sources, size_t source_count,
-         ScalarKind kind, size_t numel, double scale) {
+         ScalarKind kind, size_t numel, double scale, bool carries_float32) {
   switch (kind) {
     case ScalarKind::float32:
-      return sum_kind<float>(destinations, destination_count, sources, source_count, numel, scale);
+      return sum_kind<float>(destinations, destination_count, sources, source_count, numel, scale, carries_float32);
     case ScalarKind::float64:
-      return sum_kind<double>(destinations, destination_count, sources, source_count, numel, scale);
+      return sum_kind<double>(destinations, destination_count, sources, source_count, numel, scale, carries_float32);
     case ScalarKind::float16:
-      return sum_kind<Half>(destinations, destination_count, sources, source_count, numel, scale);
+      return sum_kind<Half>(destinations, destination_count, sources, source_count, numel, scale, carries_float32);
     case ScalarKind::bfloat16:
-      return sum_kind<BFloat16>(destinations, destination_count, sources, source_count, numel, scale);
+      return sum_kind<BFloat16>(destinations, destination_count, sources, source_count, numel, scale, carries_float32);
     case ScalarKind::int32:
-      return sum_kind<int32_t>(destinations, destination_count, sources, source_count, numel, scale);
+      return sum_kind<int32_t>(destinations, destination_count, sources, source_count, numel, scale, carries_float32);
     case ScalarKind::int64:
-      return sum_kind<int64_t>(destinations, destination_count, sources, source_count, numel, scale);
+      return sum_kind<int64_t>(destinations, destination_count, sources, source_count, numel, scale, carries_float32);
   }
 }

@@ -23,6 +23,8 @@ struct SharedMemoryGroup::Call {
   uint64_t first_round = 0;
   uint64_t rounds = 1;
   uint64_t numel_per_round = 0;
+  uint64_t whole_numel = 0;  // of the tensor that the ranks add, of which reduce_scatter keeps a part
+  uint64_t ring_numel = 0;   // of a chunk of gloo's ring in it; 0: values are added in the order of ranks
 
   bool has_chunks() const { return operation == Operation::all_reduce && !is_summed_by_all; }
   uint64_t begin_of(uint64_t round) const { return (round - first_round) * numel_per_round; }

@@ -40,8 +40,9 @@ static bool has_core_for_each(size_t world_size) {
   return static_cast<size_t>(CPU_COUNT(&cores)) >= world_size;
 }
 
-SharedMemoryGroup::SharedMemoryGroup(const std::string& path, size_t rank, size_t world_size, const Token& token)
-    : rank_(rank), world_size_(world_size), token_(token), process_id_(getpid()), peers_(world_size) {
+SharedMemoryGroup::SharedMemoryGroup(const std::string& path, size_t rank, size_t world_size, const Token& token,
+                                     Order order)
+    : rank_(rank), world_size_(world_size), token_(token), order_(order), process_id_(getpid()), peers_(world_size) {
   if (rank >= world_size || world_size > kMaxWorldSize) throw std::runtime_error("rank or world size out of range");
   struct stat status {};
   if (stat(path.c_str(), &status) != 0) throw system_error("cannot see a peer's shared memory " + path);
@@ -99,6 +100,9 @@ uint64_t SharedMemoryGroup::begin(Call call) {
     // for small tensors it saves a round trip.
     call.is_summed_by_all = call.is_staged && (bytes <= kSmallBytes || world_size_ <= 2);
   }
+  // Two numbers have the same sum in either order.
+  if (call.whole_numel > 0 && order_ == Order::ring && world_size_ > 2)
+    call.ring_numel = ring_chunk_numel(call.whole_numel, call.element_bytes, world_size_);
   uint64_t slot_numel = slot_bytes_ / call.element_bytes;
   if (call.operation == Operation::reduce_scatter) slot_numel = slot_numel / world_size_ / 64 * 64;
   call.numel_per_round = call.is_staged ? slot_numel : call.numel;
@@ -114,7 +118,7 @@ uint64_t SharedMemoryGroup::begin(Call call) {
 uint64_t SharedMemoryGroup::all_reduce(char* data, size_t numel, ScalarKind kind, double scale) {
   Call call{Operation::all_reduce};
   call.kind = kind;
-  call.numel = numel;
+  call.numel = call.whole_numel = numel;
   call.element_bytes = element_bytes(kind);
   call.scale = scale;
   call.input = call.output = data;
@@ -145,6 +149,7 @@ uint64_t SharedMemoryGroup::reduce_scatter(const char* input, char* output, size
   Call call{Operation::reduce_scatter};
   call.kind = kind;
   call.numel = numel;
+  call.whole_numel = numel * world_size_;
   call.element_bytes = element_bytes(kind);
   call.scale = scale;
   call.input = input;

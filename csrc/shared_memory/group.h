@@ -4,7 +4,7 @@
 // are cut into numbered rounds, the same on every rank, and each rank moves through them with three cursors:
 //
 //   enter   describe the round (and copy a piece into this rank's staging slot)            -> arrived = round
-//   reduce  once everybody arrived: claim chunks of the round and sum them, in rank order  -> done += 1 a chunk
+//   reduce  once everybody arrived: claim chunks of the round and sum them                 -> done += 1 a chunk
 //   finish  once every chunk is done: copy the piece out                                   -> finished = round
 //
 // Nothing here has a thread of its own: cursors move whenever a rank begins or waits for an operation. Because chunks
@@ -12,7 +12,8 @@
 //
 // Tensors in memory that ranks adopted (adopt_segment) are reduced in place, in everybody's memory at once; others pass
 // through staging slots, in pieces that stay in the cache. Small ones pass through a slot and are summed by every rank
-// for itself, which saves a round trip. Sums have the same bits on every rank whoever computes them.
+// for itself, which saves a round trip. Values are added in the order of gloo's ring (ring.h), or in that of ranks, so
+// sums have the same bits on every rank whoever computes them.
 #pragma once
 
 #include <array>
@@ -30,6 +31,7 @@
 
 #include "kernels/kernels.h"
 #include "shared_memory/mapping.h"
+#include "shared_memory/ring.h"
 
 namespace psengine {
 
@@ -68,8 +70,9 @@ class SharedMemoryGroup {
   static int create_control(size_t world_size, size_t slot_bytes, const Token& token);
 
   // Map the control block at `path` (such as /proc/<process>/fd/<descriptor>) as `rank`.
-  // Throws std::runtime_error where it cannot be opened or is not the one of this token and size.
-  SharedMemoryGroup(const std::string& path, size_t rank, size_t world_size, const Token& token);
+  // Throws std::runtime_error where it cannot be opened or is not the one of this token and size. `order`: in which this
+  // rank has values added; operations that sum fail where ranks have chosen differently.
+  SharedMemoryGroup(const std::string& path, size_t rank, size_t world_size, const Token& token, Order order);
   ~SharedMemoryGroup();
   SharedMemoryGroup(const SharedMemoryGroup&) = delete;
   SharedMemoryGroup& operator=(const SharedMemoryGroup&) = delete;
@@ -131,6 +134,7 @@ class SharedMemoryGroup {
   bool have_arrived(const Call& call, uint64_t round) const;
   bool check_agreement(const Call& call, uint64_t round);
   std::string describe_difference(uint64_t round) const;
+  void add(const Call& call, uint64_t first, uint64_t numel, char* const* addends, char* const* sums, size_t sum_count);
   bool find_memory(const Call& call, uint64_t round, std::array<char*, kMaxWorldSize>* memory);
   char* peer_data(size_t rank, const Call& call, uint64_t round);
   Mapping& peer_segment(size_t rank, uint32_t slot, uint32_t id);
@@ -155,6 +159,7 @@ class SharedMemoryGroup {
   size_t rank_;
   size_t world_size_;
   Token token_;
+  Order order_;
   Mapping control_;
   size_t slot_bytes_ = 0;
   bool may_spin_ = false;

@@ -13,7 +13,7 @@ static_assert(std::atomic<uint64_t>::is_always_lock_free && std::atomic<uint32_t
                   std::atomic<int64_t>::is_always_lock_free && std::atomic<int32_t>::is_always_lock_free,
               "processes share these");
 
-constexpr uint64_t kMagic = 0x33766d68736e6570;  // the layout's name and version
+constexpr uint64_t kMagic = 0x34766d68736e6570;  // the layout's name and version
 constexpr size_t kCacheLineBytes = 64;
 constexpr size_t kPageBytes = 4096;
 // How many rounds a rank may be ahead of the slowest.
@@ -33,6 +33,7 @@ struct alignas(kCacheLineBytes) Descriptor {
   double scale;
   Operation operation;
   ScalarKind kind;
+  Order order;
   uint32_t source_rank;
   uint32_t is_staged;
   uint32_t segment_slot;

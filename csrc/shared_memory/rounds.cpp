@@ -114,6 +114,7 @@ void SharedMemoryGroup::enter(const Call& call, uint64_t round) {
   description.scale = call.scale;
   description.operation = call.operation;
   description.kind = call.kind;
+  description.order = order_;
   description.source_rank = call.source_rank;
   description.is_staged = call.is_staged;
   if (!call.is_staged) {
@@ -171,16 +172,34 @@ void SharedMemoryGroup::reduce_claimed_chunks(Call& call, uint64_t round) {
   region(rank_).summing.store(round, std::memory_order_relaxed);  // seen by all who see one of its claims
   for (uint64_t chunk; (chunk = add_one(state.claimed, round, chunks)) < chunks;) {
     uint64_t begin = chunk * chunk_numel;
-    std::array<void*, kMaxWorldSize> destinations;
-    std::array<const void*, kMaxWorldSize> sources;
-    for (size_t rank = 0; rank < world_size_; ++rank)
-      destinations[rank] = memory[rank] + begin * call.element_bytes, sources[rank] = destinations[rank];
+    std::array<char*, kMaxWorldSize> addends;
+    for (size_t rank = 0; rank < world_size_; ++rank) addends[rank] = memory[rank] + begin * call.element_bytes;
     // A staged sum is needed once, in rank 0's slot, from where everybody copies it.
-    kernels().sum(destinations.data(), call.is_staged ? 1 : world_size_, sources.data(), world_size_, call.kind,
-                  std::min(chunk_numel, numel - begin), call.scale);
+    add(call, call.begin_of(round) + begin, std::min(chunk_numel, numel - begin), addends.data(), addends.data(),
+        call.is_staged ? 1 : world_size_);
     if (add_one(state.done, round, chunks) == chunks - 1) notify();
   }
   region(rank_).summing.store(0, std::memory_order_release);
+}
+
+// Add `numel` elements of every rank, from their addresses by rank, and write the sums. `first`: where they lie in the
+// whole tensor, which decides in which order they are added.
+void SharedMemoryGroup::add(const Call& call, uint64_t first, uint64_t numel, char* const* addends, char* const* sums,
+                            size_t sum_count) {
+  std::array<void*, kMaxWorldSize> destinations;
+  std::array<const void*, kMaxWorldSize> sources;
+  for (uint64_t begin = 0; begin < numel;) {
+    uint64_t chunk = call.ring_numel == 0 ? 0 : (first + begin) / call.ring_numel;
+    uint64_t end = call.ring_numel == 0 ? numel : std::min(numel, (chunk + 1) * call.ring_numel - first);
+    for (size_t step = 0; step < world_size_; ++step) {
+      size_t rank = call.ring_numel == 0 ? step : ring_rank(chunk, step, world_size_);
+      sources[step] = addends[rank] + begin * call.element_bytes;
+    }
+    for (size_t sum = 0; sum < sum_count; ++sum) destinations[sum] = sums[sum] + begin * call.element_bytes;
+    kernels().sum(destinations.data(), sum_count, sources.data(), world_size_, call.kind, end - begin, call.scale,
+                  order_ == Order::rank);
+    begin = end;
+  }
 }
 
 // Where each rank's addends of the round begin; false where there is nothing left to sum, or a rank has died.
@@ -231,10 +250,9 @@ void SharedMemoryGroup::finish(Call& call, uint64_t round) {
   switch (call.operation) {
     case Operation::all_reduce:
       if (call.is_summed_by_all) {
-        std::array<const void*, kMaxWorldSize> sources;
-        for (size_t rank = 0; rank < world_size_; ++rank) sources[rank] = slot(rank, round);
-        void* destination = output;
-        kernels().sum(&destination, 1, sources.data(), world_size_, call.kind, numel, call.scale);
+        std::array<char*, kMaxWorldSize> addends;
+        for (size_t rank = 0; rank < world_size_; ++rank) addends[rank] = slot(rank, round);
+        add(call, begin, numel, addends.data(), &output, 1);
       } else if (call.is_staged) {
         std::memcpy(output, slot(0, round), numel * call.element_bytes);
       }
@@ -247,11 +265,10 @@ void SharedMemoryGroup::finish(Call& call, uint64_t round) {
         std::memcpy(call.output + rank * call.numel + begin, slot(rank, round), numel);
       return;
     case Operation::reduce_scatter: {
-      std::array<const void*, kMaxWorldSize> sources;
+      std::array<char*, kMaxWorldSize> addends;
       for (size_t rank = 0; rank < world_size_; ++rank)
-        sources[rank] = slot(rank, round) + rank_ * call.numel_per_round * call.element_bytes;
-      void* destination = output;
-      kernels().sum(&destination, 1, sources.data(), world_size_, call.kind, numel, call.scale);
+        addends[rank] = slot(rank, round) + rank_ * call.numel_per_round * call.element_bytes;
+      add(call, rank_ * call.numel + begin, numel, addends.data(), &output, 1);
       return;
     }
     case Operation::barrier:

@@ -57,7 +57,7 @@ def _auto(process_group: Any, device: torch.device) -> Collective:
         return c10d
     native.say_if_missing()
     # Also where this rank lacks the extension: the others learn it when they connect.
-    return AutomaticCollective(_shared_memory_alone(process_group), c10d, required=False)
+    return AutomaticCollective(_shared_memory_alone(process_group, "ring"), c10d, required=False)
 
 
 def _c10d(process_group: Any, device: torch.device) -> C10dCollective:
@@ -66,19 +66,21 @@ def _c10d(process_group: Any, device: torch.device) -> C10dCollective:
     return c10d
 
 
-def _shared_memory(process_group: Any, device: torch.device) -> Collective:
+def _shared_memory(process_group: Any, device: torch.device, *, order: str = "ring") -> Collective:
+    """``order``: see ``SharedMemoryCollective``."""
     if device.type != "cpu":
         raise ConfigurationError(
             f"collective 'shared_memory' exchanges CPU tensors (expected a model on the CPU, got {device}). Use"
             " collective='auto' or 'c10d'."
         )
     c10d = _c10d(process_group, device)
-    return AutomaticCollective(_shared_memory_alone(process_group), c10d, required=True)
+    return AutomaticCollective(_shared_memory_alone(process_group, order), c10d, required=True)
 
 
-def _shared_memory_alone(process_group: Any) -> SharedMemoryCollective:
+def _shared_memory_alone(process_group: Any, order: str) -> SharedMemoryCollective:
     meeting = _c10d(process_group, CPU)
-    shared = collective_of(process_group, "shared memory alone", lambda: SharedMemoryCollective(meeting))
+    name = f"shared memory alone, {order} order"
+    shared = collective_of(process_group, name, lambda: SharedMemoryCollective(meeting, order))
     assert isinstance(shared, SharedMemoryCollective)
     return shared
 

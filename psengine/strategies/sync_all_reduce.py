@@ -116,7 +116,9 @@ class SyncAllReduce(Strategy):
         Native DDP divides so too; it keeps low-precision sums from overflowing.
 
         Always while packing: by batch weights, which differ among ranks; for a codec, so that addends are rounded once;
-        and in ``join``, where ranks without data do not know the factor.
+        in ``join``, where ranks without data do not know the factor; and where the number of ranks is no power of two.
+        There a quotient is not the product with the reciprocal, and native DDP has both: it divides gradients that are
+        views of their bucket, and multiplies those that it copies.
         """
         self._scale = 1.0
         if self._weights is not None and self._weights.weight is not None:
@@ -124,7 +126,8 @@ class SyncAllReduce(Strategy):
         if self._hook is not None:
             return WHOLE
         self.collective.connect()
-        if self._codec.is_lossless and not step.in_join and self.collective.scales_for_free:
+        is_exact = step.live_world_size.bit_count() == 1
+        if is_exact and self._codec.is_lossless and not step.in_join and self.collective.scales_for_free:
             self._scale = 1.0 / step.live_world_size
             return WHOLE
         return Share(step.live_world_size)

@@ -43,11 +43,10 @@ STRATEGY_STATE_KEY = "_psengine_strategy"
 class DistributedDataParallel(ForwardPass):
     """Wrap ``module`` so that its replicas agree after each backward, in the way ``strategy`` names.
 
-    With ``strategy="sync"`` this is ``torch.nn.parallel.DistributedDataParallel``: the same arguments, numbers (to
-    the last bit; three ranks and more add in rank order in shared memory, see ``collective``), error messages and
-    attributes. It derives from that class so that ``isinstance`` tests of Lightning, accelerate, dynamo and checkpoint
-    code hold, and inherits its experimental corners (mixed precision's casts, overlapped optimizers); native DDP's
-    constructor, Reducer and Logger are never used.
+    With ``strategy="sync"`` this is ``torch.nn.parallel.DistributedDataParallel``: the same arguments, numbers (on the
+    CPU to the last bit), error messages and attributes. It derives from that class so that ``isinstance`` tests of
+    Lightning, accelerate, dynamo and checkpoint code hold, and inherits its experimental corners (mixed precision's
+    casts, overlapped optimizers); native DDP's constructor, Reducer and Logger are never used.
 
     Args:
         module: the model. Its parameters and buffers are overwritten by rank 0's; on the CPU its
@@ -75,8 +74,8 @@ class DistributedDataParallel(ForwardPass):
         strategy: how replicas agree: a name, "name:option=value", or a ``psengine.Strategy``. Default:
             ``PSENGINE_STRATEGY``, else "sync".
         collective: what carries "sync": "auto" (shared memory where ranks share a host and the module is on the CPU,
-            else torch.distributed), "shared_memory", "c10d" or a ``psengine.Collective``. Default:
-            ``PSENGINE_COLLECTIVE``, else "auto".
+            else torch.distributed), "shared_memory", "c10d" or a ``psengine.Collective``. Shared memory adds in gloo's
+            order; "shared_memory:order=rank" in that of ranks. Default: ``PSENGINE_COLLECTIVE``, else "auto".
         check_finite: raise ``NonFiniteGradientError`` from ``backward()`` on every rank, naming parameter and rank,
             where a gradient is NaN or infinite as it travels, before an average is copied to a gradient. Found while
             packing, and told to the others in one small exchange a step; see docs/native.md.

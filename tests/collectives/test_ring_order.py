@@ -5,11 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
+from support.expectations import raises
 from support.marks import slow
-from support.processes import run_ranks
+from support.native_extension import needs_shared_memory
+from support.processes import in_ranks, run_ranks
 
+from psengine.collectives.registry import collective_for, default_group
 from psengine.collectives.ring_order import MAX_SEGMENT_BYTES, add_in_ring_order, chunk_numel, stretches
+from psengine.errors import CollectiveError, ConfigurationError
 
+CPU = torch.device("cpu")
 FLOATS = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
 DTYPES = [*FLOATS, torch.int32, torch.int64, torch.complex64, torch.complex128]
 
@@ -17,11 +22,12 @@ DTYPES = [*FLOATS, torch.int32, torch.int64, torch.complex64, torch.complex128]
 def sizes(dtype: torch.dtype, world_size: int, *, is_thorough: bool) -> list[int]:
     """Numels: small ones, ones where chunks are cut, ones around the limits of a segment."""
     segment = MAX_SEGMENT_BYTES // dtype.itemsize
-    small = [1, 2, world_size, 2 * world_size - 1, 2 * world_size + 1, 1001, 65_537]
+    small = [1, 2, world_size, 2 * world_size - 1, 2 * world_size + 1, 1001, 8191 * world_size, 65_537]
     if not is_thorough:
         return [*small, segment + 3] if dtype in FLOATS else [1, 1001, 65_537]
     edges = [many * segment + step for many in (1, 2 * world_size, 3 * world_size) for step in (-1, 0, 1)]
-    return [*small, 4096, 8192, 300_001, *edges] if dtype in FLOATS else [*small, *edges[:4]]
+    is_example = dtype in (torch.float32, torch.bfloat16)
+    return [*small, 4096, 8192, 300_001, *edges] if is_example else [*small, edges[4]]
 
 
 def addend(rank: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -39,28 +45,56 @@ def is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def compare_with_gloo(rank: int, world_size: int, is_thorough: bool) -> int:
+    """The rule, and shared memory in place and with memory of its own, against ``dist.all_reduce``."""
     compared = 0
+    over_gloo = collective_for(default_group(), "c10d")
+    shared = collective_for(default_group(), "shared_memory")
     for dtype in DTYPES:
         for numel in sizes(dtype, world_size, is_thorough=is_thorough):
-            addends = [addend(rank, numel, dtype) for rank in range(world_size)]
+            addends = over_gloo.gather(addend(rank, numel, dtype))
             expected = addends[rank].clone()
             dist.all_reduce(torch.view_as_real(expected) if dtype.is_complex else expected)
             found = torch.empty_like(expected)
             add_in_ring_order(addends, found)
             assert is_same(found, expected), f"{dtype}, {numel} elements"
+            in_place = shared.allocate(numel, dtype, CPU)  # complex: not in shared memory
+            for flat in (in_place, torch.empty_like(expected)):
+                flat.copy_(addends[rank])
+                shared.all_reduce(flat).wait()
+                assert is_same(flat, expected), f"shared memory, in place: {flat is in_place}, {dtype}, {numel}"
+            if numel % world_size == 0:
+                part = torch.empty(numel // world_size, dtype=dtype)
+                shared.reduce_scatter(part, addends[rank]).wait()
+                assert is_same(part, expected.chunk(world_size)[rank]), f"reduce-scatter, {dtype}, {numel}"
             compared += 1
     return compared
 
 
-@pytest.mark.parametrize("world_size", [3])
-def test_the_rule_has_gloos_bits(world_size: int) -> None:
-    assert min(run_ranks(compare_with_gloo, world_size, False)) >= 40
+@needs_shared_memory
+@pytest.mark.parametrize(
+    ("world_size", "is_thorough"),
+    [(3, False), slow(2, True), slow(3, True), slow(4, True), slow(5, True), slow(8, True)],
+)
+def test_the_rule_and_shared_memory_have_gloos_bits(world_size: int, is_thorough: bool) -> None:
+    assert min(run_ranks(compare_with_gloo, world_size, is_thorough)) >= 40
 
 
-@slow
-@pytest.mark.parametrize("world_size", [2, 3, 4, 5, 8])
-def test_the_rule_has_gloos_bits_at_every_world_size(world_size: int) -> None:
-    assert min(run_ranks(compare_with_gloo, world_size, True)) >= 100
+@needs_shared_memory
+@in_ranks(3)
+def test_the_order_of_ranks_is_an_option(rank: int, world_size: int) -> None:
+    collective = collective_for(default_group(), "shared_memory:order=rank")
+    for dtype, numel in [(torch.float32, 1001), (torch.bfloat16, 70_001), (torch.float16, 3)]:
+        addends = [addend(rank, numel, dtype) for rank in range(world_size)]
+        wide = [one.float() for one in addends]
+        flat = addends[rank].clone()
+        collective.all_reduce(flat).wait()
+        assert is_same(flat, (wide[0] + wide[1] + wide[2]).to(dtype)), dtype
+    with raises(ConfigurationError, "expected one of ['ring', 'rank'], got 'rnk'). Did you mean rank?"):
+        collective_for(default_group(), "shared_memory:order=rnk")
+    # Both ranks' choices are in the error.
+    disagreeing = collective_for(dist.new_group(), f"shared_memory:order={'rank' if rank == 1 else 'ring'}")
+    with raises(CollectiveError, "called all_reduce of 5 elements of float32 times 1.000000 in the order of ranks"):
+        disagreeing.all_reduce(torch.ones(5)).wait()
 
 
 def test_a_part_of_a_tensor_is_added_like_the_whole() -> None:

@@ -408,9 +408,10 @@ def test_statistics_do_not_depend_on_strides(table, generator):
 
 
 @needs_native
+@pytest.mark.parametrize("carries_float32", [False, True])
 @pytest.mark.parametrize("scale", [1.0, 1 / 3])
 @pytest.mark.parametrize("kind", range(6))
-def test_sum_adds_in_order_into_every_destination(kind, scale, table, generator):
+def test_sum_adds_in_order_into_every_destination(kind, scale, carries_float32, table, generator):
     dtype = [*FLOATS, torch.int32, torch.int64][kind]
     if not dtype.is_floating_point:
         scale = 1.0
@@ -426,13 +427,15 @@ def test_sum_adds_in_order_into_every_destination(kind, scale, table, generator)
                 expected = products[0]
                 for product in products[1:]:
                     expected = expected + product
+                    if not carries_float32:
+                        expected = expected.to(dtype).to(work)
                 expected = expected.to(dtype)
                 # In place, as the all-reduce has it, as far as there are sources.
                 targets = (sources + [torch.zeros(numel, dtype=dtype) for _ in range(destination_count)])[
                     :destination_count
                 ]
                 addresses = [t.data_ptr() for t in targets], [s.data_ptr() for s in sources]
-                native.extension._sum(*addresses, kind, numel, scale)
+                native.extension._sum(*addresses, kind, numel, scale, carries_float32)
                 for target in targets:
                     assert torch.equal(target, expected)
 

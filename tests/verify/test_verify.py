@@ -305,12 +305,9 @@ def test_steps_that_are_not_finite_count_to_the_last():
     assert merged({0, 1}, {0, 1, 2, 3, 4}).verdict == "not finite"
 
 
-def test_three_ranks_round_otherwise_and_stay_within_tolerance():
+def test_three_ranks_are_bitwise_equal_too():
     (found,) = compared(3, ("cnn", {}))
-    assert found.agrees
-    if found.verdict == "within tolerance":
-        assert found.first_beyond is None
-        assert "rank order" in found.notes[0]
+    assert (found.verdict, found.first, found.notes) == ("bitwise equal", None, ())
 
 
 # ---- the command -----------------------------------------------------------------------------------------------------

@@ -36,8 +36,9 @@ from psengine.collectives.operands import check_flat, check_parts, copying, plai
 from psengine.collectives.shared_memory.failures import error_of
 from psengine.collectives.shared_memory.host import join_host_group
 from psengine.collectives.shared_memory.segments import SharedSegments
-from psengine.errors import CollectiveError
+from psengine.errors import CollectiveError, ConfigurationError
 from psengine.kernels import native
+from psengine.specification import did_you_mean
 from psengine.tracing.stall_inspector import Whereabouts, inspector, stall_after_s
 from psengine.tracing.timeline import is_profiling, profiled, record_wait, recorder
 
@@ -51,6 +52,8 @@ SCALAR_KINDS = {
     torch.int64: 5,
 }
 SUMMED_DTYPES = {*SCALAR_KINDS, torch.complex64, torch.complex128}
+# csrc/shared_memory/ring.h, Order
+ORDERS = {"ring": 0, "rank": 1}
 # With more operations in flight, complete ones are looked for, in case nobody waits for them.
 FORGET_FROM = 64
 # A number no operation reaches.
@@ -66,17 +69,25 @@ class SharedMemoryCollective(Collective):
     Args:
         meeting: a collective of the same ranks, over which they connect; for CPU tensors. Its deadline is taken over,
             and it says where ranks wait that are missing.
+        order: in which the ranks' values are added. "ring" is gloo's (``ring_order``), with gloo's bits; "rank" is that
+            of ranks, which does not depend on an element's place in its tensor, with 16-bit sums carried in float32.
+            The same on every rank.
 
-    Scaling: each addend is multiplied by ``scale`` and rounded to its dtype, and the products are added in rank order,
-    16-bit ones in float32. Between two ranks that is what native DDP does over gloo, to the last bit. A reduce-scatter
-    gives the bits of its part of the all-reduce.
+    Scaling: each addend is multiplied by ``scale`` and rounded to its dtype, then the products are added, as native DDP
+    does over gloo, to the last bit. A reduce-scatter gives the bits of its part of the all-reduce.
 
     Operations raise:
         SharedMemoryUnavailableError: the ranks do not share a host, or cannot open each other's memory.
     """
 
-    def __init__(self, meeting: C10dCollective) -> None:
+    def __init__(self, meeting: C10dCollective, order: str = "ring") -> None:
+        if order not in tuple(ORDERS):
+            raise ConfigurationError(
+                f"order of collective 'shared_memory' says how the ranks' values are added (expected one of"
+                f" {list(ORDERS)}, got {order!r}){did_you_mean(str(order), ORDERS)}"
+            )
         self._meeting = meeting
+        self._order = ORDERS[order]
         self.rank = meeting.rank
         self.world_size = meeting.world_size
         self.timeout_s = meeting.timeout_s
@@ -116,7 +127,7 @@ class SharedMemoryCollective(Collective):
             return
         with self._connecting:
             if self._group is None:
-                group = join_host_group(self._meeting)
+                group = join_host_group(self._meeting, self._order)
                 assert self._segments is not None
                 self._segments.attach(group)
                 self._group = group

@@ -25,11 +25,11 @@ SLOT_BYTES_WHERE_CORES_ARE_SHARED = 1024 * 1024
 SLOT_BYTES_PER_RANK = 16 * 1024
 
 
-def join_host_group(meeting: Collective) -> Any:
+def join_host_group(meeting: Collective, order: int) -> Any:
     """Join this rank to its group's shared memory and return the native handle; all ranks succeed, or all raise.
 
     Four exchanges over ``meeting``: each rank's host, the control block's place, has everybody joined, does everybody
-    see everybody.
+    see everybody. ``order``: of additions, csrc/shared_memory/ring.h; sums fail where ranks have chosen differently.
 
     Raises:
         SharedMemoryUnavailableError: the ranks do not share a host, or cannot open each other's memory.
@@ -45,7 +45,7 @@ def join_host_group(meeting: Collective) -> Any:
         process_id, descriptor, *words = control.tolist()
         path, token = f"/proc/{process_id}/fd/{descriptor}", _bytes_of(words)
         extension, rank, world_size = native.extension, meeting.rank, meeting.world_size
-        group = _together(meeting, lambda: extension.shared_memory_join(path, rank, world_size, token))
+        group = _together(meeting, lambda: extension.shared_memory_join(path, rank, world_size, token, order))
         _together(meeting, lambda: extension.shared_memory_watch_peers(group))
     finally:
         if file_descriptor >= 0:
