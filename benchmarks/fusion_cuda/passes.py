@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import itertools
-import statistics
-import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from harness.record import Record
+from harness.turns import Turn, take_turns, wall_clock
 from torch import Tensor
 
 from psengine.kernels import ops
@@ -31,7 +31,7 @@ def same_bits(actual: Tensor, expected: Tensor) -> bool:
     return torch.equal(actual.cpu().view(bits), expected.view(bits))
 
 
-def check_bits() -> tuple[str, list[dict[str, Any]]]:
+def check_bits(record: Record) -> None:
     """Run every operator on every pair of kinds; raise at the first bit that is not the CPU reference's."""
     generator = torch.Generator().manual_seed(0)
     sizes = [1, 7, 4096, 0, 4099, 100_003, *range(1, 300)]
@@ -62,8 +62,7 @@ def check_bits() -> tuple[str, list[dict[str, Any]]]:
         wrong = [name for name, is_right in checks.items() if not is_right]
         if wrong:
             raise AssertionError(f"{', '.join(wrong)}: other bits than on the CPU ({kind} in {flat_kind})")
-    text = f"Correct: 4 operators on {len(KINDS) ** 2} pairs of kinds have the CPU reference's bits."
-    return text, [{"pairs": len(KINDS) ** 2, "tensors": len(sizes)}]
+    record.caveat(f"Correct: 4 operators on {len(KINDS) ** 2} pairs of kinds have the CPU reference's bits.")
 
 
 # ---- time ----------------------------------------------------------------------------------------------------------
@@ -134,21 +133,6 @@ CANDIDATES: dict[str, dict[str, Candidate]] = {
 }
 
 
-@dataclass(frozen=True)
-class Row:
-    """Medians; bytes are those read and written, once each, of a pass that does nothing twice."""
-
-    direction: str
-    candidate: str
-    size_mb: int
-    tensors: int
-    aligned: bool
-    device_us: float
-    host_us: float
-    gb_per_s: float
-    of_copy: float  # copy's time over this one's, within a repetition
-
-
 def numels_of(size_mb: int, count: int, aligned: bool) -> list[int]:
     """Like a network's: most tensors small, a few large. Aligned: multiples of 16 bytes."""
     total = size_mb * MB // 4
@@ -158,17 +142,26 @@ def numels_of(size_mb: int, count: int, aligned: bool) -> list[int]:
     return numels
 
 
-def time_once(candidate: Candidate, buffers: Buffers, sleep_cycles: int) -> tuple[float, float]:
-    """Return microseconds on the device, which slept until all was queued, and on the host."""
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    torch.cuda._sleep(sleep_cycles)
-    start.record()
-    begin = time.perf_counter()
-    candidate(buffers)
-    host_us = 1e6 * (time.perf_counter() - begin)
-    end.record()
-    torch.cuda.synchronize()
-    return 1e3 * start.elapsed_time(end), host_us
+def device_clock(sleep_cycles: int) -> Callable[[Callable[[], object]], tuple[float, float]]:
+    """A clock that shows seconds on the device, which sleeps until all is queued, and on the host."""
+
+    def clock(run: Callable[[], object]) -> tuple[float, float]:
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        if sleep_cycles:
+            torch.cuda._sleep(sleep_cycles)
+        start.record()
+        host_s = wall_clock(run)
+        end.record()
+        torch.cuda.synchronize()
+        return start.elapsed_time(end) / 1e3, host_s
+
+    return clock
+
+
+def add_both(record: Record, labels: Mapping[str, Any], shown: Mapping[str, list[tuple[float, float]]]) -> None:
+    """A case of the device's seconds, and one of the host's."""
+    for place, clock in enumerate(("device", "host")):
+        record.add({**labels, "clock": clock}, {name: [both[place] for both in own] for name, own in shown.items()})
 
 
 def cycles_per_us() -> float:
@@ -181,59 +174,34 @@ def cycles_per_us() -> float:
     return 10_000_000 / (1e3 * start.elapsed_time(end))
 
 
-def measure_case(direction: str, size_mb: int, count: int, aligned: bool, repetitions: int, cycles: float) -> list[Row]:
+def measure_case(
+    direction: str, size_mb: int, count: int, aligned: bool, rounds: int, cycles: float
+) -> dict[str, list[tuple[float, float]]]:
     numels = numels_of(size_mb, count, aligned)
     # 50 MB of cache on an H100, 126 MB on a B200: whoever comes back to its buffers must not find them there.
     sets = [Buffers.make(numels) for _ in range(max(2, 600 // (3 * size_mb)))]
-    candidates = CANDIDATES[direction]
+    awake, next_set = device_clock(0), itertools.cycle(sets)
     for _ in range(WARM_UP_ROUNDS):
-        host_us = max(time_once(candidate, buffers, 0)[1] for buffers in sets for candidate in candidates.values())
-    sleep_cycles = int(cycles * (2 * host_us + 200))
-    seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in candidates}
-    names = list(candidates)
-    for repetition in range(repetitions):
-        # Rotate who begins: nobody always runs after the same neighbour.
-        turn = repetition % len(names)
-        for index, name in enumerate(names[turn:] + names[:turn]):
-            seconds[name].append(time_once(candidates[name], sets[(repetition + index) % len(sets)], sleep_cycles))
-    moved_bytes = 2 * 4 * sum(numels)
-    rows = []
-    for name, own in seconds.items():
-        device_us = statistics.median(device for device, _ in own)
-        of_copy = statistics.median(copy / device for (copy, _), (device, _) in zip(seconds[COPY], own, strict=True))
-        host_us = statistics.median(host for _, host in own)
-        gb_per_s = moved_bytes / device_us / 1e3
-        rows.append(Row(direction, name, size_mb, count, aligned, device_us, host_us, gb_per_s, of_copy))
-    return rows
-
-
-def table_of(rows: list[Row]) -> str:
-    lines = [
-        "| pass | MB | tensors | candidate | device, µs | host, µs | GB/s | of a device copy |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    for row in rows:
-        tensors = f"{row.tensors}" if row.aligned else f"{row.tensors}, odd sizes"
-        lines.append(
-            f"| {row.direction} | {row.size_mb} | {tensors} | {row.candidate} | {row.device_us:.1f} |"
-            f" {row.host_us:.1f} | {row.gb_per_s:.0f} | {row.of_copy:.2f} |"
+        host_s = max(
+            awake(lambda candidate=candidate, buffers=buffers: candidate(buffers))[1]
+            for buffers in sets
+            for candidate in CANDIDATES[direction].values()
         )
-    return "\n".join(lines)
+    turns = {
+        name: Turn(lambda candidate=candidate: candidate(next(next_set)))
+        for name, candidate in CANDIDATES[direction].items()
+    }
+    return take_turns(turns, rounds, warm_up=0, clock=device_clock(int(cycles * (2e6 * host_s + 200))))
 
 
-def measure(repetitions: int) -> tuple[str, list[dict[str, Any]]]:
-    """Time every candidate on every size, and say whether the target is met."""
+def measure(rounds: int, record: Record) -> None:
+    """Time every candidate on every size."""
     cycles = cycles_per_us()
-    rows: list[Row] = []
     cases = [(size, count, True) for size in SIZES_MB for count in TENSOR_COUNTS]
     cases += [(size, 50, False) for size in SIZES_MB]
     for direction in CANDIDATES:
         for size_mb, count, aligned in cases:
-            rows += measure_case(direction, size_mb, count, aligned, repetitions, cycles)
+            tensors = f"{count}" if aligned else f"{count}, odd sizes"
+            labels = {"pass": direction, "MB": size_mb, "tensors": tensors}
+            add_both(record, labels, measure_case(direction, size_mb, count, aligned, rounds, cycles))
             torch.cuda.empty_cache()
-    target = [r for r in rows if r.candidate == "psengine" and r.size_mb == 100 and r.aligned and r.direction == "pack"]
-    met = all(row.of_copy >= 0.85 for row in target)
-    verdict = ", ".join(f"{row.of_copy:.2f} with {row.tensors} tensors" for row in target)
-    text = f"**Passes, float32**; {repetitions} repetitions\n\n{table_of(rows)}\n\n"
-    text += f"Target, 0.85 of a device copy of 100 MB: {'met' if met else 'NOT met'} ({verdict})."
-    return text, [asdict(row) for row in rows]

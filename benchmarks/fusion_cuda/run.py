@@ -5,20 +5,18 @@ python benchmarks/fusion_cuda/run.py [--quick] [--parts correctness,passes,steps
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-sys.path.insert(0, str(Path(__file__).resolve().parent))  # ranks import these files under other names
 
-from machine import describe_machine
+from fusion_cuda import passes, steps
+from harness.command_line import parser_of, some_of
+from harness.record import Record
 
+QUESTION = "How fast are gradients packed on a GPU, and what does a training step cost there?"
 PARTS = ("correctness", "passes", "steps", "bits")
 
 
@@ -44,45 +42,26 @@ def describe_device() -> str:
     return f"{name}, CUDA {torch.version.cuda}"
 
 
-def parts(text: str) -> tuple[str, ...]:
-    chosen = tuple(text.split(","))
-    unknown = [name for name in chosen if name not in PARTS]
-    if unknown:
-        raise argparse.ArgumentTypeError(f"unknown {', '.join(unknown)} (expected some of {', '.join(PARTS)})")
-    return chosen
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--parts", type=parts, default=PARTS, help="comma-separated (default: all, in this order)")
-    parser.add_argument("--repetitions", type=int, default=100, help="of each candidate (default: %(default)s)")
-    parser.add_argument("--quick", action="store_true", help="10 repetitions: noisy")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the rows there")
-    parser.add_argument("--deadline", type=float, default=600, metavar="S", help="seconds the two ranks may take")
+    parser = parser_of(__doc__, rounds=100, quick="10 rounds")
+    parser.add_argument("--parts", type=some_of(PARTS), default=PARTS, help="comma-separated (default: all, in order)")
     options = parser.parse_args()
-    reason = why_not()
-    if reason is not None:
-        print(f"Not measured: {reason}")
+    rounds = min(10, options.rounds) if options.quick else options.rounds
+    record = Record.begin("fusion_cuda", QUESTION, options, peers=(passes.COPY, steps.NATIVE))
+    if reason := why_not():
+        record.caveat(f"Not measured: {reason}")
+        record.finish()
         return
-    repetitions = 10 if options.quick else options.repetitions
-
-    import passes
-    import steps
-
-    description = describe_machine(describe_device())
-    print(f"{description}\n", flush=True)
-    measures: dict[str, Callable[[], tuple[str, list[dict[str, Any]]]]] = {
-        "correctness": passes.check_bits,
-        "passes": lambda: passes.measure(repetitions),
-        "steps": lambda: steps.measure(repetitions),
-        "bits": lambda: steps.compare_bits(options.deadline),
+    record.caveat(describe_device())
+    measures = {
+        "correctness": lambda: passes.check_bits(record),
+        "passes": lambda: passes.measure(rounds, record),
+        "steps": lambda: steps.measure(rounds, record),
+        "bits": lambda: steps.compare_bits(options.deadline, record),
     }
-    rows: dict[str, list[dict[str, Any]]] = {}
     for name in options.parts:
-        text, rows[name] = measures[name]()
-        print(f"{text}\n", flush=True)
-    if options.json is not None:
-        options.json.write_text(json.dumps({"machine": description, "rows": rows}, indent=1))
+        measures[name]()
+    record.finish()
 
 
 if __name__ == "__main__":

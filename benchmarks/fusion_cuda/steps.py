@@ -4,28 +4,25 @@ from __future__ import annotations
 
 import hashlib
 import os
-import statistics
-import sys
-import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from fusion_cuda.passes import add_both, device_clock
+from harness.ranks import GROUP_TIMEOUT_S, Rank, run_ranks
+from harness.record import Record
+from harness.tables import Table
+from harness.turns import Turn, take_turns
+from step_overhead.models import GPT, ResidualNet
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "step_overhead"))
-
-from machine import GROUP_TIMEOUT_S, run_ranks
-from models import GPT, ResidualNet
-
-WARM_UP_STEPS = 5  # buckets are rebuilt before the second forward
+NATIVE = "native"
+WARM_UP_ROUNDS = 5  # buckets are rebuilt before the second forward
 
 
 class Bottleneck(nn.Module):
@@ -92,7 +89,7 @@ def _psengine(module: nn.Module, **options: Any) -> nn.Module:
 
 CANDIDATES: dict[str, Callable[[nn.Module], nn.Module]] = {
     "plain": lambda module: module,
-    "native": _native,
+    NATIVE: _native,
     "psengine": _psengine,
     "native, views": lambda module: _native(module, gradient_as_bucket_view=True),
     "psengine, views": lambda module: _psengine(module, gradient_as_bucket_view=True),
@@ -102,80 +99,30 @@ CANDIDATES: dict[str, Callable[[nn.Module], nn.Module]] = {
 # ---- time, one rank with nccl --------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Row:
-    """Milliseconds over the repetitions; ``ratio`` is to native's step of the same repetition."""
+def turn_of(model: nn.Module, inputs: Tensor, targets: Tensor) -> Turn:
+    def prepare() -> None:
+        model.zero_grad(set_to_none=True)
+        torch.cuda.synchronize()
 
-    workload: str
-    candidate: str
-    parameters: int
-    step_ms: float
-    host_ms: float
-    ratio: float
+    return Turn(lambda: F.cross_entropy(model(inputs), targets).backward(), before=prepare)
 
 
-def time_step(model: nn.Module, inputs: Tensor, targets: Tensor) -> tuple[float, float]:
-    """Return milliseconds on the device and until the host was free again."""
-    model.zero_grad(set_to_none=True)
-    torch.cuda.synchronize()
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    start.record()
-    begin = time.perf_counter()
-    F.cross_entropy(model(inputs), targets).backward()
-    host_ms = 1e3 * (time.perf_counter() - begin)
-    end.record()
-    torch.cuda.synchronize()
-    return start.elapsed_time(end), host_ms
-
-
-def measure_workload(name: str, repetitions: int) -> list[Row]:
-    workload = WORKLOADS[name]
-    models = {}
-    for candidate, wrap in CANDIDATES.items():
-        torch.manual_seed(0)
-        models[candidate] = wrap(workload.build().cuda())
-    inputs, targets = workload.batch()
-    for _ in range(WARM_UP_STEPS):
-        for model in models.values():
-            time_step(model, inputs, targets)
-    times: dict[str, list[tuple[float, float]]] = {candidate: [] for candidate in models}
-    names = list(models)
-    for repetition in range(repetitions):
-        turn = repetition % len(names)
-        order = names[turn:] + names[:turn]
-        for candidate in order if repetition // len(names) % 2 == 0 else reversed(order):
-            times[candidate].append(time_step(models[candidate], inputs, targets))
-    parameters = len(list(models["plain"].parameters()))
-    rows = []
-    for candidate, own in times.items():
-        ratio = statistics.median(step / native for (step, _), (native, _) in zip(own, times["native"], strict=True))
-        step_ms = statistics.median(step for step, _ in own)
-        host_ms = statistics.median(host for _, host in own)
-        rows.append(Row(name, candidate, parameters, step_ms, host_ms, ratio))
-    return rows
-
-
-def measure(repetitions: int) -> tuple[str, list[dict[str, Any]]]:
+def measure(rounds: int, record: Record) -> None:
     """Time the candidates' steps in this process, the only rank of an nccl group."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     torch.cuda.set_device(0)
     dist.init_process_group("nccl", store=store, rank=0, world_size=1, timeout=timedelta(seconds=GROUP_TIMEOUT_S))
     try:
-        rows = [row for name in WORKLOADS for row in measure_workload(name, repetitions)]
+        for workload in WORKLOADS.values():
+            inputs, targets = workload.batch()
+            turns = {}
+            for candidate, wrap in CANDIDATES.items():
+                torch.manual_seed(0)
+                turns[candidate] = turn_of(wrap(workload.build().cuda()), inputs, targets)
+            shown = take_turns(turns, rounds, warm_up=WARM_UP_ROUNDS, clock=device_clock(0))
+            add_both(record, {"model": workload.what, "ranks": 1}, shown)
     finally:
         dist.destroy_process_group()
-    lines = [
-        f"**Steps, one rank, nccl**; {repetitions} repetitions",
-        "",
-        "| model | parameters | candidate | step, ms | host, ms | of native |",
-        "|---|---|---|---|---|---|",
-    ]
-    lines += [
-        f"| {WORKLOADS[row.workload].what} | {row.parameters} | {row.candidate} | {row.step_ms:.2f} |"
-        f" {row.host_ms:.2f} | {row.ratio:.3f} |"
-        for row in rows
-    ]
-    return "\n".join(lines), [asdict(row) for row in rows]
 
 
 # ---- bits, two ranks on one GPU with gloo --------------------------------------------------------------------------
@@ -185,7 +132,7 @@ def digest_of(tensor: Tensor) -> str:
     return hashlib.sha256(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
 
 
-def digests(rank: int) -> dict[str, dict[str, list[str]]]:
+def digests(rank: Rank) -> dict[str, dict[str, list[str]]]:
     """For each model and candidate, the digest of every gradient after three steps."""
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # cuBLAS is deterministic only with it
     torch.cuda.set_device(0)
@@ -200,7 +147,7 @@ def digests(rank: int) -> dict[str, dict[str, list[str]]]:
         for candidate in ("native", "native again", "psengine", "psengine, views"):
             torch.manual_seed(0)
             model = CANDIDATES[candidate.removesuffix(" again")](workload.build().cuda())
-            torch.manual_seed(1 + rank)
+            torch.manual_seed(1 + rank.rank)
             for _ in range(3):
                 inputs, targets = workload.batch()
                 model.zero_grad(set_to_none=True)
@@ -211,35 +158,17 @@ def digests(rank: int) -> dict[str, dict[str, list[str]]]:
     return found
 
 
-def compare_bits(deadline_s: float) -> tuple[str, list[dict[str, Any]]]:
+def compare_bits(deadline_s: float, record: Record) -> None:
     """Compare every gradient of two ranks with native DDP's; nccl would refuse two ranks on one GPU."""
     first, second = run_ranks(digests, 2, deadline_s=deadline_s)
     rows = []
     for name, by_candidate in first.items():
-        native = by_candidate["native"]
         for candidate, own in by_candidate.items():
-            if candidate == "native":
+            if candidate == NATIVE:
                 continue
-            different = sum(a != b for a, b in zip(own, native, strict=True))
+            than_native = sum(a != b for a, b in zip(own, by_candidate[NATIVE], strict=True))
             between_ranks = sum(a != b for a, b in zip(own, second[name][candidate], strict=True))
-            rows.append(
-                {
-                    "workload": name,
-                    "candidate": candidate,
-                    "gradients": len(own),
-                    "other_bits_than_native": different,
-                    "other_bits_than_rank_1": between_ranks,
-                }
-            )
-    lines = [
-        "**Gradients, two ranks on one GPU, gloo**; how many have other bits",
-        "",
-        "| model | candidate | gradients | than native's | than the other rank's |",
-        "|---|---|---|---|---|",
-    ]
-    lines += [
-        f"| {WORKLOADS[str(row['workload'])].what} | {row['candidate']} | {row['gradients']} |"
-        f" {row['other_bits_than_native']} | {row['other_bits_than_rank_1']} |"
-        for row in rows
-    ]
-    return "\n".join(lines), rows
+            rows.append([WORKLOADS[name].what, candidate, len(own), than_native, between_ranks])
+    title = "Gradients, two ranks on one GPU, gloo: how many have other bits"
+    columns = ["model", "candidate", "gradients", "than native's", "than the other rank's"]
+    record.tables.append(Table(title, columns, rows))

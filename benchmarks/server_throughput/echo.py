@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import multiprocessing
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,6 +19,7 @@ import zmq
 from psengine.kernels.freed_memory import keep_freed_memory
 from psengine.protocol.frames import buffer_of
 
+ECHO, WORKING_ECHO, WORKING_ECHO_IPC = ECHOES = ("echo", "working echo", "working echo, ipc")
 DEADLINE_S = 120.0
 LEARNING_RATE = 1e-3
 
@@ -55,18 +56,18 @@ def _serve(works: bool, endpoint: str, address: Any) -> None:
 
 
 @contextmanager
-def echo_servers() -> Iterator[dict[str, str]]:
-    """Start the servers; yield the address of each candidate."""
+def echo_servers(names: Sequence[str]) -> Iterator[dict[str, str]]:
+    """Start the servers of those echoes that are among the names; yield their addresses."""
     context = multiprocessing.get_context("spawn")
     processes, addresses = [], {}
     with tempfile.TemporaryDirectory(prefix="psengine-echo-") as directory:
         endpoints = {
-            "echo": (False, "tcp://127.0.0.1:*"),
-            "working echo": (True, "tcp://127.0.0.1:*"),
-            "working echo, ipc": (True, f"ipc://{directory}/echo"),
+            ECHO: (False, "tcp://127.0.0.1:*"),
+            WORKING_ECHO: (True, "tcp://127.0.0.1:*"),
+            WORKING_ECHO_IPC: (True, f"ipc://{directory}/echo"),
         }
         try:
-            for name, (works, endpoint) in endpoints.items():
+            for name, (works, endpoint) in ((name, endpoints[name]) for name in names if name in endpoints):
                 ours, theirs = context.Pipe(duplex=False)
                 process = context.Process(target=_serve, args=(works, endpoint, theirs), daemon=True)
                 process.start()
@@ -92,7 +93,7 @@ class Echo:
         self._socket.rcvtimeo = int(DEADLINE_S * 1000)
         self._socket.connect(address)
 
-    def push_pull(self, chunks: list[torch.Tensor]) -> None:
+    def push_pull(self, chunks: Sequence[torch.Tensor]) -> None:
         for chunk in chunks:
             self._socket.send_multipart([b"header", buffer_of(chunk)], copy=False)
         for _ in chunks:
@@ -105,7 +106,7 @@ class Echo:
 class WorkingEcho(Echo):
     """Packs and sends every chunk; its weights land where they belong. One server answers in the order of requests."""
 
-    def __init__(self, address: str, chunk_numels: list[int]) -> None:
+    def __init__(self, address: str, chunk_numels: Sequence[int]) -> None:
         super().__init__(address)
         total = sum(chunk_numels)
         self.weights = torch.zeros(total)
@@ -114,7 +115,7 @@ class WorkingEcho(Echo):
         self._payloads = [buffer_of(chunk) for chunk in self._packed]
         self._targets = [buffer_of(chunk) for chunk in self.weights.split(chunk_numels)]
 
-    def push_pull(self, chunks: list[torch.Tensor]) -> None:
+    def push_pull(self, chunks: Sequence[torch.Tensor]) -> None:
         for name, payload, packed, chunk in zip(self._names, self._payloads, self._packed, chunks, strict=True):
             packed.copy_(chunk)
             self._socket.send_multipart([name, payload], copy=False)

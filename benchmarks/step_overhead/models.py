@@ -13,19 +13,17 @@ from torch.nn import functional as F
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """A model, one batch for it and how many ranks train it.
+    """A model and one batch for it.
 
     Attributes:
         what: one line for the table.
         build: makes the model; the caller seeds torch's generator.
         batch: makes (inputs, targets).
-        world_size: number of ranks.
     """
 
     what: str
     build: Callable[[], nn.Module]
     batch: Callable[[], tuple[Tensor, Tensor]]
-    world_size: int
 
 
 class ManySmall(nn.Sequential):
@@ -141,30 +139,20 @@ WORKLOADS = {
         what="400 small parameters",
         build=ManySmall,
         batch=_vectors(8, 16, 16),
-        world_size=1,
-    ),
-    "small2": Workload(
-        what="400 small parameters",
-        build=ManySmall,
-        batch=_vectors(8, 16, 16),
-        world_size=2,
     ),
     "mlp": Workload(
         what="MLP, 10 M parameters in 10 tensors",
         build=MultilayerPerceptron,
         batch=_vectors(64, 1024, 1000),
-        world_size=2,
     ),
     "gpt": Workload(
         what="GPT, 9 M parameters in 52 tensors",
         build=GPT,
         batch=lambda: _text(1, 64, 4096),
-        world_size=2,
     ),
     "cnn": Workload(
         what="ResNet-18, 11 M parameters, 60 buffers",
         build=lambda: ResidualNet(ResidualBlock, (2, 2, 2, 2), classes=100),
         batch=lambda: (torch.randn(4, 3, 64, 64), torch.randint(100, (4,))),
-        world_size=2,
     ),
 }

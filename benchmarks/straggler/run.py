@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import multiprocessing
 import os
 import signal
@@ -27,17 +26,21 @@ from torch import nn
 from torch.nn import functional as F
 
 import psengine
-from psengine.environment.installation import install_command
 from psengine.parameter_server.client.embedded import EmbeddedServer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from harness import pictures
+from harness.command_line import parser_of, some_of
+from harness.record import Record
+from harness.tables import Table
+from harness.turns import order_of
 from idx_images import IdxError, read_split
-from machine import describe_machine
 
 FASHION_MNIST = Path("/usr/share/datasets/fashion-mnist")  # where Debian's dataset-fashion-mnist puts it
 PIXEL_MEAN, PIXEL_DEVIATION = 0.286, 0.353
+QUESTION = "What does one slow worker cost the others?"
 WORLD_SIZE = 4
 BATCH_SIZE = 128  # of each worker
 WARM_UP_STEPS = 5
@@ -326,37 +329,38 @@ class Workers:
         )
 
 
-def table_of(runs: Sequence[Run], target: float) -> str:
-    """Medians over each candidate's runs, as Markdown."""
-    lines = [
-        f"| candidate | rate, beta1 | samples/s (lowest-highest) | of {REFERENCE} | seconds to {target:.0%}"
-        " | accuracy at the end (lowest-highest) | steps of each worker | notes |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
+def table_of(runs: Sequence[Run], target: float) -> Table:
+    """Medians over each candidate's runs."""
+    columns = ["candidate", "rate, beta1", "samples/s (lowest-highest)", f"of {REFERENCE}", f"seconds to {target:.0%}"]
+    columns += ["accuracy at the end (lowest-highest)", "steps of each worker", "notes"]
+    rows = []
     reference_rates = [run.samples_per_s for run in runs if run.candidate == REFERENCE]
     for (name, learning_rate, beta1), own in in_rows(runs).items():
         rates = [run.samples_per_s for run in own]
-        rate = f"{statistics.median(rates):.0f} ({min(rates):.0f}-{max(rates):.0f})"
         ratio = "-"
         if reference_rates and name != REFERENCE:
             ratio = f"{statistics.median(rates) / statistics.median(reference_rates):.2f}"
         seconds = statistics.median(run.seconds_to(target) for run in own)
-        reached = f"{seconds:.1f}" if seconds < float("inf") else "not reached"
         accuracies = [run.final_accuracy() for run in own]
-        accuracy = f"{statistics.median(accuracies):.1%} ({min(accuracies):.1%}-{max(accuracies):.1%})"
-        steps = ", ".join(
-            f"{statistics.median(counts):.0f}" for counts in zip(*(run.steps for run in own), strict=True)
-        )
         notes = []
         if own[0].staleness is not None:
             notes.append(f"staleness {statistics.mean(run.staleness or 0 for run in own):.1f}")
         if any(run.dropped for run in own):
             notes.append(f"{statistics.mean(run.dropped for run in own):.0%} dropped")
-        settings = f"{learning_rate:g}, {beta1:g}"
-        lines.append(
-            f"| {name} | {settings} | {rate} | {ratio} | {reached} | {accuracy} | {steps} | {', '.join(notes)} |"
+        steps = zip(*(run.steps for run in own), strict=True)
+        rows.append(
+            [
+                name,
+                f"{learning_rate:g}, {beta1:g}",
+                f"{statistics.median(rates):.0f} ({min(rates):.0f}-{max(rates):.0f})",
+                ratio,
+                f"{seconds:.1f}" if seconds < float("inf") else "not reached",
+                f"{statistics.median(accuracies):.1%} ({min(accuracies):.1%}-{max(accuracies):.1%})",
+                ", ".join(f"{statistics.median(counts):.0f}" for counts in steps),
+                ", ".join(notes),
+            ]
         )
-    return "\n".join(lines)
+    return Table("", columns, rows)
 
 
 def in_rows(runs: Sequence[Run]) -> dict[tuple[str, float, float], list[Run]]:
@@ -369,10 +373,10 @@ def in_rows(runs: Sequence[Run]) -> dict[tuple[str, float, float], list[Run]]:
 
 def plot(runs: Sequence[Run], target: float, path: Path) -> None:
     """Test accuracy against wall time: the median over a candidate's runs, and between which it lay."""
-    pyplot = require_matplotlib()
+    pyplot = pictures.require_matplotlib()
     import numpy as np
 
-    figure, axes = pyplot.subplots(figsize=(8, 4.5), dpi=120)
+    figure, axes = pyplot.subplots(figsize=(8, 4.5))
     # Of each candidate its last settings: the advised ones where there are several.
     for name, own in {name: own for (name, _, _), own in in_rows(runs).items()}.items():
         curves = [np.array(run.curve) for run in own]
@@ -386,19 +390,7 @@ def plot(runs: Sequence[Run], target: float, path: Path) -> None:
     axes.grid(alpha=0.3)
     axes.legend(loc="lower right")
     figure.tight_layout()
-    figure.savefig(path)
-    pyplot.close(figure)
-
-
-def require_matplotlib() -> Any:
-    try:
-        import matplotlib
-    except ImportError:
-        sys.exit(f"--plot needs matplotlib: {install_command('examples')}")
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    return pyplot
+    pictures.save(figure, path)
 
 
 def settings_of(name: str, options: argparse.Namespace) -> list[tuple[float, float]]:
@@ -413,21 +405,11 @@ def settings_of(name: str, options: argparse.Namespace) -> list[tuple[float, flo
     return list(dict.fromkeys(settings))
 
 
-def candidate_names(text: str) -> tuple[str, ...]:
-    """Names separated by commas."""
-    chosen = tuple(text.split(","))
-    if unknown := [name for name in chosen if name not in CANDIDATES]:
-        raise argparse.ArgumentTypeError(f"unknown {', '.join(unknown)} (expected some of {', '.join(CANDIDATES)})")
-    return chosen
-
-
 def parse_options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__, rounds=3, quick="one run of 6 seconds of each, so accuracy means little")
     add = parser.add_argument
-    add("--candidates", type=candidate_names, default=tuple(CANDIDATES), help="comma-separated")
-    add("--repetitions", type=int, default=3, help="runs of each candidate (default: %(default)s)")
+    add("--candidates", type=some_of(list(CANDIDATES)), default=tuple(CANDIDATES), help="comma-separated")
     add("--seconds", type=float, default=30.0, help="length of a run (default: %(default)s)")
-    add("--quick", action="store_true", help="one run of 6 seconds of each: about a minute; accuracy means little")
     add(
         "--straggler",
         choices=("one", "turns", "none"),
@@ -439,33 +421,29 @@ def parse_options() -> argparse.Namespace:
     add("--target", type=float, default=0.85, help="test accuracy to be reached (default: %(default)s)")
     add("--learning-rate", type=float, help="one for all, for sweeps (default: those in CANDIDATES)")
     add("--beta1", type=float, help="one for all, likewise")
-    add("--seed", type=int, default=0, help="of the first repetition; each has its own (default: %(default)s)")
+    add("--seed", type=int, default=0, help="of the first round; each has its own (default: %(default)s)")
     add("--data", type=Path, default=FASHION_MNIST, help="IDX files (default: %(default)s)")
-    add("--plot", type=Path, metavar="FILE", help="draw accuracy against time, as PNG")
-    add("--json", type=Path, metavar="FILE", help="also write all runs there")
     options = parser.parse_args()
     if options.quick:
-        options.repetitions, options.seconds = 1, 6.0
+        options.rounds, options.seconds = 1, min(options.seconds, 6.0)
     return options
 
 
 def main() -> None:
     options = parse_options()
-    if options.plot is not None:
-        require_matplotlib()  # before minutes of measuring
+    if options.png is not None:
+        pictures.require_matplotlib()  # before minutes of measuring
     try:
         Data.load(options.data, "test")
     except IdxError as error:
         sys.exit(f"--data {error}\nDebian and Ubuntu: apt install dataset-fashion-mnist")
-    description = describe_machine("loopback", "one thread per worker")
-    print(f"{description}\n", flush=True)
+    record = Record.begin("straggler", QUESTION, options)
+    record.caveat("Computing time is emulated; Adam's rate and beta1 were tuned for each kind, see the README.")
     runs: list[Run] = []
     with EmbeddedServer.start() as server, Workers(options.data, server.addresses[0]) as workers:
         rows = [(name, settings) for name in options.candidates for settings in settings_of(name, options)]
-        for repetition in range(options.repetitions):
-            # Who comes after whom changes from one repetition to the next.
-            turn = (options.seed + repetition) * len(rows) // 3 % len(rows)
-            for name, (learning_rate, beta1) in rows[turn:] + rows[:turn]:
+        for repetition in range(options.rounds):
+            for name, (learning_rate, beta1) in order_of(rows, options.seed + repetition):
                 plan = Plan(
                     candidate=name,
                     learning_rate=learning_rate,
@@ -485,12 +463,9 @@ def main() -> None:
                     flush=True,
                 )
     runs.sort(key=lambda run: rows.index((run.candidate, (run.learning_rate, run.beta1))))
-    print(f"\n{table_of(runs, options.target)}")
-    if options.json is not None:
-        content = {"machine": description, "target": options.target, "runs": [asdict(run) for run in runs]}
-        options.json.write_text(json.dumps(content))
-    if options.plot is not None:
-        plot(runs, options.target, options.plot)
+    record.tables.append(table_of(runs, options.target))
+    record.values = {"runs": [asdict(run) for run in runs], "target": options.target}
+    record.finish(draw=lambda path: plot(runs, options.target, path))
 
 
 if __name__ == "__main__":

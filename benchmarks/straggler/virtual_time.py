@@ -12,13 +12,18 @@ from __future__ import annotations
 import argparse
 import heapq
 import json
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 
 import torch
-from run import (
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from harness.command_line import some_of
+from straggler.run import (
     BATCH_SIZE,
     CANDIDATES,
     FASHION_MNIST,
@@ -29,7 +34,6 @@ from run import (
     Plan,
     Run,
     build,
-    candidate_names,
     compute_s,
     curve_of,
     settings_of,
@@ -142,7 +146,7 @@ def simulate(plan: Plan, train_data: Data, test_data: Data) -> Run:
 def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
-    add("--candidates", type=candidate_names, default=SIMULATED, help=f"default: {','.join(SIMULATED)}")
+    add("--candidates", type=some_of(list(CANDIDATES)), default=SIMULATED, help=f"default: {','.join(SIMULATED)}")
     add("--repetitions", type=int, default=3, help="runs of each candidate, each with its seed (default: %(default)s)")
     add("--seconds", type=float, default=30.0, help="counted seconds of a run (default: %(default)s)")
     add("--straggler", choices=("one", "none"), default="one", help="the last worker is slow, or none is")
@@ -178,7 +182,7 @@ def main() -> None:
                     slowdown=options.slowdown,
                 )
                 runs.append(simulate(plan, train_data, test_data))
-    print(table_of(runs, options.target))
+    table_of(runs, options.target).show()
     if options.json is not None:
         options.json.write_text(json.dumps([asdict(run) for run in runs]))
 
