@@ -1,4 +1,5 @@
 // The operators' schemas and the Python module; csrc/kernels/fusion_cpu.cpp and csrc/kernels/fusion_cuda.cu implement the operators.
+#include "bindings/count_down.h"
 #include "bindings/shared_memory.h"
 
 #include <vector>
@@ -87,6 +88,7 @@ PyMODINIT_FUNC PyInit__native() {
   module_definition.m_methods = psengine::shared_memory_methods();
   PyObject* const module = PyModule_Create(&module_definition);
   if (module != nullptr && (PyModule_AddFunctions(module, kernel_methods) != 0 ||
+                            PyModule_AddFunctions(module, psengine::count_down_methods()) != 0 ||
                             PyModule_AddIntConstant(module, "interface", kInterface) != 0)) {
     Py_DECREF(module);
     return nullptr;

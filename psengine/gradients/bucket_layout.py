@@ -19,7 +19,7 @@ class BucketLayout:
     Attributes:
         packings: by bucket, in the order they are reduced, what moves its gradients.
         locators: by parameter, the packing of its bucket and its position there.
-        small_parameter_buckets: by parameter, its bucket where it is packed together with others, else None.
+        small_parameter_buckets: by parameter, its bucket's index where it is packed together with others, else None.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class BucketLayout:
         self.buckets: list[Bucket] = []
         self.packings: list[Packing] = []
         self.locators: list[tuple[Packing, int]] = []
-        self.small_parameter_buckets: list[Bucket | None] = []
+        self.small_parameter_buckets: list[int | None] = []
 
     def create(self, limits_bytes: Sequence[int], order: Sequence[int] | None = None) -> None:
         """Make buckets of at most ``limits_bytes``; see ``plan_buckets``.
@@ -73,7 +73,7 @@ class BucketLayout:
         }
         self.locators = [located[index] for index in range(len(self._parameters))]
         self.small_parameter_buckets = [
-            None if packing.is_eager(position) or packing.bucket.sparse else packing.bucket
+            None if packing.is_eager(position) or packing.bucket.sparse else packing.bucket.index
             for packing, position in self.locators
         ]
         self._strategy.lay_out(self.buckets)

@@ -20,7 +20,13 @@ import torch
 from typing_extensions import override
 
 from psengine.collectives.base import Work
-from psengine.gradients.error_texts import NONE_UNUSED_MESSAGE, graph_changed_message, unfinished_reduction_message
+from psengine.gradients.error_texts import (
+    NONE_UNUSED_MESSAGE,
+    graph_changed_message,
+    marked_twice_message,
+    newly_used_message,
+    unfinished_reduction_message,
+)
 from psengine.strategies.base import Strategy
 
 logger = logging.getLogger(__name__)
@@ -36,7 +42,6 @@ class EveryParameter:
             the next backward, even if that one does not use the parameter.
         is_being_counted: whether the coming backward is the one that shows which hooks fire how often.
         has_marked_unused: whether this backward's unused parameters were counted as ready.
-        has_changed: whether a hook fired more often in this backward than a static graph allows.
         used: by parameter, 1 where this rank used it since the last agreement; after an agreement, where any rank did.
         summed: by parameter, how many ranks used it in the last backward that agreed on it: int32.
         unused: indices of parameters that the last search, or a static graph's first backward, found without gradient.
@@ -51,7 +56,6 @@ class EveryParameter:
 
     def __init__(self, names: Sequence[str]) -> None:
         self.has_marked_unused = False
-        self.has_changed = False
         self.used = bytearray(len(names))
         self.summed = torch.zeros(len(names), dtype=torch.int32)
         self.unused: list[int] = []
@@ -59,7 +63,7 @@ class EveryParameter:
 
     def begin(self, outputs: Iterable[torch.Tensor]) -> Sequence[int]:
         """A backward from ``outputs`` is expected; return the parameters that a walk found to get no gradient."""
-        self.has_marked_unused = self.has_changed = False
+        self.has_marked_unused = False
         return ()
 
     def agree(self, *, has_data: bool) -> None:
@@ -69,9 +73,12 @@ class EveryParameter:
         """Whether the ranks agreed before backward that none uses any of these parameters."""
         return False
 
-    def arrived(self, index: int) -> Sequence[int]:
-        """A parameter's hook fired: return the parameters whose gradients are ready now, this one last."""
-        return (index,)
+    def count(self, index: int) -> None:
+        """A parameter's hook fired in the backward that is being counted."""
+
+    def unused_now(self) -> Sequence[int]:
+        """A hook fired: return parameters whose gradients count as ready because they will not arrive."""
+        return ()
 
     @property
     def never_arriving(self) -> Sequence[int]:
@@ -94,6 +101,10 @@ class EveryParameter:
     def describe_missing(self, rank: int, missing: Mapping[int, str]) -> str:
         """The error's text for a backward in which some parameters (index to name) got no gradient."""
         return unfinished_reduction_message(rank, missing, find_unused=False)
+
+    def describe_repetition(self, rank: int, index: int) -> str:
+        """The error's text for a parameter whose hook fired again after its gradient was ready."""
+        return marked_twice_message(index, self._names[index], has_marked_unused=self.has_marked_unused)
 
     def shadow_end(self) -> None:
         """On a rank without data, inside ``join``: take part in the agreement that follows the buckets."""
@@ -128,12 +139,13 @@ class _UsedParameters(EveryParameter):
             self._work = None
             self.used = bytearray(self.summed.ne(0).to(torch.uint8).tolist())
 
-    def _with_unused(self, ready: Sequence[int]) -> Sequence[int]:
+    @override
+    def unused_now(self) -> Sequence[int]:
         """At the first hook of a backward: parameters that get no gradient must not hold up their buckets."""
         if self.has_marked_unused:
-            return ready
+            return ()
         self.has_marked_unused = True
-        return (*self.unused, *ready)
+        return self.unused
 
     @override
     def unused_positions(self, indices: Sequence[int]) -> list[bool] | None:
@@ -221,10 +233,6 @@ class SearchedGraph(_UsedParameters):
         return self._unused_everywhere.issuperset(indices)
 
     @override
-    def arrived(self, index: int) -> Sequence[int]:
-        return self._with_unused((index,))
-
-    @override
     def handed_over(self) -> None:
         self._reduce()
 
@@ -246,23 +254,26 @@ class StaticGraph(_UsedParameters):
     """The user promises that the graph never changes: its first iteration is counted, every later one is the same.
 
     The parameters that some rank used in the first iteration count as used for good.
+
+    Attributes:
+        counts: by parameter, how often its hook fired in the first iteration.
     """
 
     def __init__(self, names: Sequence[str], device: torch.device, strategy: Strategy) -> None:
         super().__init__(names, device, strategy)
         self._set_counting(True)
-        self._counts = [0] * len(names)
-        self._left: list[int] = []
+        self.counts = [0] * len(names)
 
     def _set_counting(self, counts: bool) -> None:
         self.is_being_counted = self.records_usage = counts
+        # Those that get no gradient are marked as ready at the first hook.
+        self.takes_long_way = counts or bool(self.unused)
 
     @override
     def begin(self, outputs: Iterable[torch.Tensor]) -> Sequence[int]:
         super().begin(outputs)
         if self.is_being_counted:
-            self._counts = [0] * len(self._names)  # an earlier attempt may have raised half-way
-        self._left = list(self._counts)
+            self.counts = [0] * len(self._names)  # an earlier attempt may have raised half-way
         return ()
 
     @override
@@ -273,19 +284,14 @@ class StaticGraph(_UsedParameters):
             self._set_counting(False)
 
     @override
-    def arrived(self, index: int) -> Sequence[int]:
-        if self.is_being_counted:
-            self._counts[index] += 1
-            return ()
-        self._left[index] -= 1
-        self.has_changed = self._left[index] < 0
-        return self._with_unused((index,) if self._left[index] == 0 else ())
+    def count(self, index: int) -> None:
+        self.counts[index] += 1
 
     def learn(self) -> None:
         """The first iteration is over: parameters that it did not use stay unused; begin to exchange the used-maps."""
         self._reduce()
+        self.unused = unused = [index for index, count in enumerate(self.counts) if count == 0]
         self._set_counting(False)
-        self.unused = unused = [index for index, count in enumerate(self._counts) if count == 0]
         if unused:
             logger.info(
                 "Parameter(s) %s is(are) unused during first iteration. Since static_graph=True is enabled for DDP,"
@@ -307,3 +313,7 @@ class StaticGraph(_UsedParameters):
     @override
     def describe_missing(self, rank: int, missing: Mapping[int, str]) -> str:
         return graph_changed_message(rank, missing)
+
+    @override
+    def describe_repetition(self, rank: int, index: int) -> str:
+        return newly_used_message(self._names[index], rank)

@@ -1,61 +1,16 @@
-"""Where a reducer listens to autograd: the parameters' accumulation nodes, and the function that each of them calls.
-
-A few hundred of these calls make up the cost of a small model.
-"""
+"""Where a reducer listens to autograd: the parameters' accumulation nodes."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed.autograd
 import torch.distributed.rpc
 from torch.autograd.graph import get_gradient_edge
 from torch.utils._python_dispatch import _disable_current_modes
-
-from psengine.tensors.bucket import Bucket
-
-# By parameter: the bucket to count down, None for the long way, False for no way at all.
-ShortWay = list[Bucket | Literal[False] | None]
-
-
-def counting_hook(
-    short_way: ShortWay,
-    ready: bytearray,
-    long_way: Callable[[int], None],
-    reduce_full_buckets: Callable[[], None],
-    index: int,
-) -> Callable[..., None]:
-    """Return the post-hook of parameter ``index``'s accumulation node.
-
-    Most calls only count their bucket down: the short way, about 0.3 µs. The long way is for whatever needs more:
-    recording, searching, packing a large gradient, errors. Inside no_sync there may be nothing to do.
-
-    Args:
-        short_way: which way to take now, by parameter; the reducer changes it from step to step.
-        ready: whose gradients are there, by parameter; mutated.
-        long_way: called with ``index``.
-        reduce_full_buckets: called when the bucket's last gradient is there.
-        index: the parameter's.
-    """
-
-    def hook(_inputs: Any, _outputs: Any) -> None:
-        bucket = short_way[index]
-        if not bucket:
-            if bucket is None:
-                long_way(index)
-            return
-        if ready[index]:
-            long_way(index)
-            return
-        ready[index] = 1
-        bucket.pending -= 1
-        if not bucket.pending:
-            reduce_full_buckets()
-
-    return hook
 
 
 class AccumulationNodes:

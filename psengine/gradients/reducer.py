@@ -24,17 +24,16 @@ import torch
 from psengine.collectives.base import Collective
 from psengine.errors import NonFiniteGradientError, ReductionError
 from psengine.gradients.bucket_layout import BucketLayout
+from psengine.gradients.count_down import CountDown
 from psengine.gradients.error_texts import (
     DISTRIBUTED_AUTOGRAD_MESSAGE,
     LOCAL_BACKWARD_MESSAGE,
     converted_message,
-    marked_twice_message,
-    newly_used_message,
 )
 from psengine.gradients.finite_check import FiniteCheck
 from psengine.gradients.flight import Flight
 from psengine.gradients.graphs import EveryParameter, SearchedGraph, StaticGraph
-from psengine.gradients.hooks import AccumulationNodes, ShortWay, counting_hook, is_in_distributed_autograd
+from psengine.gradients.hooks import AccumulationNodes, is_in_distributed_autograd
 from psengine.gradients.step_share import StepShare
 from psengine.strategies.base import Strategy
 from psengine.tensors.bucket import Bucket
@@ -111,15 +110,12 @@ class Reducer:
             as_view=gradient_as_bucket_view,
             counts_non_finite=check_finite,
         )
-        self._layout.create(initial_limits_bytes)
+        self._count_down = CountDown(len(self.parameters))
+        self._lay_out(initial_limits_bytes)
         self.initial_bucket_sizes_bytes = [bucket.size_bytes for bucket in self.buckets]
 
         self._expects_hooks = False
         self._next_bucket = 0
-        self._ready = bytearray(len(self.parameters))
-        self._no_short_way: ShortWay = [None] * len(self.parameters)
-        self._no_way: ShortWay = [False] * len(self.parameters)
-        self._short_way = list(self._no_short_way if find_unused_parameters else self._no_way)
         self.step_share = StepShare(strategy, collective)
         self.flight = Flight(
             strategy,
@@ -140,11 +136,12 @@ class Reducer:
         if find_unused_parameters:
             skips = skip_all_reduce_unused_params
             self.graph = SearchedGraph(self.names, self._device, strategy, self._nodes.nodes, skips_buckets=skips)
+        self._stop_expecting_hooks()
 
     def listen(self) -> None:
         """Begin to listen to autograd."""
-        called = self._short_way, self._ready, self._autograd_hook, self._reduce_full_buckets
-        self._nodes.listen(functools.partial(counting_hook, *called))
+        called = self._autograd_hook, self._reduce_full_buckets
+        self._nodes.listen(functools.partial(self._count_down.hook, *called))
 
     # ---- layout ------------------------------------------------------------------------------------------------
 
@@ -152,6 +149,11 @@ class Reducer:
     def buckets(self) -> list[Bucket]:
         """In the order they are reduced."""
         return self._layout.buckets
+
+    def _lay_out(self, limits_bytes: Sequence[int], order: Sequence[int] | None = None) -> None:
+        self._layout.create(limits_bytes, order)
+        sizes = [len(bucket.parameters) for bucket in self.buckets]
+        self._count_down.lay_out(self._layout.small_parameter_buckets, sizes)
 
     def _should_rebuild(self) -> bool:
         return self.graph.may_rebuild and not self._layout_is_final
@@ -173,7 +175,7 @@ class Reducer:
         self._collective.broadcast([agreed], 0, what="order of gradients").wait()
         self.has_rebuilt_buckets = self._layout_is_final = True
         self._arrival_order = []
-        self._layout.create(self._rebuild_limits_bytes, agreed.tolist())
+        self._lay_out(self._rebuild_limits_bytes, agreed.tolist())
         logger.info("Reducer buckets have been rebuilt in this iteration: %s", self.buckets)
         return True
 
@@ -191,7 +193,7 @@ class Reducer:
                 f" constructed. (expected iteration 0, got {self.iteration})"
             )
         self.graph = StaticGraph(self.names, self._device, self.strategy)
-        self._short_way[:] = self._no_short_way  # usage is recorded from now on
+        self._count_down.call()  # usage is recorded from now on
 
     def prepare_for_forward(self) -> None:
         """Count an iteration whose gradients will be exchanged.
@@ -219,14 +221,12 @@ class Reducer:
         self._next_bucket = 0
         self.step_share.expect_backward()
         self.flight.begin(self.iteration)
-        self._ready[:] = bytes(len(self.parameters))
-        if self.graph.takes_long_way or not self._layout_is_final or self.timer.is_sampling or self._is_multi_device:
+        only_counts = self._layout_is_final and not (
+            self.graph.takes_long_way or self.timer.is_sampling or self._is_multi_device
+        )
+        if not only_counts:
             self.ready_order = []
-            self._short_way[:] = self._no_short_way
-        else:
-            self._short_way[:] = self._layout.small_parameter_buckets
-        for bucket in self.buckets:
-            bucket.pending = len(bucket.parameters)
+        self._count_down.begin(only_counts=only_counts)
         unreached = self.graph.begin(outputs)
         self._check_listening([index for index in unreached if self._nodes.was_converted(index)])
         self.graph.agree(has_data=True)
@@ -237,9 +237,9 @@ class Reducer:
 
     def _check_reducer_finalized(self) -> None:
         """Raise where the last backward did not reach every parameter."""
-        if not (self._expects_hooks and any(self._ready)):
+        if not (self._expects_hooks and self._count_down.has_begun):
             return
-        missing = {index: self.names[index] for index, is_ready in enumerate(self._ready) if not is_ready}
+        missing = {index: self.names[index] for index in self._count_down.missing()}
         self._check_listening(missing)
         self._fail(self.graph.describe_missing(self._collective.rank, missing))
 
@@ -264,33 +264,40 @@ class Reducer:
                     self._may_forget_a_backward, self._warned_local_backward = False, True
                     logger.warning(LOCAL_BACKWARD_MESSAGE)
                 return
-            for ready_index in self.graph.arrived(index):
-                if ready_index == index and self._should_rebuild():
+            if self.graph.is_being_counted:
+                self.graph.count(index)
+                return
+            left = self._count_down.left
+            if left[index] == 0:
+                self._fail(self.graph.describe_repetition(self._collective.rank, index))
+            for unused in self.graph.unused_now():
+                left[unused] = 0
+                self._mark_ready(unused)
+            left[index] -= 1
+            if left[index] == 0:
+                if self._should_rebuild():
                     self._arrival_order.append(index)
-                self._mark_ready(ready_index)
-            if self.graph.has_changed:
-                self._fail(newly_used_message(self.names[index], self._collective.rank))
+                self._mark_ready(index)
 
     def _mark_ready(self, index: int) -> None:
-        if self._ready[index]:
-            self._fail(marked_twice_message(index, self.names[index], has_marked_unused=self.graph.has_marked_unused))
-        self._ready[index] = 1
-        if self._short_way[index] is None and len(self.ready_order) < len(self.parameters):
+        if len(self.ready_order) < len(self.parameters):
             self.ready_order.append(index)
         packing, position = self._layout.locators[index]
         if self.flight.is_packing and packing.is_eager(position):
             self.flight.pack_one(packing, position)
-        packing.bucket.pending -= 1
-        if packing.bucket.pending == 0:
+        pending = self._count_down.pending
+        pending[packing.bucket.index] -= 1
+        if pending[packing.bucket.index] == 0:
             self._reduce_full_buckets()
 
     def _reduce_full_buckets(self) -> None:
         """Start every bucket whose turn it is. Buckets start in index order, which is the same on all ranks."""
-        if self.buckets[self._next_bucket].pending > 0:
+        pending = self._count_down.pending
+        if pending[self._next_bucket] > 0:
             return
         if self._next_bucket == 0:
             self.timer.start_communication()
-        while self._next_bucket < len(self.buckets) and self.buckets[self._next_bucket].pending == 0:
+        while self._next_bucket < len(self.buckets) and pending[self._next_bucket] == 0:
             self.flight.hand_over(self._layout.packings[self._next_bucket], self.graph)
             self._next_bucket += 1
         if self._next_bucket == len(self.buckets):
@@ -302,6 +309,7 @@ class Reducer:
         with self._lock:
             assert isinstance(self.graph, StaticGraph), "only a static graph delays its first exchange"
             self.graph.learn()
+            self._count_down.expect(self.graph.counts)
             with torch.no_grad():
                 for packing in self._layout.packings if self.flight.is_packing else ():
                     for position in packing.bucket.eager_runs:
@@ -341,8 +349,10 @@ class Reducer:
 
     def _stop_expecting_hooks(self) -> None:
         self._expects_hooks = False
-        takes_long_way = self.graph.records_usage or self._may_forget_a_backward
-        self._short_way[:] = self._no_short_way if takes_long_way else self._no_way
+        if self.graph.records_usage or self._may_forget_a_backward:
+            self._count_down.call()
+        else:
+            self._count_down.ignore()
 
     # ---- for join, communication hooks and frameworks ----------------------------------------------------------
 

@@ -73,7 +73,6 @@ class Bucket:
         flat: the packed tensors: 1-D dense, or the sparse gradient itself.
         views: per parameter its part of ``flat``, shaped and strided like its gradient.
         addresses: where the views are in memory; -1 for those without elements.
-        pending: how many gradients of this backward are not yet ready.
         eager_runs: by position, each parameter that is large enough to be packed by itself.
         runs: the small parameters between them.
     """
@@ -98,7 +97,6 @@ class Bucket:
         self.device = self.parameters[0].device
         self.numel = sum(p.numel() for p in self.parameters)
         self.size_bytes = self.numel * self.parameters[0].element_size()
-        self.pending = len(self.parameters)
         self.counts_non_finite = counts_non_finite
         self.offsets: list[int] = []
         self.views: list[torch.Tensor] = []
