@@ -34,6 +34,7 @@ from psengine.gradients.finite_check import FiniteCheck
 from psengine.gradients.flight import Flight
 from psengine.gradients.graphs import EveryParameter, SearchedGraph, StaticGraph
 from psengine.gradients.hooks import AccumulationNodes, is_in_distributed_autograd
+from psengine.gradients.native_names import NativeNames
 from psengine.gradients.step_share import StepShare
 from psengine.strategies.base import Strategy
 from psengine.tensors.bucket import Bucket
@@ -43,10 +44,8 @@ from psengine.tracing.timeline import recorder
 logger = logging.getLogger(__name__)
 
 
-class Reducer:
+class Reducer(NativeNames):
     """Exchanges the gradients of ``parameters`` through ``strategy`` while backward runs.
-
-    Methods with an underscore that psengine does not call are native DDP's: torch's hooks and Lightning call them.
 
     Args:
         parameters: name to parameter of those that require gradients, without duplicates, in model order.
@@ -68,9 +67,6 @@ class Reducer:
         completed_steps: backwards whose gradients were exchanged.
         ready_order: indices in the order in which parameters became ready in the last backward that was timed.
     """
-
-    # Sums a communication hook's bucket over ranks; a future of its buffer.
-    _run_allreduce_hook: Callable[[Any], Any]
 
     def __init__(
         self,
@@ -354,7 +350,7 @@ class Reducer:
         else:
             self._count_down.ignore()
 
-    # ---- for join, communication hooks and frameworks ----------------------------------------------------------
+    # ---- for join, and another group of ranks -----------------------------------------------------------------
 
     def shadow_backward(self) -> None:
         """Take part in one backward of ranks that still have data, contributing zeros, in the order they exchange."""
@@ -364,9 +360,6 @@ class Reducer:
         if not is_counted and self._should_rebuild() and not self._arrival_order:
             # All ranks rebuild; rank 0's order overwrites this one.
             self._arrival_order = list(range(len(self.parameters)))
-
-    def _push_all_rebuilt_params(self) -> None:
-        """``shadow_backward`` has done it."""
 
     def _reset_state(self) -> None:
         """Forget a half-finished iteration and rebuild buckets anew, for a changed group of ranks."""
@@ -381,28 +374,3 @@ class Reducer:
         """Go on in another group of ranks, to which the strategy has been moved already."""
         self._collective = collective
         self.flight.move_to(collective)
-
-    def _remove_autograd_hooks(self) -> None:
-        """Stop listening to autograd; gradients stay local from now on."""
-        self._nodes.stop_listening()
-
-    def _set_mixed_precision_param_dtype(self, dtype: torch.dtype) -> None:
-        """Native DDP's mixed precision converts parameters in every iteration, and calls ``_autograd_hook`` itself."""
-        self._converts_parameters = True
-        self._layout.adopt_replaced_gradients()
-
-    def _set_optimizer_in_backward(self) -> None:
-        """The communication hook steps optimizers itself; gradients are not written back."""
-        self.flight.writes_gradients = False
-
-    def _install_post_backward_futures(self, futures: Sequence[torch.futures.Future[Any]]) -> None:
-        """Wait for ``futures`` (of a buffer communication hook) before backward returns."""
-        self.flight.futures.extend(futures)
-
-    def _get_local_used_map(self) -> torch.Tensor:
-        """By index, how many ranks used each parameter in the last backward that agreed on it: int32."""
-        return self.graph.summed
-
-    def _ddp_graph_static(self) -> bool:
-        """Whether every search so far found the same parameters unused, so that ``static_graph`` would have served."""
-        return self.graph.never_changed
