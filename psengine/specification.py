@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import functools
+import importlib
 import inspect
 import itertools
 import re
@@ -81,7 +82,8 @@ class Registry(Generic[Made]):
     def __init__(self, kind: str, arguments: Sequence[str] = ()) -> None:
         self.kind = kind
         self._arguments = arguments
-        self._factories: dict[str, Callable[..., Made]] = {}
+        # A text is where a factory is, until it is asked for.
+        self._factories: dict[str, Callable[..., Made] | str] = {}
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._factories)
@@ -99,7 +101,11 @@ class Registry(Generic[Made]):
             raise ConfigurationError(
                 f"unknown {self.kind} (expected one of {sorted(self)}, got {name!r}){did_you_mean(name, self)}"
             )
-        return self._factories[name]
+        factory = self._factories[name]
+        if isinstance(factory, str):
+            module, _, attribute = factory.partition(":")
+            factory = self._factories[name] = getattr(importlib.import_module(module), attribute)
+        return factory
 
     def register(self, name: str, factory: Callable[..., Made]) -> None:
         """Let users write ``name``, and make the object by calling ``factory``.
@@ -115,7 +121,7 @@ class Registry(Generic[Made]):
         if name in self._factories:
             raise ConfigurationError(
                 f"{self.kind} {name!r} is registered already (expected another name for {factory!r}, got that of"
-                f" {self._factories[name]!r})"
+                f" {self[name]!r})"
             )
         if not callable(factory):
             raise ConfigurationError(
@@ -123,6 +129,10 @@ class Registry(Generic[Made]):
                 f" {factory!r})"
             )
         self._factories[name] = factory
+
+    def register_later(self, name: str, place: str) -> None:
+        """Likewise for a factory of psengine's own, "module:attribute", which is imported when ``name`` is used."""
+        self._factories[name] = place
 
     def options_of(self, name: str) -> list[str]:
         """Keys of the options of ``name``: the parameters of its factory that psengine does not pass itself."""

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from psengine.cli.console import open_console, printable
 from psengine.cli.doctor_checks.findings import CheckContext, Finding, Level, started_with
-from psengine.cli.doctor_checks.report import CHECKS, count_levels, examine, summary
+from psengine.cli.doctor_checks.report import CHECKS, count_levels, examine, load_checks, summary
 from psengine.errors import ConfigurationError
 from psengine.parameter_server.client.addresses import parse_addresses
 
@@ -71,7 +71,7 @@ def doctor(
     logging.getLogger("psengine").addHandler(logging.NullHandler())
     console = open_console()
     found: list[tuple[str, Finding]] = []
-    for name, check in CHECKS.items():
+    for name, check in load_checks().items():
         for finding in examine(name, check, context) if not only or name in only else ():
             found.append((name, finding))
             if not as_json:

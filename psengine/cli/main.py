@@ -16,8 +16,11 @@ if TYPE_CHECKING:
     import typer
 
 EXIT_PROBLEM, EXIT_USAGE = 1, 2
-# Each has register(app), which adds its commands; in the order of --help.
-COMMANDS = ("run", "verify", "status", "admin", "doctor", "advise", "bench")
+# Each command's module, whose register(app) adds the module's commands.
+COMMANDS = {
+    **{name: name for name in ("run", "verify", "status", "admin", "doctor", "advise", "bench")},
+    "top": "status",
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -29,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     try:
         try:
-            app = build_app()
+            app = build_app(arguments[0] if arguments else None)
         except MissingExtraError as error:
             if arguments != ["doctor"]:
                 raise
@@ -71,8 +74,8 @@ def give_up_unwritable_stderr() -> None:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
 
 
-def build_app() -> typer.Typer:
-    """The command line with all its commands.
+def build_app(only: str | None = None) -> typer.Typer:
+    """The command line with all its commands; without those of other modules if ``only`` names a command.
 
     Raises:
         MissingExtraError: typer or rich is not installed.
@@ -105,8 +108,9 @@ def build_app() -> typer.Typer:
     ) -> None:
         del version
 
-    for command in COMMANDS:
-        importlib.import_module(f"psengine.cli.{command}").register(app)
+    needed = COMMANDS.values() if only not in COMMANDS else [COMMANDS[only]]
+    for module in dict.fromkeys(needed):
+        importlib.import_module(f"psengine.cli.{module}").register(app)
     return app
 
 

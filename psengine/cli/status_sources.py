@@ -20,8 +20,7 @@ from psengine.cli.status_reading import NoStatusError, read_status
 from psengine.environment.extras import require_server_packages
 from psengine.environment.variables import read_variable
 from psengine.errors import ConfigurationError, PSEngineError
-from psengine.parameter_server.client.addresses import parse_addresses
-from psengine.parameter_server.client.options import keys_from_environment
+from psengine.parameter_server.client.addresses import keys_from_environment, parse_addresses
 from psengine.parameter_server.overview import merge_jobs
 from psengine.parameter_server.status_model import ServerStatus
 from psengine.protocol.keys import CurveClientKeys

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from importlib import metadata
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
@@ -60,6 +59,8 @@ def origin(*, package: Path = _PACKAGE) -> str:
 
 def other_distributions(*, package: Path = _PACKAGE) -> Iterator[tuple[str, bool]]:
     """Yield version and folder of each installed distribution ``psengine``, and whether it is ours."""
+    from importlib import metadata  # not at the top: every command imports this module, and few ask
+
     # Keyed by folder, because sys.path may name one twice.
     distributions = {
         Path(str(found.locate_file(""))).resolve(): found for found in metadata.distributions(name=OTHER_DISTRIBUTION)
@@ -88,6 +89,8 @@ def _is_checkout(package: Path) -> bool:
 
 def _direct_url(package: Path) -> str:
     """The URL that pip installed that copy from (PEP 610: direct_url.json beside its metadata); "" for an index."""
+    from importlib import metadata
+
     for found in metadata.distributions(name=DISTRIBUTION, path=[str(package.parent)]):
         direct = json.loads(found.read_text("direct_url.json") or "{}")
         revision = direct.get("vcs_info")

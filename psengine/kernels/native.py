@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import logging
 import platform
 import sys
@@ -20,7 +21,7 @@ _reason = ""
 # setup.py, REASON_FILE: why the build left the extension out.
 _NOT_BUILT = Path(__file__).with_name("not_built.txt")
 try:
-    from psengine import _native as extension  # type: ignore[no-redef]
+    extension = importlib.import_module("psengine._native")
 except ImportError as error:
     _reason = " ".join(_NOT_BUILT.read_text(encoding="utf-8").split()) if _NOT_BUILT.exists() else str(error)
 # csrc/bindings/library.cpp, kInterface

@@ -9,8 +9,6 @@ from psengine.codecs.registry import CODECS
 from psengine.errors import ConfigurationError
 from psengine.specification import Registry
 from psengine.strategies.base import Strategy
-from psengine.strategies.servers.asynchronous import AsyncServer
-from psengine.strategies.servers.sync import SyncServer
 from psengine.strategies.sync_all_reduce import SyncAllReduce
 
 STRATEGIES: Registry[Strategy] = Registry("strategy")
@@ -32,8 +30,10 @@ def register_strategy(name: str, factory: Callable[..., Strategy]) -> None:
     STRATEGIES.register(name, factory)
 
 
-for strategy_class in (SyncAllReduce, SyncServer, AsyncServer):
-    register_strategy(strategy_class.name, strategy_class)
+register_strategy(SyncAllReduce.name, SyncAllReduce)
+# A training without servers does not wait for their modules.
+STRATEGIES.register_later("sync-server", "psengine.strategies.servers.sync:SyncServer")
+STRATEGIES.register_later("async", "psengine.strategies.servers.asynchronous:AsyncServer")
 
 
 def resolve_strategy(specification: Any) -> Strategy:

@@ -6,6 +6,7 @@ import functools
 import gc
 import os
 import signal
+import sys
 import threading
 import time
 import warnings
@@ -609,6 +610,7 @@ def test_a_group_ends_with_work_under_way(how):
 
 
 def test_without_torch_distributed_nothing_is_registered(monkeypatch):
-    monkeypatch.setattr(dist, "is_available", lambda: False)
+    monkeypatch.delitem(sys.modules, "torch.distributed.distributed_c10d")  # which such a torch never imports
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
     monkeypatch.setattr(dist.Backend, "register_backend", None)
     torch_backend.register()

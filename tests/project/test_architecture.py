@@ -24,6 +24,7 @@ FLOORS = [
     "integrations",
     "verify",
     "__init__",
+    "api",
     "wrapper",
     "wrapper/native_features",
     "data",
@@ -151,7 +152,7 @@ def test_no_modules_import_each_other_in_a_circle():
 
 
 def test_few_modules_stand_at_the_top():
-    assert len(list(PACKAGE.glob("*.py"))) <= 5
+    assert len(list(PACKAGE.glob("*.py"))) <= 6
 
 
 def importing(modules: Iterable[str], *packages: str) -> set[tuple[str, str]]:
@@ -330,6 +331,8 @@ def test_tests_import_what_is_there():
                 place = "/".join(node.module.split(".")[1:])
                 module = place if place in MODULES else f"{place}/__init__".lstrip("/")
                 known = names_in(module) if module in MODULES else set()
+                if module == "__init__":
+                    known |= names_in("api")  # which it loads when one of them is used
                 modules = {m.removesuffix("/__init__").rpartition("/")[2] for m in modules_in(f"{place}/".lstrip("/"))}
                 missing |= {(name, f"{node.module}.{n.name}") for n in node.names if n.name not in known | modules}
     assert not missing

@@ -2,34 +2,41 @@
 
 from __future__ import annotations
 
+import importlib
 import io
 import logging
 import sys
 import threading
 from collections.abc import Iterable, Mapping
 
-from psengine.cli.doctor_checks import exchange, machine, servers, software, variables
 from psengine.cli.doctor_checks.findings import Check, CheckContext, Finding, Level, problem, started_with, warning
 from psengine.errors import ConfigurationError
 from psengine.parameter_server.client.addresses import parse_addresses
 
-# In the order of the report.
-CHECKS: dict[str, Check] = {
-    "versions": software.versions,
-    "installation": software.installed,
-    "native-extension": software.native_extension,
-    "cuda": software.cuda,
-    "threads": machine.threads,
-    "dev-shm": machine.dev_shm,
-    "hostname": machine.hostname,
-    "launcher": variables.launcher,
-    "variables": variables.variables,
-    "exchange": exchange.exchange,
-    "servers": servers.servers,
+# In the order of the report: each is a function of a module of this folder.
+CHECKS = {
+    "versions": "software.versions",
+    "installation": "software.installed",
+    "native-extension": "software.native_extension",
+    "cuda": "software.cuda",
+    "threads": "machine.threads",
+    "dev-shm": "machine.dev_shm",
+    "hostname": "machine.hostname",
+    "launcher": "variables.launcher",
+    "variables": "variables.variables",
+    "exchange": "exchange.exchange",
+    "servers": "servers.servers",
 }
 CHECK_DEADLINE_S = 20.0
 # Two interpreters start.
 EXCHANGE_DEADLINE_S = 45.0
+
+
+def load_checks() -> dict[str, Check]:
+    """The checks by name. Imports torch, which may take longer than a check."""
+    places = {name: place.split(".") for name, place in CHECKS.items()}
+    modules = {module: importlib.import_module(f"psengine.cli.doctor_checks.{module}") for module, _ in places.values()}
+    return {name: getattr(modules[module], function) for name, (module, function) in places.items()}
 
 
 def examine(name: str, check: Check, context: CheckContext) -> list[Finding]:
@@ -82,7 +89,7 @@ def print_plain_report() -> bool:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")
     found: list[Finding] = []
-    for name, check in CHECKS.items():
+    for name, check in load_checks().items():
         for finding in examine(name, check, context):
             found.append(finding)
             print(f"{finding.level.value:<8}{name:<17}{finding.text}", flush=True)

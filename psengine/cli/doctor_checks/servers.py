@@ -82,8 +82,8 @@ def _local_address(family: int, target: Any) -> str:
 
 def _measure(address: str, is_near: bool, context: CheckContext) -> Iterator[Finding]:
     """Connect as a reader, which works before any job exists and changes nothing."""
+    from psengine.parameter_server.client.addresses import keys_from_environment
     from psengine.parameter_server.client.client import connect
-    from psengine.parameter_server.client.options import keys_from_environment
 
     timeout_s = context.timeout_s
     try:

@@ -1,4 +1,4 @@
-"""Servers' addresses as people write them."""
+"""Servers' addresses as people write them, and the keys for them that the environment names."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from psengine.environment.variables import read_variable
 from psengine.errors import ConfigurationError
+from psengine.protocol.keys import CurveClientKeys
 
 _ADDRESS = re.compile(r"tcp://(\[[0-9A-Fa-f:.%\w]+\]|[^\s\[\]/:*]+):([0-9]{1,5})|ipc://\S+")
 
@@ -30,3 +31,27 @@ def parse_addresses(servers: str | Sequence[str] | None) -> tuple[str, ...]:
                 f"a server's address is malformed (expected tcp://host:port or ipc:///path, got {address!r})"
             )
     return addresses
+
+
+def keys_from_environment() -> CurveClientKeys | None:
+    """The CURVE keys that PSENGINE_SERVER_KEY (a .pub file) and PSENGINE_CLIENT_KEY (a .key file) name, or None.
+
+    Where neither is set, those of the secret in PSENGINE_SECRET_FILE.
+
+    Raises:
+        ConfigurationError: only one key is named, or a file is missing, malformed or readable by others.
+    """
+    server_key, client_key = read_variable("PSENGINE_SERVER_KEY"), read_variable("PSENGINE_CLIENT_KEY")
+    if not server_key and not client_key:
+        if not (secret_file := read_variable("PSENGINE_SECRET_FILE")):
+            return None
+        from psengine.parameter_server.shared_secret import client_keys_of_secret
+
+        return client_keys_of_secret(secret_file)
+    if not (server_key and client_key):
+        raise ConfigurationError(
+            "CURVE needs both keys (expected PSENGINE_SERVER_KEY, the server's public key file, and"
+            " PSENGINE_CLIENT_KEY, this worker's own key file; got only"
+            f" {'the first' if server_key else 'the second'})"
+        )
+    return CurveClientKeys.load(client_key, server_key)

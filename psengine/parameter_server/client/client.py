@@ -22,9 +22,9 @@ from psengine.codecs.base import Codec
 from psengine.codecs.registry import resolve_codec
 from psengine.environment.variables import read_variable
 from psengine.errors import ConfigurationError
-from psengine.parameter_server.client.addresses import parse_addresses
+from psengine.parameter_server.client.addresses import keys_from_environment, parse_addresses
 from psengine.parameter_server.client.operation import Push, wait_all
-from psengine.parameter_server.client.options import SessionOptions, keys_from_environment
+from psengine.parameter_server.client.options import SessionOptions
 from psengine.parameter_server.client.partition import runs_of
 from psengine.parameter_server.client.tensor_images import (
     NamedTensors,

@@ -1,4 +1,4 @@
-"""A client's options, and its keys from the environment."""
+"""A client's options."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Any
 
 from psengine.codecs.base import Codec
 from psengine.codecs.identity import IDENTITY
-from psengine.environment.variables import read_variable
 from psengine.errors import ConfigurationError
 from psengine.protocol.keys import CurveClientKeys
 
@@ -72,27 +71,3 @@ class SessionOptions:
                 f"timeouts must be positive and finite (got timeout_s={self.timeout_s},"
                 f" connect_timeout_s={self.connect_timeout_s})"
             )
-
-
-def keys_from_environment() -> CurveClientKeys | None:
-    """The CURVE keys that PSENGINE_SERVER_KEY (a .pub file) and PSENGINE_CLIENT_KEY (a .key file) name, or None.
-
-    Where neither is set, those of the secret in PSENGINE_SECRET_FILE.
-
-    Raises:
-        ConfigurationError: only one key is named, or a file is missing, malformed or readable by others.
-    """
-    server_key, client_key = read_variable("PSENGINE_SERVER_KEY"), read_variable("PSENGINE_CLIENT_KEY")
-    if not server_key and not client_key:
-        if not (secret_file := read_variable("PSENGINE_SECRET_FILE")):
-            return None
-        from psengine.parameter_server.shared_secret import client_keys_of_secret
-
-        return client_keys_of_secret(secret_file)
-    if not (server_key and client_key):
-        raise ConfigurationError(
-            "CURVE needs both keys (expected PSENGINE_SERVER_KEY, the server's public key file, and"
-            " PSENGINE_CLIENT_KEY, this worker's own key file; got only"
-            f" {'the first' if server_key else 'the second'})"
-        )
-    return CurveClientKeys.load(client_key, server_key)

@@ -22,7 +22,7 @@ from psengine.codecs.base import Codec
 from psengine.codecs.registry import resolve_codec
 from psengine.environment.job import assign
 from psengine.errors import ConfigurationError, ReductionError
-from psengine.parameter_server.client.addresses import parse_addresses
+from psengine.parameter_server.client.addresses import keys_from_environment, parse_addresses
 from psengine.strategies.base import Capabilities, Strategy
 from psengine.strategies.bucket_exchange import load_residuals
 from psengine.strategies.life_cycle import Replica
@@ -162,7 +162,7 @@ class ServerStrategy(Strategy):
             )
         options = self._options
         rendezvous = meet(options["servers"], options["job"], replica.collective, replica.device, is_copy=self._is_copy)
-        from psengine.parameter_server.client.options import SessionOptions, keys_from_environment
+        from psengine.parameter_server.client.options import SessionOptions
         from psengine.parameter_server.client.worker_session import WorkerSession
 
         self._replica, self._rendezvous = replica, rendezvous
