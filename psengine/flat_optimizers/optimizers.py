@@ -7,8 +7,6 @@ stretches |      one tensor       |      |  one tensor      |      neighbours th
 
 from __future__ import annotations
 
-import cmath
-import math
 import reprlib
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
@@ -155,7 +153,7 @@ class ChunkOptimizer:
         """
         assert (gradient.shape, gradient.dtype) == (self._values.shape, self._values.dtype)
         changed = self._check_change(groups) if groups is not None and groups != self._groups else None
-        ranges = tuple((start, end) for start, end in absent)
+        ranges = tuple(absent)
         if ranges != self._absent:
             self._plan(ranges)
         if changed is not None:
@@ -341,6 +339,9 @@ def _step_in_window(
 
 
 def _step_sgd(stretch: _Stretch, gradient: Tensor, options: dict[str, Any]) -> None:
+    if not (options["momentum"] or options["weight_decay"] or options["maximize"] or stretch.is_fused):
+        stretch.values.add_(gradient, alpha=-options["lr"])  # what torch's function comes to, without its checks
+        return
     slot = stretch.slots["momentum_buffer"] if options["momentum"] else None
     buffers = [slot if slot is not None and stretch.steps else None]
     sgd([stretch.values], [gradient], buffers, foreach=False, fused=stretch.is_fused, **options)
@@ -378,17 +379,6 @@ _STEPS: dict[str, Callable[[_Stretch, Tensor, dict[str, Any]], None]] = {
     "Adagrad": _step_adagrad,
     "RMSprop": _step_rmsprop,
 }
-
-
-def is_finite(gradient: Tensor) -> bool:
-    """Whether every element is finite; integers are. Reads the tensor once, unless its sum overflows."""
-    if not gradient.is_floating_point() and not gradient.is_complex():
-        return True
-    if gradient.numel() == 0 or cmath.isfinite(gradient.sum().item()):
-        return True
-    parts = torch.view_as_real(gradient) if gradient.is_complex() else gradient
-    low, high = torch.aminmax(parts)  # either is NaN where an element is
-    return math.isfinite(low.item()) and math.isfinite(high.item())
 
 
 def _refusal(text: str) -> ProtocolError:

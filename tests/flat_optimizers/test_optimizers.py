@@ -15,8 +15,9 @@ import torch
 from support.marks import slow
 
 from psengine.errors import ConfigurationError, ProtocolError
+from psengine.flat_optimizers.finite import is_finite
 from psengine.flat_optimizers.kernel_windows import LINE_BYTES, Window, places_of, window_of
-from psengine.flat_optimizers.optimizers import ChunkOptimizer, OptimizerSpec, is_finite
+from psengine.flat_optimizers.optimizers import ChunkOptimizer, OptimizerSpec
 from psengine.parameter_server.server.rules.step import compensate
 from psengine.protocol.hyperparameters import (
     HYPERPARAMETERS,

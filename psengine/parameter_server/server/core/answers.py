@@ -176,32 +176,23 @@ class Answers:
                 continue  # it will ask again when it is back
             if reply.type is MessageType.UPDATED:
                 member.telemetry.release(reply.key, reply.sequence, now_s)
-            to = {"job": job.number, "worker": reply.rank, "incarnation": member.incarnation, "key": reply.key}
-            message = self._make(reply, **to)
+            message = self._make(reply, job.number, reply.rank, member.incarnation, reply.key)
             job.statistics.bytes_out += traffic_bytes(message)
             outgoing.append(Outgoing(route, message, reply.pins))
             if reply.type is MessageType.ERROR and reply.body["code"] == ErrorCode.FENCED:
                 outgoing.extend(self.outgoing(job, job.fence(member, reply.body["text"], now_s), now_s))
         return outgoing
 
-    def _make(self, reply: Reply, **to: int) -> Message:
+    def _make(self, reply: Reply, job: int, worker: int, incarnation: int, key: int) -> Message:
         payload = reply.payload
-        return Message(
-            reply.type,
-            epoch=self._epoch,
-            sequence=reply.sequence,
-            version=reply.version,
-            dtype=None if payload is None else payload.dtype,
-            numel=0 if payload is None else payload.numel(),
-            body=reply.body,
-            payload=payload,
-            **to,
-        )
+        dtype, numel = (None, 0) if payload is None else (payload.dtype, payload.numel())
+        to = job, self._epoch, worker, incarnation, key
+        return Message(reply.type, *to, reply.sequence, reply.version, dtype, numel, reply.body, payload)
 
     def _message(self, type: MessageType, request: Message, **fields: Any) -> Message:
         """An answer to ``request``, to its sender."""
-        to = {name: getattr(request, name) for name in ("job", "worker", "incarnation", "key")}
-        return self._make(Reply(type, request.worker, request.sequence, **fields), **to)
+        reply = Reply(type, request.worker, request.sequence, **fields)
+        return self._make(reply, request.job, request.worker, request.incarnation, request.key)
 
     def error(self, request: Message, error: ProtocolError) -> Message:
         """A message was refused."""

@@ -108,14 +108,13 @@ class Cuts:
     def pushed(self, push: Contribution, key: int, mark: Sequence[Any] | None) -> None:
         """A push was taken in; ``mark`` is its message's ``step``."""
         rank, step = push.rank, None if mark is None else Step(*mark)
-        known = self._open.pop(rank, None)
-        if step is not None:
-            if step.is_whole:
-                self.begun[rank] = step.number
-            if known is None or known.number != step.number:
-                known = OpenStep(step.number)
-            if not known.take(key, step):
-                self._open[rank] = known
+        known = self._open.get(rank)
+        if step is not None and step.is_whole:
+            self.begun[rank] = step.number
+        if step is not None and (known is None or known.number != step.number):
+            known = self._open[rank] = OpenStep(step.number)
+        if known is not None and (step is None or known.take(key, step)):
+            del self._open[rank]
         if self._capture is not None:
             self._capture.pushed(push, key, step)
             self._let_go()

@@ -31,21 +31,11 @@ def push(job: Job, member: Member, message: Message, now_s: float) -> list[Reply
         body.get("weight"),
     )
     member.pushes += 1
-    statistics, last_sequence = job.statistics, rule.progress.last_sequence
-    refused_before, late_before = sum(statistics.refused.values()), statistics.late
+    last_sequence = rule.progress.last_sequence
     taken_before = last_sequence.get(member.rank, 0)
     began_s = job.clocks.measure_s()
     replies = rule.push(contribution)
     _time_push(job, contribution, rule, replies, job.clocks.measure_s() - began_s, now_s)
-    # A worker that only asks for weights abstains.
-    if sum(statistics.refused.values()) != refused_before and statistics.last_refusal != "abstained":
-        member.refused += 1
-        why = statistics.last_refusal
-        job.record.note("refused", member, f": its gradient of {spec.describe()} was refused ({why})")
-    if statistics.late != late_before:
-        member.late += 1
-        text = f": its gradient of step {message.sequence} came after the others' average"
-        job.record.note("late", member, text)
     if rule.is_single and taken_before < message.sequence == last_sequence.get(member.rank):
         job.cuts.pushed(contribution, spec.key, body.get("step"))
     return replies + job.pushed(member.rank)

@@ -20,11 +20,11 @@ from psengine.parameter_server.server.core.membership import MAX_WORKERS, Greeti
 from psengine.parameter_server.server.core.surroundings import Clocks
 from psengine.parameter_server.server.rules.chunk_rule import ChunkRule
 from psengine.parameter_server.server.rules.chunk_store import ChunkStore
-from psengine.parameter_server.server.rules.exchange import Reply, RuleContext
+from psengine.parameter_server.server.rules.exchange import Contribution, Reply, RuleContext
 from psengine.parameter_server.server.rules.registry import JobRule
 from psengine.parameter_server.server.rules.statistics import JobStatistics
 from psengine.parameter_server.server.snapshots.store import JobState
-from psengine.protocol.layout import job_number
+from psengine.protocol.layout import ChunkSpec, job_number
 from psengine.protocol.messages import ErrorCode, Message
 
 
@@ -72,6 +72,7 @@ class Job(ABC):
             missing_ranks=self.missing_ranks,
             statistics=self.statistics,
             exchange_ended=lambda: self.advance(JobEvent.ENDED),
+            discarded=self._discarded,
         )
         self.chunks = ChunkStore(self.rule, context, take_memory)
 
@@ -239,6 +240,17 @@ class Job(ABC):
     @abstractmethod
     def hear_progress(self, message: Message, member: Member, now_s: float) -> list[Reply]:
         """PROGRESS: a worker says how far it was with a server that lived before this one."""
+
+    def _discarded(self, push: Contribution, spec: ChunkSpec, why: str) -> None:
+        """A gradient was refused, or came late."""
+        member = self.membership.members[push.rank]
+        if why == "late":
+            member.late += 1
+            text = f"of step {push.sequence} came after the others' average"
+        else:
+            member.refused += 1
+            text = f"of {spec.describe()} was refused ({why})"
+        self.record.note("late" if why == "late" else "refused", member, f": its gradient {text}")
 
     def pushed(self, rank: int) -> list[Reply]:
         """A worker has pushed; answers that may leave because of it, beside those of the exchange."""

@@ -11,7 +11,13 @@ from enum import Enum
 from typing import TypeVar
 
 
-class JobPhase(Enum):
+class _State(Enum):
+    """Every message looks members up in the tables; ``Enum`` hashes their names by a function in Python."""
+
+    __hash__ = object.__hash__
+
+
+class JobPhase(_State):
     """The phases of a job at one shard."""
 
     NEW = "new"  # nobody has brought values yet
@@ -43,7 +49,7 @@ _UNSEALED = frozenset({JobPhase.NEW, JobPhase.REBUILDING, JobPhase.ORPHANED})
 _STARTED = frozenset({JobPhase.REBUILDING, JobPhase.RUNNING, JobPhase.RESUMING, JobPhase.RESTORED_RUNNING})
 
 
-class JobEvent(Enum):
+class JobEvent(_State):
     """Events of a job."""
 
     SEALED = "sealed"  # all its chunks are here
@@ -76,7 +82,7 @@ JOB: dict[JobPhase, dict[JobEvent, JobPhase]] = {
 }
 
 
-class MemberPhase(Enum):
+class MemberPhase(_State):
     """The phases of a worker of a job at one shard."""
 
     ABSENT = "absent"  # not here, and it has never been live
@@ -97,7 +103,7 @@ class MemberPhase(Enum):
         return self not in (MemberPhase.ABSENT, MemberPhase.NEWCOMER)
 
 
-class MemberEvent(Enum):
+class MemberEvent(_State):
     """Events of a worker."""
 
     CAME = "came"  # a process says HELLO that has never been live

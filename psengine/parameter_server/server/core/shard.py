@@ -48,6 +48,8 @@ _NOTABLE_REFUSALS = frozenset(
 )
 # Events that each shard has its own of; the others would be the same at each, and only the first shard notes them.
 _EVENTS_OF_ANY_SHARD = frozenset({"refused", "late", "lost", "memory", "stood_still", "torn"})
+# Of a worker that has lost its place they go to the job, which has the worker come back through JOIN.
+_OF_A_LOST_PLACE = frozenset({MessageType.PUSH, MessageType.PROBE, MessageType.REPEAT})
 # All other messages of members may change what a snapshot keeps: even PULL and REPEAT, by backing up weights.
 _LEAVE_SNAPSHOT_ALONE = frozenset({MessageType.HEARTBEAT, MessageType.LIST, MessageType.STATUS, MessageType.ECHO})
 
@@ -111,9 +113,7 @@ class Shard:
         if message.worker == NOBODY:
             return Standing.READER, None
         job, member = self._authenticate(sender, message, now_s)
-        # A push of a worker that has lost its place goes to the job, which has the worker come back through JOIN.
-        believes_in_it = message.type in (MessageType.PUSH, MessageType.PROBE, MessageType.REPEAT)
-        is_member = (member.phase.is_live and job.is_sealed) or believes_in_it
+        is_member = message.type in _OF_A_LOST_PLACE or (member.phase.is_live and job.is_sealed)
         return (Standing.MEMBER if is_member else Standing.GREETED), (job, member)
 
     def _look_at_time(self, now_s: float) -> None:

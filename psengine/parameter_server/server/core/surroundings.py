@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from psengine.parameter_server.server.rules.exchange import PayloadPins
 from psengine.protocol.messages import Message
@@ -30,8 +31,7 @@ class Clocks:
     measure_s: Callable[[], float]  # seconds since any moment, never going back; measures what work costs
 
 
-@dataclass(frozen=True, slots=True)
-class Sender:
+class Sender(NamedTuple):
     """Where a message came from."""
 
     route: bytes  # its connection's routing id
@@ -39,8 +39,7 @@ class Sender:
     peer: str = ""  # the key, user or address that answers for it; "" where that is not known
 
 
-@dataclass(frozen=True, slots=True)
-class Outgoing:
+class Outgoing(NamedTuple):
     """A message to send."""
 
     route: bytes  # the connection it goes to

@@ -14,7 +14,7 @@ import torch
 from typing_extensions import override
 
 from psengine.errors import ProtocolError
-from psengine.flat_optimizers.optimizers import is_finite
+from psengine.flat_optimizers.finite import is_finite
 from psengine.parameter_server.server.rules.exchange import PayloadPins, Reply, Update
 from psengine.parameter_server.server.rules.outcome import Outcome
 from psengine.protocol.layout import ChunkKind

@@ -68,6 +68,13 @@ class ChunkRule(ABC):
         text = f"{self.spec.describe()} has no optimizer yet; the worker has to send CONFIGURE first"
         return [self._error(contribution.rank, contribution.sequence, ErrorCode.NOT_READY, text)]
 
+    def _note_refused(self, contribution: Contribution, reason: str) -> None:
+        """Remember why a contribution does not count."""
+        self._refused[contribution.rank] = reason
+        self.context.statistics.refused[reason] += 1
+        if reason != "abstained":  # a worker that only asks for weights
+            self.context.discarded(contribution, self.spec, reason)
+
     @abstractmethod
     def _gather(self, contribution: Contribution) -> list[Reply]:
         """See ``push``; the outcome is ready."""

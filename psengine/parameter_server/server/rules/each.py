@@ -58,8 +58,7 @@ class Each(ChunkRule):
             self._conclude(contribution)
             self._refused.pop(rank, None)
         else:
-            self._refused[rank] = reason
-            self.context.statistics.count_refused(reason)
+            self._note_refused(contribution, reason)
         self.progress.last_sequence[rank] = sequence
         self._clocks[rank] = self._clocks.get(rank, 0) + 1
         if self._max_staleness is None:

@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 import torch
 
 from psengine.parameter_server.server.rules.statistics import JobStatistics
+from psengine.protocol.layout import ChunkSpec
 from psengine.protocol.messages import NO_KEY, MessageType
 
 
-@dataclass(frozen=True, slots=True)
-class Contribution:
+class Contribution(NamedTuple):
     """A worker's contribution to one exchange of a chunk."""
 
     rank: int
@@ -62,7 +62,7 @@ class PayloadPins:
         return any(reference() is not None for reference in self._buffers)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Reply:
     """A message for a worker of the job."""
 
@@ -87,6 +87,8 @@ class RuleContext:
     missing_ranks: Callable[[], tuple[int, ...]]
     statistics: JobStatistics  # counters, mutated by the rules
     exchange_ended: Callable[[], None] = lambda: None  # called whenever an exchange of trained values has ended
+    # Called with a contribution to a chunk that does not count: "late", or why it was refused.
+    discarded: Callable[[Contribution, ChunkSpec, str], None] = lambda push, spec, why: None
 
 
 class Progress:

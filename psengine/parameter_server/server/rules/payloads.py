@@ -50,6 +50,7 @@ class ChunkPayloads:
     def __init__(self, spec: ChunkSpec, codec: Codec) -> None:
         self._spec = spec
         self._up, self._down = gradient_codec(codec, spec), answer_codec(codec, spec)
+        self._what = "values" if self._up.is_identity else f"elements ({self._up})"
         self._pushed = self._up.payload_spec(spec.numel, spec.dtype)
         self._answered = self._down.payload_spec(spec.numel, spec.dtype)
         self.encodes_answers = not self._down.is_identity  # whether ``encode`` makes other memory
@@ -61,9 +62,9 @@ class ChunkPayloads:
         Raises:
             ProtocolError: there is no payload, or none that the codec makes.
         """
+        payload = _payload(message, self._spec, self._pushed, self._what)
         if self._up.is_identity:
-            return received_values(message, self._spec)
-        payload = _payload(message, self._spec, self._pushed, f"elements ({self._up})")
+            return payload
         values = torch.empty(self._spec.numel, dtype=self._spec.dtype)
         self._up.decode(payload, values)
         return values
@@ -86,7 +87,7 @@ class ChunkPayloads:
 
 
 def _payload(message: Message, spec: ChunkSpec, form: PayloadSpec, what: str) -> torch.Tensor:
-    if message.payload is None or (message.dtype, message.numel) != (form.dtype, form.numel):
+    if message.payload is None or message.dtype is not form.dtype or message.numel != form.numel:
         got = "none" if message.payload is None else f"{message.numel} of {message.dtype}"
         raise ProtocolError(f"{spec.describe()}: expected {form.numel} {what} of {form.dtype}, got {got}")
     return payload_tensor(message)

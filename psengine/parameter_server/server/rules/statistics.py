@@ -38,16 +38,13 @@ class JobStatistics:
     max_lead: int = 0
     # By worker, of its last ``RECENT_PUSHES`` pushes.
     recent_staleness: dict[int, deque[int]] = field(default_factory=dict)
-    last_refusal: str = ""  # the reason why the last refused push was refused
-
-    def count_refused(self, reason: str) -> None:
-        """A push was refused."""
-        self.refused[reason] += 1
-        self.last_refusal = reason
 
     def count_staleness(self, staleness: int, rank: int) -> None:
         """A push of worker ``rank`` was computed from weights ``staleness`` updates ago."""
-        self.recent_staleness.setdefault(rank, deque(maxlen=RECENT_PUSHES)).append(staleness)
+        recent = self.recent_staleness.get(rank)
+        if recent is None:
+            recent = self.recent_staleness[rank] = deque(maxlen=RECENT_PUSHES)
+        recent.append(staleness)
         self.staleness[min(staleness, LARGEST_BUCKET)] += 1
         self.staleness_sum += staleness
         self.max_staleness = max(self.max_staleness, staleness)
@@ -64,7 +61,7 @@ class JobStatistics:
 
     def to_status(self) -> dict[str, Any]:
         """All but the recent ones; JSON-able."""
-        status = {k: v for k, v in vars(self).items() if k not in ("recent_staleness", "last_refusal")}
+        status = {k: v for k, v in vars(self).items() if k != "recent_staleness"}
         counted = {"staleness": _string_keys(self.staleness), "lead": _string_keys(self.lead)}
         return {**status, "refused": dict(self.refused), **counted}
 

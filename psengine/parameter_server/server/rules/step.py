@@ -12,8 +12,9 @@ import torch
 from typing_extensions import override
 
 from psengine.errors import ProtocolError
+from psengine.flat_optimizers.finite import is_finite
 from psengine.flat_optimizers.kernel_windows import places_of
-from psengine.flat_optimizers.optimizers import ChunkOptimizer, OptimizerSpec, is_finite
+from psengine.flat_optimizers.optimizers import ChunkOptimizer, OptimizerSpec
 from psengine.parameter_server.server.rules.exchange import Contribution, PayloadPins, Reply, Update
 from psengine.parameter_server.server.rules.outcome import Outcome
 from psengine.parameter_server.server.rules.payloads import ChunkPayloads

@@ -11,7 +11,6 @@ far workers are (no ``last_sequence``): a worker that is further on has the answ
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -68,9 +67,8 @@ class Together(ChunkRule):
         if contribution.values is None:
             self.context.statistics.abstained += 1
         elif not self.outcome.accepts(contribution.values):
-            self._refused[rank] = "non_finite"
-            self.context.statistics.count_refused("non_finite")
-            contribution = replace(contribution, values=None)
+            self._note_refused(contribution, "non_finite")
+            contribution = contribution._replace(values=None)
         gathered.add(contribution, self.context.live_ranks())
         self._open[sequence] = gathered
         self.progress.last_sequence[rank] = sequence
@@ -232,6 +230,7 @@ class Together(ChunkRule):
         rank, sequence = contribution.rank, contribution.sequence
         self.progress.last_sequence[rank] = sequence
         self.context.statistics.late += 1
+        self.context.discarded(contribution, self.spec, "late")
         # The slowest has moved on, and others may be waiting for that.
         return [self._answer(rank, sequence), *self._complete_all()]
 

@@ -14,7 +14,7 @@ import stat
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import zmq
 
@@ -33,6 +33,7 @@ BACKLOG_BYTES = 64 * 1024 * 1024
 BACKLOG_MESSAGES = 1024
 # How long answers may still leave after the end.
 LINGER_MS = 1000
+_MORE = zmq.NOBLOCK | zmq.SNDMORE
 
 
 class BindError(ServerError):
@@ -45,22 +46,24 @@ class _Backlog:
     size_bytes: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Received:
-    """One message.
+class Received(NamedTuple):
+    """One message."""
 
-    Attributes:
-        route: the connection's routing id.
-        user_id: the client's key; "" where keys name nobody.
-        descriptor: of the connection, see ``connections.py``; -1 where zmq does not say.
-        peer: an IP address, or "user N" over a Unix socket; "" where zmq does not say.
-    """
-
-    route: bytes
-    user_id: str
+    route: bytes  # the connection's routing id
+    user_id: str  # the client's key; "" where keys name nobody
     frames: list[memoryview]
-    descriptor: int = -1
-    peer: str = ""
+    size_bytes: int  # of the frames
+    descriptor: int  # of the connection, see ``connections.py``; -1 where zmq does not say
+    part: zmq.Frame  # its last
+
+    @property
+    def peer(self) -> str:
+        """An IP address, or "user N" over a Unix socket; "" where zmq does not say."""
+        try:
+            address = str(self.part.get("Peer-Address"))
+        except zmq.ZMQError:
+            return ""  # of this process
+        return f"user {address.split(':')[1]}" if address.startswith("localhost:") else address
 
 
 class Endpoint:
@@ -143,29 +146,38 @@ class Endpoint:
 
     def receive(self) -> Received | None:
         """The next message; None where there is none yet. Its frames live as long as they are referenced."""
+        receive = self._socket.recv
         try:
-            parts: Sequence[zmq.Frame] = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+            part = receive(zmq.NOBLOCK, copy=False)
         except zmq.Again:
             return None
-        frames = [part.buffer for part in parts[1:]]
+        route, frames = part.bytes, []
+        while part.more:  # zmq has all parts of a message, or none
+            part = receive(copy=False)
+            frames.append(part.buffer)
+        size_bytes = sum(map(len, frames))
         self.received_messages += 1
-        self.received_bytes += sum(frame.nbytes for frame in frames)
+        self.received_bytes += size_bytes
         names_peers = self._guard is not None and self._guard.names_peers
-        user_id = str(parts[-1].get("User-Id")) if names_peers else ""
-        descriptor, peer = _whereabouts(parts[-1])
-        return Received(parts[0].bytes, user_id, frames, descriptor, peer)
+        user_id = str(part.get("User-Id")) if names_peers else ""
+        try:
+            descriptor = int(part.get(zmq.SRCFD))
+        except zmq.ZMQError:
+            descriptor = -1  # of this process
+        return Received(route, user_id, frames, size_bytes, descriptor, part)
 
     def send(self, route: bytes, frames: Sequence[Any], *, copies: bool = True) -> None:
         """Send, or keep a copy until the peer reads, or drop; never waits.
 
-        Without ``copies`` frames must not change as long as they are referenced.
+        Frames are bytes, or memoryviews of bytes. Without ``copies`` the last one must not change as long as it is
+        referenced.
         """
         if route not in self._backlogs:
             if self._try(route, frames, copies=copies):
                 return
             self._backlogs[route] = _Backlog()
         backlog = self._backlogs[route]
-        size_bytes = sum(memoryview(frame).nbytes for frame in frames)
+        size_bytes = sum(map(len, frames))
         if len(backlog.messages) >= BACKLOG_MESSAGES or backlog.size_bytes + size_bytes > BACKLOG_BYTES:
             self.dropped += 1
             return
@@ -174,8 +186,12 @@ class Endpoint:
 
     def _try(self, route: bytes, frames: Sequence[Any], *, copies: bool = True) -> bool:
         """Send or drop a message; False where the peer does not read now."""
+        send = self._socket.send
         try:
-            self._socket.send_multipart([route, *frames], zmq.NOBLOCK, copy=copies)
+            send(route, _MORE)  # zmq refuses a message here, or takes all of it
+            for frame in frames[:-1]:
+                send(frame, _MORE)
+            send(frames[-1], zmq.NOBLOCK, copy=copies)
         except zmq.Again:
             return False
         except zmq.ZMQError as error:
@@ -184,7 +200,7 @@ class Endpoint:
             self.dropped += 1
             self.unreachable += 1
             return True
-        size_bytes = sum(memoryview(frame).nbytes for frame in frames)
+        size_bytes = sum(map(len, frames))
         self.sent_bytes += size_bytes
         if self.connections is not None:
             self.connections.sent(route, size_bytes)
@@ -213,16 +229,6 @@ class Endpoint:
             if file is not None and file == _file_of(address):
                 os.unlink(_path_of(address))
         self._files.clear()
-
-
-def _whereabouts(part: zmq.Frame) -> tuple[int, str]:
-    """Descriptor and peer of the connection that a frame came over."""
-    try:
-        peer = str(part.get("Peer-Address"))
-        uid = peer.split(":")[1] if peer.startswith("localhost:") else ""
-        return int(part.get(zmq.SRCFD)), f"user {uid}" if uid else peer
-    except (zmq.ZMQError, IndexError):
-        return -1, ""  # of this process
 
 
 def _configure(router: zmq.Socket[bytes], *, is_ipv6: bool) -> None:

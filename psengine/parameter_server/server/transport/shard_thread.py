@@ -25,7 +25,7 @@ from psengine.parameter_server.server.core.surroundings import Outgoing, Sender
 from psengine.parameter_server.server.transport.endpoint import Endpoint, Received
 from psengine.parameter_server.status_model import ShardStatus, Transport
 from psengine.protocol.frames import decode, encode, refusal
-from psengine.protocol.messages import ErrorCode, Message
+from psengine.protocol.messages import ErrorCode, Message, MessageType
 from psengine.tracing.logging_format import RateLimit
 
 logger = logging.getLogger(__name__)
@@ -174,11 +174,12 @@ class ShardThread(threading.Thread):
             self.drained.set()
 
     def _take(self, received: Received) -> None:
-        what = "a message that could not be decoded"
+        message: Message | None = None
         try:
             message = decode(received.frames)
-            what = f"{message.type.name} of worker {message.worker}"
-            sender = Sender(received.route, received.user_id, received.user_id or received.peer)
+            # Who answers for it is asked of the first message only.
+            peer = received.user_id or (received.peer if message.type is MessageType.HELLO else "")
+            sender = Sender(received.route, received.user_id, peer)
             outgoing = self.shard.handle(sender, message, time.monotonic())
             self._note_heard(received, self.shard.worker_routes(sender, message))
             self._send(outgoing)
@@ -187,6 +188,9 @@ class ShardThread(threading.Thread):
             self._note_bad(received, error)
             self._refuse(received, error)
         except Exception as error:
+            what = "a message that could not be decoded"
+            if message is not None:
+                what = f"{message.type.name} of worker {message.worker}"
             self._report_failure(what)
             text = f"the server failed on {what}: {error!r}; its log has more"
             self._refuse(received, ProtocolError(text, ErrorCode.INTERNAL))
@@ -194,8 +198,7 @@ class ShardThread(threading.Thread):
     def _note_heard(self, received: Received, worker_routes: Sequence[bytes] = ()) -> None:
         connections = self.endpoint.connections
         if connections is not None and received.descriptor >= 0:
-            size_bytes = sum(frame.nbytes for frame in received.frames)
-            connections.heard(received.descriptor, received.route, size_bytes, worker_routes)
+            connections.heard(received.descriptor, received.route, received.size_bytes, worker_routes)
 
     def _note_bad(self, received: Received, error: ProtocolError) -> None:
         self.bad_messages += 1
