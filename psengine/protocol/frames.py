@@ -2,6 +2,8 @@
 
     frames:  | header, 88 bytes | body (msgpack), if any | payload (raw bytes of one tensor), if any |
 
+A payload may lie in memory that both sides share (``in_segment``): then the header describes it, and no frame has it.
+
 ``docs/protocol.md`` describes the header field by field. For any bytes, ``decode`` returns a message with
 consistent fields or raises ``ProtocolError``; a declared size allocates nothing.
 """
@@ -41,7 +43,8 @@ _PREFIX = struct.Struct("<4sHB")  # the same in every version
 FLAG_CHECKSUM = 1
 FLAG_BODY = 2
 FLAG_PAYLOAD = 4
-_FLAGS = FLAG_CHECKSUM | FLAG_BODY | FLAG_PAYLOAD
+FLAG_IN_SEGMENT = 8
+_FLAGS = FLAG_CHECKSUM | FLAG_BODY | FLAG_PAYLOAD | FLAG_IN_SEGMENT
 _ZEROS = b"\0\0\0"
 
 # Readable by every version: peers whose versions are too far apart tell each other so.
@@ -59,6 +62,7 @@ _PAYLOAD_REQUIRED = frozenset(
 )
 # A PUSH without payload abstains; VALUES without payload: the slot is empty.
 _PAYLOAD_OPTIONAL = frozenset({MessageType.PUSH, MessageType.VALUES})
+_MAY_BE_IN_SEGMENT = frozenset({MessageType.PUSH, MessageType.UPDATED})
 _EXCHANGES = frozenset(
     {
         MessageType.PUSH,
@@ -91,7 +95,7 @@ def encode(message: Message, *, checksum: bool = False, version: int = PROTOCOL_
     Args:
         message: its payload is a contiguous CPU tensor (whose dtype and numel are then taken) or a bytes-like object
             (``message.dtype`` and ``message.numel`` say of what). It is not copied, so it must not change until the
-            frames are sent; the frames keep it alive.
+            frames are sent; the frames keep it alive. With ``in_segment`` only its size travels.
         checksum: add the payload's xxh3-64.
         version: protocol version to write.
 
@@ -118,9 +122,12 @@ def encode(message: Message, *, checksum: bool = False, version: int = PROTOCOL_
             else:
                 payload = memoryview(payload).cast("B")
             payload_bytes = payload.nbytes
-            frames.append(payload)
-            flags |= FLAG_PAYLOAD
-            if checksum:
+            if message.in_segment:
+                flags |= FLAG_IN_SEGMENT
+            else:
+                frames.append(payload)
+                flags |= FLAG_PAYLOAD
+            if checksum and not message.in_segment:
                 flags |= FLAG_CHECKSUM
                 digest = xxhash.xxh3_64_intdigest(payload)
         if dtype is not None:
@@ -169,7 +176,7 @@ def decode(frames: Sequence[Any], *, version: int = PROTOCOL_VERSION) -> Message
         raise ProtocolError(
             f"{kind.name} has reserved bits set (expected flags up to {_FLAGS} and zeros, got {flags} and {zeros!r})"
         )
-    has_body, has_payload = flags >> 1 & 1, flags >> 2
+    has_body, has_payload, in_segment = flags >> 1 & 1, flags >> 2 & 1, flags >> 3
     if len(frames) != 1 + has_body + has_payload:
         raise ProtocolError(
             f"{kind.name} has a wrong number of frames (expected {1 + has_body + has_payload} by its flags, "
@@ -201,11 +208,14 @@ def decode(frames: Sequence[Any], *, version: int = PROTOCOL_VERSION) -> Message
             raise ProtocolError(
                 f"{kind.name} payload of key {key} was corrupted (expected checksum {digest:016x}, got {actual:016x})"
             )
+    elif in_segment:
+        dtype = DTYPES[dtype_number]
     if digest and not flags & FLAG_CHECKSUM:
         raise ProtocolError(f"{kind.name} has a checksum without its flag (expected 0, got {digest:016x})")
     message = Message(
-        kind, job, epoch, worker, incarnation, key, sequence, chunk_version, dtype, numel, body, payload, peer_version
-    )
+        kind, job, epoch, worker, incarnation, key, sequence, chunk_version, dtype, numel, body, payload, peer_version,
+        in_segment == 1,
+    )  # fmt: skip
     if kind in _NAMED_IN_BODY:
         _check_body_agrees(message, dtype_number, numel)
     return message
@@ -271,7 +281,12 @@ def _check(
     kind: MessageType, flags: int, key: int, sequence: int, numel: int, payload_bytes: int, dtype_number: int
 ) -> None:
     """Raise ProtocolError unless a header's fields agree with each other and the message's type."""
-    if flags & FLAG_PAYLOAD:
+    if flags & FLAG_IN_SEGMENT and (kind not in _MAY_BE_IN_SEGMENT or flags & (FLAG_PAYLOAD | FLAG_CHECKSUM)):
+        raise ProtocolError(
+            f"{kind.name} cannot have its payload in shared memory (expected PUSH or UPDATED, without a payload"
+            f" frame and without a checksum, got flags {flags})"
+        )
+    if flags & (FLAG_PAYLOAD | FLAG_IN_SEGMENT):
         if kind not in _PAYLOAD_REQUIRED and kind not in _PAYLOAD_OPTIONAL:
             raise ProtocolError(f"{kind.name} has a payload (expected none)")
         if payload_bytes > MAX_PAYLOAD_BYTES:

@@ -127,6 +127,7 @@ class ErrorCode:
     BAD_VALUE = "bad_value"  # a number out of its bounds
     MEMORY = "memory"  # the server's --max-memory-bytes
     CREDIT = "credit"  # more bytes in flight than granted
+    SEGMENT = "segment"  # the memory that a payload lies in is not shared with this shard (any more)
     STATE_LOST = "state_lost"  # the server lost the job's weights
     SHUTTING_DOWN = "shutting_down"
     SNAPSHOT_FAILED = "snapshot_failed"
@@ -169,6 +170,9 @@ class Message:
         body: see ``bodies.py``; {} without one.
         payload: contiguous bytes of ``numel`` elements; None without payload.
         peer_version: the protocol version the sender wrote; PROTOCOL_VERSION in messages made here.
+        in_segment: the payload lies in memory that the worker shares with the server (``parameter_server/segments/``):
+            dtype and numel travel, and its bytes do not. A decoded message has no payload until a transport finds it.
+            A received gradient is the worker's memory then, and changes once the worker has its answer.
     """
 
     type: MessageType
@@ -184,3 +188,4 @@ class Message:
     body: dict[str, Any] = field(default_factory=dict)
     payload: Any = None
     peer_version: int = PROTOCOL_VERSION
+    in_segment: bool = False

@@ -301,6 +301,16 @@ def test_encode_refuses_what_decode_would(message, words):
         encode(message)
 
 
+def test_a_payload_in_shared_memory_is_described_and_does_not_travel():
+    values = torch.arange(3.0)
+    message = Message(MessageType.PUSH, key=0, sequence=1, payload=values, in_segment=True)
+    (frame,) = encode(message, checksum=True)
+    assert frame == with_fields(FRAMES["push"][:1], flags=8, numel=3, payload_bytes=12, job=0, worker=2**32 - 1,
+                                epoch=0, incarnation=0, sequence=1, version=0)[0]  # fmt: skip
+    decoded = decode([frame])
+    assert (decoded.in_segment, decoded.dtype, decoded.numel, decoded.payload) == (True, torch.float32, 3, None)
+
+
 # ---- Malformed headers
 
 HUGE = 2**40
@@ -320,7 +330,15 @@ HUGE = 2**40
         (with_fields(FRAMES["push"], dtype=0), "unknown dtype (expected 1 to 12, got 0)"),
         (with_fields(FRAMES["push"], dtype=13), "unknown dtype (expected 1 to 12, got 13)"),
         (with_fields(FRAMES["push"], dtype=2), "expected 2 elements of torch.float64 in 16 bytes, got 8"),
-        (with_fields(FRAMES["push"], flags=12), "reserved bits"),
+        (with_fields(FRAMES["push"], flags=20), "reserved bits"),
+        (with_fields(FRAMES["push"], flags=12), "cannot have its payload in shared memory (expected PUSH or UPDATED"),
+        (with_fields(FRAMES["push"][:1], flags=9), "cannot have its payload in shared memory"),
+        (
+            with_fields(FRAMES["store_blob"][:1], flags=8, body_bytes=0),
+            "STORE cannot have its payload in shared memory",
+        ),
+        (with_fields(FRAMES["push"], flags=8), "wrong number of frames (expected 1 by its flags, got 2)"),
+        (with_fields(FRAMES["push"][:1], flags=8, numel=3), "expected 3 elements of torch.float32 in 12 bytes, got 8"),
         (with_fields(FRAMES["push"], zeros=b"\0\0\1"), "reserved bits"),
         (with_fields(FRAMES["push"], flags=6), "wrong number of frames (expected 3 by its flags, got 2)"),
         (with_fields(FRAMES["push"], flags=0), "wrong number of frames (expected 1 by its flags, got 2)"),

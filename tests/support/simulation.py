@@ -26,6 +26,7 @@ class SimulatedTransport:
     """A client's sockets: what it sends waits in ``up`` until the simulation takes it."""
 
     is_own_thread = False
+    segments = None
 
     def __init__(self, name: str, receiver: Receiver) -> None:
         self.receiver = receiver

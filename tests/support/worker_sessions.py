@@ -18,5 +18,5 @@ def entered(address: str, rank: int, specs: Sequence[ChunkSpec] = (), **options:
     options = {"job": "job", "rule": AVERAGE, "timeout_s": 20.0, **options}
     session = WorkerSession(SessionOptions(addresses=(address,), rank=rank, **options))
     session.start()
-    session.enter(specs or [spec(0, 4)], lambda one: torch.zeros(one.numel))
+    session.enter(specs or [spec(0, 4)], lambda one: torch.zeros(one.numel, dtype=one.dtype))
     return session

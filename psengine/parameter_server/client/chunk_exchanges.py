@@ -117,9 +117,11 @@ class ChunkExchanges:
         if key in self._step_marks:
             body["step"] = self._step_marks[key]
         message = Message(MessageType.PUSH, key=key, sequence=sequence, version=link.versions.get(key, 0), body=body)
-        encoder = self._encoder(spec)
+        encoder, segments = self._encoder(spec), membership.connection.segments
         if payload is not None:
             payload = payload.detach() if encoder is None else encoder.encode(payload)
+            if segments is not None and encoder is None:
+                payload = segments.stage(link.address, key, payload, membership.chunks)
             message.dtype, message.numel, message.payload = payload.dtype, payload.numel(), payload
         push = Push(
             message,
@@ -133,6 +135,8 @@ class ChunkExchanges:
         )
         if encoder is not None:
             self._encoded[key] = push
+        if segments is not None:
+            segments.note(link.address, push)
         membership.submit(link, push)
         return push
 
@@ -147,6 +151,35 @@ class ChunkExchanges:
         if spec.key not in self._encoders:
             self._encoders[spec.key] = ChunkEncoder(spec, codec)
         return self._encoders[spec.key]
+
+    # ---- memory shared with servers of this host -------------------------------------------------------------------
+
+    def reserve(self, size_bytes: int) -> None:
+        """Make memory of this size that servers of this host can share; before ``allocate``."""
+        segments = self._membership.connection.segments
+        if segments is not None:
+            segments.reserve(size_bytes)
+
+    def allocate(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Uninitialised flat memory for gradients, shared where ``reserve`` made enough."""
+        segments = self._membership.connection.segments
+        shared = None if segments is None else segments.allocate(numel, dtype)
+        return torch.empty(numel, dtype=dtype) if shared is None else shared
+
+    def adopt(self, key: int, values: torch.Tensor) -> None:
+        """The chunk's gradients are always packed into ``values``; before its first push."""
+        segments = self._membership.connection.segments
+        if segments is not None:
+            segments.adopt(key, values)
+
+    def withdraw_memory(self) -> None:
+        """After a wait that failed: servers no longer see what this process writes to shared memory, which stays valid.
+
+        They may need the gradients of that step for the other workers' averages.
+        """
+        segments = self._membership.connection.segments
+        if segments is not None:
+            segments.withdraw()
 
     def residual(self, key: int) -> torch.Tensor | None:
         """What earlier payloads of a chunk left out, for the next one; None where the codec keeps nothing."""

@@ -23,15 +23,17 @@ from typing_extensions import override
 
 from psengine.environment import local_sockets
 from psengine.environment.extras import missing_extra
+from psengine.environment.variables import read_variable
 from psengine.errors import ProtocolError, PSEngineError, ServerError
 from psengine.kernels.freed_memory import keep_freed_memory
 from psengine.parameter_server.client.operation import forked_error
 from psengine.parameter_server.client.options import SessionOptions
 from psengine.parameter_server.client.reachability import watch_first_contact
 from psengine.parameter_server.client.runtime import Receiver, Runtime, Transport
+from psengine.parameter_server.client.segments import WorkerSegments
 from psengine.protocol.frames import decode, encode
 from psengine.protocol.keys import CurveClientKeys
-from psengine.protocol.messages import MAX_PAYLOAD_BYTES, Message
+from psengine.protocol.messages import MAX_PAYLOAD_BYTES, ErrorCode, Message, MessageType
 
 try:
     import zmq
@@ -58,6 +60,7 @@ ZERO_COPY_BYTES = 128 * 1024
 # Then other sockets and the queued tasks get their turn.
 RECEIVES_PER_TURN = 64
 MAX_FRAMES = 3
+_OF_SEGMENTS = frozenset({MessageType.WELCOME, MessageType.ERROR})
 
 
 class Connection(Transport):
@@ -68,6 +71,7 @@ class Connection(Transport):
         keys: CURVE keys; None speaks in the clear.
         checksum: add xxh3 checksums to payloads.
         uses_local_socket: see ``SessionOptions``.
+        segments: memory to share with servers of this host.
 
     ``close`` is idempotent, and does nothing in a child process.
     """
@@ -79,11 +83,13 @@ class Connection(Transport):
         keys: CurveClientKeys | None = None,
         checksum: bool = False,
         uses_local_socket: bool = True,
+        segments: WorkerSegments | None = None,
     ) -> None:
         self._receiver = receiver
         self._keys = keys
         self._checksum = checksum
         self._uses_local_socket = uses_local_socket
+        self.segments = segments or WorkerSegments(is_wanted=False)
         self._process_id = os.getpid()
         self._context: Any = zmq.Context()
         self._sockets: list[Any] = []
@@ -185,6 +191,8 @@ class Connection(Transport):
     @override
     def send(self, index: int, message: Message) -> bool:
         socket = self._sockets[index]
+        if message.type is MessageType.PUSH:
+            self.segments.place(self._addresses[index], message)
         frames = encode(message, checksum=self._checksum)
         last = len(frames) - 1
         try:
@@ -269,7 +277,18 @@ class Connection(Transport):
             except ProtocolError as error:
                 self._receiver.garbled(index, error, now_s)
             else:
-                self._receiver.received(index, message, now_s)
+                if not (message.in_segment or message.type in _OF_SEGMENTS) or self._look_into(index, message):
+                    self._receiver.received(index, message, now_s)
+
+    def _look_into(self, index: int, message: Message) -> bool:
+        """Take what a message says of shared memory; whether the receiver gets it."""
+        address = self._addresses[index]
+        if message.type is MessageType.WELCOME:
+            self.segments.welcomed(address, message)
+        elif message.type is MessageType.ERROR and message.body["code"] == ErrorCode.SEGMENT:
+            self.segments.lost(address, message.body["text"])
+            message.type, message.body = MessageType.MISSING, {}  # the bytes never came
+        return not message.in_segment or self.segments.fetch(address, message)
 
     def _read_monitors(self, now_s: float) -> None:
         for index, monitor in enumerate(self._monitors):
@@ -291,11 +310,19 @@ class Connection(Transport):
         self._context.term()  # waits for the linger of the sockets
         self._wake_reader.close()
         self._wake_writer.close()
+        self.segments.close()
 
 
 def _connect(receiver: Receiver, options: SessionOptions) -> Transport:
+    # With CURVE keys of its own a client is somebody else than its user.
+    is_this_user = options.keys is None or bool(options.keys.secret_file)
+    is_wanted = options.uses_segments and options.uses_local_socket and read_variable("PSENGINE_SEGMENTS") != "0"
     return Connection(
-        receiver, keys=options.keys, checksum=options.checksum, uses_local_socket=options.uses_local_socket
+        receiver,
+        keys=options.keys,
+        checksum=options.checksum,
+        uses_local_socket=options.uses_local_socket,
+        segments=WorkerSegments(is_wanted=is_wanted and is_this_user, codec=options.codec),
     )
 
 

@@ -33,6 +33,8 @@ class SessionOptions:
         keys: CURVE keys; None speaks in the clear.
         is_embedded: a worker on this host started the server: once nothing listens there, it does not come back.
         uses_local_socket: connect to the Unix socket beside a loopback TCP address, where this user's server has one.
+        uses_segments: share memory with servers on this host, so that gradients, averages and weights are not sent.
+            PSENGINE_SEGMENTS=0 turns it off too.
     """
 
     addresses: Sequence[str]
@@ -48,6 +50,7 @@ class SessionOptions:
     keys: CurveClientKeys | None = None
     is_embedded: bool = False
     uses_local_socket: bool = True
+    uses_segments: bool = True
 
     @property
     def averages(self) -> bool:

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 from psengine.errors import AuthenticationError, ProtocolError, PSEngineError
 from psengine.parameter_server.client.link import Link
 from psengine.parameter_server.client.options import SessionOptions
+from psengine.parameter_server.client.segments import WorkerSegments
 from psengine.protocol.messages import Message
 
 
@@ -36,7 +37,13 @@ class Receiver(Protocol):
 
 
 class Transport(Protocol):
-    """Sockets, and the thread on which the receiver is called; see ``connection.Connection``."""
+    """Sockets, and the thread on which the receiver is called; see ``connection.Connection``.
+
+    Attributes:
+        segments: memory shared with servers of this host; None where the transport has no such.
+    """
+
+    segments: WorkerSegments | None
 
     @property
     def is_own_thread(self) -> bool:

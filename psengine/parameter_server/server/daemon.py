@@ -44,6 +44,7 @@ from psengine.parameter_server.server.status.pages import ServerPages
 from psengine.parameter_server.server.transport.connections import Connections, raise_descriptor_limit
 from psengine.parameter_server.server.transport.endpoint import BindError
 from psengine.parameter_server.server.transport.memory_guard import MemoryGuard, machine_memory_bytes
+from psengine.parameter_server.server.transport.segment_listener import SegmentListener
 from psengine.parameter_server.server.transport.shard_thread import ShardThread
 from psengine.parameter_server.status_model import ServerStatus, ShardStatus
 from psengine.protocol.bodies import MAX_TEXT_CHARS
@@ -151,11 +152,15 @@ class Server:
         restored = self._restore(store, shards)
         self._listeners.open()
         self.addresses = self._listeners.addresses(socket.gethostname())
+        segments = stack.enter_context(SegmentListener([e.unix_address for e in self._listeners.endpoints]))
         stack.callback(self._end_threads)
         for shard, endpoint in zip(shards, self._listeners.endpoints, strict=True):
             shard.shard_addresses = self._listeners.addresses("*")
             endpoint.connections = self._connections
-            self._shards.start(ShardThread(shard, endpoint, self._on_snapshot))
+            thread = ShardThread(shard, endpoint, self._on_snapshot)
+            thread.segments.is_open = shard.index in segments.shards
+            self._shards.start(thread)
+        segments.serve(self._shards.threads)
         if store is not None:
             interval_s = settings.snapshot_interval_s
             self._snapshots = SnapshotThread(

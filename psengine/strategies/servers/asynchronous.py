@@ -102,6 +102,10 @@ class AsyncServer(ServerStrategy):
     def _entered(self, state: str) -> None:
         assert self._replica is not None
         self._gave_values = state == "initialised"
+        for bucket in self._buckets:
+            for spec, start, end in self.chunks.of_bucket[bucket.index]:
+                if bucket.device.type == "cpu":
+                    self.session.adopt(spec.key, bucket.flat[start:end])
         if not self._gave_values:
             count_landing(self._replica.state.values())
         pushes = GradientPushes(self.session, self.chunks)

@@ -182,11 +182,21 @@ class ServerStrategy(Strategy):
                 )
             )
             self._session.start()
+            self._session.reserve(_shared_bytes(replica))
             if rendezvous.rank is None and not rendezvous.is_embedded:
                 assign(self._session.rank)
         except BaseException:
             self.close()
             raise
+
+    @override
+    def allocate(
+        self, numel: int, dtype: torch.dtype, device: torch.device, *, keeps_dtype: bool = False
+    ) -> torch.Tensor:
+        """Memory that servers of this host read gradients from."""
+        if device.type != "cpu" or self._session is None:
+            return super().allocate(numel, dtype, device, keeps_dtype=keeps_dtype)
+        return self._session.allocate(numel, dtype)
 
     @override
     def lay_out(self, buckets: Sequence[Bucket]) -> None:
@@ -290,3 +300,11 @@ class ServerStrategy(Strategy):
             self._abandoned = rendezvous
             if rendezvous.embedded is not None:
                 rendezvous.embedded.stop()
+
+
+def _shared_bytes(replica: Replica) -> int:
+    """Bytes of memory for the gradients and the answers of a replica's chunks, each with room for its alignment."""
+    room_bytes = 128
+    tensors = [*replica.state.values(), *replica.parameters.values()]
+    # The map of used parameters has four bytes each.
+    return sum(2 * (tensor.nbytes + room_bytes + 4) for tensor in {id(one): one for one in tensors}.values())

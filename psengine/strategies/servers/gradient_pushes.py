@@ -94,6 +94,7 @@ class GradientPushes:
                 wait_all([*(push for _, push in pushes), *buffer_pushes])
         except BaseException:
             self._copies_payloads = True
+            self._session.withdraw_memory()
             raise
         if started_ns:
             started_ns = self._spans.all_answered(started_ns)

@@ -98,9 +98,12 @@ class SyncServer(ServerStrategy):
         # Averages land apart from gradients: until every worker has an average, a server may ask this one for it.
         self._results = [torch.empty(bucket.numel, dtype=bucket.dtype) for bucket in buckets]
         self._payloads = [
-            bucket.flat if bucket.device.type == "cpu" else torch.empty(bucket.numel, dtype=bucket.dtype)
+            bucket.flat if bucket.device.type == "cpu" else self.session.allocate(bucket.numel, bucket.dtype)
             for bucket in buckets
         ]
+        for bucket, payload in zip(buckets, self._payloads, strict=True):
+            for spec, start, end in self.chunks.of_bucket[bucket.index]:
+                self.session.adopt(spec.key, payload[start:end])
 
     def _entered(self, state: str) -> None:
         self._resume_sequences()
@@ -202,6 +205,7 @@ class SyncServer(ServerStrategy):
                     self._rejoin()
         except BaseException:
             self._is_open, self._copies_payloads = False, True
+            self.session.withdraw_memory()
             raise
 
     @override

@@ -21,6 +21,8 @@ def push(job: Job, member: Member, message: Message, now_s: float) -> list[Reply
     spec, body = rule.spec, message.body
     if spec.kind not in rule.outcome.pushed_kinds:
         raise ProtocolError(f"{spec.describe()} is a {spec.kind.value}, which is not pushed in this job")
+    if message.in_segment and message.payload is None:
+        raise ProtocolError(f"{spec.describe()}: worker {member.rank} shares no memory with it", ErrorCode.SEGMENT)
     contribution = Contribution(
         member.rank,
         message.sequence,
@@ -29,6 +31,7 @@ def push(job: Job, member: Member, message: Message, now_s: float) -> list[Reply
         body.get("groups"),
         absent_ranges(spec.segments, body["absent"]) if body.get("absent") else (),
         body.get("weight"),
+        message.in_segment,
     )
     member.pushes += 1
     last_sequence = rule.progress.last_sequence

@@ -90,13 +90,14 @@ class ContributionSet:
     def combine(self) -> torch.Tensor | None:
         """The average of gradients, the lowest rank's buffer, or the sum of usage maps; None where there is none.
 
-        To be called once, at the end. A single contribution comes back as its own memory.
+        To be called once, at the end. A single contribution comes back as its own memory, unless it is borrowed.
         """
         given = self.given
         if not given:
             return None
         if self._spec.kind is ChunkKind.BUFFER or len(given) == 1:
-            return given[0].values
+            values = given[0].values
+            return values.clone() if values is not None and given[0].is_borrowed else values
         weights = [one.weight for one in given if one.weight is not None]
         if len(set(weights)) > 1:
             return self._combine_weighted([one.values for one in given if one.values is not None], weights)

@@ -31,6 +31,8 @@ class Contribution(NamedTuple):
     absent: Sequence[tuple[int, int]] = ()  # [start, end) ranges of elements without a gradient
     # What its gradient counts in an average; 0 abstains. None where the worker weighs nothing.
     weight: float | None = None
+    # Whether ``values`` are the worker's own memory, which may change once the worker has its answer.
+    is_borrowed: bool = False
 
 
 class Update(NamedTuple):

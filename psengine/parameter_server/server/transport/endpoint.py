@@ -140,6 +140,11 @@ class Endpoint:
         self.local_address = address
         self._files[address] = _file_of(address)
 
+    @property
+    def unix_address(self) -> str:
+        """The ipc:// address that it listens at; "" without one."""
+        return self.address if self.address.startswith("ipc://") else self.local_address
+
     def poll(self, timeout_s: float) -> bool:
         """Whether a message is there, after at most ``timeout_s``."""
         return bool(self._socket.poll(max(0, int(timeout_s * 1000 + 0.999)), zmq.POLLIN))

@@ -61,9 +61,10 @@ class MemoryGuard:
 
 
 def resident_bytes() -> int:
-    """Resident memory of the process; 0 where the system does not say."""
+    """Resident memory of this process alone, without what workers share with it; 0 where the system does not say."""
     try:
-        return int(_STATM.read_text().split()[1]) * _PAGE_BYTES
+        _, resident, shared, *_ = map(int, _STATM.read_text().split())
+        return (resident - shared) * _PAGE_BYTES
     except (OSError, IndexError, ValueError):
         return 0
 

@@ -23,6 +23,7 @@ from psengine.errors import ProtocolError, ServerError
 from psengine.parameter_server.server.core.shard import TICK_S, Shard
 from psengine.parameter_server.server.core.surroundings import Outgoing, Sender
 from psengine.parameter_server.server.transport.endpoint import Endpoint, Received
+from psengine.parameter_server.server.transport.segments import ShardSegments
 from psengine.parameter_server.status_model import ShardStatus, Transport
 from psengine.protocol.frames import decode, encode, refusal
 from psengine.protocol.messages import ErrorCode, Message, MessageType
@@ -52,6 +53,7 @@ class ShardThread(threading.Thread):
 
     Attributes:
         last_tick_s: monotonic time of the last tick.
+        segments: the memory that workers of this host share; used by this thread only once it started.
         drained: set once every queued message was answered after ``drain``.
     """
 
@@ -64,6 +66,7 @@ class ShardThread(threading.Thread):
         super().__init__(name=f"psengine-shard-{shard.index}", daemon=True)
         self.shard = shard
         self.endpoint = endpoint
+        self.segments = ShardSegments()
         self.last_tick_s = time.monotonic()
         self.drained = threading.Event()
         shard.want_snapshot = lambda route, message: on_snapshot(self, route, message)
@@ -154,6 +157,7 @@ class ShardThread(threading.Thread):
             self.last_tick_s = now_s
             if not self.drained.is_set():
                 self._guarded(lambda: self._send(self.shard.tick(now_s)))
+                self.segments.keep_members(self.shard)
         # After the tick, so that a status does not show a pause of this process as the workers' silence.
         self._answer_asked()
 
@@ -177,12 +181,15 @@ class ShardThread(threading.Thread):
         message: Message | None = None
         try:
             message = decode(received.frames)
+            if message.in_segment:
+                self.segments.find(message)
             # Who answers for it is asked of the first message only.
             peer = received.user_id or (received.peer if message.type is MessageType.HELLO else "")
             sender = Sender(received.route, received.user_id, peer)
             outgoing = self.shard.handle(sender, message, time.monotonic())
             self._note_heard(received, self.shard.worker_routes(sender, message))
-            self._send(outgoing)
+            # A worker that asks for an answer again may be reading the place where it was written before.
+            self._send(outgoing, may_share=message.type is not MessageType.REPEAT)
         except ProtocolError as error:
             self._note_heard(received)
             self._note_bad(received, error)
@@ -222,8 +229,14 @@ class ShardThread(threading.Thread):
             answer.epoch = self.shard.epoch
             self._send([Outgoing(received.route, answer)])
 
-    def _send(self, outgoing: list[Outgoing]) -> None:
+    def _send(self, outgoing: list[Outgoing], *, may_share: bool = True) -> None:
         for one in outgoing:
+            kind = one.message.type
+            if kind is MessageType.UPDATED and may_share and self.segments.put(one.message):
+                self.endpoint.send(one.route, encode(one.message))
+                continue
+            if kind is MessageType.WELCOME:
+                self.segments.sign(one.message)
             frames = encode(one.message)
             if one.pins is None or one.message.payload is None:
                 self.endpoint.send(one.route, frames)

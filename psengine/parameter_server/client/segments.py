@@ -1,0 +1,307 @@
+"""The memory that a worker shares with the shards of its host, so that payloads need not travel.
+
+    training   allocate, adopt ─► gradients are packed here ─ push ─► stage: offer the memory, or copy to it
+    I/O thread                        welcomed (token) ─ place: PUSH without bytes ─► ◄─ fetch: UPDATED without bytes
+
+Whatever is missing (no such system, another host, another user, CURVE keys, an older server), payloads travel through
+the sockets as they do elsewhere. See ``docs/protocol.md``, "Shared memory".
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from psengine.codecs.base import Codec
+from psengine.codecs.identity import IDENTITY
+from psengine.environment import local_sockets
+from psengine.errors import ProtocolError
+from psengine.parameter_server.chunk_codecs import answer_codec, gradient_codec
+from psengine.parameter_server.client.chunk_map import ChunkMap
+from psengine.parameter_server.client.operation import Push
+from psengine.parameter_server.segments.memory import IS_AVAILABLE, PAGE_BYTES, SegmentMapping, make_segment
+from psengine.parameter_server.segments.offer import TOKEN_CHARS, Member, Offer, Place
+from psengine.parameter_server.segments.passing import pass_segment, passing_path
+from psengine.protocol.layout import ChunkKind, ChunkSpec
+from psengine.protocol.messages import NOBODY, Message
+
+logger = logging.getLogger(__name__)
+
+# Of what is allocated: a line of the cache.
+ALIGNMENT_BYTES = 64
+
+
+def aligned(size_bytes: int) -> int:
+    """The bytes that an allocation takes."""
+    return -(-size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+
+
+def bytes_for(specs: Sequence[ChunkSpec]) -> int:
+    """How large a segment for these chunks is, with a place for each one's gradient and one for its answer."""
+    return sum(2 * aligned(spec.size_bytes) for spec in specs)
+
+
+class Arena:
+    """One segment of this process, handed out from its begin to its end."""
+
+    def __init__(self, size_bytes: int) -> None:
+        """Raises OSError where there is no memory."""
+        size_bytes = -(-size_bytes // PAGE_BYTES) * PAGE_BYTES
+        self.descriptor = make_segment(size_bytes)
+        try:
+            self.mapping = SegmentMapping(self.descriptor, size_bytes)
+        except BaseException:
+            os.close(self.descriptor)
+            raise
+        self._used_bytes = 0
+
+    def allocate(self, size_bytes: int) -> int | None:
+        """The offset of new memory; None where there is not as much left."""
+        offset, end = self._used_bytes, self._used_bytes + aligned(size_bytes)
+        if end > self.mapping.size_bytes:
+            return None
+        self._used_bytes = end
+        return offset
+
+    def close(self) -> None:
+        """Close the descriptor; memory that is in use stays."""
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+            self.descriptor = -1
+
+
+@dataclass(slots=True)
+class _Invitation:
+    """WELCOME's: a shard would take a segment of this member, in this life of the server."""
+
+    member: Member
+    epoch: int
+    token: str
+
+
+@dataclass(slots=True)
+class _Attachment:
+    """A shard has the segment for as long as ``stream`` is open. The table says where its chunks' payloads lie."""
+
+    stream: socket.socket
+    member: Member
+    epoch: int
+    address: int
+    places: dict[int, Place]
+    # By chunk, the last push whose payload lay in its place.
+    placed: dict[int, Push] = field(default_factory=dict)
+
+    def is_of(self, message: Message) -> bool:
+        member = self.member
+        return (message.incarnation, message.worker, message.epoch) == (member.incarnation, member.worker, self.epoch)
+
+
+class WorkerSegments:
+    """See the module's text.
+
+    Args:
+        is_wanted: whether payloads may lie in shared memory at all.
+        codec: the job's. What it encodes travels: a payload that is more than values must not change while it is read.
+    """
+
+    def __init__(self, *, is_wanted: bool, codec: Codec = IDENTITY) -> None:
+        self._is_wanted = is_wanted and IS_AVAILABLE
+        self._codec = codec
+        self._arena: Arena | None = None
+        self._invitations: dict[str, _Invitation] = {}
+        self._attachments: dict[str, _Attachment] = {}
+        # Of chunks: where their gradients are packed, and their answers land.
+        self._adopted: dict[int, int] = {}
+        self._places: dict[int, Place] = {}
+        self._lock = threading.Lock()
+        self._told: set[tuple[str, str]] = set()
+
+    # ---- threads of the training -------------------------------------------------------------------------------
+
+    def reserve(self, size_bytes: int) -> None:
+        """Make memory to allocate from, unless there is some."""
+        if not self._is_wanted or self._arena is not None or size_bytes <= 0:
+            return
+        try:
+            self._arena = Arena(size_bytes)
+        except (OSError, ProtocolError) as error:
+            self._give_up(f"there is no shared memory ({error})")
+
+    def allocate(self, numel: int, dtype: torch.dtype) -> torch.Tensor | None:
+        """Memory for gradients; None where there is none."""
+        if self._arena is None or not numel:
+            return None
+        offset = self._arena.allocate(numel * dtype.itemsize)
+        return None if offset is None else self._arena.mapping.tensor(offset, numel, dtype)
+
+    def adopt(self, key: int, values: torch.Tensor) -> None:
+        """Gradients of the chunk ``key`` are packed into ``values``; of use where that is memory of ``allocate``."""
+        if self._arena is None:
+            return
+        offset = values.data_ptr() - self._arena.mapping.address
+        if 0 <= offset <= self._arena.mapping.size_bytes - values.nbytes and offset % 8 == 0:
+            self._adopted[key] = offset
+
+    def stage(self, address: str, key: int, payload: torch.Tensor, chunks: ChunkMap) -> torch.Tensor:
+        """The payload of a push: in the chunk's place, if the shard at ``address`` shares it, else as it is."""
+        if address in self._invitations:
+            self._offer(address, chunks, chunks.shard_of[key])
+        attachment = self._attachments.get(address)
+        place = None if attachment is None else attachment.places.get(key)
+        if attachment is None or place is None or payload.nbytes != place.size_bytes:
+            return payload
+        arena = self._arena
+        if arena is None or payload.data_ptr() == attachment.address + place.gradient:
+            return payload
+        last = attachment.placed.get(key)
+        if last is not None and (not last.is_done or last.error is not None):
+            return payload  # the shard may still read what is there
+        staged = arena.mapping.tensor(place.gradient, payload.numel(), payload.dtype)
+        staged.copy_(payload)
+        return staged
+
+    def note(self, address: str, push: Push) -> None:
+        """Remember a push that is about to be sent."""
+        attachment, payload = self._attachments.get(address), push.message.payload
+        place = None if attachment is None else attachment.places.get(push.key)
+        if attachment is None or place is None or not isinstance(payload, torch.Tensor):
+            return
+        if payload.data_ptr() == attachment.address + place.gradient:
+            attachment.placed[push.key] = push
+
+    def withdraw(self) -> None:
+        """From now on this process may write to the memory whatever it likes, and shards see nothing of it.
+
+        After a wait that failed: a shard may hold gradients of that step, which others' averages may still need.
+        """
+        with self._lock:
+            self._is_wanted = False
+            self._invitations.clear()
+            attachments, self._attachments = self._attachments, {}
+            if self._arena is not None and attachments:
+                self._arena.mapping.detach()
+            for attachment in attachments.values():
+                attachment.stream.close()
+
+    def close(self) -> None:
+        """Let go of everything; tensors stay valid."""
+        with self._lock:
+            self._is_wanted = False
+            self._invitations.clear()
+            for attachment in self._attachments.values():
+                attachment.stream.close()
+            self._attachments.clear()
+            arena, self._arena = self._arena, None
+            if arena is not None:
+                arena.close()
+
+    # ---- the I/O thread ----------------------------------------------------------------------------------------
+
+    def welcomed(self, address: str, message: Message) -> None:
+        """A shard says who this worker is to it."""
+        if not self._is_wanted or message.worker == NOBODY:
+            return
+        token = message.body.get("local", "")
+        if len(token) != TOKEN_CHARS:
+            self._tell(address, "the server shares no memory (an older version)")
+            return
+        member = Member(message.job, message.worker, message.incarnation)
+        self._invitations[address] = _Invitation(member, message.epoch, token)
+
+    def place(self, address: str, message: Message) -> None:
+        """A PUSH is about to be encoded: its bytes need not travel where they lie in the chunk's place."""
+        message.in_segment = False
+        attachment, payload = self._attachments.get(address), message.payload
+        if attachment is None or not isinstance(payload, torch.Tensor) or not attachment.is_of(message):
+            return
+        place = attachment.places.get(message.key)
+        if place is not None and payload.data_ptr() == attachment.address + place.gradient:
+            message.in_segment = payload.nbytes == place.size_bytes
+
+    def fetch(self, address: str, message: Message) -> bool:
+        """An UPDATED without bytes came: its payload is in the chunk's answer place. False: it is of no use (any more),
+        and the client asks again.
+        """
+        attachment, arena = self._attachments.get(address), self._arena
+        if attachment is None or arena is None or message.dtype is None or not attachment.is_of(message):
+            return False
+        place = attachment.places.get(message.key)
+        if place is None or message.numel * message.dtype.itemsize != place.size_bytes:
+            return False
+        message.payload = arena.mapping.tensor(place.answer, message.numel, message.dtype)
+        return True
+
+    def lost(self, address: str, reason: str) -> None:
+        """A shard does not have the segment."""
+        attachment = self._attachments.pop(address, None)
+        if attachment is not None:
+            attachment.stream.close()
+        self._tell(address, reason)
+
+    # ---- offering ----------------------------------------------------------------------------------------------
+
+    def _offer(self, address: str, chunks: ChunkMap, shard: int) -> None:
+        with self._lock:
+            invitation = self._invitations.pop(address, None)
+            if invitation is None:
+                return
+            former = self._attachments.pop(address, None)
+            if former is not None:
+                former.stream.close()
+            path = passing_path(local_sockets.way_to(address))
+            if path is None:
+                return  # another host
+            self.reserve(bytes_for([spec for spec in chunks.specs.values() if self._is_shared(spec)]))
+            places = self._find_places([spec for spec in chunks.at(shard) if self._is_shared(spec)])
+            arena = self._arena
+            if arena is None or not places:
+                return
+            try:
+                offer = Offer(invitation.member, invitation.token, arena.mapping.size_bytes, places)
+                stream = pass_segment(path, offer, arena.descriptor)
+            except (OSError, ProtocolError) as error:
+                self._tell(address, str(error))
+                return
+            self._attachments[address] = _Attachment(
+                stream, invitation.member, invitation.epoch, arena.mapping.address, places
+            )
+            size_bytes = sum(place.size_bytes for place in places.values())
+            logger.debug("%s shares memory with this worker: %d chunks of %d bytes", address, len(places), size_bytes)
+
+    def _find_places(self, specs: Sequence[ChunkSpec]) -> dict[int, Place]:
+        """Those of these chunks for which there is memory."""
+        arena = self._arena
+        if arena is None:
+            return {}
+        for spec in specs:
+            if spec.key in self._places:
+                continue
+            gradient = self._adopted.get(spec.key)
+            if gradient is None:
+                gradient = arena.allocate(spec.size_bytes)
+            answer = arena.allocate(spec.size_bytes)
+            if gradient is not None and answer is not None:
+                self._places[spec.key] = Place(gradient, answer, spec.size_bytes)
+        return {spec.key: self._places[spec.key] for spec in specs if spec.key in self._places}
+
+    def _is_shared(self, spec: ChunkSpec) -> bool:
+        codecs = gradient_codec(self._codec, spec), answer_codec(self._codec, spec)
+        return spec.kind is not ChunkKind.CONSTANT and all(codec.is_identity for codec in codecs)
+
+    def _give_up(self, reason: str) -> None:
+        self._is_wanted = False
+        self._tell("", reason)
+
+    def _tell(self, address: str, reason: str) -> None:
+        """Log, once, why payloads travel."""
+        if (address, reason) in self._told:
+            return
+        self._told.add((address, reason))
+        to = f" to {address}" if address else ""
+        logger.info("payloads%s travel through sockets, not through shared memory: %s", to, reason)

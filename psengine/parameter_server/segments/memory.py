@@ -1,0 +1,132 @@
+"""Memory behind a file descriptor, sealed so that neither end can change its size: touching it never raises SIGBUS."""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import mmap
+import os
+import stat
+import struct
+import sys
+
+import torch
+
+from psengine.errors import ProtocolError
+
+# From linux/fcntl.h and linux/magic.h: Python's modules lack them where it was built on another system.
+_F_ADD_SEALS, _F_GET_SEALS = 1033, 1034
+_SEAL_SEAL, _SEAL_SHRINK, _SEAL_GROW = 1, 2, 4
+_SEALS = _SEAL_SEAL | _SEAL_SHRINK | _SEAL_GROW
+_TMPFS_MAGIC = 0x01021994
+_MREMAP_MAYMOVE, _MREMAP_FIXED = 1, 2
+_MAP_FAILED = ctypes.c_void_p(-1).value
+PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+
+IS_AVAILABLE = sys.platform == "linux" and hasattr(os, "memfd_create")
+
+
+def make_segment(size_bytes: int) -> int:
+    """The descriptor of new sealed memory, of whole pages; the caller closes it.
+
+    Raises:
+        OSError: the system has none.
+    """
+    descriptor = os.memfd_create("psengine-worker", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(descriptor, -(-size_bytes // PAGE_BYTES) * PAGE_BYTES)
+        fcntl.fcntl(descriptor, _F_ADD_SEALS, _SEALS)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def check_segment(descriptor: int, size_bytes: int, most_bytes: int) -> None:
+    """Raise ProtocolError unless ``descriptor`` is memory of this size whose size cannot change.
+
+    Args:
+        descriptor: as a peer passed it on.
+        size_bytes: as the peer says.
+        most_bytes: how large it may be.
+    """
+    try:
+        seals = fcntl.fcntl(descriptor, _F_GET_SEALS)
+    except OSError:
+        raise ProtocolError("a segment is memory of memfd_create (expected one, got another kind of file)") from None
+    if seals & _SEALS != _SEALS:
+        raise ProtocolError(
+            "a segment must be sealed against a change of its size (expected F_SEAL_SEAL, F_SEAL_SHRINK and"
+            f" F_SEAL_GROW, {_SEALS}, got {seals})"
+        )
+    status = os.fstat(descriptor)
+    # Pages of hugetlbfs may be missing when they are touched.
+    if not stat.S_ISREG(status.st_mode) or _file_system(descriptor) != _TMPFS_MAGIC:
+        raise ProtocolError("a segment is memory of ordinary pages (expected tmpfs, got another file system)")
+    if status.st_size != size_bytes:
+        raise ProtocolError(
+            f"a segment of another size (expected {size_bytes} bytes by its offer, got {status.st_size})"
+        )
+    if size_bytes > most_bytes:
+        raise ProtocolError(f"a segment is too large (expected at most {most_bytes} bytes, got {size_bytes})")
+
+
+def _file_system(descriptor: int) -> int:
+    buffer = ctypes.create_string_buffer(256)  # struct statfs has 120 bytes, of which the first long is the type
+    if _libc.fstatfs(descriptor, buffer) != 0:
+        return 0
+    return int(struct.unpack_from("l", buffer)[0])
+
+
+class SegmentMapping:
+    """A segment in this process's address space. It stays mapped for as long as a tensor of it lives.
+
+    Args:
+        descriptor: may be closed afterwards.
+        size_bytes: of the segment, which was checked.
+
+    Raises:
+        ProtocolError: it cannot be mapped (a seal against writing, or no address space).
+    """
+
+    def __init__(self, descriptor: int, size_bytes: int) -> None:
+        try:
+            self._memory = mmap.mmap(descriptor, size_bytes)
+        except (OSError, ValueError) as error:
+            raise ProtocolError(
+                f"a segment could not be mapped (expected memory to read and write, got: {error})"
+            ) from None
+        self.size_bytes = size_bytes
+        self.address = torch.frombuffer(self._memory, dtype=torch.uint8).data_ptr()
+
+    def tensor(self, offset: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """1-D, of the memory from ``offset``."""
+        return torch.frombuffer(self._memory, dtype=dtype, count=numel, offset=offset)
+
+    def detach(self) -> None:
+        """Give this process private memory with the same content at the same addresses: tensors stay as they are.
+
+        Other processes keep the segment as it is now. Nothing may be written to it meanwhile.
+        """
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        private = _libc.mmap(None, self.size_bytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, -1, 0)
+        if private == _MAP_FAILED:
+            raise OSError(ctypes.get_errno(), "mmap")
+        ctypes.memmove(private, self.address, self.size_bytes)
+        # The pages move over the segment's in one step, so that no reader finds them missing.
+        flags = _MREMAP_MAYMOVE | _MREMAP_FIXED
+        if _libc.mremap(private, self.size_bytes, self.size_bytes, flags, self.address) != self.address:
+            raise OSError(ctypes.get_errno(), "mremap")
+
+
+def _c_library() -> ctypes.CDLL:
+    library = ctypes.CDLL(None, use_errno=True)
+    library.mremap.restype = ctypes.c_void_p
+    library.mremap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p]
+    library.mmap.restype = ctypes.c_void_p
+    library.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+    library.fstatfs.argtypes = [ctypes.c_int, ctypes.c_char_p]
+    return library
+
+
+_libc = _c_library() if IS_AVAILABLE else ctypes.CDLL(None)

@@ -1,0 +1,181 @@
+"""Workers and servers of one host share memory: the same bits as over sockets, whoever dies, and nothing is left."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from support.server_process import ServerProcess, running_server
+from support.shard_world import APPLY, AVERAGE, SGD
+from support.waiting import eventually
+from support.worker_sessions import entered
+
+from psengine.errors import ServerLostError
+from psengine.parameter_server.client.partition import cut
+from psengine.parameter_server.client.worker_session import PushResult, WorkerSession, wait_all
+from psengine.parameter_server.segments.memory import IS_AVAILABLE
+from psengine.protocol.layout import ChunkKind
+
+pytestmark = pytest.mark.skipif(not IS_AVAILABLE, reason="memfd_create is Linux")
+NUMEL = 60_000
+SPECS = [
+    *cut(ChunkKind.PARAMETER, [("w", (NUMEL,), (1,), NUMEL)], torch.float32, 0, 64 * 1024),
+    *cut(ChunkKind.BUFFER, [("running mean", (37,), (1,), 37)], torch.float64, 4),
+]
+CHUNKS = range(len(SPECS))
+
+
+def gradient(rank: int, step: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(1000 * rank + step)
+    return [torch.randn(spec.numel, generator=generator, dtype=spec.dtype) for spec in SPECS]
+
+
+def landings() -> list[torch.Tensor]:
+    return [torch.zeros(spec.numel, dtype=spec.dtype) for spec in SPECS]
+
+
+def sharing(session: WorkerSession) -> int:
+    """How many shards share this worker's memory."""
+    segments = session._membership.connection.segments
+    assert segments is not None
+    return len(segments._attachments)
+
+
+def shared_maps(pid: int) -> int:
+    return Path(f"/proc/{pid}/maps").read_text().count("psengine-worker")
+
+
+def descriptors(pid: int) -> int:
+    return len(os.listdir(f"/proc/{pid}/fd"))
+
+
+def push_all(sessions: Sequence[WorkerSession], step: int, answers: list[list[torch.Tensor]]) -> list[PushResult]:
+    """All workers push a gradient of every chunk; their answers land in ``answers``."""
+    pushes = [
+        session.push(key, payload, [landing])
+        for rank, session in enumerate(sessions)
+        for key, payload, landing in zip(CHUNKS, gradient(rank, step), answers[rank], strict=True)
+    ]
+    wait_all(pushes)
+    return [push.wait() for push in pushes]
+
+
+def history(
+    server: ServerProcess, job: str, rule: dict[str, object], workers: int, steps: int = 4
+) -> list[torch.Tensor]:
+    """Every answer to every worker; under "apply" the workers push one after the other."""
+    shares = not job.endswith("over sockets")
+    made: list[torch.Tensor] = []
+    sessions: list[WorkerSession] = []
+    try:
+        for rank in range(workers):
+            options = {"job": job, "rule": rule, "world_size": workers, "uses_segments": shares}
+            sessions.append(entered(server.addresses[0], rank, SPECS, **options))
+            if rule["name"] == "apply" and rank == 0:
+                for spec in SPECS[:-1]:
+                    body = {"optimizer": "SGD", "groups": [SGD], "runs": [[0, spec.numel, 0]]}
+                    sessions[0].configure(spec.key, body).wait()
+        for step in range(steps):
+            answers = [landings() for _ in sessions]
+            if rule["name"] == "average":
+                push_all(sessions, step, answers)
+            else:
+                for rank, session in enumerate(sessions):
+                    pairs = zip(CHUNKS, gradient(rank, step), answers[rank], strict=True)
+                    wait_all([session.push(key, payload, [landing]) for key, payload, landing in pairs])
+            made += [tensor for landed in answers for tensor in landed]
+        assert {sharing(session) for session in sessions} == {server.addresses.__len__() if shares else 0}
+    finally:
+        for session in sessions:
+            session.close()
+    return made
+
+
+@pytest.fixture(scope="module", params=[1, 2])
+def server(request):
+    with running_server(shards=request.param) as running:
+        yield running
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3])
+@pytest.mark.parametrize("rule", [AVERAGE, APPLY], ids=["average", "apply"])
+def test_answers_have_the_bits_that_sockets_bring(server, rule, workers):
+    name = f"{rule['name']} {workers}"
+    shared = history(server, name, rule, workers)
+    sent = history(server, f"{name} over sockets", rule, workers)
+    assert len(shared) == len(sent) == 4 * workers * len(SPECS)
+    assert all(torch.equal(a, b) for a, b in zip(shared, sent, strict=True))
+
+
+def test_nothing_is_left_when_workers_leave(server):
+    history(server, "before", AVERAGE, 2, steps=1)
+    eventually(lambda: shared_maps(server.pid) == 0)
+    before, ours = descriptors(server.pid), (shared_maps(os.getpid()), descriptors(os.getpid()))
+    for round_index in range(3):
+        history(server, f"round {round_index}", AVERAGE, 2, steps=1)
+    eventually(lambda: (shared_maps(server.pid), descriptors(server.pid)) == (0, before))
+    eventually(lambda: shared_maps(os.getpid()) <= ours[0] and descriptors(os.getpid()) <= ours[1])
+
+
+def test_a_restarted_server_gets_the_segment_again():
+    with running_server() as first:
+        session = entered(first.addresses[0], 0, SPECS)
+        try:
+            answers = [landings()]
+            push_all([session], 0, answers)
+            assert sharing(session) == 1
+            first.kill()
+            with running_server(bind=first.addresses[0]) as second:
+                for step in (1, 2):
+                    push_all([session], step, answers)
+                    for got, expected in zip(answers[0], gradient(0, step), strict=True):
+                        assert torch.equal(got, expected)
+                assert sharing(session) == 1
+                assert shared_maps(second.pid) == 1
+        finally:
+            session.close()
+
+
+def test_after_a_wait_that_failed_servers_see_no_writes_and_the_exchange_has_what_was_pushed():
+    with running_server(lease_s=30.0) as server:
+        sessions = [
+            entered(server.addresses[0], rank, SPECS[:1], world_size=2, job="late", timeout_s=1.0) for rank in range(2)
+        ]
+        try:
+            mine = sessions[0]
+            mine.reserve(1 << 20)
+            flat = mine.allocate(SPECS[0].numel, torch.float32)
+            mine.adopt(0, flat)
+            flat.fill_(1.0)
+            landing = torch.zeros(SPECS[0].numel)
+            push = mine.push(0, flat, [landing])
+            with pytest.raises(ServerLostError):
+                push.wait()
+            assert sharing(mine) == 1
+            mine.withdraw_memory()
+            flat.fill_(100.0)  # the next step's gradients, in the same memory
+            assert sharing(mine) == 0
+            sessions[1].push(0, torch.full_like(flat, 3.0), [landing]).wait()
+            assert torch.equal(landing, torch.full_like(landing, 2.0))
+        finally:
+            for session in sessions:
+                session.close()
+
+
+def test_a_job_with_a_codec_and_a_worker_that_wants_none_use_sockets(server):
+    from psengine.codecs.registry import resolve_codec
+
+    for options in ({"codec": resolve_codec("bf16")}, {"uses_local_socket": False}, {"uses_segments": False}):
+        if not options.get("uses_local_socket", True):
+            continue
+        session = entered(server.addresses[0], 0, SPECS[:1], job=f"job {sorted(options)}", **options)
+        try:
+            landing = torch.zeros(SPECS[0].numel)
+            session.push(0, torch.ones(SPECS[0].numel), [landing]).wait()
+            assert landing.eq(1.0).all()
+            assert sharing(session) == 0
+        finally:
+            session.close()
