@@ -148,7 +148,7 @@ def run(
     ] = None,
 ) -> None:
     """Decide, run, report."""
-    from psengine.cli.launching.run import run_training
+    from psengine.cli.launching.servers import launched_servers
 
     options = RunOptions(
         workers=workers,
@@ -165,20 +165,28 @@ def run(
         total_workers=total_workers,
         prefix=prefix,
     )
-    plan = make_plan(context.meta[PARTS], options)
     console = Console(stderr=True, highlight=False)
     say = speaker(console)
-    for note in plan.notes:
-        say(note)
-    sys.stdout.flush()
     is_coloured = (
         sys.stdout.isatty() and console.is_terminal and console.color_system is not None and not console.no_color
     )
-    with recorded(plan, timeline, say) as plan:
-        outcome = run_training(
-            plan, report=say, stdout=sys.stdout.buffer, stderr=sys.stderr.buffer, is_coloured=is_coloured
-        )
-        show_outcome(console, outcome, independent=independent)
+    with launched_servers(options) as launched:
+        plan = make_plan(context.meta[PARTS], options)
+        for note in plan.notes:
+            say(note)
+        sys.stdout.flush()
+        from psengine.cli.launching.run import run_training
+
+        with recorded(plan, timeline, say) as plan:
+            outcome = run_training(
+                plan,
+                report=say,
+                stdout=sys.stdout.buffer,
+                stderr=sys.stderr.buffer,
+                is_coloured=is_coloured,
+                launched=launched,
+            )
+            show_outcome(console, outcome, independent=independent)
     raise typer.Exit(outcome.exit_code)
 
 

@@ -44,14 +44,18 @@ class ScriptCommand(TyperCommand):
         # Completion, and --help alone, need no launcher.
         if context.resilient_parsing or args[:1] in ([name] for name in context.help_option_names):
             return super().parse_args(context, args)
-        from psengine.cli.launching.torchrun_options import torchrun_options
-
         own = {
             option: not getattr(parameter, "is_flag", False)
             for parameter in self.get_params(context)
             for option in [*parameter.opts, *parameter.secondary_opts]
         }
-        parts = context.meta[PARTS] = split_arguments(args, own, torchrun_options(), command=context.command_path)
+        try:
+            parts = split_arguments(args, own, {})
+        except ConfigurationError:  # not all are ours; torch, which knows torchrun's, takes a second to import
+            from psengine.cli.launching.torchrun_options import torchrun_options
+
+            parts = split_arguments(args, own, torchrun_options(), command=context.command_path)
+        context.meta[PARTS] = parts
         return super().parse_args(context, parts.own)
 
     @override

@@ -4,7 +4,9 @@ Options are the fields of ``ServerSettings``: an argument beats a ``PSENGINE_*``
 Annotations of commands are evaluated here and now, because typer is imported only once it is known to be there.
 """
 
+import importlib
 import inspect
+import json
 import logging
 import os
 import sys
@@ -31,10 +33,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line; ends the process with the server's exit code."""
     try:
         require_server_packages("parameter servers", "typer")
-        build_app(_serve)(args=None if arguments is None else list(arguments), prog_name="psengine-server")
+        arguments = sys.argv[1:] if arguments is None else list(arguments)
+        if arguments == ["--arguments-from-stdin"]:
+            arguments = _read_arguments()
+        build_app(_serve)(args=arguments, prog_name="psengine-server")
     except PSEngineError as error:
         print(f"psengine-server: {error}", file=sys.stderr)
         sys.exit(EXIT_USAGE)
+
+
+def _read_arguments() -> list[str]:
+    """The command line that whoever started this process gives it once it is known; meanwhile import the server."""
+    importlib.import_module("psengine.parameter_server.server.daemon")
+    line = sys.stdin.readline()
+    if not line:
+        sys.exit()  # nobody needs this server
+    arguments: list[str] = json.loads(line)
+    return arguments
 
 
 def build_app(run: "Callable[[ServerSettings, bool, int | None, Sequence[str]], int]") -> "typer.Typer":

@@ -14,8 +14,12 @@ from support.command_process import SUPPORT, WORKER, running_command, servers_of
 from support.waiting import eventually
 
 from psengine.cli.launching import servers as launched_servers
-from psengine.cli.launching.plan import Plan
+from psengine.cli.launching.plan import SERVER_STRATEGIES, Plan, RunOptions, expected_servers, make_plan
 from psengine.cli.launching.servers import ServerGroup
+from psengine.cli.run_arguments import RunArguments
+from psengine.parameter_server.client.embedded import discard, launch
+from psengine.strategies.registry import STRATEGIES
+from psengine.strategies.servers.base import ServerStrategy
 
 TRAINING = str(SUPPORT / "launched_training.py")
 
@@ -102,3 +106,42 @@ def test_servers_that_no_worker_joined_are_said():
     with running_command(["run", "--strategy", "async", WORKER, "well"], prepare=ask_patiently) as command:
         assert command.wait() == 0, command.stderr
         assert "psengine run: no worker joined the servers: does the script name its own strategy" in command.stderr
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        RunOptions(),
+        RunOptions(strategy="sync", servers=0),
+        RunOptions(strategy="async"),
+        RunOptions(strategy="sync-server:quorum=1", servers=3),
+        RunOptions(strategy="async:servers=tcp://a:1,max_staleness=4"),
+        RunOptions(strategy="async", server_address="tcp://a:1"),
+    ],
+)
+def test_servers_are_launched_ahead_as_many_as_the_plan_starts(options):
+    assert expected_servers(options) == make_plan(RunArguments(script=[WORKER]), options).servers
+
+
+def test_psengine_knows_its_strategies_over_servers_before_it_imports_torch():
+    kinds = {name: STRATEGIES[name] for name in ("sync", "sync-server", "async")}
+    assert set(SERVER_STRATEGIES) == {name for name, kind in kinds.items() if issubclass(kind, ServerStrategy)}
+
+
+def test_a_server_launched_ahead_ends_where_the_run_is_refused():
+    with launched_servers.launched_servers(RunOptions(strategy="async")) as launched:
+        (server,) = launched
+        assert servers_of(os.getpid()) == [server.pid]
+        assert server.poll() is None
+    assert server.returncode == -signal.SIGKILL
+    assert servers_of(os.getpid()) == []
+
+
+def test_a_server_launched_ahead_ends_with_its_launcher():
+    server = launch()
+    server.stdin.close()  # as the kernel does where the launcher is killed
+    try:
+        assert server.wait(60) == 0
+        assert server.stdout.read() == ""
+    finally:
+        discard(server)

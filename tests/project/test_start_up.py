@@ -108,6 +108,22 @@ def test_completion_and_status_over_http_do_not_import_torch():
     run(WITHOUT_TORCH + "assert ask(main.main, 'status', '--server-address', 'http://127.0.0.1:1') == 1")
 
 
+def test_the_line_of_a_training_is_read_before_torch_is_imported():
+    """So servers are launched before, and import it at the same time as the launcher."""
+    line = ["run", "--workers", "2", "--strategy", "async:max_staleness=4", "--servers", "2", "no_such_script.py"]
+    text = run(
+        WITHOUT_TORCH + "from psengine.cli import run\n"
+        "from psengine.cli.launching import servers\n"
+        "servers.launch = lambda: print('launched')\n"
+        "servers.discard = lambda process: None\n"
+        f"try:\n    ask(main.main, *{line!r})\n"
+        "except ModuleNotFoundError as error:\n    print(error)\n"
+    )
+    *launched, error = text.splitlines()
+    assert launched == ["launched", "launched"]
+    assert "torch" in error
+
+
 def test_every_command_is_in_the_module_that_the_table_names():
     from typer.main import get_command
 

@@ -23,6 +23,8 @@ _INDEPENDENT_OPTIONS = (
     *("--nproc-per-node", "--max-restarts", "--signals-to-handle", "--shutdown-timeout"),
     *("-m", "--module", "--no-python"),
 )
+# psengine's own, known before torch is imported.
+SERVER_STRATEGIES = ("sync-server", "async")
 # The settings of psengine-server that psengine run gives itself.
 _OUR_SERVER_OPTIONS = ("bind", "shards", "snapshot_dir", "status_port")
 
@@ -202,6 +204,16 @@ def make_plan(parts: RunArguments, given: RunOptions) -> Plan:
         is_multi_node=is_multi_node,
         notes=tuple(notes),
     )
+
+
+def expected_servers(given: RunOptions) -> int:
+    """How many servers ``make_plan`` will start if it refuses nothing; known before torch is imported."""
+    if given.server_address or read_variable("PSENGINE_SERVERS"):
+        return 0
+    if given.servers is not None:
+        return given.servers
+    name, _, options = (given.strategy or default_strategy()).partition(":")
+    return int(name in SERVER_STRATEGIES and "servers=" not in options)
 
 
 def _read_names(strategy: str, collective: str | None) -> tuple[bool | None, list[str]]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import tempfile
 import time
 import uuid
@@ -69,11 +70,13 @@ def run_training(
     stderr: BinaryIO,
     is_coloured: bool = False,
     is_enough: Callable[[], bool] = lambda: False,
+    launched: list[subprocess.Popen[str]] | None = None,
 ) -> Outcome:
     """Start what ``plan`` says, wait for its end, end the rest.
 
     The workers' output is shown on ``stdout`` and ``stderr``; ``report`` takes a line about what the launcher does. The
-    run ends well once ``is_enough``, asked ten times a second, says so.
+    run ends well once ``is_enough``, asked ten times a second, says so. ``launched_servers`` made the processes
+    ``launched``, for the servers of this run.
 
     Raises:
         PSEngineError: something could not be started.
@@ -90,7 +93,13 @@ def run_training(
         servers: ServerGroup | None = None
         if plan.servers:
             servers = stack.enter_context(
-                ServerGroup(plan, directory / "snapshots", report=report, is_hurried=lambda: interruption.is_forced)
+                ServerGroup(
+                    plan,
+                    directory / "snapshots",
+                    launched=launched,
+                    report=report,
+                    is_hurried=lambda: interruption.is_forced,
+                )
             )
             variables["PSENGINE_SERVERS"] = ",".join(servers.addresses)
         if plan.torchrun.log_dir is None and plan.torchrun.redirects == plan.torchrun.tee == "0":

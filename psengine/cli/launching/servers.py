@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
 import threading
 import time
 import urllib.request
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-from psengine.cli.launching.plan import Plan
+from psengine.cli.launching.plan import Plan, RunOptions, expected_servers
 from psengine.errors import ServerError
-from psengine.parameter_server.client.embedded import EmbeddedServer
+from psengine.parameter_server.client.embedded import EmbeddedServer, discard, launch
 
 # A server that dies, or fails to start, so often in so long is given up.
 MAX_DEATHS = 3
@@ -27,8 +29,25 @@ PAGE_S = 1.0
 _STATUS = re.compile(r"(?:status|dashboard) at (http://[\w.:\[\]-]+)")
 
 
+@contextmanager
+def launched_servers(options: RunOptions) -> Iterator[list[subprocess.Popen[str]]]:
+    """Processes for the servers that a run will probably start; those that it leaves in the list are ended.
+
+    They import torch while the launcher does, before it can decide the run.
+    """
+    launched: list[subprocess.Popen[str]] = []
+    try:
+        launched += [launch() for _ in range(expected_servers(options))]
+        yield launched
+    finally:
+        for process in launched:
+            discard(process)
+
+
 class ServerGroup:
     """A context manager: servers on local sockets, which keep their addresses when they are started again.
+
+    ``launched`` are processes to make them of; further ones are launched where they are too few.
 
     Attributes:
         addresses: of all servers.
@@ -36,7 +55,13 @@ class ServerGroup:
     """
 
     def __init__(
-        self, plan: Plan, snapshot_dir: Path, *, report: Callable[[str], None], is_hurried: Callable[[], bool]
+        self,
+        plan: Plan,
+        snapshot_dir: Path,
+        *,
+        launched: list[subprocess.Popen[str]] | None = None,
+        report: Callable[[str], None],
+        is_hurried: Callable[[], bool],
     ) -> None:
         self.addresses: list[str] = []
         self.dashboard_url = ""
@@ -46,11 +71,14 @@ class ServerGroup:
         self._options = plan.server_arguments
         self._report = report
         self._is_hurried = is_hurried
+        self._launched = [] if launched is None else launched
         self._servers: list[EmbeddedServer] = []
         self._deaths: list[deque[float]] = [deque(maxlen=MAX_DEATHS) for _ in range(plan.servers)]
 
     def __enter__(self) -> ServerGroup:
         try:
+            while len(self._launched) < self._count:
+                self._launched.append(launch())
             for index in range(self._count):
                 self._servers.append(self._start(index, "tcp://127.0.0.1:0"))
                 self.addresses += self._servers[index].addresses
@@ -96,7 +124,8 @@ class ServerGroup:
         if "--snapshot-interval-s" not in self._options:
             arguments += ["--snapshot-interval-s", str(SNAPSHOT_INTERVAL_S)]
         try:
-            return EmbeddedServer.start(arguments=[*arguments, *self._options])
+            process = self._launched.pop() if self._launched else None
+            return EmbeddedServer.start(arguments=[*arguments, *self._options], process=process)
         except ServerError as error:
             raise ServerError(f"server {index}: {error}") from error
 

@@ -1,13 +1,16 @@
 """A server process that a worker starts for its host; it ends when nobody needs it.
 
-    worker   start ── stdin pipe open ───────────────────── stop: pipe closed
-    server      └─ ready line ─ serves ─ ...                       └─ ends once no worker is a member any more
+    worker   launch ─── start: command line ── stdin pipe open ───────────── stop: pipe closed
+    server     └─ imports ───────┴─ ready line ─ serves ─ ...                       └─ ends once no worker is a member
 
-The kernel closes the pipe also when the worker's process dies; the other workers of the server are not disturbed.
+A server takes its command line from its standard input: a launcher that does not know all of it yet can start the
+process, which imports torch meanwhile. The kernel closes the pipe also when the worker's process dies; the other
+workers of the server are not disturbed.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import subprocess
 import sys
@@ -15,6 +18,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 
 from psengine.environment.local_sockets import new_socket
 from psengine.errors import ConfigurationError, ServerError
@@ -44,34 +48,37 @@ class EmbeddedServer:
         self._finalizer = weakref.finalize(self, _stop, process, output)
 
     @classmethod
-    def start(cls, *, shards: int = 1, arguments: Sequence[str] = (), deadline_s: float = START_S) -> EmbeddedServer:
+    def start(
+        cls,
+        *,
+        shards: int = 1,
+        arguments: Sequence[str] = (),
+        process: subprocess.Popen[str] | None = None,
+        deadline_s: float = START_S,
+    ) -> EmbeddedServer:
         """Start a server on a new Unix socket, which this user alone reaches, and wait until it serves.
 
         Args:
             shards: its threads.
             arguments: more options of ``psengine-server``.
+            process: from ``launch``; None launches one.
             deadline_s: how long the start may take.
 
         Raises:
             ServerError: it ended, or was not ready in time; the message has its output.
         """
+        process = process or launch()
         try:
             bind = new_socket("embedded")
         except ConfigurationError as error:
+            discard(process)
             raise ServerError(f"the embedded parameter server has no place for its socket: {error}") from error
-        command = [sys.executable, "-m", "psengine.cli.server", "--bind", bind]
-        command += ["--shards", str(shards), "--until-stdin-closes", *arguments]
-        # Its own session: a Ctrl-C is for the workers, which then leave it.
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-            start_new_session=True,
-        )
+        line = ["--bind", bind, "--shards", str(shards), "--until-stdin-closes", *arguments]
         output = _Output(process)
+        assert process.stdin is not None
+        with suppress(OSError):  # the process has ended; its output says why
+            process.stdin.write(json.dumps(line) + "\n")
+            process.stdin.flush()
         output.is_decided.wait(deadline_s)
         if output.addresses:
             return cls(process, output)
@@ -110,6 +117,29 @@ class EmbeddedServer:
     def stop(self) -> None:
         """Let it end, at once or when the last worker has left; waits ``STOP_S`` at most. Idempotent."""
         self._finalizer()
+
+
+def launch() -> subprocess.Popen[str]:
+    """Start the process of a server for ``EmbeddedServer.start``: it imports what a server needs, and waits."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "psengine.cli.server", "--arguments-from-stdin"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        # Its own session: a Ctrl-C is for the workers, which then leave it.
+        start_new_session=True,
+    )
+
+
+def discard(process: subprocess.Popen[str]) -> None:
+    """End a launched process that no server was made of."""
+    process.kill()
+    for stream in (process.stdin, process.stdout):
+        if stream is not None:
+            stream.close()
+    process.wait()
 
 
 class _Output:
