@@ -7,7 +7,9 @@
 # make docs         the documentation, in build/docs; warnings are errors
 # make wheel        the source distribution and a wheel for Linux, in dist; the wheel is tried beside torch alone
 # make test-matrix  the core tests with other versions of Python and torch: docs/versions.md
-# make lint, format, bench, clean
+# make bench        every benchmark, 15 minutes: benchmarks/RESULTS.md and the README's figures; BENCH=all_reduce for
+#                   some of them, QUICK=1 for a noisy try, PS_LITE=PATH to compare with a checkout of ps-lite
+# make lint, format, clean
 #
 # PYTHON names the interpreter for the virtual environment: make PYTHON=python3.12 test
 
@@ -77,9 +79,7 @@ format: $(DEV)
 	$(BIN)/ruff format
 
 bench: $(DEV)
-	$(BIN)/python benchmarks/step_overhead/run.py --quick
-	$(BIN)/python benchmarks/server_throughput/run.py --sizes-mb 25 --rounds 5
-	$(BIN)/python benchmarks/all_reduce/run.py --quick
+	$(BIN)/python benchmarks/harness/suite.py $(if $(BENCH),--only $(BENCH)) $(if $(QUICK),--quick) $(if $(PS_LITE),--ps-lite $(PS_LITE))
 
 # The stamps go too, so that what was built is built again; the packages in the environment stay.
 clean:

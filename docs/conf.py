@@ -47,6 +47,8 @@ def _point_inside(app, document, content):
         page = re.fullmatch(r"benchmarks/(\w+)(?:/README\.md)?", path)
         if page and (ROOT / "docs" / "benchmarks" / f"{page.group(1)}.md").exists():
             return f"[{text}]({'../' * depth}benchmarks/{page.group(1)}.md)"
+        if path == "benchmarks/RESULTS.md":
+            return f"[{text}]({'../' * depth}benchmarks/results.md)"
         if path in ("benchmarks", "benchmarks/README.md"):
             return f"[{text}]({'../' * depth}benchmarks/index.md)"
         if not (ROOT / path).exists():
@@ -60,4 +62,5 @@ def setup(app):
     """Called by Sphinx."""
     app.add_lexer("hex", TextLexer)
     app.connect("source-read", _point_inside)
-    app.connect("include-read", lambda app, path, parent, content: _point_inside(app, parent, content))
+    # The event names the including page without its folder; the environment knows all of it.
+    app.connect("include-read", lambda app, path, parent, content: _point_inside(app, app.env.docname, content))

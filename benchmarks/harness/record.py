@@ -89,9 +89,9 @@ class Record:
             (draw or partial(pictures.draw, self))(self._options.png)
 
     def all_tables(self) -> list[Table]:
-        groups: dict[tuple[str, ...], list[Case]] = {}
+        groups: dict[tuple[Any, ...], list[Case]] = {}
         for case in self.cases:
-            groups.setdefault(tuple(case.labels), []).append(case)
+            groups.setdefault((*case.labels, case.labels.get("question")), []).append(case)
         return [*(table_of(cases, self.peers, self.baseline) for cases in groups.values()), *self.tables]
 
     def find(self, labels: Mapping[str, Any]) -> Case | None:

@@ -50,6 +50,7 @@ def table_of(cases: Sequence[Case], peers: Sequence[str], baseline: str | None =
         baseline: the candidate that does not exchange; adds what a candidate adds to it, and of that of the peers.
     """
     peers = [peer for peer in peers if any(peer in case.seconds for case in cases)]
+    baseline = baseline if any(baseline in case.seconds for case in cases) else None
     labels = list(cases[0].labels)
     columns = [*labels, "candidate", "median (10th-90th)", "least", *(f"time ÷ {peer}'s" for peer in peers)]
     if baseline is not None:

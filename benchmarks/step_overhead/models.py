@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -27,10 +28,10 @@ class Workload:
 
 
 class ManySmall(nn.Sequential):
-    """200 linear layers of 16 x 16: next to no arithmetic, so what is left is the cost of a parameter."""
+    """Linear layers of 16 x 16, two parameters each: next to no arithmetic, so what is left is a parameter's cost."""
 
-    def __init__(self) -> None:
-        super().__init__(*(nn.Linear(16, 16) for _ in range(200)))
+    def __init__(self, parameters: int = 400) -> None:
+        super().__init__(*(nn.Linear(16, 16) for _ in range(parameters // 2)))
 
 
 class MultilayerPerceptron(nn.Sequential):
@@ -156,3 +157,13 @@ WORKLOADS = {
         batch=lambda: (torch.randn(4, 3, 64, 64), torch.randint(100, (4,))),
     ),
 }
+
+
+def workload_of(name: str) -> Workload:
+    """One of WORKLOADS, or "small:5000": as "small", with that many parameters."""
+    model, _, parameters = name.partition(":")
+    if not parameters:
+        return WORKLOADS[name]
+    return dataclasses.replace(
+        WORKLOADS[model], what=f"{parameters} small parameters", build=lambda: ManySmall(int(parameters))
+    )

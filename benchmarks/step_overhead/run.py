@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from harness.figures import slowest
 from harness.ranks import Rank, run_ranks
 from harness.record import Record
 from harness.turns import Turn, labels_of, take_turns
-from step_overhead.models import WORKLOADS
+from step_overhead.models import WORKLOADS, workload_of
 
 import psengine
 from psengine.parameter_server.client.embedded import EmbeddedServer
@@ -50,6 +51,7 @@ CANDIDATES: dict[str, Callable[[nn.Module], nn.Module]] = {
 WITH_OPTIMIZER: dict[str, Callable[[nn.Module], nn.Module]] = {
     "sync-server": partial(psengine.DistributedDataParallel, strategy="sync-server"),
     "async": partial(psengine.DistributedDataParallel, strategy="async"),
+    "sharded": partial(psengine.DistributedDataParallel, strategy="sync:shard_optimizer=true"),
 }
 OVER_SERVERS = ("sync-server", "async")
 
@@ -58,7 +60,7 @@ def measure(
     rank: Rank, workload_name: str, candidates: Sequence[str], rounds: int, optimizer: str | None
 ) -> dict[str, list[float]]:
     """Seconds of each candidate's steps on this rank."""
-    workload = WORKLOADS[workload_name]
+    workload = workload_of(workload_name)
     torch.manual_seed(1 + rank.rank)
     inputs, targets = workload.batch()
     turns = {
@@ -121,20 +123,21 @@ def main() -> None:
         default=tuple(CANDIDATES),
         help=f"of {','.join(allowed)}; a name given twice is measured twice, which shows the noise",
     )
-    parser.add_argument("--optimizer", choices=sorted(OPTIMIZERS), help="time its step too, in every candidate")
+    parser.add_argument(
+        "--optimizer",
+        type=some_of(list(OPTIMIZERS)),
+        default=(None,),
+        help=f"of {','.join(OPTIMIZERS)}: time its step too, in every candidate",
+    )
     options = parser.parse_args()
-    if options.optimizer is None and (wanting := sorted(set(options.candidates) & set(WITH_OPTIMIZER))):
+    if options.optimizer == (None,) and (wanting := sorted(set(options.candidates) & set(WITH_OPTIMIZER))):
         parser.error(f"argument --candidates: {', '.join(wanting)} steps with its optimizer: add --optimizer SGD")
     rounds = min(10, options.rounds) if options.quick else options.rounds
     record = Record.begin("step_overhead", QUESTION, options, peers=(NATIVE, NATIVE_VIEWS), baseline=PLAIN)
-    for workload in options.models:
-        for world_size in options.ranks:
-            arguments = (options.candidates, rounds, options.deadline, options.optimizer)
-            seconds = measure_on_ranks(workload, world_size, *arguments)
-            labels = {"model": workload, "ranks": world_size}
-            if options.optimizer is not None:
-                labels["optimizer"] = options.optimizer
-            record.add(labels, seconds)
+    for workload, world_size, optimizer in product(options.models, options.ranks, options.optimizer):
+        arguments = (options.candidates, rounds, options.deadline, optimizer)
+        labels = {"model": workload, "ranks": world_size, **({"optimizer": optimizer} if optimizer else {})}
+        record.add(labels, measure_on_ranks(workload, world_size, *arguments))
     record.finish()
 
 

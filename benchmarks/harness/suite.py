@@ -1,0 +1,112 @@
+"""``make bench``: every benchmark in turn, under a quarter of an hour on two cores; then RESULTS.md.
+
+python benchmarks/harness/suite.py [--only all_reduce,growth] [--quick] [--out DIRECTORY] [--ps-lite PATH]
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from harness import results
+from harness.command_line import some_of
+from harness.ranks import BENCHMARKS
+from harness.record import Record
+
+QUICK_OUT = BENCHMARKS.parent / "build" / "bench"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A run of a benchmark; ``limit_s`` ends one that hangs."""
+
+    folder: str
+    arguments: str = ""
+    limit_s: float = 240
+
+
+SERVERS = "--candidates plain,native,sync-server,async --optimizer SGD"
+SHARDED = "--candidates plain,native,psengine,sharded --optimizer AdamW,momentum"
+SUITE = {
+    "step_overhead": Entry("step_overhead", "--rounds 25"),
+    "step_overhead_servers": Entry("step_overhead", f"--models mlp,gpt --ranks 2 --rounds 15 {SERVERS}"),
+    "step_overhead_sharded": Entry("step_overhead", f"--models mlp --ranks 2 --rounds 20 {SHARDED}"),
+    "all_reduce": Entry("all_reduce", "--rounds 20"),
+    "server_throughput": Entry("server_throughput", "--rounds 15"),
+    "growth": Entry("growth"),
+    "straggler": Entry("straggler", "--candidates native,sync,async --rounds 1 --seconds 20"),
+    "start_up": Entry("start_up"),
+    "fusion_cuda": Entry("fusion_cuda"),
+}
+
+
+def run(name: str, entry: Entry, options: argparse.Namespace) -> str:
+    """Run one; return why it failed, or an empty string. What it would have written is then said to be missing."""
+    folder = options.out / "results"
+    folder.mkdir(parents=True, exist_ok=True)
+    json_path, png_path = (folder / f"{name}.{kind}" for kind in ("json", "png"))
+    command = [sys.executable, str(BENCHMARKS / entry.folder / "run.py"), *shlex.split(entry.arguments)]
+    command += ["--json", str(json_path), "--png", str(png_path)]
+    command += ["--quick"] if options.quick else []
+    if options.ps_lite is not None and entry.folder == "server_throughput":
+        command += ["--ps-lite", str(options.ps_lite)]
+    for path in (json_path, png_path):
+        path.unlink(missing_ok=True)
+    process = subprocess.Popen(command, start_new_session=True)
+    failed = ""
+    try:
+        code = process.wait(entry.limit_s)
+        if code:
+            failed = f"exit code {code}; its error is in the output of make bench"
+        elif not json_path.exists():
+            failed = "it ended without figures"
+    except subprocess.TimeoutExpired:
+        failed = f"not finished within {entry.limit_s:g} s"
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGTERM)
+            try:
+                process.wait(10)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+    if failed:
+        said = shlex.join(["python", f"benchmarks/{entry.folder}/run.py", *shlex.split(entry.arguments)])
+        date = time.strftime("%Y-%m-%d")
+        record = Record(benchmark=entry.folder, question="", command=said, date=date, failed=failed)
+        json_path.write_text(record.to_json())
+    return failed
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--only", type=some_of(list(SUITE)), default=tuple(SUITE), help="comma-separated")
+    parser.add_argument("--quick", action="store_true", help=f"few rounds, noisy; into {QUICK_OUT}")
+    parser.add_argument("--out", type=Path, help=f"where RESULTS.md and results/ go (default: {BENCHMARKS})")
+    parser.add_argument("--ps-lite", type=Path, metavar="PATH", help="a checkout of ps-lite, to compare with")
+    parser.add_argument("--write", action="store_true", help="measure nothing: write RESULTS.md of the records again")
+    options = parser.parse_args()
+    options.out = (options.out or (QUICK_OUT if options.quick else BENCHMARKS)).resolve()
+    begin_s, outcomes = time.monotonic(), {}
+    for name in () if options.write else options.only:
+        entry_s = time.monotonic()
+        print(f"\n==== {name}\n", flush=True)
+        outcomes[name] = run(name, SUITE[name], options)
+        print(f"\n==== {name}: {time.monotonic() - entry_s:.0f} s {outcomes[name]}", flush=True)
+    results.write(options.out, list(SUITE))
+    print(f"\n{time.monotonic() - begin_s:.0f} s in all; {options.out / 'RESULTS.md'}")
+    if failed := {name: why for name, why in outcomes.items() if why}:
+        sys.exit("\n".join(f"FAILED: {name}: {why}" for name, why in failed.items()))
+
+
+if __name__ == "__main__":
+    main()

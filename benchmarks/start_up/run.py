@@ -1,0 +1,106 @@
+"""How long it takes to begin: to import psengine, to show its help, to reach the first step of a launched training.
+
+python benchmarks/start_up/run.py [--quick] [--what import,help]
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from harness.command_line import parser_of, some_of
+from harness.record import Record
+from harness.turns import Turn, take_turns
+
+QUESTION = "How long does it take to begin?"
+WARM_UP_ROUNDS = 1  # the files are in the page cache then
+DEADLINE_S = 60
+FIRST_STEP = Path(__file__).with_name("first_step.py")
+BIN = Path(sys.executable).parent
+
+
+def python(code: str) -> Turn:
+    return program(sys.executable, "-c", code)
+
+
+def program(*command: object) -> Turn:
+    """A process, from its start to its end."""
+    return Turn(lambda: _run(*command))
+
+
+def first_step(which: str, out: Path, *command: object) -> Turn:
+    """A launched training, from the launcher's start to the end of rank 0's first step; its end is waited for."""
+
+    def run() -> float:
+        _run(*command, FIRST_STEP, which, out)
+        return float(out.read_text())
+
+    return Turn(run)
+
+
+def _run(*command: object) -> None:
+    done = subprocess.run(
+        list(map(str, command)),
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+    )
+    if done.returncode:
+        raise RuntimeError(
+            f"{' '.join(map(str, command))} ended with exit code {done.returncode}: {done.stderr[-2000:]}"
+        )
+
+
+def clock(run: Callable[[], object]) -> float:
+    """Seconds until a call ends, or until the moment that it returns."""
+    begin_s = time.monotonic()
+    end_s = run()
+    return (end_s if isinstance(end_s, float) else time.monotonic()) - begin_s
+
+
+def turns_of(what: str, out: Path) -> dict[str, Turn]:
+    launch = ("--nproc-per-node", 2)
+    return {
+        "import": {
+            "Python": python("pass"),
+            "torch": python("import torch"),
+            "psengine": python("import torch, psengine"),
+            "psengine, its DDP": python("import torch, psengine; psengine.DistributedDataParallel"),
+        },
+        "help": {
+            "psengine": program(sys.executable, "-m", "psengine.cli.main", "--help"),
+            "torchrun": program(BIN / "torchrun", "--help"),
+        },
+        "first step": {
+            "torchrun": first_step("native", out, BIN / "torchrun", *launch),
+            "psengine run": first_step("psengine", out, sys.executable, "-m", "psengine.cli.main", "run", *launch),
+        },
+    }[what]
+
+
+def main() -> None:
+    parser = parser_of(__doc__, rounds=7, quick="2 rounds")
+    parts = ("import", "help", "first step")
+    parser.add_argument("--what", type=some_of(parts), default=parts, help="comma-separated")
+    options = parser.parse_args()
+    rounds = min(2, options.rounds) if options.quick else options.rounds
+    record = Record.begin("start_up", QUESTION, options, peers=("torch", "torchrun"))
+    record.caveat("The processes' files are in the page cache: a first start after boot takes longer.")
+    with tempfile.TemporaryDirectory() as directory:
+        for what in options.what:
+            turns = turns_of(what, Path(directory) / "first_step")
+            record.add({"what": what}, take_turns(turns, rounds, warm_up=WARM_UP_ROUNDS, clock=clock))
+    record.finish()
+
+
+if __name__ == "__main__":
+    main()

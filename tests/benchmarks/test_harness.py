@@ -1,0 +1,265 @@
+"""The harness of benchmarks/: who measures when, what becomes of the seconds, and what is written of them."""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from harness import results, suite
+from harness.command_line import numbers, some_of
+from harness.figures import Case, Spread, duration, exponent, number, slowest
+from harness.goals import GROUPS, Goal, table_of_goals
+from harness.machine import sentence
+from harness.pictures import draw, growth_curves
+from harness.ranks import find_mpiexec, run_ranks
+from harness.record import Record
+from harness.tables import table_of
+from harness.turns import Turn, labels_of, order_of, take_turns
+
+ROOT = Path(__file__).resolve().parents[2]
+MACHINE = {"cpu": "CPU", "cores": 2, "load": 0.5, "python": "3", "torch": "2", "psengine": "0", "kernel": "6"}
+LOAD = {"others": 0.01, "elapsed_s": 12.0}
+
+
+def record(name="all_reduce", **more):
+    return Record(benchmark=name, question="How?", command="python", machine=MACHINE, load=LOAD, **more)
+
+
+# ---- turns -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 5])
+def test_everybody_begins_equally_often_and_nobody_always_follows_the_same_neighbour(count):
+    names = [f"candidate {index}" for index in range(count)]
+    orders = [order_of(names, index) for index in range(2 * count)]
+    assert all(sorted(order) == names for order in orders)
+    assert set(Counter(order[0] for order in orders).values()) == {2}
+    if count > 2:
+        for name in names:
+            before = {order[order.index(name) - 1] for order in orders if order[0] != name}
+            assert len(before) > 1
+
+
+def test_turns_are_counted_after_the_warm_up_and_what_prepares_them_is_not_timed():
+    calls = []
+    candidates = {
+        name: Turn(
+            lambda name=name: calls.append(("run", name)), before=lambda name=name: calls.append(("before", name))
+        )
+        for name in ("a", "b")
+    }
+    ticks = iter(range(100))
+
+    def clock(run):
+        assert calls[-1][0] == "barrier"
+        run()
+        return next(ticks)
+
+    shown = take_turns(candidates, 3, warm_up=2, barrier=lambda: calls.append(("barrier", "")), clock=clock)
+    assert sorted(shown["a"] + shown["b"]) == [4, 5, 6, 7, 8, 9]
+    assert Counter(calls)["before", "a"] == Counter(calls)["run", "a"] == 5
+
+
+def test_a_candidate_given_twice_has_two_names():
+    assert labels_of(["plain", "native", "native"]) == ["plain", "native", "native#2"]
+
+
+# ---- figures ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_ratio_is_of_one_round_and_not_of_medians():
+    case = Case(labels={}, seconds={"ours": [1, 2, 30], "peer": [2, 4, 60]})
+    assert case.ratios("ours", "peer") == Spread(0.5, 0.5, 0.5, 0.5)
+    assert case.ratios("ours", "nobody") is None
+    drifting = Case(labels={}, seconds={"ours": [1, 3, 2], "peer": [1, 1, 4]})
+    assert drifting.ratios("ours", "peer").median == 1  # the medians' ratio is 2
+
+
+def test_what_a_candidate_adds_is_taken_within_a_round():
+    case = Case(labels={}, seconds={"plain": [1, 10, 5], "ours": [2, 12, 8]})
+    assert case.overhead("ours", "plain").median == 2
+    assert case.overhead("plain", "plain") is case.overhead("ours", None) is None
+
+
+def test_a_round_takes_as_long_as_its_slowest_rank():
+    assert slowest([{"a": [1, 5], "b": [2, 2]}, {"a": [3, 4], "b": [1, 9]}]) == {"a": [3, 5], "b": [2, 9]}
+
+
+def test_the_exponent_of_a_power_is_found_and_noise_is_averaged():
+    sizes = [1, 2, 4, 8]
+    assert exponent(sizes, [3 * size**1.5 for size in sizes]) == pytest.approx(1.5)
+    assert exponent(sizes, [1.1, 1.9, 4.4, 7.6]) == pytest.approx(1, abs=0.1)
+    for bad_sizes, costs in (([2, 2], [1, 2]), ([1], [1]), ([1, 2], [0, 1])):
+        with pytest.raises(ValueError, match="two sizes"):
+            exponent(bad_sizes, costs)
+
+
+def test_figures_have_three_digits_and_a_unit():
+    assert [number(value) for value in (0, 0.5, 1.234, 12.34, 1234.5, -1.5)] == [
+        "0",
+        "0.500",
+        "1.23",
+        "12.3",
+        "1234",
+        "-1.50",
+    ]
+    assert [duration(value) for value in (2.5, 0.0123, 4.2e-6)] == ["2.50 s", "12.3 ms", "4.20 µs"]
+
+
+# ---- records, tables, goals ------------------------------------------------------------------------------------------
+
+
+def test_a_record_survives_its_json():
+    own = record(peers=("gloo",), caveats=["noisy"])
+    own.add({"ranks": 2}, {"ours": [0.123456789], "gloo": [1.0]})
+    again = Record.from_json(own.to_json())
+    assert again.cases[0].seconds == {"ours": [0.1235], "gloo": [1.0]}
+    assert again.find({"ranks": 2})
+    assert not again.find({"ranks": 3})
+    assert again.to_json() == own.to_json()
+
+
+def test_a_missing_peer_has_no_column_and_its_caveat_says_what_to_install():
+    table = table_of([Case(labels={"size": "4 KB"}, seconds={"ours": [1, 2], "gloo": [2, 4]})], ("gloo", "MPICH"))
+    assert list(table.columns) == ["size", "candidate", "median (10th-90th)", "least", "time ÷ gloo's"]
+    assert table.rows[0][-1] == "0.500 (0.500-0.500)"
+    assert table.rows[1][-1] == "-"
+
+
+def test_goals_are_reached_or_not_or_unknown():
+    own = record(baseline="plain")
+    own.add({"ranks": 2}, {"plain": [1.0], "ours": [2.0], "peer": [4.0]})
+    records = {"all_reduce": own}
+
+    def outcome(**more):
+        return Goal("q", "all_reduce", {"ranks": 2}, "ours", **more).row(records)[-2:]
+
+    assert outcome(bound=0.5, peer="peer") == ["0.500 (0.500-0.500)", "reached"]
+    assert outcome(bound=0.4, peer="peer")[1] == "NOT reached"
+    assert outcome(bound=2, peer="peer", measure="speed")[1] == "reached"
+    assert outcome(bound=3, peer="peer", measure="speed")[1] == "NOT reached"
+    assert outcome(bound=0.3, peer="peer", measure="added") == ["0.333", "NOT reached"]
+    assert outcome(bound=1.9, measure="seconds") == ["2.00 (2.00-2.00) s", "NOT reached"]
+    assert outcome(bound=0, peer="peer", measure="beyond")[1] == "reached"
+    assert outcome(bound=1, peer="nobody") == ["not measured", "unknown"]
+    assert Goal("q", "elsewhere", {}, "ours", 1).row(records)[-1] == "unknown"
+
+
+def test_every_goal_is_of_a_benchmark_that_make_bench_runs():
+    goals = [goal for group in GROUPS for goal in group.goals_of()]
+    assert {goal.record for goal in goals} <= set(suite.SUITE)
+    assert {entry.folder for entry in suite.SUITE.values()} <= {
+        path.parent.name for path in ROOT.glob("benchmarks/*/run.py")
+    }
+    assert "0 of" in table_of_goals({}).title
+
+
+# ---- RESULTS.md and the README ---------------------------------------------------------------------------------------
+
+
+def test_results_have_command_machine_load_caveat_and_the_failed_by_name(tmp_path):
+    own = record(peers=("gloo",), caveats=["No MPI"])
+    own.add({"ranks": 2, "size": "25 MB"}, {"psengine in place": [0.002], "gloo": [0.018]})
+    records = {"all_reduce": own, "straggler": record("straggler", failed="exit code 3")}
+    (tmp_path / "results").mkdir()
+    for name, each in records.items():
+        (tmp_path / "results" / f"{name}.json").write_text(each.to_json())
+    results.write(tmp_path, ["straggler"])
+    text = (tmp_path / "RESULTS.md").read_text()
+    assert text.index("## Goals") < text.index("## straggler") < text.index("## all_reduce")
+    assert "**No figures: exit code 3**" in text
+    for said in ("`python`", sentence(MACHINE, LOAD), "- No MPI", "2.00 ms | gloo 18.0 ms"):
+        assert said in text
+
+
+def test_what_is_committed_is_made_of_the_committed_records():
+    records = results.read_records(ROOT / "benchmarks" / "results")
+    ordered = {name: records[name] for name in [*suite.SUITE, *records] if name in records}
+    written = (ROOT / "benchmarks" / "RESULTS.md").read_text()
+    again = "python benchmarks/harness/suite.py --write writes it"
+    assert written == results.results_of(ordered, ROOT / "benchmarks"), again
+    readme = (ROOT / "README.md").read_text()
+    assert readme == results.with_figures(readme, ordered), again
+    figures = readme.partition(results.BEGIN)[2].partition(results.END)[0].strip()
+    assert figures in written
+
+
+def test_a_readme_without_its_block_is_refused():
+    with pytest.raises(ValueError, match="no block of figures"):
+        results.with_figures("# psengine\n", {})
+
+
+# ---- running ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_benchmark_that_fails_or_hangs_is_named_and_the_others_go_on(tmp_path):
+    options = argparse.Namespace(out=tmp_path, quick=False, ps_lite=None)
+    assert suite.run("fusion_cuda", suite.Entry("fusion_cuda", "--parts nothing"), options).startswith("exit code 2")
+    assert suite.run("start_up", suite.Entry("start_up", limit_s=0.1), options) == "not finished within 0.1 s"
+    records = results.read_records(tmp_path / "results")
+    assert records["start_up"].failed == "not finished within 0.1 s"
+    assert records["fusion_cuda"].command == "python benchmarks/fusion_cuda/run.py --parts nothing"
+
+
+def test_arguments_are_checked():
+    with pytest.raises(argparse.ArgumentTypeError, match=r"unknown nobody \(expected some of a, b"):
+        some_of(["a", "b"])("a,nobody")
+    with pytest.raises(argparse.ArgumentTypeError, match="at least 1, got x"):
+        numbers(1)("2,x")
+    assert numbers(1)("2,1,2") == (2, 1)
+
+
+def test_growth_is_the_cost_over_the_baseline_and_is_drawn(tmp_path):
+    own = record("growth", axis="size", baseline="plain")
+    for size in (1, 2, 4):
+        own.add({"question": "q", "size": size}, {"plain": [1.0], "ours": [1.0 + size**2]})
+    assert growth_curves(own) == {("q", "ours"): [(1, 1.0), (2, 4.0), (4, 16.0)]}
+    pytest.importorskip("matplotlib")
+    draw(own, tmp_path / "growth.png")
+    assert (tmp_path / "growth.png").stat().st_size > 1000
+
+
+# ---- every folder, once ----------------------------------------------------------------------------------------------
+
+QUICK = {
+    "all_reduce": "--ranks 2 --sizes-kb 4",
+    "server_throughput": "--sizes-mb 1 --workers 1 --rounds 1",
+    "step_overhead": "--models small --ranks 2 --candidates plain,native,psengine --rounds 1",
+    "straggler": "--candidates native --seconds 1",
+    "growth": "--questions shards",
+    "start_up": "--what import",
+    "fusion_cuda": "",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("folder", list(QUICK))
+def test_a_quick_run_writes_its_record(folder, tmp_path):
+    if folder == "straggler" and not Path("/usr/share/datasets/fashion-mnist").exists():
+        pytest.skip("Debian's dataset-fashion-mnist is not installed")
+    command = [
+        sys.executable,
+        str(ROOT / "benchmarks" / folder / "run.py"),
+        "--quick",
+        "--json",
+        str(tmp_path / "r.json"),
+    ]
+    done = subprocess.run([*command, *QUICK[folder].split()], capture_output=True, text=True, timeout=150, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    found = Record.from_json((tmp_path / "r.json").read_text())
+    assert found.cases or found.tables or "Not measured" in found.caveats[0]
+
+
+@pytest.mark.slow
+def test_a_rank_that_fails_ends_the_others_and_a_late_one_is_told_of_its_deadline():
+    from all_reduce.run import measure
+
+    with pytest.raises(RuntimeError, match="exit code"):
+        run_ranks(measure, 2, [], "not a number of rounds", "too many", deadline_s=60)
+    with pytest.raises(RuntimeError, match=r"has not finished within 0\.1 s; --deadline"):
+        run_ranks(measure, 2, [4], 10**9, deadline_s=0.1)
+    assert find_mpiexec() is None or Path(find_mpiexec()).exists()
