@@ -59,8 +59,8 @@ def candidates_of(
 
     candidates: dict[str, tuple[torch.Tensor, Callable[[], object]]] = {
         COPY: (own, copy_once),
-        IN_PLACE: (in_place, lambda: collective.all_reduce(in_place).wait()),
-        STAGED: (own, lambda: collective.all_reduce(own).wait()),
+        IN_PLACE: (in_place, lambda: collective.sum(in_place)),
+        STAGED: (own, lambda: collective.sum(own)),
         GLOO: (own, lambda: dist.all_reduce(own)),
     }
     if has_mpi:

@@ -1,7 +1,7 @@
 // psengine._native's functions for the shared-memory collective: integers and addresses in, tuples out.
 //
 // Plain functions of CPython's limited interface, not torch operators: a call costs a tenth of a microsecond instead of
-// several, and a small all-reduce takes ten.
+// several, and a small all-reduce takes two.
 
 #include "bindings/shared_memory.h"
 
@@ -258,12 +258,15 @@ PyMethodDef* shared_memory_methods() {
       method("shared_memory_release_segment", bound<&Group::release_segment>, "(group, index)"),
       method("shared_memory_all_reduce", bound<&Group::all_reduce>,
              "(group, address, numel, kind, scale) -> operation"),
+      method("shared_memory_sum", bound<&Group::sum>,
+             "(group, address, numel, kind, scale) -> 0 if the sum is there, else operation"),
       method("shared_memory_broadcast", bound<&Group::broadcast>, "(group, address, bytes, source_rank) -> operation"),
       method("shared_memory_all_gather", bound<&Group::all_gather>, "(group, input, output, bytes) -> operation"),
       method("shared_memory_reduce_scatter", bound<&Group::reduce_scatter>,
              "(group, input, output, numel, kind, scale) -> operation"),
       method("shared_memory_barrier", bound<&Group::barrier>, "(group) -> operation"),
       method("shared_memory_progress", bound<&Group::progress>, "(group) -> last complete operation"),
+      method("shared_memory_spin", bound<&Group::spin>, "(group, operation) -> 1 if it is complete, else 0"),
       method("shared_memory_wait", wait, "(group, operation, timeout_s) -> None or (status, ranks, detail)"),
       method("shared_memory_states", states, "(group) -> [(process id, arrived, finished, is closed, is running)]"),
       method("shared_memory_has_ended", bound<&Group::has_ended>, "(group) -> 0 or 1"),

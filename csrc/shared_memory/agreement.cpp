@@ -57,7 +57,7 @@ std::string SharedMemoryGroup::describe_difference(uint64_t round) const {
 bool SharedMemoryGroup::check_agreement(const Call& call, uint64_t round) {
   const Descriptor& own = descriptor(rank_, round);
   for (size_t rank = 0; rank < world_size_; ++rank) {
-    if (call.operation == Operation::broadcast && region(rank).arrived.load(std::memory_order_acquire) < round)
+    if (call.operation == Operation::broadcast && descriptor(rank, round).round.load(std::memory_order_acquire) != round)
       continue;
     if (is_same(own, descriptor(rank, round))) continue;
     fail(WaitStatus::mismatched, uint64_t{1} << rank, round);

@@ -33,6 +33,12 @@ struct SharedMemoryGroup::Call {
   uint64_t chunks(uint64_t round) const { return (numel_of(round) + chunk_numel() - 1) / chunk_numel(); }
 };
 
-inline SharedMemoryGroup::Call& SharedMemoryGroup::call_at(uint64_t number) { return calls_[number - first_call_]; }
+// The ring's size is a power of two.
+inline SharedMemoryGroup::Call& SharedMemoryGroup::call_at(uint64_t number) {
+  return calls_[number & (calls_.size() - 1)];
+}
+inline const SharedMemoryGroup::Call& SharedMemoryGroup::call_at(uint64_t number) const {
+  return calls_[number & (calls_.size() - 1)];
+}
 
 }  // namespace psengine

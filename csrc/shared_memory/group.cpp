@@ -4,6 +4,7 @@
 #include <sched.h>
 #include <sys/stat.h>
 #include <unistd.h>
+#include <algorithm>
 #include <stdexcept>
 
 #include "shared_memory/call.h"
@@ -32,6 +33,9 @@ int SharedMemoryGroup::create_control(size_t world_size, size_t slot_bytes, cons
   }
   return file_descriptor;
 }
+
+// A power of two; a backward has a few buckets under way.
+constexpr size_t kFirstCalls = 16;
 
 static bool has_core_for_each(size_t world_size) {
   cpu_set_t cores;
@@ -76,6 +80,7 @@ SharedMemoryGroup::~SharedMemoryGroup() {
   for (const Peer& peer : peers_)
     if (peer.process_fd >= 0) ::close(peer.process_fd);
 }
+
 // ---- beginning an operation --------------------------------------------------------------------------------------
 
 void SharedMemoryGroup::check_process() const {
@@ -87,11 +92,22 @@ void SharedMemoryGroup::check_usable() const {
   if (is_closed_) throw std::runtime_error("the collective is closed");
 }
 
-uint64_t SharedMemoryGroup::begin(Call call) {
+void SharedMemoryGroup::make_room_for_calls() {
+  if (next_call_ - first_call_ < calls_.size()) return;
+  std::vector<Call> larger(std::max(kFirstCalls, 2 * calls_.size()));
+  for (uint64_t number = first_call_; number < next_call_; ++number)
+    larger[number & (larger.size() - 1)] = call_at(number);
+  calls_.swap(larger);
+}
+
+uint64_t SharedMemoryGroup::begin(const Call& begun) {
   check_process();
   std::lock_guard<std::mutex> lock(mutex_);
   check_usable();
   drop_released_segments();
+  make_room_for_calls();
+  Call& call = call_at(next_call_);
+  call = begun;
   if (call.operation == Operation::all_reduce) {
     size_t bytes = call.numel * call.element_bytes;
     if (bytes > kSmallBytes) call.segment = own_segment_of(call.output, bytes, &call.segment_slot);
@@ -108,9 +124,8 @@ uint64_t SharedMemoryGroup::begin(Call call) {
   call.numel_per_round = call.is_staged ? slot_numel : call.numel;
   call.rounds = call.numel == 0 ? 1 : (call.numel + call.numel_per_round - 1) / call.numel_per_round;
   call.first_round = next_round_;
-  calls_.push_back(call);
   next_round_ += call.rounds;
-  uint64_t number = first_call_ + calls_.size() - 1;
+  uint64_t number = next_call_++;
   advance();
   return number;
 }
@@ -123,6 +138,11 @@ uint64_t SharedMemoryGroup::all_reduce(char* data, size_t numel, ScalarKind kind
   call.scale = scale;
   call.input = call.output = data;
   return begin(call);
+}
+
+uint64_t SharedMemoryGroup::sum(char* data, size_t numel, ScalarKind kind, double scale) {
+  uint64_t operation = all_reduce(data, numel, kind, scale);
+  return spin(operation) ? 0 : operation;
 }
 
 uint64_t SharedMemoryGroup::broadcast(char* data, size_t bytes, size_t source_rank) {

@@ -21,7 +21,6 @@
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
-#include <deque>
 #include <functional>
 #include <map>
 #include <mutex>
@@ -32,6 +31,7 @@
 #include "kernels/kernels.h"
 #include "shared_memory/mapping.h"
 #include "shared_memory/ring.h"
+#include "shared_memory/spin_length.h"
 
 namespace psengine {
 
@@ -94,10 +94,17 @@ class SharedMemoryGroup {
   uint64_t reduce_scatter(const char* input, char* output, size_t numel, ScalarKind kind, double scale);
   uint64_t barrier();
 
+  // all_reduce and spin in one call; returns 0 if the sum is there, else the operation's number.
+  uint64_t sum(char* data, size_t numel, ScalarKind kind, double scale);
+
   // Do what can be done without waiting; returns the last operation of which all before it are complete too.
   uint64_t progress();
 
-  // Wait for an operation. `is_interrupted` is asked now and then whether to give up.
+  // Wait for an operation without sleeping, as long as that is worth it: see SpinLength. True if it is complete; false
+  // also where an operation has failed, of which `wait` tells.
+  bool spin(uint64_t operation);
+
+  // Sleep until an operation is complete; call `spin` first. `is_interrupted` is asked now and then whether to give up.
   WaitResult wait(uint64_t operation, double timeout_s, const std::function<bool()>& is_interrupted);
 
   std::vector<RankState> states() const;
@@ -120,8 +127,10 @@ class SharedMemoryGroup {
     std::map<uint32_t, Mapping> segments;  // by segment id
   };
 
-  uint64_t begin(Call call);
+  uint64_t begin(const Call& begun);
   Call& call_at(uint64_t number);
+  const Call& call_at(uint64_t number) const;
+  void make_room_for_calls();
   bool advance();
   bool enter_rounds();
   bool reduce_rounds();
@@ -130,7 +139,7 @@ class SharedMemoryGroup {
   void reduce_claimed_chunks(Call& call, uint64_t round);
   void finish(Call& call, uint64_t round);
   void move_on(Cursor& cursor);
-  bool have_all(std::atomic<uint64_t> RankRegion::* counter, uint64_t round) const;
+  bool have_all_finished(uint64_t round);
   bool have_arrived(const Call& call, uint64_t round) const;
   bool check_agreement(const Call& call, uint64_t round);
   std::string describe_difference(uint64_t round) const;
@@ -166,9 +175,12 @@ class SharedMemoryGroup {
   int64_t process_id_;
   std::vector<Peer> peers_;
   std::mutex mutex_;
-  std::deque<Call> calls_;
-  uint64_t first_call_ = 1;  // the number of calls_.front()
+  std::vector<Call> calls_;  // a ring, as large as most were under way together; the call of number n has place n
+  uint64_t first_call_ = 1;  // the first one that is not complete
+  uint64_t next_call_ = 1;
   uint64_t next_round_ = 1;
+  uint64_t all_finished_ = 0;  // every rank was through with this round when last seen
+  SpinLength spin_length_;
   Cursor enter_{1, 1}, reduce_{1, 1}, finish_{1, 1};
   std::vector<char*> own_segments_;
   uint32_t last_segment_id_ = 0;

@@ -27,8 +27,12 @@ constexpr size_t kChunkBytes = 128 * 1024;
 // Up to this size every rank sums everything for itself: reading W times this is cheaper than another round trip.
 constexpr size_t kSmallBytes = 16 * 1024;
 
-// What one rank called, as the others compare and use it.
+// What one rank called, as the others compare and use it: a cache line, so that a rank that waits for another's arrival
+// has what it called too.
 struct alignas(kCacheLineBytes) Descriptor {
+  // Written last, with release: whoever reads it with acquire sees the rest, and what the rank had put into its slot. A
+  // plain store would do on x86, whose stores are seen in their order; on ARM it would not.
+  std::atomic<uint64_t> round;
   uint64_t numel;  // elements, or bytes for operations that do not compute
   double scale;
   Operation operation;
@@ -40,6 +44,7 @@ struct alignas(kCacheLineBytes) Descriptor {
   uint32_t segment_id;
   uint64_t offset_bytes;  // of the tensor in its segment
 };
+static_assert(sizeof(Descriptor) == kCacheLineBytes);
 
 struct Segment {
   std::atomic<uint32_t> id;  // 0: none
@@ -47,11 +52,12 @@ struct Segment {
   std::atomic<uint64_t> bytes;
 };
 
+// Written by their rank alone, read by all. Lines apart, because one that another rank has read must be fetched back to
+// be written: arrivals are read of descriptors, and `finished` only where a place is used again.
 struct alignas(kCacheLineBytes) RankRegion {
-  // Written by their rank alone, read by all.
   std::atomic<uint64_t> arrived;
-  std::atomic<uint64_t> finished;
-  std::atomic<uint64_t> summing;   // the round of which it may hold a claimed chunk; 0: none
+  alignas(kCacheLineBytes) std::atomic<uint64_t> finished;
+  alignas(kCacheLineBytes) std::atomic<uint64_t> summing;  // the round of which it may hold a claimed chunk; 0: none
   std::atomic<uint64_t> releases;  // segments released so far
   std::atomic<uint32_t> is_closed;
   std::atomic<int64_t> process_id;
@@ -73,6 +79,7 @@ struct alignas(kPageBytes) ControlHeader {
   Token token;
   alignas(kCacheLineBytes) std::atomic<uint32_t> notifications;  // the word sleepers sleep on
   std::atomic<uint32_t> sleepers;
+  std::atomic<int64_t> notified_ns;  // when sleepers were notified last
   alignas(kCacheLineBytes) std::atomic<uint64_t> failed_ranks[kStatuses];  // by WaitStatus
   std::atomic<uint64_t> failed_round;  // in which ranks called different operations; 0: none
   std::atomic<int32_t> failure;        // a WaitStatus; done: none

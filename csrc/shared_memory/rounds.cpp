@@ -2,6 +2,7 @@
 #if defined(__linux__)
 
 #include <algorithm>
+#include <cstdint>
 #include <cstring>
 #include <stdexcept>
 
@@ -70,10 +71,7 @@ bool SharedMemoryGroup::advance() {
     fail(WaitStatus::closed, uint64_t{1} << rank_);
     throw;
   }
-  while (!calls_.empty() && first_call_ < finish_.call) {
-    calls_.pop_front();
-    ++first_call_;
-  }
+  first_call_ = finish_.call;
   return has_moved;
 }
 
@@ -83,16 +81,24 @@ void SharedMemoryGroup::move_on(Cursor& cursor) {
   if (cursor.round == call.first_round + call.rounds) ++cursor.call;
 }
 
-bool SharedMemoryGroup::have_all(std::atomic<uint64_t> RankRegion::* counter, uint64_t round) const {
+// With acquire, of a release: what each rank has read of others' memory, it read before this one writes there again.
+bool SharedMemoryGroup::have_all_finished(uint64_t round) {
+  if (all_finished_ >= round) return true;
+  all_finished_ = UINT64_MAX;
   for (size_t rank = 0; rank < world_size_; ++rank)
-    if ((region(rank).*counter).load(std::memory_order_acquire) < round) return false;
-  return true;
+    all_finished_ = std::min(all_finished_, region(rank).finished.load(std::memory_order_acquire));
+  return all_finished_ >= round;
 }
 
+// Descriptors hold their round until every rank has finished it.
 bool SharedMemoryGroup::have_arrived(const Call& call, uint64_t round) const {
-  if (call.operation == Operation::broadcast)
-    return region(call.source_rank).arrived.load(std::memory_order_acquire) >= round;
-  return have_all(&RankRegion::arrived, round);
+  auto has_arrived = [&](size_t rank) {
+    return descriptor(rank, round).round.load(std::memory_order_acquire) == round;
+  };
+  if (call.operation == Operation::broadcast) return has_arrived(call.source_rank);
+  for (size_t rank = 0; rank < world_size_; ++rank)
+    if (!has_arrived(rank)) return false;
+  return true;
 }
 
 bool SharedMemoryGroup::enter_rounds() {
@@ -100,7 +106,7 @@ bool SharedMemoryGroup::enter_rounds() {
   while (enter_.round < next_round_) {
     const Call& call = call_at(enter_.call);
     uint64_t reused_after = call.is_staged ? kSlots : kRingRounds;
-    if (enter_.round > reused_after && !have_all(&RankRegion::finished, enter_.round - reused_after)) break;
+    if (enter_.round > reused_after && !have_all_finished(enter_.round - reused_after)) break;
     enter(call, enter_.round);
     move_on(enter_);
     has_moved = true;
@@ -130,6 +136,7 @@ void SharedMemoryGroup::enter(const Call& call, uint64_t round) {
     std::memcpy(slot(rank_, round), call.input + call.begin_of(round) * call.element_bytes,
                 call.numel_of(round) * call.element_bytes);
   }
+  description.round.store(round, std::memory_order_release);
   region(rank_).arrived.store(round, std::memory_order_release);
   notify();
 }

@@ -25,7 +25,7 @@
 
 namespace psengine {
 
-constexpr auto kSpinTime = std::chrono::microseconds(50);
+constexpr int kLooksPerClock = 8;
 constexpr int kYields = 16;
 constexpr double kWatchIntervalS = 0.1;
 // Past its deadline, a wait in which nobody is missing goes on for this long, because it is about to end.
@@ -77,6 +77,7 @@ static long futex(std::atomic<uint32_t>* word, int operation, uint32_t value, co
 void SharedMemoryGroup::notify() {
   std::atomic_thread_fence(std::memory_order_seq_cst);
   if (header().sleepers.load(std::memory_order_relaxed) == 0) return;
+  header().notified_ns.store(now_ns(), std::memory_order_relaxed);
   header().notifications.fetch_add(1);
   futex(&header().notifications, FUTEX_WAKE, INT_MAX, nullptr);
 }
@@ -117,7 +118,7 @@ uint64_t SharedMemoryGroup::ranks_waited_for() const {
   for (size_t rank = 0; rank < world_size_; ++rank) {
     if (rank == rank_) continue;
     const RankRegion& other = region(rank);
-    const Call& call = calls_[finish_.call - first_call_];
+    const Call& call = call_at(finish_.call);
     bool is_needed = call.operation != Operation::broadcast || rank == call.source_rank;
     bool is_behind = is_needed && other.arrived.load() < finish_.round;
     if (finish_.round == enter_.round) {
@@ -153,40 +154,54 @@ WaitResult SharedMemoryGroup::failure() const {
   return result;
 }
 
-WaitResult SharedMemoryGroup::wait(uint64_t operation, double timeout_s, const std::function<bool()>& is_interrupted) {
+bool SharedMemoryGroup::spin(uint64_t operation) {
   check_process();
-  using Clock = std::chrono::steady_clock;
-  auto started = Clock::now();
-  auto last_moved = started;
+  int64_t since_ns = 0;  // nothing has moved; taken at the first look that finds nothing
   int yields = 0;
-  while (true) {
+  for (int looks = 1;; ++looks) {
+    int64_t longest_ns;
     bool has_moved;
     {
       std::lock_guard<std::mutex> lock(mutex_);
       has_moved = advance();
-      if (first_call_ > operation) return {};
-      if (header().failure.load() != 0) return failure();
+      bool is_over = first_call_ > operation;
+      if (since_ns != 0 && (has_moved || is_over)) spin_length_.note_wait(now_ns() - since_ns);
+      if (is_over) return true;
+      if (header().failure.load(std::memory_order_acquire) != 0) return false;
+      longest_ns = spin_length_.ns();
     }
-    auto now = Clock::now();
     if (has_moved) {
-      last_moved = now;
-      yields = 0;
-      continue;
-    }
-    if (may_spin_ && now - last_moved < kSpinTime) {
-      for (int pause = 0; pause < 8; ++pause) relax();
-      continue;
-    }
-    if (yields < kYields) {
-      ++yields;
+      looks = yields = 0;
+      since_ns = 0;
+    } else if (!may_spin_) {
+      // Ranks share cores: whoever is waited for may want this one.
+      if (++yields > kYields) return false;
       sched_yield();
-      continue;
+    } else {
+      if (since_ns == 0) since_ns = now_ns();
+      else if (looks % kLooksPerClock == 0 && now_ns() - since_ns >= longest_ns) return false;
+      relax();
     }
-    double left_s = timeout_s - std::chrono::duration<double>(now - started).count();
+  }
+}
+
+WaitResult SharedMemoryGroup::wait(uint64_t operation, double timeout_s, const std::function<bool()>& is_interrupted) {
+  check_process();
+  int64_t started_ns = now_ns();
+  while (true) {
+    int64_t slept_at_ns = now_ns();
+    double left_s = timeout_s - static_cast<double>(slept_at_ns - started_ns) * 1e-9;
     sleep_until_notified(operation, std::clamp(left_s, kShortestSleepS, kWatchIntervalS));
     {
       std::lock_guard<std::mutex> lock(mutex_);
-      advance();
+      int64_t awake_ns = now_ns(), notified_ns = header().notified_ns.load(std::memory_order_relaxed);
+      bool is_notified = notified_ns > slept_at_ns;
+      if (is_notified) spin_length_.note_wake_up(awake_ns - notified_ns);
+      spin_length_.note_wait((is_notified ? notified_ns : awake_ns) - slept_at_ns + spin_length_.ns());
+    }
+    if (spin(operation)) return {};
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
       if (first_call_ > operation) return {};
       if (header().failure.load() != 0) return failure();
       uint64_t late = ranks_waited_for(), gone = 0, closed = 0;

@@ -85,8 +85,8 @@ def measure_all_reduce(
     candidates: dict[str, tuple[torch.Tensor, Callable[[], object]]] = {GLOO: (own, lambda: dist.all_reduce(own))}
     if collective is not None:
         shared, ours = collective.allocate(numel, torch.float32, CPU), collective
-        candidates[IN_PLACE] = (shared, lambda: ours.all_reduce(shared).wait())
-        candidates[STAGED] = (own, lambda: ours.all_reduce(own).wait())
+        candidates[IN_PLACE] = (shared, lambda: ours.sum(shared))
+        candidates[STAGED] = (own, lambda: ours.sum(own))
 
     def prepare(name: str) -> Callable[[], object]:
         tensor, reduce = candidates[name]

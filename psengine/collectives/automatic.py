@@ -63,11 +63,13 @@ class AutomaticCollective(Collective):
 
     def _carrier(self, is_covered: bool) -> Collective:
         """The collective for an operation; ``is_covered``: shared memory covers its tensors."""
+        shared = self._shared
+        if is_covered and shared.is_connected:
+            return shared
         if not is_covered or self._is_unavailable:
             return self._otherwise
-        if not self._shared.is_connected:
-            self.connect()
-        return self._otherwise if self._is_unavailable else self._shared
+        self.connect()
+        return self._otherwise if self._is_unavailable else shared
 
     @override
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -76,6 +78,11 @@ class AutomaticCollective(Collective):
     @override
     def all_reduce(self, flat: torch.Tensor, scale: float = 1.0, *, what: str = "tensor") -> Work:
         return self._carrier(self._shared.sums(flat)).all_reduce(flat, scale, what=what)
+
+    @override
+    def sum(self, flat: torch.Tensor, scale: float = 1.0, *, what: str = "tensor") -> None:
+        if not self._shared.sum_at_once(flat, scale, what):
+            super().sum(flat, scale, what=what)
 
     @override
     def reduce_scatter(

@@ -91,6 +91,10 @@ class Collective(ABC):
             what: name used in error messages, such as "gradient bucket 3".
         """
 
+    def sum(self, flat: torch.Tensor, scale: float = 1.0, *, what: str = "tensor") -> None:
+        """``all_reduce``, and wait for it; sooner than both where nothing is computed in between. Mutates ``flat``."""
+        self.all_reduce(flat, scale, what=what).wait()
+
     @abstractmethod
     def reduce_scatter(
         self, output: torch.Tensor, flat: torch.Tensor, scale: float = 1.0, *, what: str = "tensor"

@@ -15,7 +15,7 @@ BROADCAST_BUCKET_BYTES = 250 * 1024 * 1024
 
 def is_plain(tensor: torch.Tensor) -> bool:
     """Whether the tensor's elements lie on the CPU one after another, as they are."""
-    is_dense = tensor.device.type == "cpu" and tensor.layout == torch.strided and tensor.is_contiguous()
+    is_dense = tensor.is_cpu and tensor.layout is torch.strided and tensor.is_contiguous()
     return is_dense and not tensor.is_conj() and not tensor.is_neg()
 
 

@@ -231,7 +231,7 @@ def _grad_input(ctx: Any, dy: Tensor, x: Tensor, sum_dy: Tensor, sum_dy_xhat: Te
     """Return weight / deviation * (dy - mean(dy) - x̂ * mean(dy * x̂)), the means over all ranks."""
     _, weight, mean, variance = ctx.saved_tensors
     sums = torch.cat([sum_dy, sum_dy_xhat]).to(torch.float64)
-    ctx.collective.all_reduce(sums, what="batch normalisation gradients").wait()
+    ctx.collective.sum(sums, what="batch normalisation gradients")
     mean_dy, mean_dy_xhat = sums.div_(ctx.count).to(mean.dtype).chunk(2)
     inverse_deviation = torch.rsqrt(variance + ctx.eps)
     factor = inverse_deviation if weight is None else inverse_deviation * weight.to(mean.dtype)

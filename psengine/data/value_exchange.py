@@ -102,7 +102,7 @@ class ValueExchange:
         if self.world_size == 1 or not addends:
             return list(addends)
         flat = torch.cat([addend.reshape(-1).to(self.device) for addend in addends])
-        self.collective.all_reduce(flat, what=f"metrics of {self._verb}()").wait()
+        self.collective.sum(flat, what=f"metrics of {self._verb}()")
         totals = flat.split([addend.numel() for addend in addends])
         return [total.to(addend.device).view(addend.shape) for total, addend in zip(totals, addends, strict=True)]
 

@@ -292,7 +292,7 @@ class ForwardPass(NativeDistributedDataParallel):  # type: ignore[misc]
         syncs = self.require_backward_grad_sync and not is_joined_rank
         weighs = syncs and self.reducer.step_share.weight is not None
         flags = torch.tensor([float(syncs), float(weighs)], device=self.device)
-        self._collective.all_reduce(flags, what="join: does anybody synchronise gradients").wait()
+        self._collective.sum(flags, what="join: does anybody synchronise gradients")
         syncing_ranks, weighing_ranks = flags.tolist()
         self.reducer.step_share.shadows_weights = weighing_ranks != 0
         return bool(syncing_ranks != 0)

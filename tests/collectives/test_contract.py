@@ -72,6 +72,9 @@ def sums(collective: Collective) -> list[str]:
             flat.copy_(addends[rank])
             collective.all_reduce(flat, what="test").wait()
             found.append(bits(flat))
+            at_once = addends[rank].clone()
+            collective.sum(at_once, what="test")
+            assert bits(at_once) == found[-1], "all_reduce and sum are one operation"
             if not (dtype.is_floating_point or dtype.is_complex):
                 assert torch.equal(flat, sum(addends))
             elif numel > 0:

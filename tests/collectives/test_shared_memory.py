@@ -272,6 +272,22 @@ def test_bits_of_numbers_of_every_kind_are_those_of_gloo(world_size):
     run_ranks(compare_bits, world_size)
 
 
+# ---- waiting ---------------------------------------------------------------------------------------------------------
+
+
+@in_ranks(2)
+def test_a_long_wait_sleeps(rank, world_size):
+    collective = connect()
+    collective.sum(torch.ones(3))
+    for _ in range(3):
+        cpu_s, began_s = time.thread_time(), time.monotonic()
+        if rank == 1:
+            time.sleep(0.2)
+        collective.sum(torch.ones(3))
+        if rank == 0:
+            assert time.thread_time() - cpu_s < 0.25 * (time.monotonic() - began_s), "it spins, and burns a core"
+
+
 # ---- faults ----------------------------------------------------------------------------------------------------------
 
 
@@ -283,6 +299,7 @@ def work_until_failure(collective: SharedMemoryCollective, seconds: float) -> tu
             flats = [torch.ones(100), torch.ones(400_000), collective.allocate(600_000, torch.float32, CPU).fill_(1.0)]
             for work in [collective.all_reduce(flat) for flat in flats]:
                 work.wait()
+            collective.sum(flats[0])
             collective.broadcast(flats[:1], source_rank=1).wait()
     except PeerLostError as error:
         return error.ranks, str(error), time.monotonic() - started

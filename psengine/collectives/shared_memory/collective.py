@@ -52,6 +52,9 @@ SCALAR_KINDS = {
     torch.int64: 5,
 }
 SUMMED_DTYPES = {*SCALAR_KINDS, torch.complex64, torch.complex128}
+STRIDED = torch.strided
+# These are never scaled.
+INTEGER_KINDS = {SCALAR_KINDS[torch.int32], SCALAR_KINDS[torch.int64]}
 # csrc/shared_memory/ring.h, Order
 ORDERS = {"ring": 0, "rank": 1}
 # With more operations in flight, complete ones are looked for, in case nobody waits for them.
@@ -100,7 +103,7 @@ class SharedMemoryCollective(Collective):
         self._connecting = threading.Lock()
         self._segments = SharedSegments(self._extension) if native.has_shared_memory() else None
         # By operation, its tensors, kept until the native side is done.
-        self._outstanding: dict[int, tuple[torch.Tensor, ...]] = {}
+        self._outstanding: dict[int, torch.Tensor | tuple[torch.Tensor, ...]] = {}
 
     @property
     @override
@@ -153,10 +156,33 @@ class SharedMemoryCollective(Collective):
     @override
     def all_reduce(self, flat: torch.Tensor, scale: float = 1.0, *, what: str = "tensor") -> SharedMemoryWork:
         what = f"all-reduce of {what}"
-        check_flat(self, what, flat, scale)
-        flat = real(flat)
-        arguments = flat.data_ptr(), flat.numel(), self._kind(what, flat), scale
-        return self._begin_on((flat,), what, "shared_memory_all_reduce", *arguments)
+        kind = _kind_at_once(flat, scale)
+        if kind is None:
+            check_flat(self, what, flat, scale)
+            flat = real(flat)
+            kind = self._kind(what, flat)
+        return self._begin_on(flat, what, "shared_memory_all_reduce", flat.data_ptr(), flat.numel(), kind, scale)
+
+    @override
+    def sum(self, flat: torch.Tensor, scale: float = 1.0, *, what: str = "tensor") -> None:
+        if not self.sum_at_once(flat, scale, what):
+            super().sum(flat, scale, what=what)
+
+    def sum_at_once(self, flat: torch.Tensor, scale: float, what: str) -> bool:
+        """``sum`` in one call of the native side, which begins, spins and adds; only a longer wait is watched and
+        sleeps. False, and nothing has happened, where there is more to check, convert or note.
+        """
+        kind = _kind_at_once(flat, scale)
+        if kind is None or self._group is None or recorder.is_on or is_profiling():
+            return False
+        try:
+            operation = self._extension.shared_memory_sum(self._group, flat.data_ptr(), flat.numel(), kind, scale)
+        except RuntimeError as error:
+            raise self._failure(f"all-reduce of {what}", error) from error
+        if operation != 0:
+            self._outstanding[operation] = flat
+            self._wait(operation, f"all-reduce of {what}", self.timeout_s)
+        return True
 
     @override
     def reduce_scatter(
@@ -250,7 +276,7 @@ class SharedMemoryCollective(Collective):
 
     def _begin_on(
         self,
-        tensors: tuple[torch.Tensor, ...],
+        tensors: torch.Tensor | tuple[torch.Tensor, ...],
         what: str,
         function: str,
         *arguments: Any,
@@ -276,8 +302,12 @@ class SharedMemoryCollective(Collective):
         try:
             operation: int = self._call_profiled(what, function, *arguments)
         except RuntimeError as error:
-            raise CollectiveError(f"{what} failed on rank {self.rank} of {self.world_size}: {error}") from error
+            raise self._failure(what, error) from error
         return operation
+
+    def _failure(self, what: str, error: RuntimeError) -> CollectiveError:
+        """What to raise for a call that the native side refused."""
+        return CollectiveError(f"{what} failed on rank {self.rank} of {self.world_size}: {error}")
 
     def _call_profiled(self, what: str, function: str, *arguments: Any) -> Any:
         call = getattr(self._extension, function)
@@ -287,24 +317,51 @@ class SharedMemoryCollective(Collective):
             return call(self._group, *arguments)
 
     def _wait(self, operation: int, what: str, timeout_s: float) -> None:
+        if not is_profiling():
+            self._finish(operation, what, timeout_s)
+            return
+        with profiled(f"wait for {what}"):
+            self._finish(operation, what, timeout_s)
+
+    def _finish(self, operation: int, what: str, timeout_s: float) -> None:
         started_ns = recorder.settled_ns() if recorder.is_on else 0
-        watched = None
-        if self._stall_after_s:
-            watched = inspector.enter(self, operation, what, timeout_s, self._stall_after_s)
+        failure = None
         try:
-            failure = self._call_profiled(f"wait for {what}", "shared_memory_wait", operation, timeout_s)
+            if not self._extension.shared_memory_spin(self._group, operation):
+                failure = self._sleep(operation, what, timeout_s)
         except RuntimeError as error:
             self.close()  # the others need not wait for this rank
-            raise CollectiveError(f"{what} failed on rank {self.rank} of {self.world_size}: {error}") from error
-        finally:
-            if watched is not None:
-                inspector.leave(watched)
+            raise self._failure(what, error) from error
         if failure is not None:
             states = self._extension.shared_memory_states(self._group)
             raise error_of(what, self.rank, self._host, timeout_s, states, failure)
         if started_ns:
             record_wait(what, started_ns)
-        self._forget(operation)
+        self._outstanding.pop(operation, None)
+        if self._outstanding:
+            self._forget(operation)
+
+    def _sleep(self, operation: int, what: str, timeout_s: float) -> tuple[int, int, str] | None:
+        """Go on waiting after the native side has spun, watched by the stall inspector. Return what failed, if so."""
+        watched = None
+        if self._stall_after_s:
+            watched = inspector.enter(self, operation, what, timeout_s, self._stall_after_s)
+        try:
+            failure: tuple[int, int, str] | None = self._extension.shared_memory_wait(self._group, operation, timeout_s)
+        finally:
+            if watched is not None:
+                inspector.leave(watched)
+        return failure
+
+
+def _kind_at_once(flat: torch.Tensor, scale: float) -> int | None:
+    """The kind of a tensor that is summed as it is; None where it must be looked at more closely, or refused."""
+    kind = SCALAR_KINDS.get(flat.dtype)
+    if kind is None or (scale != 1.0 and kind in INTEGER_KINDS):
+        return None
+    # What operands.is_plain asks of a real tensor, without a call.
+    is_plain = flat.is_cpu and flat.layout is STRIDED and flat.is_contiguous() and not flat.is_neg()
+    return kind if is_plain else None
 
 
 class SharedMemoryWork(Work):
@@ -337,6 +394,7 @@ class SharedMemoryWork(Work):
     def wait(self, timeout_s: float | None = None) -> None:
         """``timeout_s`` overrides the deadline. Passing it ends the whole group."""
         self._collective._wait(self._operation, self._what, self._timeout_s if timeout_s is None else timeout_s)
-        finish, self._finish = self._finish, ()
-        for copy in finish:
-            copy()
+        if self._finish:
+            finish, self._finish = self._finish, ()
+            for copy in finish:
+                copy()
