@@ -26,6 +26,7 @@ from server_throughput import ps_lite
 from server_throughput.echo import ECHO, ECHOES, WORKING_ECHO, Echo, WorkingEcho, echo_servers
 
 from psengine.parameter_server.client.partition import CHUNK_BYTES, cut
+from psengine.parameter_server.client.segments import bytes_for
 from psengine.parameter_server.client.worker_session import SessionOptions, WorkerSession, wait_all
 from psengine.protocol.hyperparameters import optimizer_name, wire_groups
 from psengine.protocol.layout import ChunkKind, ChunkSpec
@@ -43,9 +44,13 @@ AVERAGE = {"name": "average", "quorum": None}
 # name -> the rule of its job, and the ways to the server that it may use
 PSENGINE: dict[str, tuple[dict[str, Any], dict[str, bool]]] = {
     "async": (APPLY, {}),
+    "async, packed in the segment": (APPLY, {}),
     "sync-server": (AVERAGE, {}),
+    "async, Unix socket only": (APPLY, {"uses_segments": False}),
     "async, TCP only": (APPLY, {"uses_local_socket": False}),
 }
+# Its gradients were packed where the server reads them as they came: packing is not timed.
+PACKED = "async, packed in the segment"
 CANDIDATES = (*PSENGINE, *ECHOES, ps_lite.NAME)
 
 
@@ -64,7 +69,6 @@ class Psengine:
         self._specs = chunks_of(size)
         numels = [spec.numel for spec in self._specs]
         self._parts = list(torch.zeros(size).split(numels))
-        self._packed = torch.zeros(size).split(numels)
         self._session = WorkerSession(
             SessionOptions(
                 addresses=[address],
@@ -77,7 +81,11 @@ class Psengine:
             )
         )
         self._session.start()
+        self._session.reserve(bytes_for(self._specs))
+        self._packed = self._session.allocate(size, torch.float32).split(numels)
         self._session.enter(self._specs, lambda spec: self._parts[spec.key])
+        for spec, packed in zip(self._specs, self._packed, strict=True):
+            self._session.adopt(spec.key, packed)
         self._groups = None
         if rule["name"] == "apply":
             made = OPTIMIZERS[optimizer]([torch.nn.Parameter(torch.zeros(1))])
@@ -87,10 +95,15 @@ class Psengine:
                 [self._session.configure(spec.key, {**body, "runs": [[0, spec.numel, 0]]}) for spec in self._specs]
             )
 
-    def push_pull(self, chunks: Sequence[torch.Tensor]) -> None:
+    def pack(self, chunks: Sequence[torch.Tensor]) -> None:
+        torch._foreach_copy_(self._packed, chunks)
+
+    def push_pull(self, chunks: Sequence[torch.Tensor] | None) -> None:
+        """Of these gradients, or of what is packed already."""
         pending = []
-        for spec, packed, chunk, part in zip(self._specs, self._packed, chunks, self._parts, strict=True):
-            packed.copy_(chunk)
+        for index, (spec, packed, part) in enumerate(zip(self._specs, self._packed, self._parts, strict=True)):
+            if chunks is not None:
+                packed.copy_(chunks[index])
             pending.append(self._session.push(spec.key, packed, [part], groups=self._groups))
         wait_all(pending)
 
@@ -121,6 +134,9 @@ def worker(
             name: Turn(lambda candidate=candidate: candidate.push_pull(chunks))
             for name, candidate in candidates.items()
         }
+        if PACKED in candidates:
+            packed = candidates[PACKED]
+            turns[PACKED] = Turn(lambda: packed.push_pull(None), before=lambda: packed.pack(chunks))
         return take_turns(turns, rounds, warm_up=WARM_UP_ROUNDS, barrier=rank.barrier.wait)
     finally:
         for candidate in candidates.values():
