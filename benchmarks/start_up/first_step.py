@@ -20,11 +20,14 @@ def main(which: str, out: Path) -> None:
     module = torch.nn.Linear(64, 8)
     if which == "native":
         model = torch.nn.parallel.DistributedDataParallel(module)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     else:
         import psengine
 
         model = psengine.DistributedDataParallel(module)
+        optimizer = psengine.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
     model(torch.randn(4, 64)).sum().backward()
+    optimizer.step()
     if dist.get_rank() == 0:
         out.write_text(str(time.monotonic()))
     dist.barrier()

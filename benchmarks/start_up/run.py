@@ -68,7 +68,8 @@ def clock(run: Callable[[], object]) -> float:
 
 
 def turns_of(what: str, out: Path) -> dict[str, Turn]:
-    launch = ("--nproc-per-node", 2)
+    launch, psengine = ("--nproc-per-node", 2), (sys.executable, "-m", "psengine.cli.main")
+    with_server = ("--workers", 2, "--strategy", "async")
     return {
         "import": {
             "Python": python("pass"),
@@ -77,12 +78,15 @@ def turns_of(what: str, out: Path) -> dict[str, Turn]:
             "psengine, its DDP": python("import torch, psengine; psengine.DistributedDataParallel"),
         },
         "help": {
-            "psengine": program(sys.executable, "-m", "psengine.cli.main", "--help"),
+            "psengine": program(*psengine, "--help"),
+            "psengine run": program(*psengine, "run", "--help"),
+            "psengine-server": program(sys.executable, "-m", "psengine.cli.server", "--help"),
             "torchrun": program(BIN / "torchrun", "--help"),
         },
         "first step": {
             "torchrun": first_step("native", out, BIN / "torchrun", *launch),
-            "psengine run": first_step("psengine", out, sys.executable, "-m", "psengine.cli.main", "run", *launch),
+            "psengine run": first_step("psengine", out, *psengine, "run", *launch),
+            "psengine run, 1 server": first_step("psengine", out, *psengine, "run", *with_server),
         },
     }[what]
 
