@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 
 from psengine.collectives.registry import collective_for, default_group
-from psengine.data.value_exchange import ValueExchange
-from psengine.environment.context import group_place, is_main_process, this_worker
+from psengine.data.value_exchange import ValueExchange, check_has_met
+from psengine.environment.context import is_main_process, this_worker
 from psengine.errors import ArgumentTypeError, ConfigurationError, NonFiniteLossError, PSEngineError
 from psengine.tensors.leaves import is_real_scalar, kind_for_sum, to_float
 from psengine.tensors.plain_values import from_bytes, to_bytes
@@ -33,7 +33,7 @@ def barrier(process_group: dist.ProcessGroup | None = None) -> None:
         PeerLostError: ranks died meanwhile; names them.
         CollectiveError: not all ranks came within the ``timeout`` of ``psengine.init``.
     """
-    _check_has_met(process_group, "barrier")
+    check_has_met(process_group, "barrier")
     collective_for(process_group or default_group()).barrier().wait()
 
 
@@ -57,7 +57,6 @@ def broadcast_object(value: Any, from_rank: int = 0, process_group: dist.Process
         ReplicaMismatchError: the ranks made different calls, or the value of ``from_rank`` cannot be sent.
         CollectiveError: a rank did not come within the ``timeout`` of ``psengine.init``, or died.
     """
-    _check_has_met(process_group, "broadcast_object")
     exchange = ValueExchange(f"broadcast_object from rank {from_rank}", [], process_group)
     payload = b""
     if type(from_rank) is not int or not 0 <= from_rank < exchange.world_size:
@@ -74,15 +73,6 @@ def broadcast_object(value: Any, from_rank: int = 0, process_group: dist.Process
     exchange.check(kind_for_sum, len(payload))
     payload = exchange.collective.broadcast_bytes(payload, from_rank, exchange.device, what="broadcast_object()")
     return from_bytes(payload)
-
-
-def _check_has_met(process_group: dist.ProcessGroup | None, verb: str) -> None:
-    """Refuse to return at once, as a process alone does, where the launcher has started others too."""
-    if process_group is None and default_group() is None and (world_size := group_place()[1]) > 1:
-        raise ConfigurationError(
-            f"psengine.{verb}() needs the process group (expected psengine.init() before it and no shutdown() since,"
-            f" got no group in a process that is one of {world_size})"
-        )
 
 
 def print(*values: object, sep: str = " ", end: str = "\n", file: TextIO | None = None, flush: bool = False) -> None:

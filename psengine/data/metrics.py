@@ -64,7 +64,7 @@ def mean(
 
     Raises:
         ArgumentTypeError: a leaf of this rank is no number or dense tensor of numbers.
-        ConfigurationError: the weights are negative, not finite, or all zero.
+        ConfigurationError: the weights are negative, not finite, or all zero; or, as for ``barrier``, no group.
         ReplicaMismatchError: the ranks' values differ in keys, nesting, dtype or shape.
     """
     exchange = ValueExchange("mean", value, process_group)

@@ -14,8 +14,22 @@ import torch
 import torch.distributed as dist
 
 from psengine.collectives.registry import collective_for, default_group
+from psengine.environment.context import group_place
 from psengine.errors import ArgumentTypeError, ConfigurationError, PSEngineError, ReplicaMismatchError
 from psengine.tensors.leaves import CPU, Description, Leaf, Walk, is_real_scalar, rebuild, to_float
+
+
+def check_has_met(process_group: dist.ProcessGroup | None, verb: str) -> None:
+    """Refuse to act as a process alone does where the launcher has started others too.
+
+    Raises:
+        ConfigurationError: there is no process group; names ``verb``, the public function.
+    """
+    if process_group is None and default_group() is None and (world_size := group_place()[1]) > 1:
+        raise ConfigurationError(
+            f"psengine.{verb}() needs the process group (expected psengine.init() before it and no shutdown() since,"
+            f" got no group in a process that is one of {world_size})"
+        )
 
 
 class ValueExchange:
@@ -26,6 +40,9 @@ class ValueExchange:
         value: numbers and tensors, nested at will.
         process_group: the ranks; None means the default group, or this process alone without one.
 
+    Raises:
+        ConfigurationError: the launcher started several ranks, and there is no process group.
+
     Attributes:
         collective: exchanges with the other ranks.
         leaves, paths: the value's numbers and tensors, and where each stands.
@@ -33,6 +50,7 @@ class ValueExchange:
     """
 
     def __init__(self, verb: str, value: Any, process_group: Any) -> None:
+        check_has_met(process_group, verb.partition(" ")[0])
         self._verb = verb
         self._value = value
         process_group = process_group or default_group()

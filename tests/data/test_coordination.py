@@ -176,7 +176,14 @@ def test_ranks_share_values_and_wait_for_each_other(collective, world_size):
     run_ranks(exchange, world_size, collective)
 
 
-@pytest.mark.parametrize("call", [psengine.barrier, lambda: psengine.broadcast_object(1)])
+@pytest.mark.parametrize(
+    "call",
+    [
+        psengine.barrier,
+        *(lambda: psengine.broadcast_object(1), lambda: psengine.mean(1.0)),
+        *(lambda: psengine.sum({"n": 1}), lambda: psengine.gather([1, 2])),
+    ],
+)
 def test_ranks_that_have_not_met_are_told(call, monkeypatch):
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}.items():
         monkeypatch.setenv(name, value)
