@@ -24,13 +24,16 @@ PyObject* none() {
 
 // The caller holds the GIL, so no other hook counts meanwhile. The arrays keep their sizes: count_down.py holds
 // memoryviews of them.
-PyObject* hook(PyObject* bound, PyObject* const*, Py_ssize_t) {
+PyObject* hook(PyObject* bound, PyObject* const* arguments, Py_ssize_t count) {
   PyObject* const index_object = PyTuple_GetItem(bound, kIndex);
   const Py_ssize_t index = PyLong_AsSsize_t(index_object);
   const int32_t way = numbers_of(bound, kWays)[index];
   if (way == kNoWay) return none();
   int32_t* const left = numbers_of(bound, kLeft) + index;
-  if (way == kLongWay || *left <= 0)
+  // Autograd's second argument is what the node got: one gradient, None where it is undefined.
+  const bool is_undefined = count == 2 && PyTuple_Check(arguments[1]) != 0 && PyTuple_Size(arguments[1]) == 1 &&
+                            PyTuple_GetItem(arguments[1], 0) == Py_None;
+  if (way == kLongWay || *left <= 0 || is_undefined)
     return PyObject_CallFunctionObjArgs(PyTuple_GetItem(bound, kLong), index_object, nullptr);
   if (--*left > 0 || --numbers_of(bound, kPending)[way] != 0) return none();
   return PyObject_CallFunctionObjArgs(PyTuple_GetItem(bound, kFull), nullptr);

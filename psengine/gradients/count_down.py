@@ -82,7 +82,7 @@ class CountDown:
         """Return the post-hook of parameter ``index``'s accumulation node.
 
         Args:
-            long_way: called with ``index``, also where the gradient was ready already.
+            long_way: called with ``index``, also where the gradient was ready already, or is undefined.
             reduce_full_buckets: called when a bucket's last gradient is ready.
             index: the parameter's.
         """
@@ -104,11 +104,11 @@ def counting_hook(
 ) -> Callable[..., None]:
     """The native extension's function of this name; see ``CountDown.hook``."""
 
-    def hook(_inputs: Any, _outputs: Any) -> None:
+    def hook(_outputs: Any, inputs: Any) -> None:
         way = ways[index]
         if way == NO_WAY:
             return
-        if way == LONG_WAY or left[index] <= 0:
+        if way == LONG_WAY or left[index] <= 0 or inputs[0] is None:
             long_way(index)
             return
         left[index] -= 1

@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 
 class Flight:
-    """Moves the buckets of ``layout`` through a backward; ``always_packs``, because gradients are views of buckets.
+    """Moves the buckets of ``layout`` through a backward.
 
     Attributes:
         is_packing: whether this backward packs its gradients; else they are final as they are.
@@ -43,8 +43,6 @@ class Flight:
         layout: BucketLayout,
         step_share: StepShare,
         finite_check: FiniteCheck | None,
-        *,
-        always_packs: bool,
     ) -> None:
         self.is_packing = True
         self.buckets_reduced = 0
@@ -56,7 +54,6 @@ class Flight:
         self._layout = layout
         self._step_share = step_share
         self._finite_check = finite_check
-        self._always_packs = always_packs or finite_check is not None
         self._spans = ExchangeSpans(strategy.capabilities.exchange_name)
         self._reductions: list[Reduction | None] = []
         self._step = 0
@@ -66,7 +63,8 @@ class Flight:
         """A backward is expected, that of iteration ``step``."""
         self._step = step
         self._reductions = []
-        self.is_packing = self._always_packs or self._strategy.needs_packing
+        # With gradient_as_bucket_view too: views save the copy back, and without an exchange there is none.
+        self.is_packing = self._finite_check is not None or self._strategy.needs_packing
         if self._finite_check is not None:
             self._finite_check.begin(self._layout.buckets)
 
@@ -114,8 +112,12 @@ class Flight:
 
     # ---- the end of backward -----------------------------------------------------------------------------------
 
-    def land(self, graph: EveryParameter) -> None:
+    def land(self, graph: EveryParameter, *, misses_gradients: bool) -> None:
         """Wait for every bucket in order, and write the results to the gradients.
+
+        Args:
+            graph: of this backward.
+            misses_gradients: whether a hook of this backward found its gradient undefined.
 
         Raises:
             NonFiniteGradientError: some rank's gradient is not finite; every rank raises it, and nothing was written.
@@ -137,7 +139,7 @@ class Flight:
             for packing, reduction in zip(self._layout.packings, reductions, strict=True):
                 if reduction is not None:
                     self._collect(packing, reduction, graph)
-                elif not self.is_packing and self._strategy.capabilities.defines_gradients:
+                elif misses_gradients and not self.is_packing and self._strategy.capabilities.defines_gradients:
                     # As among several ranks, an undefined gradient counts as zero.
                     packing.create_missing(graph.unused_positions(packing.bucket.parameter_indices))
             remainder.wait()

@@ -119,10 +119,10 @@ class Reducer(NativeNames):
             self._layout,
             self.step_share,
             FiniteCheck(self.names, collective, tells_others=strategy.capabilities.gathers) if check_finite else None,
-            always_packs=gradient_as_bucket_view,
         )
         self._arrival_order: list[int] = []
         self.ready_order: list[int] = []
+        self._misses_gradients = False  # a hook of this backward found none
         # Forwards came twice without a backward: where two backwards follow, the second one is not exchanged.
         self._may_forget_a_backward = self._warned_local_backward = False
 
@@ -222,6 +222,7 @@ class Reducer(NativeNames):
         )
         if not only_counts:
             self.ready_order = []
+        self._misses_gradients = False
         self._count_down.begin(only_counts=only_counts)
         unreached = self.graph.begin(outputs)
         self._check_listening([index for index in unreached if self._nodes.was_converted(index)])
@@ -260,6 +261,8 @@ class Reducer(NativeNames):
                     self._may_forget_a_backward, self._warned_local_backward = False, True
                     logger.warning(LOCAL_BACKWARD_MESSAGE)
                 return
+            if self.parameters[index].grad is None:
+                self._misses_gradients = True
             if self.graph.is_being_counted:
                 self.graph.count(index)
                 return
@@ -330,7 +333,7 @@ class Reducer(NativeNames):
         # Cleared first: after an error the next forward must not report an unfinished reduction instead of it.
         self._stop_expecting_hooks()
         try:
-            self.flight.land(self.graph)
+            self.flight.land(self.graph, misses_gradients=self._misses_gradients)
         except NonFiniteGradientError as error:
             self._settle()
             self._on_error(str(error))

@@ -27,8 +27,8 @@ class Listener:
                 for index in range(len(buckets))
             ]
 
-    def fire(self, index):
-        assert self.hooks[index]((), (None,)) is None
+    def fire(self, index, gradient=0):
+        assert self.hooks[index]((), (gradient,)) is None
 
     def numbers(self):
         return list(self.count_down.left), list(self.count_down.pending)
@@ -56,10 +56,12 @@ def test_gradients_are_counted_down(is_native, monkeypatch):
     assert listener.calls == ["full", 2, 3]
     assert listener.numbers() == ([1, 0, 0, 1], [0, 2, 0, 0])
 
+    listener.fire(0, gradient=None)  # an undefined one
+    assert listener.calls == ["full", 2, 3, 0]
     counts.begin(only_counts=False)
     assert listener.numbers() == ([1, 1, 2, 1], [2, 2, 0, 0])
     listener.fire(0)
-    assert listener.calls[3:] == [0]
+    assert listener.calls[4:] == [0]
 
 
 @needs_extension

@@ -84,7 +84,7 @@ class SendInStep:
         """The first gradient of a backward is ready."""
 
     def bucket_is_full(self, bucket: Bucket, bound: ServerOptimizer) -> None:
-        """A bucket is packed; with ``gradient_as_bucket_view`` also where gradients leave in the step."""
+        """A bucket is full, and packed where gradients leave during backward."""
 
     def begin_step(self, bound: ServerOptimizer) -> None:
         """Gradients begin to leave."""
