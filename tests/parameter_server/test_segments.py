@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+import random
+import signal
+import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 import torch
+from support.processes import forkserver
 from support.server_process import ServerProcess, running_server
 from support.shard_world import APPLY, AVERAGE, SGD
 from support.waiting import eventually
@@ -16,6 +22,7 @@ from support.worker_sessions import entered
 from psengine.errors import ServerLostError
 from psengine.parameter_server.client.partition import cut
 from psengine.parameter_server.client.worker_session import PushResult, WorkerSession, wait_all
+from psengine.parameter_server.segments import passing
 from psengine.parameter_server.segments.memory import IS_AVAILABLE
 from psengine.protocol.layout import ChunkKind
 
@@ -94,7 +101,7 @@ def history(
     return made
 
 
-@pytest.fixture(scope="module", params=[1, 2])
+@pytest.fixture(scope="module", params=[pytest.param(1, marks=pytest.mark.slow), 2])
 def server(request):
     with running_server(shards=request.param) as running:
         yield running
@@ -163,6 +170,98 @@ def test_after_a_wait_that_failed_servers_see_no_writes_and_the_exchange_has_wha
         finally:
             for session in sessions:
                 session.close()
+
+
+def push_all_as(session: WorkerSession, rank: int, step: int) -> list[torch.Tensor]:
+    answers = landings()
+    pairs = zip(CHUNKS, gradient(rank, step), answers, strict=True)
+    wait_all([session.push(key, payload, [landing]) for key, payload, landing in pairs])
+    return answers
+
+
+def push_for_ever(address: str, rank: int) -> None:
+    session = entered(address, rank, SPECS, job="killed", world_size=2)
+    for step in itertools.count():
+        push_all_as(session, rank, step)
+
+
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 40))])
+def test_a_worker_that_is_killed_leaves_no_memory_and_no_half_gradient(seed):
+    rng = random.Random(seed)
+    with running_server(lease_s=1.0) as server:
+        survivor = entered(server.addresses[0], 0, SPECS, job="killed", world_size=2)
+        victim = forkserver.Process(target=push_for_ever, args=(server.addresses[0], 1), daemon=True)
+        victim.start()
+        try:
+            eventually(lambda: 1 in survivor.members)
+            stop_s, is_dead, alone = time.monotonic() + rng.uniform(0.05, 0.6), False, 0
+            for step in itertools.count():
+                answers = push_all_as(survivor, 0, step)
+                own, theirs = gradient(0, step), gradient(1, step)
+                for spec, got, mine, other in zip(SPECS, answers, own, theirs, strict=True):
+                    both = mine if spec.kind is ChunkKind.BUFFER else (mine + other) / 2
+                    assert torch.equal(got, both) or (is_dead and torch.equal(got, mine))
+                alone += torch.equal(answers[0], own[0])
+                if not is_dead and time.monotonic() > stop_s:
+                    victim.kill()
+                    is_dead = True
+                if alone >= 3:
+                    break
+            eventually(lambda: shared_maps(server.pid) == 1)
+            survivor.close()
+            eventually(lambda: shared_maps(server.pid) == 0)
+        finally:
+            victim.kill()
+            victim.join(10)
+            survivor.close()
+
+
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 40))])
+def test_servers_that_are_killed_at_any_moment_change_no_bit(seed):
+    rng = random.Random(seed)
+    with ExitStack() as stack:
+        server = stack.enter_context(running_server())
+        address = server.addresses[0]
+        sessions = [entered(address, rank, SPECS, job="restarts", world_size=2) for rank in range(2)]
+        try:
+            for step in range(12):
+                answers = [landings() for _ in sessions]
+                pushes = [
+                    session.push(key, payload, [landing])
+                    for rank, session in enumerate(sessions)
+                    for key, payload, landing in zip(CHUNKS, gradient(rank, step), answers[rank], strict=True)
+                ]
+                if step in (3, 7):
+                    time.sleep(rng.uniform(0.0, 0.003))
+                    server.kill()
+                    server = stack.enter_context(running_server(bind=address))
+                wait_all(pushes)
+                for spec, mine, theirs, *landed in zip(
+                    SPECS, gradient(0, step), gradient(1, step), *answers, strict=True
+                ):
+                    expected = mine if spec.kind is ChunkKind.BUFFER else (mine + theirs) / 2
+                    assert all(torch.equal(one, expected) for one in landed), (step, spec.key)
+            assert [sharing(session) for session in sessions] == [1, 1]
+        finally:
+            for session in sessions:
+                session.close()
+
+
+def test_a_server_that_does_not_answer_an_offer_gets_payloads_through_its_socket(monkeypatch):
+    monkeypatch.setattr(passing, "ANSWER_S", 0.2)
+    with running_server(lease_s=30.0) as server:
+        session = entered(server.addresses[0], 0, SPECS[:1])
+        try:
+            server.signal(signal.SIGSTOP)
+            landing = torch.zeros(SPECS[0].numel)
+            push = session.push(0, gradient(0, 0)[0], [landing])
+            assert sharing(session) == 0
+            server.signal(signal.SIGCONT)
+            push.wait()
+            assert torch.equal(landing, gradient(0, 0)[0])
+        finally:
+            server.signal(signal.SIGCONT)
+            session.close()
 
 
 def test_a_job_with_a_codec_and_a_worker_that_wants_none_use_sockets(server):

@@ -1,0 +1,265 @@
+"""What a process may pass to a server as shared memory, and what it may do to memory that it shares."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import random
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.other_user import as_other_user, needs_root
+from support.server_process import Peer, ServerProcess, running_server
+from support.waiting import eventually
+
+from psengine.environment.local_sockets import socket_beside
+from psengine.parameter_server.segments.memory import IS_AVAILABLE, SegmentMapping, make_segment
+from psengine.parameter_server.segments.offer import Member, Offer, Place
+from psengine.parameter_server.segments.passing import passing_path
+from psengine.protocol.layout import job_number
+
+pytestmark = pytest.mark.skipif(not IS_AVAILABLE, reason="memfd_create is Linux")
+NUMEL = 1024
+SIZE = 3 * 4096
+PLACE = Place(0, 4096, 4 * NUMEL)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ServerProcess]:
+    with running_server() as running:
+        yield running
+
+
+@pytest.fixture
+def peer(server: ServerProcess) -> Iterator[Peer]:
+    with Peer(server.addresses[0]) as made:
+        made.job = f"job {random.getrandbits(40)}"
+        made.make_job(torch.zeros(NUMEL))
+        made.token = made.hello().body["local"]  # type: ignore[attr-defined]
+        try:
+            yield made
+        finally:
+            made.request("BYE")
+
+
+def path_of(server: ServerProcess) -> str:
+    path = passing_path(socket_beside(server.addresses[0]))
+    assert path is not None
+    return path
+
+
+def offer_of(peer: Any, **changes: Any) -> Offer:
+    member = Member(job_number(peer.job), peer.rank, peer.incarnation)
+    return Offer(**{"member": member, "token": peer.token, "size_bytes": SIZE, "places": {0: PLACE}, **changes})
+
+
+def say(path: str, data: bytes, *files: int) -> tuple[bytes, socket.socket]:
+    """The server's answer to these bytes and descriptors, and the stream."""
+    stream = socket.socket(socket.AF_UNIX)
+    stream.settimeout(10.0)
+    stream.connect(path)
+    with contextlib.suppress(BrokenPipeError):
+        socket.send_fds(stream, [data], files)
+    return stream.recv(4096), stream
+
+
+def refusal(server: ServerProcess, data: bytes, *files: int) -> str:
+    answer, stream = say(path_of(server), data, *files)
+    with stream:
+        assert answer[:2] == b"no"
+        with contextlib.suppress(ConnectionResetError):
+            assert stream.recv(1) == b""
+    return answer[4:].decode()
+
+
+@contextlib.contextmanager
+def shared(server: ServerProcess, peer: Peer) -> Iterator[SegmentMapping]:
+    """Memory that the server took from ``peer``."""
+    descriptor = make_segment(SIZE)
+    answer, stream = say(path_of(server), offer_of(peer).to_bytes(), descriptor)
+    assert answer == b"ok\0\0"
+    with stream:
+        yield SegmentMapping(descriptor, SIZE)
+    os.close(descriptor)
+
+
+def push(peer: Peer, sequence: int, numel: int = NUMEL, key: int = 0) -> Any:
+    message = peer.message("PUSH", key=key, payload=torch.zeros(numel), in_segment=True)
+    message.sequence = sequence
+    peer.send(message)
+    return peer.receive()
+
+
+def unsealed(_: Path) -> int:
+    descriptor = os.memfd_create("hostile", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.ftruncate(descriptor, SIZE)
+    return descriptor
+
+
+def shrinkable(path: Path) -> int:
+    descriptor = unsealed(path)
+    fcntl.fcntl(descriptor, 1033, 1 | 4)
+    return descriptor
+
+
+def read_only(path: Path) -> int:
+    descriptor = unsealed(path)
+    fcntl.fcntl(descriptor, 1033, 1 | 2 | 4 | 8)
+    return descriptor
+
+
+def ordinary(path: Path) -> int:
+    descriptor = os.open(path / "file", os.O_RDWR | os.O_CREAT)
+    os.ftruncate(descriptor, SIZE)
+    return descriptor
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (unsealed, "must be sealed"),
+        (shrinkable, "must be sealed"),
+        (read_only, "could not be mapped"),
+        (ordinary, "another kind of file"),
+        (lambda _: make_segment(SIZE // 2), "a segment of another size"),
+        (lambda _: make_segment(2 * SIZE), "a segment of another size"),
+    ],
+)
+def test_other_memory_is_refused(server, peer, make, words, tmp_path):
+    descriptor = make(tmp_path)
+    try:
+        assert words in refusal(server, offer_of(peer).to_bytes(), descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"token": "0" * 32}, "the token is not the one"),
+        ({"member": Member(7, 0, 1)}, "the token is not the one"),
+        ({"places": {1: PLACE}}, "this shard no such chunk"),
+        ({"places": {0: Place(0, 4096, 4096 - 8)}}, "the offer has 4088 bytes, this shard 4096 bytes"),
+        ({"places": {0: Place(SIZE - 4088, 0, 4096)}}, "outside the segment"),
+        ({"places": {0: Place(2**64 - 8, 0, 4096)}}, "outside the segment"),
+        ({"places": {0: Place(4, 4096, 4096)}}, "not aligned"),
+        ({"size_bytes": 2**62}, "of another size"),
+    ],
+)
+def test_other_offers_are_refused(server, peer, changes, words):
+    descriptor = make_segment(SIZE)
+    try:
+        assert words in refusal(server, offer_of(peer, **changes).to_bytes(), descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def test_more_memory_than_the_machine_has_is_refused(server, peer):
+    descriptor = make_segment(2**45)  # without pages
+    try:
+        assert "too large" in refusal(server, offer_of(peer, size_bytes=2**45).to_bytes(), descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def test_descriptors_are_one_and_none_is_kept(server, peer):
+    before = len(os.listdir(f"/proc/{server.pid}/fd"))
+    files = [make_segment(SIZE) for _ in range(200)]
+    try:
+        for _ in range(20):
+            refusal(server, offer_of(peer).to_bytes(), *files)
+        assert "got none" in refusal(server, offer_of(peer).to_bytes())
+        eventually(lambda: len(os.listdir(f"/proc/{server.pid}/fd")) <= before + 1)
+    finally:
+        for descriptor in files:
+            os.close(descriptor)
+
+
+def test_streams_that_say_nothing_are_few_and_end(server, peer):
+    streams = []
+    try:
+        while len(streams) < 80:
+            streams.append(socket.socket(socket.AF_UNIX))
+            streams[-1].settimeout(10.0)
+            with contextlib.suppress(BlockingIOError):  # the queue is full for a moment
+                streams[-1].connect(path_of(server))
+                continue
+            streams.pop().close()
+        assert all(stream.recv(64)[:2] == b"no" for stream in streams)
+        with shared(server, peer):
+            assert push(peer, 1).type.name == "UPDATED"
+    finally:
+        for stream in streams:
+            stream.close()
+
+
+def offer_as_other_user(path: str, data: bytes) -> bytes:
+    descriptor = make_segment(SIZE)
+    stream = socket.socket(socket.AF_UNIX)
+    stream.settimeout(10.0)
+    stream.connect(path)
+    socket.send_fds(stream, [data], [descriptor])
+    return stream.recv(4096)
+
+
+@needs_root
+def test_another_user_is_refused(server, peer, tmp_path_factory):
+    data = offer_of(peer).to_bytes()
+    assert as_other_user(offer_as_other_user, path_of(server), data)[0] == "PermissionError"
+    directory, path = Path(path_of(server)).parent, Path(path_of(server))
+    modes = directory.stat().st_mode, path.stat().st_mode
+    try:  # even where the modes let it in, the kernel says who it is
+        directory.chmod(0o755)
+        path.chmod(0o777)
+        answer = as_other_user(offer_as_other_user, str(path), data)
+        assert answer[:2] == b"no"
+        assert b"only user 0 and root share memory (got user 65534)" in answer
+    finally:
+        directory.chmod(modes[0] & 0o777)
+        path.chmod(modes[1] & 0o777)
+
+
+def test_a_frame_says_nothing_that_the_table_does_not(server, peer):
+    assert push(peer, 1).body["code"] == "segment"  # nothing is shared yet
+    with shared(server, peer) as memory:
+        memory.tensor(0, NUMEL, torch.float32).fill_(1.0)
+        for wrong in ({"numel": NUMEL + 1}, {"numel": NUMEL // 2}):
+            assert push(peer, 1, **wrong).body["code"] == "segment"
+        assert push(peer, 1, key=9).body["code"] == "unknown_key"
+        answer = push(peer, 1)
+        assert (answer.type.name, answer.in_segment, answer.numel) == ("UPDATED", True, NUMEL)
+        assert memory.tensor(4096, NUMEL, torch.float32).eq(-1.0).all()
+        # Again: the answer travels, because the place may be read.
+        memory.tensor(4096, NUMEL, torch.float32).fill_(5.0)
+        again = peer.request("REPEAT", key=0, sequence=1)
+        assert (again.type.name, again.in_segment) == ("UPDATED", False)
+        assert memory.tensor(4096, NUMEL, torch.float32).eq(5.0).all()
+    eventually(lambda: push(peer, 2).body.get("code") == "segment")
+
+
+def test_a_worker_that_writes_while_the_server_reads_harms_values_only(server, peer):
+    stop = threading.Event()
+    with shared(server, peer) as memory:
+        gradient, answer = memory.tensor(0, NUMEL, torch.float32), memory.tensor(4096, NUMEL, torch.float32)
+
+        def write() -> None:
+            while not stop.is_set():
+                gradient.copy_(torch.randn(NUMEL))
+                answer.fill_(float("nan"))
+                memory.tensor(0, SIZE, torch.uint8).random_()
+
+        writer = threading.Thread(target=write)
+        writer.start()
+        try:
+            for sequence in range(1, 300):
+                assert push(peer, sequence).type.name == "UPDATED"
+        finally:
+            stop.set()
+            writer.join()
+    assert peer.request("PULL", key=0).type.name == "VALUES"
