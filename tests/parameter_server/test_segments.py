@@ -20,6 +20,7 @@ from support.waiting import eventually
 from support.worker_sessions import entered
 
 from psengine.errors import ServerLostError
+from psengine.parameter_server.client import operation
 from psengine.parameter_server.client.partition import cut
 from psengine.parameter_server.client.worker_session import PushResult, WorkerSession, wait_all
 from psengine.parameter_server.segments import passing
@@ -224,6 +225,8 @@ def test_servers_that_are_killed_at_any_moment_change_no_bit(seed):
         address = server.addresses[0]
         sessions = [entered(address, rank, SPECS, job="restarts", world_size=2) for rank in range(2)]
         try:
+            for session, key in itertools.product(sessions, CHUNKS):
+                session.keep_result(key)
             for step in range(12):
                 answers = [landings() for _ in sessions]
                 pushes = [
@@ -261,6 +264,25 @@ def test_a_server_that_does_not_answer_an_offer_gets_payloads_through_its_socket
             assert torch.equal(landing, gradient(0, 0)[0])
         finally:
             server.signal(signal.SIGCONT)
+            session.close()
+
+
+def test_adopted_memory_is_packed_and_landed_in_without_a_copy(monkeypatch):
+    with running_server() as server:
+        session = entered(server.addresses[0], 0, SPECS[:1])
+        try:
+            session.reserve(1 << 20)
+            flat, result = (session.allocate(SPECS[0].numel, torch.float32) for _ in range(2))
+            session.adopt(0, flat, result)
+            moved: list[int] = []
+            monkeypatch.setattr(operation.ctypes, "memmove", lambda *arguments: moved.append(arguments[2]))
+            for step in range(3):
+                flat.copy_(gradient(0, step)[0])
+                session.push(0, flat, [result]).wait()
+                assert torch.equal(result, gradient(0, step)[0])
+            assert sharing(session) == 1
+            assert not moved
+        finally:
             session.close()
 
 

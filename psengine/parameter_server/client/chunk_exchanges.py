@@ -166,11 +166,15 @@ class ChunkExchanges:
         shared = None if segments is None else segments.allocate(numel, dtype)
         return torch.empty(numel, dtype=dtype) if shared is None else shared
 
-    def adopt(self, key: int, values: torch.Tensor) -> None:
-        """The chunk's gradients are always packed into ``values``; before its first push."""
+    def adopt(self, key: int, gradient: torch.Tensor, answer: torch.Tensor | None = None) -> None:
+        """The chunk's gradients are always packed into ``gradient``; before its first push.
+
+        ``answer`` is the destination of all its pushes. Its values may be overwritten as soon as the next exchange has
+        ended at the server, even if that answer is lost.
+        """
         segments = self._membership.connection.segments
         if segments is not None:
-            segments.adopt(key, values)
+            segments.adopt(key, gradient, answer)
 
     def withdraw_memory(self) -> None:
         """After a wait that failed: servers no longer see what this process writes to shared memory, which stays valid.

@@ -26,6 +26,7 @@ from psengine.parameter_server.chunk_codecs import answer_codec, gradient_codec
 from psengine.parameter_server.client.chunk_map import ChunkMap
 from psengine.parameter_server.client.operation import Push
 from psengine.parameter_server.segments.memory import IS_AVAILABLE, PAGE_BYTES, SegmentMapping, make_segment
+from psengine.parameter_server.segments.offer import ALIGNMENT_BYTES as ALIGNED_PLACE_BYTES
 from psengine.parameter_server.segments.offer import TOKEN_CHARS, Member, Offer, Place
 from psengine.parameter_server.segments.passing import pass_segment, passing_path
 from psengine.protocol.layout import ChunkKind, ChunkSpec
@@ -117,7 +118,8 @@ class WorkerSegments:
         self._invitations: dict[str, _Invitation] = {}
         self._attachments: dict[str, _Attachment] = {}
         # Of chunks: where their gradients are packed, and their answers land.
-        self._adopted: dict[int, int] = {}
+        self._gradients: dict[int, int] = {}
+        self._answers: dict[int, int] = {}
         self._places: dict[int, Place] = {}
         self._lock = threading.Lock()
         self._told: set[tuple[str, str]] = set()
@@ -140,13 +142,17 @@ class WorkerSegments:
         offset = self._arena.allocate(numel * dtype.itemsize)
         return None if offset is None else self._arena.mapping.tensor(offset, numel, dtype)
 
-    def adopt(self, key: int, values: torch.Tensor) -> None:
-        """Gradients of the chunk ``key`` are packed into ``values``; of use where that is memory of ``allocate``."""
-        if self._arena is None:
-            return
-        offset = values.data_ptr() - self._arena.mapping.address
-        if 0 <= offset <= self._arena.mapping.size_bytes - values.nbytes and offset % 8 == 0:
-            self._adopted[key] = offset
+    def adopt(self, key: int, gradient: torch.Tensor, answer: torch.Tensor | None = None) -> None:
+        """Gradients of the chunk ``key`` are packed into ``gradient``, and answers land in ``answer``.
+
+        Of use where that is memory of ``allocate``.
+        """
+        for adopted, values in ((self._gradients, gradient), (self._answers, answer)):
+            if self._arena is None or values is None:
+                continue
+            offset = values.data_ptr() - self._arena.mapping.address
+            if 0 <= offset <= self._arena.mapping.size_bytes - values.nbytes and offset % ALIGNED_PLACE_BYTES == 0:
+                adopted[key] = offset
 
     def stage(self, address: str, key: int, payload: torch.Tensor, chunks: ChunkMap) -> torch.Tensor:
         """The payload of a push: in the chunk's place, if the shard at ``address`` shares it, else as it is."""
@@ -282,10 +288,10 @@ class WorkerSegments:
         for spec in specs:
             if spec.key in self._places:
                 continue
-            gradient = self._adopted.get(spec.key)
-            if gradient is None:
-                gradient = arena.allocate(spec.size_bytes)
-            answer = arena.allocate(spec.size_bytes)
+            gradient, answer = (
+                adopted[spec.key] if spec.key in adopted else arena.allocate(spec.size_bytes)
+                for adopted in (self._gradients, self._answers)
+            )
             if gradient is not None and answer is not None:
                 self._places[spec.key] = Place(gradient, answer, spec.size_bytes)
         return {spec.key: self._places[spec.key] for spec in specs if spec.key in self._places}

@@ -96,14 +96,22 @@ class SyncServer(ServerStrategy):
         super().lay_out(buckets)
         self._gradient_keys = {spec.key for chunks in self.chunks.of_bucket for spec, _, _ in chunks}
         # Averages land apart from gradients: until every worker has an average, a server may ask this one for it.
-        self._results = [torch.empty(bucket.numel, dtype=bucket.dtype) for bucket in buckets]
+        # A server that dies while it writes an average to shared memory leaves neither this nor the last one. Without a
+        # quorum nobody lacks the last one by then: an exchange ends once everybody has contributed, who had it.
+        lands_in_place = self._options["quorum"] is None
+        self._results = [
+            self.session.allocate(bucket.numel, bucket.dtype)
+            if lands_in_place
+            else torch.empty(bucket.numel, dtype=bucket.dtype)
+            for bucket in buckets
+        ]
         self._payloads = [
             bucket.flat if bucket.device.type == "cpu" else self.session.allocate(bucket.numel, bucket.dtype)
             for bucket in buckets
         ]
-        for bucket, payload in zip(buckets, self._payloads, strict=True):
+        for bucket, payload, result in zip(buckets, self._payloads, self._results, strict=True):
             for spec, start, end in self.chunks.of_bucket[bucket.index]:
-                self.session.adopt(spec.key, payload[start:end])
+                self.session.adopt(spec.key, payload[start:end], result[start:end] if lands_in_place else None)
 
     def _entered(self, state: str) -> None:
         self._resume_sequences()
