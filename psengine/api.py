@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from psengine.parameter_server.client.client import Client, connect
     from psengine.strategies.servers.asynchronous import AsyncServer
     from psengine.strategies.servers.sync import SyncServer
+    from psengine.strategies.sharding.sync import SyncShardedOptimizer
 
 __all__ = [
     "ArgumentTypeError",
@@ -84,6 +85,7 @@ __all__ = [
     "SyncAllReduce",
     "SyncBatchNorm",
     "SyncServer",
+    "SyncShardedOptimizer",
     "barrier",
     "broadcast_object",
     "clip_grad_norm_",
@@ -107,7 +109,11 @@ __all__ = [
 if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> object:
-        """What needs a server, imported when it is used; ``connect`` and ``Client`` need the extra ``server``."""
+        """What only some trainings use, imported when it is; ``connect`` and ``Client`` need the extra ``server``."""
+        if name == "SyncShardedOptimizer":
+            from psengine.strategies.sharding.sync import SyncShardedOptimizer
+
+            return SyncShardedOptimizer
         if name in ("AsyncServer", "SyncServer"):
             return STRATEGIES["async" if name == "AsyncServer" else "sync-server"]
         if name in ("Client", "connect"):

@@ -11,6 +11,7 @@ from typing_extensions import override
 
 from psengine.collectives.base import Collective, Work
 from psengine.collectives.shared_memory.collective import SharedMemoryCollective
+from psengine.collectives.shared_memory.common_memory import map_common_memory
 from psengine.errors import SharedMemoryUnavailableError
 
 logger = logging.getLogger(__name__)
@@ -41,6 +42,16 @@ class AutomaticCollective(Collective):
     @override
     def scales_for_free(self) -> bool:
         return self._shared.is_connected
+
+    @property
+    @override
+    def shares_memory(self) -> bool:
+        return self._shared.is_connected
+
+    @override
+    def common_memory(self, size_bytes: int) -> Any:
+        self.connect()
+        return map_common_memory(self._shared, size_bytes) if self._shared.is_connected else None
 
     @property
     @override
@@ -93,6 +104,13 @@ class AutomaticCollective(Collective):
     @override
     def all_gather(self, output: torch.Tensor, tensor: torch.Tensor, *, what: str = "tensor") -> Work:
         return self._carrier(self._shared.copies(tensor)).all_gather(output, tensor, what=what)
+
+    @override
+    def all_to_all(
+        self, output: torch.Tensor, flat: torch.Tensor, sizes: Sequence[int], *, what: str = "tensor"
+    ) -> Work:
+        carrier = self._carrier(self._shared.copies(flat))
+        return carrier.all_to_all(output, flat, sizes, what=what)
 
     @override
     def broadcast(self, tensors: Sequence[torch.Tensor], source_rank: int = 0, *, what: str = "tensors") -> Work:

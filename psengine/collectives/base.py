@@ -7,6 +7,7 @@ is there. W is the world size, n the numel of the tensor that is named first::
     reduce_scatter(output, flat)     flat[W * n]           ->  output[n]: part r of that sum, on rank r
     all_gather(output, tensor)       tensor[n / W]         ->  output[n]: the W tensors in rank order, on each rank
     broadcast(tensors, source_rank)  the source's tensors  ->  the same, on each rank
+    all_to_all(output, flat, sizes)  flat, in W parts      ->  output[W, n]: part r of each rank's flat, on rank r
     barrier()                        nothing               ->  every rank has called it
 """
 
@@ -41,6 +42,19 @@ class CompletedWork(Work):
         """Return at once."""
 
 
+class _ThenCopy(Work):
+    """Another operation, whose result is then copied."""
+
+    def __init__(self, work: Work, source: torch.Tensor, target: torch.Tensor) -> None:
+        self._work = work
+        self._source = source
+        self._target = target
+
+    def wait(self) -> None:
+        self._work.wait()
+        self._target.copy_(self._source)
+
+
 class Collective(ABC):
     """One group of ranks that call the same operations in the same order.
 
@@ -65,6 +79,21 @@ class Collective(ABC):
         they pack. Final once ``connect`` was called; never asks the other ranks.
         """
         return False
+
+    @property
+    def shares_memory(self) -> bool:
+        """Whether ``common_memory`` has some. Final once ``connect`` was called; never asks the other ranks."""
+        return False
+
+    def common_memory(self, size_bytes: int) -> Any:
+        """Return a writable buffer of ``size_bytes`` zeros that is one memory for all ranks; all ranks call it.
+
+        None, on every rank, where they share no memory.
+
+        Raises:
+            SharedMemoryUnavailableError: they do, and some rank got none.
+        """
+        return None
 
     @property
     def has_ended(self) -> bool:
@@ -117,6 +146,24 @@ class Collective(ABC):
             tensor: dense, of the same numel on every rank; may be this rank's part of ``output``.
             what: as for ``all_reduce``.
         """
+
+    def all_to_all(
+        self, output: torch.Tensor, flat: torch.Tensor, sizes: Sequence[int], *, what: str = "tensor"
+    ) -> Work:
+        """Begin to fill row s of ``output`` with this rank's part of rank s's ``flat``. Mutates ``output``.
+
+        Default: an all-gather, which sends more.
+
+        Args:
+            output: dense contiguous tensor of shape (world size, ``sizes[rank]``).
+            flat: dense contiguous, 1-D, of the same numel and dtype on every rank.
+            sizes: by rank, how many elements its part has; the same on every rank. Part 0 comes first.
+            what: as for ``all_reduce``.
+        """
+        gathered = flat.new_empty((self.world_size, flat.numel()))
+        first = sum(sizes[: self.rank])
+        part = gathered[:, first : first + sizes[self.rank]]
+        return _ThenCopy(self.all_gather(gathered, flat, what=what), part, output)
 
     @abstractmethod
     def broadcast(self, tensors: Sequence[torch.Tensor], source_rank: int = 0, *, what: str = "tensors") -> Work:

@@ -122,6 +122,19 @@ class C10dCollective(Collective):
         return self._begin(lambda: [self.process_group.allgather([parts], [payload])], what, tensor.device)
 
     @override
+    def all_to_all(
+        self, output: torch.Tensor, flat: torch.Tensor, sizes: Sequence[int], *, what: str = "tensor"
+    ) -> Work:
+        what = f"all-to-all of {what}"
+        if self.world_size == 1:
+            output.view(-1).copy_(flat)
+            return CompletedWork()
+        names = ("all_to_all_single", "alltoall_base")  # since torch 2.13, and before
+        exchange: Any = next(getattr(self.process_group, name) for name in names if hasattr(self.process_group, name))
+        received = [sizes[self.rank]] * self.world_size
+        return self._begin(lambda: [exchange(output.view(-1), flat, received, list(sizes))], what, flat.device)
+
+    @override
     def broadcast(self, tensors: Sequence[torch.Tensor], source_rank: int = 0, *, what: str = "tensors") -> Work:
         """Tensors of one dtype and device travel together, in messages of at most 250 MB, one after the other, so that
         their copies do not take as much memory as the tensors.

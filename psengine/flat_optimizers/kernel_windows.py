@@ -15,10 +15,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
-from psengine.protocol.layout import Segment
+if TYPE_CHECKING:
+    from psengine.protocol.layout import Segment
 
 LINE_BYTES = 64
 

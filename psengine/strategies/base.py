@@ -27,6 +27,7 @@ class Capabilities:
         carries_buffers: running statistics travel with the gradients. False: they are broadcast before each forward.
         gathers: replicas can tell each other facts through their collective.
         workers_step: each worker steps its own optimizers, of any kind and number. False: servers step.
+        steps_together: an optimizer's step is an operation that all ranks call. False: a rank may leave one out.
         defines_gradients: backward leaves zeros where a gradient is undefined, as an average of several gradients does.
             False: gradients are applied elsewhere, which can leave such a parameter alone.
         exchange_name: what a timeline calls the exchange of a bucket.
@@ -37,6 +38,7 @@ class Capabilities:
     carries_buffers: bool = False
     gathers: bool = False
     workers_step: bool = True
+    steps_together: bool = False
     defines_gradients: bool = True
     exchange_name: str = "reduce"
 

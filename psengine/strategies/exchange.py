@@ -110,6 +110,13 @@ class Exchange(ABC):
                 f" {weight:g}). Fix: do not call model.batch_weight, or use strategy='sync'."
             )
 
+    def expect_backward(self) -> None:  # noqa: B027 - most add to what gradients hold
+        """A forward ends, inside ``no_sync`` too: its backward will add to the gradients.
+
+        Raises:
+            ReductionError: gradients hold what a backward cannot be added to.
+        """
+
     def begin(self, step: Step) -> Share:
         """The first gradient of a backward is ready; return the share that the reducer applies while it packs."""
         return WHOLE
@@ -131,6 +138,13 @@ class Exchange(ABC):
         The work is waited for after the reductions; then ``step`` may use the gradients.
         """
         return CompletedWork()
+
+    def whole_norm(self, norm: torch.Tensor, norm_type: float) -> torch.Tensor:
+        """The norm of all gradients from ``norm``, that of those which this replica holds after backward.
+
+        Default: it holds all. All ranks call it.
+        """
+        return norm
 
     def register_comm_hook(self, hook: CommHook) -> None:
         """Let ``hook`` exchange buckets in the strategy's place, where the strategy permits it."""

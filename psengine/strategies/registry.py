@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
+from psengine.codecs.base import Codec
 from psengine.codecs.registry import CODECS
 from psengine.errors import ConfigurationError
 from psengine.specification import Registry
@@ -30,7 +33,25 @@ def register_strategy(name: str, factory: Callable[..., Strategy]) -> None:
     STRATEGIES.register(name, factory)
 
 
-register_strategy(SyncAllReduce.name, SyncAllReduce)
+def _sync(
+    *, compress: str | Codec | None = None, dtype: str | torch.dtype | None = None, shard_optimizer: bool = False
+) -> Strategy:
+    """Strategy "sync": gradients are averaged; the optimizer is each rank's own, or sharded."""
+    if not isinstance(shard_optimizer, bool):
+        raise ConfigurationError(f"shard_optimizer is true or false (got {shard_optimizer!r})")
+    if not shard_optimizer:
+        return SyncAllReduce(compress=compress, dtype=dtype)
+    if compress is not None or dtype is not None:
+        raise ConfigurationError(
+            "shard_optimizer=true exchanges gradients as they are (expected no compress, got"
+            f" {compress or dtype}). Fix: leave one of the two out."
+        )
+    from psengine.strategies.sharding.sync import SyncShardedOptimizer
+
+    return SyncShardedOptimizer()
+
+
+register_strategy(SyncAllReduce.name, _sync)
 # A training without servers does not wait for their modules.
 STRATEGIES.register_later("sync-server", "psengine.strategies.servers.sync:SyncServer")
 STRATEGIES.register_later("async", "psengine.strategies.servers.asynchronous:AsyncServer")

@@ -72,6 +72,11 @@ class SyncAllReduce(Strategy):
             raise ReductionError("strategy 'sync' was not prepared; DistributedDataParallel does so when constructed")
         return self._replica.collective
 
+    @property
+    def agreed_options(self) -> dict[str, str]:
+        """Options that all ranks have to choose alike, by name."""
+        return {"compress": repr(self._codec)}
+
     @override
     def prepare(self, replica: Replica) -> None:
         if self._replica is not None:
@@ -79,9 +84,7 @@ class SyncAllReduce(Strategy):
                 "a strategy object serves one wrapped model (got a second); make a psengine.SyncAllReduce() for each"
             )
         if not replica.is_known_equal:
-            verify_replicas(
-                replica.collective, replica.parameters, replica.state, replica.device, compress=repr(self._codec)
-            )
+            verify_replicas(replica.collective, replica.parameters, replica.state, replica.device, self.agreed_options)
         self._replica = replica
         self._weights = BatchWeights(replica.collective, replica.device)
 

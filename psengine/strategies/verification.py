@@ -1,4 +1,4 @@
-"""Do the ranks have the same model and codec? Checked before the first byte of a weight moves, and named where not."""
+"""Do the ranks have the same model and options? Checked before a weight moves; what differs is named."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ def verify_replicas(
     parameters: Mapping[str, torch.nn.Parameter],
     state: Mapping[str, torch.Tensor],
     device: torch.device,
-    compress: str = "none",
+    options: Mapping[str, str],
 ) -> None:
-    """Compare number, shape, strides and dtype of the tensors across ranks, and the codec; every rank calls it.
+    """Compare number, shape, strides and dtype of the tensors across ranks, and options; every rank calls it.
 
     Costs one all-gather of 32 bytes where all agree; only otherwise the descriptions travel (as JSON), so that the
     error, which every rank raises, names the first tensor that differs and the rank it differs on.
@@ -33,17 +33,17 @@ def verify_replicas(
         parameters: name to parameter, for those whose gradients are exchanged, in model order.
         state: name to tensor, for all that will be broadcast.
         device: where to put the tensors of the comparison.
-        compress: the codec that makes this rank's payloads.
+        options: of the strategy, by name.
 
     Raises:
-        ReplicaMismatchError: some rank's tensors, or its codec, differ from rank 0's.
+        ReplicaMismatchError: some rank's tensors or options differ from rank 0's.
     """
     if collective.world_size == 1:
         return
     description = [_describe(parameters), _describe({n: t for n, t in state.items() if n not in parameters})]
     # Names are for the message only: native DDP pairs tensors by position.
-    description.append([["compress", compress]])
-    identity = json.dumps([[entry[1:] for entry in part] for part in description]).encode()
+    description.append([[f"{key}={value}"] for key, value in options.items()])
+    identity = json.dumps([*([entry[1:] for entry in part] for part in description[:2]), description[2]]).encode()
     digest = torch.frombuffer(bytearray(hashlib.sha256(identity).digest()), dtype=torch.int64).to(device)
     digests = [d.tolist() for d in collective.gather(digest, what="model description digest")]
     if all(d == digests[0] for d in digests):
@@ -54,10 +54,10 @@ def verify_replicas(
         difference = _first_difference([d[index] for d in descriptions], kind, collective.rank)
         if difference:
             raise ReplicaMismatchError(difference)
-    codecs = [d[2][0][1] for d in descriptions]
+    chosen = [",".join(option for (option,) in d[2]) for d in descriptions]
     raise ReplicaMismatchError(
-        f"all ranks compress alike (expected compress={codecs[0]} of rank 0 on every rank, got, by rank,"
-        f" {', '.join(codecs)}; seen on rank {collective.rank}). Give every rank's strategy the same options."
+        f"all ranks have the same options (expected {chosen[0]} of rank 0 on every rank, got, by rank,"
+        f" {'; '.join(chosen)}; seen on rank {collective.rank}). Give every rank's strategy the same ones."
     )
 
 

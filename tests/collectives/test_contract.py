@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import hashlib
 import os
+import resource
 import signal
 import socket
 import time
@@ -26,7 +27,7 @@ from psengine.collectives.base import Collective, Work
 from psengine.collectives.c10d import C10dCollective
 from psengine.collectives.liveness.roll_call import is_process_running
 from psengine.collectives.registry import collective_for, default_group, resolve_collective
-from psengine.errors import CollectiveError, ConfigurationError, PeerLostError
+from psengine.errors import CollectiveError, ConfigurationError, PeerLostError, SharedMemoryUnavailableError
 
 CPU = torch.device("cpu")
 # A collective joins the contract by a line here: its name, and with how many ranks it is tried.
@@ -118,6 +119,33 @@ def copies(collective: Collective) -> None:
     assert all(torch.equal(got, sent) for got, sent in zip(tensors, expected, strict=True))
 
 
+def parts_for_each_rank(collective: Collective) -> None:
+    """Of different sizes, some of them empty."""
+    rank, world_size = collective.rank, collective.world_size
+    for sizes in (list(range(world_size)), [1000 + other for other in range(world_size)], [0] * world_size):
+        values = [torch.arange(sum(sizes), dtype=torch.float64) + 0.25 * other for other in range(world_size)]
+        output = torch.empty(world_size, sizes[rank], dtype=torch.float64)
+        collective.all_to_all(output, values[rank].clone(), sizes, what="test").wait()
+        assert torch.equal(output, torch.stack([v.split(sizes)[rank] for v in values]))
+
+
+def one_memory(collective: Collective) -> None:
+    collective.connect()
+    memory = collective.common_memory(8 * collective.world_size)
+    assert (memory is not None) == collective.shares_memory
+    if memory is None:
+        return
+    seen = torch.frombuffer(memory, dtype=torch.int64, count=collective.world_size)
+    assert not seen.any()
+    collective.barrier().wait()
+    seen[collective.rank] = collective.rank + 5
+    collective.barrier().wait()
+    assert seen.tolist() == [rank + 5 for rank in range(collective.world_size)]
+    other = torch.frombuffer(collective.common_memory(8), dtype=torch.int64, count=1)
+    assert not other.any(), "another call, another memory"
+    collective.barrier().wait()
+
+
 def bytes_of_any_length(collective: Collective) -> None:
     rank, world_size = collective.rank, collective.world_size
     assert collective.gather_bytes(b"x" * 1000 * rank, CPU) == [b"x" * 1000 * other for other in range(world_size)]
@@ -189,6 +217,8 @@ def contract(rank: int, world_size: int, name: str) -> list[str]:
     meet_after_asking(collective, meet)
     found = sums(collective)
     copies(collective)
+    parts_for_each_rank(collective)
+    one_memory(collective)
     bytes_of_any_length(collective)
     several_under_way(collective)
     refusals(collective)
@@ -201,6 +231,24 @@ def contract(rank: int, world_size: int, name: str) -> list[str]:
     collective.close()
     collective.close()
     return found
+
+
+def without_memory(rank: int, world_size: int) -> None:
+    """The fault: one rank cannot map what rank 0 made. All raise, and can go on."""
+    collective = collective_for(default_group(), "shared_memory")
+    collective.connect()
+    if rank == 1:
+        resource.setrlimit(resource.RLIMIT_AS, (1, resource.RLIM_INFINITY))
+    with raises(SharedMemoryUnavailableError, "ranks [1] cannot open the others' memory"):
+        collective.common_memory(64 * 1024 * 1024)
+    if rank == 1:
+        resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    assert len(collective.common_memory(8)) >= 8
+
+
+@needs_shared_memory
+def test_common_memory_is_had_by_all_ranks_or_none():
+    run_ranks(without_memory, 2)
 
 
 @pytest.mark.parametrize(("name", "world_size"), contract_cases())

@@ -7,13 +7,15 @@ import os
 import secrets
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from psengine.collectives.base import Collective
 from psengine.errors import SharedMemoryUnavailableError
 from psengine.kernels import native
+
+Made = TypeVar("Made")
 
 # csrc/shared_memory/group.h, kMaxWorldSize
 MAX_WORLD_SIZE = 64
@@ -40,13 +42,13 @@ def join_host_group(meeting: Collective, order: int) -> Any:
         raise SharedMemoryUnavailableError(f"collective 'shared_memory' cannot connect these ranks: {reason}")
     file_descriptor, token = _create_control(meeting) if meeting.rank == 0 else (-1, bytes(16))
     try:
-        control = torch.tensor([os.getpid(), file_descriptor, *_words_of(token)])
+        control = torch.tensor([os.getpid(), file_descriptor, *words_of(token)])
         meeting.broadcast([control], 0, what="where shared memory is").wait()
         process_id, descriptor, *words = control.tolist()
-        path, token = f"/proc/{process_id}/fd/{descriptor}", _bytes_of(words)
+        path, token = f"/proc/{process_id}/fd/{descriptor}", bytes_of_words(words)
         extension, rank, world_size = native.extension, meeting.rank, meeting.world_size
-        group = _together(meeting, lambda: extension.shared_memory_join(path, rank, world_size, token, order))
-        _together(meeting, lambda: extension.shared_memory_watch_peers(group))
+        group = succeed_together(meeting, lambda: extension.shared_memory_join(path, rank, world_size, token, order))
+        succeed_together(meeting, lambda: extension.shared_memory_watch_peers(group))
     finally:
         if file_descriptor >= 0:
             os.close(file_descriptor)
@@ -94,12 +96,13 @@ def _create_control(meeting: Collective) -> tuple[int, bytes]:
         return -1, token  # which no rank can open, so that all raise
 
 
-def _together(meeting: Collective, action: Callable[[], Any]) -> Any:
+def succeed_together(meeting: Collective, action: Callable[[], Made]) -> Made:
     """Return what ``action`` returns; raise on every rank where it fails on one."""
-    result, error = None, None
+    result: Any = None
+    error = None
     try:
         result = action()
-    except RuntimeError as failure:
+    except (OSError, RuntimeError) as failure:
         error = failure
     successes = meeting.gather(torch.tensor([error is None]), what="whether shared memory works")
     failed = [rank for rank, success in enumerate(successes) if not success.item()]
@@ -108,12 +111,15 @@ def _together(meeting: Collective, action: Callable[[], Any]) -> Any:
         raise SharedMemoryUnavailableError(
             f"collective 'shared_memory' cannot connect these ranks: ranks {failed} cannot open the others' memory{why}"
         ) from error
-    return result
+    made: Made = result
+    return made
 
 
-def _words_of(token: bytes) -> tuple[int, int]:
+def words_of(token: bytes) -> tuple[int, int]:
+    """16 bytes as two integers of a tensor."""
     return int.from_bytes(token[:8], "little", signed=True), int.from_bytes(token[8:], "little", signed=True)
 
 
-def _bytes_of(words: list[int]) -> bytes:
+def bytes_of_words(words: list[int]) -> bytes:
+    """Inverse of ``words_of``."""
     return b"".join(word.to_bytes(8, "little", signed=True) for word in words)

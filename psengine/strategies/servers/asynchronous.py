@@ -24,6 +24,7 @@ from psengine.strategies.servers.base import DEFAULT_TIMEOUT_S, ServerStrategy
 from psengine.strategies.servers.gradient_pushes import GradientPushes
 from psengine.strategies.servers.sending import SendInBackward, SendInStep, WrittenWeights, count_landing
 from psengine.strategies.servers.server_optimizer import ServerOptimizer
+from psengine.strategies.step_hooks import call_post_hooks, call_pre_hooks
 from psengine.tensors.bucket import Bucket
 from psengine.tensors.share import WHOLE, Share
 from psengine.tracing.timeline import now_ns, recorder
@@ -221,7 +222,7 @@ class AsyncServer(ServerStrategy):
     def step(self, local_step: Callable[[], Any], closure: Callable[[], Any] | None = None) -> Any:
         """Push the buckets that did not leave during backward; return with the servers' new weights."""
         bound = self._bound()
-        call, closure = bound.call_pre_hooks(closure)
+        call, closure = call_pre_hooks(bound.optimizer, closure)
         result = None
         if closure is not None:
             with torch.enable_grad():
@@ -237,7 +238,7 @@ class AsyncServer(ServerStrategy):
         bound.optimizer._opt_called = True  # type: ignore[attr-defined]  # what learning-rate schedulers look for
         self.completed_steps += 1
         self.session.telemetry.step_ended()
-        bound.call_post_hooks(call)
+        call_post_hooks(bound.optimizer, call)
         return result
 
     def _check_step(self, bound: ServerOptimizer) -> None:

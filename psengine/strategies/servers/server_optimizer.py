@@ -8,22 +8,17 @@ Servers keep flat slots, one element for each of a chunk's; torch keeps tensors 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import chain
+from collections.abc import Iterator, Mapping, Sequence
 from operator import is_
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from psengine.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from psengine.parameter_server.client.worker_session import WorkerSession
     from psengine.protocol.layout import ChunkSpec, Segment
-
-# The arguments of a step, the optimizer first, as torch's hooks get them.
-Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 # torch counts steps in a tensor for these; SGD does not count.
 _COUNTS_STEPS = ("Adam", "AdamW", "Adagrad", "RMSprop")
@@ -129,36 +124,6 @@ class ServerOptimizer:
             " optimizer.state_dict()['param_groups']}."
         )
 
-    # ---- hooks -------------------------------------------------------------------------------------------------
-
-    def call_pre_hooks(self, closure: Callable[[], Any] | None) -> tuple[Call, Callable[[], Any] | None]:
-        """Call the hooks before ``Optimizer.step``; return its arguments, which hooks may replace, and their closure.
-
-        Raises:
-            RuntimeError: torch's own, for a hook that returns something else.
-        """
-        optimizer = self.optimizer
-        arguments: tuple[Any, ...] = (optimizer,) if closure is None else (optimizer, closure)
-        options: dict[str, Any] = {}
-        hooks = (_global_optimizer_pre_hooks, optimizer._optimizer_step_pre_hooks)
-        for hook in tuple(chain.from_iterable(registered.values() for registered in hooks)):
-            replaced: Any = hook(optimizer, arguments, options)
-            if replaced is None:
-                continue
-            if not isinstance(replaced, tuple) or len(replaced) != 2:
-                raise RuntimeError(
-                    f"{type(optimizer).__name__}.step must return None or a tuple of (new_args, new_kwargs), but got"
-                    f" {replaced}."
-                )
-            arguments, options = replaced
-        return (arguments, options), _closure_of(*arguments, **options)
-
-    def call_post_hooks(self, call: Call) -> None:
-        """Call the hooks after ``Optimizer.step``."""
-        hooks = (self.optimizer._optimizer_step_post_hooks, _global_optimizer_post_hooks)
-        for hook in tuple(chain.from_iterable(registered.values() for registered in hooks)):
-            hook(self.optimizer, *call)
-
     # ---- state -------------------------------------------------------------------------------------------------
 
     def fetch_state(self) -> None:
@@ -228,11 +193,6 @@ class ServerOptimizer:
             for index, segment in enumerate(spec.segments):
                 yield spec, segment, index, start
                 start += segment.numel
-
-
-def _closure_of(optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> Any:
-    """The closure among the arguments of a step."""
-    return closure
 
 
 def _elements(tensor: torch.Tensor, segment: Segment) -> torch.Tensor:
