@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from psengine.environment.extras import missing_extra
-from psengine.environment.variables import default_strategy
 from psengine.errors import ConfigurationError
 from psengine.integrations.binding import WrappedModels
 from psengine.integrations.loaders import refuse_split
@@ -76,7 +75,7 @@ class PSEngineAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has 
         return super().prepare_data_loader(data_loader, *arguments, **options)
 
     def _wraps(self, model: torch.nn.Module) -> bool:
-        strategy = resolve_strategy(self._wrapper_options["strategy"] or default_strategy())
+        strategy = resolve_strategy(self._wrapper_options["strategy"] or None)
         is_trained = any(parameter.requires_grad for parameter in model.parameters())
         return is_trained and (self.use_distributed or not strategy.capabilities.needs_process_group)
 

@@ -11,7 +11,6 @@ import logging
 from typing import Any
 
 from psengine.environment.extras import missing_extra
-from psengine.environment.variables import default_strategy
 from psengine.integrations.binding import detached
 from psengine.strategies.base import Strategy
 from psengine.strategies.registry import resolve_strategy
@@ -53,7 +52,7 @@ class PSEngineTrainerMixin:
         """Make the accelerator as the Trainer does, and let it wrap models in psengine's wrapper."""
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
         adopt(self.accelerator, **self._psengine_options)
-        strategy = resolve_strategy(self._psengine_options["strategy"] or default_strategy())
+        strategy = resolve_strategy(self._psengine_options["strategy"] or None)
         counts_tokens = getattr(self.args, "average_tokens_across_devices", False)
         if counts_tokens and not strategy.capabilities.workers_step:
             logger.warning(

@@ -9,6 +9,7 @@ import torch
 
 from psengine.codecs.base import Codec
 from psengine.codecs.registry import CODECS
+from psengine.environment.variables import default_strategy
 from psengine.errors import ConfigurationError
 from psengine.specification import Registry
 from psengine.strategies.base import Strategy
@@ -60,6 +61,8 @@ STRATEGIES.register_later("async", "psengine.strategies.servers.asynchronous:Asy
 def resolve_strategy(specification: Any) -> Strategy:
     """Return the strategy that ``specification`` names: an object, "sync", or "name:option=value,option=value".
 
+    None takes PSENGINE_STRATEGY, else "sync"; the errors of a strategy that comes from the variable say so.
+
     Options that the strategy does not name go to the codec of its option ``compress``.
 
     An option whose parameter is annotated as ``str`` gets text or None; of others the values are read as int, float,
@@ -70,6 +73,14 @@ def resolve_strategy(specification: Any) -> Strategy:
     """
     if isinstance(specification, Strategy):
         return specification
+    if specification is None:
+        named = default_strategy()
+        try:
+            return resolve_strategy(named)
+        except ConfigurationError as error:
+            raise ConfigurationError(
+                f"PSENGINE_STRATEGY={named}, which psengine run --strategy sets: {error}"
+            ) from error
     if not isinstance(specification, str):
         hint = "; call it to make an object" if isinstance(specification, type) else ""
         raise ConfigurationError(f"strategy must be a name or a psengine.Strategy object (got {specification!r}{hint})")

@@ -18,7 +18,7 @@ from psengine.collectives.operands import BROADCAST_BUCKET_BYTES
 from psengine.collectives.registry import resolve_collective
 from psengine.collectives.timeline_group import attach as attach_timeline
 from psengine.data.sync_batch_norm import adopt_sync_batchnorm
-from psengine.environment.variables import default_collective, default_strategy, read_variable
+from psengine.environment.variables import default_collective, read_variable
 from psengine.errors import ConfigurationError, ModuleError
 from psengine.gradients.reducer import Reducer
 from psengine.kernels.freed_memory import keep_freed_memory
@@ -121,7 +121,7 @@ class DistributedDataParallel(ForwardPass):
         torch.nn.Module.__init__(self)
         Joinable.__init__(self)
         checks.check_module(module)
-        self.strategy = resolve_strategy(default_strategy() if strategy is None else strategy)
+        self.strategy = resolve_strategy(strategy)
         delayed = list(delay_all_reduce_named_params or ())
         checks.check_delayed(
             delay_all_reduce_named_params, param_to_hook_all_reduce, self.strategy, check_finite=check_finite

@@ -334,3 +334,13 @@ def saved_and_loaded(rank: int, world_size: int) -> None:
 
 def test_a_models_state_has_native_ddps_keys_unless_asked_for_more():
     run_ranks(saved_and_loaded, 2)
+
+
+def test_an_unknown_strategy_of_the_environment_says_where_it_comes_from(monkeypatch):
+    monkeypatch.setenv("PSENGINE_STRATEGY", "asink:max_staleness=4")
+    with raises(
+        ConfigurationError,
+        "PSENGINE_STRATEGY=asink:max_staleness=4, which psengine run --strategy sets: unknown strategy",
+        "Did you mean async?",
+    ):
+        psengine.DistributedDataParallel(torch.nn.Linear(2, 1))

@@ -83,10 +83,11 @@ def test_without_the_variable_there_is_nothing():
 
 
 @pytest.mark.parametrize("text", ["http", "-1", "65536", "1.5", "\u0663"])
-def test_what_is_no_port_is_refused(monkeypatch, text):
+def test_what_is_no_port_is_refused_on_every_rank(monkeypatch, text):
     monkeypatch.setenv("PSENGINE_METRICS_PORT", text)
-    with pytest.raises(EnvironmentVariableError, match="expected 0 to 65535"):
-        TrainingMetrics().watch("sync", 0, knows_group=True)
+    for rank in range(2):
+        with pytest.raises(EnvironmentVariableError, match="expected 0 to 65535"):
+            TrainingMetrics().watch("sync", rank, knows_group=True)
 
 
 def test_a_port_that_is_taken_does_not_end_training(monkeypatch, caplog):
