@@ -53,6 +53,7 @@ class RankEnd:
         was_ended: the launcher ended it.
         traceback: the last one in its stderr, else its last lines.
         restarts: how often it had been started again.
+        is_independent: it is an independent worker, whose number is ``rank``.
     """
 
     rank: int
@@ -64,6 +65,7 @@ class RankEnd:
     was_ended: bool = False
     traceback: Sequence[str] = ()
     restarts: int = 0
+    is_independent: bool = False
 
     @property
     def speaks_of_peer(self) -> bool:
@@ -72,9 +74,11 @@ class RankEnd:
 
     @property
     def name(self) -> str:
-        """Rank, local rank and host in words."""
+        """Rank, local rank and host in words; of an independent worker its number."""
         if self.rank == LAUNCHER:
             return f"the launcher on host {self.host}"
+        if self.is_independent:
+            return f"worker {self.rank} on host {self.host}"
         return f"rank {self.rank} (local rank {self.local_rank}) on host {self.host}"
 
     @property

@@ -134,5 +134,6 @@ class IndependentWorkers:
                 failed_s=failure_time(code, spoke_s, time.time()),
                 traceback=traceback,
                 restarts=restarts,
+                is_independent=True,
             )
         )

@@ -37,6 +37,7 @@ class WorkerOutput:
     Args:
         directory: where the pipes are made.
         stdout, stderr: where the output is shown.
+        title: what a rank is called before its lines: "rank", or "worker" where it is an independent one.
         plain_ranks: their output is passed on as it is; the lines of others are shown behind their rank.
         is_coloured: each rank's name has a colour.
 
@@ -50,12 +51,14 @@ class WorkerOutput:
         stdout: BinaryIO,
         stderr: BinaryIO,
         *,
+        title: str = "rank",
         plain_ranks: Container[int] = (),
         is_coloured: bool = False,
     ) -> None:
         self.hides_interrupts = False
         self._directory = directory
         self._screens = (_Screen(stdout), _Screen(stderr))
+        self._title = title
         self._plain_ranks = plain_ranks
         self._is_coloured = is_coloured
         self._numbers = itertools.count()
@@ -66,7 +69,7 @@ class WorkerOutput:
         """Path of a new pipe for a worker's stream; a new stderr replaces the rank's former one."""
         path = self._directory / f"output-{next(self._numbers)}"
         os.mkfifo(path, 0o600)
-        name = f"[rank {rank}]"
+        name = f"[{self._title} {rank}]"
         if self._is_coloured:
             name = f"\x1b[{_COLOURS[rank % len(_COLOURS)]}m{name}\x1b[0m"
         prefix = None if rank in self._plain_ranks else f"{name} ".encode()

@@ -87,7 +87,14 @@ def run_training(
             stack.enter_context(tempfile.TemporaryDirectory(prefix="psengine-run-", ignore_cleanup_errors=True))
         )
         interruption = stack.enter_context(Interruption(plan.signals))
-        output = WorkerOutput(directory, stdout, stderr, plain_ranks=plan.plain_ranks, is_coloured=is_coloured)
+        output = WorkerOutput(
+            directory,
+            stdout,
+            stderr,
+            title="worker" if plan.options.independent else "rank",
+            plain_ranks=plan.plain_ranks,
+            is_coloured=is_coloured,
+        )
         stack.callback(_close, output, interruption)
         variables = {**_worker_defaults(plan), **plan.variables, MARK: mark}
         servers: ServerGroup | None = None
