@@ -12,6 +12,9 @@ import pytest
 import torch
 from support.command_process import run_command
 from support.processes import run_ranks
+from typer.main import get_command
+
+from psengine.cli import main, server
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
@@ -74,6 +77,19 @@ def test_the_page_of_commands_is_what_the_commands_say():
     module = importlib.util.module_from_spec(specification)
     specification.loader.exec_module(module)
     assert module.PAGE.read_text() == module.page(), "run python docs/commands_page.py"
+
+
+@pytest.mark.parametrize("page", ["launching/reference.md", "servers/reference.md"])
+def test_the_tables_of_options_are_those_of_the_commands(page):
+    command = get_command(server.build_app(lambda *_: 0))
+    if page.startswith("launching"):
+        command = get_command(main.build_app("run")).commands["run"]
+    shown = [parameter for parameter in command.params if not parameter.hidden]
+    options = {name for one in shown for name in (*one.opts, *one.secondary_opts)}
+    first_cells = re.findall(r"^\|([^|]*)\|", (DOCS / page).read_text(), re.MULTILINE)
+    described = {name for cell in first_cells for name in re.findall(r"--[a-z][a-z-]*", cell)}
+    # The page's text says what these do.
+    assert described == options - {"--help", "--version", "--config"}
 
 
 @pytest.fixture(scope="module")
