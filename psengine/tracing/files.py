@@ -16,6 +16,7 @@ from typing import Any
 
 from psengine.errors import ConfigurationError
 from psengine.tracing.clocks import Offset
+from psengine.tracing.overlap import exchange_and_hidden_ns, hidden_fraction
 
 # name, category, track, start and end in ns, step, args
 Event = tuple[str, str, str, int, int, int, Mapping[str, Any] | None]
@@ -71,6 +72,10 @@ def trace(
                     "args": {"step": step, **(args or {})},
                 }
             )
+    exchange_ns, hidden_ns = exchange_and_hidden_ns(
+        [(started_ns, ended_ns) for _, _, track, started_ns, ended_ns, *_ in events if track == EXCHANGE],
+        [(started_ns, ended_ns) for name, _, _, started_ns, ended_ns, *_ in events if name == "backward"],
+    )
     process = {
         "rank": rank,
         "host": host,
@@ -80,6 +85,8 @@ def trace(
         "offset_to_rank_0_ns": None if offset is None else offset.offset_ns,
         "offset_error_ns": None if offset is None else offset.error_ns,
         "spans_left_out": dropped,
+        "exchange_ns": exchange_ns,
+        "hidden_exchange_ns": hidden_ns,
     }
     names = _metadata(rank, f"rank {rank} (process {process_id} on {host})", lanes)
     return {
@@ -111,13 +118,14 @@ def merge(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "device": next(iter(sorted(devices - {"cpu"}) or sorted(devices)), None),
         "is_synchronized": all(part["otherData"].get("is_synchronized", False) for part in parts),
         "clock": clock,
+        "hidden_exchange": hidden_fraction(processes),
         "processes": sorted(processes, key=lambda p: int(p["rank"])),
     }
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": other}
 
 
-def merge_parts(parts: Sequence[str | os.PathLike[str]], path: str | os.PathLike[str]) -> None:
-    """Join the files ``parts``, each a rank's own ``out.json.rank<r>``, into the file ``path``.
+def merge_parts(parts: Sequence[str | os.PathLike[str]], path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Join the files ``parts``, each a rank's own ``out.json.rank<r>``, into the file ``path``; return the trace.
 
     Raises:
         ConfigurationError: there are no parts, or one of them cannot be read or is no timeline.
@@ -125,7 +133,9 @@ def merge_parts(parts: Sequence[str | os.PathLike[str]], path: str | os.PathLike
     """
     if not parts:
         raise ConfigurationError("a timeline is merged from the ranks' parts (expected at least one, got none)")
-    write(merge([read(part) for part in parts]), path)
+    merged = merge([read(part) for part in parts])
+    write(merged, path)
+    return merged
 
 
 def read(path: str | os.PathLike[str]) -> dict[str, Any]:

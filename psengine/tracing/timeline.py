@@ -33,6 +33,7 @@ from psengine.environment.variables import read_variable
 from psengine.errors import ConfigurationError, EnvironmentVariableError, PSEngineError
 from psengine.tracing import files as timeline_files
 from psengine.tracing.clocks import Offset
+from psengine.tracing.overlap import describe
 
 if TYPE_CHECKING:
     from psengine.tracing.files import Event
@@ -288,8 +289,9 @@ def _write_together(recording: _Recording, events: list[Event]) -> None:
         return
     parts = group.gather(timeline_files.encode(recording.describe(events)))
     if group.rank == 0:
-        timeline_files.write(timeline_files.merge([timeline_files.decode(part) for part in parts]), recording.path)
-        logger.info("timeline of %d ranks written to %s", group.world_size, recording.path)
+        merged = timeline_files.merge([timeline_files.decode(part) for part in parts])
+        timeline_files.write(merged, recording.path)
+        logger.info("timeline of %d ranks written to %s%s", group.world_size, recording.path, describe(merged))
 
 
 def _write_alone(recording: _Recording, events: list[Event]) -> None:

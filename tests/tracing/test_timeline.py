@@ -19,7 +19,7 @@ import psengine
 from psengine.collectives.c10d import C10dCollective
 from psengine.collectives.timeline_group import TimelineGroup
 from psengine.tracing import files as timeline_files
-from psengine.tracing import spans, timeline
+from psengine.tracing import overlap, spans, timeline
 from psengine.tracing.clocks import Offset, estimate_offset
 from psengine.tracing.timeline import recorder
 
@@ -87,6 +87,31 @@ def test_spans_that_overlap_get_lanes_of_their_own_and_nested_ones_do_not():
         ("reduce", 0.03, "exchange 2"),
         ("reduce", 0.06, "exchange"),
     ]
+
+
+@pytest.mark.parametrize(
+    ("exchanges", "backwards", "exchange_ns", "hidden_ns"),
+    [
+        ([], [(0, 9)], 0, 0),
+        ([(5, 15)], [], 10, 0),
+        ([(5, 15)], [(0, 10)], 10, 5),
+        ([(5, 15), (8, 20)], [(0, 10)], 15, 5),  # two buckets in flight at once count once
+        ([(5, 15), (30, 50)], [(0, 10), (12, 14), (20, 60)], 30, 27),
+        ([(0, 40)], [(2, 4), (10, 20)], 40, 12),
+    ],
+)
+def test_what_lies_inside_backward_is_hidden(exchanges, backwards, exchange_ns, hidden_ns):
+    part = _part(
+        0,
+        [_event("reduce", *span, timeline_files.EXCHANGE) for span in exchanges]
+        + [_event("backward", *span) for span in backwards],
+    )
+    (process,) = part["otherData"]["processes"]
+    assert (process["exchange_ns"], process["hidden_exchange_ns"]) == (exchange_ns, hidden_ns)
+    merged = timeline_files.merge([part])
+    assert merged["otherData"]["hidden_exchange"] == (hidden_ns / exchange_ns if exchange_ns else None)
+    said = overlap.describe(merged)
+    assert f"{hidden_ns / exchange_ns:.0%} of the exchange" in said if exchange_ns else not said
 
 
 def test_parts_of_one_host_keep_their_times():
@@ -469,6 +494,51 @@ def test_workers_of_servers_show_pushes_and_what_came_back(tmp_path, strategy, p
         )
         assert found["push"]["ts"] <= found["wait"]["ts"] < _end(found["wait"]) <= found[taken]["ts"]
         assert _end(found["push"]) == pytest.approx(_end(found["wait"]))
+
+
+def _train_static(rank, world_size, path, options):
+    model = _model(static_graph=True, **options)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if "strategy" in options:
+        optimizer = psengine.DistributedOptimizer(optimizer, model)
+    with psengine.timeline(path):
+        for step in range(4):
+            _step(model, optimizer, rank, step)
+    model.leave()
+
+
+def _check_unpacked_in_flight(part, exchange):
+    """Each bucket but the last is unpacked between the hand-over of the next one and the end of that one's exchange."""
+    of = {
+        (e["args"]["step"], e["name"], e["args"]["bucket"]): e
+        for e in _spans(part)
+        if e["name"] in (exchange, "unpack")  # buckets are laid out anew before the third step
+    }
+    checked = 0
+    for (step, name, bucket), unpack in of.items():
+        following = of.get((step, exchange, bucket + 1))
+        if name == "unpack" and following is not None:
+            assert following["ts"] <= unpack["ts"] < _end(unpack) <= _end(following)
+            checked += 1
+    assert checked >= 2, "two buckets, in two steps or more"
+
+
+@pytest.mark.parametrize("collective", ["c10d", pytest.param("shared_memory", marks=needs_shared_memory)])
+def test_a_bucket_is_unpacked_while_the_next_is_in_flight(tmp_path, collective):
+    path = tmp_path / "out.json"
+    run_ranks(_train_static, 2, str(path), {"collective": collective})
+    trace = json.loads(path.read_text())
+    for rank in range(2):
+        events = [e for e in trace["traceEvents"] if e["pid"] == rank]
+        _check_unpacked_in_flight({"traceEvents": events}, "reduce")
+    assert 0 <= trace["otherData"]["hidden_exchange"] <= 1
+
+
+@pytest.mark.slow  # it starts a server
+def test_over_servers_too(tmp_path):
+    pytest.importorskip("zmq")
+    run_ranks(_train_static, 1, str(tmp_path / "out.json"), {"strategy": "sync-server"}, init_group=False)
+    _check_unpacked_in_flight(json.loads((tmp_path / "out.json.rank0").read_text()), "push")
 
 
 def _compare_clocks(rank, world_size):
