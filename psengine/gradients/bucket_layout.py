@@ -31,6 +31,7 @@ class BucketLayout:
         *,
         as_view: bool,
         counts_non_finite: bool,
+        divides_copies: bool,
     ) -> None:
         self._parameters = parameters
         self._names = names
@@ -38,6 +39,7 @@ class BucketLayout:
         self._strategy = strategy
         self._as_view = as_view
         self._counts_non_finite = counts_non_finite
+        self._divides_copies = divides_copies
         self._adopts = False
         self.buckets: list[Bucket] = []
         self.packings: list[Packing] = []
@@ -61,6 +63,7 @@ class BucketLayout:
                 sparse=self._expects_sparse[plan[0]],
                 allocate=functools.partial(self._strategy.allocate, keeps_dtype=self._as_view),
                 counts_non_finite=self._counts_non_finite,
+                divides_copies=self._divides_copies,
             )
             # A measured order needs no guess.
             for index, plan in enumerate(plans[::-1] if order is None else plans)

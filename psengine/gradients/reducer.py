@@ -58,6 +58,7 @@ class Reducer(NativeNames):
         gradient_as_bucket_view: let gradients be views of the buckets.
         skip_all_reduce_unused_params: agree before backward which parameters no rank uses, and skip buckets that hold
             no others; only with ``find_unused_parameters``.
+        batched_grad_copy: divide copies as native DDP does with it; see ``Bucket``.
         check_finite: raise at the end of backward where a gradient of some rank is not finite.
         on_error: gets the text of each error before it is raised.
 
@@ -80,6 +81,7 @@ class Reducer(NativeNames):
         find_unused_parameters: bool,
         gradient_as_bucket_view: bool,
         skip_all_reduce_unused_params: bool,
+        batched_grad_copy: bool,
         check_finite: bool,
         on_error: Callable[[str], None],
     ) -> None:
@@ -105,6 +107,7 @@ class Reducer(NativeNames):
             strategy,
             as_view=gradient_as_bucket_view,
             counts_non_finite=check_finite,
+            divides_copies=batched_grad_copy,
         )
         self._count_down = CountDown(len(self.parameters))
         self._lay_out(initial_limits_bytes)

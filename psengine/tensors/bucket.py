@@ -68,6 +68,8 @@ class Bucket:
         sparse: whether the only parameter's gradient is a sparse COO tensor; then there is no flat memory.
         allocate: makes the flat tensor; see ``Strategy.allocate``. Where its dtype is another one, packing converts.
         counts_non_finite: whether packing counts values that are not finite (``take_non_finite_counts``).
+        divides_copies: native DDP's ``batched_grad_copy``: copies are divided too, instead of multiplied by the
+            reciprocal while they are made. That takes another pass.
 
     Attributes:
         flat: the packed tensors: 1-D dense, or the sparse gradient itself.
@@ -87,6 +89,7 @@ class Bucket:
         sparse: bool,
         allocate: Allocator,
         counts_non_finite: bool = False,
+        divides_copies: bool = False,
     ) -> None:
         self.index = index
         self.parameter_indices = parameter_indices
@@ -98,6 +101,7 @@ class Bucket:
         self.numel = sum(p.numel() for p in self.parameters)
         self.size_bytes = self.numel * self.parameters[0].element_size()
         self.counts_non_finite = counts_non_finite
+        self._divides_copies = divides_copies
         self.offsets: list[int] = []
         self.views: list[torch.Tensor] = []
         self.addresses: list[int] = []
@@ -190,9 +194,12 @@ class Bucket:
         if share.is_nothing:
             run.flat.zero_()
             return
+        divisor = 1.0 if self._divides_copies else share.divisor
         defined = [tensor for tensor in tensors if tensor is not None]
-        if len(defined) < len(tensors) or not self._copy_run(run, defined, share.divisor):
+        if len(defined) < len(tensors) or not self._copy_run(run, defined, divisor):
             self.pack_each(run, tensors, share)
+        elif divisor != share.divisor:
+            run.flat.div_(share.divisor)
 
     def pack_each(self, run: Run, tensors: Sequence[torch.Tensor | None], share: Share) -> None:
         """``pack_run`` one by one, for tensors of which some are None, or views of ``flat`` already."""
@@ -233,9 +240,11 @@ class Bucket:
         if tensor.data_ptr() == self.addresses[position]:
             if divisor != 1:
                 view.div_(divisor)
-        elif divisor == 1 or tensor.dtype != view.dtype:
+        elif divisor == 1 or self._divides_copies or tensor.dtype != view.dtype:
             view.copy_(tensor)
-            if divisor != 1:
+            if self._divides_copies:
+                view.div_(divisor)
+            elif divisor != 1:
                 view.mul_(1.0 / divisor)
         else:
             torch.mul(tensor.detach(), 1.0 / divisor, out=view)

@@ -69,7 +69,8 @@ class DistributedDataParallel(ForwardPass):
         device_mesh: a 1-D ``DeviceMesh`` in place of ``process_group``.
         skip_all_reduce_unused_params: with ``find_unused_parameters``: skip buckets that no rank used.
         bucket_cap_mb_list: sizes of the buckets one by one, in MiB.
-        batched_grad_copy: accepted; small gradients are always copied in batches.
+        batched_grad_copy: divide what was copied, as native DDP then does, instead of scaling while copying; slower.
+            Small gradients are always copied in batches.
         forward_sync_buffers: broadcast rank 0's buffers before each forward; default True.
         strategy: how replicas agree: a name, "name:option=value", or a ``psengine.Strategy``. Default:
             ``PSENGINE_STRATEGY``, else "sync".
@@ -222,6 +223,7 @@ class DistributedDataParallel(ForwardPass):
                 find_unused_parameters=self.find_unused_parameters,
                 gradient_as_bucket_view=self.gradient_as_bucket_view,
                 skip_all_reduce_unused_params=self.skip_all_reduce_unused_params,
+                batched_grad_copy=self.batched_grad_copy,
                 check_finite=self.check_finite,
                 on_error=self.logger.set_error_and_log,
             )
