@@ -2,6 +2,8 @@
 #include "bindings/count_down.h"
 #include "bindings/shared_memory.h"
 
+#include <atomic>
+#include <cstdint>
 #include <vector>
 
 #include <torch/csrc/stable/library.h>
@@ -70,6 +72,10 @@ PyObject* sum(PyObject*, PyObject* arguments) {
   return Py_BuildValue("");
 }
 
+// libzmq calls it, on a thread of its own and without the GIL, when the bytes of a message have left; `flag` is of
+// psengine/parameter_server/uncopied.py.
+void note_sent(void*, void* flag) { static_cast<std::atomic<int64_t>*>(flag)->store(1, std::memory_order_release); }
+
 PyMethodDef kernel_methods[] = {
     {"kernels", kernels_in_use, METH_NOARGS, "The name of the table of CPU kernels in use."},
     {"_use_kernels", use_kernels, METH_O, "Use a table by name, for tests; False where this processor cannot run it."},
@@ -89,6 +95,8 @@ PyMODINIT_FUNC PyInit__native() {
   PyObject* const module = PyModule_Create(&module_definition);
   if (module != nullptr && (PyModule_AddFunctions(module, kernel_methods) != 0 ||
                             PyModule_AddFunctions(module, psengine::count_down_methods()) != 0 ||
+                            PyModule_AddObject(module, "note_sent",
+                                               PyLong_FromVoidPtr(reinterpret_cast<void*>(&note_sent))) != 0 ||
                             PyModule_AddIntConstant(module, "interface", kInterface) != 0)) {
     Py_DECREF(module);
     return nullptr;

@@ -95,6 +95,7 @@ MAY_USE_ZMQ = {
     "parameter_server/server/listening",
     "parameter_server/server/transport/endpoint",
     "parameter_server/shared_secret",
+    "parameter_server/uncopied",
 }
 
 

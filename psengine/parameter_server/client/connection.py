@@ -40,6 +40,7 @@ try:
 
     from psengine.parameter_server.client.handshake_monitor import HandshakeMonitor
     from psengine.parameter_server.keepalive import KEEPALIVE
+    from psengine.parameter_server.uncopied import UncopiedSends
 except ImportError as error:
     raise missing_extra("clients of parameter servers", error) from error
 
@@ -93,6 +94,7 @@ class Connection(Transport):
         self._process_id = os.getpid()
         self._context: Any = zmq.Context()
         self._sockets: list[Any] = []
+        self._uncopied: list[UncopiedSends] = []
         self._monitors: list[HandshakeMonitor] = []
         self._poller: Any = zmq.Poller()
         self._tasks: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
@@ -141,6 +143,7 @@ class Connection(Transport):
         self._monitors.append(HandshakeMonitor(socket, address, self._keys))
         self._indices[socket] = len(self._sockets)
         self._sockets.append(socket)
+        self._uncopied.append(UncopiedSends(socket))
         self._poller.register(socket, zmq.POLLIN)
         self._addresses.append(address)
         self._take_way(len(self._sockets) - 1)
@@ -193,13 +196,14 @@ class Connection(Transport):
         socket = self._sockets[index]
         if message.type is MessageType.PUSH:
             self.segments.place(self._addresses[index], message)
-        frames = encode(message, checksum=self._checksum)
-        last = len(frames) - 1
+        *frames, last = encode(message, checksum=self._checksum)
         try:
-            for position, frame in enumerate(frames):
-                flags = zmq.NOBLOCK if position == last else zmq.NOBLOCK | zmq.SNDMORE
-                size_bytes = frame.nbytes if isinstance(frame, memoryview) else len(frame)
-                socket.send(frame, flags, copy=size_bytes < ZERO_COPY_BYTES)
+            for frame in frames:
+                socket.send(frame, zmq.NOBLOCK | zmq.SNDMORE)
+            if len(last) < ZERO_COPY_BYTES:
+                socket.send(last, zmq.NOBLOCK)
+            else:
+                self._uncopied[index].send(last)
         except zmq.Again:
             return False
         return True
@@ -242,6 +246,8 @@ class Connection(Transport):
             if now_s >= next_tick_s:
                 next_tick_s = now_s + TICK_S
                 self._read_monitors(now_s)
+                for uncopied in self._uncopied:
+                    uncopied.release()
                 self._receiver.tick(now_s)
             # Set before the deque is looked at: who appends after that look sees it set, and wakes this thread.
             self._may_sleep = True
@@ -308,6 +314,8 @@ class Connection(Transport):
         for socket in self._sockets:
             socket.close()
         self._context.term()  # waits for the linger of the sockets
+        for uncopied in self._uncopied:
+            uncopied.close()
         self._wake_reader.close()
         self._wake_writer.close()
         self.segments.close()

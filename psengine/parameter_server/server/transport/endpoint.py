@@ -23,6 +23,7 @@ from psengine.errors import ServerError
 from psengine.parameter_server.keepalive import KEEPALIVE
 from psengine.parameter_server.server.transport.authentication import Authenticator
 from psengine.parameter_server.server.transport.connections import Connections
+from psengine.parameter_server.uncopied import UncopiedSends
 from psengine.protocol.messages import MAX_PAYLOAD_BYTES
 
 MAX_FRAME_BYTES = MAX_PAYLOAD_BYTES + 64 * 1024
@@ -96,6 +97,7 @@ class Endpoint:
         self.received_messages = 0
         self.local_address = ""
         self._socket: zmq.Socket[bytes] = context.socket(zmq.ROUTER)
+        self._uncopied = UncopiedSends(self._socket)
         try:
             _configure(self._socket, is_ipv6="[" in address)
             self._bind(address)
@@ -151,6 +153,7 @@ class Endpoint:
 
     def receive(self) -> Received | None:
         """The next message; None where there is none yet. Its frames live as long as they are referenced."""
+        self._uncopied.release()
         receive = self._socket.recv
         try:
             part = receive(zmq.NOBLOCK, copy=False)
@@ -196,7 +199,10 @@ class Endpoint:
             send(route, _MORE)  # zmq refuses a message here, or takes all of it
             for frame in frames[:-1]:
                 send(frame, _MORE)
-            send(frames[-1], zmq.NOBLOCK, copy=copies)
+            if copies:
+                send(frames[-1], zmq.NOBLOCK)
+            else:
+                self._uncopied.send(frames[-1])
         except zmq.Again:
             return False
         except zmq.ZMQError as error:
@@ -229,6 +235,7 @@ class Endpoint:
     def close(self, linger_ms: int = LINGER_MS) -> None:
         """Close; answers already sent get ``linger_ms`` to leave."""
         self._backlogs.clear()
+        self._uncopied.close()
         self._socket.close(linger=linger_ms)
         for address, file in self._files.items():
             if file is not None and file == _file_of(address):

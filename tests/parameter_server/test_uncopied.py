@@ -1,0 +1,98 @@
+"""Payloads that libzmq reads where they are: what arrives, and when their memory is free."""
+
+from __future__ import annotations
+
+import gc
+import socket
+import threading
+import time
+import weakref
+from contextlib import closing
+
+import pytest
+import torch
+import zmq
+
+from psengine.kernels.native import extension
+from psengine.parameter_server import uncopied
+from psengine.parameter_server.uncopied import UncopiedSends
+from psengine.protocol.frames import buffer_of
+
+DEADLINE_S = 10.0
+pytestmark = pytest.mark.skipif(not hasattr(extension, "note_sent"), reason="needs the native extension")
+
+
+@pytest.fixture
+def sockets():
+    with zmq.Context() as context, context.socket(zmq.PAIR) as left, context.socket(zmq.PAIR) as right:
+        left.linger = right.linger = 0
+        left.rcvtimeo = int(DEADLINE_S * 1000)
+        right.connect(f"tcp://127.0.0.1:{left.bind_to_random_port('tcp://127.0.0.1')}")
+        yield left, right
+
+
+def eventually(is_so):
+    deadline_s = time.monotonic() + DEADLINE_S
+    while not is_so():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.005)
+
+
+def test_the_bytes_arrive_and_the_memory_is_free_afterwards(sockets):
+    left, right = sockets
+    sends = UncopiedSends(right)
+    before = threading.active_count()
+    for number in range(20):
+        values = torch.full((200_000,), float(number))
+        right.send(b"header", zmq.SNDMORE)
+        sends.send(buffer_of(values))
+        header, payload = left.recv_multipart()
+        assert header == b"header"
+        assert torch.equal(torch.frombuffer(bytearray(payload), dtype=torch.float32), values)
+    eventually(lambda: sends.release() or not sends._held)
+    assert threading.active_count() == before  # pyzmq's thread was not needed
+
+
+@pytest.fixture
+def unread():
+    """A socket whose messages never leave: nobody answers its greeting."""
+    with closing(socket.create_server(("127.0.0.1", 0))) as deaf, zmq.Context() as context:
+        unread = context.socket(zmq.PAIR)
+        unread.connect(f"tcp://127.0.0.1:{deaf.getsockname()[1]}")
+        yield unread
+        unread.close(linger=0)
+
+
+def test_memory_is_held_as_long_as_it_may_be_read(unread):
+    sends = UncopiedSends(unread)
+    buffer = buffer_of(torch.zeros(1000))
+    reference = weakref.ref(buffer)
+    sends.send(buffer)
+    del buffer
+    time.sleep(0.05)
+    sends.release()
+    gc.collect()
+    assert reference() is not None
+    unread.close(linger=0)
+    eventually(lambda: sends.release() or reference() is None)
+
+
+def test_a_sender_that_was_closed_leaves_its_flags_where_libzmq_may_set_them(unread):
+    sends = UncopiedSends(unread)
+    sends.send(buffer_of(torch.zeros(1000)))
+    sends.close()
+    assert len(uncopied._left_behind) == 1
+    unread.close(linger=0)
+    eventually(lambda: all(flag.value for flag, _ in uncopied._left_behind))
+    UncopiedSends(unread).close()
+    assert not uncopied._left_behind
+
+
+def test_a_closed_socket_refuses_and_nothing_is_held(sockets):
+    _, right = sockets
+    sends = UncopiedSends(right)
+    right.close()
+    with pytest.raises(zmq.ZMQError):
+        sends.send(buffer_of(torch.zeros(1000)))
+    sends.release()
+    assert not sends._held
