@@ -156,8 +156,8 @@ class Operation:
     waiters: list[threading.Lock] = field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:
-        self._targets = [(d.data_ptr(), d.numel() * d.itemsize) for d in self.destinations]
-        self.numel = sum(d.numel() for d in self.destinations)
+        self._targets = [(d.data_ptr(), d.nbytes) for d in self.destinations]
+        self.numel = sum(map(torch.numel, self.destinations))
         self.submitted_s = self.parking.now_s()
         self.deadline_s = self.submitted_s + self.timeout_s
 

@@ -59,20 +59,26 @@ class Ledger:
 
     def sent(self, key: int) -> None:
         """An exchange leaves for the first time."""
-        known = self._chunks.setdefault(key, _Known())
+        known = self._known(key)
         known.asked_version = known.version
 
     def answered(self, key: int, sequence: int, version: int, *, is_used: bool) -> None:
         """An exchange was answered; with ``is_used`` the server has applied or averaged it."""
-        known = self._chunks.setdefault(key, _Known())
+        known = self._known(key)
         known.skip(known.sequence + 1, sequence - 1 if is_used else sequence)
         known.sequence = max(known.sequence, sequence)
         known.version = max(known.version, version)
 
     def saw(self, key: int, version: int) -> None:
         """The chunk was read, or overwritten."""
-        known = self._chunks.setdefault(key, _Known())
+        known = self._known(key)
         known.version = max(known.version, version)
+
+    def _known(self, key: int) -> _Known:
+        known = self._chunks.get(key)
+        if known is None:
+            known = self._chunks[key] = _Known()
+        return known
 
     def forget(self) -> None:
         """Start anew from another worker's state, whose exchanges have other numbers."""

@@ -57,11 +57,13 @@ class Pushes:
 
     def begin(self, push: Push, now_s: float) -> None:
         """Queue a push; it is sent when its turn comes."""
-        line = self._lines.setdefault(push.key, deque())
-        line.append(push)
-        if len(line) == 1:
-            self._waiting.append(push)
-            self.pump(now_s)
+        line = self._lines.get(push.key)
+        if line is not None:
+            line.append(push)
+            return
+        self._lines[push.key] = deque((push,))
+        self._waiting.append(push)
+        self.pump(now_s)
 
     def pump(self, now_s: float) -> None:
         """Send as many as credit allows."""
