@@ -159,7 +159,10 @@ class ChunkOptimizer:
         Raises:
             ProtocolError: hyperparameters out of bounds, or an absent range that cuts a run.
         """
-        assert (gradient.shape, gradient.dtype) == (self._values.shape, self._values.dtype)
+        numel = self._values.numel()
+        assert gradient.dim() == 1
+        assert gradient.numel() == numel
+        assert gradient.dtype is self._values.dtype
         changed = self._check_change(groups) if groups is not None and groups != self._groups else None
         ranges = tuple(absent)
         if ranges != self._absent:
@@ -174,7 +177,8 @@ class ChunkOptimizer:
             options = dict(self._groups[stretch.group])
             options["lr"] *= learning_rate_scale
             options.pop("fused", None)
-            part = gradient[stretch.start : stretch.end]
+            is_whole = stretch.end - stretch.start == numel
+            part = gradient if is_whole else gradient[stretch.start : stretch.end]
             if stretch.window is None:
                 step(stretch, part, options)
             else:
@@ -222,9 +226,9 @@ class ChunkOptimizer:
     def move_to(self, values: Tensor) -> None:
         """Go on with ``values``, a copy of the old ones in other memory."""
         assert values.shape == self._values.shape
-        self._settle()
         self._values = values
-        self._stretches, self._absent = [], None
+        for stretch in self._stretches:
+            stretch.values = values[stretch.start : stretch.end]
 
     def _check_change(self, groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         checked = check_groups(self._spec.name, groups)

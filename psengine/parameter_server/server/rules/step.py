@@ -86,7 +86,7 @@ class StepOutcome(Outcome):
         self._writable_values()
         self.optimizer.apply(
             self._compensated(update.values, update),
-            groups=next((one.groups for one in update.contributions if one.groups is not None), None),
+            groups=groups_of(update.contributions),
             # Zhang et al. 2016, "Staleness-aware Async-SGD" (https://arxiv.org/abs/1511.05950)
             learning_rate_scale=1.0 / (update.staleness + 1) if self._scales_by_staleness else 1.0,
             absent=absent_in_all(update.contributions),
@@ -203,6 +203,14 @@ def compensate(gradient: torch.Tensor, values: torch.Tensor, backup: torch.Tenso
         strength: the paper's lambda; 0 returns the gradient's values unchanged.
     """
     return torch.addcmul(gradient, torch.sub(values, backup).mul_(gradient), gradient, value=strength)
+
+
+def groups_of(contributions: Sequence[Contribution]) -> Sequence[Mapping[str, Any]] | None:
+    """The hyperparameters that the first contribution brings which brings any."""
+    for one in contributions:
+        if one.groups is not None:
+            return one.groups
+    return None
 
 
 def absent_in_all(contributions: Sequence[Contribution]) -> Sequence[tuple[int, int]]:
