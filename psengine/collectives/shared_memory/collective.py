@@ -181,7 +181,7 @@ class SharedMemoryCollective(Collective):
             raise self._failure(f"all-reduce of {what}", error) from error
         if operation != 0:
             self._outstanding[operation] = flat
-            self._wait(operation, f"all-reduce of {what}", self.timeout_s)
+            self._finish(operation, f"all-reduce of {what}", self.timeout_s, has_spun=True)
         return True
 
     @override
@@ -323,11 +323,11 @@ class SharedMemoryCollective(Collective):
         with profiled(f"wait for {what}"):
             self._finish(operation, what, timeout_s)
 
-    def _finish(self, operation: int, what: str, timeout_s: float) -> None:
+    def _finish(self, operation: int, what: str, timeout_s: float, *, has_spun: bool = False) -> None:
         started_ns = recorder.settled_ns() if recorder.is_on else 0
         failure = None
         try:
-            if not self._extension.shared_memory_spin(self._group, operation):
+            if has_spun or not self._extension.shared_memory_spin(self._group, operation):
                 failure = self._sleep(operation, what, timeout_s)
         except RuntimeError as error:
             self.close()  # the others need not wait for this rank
