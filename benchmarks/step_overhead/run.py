@@ -52,6 +52,9 @@ WITH_OPTIMIZER: dict[str, Callable[[nn.Module], nn.Module]] = {
     "sync-server": partial(psengine.DistributedDataParallel, strategy="sync-server"),
     "async": partial(psengine.DistributedDataParallel, strategy="async"),
     "sharded": partial(psengine.DistributedDataParallel, strategy="sync:shard_optimizer=true"),
+    "sharded-views": partial(
+        psengine.DistributedDataParallel, strategy="sync:shard_optimizer=true", gradient_as_bucket_view=True
+    ),
 }
 OVER_SERVERS = ("sync-server", "async")
 
