@@ -11,7 +11,7 @@
 namespace psengine {
 
 static bool is_same(const Descriptor& one, const Descriptor& other) {
-  return one.operation == other.operation && one.numel == other.numel && one.kind == other.kind && one.order == other.order &&
+  return one.operation == other.operation && one.numel == other.numel && one.kind == other.kind &&
          std::memcmp(&one.scale, &other.scale, sizeof(one.scale)) == 0 && one.source_rank == other.source_rank &&
          one.is_staged == other.is_staged;
 }
@@ -21,13 +21,12 @@ static std::string describe(const Descriptor& called) {
   std::string numel = std::to_string(called.numel);
   auto kind = static_cast<size_t>(called.kind);
   std::string elements = numel + " elements of " + (kind < std::size(kinds) ? kinds[kind] : "an unknown kind");
-  std::string order = called.order == Order::rank ? " in the order of ranks" : "";
   switch (called.operation) {
     case Operation::all_reduce:
       return "all_reduce of " + elements + " times " + std::to_string(called.scale) +
-             (called.is_staged ? "" : " in memory from allocate()") + order;
+             (called.is_staged ? "" : " in memory from allocate()");
     case Operation::reduce_scatter:
-      return "reduce_scatter of " + elements + " a rank" + order;
+      return "reduce_scatter of " + elements + " a rank";
     case Operation::broadcast:
       return "broadcast of " + numel + " bytes from rank " + std::to_string(called.source_rank);
     case Operation::all_gather:

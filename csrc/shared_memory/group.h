@@ -70,8 +70,8 @@ class SharedMemoryGroup {
   static int create_control(size_t world_size, size_t slot_bytes, const Token& token);
 
   // Map the control block at `path` (such as /proc/<process>/fd/<descriptor>) as `rank`.
-  // Throws std::runtime_error where it cannot be opened or is not the one of this token and size. `order`: in which this
-  // rank has values added; operations that sum fail where ranks have chosen differently.
+  // Throws std::runtime_error where it cannot be opened or is not the one of this token and size. `order`: in which
+  // values are added; the caller sees that all ranks have chosen the same.
   SharedMemoryGroup(const std::string& path, size_t rank, size_t world_size, const Token& token, Order order);
   ~SharedMemoryGroup();
   SharedMemoryGroup(const SharedMemoryGroup&) = delete;

@@ -37,7 +37,6 @@ struct alignas(kCacheLineBytes) Descriptor {
   double scale;
   Operation operation;
   ScalarKind kind;
-  Order order;
   uint32_t source_rank;
   uint32_t is_staged;
   uint32_t segment_slot;

@@ -13,7 +13,7 @@
 
 namespace psengine {
 
-// The order is known to psengine/collectives/shared_memory/collective.py.
+// Known to psengine/collectives/shared_memory/host.py.
 enum class Order : uint32_t { ring = 0, rank = 1 };
 
 constexpr uint64_t kMaxSegmentBytes = 1024 * 1024;

@@ -120,7 +120,6 @@ void SharedMemoryGroup::enter(const Call& call, uint64_t round) {
   description.scale = call.scale;
   description.operation = call.operation;
   description.kind = call.kind;
-  description.order = order_;
   description.source_rank = call.source_rank;
   description.is_staged = call.is_staged;
   if (!call.is_staged) {

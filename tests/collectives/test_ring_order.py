@@ -12,7 +12,7 @@ from support.processes import in_ranks, run_ranks
 
 from psengine.collectives.registry import collective_for, default_group
 from psengine.collectives.ring_order import MAX_SEGMENT_BYTES, add_in_ring_order, chunk_numel, stretches
-from psengine.errors import CollectiveError, ConfigurationError
+from psengine.errors import ConfigurationError
 
 CPU = torch.device("cpu")
 FLOATS = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
@@ -91,10 +91,13 @@ def test_the_order_of_ranks_is_an_option(rank: int, world_size: int) -> None:
         assert is_same(flat, (wide[0] + wide[1] + wide[2]).to(dtype)), dtype
     with raises(ConfigurationError, "expected one of ['ring', 'rank'], got 'rnk'). Did you mean rank?"):
         collective_for(default_group(), "shared_memory:order=rnk")
-    # Both ranks' choices are in the error.
+    # Whatever comes first, and also where one rank leaves the choice to psengine.
     disagreeing = collective_for(dist.new_group(), f"shared_memory:order={'rank' if rank == 1 else 'ring'}")
-    with raises(CollectiveError, "called all_reduce of 5 elements of float32 times 1.000000 in the order of ranks"):
-        disagreeing.all_reduce(torch.ones(5)).wait()
+    with raises(ConfigurationError, "expected order=ring of rank 0 on every rank, got, by rank, ring, rank, ring"):
+        disagreeing.gather(torch.ones(5), what="values")
+    disagreeing = collective_for(dist.new_group(), "shared_memory:order=rank" if rank == 1 else "auto")
+    with raises(ConfigurationError, "got, by rank, ring, rank, ring", "Fix: give every rank the same collective"):
+        disagreeing.connect()
 
 
 def test_a_part_of_a_tensor_is_added_like_the_whole() -> None:

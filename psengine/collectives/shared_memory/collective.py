@@ -34,7 +34,7 @@ from psengine.collectives.base import Collective, CompletedWork, Work
 from psengine.collectives.c10d import C10dCollective
 from psengine.collectives.operands import check_flat, check_parts, copying, plain, real
 from psengine.collectives.shared_memory.failures import error_of
-from psengine.collectives.shared_memory.host import join_host_group
+from psengine.collectives.shared_memory.host import ORDERS, join_host_group
 from psengine.collectives.shared_memory.segments import SharedSegments
 from psengine.errors import CollectiveError, ConfigurationError
 from psengine.kernels import native
@@ -55,8 +55,6 @@ SUMMED_DTYPES = {*SCALAR_KINDS, torch.complex64, torch.complex128}
 STRIDED = torch.strided
 # These are never scaled.
 INTEGER_KINDS = {SCALAR_KINDS[torch.int32], SCALAR_KINDS[torch.int64]}
-# csrc/shared_memory/ring.h, Order
-ORDERS = {"ring": 0, "rank": 1}
 # With more operations in flight, complete ones are looked for, in case nobody waits for them.
 FORGET_FROM = 64
 # A number no operation reaches.
@@ -74,7 +72,7 @@ class SharedMemoryCollective(Collective):
             and it says where ranks wait that are missing.
         order: in which the ranks' values are added. "ring" is gloo's (``ring_order``), with gloo's bits; "rank" is that
             of ranks, which does not depend on an element's place in its tensor, with 16-bit sums carried in float32.
-            The same on every rank.
+            The same on every rank; ``connect`` compares.
 
     Scaling: each addend is multiplied by ``scale`` and rounded to its dtype, then the products are added, as native DDP
     does over gloo, to the last bit. A reduce-scatter gives the bits of its part of the all-reduce.
@@ -90,7 +88,7 @@ class SharedMemoryCollective(Collective):
                 f" {list(ORDERS)}, got {order!r}){did_you_mean(str(order), ORDERS)}"
             )
         self._meeting = meeting
-        self._order = ORDERS[order]
+        self._order = order
         self.rank = meeting.rank
         self.world_size = meeting.world_size
         self.timeout_s = meeting.timeout_s

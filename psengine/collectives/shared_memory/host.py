@@ -12,11 +12,13 @@ from typing import Any, TypeVar
 import torch
 
 from psengine.collectives.base import Collective
-from psengine.errors import SharedMemoryUnavailableError
+from psengine.errors import ConfigurationError, SharedMemoryUnavailableError
 from psengine.kernels import native
 
 Made = TypeVar("Made")
 
+# csrc/shared_memory/ring.h, Order
+ORDERS = {"ring": 0, "rank": 1}
 # csrc/shared_memory/group.h, kMaxWorldSize
 MAX_WORLD_SIZE = 64
 # A staging slot: pieces that stay in a core's second-level cache while ranks pass them on. Where ranks share cores each
@@ -27,17 +29,20 @@ SLOT_BYTES_WHERE_CORES_ARE_SHARED = 1024 * 1024
 SLOT_BYTES_PER_RANK = 16 * 1024
 
 
-def join_host_group(meeting: Collective, order: int) -> Any:
+def join_host_group(meeting: Collective, order: str) -> Any:
     """Join this rank to its group's shared memory and return the native handle; all ranks succeed, or all raise.
 
     Four exchanges over ``meeting``: each rank's host, the control block's place, has everybody joined, does everybody
-    see everybody. ``order``: of additions, csrc/shared_memory/ring.h; sums fail where ranks have chosen differently.
+    see everybody. ``order``: in which values are added, one of ``ORDERS``.
 
     Raises:
+        ConfigurationError: the ranks have chosen different orders.
         SharedMemoryUnavailableError: the ranks do not share a host, or cannot open each other's memory.
     """
-    facts = meeting.gather(torch.tensor(_describe_this_process()), what="who shares this host")
-    reason = _reason_against([tuple(int(fact) for fact in row.tolist()) for row in facts])
+    own = torch.tensor([ORDERS[order], *_describe_this_process()])
+    facts = [row.tolist() for row in meeting.gather(own, what="who shares this host")]
+    _check_orders([fact[0] for fact in facts])
+    reason = _reason_against([tuple(fact[1:]) for fact in facts])
     if reason is not None:
         raise SharedMemoryUnavailableError(f"collective 'shared_memory' cannot connect these ranks: {reason}")
     file_descriptor, token = _create_control(meeting) if meeting.rank == 0 else (-1, bytes(16))
@@ -47,12 +52,24 @@ def join_host_group(meeting: Collective, order: int) -> Any:
         process_id, descriptor, *words = control.tolist()
         path, token = f"/proc/{process_id}/fd/{descriptor}", bytes_of_words(words)
         extension, rank, world_size = native.extension, meeting.rank, meeting.world_size
-        group = succeed_together(meeting, lambda: extension.shared_memory_join(path, rank, world_size, token, order))
+        group = succeed_together(
+            meeting, lambda: extension.shared_memory_join(path, rank, world_size, token, ORDERS[order])
+        )
         succeed_together(meeting, lambda: extension.shared_memory_watch_peers(group))
     finally:
         if file_descriptor >= 0:
             os.close(file_descriptor)
     return group
+
+
+def _check_orders(chosen: list[int]) -> None:
+    if len(set(chosen)) > 1:
+        names = [name for number in chosen for name, known in ORDERS.items() if known == number]
+        raise ConfigurationError(
+            f"all ranks add in the same order (expected order={names[0]} of rank 0 on every rank, got, by rank,"
+            f" {', '.join(names)}). Fix: give every rank the same collective, 'shared_memory:order=rank' or"
+            " 'shared_memory'."
+        )
 
 
 def _describe_this_process() -> tuple[int, ...]:
