@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import random
@@ -19,7 +20,7 @@ from support.shard_world import APPLY, AVERAGE, SGD
 from support.waiting import eventually
 from support.worker_sessions import entered
 
-from psengine.errors import ServerLostError
+from psengine.errors import ServerError, ServerLostError
 from psengine.parameter_server.client import operation
 from psengine.parameter_server.client.partition import cut
 from psengine.parameter_server.client.worker_session import PushResult, WorkerSession, wait_all
@@ -171,6 +172,44 @@ def test_after_a_wait_that_failed_servers_see_no_writes_and_the_exchange_has_wha
         finally:
             for session in sessions:
                 session.close()
+
+
+def test_a_forked_child_neither_changes_the_memory_nor_keeps_it_shared():
+    with running_server(lease_s=30.0) as server, ExitStack() as stack:
+        session = entered(server.addresses[0], 0, SPECS[:1])
+        stack.callback(session.close)
+        session.reserve(1 << 20)
+        flat, result = (session.allocate(SPECS[0].numel, torch.float32) for _ in range(2))
+        session.adopt(0, flat, result)
+        session.push(0, flat.fill_(1.0), [result]).wait()
+        assert sharing(session) == 1
+        reader, writer = os.pipe()
+        child = os.fork()
+        if child == 0:
+            code = 1
+            with contextlib.suppress(BaseException):
+                assert flat.eq(1.0).all()
+                flat.fill_(7.0)
+                result.fill_(7.0)
+                with contextlib.suppress(ServerError):
+                    session.push(0, torch.full_like(flat, 9.0), [result])
+                session.withdraw_memory()
+                code = 0
+            os.write(writer, bytes([code]))
+            time.sleep(60.0)
+            os._exit(code)
+        stack.callback(os.waitpid, child, 0)
+        stack.callback(os.kill, child, signal.SIGKILL)
+        assert os.read(reader, 1) == b"\0"
+        os.close(reader)
+        os.close(writer)
+        assert flat.eq(1.0).all()
+        assert result.eq(1.0).all()
+        assert sharing(session) == 1
+        session.push(0, flat.add_(1.0), [result]).wait()
+        assert result.eq(2.0).all()
+        session.withdraw_memory()
+        eventually(lambda: shared_maps(server.pid) == 0)
 
 
 def push_all_as(session: WorkerSession, rank: int, step: int) -> list[torch.Tensor]:

@@ -13,6 +13,7 @@ import logging
 import os
 import socket
 import threading
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -54,6 +55,7 @@ class Arena:
     def __init__(self, size_bytes: int) -> None:
         """Raises OSError where there is no memory."""
         size_bytes = -(-size_bytes // PAGE_BYTES) * PAGE_BYTES
+        self.is_detached = False
         self.descriptor = make_segment(size_bytes)
         try:
             self.mapping = SegmentMapping(self.descriptor, size_bytes)
@@ -69,6 +71,17 @@ class Arena:
             return None
         self._used_bytes = end
         return offset
+
+    def detach(self) -> None:
+        """See ``SegmentMapping.detach``."""
+        self.mapping.detach()
+        self.is_detached = True
+
+    def forked(self) -> None:
+        """In a forked child: its writes are its own, as those to all its other memory."""
+        if self.descriptor >= 0 and not self.is_detached:
+            self.mapping.keep_to_this_process(self.descriptor)
+        self.close()
 
     def close(self) -> None:
         """Close the descriptor; memory that is in use stays."""
@@ -124,6 +137,8 @@ class WorkerSegments:
         self._places: dict[int, Place] = {}
         self._lock = threading.Lock()
         self._told: set[tuple[str, str]] = set()
+        if self._is_wanted:
+            _of_this_process.add(self)
 
     # ---- threads of the training -------------------------------------------------------------------------------
 
@@ -192,7 +207,7 @@ class WorkerSegments:
             self._invitations.clear()
             attachments, self._attachments = self._attachments, {}
             if self._arena is not None and attachments:
-                self._arena.mapping.detach()
+                self._arena.detach()
             for attachment in attachments.values():
                 attachment.stream.close()
 
@@ -207,6 +222,18 @@ class WorkerSegments:
             arena, self._arena = self._arena, None
             if arena is not None:
                 arena.close()
+
+    def forked(self) -> None:
+        """In a forked child: the memory is shared with nobody, and the streams are the parent's alone."""
+        self._lock = threading.Lock()  # a thread that the child has not may have held it
+        arena, self._arena = self._arena, None
+        self._is_wanted = False
+        self._invitations.clear()
+        attachments, self._attachments = self._attachments, {}
+        for attachment in attachments.values():
+            attachment.stream.close()
+        if arena is not None:
+            arena.forked()
 
     # ---- the I/O thread ----------------------------------------------------------------------------------------
 
@@ -318,3 +345,15 @@ class WorkerSegments:
         self._told.add((address, reason))
         to = f" to {address}" if address else ""
         logger.info("payloads%s travel through sockets, not through shared memory: %s", to, reason)
+
+
+_of_this_process: weakref.WeakSet[WorkerSegments] = weakref.WeakSet()
+
+
+def _after_fork_in_child() -> None:
+    for segments in list(_of_this_process):
+        segments.forked()
+
+
+if IS_AVAILABLE:
+    os.register_at_fork(after_in_child=_after_fork_in_child)

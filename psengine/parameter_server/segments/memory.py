@@ -20,6 +20,7 @@ _SEAL_SEAL, _SEAL_SHRINK, _SEAL_GROW = 1, 2, 4
 _SEALS = _SEAL_SEAL | _SEAL_SHRINK | _SEAL_GROW
 _TMPFS_MAGIC = 0x01021994
 _MREMAP_MAYMOVE, _MREMAP_FIXED = 1, 2
+_MAP_FIXED = 16
 _MAP_FAILED = ctypes.c_void_p(-1).value
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
@@ -102,6 +103,19 @@ class SegmentMapping:
     def tensor(self, offset: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """1-D, of the memory from ``offset``."""
         return torch.frombuffer(self._memory, dtype=dtype, count=numel, offset=offset)
+
+    def keep_to_this_process(self, descriptor: int) -> None:
+        """In a forked child: nobody else sees what it writes from now on; tensors stay as they are.
+
+        Args:
+            descriptor: of the segment. Nothing is copied: pages that the child writes to become its own.
+
+        Raises:
+            OSError: the system has no memory for it.
+        """
+        access, flags = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | _MAP_FIXED
+        if _libc.mmap(self.address, self.size_bytes, access, flags, descriptor, 0) != self.address:
+            raise OSError(ctypes.get_errno(), "mmap")
 
     def detach(self) -> None:
         """Give this process private memory with the same content at the same addresses: tensors stay as they are.
