@@ -214,7 +214,6 @@ class Reducer(NativeNames):
 
     def prepare_for_backward(self, outputs: Sequence[torch.Tensor] = ()) -> None:
         """Expect one gradient for each parameter; with ``find_unused_parameters``, for those ``outputs`` depend on."""
-        self.strategy.expect_backward()
         self.timer.start_backward()
         self._may_forget_a_backward = self._expects_hooks and not self._warned_local_backward
         self._expects_hooks = True
@@ -235,7 +234,6 @@ class Reducer(NativeNames):
     def expect_local_backward(self) -> None:
         """A forward inside no_sync ends: the gradients of its backward stay local on purpose."""
         self._may_forget_a_backward = False
-        self.strategy.expect_backward()
 
     def _check_reducer_finalized(self) -> None:
         """Raise where the last backward did not reach every parameter."""

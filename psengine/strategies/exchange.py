@@ -110,13 +110,6 @@ class Exchange(ABC):
                 f" {weight:g}). Fix: do not call model.batch_weight, or use strategy='sync'."
             )
 
-    def expect_backward(self) -> None:  # noqa: B027 - most add to what gradients hold
-        """A forward ends, inside ``no_sync`` too: its backward will add to the gradients.
-
-        Raises:
-            ReductionError: gradients hold what a backward cannot be added to.
-        """
-
     def begin(self, step: Step) -> Share:
         """The first gradient of a backward is ready; return the share that the reducer applies while it packs."""
         return WHOLE

@@ -33,7 +33,7 @@ def verify_replicas(
         parameters: name to parameter, for those whose gradients are exchanged, in model order.
         state: name to tensor, for all that will be broadcast.
         device: where to put the tensors of the comparison.
-        options: of the strategy, by name.
+        options: what else all ranks have to choose alike, by name.
 
     Raises:
         ReplicaMismatchError: some rank's tensors or options differ from rank 0's.
@@ -54,10 +54,14 @@ def verify_replicas(
         difference = _first_difference([d[index] for d in descriptions], kind, collective.rank)
         if difference:
             raise ReplicaMismatchError(difference)
-    chosen = [",".join(option for (option,) in d[2]) for d in descriptions]
+    options_by_rank = [[option for (option,) in d[2]] for d in descriptions]
+    shared = set(options_by_rank[0]).intersection(*options_by_rank)
+    chosen = [
+        ",".join(option for option in given if option not in shared) or "the defaults" for given in options_by_rank
+    ]
     raise ReplicaMismatchError(
         f"all ranks have the same options (expected {chosen[0]} of rank 0 on every rank, got, by rank,"
-        f" {'; '.join(chosen)}; seen on rank {collective.rank}). Give every rank's strategy the same ones."
+        f" {'; '.join(chosen)}; seen on rank {collective.rank}). Fix: give every rank the same ones."
     )
 
 

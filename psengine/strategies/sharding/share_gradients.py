@@ -3,13 +3,14 @@
 After backward a parameter of which this rank steps nothing has no gradient; of others, what this rank does not step is
 zero. So ``torch.amp.GradScaler`` and ``psengine.clip_grad_norm_`` work; what would be wrong without a word is found:
 
-    another backward is added      the averages of a share count once for each rank    an error before backward
+    another backward is added      the averages of a share count once for each rank    an error in backward
     torch's clip_grad_norm_        each rank scales its share by another norm          a warning after the step
     a share that is not finite     only its rank would leave out the step              every rank gets a NaN
 """
 
 from __future__ import annotations
 
+import functools
 import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -50,8 +51,15 @@ class ShareGradients:
         self._pieces = pieces
         self._collective = collective
         self._is_finite = True
-        self._has_averages = False
         self._has_warned = False
+        # Parameters of which no gradient has come since their average was written.
+        self._averaged: set[int] = set()
+        # They are called before autograd adds to a gradient: scripts may call zero_grad() between forward and backward.
+        self._handles = [
+            parameter.register_hook(functools.partial(self._check_empty, index))
+            for index, parameter in enumerate(parameters)
+            if pieces.get(index)
+        ]
         # (index of the parameter, element in memory order, its value after backward)
         self._probes: list[tuple[int, int, float]] = []
 
@@ -59,23 +67,29 @@ class ShareGradients:
         """A part of this rank's share has come."""
         self._is_finite = self._is_finite and is_finite
 
-    def check_empty(self) -> None:
-        """Before a backward, exchanged or not.
+    def _check_empty(self, index: int, _: torch.Tensor) -> None:
+        """A parameter's gradient has come, and will be added to what is there.
 
         Raises:
-            ReductionError: averages of the last one are still there, and would be added.
+            ReductionError: that is the average of the last backward.
         """
-        if not self._has_averages:
+        if index not in self._averaged:
             return
-        for name, parameter in zip(self._names, self._parameters, strict=True):
-            if parameter.grad is not None and parameter.grad.any():
-                raise ReductionError(
-                    f"rank {self._collective.rank}: {name!r} still has the average of the last backward, of which each"
-                    " rank has only its share, so that another backward cannot be added (expected a gradient of None or"
-                    " zeros). Fix: optimizer.zero_grad() before; to accumulate, model.no_sync() around all backwards"
-                    " but the last."
-                )
-        self._has_averages = False
+        gradient = self._parameters[index].grad
+        if gradient is not None and gradient.any():
+            raise ReductionError(
+                f"rank {self._collective.rank}: {self._names[index]!r} still has the average of the last backward, of"
+                " which each rank has only its share, so that another backward cannot be added (expected a gradient of"
+                " None or zeros). Fix: optimizer.zero_grad() before; to accumulate, model.no_sync() around all"
+                " backwards but the last."
+            )
+        self._averaged.discard(index)
+
+    def close(self) -> None:
+        """Stop watching."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
 
     # ---- the end of backward -----------------------------------------------------------------------------------
 
@@ -89,7 +103,7 @@ class ShareGradients:
         work = self._collective.all_reduce(is_anything_lost, what="whether gradients are finite")
         self._leave_out_other_shares()
         work.wait()
-        self._has_averages = True
+        self._averaged = {index for index, pieces in self._pieces.items() if pieces}
         if is_anything_lost.item():
             self._spoil()
         self._probe()

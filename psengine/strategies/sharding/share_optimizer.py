@@ -65,10 +65,21 @@ class ShareOptimizer:
             self.take_state()
 
     @staticmethod
-    def check(optimizer: torch.optim.Optimizer) -> None:
-        """Raise ``ConfigurationError`` where ``optimizer`` cannot be sharded."""
-        _name_of(optimizer)
-        _groups_of(optimizer)
+    def agreed_options(optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor]) -> dict[str, str]:
+        """What all ranks have to choose alike, by name; ``parameters``: those that are exchanged.
+
+        Raises:
+            ConfigurationError: an optimizer that cannot be sharded.
+        """
+        places = {parameter: index for index, parameter in enumerate(parameters)}
+        options = {"optimizer": _name_of(optimizer), "has_state": str(bool(optimizer.state)).lower()}
+        for number, (group, hyperparameters) in enumerate(
+            zip(optimizer.param_groups, _groups_of(optimizer), strict=True)
+        ):
+            indices = [places[parameter] for parameter in group["params"] if parameter in places]
+            options |= {f"group {number} {name}": str(value) for name, value in hyperparameters.items()}
+            options[f"group {number} parameters"] = _ranges(indices)
+        return options
 
     @property
     def size_bytes(self) -> int:
@@ -214,6 +225,7 @@ class ShareOptimizer:
 
     def take_state(self) -> None:
         """Take this rank's share of ``optimizer.state``, which is whole, and empty it; all ranks call it."""
+        self.flat.begin_step()  # another rank may be reading for its state_dict()
         state = self.optimizer.state
         found = {slot for entry in state.values() for slot in entry if entry[slot] is not None}
         self._make_slots([slot for slot in SLOTS[self._name] if slot in found])
@@ -313,6 +325,17 @@ class _Block:
         return [
             self._owner.steps_of(starts[start]) if start in starts else 0.0 for start, _, _ in self.optimizer.spec.runs
         ]
+
+
+def _ranges(indices: Sequence[int]) -> str:
+    """Such as "0-3 7": errors stay readable where there are many."""
+    ranges: list[list[int]] = []
+    for index in indices:
+        if ranges and ranges[-1][1] == index - 1:
+            ranges[-1][1] = index
+        else:
+            ranges.append([index, index])
+    return " ".join(f"{first}-{last}" if last > first else str(first) for first, last in ranges)
 
 
 def _name_of(optimizer: torch.optim.Optimizer) -> str:

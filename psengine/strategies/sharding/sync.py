@@ -30,6 +30,7 @@ from psengine.strategies.sharding.share_gradients import ShareGradients
 from psengine.strategies.sharding.share_optimizer import ShareOptimizer
 from psengine.strategies.step_hooks import call_post_hooks, call_pre_hooks
 from psengine.strategies.sync_all_reduce import SyncAllReduce
+from psengine.strategies.verification import verify_replicas
 from psengine.tensors.bucket import Bucket
 
 DTYPES = (torch.float32, torch.float64)
@@ -106,6 +107,8 @@ class SyncShardedOptimizer(SyncAllReduce):
             self._hook_handle.remove()
         if self._flat is not None:
             self._flat.release()
+        if self._gradients is not None:
+            self._gradients.close()
         self._forget()
         super().close()
 
@@ -135,11 +138,6 @@ class SyncShardedOptimizer(SyncAllReduce):
     def _scatters(self) -> bool:
         """Whether each rank gets the averages of its share only; known once ranks have met."""
         return self.collective.world_size > 1 and not self.collective.shares_memory
-
-    @override
-    def expect_backward(self) -> None:
-        if self._gradients is not None:
-            self._gradients.check_empty()
 
     @override
     def reduce(self, bucket: Bucket) -> Reduction:
@@ -182,6 +180,7 @@ class SyncShardedOptimizer(SyncAllReduce):
 
         Raises:
             ConfigurationError: an optimizer that cannot be sharded, or a second one.
+            ReplicaMismatchError: the ranks' optimizers differ.
         """
         if self._optimizer is not None and self._optimizer.optimizer is not optimizer:
             raise ConfigurationError(
@@ -192,7 +191,8 @@ class SyncShardedOptimizer(SyncAllReduce):
         self.collective.connect()
         assert self._replica is not None, "prepared"
         if self._flat is None:
-            ShareOptimizer.check(optimizer)
+            chosen = ShareOptimizer.agreed_options(optimizer, list(self._replica.parameters.values()))
+            verify_replicas(self.collective, {}, {}, self._replica.device, chosen)
             self._flat = flat_parameters(self._replica.parameters, self.collective)
         self._optimizer = ShareOptimizer(optimizer, self._flat)
         # A fused optimizer's kernel would divide by GradScaler's scale, which a share's step does not know: so the
