@@ -31,7 +31,8 @@ class SyncAllReduce(Strategy):
 
     Args:
         compress: the codec of gradients, or its name. "bf16" and "fp16" halve the bytes and cost precision: each addend
-            is rounded once, while gradients are packed, and the sum after each addition. None: values travel as they are.
+            is rounded once, while gradients are packed, and the sum after each addition. None: values travel as they
+            are.
         dtype: the former name of ``compress``, for one more version: "bfloat16", "float16" or "float32".
 
     Raises:
