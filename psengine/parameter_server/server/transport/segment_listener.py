@@ -71,6 +71,7 @@ class SegmentListener(threading.Thread):
         self.refused = 0
         self._addresses = addresses
         self._listeners: list[tuple[int, socket.socket, str]] = []
+        self._files: dict[str, tuple[int, int] | None] = {}
         self._streams: set[_Stream] = set()
         self._threads: Sequence[ShardThread] = ()
         self._selector = selectors.DefaultSelector()
@@ -113,6 +114,7 @@ class SegmentListener(threading.Thread):
         finally:
             os.umask(mask)
         self._listeners.append((index, listener, path))
+        self._files[path] = _inode(path)
 
     @property
     def shards(self) -> set[int]:
@@ -135,10 +137,13 @@ class SegmentListener(threading.Thread):
             for key, _ in self._selector.select(LOOK_S):
                 if key.fileobj is self._wake_reader:
                     return
-                if isinstance(key.data, _Stream):
-                    self._guarded(key.data)
-                else:
-                    self._accept(key.fileobj, key.data)  # type: ignore[arg-type]
+                try:
+                    if isinstance(key.data, _Stream):
+                        self._guarded(key.data)
+                    else:
+                        self._accept(key.fileobj, key.data)  # type: ignore[arg-type]
+                except Exception:
+                    self._report_failure(key.data)
             now_s = time.monotonic()
             for stream in [one for one in self._streams if one.segment is None and now_s >= one.until_s]:
                 self._refuse(stream, ProtocolError(f"no offer came within {OFFER_S:g} s"))
@@ -151,8 +156,8 @@ class SegmentListener(threading.Thread):
             return
         accepted_socket.setblocking(False)
         stream = _Stream(accepted_socket, shard, time.monotonic() + OFFER_S)
-        self._streams.add(stream)
         self._selector.register(accepted_socket, selectors.EVENT_READ, stream)
+        self._streams.add(stream)
         uid = peer_uid(accepted_socket)
         offers = sum(one.segment is None for one in self._streams)
         if uid not in (0, os.geteuid()):
@@ -224,6 +229,14 @@ class SegmentListener(threading.Thread):
         if suppressed is not None:
             logger.warning("shard %d took no segment: %s (%d more unmentioned)", shard, reason, suppressed)
 
+    def _report_failure(self, data: object) -> None:
+        """Log a bug of ours, or a lack of memory, and go on with the other streams."""
+        suppressed = self._complaints.allows(time.monotonic())
+        if suppressed is not None:
+            logger.exception("taking workers' segments failed (%d more unmentioned)", suppressed)
+        if isinstance(data, _Stream):
+            self._drop(data)
+
     def _drop(self, stream: _Stream) -> None:
         if stream not in self._streams:
             return
@@ -243,9 +256,19 @@ class SegmentListener(threading.Thread):
             self._drop(stream)
         for _, listener, path in self._listeners:
             listener.close()
-            with contextlib.suppress(OSError):
-                os.unlink(path)
+            # The server that comes next may listen there by now.
+            if self._files[path] is not None and self._files[path] == _inode(path):
+                with contextlib.suppress(OSError):
+                    os.unlink(path)
         self._listeners.clear()
         self._selector.close()
         self._wake_reader.close()
         self._wake_writer.close()
+
+
+def _inode(path: str) -> tuple[int, int] | None:
+    try:
+        status = os.lstat(path)
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino

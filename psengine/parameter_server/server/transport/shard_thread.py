@@ -157,7 +157,7 @@ class ShardThread(threading.Thread):
             self.last_tick_s = now_s
             if not self.drained.is_set():
                 self._guarded(lambda: self._send(self.shard.tick(now_s)))
-                self.segments.keep_members(self.shard)
+                self._guarded(lambda: self.segments.keep_members(self.shard))
         # After the tick, so that a status does not show a pause of this process as the workers' silence.
         self._answer_asked()
 

@@ -1,0 +1,59 @@
+"""The thread that takes segments outlives failures, and removes no socket but its own."""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+
+import pytest
+
+from psengine.parameter_server.segments.memory import IS_AVAILABLE
+from psengine.parameter_server.segments.passing import passing_path
+from psengine.parameter_server.server.transport.segment_listener import SegmentListener
+
+pytestmark = pytest.mark.skipif(not IS_AVAILABLE, reason="memfd_create is Linux")
+
+
+def answer(path: str, data: bytes) -> bytes:
+    with socket.socket(socket.AF_UNIX) as stream:
+        stream.settimeout(5.0)
+        stream.connect(path)
+        stream.sendall(data)
+        return stream.recv(4096)
+
+
+def test_a_server_that_ends_late_leaves_its_successors_socket(tmp_path: Path) -> None:
+    address = f"ipc://{tmp_path}/server"
+    path = passing_path(address)
+    assert path is not None
+    with SegmentListener([address]) as first:
+        assert first.shards == {0}
+        with SegmentListener([address]) as second:
+            first.__exit__(None, None, None)
+            assert os.path.exists(path)
+            second.serve([])
+            assert answer(path, b"x" * 200).startswith(b"no")
+        assert not os.path.exists(path)
+
+
+class FailsOnce(SegmentListener):
+    failures = 0
+
+    def _read(self, stream) -> None:  # type: ignore[no-untyped-def]
+        if not self.failures:
+            self.failures = 1
+            raise MemoryError("injected")
+        super()._read(stream)
+
+
+def test_a_failure_ends_one_stream_and_not_the_thread(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    address = f"ipc://{tmp_path}/server"
+    path = passing_path(address)
+    assert path is not None
+    with FailsOnce([address]) as listener:
+        listener.serve([])
+        with pytest.raises(ConnectionResetError):
+            answer(path, b"x" * 200)
+        assert answer(path, b"x" * 200).startswith(b"no")
+    assert "injected" in caplog.text
