@@ -270,7 +270,8 @@ class Reducer(NativeNames):
                 self.graph.count(index)
                 return
             left = self._count_down.left
-            if left[index] == 0:
+            if left[index] <= 0:
+                left[index] = -1  # this backward has begun, even where no other hook has fired
                 self._fail(self.graph.describe_repetition(self._collective.rank, index))
             for unused in self.graph.unused_now():
                 left[unused] = 0

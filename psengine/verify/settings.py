@@ -61,6 +61,10 @@ class Settings:
         if self.device == "cuda" and not torch.cuda.is_available():
             raise ConfigurationError("device 'cuda' needs a GPU that this torch can use (got none). Fix: --device cpu")
         for exchange in (self.strategy, self.against):
+            if not isinstance(exchange, str):
+                raise ConfigurationError(
+                    f"a strategy is a name here (expected {NATIVE!r} or a strategy, got {exchange!r})"
+                )
             try:
                 is_over_servers(exchange)
             except ConfigurationError as error:

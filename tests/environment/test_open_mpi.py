@@ -27,10 +27,12 @@ from support.server_process import running_server
 from support.waiting import eventually
 from torch import nn
 
-pytestmark = pytest.mark.skipif(shutil.which("mpirun") is None, reason="needs mpirun (Debian's package openmpi-bin)")
+# By its own name: pip's package mpich brings an mpirun too.
+OPEN_MPI = shutil.which("mpirun.openmpi") or shutil.which("mpirun")
+pytestmark = pytest.mark.skipif(OPEN_MPI is None, reason="needs mpirun (Debian's package openmpi-bin)")
 
-# mpirun refuses root without the first, and more ranks than cores without the second.
-MPIRUN = ["mpirun", "--allow-run-as-root", "--oversubscribe"]
+# It refuses root without the first, and more ranks than cores without the second.
+MPIRUN = [OPEN_MPI, "--allow-run-as-root", "--oversubscribe"]
 PYTHON = [sys.executable, str(TRAINING)]
 
 
