@@ -12,11 +12,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support.counting_collective import CountingCollective
 from support.expectations import raises
 from support.processes import in_ranks, run_ranks
 from torch import nn
 
 import psengine
+from psengine.collectives.registry import collective_for
 from psengine.errors import ConfigurationError, ReductionError, ReplicaMismatchError
 from psengine.strategies.registry import resolve_strategy
 
@@ -158,7 +160,7 @@ def test_a_state_goes_on_at_another_world_size_and_in_torch(collective):
 
 
 def make_pair(
-    collective: str, strategy: str = SHARDED, make: Any = OPTIMIZERS["adamw"], **options: Any
+    collective: str | psengine.Collective, strategy: str = SHARDED, make: Any = OPTIMIZERS["adamw"], **options: Any
 ) -> tuple[psengine.DistributedDataParallel, torch.optim.Optimizer]:
     torch.manual_seed(5)
     module = nn.Sequential(nn.Linear(6, 500), nn.Tanh(), nn.Linear(500, 3))
@@ -298,6 +300,21 @@ def test_parameters_in_shared_memory(rank, world_size):
     assert (first == rank).all(), "after leave() each rank has its own again"
     with raises(ReductionError, "was not prepared"):
         optimizer.step()
+
+
+@in_ranks(2)
+def test_a_collective_that_scales_and_shares_no_memory(rank, world_size):
+    """Such as one that wraps psengine's own and passes on what it knows of."""
+    collective = CountingCollective(collective_for(dist.group.WORLD))
+    results = []
+    for strategy in (SHARDED, "sync"):
+        model, optimizer = make_pair(collective, strategy, OPTIMIZERS["sgd"])
+        loss_of(model, rank).backward()
+        optimizer.step()
+        results.append(values_of(model))
+    assert collective.scales_for_free
+    assert not collective.shares_memory
+    assert_same(results[0], results[1])
 
 
 @in_ranks(2)

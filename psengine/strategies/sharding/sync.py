@@ -21,7 +21,7 @@ from typing_extensions import override
 
 from psengine.collectives.base import CompletedWork, Work
 from psengine.errors import ConfigurationError, ReductionError
-from psengine.strategies.exchange import CommHook, Reduction
+from psengine.strategies.exchange import CommHook, Reduction, Step
 from psengine.strategies.life_cycle import Replica
 from psengine.strategies.sharding.flat_parameters import FlatParameters, flat_parameters, make_sections
 from psengine.strategies.sharding.plan import Piece
@@ -32,6 +32,7 @@ from psengine.strategies.step_hooks import call_post_hooks, call_pre_hooks
 from psengine.strategies.sync_all_reduce import SyncAllReduce
 from psengine.strategies.verification import verify_replicas
 from psengine.tensors.bucket import Bucket
+from psengine.tensors.share import Share
 
 DTYPES = (torch.float32, torch.float64)
 
@@ -138,6 +139,14 @@ class SyncShardedOptimizer(SyncAllReduce):
     def _scatters(self) -> bool:
         """Whether each rank gets the averages of its share only; known once ranks have met."""
         return self.collective.world_size > 1 and not self.collective.shares_memory
+
+    @override
+    def begin(self, step: Step) -> Share:
+        """As "sync"; but an all-to-all does not scale, also where the collective's all-reduce does."""
+        share = super().begin(step)
+        if self._scatters and self._scale != 1.0:
+            self._scale, share = 1.0, Share(step.live_world_size)
+        return share
 
     @override
     def reduce(self, bucket: Bucket) -> Reduction:
