@@ -394,6 +394,23 @@ def test_ranks_whose_optimizers_differ_say_so(rank, world_size):
 
 
 @in_ranks(2)
+def test_what_is_switched_off_is_saved(rank, world_size):
+    """A momentum of 0 for a while: torch keeps the buffer, and goes on with it."""
+    results = []
+    for strategy in (SHARDED, "sync"):
+        model, optimizer = make_pair("auto", strategy, OPTIMIZERS["sgd"])
+        for step, momentum in enumerate((0.0, 0.9, 0.0, 0.9)):
+            optimizer.param_groups[0]["momentum"] = momentum
+            optimizer.zero_grad()
+            loss_of(model, rank, step).backward()
+            optimizer.step()
+            saved = copy.deepcopy(optimizer.state_dict())
+            optimizer.load_state_dict(copy.deepcopy(saved))
+            results.append((saved, values_of(model)))
+    assert_same(results[:4], results[4:])
+
+
+@in_ranks(2)
 def test_a_state_is_loaded_when_the_other_ranks_have_read_theirs(rank, world_size):
     model, optimizer = make_pair("auto")
     loss_of(model, rank).backward()

@@ -54,6 +54,8 @@ class ShareOptimizer:
         # By index of the parameter: torch's "step"; of SGD 1 where there is a momentum buffer.
         self._steps = [0.0] * len(flat.parameters)
         self._slots: list[str] = []
+        # By group, also those that are switched off (a momentum of 0): torch keeps them, and saves them.
+        self._slots_of_group = [set(slot_names(self._name, [group])) for group in groups]
         self._make_slots(slot_names(self._name, groups))
         self.blocks = [
             _Block(self, section, block, pieces, groups)
@@ -130,6 +132,8 @@ class ShareOptimizer:
         gradients = self._gradients()
         groups = _groups_of(self.optimizer)
         self._make_slots(slot_names(self._name, groups))
+        for group, slots in zip(groups, self._slots_of_group, strict=True):
+            slots.update(slot_names(self._name, [group]))
         self._drop_copies()  # those that state_dict() left there
         self.flat.begin_step()
         for block in self.blocks:
@@ -199,7 +203,6 @@ class ShareOptimizer:
         steps = self.flat.most_of(self._steps)
         state = self.optimizer.state
         self._drop_copies()
-        groups = _groups_of(self.optimizer)
         wholes = {
             (slot, id(section)): self.flat.whole_slot(
                 slot, section, [block.slot(slot) for block in self.blocks if block.section is section]
@@ -214,9 +217,9 @@ class ShareOptimizer:
             if self._name != "SGD":
                 entry["step"] = torch.tensor(steps[index], dtype=torch.float32)
             start = section.plan.offsets[place]
-            for slot in slot_names(self._name, [groups[self._group_of[index]]]):
-                if slot not in self._slots:
-                    continue  # switched on since the last step
+            for slot in SLOTS[self._name]:
+                if slot not in self._slots_of_group[self._group_of[index]]:
+                    continue
                 copy = torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype)
                 in_memory_order(copy, parameter).copy_(wholes[slot, id(section)][start : start + parameter.numel()])
                 entry[slot] = copy
@@ -233,6 +236,8 @@ class ShareOptimizer:
             entry = state.get(parameter, {})
             is_counted = self._name != "SGD" or entry.get("momentum_buffer") is not None
             self._steps[index] = float(entry.get("step", 1.0)) if entry and is_counted else 0.0
+            if index in self._group_of:
+                self._slots_of_group[self._group_of[index]].update(found.intersection(entry))
         for block in self.blocks:
             block.take_state(self._slots)
         self._drop_copies()
