@@ -171,9 +171,10 @@ class Registry(Generic[Made]):
                 options[key] = registry[part](**registry._take_options(part, left))
         if left:
             key = next(iter(left))
-            lists = ", ".join(f"{keys or 'no options'} of {whole}" for whole, keys in known.items())
+            lists = ", ".join(f"{keys} of {whole}" for whole, keys in known.items() if keys)
+            expected = f"some of {lists}" if lists else f"no options of {', '.join(known)}"
             raise ConfigurationError(
-                f"{self.kind} {text!r}: unknown option {key!r} (expected some of {lists}, got {key}={left[key]})"
+                f"{self.kind} {text!r}: unknown option {key!r} (expected {expected}, got {key}={left[key]})"
                 f"{did_you_mean(key, itertools.chain(*known.values()))}"
             )
         return functools.partial(self[name], **options)

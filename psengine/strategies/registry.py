@@ -39,7 +39,9 @@ def _sync(
 ) -> Strategy:
     """Strategy "sync": gradients are averaged; the optimizer is each rank's own, or sharded."""
     if not isinstance(shard_optimizer, bool):
-        raise ConfigurationError(f"shard_optimizer is true or false (got {shard_optimizer!r})")
+        raise ConfigurationError(
+            f"shard_optimizer of strategy 'sync' (expected true or false, got {shard_optimizer!r})"
+        )
     if not shard_optimizer:
         return SyncAllReduce(compress=compress, dtype=dtype)
     if compress is not None or dtype is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 import os
 import random
 import signal
@@ -20,7 +21,7 @@ from support.shard_world import APPLY, AVERAGE, SGD
 from support.waiting import eventually
 from support.worker_sessions import entered
 
-from psengine.errors import ServerError, ServerLostError
+from psengine.errors import EnvironmentVariableError, ServerError, ServerLostError
 from psengine.parameter_server.client import operation
 from psengine.parameter_server.client.partition import cut
 from psengine.parameter_server.client.worker_session import PushResult, WorkerSession, wait_all
@@ -328,9 +329,7 @@ def test_adopted_memory_is_packed_and_landed_in_without_a_copy(monkeypatch):
 def test_a_job_with_a_codec_and_a_worker_that_wants_none_use_sockets(server):
     from psengine.codecs.registry import resolve_codec
 
-    for options in ({"codec": resolve_codec("bf16")}, {"uses_local_socket": False}, {"uses_segments": False}):
-        if not options.get("uses_local_socket", True):
-            continue
+    for options in ({"codec": resolve_codec("bf16")}, {"uses_segments": False}):
         session = entered(server.addresses[0], 0, SPECS[:1], job=f"job {sorted(options)}", **options)
         try:
             landing = torch.zeros(SPECS[0].numel)
@@ -339,3 +338,20 @@ def test_a_job_with_a_codec_and_a_worker_that_wants_none_use_sockets(server):
             assert sharing(session) == 0
         finally:
             session.close()
+
+
+def test_the_log_says_that_memory_is_shared_and_the_variable_turns_it_off(server, monkeypatch, caplog):
+    caplog.set_level(logging.INFO, logger="psengine.parameter_server.client.segments")
+    for value, is_shared in (("1", True), ("0", False)):
+        monkeypatch.setenv("PSENGINE_SEGMENTS", value)
+        caplog.clear()
+        session = entered(server.addresses[0], 0, SPECS[:1], job=f"variable {value}")
+        try:
+            session.push(0, torch.ones(SPECS[0].numel), [torch.zeros(SPECS[0].numel)]).wait()
+            assert sharing(session) == is_shared
+            assert ("shares memory with this worker: 1 chunks" in caplog.text) == is_shared
+        finally:
+            session.close()
+    monkeypatch.setenv("PSENGINE_SEGMENTS", "off")
+    with pytest.raises(EnvironmentVariableError, match=r"PSENGINE_SEGMENTS .* \(expected 0 or 1, got 'off'\)"):
+        entered(server.addresses[0], 0, SPECS[:1], job="variable off")

@@ -144,7 +144,7 @@ def test_registering_refuses_what_users_could_not_write():
 def test_options_of_collectives():
     options = {name: COLLECTIVES.options_of(name) for name in COLLECTIVES}
     assert {name: names for name, names in options.items() if names} == {"shared_memory": ["order"]}
-    with pytest.raises(ConfigurationError, match=r"unknown option 'x' \(expected some of no options of collective"):
+    with pytest.raises(ConfigurationError, match=r"unknown option 'x' \(expected no options of collective"):
         resolve_collective("c10d:x=1", None, torch.device("cpu"))
     with pytest.raises(ConfigurationError, match=r"or a psengine.Collective, got 3\)"):
         resolve_collective(3, None, torch.device("cpu"))

@@ -330,7 +330,7 @@ def test_a_graph_from_before_the_step_is_refused(rank, world_size):
 @in_ranks(1)
 def test_what_is_refused(rank, world_size):
     for text, *expected in (
-        ("sync:shard_optimizer=1", "shard_optimizer is true or false", "got 1"),
+        ("sync:shard_optimizer=1", "shard_optimizer of strategy 'sync' (expected true or false, got 1)"),
         ("sync:shard_optimizer=true,compress=bf16", "expected no compress, got bf16", "Fix: leave one of the two out"),
     ):
         with raises(ConfigurationError, *expected):

@@ -24,7 +24,7 @@ from typing_extensions import override
 from psengine.environment import local_sockets
 from psengine.environment.extras import missing_extra
 from psengine.environment.variables import read_variable
-from psengine.errors import ProtocolError, PSEngineError, ServerError
+from psengine.errors import EnvironmentVariableError, ProtocolError, PSEngineError, ServerError
 from psengine.kernels.freed_memory import keep_freed_memory
 from psengine.parameter_server.client.operation import forked_error
 from psengine.parameter_server.client.options import SessionOptions
@@ -324,7 +324,13 @@ class Connection(Transport):
 def _connect(receiver: Receiver, options: SessionOptions) -> Transport:
     # With CURVE keys of its own a client is somebody else than its user.
     is_this_user = options.keys is None or bool(options.keys.secret_file)
-    is_wanted = options.uses_segments and options.uses_local_socket and read_variable("PSENGINE_SEGMENTS") != "0"
+    variable = read_variable("PSENGINE_SEGMENTS") or "1"
+    if variable not in ("0", "1"):
+        raise EnvironmentVariableError(
+            "PSENGINE_SEGMENTS says whether this worker shares memory with servers on its host (expected 0 or 1, got"
+            f" {variable!r})."
+        )
+    is_wanted = options.uses_segments and options.uses_local_socket and variable == "1"
     return Connection(
         receiver,
         keys=options.keys,

@@ -312,7 +312,9 @@ class WorkerSegments:
                 stream, invitation.member, invitation.epoch, arena.mapping.address, places
             )
             size_bytes = sum(place.size_bytes for place in places.values())
-            logger.debug("%s shares memory with this worker: %d chunks of %d bytes", address, len(places), size_bytes)
+            logger.info(
+                "%s shares memory with this worker: %d chunks of %d bytes in all", address, len(places), size_bytes
+            )
 
     def _find_places(self, specs: Sequence[ChunkSpec]) -> dict[int, Place]:
         """Those of these chunks for which there is memory."""
