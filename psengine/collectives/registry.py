@@ -140,16 +140,20 @@ def collective_for(process_group: Any, specification: str | None = None, device:
         ConfigurationError: unknown name or option, or shared memory for tensors that are not on the CPU.
     """
     specification = default_collective() if specification is None else specification
-    check_name(specification)
     if process_group is None:
+        check_name(specification)
         return SoloCollective()
     if not isinstance(process_group, dist.ProcessGroup):
         raise ArgumentTypeError(
             "process_group is not a process group this rank belongs to (expected torch.distributed.ProcessGroup or"
             f" None, got {process_group!r}). Call it only on the ranks given to new_group()."
         )
-    make = COLLECTIVES.read(specification)
-    return collective_of(process_group, f"{specification} on {device.type}", lambda: make(process_group, device))
+
+    def make() -> Collective:
+        check_name(specification)
+        return COLLECTIVES.read(specification)(process_group, device)
+
+    return collective_of(process_group, f"{specification} on {device.type}", make)
 
 
 def default_group() -> Any:

@@ -1,11 +1,12 @@
 """Mean, sum and gather of training metrics across ranks: the loss and the accuracy that people average by hand.
 
-Every call is one header of 40 bytes from each rank, then one collective per kind of number, however many metrics the
-value holds::
+Every call is one block of 256 bytes from each rank, which carries up to 216 bytes of values too, some 26 numbers; more
+follow in one collective operation per kind of number, however many metrics the value holds::
 
-    value ── leaves, in key order ──┬── header: what I hold, hashed ── all-gather ── all equal? else name the difference
-                                    └── one flat tensor per kind ───── all-reduce ── leaves ── the value's structure
-                                        (float64; int64 halves; bytes)
+    value ── leaves, in key order ──┬── what I hold, hashed ─────┐
+                                    └── one flat tensor per kind ┴── all-gather ── all equal? else name the difference
+                                        (float64; int64 halves;        │
+                                        bytes)                         └── added ── the value's structure
 
 A rank that cannot take part (a leaf is no number) still sends its header, so that the others raise at once instead of
 waiting. No rank unpickles bytes of another.
@@ -69,11 +70,11 @@ def mean(
     """
     exchange = ValueExchange("mean", value, process_group)
     share = exchange.check_weight(weight)
-    exchange.check(kind_for_mean)
     addends = [as_float64(leaf) for leaf in exchange.leaves]
     if weight is not None:
         addends = [torch.zeros_like(a) if share == 0 else a * share for a in addends]
-    *totals, total_share = exchange.all_reduce([*addends, torch.tensor([share], dtype=torch.float64, device=CPU)])
+    addends.append(torch.tensor([share], dtype=torch.float64, device=CPU))
+    ((*totals, total_share),) = exchange.all_reduce(kind_for_mean, addends)
     divisor = total_share.item()
     if divisor == 0:
         raise ConfigurationError(
@@ -102,14 +103,15 @@ def sum(value: Value, process_group: dist.ProcessGroup | None = None) -> Value:
         ReplicaMismatchError: the ranks' values differ in keys, nesting, types, dtype or shape.
     """
     exchange = ValueExchange("sum", value, process_group)
-    exchange.check(kind_for_sum)
     leaves = exchange.leaves
     integral = [i for i, leaf in enumerate(leaves) if is_integral(leaf)]
     floating = [i for i, leaf in enumerate(leaves) if not is_integral(leaf)]
+    addends = [as_float64(leaves[i]) for i in floating], [as_halves(leaves[i]) for i in integral]
+    float_totals, halves_totals = exchange.all_reduce(kind_for_sum, *addends)
     totals: dict[int, Any] = {}
-    for i, total in zip(floating, exchange.all_reduce([as_float64(leaves[i]) for i in floating]), strict=True):
+    for i, total in zip(floating, float_totals, strict=True):
         totals[i] = from_float64(leaves[i], total)
-    for i, halves in zip(integral, exchange.all_reduce([as_halves(leaves[i]) for i in integral]), strict=True):
+    for i, halves in zip(integral, halves_totals, strict=True):
         totals[i] = from_halves(leaves[i], halves, exchange.paths[i])
     return exchange.rebuild([totals[i] for i in range(len(leaves))])  # type: ignore[no-any-return]
 
@@ -133,6 +135,5 @@ def gather(value: Any, process_group: dist.ProcessGroup | None = None) -> Any:
     """
     exchange = ValueExchange("gather", value, process_group)
     payload = to_payload(exchange.leaves, exchange.device)
-    sizes_bytes = exchange.check(kind_for_gather, payload.numel())
-    leaves_of_ranks = [from_payload(exchange.leaves, flat) for flat in exchange.gather(payload, sizes_bytes)]
+    leaves_of_ranks = [from_payload(exchange.leaves, flat) for flat in exchange.gather(kind_for_gather, payload)]
     return exchange.rebuild([list(leaves) for leaves in zip(*leaves_of_ranks, strict=True)])

@@ -1,7 +1,15 @@
-"""A call that all ranks make with a value each: checked to be alike on every rank before anything else travels."""
+"""A call that all ranks make with a value each: checked to be alike on every rank before any of it is used.
+
+A call begins with one block of ``BLOCK_BYTES`` from each rank, gathered by all::
+
+    32 bytes   digest of what the rank calls, and of its value's structure
+     8 bytes   size of its payload
+   216 bytes   the payload, where it fits on the host; else it travels in a collective operation of its own
+"""
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import math
@@ -17,6 +25,9 @@ from psengine.collectives.registry import collective_for, default_group
 from psengine.environment.context import group_place
 from psengine.errors import ArgumentTypeError, ConfigurationError, PSEngineError, ReplicaMismatchError
 from psengine.tensors.leaves import CPU, Description, Leaf, Walk, is_real_scalar, rebuild, to_float
+
+HEADER_BYTES = 40
+BLOCK_BYTES = 256
 
 
 def check_has_met(process_group: dist.ProcessGroup | None, verb: str) -> None:
@@ -89,53 +100,112 @@ class ValueExchange:
             self._walk.add_fault("weight", f"{share}", ConfigurationError(message))
         return share
 
-    def check(self, kind: Callable[[Leaf], str], size_bytes: int = 0) -> list[int]:
-        """Make sure that the ranks' values are alike, as far as ``kind`` tells; return each rank's ``size_bytes``.
+    def check(
+        self, kind: Callable[[Leaf], str], size_bytes: int = 0, payload: torch.Tensor | None = None
+    ) -> tuple[list[int], torch.Tensor | None]:
+        """Make sure that the ranks' values are alike, as far as ``kind`` tells; say how large each rank's payload is.
+
+        Args:
+            kind: what must be alike of a leaf.
+            size_bytes: of this rank's payload.
+            payload: flat uint8 of ``size_bytes``, to travel along where it fits; None where it travels otherwise.
+
+        Returns:
+            each rank's ``size_bytes``, and for each rank a row that begins with its payload, or None where one did not
+            fit.
 
         Raises:
             ArgumentTypeError, ConfigurationError: this rank's own value cannot be exchanged.
             ReplicaMismatchError: the ranks called different verbs, or with values of different structure.
         """
-        sizes_bytes = [size_bytes]
+        sizes_bytes, rows = [size_bytes], None
         if self.world_size > 1:
             description = {"the call": self._verb, "the transport's device": self.device.type}
             description |= self._walk.description
             description |= {path: kind(leaf) for path, leaf in zip(self.paths, self.leaves, strict=True)}
-            payload = json.dumps(description).encode()
-            header = hashlib.sha256(payload).digest() + size_bytes.to_bytes(8, sys.byteorder)
-            flat = torch.frombuffer(bytearray(header), dtype=torch.int64).to(self._header_device)
-            headers = [t.tolist() for t in self.collective.gather(flat, what=f"header of {self._verb}()")]
+            content = bytearray(BLOCK_BYTES)
+            content[:HEADER_BYTES] = _digest(tuple(description.items())) + size_bytes.to_bytes(8, sys.byteorder)
+            block = torch.frombuffer(content, dtype=torch.uint8)
+            may_fit = payload is not None and self.device.type == "cpu"  # alike on all ranks, whose digests say so
+            if payload is not None and may_fit and size_bytes <= BLOCK_BYTES - HEADER_BYTES:
+                block[HEADER_BYTES : HEADER_BYTES + size_bytes] = payload
+            blocks = self._gather(block.to(self._header_device), f"header of {self._verb}()")
+            headers = blocks.view(torch.int64)[:, : HEADER_BYTES // 8].tolist()
             if any(h[:4] != headers[0][:4] for h in headers):
-                payloads = self.collective.gather_bytes(payload, self._header_device, what="metrics description")
-                descriptions: list[Description] = [json.loads(other) for other in payloads]
+                text = json.dumps(description).encode()
+                texts = self.collective.gather_bytes(text, self._header_device, what="metrics description")
+                descriptions: list[Description] = [json.loads(other) for other in texts]
                 if not self._walk.faults:
                     raise ReplicaMismatchError(_first_difference(descriptions, self.collective.rank))
             sizes_bytes = [h[4] for h in headers]
+            if may_fit and max(sizes_bytes) <= BLOCK_BYTES - HEADER_BYTES:
+                rows = blocks[:, HEADER_BYTES:]
         for fault in self._walk.faults:
             raise fault
-        return sizes_bytes
+        return sizes_bytes, rows
 
-    def all_reduce(self, addends: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return the sum over ranks of each addend, all of one dtype, with its shape and on its device."""
-        if self.world_size == 1 or not addends:
-            return list(addends)
-        flat = torch.cat([addend.reshape(-1).to(self.device) for addend in addends])
-        self.collective.sum(flat, what=f"metrics of {self._verb}()")
-        totals = flat.split([addend.numel() for addend in addends])
+    def all_reduce(self, kind: Callable[[Leaf], str], *groups: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
+        """Return the sum over ranks of each addend, with its shape and on its device, once ``check`` has passed.
+
+        What fits the block is added in the order of ranks; the rest as the collective adds.
+
+        Args:
+            kind: as of ``check``.
+            groups: of addends; those of a group have one dtype, of 8 bytes an element.
+        """
+        if self.world_size == 1:
+            self.check(kind)
+            return [list(addends) for addends in groups]
+        flats = [self._flat(addends) for addends in groups]
+        payload = torch.cat([flat.view(torch.uint8) for flat in flats])
+        _, rows = self.check(kind, payload.numel(), payload)
+        start = 0
+        for flat in flats:
+            if rows is None:
+                if flat.numel():
+                    self.collective.sum(flat, what=f"metrics of {self._verb}()")
+                continue
+            first, *others = rows[:, start : start + flat.nbytes].view(flat.dtype)
+            flat.copy_(first)
+            for other in others:
+                flat.add_(other)
+            start += flat.nbytes
+        return [self._parts(flat, addends) for flat, addends in zip(flats, groups, strict=True)]
+
+    def _flat(self, addends: Sequence[torch.Tensor]) -> torch.Tensor:
+        if not addends:
+            return torch.empty(0, dtype=torch.float64, device=self.device)
+        return torch.cat([addend.reshape(-1).to(self.device) for addend in addends])
+
+    @staticmethod
+    def _parts(flat: torch.Tensor, addends: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        totals = flat.split([addend.numel() for addend in addends]) if addends else ()
         return [total.to(addend.device).view(addend.shape) for total, addend in zip(totals, addends, strict=True)]
 
-    def gather(self, payload: torch.Tensor, sizes_bytes: Sequence[int]) -> list[torch.Tensor]:
-        """Return every rank's flat payload, of ``sizes_bytes[rank]`` bytes."""
+    def gather(self, kind: Callable[[Leaf], str], payload: torch.Tensor) -> list[torch.Tensor]:
+        """Return every rank's flat uint8 ``payload``, of any size, once ``check`` has passed."""
+        sizes_bytes, rows = self.check(kind, payload.numel(), payload)
         longest = max(sizes_bytes)
         if self.world_size == 1 or longest == 0:
             return [payload] * self.world_size
-        padded = torch.cat([payload, payload.new_zeros(longest - payload.numel())])
-        gathered = self.collective.gather(padded, what=f"metrics of {self._verb}()")
-        return [flat[:size_bytes] for flat, size_bytes in zip(gathered, sizes_bytes, strict=True)]
+        if rows is None:
+            padded = torch.cat([payload, payload.new_zeros(longest - payload.numel())])
+            rows = self._gather(padded, f"metrics of {self._verb}()")
+        return [flat[:size_bytes] for flat, size_bytes in zip(rows, sizes_bytes, strict=True)]
+
+    def _gather(self, flat: torch.Tensor, what: str) -> torch.Tensor:
+        rows = flat.new_empty((self.world_size, flat.numel()))
+        self.collective.all_gather(rows, flat, what=what).wait()
+        return rows
 
     def rebuild(self, leaves: Sequence[Any]) -> Any:
         """Return the value's structure, in new containers, around ``leaves``."""
         return rebuild(self._value, iter(leaves))
+
+
+@functools.lru_cache(maxsize=64)
+def _digest(description: tuple[tuple[str, str], ...]) -> bytes:
+    return hashlib.sha256(json.dumps(description).encode()).digest()
 
 
 def _transport_devices(process_group: Any, leaves: Sequence[Leaf]) -> tuple[torch.device, torch.device]:

@@ -260,22 +260,34 @@ def uneven_gather(rank: int, world_size: int) -> None:
     }
     calls = note_calls()
     assert_identical(metrics.gather(value), expected)
-    assert [name for name, _ in calls] == ["all_gather"] * 2, "a header, then sizes and values"
+    assert calls == [("all_gather", 256)], "sizes and values travel with the header"
+    calls.clear()
+    wide = metrics.gather(torch.arange(27 * (1 + rank)))  # what rank 0 sends would fit
+    assert_identical(wide, [torch.arange(27 * (1 + r)) for r in range(n)])
+    assert calls == [("all_gather", 256), ("all_gather", 8 + 8 * 27 * n)]
     with raises(ReplicaMismatchError, "value", "with 2 dimensions on rank 1"):
         metrics.gather(torch.zeros([1] * (1 + (rank == 1))))
 
 
 def economy(rank: int, world_size: int) -> None:
     value = {"f": [1.0, torch.ones(3), torch.ones(2, dtype=torch.float16), torch.ones(1, dtype=torch.complex64)]}
-    header, calls = ("all_gather", 40), note_calls()
+    integers = [1, True, torch.ones(4, dtype=torch.int32)]
+    header, calls = ("all_gather", 256), note_calls()
     metrics.mean(value)
-    assert calls == [header, ("all_reduce", 8 * (1 + 3 + 2 + 2 + 1))]
-    calls.clear()
-    metrics.sum({**value, "i": [1, True, torch.ones(4, dtype=torch.int32)]})
-    assert calls == [header, ("all_reduce", 8 * 8), ("all_reduce", 8 * 2 * (1 + 1 + 4))]
-    calls.clear()
+    metrics.sum({**value, "i": integers})
     metrics.gather({**value, "i": [1, True]})
-    assert calls == [header, ("all_gather", 8 * 3 + 8 + 12 + 4 + 8 + 8 + 8)]
+    metrics.mean(torch.ones(26))  # with the weight, all that a header carries
+    assert calls == [header] * 4
+    calls.clear()
+    value["f"].append(torch.ones(27))
+    metrics.mean(value)
+    assert calls == [header, ("all_reduce", 8 * (1 + 3 + 2 + 2 + 27 + 1))]
+    calls.clear()
+    metrics.sum({**value, "i": integers})
+    assert calls == [header, ("all_reduce", 8 * (8 + 27)), ("all_reduce", 8 * 2 * (1 + 1 + 4))]
+    calls.clear()
+    metrics.gather({**value, "g": torch.ones(27), "i": [1, True]})
+    assert calls == [header, ("all_gather", 8 * 5 + 8 + 12 + 4 + 8 + 4 * 27 + 4 * 27 + 8 + 8)]
 
 
 @pytest.mark.parametrize("function", [numbers_and_structures, tensors, awkward_tensors, weights, uneven_gather])
