@@ -180,7 +180,7 @@ def test_a_rank_that_is_slow_for_good_gets_a_smaller_share():
 def test_passing_slowness_is_bridged():
     found = advice.advise(drawn(lambda rng: 0.5 if rng.random() < 0.1 else 0.1, steps=100))
     assert found.verdict == "passing"
-    assert found.strategy in ("sync-server:quorum=3", "async:max_staleness=4")
+    assert found.strategy in ("sync-server:quorum=3", "async:staleness_scaling=inverse")
     assert found.predictions[found.strategy] > 1.3 * found.predictions["sync"]
     assert found.shares == ()
 
@@ -191,16 +191,16 @@ def test_passing_slowness_outweighs_a_small_lasting_one():
     found = advice.advise(made(*times))
     assert found.spread == pytest.approx(1.17)
     assert found.predictions["sync with shares"] < 1.1 * found.predictions["sync"]
-    assert (found.verdict, found.strategy) == ("passing", "async:max_staleness=4")
+    assert (found.verdict, found.strategy) == ("passing", "async:staleness_scaling=inverse")
     gain = found.predictions[found.strategy] / found.predictions["sync"] - 1
     assert gain > 0.3
-    assert f"async:max_staleness=4 {gain:.0%}" in found.reason
+    assert f"async:staleness_scaling=inverse {gain:.0%}" in found.reason
     assert "no rank is slow for long" not in found.reason
 
 
 def test_servers_cost_what_was_measured():
     times = made(*([0.5 if (step + rank) % 4 == 0 else 0.1 for step in range(40)] for rank in range(2)))
-    assert advice.advise(times).strategy == "async:max_staleness=4"
+    assert advice.advise(times).strategy == "async:staleness_scaling=inverse"
     found = advice.advise(times, 0.5)
     assert (found.verdict, found.strategy) == ("similar", "sync")
     assert found.predictions["sync"] == advice.advise(times).predictions["sync"]
