@@ -1,6 +1,6 @@
 """Train the same network on the same images under every strategy, native DistributedDataParallel first; compare.
 
-psengine run --workers 2 examples/compare_strategies.py                     scikit-learn's digits: 90 seconds
+psengine run --workers 2 examples/compare_strategies.py                     scikit-learn's digits: two minutes
 torchrun --nproc-per-node=2 examples/compare_strategies.py --data DIR       Fashion-MNIST, as IDX files
 psengine run --workers 2 examples/compare_strategies.py --slow-ms 20        the last worker is slower than the others
 
@@ -40,7 +40,8 @@ NATIVE = "native DDP"
 # An asynchronous update is one worker's gradient, not the mean of all: so many more updates, and each should be so much
 # smaller. This one keeps the rate, to show what that costs.
 NOT_DIVIDED = "async (rate not divided)"
-ASYNCHRONOUS = ("async", "async:max_staleness=2", "async:delay_compensation=0.04", NOT_DIVIDED)
+BOUNDED, SCALED = "async:max_staleness=2", "async:staleness_scaling=inverse"
+ASYNCHRONOUS = ("async", BOUNDED, SCALED, "async:delay_compensation=0.04", NOT_DIVIDED)
 STRATEGIES = (NATIVE, "sync", "sync-server", *ASYNCHRONOUS)
 MOMENTUM = 0.9
 
