@@ -264,7 +264,8 @@ class GatheredParameters(FlatParameters):
     @override
     def whole_slot(self, name: str, section: Section, own: Sequence[torch.Tensor]) -> torch.Tensor:
         whole = torch.empty_like(section.values)
-        gathered = self.collective.gather(torch.stack(list(own)), what=f"optimizer state {name}")
+        what = f"optimizer state {name} (every rank calls optimizer.state_dict())"
+        gathered = self.collective.gather(torch.stack(list(own)), what=what)
         section.by_rank(whole).copy_(torch.stack(gathered, dim=1))
         return whole
 
@@ -274,7 +275,8 @@ class GatheredParameters(FlatParameters):
 
     @override
     def most_of(self, counts: Sequence[float]) -> list[float]:
-        gathered = self.collective.gather(torch.tensor(counts, dtype=torch.float64), what="optimizer step counts")
+        what = "optimizer step counts (every rank calls optimizer.state_dict())"
+        gathered = self.collective.gather(torch.tensor(counts, dtype=torch.float64), what=what)
         most: list[float] = torch.stack(gathered).amax(0).tolist()
         return most
 

@@ -1,7 +1,7 @@
 """The ``.grad`` of a replica that gets the averages of its share only, and what may go wrong with such gradients.
 
 After backward a parameter of which this rank steps nothing has no gradient; of others, what this rank does not step is
-zero. So ``torch.amp.GradScaler`` and ``psengine.clip_grad_norm_`` work; what would be wrong without a word is found:
+zero. So ``torch.amp.GradScaler`` and ``psengine.clip_grad_norm_`` work; what would be wrong silently is found:
 
     another backward is added      the averages of a share count once for each rank    an error in backward
     torch's clip_grad_norm_        each rank scales its share by another norm          a warning after the step

@@ -103,7 +103,7 @@ class ShardSegments:
         return ""
 
     def forget(self, segment: WorkerSegment) -> None:
-        """Its worker has let go of it. Gradients in it that an exchange needs keep their memory."""
+        """Its worker has released it. Gradients in it that an exchange needs keep their memory."""
         key = _key(segment.offer.member)
         if self._segments.get(key) is segment:
             del self._segments[key]
