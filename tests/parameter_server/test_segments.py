@@ -110,7 +110,9 @@ def server(request):
         yield running
 
 
-@pytest.mark.parametrize("workers", [1, 2, 3])
+@pytest.mark.parametrize(
+    "workers", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(3, marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("rule", [AVERAGE, APPLY], ids=["average", "apply"])
 def test_answers_have_the_bits_that_sockets_bring(server, rule, workers):
     name = f"{rule['name']} {workers}"
@@ -120,6 +122,7 @@ def test_answers_have_the_bits_that_sockets_bring(server, rule, workers):
     assert all(torch.equal(a, b) for a, b in zip(shared, sent, strict=True))
 
 
+@pytest.mark.slow
 def test_nothing_is_left_when_workers_leave(server):
     history(server, "before", AVERAGE, 2, steps=1)
     eventually(lambda: shared_maps(server.pid) == 0)
@@ -290,6 +293,7 @@ def test_servers_that_are_killed_at_any_moment_change_no_bit(seed):
                 session.close()
 
 
+@pytest.mark.slow
 def test_a_server_that_does_not_answer_an_offer_gets_payloads_through_its_socket(monkeypatch):
     monkeypatch.setattr(passing, "ANSWER_S", 0.2)
     with running_server(lease_s=30.0) as server:
