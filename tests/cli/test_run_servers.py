@@ -133,7 +133,7 @@ def test_psengine_knows_its_strategies_over_servers_before_it_imports_torch():
 def test_a_server_launched_ahead_ends_where_the_run_is_refused():
     with launched_servers.launched_servers(RunOptions(strategy="async")) as launched:
         (server,) = launched
-        assert servers_of(os.getpid()) == [server.pid]
+        eventually(lambda: servers_of(os.getpid()) == [server.pid], "the server's own command line")
         assert server.poll() is None
     assert server.returncode == -signal.SIGKILL
     assert servers_of(os.getpid()) == []
