@@ -118,10 +118,10 @@ class Record:
 
 
 def _without_outputs(arguments: Sequence[str]) -> list[str]:
-    """The command line without where its figures are written to."""
+    """The command line without where its figures are written to, and without this machine's directories."""
     kept, skip = [], False
     for argument in arguments:
         if not skip and argument not in ("--json", "--png"):
-            kept.append(argument)
+            kept.append(Path(argument).name if argument.startswith("/") else argument)
         skip = argument in ("--json", "--png")
     return kept
