@@ -1,4 +1,4 @@
-"""torch's hooks around ``Optimizer.step``, for strategies in whose steps that method never runs."""
+"""A step as ``Optimizer.step`` would take it, hooks included, for strategies in whose steps that method never runs."""
 
 from __future__ import annotations
 
@@ -13,14 +13,31 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
-def call_pre_hooks(
-    optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None
-) -> tuple[Call, Callable[[], Any] | None]:
-    """Call the hooks before ``Optimizer.step``; return its arguments, which hooks may replace, and their closure.
+def take_step(optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None, step: Callable[[], None]) -> Any:
+    """Call ``step`` without gradients where ``optimizer.step(closure)`` would step, between its hooks.
+
+    Returns:
+        What the closure returned; None without one.
 
     Raises:
         RuntimeError: torch's own, for a hook that returns something else.
     """
+    call, closure = _call_pre_hooks(optimizer, closure)
+    result = None
+    if closure is not None:
+        with torch.enable_grad():
+            result = closure()
+    with torch.no_grad():
+        step()
+    optimizer._opt_called = True  # type: ignore[attr-defined]  # what learning-rate schedulers look for
+    _call_post_hooks(optimizer, call)
+    return result
+
+
+def _call_pre_hooks(
+    optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None
+) -> tuple[Call, Callable[[], Any] | None]:
+    """Call the hooks before ``Optimizer.step``; return its arguments, which hooks may replace, and their closure."""
     arguments: tuple[Any, ...] = (optimizer,) if closure is None else (optimizer, closure)
     options: dict[str, Any] = {}
     hooks = (_global_optimizer_pre_hooks, optimizer._optimizer_step_pre_hooks)
@@ -37,7 +54,7 @@ def call_pre_hooks(
     return (arguments, options), _closure_of(*arguments, **options)
 
 
-def call_post_hooks(optimizer: torch.optim.Optimizer, call: Call) -> None:
+def _call_post_hooks(optimizer: torch.optim.Optimizer, call: Call) -> None:
     """Call the hooks after ``Optimizer.step``."""
     hooks = (optimizer._optimizer_step_post_hooks, _global_optimizer_post_hooks)
     for hook in tuple(chain.from_iterable(registered.values() for registered in hooks)):

@@ -212,7 +212,7 @@ class WorkerSegments:
                 attachment.stream.close()
 
     def close(self) -> None:
-        """Let go of everything; tensors stay valid."""
+        """Close every connection and the segment's descriptor; tensors stay valid."""
         with self._lock:
             self._is_wanted = False
             self._invitations.clear()
@@ -238,7 +238,7 @@ class WorkerSegments:
     # ---- the I/O thread ----------------------------------------------------------------------------------------
 
     def welcomed(self, address: str, message: Message) -> None:
-        """A shard says who this worker is to it."""
+        """WELCOME came: remember the token with which this shard takes a segment."""
         if not self._is_wanted or message.worker == NOBODY:
             return
         token = message.body.get("local", "")

@@ -24,7 +24,7 @@ from psengine.strategies.servers.base import DEFAULT_TIMEOUT_S, ServerStrategy
 from psengine.strategies.servers.gradient_pushes import GradientPushes
 from psengine.strategies.servers.sending import SendInBackward, SendInStep, WrittenWeights, count_landing
 from psengine.strategies.servers.server_optimizer import ServerOptimizer
-from psengine.strategies.step_hooks import call_post_hooks, call_pre_hooks
+from psengine.strategies.step_hooks import take_step
 from psengine.tensors.bucket import Bucket
 from psengine.tensors.share import WHOLE, Share
 from psengine.tracing.timeline import now_ns, recorder
@@ -222,12 +222,8 @@ class AsyncServer(ServerStrategy):
     def step(self, local_step: Callable[[], Any], closure: Callable[[], Any] | None = None) -> Any:
         """Push the buckets that did not leave during backward; return with the servers' new weights."""
         bound = self._bound()
-        call, closure = call_pre_hooks(bound.optimizer, closure)
-        result = None
-        if closure is not None:
-            with torch.enable_grad():
-                result = closure()
-        with torch.no_grad():
+
+        def push_and_pull() -> None:
             self._check_step(bound)
             if not self.sending.has_begun:
                 self.sending.begin_step(bound)
@@ -235,11 +231,10 @@ class AsyncServer(ServerStrategy):
                 self._pack_and_push(bucket)
             self.pushes.push_buffers()
             self._await_weights()
-        bound.optimizer._opt_called = True  # type: ignore[attr-defined]  # what learning-rate schedulers look for
-        self.completed_steps += 1
-        self.session.telemetry.step_ended()
-        call_post_hooks(bound.optimizer, call)
-        return result
+            self.completed_steps += 1
+            self.session.telemetry.step_ended()
+
+        return take_step(bound.optimizer, closure, push_and_pull)
 
     def _check_step(self, bound: ServerOptimizer) -> None:
         """Raise where the servers' step would differ from the one that this process asks for."""

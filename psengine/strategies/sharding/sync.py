@@ -28,7 +28,7 @@ from psengine.strategies.sharding.plan import Piece
 from psengine.strategies.sharding.share_exchange import ShareExchange
 from psengine.strategies.sharding.share_gradients import ShareGradients
 from psengine.strategies.sharding.share_optimizer import ShareOptimizer
-from psengine.strategies.step_hooks import call_post_hooks, call_pre_hooks
+from psengine.strategies.step_hooks import take_step
 from psengine.strategies.sync_all_reduce import SyncAllReduce
 from psengine.strategies.verification import verify_replicas
 from psengine.tensors.bucket import Bucket
@@ -221,19 +221,14 @@ class SyncShardedOptimizer(SyncAllReduce):
     def step(self, local_step: Callable[[], Any], closure: Callable[[], Any] | None = None) -> Any:
         """Step this rank's share; return when all parameters are stepped. All ranks call it."""
         bound = self._bound()
-        call, closure = call_pre_hooks(bound.optimizer, closure)
-        result = None
-        if closure is not None:
-            with torch.enable_grad():
-                result = closure()
-        with torch.no_grad():
+
+        def step_share() -> None:
             end_compare = self._gradients.begin_compare() if self._gradients is not None else None
             bound.step()
             if end_compare is not None:
                 end_compare()
-        bound.optimizer._opt_called = True  # type: ignore[attr-defined]  # what learning-rate schedulers look for
-        call_post_hooks(bound.optimizer, call)
-        return result
+
+        return take_step(bound.optimizer, closure, step_share)
 
     @override
     def fetch_optimizer_state(self, optimizer: torch.optim.Optimizer) -> None:
