@@ -8,6 +8,7 @@ import itertools
 import os
 import random
 import socket
+import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -210,20 +211,19 @@ def offer_as_other_user(path: str, data: bytes) -> bytes:
 
 
 @needs_root
-def test_another_user_is_refused(server, peer, tmp_path_factory):
+def test_another_user_is_refused(server, peer):
     data = offer_of(peer).to_bytes()
-    assert as_other_user(offer_as_other_user, path_of(server), data)[0] == "PermissionError"
-    directory, path = Path(path_of(server)).parent, Path(path_of(server))
-    modes = directory.stat().st_mode, path.stat().st_mode
-    try:  # even where the modes let it in, the kernel says who it is
-        directory.chmod(0o755)
-        path.chmod(0o777)
-        answer = as_other_user(offer_as_other_user, str(path), data)
-        assert answer[:2] == b"no"
-        assert b"only user 0 and root share memory (got user 65534)" in answer
-    finally:
-        directory.chmod(modes[0] & 0o777)
-        path.chmod(modes[1] & 0o777)
+    path = Path(path_of(server))
+    assert as_other_user(offer_as_other_user, str(path), data)[0] == "PermissionError"
+    # Even where the modes let it in, the kernel says who it is. The link leaves the directory of all servers as it is.
+    with tempfile.TemporaryDirectory() as directory:
+        link = Path(directory, "socket")
+        link.hardlink_to(path)
+        Path(directory).chmod(0o755)
+        link.chmod(0o777)
+        answer = as_other_user(offer_as_other_user, str(link), data)
+    assert answer[:2] == b"no"
+    assert b"only user 0 and root share memory (got user 65534)" in answer
 
 
 def test_a_frame_says_nothing_that_the_table_does_not(server, peer):
