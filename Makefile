@@ -37,7 +37,7 @@ help:
 demo: export OMP_NUM_THREADS := 1
 demo: export CUDA_VISIBLE_DEVICES :=
 demo: $(STAMP)
-	$(BIN)/psengine run --workers 2 --no-prefix $(DEMO)
+	$(BIN)/psengine run --workers 2 --servers 1 --no-prefix $(DEMO)
 
 test: lint cuda
 	$(BIN)/python -m pytest -m "not slow" $(PARALLEL)

@@ -1,6 +1,6 @@
 """Train the same network on the same images under every strategy, native DistributedDataParallel first; compare.
 
-psengine run --workers 2 examples/compare_strategies.py                     scikit-learn's digits: two minutes
+psengine run --workers 2 --servers 1 examples/compare_strategies.py         scikit-learn's digits: a minute
 torchrun --nproc-per-node=2 examples/compare_strategies.py --data DIR       Fashion-MNIST, as IDX files
 psengine run --workers 2 examples/compare_strategies.py --slow-ms 20        the last worker is slower than the others
 
@@ -119,12 +119,16 @@ def parse_options() -> argparse.Namespace:
 def compare(options: argparse.Namespace, context: psengine.Context) -> list[Outcome]:
     tasks = on_all_ranks(lambda: load_tasks(options, context))
     # The first steps of a process find libraries to load and memory to get; nobody's time should have them in it.
-    for strategy in {name.partition(":")[0]: name for name in options.strategies}.values():
-        train(strategy, tasks[0], options, context, options.seed, most_steps=5)
+    for kind, strategy in {name.partition(":")[0]: name for name in options.strategies}.items():
+        train(strategy, tasks[0], options, context, options.seed, job=f"warm-up-{kind}", most_steps=5)
     outcomes = []
-    for strategy in options.strategies:
+    for number, strategy in enumerate(options.strategies):
         seeds = range(options.seed, options.seed + options.runs)
-        trainings = [train(strategy, task, options, context, seed) for seed in seeds for task in tasks]
+        trainings = [
+            train(strategy, task, options, context, seed, job=f"{number}-{seed}-{part}")
+            for seed in seeds
+            for part, task in enumerate(tasks)
+        ]
         test_images = sum(len(task.test) for task in tasks)
         outcomes.append(Outcome(strategy, rate_of(strategy, options, context), trainings, test_images))
         if context.rank == 0:
@@ -150,12 +154,16 @@ def train(
     options: argparse.Namespace,
     context: psengine.Context,
     seed: int,
+    job: str,
     most_steps: int | None = None,
 ) -> Training:
-    """Train and test a network; every worker sees the same batches under every strategy."""
+    """Train and test a network; every worker sees the same batches under every strategy.
+
+    Servers that several trainings share tell them apart by ``job``.
+    """
     torch.manual_seed(seed)
     network = ImageClassifier(data.classes).to(context.device)
-    model, optimizer = on_all_ranks(lambda: wrap(strategy, network, rate_of(strategy, options, context)))
+    model, optimizer = on_all_ranks(lambda: wrap(strategy, network, rate_of(strategy, options, context), job))
     loader = make_loader(data.train, options, context, seed)
     scheduler = torch.optim.lr_scheduler.PolynomialLR(optimizer, options.epochs * len(loader))  # a straight line to 0
     losses, finished_s = [], []
@@ -198,12 +206,15 @@ def rate_of(strategy: str, options: argparse.Namespace, context: psengine.Contex
 
 
 def wrap(
-    strategy: str, network: nn.Module, learning_rate: float
+    strategy: str, network: nn.Module, learning_rate: float, job: str
 ) -> tuple[nn.parallel.DistributedDataParallel, torch.optim.Optimizer]:
     if strategy == NATIVE:
         model = nn.parallel.DistributedDataParallel(network)
         return model, torch.optim.SGD(model.parameters(), lr=learning_rate, momentum=MOMENTUM)
-    model = psengine.DistributedDataParallel(network, strategy="async" if strategy == NOT_DIVIDED else strategy)
+    name = "async" if strategy == NOT_DIVIDED else strategy
+    if name != "sync":
+        name += f"{',' if ':' in name else ':'}job={job}"
+    model = psengine.DistributedDataParallel(network, strategy=name)
     optimizer = torch.optim.SGD(model.parameters(), lr=learning_rate, momentum=MOMENTUM)
     return model, psengine.DistributedOptimizer(optimizer, model)
 

@@ -138,7 +138,7 @@ def make_plan(parts: RunArguments, given: RunOptions) -> Plan:
                 f"strategy {strategy!r} uses no servers (got {option}). Fix: leave {option} out, or use"
                 " --strategy async or sync-server"
             )
-        notes.append(f"strategy {strategy!r} uses no servers; {option} is only for a script that sets another strategy")
+        notes.append(f"{option} serves strategies that the script itself names; {strategy!r} uses no servers")
     if given.independent:
         _check_independent(parts, strategy, uses_servers, is_multi_node=is_multi_node)
         last = given.first_worker + count
