@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -183,3 +184,71 @@ print(missing_for_hosts())
     if (missing := missing_for_hosts()) is not None:
         with pytest.raises(RuntimeError, match=missing[:20]), emulated_hosts(1):
             pass
+
+
+# Sends messages to itself through an echo on another host, prints (seconds of a small one, bytes a second of a large).
+ECHO = """
+import socket
+with socket.create_server(("", 7000)) as listener:
+    print("ready", flush=True)
+    while True:
+        connection, _ = listener.accept()
+        with connection:
+            while data := connection.recv(65536):
+                connection.sendall(data)
+"""
+ASK = """
+import socket, sys, time
+with socket.create_connection((sys.argv[1], 7000), timeout=20) as connection:
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    for _ in range(int(sys.argv[2])):
+        begin = time.monotonic()
+        connection.sendall(b"x")
+        assert connection.recv(1) == b"x"
+        print(time.monotonic() - begin, flush=True)
+        time.sleep(0.02)
+"""
+
+
+@needs_hosts
+@pytest.mark.parametrize("round_trip_s", [0.0, 0.02], ids=["bridge", "relay"])
+def test_a_link_that_is_cut_loses_packets_until_it_is_mended(round_trip_s):
+    rate = "10mbit" if round_trip_s else None
+    with (
+        emulated_hosts(2, rate=rate, round_trip_s=round_trip_s) as (one, two),
+        one.start(script(ECHO)) as echo,
+    ):
+        echo.wait_until(lambda: echo.stdout == "ready\n")
+        with two.start(script(ASK, one.name, 15)) as asking:
+            asking.wait_until(lambda: asking.stdout.count("\n") >= 2)
+            # A round trip is never shorter than the delay; by how much it is longer says nothing.
+            assert all(float(line) >= round_trip_s for line in asking.stdout.split())
+            one.cut()
+            ended = two.run(script("import socket; socket.create_connection(('node-0', 7000), timeout=0.3)"))
+            assert "timed out" in ended.stderr or "No route to host" in ended.stderr
+            one.mend()
+            assert asking.wait() == 0, asking.stderr
+            assert asking.stdout.count("\n") == 15
+
+
+def test_a_delay_needs_a_rate_that_the_relay_can_carry():
+    for rate, round_trip_s in ((None, 0.02), ("1gbit", 0.02), ("200mbit", 0.02), ("10mbit", -1.0)):
+        hosts = emulated_hosts(2, rate=rate, round_trip_s=round_trip_s)
+        with pytest.raises(ValueError, match="links with a delay need a rate"), hosts:
+            pass
+
+
+@needs_hosts
+def test_the_folder_of_a_killed_test_is_removed_by_the_next(monkeypatch, tmp_path):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    left, fresh = tmp_path / "psengine-hosts-left", tmp_path / "psengine-hosts-fresh"
+    left.mkdir()
+    fresh.mkdir()
+    os.utime(left, (1, 1))
+    with emulated_hosts(1):
+        own = set(tmp_path.iterdir()) - {fresh}
+        assert len(own) == 1
+        os.utime(next(iter(own)), (1, 1))
+        with emulated_hosts(1):
+            assert own < set(tmp_path.iterdir()), "a living test keeps its folder, however old"
+    assert list(tmp_path.iterdir()) == [fresh]

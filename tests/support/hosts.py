@@ -16,12 +16,20 @@ Hosts reach each other by name and address, and nothing else: neither this machi
 machine's files, as over a network file system, except those through which processes of one host find each other: /proc,
 /dev/shm, /run and /tmp are each host's own. ``shared`` brings folders of /tmp back.
 
+``rate`` limits links with tc(8)'s tbf. With ``round_trip_s`` a relay (``relay.py``) carries the packets instead of the
+bridge, with that delay and at ``rate``: the kernels that tests run on lack netem. ``Host.cut`` cuts a host's link and
+``Host.mend`` mends it; packets are lost between, and nobody is told.
+
 Nothing outlives the test. The processes that hold the namespaces end with their input, so also when the test is killed;
-the kernel then ends every process on the hosts and removes mounts and links.
+the kernel then ends every process on the hosts and removes mounts and links. What a killed test has written to its
+folder of /tmp is removed by the next one that makes hosts.
+
+Several tests at once do not meet: each has a bridge of its own, and addresses that only its own hosts use.
 """
 
 from __future__ import annotations
 
+import fcntl
 import functools
 import os
 import shutil
@@ -31,7 +39,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -39,15 +47,16 @@ from typing import Any
 
 import pytest
 
+from support.host_links import SET_UP_DEADLINE_S, bridge, namespaces, relay, relayed_mbit_per_s, run_ip
 from support.process_table import children_of
 
 ROOT = Path(__file__).parents[2]
 DEADLINE_S = 60.0
-SET_UP_DEADLINE_S = 20.0
 MAX_HOSTS = 200
 _GRACE_S = 1.0
-# A queue of 100 ms, and bursts of 512 kB: what a switch's port has.
-_SHAPE = ("burst", "512kb", "latency", "100ms")
+_FOLDERS = "psengine-hosts-"
+# Younger folders may not be locked yet.
+_STALE_S = 60.0
 _PROGRAMS = {"unshare": "util-linux", "nsenter": "util-linux", "mount": "mount", "ip": "iproute2", "tc": "iproute2"}
 # A host's first process. Its arguments: the host's name, the table of all hosts, folders of /tmp that it sees.
 _FIRST_PROCESS = """set -e
@@ -181,12 +190,21 @@ class Host:
         pid: of its first process, as this machine counts.
     """
 
-    def __init__(self, name: str, address: str, pid: int, directory: Path) -> None:
+    def __init__(self, name: str, address: str, pid: int, directory: Path, link: Callable[[str], None]) -> None:
         self.name = name
         self.address = address
         self.pid = pid
         self._directory = directory
+        self._link = link
         self._processes: list[HostProcess] = []
+
+    def cut(self) -> None:
+        """Cut its link: from now on every packet from it and to it is lost. Connections stay open."""
+        self._link("cut")
+
+    def mend(self) -> None:
+        """Undo ``cut``."""
+        self._link("mend")
 
     def start(
         self, command: Sequence[str | Path], *, environment: Mapping[str, str] | None = None, folder: Path = ROOT
@@ -249,96 +267,79 @@ def run_together(
 
 @contextmanager
 def emulated_hosts(
-    count: int, *, rate: str | None = None, shared: Sequence[Path] = (), name: str = "node"
+    count: int,
+    *,
+    rate: str | None = None,
+    round_trip_s: float = 0.0,
+    shared: Sequence[Path] = (),
+    name: str = "node",
 ) -> Iterator[list[Host]]:
     """Make ``count`` hosts, called ``node-0``, ``node-1`` ...; all ends with the block.
 
     Args:
         count: of hosts.
         rate: of each host's link, in each direction, as tc(8) spells it: "100mbit"; None does not limit it.
+        round_trip_s: how long a small packet and its answer take; needs a rate of at most 100 Mbit/s.
         shared: folders below /tmp that hosts see too, such as a test's ``tmp_path``. Folders elsewhere are seen anyway.
         name: what hosts' names begin with.
+
+    Raises:
+        ValueError: an argument is out of range.
+        RuntimeError: this machine lacks something, see ``missing_for_hosts``; or a host or link did not start.
     """
     if not 1 <= count <= MAX_HOSTS:
         raise ValueError(f"expected 1 to {MAX_HOSTS} hosts, got {count}")
+    mbit_per_s = relayed_mbit_per_s(rate, round_trip_s)
     if (missing := missing_for_hosts()) is not None:
         raise RuntimeError(missing)
     addresses = {f"{name}-{index}": f"10.77.0.{index + 1}" for index in range(count)}
     table = "".join(f"{address} {host}\n" for host, address in {"localhost": "127.0.0.1", **addresses}.items())
     # The repository and the interpreter, where they lie in /tmp.
     folders = _below_tmp([ROOT, Path(sys.prefix), Path(sys.base_prefix), *shared])
+    every = ["--net", "--uts", "--ipc", "--mount", "--propagation=private", "--pid", "--mount-proc"]
     with ExitStack() as stack:
-        directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="psengine-hosts-")))
-        bridge = stack.enter_context(_namespaces(["--net"], ["sh", "-c", "echo ready; exec cat > /dev/null"]))
-        _ip(bridge, "link add bridge type bridge", "link set bridge up")
-        every = ["--net", "--uts", "--ipc", "--mount", "--propagation=private", "--pid", "--mount-proc"]
+        directory = stack.enter_context(_own_folder())
+        pids = []
+        for host in addresses:
+            pids.append(
+                stack.enter_context(namespaces(every, ["sh", "-c", _FIRST_PROCESS, "sh", host, table, *folders]))
+            )
+            run_ip(pids[-1], "link set lo up")
+        ends = list(zip(pids, addresses.values(), strict=True))
+        if mbit_per_s is None:
+            link = stack.enter_context(bridge(ends, rate))
+        else:
+            link = stack.enter_context(relay(ends, mbit_per_s, round_trip_s / 2))
         hosts = []
         for index, (host, address) in enumerate(addresses.items()):
-            first = ["sh", "-c", _FIRST_PROCESS, "sh", host, table, *folders]
-            pid = stack.enter_context(_namespaces(every, first))
-            _ip(
-                bridge,
-                f"link add port{index} type veth peer name eth0 netns {pid}",
-                f"link set port{index} master bridge up",
-            )
-            _ip(pid, "link set lo up", f"addr add {address}/24 dev eth0", "link set eth0 up")
-            if rate is not None:
-                for end, device in ((bridge, f"port{index}"), (pid, "eth0")):
-                    _in_network(end, ["tc", "qdisc", "add", "dev", device, "root", "tbf", "rate", rate, *_SHAPE])
-            hosts.append(Host(host, address, pid, directory))
+            hosts.append(Host(host, address, pids[index], directory, functools.partial(link, index)))
             stack.callback(hosts[-1]._close)
         yield hosts
+
+
+@contextmanager
+def _own_folder() -> Iterator[Path]:
+    """A folder of /tmp until the end of the block, locked; those of killed processes are removed."""
+    for left in Path(tempfile.gettempdir()).glob(f"{_FOLDERS}*"):
+        with suppress(OSError), _locked(left):
+            if time.time() - left.stat().st_mtime > _STALE_S:
+                shutil.rmtree(left, ignore_errors=True)
+    with tempfile.TemporaryDirectory(prefix=_FOLDERS) as folder, _locked(Path(folder)):
+        yield Path(folder)
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Raises BlockingIOError where another process has locked it."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def _below_tmp(folders: Sequence[Path]) -> list[str]:
     """Those of ``folders`` that lie in /tmp, as seen from there."""
     resolved = {folder.resolve() for folder in folders}
     return sorted(str(folder.relative_to("/tmp")) for folder in resolved if folder.is_relative_to("/tmp"))
-
-
-@contextmanager
-def _namespaces(which: Sequence[str], first_process: Sequence[str]) -> Iterator[int]:
-    """New namespaces, as unshare(1) names them, until the end of the block; yields their first process's number.
-
-    The first process prints "ready", and then runs until the end of its input, of which this process has the only end.
-    """
-    holder = subprocess.Popen(
-        ["unshare", *which, "--fork", "--kill-child", *first_process],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-    )
-    assert holder.stdin is not None
-    assert holder.stdout is not None
-    try:
-        said = holder.stdout.readline().decode()
-        if said != "ready\n":
-            holder.stdin.close()
-            raise RuntimeError(f"an emulated host did not start: {said}{holder.stdout.read().decode()}")
-        (first,) = children_of(holder.pid)
-        yield first
-    finally:
-        holder.stdin.close()
-        try:
-            holder.wait(SET_UP_DEADLINE_S)
-        finally:
-            holder.kill()  # nothing, if it has ended
-            holder.stdout.close()
-
-
-def _ip(pid: int, *commands: str) -> None:
-    """Run ip(8) commands in the network of process ``pid``."""
-    _in_network(pid, ["ip", "-batch", "-"], "\n".join(commands))
-
-
-def _in_network(pid: int, command: Sequence[str], text: str = "") -> None:
-    done = subprocess.run(
-        ["nsenter", f"--target={pid}", "--net", *command],
-        input=text,
-        capture_output=True,
-        text=True,
-        timeout=SET_UP_DEADLINE_S,
-        check=False,
-    )
-    if done.returncode != 0:
-        raise RuntimeError(f"{' '.join(command)} {text!r} failed: {done.stderr.strip()}")
