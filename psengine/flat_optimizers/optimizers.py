@@ -15,13 +15,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim.adagrad import adagrad
-from torch.optim.adam import adam
-from torch.optim.rmsprop import rmsprop
-from torch.optim.sgd import sgd
 
 from psengine.errors import ProtocolError
-from psengine.flat_optimizers.kernel_windows import Place, Window, window_of
+from psengine.flat_optimizers.kernel_windows import Place, window_of
+from psengine.flat_optimizers.stretches import STEPS, Stretch, is_addition, step_in_window
 from psengine.protocol.hyperparameters import SLOTS, check_groups, slot_names
 from psengine.protocol.messages import ErrorCode
 
@@ -71,24 +68,6 @@ class OptimizerSpec:
         return {"optimizer": self.name, "groups": list(self.groups), "runs": [list(run) for run in self.runs]}
 
 
-@dataclass(slots=True)
-class _Stretch:
-    """Neighbouring runs that step as one tensor. ``values`` and ``slots`` are views of the chunk's.
-
-    With a ``window`` there is one run, which the kernel sees in that window.
-    """
-
-    start: int
-    end: int
-    group: int
-    runs: list[int]
-    steps: Tensor
-    values: Tensor
-    slots: dict[str, Tensor]
-    is_fused: bool
-    window: Window | None
-
-
 class ChunkOptimizer:
     """Steps one chunk's values like its ``torch.optim`` class steps the parameters the chunk is made of, bit for bit.
 
@@ -126,7 +105,7 @@ class ChunkOptimizer:
         self._check_kernels(self._groups)
         self._slots: dict[str, Tensor] = {}
         self._steps = [0.0] * len(spec.runs)
-        self._stretches: list[_Stretch] = []
+        self._stretches: list[Stretch] = []
         self._absent: tuple[tuple[int, int], ...] | None = None  # what the stretches were made for
         self._make_slots()
 
@@ -147,6 +126,7 @@ class ChunkOptimizer:
         groups: Sequence[Mapping[str, Any]] | None = None,
         learning_rate_scale: float = 1.0,
         absent: Sequence[tuple[int, int]] = (),
+        into: Tensor | None = None,
     ) -> None:
         """Take one step: mutate the values and the state. On an error neither has changed.
 
@@ -155,6 +135,8 @@ class ChunkOptimizer:
             groups: hyperparameters from now on, one map for each group; None keeps those of the last step.
             learning_rate_scale: factor on every learning rate, this time only.
             absent: [start, end) of whole runs that have no gradient this time; their values and state stay.
+            into: other memory like the values: the new values are written there, and are the values from then on. The
+                old ones stay as they are.
 
         Raises:
             ProtocolError: hyperparameters out of bounds, or an absent range that cuts a run.
@@ -172,7 +154,11 @@ class ChunkOptimizer:
             self._groups = changed
             if self._make_slots() or is_planned_anew:
                 self._plan(ranges)
-        step = _STEPS[self._spec.name]
+        step = STEPS[self._spec.name]
+        if into is not None and into is not self._values:
+            if self._add_into(into, gradient, learning_rate_scale):
+                return
+            self.move_to(into.copy_(self._values))
         for stretch in self._stretches:
             options = dict(self._groups[stretch.group])
             options["lr"] *= learning_rate_scale
@@ -182,7 +168,7 @@ class ChunkOptimizer:
             if stretch.window is None:
                 step(stretch, part, options)
             else:
-                _step_in_window(step, stretch, stretch.window, part, options)
+                step_in_window(step, stretch, stretch.window, part, options)
 
     def check(self, groups: Sequence[Mapping[str, Any]] | None, absent: Sequence[tuple[int, int]]) -> None:
         """Raise ProtocolError where ``apply`` would for these; nothing changes."""
@@ -222,6 +208,18 @@ class ChunkOptimizer:
         if name not in SLOTS[self._spec.name]:
             known = ", ".join(SLOTS[self._spec.name])
             raise _refusal(f"{self._spec.name} has no such slot (expected one of {known}, got {name[:80]!r})")
+
+    def _add_into(self, into: Tensor, gradient: Tensor, learning_rate_scale: float) -> bool:
+        """Step from the values to ``into`` in one pass, where one addition is all there is; whether that was so."""
+        only = self._stretches[0] if len(self._stretches) == 1 else None
+        if only is None or only.end - only.start != self._values.numel() or self._spec.name != "SGD":
+            return False
+        options = self._groups[only.group]
+        if not is_addition(only, options):
+            return False
+        torch.add(self._values, gradient, alpha=-(options["lr"] * learning_rate_scale), out=into)
+        self.move_to(into)
+        return True
 
     def move_to(self, values: Tensor) -> None:
         """Go on with ``values``, a copy of the old ones in other memory."""
@@ -283,7 +281,7 @@ class ChunkOptimizer:
             is_fused = self._is_fused(self._groups[group])
             window = window_of(self._places[runs[0]], end - start, self._values.itemsize) if is_fused else None
             values = self._values[start:end]
-            self._stretches.append(_Stretch(start, end, group, runs, steps, values, slots, is_fused, window))
+            self._stretches.append(Stretch(start, end, group, runs, steps, values, slots, is_fused, window))
         self._absent = absent
 
     def _step_alike(self, left: int, right: int) -> bool:
@@ -330,68 +328,6 @@ def _union(ranges: Sequence[tuple[int, int]]) -> list[int]:
 # Before torch 2.14 fused SGD is wrong for 16-bit tensors on the CPU (with lr=0.1 elements are off by 0.5 after five
 # steps), and reads past its tensor: the plain kernels step them.
 _WRONG_KERNELS = {("SGD", torch.float16), ("SGD", torch.bfloat16)}
-
-
-def _step_in_window(
-    step: Callable[[_Stretch, Tensor, dict[str, Any]], None],
-    stretch: _Stretch,
-    window: Window,
-    gradient: Tensor,
-    options: dict[str, Any],
-) -> None:
-    slots = {name: window.show(slot) for name, slot in stretch.slots.items()}
-    shown = replace(stretch, values=window.show(stretch.values), slots=slots)
-    step(shown, window.show(gradient), options)
-    window.take_back(shown.values, stretch.values)
-    for name, slot in slots.items():
-        window.take_back(slot, stretch.slots[name])
-
-
-# The functional forms: with SGD on 1 MiB of float32 a class's step() takes twice as long (hooks, profiler ranges, graph
-# breaks). For tensors on the CPU torch chooses neither foreach nor fused by itself.
-
-
-def _step_sgd(stretch: _Stretch, gradient: Tensor, options: dict[str, Any]) -> None:
-    if not (options["momentum"] or options["weight_decay"] or options["maximize"] or stretch.is_fused):
-        stretch.values.add_(gradient, alpha=-options["lr"])  # what torch's function comes to, without its checks
-        return
-    slot = stretch.slots["momentum_buffer"] if options["momentum"] else None
-    buffers = [slot if slot is not None and stretch.steps else None]
-    sgd([stretch.values], [gradient], buffers, foreach=False, fused=stretch.is_fused, **options)
-    if slot is not None and (first := buffers[0]) is not None and first is not slot:
-        slot.copy_(first)
-        stretch.steps.fill_(1)
-
-
-def _step_adam(stretch: _Stretch, gradient: Tensor, options: dict[str, Any]) -> None:
-    beta1, beta2 = options.pop("betas")
-    means, squares = [stretch.slots["exp_avg"]], [stretch.slots["exp_avg_sq"]]
-    maxima = [stretch.slots["max_exp_avg_sq"]] if options["amsgrad"] else []
-    options |= {"beta1": beta1, "beta2": beta2, "foreach": False, "fused": stretch.is_fused}
-    adam([stretch.values], [gradient], means, squares, maxima, [stretch.steps], **options)
-
-
-def _step_adagrad(stretch: _Stretch, gradient: Tensor, options: dict[str, Any]) -> None:
-    del options["initial_accumulator_value"]
-    sums = [stretch.slots["sum"]]
-    adagrad([stretch.values], [gradient], sums, [stretch.steps], foreach=False, fused=stretch.is_fused, **options)
-
-
-def _step_rmsprop(stretch: _Stretch, gradient: Tensor, options: dict[str, Any]) -> None:
-    squares = [stretch.slots["square_avg"]]
-    averages = [stretch.slots["grad_avg"]] if options["centered"] else []
-    buffers = [stretch.slots["momentum_buffer"]] if options["momentum"] else []
-    rmsprop([stretch.values], [gradient], squares, averages, buffers, [stretch.steps], foreach=False, **options)
-
-
-# Each mutates the stretch's values, slots and steps; ``options`` is the step's own copy of its group.
-_STEPS: dict[str, Callable[[_Stretch, Tensor, dict[str, Any]], None]] = {
-    "SGD": _step_sgd,
-    "Adam": _step_adam,
-    "AdamW": _step_adam,
-    "Adagrad": _step_adagrad,
-    "RMSprop": _step_rmsprop,
-}
 
 
 def _refusal(text: str) -> ProtocolError:

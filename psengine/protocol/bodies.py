@@ -272,7 +272,9 @@ _chunk_key = integer(0, NO_KEY - 1)
 _kind = one_of(*(kind.value for kind in ChunkKind))
 _place = {"key": _chunk_key, "dtype": integer(1, max(DTYPES)), "numel": _unsigned}
 _worker_life = record({"rank": _rank, "incarnation": _any_64_bits})
-_answer = record({}, {"contributors": _unsigned, "refused": one_of(*PUSH_REFUSALS), "late": boolean})
+_answer = record(
+    {}, {"contributors": _unsigned, "refused": one_of(*PUSH_REFUSALS), "late": boolean, "place": integer(0, 255)}
+)
 _round = integer(1)
 _probed = record({}, {"round": _round})
 

@@ -85,7 +85,7 @@ def shared(server: ServerProcess, peer: Peer) -> Iterator[SegmentMapping]:
     """Memory that the server took from ``peer``."""
     descriptor = make_segment(SIZE)
     answer, stream = say(path_of(server), offer_of(peer).to_bytes(), descriptor)
-    assert answer == b"ok\0\0"
+    assert answer[:4] == b"ok\0\0"
     with stream:
         yield SegmentMapping(descriptor, SIZE)
     os.close(descriptor)
@@ -235,12 +235,11 @@ def test_a_frame_says_nothing_that_the_table_does_not(server, peer):
         assert push(peer, 1, key=9).body["code"] == "unknown_key"
         answer = push(peer, 1)
         assert (answer.type.name, answer.in_segment, answer.numel) == ("UPDATED", True, NUMEL)
-        assert memory.tensor(4096, NUMEL, torch.float32).eq(-1.0).all()
+        assert answer.body == {"place": 0}
         # Again: the answer travels, because the place may be read.
-        memory.tensor(4096, NUMEL, torch.float32).fill_(5.0)
         again = peer.request("REPEAT", key=0, sequence=1)
         assert (again.type.name, again.in_segment) == ("UPDATED", False)
-        assert memory.tensor(4096, NUMEL, torch.float32).eq(5.0).all()
+        assert torch.frombuffer(bytearray(again.payload), dtype=torch.float32).eq(-1.0).all()
     sequences = itertools.count(2)  # what is taken before the stream's end is seen gets no second answer
     eventually(lambda: push(peer, next(sequences)).body.get("code") == "segment")
 

@@ -81,6 +81,7 @@ class Twin:
     def __init__(self, name, options, *, dtype=torch.float32, cuts=CUTS, shapes=SHAPES, groups=GROUPS, seed=0):
         self.generator = torch.Generator().manual_seed(seed)
         self.dtype, self.groups, self.cuts = dtype, groups, cuts
+        self.moves = False
         self.parameters = [torch.nn.Parameter(self.random(shape)) for shape in shapes]
         members = [[p for p, g in zip(self.parameters, groups, strict=True) if g == group] for group in (0, 1)]
         second = {"params": members[1], "lr": options["lr"] / 2, "weight_decay": 0.03}
@@ -129,7 +130,14 @@ class Twin:
                 if max(self.spans[i][0], start) < min(self.spans[i][1], end)
             ]
             groups = wire_groups(self.optimizer) if send_groups else None
-            chunk.apply(sent[start:end], groups=groups, learning_rate_scale=scale, absent=absent)
+            # Every other step leaves the old values as they are.
+            self.moves = not self.moves
+            old, before = chunk._values, chunk._values.clone()
+            into = torch.full_like(old, 7.0) if self.moves else None
+            chunk.apply(sent[start:end], groups=groups, learning_rate_scale=scale, absent=absent, into=into)
+            assert chunk._values is (old if into is None else into)
+            if into is not None:
+                same(old, before)
         assert torch.equal(sent, flat), "a gradient was written to"
 
     def check(self):

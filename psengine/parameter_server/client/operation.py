@@ -158,6 +158,7 @@ class Operation:
     def __post_init__(self) -> None:
         self._targets = [(d.data_ptr(), d.nbytes) for d in self.destinations]
         self.numel = sum(map(torch.numel, self.destinations))
+        self._is_taken = False
         self.submitted_s = self.parking.now_s()
         self.deadline_s = self.submitted_s + self.timeout_s
 
@@ -166,12 +167,34 @@ class Operation:
         """Whether a worker that has to rejoin may not ask it: it would pass on a state that misses updates."""
         return self.message.type in (MessageType.PUSH, MessageType.ADMIT)
 
+    def takes_whole(self, answer: Message, now_s: float) -> bool:
+        """I/O thread: copy a payload that lies in the server's memory.
+
+        False where that may have changed meanwhile: the answer is to be asked for again.
+        """
+        if answer.is_intact is None:
+            return True
+        own = self.message.payload
+        if isinstance(own, torch.Tensor) and any(
+            target < own.data_ptr() + own.nbytes and own.data_ptr() < target + size for target, size in self._targets
+        ):
+            # What was pushed is still needed if the answer is none after all.
+            answer.payload = payload_tensor(answer).clone()
+        elif self.numel and self._take_payload(answer) is None:
+            self._is_taken = True
+        if answer.is_intact():
+            return True
+        self._is_taken, self.next_at_s = False, now_s
+        return False
+
     def finish(self, answer: Message, now_s: float) -> PSEngineError | None:
         """I/O thread: take the answer and copy its payload; return why that is not possible."""
-        problem = self._take_payload(answer) if self.numel else None
+        problem = self._take_payload(answer) if self.numel and not self._is_taken else None
         if problem is not None:
             self.fail(problem)
             return problem
+        if answer.is_intact is not None:
+            answer.payload = None
         self.message.payload = None  # frames that are still being sent keep the memory alive
         self.answer = answer
         self.seconds = now_s - self.submitted_s

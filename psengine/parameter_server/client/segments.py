@@ -29,7 +29,7 @@ from psengine.parameter_server.client.operation import Push
 from psengine.parameter_server.segments.memory import IS_AVAILABLE, PAGE_BYTES, SegmentMapping, make_segment
 from psengine.parameter_server.segments.offer import ALIGNMENT_BYTES as ALIGNED_PLACE_BYTES
 from psengine.parameter_server.segments.offer import TOKEN_CHARS, Member, Offer, Place
-from psengine.parameter_server.segments.passing import pass_segment, passing_path
+from psengine.parameter_server.segments.passing import Lent, is_open, pass_segment, passing_path
 from psengine.protocol.layout import ChunkKind, ChunkSpec
 from psengine.protocol.messages import NOBODY, Message
 
@@ -111,6 +111,26 @@ class _Attachment:
     # By chunk, the last push whose payload lay in its place, and the place of its answers.
     placed: dict[int, Push] = field(default_factory=dict)
     answers: dict[int, torch.Tensor] = field(default_factory=dict)
+    lent: Lent | None = None
+    lent_answers: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
+
+    def answer_in_lent(self, index: int, message: Message) -> bool:
+        """Take an answer's payload from the server's memory; False where the table has no such place."""
+        at, place = (message.key, index), self.places.get(message.key)
+        known = self.lent_answers.get(at)
+        if known is None or known.dtype is not message.dtype or known.numel() != message.numel:
+            assert message.dtype is not None
+            if self.lent is None or place is None or message.numel * message.dtype.itemsize != place.size_bytes:
+                return False
+            known = self.lent.place(message.key, index, message.numel, message.dtype)
+            if known is None:
+                return False
+            self.lent_answers[at] = known
+        message.payload, message.is_intact = known, self._is_open
+        return True
+
+    def _is_open(self) -> bool:
+        return is_open(self.stream)
 
     def is_of(self, message: Message) -> bool:
         member = self.member
@@ -259,12 +279,15 @@ class WorkerSegments:
             message.in_segment = payload.nbytes == place.size_bytes
 
     def fetch(self, address: str, message: Message) -> bool:
-        """An UPDATED without bytes came: its payload is in the chunk's answer place. False: it is of no use (any more),
+        """An UPDATED without bytes came: its payload is in the chunk's answer place, or in the server's
+        own memory. False: it is of no use (any more),
         and the client asks again.
         """
         attachment, arena = self._attachments.get(address), self._arena
         if attachment is None or arena is None or message.dtype is None or not attachment.is_of(message):
             return False
+        if "place" in message.body:
+            return attachment.answer_in_lent(message.body["place"], message)
         known = attachment.answers.get(message.key)
         if known is None or known.dtype is not message.dtype or known.numel() != message.numel:
             place = attachment.places.get(message.key)
@@ -304,12 +327,12 @@ class WorkerSegments:
                 return
             try:
                 offer = Offer(invitation.member, invitation.token, arena.mapping.size_bytes, places)
-                stream = pass_segment(path, offer, arena.descriptor)
+                stream, lent = pass_segment(path, offer, arena.descriptor)
             except (OSError, ProtocolError) as error:
                 self._tell(address, str(error))
                 return
             self._attachments[address] = _Attachment(
-                stream, invitation.member, invitation.epoch, arena.mapping.address, places
+                stream, invitation.member, invitation.epoch, arena.mapping.address, places, lent=lent
             )
             size_bytes = sum(place.size_bytes for place in places.values())
             logger.info(

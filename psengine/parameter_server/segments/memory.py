@@ -9,6 +9,7 @@ import os
 import stat
 import struct
 import sys
+import warnings
 
 import torch
 
@@ -16,7 +17,7 @@ from psengine.errors import ProtocolError
 
 # From linux/fcntl.h and linux/magic.h: Python's modules lack them where it was built on another system.
 _F_ADD_SEALS, _F_GET_SEALS = 1033, 1034
-_SEAL_SEAL, _SEAL_SHRINK, _SEAL_GROW = 1, 2, 4
+_SEAL_SEAL, _SEAL_SHRINK, _SEAL_GROW, _SEAL_FUTURE_WRITE = 1, 2, 4, 16
 _SEALS = _SEAL_SEAL | _SEAL_SHRINK | _SEAL_GROW
 _TMPFS_MAGIC = 0x01021994
 _MREMAP_MAYMOVE, _MREMAP_FIXED = 1, 2
@@ -33,14 +34,46 @@ def make_segment(size_bytes: int) -> int:
     Raises:
         OSError: the system has none.
     """
-    descriptor = os.memfd_create("psengine-worker", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    descriptor = _make("psengine-worker", size_bytes)
+    _seal(descriptor, _SEALS)
+    return descriptor
+
+
+def make_lent_segment(size_bytes: int) -> tuple[int, SegmentMapping]:
+    """New sealed memory, of whole pages, that only this process can write to, and only by this mapping.
+
+    The caller closes the descriptor.
+
+    Raises:
+        OSError: the system has none (Linux before 5.1).
+        ProtocolError: it cannot be mapped.
+    """
+    descriptor = _make("psengine-server", size_bytes)
+    try:
+        mapping = SegmentMapping(descriptor, os.fstat(descriptor).st_size)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    _seal(descriptor, _SEALS | _SEAL_FUTURE_WRITE)
+    return descriptor, mapping
+
+
+def _make(name: str, size_bytes: int) -> int:
+    descriptor = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(descriptor, -(-size_bytes // PAGE_BYTES) * PAGE_BYTES)
-        fcntl.fcntl(descriptor, _F_ADD_SEALS, _SEALS)
     except BaseException:
         os.close(descriptor)
         raise
     return descriptor
+
+
+def _seal(descriptor: int, seals: int) -> None:
+    try:
+        fcntl.fcntl(descriptor, _F_ADD_SEALS, seals)
+    except BaseException:
+        os.close(descriptor)
+        raise
 
 
 def check_segment(descriptor: int, size_bytes: int, most_bytes: int) -> None:
@@ -85,20 +118,24 @@ class SegmentMapping:
     Args:
         descriptor: may be closed afterwards.
         size_bytes: of the segment, which was checked.
+        is_written: whether this process writes to it; else tensors of it must only be read.
 
     Raises:
         ProtocolError: it cannot be mapped (a seal against writing, or no address space).
     """
 
-    def __init__(self, descriptor: int, size_bytes: int) -> None:
+    def __init__(self, descriptor: int, size_bytes: int, *, is_written: bool = True) -> None:
+        access = mmap.ACCESS_WRITE if is_written else mmap.ACCESS_READ
         try:
-            self._memory = mmap.mmap(descriptor, size_bytes)
+            self._memory = mmap.mmap(descriptor, size_bytes, access=access)
         except (OSError, ValueError) as error:
             raise ProtocolError(
                 f"a segment could not be mapped (expected memory to read and write, got: {error})"
             ) from None
         self.size_bytes = size_bytes
-        self.address = torch.frombuffer(self._memory, dtype=torch.uint8).data_ptr()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch warns, once, of memory that is not to be written to
+            self.address = torch.frombuffer(self._memory, dtype=torch.uint8).data_ptr()
 
     def tensor(self, offset: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """1-D, of the memory from ``offset``."""

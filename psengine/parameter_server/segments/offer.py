@@ -7,6 +7,8 @@
 A place is found by its chunk's key. The table comes with the offer, is checked once and then the server's own: frames
 have no offsets. A worker has one exchange of a chunk under way, and begins the next when it has the answer of the last;
 so each side has left a place before the other one writes to it.
+
+With "ok" the server may lend memory of its own, which workers only read: where it keeps the weights of chunks.
 """
 
 from __future__ import annotations
@@ -19,13 +21,17 @@ from psengine.errors import ProtocolError
 from psengine.protocol.messages import MAX_PAYLOAD_BYTES, NO_KEY
 
 MAGIC = b"PSEG"
-VERSION = 1
+VERSION = 2
 # Of both places of a chunk: kernels may count on aligned elements.
 ALIGNMENT_BYTES = 8
 TOKEN_CHARS = 32
 # Of one shard: chunks are cut to 1 MiB.
 MAX_PLACES = 1 << 16
 MAX_TEXT_BYTES = 1000
+# Of the server's memory: rows of its table, which goes at once into a socket's buffer, and places of one chunk.
+MAX_LENT_CHUNKS = 4096
+MAX_LENT_PLACES = 4
+LENT_ALIGNMENT_BYTES = 64
 
 # magic, version, zeros, worker, places, job, incarnation, size of the segment, token
 _HEADER = struct.Struct(f"<4sHHIIQQQ{TOKEN_CHARS}s")
@@ -34,6 +40,11 @@ HEADER_BYTES = _HEADER.size
 _PLACE = struct.Struct("<IIQQQ")
 _ANSWER = struct.Struct("<2sH")
 ANSWER_BYTES = _ANSWER.size
+# after "ok": size of the server's segment, chunks in its table
+_LENT = struct.Struct("<QI")
+LENT_BYTES = _LENT.size
+# key, places, offset of the first place; the next ones follow, each at a multiple of LENT_ALIGNMENT_BYTES
+_LENT_ROW = struct.Struct("<IIQ")
 _ACCEPTED, _REFUSED = b"ok", b"no"
 
 
@@ -82,6 +93,62 @@ class Offer:
         return header + b"".join(rows)
 
 
+@dataclass(frozen=True, slots=True)
+class LentTable:
+    """The server's own segment, as a worker is told of it.
+
+    Attributes:
+        size_bytes: of the segment; 0 where there is none.
+        offsets: chunk's key -> where each of its places begins.
+    """
+
+    size_bytes: int
+    offsets: Mapping[int, tuple[int, ...]]
+
+    def to_bytes(self) -> bytes:
+        """As it travels."""
+        rows = [_LENT_ROW.pack(key, len(offsets), offsets[0]) for key, offsets in self.offsets.items()]
+        return _LENT.pack(self.size_bytes, len(rows)) + b"".join(rows)
+
+
+NOTHING_LENT = LentTable(0, {})
+
+
+def place_stride(size_bytes: int) -> int:
+    """From the begin of one of a chunk's places to the next."""
+    return -(-size_bytes // LENT_ALIGNMENT_BYTES) * LENT_ALIGNMENT_BYTES
+
+
+def lent_rows_bytes(header: bytes) -> int:
+    """How many bytes of rows follow the first ``LENT_BYTES`` of a table.
+
+    Raises:
+        ProtocolError: too many.
+    """
+    _, rows = _LENT.unpack(header)
+    if rows > MAX_LENT_CHUNKS:
+        raise ProtocolError(f"the server lends too many chunks (expected at most {MAX_LENT_CHUNKS}, got {rows})")
+    return int(rows) * _LENT_ROW.size
+
+
+def read_lent_table(data: bytes, offer: Offer) -> LentTable:
+    """The table in these bytes; every place is within the server's segment.
+
+    Raises:
+        ProtocolError: a place is out of bounds, or of a chunk that was not offered.
+    """
+    size_bytes, _ = _LENT.unpack(data[:LENT_BYTES])
+    offsets: dict[int, tuple[int, ...]] = {}
+    for key, places, offset in _LENT_ROW.iter_unpack(data[LENT_BYTES:]):
+        if key not in offer.places or key in offsets or not 1 <= places <= MAX_LENT_PLACES:
+            raise ProtocolError(f"the server lends chunk {key} wrongly, or twice")
+        stride = place_stride(offer.places[key].size_bytes)
+        if offset % LENT_ALIGNMENT_BYTES or offset + places * stride > size_bytes:
+            raise ProtocolError(f"the server lends chunk {key} outside its segment of {size_bytes} bytes")
+        offsets[key] = tuple(range(offset, offset + places * stride, stride))
+    return LentTable(size_bytes, offsets)
+
+
 def offer_bytes(header: bytes) -> int:
     """How many bytes an offer has, by its first ``HEADER_BYTES``.
 
@@ -128,9 +195,9 @@ def read_offer(data: bytes) -> Offer:
     return Offer(Member(job, worker, incarnation), token.decode(), size_bytes, places)
 
 
-def accepted() -> bytes:
+def accepted(lent: LentTable = NOTHING_LENT) -> bytes:
     """The shard's answer to an offer that it takes."""
-    return _ANSWER.pack(_ACCEPTED, 0)
+    return _ANSWER.pack(_ACCEPTED, 0) + lent.to_bytes()
 
 
 def refused(text: str) -> bytes:

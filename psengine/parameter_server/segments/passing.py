@@ -5,13 +5,22 @@ from __future__ import annotations
 import os
 import socket
 import struct
+import sys
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
 
 from psengine.environment.local_sockets import LONGEST_PATH_BYTES
 from psengine.errors import ProtocolError
+from psengine.parameter_server.segments.memory import SegmentMapping, check_segment
 from psengine.parameter_server.segments.offer import (
     ANSWER_BYTES,
+    LENT_BYTES,
     Offer,
     answer_text_bytes,
+    lent_rows_bytes,
+    read_lent_table,
 )
 
 SUFFIX = ".fd"
@@ -33,12 +42,27 @@ def peer_uid(stream: socket.socket) -> int:
     return int(struct.unpack("3i", credentials)[1])
 
 
-def pass_segment(path: str, offer: Offer, descriptor: int) -> socket.socket:
+class Lent(NamedTuple):
+    """Memory of the server that this process may read, for as long as the stream is open."""
+
+    mapping: SegmentMapping
+    offsets: Mapping[int, tuple[int, ...]]  # chunk's key -> where each of its places begins
+
+    def place(self, key: int, index: int, numel: int, dtype: torch.dtype) -> torch.Tensor | None:
+        """The chunk's place of this number, to be read only; None where the table has none."""
+        offsets = self.offsets.get(key, ())
+        return self.mapping.tensor(offsets[index], numel, dtype) if index < len(offsets) else None
+
+
+def pass_segment(path: str, offer: Offer, descriptor: int) -> tuple[socket.socket, Lent | None]:
     """Offer a segment to the shard that listens at ``path``; the shard has it for as long as the stream is open.
+
+    Returns:
+        The stream, which does not block, and the memory that the shard lends in turn, if it does.
 
     Raises:
         OSError: nobody listens there, or there is no answer in time.
-        ProtocolError: the shard refuses it, or is no shard of this user.
+        ProtocolError: the shard refuses it, or is no shard of this user, or lends what is no memory.
     """
     stream = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
     try:
@@ -50,13 +74,45 @@ def pass_segment(path: str, offer: Offer, descriptor: int) -> socket.socket:
         data = memoryview(offer.to_bytes())
         sent = socket.send_fds(stream, [data], [descriptor])
         stream.sendall(data[sent:])
-        text_bytes = answer_text_bytes(_read(stream, ANSWER_BYTES))
-        if text_bytes is not None:
-            raise ProtocolError(_read(stream, text_bytes).decode(errors="replace"))
+        lent = _read_answer(stream, offer)
+        stream.setblocking(False)
     except BaseException:
         stream.close()
         raise
-    return stream
+    return stream, lent
+
+
+def is_open(stream: socket.socket) -> bool:
+    """Whether the shard has not ended the stream: what it lends has not changed since it told of it."""
+    try:
+        stream.recv(1, socket.MSG_PEEK)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False  # its end, or what nobody asked for
+
+
+def _read_answer(stream: socket.socket, offer: Offer) -> Lent | None:
+    # Descriptors come with the first bytes.
+    answer, descriptors, _, _ = socket.recv_fds(stream, 1, 1, socket.MSG_CMSG_CLOEXEC)
+    try:
+        if not answer:
+            raise ProtocolError("the server closed the connection")
+        text_bytes = answer_text_bytes(answer + _read(stream, ANSWER_BYTES - 1))
+        if text_bytes is not None:
+            raise ProtocolError(_read(stream, text_bytes).decode(errors="replace"))
+        header = _read(stream, LENT_BYTES)
+        table = read_lent_table(header + _read(stream, lent_rows_bytes(header)), offer)
+        if not table.offsets:
+            return None
+        if len(descriptors) != 1:
+            raise ProtocolError(f"a server lends memory by one descriptor (got {len(descriptors)})")
+        check_segment(descriptors[0], table.size_bytes, sys.maxsize)
+        return Lent(SegmentMapping(descriptors[0], table.size_bytes, is_written=False), table.offsets)
+    finally:
+        for descriptor in descriptors:
+            os.close(descriptor)
 
 
 def _read(stream: socket.socket, size_bytes: int) -> bytes:

@@ -10,7 +10,13 @@ import pytest
 import torch
 
 from psengine.errors import ProtocolError
-from psengine.parameter_server.segments.memory import IS_AVAILABLE, SegmentMapping, check_segment, make_segment
+from psengine.parameter_server.segments.memory import (
+    IS_AVAILABLE,
+    SegmentMapping,
+    check_segment,
+    make_lent_segment,
+    make_segment,
+)
 
 pytestmark = pytest.mark.skipif(not IS_AVAILABLE, reason="memfd_create is Linux")
 SIZE = 8192
@@ -40,6 +46,25 @@ def test_a_segment_keeps_its_size(segment):
     for size in (0, SIZE // 2, 2 * SIZE):
         with pytest.raises(PermissionError):
             os.ftruncate(segment, size)
+
+
+def test_lent_memory_is_written_by_its_owner_alone():
+    descriptor, mine = make_lent_segment(SIZE)
+    try:
+        check_segment(descriptor, SIZE, SIZE)
+        theirs = SegmentMapping(descriptor, SIZE, is_written=False)
+        mine.tensor(64, 4, torch.float32).fill_(3.0)
+        assert theirs.tensor(64, 4, torch.float32).tolist() == [3.0] * 4
+        for opened in (descriptor, os.open(f"/proc/self/fd/{descriptor}", os.O_RDWR)):
+            with pytest.raises(ProtocolError, match="could not be mapped"):
+                SegmentMapping(opened, SIZE)
+            with pytest.raises(PermissionError):
+                os.pwrite(opened, b"x", 0)
+            with pytest.raises(PermissionError):
+                os.ftruncate(opened, 0)
+        os.close(opened)
+    finally:
+        os.close(descriptor)
 
 
 @pytest.mark.parametrize(

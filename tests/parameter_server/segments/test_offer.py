@@ -10,13 +10,19 @@ import pytest
 from psengine.errors import ProtocolError
 from psengine.parameter_server.segments.offer import (
     HEADER_BYTES,
+    LENT_BYTES,
+    MAX_LENT_CHUNKS,
     MAX_PLACES,
+    NOTHING_LENT,
+    LentTable,
     Member,
     Offer,
     Place,
     accepted,
     answer_text_bytes,
+    lent_rows_bytes,
     offer_bytes,
+    read_lent_table,
     read_offer,
     refused,
 )
@@ -40,7 +46,7 @@ def test_what_goes_in_comes_out():
     ("data", "words"),
     [
         (b"x" * HEADER_BYTES, "this is no offer"),
-        (GOOD.to_bytes()[:4] + b"\2\0" + GOOD.to_bytes()[6:], r"another version \(expected 1, got 2\)"),
+        (GOOD.to_bytes()[:4] + b"\1\0" + GOOD.to_bytes()[6:], r"another version \(expected 2, got 1\)"),
         (Offer(MEMBER, GOOD.token, 4096, {}).to_bytes(), f"expected 1 to {MAX_PLACES}, got 0"),
         (GOOD.to_bytes()[:-1], "a wrong size"),
         (GOOD.to_bytes() + b"\0", "a wrong size"),
@@ -81,8 +87,27 @@ def test_no_mutation_gets_a_place_outside_the_segment():
 
 
 def test_answers():
-    assert answer_text_bytes(accepted()) is None
+    assert answer_text_bytes(accepted()[:4]) is None
+    assert read_lent_table(accepted()[4:], GOOD) == NOTHING_LENT
     answer = refused("näin" * 1000)
     assert answer_text_bytes(answer[:4]) == len(answer) - 4 == 1000
     with pytest.raises(ProtocolError, match="no answer"):
         answer_text_bytes(b"HTTP")
+
+
+def test_the_server_lends_places_of_offered_chunks_inside_its_segment():
+    lent = LentTable(8192, {0: (0, 1024, 2048), 9: (3072, 4096)})
+    data = lent.to_bytes()
+    assert len(data) == LENT_BYTES + lent_rows_bytes(data[:LENT_BYTES])
+    assert read_lent_table(data, GOOD) == lent
+    for bad in (
+        LentTable(8192, {1: (0,)}),
+        LentTable(8192, {0: (0, 1, 2, 3, 4)}),
+        LentTable(8192, {0: (8,)}),
+        LentTable(1024, {0: (0, 1024)}),
+        LentTable(8192, {9: (2**63,)}),
+    ):
+        with pytest.raises(ProtocolError, match="the server lends chunk"):
+            read_lent_table(bad.to_bytes(), GOOD)
+    with pytest.raises(ProtocolError, match="too many chunks"):
+        lent_rows_bytes(LentTable(8192, dict.fromkeys(range(MAX_LENT_CHUNKS + 1), (0,))).to_bytes()[:LENT_BYTES])

@@ -45,6 +45,10 @@ class ChunkStore:
     def __len__(self) -> int:
         return len(self.rules)
 
+    def take_memory(self, size_bytes: int, what: str) -> None:
+        """Raise ProtocolError where there are not as many bytes for ``what``."""
+        self._take_memory(size_bytes, what)
+
     def clear(self) -> None:
         """Forget everything."""
         self.rules.clear()

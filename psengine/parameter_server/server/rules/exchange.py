@@ -46,12 +46,22 @@ class Update(NamedTuple):
 
 
 class PayloadPins:
-    """Which buffers over one tensor's memory the sockets still hold: until then the memory must not change.
+    """Who still reads one tensor's memory: until then it must not change.
 
     zmq references each buffer that it sends without a copy until its bytes have left, so a weak reference tells.
+
+    Args:
+        lender: the memory that workers of this host read, if it is part of that.
+        place: its number among the chunk's places there.
+
+    Attributes:
+        readers: how many workers were told of the place, and have not left it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, lender: object = None, place: int = 0) -> None:
+        self.lender = lender
+        self.place = place
+        self.readers = 0
         self._buffers: list[weakref.ref[memoryview]] = []
 
     def pin(self, buffer: memoryview) -> None:
@@ -60,8 +70,15 @@ class PayloadPins:
         self._buffers.append(weakref.ref(buffer))
 
     def are_held(self) -> bool:
-        """Whether some socket still reads the memory."""
-        return any(reference() is not None for reference in self._buffers)
+        """Whether some socket or worker still reads the memory."""
+        return self.readers > 0 or any(reference() is not None for reference in self._buffers)
+
+
+class ValueMemory(NamedTuple):
+    """Memory for a chunk's values."""
+
+    values: torch.Tensor  # 1-D
+    pins: PayloadPins
 
 
 @dataclass(slots=True)

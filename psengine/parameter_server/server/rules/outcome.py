@@ -7,14 +7,21 @@ step.py      an optimizer steps, and weights go back; the weights are here
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
 
 from psengine.errors import ProtocolError
 from psengine.flat_optimizers.optimizers import ChunkOptimizer, OptimizerSpec
-from psengine.parameter_server.server.rules.exchange import Contribution, PayloadPins, Progress, Reply, Update
+from psengine.parameter_server.server.rules.exchange import (
+    Contribution,
+    PayloadPins,
+    Progress,
+    Reply,
+    Update,
+    ValueMemory,
+)
 from psengine.parameter_server.server.rules.payloads import ChunkPayloads
 from psengine.parameter_server.server.rules.statistics import JobStatistics
 from psengine.protocol.layout import ChunkKind, ChunkSpec
@@ -110,6 +117,15 @@ class Outcome(ABC):
     def note_base(self, rank: int) -> int:
         """Worker ``rank`` computes its next gradient from the values as they are: their version, 0 if unknown here."""
         return 0
+
+    @property
+    def lends(self) -> bool:
+        """Whether answers may be read where the values are."""
+        return False
+
+    def keep_in(self, memories: Sequence[ValueMemory]) -> None:
+        """From now on keep the values in one of these, whichever nobody reads; only where it ``lends``."""
+        raise NotImplementedError(f"{type(self).__name__} lends nothing")
 
     def reset(self) -> None:
         """Forget exchanges, and values of long ago: the job goes on from the only worker there is."""

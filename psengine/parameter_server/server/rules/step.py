@@ -15,7 +15,7 @@ from psengine.errors import ProtocolError
 from psengine.flat_optimizers.finite import is_finite
 from psengine.flat_optimizers.kernel_windows import places_of
 from psengine.flat_optimizers.optimizers import ChunkOptimizer, OptimizerSpec
-from psengine.parameter_server.server.rules.exchange import Contribution, PayloadPins, Reply, Update
+from psengine.parameter_server.server.rules.exchange import Contribution, PayloadPins, Reply, Update, ValueMemory
 from psengine.parameter_server.server.rules.outcome import Outcome
 from psengine.parameter_server.server.rules.payloads import ChunkPayloads
 from psengine.parameter_server.server.rules.statistics import JobStatistics
@@ -42,6 +42,8 @@ class StepOutcome(Outcome):
             raise ProtocolError(f"{spec.describe()}: expected initial values as payload, got none")
         super().__init__(spec, values, payloads, statistics, options)
         self._pins = PayloadPins()
+        # Memory that workers of this host read, where there is some: the values move there, and about there.
+        self._memories: Sequence[ValueMemory] = ()
         self._scales_by_staleness = options.get("staleness_scaling") == "inverse"
         # Strength of the correction of DC-ASGD; 0 keeps no backups.
         is_parameter = spec.kind is ChunkKind.PARAMETER
@@ -81,16 +83,18 @@ class StepOutcome(Outcome):
         if update.values is None:
             return
         if self.optimizer is None:
-            self._writable_values().copy_(update.values)
+            self._overwrite(update.values)
             return
-        self._writable_values()
+        memory = self._next_memory()
         self.optimizer.apply(
             self._compensated(update.values, update),
             groups=groups_of(update.contributions),
             # Zhang et al. 2016, "Staleness-aware Async-SGD" (https://arxiv.org/abs/1511.05950)
             learning_rate_scale=1.0 / (update.staleness + 1) if self._scales_by_staleness else 1.0,
             absent=absent_in_all(update.contributions),
+            into=memory.values,
         )
+        self.values, self._pins = memory
 
     def _compensated(self, gradient: torch.Tensor, update: Update) -> torch.Tensor:
         """With delay compensation: the gradient of one worker, corrected for what changed since its weights left."""
@@ -102,14 +106,34 @@ class StepOutcome(Outcome):
             return gradient
         return compensate(gradient, self.values, backup, self._delay_compensation)
 
-    def _writable_values(self) -> torch.Tensor:
-        """``values``, in other memory if the old is still being sent."""
-        if self._pins.are_held():
-            self._pins = PayloadPins()
-            self.values = self.values.clone()
-            if self.optimizer is not None:
-                self.optimizer.move_to(self.values)
-        return self.values
+    def _next_memory(self) -> ValueMemory:
+        """Where the next values are written: over the present ones, unless these are still being read."""
+        is_held, memories = self._pins.are_held(), self._memories
+        if is_held or (memories and all(one.pins is not self._pins for one in memories)):
+            for one in memories:
+                if not one.pins.are_held():
+                    return one
+        if is_held:
+            return ValueMemory(torch.empty_like(self.values), PayloadPins())
+        return ValueMemory(self.values, self._pins)
+
+    def _overwrite(self, values: torch.Tensor) -> None:
+        memory = self._next_memory()
+        memory.values.copy_(values)
+        if self.optimizer is not None:
+            self.optimizer.move_to(memory.values)
+        self.values, self._pins = memory
+
+    @property
+    @override
+    def lends(self) -> bool:
+        return (
+            self.spec.kind in self.pushed_kinds and not self._delay_compensation and not self.payloads.encodes_answers
+        )
+
+    @override
+    def keep_in(self, memories: Sequence[ValueMemory]) -> None:
+        self._memories = memories
 
     @override
     def can_answer(self, first: int, last: int) -> bool:
@@ -145,7 +169,7 @@ class StepOutcome(Outcome):
 
     @override
     def store(self, values: torch.Tensor, version: int) -> None:
-        self._writable_values().copy_(values)
+        self._overwrite(values)
 
     @override
     def note_base(self, rank: int) -> int:
@@ -155,7 +179,7 @@ class StepOutcome(Outcome):
     @override
     def extra_bytes(self) -> int:
         optimizer_bytes = self.optimizer.size_bytes if self.optimizer is not None else 0
-        return optimizer_bytes + len(self._backups) * self.spec.size_bytes
+        return optimizer_bytes + (len(self._backups) + max(0, len(self._memories) - 1)) * self.spec.size_bytes
 
     @override
     def to_meta(self) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from types import TracebackType
 
 from psengine.errors import ProtocolError
 from psengine.parameter_server.segments.memory import IS_AVAILABLE, SegmentMapping, check_segment
-from psengine.parameter_server.segments.offer import HEADER_BYTES, Offer, accepted, offer_bytes, read_offer, refused
+from psengine.parameter_server.segments.offer import HEADER_BYTES, Offer, offer_bytes, read_offer, refused
 from psengine.parameter_server.segments.passing import passing_path, peer_uid
 from psengine.parameter_server.server.transport.memory_guard import machine_memory_bytes
 from psengine.parameter_server.server.transport.segments import WorkerSegment, end_stream
@@ -209,10 +209,13 @@ class SegmentListener(threading.Thread):
 
         def answer() -> None:
             reason = thread.segments.attach(thread.shard, segment)
+            data, descriptors = (refused(reason), []) if reason else segment.accepted()
+            sent = 0
             with contextlib.suppress(OSError):
-                stream.socket.send(refused(reason) if reason else accepted())
+                sent = socket.send_fds(stream.socket, [data], descriptors) if descriptors else stream.socket.send(data)
             if reason:
                 self._note(stream.shard, reason)
+            if reason or sent < len(data):
                 end_stream(stream.socket)
 
         thread.ask(answer)

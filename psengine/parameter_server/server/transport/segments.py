@@ -10,16 +10,34 @@ import contextlib
 import ctypes
 import hashlib
 import hmac
+import itertools
+import logging
 import os
 import socket
+import weakref
 from dataclasses import dataclass, field
 
 import torch
 
-from psengine.parameter_server.segments.memory import SegmentMapping
-from psengine.parameter_server.segments.offer import TOKEN_CHARS, Member, Offer
+from psengine.errors import ProtocolError
+from psengine.parameter_server.segments.memory import SegmentMapping, make_lent_segment
+from psengine.parameter_server.segments.offer import (
+    MAX_LENT_CHUNKS,
+    MAX_LENT_PLACES,
+    NOTHING_LENT,
+    TOKEN_CHARS,
+    LentTable,
+    Member,
+    Offer,
+    accepted,
+    place_stride,
+)
+from psengine.parameter_server.server.core.job import Job
 from psengine.parameter_server.server.core.shard import Shard
+from psengine.parameter_server.server.rules.exchange import PayloadPins, ValueMemory
 from psengine.protocol.messages import NOBODY, Message
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
@@ -30,6 +48,27 @@ class WorkerSegment:
     mapping: SegmentMapping
     stream: socket.socket
     gradients: dict[int, torch.Tensor] = field(default_factory=dict)
+    lent: LentMemory | None = None
+    # By chunk, the last exchange whose answer it was told to read in the server's memory, and that memory.
+    reads: dict[int, tuple[int, PayloadPins]] = field(default_factory=dict)
+
+    def accepted(self) -> tuple[bytes, list[int]]:
+        """The answer to the offer, and the descriptors that go with it."""
+        table = NOTHING_LENT if self.lent is None else self.lent.table(self.offer)
+        if self.lent is None or not table.offsets:
+            return accepted(), []
+        return accepted(table), [self.lent.descriptor]
+
+    def leave(self, key: int) -> None:
+        """The worker does not read the chunk's values any more, or must not use what it reads."""
+        _, pins = self.reads.pop(key)
+        pins.readers -= 1
+
+    def end(self) -> None:
+        """The worker sees that the stream ends before anything changes that it may be reading."""
+        end_stream(self.stream)
+        for key in tuple(self.reads):
+            self.leave(key)
 
     def gradient(self, key: int, numel: int, dtype: torch.dtype) -> torch.Tensor | None:
         """The memory of a chunk's gradient; None where the table has none of this size."""
@@ -41,6 +80,51 @@ class WorkerSegment:
             return None
         self.gradients[key] = made = self.mapping.tensor(place.gradient, numel, dtype)
         return made
+
+
+class LentMemory:
+    """Memory of this server where the values of a job's chunks are kept, and read by the job's workers of this host.
+
+    Args:
+        job: whose chunks move there, each at its next change.
+        places: of each chunk: as many as workers may read different ones at once, and none waits for another.
+
+    Raises:
+        OSError, ProtocolError: there is no memory.
+    """
+
+    def __init__(self, job: Job, places: int) -> None:
+        rules = {key: rule for key, rule in sorted(job.chunks.rules.items()) if rule.outcome.lends}
+        self._rules = dict(itertools.islice(rules.items(), MAX_LENT_CHUNKS))
+        self.token = object()
+        self._offsets: dict[int, tuple[int, ...]] = {}
+        self.size_bytes = 0
+        for key, rule in self._rules.items():
+            stride = place_stride(rule.spec.size_bytes)
+            self._offsets[key] = tuple(self.size_bytes + index * stride for index in range(places))
+            self.size_bytes += places * stride
+        if not self._rules:
+            raise ProtocolError("the job has no chunks to lend")
+        job.chunks.take_memory((places - 1) * self.size_bytes // places, "weights that workers of this host read")
+        self.descriptor, mapping = make_lent_segment(self.size_bytes)
+        self.size_bytes = mapping.size_bytes
+        weakref.finalize(self, os.close, self.descriptor)
+        for key, rule in self._rules.items():
+            spec = rule.spec
+            rule.outcome.keep_in(
+                [
+                    ValueMemory(mapping.tensor(offset, spec.numel, spec.dtype), PayloadPins(self.token, index))
+                    for index, offset in enumerate(self._offsets[key])
+                ]
+            )
+
+    def table(self, offer: Offer) -> LentTable:
+        """What the worker of this offer is told of it."""
+        return LentTable(self.size_bytes, {key: self._offsets[key] for key in offer.places if key in self._offsets})
+
+    def is_of(self, job: Job) -> bool:
+        """Whether the job's chunks are still those that are here."""
+        return all(job.chunks.rules.get(key) is rule for key, rule in self._rules.items())
 
 
 class ShardSegments:
@@ -65,13 +149,21 @@ class ShardSegments:
             welcome.body["local"] = self.token(Member(welcome.job, welcome.worker, welcome.incarnation))
 
     def find(self, push: Message) -> None:
-        """Give a PUSH without bytes its payload, where its worker shares the memory."""
+        """A PUSH came: give it its payload, if that lies in memory that its worker shares."""
         segment = self._segments.get((push.job, push.worker, push.incarnation))
-        if segment is not None and push.dtype is not None:
+        if segment is None:
+            return
+        read = segment.reads.get(push.key)
+        if read is not None and push.sequence > read[0]:
+            segment.leave(push.key)  # it has the answer of its last push
+        if push.in_segment and push.dtype is not None:
             push.payload = segment.gradient(push.key, push.numel, push.dtype)
 
-    def put(self, answer: Message) -> bool:
-        """Write an answer's payload to its place, where its worker shares one; whether it need not travel."""
+    def put(self, answer: Message, pins: PayloadPins | None) -> bool:
+        """Tell a worker where an answer's payload is, in the server's memory or in its own; whether it need not travel.
+
+        ``pins``: of the payload's memory.
+        """
         segment = self._segments.get((answer.job, answer.worker, answer.incarnation))
         values = answer.payload
         if segment is None or not isinstance(values, torch.Tensor):
@@ -79,6 +171,13 @@ class ShardSegments:
         place = segment.offer.places.get(answer.key)
         if place is None or values.nbytes != place.size_bytes:
             return False
+        if answer.key in segment.reads:
+            return False  # it may be reading the answer to the same push
+        if pins is not None and segment.lent is not None and pins.lender is segment.lent.token:
+            pins.readers += 1
+            segment.reads[answer.key] = answer.sequence, pins
+            answer.in_segment, answer.body["place"] = True, pins.place
+            return True
         ctypes.memmove(segment.mapping.address + place.answer, values.data_ptr(), place.size_bytes)
         answer.in_segment = True
         return True
@@ -98,13 +197,29 @@ class ShardSegments:
                 return f"chunk {key}: the offer has {place.size_bytes} bytes, this shard {held}"
         former = self._segments.get(_key(member))
         if former is not None:
-            end_stream(former.stream)
+            former.end()
         self._segments[_key(member)] = segment
+        segment.lent = self._lend(job)
         return ""
+
+    def _lend(self, job: Job) -> LentMemory | None:
+        """The memory with the job's values; None where there are none here, or too many workers for it."""
+        for other in self._segments.values():
+            if other.offer.member.job == job.number and other.lent is not None and other.lent.is_of(job):
+                return other.lent
+        workers = max(job.expected_workers, len(job.membership.members))
+        if workers > MAX_LENT_PLACES or not any(rule.outcome.lends for rule in job.chunks.rules.values()):
+            return None
+        try:
+            return LentMemory(job, workers)
+        except (OSError, ProtocolError) as error:
+            logger.info("workers of job %r get a copy of every answer: %s", job.name, error)
+            return None
 
     def forget(self, segment: WorkerSegment) -> None:
         """Its worker has released it. Gradients in it that an exchange needs keep their memory."""
         key = _key(segment.offer.member)
+        segment.end()
         if self._segments.get(key) is segment:
             del self._segments[key]
 
@@ -112,8 +227,8 @@ class ShardSegments:
         """Forget the segments of those who are no members any more."""
         for key, segment in list(self._segments.items()):
             if not _is_member(shard, segment.offer.member):
+                segment.end()
                 del self._segments[key]
-                end_stream(segment.stream)
 
 
 def _key(member: Member) -> tuple[int, int, int]:

@@ -181,7 +181,7 @@ class ShardThread(threading.Thread):
         message: Message | None = None
         try:
             message = decode(received.frames)
-            if message.in_segment:
+            if message.type is MessageType.PUSH:
                 self.segments.find(message)
             # Who answers for it is asked of the first message only.
             peer = received.user_id or (received.peer if message.type is MessageType.HELLO else "")
@@ -232,7 +232,7 @@ class ShardThread(threading.Thread):
     def _send(self, outgoing: list[Outgoing], *, may_share: bool = True) -> None:
         for one in outgoing:
             kind = one.message.type
-            if kind is MessageType.UPDATED and may_share and self.segments.put(one.message):
+            if kind is MessageType.UPDATED and may_share and self.segments.put(one.message, one.pins):
                 self.endpoint.send(one.route, encode(one.message))
                 continue
             if kind is MessageType.WELCOME:
