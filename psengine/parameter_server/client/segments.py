@@ -279,9 +279,9 @@ class WorkerSegments:
             message.in_segment = payload.nbytes == place.size_bytes
 
     def fetch(self, address: str, message: Message) -> bool:
-        """An UPDATED without bytes came: its payload is in the chunk's answer place, or in the server's
-        own memory. False: it is of no use (any more),
-        and the client asks again.
+        """An UPDATED without bytes came: its payload is in the chunk's answer place, or in the server's own memory.
+
+        False: it is of no use (any more), and the client asks again.
         """
         attachment, arena = self._attachments.get(address), self._arena
         if attachment is None or arena is None or message.dtype is None or not attachment.is_of(message):
