@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from psengine.gradients.packing import Packing, SparsePacking, ViewPacking
+from psengine.gradients.packing import LentPacking, Packing, SparsePacking, ViewPacking
 from psengine.strategies.base import Strategy
 from psengine.tensors.bucket import Bucket
 from psengine.tensors.bucket_plan import plan_buckets
@@ -30,6 +30,7 @@ class BucketLayout:
         strategy: Strategy,
         *,
         as_view: bool,
+        is_lent: bool,
         counts_non_finite: bool,
         divides_copies: bool,
     ) -> None:
@@ -38,6 +39,7 @@ class BucketLayout:
         self._expects_sparse = expects_sparse
         self._strategy = strategy
         self._as_view = as_view
+        self._is_lent = is_lent
         self._counts_non_finite = counts_non_finite
         self._divides_copies = divides_copies
         self._adopts = False
@@ -84,7 +86,9 @@ class BucketLayout:
     def _make_packing(self, bucket: Bucket) -> Packing:
         if bucket.sparse:
             return SparsePacking(bucket)
-        return ViewPacking(bucket, adopts=self._adopts) if self._as_view else Packing(bucket)
+        if self._as_view:
+            return ViewPacking(bucket, adopts=self._adopts)
+        return LentPacking(bucket) if self._is_lent else Packing(bucket)
 
     def adopt_replaced_gradients(self) -> None:
         """From now on gradients that something replaced are no error; see ``ViewPacking.adopts``."""

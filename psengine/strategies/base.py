@@ -30,6 +30,8 @@ class Capabilities:
         steps_together: an optimizer's step is an operation that all ranks call. False: a rank may leave one out.
         defines_gradients: backward leaves zeros where a gradient is undefined, as an average of several gradients does.
             False: gradients are applied elsewhere, which can leave such a parameter alone.
+        lends_gradients: averages stay in the buckets, and ``.grad`` is their memory until the next backward, even
+            without ``gradient_as_bucket_view``.
         exchange_name: what a timeline calls the exchange of a bucket.
     """
 
@@ -40,6 +42,7 @@ class Capabilities:
     workers_step: bool = True
     steps_together: bool = False
     defines_gradients: bool = True
+    lends_gradients: bool = False
     exchange_name: str = "reduce"
 
 

@@ -130,6 +130,42 @@ def test_equals_the_unsharded_run(world_size, collective):
     run_ranks(train_all, world_size, collective, ["nesterov", "adamw"])
 
 
+def train_without_unused(rank: int, strategy: str, collective: str) -> list[Any]:
+    """Gradients and values of steps that reset gradients to None, to zeros, or add to what ``no_sync`` left."""
+    model = psengine.DistributedDataParallel(make_net(), strategy=strategy, collective=collective)
+    optimizer = psengine.DistributedOptimizer(OPTIMIZERS["nesterov"](groups_of(model.module)), model)
+    seen = []
+    for step in range(6):
+        optimizer.zero_grad(set_to_none=step % 3 == 0)
+        if step % 3 == 2:
+            with model.no_sync():
+                model(batch_of(rank, 50 + step), True).square().mean().backward()
+        model(batch_of(rank, step), True).square().mean().backward()
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        if strategy == SHARDED:
+            buckets = {bucket.flat.untyped_storage().data_ptr() for bucket in model.reducer.buckets}
+            assert {gradient.untyped_storage().data_ptr() for gradient in gradients} <= buckets, "lent, not copied"
+        norm = psengine.clip_grad_norm_(model, 100.0)
+        seen += [norm] if collective == "c10d" else [gradient.clone() for gradient in gradients]
+        optimizer.step()
+        seen += [parameter.detach().clone() for parameter in model.parameters()]
+    model.leave()
+    return seen
+
+
+def train_without_unused_both(rank: int, world_size: int, collective: str) -> None:
+    wanted = train_without_unused(rank, "sync", collective)
+    found = train_without_unused(rank, SHARDED, collective)
+    # A norm of shares is added in another order.
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5 if one.dim() == 0 and collective == "c10d" else 0, atol=0)
+
+
+@pytest.mark.parametrize(("world_size", "collective"), [(2, "auto"), (3, "c10d")])
+def test_lent_gradients_have_the_bits_of_copied_ones(world_size, collective):
+    run_ranks(train_without_unused_both, world_size, collective)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("collective", ["auto", "c10d"])
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])

@@ -179,7 +179,9 @@ class ShareGradients:
         """The norm of all gradients, from that of this rank's; all ranks call it, and get the same bits."""
         if self._collective.world_size == 1:
             return norm
-        norms = torch.stack(self._collective.gather(norm.reshape(1), what="gradient norms")).view(-1)
+        # A rank may have gradients of some dtypes only.
+        dtype = functools.reduce(torch.promote_types, (parameter.dtype for parameter in self._parameters))
+        norms = torch.stack(self._collective.gather(norm.reshape(1).to(dtype), what="gradient norms")).view(-1)
         whole: torch.Tensor = torch.linalg.vector_norm(norms, norm_type)
         return whole
 

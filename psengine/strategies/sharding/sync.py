@@ -45,7 +45,7 @@ class SyncShardedOptimizer(SyncAllReduce):
     steps. Otherwise each rank has its own, and gradients of its share only.
     """
 
-    capabilities = replace(SyncAllReduce.capabilities, steps_together=True)
+    capabilities = replace(SyncAllReduce.capabilities, steps_together=True, lends_gradients=True)
 
     def __init__(self) -> None:
         super().__init__()
