@@ -45,6 +45,7 @@ from psengine.wrapper.optimizer import DistributedOptimizer
 
 if TYPE_CHECKING:
     from psengine.parameter_server.client.client import Client, connect
+    from psengine.strategies.local.local_steps import Diloco, LocalSteps
     from psengine.strategies.servers.asynchronous import AsyncServer
     from psengine.strategies.servers.sync import SyncServer
     from psengine.strategies.sharding.sync import SyncShardedOptimizer
@@ -60,11 +61,13 @@ __all__ = [
     "CommunicationHookError",
     "ConfigurationError",
     "Context",
+    "Diloco",
     "DistributedDataParallel",
     "DistributedOptimizer",
     "EnvironmentVariableError",
     "EvaluationSampler",
     "FencedError",
+    "LocalSteps",
     "MissingExtraError",
     "ModuleError",
     "NonFiniteGradientError",
@@ -105,6 +108,8 @@ __all__ = [
     "timeline",
 ]
 
+_STRATEGY_NAMES = {"AsyncServer": "async", "Diloco": "diloco", "LocalSteps": "local", "SyncServer": "sync-server"}
+
 # Hidden from type checkers, which would take any name for one of ours.
 if not TYPE_CHECKING:
 
@@ -114,8 +119,8 @@ if not TYPE_CHECKING:
             from psengine.strategies.sharding.sync import SyncShardedOptimizer
 
             return SyncShardedOptimizer
-        if name in ("AsyncServer", "SyncServer"):
-            return STRATEGIES["async" if name == "AsyncServer" else "sync-server"]
+        if name in _STRATEGY_NAMES:
+            return STRATEGIES[_STRATEGY_NAMES[name]]
         if name in ("Client", "connect"):
             from psengine.environment.extras import require_server_packages
 

@@ -183,6 +183,7 @@ class Flight:
             for reduction in reductions:
                 reduction.wait()
             remainder.wait()
+        self._strategy.shadow_step()
 
     def move_to(self, collective: Collective) -> None:
         """Go on in another group of replicas."""

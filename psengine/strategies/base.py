@@ -8,7 +8,6 @@ Stepping    what an optimizer's step does              called by DistributedOpti
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from psengine.strategies.exchange import Exchange
 from psengine.strategies.life_cycle import LifeCycle
@@ -32,6 +31,7 @@ class Capabilities:
             False: gradients are applied elsewhere, which can leave such a parameter alone.
         lends_gradients: averages stay in the buckets, and ``.grad`` is their memory until the next backward, even
             without ``gradient_as_bucket_view``.
+        counts_absent: inside ``join``, a rank without data counts in every average like any other.
         exchange_name: what a timeline calls the exchange of a bucket.
     """
 
@@ -43,6 +43,7 @@ class Capabilities:
     steps_together: bool = False
     defines_gradients: bool = True
     lends_gradients: bool = False
+    counts_absent: bool = False
     exchange_name: str = "reduce"
 
 
@@ -50,7 +51,7 @@ class Strategy(Exchange, LifeCycle, Stepping):
     """How replicas agree. One object serves one replica; nothing outside ``strategies/`` asks which kind it is.
 
     Attributes:
-        capabilities: what the rest of psengine knows about it.
+        capabilities: what the rest of psengine knows about it. Of an object they may change between two steps.
     """
 
-    capabilities: ClassVar[Capabilities] = Capabilities()
+    capabilities: Capabilities = Capabilities()

@@ -132,6 +132,9 @@ class Exchange(ABC):
         """
         return CompletedWork()
 
+    def shadow_step(self) -> None:  # noqa: B027 - in most strategies a step exchanges nothing
+        """Inside ``join``, on a rank without data: the other ranks step, after the backward that was shadowed."""
+
     def whole_norm(self, norm: torch.Tensor, norm_type: float) -> torch.Tensor:
         """The norm of all gradients from ``norm``, that of those which this replica holds after backward.
 

@@ -90,6 +90,9 @@ class LifeCycle(ABC):
         if state:
             raise ConfigurationError(f"strategy {self!r} keeps no state (expected an empty one, got {sorted(state)})")
 
+    def restart(self) -> None:  # noqa: B027 - most strategies keep nothing that belongs to weights
+        """The model is being loaded on all ranks, without this strategy's state: what it keeps begins anew."""
+
     def close(self) -> None:  # noqa: B027 - most strategies hold nothing
         """Release what the strategy holds. Safe to call twice."""
 

@@ -57,6 +57,8 @@ def _sync(
 register_strategy(SyncAllReduce.name, _sync)
 # A training without servers does not wait for their modules.
 STRATEGIES.register_later("sync-server", "psengine.strategies.servers.sync:SyncServer")
+STRATEGIES.register_later("local", "psengine.strategies.local.local_steps:LocalSteps")
+STRATEGIES.register_later("diloco", "psengine.strategies.local.local_steps:Diloco")
 STRATEGIES.register_later("async", "psengine.strategies.servers.asynchronous:AsyncServer")
 
 

@@ -152,10 +152,10 @@ def check_can_join(strategy: Strategy, has_group: bool, *, divide_by_initial_wor
             "join",
             "A worker without data leaves the servers instead: call model.leave(), and the others go on without it.",
         )
-    if not strategy.capabilities.needs_process_group and not divide_by_initial_world_size:
+    if strategy.capabilities.counts_absent and not divide_by_initial_world_size:
         raise ConfigurationError(
-            f"strategy {strategy.name!r} divides by all ranks inside join, whose servers count a rank without data like"
-            " any other (expected divide_by_initial_world_size=True, got False). Fix: leave it True, or use"
+            f"strategy {strategy.name!r} divides by all ranks inside join, and counts a rank without data like any"
+            " other (expected divide_by_initial_world_size=True, got False). Fix: leave it True, or use"
             " strategy='sync'."
         )
 

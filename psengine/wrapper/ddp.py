@@ -345,8 +345,10 @@ class DistributedDataParallel(ForwardPass):
         if entry is not None:
             checks.check_strategy_state(entry["name"], self.strategy, STRATEGY_STATE_KEY)
             self.strategy.load_state_dict(entry["state"])
-        elif self.saves_strategy_state and strict:
-            missing_keys.append(prefix + STRATEGY_STATE_KEY)
+        else:
+            self.strategy.restart()
+            if self.saves_strategy_state and strict:
+                missing_keys.append(prefix + STRATEGY_STATE_KEY)
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, *others)
 
     def __getstate__(self) -> dict[str, Any]:

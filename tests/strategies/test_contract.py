@@ -24,6 +24,7 @@ from psengine.strategies.life_cycle import Replica
 from psengine.strategies.registry import STRATEGIES, resolve_strategy
 from psengine.strategies.sync_all_reduce import SyncAllReduce
 from psengine.tensors.bucket import Bucket
+from psengine.verify.local_rule import LocalRule, RuleOptions
 
 # A multiple of four, after which replicas that average every four steps are equal.
 STEPS = 12
@@ -80,6 +81,19 @@ def averaging_parameters(world_size: int) -> list[torch.Tensor]:
     return train_plainly(world_size, lambda replicated: None, average)
 
 
+def taking_outer_steps(world_size: int) -> list[torch.Tensor]:
+    models = [make_model(0) for _ in range(world_size)]
+    optimizers = [make_optimizer(model.parameters()) for model in models]
+    rule = LocalRule(models, RuleOptions(every=4, outer_lr=0.7, outer_momentum=0.9))
+    for step in range(STEPS):
+        for rank, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
+            optimizer.zero_grad()
+            model(batch_of(rank, step)).square().mean().backward()
+            optimizer.step()
+        rule.after_step()
+    return [parameter.detach() for parameter in models[0].parameters()]
+
+
 # The strategies that the contract holds, each with the plain training that it equals, to the bit, with so many workers.
 ORACLES: dict[str, tuple[Callable[..., list[torch.Tensor]], list[int]]] = {
     "sync": (averaging_gradients, [1, 2]),
@@ -88,6 +102,8 @@ ORACLES: dict[str, tuple[Callable[..., list[torch.Tensor]], list[int]]] = {
     "async": (averaging_gradients, [1]),
     "async:push=backward": (averaging_gradients, [1]),
     "averaging:every=4": (averaging_parameters, [1, 2]),
+    "local:every=4": (averaging_parameters, [1, 2]),
+    "diloco:every=4": (taking_outer_steps, [1, 2]),
 }
 # Over torch.distributed each rank has the averages of its share, and zeros or nothing beside them.
 SCATTERS = ("sync:shard_optimizer=true",)

@@ -59,6 +59,7 @@ class ServerStrategy(Strategy):
         keeps_first_layout=True,
         carries_buffers=True,
         defines_gradients=False,
+        counts_absent=True,
         exchange_name="push",
     )
     counts_usage = False

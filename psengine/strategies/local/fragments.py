@@ -1,0 +1,212 @@
+"""A fragment: parameters that replicas which step by themselves exchange together.
+
+::
+
+    average                 parameters ─ sum over ranks / W ─► parameters          no codec, no outer step
+    with an outer step      anchor - parameters ─ codec ─ average ─► outer gradient
+                            anchor ─ SGD with the outer gradient ─► anchor ─► parameters
+
+The anchor is what all ranks agreed on last; it has the same bits on each of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from psengine.codecs.base import Codec
+from psengine.codecs.registry import codec_for
+from psengine.collectives.base import Collective
+from psengine.strategies.bucket_exchange import BucketExchange, make_exchanges, residuals_of
+from psengine.strategies.exchange import Reduction
+from psengine.tensors.bucket import Bucket
+from psengine.tensors.bucket_plan import plan_buckets
+from psengine.tensors.share import Share
+
+FRAGMENT_BUCKET_BYTES = 25 * 1024 * 1024
+
+
+@dataclass(frozen=True, kw_only=True)
+class OuterStep:
+    """The step that all ranks take with the average of their differences: torch.optim.SGD's.
+
+    ``learning_rate=1, momentum=0`` averages parameters.
+
+    Attributes:
+        learning_rate: of the outer step.
+        momentum: Nesterov's; 0 is plain SGD.
+        keep: with overlap, the share of a replica's own parameters that it keeps when a fragment arrives; the rest is
+            what all agreed on (alpha in https://arxiv.org/abs/2501.18512).
+    """
+
+    learning_rate: float = 1.0
+    momentum: float = 0.0
+    keep: float = 0.0
+
+    def optimizer(self, anchors: Sequence[torch.Tensor]) -> torch.optim.Optimizer:
+        """The optimizer of some anchors."""
+        return torch.optim.SGD(
+            list(anchors), lr=self.learning_rate, momentum=self.momentum, nesterov=self.momentum > 0, foreach=False
+        )
+
+
+class _ParameterBucket(Bucket):
+    """Parameters, not gradients, travel in it."""
+
+    def describe(self) -> str:
+        return super().describe().replace("gradient bucket", "the round's average of parameter bucket")
+
+
+class Fragment:
+    """See the module's text. ``leave`` and ``arrive`` are called on all ranks, in the same order.
+
+    Args:
+        parameters: name to parameter.
+        collective: the group of replicas.
+        codec: of the differences; lossless ones only without an outer step.
+        outer: the outer step; None averages parameters.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, torch.nn.Parameter],
+        collective: Collective,
+        codec: Codec,
+        outer: OuterStep | None,
+    ) -> None:
+        names, tensors = list(parameters), list(parameters.values())
+
+        def allocate(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+            return collective.allocate(numel, codec_for(codec, dtype).summed_dtype(dtype) or dtype, device)
+
+        plans = plan_buckets(tensors, [FRAGMENT_BUCKET_BYTES], [False] * len(tensors))
+        self.buckets = [
+            _ParameterBucket(index, plan, tensors, names, sparse=False, allocate=allocate)
+            for index, plan in enumerate(plans)
+        ]
+        self._share = Share(collective.world_size)
+        self._exchanges: list[BucketExchange] = make_exchanges(self.buckets, collective, codec)
+        self._outer = outer
+        self._anchors: list[torch.Tensor] = []
+        self._optimizer: torch.optim.Optimizer | None = None
+        self._reductions: list[Reduction] = []
+        # Per bucket the average that arrived before its time, because somebody saved the state.
+        self._averages: list[torch.Tensor] = []
+
+    def settle(self) -> None:
+        """The parameters are equal on all ranks: they become the anchor, and the outer step begins anew."""
+        self._wait()  # what is on its way uses memory of the next exchange
+        self._reductions, self._averages = [], []
+        for exchange in self._exchanges:
+            if exchange.state is not None:
+                exchange.state.residual.zero_()
+        if self._outer is None:
+            return
+        self._anchors = [torch.empty(b.numel, dtype=b.dtype, device=b.device) for b in self.buckets]
+        for bucket, anchor in zip(self.buckets, self._anchors, strict=True):
+            torch._foreach_copy_(bucket.views_of(anchor), bucket.parameters)
+        self._optimizer = self._outer.optimizer(self._anchors)
+
+    # ---- the exchange ------------------------------------------------------------------------------------------
+
+    def leave(self) -> None:
+        """Begin to average what the ranks have now."""
+        for index, (bucket, exchange) in enumerate(zip(self.buckets, self._exchanges, strict=True)):
+            sent = bucket.parameters
+            if self._outer is not None:
+                sent = list(torch._foreach_sub(bucket.views_of(self._anchors[index]), bucket.parameters))
+            bucket.pack(sent, self._share)
+            self._reductions.append(exchange.reduce(1.0))
+
+    def arrive(self) -> None:
+        """Wait for the average, and write to the parameters what it leads to."""
+        averages = self._wait()
+        self._averages = []
+        if self._outer is None:
+            for bucket, average in zip(self.buckets, averages, strict=True):
+                bucket.unpack(bucket.parameters, average)
+            return
+        assert self._optimizer is not None, "settled"
+        for anchor, average in zip(self._anchors, averages, strict=True):
+            anchor.grad = average
+        self._optimizer.step()
+        for bucket, anchor in zip(self.buckets, self._anchors, strict=True):
+            anchor.grad = None
+            values = bucket.views_of(anchor)
+            if self._outer.keep:
+                torch._foreach_lerp_(bucket.parameters, values, 1.0 - self._outer.keep)
+            else:
+                torch._foreach_copy_(bucket.parameters, values)
+
+    def _wait(self) -> list[torch.Tensor]:
+        """Per bucket the average, flat and in the bucket's dtype."""
+        reductions, self._reductions = self._reductions, []
+        for bucket, reduction in zip(self.buckets, reductions, strict=False):
+            result = reduction.wait()
+            assert result is not None, "a collective returns what it reduced"
+            average = result
+            if self._outer is not None:  # kept until the outer step; the memory of the result serves the next exchange
+                average = torch.empty(bucket.numel, dtype=bucket.dtype, device=bucket.device)
+                bucket.unpack(bucket.views_of(average), result)
+            self._averages.append(average)
+        return self._averages
+
+    # ---- checkpoints -------------------------------------------------------------------------------------------
+
+    def state(self) -> dict[str, dict[str, torch.Tensor]]:
+        """Copies of what is kept between steps, by kind and name of the parameter. Waits for what is on its way."""
+        kinds: dict[str, list[torch.Tensor]] = {"anchors": self._anchors}
+        if self._optimizer is not None:
+            slots = [self._optimizer.state[anchor].get("momentum_buffer") for anchor in self._anchors]
+            kinds["momenta"] = [slot for slot in slots if slot is not None]
+        if self._reductions or self._averages:
+            kinds["arrived"] = self._wait()
+        found = {
+            kind: {
+                name: view.clone()
+                for bucket, flat in zip(self.buckets, flats, strict=True)
+                for name, view in zip(bucket.names, bucket.views_of(flat), strict=True)
+            }
+            for kind, flats in kinds.items()
+            if flats
+        }
+        residuals = {name: residual.clone() for name, residual in residuals_of(self._exchanges).items()}
+        return found | ({"residuals": residuals} if residuals else {})
+
+    def load(self, state: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
+        """Continue from ``state()`` of a fragment of the same parameters; KeyError where one is missing."""
+        self.settle()
+        for name, residual in residuals_of(self._exchanges).items():
+            residual.copy_(state["residuals"][name])
+        if self._outer is None:
+            return
+        assert self._optimizer is not None, "settled"
+        for bucket, anchor in zip(self.buckets, self._anchors, strict=True):
+            _fill(bucket, anchor, state["anchors"])
+            if "momenta" in state:
+                momentum = torch.empty_like(anchor)
+                _fill(bucket, momentum, state["momenta"])
+                self._optimizer.state[anchor]["momentum_buffer"] = momentum
+            if "arrived" in state:
+                self._averages.append(torch.empty_like(anchor))
+                _fill(bucket, self._averages[-1], state["arrived"])
+
+
+def cut(parameters: Mapping[str, torch.nn.Parameter], count: int) -> list[dict[str, torch.nn.Parameter]]:
+    """Whole parameters, in model order, in ``count`` parts of about equal numbers of elements; some may be empty."""
+    total = sum(parameter.numel() for parameter in parameters.values())
+    parts: list[dict[str, torch.nn.Parameter]] = [{} for _ in range(count)]
+    before = 0
+    for name, parameter in parameters.items():
+        middle = before + parameter.numel() / 2
+        parts[min(count - 1, int(middle * count / max(1, total)))][name] = parameter
+        before += parameter.numel()
+    return parts
+
+
+def _fill(bucket: Bucket, flat: torch.Tensor, values: Mapping[str, Any]) -> None:
+    for name, view in zip(bucket.names, bucket.views_of(flat), strict=True):
+        view.copy_(values[name])

@@ -1,0 +1,350 @@
+"""Strategies "local" and "diloco": each replica steps by itself; every H steps a collective makes replicas agree.
+
+"local" averages parameters (local SGD; with ``warm_up``, post-local SGD, Lin et al. 2018, arXiv 1808.07217)::
+
+    rank 0   step ─ step ─ ... ─ step ─┐                        ┌─ step ...
+    rank 1   step ─ step ─ ... ─ step ─┴─ average of parameters ┴─ step ...
+
+"diloco" takes an outer Nesterov step with the average of the replicas' differences from what they agreed on last
+(Douillard et al. 2023, arXiv 2311.08105); a part of the model at a time, while inner steps go on (Streaming DiLoCo,
+Douillard et al. 2025, arXiv 2501.18512).
+
+A round is counted in calls of ``optimizer.step()``, which all ranks make alike; a step that a rank's GradScaler leaves
+out counts too.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
+
+import torch
+from typing_extensions import override
+
+from psengine.codecs.base import Codec
+from psengine.codecs.registry import resolve_codec
+from psengine.collectives.base import Work
+from psengine.errors import ConfigurationError
+from psengine.strategies.exchange import CommHook, Reduction, StaysLocal, Step
+from psengine.strategies.life_cycle import Replica
+from psengine.strategies.local.fragments import Fragment, OuterStep, cut
+from psengine.strategies.local.scaled_step import ScaledStep
+from psengine.strategies.local.schedule import Schedule, checked_number
+from psengine.strategies.sync_all_reduce import SyncAllReduce
+from psengine.tensors.bucket import Bucket
+from psengine.tensors.share import WHOLE, Share
+from psengine.tracing.timeline import recorder
+
+
+class LocalSteps(SyncAllReduce):
+    """Average the parameters of all replicas after every ``every`` steps; needs ``psengine.DistributedOptimizer``.
+
+    Buffers that are floating-point (running statistics) are averaged with the parameters; others become rank 0's. The
+    optimizers' state stays each rank's own.
+
+    Args:
+        every: local steps of a round.
+        warm_up: steps before the first round, which are those of "sync".
+        compress: the codec, or its name, of the differences from the last average; costs a copy of the model. None:
+            parameters travel as they are.
+
+    Raises:
+        ConfigurationError: an option is out of its range.
+    """
+
+    name = "local"
+    _steady = replace(SyncAllReduce.capabilities, carries_buffers=True, defines_gradients=False, counts_absent=True)
+
+    def __init__(self, every: int = 16, *, warm_up: int = 0, compress: str | Codec | None = None) -> None:
+        codec = resolve_codec(compress)
+        self._set_up(Schedule(every=every, warm_up=warm_up), codec, None if codec.is_lossless else OuterStep())
+
+    def _set_up(self, schedule: Schedule, codec: Codec, outer: OuterStep | None) -> None:
+        super().__init__()
+        self._schedule, self._differences_codec, self._outer = schedule, codec, outer
+        self._forget()
+
+    def _forget(self) -> None:
+        self._steps = 0
+        self._fragments: list[Fragment] = []
+        # (after which step it arrives, index) of the fragments on their way.
+        self._travelling: deque[tuple[int, int]] = deque()
+        self._stepper: ScaledStep | None = None
+        # Whether parameters are rank 0's, or each rank's own, since the model was loaded without this state.
+        self._is_settled = False
+        self._choose_capabilities()
+
+    def _choose_capabilities(self) -> None:
+        """Warming up, this is "sync"."""
+        warms_up = self._schedule.is_warming_up(self._steps + 1)
+        self.capabilities = (
+            replace(self._steady, carries_buffers=False, defines_gradients=True)
+            if warms_up
+            else replace(self._steady, keeps_first_layout=not self._schedule.warm_up)
+        )
+
+    @property
+    def _options(self) -> dict[str, Any]:
+        """The constructor's arguments."""
+        options = {"every": self._schedule.every, "warm_up": self._schedule.warm_up}
+        return options | {"compress": self._differences_codec}
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in self._options.items())})"
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self._options
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(**state)  # type: ignore[misc]
+
+    @property
+    @override
+    def agreed_options(self) -> dict[str, str]:
+        return {"strategy": self.name} | {name: repr(value) for name, value in self._options.items()}
+
+    @property
+    def _warms_up(self) -> bool:
+        return self._schedule.is_warming_up(self._steps + 1)
+
+    # ---- in service --------------------------------------------------------------------------------------------
+
+    @override
+    def prepare(self, replica: Replica) -> None:
+        super().prepare(replica)
+        self._fragments = [
+            Fragment(part, replica.collective, self._differences_codec, self._outer)
+            for part in cut(replica.parameters, self._schedule.fragments)
+        ]
+
+    @override
+    def join(self) -> None:
+        super().join()
+        if not self._is_settled:
+            self._settle()
+
+    def _settle(self) -> None:
+        """Parameters are equal: the next round begins with them."""
+        self._is_settled = True
+        self._travelling.clear()
+        with torch.no_grad():
+            for fragment in self._fragments if not self._warms_up else ():
+                fragment.settle()
+
+    @override
+    def close(self) -> None:
+        super().close()
+        if self._stepper is not None:
+            self._stepper.release()
+        self._forget()
+
+    # ---- gradients: those of the warm-up travel ----------------------------------------------------------------
+
+    @property
+    @override
+    def needs_packing(self) -> bool:
+        return self._warms_up and super().needs_packing
+
+    @override
+    def begin(self, step: Step) -> Share:
+        self._bound()
+        return super().begin(step) if self._warms_up else WHOLE
+
+    @override
+    def weigh(self, weight: float | None) -> None:
+        if weight is not None:
+            raise ConfigurationError(
+                f"strategy {self.name!r} averages parameters, in which all replicas count alike (expected no"
+                f" batch_weight, got {weight:g}). Fix: do not call model.batch_weight, or use strategy='sync'."
+            )
+
+    @override
+    def reduce(self, bucket: Bucket) -> Reduction:
+        return super().reduce(bucket) if self._warms_up else StaysLocal()
+
+    @override
+    def reduce_usage(self, used: torch.Tensor) -> Work:
+        return super().reduce_usage(used) if self._warms_up else super(SyncAllReduce, self).reduce_usage(used)
+
+    @override
+    def register_comm_hook(self, hook: CommHook) -> None:
+        super(SyncAllReduce, self).register_comm_hook(hook)
+
+    # ---- stepping ----------------------------------------------------------------------------------------------
+
+    @override
+    def bind(self, optimizer: torch.optim.Optimizer) -> None:
+        """Steps of ``optimizer`` are counted.
+
+        Raises:
+            ConfigurationError: a second optimizer.
+        """
+        if self._stepper is not None and self._stepper.optimizer is not optimizer:
+            raise ConfigurationError(
+                f"strategy {self.name!r} counts the steps of one optimizer for each wrapped model (expected one"
+                " psengine.DistributedOptimizer, got a second). Fix: give one optimizer several parameter groups; or"
+                " wrap the parts of the model one by one, each with its own optimizer; or strategy='sync'."
+            )
+        if self._stepper is None:
+            self._stepper = ScaledStep(optimizer)
+
+    def _bound(self) -> ScaledStep:
+        _ = self.collective  # a closed strategy raises
+        if self._stepper is None:
+            raise ConfigurationError(
+                f"strategy {self.name!r} exchanges in the optimizer's step (expected optimizer ="
+                " psengine.DistributedOptimizer(optimizer, model) before the first backward, got a plain optimizer)"
+            )
+        return self._stepper
+
+    @override
+    def step(self, local_step: Callable[[], Any], closure: Callable[[], Any] | None = None) -> Any:
+        """Step locally; exchange what is due after this step. All ranks call it."""
+        stepper = self._bound()
+        if not self._is_settled:
+            self._steps = min(self._steps, self._schedule.warm_up)
+            super().join()
+            self._settle()
+        result = stepper.take(local_step)
+        self._end_step()
+        return result
+
+    @override
+    def shadow_step(self) -> None:
+        """A rank without data takes part in the exchanges, with the parameters that it has."""
+        self._end_step()
+
+    def _end_step(self) -> None:
+        was_warming_up = self._warms_up
+        self._steps += 1
+        if was_warming_up and not self._warms_up:
+            self._choose_capabilities()
+            self._settle()
+        leaving = self._schedule.leaving(self._steps)
+        arrives = bool(self._travelling) and self._travelling[0][0] <= self._steps
+        if not leaving and not arrives and not self._schedule.ends_round(self._steps):
+            return
+        with torch.no_grad(), recorder.span("average parameters") if recorder.is_on else nullcontext():
+            for index in leaving:
+                self._fragments[index].leave()
+                self._travelling.append((self._steps + self._schedule.overlap, index))
+            while self._travelling and self._travelling[0][0] <= self._steps:
+                self._fragments[self._travelling.popleft()[1]].arrive()
+            if self._schedule.ends_round(self._steps):
+                self._average_buffers()
+
+    def _average_buffers(self) -> None:
+        assert self._replica is not None, "prepared"
+        buffers = [buffer.detach() for buffer in self._replica.buffers().values()]
+        if self.collective.world_size == 1 or not buffers:
+            return
+        by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
+        for buffer in buffers:
+            if buffer.is_floating_point():
+                by_dtype.setdefault(buffer.dtype, []).append(buffer)
+        for group in by_dtype.values():
+            flat = torch.cat([buffer.reshape(-1) for buffer in group]).mul_(1.0 / self.collective.world_size)
+            self.collective.sum(flat, what="buffers of local replicas")
+            parts = flat.split([buffer.numel() for buffer in group])
+            for buffer, part in zip(group, parts, strict=True):
+                buffer.copy_(part.view(buffer.shape))
+        others = [buffer for buffer in buffers if not buffer.is_floating_point()]
+        if others:
+            self.collective.broadcast(others, 0, what="buffers of local replicas").wait()
+
+    # ---- checkpoints -------------------------------------------------------------------------------------------
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        """How far the round is, what the replicas agreed on last, and the outer step's momentum."""
+        return {
+            "steps": self._steps,
+            "travelling": [list(entry) for entry in self._travelling],
+            "fragments": [fragment.state() for fragment in self._fragments],
+        }
+
+    @override
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        expected = {"steps", "travelling", "fragments"}
+        if set(state) != expected or len(state["fragments"]) != len(self._fragments):
+            raise ConfigurationError(
+                f"the saved state is not one of {self!r} (expected {sorted(expected)} with"
+                f" {len(self._fragments)} fragments, got {sorted(state)} with {len(state.get('fragments', ()))})"
+            )
+        self._steps = state["steps"]
+        self._choose_capabilities()
+        self._settle()
+        self._travelling.extend((due, index) for due, index in state["travelling"])
+        with torch.no_grad():
+            for fragment, saved in zip(self._fragments, state["fragments"], strict=True):
+                try:
+                    if not self._warms_up:
+                        fragment.load(saved)
+                except KeyError as error:
+                    raise ConfigurationError(
+                        f"the saved state is not one of {self!r} (expected what it keeps of each parameter, got nothing"
+                        f" for {error}). Fix: use the same options, or leave out the strategy's state."
+                    ) from error
+
+    @override
+    def restart(self) -> None:
+        """The next step broadcasts rank 0's parameters and begins a round, or the warm-up where that is not over."""
+        self._is_settled = False
+
+
+class Diloco(LocalSteps):
+    """Step locally; every ``every`` steps an outer Nesterov step with the average of the replicas' differences.
+
+    Costs a copy of the parameters, and the outer momentum. Buffers are averaged as under "local".
+
+    Args:
+        every: local steps of a round.
+        warm_up: steps before the first round, which are those of "sync".
+        fragments: parts of the model that are exchanged in turn, each once in a round.
+        overlap: local steps that are taken while a part travels.
+        keep: with ``overlap``, the share of its own parameters that a replica keeps when a part arrives.
+        outer_lr: learning rate of the outer step.
+        outer_momentum: its Nesterov momentum.
+        compress: the codec, or its name, of the differences (outer gradients).
+
+    Raises:
+        ConfigurationError: an option is out of its range.
+    """
+
+    name = "diloco"
+
+    def __init__(
+        self,
+        every: int = 100,
+        *,
+        warm_up: int = 0,
+        fragments: int = 1,
+        overlap: int = 0,
+        keep: float = 0.5,
+        outer_lr: float = 0.7,
+        outer_momentum: float = 0.9,
+        compress: str | Codec | None = None,
+    ) -> None:
+        outer_lr, outer_momentum = checked_outer(outer_lr, outer_momentum)
+        keep = checked_number("keep", keep, lambda value: 0 <= value < 1, "a share: 0 <= keep < 1")
+        schedule = Schedule(every=every, warm_up=warm_up, fragments=fragments, overlap=overlap)
+        outer = OuterStep(learning_rate=outer_lr, momentum=outer_momentum, keep=keep if overlap else 0.0)
+        self._given = {"fragments": fragments, "overlap": overlap, "keep": keep}
+        self._given |= {"outer_lr": outer_lr, "outer_momentum": outer_momentum}
+        self._set_up(schedule, resolve_codec(compress), outer)
+
+    @property
+    @override
+    def _options(self) -> dict[str, Any]:
+        return super()._options | self._given
+
+
+def checked_outer(learning_rate: Any, momentum: Any) -> tuple[float, float]:
+    """The options of an outer step, checked."""
+    return (
+        checked_number("outer_lr", learning_rate, lambda value: 0 < value < 1e6, "a learning rate: 0 < outer_lr < 1e6"),
+        checked_number("outer_momentum", momentum, lambda value: 0 <= value < 1, "0 <= outer_momentum < 1"),
+    )

@@ -1,0 +1,281 @@
+"""Strategies "local" and "diloco": the bits of one process that holds all replicas and follows the papers' rules."""
+
+from __future__ import annotations
+
+import io
+import os
+import signal
+from typing import Any
+
+import pytest
+import torch
+from support.expectations import raises
+from support.processes import in_ranks, run_ranks, run_ranks_to_any_end
+from torch import nn
+
+import psengine
+from psengine.errors import ConfigurationError
+from psengine.strategies.local.fragments import cut
+from psengine.strategies.local.schedule import Schedule
+from psengine.strategies.registry import resolve_strategy
+from psengine.verify.local_rule import LocalRule, RuleOptions
+
+STEPS = 14
+RULES = {
+    "local:every=1": RuleOptions(every=1),
+    "local:every=4": RuleOptions(every=4),
+    "local:every=4,warm_up=3": RuleOptions(every=4, warm_up=3),
+    "diloco:every=4": RuleOptions(every=4, outer_lr=0.7, outer_momentum=0.9),
+    "diloco:every=3,outer_lr=0.5,outer_momentum=0": RuleOptions(every=3, outer_lr=0.5),
+    "diloco:every=6,fragments=3,warm_up=2": RuleOptions(
+        every=6, fragments=3, warm_up=2, outer_lr=0.7, outer_momentum=0.9
+    ),
+    "diloco:every=4,fragments=2,overlap=3,keep=0.25": RuleOptions(
+        every=4, fragments=2, overlap=3, keep=0.25, outer_lr=0.7, outer_momentum=0.9
+    ),
+}
+
+
+def make_model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 37), nn.BatchNorm1d(37), nn.Tanh(), nn.Linear(37, 11), nn.Linear(11, 2))
+
+
+def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.02)
+
+
+def batch_of(rank: int, step: int) -> torch.Tensor:
+    return torch.randn(5, 6, generator=torch.Generator().manual_seed(100 * rank + step))
+
+
+def loss_of(model: nn.Module, rank: int, step: int) -> torch.Tensor:
+    return model(batch_of(rank, step)).square().mean()
+
+
+def in_one_process(options: RuleOptions, world_size: int) -> list[list[torch.Tensor]]:
+    """The state of each replica after the last step."""
+    torch.set_num_threads(1)  # as in ranks
+    replicas = [make_model() for _ in range(world_size)]
+    optimizers = [make_optimizer(replica) for replica in replicas]
+    schedulers = [torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.5) for optimizer in optimizers]
+    rule = LocalRule(replicas, options)
+    for step in range(STEPS):
+        if step < options.warm_up:  # as "sync": rank 0's buffers before each forward
+            for replica in replicas[1:]:
+                for buffer, source in zip(replica.buffers(), replicas[0].buffers(), strict=True):
+                    buffer.copy_(source)
+        for rank, (replica, optimizer) in enumerate(zip(replicas, optimizers, strict=True)):
+            optimizer.zero_grad()
+            loss_of(replica, rank, step).backward()
+        rule.before_step()
+        for replica, optimizer, scheduler in zip(replicas, optimizers, schedulers, strict=True):
+            nn.utils.clip_grad_norm_(replica.parameters(), 0.3)
+            optimizer.step()
+            scheduler.step()
+        rule.after_step()
+    return [[t.detach().clone() for t in replica.state_dict().values()] for replica in replicas]
+
+
+def train(
+    rank: int, world_size: int, strategies: list[str], options: dict[str, Any], steps: range, saved: Any
+) -> tuple[list[list[torch.Tensor]], list[Any]]:
+    """The replica's state after the last step, and its checkpoint, under each strategy."""
+    states, checkpoints = [], []
+    for index, name in enumerate(strategies):
+        model = psengine.DistributedDataParallel(make_model(), strategy=name, **options)
+        model.saves_strategy_state = True
+        optimizer = psengine.DistributedOptimizer(make_optimizer(model), model)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.5)
+        if saved is not None:
+            loaded = torch.load(io.BytesIO(saved[rank][index]))
+            for part, state in zip((model, optimizer, scheduler), loaded, strict=True):
+                part.load_state_dict(state)
+        for step in steps:
+            optimizer.zero_grad()
+            loss_of(model, rank, step).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 0.3)
+            optimizer.step()
+            scheduler.step()
+        file = io.BytesIO()
+        torch.save([part.state_dict() for part in (model, optimizer, scheduler)], file)
+        checkpoints.append(file.getvalue())
+        states.append([t.detach().clone() for t in model.module.state_dict().values()])
+        model.leave()
+    return states, checkpoints
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_every_rank_has_the_bits_of_its_replica_in_one_process(world_size):
+    results = run_ranks(train, world_size, list(RULES), {}, range(STEPS), None)
+    for index, (name, options) in enumerate(RULES.items()):
+        wanted = in_one_process(options, world_size)
+        for rank, (states, _) in enumerate(results):
+            assert all(map(torch.equal, states[index], wanted[rank])), f"{name} on rank {rank}"
+
+
+MIDWAY = ["local:every=4,warm_up=3", "diloco:every=4", "diloco:every=4,fragments=2,overlap=3,keep=0.25"]
+
+
+def test_training_goes_on_from_a_checkpoint_in_the_middle_of_a_round():
+    """After ten steps a fragment of the last strategy is on its way; ranks have different parameters."""
+    first = run_ranks(train, 2, MIDWAY, {}, range(10), None)
+    saved = [checkpoints for _, checkpoints in first]
+    in_transit = torch.load(io.BytesIO(saved[0][2]))[0]["_psengine_strategy"]["state"]
+    assert in_transit["travelling"]
+    assert any("arrived" in fragment for fragment in in_transit["fragments"])
+    results = run_ranks(train, 2, MIDWAY, {}, range(10, STEPS), saved)
+    for index, name in enumerate(MIDWAY):
+        wanted = in_one_process(RULES[name], 2)
+        for rank, (states, _) in enumerate(results):
+            assert all(map(torch.equal, states[index], wanted[rank])), f"{name} on rank {rank}"
+
+
+def wrapped(strategy: str, **options: Any) -> tuple[psengine.DistributedDataParallel, torch.optim.Optimizer]:
+    model = psengine.DistributedDataParallel(make_model(), strategy=strategy, **options)
+    return model, psengine.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+
+
+def gathered(model: nn.Module) -> list[list[torch.Tensor]]:
+    """The state of each rank's replica, by rank."""
+    collective = model._collective
+    return list(zip(*(collective.gather(t) for t in model.module.state_dict().values()), strict=True))
+
+
+@in_ranks(2)
+def test_a_round_counts_steps_that_one_ranks_scaler_leaves_out(rank, world_size):
+    model, optimizer = wrapped("local:every=2")
+    twin = make_model()
+    plain = torch.optim.SGD(twin.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+    for step in range(4):
+        optimizer.zero_grad()
+        loss = loss_of(model, rank, step)
+        overflows = step == 2 and rank == 1
+        scaler.scale(loss * (float("inf") if overflows else 1.0)).backward()
+        if step % 2:
+            scaler.unscale_(optimizer)
+        before = [p.detach().clone() for p in model.parameters()]
+        scaler.step(optimizer)
+        scaler.update()
+        unchanged = all(map(torch.equal, before, model.parameters()))
+        assert unchanged == overflows
+        if step == 0:  # the scaled step is the plain one
+            loss_of(twin, rank, step).backward()
+            plain.step()
+            assert all(map(torch.equal, model.parameters(), twin.parameters()))
+        if step % 2:
+            assert all(map(torch.equal, *gathered(model)))
+    assert scaler.get_scale() == (32.0 if rank == 1 else 64.0)
+    model.leave()
+
+
+@in_ranks(2)
+def test_uneven_data_accumulation_and_a_model_loaded_within_a_round(rank, world_size):
+    model, optimizer = wrapped("local:every=2")
+    parts = [0, 1] if rank == 0 else [0, 1, 2, 3, 4]
+    with model.join():
+        for step in parts:
+            optimizer.zero_grad()
+            loss_of(model, rank, step).backward()
+            optimizer.step()
+    assert all(map(torch.equal, *gathered(model))), "join ends with one model"
+    with raises(ConfigurationError, "divides by all ranks inside join", "got False"), model.join(False):
+        pass
+    # Five steps were counted, on both ranks; the round of the accumulated one ends here.
+    with model.no_sync():
+        loss_of(model, rank, 5).backward()
+    loss_of(model, rank, 6).backward()
+    optimizer.step()
+    assert all(map(torch.equal, *gathered(model)))
+    model.leave()
+
+    # Loaded without the strategy's state in the middle of a round: the next round begins with what was loaded.
+    model, optimizer = wrapped("diloco:every=2")
+    fresh, its_optimizer = wrapped("diloco:every=2")
+    loss_of(model, rank, 0).backward()
+    optimizer.step()
+    model.load_state_dict(fresh.state_dict())
+    for step in range(2):
+        for one, its in ((model, optimizer), (fresh, its_optimizer)):
+            its.zero_grad()
+            loss_of(one, rank, step).backward()
+            its.step()
+    assert all(map(torch.equal, model.parameters(), fresh.parameters()))
+
+
+@in_ranks(2)
+def test_codecs_and_wrong_input(rank, world_size):
+    for name in ("local:every=2,compress=bf16", "diloco:every=2,compress=fp16"):
+        model, optimizer = wrapped(name)
+        exact, its_optimizer = wrapped(name.partition(",compress")[0])
+        for step in range(4):
+            for one, its in ((model, optimizer), (exact, its_optimizer)):
+                its.zero_grad()
+                loss_of(one, rank, step).backward()
+                its.step()
+        assert all(map(torch.equal, *gathered(model)[:2]))
+        for parameter, wanted in zip(model.parameters(), exact.parameters(), strict=True):
+            assert not torch.equal(parameter, wanted)
+            torch.testing.assert_close(parameter, wanted, rtol=0.05, atol=5e-3)
+        with raises(ConfigurationError, "counts the steps of one optimizer"):
+            psengine.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+        with raises(ConfigurationError, "all replicas count alike", "no batch_weight, got 3"):
+            model.batch_weight(3)
+            loss_of(model, rank, 0)
+    plain = psengine.DistributedDataParallel(make_model(), strategy="local")
+    with raises(ConfigurationError, "psengine.DistributedOptimizer(optimizer, model) before the first backward"):
+        loss_of(plain, rank, 0).backward()
+    with raises(psengine.ReplicaMismatchError, "every=2", "every=3"):
+        psengine.DistributedDataParallel(make_model(), strategy=f"local:every={2 + rank}")
+
+
+@pytest.mark.parametrize(
+    ("specification", "message"),
+    [
+        ("local:every=0", "every is a number .expected an integer of at least 1, got 0"),
+        ("local:every=2.5", "got 2.5"),
+        ("local:fragments=2", "unknown option 'fragments'"),
+        ("diloco:every=4,fragments=5", "expected at most fragments=4, got 5"),
+        ("diloco:every=4,overlap=4", "expected an overlap of fewer than every=4 steps, got 4"),
+        ("diloco:outer_lr=0", r"outer_lr \(expected a learning rate: 0 < outer_lr < 1e6, got 0\)"),
+        ("diloco:outer_momentum=1", "outer_momentum"),
+        ("diloco:keep=1", "a share: 0 <= keep < 1"),
+        ("diloco:compress=fp17", "unknown codec"),
+    ],
+)
+def test_wrong_options(specification, message):
+    with pytest.raises(ConfigurationError, match=message):
+        resolve_strategy(specification)
+
+
+def test_a_schedule_and_a_cut():
+    schedule = Schedule(every=6, warm_up=2, fragments=3, overlap=1)
+    assert [schedule.leaving(step) for step in range(1, 9)] == [[], [], [], [0], [], [1], [], [2]]
+    assert [step for step in range(1, 15) if schedule.ends_round(step)] == [8, 14]
+    parameters = dict(make_model().named_parameters())
+    for count in (1, 2, 5):
+        parts = cut(parameters, count)
+        assert len(parts) == count
+        assert [name for part in parts for name in part] == list(parameters)
+
+
+def killed(rank: int, world_size: int) -> str:
+    model, optimizer = wrapped("local:every=4")
+    for step in range(8):
+        if step == 5 and rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        try:
+            optimizer.zero_grad()
+            loss_of(model, rank, step).backward()
+            optimizer.step()
+        except psengine.PSEngineError as error:
+            return f"{step} {type(error).__name__}: {error}"
+    return "went on"
+
+
+def test_the_others_learn_of_a_killed_worker_when_the_round_ends():
+    survivor, gone = run_ranks_to_any_end(killed, 2)
+    assert gone.exit_code == -signal.SIGKILL
+    assert survivor.value.startswith("7 PeerLostError")
+    assert "rank 1" in survivor.value
