@@ -68,7 +68,7 @@ def run(
         str | None,
         typer.Option(
             metavar="NAME",
-            help="The transport of strategy sync if the script does not set it: auto, c10d, shared_memory.",
+            help="The transport of strategy sync, unless the script sets it: auto, c10d, shared_memory, hierarchical.",
         ),
     ] = None,
     servers: Annotated[

@@ -76,7 +76,7 @@ class C10dCollective(Collective):
                 finish()
             return CompletedWork()
         messages = self._messages(payload)
-        return self._begin(
+        return self.begin(
             lambda: [self.process_group.allreduce([part]) for part in messages], what, payload.device, finish=finish
         )
 
@@ -99,7 +99,7 @@ class C10dCollective(Collective):
         scatter = self._own_reduce_scatter(flat.device)
         if scatter is not None and self.world_size > 1:
             whole = whole if scale == 1.0 else whole * scale
-            return self._begin(lambda: [scatter(part, whole)], what, flat.device)
+            return self.begin(lambda: [scatter(part, whole)], what, flat.device)
         whole = whole * scale if scale != 1.0 else whole.clone()
         own = whole[self.rank * part.numel() : (self.rank + 1) * part.numel()]
         return self._sum(whole, what, lambda: part.copy_(own))
@@ -119,7 +119,7 @@ class C10dCollective(Collective):
         check_parts(self, what, output, tensor)
         parts = list(flat_bytes(output.detach()).view(self.world_size, -1).unbind())
         payload = flat_bytes(tensor.detach().contiguous().resolve_conj().resolve_neg())
-        return self._begin(lambda: [self.process_group.allgather([parts], [payload])], what, tensor.device)
+        return self.begin(lambda: [self.process_group.allgather([parts], [payload])], what, tensor.device)
 
     @override
     def all_to_all(
@@ -129,10 +129,9 @@ class C10dCollective(Collective):
         if self.world_size == 1:
             output.view(-1).copy_(flat)
             return CompletedWork()
-        names = ("all_to_all_single", "alltoall_base")  # since torch 2.13, and before
-        exchange: Any = next(getattr(self.process_group, name) for name in names if hasattr(self.process_group, name))
+        exchange = all_to_all_of(self.process_group)
         received = [sizes[self.rank]] * self.world_size
-        return self._begin(lambda: [exchange(output.view(-1), flat, received, list(sizes))], what, flat.device)
+        return self.begin(lambda: [exchange(output.view(-1), flat, received, list(sizes))], what, flat.device)
 
     @override
     def broadcast(self, tensors: Sequence[torch.Tensor], source_rank: int = 0, *, what: str = "tensors") -> Work:
@@ -150,7 +149,7 @@ class C10dCollective(Collective):
             is_alone = len(group) == 1 and group[0].is_contiguous()
             payload = group[0] if is_alone else torch.cat([t.reshape(-1) for t in group])
             has_news = not is_alone and self.rank != source_rank
-            work = self._begin(
+            work = self.begin(
                 functools.partial(self._broadcast_one, payload, options),
                 what,
                 payload.device,
@@ -160,31 +159,39 @@ class C10dCollective(Collective):
 
     @override
     def barrier(self, timeout_s: float | None = None) -> Work:
-        return self._begin(lambda: [self.process_group.barrier()], "barrier", None, timeout_s)
+        return self.begin(lambda: [self.process_group.barrier()], "barrier", None, timeout_s)
 
     def _broadcast_one(self, payload: torch.Tensor, options: dist.BroadcastOptions) -> list[dist.Work]:
         return [self.process_group.broadcast([flat_bytes(payload)], options)]
 
-    def _begin(
+    def begin(
         self,
         start: Callable[[], list[dist.Work]],
         what: str,
         device: torch.device | None,
         timeout_s: float | None = None,
         finish: Callable[[], object] | None = None,
+        operation: int | None = None,
     ) -> C10dWork:
-        """Start an operation on tensors of ``device`` (None: on the host); failing to start is diagnosed too."""
+        """Start an operation on tensors of ``device`` (None: on the host); failing to start is diagnosed too.
+        ``operation``: the number that ``count`` gave; None counts it.
+        """
         try:
             works = start()
         except RuntimeError as error:
             raise self.diagnose(error, what) from error
         self._latest_works.append(works)
-        self._begun += 1
+        operation = self.count() if operation is None else operation
         # NCCL orders streams and keeps deadlines itself; everything else, gloo on CUDA tensors too, blocks the host.
         is_stream_ordered = device is not None and device.type != "cpu" and not self._is_gloo
         return C10dWork(
-            self, works, what, self._begun, is_stream_ordered=is_stream_ordered, timeout_s=timeout_s, finish=finish
+            self, works, what, operation, is_stream_ordered=is_stream_ordered, timeout_s=timeout_s, finish=finish
         )
+
+    def count(self) -> int:
+        """The number of a new operation. All ranks count alike, so that a stalled wait can tell who is behind."""
+        self._begun += 1
+        return self._begun
 
     def late_ranks(self) -> None:
         """See ``stall_inspector.Watched``: the transport does not know."""
@@ -311,6 +318,10 @@ class C10dWork(Work):
         self._timeout_s = collective.timeout_s if timeout_s is None else timeout_s
         self._finish = finish
 
+    def is_done(self) -> bool:
+        """Whether ``wait`` would return, or raise, at once."""
+        return all(work.is_completed() for work in self._works)
+
     @override
     def wait(self) -> None:
         started_ns = recorder.settled_ns() if recorder.is_on else 0
@@ -339,6 +350,12 @@ class C10dWork(Work):
                 return False
             raise self._collective.diagnose(error, self._what) from error
         return True
+
+
+def all_to_all_of(process_group: dist.ProcessGroup) -> Any:
+    """The group's all-to-all of one tensor: called with (output, input, output's sizes, input's sizes)."""
+    names = ("all_to_all_single", "alltoall_base")  # since torch 2.13, and before
+    return next(getattr(process_group, name) for name in names if hasattr(process_group, name))
 
 
 def _is_transport_error(error: BaseException) -> bool:

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from psengine.collectives.automatic import AutomaticCollective
 from psengine.collectives.base import Collective
 from psengine.collectives.c10d import C10dCollective
+from psengine.collectives.hierarchy.collective import HierarchicalCollective
 from psengine.collectives.shared_memory.collective import SharedMemoryCollective
 from psengine.collectives.solo import SoloCollective
 from psengine.environment.variables import default_collective
@@ -85,9 +86,16 @@ def _shared_memory_alone(process_group: Any, order: str) -> SharedMemoryCollecti
     return shared
 
 
+def _hierarchical(process_group: Any, device: torch.device) -> Collective:
+    """Ranks of one host add in shared memory, hosts over torch.distributed; CUDA tensors by nccl, as torch does."""
+    c10d = _c10d(process_group, device)
+    return c10d if device.type != "cpu" or c10d.world_size == 1 else HierarchicalCollective(c10d)
+
+
 register_collective("auto", _auto)
 register_collective("c10d", _c10d)
 register_collective("shared_memory", _shared_memory)
+register_collective("hierarchical", _hierarchical)
 
 
 def collective_of(process_group: Any, name: str, make: Callable[[], Collective]) -> Collective:

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from support.counting_collective import CountingCollective
 from support.expectations import raises
+from support.hosts_of_one_machine import live_on_host, needs_users
 from support.marks import slow
 from support.native_extension import SHARED_MEMORY, needs_shared_memory
 from support.processes import RanksFailedError, in_ranks, run_ranks, run_ranks_to_any_end
@@ -31,14 +32,14 @@ from psengine.errors import CollectiveError, ConfigurationError, PeerLostError, 
 
 CPU = torch.device("cpu")
 # A collective joins the contract by a line here: its name, and with how many ranks it is tried.
-CONTRACT = {"solo": [1], "c10d": [1, 3], "shared_memory": [1, 3], "auto": [2], "counting": [2]}
+CONTRACT = {"solo": [1], "c10d": [1, 3], "shared_memory": [1, 3], "auto": [2], "counting": [2], "hierarchical": [1, 3]}
 SUMMED = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int32, torch.int64, torch.complex64]
 COPIED = [*SUMMED, torch.bool, torch.uint8, torch.int16]
 NUMELS = [0, 1, 3, 1001, 300_001]
 
 
 def contract_cases() -> list[Any]:
-    marks = {"shared_memory": [needs_shared_memory]}
+    marks = {"shared_memory": [needs_shared_memory], "hierarchical": [needs_shared_memory]}
     return [pytest.param(n, w, marks=marks.get(n, [])) for n, sizes in CONTRACT.items() for w in sizes]
 
 
@@ -231,6 +232,20 @@ def contract(rank: int, world_size: int, name: str) -> list[str]:
     collective.close()
     collective.close()
     return found
+
+
+def contract_on_hosts(rank: int, world_size: int, layout: tuple[int, ...]) -> list[str]:
+    live_on_host(layout[rank])
+    return contract(rank, world_size, "hierarchical")
+
+
+@needs_shared_memory
+@needs_users
+@pytest.mark.parametrize("layout", [(0, 0, 1), slow((0, 1, 0, 1)), slow((0, 1)), slow((0, 1, 2, 2, 2))], ids=str)
+def test_contract_on_several_hosts(layout):
+    """``layout``: by rank, its host."""
+    results = run_ranks(contract_on_hosts, len(layout), layout)
+    assert all(result == results[0] for result in results), "ranks have different bits"
 
 
 def without_memory(rank: int, world_size: int) -> None:
@@ -519,6 +534,6 @@ def test_process_states():
 
 
 def test_unknown_collective_is_refused():
-    expected = r"'auto', 'c10d', 'counting', 'shared_memory'\], got 'carrier-pigeon'"
+    expected = r"'auto', 'c10d', 'counting', 'hierarchical', 'shared_memory'\], got 'carrier-pigeon'"
     with pytest.raises(ConfigurationError, match=expected):
         resolve_collective("carrier-pigeon", None, torch.device("cpu"))

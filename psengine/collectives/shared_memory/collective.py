@@ -35,6 +35,7 @@ from psengine.collectives.c10d import C10dCollective
 from psengine.collectives.operands import check_flat, check_parts, copying, plain, real
 from psengine.collectives.shared_memory.failures import error_of
 from psengine.collectives.shared_memory.host import ORDERS, join_host_group
+from psengine.collectives.shared_memory.kinds import SCALAR_KINDS, SUMMED_DTYPES, kind_at_once
 from psengine.collectives.shared_memory.segments import SharedSegments
 from psengine.errors import CollectiveError, ConfigurationError
 from psengine.kernels import native
@@ -42,19 +43,6 @@ from psengine.specification import did_you_mean
 from psengine.tracing.stall_inspector import Whereabouts, inspector, stall_after_s
 from psengine.tracing.timeline import is_profiling, profiled, record_wait, recorder
 
-# csrc/kernels/kernels.h, ScalarKind
-SCALAR_KINDS = {
-    torch.float32: 0,
-    torch.float64: 1,
-    torch.float16: 2,
-    torch.bfloat16: 3,
-    torch.int32: 4,
-    torch.int64: 5,
-}
-SUMMED_DTYPES = {*SCALAR_KINDS, torch.complex64, torch.complex128}
-STRIDED = torch.strided
-# These are never scaled.
-INTEGER_KINDS = {SCALAR_KINDS[torch.int32], SCALAR_KINDS[torch.int64]}
 # With more operations in flight, complete ones are looked for, in case nobody waits for them.
 FORGET_FROM = 64
 # A number no operation reaches.
@@ -70,6 +58,7 @@ class SharedMemoryCollective(Collective):
     Args:
         meeting: a collective of the same ranks, over which they connect; for CPU tensors. Its deadline is taken over,
             and it says where ranks wait that are missing.
+        segments: the memory that ``allocate`` gives, where some was given before this collective was made.
         order: in which the ranks' values are added. "ring" is gloo's (``ring_order``), with gloo's bits; "rank" is that
             of ranks, which does not depend on an element's place in its tensor, with 16-bit sums carried in float32.
             The same on every rank; ``connect`` compares.
@@ -81,7 +70,7 @@ class SharedMemoryCollective(Collective):
         SharedMemoryUnavailableError: the ranks do not share a host, or cannot open each other's memory.
     """
 
-    def __init__(self, meeting: C10dCollective, order: str = "ring") -> None:
+    def __init__(self, meeting: C10dCollective, order: str = "ring", segments: SharedSegments | None = None) -> None:
         if order not in tuple(ORDERS):
             raise ConfigurationError(
                 f"order of collective 'shared_memory' says how the ranks' values are added (expected one of"
@@ -99,7 +88,7 @@ class SharedMemoryCollective(Collective):
         self._group: Any = None
         self._has_ended = False
         self._connecting = threading.Lock()
-        self._segments = SharedSegments(self._extension) if native.has_shared_memory() else None
+        self._segments = segments or (SharedSegments(self._extension) if native.has_shared_memory() else None)
         # By operation, its tensors, kept until the native side is done.
         self._outstanding: dict[int, torch.Tensor | tuple[torch.Tensor, ...]] = {}
 
@@ -154,7 +143,7 @@ class SharedMemoryCollective(Collective):
     @override
     def all_reduce(self, flat: torch.Tensor, scale: float = 1.0, *, what: str = "tensor") -> SharedMemoryWork:
         what = f"all-reduce of {what}"
-        kind = _kind_at_once(flat, scale)
+        kind = kind_at_once(flat, scale)
         if kind is None:
             check_flat(self, what, flat, scale)
             flat = real(flat)
@@ -170,7 +159,7 @@ class SharedMemoryCollective(Collective):
         """``sum`` in one call of the native side, which begins, spins and adds; only a longer wait is watched and
         sleeps. False, and nothing has happened, where there is more to check, convert or note.
         """
-        kind = _kind_at_once(flat, scale)
+        kind = kind_at_once(flat, scale)
         if kind is None or self._group is None or recorder.is_on or is_profiling():
             return False
         try:
@@ -227,7 +216,13 @@ class SharedMemoryCollective(Collective):
     @override
     def progress(self) -> None:
         if self._outstanding:
-            self._forget(self._begin("an earlier operation", "shared_memory_progress"))
+            self.completed()
+
+    def completed(self) -> int:
+        """Advance operations without waiting; the last one of which all before it are complete too."""
+        complete = self._begin("an earlier operation", "shared_memory_progress")
+        self._forget(complete)
+        return complete
 
     @property
     def whereabouts(self) -> Whereabouts | None:
@@ -284,7 +279,7 @@ class SharedMemoryCollective(Collective):
         operation = self._begin(what, function, *arguments)
         self._outstanding[operation] = tensors
         if len(self._outstanding) > FORGET_FROM:
-            self._forget(self._begin("an earlier operation", "shared_memory_progress"))
+            self.completed()
         return SharedMemoryWork(self, operation, what, finish=finish)
 
     def _forget(self, complete: int) -> None:
@@ -352,16 +347,6 @@ class SharedMemoryCollective(Collective):
         return failure
 
 
-def _kind_at_once(flat: torch.Tensor, scale: float) -> int | None:
-    """The kind of a tensor that is summed as it is; None where it must be looked at more closely, or refused."""
-    kind = SCALAR_KINDS.get(flat.dtype)
-    if kind is None or (scale != 1.0 and kind in INTEGER_KINDS):
-        return None
-    # What operands.is_plain asks of a real tensor, without a call.
-    is_plain = flat.is_cpu and flat.layout is STRIDED and flat.is_contiguous() and not flat.is_neg()
-    return kind if is_plain else None
-
-
 class SharedMemoryWork(Work):
     """An operation in shared memory.
 
@@ -387,6 +372,10 @@ class SharedMemoryWork(Work):
         self._what = what
         self._timeout_s = collective.timeout_s if timeout_s is None else timeout_s
         self._finish = finish
+
+    def is_done(self) -> bool:
+        """Whether ``wait`` would return at once; advances operations."""
+        return self._collective.completed() >= self._operation
 
     @override
     def wait(self, timeout_s: float | None = None) -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import hashlib
 import os
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -27,23 +27,106 @@ SLOT_BYTES = 512 * 1024
 SLOT_BYTES_WHERE_CORES_ARE_SHARED = 1024 * 1024
 # csrc/shared_memory/layout.h, kSmallBytes
 SLOT_BYTES_PER_RANK = 16 * 1024
+PROOF = "psengine-proof"
+# Less is not worth other bits than native DDP's.
+WORTH_ADVICE = 0.9
+
+
+class Meeting(NamedTuple):
+    """What ranks told each other.
+
+    Attributes:
+        facts: by rank, see ``_describe_this_process``.
+        orders: by rank, see ``ORDERS``.
+        hosts: the ranks of each host, ascending, the host of rank 0 first: those that can open each other's memory.
+        token: rank 0's, which no other group has.
+    """
+
+    facts: list[tuple[int, ...]]
+    orders: list[int]
+    hosts: tuple[tuple[int, ...], ...]
+    token: bytes
+
+
+def meet_hosts(meeting: Collective, order: str) -> Meeting:
+    """Find out, by trying, which ranks share memory; two exchanges.
+
+    Each rank makes an anonymous file (memfd) with a token in it, and opens those of the others as it would open their
+    buckets. Neither a host's name nor its boot id counts: containers of one machine may have those in common and share
+    nothing, or share a process table and a user's rights and have other names.
+    """
+    proof, token = _make_proof()
+    try:
+        own = torch.tensor([ORDERS[order], *_describe_this_process(), proof, *words_of(token)])
+        rows = [row.tolist() for row in meeting.gather(own, what="who shares this host")]
+        places = [(row[5], row[6], bytes_of_words(row[7:])) for row in rows]
+        sees = torch.tensor([_holds(*place) for place in places])
+        seen = [row.tolist() for row in meeting.gather(sees, what="who sees whose memory")]
+    finally:
+        if proof >= 0:
+            os.close(proof)
+    facts = [tuple(row[1:6]) for row in rows]
+    return Meeting(facts, [row[0] for row in rows], _hosts(facts, seen), places[0][2])
+
+
+def _make_proof() -> tuple[int, bytes]:
+    token = secrets.token_bytes(16)
+    if not native.has_shared_memory():
+        return -1, token
+    try:
+        descriptor = os.memfd_create(PROOF, os.MFD_CLOEXEC)
+    except OSError:
+        return -1, token  # which no rank can open
+    os.write(descriptor, token)
+    return descriptor, token
+
+
+def _holds(process_id: int, descriptor: int, token: bytes) -> bool:
+    """Whether this process can open that descriptor of that process, and finds the token there."""
+    path = f"/proc/{process_id}/fd/{descriptor}"
+    try:
+        # In another process namespace the number may be any process's, and opening some files has effects.
+        if descriptor < 0 or not os.readlink(path).startswith(f"/memfd:{PROOF}"):
+            return False
+        opened = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        return os.pread(opened, len(token), 0) == token
+    finally:
+        os.close(opened)
+
+
+def _hosts(facts: list[tuple[int, ...]], sees: list[list[bool]]) -> tuple[tuple[int, ...], ...]:
+    """Ranks by host. ``sees``: by rank, whether it can open the memory of each other rank."""
+    hosts: list[list[int]] = []
+    for rank in range(len(facts)):
+        for host in hosts:
+            is_of_host = all(sees[rank][other] and sees[other][rank] for other in host)
+            is_process = all(facts[rank][-1] != facts[other][-1] for other in host)  # not a thread of one
+            if is_of_host and is_process and len(host) < MAX_WORLD_SIZE:
+                host.append(rank)
+                break
+        else:
+            hosts.append([rank])
+    return tuple(map(tuple, hosts))
 
 
 def join_host_group(meeting: Collective, order: str) -> Any:
     """Join this rank to its group's shared memory and return the native handle; all ranks succeed, or all raise.
 
-    Four exchanges over ``meeting``: each rank's host, the control block's place, has everybody joined, does everybody
-    see everybody. ``order``: in which values are added, one of ``ORDERS``.
+    Five exchanges over ``meeting``: each rank's host, who sees whom, the control block's place, has everybody joined,
+    does everybody see everybody. ``order``: in which values are added, one of ``ORDERS``.
 
     Raises:
         ConfigurationError: the ranks have chosen different orders.
         SharedMemoryUnavailableError: the ranks do not share a host, or cannot open each other's memory.
     """
-    own = torch.tensor([ORDERS[order], *_describe_this_process()])
-    facts = [row.tolist() for row in meeting.gather(own, what="who shares this host")]
-    _check_orders([fact[0] for fact in facts])
-    reason = _reason_against([tuple(fact[1:]) for fact in facts])
-    if reason is not None:
+    met = meet_hosts(meeting, order)
+    _check_orders(met.orders)
+    if len(met.hosts) > 1:
+        reason = _reason_against(met.facts) or f"ranks {met.hosts[1][0]} and 0 cannot open each other's memory"
+        reason += advice_for(met.hosts)
         raise SharedMemoryUnavailableError(f"collective 'shared_memory' cannot connect these ranks: {reason}")
     file_descriptor, token = _create_control(meeting) if meeting.rank == 0 else (-1, bytes(16))
     try:
@@ -60,6 +143,22 @@ def join_host_group(meeting: Collective, order: str) -> Any:
         if file_descriptor >= 0:
             os.close(file_descriptor)
     return group
+
+
+def advice_for(hosts: Sequence[Sequence[int]]) -> str:
+    """A sentence where another collective would send clearly fewer bytes between hosts; empty where it would not."""
+    world_size = sum(map(len, hosts))
+    host_of = {rank: number for number, host in enumerate(hosts) for rank in host}
+    # A ring all-reduce of n bytes sends 2 n (W - 1) / W over each of its links; these are the links that leave a host.
+    leaving = max(sum(host_of[rank] != host_of[(rank + 1) % world_size] for rank in host) for host in hosts)
+    ring = leaving * (world_size - 1) / world_size
+    ratio = (len(hosts) - 1) / len(hosts) / ring if ring else 1.0
+    if ratio > WORTH_ADVICE or min(map(len, hosts)) == 1:
+        return ""
+    return (
+        f". These are {world_size} ranks on {len(hosts)} hosts: collective='hierarchical' sends {ratio:.2f} of the"
+        " bytes between hosts, and adds in another order than native DDP"
+    )
 
 
 def _check_orders(chosen: list[int]) -> None:
@@ -86,7 +185,7 @@ def _describe_this_process() -> tuple[int, ...]:
 
 
 def _reason_against(facts: list[tuple[int, ...]]) -> str | None:
-    """Why processes of these descriptions cannot share memory; None where they may try."""
+    """Why processes of these descriptions cannot share memory; None where the descriptions do not tell."""
     without = [rank for rank, (has_extension, *_) in enumerate(facts) if has_extension != 1]
     if without:
         what = "the native extension" if facts[without[0]][0] == 0 else "Linux's /proc"

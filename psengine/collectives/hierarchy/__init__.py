@@ -1,0 +1,1 @@
+"""The collective of several hosts: shared memory inside them, torch.distributed between them."""

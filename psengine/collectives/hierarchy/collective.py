@@ -1,0 +1,193 @@
+"""The collective of several hosts with several ranks each: sums inside hosts in shared memory, then between hosts.
+
+An all-reduce of n elements, K hosts, of which the one with fewest ranks has L; rank l of each host, l < L, carries
+slice l between hosts, which its host's other ranks leave to it::
+
+    sum      each host in shared memory: every rank of it has the host's sum           nothing sent
+    trade    ranks l of all hosts: all_to_all of slice l, in K parts                   (K-1)/K n a host
+             host h adds the K parts that are its own, in the order of hosts
+    collect  ranks l of all hosts: all_gather of the added parts                       (K-1)/K n a host
+    spread   each host in shared memory: rank l broadcasts slice l                     nothing sent
+
+A ring over all W ranks sends 2 (W-1)/W n over each link between hosts, so two hosts with two ranks each send 0.67 as
+much here. gloo's own reduce_scatter would send a whole all-reduce, therefore all_to_all.
+
+The order of additions, from which the bits follow: inside a host that of ranks, then that of hosts, which are numbered
+by their lowest rank. 16-bit sums are carried in float32 and rounded once inside the host and once between hosts. The
+bits depend on which ranks share a host, and on nothing else: they are the same on every rank and in every run.
+
+Each of the four steps is a stage with a channel of its own (two groups in shared memory, two of gloo), so operations
+overlap, and each channel sees them in the order of calls on every rank. Nothing has a thread: stages begin when a rank
+begins an operation, makes progress or waits.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from typing_extensions import override
+
+from psengine.collectives.base import Collective, Work
+from psengine.collectives.c10d import C10dCollective
+from psengine.collectives.hierarchy.levels import Levels
+from psengine.collectives.hierarchy.stages import INSIDE_HOSTS, LAST, SUM, Sum
+from psengine.collectives.operands import check_flat, check_parts, real
+from psengine.collectives.shared_memory.collective import SharedMemoryCollective
+from psengine.collectives.shared_memory.segments import SharedSegments
+from psengine.errors import CollectiveError
+from psengine.kernels import native
+
+
+class HierarchicalCollective(Collective):
+    """All-reduces in two levels; the other operations, and tensors that shared memory does not sum, over ``everybody``.
+
+    Args:
+        everybody: the same ranks over torch.distributed; says who is missing after a failure.
+    """
+
+    def __init__(self, everybody: C10dCollective) -> None:
+        self._everybody = everybody
+        self.rank = everybody.rank
+        self.world_size = everybody.world_size
+        self.timeout_s = everybody.timeout_s
+        self._segments = SharedSegments(native.extension) if native.has_shared_memory() else None
+        self._levels: Levels | None = None
+        self._has_ended = False
+        # Begun and not complete, in the order of calls.
+        self._under_way: collections.deque[Sum] = collections.deque()
+
+    @override
+    def connect(self) -> None:
+        """Raises ``SharedMemoryUnavailableError`` on every rank where a channel cannot be made."""
+        if self._levels is None:
+            self._levels = Levels(self._everybody, self._segments)
+
+    @property
+    @override
+    def scales_for_free(self) -> bool:
+        return self._levels is not None and min(map(len, self._levels.hosts)) > 1
+
+    @property
+    @override
+    def has_ended(self) -> bool:
+        levels = self._levels
+        return self._has_ended or self._everybody.has_ended or (levels is not None and levels.has_ended)
+
+    @override
+    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        if self._segments is None or device.type != "cpu":
+            return super().allocate(numel, dtype, device)
+        return self._segments.allocate(numel, dtype)
+
+    @override
+    def all_reduce(self, flat: torch.Tensor, scale: float = 1.0, *, what: str = "tensor") -> Work:
+        if not SharedMemoryCollective.sums(flat):
+            return self._everybody.all_reduce(flat, scale, what=what)
+        what = f"all-reduce of {what}"
+        check_flat(self, what, flat, scale)
+        if self._has_ended:
+            raise CollectiveError(
+                f"{what} failed on rank {self.rank} of {self.world_size}: the collective is closed, or has failed"
+            )
+        self.connect()
+        assert self._levels is not None
+        values = real(flat.detach()).view(-1)
+        try:
+            begun = Sum(self._levels, values, scale, what, self._everybody.count(), self._complete)
+        except CollectiveError as error:
+            raise self._failure(error, what, SUM) from error
+        self._under_way.append(begun)
+        self.progress()
+        return begun
+
+    @override
+    def reduce_scatter(
+        self, output: torch.Tensor, flat: torch.Tensor, scale: float = 1.0, *, what: str = "tensor"
+    ) -> Work:
+        """An all-reduce of a copy."""
+        check_parts(self, f"reduce-scatter of {what}", flat, output)
+        check_flat(self, f"reduce-scatter of {what}", output, scale)
+        whole = flat.detach().clone().view(-1)
+        own = whole[self.rank * output.numel() : (self.rank + 1) * output.numel()]
+        return _PartOf(self.all_reduce(whole, scale, what=what), own, output.detach().view(-1))
+
+    @override
+    def all_gather(self, output: torch.Tensor, tensor: torch.Tensor, *, what: str = "tensor") -> Work:
+        return self._everybody.all_gather(output, tensor, what=what)
+
+    @override
+    def all_to_all(
+        self, output: torch.Tensor, flat: torch.Tensor, sizes: Sequence[int], *, what: str = "tensor"
+    ) -> Work:
+        return self._everybody.all_to_all(output, flat, sizes, what=what)
+
+    @override
+    def broadcast(self, tensors: Sequence[torch.Tensor], source_rank: int = 0, *, what: str = "tensors") -> Work:
+        return self._everybody.broadcast(tensors, source_rank, what=what)
+
+    @override
+    def barrier(self, timeout_s: float | None = None) -> Work:
+        return self._everybody.barrier(timeout_s)
+
+    @override
+    def progress(self) -> None:
+        """Begin every stage that can begin. An operation enters a stage after those that were called before it."""
+        before = LAST
+        try:
+            for begun in self._under_way:
+                begun.advance(before)
+                before = begun.stage
+        except CollectiveError as error:
+            raise self._failure(error, begun.what, begun.stage) from error
+        while self._under_way and self._under_way[0].stage == LAST:
+            self._under_way.popleft()
+
+    def _complete(self, last: Sum) -> None:
+        """Wait for ``last`` and the operations before it."""
+        while last.stage != LAST:
+            first = self._under_way[0]
+            try:
+                first.wait_for_stage()
+            except CollectiveError as error:
+                raise self._failure(error, first.what, first.stage) from error
+            self.progress()
+
+    def _failure(self, error: CollectiveError, what: str, stage: int) -> Exception:
+        """The error to raise, after which nothing succeeds; it names ranks by their number among all."""
+        self._has_ended = True
+        assert self._levels is not None
+        self._levels.close()  # this host's ranks need not wait for this one
+        return self._levels.diagnose(error, what) if stage in INSIDE_HOSTS else error
+
+    @override
+    def wait_for(self, future: torch.futures.Future[Any], what: str) -> Any:
+        return self._everybody.wait_for(future, what)
+
+    @override
+    def hosts(self) -> tuple[str, ...]:
+        return self._everybody.hosts()
+
+    @override
+    def diagnose(self, error: BaseException, what: str) -> Exception:
+        return self._everybody.diagnose(error, what)
+
+    @override
+    def close(self) -> None:
+        self._has_ended = True
+        if self._levels is not None:
+            self._levels.close()
+
+
+class _PartOf(Work):
+    """An all-reduce, of which this rank's part is then copied."""
+
+    def __init__(self, work: Work, part: torch.Tensor, output: torch.Tensor) -> None:
+        self._work, self._part, self._output = work, part, output
+
+    @override
+    def wait(self) -> None:
+        self._work.wait()
+        self._output.copy_(self._part)

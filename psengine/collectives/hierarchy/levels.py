@@ -1,0 +1,113 @@
+"""The channels over which the stages of an all-reduce go: shared memory inside hosts, gloo between them."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from typing_extensions import override
+
+from psengine.collectives.c10d import C10dCollective
+from psengine.collectives.shared_memory.collective import SharedMemoryCollective
+from psengine.collectives.shared_memory.host import meet_hosts
+from psengine.collectives.shared_memory.segments import SharedSegments
+from psengine.errors import CollectiveError, PeerLostError, SharedMemoryUnavailableError
+from psengine.tracing.stall_inspector import Whereabouts, stall_after_s
+
+ORDER = "rank"
+
+
+class HostMemory(SharedMemoryCollective):
+    """The ranks of one host, numbered among themselves; whoever waits for them is watched by ``Sum``."""
+
+    def __init__(self, meeting: C10dCollective, segments: SharedSegments | None) -> None:
+        super().__init__(meeting, ORDER, segments)
+        self._stall_after_s = 0.0
+
+    @property
+    @override
+    def whereabouts(self) -> Whereabouts | None:
+        return None
+
+
+class Levels:
+    """The channels of the four stages, made together by all ranks.
+
+    Attributes:
+        hosts: the ranks of each host.
+        host: the number of this rank's.
+        lanes: how many ranks of each host exchange values with other hosts.
+        place: this rank among those of its host.
+        sums, spreads: shared memory of this host, None for a host of one rank.
+        trades, collects: the ranks at this place on each host; None where this rank has no lane, or there is one host.
+    """
+
+    def __init__(self, everybody: C10dCollective, segments: SharedSegments | None) -> None:
+        self.everybody = everybody
+        met = meet_hosts(everybody, ORDER)
+        self.hosts = met.hosts
+        self.host = next(number for number, host in enumerate(self.hosts) if everybody.rank in host)
+        self.own = self.hosts[self.host]
+        self.place = self.own.index(everybody.rank)
+        self.lanes = min(map(len, self.hosts))
+        self.stall_after_s = stall_after_s() if everybody.world_size > 1 else 0.0
+        prefix = f"psengine/hierarchical/{met.token.hex()}"
+        self.sums: SharedMemoryCollective | None = None
+        self.spreads: SharedMemoryCollective | None = None
+        self.trades: dist.ProcessGroup | None = None
+        self.collects: dist.ProcessGroup | None = None
+        self._meeting: dist.ProcessGroup | None = None
+        failed = None
+        try:
+            if len(self.own) > 1:
+                self._meeting = self._group(f"{prefix}/host {self.host}", self.place, len(self.own))
+                meeting = C10dCollective(self._meeting, everybody.timeout_s)
+                self.sums, self.spreads = HostMemory(meeting, segments), HostMemory(meeting, None)
+                self.sums.connect()
+                self.spreads.connect()
+            if len(self.hosts) > 1 and self.place < self.lanes:
+                self.trades = self._group(f"{prefix}/trade {self.place}", self.host, len(self.hosts))
+                self.collects = self._group(f"{prefix}/collect {self.place}", self.host, len(self.hosts))
+        except (CollectiveError, RuntimeError) as error:
+            failed = error
+        went_well = everybody.gather(torch.tensor([failed is None]), what="whether hosts are connected")
+        without = [rank for rank, well in enumerate(went_well) if not well.item()]
+        if without:
+            self.close()
+            raise SharedMemoryUnavailableError(
+                f"collective 'hierarchical' cannot connect these ranks: it failed on ranks {without}"
+                f"{f': {failed}' if failed else ''}. Fix: collective='c10d' needs neither memory nor more connections."
+            ) from failed
+
+    def _group(self, name: str, rank: int, size: int) -> dist.ProcessGroup:
+        """Ranks that share a host or a lane, over gloo; unknown to torch.distributed, which counts groups by rank."""
+        store = dist.PrefixStore(name, dist.distributed_c10d._get_default_store())
+        timeout = timedelta(seconds=self.everybody.timeout_s)
+        group = dist.ProcessGroup(store, rank, size)
+        gloo = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, size, timeout=timeout)
+        group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+        group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
+        group._set_group_name(dist.distributed_c10d.GroupName(name))
+        return group
+
+    @property
+    def has_ended(self) -> bool:
+        return any(memory is not None and memory.has_ended for memory in (self.sums, self.spreads))
+
+    def diagnose(self, error: CollectiveError, what: str) -> Exception:
+        """``error``, in which ranks are numbered within the host, by their numbers among all.
+
+        All ranks are asked: one that has stopped waiting may be named here for another that is gone.
+        """
+        if not isinstance(error, PeerLostError):
+            return CollectiveError(f"{error} (ranks are numbered within this host; among all they are {self.own})")
+        lost = tuple(self.own[rank] for rank in error.ranks)
+        names = ", ".join(f"rank {rank}" for rank in lost)
+        found = self.everybody.diagnose(RuntimeError(f"{names} of this host did not come, or left"), what)
+        return found if isinstance(found, PeerLostError) else PeerLostError(f"Lost {names}. {found}", lost)
+
+    def close(self) -> None:
+        for memory in (self.sums, self.spreads):
+            if memory is not None:
+                memory.close()

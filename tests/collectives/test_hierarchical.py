@@ -1,0 +1,236 @@
+"""collective="hierarchical": its bits, its bytes, its failures. The contract suite runs it on one host."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.hosts import emulated_hosts, needs_hosts
+from support.hosts_of_one_machine import live_on_host, needs_users
+from support.marks import slow
+from support.native_extension import needs_shared_memory
+from support.processes import run_ranks, run_ranks_to_any_end
+
+import psengine
+from psengine.collectives.registry import collective_for, default_group
+from psengine.collectives.shared_memory import host as shared_host
+from psengine.errors import PeerLostError
+
+pytestmark = [needs_shared_memory, needs_users]
+
+
+def hosts_of(layout: tuple[int, ...]) -> list[list[int]]:
+    return [[rank for rank, host in enumerate(layout) if host == number] for number in sorted(set(layout))]
+
+
+def expected(layout: tuple[int, ...], addends: list[torch.Tensor], scale: float) -> torch.Tensor:
+    """The documented order: ranks inside a host, then hosts; 16 bits are carried in float32."""
+    dtype = addends[0].dtype
+    wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+
+    def add(values: list[torch.Tensor]) -> torch.Tensor:
+        total = values[0].to(wide)
+        for value in values[1:]:
+            total = total + value.to(wide)
+        return total.to(dtype)
+
+    scaled = [addend * scale for addend in addends]
+    return add([add([scaled[rank] for rank in host]) for host in hosts_of(layout)])
+
+
+def add_in_order(rank: int, world_size: int, layout: tuple[int, ...]) -> None:
+    live_on_host(layout[rank])
+    collective = collective_for(default_group(), "hierarchical")
+    collective.connect()
+    assert [list(host) for host in collective._levels.hosts] == hosts_of(layout)
+    for dtype in (torch.float32, torch.float64, torch.float16, torch.bfloat16):
+        for numel in (1, 7, 5000, 300_001):
+            generator = torch.Generator().manual_seed(numel)
+            addends = [(torch.randn(numel, generator=generator) * 10).to(dtype) for _ in layout]
+            for scale in (1.0, 1 / world_size):
+                flat = collective.allocate(numel, dtype, torch.device("cpu")).copy_(addends[rank])
+                collective.all_reduce(flat, scale).wait()
+                assert torch.equal(flat, expected(layout, addends, scale)), (dtype, numel, scale)
+
+
+@pytest.mark.parametrize("layout", [(0, 0, 1), slow((0, 1, 0, 1)), slow((0, 1, 2, 2, 2))])
+def test_the_order_of_additions_is_the_documented_one(layout):
+    run_ranks(add_in_order, len(layout), layout)
+
+
+def lose_a_rank(rank: int, world_size: int, layout: tuple[int, ...], victim: int) -> Any:
+    live_on_host(layout[rank])
+    collective = collective_for(default_group(), "hierarchical")
+    flat = torch.ones(200_000)
+    collective.all_reduce(flat).wait()
+    if rank == victim:
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        for _ in range(50):
+            collective.all_reduce(flat, 0.5, what="gradient bucket 3").wait()
+    except PeerLostError as error:
+        assert collective.has_ended
+        return error.ranks, str(error)
+    return (), "nothing was raised"
+
+
+@pytest.mark.parametrize("victim", [1, slow(0), slow(3)])
+def test_a_dead_rank_is_named_on_every_host(victim):
+    layout = (0, 0, 1, 1)
+    results = run_ranks_to_any_end(lose_a_rank, 4, layout, victim)
+    for result in results:
+        if result.rank == victim:
+            assert result.exit_code == -signal.SIGKILL
+            continue
+        assert result.error is None, result.error
+        ranks, message = result.value
+        assert ranks == (victim,), message
+        assert "gradient bucket 3" in message
+
+
+def train(rank: int, world_size: int, layout: tuple[int, ...]) -> list[float]:
+    live_on_host(layout[rank])
+    torch.manual_seed(0)
+    model = psengine.DistributedDataParallel(
+        torch.nn.Sequential(torch.nn.Linear(20, 30), torch.nn.ReLU(), torch.nn.Linear(30, 3)),
+        collective="hierarchical",
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    torch.manual_seed(rank)
+    for _ in range(4):
+        optimizer.zero_grad()
+        model(torch.randn(8, 20)).square().mean().backward()
+        optimizer.step()
+    return [value for parameter in model.parameters() for value in parameter.flatten().tolist()]
+
+
+def test_a_training_has_one_set_of_weights_near_native_ddps():
+    ours = run_ranks(train, 3, (0, 1, 0))
+    assert ours[0] == ours[1] == ours[2]
+    alone = run_ranks(train, 3, (0, 1, 2))
+    assert torch.allclose(torch.tensor(ours[0]), torch.tensor(alone[0]), atol=1e-6)
+
+
+def be_told(rank: int, world_size: int, layout: tuple[int, ...]) -> str:
+    live_on_host(layout[rank])
+    heard: list[str] = []
+    listener = logging.Handler()
+    listener.emit = lambda record: heard.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("psengine.collectives.automatic")
+    logger.setLevel(logging.INFO)
+    logger.addHandler(listener)
+    for _ in range(3):
+        collective_for(default_group()).all_reduce(torch.ones(3)).wait()
+    (message,) = heard
+    return message
+
+
+def test_the_log_advises_hierarchy_where_it_sends_less():
+    for message in run_ranks(be_told, 4, (0, 0, 1, 1)):
+        assert "another user than rank 0" in message
+        assert "4 ranks on 2 hosts: collective='hierarchical' sends 0.67 of the bytes" in message
+
+
+def test_advice_counts_the_bytes_that_leave_a_host():
+    assert "sends 0.67" in shared_host.advice_for([(0, 1), (2, 3)])
+    assert "sends 0.33" in shared_host.advice_for([(0, 2), (1, 3)])  # every link of the ring leaves a host
+    assert shared_host.advice_for([(0,), (1,)]) == ""
+    assert shared_host.advice_for([(0, 1, 2)]) == ""
+    many = [tuple(range(8 * host, 8 * host + 8)) for host in range(64)]
+    assert shared_host.advice_for(many) == "", "among many hosts a ring sends as little"
+
+
+def test_a_model_on_another_device_or_of_one_rank_needs_no_hierarchy():
+    run_ranks(be_plain, 1)
+
+
+def be_plain(rank: int, world_size: int) -> None:
+    assert collective_for(default_group(), "hierarchical") is collective_for(default_group(), "c10d")
+    cuda = torch.device("cuda")
+    assert collective_for(dist.group.WORLD, "hierarchical", cuda) is collective_for(dist.group.WORLD, "c10d", cuda)
+
+
+BETWEEN_HOSTS = """
+import os, sys, time, torch, torch.distributed as dist
+from datetime import timedelta
+from psengine.collectives.registry import collective_for, default_group
+from psengine.errors import CollectiveError
+dist.init_process_group("gloo", timeout=timedelta(seconds=float(sys.argv[1])))
+collective = collective_for(default_group(), "hierarchical")
+flat = torch.ones(300_000)
+collective.all_reduce(flat, 0.25).wait()
+print(collective._levels.hosts, flush=True)
+try:
+    for _ in range(10_000):
+        collective.all_reduce(flat, 0.25, what="gradient bucket 3").wait()
+        print("step", flush=True)
+        time.sleep(0.02)
+        if os.path.exists(sys.argv[2]):
+            break
+    assert (flat == 1).all()
+    print("ended")
+except CollectiveError as error:
+    print("error", getattr(error, "ranks", ()), error)
+deadline = time.monotonic() + 30
+while not os.path.exists(sys.argv[2]) and time.monotonic() < deadline:  # rank 0 has the store
+    time.sleep(0.05)
+os._exit(0)
+"""
+
+
+@contextmanager
+def ranks_on_two_hosts(folder: Path, timeout_s: float) -> Iterator[tuple[list[Any], list[Any]]]:
+    """Two hosts with two ranks each; yields the hosts and the ranks' processes."""
+    script = folder / "between.py"
+    script.write_text(BETWEEN_HOSTS)
+    with emulated_hosts(2, shared=[folder]) as hosts, ExitStack() as stack:
+        processes = []
+        for rank in range(4):
+            environment = {"RANK": str(rank), "WORLD_SIZE": "4", "MASTER_ADDR": "node-0", "MASTER_PORT": "29500"}
+            environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+            command = [sys.executable, script, str(timeout_s), folder / "stop"]
+            processes.append(stack.enter_context(hosts[rank // 2].start(command, environment=environment)))
+        for process in processes:
+            process.wait_until(lambda process=process: process.stdout.count("step") > 2)
+            assert process.stdout.startswith("((0, 1), (2, 3))"), process.stdout
+        yield hosts, processes
+
+
+@pytest.mark.slow
+@needs_hosts
+def test_a_cut_link_that_heals_is_waited_for(tmp_path):
+    with ranks_on_two_hosts(tmp_path, 60.0) as (hosts, processes):
+        hosts[1].cut()
+        before = [process.stdout.count("step") for process in processes]
+        time.sleep(1.5)
+        assert all(p.stdout.count("step") <= count + 2 for p, count in zip(processes, before, strict=True))
+        hosts[1].mend()
+        for process, count in zip(processes, before, strict=True):
+            process.wait_until(lambda process=process, count=count: process.stdout.count("step") > count + 3)
+        (tmp_path / "stop").touch()
+        time.sleep(0.1)
+        assert not any("error" in process.stdout for process in processes)
+
+
+@pytest.mark.slow
+@needs_hosts
+def test_a_link_that_stays_cut_ends_with_the_names_of_the_ranks_beyond_it(tmp_path):
+    with ranks_on_two_hosts(tmp_path, 4.0) as (hosts, processes):
+        hosts[1].cut()
+        for rank, process in enumerate(processes):
+            process.wait_until(lambda process=process: "error" in process.stdout, 40)
+            # Those with the store see who is missing; the others see that the store is gone.
+            expected = "error (2, 3) Lost rank 2" if rank < 2 else "The rendezvous store does not answer"
+            assert expected in process.stdout, process.stdout
+            assert "gradient bucket 3" in process.stdout
+        (tmp_path / "stop").touch()
