@@ -1,6 +1,7 @@
 // The operators' schemas and the Python module; csrc/kernels/fusion_cpu.cpp and csrc/kernels/fusion_cuda.cu implement the operators.
 #include "bindings/count_down.h"
 #include "bindings/shared_memory.h"
+#include "bindings/step.h"
 
 #include <atomic>
 #include <cstdint>
@@ -83,7 +84,7 @@ PyMethodDef kernel_methods[] = {
     {nullptr, nullptr, 0, nullptr}};
 
 // Raised with every change of the functions for Python; psengine/kernels/native.py expects the same number.
-constexpr long kInterface = 3;
+constexpr long kInterface = 4;
 
 PyModuleDef module_definition = {PyModuleDef_HEAD_INIT, "psengine._native", nullptr, -1, nullptr,
                                  nullptr, nullptr, nullptr, nullptr};
@@ -95,6 +96,7 @@ PyMODINIT_FUNC PyInit__native() {
   PyObject* const module = PyModule_Create(&module_definition);
   if (module != nullptr && (PyModule_AddFunctions(module, kernel_methods) != 0 ||
                             PyModule_AddFunctions(module, psengine::count_down_methods()) != 0 ||
+                            PyModule_AddFunctions(module, psengine::step_methods()) != 0 ||
                             PyModule_AddObject(module, "note_sent",
                                                PyLong_FromVoidPtr(reinterpret_cast<void*>(&note_sent))) != 0 ||
                             PyModule_AddIntConstant(module, "interface", kInterface) != 0)) {

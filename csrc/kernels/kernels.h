@@ -1,8 +1,8 @@
 // Elementwise kernels over contiguous memory: one table of functions per instruction set, chosen at run time.
 //
-// kernels.inl holds the code once; kernels_<instruction set>.cpp compile it. Every table computes the same bits, except
-// for NaN payloads: the order of each sum is fixed (see SumOfSquares in kernels.inl), and multiplications are never
-// fused with additions.
+// kernels.inl and step.inl hold the code once; kernels_<instruction set>.cpp compile it. Every table computes the same
+// bits, except for NaN payloads: the order of each sum is fixed (see SumOfSquares in kernels.inl), and multiplications
+// are never fused with additions. SGD's step differs: it has the bits of torch on that instruction set.
 #pragma once
 
 #include <cstddef>
@@ -32,6 +32,17 @@ struct Statistics {
   double square_sum = 0.0;
 };
 
+// One step of torch.optim.SGD over contiguous memory. `to` may be `from`; else memory does not overlap.
+struct SgdStep {
+  const void* from;  // the values
+  void* to;          // where the new ones are written
+  const void* gradient;
+  void* buffer;  // mutated; null without momentum
+  double learning_rate, momentum, dampening, weight_decay;
+  bool is_first;  // the buffer holds nothing yet
+  bool nesterov, maximize;
+};
+
 struct Kernels {
   const char* name;
 
@@ -56,6 +67,12 @@ struct Kernels {
   // convert from float32 to float32 past the caches, where the processor can: for more memory than they hold. Before
   // another thread reads the destination, call finish_streaming on this one.
   void (*stream)(float* destination, const float* source, size_t numel, double scale);
+
+  // Whether every element is finite; integers are.
+  bool (*all_finite)(const void* values, ScalarKind kind, size_t numel);
+
+  // float32 and float64 only.
+  void (*step_sgd)(const SgdStep& step, ScalarKind kind, size_t numel);
 };
 
 void finish_streaming();

@@ -1,4 +1,4 @@
-// The kernels for x86-64 processors with AVX2 (and no FMA: products are rounded before they are added).
+// The kernels for x86-64 processors with AVX2 and FMA.
 #include "kernels/kernels.h"
 
 #if defined(__x86_64__) && defined(__GNUC__)
@@ -7,21 +7,23 @@
 // From here to the end of the file; kernels.inl says why no header may follow. Not popped: templates are instantiated
 // at the end of the file.
 #if defined(__clang__)
-#pragma clang attribute push(__attribute__((target("avx2,f16c"))), apply_to = function)
+#pragma clang attribute push(__attribute__((target("avx2,f16c,fma"))), apply_to = function)
 #else
-#pragma GCC target("avx2,f16c")
+#pragma GCC target("avx2,f16c,fma")
 #endif
 
 #define PSENGINE_VECTOR_BYTES 32
 #define PSENGINE_F16C
+#define PSENGINE_FMA
 
 namespace psengine {
 namespace {
 #include "kernels/kernels.inl"
+#include "kernels/step.inl"
 }  // namespace
 
 extern const Kernels avx2_kernels;
-const Kernels avx2_kernels = {"avx2", convert, accumulate, sum, stream};
+const Kernels avx2_kernels = {"avx2", convert, accumulate, sum, stream, all_finite, step_sgd};
 
 }  // namespace psengine
 

@@ -7,23 +7,25 @@
 // From here to the end of the file; kernels.inl says why no header may follow. Not popped: templates are instantiated
 // at the end of the file.
 #if defined(__clang__)
-#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,f16c,avx2"))), \
+#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,f16c,avx2,fma"))), \
                              apply_to = function)
 #else
-#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,f16c,avx2")
+#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,f16c,avx2,fma")
 #endif
 
 #define PSENGINE_VECTOR_BYTES 64
 #define PSENGINE_F16C
+#define PSENGINE_FMA
 #define PSENGINE_AVX512
 
 namespace psengine {
 namespace {
 #include "kernels/kernels.inl"
+#include "kernels/step.inl"
 }  // namespace
 
 extern const Kernels avx512_kernels;
-const Kernels avx512_kernels = {"avx512", convert, accumulate, sum, stream};
+const Kernels avx512_kernels = {"avx512", convert, accumulate, sum, stream, all_finite, step_sgd};
 
 }  // namespace psengine
 

@@ -6,13 +6,17 @@
 #endif
 
 #define PSENGINE_VECTOR_BYTES 16
+#if defined(__aarch64__)
+#define PSENGINE_FMA
+#endif
 
 namespace psengine {
 namespace {
 #include "kernels/kernels.inl"
+#include "kernels/step.inl"
 }  // namespace
 
 extern const Kernels baseline_kernels;
-const Kernels baseline_kernels = {"baseline", convert, accumulate, sum, stream};
+const Kernels baseline_kernels = {"baseline", convert, accumulate, sum, stream, all_finite, step_sgd};
 
 }  // namespace psengine
