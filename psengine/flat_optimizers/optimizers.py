@@ -18,7 +18,7 @@ from torch import Tensor
 
 from psengine.errors import ProtocolError
 from psengine.flat_optimizers.kernel_windows import Place, window_of
-from psengine.flat_optimizers.stretches import STEPS, Stretch, is_addition, step_in_window
+from psengine.flat_optimizers.stretches import STEPS, Stretch, step_in_window, step_sgd
 from psengine.protocol.hyperparameters import SLOTS, check_groups, slot_names
 from psengine.protocol.messages import ErrorCode
 
@@ -156,7 +156,7 @@ class ChunkOptimizer:
                 self._plan(ranges)
         step = STEPS[self._spec.name]
         if into is not None and into is not self._values:
-            if self._add_into(into, gradient, learning_rate_scale):
+            if self._step_into(into, gradient, learning_rate_scale):
                 return
             self.move_to(into.copy_(self._values))
         for stretch in self._stretches:
@@ -209,15 +209,14 @@ class ChunkOptimizer:
             known = ", ".join(SLOTS[self._spec.name])
             raise _refusal(f"{self._spec.name} has no such slot (expected one of {known}, got {name[:80]!r})")
 
-    def _add_into(self, into: Tensor, gradient: Tensor, learning_rate_scale: float) -> bool:
-        """Step from the values to ``into`` in one pass, where one addition is all there is; whether that was so."""
+    def _step_into(self, into: Tensor, gradient: Tensor, learning_rate_scale: float) -> bool:
+        """Step from the values to ``into`` in one pass, where there is one; whether that was so."""
         only = self._stretches[0] if len(self._stretches) == 1 else None
         if only is None or only.end - only.start != self._values.numel() or self._spec.name != "SGD":
             return False
-        options = self._groups[only.group]
-        if not is_addition(only, options):
+        group = self._groups[only.group]
+        if not step_sgd(only, gradient, {**group, "lr": group["lr"] * learning_rate_scale}, into):
             return False
-        torch.add(self._values, gradient, alpha=-(options["lr"] * learning_rate_scale), out=into)
         self.move_to(into)
         return True
 

@@ -12,6 +12,7 @@ from torch.optim.adam import adam
 from torch.optim.rmsprop import rmsprop
 from torch.optim.sgd import sgd
 
+from psengine.flat_optimizers import native_steps
 from psengine.flat_optimizers.kernel_windows import Window
 
 
@@ -53,14 +54,24 @@ def step_in_window(
 # breaks). For tensors on the CPU torch chooses neither foreach nor fused by itself.
 
 
-def is_addition(stretch: Stretch, options: Mapping[str, Any]) -> bool:
-    """Whether a step of SGD with these options is one addition."""
-    return not (options["momentum"] or options["weight_decay"] or options["maximize"] or stretch.is_fused)
+def step_sgd(stretch: Stretch, gradient: Tensor, options: Mapping[str, Any], into: Tensor) -> bool:
+    """Write the values after a step of SGD to ``into``, in one pass; False, and nothing is written, where torch steps.
+
+    ``into`` is like the stretch's values, or these themselves.
+    """
+    if stretch.is_fused:
+        return False
+    slot = stretch.slots["momentum_buffer"] if options["momentum"] else None
+    is_first = slot is not None and not stretch.steps
+    if not native_steps.step_sgd(stretch.values, gradient, slot, options, is_first=is_first, into=into):
+        return False
+    if is_first:
+        stretch.steps.fill_(1)
+    return True
 
 
 def _step_sgd(stretch: Stretch, gradient: Tensor, options: dict[str, Any]) -> None:
-    if is_addition(stretch, options):
-        stretch.values.add_(gradient, alpha=-options["lr"])  # what torch's function comes to, without its checks
+    if step_sgd(stretch, gradient, options, stretch.values):
         return
     slot = stretch.slots["momentum_buffer"] if options["momentum"] else None
     buffers = [slot if slot is not None and stretch.steps else None]
