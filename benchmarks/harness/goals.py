@@ -115,8 +115,15 @@ def _sums(*sizes: str) -> dict[str, dict[str, Any]]:
     return {f"{size}, 2 ranks": {"size": size, "ranks": 2} for size in sizes}
 
 
+def _hosts(models: str, layout: str) -> dict[str, dict[str, Any]]:
+    return {
+        f"{model}, {layout} ranks": {"model": model, "hosts x ranks": layout, "link": "1gbit"}
+        for model in models.split()
+    }
+
+
 STEP, SERVERS, SHARDED = "step_overhead", "step_overhead_servers", "step_overhead_sharded"
-PUSH, SUM, START = "server_throughput", "all_reduce", "start_up"
+PUSH, SUM, START, CLUSTER = "server_throughput", "all_reduce", "start_up", "cluster"
 GROUPS = [
     Group(
         "a step",
@@ -140,6 +147,29 @@ GROUPS = [
     Group("push and pull", PUSH, _pushes((25, 100), (1, 2)), [("async", 3, "ps-lite", "speed")]),
     Group("push and pull", PUSH, _pushes((25, 100), (1, 2)), [("async", 2, "echo", "speed")]),
     Group("push and pull", PUSH, _pushes((25, 100), (1, 2)), [("async, TCP only", 0.9, "working echo", "speed")]),
+    Group(
+        "a step on hosts at 1 Gbit/s",
+        CLUSTER,
+        _hosts("gpt", "4 x 1"),
+        [
+            ("sync", 1, "native"),
+            ("sync-server", 1.05, "native"),
+            ("sync:compress=bf16", 0.67, "native"),
+            ("sync:compress=int8", 0.55, "native"),
+            ("sync:compress=topk,ratio=0.01", 1.3, "none"),
+            ("sync:compress=powersgd,rank=2", 1.3, "none"),
+            ("local:every=16", 1.2, "none"),
+            ("local:every=16,compress=bf16", 1.1, "none"),
+        ],
+    ),
+    Group("a step on hosts at 1 Gbit/s", CLUSTER, _hosts("gpt", "2 x 2"), [("hierarchical", 0.8, "native")]),
+    Group("a step on hosts at 1 Gbit/s", CLUSTER, _hosts("mlp", "2 x 2"), [("hierarchical", 0.75, "native")]),
+    Group(
+        "a step at 10 Mbit/s and 20 ms",
+        "cluster_far",
+        {"gpt, 2 x 1 ranks": {"model": "gpt", "hosts x ranks": "2 x 1", "link": "10mbit"}},
+        [("diloco:every=100,compress=fp4", 100, "native", "speed")],
+    ),
     Group("start", START, {"import": {"what": "import"}}, [("psengine", 0.1, "torch", "beyond")]),
     Group("start", START, {"help": {"what": "help"}}, [("psengine", 0.3, "", "seconds")]),
     Group("start", START, {"first step": {"what": "first step"}}, [("psengine run", 1, "torchrun", "beyond")]),

@@ -1,4 +1,4 @@
-"""``make bench``: every benchmark in turn, under a quarter of an hour on two cores; then RESULTS.md.
+"""``make bench``: every benchmark in turn, under half an hour on two cores; then RESULTS.md.
 
 python benchmarks/harness/suite.py [--only all_reduce,growth] [--quick] [--out DIRECTORY] [--ps-lite PATH]
 """
@@ -36,6 +36,8 @@ class Entry:
 
 SERVERS = "--candidates plain,native,sync-server,async --optimizer SGD"
 SHARDED = "--candidates plain,native,psengine,sharded --optimizer AdamW,momentum"
+HOSTS = "none;native;native-fp16;sync;sync:compress=bf16;sync-server;hierarchical;local:every=16"
+FAR = "none;native;diloco:every=100"
 SUITE = {
     "step_overhead": Entry("step_overhead", "--rounds 25"),
     "step_overhead_servers": Entry("step_overhead", f"--models mlp,gpt --ranks 2 --rounds 15 {SERVERS}"),
@@ -46,6 +48,13 @@ SUITE = {
     "straggler": Entry("straggler", "--candidates native,sync,async --rounds 1 --seconds 20"),
     "start_up": Entry("start_up"),
     "fusion_cuda": Entry("fusion_cuda"),
+    "cluster": Entry("cluster", f"--rates 1gbit --rounds 5 --candidates '{HOSTS}'", limit_s=420),
+    "cluster_far": Entry(
+        "cluster",
+        "--models gpt --layouts 2x1 --rates 10mbit --round-trip-ms 20 --rounds 1 --warm-up 1"
+        f" --candidates '{FAR}' --deadline 400",
+        limit_s=420,
+    ),
 }
 
 

@@ -233,6 +233,7 @@ QUICK = {
     "growth": "--questions shards",
     "start_up": "--what import",
     "fusion_cuda": "",
+    "cluster": "--models small --layouts 2x1 --candidates none;hierarchical --deadline 100",
 }
 
 
