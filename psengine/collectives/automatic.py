@@ -88,7 +88,8 @@ class AutomaticCollective(Collective):
 
     @override
     def all_reduce(self, flat: torch.Tensor, scale: float = 1.0, *, what: str = "tensor") -> Work:
-        return self._carrier(self._shared.sums(flat)).all_reduce(flat, scale, what=what)
+        work = self._shared.begin_at_once(flat, scale, what)
+        return work or self._carrier(self._shared.sums(flat)).all_reduce(flat, scale, what=what)
 
     @override
     def sum(self, flat: torch.Tensor, scale: float = 1.0, *, what: str = "tensor") -> None:

@@ -73,9 +73,13 @@ class Flight:
     def pack_one(self, packing: Packing, position: int) -> None:
         """Pack a large gradient, which is ready, and make progress with the buckets in flight."""
         started_ns = now_ns() if recorder.is_on else 0
-        self._warn_create_graph()
-        with torch.no_grad():
-            packing.pack_one(position, self._step_share.share())
+        share = self._step_share.share()
+        if torch.is_grad_enabled():
+            self._warn_create_graph()
+            with torch.no_grad():
+                packing.pack_one(position, share)
+        else:
+            packing.pack_one(position, share)
         if started_ns:
             recorder.add("pack", started_ns, step=self._step, args=packing.bucket.facts_of(position))
         if self._reductions:
@@ -85,28 +89,30 @@ class Flight:
         """It is this bucket's turn: pack its remaining gradients, and begin the exchange, if there is one."""
         bucket = packing.bucket
         reduction = None
-        if not graph.is_unused_everywhere(bucket.parameter_indices):
+        if not (graph.finds_unused and graph.is_unused_everywhere(bucket.parameter_indices)):
             share = self._step_share.share()
             if self.is_packing:
-                self._warn_create_graph()
                 started_ns = now_ns() if recorder.is_on else 0
-                with torch.no_grad():
+                if torch.is_grad_enabled():
+                    self._warn_create_graph()
+                    with torch.no_grad():
+                        packing.pack_rest(share)
+                else:
                     packing.pack_rest(share)
                 if started_ns:
                     self._spans.packed(bucket, started_ns, self._step)
-                reduction = self._reduce(packing)
+                reduction = self._strategy.reduce(bucket) if self._finite_check is None else self._reduce(packing)
         self._reductions.append(reduction)
 
     def _reduce(self, packing: Packing) -> Reduction:
-        if self._finite_check is None:
-            return self._strategy.reduce(packing.bucket)
+        assert self._finite_check is not None, "without a check the strategy is called at once"
         self._finite_check.note(packing.bucket)
         reduction = self._strategy.reduce(packing.bucket)
         self._finite_check.note(packing.bucket)  # what overflowed where the strategy converted it
         return reduction
 
     def _warn_create_graph(self) -> None:
-        if torch.is_grad_enabled() and not self._warned_create_graph:
+        if not self._warned_create_graph:
             self._warned_create_graph = True
             logger.warning(CREATE_GRAPH_MESSAGE)
 
@@ -125,7 +131,7 @@ class Flight:
         """
         started_s = 0.0 if self.meter is None else time.monotonic()
         reductions, self._reductions = self._reductions, []
-        self.buckets_reduced = sum(reduction is not None for reduction in reductions)
+        self.buckets_reduced = len(reductions) - reductions.count(None)
         if self._finite_check is not None:
             try:
                 self._finite_check.agree(self._layout.buckets[0].device)
@@ -159,7 +165,7 @@ class Flight:
         result = self._spans.wait(reduction.wait, bucket, self._step) if recorder.is_on else reduction.wait()
         if result is not None and self.writes_gradients:
             started_ns = now_ns() if recorder.is_on else 0
-            packing.unpack(result, graph.unused_positions(bucket.parameter_indices))
+            packing.unpack(result, graph.unused_positions(bucket.parameter_indices) if graph.finds_unused else None)
             if started_ns:
                 recorder.add("unpack", started_ns, step=self._step, args=bucket.facts)
 

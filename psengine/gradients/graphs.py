@@ -41,6 +41,7 @@ class EveryParameter:
         records_usage: whether hooks set ``used``, inside no_sync too: gradients accumulated there are exchanged with
             the next backward, even if that one does not use the parameter.
         is_being_counted: whether the coming backward is the one that shows which hooks fire how often.
+        finds_unused: whether some parameters may get no gradient, so that ranks agree which ones.
         has_marked_unused: whether this backward's unused parameters were counted as ready.
         used: by parameter, 1 where this rank used it since the last agreement; after an agreement, where any rank did.
         summed: by parameter, how many ranks used it in the last backward that agreed on it: int32.
@@ -50,6 +51,7 @@ class EveryParameter:
 
     may_rebuild = True
     takes_long_way = False
+    finds_unused = False
     records_usage = False
     is_being_counted = False
     never_changed = True
@@ -114,6 +116,7 @@ class _UsedParameters(EveryParameter):
     """The used-map of one replica, which ``strategy`` sums over ranks on ``device``."""
 
     takes_long_way = True
+    finds_unused = True
 
     def __init__(self, names: Sequence[str], device: torch.device, strategy: Strategy) -> None:
         super().__init__(names)
@@ -149,7 +152,7 @@ class _UsedParameters(EveryParameter):
 
     @override
     def unused_positions(self, indices: Sequence[int]) -> list[bool] | None:
-        if all(self.used[index] for index in indices):
+        if 0 not in self.used or all(self.used[index] for index in indices):
             return None  # without waiting for the other ranks
         self._take_sum()
         unused = [not self.used[index] for index in indices]

@@ -12,6 +12,9 @@ import torch.distributed.rpc
 from torch.autograd.graph import get_gradient_edge
 from torch.utils._python_dispatch import _disable_current_modes
 
+# Whether this torch was built with RPC.
+HAS_RPC = torch.distributed.rpc.is_available()
+
 
 class AccumulationNodes:
     """The nodes of ``parameters``, kept alive: autograd holds them weakly, and a new node would lack our hook.
@@ -77,7 +80,7 @@ def is_in_distributed_autograd() -> bool:
 
     It takes 0.1 µs in programs without RPC.
     """
-    if not torch.distributed.rpc.is_available() or not torch.distributed.rpc.api._is_current_rpc_agent_set():
+    if not HAS_RPC or not torch.distributed.rpc.api._is_current_rpc_agent_set():
         return False
     try:
         torch.distributed.autograd._current_context()

@@ -51,13 +51,18 @@ class Packing:
             skip: positions that stay untouched, because no rank used the parameter; None skips nothing.
         """
         bucket = self.bucket
-        self.create_missing(skip)
         if skip is None:
-            bucket.unpack([_detached(parameter.grad) for parameter in bucket.parameters], result)
+            gradients = [parameter.grad for parameter in bucket.parameters]
+            defined = [gradient for gradient in gradients if gradient is not None]
+            if len(defined) < len(gradients):
+                self.create_missing(None)
+                defined = [_defined(parameter.grad) for parameter in bucket.parameters]
+            bucket.unpack(defined, result)
             return
+        self.create_missing(skip)
         for position, view in enumerate(bucket.views_of_result(result)):
             if not skip[position]:
-                _detached(bucket.parameters[position].grad).copy_(view)
+                _defined(bucket.parameters[position].grad).detach().copy_(view)
 
     def create_missing(self, skip: Sequence[bool] | None) -> None:
         """Let undefined gradients be zeros, except at the positions of ``skip``."""
@@ -67,9 +72,11 @@ class Packing:
                 parameter.grad = torch.zeros_like(bucket.views[position], dtype=parameter.dtype)
 
     def _pack(self, run: Run, share: Share) -> None:
-        self.bucket.pack_run(run, self._gradients(run), share)
+        if self.bucket.may_be_lazy:
+            self._resolve_lazy(run)
+        self.bucket.pack_run(run, [parameter.grad for parameter in run.parameters], share)
 
-    def _gradients(self, run: Run) -> list[torch.Tensor | None]:
+    def _resolve_lazy(self, run: Run) -> None:
         bucket = self.bucket
         for position in bucket.may_be_lazy:
             if run.first <= position < run.last:
@@ -78,7 +85,6 @@ class Packing:
                 resolved = resolve_lazy(parameter.grad)
                 if resolved is not parameter.grad:
                     parameter.grad = resolved
-        return [parameter.grad for parameter in bucket.parameters[run.first : run.last]]
 
 
 class ViewPacking(Packing):
@@ -110,7 +116,9 @@ class ViewPacking(Packing):
 
     @override
     def _pack(self, run: Run, share: Share) -> None:
-        bucket, gradients = self.bucket, self._gradients(run)
+        bucket = self.bucket
+        self._resolve_lazy(run)
+        gradients = [parameter.grad for parameter in run.parameters]
         addresses = bucket.addresses[run.first : run.last]
         is_in_place = [
             gradient is not None and gradient.data_ptr() == address
@@ -212,6 +220,6 @@ class SparsePacking(Packing):
         """A gradient that is undefined stays so."""
 
 
-def _detached(gradient: torch.Tensor | None) -> torch.Tensor:
+def _defined(gradient: torch.Tensor | None) -> torch.Tensor:
     assert gradient is not None, "gradients that were missing have been created"
-    return gradient.detach() if gradient.requires_grad else gradient
+    return gradient

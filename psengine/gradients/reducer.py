@@ -169,7 +169,7 @@ class Reducer(NativeNames):
             ReductionError: the previous backward did not reach every parameter.
         """
         self._check_reducer_finalized()
-        if not self._should_rebuild() or not self._arrival_order:
+        if not self._arrival_order or not self._should_rebuild():
             return False
         assert len(self._arrival_order) == len(self.parameters), "not every gradient arrived"
         agreed = torch.tensor(self._arrival_order, dtype=torch.int64, device=self._device)
@@ -229,8 +229,8 @@ class Reducer(NativeNames):
             self.ready_order = []
         self._misses_gradients = False
         self._count_down.begin(only_counts=only_counts)
-        unreached = self.graph.begin(outputs)
-        self._check_listening([index for index in unreached if self._nodes.was_converted(index)])
+        if unreached := self.graph.begin(outputs):
+            self._check_listening([index for index in unreached if self._nodes.was_converted(index)])
         self.graph.agree(has_data=True)
 
     def expect_local_backward(self) -> None:
@@ -302,10 +302,11 @@ class Reducer(NativeNames):
             return
         if self._next_bucket == 0:
             self.timer.start_communication()
-        while self._next_bucket < len(self.buckets) and pending[self._next_bucket] == 0:
-            self.flight.hand_over(self._layout.packings[self._next_bucket], self.graph)
+        packings = self._layout.packings
+        while self._next_bucket < len(packings) and pending[self._next_bucket] == 0:
+            self.flight.hand_over(packings[self._next_bucket], self.graph)
             self._next_bucket += 1
-        if self._next_bucket == len(self.buckets):
+        if self._next_bucket == len(packings):
             self.graph.handed_over()
             torch.autograd.Variable._execution_engine.queue_callback(self._finalize_from_engine)
 
@@ -329,7 +330,7 @@ class Reducer(NativeNames):
 
     def _finalize_from_engine(self) -> None:
         with self._lock:
-            if self._should_rebuild():
+            if not self._layout_is_final and self._should_rebuild():
                 self._arrival_order.extend(self.graph.never_arriving)
             self._finalize()
 
@@ -349,7 +350,8 @@ class Reducer(NativeNames):
         self.timer.end_communication()
 
     def _settle(self) -> None:
-        self.graph.settle()
+        if self.graph.finds_unused:
+            self.graph.settle()
         self.step_share.settle()
 
     def _stop_expecting_hooks(self) -> None:

@@ -123,7 +123,7 @@ def _runs_natively(device: torch.device) -> bool:
 
 
 def _call(operator: Any, reference: Callable[..., Any], flat: torch.Tensor, arguments: tuple[Any, ...]) -> Any:
-    if not _runs_natively(flat.device):
+    if not ((flat.is_cpu and _RUNS_ON_CPU) or _runs_natively(flat.device)):
         native.say_if_missing()
         return reference(*arguments)
     try:
@@ -247,6 +247,7 @@ _unpack: Any = None
 _pack_stats: Any = None
 _accumulate: Any = None
 _NATIVE_DEVICES: frozenset[str] = frozenset()
+_RUNS_ON_CPU = False
 
 
 def _fake_pack_stats(flat: torch.Tensor, tensors: Sequence[torch.Tensor], *_rest: Any, **_options: Any) -> Statistics:
@@ -263,6 +264,7 @@ if native.extension is not None:
         for device, key in {"cpu": "CPU", "cuda": "CUDA"}.items()
         if torch._C._dispatch_has_kernel_for_dispatch_key("psengine::pack_", key)
     }
+    _RUNS_ON_CPU = "cpu" in _NATIVE_DEVICES
     # Autograd has nothing to record: without this every call would search its arguments for something to warn about.
     _autograd = torch.library.Library("psengine", "IMPL")
     for _name in ("pack_", "unpack_", "pack_stats_", "accumulate_"):

@@ -34,6 +34,7 @@ class BucketExchange(ABC):
         self.state = None if bucket.sparse else codec.make_state(bucket.numel, bucket.dtype, bucket.device)
         self._collective = collective
         self._codec = codec
+        self._what = bucket.describe()
 
     @abstractmethod
     def reduce(self, scale: float) -> Reduction:
@@ -46,7 +47,7 @@ class SummedAsPacked(BucketExchange):
     @override
     def reduce(self, scale: float) -> Reduction:
         flat = self.bucket.flat
-        return _Sum(flat, self._collective.all_reduce(flat, scale, what=self.bucket.describe()))
+        return _Sum(flat, self._collective.all_reduce(flat, scale, what=self._what))
 
 
 class SummedPayload(BucketExchange):
@@ -61,7 +62,7 @@ class SummedPayload(BucketExchange):
     def reduce(self, scale: float) -> Reduction:
         self._codec.encode(self.bucket.flat, self._payload)
         self.bucket.note_encoded(self._payload)
-        return _Sum(self._payload, self._collective.all_reduce(self._payload, scale, what=self.bucket.describe()))
+        return _Sum(self._payload, self._collective.all_reduce(self._payload, scale, what=self._what))
 
 
 class GatheredPayloads(BucketExchange):
@@ -76,7 +77,7 @@ class GatheredPayloads(BucketExchange):
     @override
     def reduce(self, scale: float) -> Reduction:
         self._codec.encode(self.bucket.flat, self._payload, self.state)
-        work = self._collective.all_gather(self._gathered, self._payload, what=self.bucket.describe())
+        work = self._collective.all_gather(self._gathered, self._payload, what=self._what)
         return _DecodedSum(self, self._codec, self._gathered, scale, work)
 
 

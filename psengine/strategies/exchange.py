@@ -37,7 +37,15 @@ class Step:
 
 
 class Reduction(ABC):
-    """The exchange of one bucket's gradients, in flight."""
+    """The exchange of one bucket's gradients, in flight.
+
+    Attributes:
+        is_superseded: whether the result of ``wait`` is out of date, so that the caller waits again. Asked after all
+            waits of a backward: a worker that lost its membership and joined again takes part in a later step, with
+            every bucket.
+    """
+
+    is_superseded = False
 
     @abstractmethod
     def wait(self) -> torch.Tensor | None:
@@ -48,15 +56,6 @@ class Reduction(ABC):
         Raises:
             CollectiveError: the exchange failed or passed its deadline; the message names who is missing.
         """
-
-    @property
-    def is_superseded(self) -> bool:
-        """Whether the result of ``wait`` is out of date, so that the caller waits again.
-
-        Asked after all waits of a backward: a worker that lost its membership and joined again takes part in a later
-        step, with every bucket.
-        """
-        return False
 
     def drop(self) -> None:
         """``wait``, and drop the result: a codec's residual is as before."""

@@ -160,7 +160,8 @@ class SyncAllReduce(Strategy):
     def reduce(self, bucket: Bucket) -> Reduction:
         if self._hook is not None:
             return _HookReduction(self.collective, bucket, self._hook(bucket))
-        _ = self.collective  # a strategy that was closed says so
+        if not self._exchanges:
+            _ = self.collective  # which says that the strategy was closed
         return self._exchanges[bucket.index].reduce(self._scale)
 
     @override

@@ -47,12 +47,14 @@ class Run:
 
     Attributes:
         first, last: positions in the bucket; ``last`` is the first that no longer belongs.
+        parameters: those at these positions.
         flat: their part of the bucket's flat tensor.
         layout: where in it each tensor belongs; see ``ops.layout_of``.
     """
 
     first: int
     last: int
+    parameters: list[torch.Tensor]
     flat: torch.Tensor
     layout: torch.Tensor
 
@@ -160,8 +162,9 @@ class Bucket:
 
     def _make_run(self, first: int, last: int) -> Run:
         end = self.offsets[last] if last < len(self.parameters) else self.numel
-        layout = ops.layout_of(self.parameters[first:last])
-        return Run(first=first, last=last, flat=self.flat[self.offsets[first] : end], layout=layout)
+        parameters = self.parameters[first:last]
+        flat, layout = self.flat[self.offsets[first] : end], ops.layout_of(parameters)
+        return Run(first=first, last=last, parameters=parameters, flat=flat, layout=layout)
 
     def views_of(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Per parameter its part of another flat tensor with this bucket's layout."""
@@ -208,7 +211,7 @@ class Bucket:
 
     def _copy_run(self, run: Run, tensors: list[torch.Tensor], divisor: float) -> bool:
         """Copy a run's tensors in one call; False where one of them needs care: sparse, or in the flat memory."""
-        if any(tensor.is_sparse for tensor in tensors):
+        if not self._is_native and any(tensor.is_sparse for tensor in tensors):
             return False
         try:
             if self.counts_non_finite:
@@ -222,7 +225,7 @@ class Bucket:
                     run.flat.mul_(1.0 / divisor)
         except RuntimeError:
             storage = self.flat.untyped_storage().data_ptr()
-            if not any(tensor.untyped_storage().data_ptr() == storage for tensor in tensors):
+            if not any(tensor.is_sparse or tensor.untyped_storage().data_ptr() == storage for tensor in tensors):
                 raise
             return False
         return True
@@ -256,10 +259,10 @@ class Bucket:
 
         Their version counters may stay as they are.
         """
-        if self._is_native and result.is_contiguous() and result.dtype.is_floating_point:
-            ops.unpack_(tensors, result.view(-1), 1.0, self._layout)
+        if self._is_native and (result is self.flat or (result.is_contiguous() and result.dtype.is_floating_point)):
+            ops.unpack_(tensors, result if result is self.flat else result.view(-1), 1.0, self._layout)
         else:
-            torch._foreach_copy_(tensors, self.views_of_result(result))
+            torch._foreach_copy_([tensor.detach() for tensor in tensors], self.views_of_result(result))
 
     # ---- values that are not finite ----------------------------------------------------------------------------
 

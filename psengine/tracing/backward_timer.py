@@ -23,58 +23,56 @@ class BackwardTimer:
 
     On CUDA these are times of launching, not of computing. Methods may be called in any order: a program may leave a
     forward or backward half-way.
+
+    Attributes:
+        is_sampling: whether the iteration whose backward is expected, or under way, is being timed.
     """
 
     def __init__(self) -> None:
         self.sample_rate = DEFAULT_SAMPLE_RATE
+        self.is_sampling = False
         self._forward = (0, 0)  # the latest: its iteration, and its start
         # Of the iteration that is being timed.
-        self._marks_ns: dict[str, int] | None = None
+        self._marks_ns: dict[str, int] = {}
         self._iteration = 0
         self._totals_ns: dict[str, int] = {}
         self._samples = 0
         self._last: dict[str, int] = {}
 
-    @property
-    def is_sampling(self) -> bool:
-        """Whether the iteration whose backward is expected, or under way, is being timed."""
-        return self._marks_ns is not None
-
     def start_forward(self, iteration: int) -> None:
         """A forward begins; publishes the times of the iteration before, if it was sampled and is complete."""
-        self._publish()
+        if self.is_sampling:
+            self._publish()
         self._forward = (iteration, time.time_ns())
 
     def start_backward(self) -> None:
         """The forward is over, backward may begin."""
         iteration, started_ns = self._forward
-        is_sampled = iteration <= ALWAYS_SAMPLED_ITERATIONS or iteration % self.sample_rate == 0
+        self.is_sampling = iteration <= ALWAYS_SAMPLED_ITERATIONS or iteration % self.sample_rate == 0
         self._iteration = iteration
-        self._marks_ns = None
-        if is_sampled:
+        if self.is_sampling:
             self._marks_ns = {"forward_compute_time_start": started_ns, "backward_compute_time_start": time.time_ns()}
 
     def start_communication(self) -> None:
         """The first bucket is handed over."""
-        self._mark("backward_comm_time_start")
+        if self.is_sampling:
+            self._marks_ns["backward_comm_time_start"] = time.time_ns()
 
     def end_backward(self) -> None:
         """All gradients are computed; what remains is waiting."""
-        self._mark("backward_compute_time_end")
+        if self.is_sampling:
+            self._marks_ns["backward_compute_time_end"] = time.time_ns()
 
     def end_communication(self) -> None:
         """All gradients are averaged."""
-        self._mark("backward_comm_time_end")
-
-    def _mark(self, name: str) -> None:
-        if self._marks_ns is not None:
-            self._marks_ns[name] = time.time_ns()
+        if self.is_sampling:
+            self._marks_ns["backward_comm_time_end"] = time.time_ns()
 
     def _publish(self) -> None:
         marks = self._marks_ns
-        if marks is None or not marks.keys() >= _NEEDED_MARKS:
+        if not marks.keys() >= _NEEDED_MARKS:
             return
-        self._marks_ns = None
+        self.is_sampling = False
         forward_start, backward_start = marks["forward_compute_time_start"], marks["backward_compute_time_start"]
         communication_start, communication_end = marks["backward_comm_time_start"], marks["backward_comm_time_end"]
         backward_end = marks["backward_compute_time_end"]

@@ -30,7 +30,7 @@ from psengine.strategies.base import Strategy
 from psengine.strategies.batch_weights import checked_weight
 from psengine.strategies.statistics import Statistics
 from psengine.tracing.spans import record_forward
-from psengine.tracing.timeline import recorder
+from psengine.tracing.timeline import is_profiling, recorder
 from psengine.wrapper import arguments as checks
 from psengine.wrapper.module_state import BufferBroadcast, shared_state
 from psengine.wrapper.native_features.compilation import stay_out_of_graphs
@@ -64,6 +64,8 @@ class ForwardPass(NativeDistributedDataParallel):  # type: ignore[misc]
     strategy: Strategy
     reducer: Reducer
     process_group: dist.ProcessGroup | None
+    require_forward_param_sync: bool
+    _static_graph_delay_allreduce_enqueued: bool
     _collective: Collective
     _buffer_broadcast: BufferBroadcast
 
@@ -71,15 +73,20 @@ class ForwardPass(NativeDistributedDataParallel):  # type: ignore[misc]
         """Run the module; gradients of its outputs will be exchanged by the next backward (see ``no_sync``)."""
         stay_out_of_graphs()
         started_ns = recorder.settled_ns() if recorder.is_on else 0
-        with torch.autograd.profiler.record_function("DistributedDataParallel.forward"):
-            inputs, kwargs = self._pre_forward(*inputs, **kwargs)
-            output = self._run_ddp_forward(*inputs, **kwargs)
-            output = self._post_forward(output)
+        if is_profiling():
+            with torch.autograd.profiler.record_function("DistributedDataParallel.forward"):
+                output = self._run(inputs, kwargs)
+        else:
+            output = self._run(inputs, kwargs)
         if started_ns and not self._delay_all_reduce_all_params:
             # What is accumulated, or evaluated, before the next exchange belongs to that one.
             is_exchanged = torch.is_grad_enabled() and self.require_backward_grad_sync
             record_forward(started_ns, self.reducer.iteration + (not is_exchanged), (inputs, kwargs), output)
         return output
+
+    def _run(self, inputs: Any, kwargs: Any) -> Any:
+        inputs, kwargs = self._pre_forward(*inputs, **kwargs)
+        return self._post_forward(self._run_ddp_forward(*inputs, **kwargs))
 
     def _run_ddp_forward(self, *inputs: Any, **kwargs: Any) -> Any:
         # Native DDP's own version would import torch._dynamo, which takes seconds.
@@ -109,7 +116,7 @@ class ForwardPass(NativeDistributedDataParallel):  # type: ignore[misc]
             self.reducer.step_share.join_step(None if self._divide_by_initial_world_size else work)
         if torch.is_grad_enabled() and self.reducer._rebuild_buckets():
             self._has_rebuilt_buckets = True
-        if self._check_sync_bufs_pre_fwd():
+        if self.modules_buffers and self._check_sync_bufs_pre_fwd():
             self._sync_buffers()
         if self._join_config.enable:
             self._check_global_requires_backward_grad_sync(is_joined_rank=False)
@@ -131,11 +138,13 @@ class ForwardPass(NativeDistributedDataParallel):  # type: ignore[misc]
         return output
 
     def _expect_backward(self, output: Any) -> Any:
-        if self._check_sync_bufs_post_fwd():
+        if self.modules_buffers and self._check_sync_bufs_post_fwd():
             self._sync_buffers()
         searches_graph = self.find_unused_parameters and not self.static_graph
         will_exchange = torch.is_grad_enabled() and self.require_backward_grad_sync
-        self.require_forward_param_sync = will_exchange
+        # An assignment to a module's attribute takes a microsecond.
+        if self.require_forward_param_sync is not will_exchange:
+            self.require_forward_param_sync = will_exchange
         if will_exchange:
             self.reducer.prepare_for_backward(list(native._find_tensors(output)) if searches_graph else ())
         elif torch.is_grad_enabled():
@@ -144,7 +153,8 @@ class ForwardPass(NativeDistributedDataParallel):  # type: ignore[misc]
         # (https://github.com/pytorch/pytorch/issues/143580).
         counts_graph = will_exchange and self.reducer.graph.is_being_counted
         # A backward that raised has dropped what it had queued.
-        self._static_graph_delay_allreduce_enqueued = not counts_graph
+        if self._static_graph_delay_allreduce_enqueued is counts_graph:
+            self._static_graph_delay_allreduce_enqueued = not counts_graph
         return self._watch_backward(output, counts_graph) if searches_graph or counts_graph else output
 
     def _watch_backward(self, output: Any, counts_graph: bool) -> Any:

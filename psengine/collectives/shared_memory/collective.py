@@ -142,13 +142,29 @@ class SharedMemoryCollective(Collective):
 
     @override
     def all_reduce(self, flat: torch.Tensor, scale: float = 1.0, *, what: str = "tensor") -> SharedMemoryWork:
+        if (work := self.begin_at_once(flat, scale, what)) is not None:
+            return work
         what = f"all-reduce of {what}"
-        kind = kind_at_once(flat, scale)
-        if kind is None:
-            check_flat(self, what, flat, scale)
-            flat = real(flat)
-            kind = self._kind(what, flat)
+        check_flat(self, what, flat, scale)
+        flat = real(flat)
+        kind = self._kind(what, flat)
         return self._begin_on(flat, what, "shared_memory_all_reduce", flat.data_ptr(), flat.numel(), kind, scale)
+
+    def begin_at_once(self, flat: torch.Tensor, scale: float, what: str) -> SharedMemoryWork | None:
+        """``all_reduce`` in one native call. None, and nothing has happened, where more is to be checked."""
+        kind = kind_at_once(flat, scale)
+        if kind is None or self._group is None or is_profiling():
+            return None
+        what = f"all-reduce of {what}"
+        try:
+            arguments = flat.data_ptr(), flat.numel(), kind, scale
+            operation = self._extension.shared_memory_all_reduce(self._group, *arguments)
+        except RuntimeError as error:
+            raise self._failure(what, error) from error
+        self._outstanding[operation] = flat
+        if len(self._outstanding) > FORGET_FROM:
+            self.completed()
+        return SharedMemoryWork(self, operation, what)
 
     @override
     def sum(self, flat: torch.Tensor, scale: float = 1.0, *, what: str = "tensor") -> None:
@@ -168,7 +184,7 @@ class SharedMemoryCollective(Collective):
             raise self._failure(f"all-reduce of {what}", error) from error
         if operation != 0:
             self._outstanding[operation] = flat
-            self._finish(operation, f"all-reduce of {what}", self.timeout_s, has_spun=True)
+            self.finish(operation, f"all-reduce of {what}", self.timeout_s, has_spun=True)
         return True
 
     @override
@@ -309,14 +325,7 @@ class SharedMemoryCollective(Collective):
         with profiled(what):
             return call(self._group, *arguments)
 
-    def _wait(self, operation: int, what: str, timeout_s: float) -> None:
-        if not is_profiling():
-            self._finish(operation, what, timeout_s)
-            return
-        with profiled(f"wait for {what}"):
-            self._finish(operation, what, timeout_s)
-
-    def _finish(self, operation: int, what: str, timeout_s: float, *, has_spun: bool = False) -> None:
+    def finish(self, operation: int, what: str, timeout_s: float, *, has_spun: bool = False) -> None:
         started_ns = recorder.settled_ns() if recorder.is_on else 0
         failure = None
         try:
@@ -331,7 +340,7 @@ class SharedMemoryCollective(Collective):
         if started_ns:
             record_wait(what, started_ns)
         self._outstanding.pop(operation, None)
-        if self._outstanding:
+        if min(self._outstanding, default=operation) < operation:
             self._forget(operation)
 
     def _sleep(self, operation: int, what: str, timeout_s: float) -> tuple[int, int, str] | None:
@@ -380,8 +389,12 @@ class SharedMemoryWork(Work):
     @override
     def wait(self, timeout_s: float | None = None) -> None:
         """``timeout_s`` overrides the deadline. Passing it ends the whole group."""
-        self._collective._wait(self._operation, self._what, self._timeout_s if timeout_s is None else timeout_s)
-        if self._finish:
-            finish, self._finish = self._finish, ()
-            for copy in finish:
-                copy()
+        timeout_s = self._timeout_s if timeout_s is None else timeout_s
+        if is_profiling():
+            with profiled(f"wait for {self._what}"):
+                self._collective.finish(self._operation, self._what, timeout_s)
+        else:
+            self._collective.finish(self._operation, self._what, timeout_s)
+        finish, self._finish = self._finish, ()
+        for copy in finish:
+            copy()

@@ -300,8 +300,7 @@ class _Average(Reduction):
         self._rejoins = 0
 
     @property
-    @override
-    def is_superseded(self) -> bool:
+    def is_superseded(self) -> bool:  # type: ignore[override]
         return self._strategy.rejoins > self._rejoins
 
     @override
