@@ -7,14 +7,12 @@ command that only shows its help, or asks a server for its status, does not wait
 import importlib
 from typing import TYPE_CHECKING
 
-from psengine import former_names
 from psengine.collectives.torch_backend import backend as torch_backend
 from psengine.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from psengine.api import *  # noqa: F403 - __all__ is there
 
-former_names.install()
 torch_backend.register()
 
 # Hidden from type checkers, which would take any name for one of ours.
@@ -22,8 +20,6 @@ if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> object:
         """Return a public name, or a folder of the package, which loading the public names imports."""
-        if f"psengine.{name}" in former_names.MOVED:
-            return former_names.load(f"psengine.{name}")
         # Python asks modules for names such as __path__, and an import for that of a module that it has not loaded yet.
         if not name.startswith("_") or name == "__all__":
             api = importlib.import_module("psengine.api")

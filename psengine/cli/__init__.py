@@ -8,7 +8,7 @@ from psengine.environment.installation import OTHER_DISTRIBUTION, other_distribu
 
 # Both distributions have a psengine/__init__.py, and the one that was installed last has overwritten the other's. This
 # module is ours alone, so it can still tell.
-if not hasattr(psengine, "former_names"):
+if not hasattr(psengine, "torch_backend"):
     _found = ", ".join(text for text, is_ours in other_distributions() if not is_ours) or "one that is not installed"
     raise ImportError(
         f"Another project's package psengine lies over this one (expected {psengine.__file__} to be ours, got that of"

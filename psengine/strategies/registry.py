@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
 from psengine.codecs.base import Codec
 from psengine.codecs.registry import CODECS
 from psengine.environment.variables import default_strategy
@@ -34,20 +32,18 @@ def register_strategy(name: str, factory: Callable[..., Strategy]) -> None:
     STRATEGIES.register(name, factory)
 
 
-def _sync(
-    *, compress: str | Codec | None = None, dtype: str | torch.dtype | None = None, shard_optimizer: bool = False
-) -> Strategy:
+def _sync(*, compress: str | Codec | None = None, shard_optimizer: bool = False) -> Strategy:
     """Strategy "sync": gradients are averaged; the optimizer is each rank's own, or sharded."""
     if not isinstance(shard_optimizer, bool):
         raise ConfigurationError(
             f"shard_optimizer of strategy 'sync' (expected true or false, got {shard_optimizer!r})"
         )
     if not shard_optimizer:
-        return SyncAllReduce(compress=compress, dtype=dtype)
-    if compress is not None or dtype is not None:
+        return SyncAllReduce(compress=compress)
+    if compress is not None:
         raise ConfigurationError(
             "shard_optimizer=true exchanges gradients as they are (expected no compress, got"
-            f" {compress or dtype}). Fix: leave one of the two out."
+            f" {compress}). Fix: leave one of the two out."
         )
     from psengine.strategies.sharding.sync import SyncShardedOptimizer
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -22,9 +21,6 @@ from psengine.strategies.verification import verify_replicas
 from psengine.tensors.bucket import Bucket
 from psengine.tensors.share import WHOLE, Share
 
-# Values of the option dtype, the name of compress in the last version.
-FORMER_DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
-
 
 class SyncAllReduce(Strategy):
     """Average each bucket over all ranks by one all-reduce; staleness 0, each worker steps its own optimizer.
@@ -33,7 +29,6 @@ class SyncAllReduce(Strategy):
         compress: the codec of gradients, or its name. "bf16" and "fp16" halve the bytes and cost precision: each addend
             is rounded once, while gradients are packed, and the sum after each addition. None: values travel as they
             are.
-        dtype: the former name of ``compress``, for one more version: "bfloat16", "float16" or "float32".
 
     Raises:
         ConfigurationError: there is no such codec.
@@ -42,13 +37,8 @@ class SyncAllReduce(Strategy):
     name = "sync"
     capabilities = Capabilities(gathers=True)
 
-    def __init__(self, *, compress: str | Codec | None = None, dtype: str | torch.dtype | None = None) -> None:
-        if compress is not None and dtype is not None:
-            raise ConfigurationError(
-                "dtype is the former name of compress (expected one of them, got"
-                f" compress={compress!r} and dtype={dtype})"
-            )
-        self._codec = resolve_codec(compress if dtype is None else _codec_of_dtype(dtype))
+    def __init__(self, *, compress: str | Codec | None = None) -> None:
+        self._codec = resolve_codec(compress)
         self._replica: Replica | None = None
         self._hook: CommHook | None = None
         self._weights: BatchWeights | None = None
@@ -216,21 +206,6 @@ class _HookReduction(Reduction):
                 f" {self._bucket.numel} elements for {self._bucket.describe()}, got {result.numel()})"
             )
         return result
-
-
-def _codec_of_dtype(dtype: str | torch.dtype) -> str:
-    codec = FORMER_DTYPES.get(str(dtype).removeprefix("torch."))
-    if codec is None:
-        raise ConfigurationError(
-            f"dtype of SyncAllReduce is one of {sorted(FORMER_DTYPES)} (got {dtype!r}). Fix: use compress, one of"
-            f" {sorted(FORMER_DTYPES.values())}."
-        )
-    warnings.warn(
-        f"dtype={dtype} of SyncAllReduce is now compress={codec}; the former name goes with the next version",
-        DeprecationWarning,
-        stacklevel=3,
-    )
-    return codec
 
 
 def tensor_of_future(value: Any) -> torch.Tensor:

@@ -50,7 +50,6 @@ FLOORS = [
     "environment",
     "specification",
     "errors",
-    "former_names",
     "version",
 ]
 MAY_USE_TORCH_DISTRIBUTED = {

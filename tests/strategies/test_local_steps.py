@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from support.expectations import raises
+from support.local_rule import LocalRule, RuleOptions
 from support.processes import in_ranks, run_ranks, run_ranks_to_any_end
 from torch import nn
 
@@ -18,7 +19,6 @@ from psengine.errors import ConfigurationError
 from psengine.strategies.local.fragments import cut
 from psengine.strategies.local.schedule import Schedule
 from psengine.strategies.registry import resolve_strategy
-from psengine.verify.local_rule import LocalRule, RuleOptions
 
 STEPS = 14
 RULES = {

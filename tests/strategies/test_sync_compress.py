@@ -233,14 +233,3 @@ def test_choices():
         psengine.SyncAllReduce(compress="fp16").register_comm_hook(lambda bucket: None)
     copy = pickle.loads(pickle.dumps(psengine.SyncAllReduce(compress="fp16")))
     assert repr(copy) == "SyncAllReduce(compress='fp16')"
-
-
-@pytest.mark.parametrize("dtype", ["bfloat16", torch.bfloat16])
-def test_the_former_name_dtype_warns(dtype):
-    with pytest.warns(DeprecationWarning, match="is now compress=bf16"):
-        strategy = psengine.SyncAllReduce(dtype=dtype)
-    assert repr(strategy) == "SyncAllReduce(compress='bf16')"
-    with pytest.raises(ConfigurationError, match=r"'bfloat16', .* \(got 'int8'\)"):
-        resolve_strategy("sync:dtype=int8")
-    with pytest.raises(ConfigurationError, match="expected one of them, got compress='bf16' and dtype="):
-        psengine.SyncAllReduce(compress="bf16", dtype=dtype)
