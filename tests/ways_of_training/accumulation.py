@@ -14,25 +14,19 @@ from ways_of_training.table import row
 def accumulated_inside_no_sync(run: Run) -> None:
     """Three micro-batches, the first two inside no_sync."""
     model = run.wrap(mlp())
-    optimizer = run.sgd(model)
-    for x, y in run.batches(size=6):
-        optimizer.zero_grad()
+    for x, y in run.training(run.sgd(model), size=6):
         for part in range(3):
             with model.no_sync() if part < 2 else contextlib.nullcontext():
                 (classify(model, x[part::3], y[part::3]) / 3).backward()
-        optimizer.step()
 
 
 @row
 def accumulated_without_no_sync(run: Run) -> None:
     """Two micro-batches, both exchanged."""
     model = run.wrap(mlp())
-    optimizer = run.sgd(model)
-    for x, y in run.batches():
-        optimizer.zero_grad()
+    for x, y in run.training(run.sgd(model)):
         for part in range(2):
             (classify(model, x[part::2], y[part::2]) / 2).backward()
-        optimizer.step()
 
 
 @row(slow=True)
@@ -54,27 +48,21 @@ def accumulated_over_batches(run: Run) -> None:
 def only_forward_inside_no_sync(run: Run) -> None:
     """The forward inside no_sync, its backward outside."""
     model = run.wrap(mlp())
-    optimizer = run.sgd(model)
-    for x, y in run.batches():
-        optimizer.zero_grad()
+    for x, y in run.training(run.sgd(model)):
         with model.no_sync():
             loss = classify(model, x[:2], y[:2])
         loss.backward()
         classify(model, x[2:], y[2:]).backward()
-        optimizer.step()
 
 
 @row
 def only_backward_inside_no_sync(run: Run) -> None:
     """The forward outside no_sync, its backward inside: it is exchanged."""
     model = run.wrap(mlp())
-    optimizer = run.sgd(model)
-    for x, y in run.batches():
-        optimizer.zero_grad()
+    for x, y in run.training(run.sgd(model)):
         loss = classify(model, x, y)
         with model.no_sync():
             loss.backward()
-        optimizer.step()
 
 
 @row
@@ -94,26 +82,20 @@ def accumulated_in_views(run: Run) -> None:
 def accumulated_with_unused_parameters(run: Run) -> None:
     """A head that only the micro-batch inside no_sync uses, with find_unused_parameters."""
     model = run.wrap(Pieces(), find_unused_parameters=True)
-    optimizer = run.sgd(model)
-    for x, y in run.batches(4):
-        optimizer.zero_grad()
+    for x, y in run.training(run.sgd(model), 4):
         with model.no_sync():
             torch.nn.functional.cross_entropy(model(x, with_spare=True), y).backward()
         torch.nn.functional.cross_entropy(model(x), y).backward()
-        optimizer.step()
 
 
 @row(slow=True)
 def growing_accumulation(run: Run) -> None:
     """One micro-batch in the first step, two in the second, three in the third."""
     model = run.wrap(mlp())
-    optimizer = run.sgd(model)
-    for step, (x, y) in enumerate(run.batches(size=6)):
-        optimizer.zero_grad()
+    for step, (x, y) in enumerate(run.training(run.sgd(model), size=6)):
         for part in range(step + 1):
             with model.no_sync() if part < step else contextlib.nullcontext():
                 (classify(model, x[part :: step + 1], y[part :: step + 1]) / (step + 1)).backward()
-        optimizer.step()
 
 
 @row

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, spectral_norm
-from ways_of_training.networks import classify, mlp
+from ways_of_training.networks import classify, mlp, train
 from ways_of_training.run import CLASSES, WIDTH, Run
 from ways_of_training.table import apart_from, left_out, row
 
@@ -17,18 +15,6 @@ import psengine
 LATER = apart_from("buffer", reason="they are rank 0's at the end of backward, not before the next forward")
 
 
-def train(run: Run, module: nn.Module, steps: int = 4, **options: Any) -> Any:
-    model = run.wrap(module, **options)
-    optimizer = run.sgd(model)
-    for x, y in run.batches(steps):
-        optimizer.zero_grad()
-        loss = classify(model, x, y)
-        loss.backward()
-        optimizer.step()
-        run.note(loss)
-    return model
-
-
 def normed(layer: nn.Module) -> nn.Sequential:
     return nn.Sequential(nn.Linear(WIDTH, 8), layer, nn.Tanh(), nn.Linear(8, CLASSES))
 
@@ -36,7 +22,7 @@ def normed(layer: nn.Module) -> nn.Sequential:
 @row(sync_server=LATER)
 def batch_norm(run: Run) -> None:
     """BatchNorm1d."""
-    train(run, normed(nn.BatchNorm1d(8)))
+    train(run, run.wrap(normed(nn.BatchNorm1d(8))))
 
 
 @row(sync_server=LATER)
@@ -59,7 +45,7 @@ def batch_norm_evaluated(run: Run) -> None:
 @row(since_torch=(2, 13))
 def batch_norm_of_ones_own(run: Run) -> None:
     """BatchNorm1d whose buffers stay each rank's own: forward_sync_buffers=False."""
-    train(run, normed(nn.BatchNorm1d(8)), forward_sync_buffers=False)
+    train(run, run.wrap(normed(nn.BatchNorm1d(8)), forward_sync_buffers=False))
 
 
 @row(slow=True, sync_server=LATER)
@@ -79,11 +65,8 @@ def batch_norm_frozen(run: Run) -> None:
 def batch_norm_twice_a_step(run: Run) -> None:
     """BatchNorm1d in two forwards before one backward."""
     model = run.wrap(normed(nn.BatchNorm1d(8)))
-    optimizer = run.sgd(model)
-    for x, y in run.batches():
-        optimizer.zero_grad()
+    for x, y in run.training(run.sgd(model)):
         (classify(model, x, y) + classify(model, x.flip(1), y)).backward()
-        optimizer.step()
 
 
 @row(
@@ -92,7 +75,7 @@ def batch_norm_twice_a_step(run: Run) -> None:
 )
 def synchronised_batch_norm(run: Run) -> None:
     """SyncBatchNorm."""
-    train(run, psengine.convert_sync_batchnorm(normed(nn.BatchNorm1d(8))))
+    train(run, run.wrap(psengine.convert_sync_batchnorm(normed(nn.BatchNorm1d(8)))))
 
 
 @row(sync_server=LATER)
@@ -100,7 +83,7 @@ def spectral_normalisation(run: Run) -> None:
     """parametrizations.spectral_norm, whose buffers each forward moves."""
     module = mlp()
     parametrizations.spectral_norm(module[0])
-    train(run, module)
+    train(run, run.wrap(module))
 
 
 @row(slow=True, sync_server=LATER)
@@ -108,7 +91,7 @@ def spectral_normalisation_of_old(run: Run) -> None:
     """torch.nn.utils.spectral_norm, the older one."""
     module = mlp()
     spectral_norm(module[2])
-    train(run, module)
+    train(run, run.wrap(module))
 
 
 class Counting(nn.Module):
@@ -131,7 +114,7 @@ class Counting(nn.Module):
 @row(sync_server=LATER)
 def buffers_of_several_dtypes(run: Run) -> None:
     """An integer counter, a boolean mask, and a mean that forward replaces by a new tensor."""
-    train(run, Counting())
+    train(run, run.wrap(Counting()))
 
 
 @row(sync_server=LATER)
@@ -160,10 +143,7 @@ def buffer_registered_late(run: Run) -> None:
 def buffers_and_no_sync(run: Run) -> None:
     """BatchNorm1d while accumulating inside no_sync."""
     model = run.wrap(normed(nn.BatchNorm1d(8)))
-    optimizer = run.sgd(model)
-    for x, y in run.batches(3, size=8):
-        optimizer.zero_grad()
+    for x, y in run.training(run.sgd(model), 3, size=8):
         with model.no_sync():
             classify(model, x[:4], y[:4]).backward()
         classify(model, x[4:], y[4:]).backward()
-        optimizer.step()

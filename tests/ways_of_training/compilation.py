@@ -11,12 +11,9 @@ from ways_of_training.table import row
 
 
 def train(run: Run, model: Any, called: Any) -> None:
-    optimizer = run.sgd(model)
-    for x, y in run.batches():
-        optimizer.zero_grad()
+    for x, y in run.training(run.sgd(model)):
         loss = classify(called, x, y)
         loss.backward()
-        optimizer.step()
         run.note(loss)
 
 
@@ -60,8 +57,5 @@ def compiled_step(run: Run) -> None:
     torch._dynamo.reset()
     model = run.wrap(mlp(), bucket_cap_mb=25)
     train_loss = torch.compile(classify, backend="eager")
-    optimizer = run.sgd(model)
-    for x, y in run.batches():
-        optimizer.zero_grad()
+    for x, y in run.training(run.sgd(model)):
         train_loss(model, x, y).backward()
-        optimizer.step()

@@ -8,14 +8,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from ways_of_training.networks import classify, mlp
+from ways_of_training.networks import classify, mlp, train
 from ways_of_training.run import CLASSES, WIDTH, Run
 from ways_of_training.table import row
 
 import psengine
 
 
-def train(run: Run, between: Any, steps: int = 3) -> None:
+def train_with(run: Run, between: Any, steps: int = 3) -> None:
     """``between(model, x, y)`` runs after each step."""
     model = run.wrap(nn.Sequential(nn.Linear(WIDTH, 8), nn.Dropout(0.2), nn.Tanh(), nn.Linear(8, CLASSES)))
     optimizer = run.sgd(model)
@@ -33,7 +33,7 @@ def evaluate(run: Run, context: Any, *, inner: bool = False, mode: bool = True) 
             run.note(classify(model.module if inner else model, x, y))
         model.train()
 
-    train(run, between)
+    train_with(run, between)
 
 
 @row(slow=True)
@@ -76,7 +76,7 @@ def evaluated_on_rank_0_alone(run: Run) -> None:
                 run.note(classify(model.module, x, y))
         dist.barrier()
 
-    train(run, between)
+    train_with(run, between)
 
 
 @row
@@ -87,11 +87,7 @@ def first_used_for_evaluation(run: Run) -> None:
         with context():
             for x, y in run.batches(2):
                 run.note(classify(model, x, y))
-    optimizer = run.sgd(model)
-    for x, y in run.batches():
-        optimizer.zero_grad()
-        classify(model, x, y).backward()
-        optimizer.step()
+    train(run, model)
 
 
 @row
@@ -105,7 +101,7 @@ def metrics_averaged(run: Run) -> None:
         for part in psengine.gather(torch.tensor([float(run.rank), right])):
             run.note(part)
 
-    train(run, between)
+    train_with(run, between)
 
 
 @row
@@ -134,7 +130,7 @@ def metric_as_a_module(run: Run) -> None:
             metric(model(x), y)
         run.note(metric.compute())
 
-    train(run, between)
+    train_with(run, between)
 
 
 @row
@@ -175,4 +171,4 @@ def profiled(run: Run) -> None:
         with torch.profiler.record_function("between"), torch.no_grad():
             run.note(classify(model, x, y) * 0)
 
-    train(run, between)
+    train_with(run, between)

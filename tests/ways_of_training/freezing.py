@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from ways_of_training.networks import Pieces, classify, mlp
+from ways_of_training.networks import Pieces, classify, mlp, train
 from ways_of_training.run import Run
 from ways_of_training.table import refused, row
 
@@ -17,12 +17,7 @@ def frozen_before_wrapping(run: Run) -> None:
     """The first layer is frozen before the model is wrapped."""
     module = mlp()
     module[0].requires_grad_(False)
-    model = run.wrap(module)
-    optimizer = run.sgd(model)
-    for x, y in run.batches():
-        optimizer.zero_grad()
-        classify(model, x, y).backward()
-        optimizer.step()
+    train(run, run.wrap(module))
 
 
 @row
@@ -105,43 +100,28 @@ def biases_alone(run: Run) -> None:
         parameter.requires_grad_(parameter.dim() == 1)
     model = run.wrap(module)
     optimizer = run.optimizer(torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=0.01), model)
-    for x, y in run.batches():
-        optimizer.zero_grad()
+    for x, y in run.training(optimizer):
         classify(model, x, y).backward()
-        optimizer.step()
 
 
 @row(native=refused(UNFINISHED), everywhere=refused(UNFINISHED))
 def unused_head(run: Run) -> None:
     """A head that is never used, without find_unused_parameters."""
-    model = run.wrap(Pieces())
-    optimizer = run.sgd(model)
-    for x, y in run.batches():
-        optimizer.zero_grad()
-        classify(model, x, y).backward()
-        optimizer.step()
+    train(run, run.wrap(Pieces()))
 
 
 @row(slow=True)
 def unused_head_in_a_static_graph(run: Run) -> None:
     """A head that is never used, with static_graph."""
-    model = run.wrap(Pieces(), static_graph=True)
-    optimizer = run.sgd(model)
-    for x, y in run.batches():
-        optimizer.zero_grad()
-        classify(model, x, y).backward()
-        optimizer.step()
+    train(run, run.wrap(Pieces(), static_graph=True))
 
 
 @row
 def heads_by_turns(run: Run) -> None:
     """A head that is used in every second step, by rank 0 in others than by rank 1, with find_unused_parameters."""
     model = run.wrap(Pieces(), find_unused_parameters=True)
-    optimizer = run.sgd(model)
-    for step, (x, y) in enumerate(run.batches(5)):
-        optimizer.zero_grad()
+    for step, (x, y) in enumerate(run.training(run.sgd(model), 5)):
         F.cross_entropy(model(x, with_spare=step % 3 == run.rank), y).backward()
-        optimizer.step()
 
 
 @row
@@ -177,9 +157,4 @@ def trunk_without_gradients(run: Run) -> None:
 
     module = Probe()
     module.body.requires_grad_(False)
-    model = run.wrap(module)
-    optimizer = run.sgd(model)
-    for x, y in run.batches():
-        optimizer.zero_grad()
-        classify(model, x, y).backward()
-        optimizer.step()
+    train(run, run.wrap(module))

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional as F
-from ways_of_training.networks import Pieces, classify, mlp
+from ways_of_training.networks import Pieces, classify, mlp, train
 from ways_of_training.run import CLASSES, WIDTH, Run
 from ways_of_training.table import refused, row
 
@@ -19,15 +19,12 @@ UNFINISHED = "Expected to have finished reduction in the prior iteration"
 def gradient_penalty(run: Run) -> None:
     """A penalty on the gradient at the input: double backward."""
     model = run.wrap(mlp())
-    optimizer = run.sgd(model)
-    for x, y in run.batches():
-        optimizer.zero_grad()
+    for x, y in run.training(run.sgd(model)):
         x.requires_grad_()
         loss = classify(model, x, y)
         (at_input,) = torch.autograd.grad(loss, x, create_graph=True)
         loss = loss + at_input.square().sum()
         loss.backward()
-        optimizer.step()
         run.note(loss)
 
 
@@ -35,14 +32,11 @@ def gradient_penalty(run: Run) -> None:
 def autograd_grad_beside_backward(run: Run) -> None:
     """torch.autograd.grad at some parameters, noted, before backward."""
     model = run.wrap(mlp())
-    optimizer = run.sgd(model)
-    for x, y in run.batches():
-        optimizer.zero_grad()
+    for x, y in run.training(run.sgd(model)):
         loss = classify(model, x, y)
         for gradient in torch.autograd.grad(loss, list(model.parameters())[:2], retain_graph=True):
             run.note(gradient.norm())
         loss.backward()
-        optimizer.step()
 
 
 @row
@@ -64,89 +58,68 @@ def autograd_grad_alone(run: Run) -> None:
 def graph_kept_for_a_second_backward(run: Run) -> None:
     """retain_graph, and backward twice through one forward."""
     model = run.wrap(mlp())
-    optimizer = run.sgd(model)
-    for x, y in run.batches():
-        optimizer.zero_grad()
+    for x, y in run.training(run.sgd(model)):
         loss = classify(model, x, y)
         loss.backward(retain_graph=True)
         loss.backward()
-        optimizer.step()
 
 
 @row(slow=True)
 def graph_kept_and_not_used(run: Run) -> None:
     """retain_graph without a second backward."""
     model = run.wrap(mlp())
-    optimizer = run.sgd(model)
-    for x, y in run.batches():
-        optimizer.zero_grad()
+    for x, y in run.training(run.sgd(model)):
         classify(model, x, y).backward(retain_graph=True)
-        optimizer.step()
 
 
 @row
 def two_losses_two_backwards(run: Run) -> None:
     """Two forwards with a backward each, whose gradients add up in one step."""
     model = run.wrap(mlp())
-    optimizer = run.sgd(model)
-    for x, y in run.batches():
-        optimizer.zero_grad()
+    for x, y in run.training(run.sgd(model)):
         classify(model, x, y).backward()
         classify(model, x.flip(1), y).backward()
-        optimizer.step()
 
 
 @row
 def two_forwards_one_backward(run: Run) -> None:
     """Two forwards, one backward through both."""
     model = run.wrap(mlp())
-    optimizer = run.sgd(model)
-    for x, y in run.batches():
-        optimizer.zero_grad()
+    for x, y in run.training(run.sgd(model)):
         (classify(model, x, y) + classify(model, x.flip(1), y)).backward()
-        optimizer.step()
 
 
 @row
 def forward_fed_with_its_output(run: Run) -> None:
     """A recurrent use of the wrapped model: three forwards, one backward through all."""
     model = run.wrap(mlp(8, outputs=WIDTH))
-    optimizer = run.sgd(model)
-    for x, _ in run.batches():
-        optimizer.zero_grad()
+    for x, _ in run.training(run.sgd(model)):
         state = x
         for _ in range(3):
             state = model(state)
         state.square().mean().backward()
-        optimizer.step()
 
 
 @row
 def losses_backward_in_a_list(run: Run) -> None:
     """torch.autograd.backward over a list of losses with weights."""
     model = run.wrap(mlp())
-    optimizer = run.sgd(model)
-    for x, y in run.batches():
-        optimizer.zero_grad()
+    for x, y in run.training(run.sgd(model)):
         output = model(x)
         losses = [F.cross_entropy(output, y), output.square().mean()]
         torch.autograd.backward(losses, [torch.tensor(0.7), torch.tensor(0.3)])
-        optimizer.step()
 
 
 @row
 def backward_into_some_inputs(run: Run) -> None:
     """backward(inputs=...) at the first layer only, in one of four steps."""
     model = run.wrap(mlp(), find_unused_parameters=True)
-    optimizer = run.sgd(model)
-    for step, (x, y) in enumerate(run.batches(4)):
-        optimizer.zero_grad()
+    for step, (x, y) in enumerate(run.training(run.sgd(model), 4)):
         loss = classify(model, x, y)
         if step == 2:
             loss.backward(inputs=list(model.module.parameters()))
         else:
             loss.backward()
-        optimizer.step()
 
 
 class TwoHeads(Pieces):
@@ -159,11 +132,8 @@ class TwoHeads(Pieces):
 
 def train_one_head(run: Run, **options: Any) -> None:
     model = run.wrap(TwoHeads(), **options)
-    optimizer = run.sgd(model)
-    for x, y in run.batches():
-        optimizer.zero_grad()
+    for x, y in run.training(run.sgd(model)):
         F.cross_entropy(model(x)[0], y).backward()
-        optimizer.step()
 
 
 @row(native=refused(UNFINISHED), everywhere=refused(UNFINISHED))
@@ -188,36 +158,27 @@ def output_without_a_loss_in_a_static_graph(run: Run) -> None:
 def outputs_by_turns(run: Run) -> None:
     """One head's loss is multiplied by zero in every second step: gradients of zero, not none."""
     model = run.wrap(TwoHeads())
-    optimizer = run.sgd(model)
-    for step, (x, y) in enumerate(run.batches(4)):
-        optimizer.zero_grad()
+    for step, (x, y) in enumerate(run.training(run.sgd(model), 4)):
         first, second = model(x)
         (F.cross_entropy(first, y) * (step % 2) + F.cross_entropy(second, y) * ((step + 1) % 2)).backward()
-        optimizer.step()
 
 
 @row
 def clipped_by_norm(run: Run) -> None:
     """clip_grad_norm_, torch's."""
     model = run.wrap(mlp())
-    optimizer = run.sgd(model)
-    for x, y in run.batches():
-        optimizer.zero_grad()
+    for x, y in run.training(run.sgd(model)):
         classify(model, x, y).backward()
         run.note(nn.utils.clip_grad_norm_(model.parameters(), 0.1))
-        optimizer.step()
 
 
 @row
 def clipped_by_value(run: Run) -> None:
     """clip_grad_value_."""
     model = run.wrap(mlp())
-    optimizer = run.sgd(model)
-    for x, y in run.batches():
-        optimizer.zero_grad()
+    for x, y in run.training(run.sgd(model)):
         classify(model, x, y).backward()
         nn.utils.clip_grad_value_(model.parameters(), 0.01)
-        optimizer.step()
 
 
 @row
@@ -238,38 +199,30 @@ def gradients_with_noise(run: Run) -> None:
     model = run.wrap(mlp())
     optimizer = run.sgd(model)
     generator = torch.Generator().manual_seed(5)
-    for x, y in run.batches():
-        optimizer.zero_grad()
+    for x, y in run.training(optimizer):
         classify(model, x, y).backward()
         for parameter in model.parameters():
             parameter.grad.add_(torch.randn(parameter.shape, generator=generator), alpha=0.01)
-        optimizer.step()
 
 
 @row
 def gradients_by_sign(run: Run) -> None:
     """signSGD: gradients are replaced by new tensors before the step."""
     model = run.wrap(mlp())
-    optimizer = run.sgd(model)
-    for x, y in run.batches():
-        optimizer.zero_grad()
+    for x, y in run.training(run.sgd(model)):
         classify(model, x, y).backward()
         for parameter in model.parameters():
             parameter.grad = parameter.grad.sign()
-        optimizer.step()
 
 
 @row
 def some_gradients_dropped(run: Run) -> None:
     """Gradients of every second parameter are set to None before the step."""
     model = run.wrap(mlp())
-    optimizer = run.sgd(model)
-    for x, y in run.batches():
-        optimizer.zero_grad()
+    for x, y in run.training(run.sgd(model)):
         classify(model, x, y).backward()
         for parameter in list(model.parameters())[::2]:
             parameter.grad = None
-        optimizer.step()
 
 
 @row(slow=True)
@@ -306,25 +259,20 @@ def adversarial_examples_by_backward(run: Run) -> None:
 def curvature(run: Run) -> None:
     """A Hessian-vector product on the averaged gradient, by hand on the inner module."""
     model = run.wrap(mlp())
-    optimizer = run.sgd(model)
-    for x, y in run.batches():
-        optimizer.zero_grad()
+    for x, y in run.training(run.sgd(model)):
         classify(model, x, y).backward()
         parameters = list(model.module.parameters())
         gradients = torch.autograd.grad(classify(model.module, x, y), parameters, create_graph=True)
         along = sum((g * p.grad).sum() for g, p in zip(gradients, parameters, strict=True))
         for product in torch.autograd.grad(along, parameters):
             run.note(product.norm())
-        optimizer.step()
 
 
 @row
 def gradients_of_each_sample(run: Run) -> None:
     """Gradients sample by sample through the inner module, clipped one by one (DP-SGD); the wrapper only evaluates."""
     model = run.wrap(mlp())
-    optimizer = run.sgd(model)
-    for x, y in run.batches(2):
-        optimizer.zero_grad()
+    for x, y in run.training(run.sgd(model), 2):
         total = [torch.zeros_like(parameter) for parameter in model.module.parameters()]
         for one, label in zip(x, y, strict=True):
             loss = classify(model.module, one[None], label[None])
@@ -336,7 +284,6 @@ def gradients_of_each_sample(run: Run) -> None:
             parameter.grad = gradient
         with torch.no_grad():
             run.note(classify(model, x, y))
-        optimizer.step()
 
 
 @row
@@ -361,13 +308,10 @@ def functional_gradients_of_each_sample(run: Run) -> None:
 def called_with_other_weights(run: Run) -> None:
     """functional_call of the inner module with weights that are computed from its own, whose gradients flow."""
     model = run.wrap(mlp())
-    optimizer = run.sgd(model)
-    for x, y in run.batches():
-        optimizer.zero_grad()
+    for x, y in run.training(run.sgd(model)):
         halved = {name: parameter * 0.5 for name, parameter in model.module.named_parameters()}
         aside = F.cross_entropy(functional_call(model.module, halved, (x,)), y)
         (classify(model, x, y) + aside).backward()
-        optimizer.step()
 
 
 @row
@@ -389,11 +333,9 @@ def meta_learning(run: Run) -> None:
 
     model = run.wrap(Learner())
     optimizer = run.optimizer(torch.optim.Adam(model.parameters(), lr=0.01), model)
-    for x, y in run.batches():
-        optimizer.zero_grad()
+    for x, y in run.training(optimizer):
         loss = model(x, y)
         loss.backward()
-        optimizer.step()
         run.note(loss)
 
 
@@ -429,12 +371,7 @@ def straight_through(run: Run) -> None:
         def forward(self, x: Tensor) -> Tensor:
             return F.linear(x, Quantize.apply(self.weight), self.bias)
 
-    model = run.wrap(nn.Sequential(Quantized(WIDTH, 8), nn.Tanh(), Quantized(8, CLASSES)))
-    optimizer = run.sgd(model)
-    for x, y in run.batches():
-        optimizer.zero_grad()
-        classify(model, x, y).backward()
-        optimizer.step()
+    train(run, run.wrap(nn.Sequential(Quantized(WIDTH, 8), nn.Tanh(), Quantized(8, CLASSES))))
 
 
 @row(slow=True)
@@ -447,12 +384,9 @@ def gradient_reversal(run: Run) -> None:
             return self.head(hidden), self.spare(Reverse.apply(hidden))
 
     model = run.wrap(Domains())
-    optimizer = run.sgd(model)
-    for x, y in run.batches():
-        optimizer.zero_grad()
+    for x, y in run.training(run.sgd(model)):
         classes, domains = model(x)
         (F.cross_entropy(classes, y) + F.cross_entropy(domains, y.flip(0))).backward()
-        optimizer.step()
 
 
 @row(slow=True)
@@ -464,11 +398,8 @@ def loss_computed_in_forward(run: Run) -> None:
             return F.cross_entropy(super().forward(x, with_spare=True), y)
 
     model = run.wrap(WithLoss())
-    optimizer = run.sgd(model)
-    for x, y in run.batches():
-        optimizer.zero_grad()
+    for x, y in run.training(run.sgd(model)):
         model(x, y=y).backward()
-        optimizer.step()
 
 
 @row(slow=True)
@@ -487,13 +418,10 @@ def anomaly_mode(run: Run) -> None:
 def saved_tensors_packed(run: Run) -> None:
     """saved_tensors_hooks store activations as float64 and bring them back."""
     model = run.wrap(mlp())
-    optimizer = run.sgd(model)
-    for x, y in run.batches():
-        optimizer.zero_grad()
+    for x, y in run.training(run.sgd(model)):
         with torch.autograd.graph.saved_tensors_hooks(_as_double, _from_double):
             loss = classify(model, x, y)
         loss.backward()
-        optimizer.step()
 
 
 def _as_double(tensor: Tensor) -> tuple[torch.dtype, Tensor]:
@@ -508,10 +436,7 @@ def _from_double(packed: tuple[torch.dtype, Tensor]) -> Tensor:
 def saved_tensors_on_the_cpu(run: Run) -> None:
     """torch.autograd.graph.save_on_cpu."""
     model = run.wrap(mlp())
-    optimizer = run.sgd(model)
-    for x, y in run.batches():
-        optimizer.zero_grad()
+    for x, y in run.training(run.sgd(model)):
         with torch.autograd.graph.save_on_cpu():
             loss = classify(model, x, y)
         loss.backward()
-        optimizer.step()

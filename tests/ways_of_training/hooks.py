@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
-from ways_of_training.networks import classify, mlp
+from ways_of_training.networks import classify, mlp, train
 from ways_of_training.run import Run
 from ways_of_training.table import left_out, refused, row
 
@@ -21,16 +19,6 @@ NO_HOOKS = {
 
 def halve(parameter: Tensor) -> None:
     parameter.grad.mul_(0.5)
-
-
-def train(run: Run, model: Any, steps: int = 3) -> None:
-    optimizer = run.sgd(model)
-    for x, y in run.batches(steps):
-        optimizer.zero_grad()
-        loss = classify(model, x, y)
-        loss.backward()
-        optimizer.step()
-        run.note(loss)
 
 
 @row
@@ -91,10 +79,8 @@ def optimizer_hooks(run: Run) -> None:
     optimizer = run.sgd(model)
     optimizer.register_step_pre_hook(lambda *_: [p.grad.mul_(0.5) for p in model.parameters()] and None)
     optimizer.register_step_post_hook(lambda *_: run.note(sum(p.norm() for p in model.parameters()).detach()))
-    for x, y in run.batches():
-        optimizer.zero_grad()
+    for x, y in run.training(optimizer):
         classify(model, x, y).backward()
-        optimizer.step()
 
 
 @row(slow=True, **NO_HOOKS)

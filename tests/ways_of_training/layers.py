@@ -79,12 +79,10 @@ def gru_with_kept_state(run: Run) -> None:
     model = run.wrap(Stateful())
     optimizer = run.sgd(model)
     state = None
-    for x, y in run.batches():
-        optimizer.zero_grad()
+    for x, y in run.training(optimizer):
         scores, state = model(x, state)
         F.cross_entropy(scores, y).backward()
         state = state.detach()
-        optimizer.step()
 
 
 @row

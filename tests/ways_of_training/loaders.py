@@ -173,10 +173,8 @@ def uneven_inputs(run: Run) -> None:
     model = run.wrap(mlp())
     optimizer = run.sgd(model)
     with model.join():
-        for x, y in run.batches(2 + 2 * run.rank):
-            optimizer.zero_grad()
+        for x, y in run.training(optimizer, 2 + 2 * run.rank):
             classify(model, x, y).backward()
-            optimizer.step()
 
 
 @row(sync_server=refused("divides by all ranks inside join"), one_worker=ALONE)
@@ -185,10 +183,8 @@ def uneven_inputs_divided_by_who_is_there(run: Run) -> None:
     model = run.wrap(mlp())
     optimizer = run.sgd(model)
     with model.join(divide_by_initial_world_size=False):
-        for x, y in run.batches(4 - run.rank):
-            optimizer.zero_grad()
+        for x, y in run.training(optimizer, 4 - run.rank):
             classify(model, x, y).backward()
-            optimizer.step()
 
 
 @row(one_worker=ALONE)
@@ -198,10 +194,8 @@ def uneven_inputs_end_together(run: Run) -> None:
     optimizer = run.sgd(model)
     try:
         with model.join(throw_on_early_termination=True):
-            for x, y in run.batches(2 + run.rank):
-                optimizer.zero_grad()
+            for x, y in run.training(optimizer, 2 + run.rank):
                 classify(model, x, y).backward()
-                optimizer.step()
     except RuntimeError:
         run.note(1.0)
     dist.barrier()

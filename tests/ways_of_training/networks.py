@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from ways_of_training.run import CLASSES, WIDTH
+from ways_of_training.run import CLASSES, WIDTH, Run
 
 
 def mlp(*hidden: int, inputs: int = WIDTH, outputs: int = CLASSES) -> nn.Sequential:
@@ -33,3 +34,11 @@ class Pieces(nn.Module):
 def classify(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     """The loss of a batch."""
     return F.cross_entropy(model(x), y)
+
+
+def train(run: Run, model: Any, steps: int = 3) -> None:
+    """Some steps of SGD, where a row is about something else."""
+    for x, y in run.training(run.sgd(model), steps):
+        loss = classify(model, x, y)
+        loss.backward()
+        run.note(loss)

@@ -29,10 +29,8 @@ def label_smoothing_and_weights(run: Run) -> None:
     model = run.wrap(mlp())
     optimizer = run.sgd(model)
     loss_of = nn.CrossEntropyLoss(label_smoothing=0.1, weight=torch.tensor([1.0, 2.0, 0.5]))
-    for x, y in run.batches():
-        optimizer.zero_grad()
+    for x, y in run.training(optimizer):
         loss_of(model(x), y).backward()
-        optimizer.step()
 
 
 @row
@@ -83,16 +81,13 @@ def teacher_that_follows(run: Run) -> None:
 def contrastive_with_all_samples(run: Run) -> None:
     """InfoNCE over all ranks' embeddings, gathered without their gradients."""
     model = run.wrap(mlp(8, outputs=4))
-    optimizer = run.sgd(model)
-    for x, _ in run.batches():
-        optimizer.zero_grad()
+    for x, _ in run.training(run.sgd(model)):
         mine, other = F.normalize(model(x)), F.normalize(model(x + 0.1))
         gathered = [torch.empty_like(other) for _ in range(run.world_size)]
         dist.all_gather(gathered, other.detach().contiguous())
         gathered[run.rank] = other
         scores = mine @ torch.cat(gathered).T / 0.2
         F.cross_entropy(scores, torch.arange(len(x)) + run.rank * len(x)).backward()
-        optimizer.step()
 
 
 @row
@@ -101,24 +96,18 @@ def contrastive_with_gradients_gathered(run: Run) -> None:
     from torch.distributed.nn import all_gather
 
     model = run.wrap(mlp(8, outputs=4))
-    optimizer = run.sgd(model)
-    for x, _ in run.batches():
-        optimizer.zero_grad()
+    for x, _ in run.training(run.sgd(model)):
         embedded = F.normalize(model(x))
         everybody = torch.cat(all_gather(embedded))
         F.cross_entropy(embedded @ everybody.T, torch.arange(len(x)) + run.rank * len(x)).backward()
-        optimizer.step()
 
 
 @row(slow=True)
 def triplets(run: Run) -> None:
     """A triplet loss: three forwards, one backward."""
     model = run.wrap(mlp(8, outputs=4))
-    optimizer = run.sgd(model)
-    for x, _ in run.batches():
-        optimizer.zero_grad()
+    for x, _ in run.training(run.sgd(model)):
         F.triplet_margin_loss(model(x), model(x + 0.1), model(x.flip(0))).backward()
-        optimizer.step()
 
 
 @row(slow=True)
@@ -137,12 +126,10 @@ def variational(run: Run) -> None:
 
     model = run.wrap(Autoencoder())
     optimizer = run.optimizer(torch.optim.Adam(model.parameters(), lr=0.01), model)
-    for x, _ in run.batches():
-        optimizer.zero_grad()
+    for x, _ in run.training(optimizer):
         back, mean, log_variance = model(x)
         divergence = -0.5 * (1 + log_variance - mean.square() - log_variance.exp()).mean()
         (F.mse_loss(back, x) + 0.1 * divergence).backward()
-        optimizer.step()
 
 
 def play(run: Run, *, penalty: bool = False, critic_steps: int = 1) -> None:
@@ -199,12 +186,9 @@ def adversarial_networks_in_one_module(run: Run) -> None:
             return -self.critic(fake).mean()
 
     model = run.wrap(Game(), find_unused_parameters=True)
-    optimizer = run.sgd(model)
-    for turn, (x, _) in enumerate(run.batches(4)):
-        optimizer.zero_grad()
+    for turn, (x, _) in enumerate(run.training(run.sgd(model), 4)):
         loss = model(x, turn % 2)
         loss.backward()
-        optimizer.step()
         run.note(loss)
 
 
@@ -307,15 +291,13 @@ def elastic_weights(run: Run) -> None:
     model = run.wrap(mlp())
     optimizer = run.sgd(model)
     anchors: list[tuple[Tensor, Tensor]] = []
-    for step, (x, y) in enumerate(run.batches(4)):
-        optimizer.zero_grad()
+    for step, (x, y) in enumerate(run.training(optimizer, 4)):
         loss = classify(model, x, y)
         for (kept, weight), parameter in zip(anchors, model.parameters(), strict=bool(anchors)):
             loss = loss + (weight * (parameter - kept).square()).sum()
         loss.backward()
         if step == 1:
             anchors = [(p.detach().clone(), p.grad.square()) for p in model.parameters()]
-        optimizer.step()
 
 
 @row(slow=True)
@@ -347,8 +329,5 @@ def uncertainty_weights(run: Run) -> None:
             return (losses * (-self.log_variances).exp() + self.log_variances).sum()
 
     model = run.wrap(Weighed())
-    optimizer = run.sgd(model)
-    for x, y in run.batches():
-        optimizer.zero_grad()
+    for x, y in run.training(run.sgd(model)):
         model(x, y).backward()
-        optimizer.step()

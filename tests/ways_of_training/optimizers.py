@@ -23,11 +23,9 @@ NOT_AT_SERVERS = refused("expected one of SGD, Adam, AdamW, Adagrad, RMSprop")
 def train(run: Run, make: Make, module: nn.Module | None = None, steps: int = 4) -> Any:
     model = run.wrap(mlp() if module is None else module)
     optimizer = run.optimizer(make(model.parameters()), model)
-    for x, y in run.batches(steps):
-        optimizer.zero_grad()
+    for x, y in run.training(optimizer, steps):
         loss = classify(model, x, y)
         loss.backward()
-        optimizer.step()
         run.note(loss)
     return optimizer
 
@@ -338,10 +336,8 @@ def parameter_groups(run: Run) -> None:
     plain = torch.optim.AdamW(groups, lr=0.01)
     plain.add_param_group({"params": list(head.parameters()), "lr": 0.1, "betas": (0.8, 0.9)})
     optimizer = run.optimizer(plain, model)
-    for x, y in run.batches():
-        optimizer.zero_grad()
+    for x, y in run.training(optimizer):
         classify(model, x, y).backward()
-        optimizer.step()
 
 
 @row(one_worker=refused("the servers train the parameters that the optimizer had"))

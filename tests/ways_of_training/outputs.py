@@ -43,13 +43,10 @@ def train(run: Run, pack: Callable[[Tensor, Tensor], Any], unpack: Callable[[Any
             return pack(scores, hidden)
 
     model = run.wrap(Packing(), **options)
-    optimizer = run.sgd(model)
-    for step, (x, y) in enumerate(run.batches(4)):
-        optimizer.zero_grad()
+    for step, (x, y) in enumerate(run.training(run.sgd(model), 4)):
         extra = {"factor": torch.tensor(0.5)} if step % 2 or "find_unused_parameters" not in options else None
         loss = F.cross_entropy(unpack(model(x, extra=extra)), y)
         loss.backward()
-        optimizer.step()
         run.note(loss)
 
 

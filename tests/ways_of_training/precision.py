@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from ways_of_training.networks import classify, mlp
+from ways_of_training.networks import classify, mlp, train
 from ways_of_training.run import CLASSES, WIDTH, Run
 from ways_of_training.table import refused, row
 
@@ -16,13 +16,10 @@ from ways_of_training.table import refused, row
 def autocast(run: Run) -> None:
     """Forward and loss under autocast to bfloat16."""
     model = run.wrap(mlp())
-    optimizer = run.sgd(model)
-    for x, y in run.batches():
-        optimizer.zero_grad()
+    for x, y in run.training(run.sgd(model)):
         with torch.autocast("cpu", torch.bfloat16):
             loss = classify(model, x, y)
         loss.backward()
-        optimizer.step()
         run.note(loss)
 
 
@@ -35,12 +32,7 @@ def autocast_inside_forward(run: Run) -> None:
             with torch.autocast("cpu", torch.bfloat16):
                 return super().forward(x).float()
 
-    model = run.wrap(Cast(*mlp()))
-    optimizer = run.sgd(model)
-    for x, y in run.batches():
-        optimizer.zero_grad()
-        classify(model, x, y).backward()
-        optimizer.step()
+    train(run, run.wrap(Cast(*mlp())))
 
 
 def train_scaled(run: Run, *, bad_step: int = -1, clip: bool = False, **options: bool) -> None:
@@ -84,11 +76,9 @@ def scaled_gradients_clipped(run: Run) -> None:
 def train_in(run: Run, dtype: torch.dtype, make: type[torch.optim.Optimizer] = torch.optim.SGD) -> None:
     model = run.wrap(mlp().to(dtype))
     optimizer = run.optimizer(make(model.parameters(), lr=0.05), model)
-    for x, y in run.batches():
-        optimizer.zero_grad()
+    for x, y in run.training(optimizer):
         loss = classify(model, x.to(dtype), y)
         loss.backward()
-        optimizer.step()
         run.note(loss)
 
 
@@ -130,12 +120,7 @@ def several_dtypes(run: Run) -> None:
         def forward(self, x: Tensor) -> Tensor:
             return self.c(torch.tanh(self.b(torch.tanh(self.a(x)).double())).bfloat16()).float()
 
-    model = run.wrap(Mixed())
-    optimizer = run.sgd(model)
-    for x, y in run.batches():
-        optimizer.zero_grad()
-        classify(model, x, y).backward()
-        optimizer.step()
+    train(run, run.wrap(Mixed()))
 
 
 @row(one_worker=refused("expected optimizer = psengine.DistributedOptimizer", "servers step what they hold"))
@@ -187,9 +172,4 @@ class Phases(nn.Module):
 @row
 def complex_parameters(run: Run) -> None:
     """Complex parameters beside real ones."""
-    model = run.wrap(Phases())
-    optimizer = run.sgd(model)
-    for x, y in run.batches():
-        optimizer.zero_grad()
-        classify(model, x, y).backward()
-        optimizer.step()
+    train(run, run.wrap(Phases()))

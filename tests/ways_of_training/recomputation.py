@@ -13,7 +13,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
     set_checkpoint_early_stop,
 )
-from ways_of_training.networks import classify, mlp
+from ways_of_training.networks import classify, mlp, train
 from ways_of_training.run import CLASSES, WIDTH, Run
 from ways_of_training.table import refused, row
 
@@ -43,57 +43,46 @@ class Blocks(nn.Module):
         return checkpoint(self.blocks[index], torch.tanh(x), use_reentrant=self.reentrant)
 
 
-def train(run: Run, module: nn.Module, steps: int = 3, **options: object) -> None:
-    model = run.wrap(module, **options)
-    optimizer = run.sgd(model)
-    for x, y in run.batches(steps):
-        optimizer.zero_grad()
-        loss = classify(model, x, y)
-        loss.backward()
-        optimizer.step()
-        run.note(loss)
-
-
 @row
 def blocks_without_reentry(run: Run) -> None:
     """Blocks recomputed, non-reentrant, with dropout whose random state is kept."""
-    train(run, Blocks(reentrant=False, dropout=0.3))
+    train(run, run.wrap(Blocks(reentrant=False, dropout=0.3)))
 
 
 @row
 def blocks_with_reentry(run: Run) -> None:
     """Blocks recomputed, reentrant, with dropout whose random state is kept."""
-    train(run, Blocks(reentrant=True, dropout=0.3))
+    train(run, run.wrap(Blocks(reentrant=True, dropout=0.3)))
 
 
 @row(slow=True)
 def blocks_nested(run: Run) -> None:
     """A recomputed block inside a recomputed block, non-reentrant."""
-    train(run, Blocks(reentrant=False, nested=True))
+    train(run, run.wrap(Blocks(reentrant=False, nested=True)))
 
 
 @row
 def blocks_nested_with_reentry(run: Run) -> None:
     """A recomputed block inside a recomputed block, reentrant."""
-    train(run, Blocks(reentrant=True, nested=True))
+    train(run, run.wrap(Blocks(reentrant=True, nested=True)))
 
 
 @row(native=refused(READY_TWICE), everywhere=refused(READY_TWICE))
 def block_used_twice_with_reentry(run: Run) -> None:
     """A recomputed block that is used twice, reentrant."""
-    train(run, Blocks(0, 1, 1, reentrant=True))
+    train(run, run.wrap(Blocks(0, 1, 1, reentrant=True)))
 
 
 @row
 def block_used_twice_in_a_static_graph(run: Run) -> None:
     """A recomputed block that is used twice, reentrant, with static_graph."""
-    train(run, Blocks(0, 1, 1, reentrant=True), static_graph=True)
+    train(run, run.wrap(Blocks(0, 1, 1, reentrant=True), static_graph=True))
 
 
 @row(slow=True)
 def block_used_twice_without_reentry(run: Run) -> None:
     """A recomputed block that is used twice, non-reentrant."""
-    train(run, Blocks(0, 1, 1, reentrant=False))
+    train(run, run.wrap(Blocks(0, 1, 1, reentrant=False)))
 
 
 @row(slow=True)
@@ -108,18 +97,15 @@ def segments_of_a_sequential(run: Run) -> None:
         def forward(self, x: Tensor) -> Tensor:
             return checkpoint_sequential(self.layers, 3, x, use_reentrant=False)
 
-    train(run, Segments())
+    train(run, run.wrap(Segments()))
 
 
 @row
 def wrapper_recomputed(run: Run) -> None:
     """The wrapped model itself recomputed, non-reentrant: its forward is interrupted as soon as it may be."""
     model = run.wrap(mlp(8, 8))
-    optimizer = run.sgd(model)
-    for x, y in run.batches(4):
-        optimizer.zero_grad()
+    for x, y in run.training(run.sgd(model), 4):
         F.cross_entropy(checkpoint(model, x, use_reentrant=False), y).backward()
-        optimizer.step()
 
 
 @row
@@ -128,10 +114,8 @@ def wrapper_recomputed_to_its_end(run: Run) -> None:
     model = run.wrap(mlp(8, 8))
     optimizer = run.sgd(model)
     with set_checkpoint_early_stop(False):
-        for x, y in run.batches(4):
-            optimizer.zero_grad()
+        for x, y in run.training(optimizer, 4):
             F.cross_entropy(checkpoint(model, x, use_reentrant=False), y).backward()
-            optimizer.step()
 
 
 @row
@@ -140,37 +124,29 @@ def wrapper_recomputed_in_part(run: Run) -> None:
     model = run.wrap(mlp(8, 8))
     optimizer = run.sgd(model)
     keep_products = partial(create_selective_checkpoint_contexts, [torch.ops.aten.addmm.default])
-    for x, y in run.batches(4):
-        optimizer.zero_grad()
+    for x, y in run.training(optimizer, 4):
         F.cross_entropy(checkpoint(model, x, use_reentrant=False, context_fn=keep_products), y).backward()
-        optimizer.step()
 
 
 @row
 def wrapper_recomputed_with_reentry(run: Run) -> None:
     """The wrapped model itself recomputed, reentrant; its input must need a gradient."""
     model = run.wrap(mlp(8, 8))
-    optimizer = run.sgd(model)
-    for x, y in run.batches():
-        optimizer.zero_grad()
+    for x, y in run.training(run.sgd(model)):
         F.cross_entropy(checkpoint(model, x.requires_grad_(), use_reentrant=True), y).backward()
-        optimizer.step()
 
 
 @row
 def recomputed_while_accumulating(run: Run) -> None:
     """Recomputed blocks, two micro-batches a step, the first inside no_sync."""
     model = run.wrap(Blocks(reentrant=False))
-    optimizer = run.sgd(model)
-    for x, y in run.batches(size=8):
-        optimizer.zero_grad()
+    for x, y in run.training(run.sgd(model), size=8):
         with model.no_sync():
             classify(model, x[:4], y[:4]).backward()
         classify(model, x[4:], y[4:]).backward()
-        optimizer.step()
 
 
 @row
 def recomputed_with_unused_parameters(run: Run) -> None:
     """Recomputed blocks of which one is left out, with find_unused_parameters."""
-    train(run, Blocks(1, reentrant=False), find_unused_parameters=True)
+    train(run, run.wrap(Blocks(1, reentrant=False), find_unused_parameters=True))

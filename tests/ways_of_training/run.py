@@ -86,6 +86,13 @@ class Run:
             inputs = torch.randn(size, WIDTH, generator=generator)
             yield inputs, torch.randint(CLASSES, (size,), generator=generator)
 
+    def training(self, optimizer: torch.optim.Optimizer, steps: int = 3, size: int = 4) -> Iterator[Batch]:
+        """``batches``, with gradients zeroed before the loop's body and a step after it."""
+        for batch in self.batches(steps, size):
+            optimizer.zero_grad()
+            yield batch
+            optimizer.step()
+
     def note(self, value: Tensor | float) -> None:
         """Compare a loss, or what else the row computed."""
         self._notes.append(torch.as_tensor(value).detach().clone())

@@ -88,10 +88,8 @@ def rate_in_a_tensor_under_adamw(run: Run) -> None:
     """AdamW with a learning rate that is a tensor."""
     model = run.wrap(mlp())
     optimizer = run.optimizer(torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.01), foreach=False), model)
-    for x, y in run.batches(4):
-        optimizer.zero_grad()
+    for x, y in run.training(optimizer, 4):
         classify(model, x, y).backward()
-        optimizer.step()
 
 
 @row
@@ -130,11 +128,9 @@ def schedule_stepped_before_the_optimizer(run: Run) -> None:
     model = run.wrap(mlp())
     optimizer = run.sgd(model)
     schedule = lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
-    for x, y in run.batches():
-        optimizer.zero_grad()
+    for x, y in run.training(optimizer):
         classify(model, x, y).backward()
         schedule.step()
-        optimizer.step()
 
 
 @row(slow=True)

@@ -26,10 +26,9 @@ def refuse(*_: Any) -> None:
     raise BadBatchError
 
 
-def train(
-    run: Run, model: Any, optimizer: torch.optim.Optimizer, step_of: Callable[[int, Tensor, Tensor], None]
-) -> None:
+def train(run: Run, model: Any, step_of: Callable[[int, Tensor, Tensor], None]) -> None:
     """Five steps, of which those that raise are skipped."""
+    optimizer = run.sgd(model)
     for step, (x, y) in enumerate(run.batches(5)):
         try:
             optimizer.zero_grad()
@@ -60,33 +59,30 @@ class Picky(nn.Module):
 def forward_raises(run: Run) -> None:
     """Forward raises on two batches."""
     model = run.wrap(Picky())
-    optimizer = run.sgd(model)
 
     def step_of(step: int, x: Tensor, y: Tensor) -> None:
         model.module.is_bad = step in (1, 3)
         classify(model, x, y).backward()
 
-    train(run, model, optimizer, step_of)
+    train(run, model, step_of)
 
 
 @row
 def forward_raises_first(run: Run) -> None:
     """Forward raises on the very first batch."""
     model = run.wrap(Picky())
-    optimizer = run.sgd(model)
 
     def step_of(step: int, x: Tensor, y: Tensor) -> None:
         model.module.is_bad = step == 0
         classify(model, x, y).backward()
 
-    train(run, model, optimizer, step_of)
+    train(run, model, step_of)
 
 
 @row
 def second_forward_raises(run: Run) -> None:
     """The second of two forwards raises, and the loss is the first one's alone."""
     model = run.wrap(Picky())
-    optimizer = run.sgd(model)
 
     def step_of(step: int, x: Tensor, y: Tensor) -> None:
         model.module.is_bad = False
@@ -98,14 +94,13 @@ def second_forward_raises(run: Run) -> None:
             model.module.is_bad = False
         loss.backward()
 
-    train(run, model, optimizer, step_of)
+    train(run, model, step_of)
 
 
 @row(slow=True)
 def input_raises(run: Run) -> None:
     """A batch of the wrong width raises in the first layer."""
     model = run.wrap(mlp())
-    optimizer = run.sgd(model)
 
     def step_of(step: int, x: Tensor, y: Tensor) -> None:
         try:
@@ -114,14 +109,13 @@ def input_raises(run: Run) -> None:
             raise BadBatchError from None
         F.cross_entropy(output, y).backward()
 
-    train(run, model, optimizer, step_of)
+    train(run, model, step_of)
 
 
 @row
 def loss_raises(run: Run) -> None:
     """The loss raises, after a forward that was complete."""
     model = run.wrap(mlp())
-    optimizer = run.sgd(model)
 
     def step_of(step: int, x: Tensor, y: Tensor) -> None:
         output = model(x)
@@ -129,14 +123,13 @@ def loss_raises(run: Run) -> None:
             raise BadBatchError
         F.cross_entropy(output, y).backward()
 
-    train(run, model, optimizer, step_of)
+    train(run, model, step_of)
 
 
 @row
 def loss_raises_among_unused_parameters(run: Run) -> None:
     """The loss raises after a forward whose unused parameters were searched."""
     model = run.wrap(mlp(), find_unused_parameters=True)
-    optimizer = run.sgd(model)
 
     def step_of(step: int, x: Tensor, y: Tensor) -> None:
         output = model(x)
@@ -144,14 +137,13 @@ def loss_raises_among_unused_parameters(run: Run) -> None:
             raise BadBatchError
         F.cross_entropy(output, y).backward()
 
-    train(run, model, optimizer, step_of)
+    train(run, model, step_of)
 
 
 @row
 def backward_raises_before_any_gradient(run: Run) -> None:
     """A hook of the output raises in backward, before any gradient is there."""
     model = run.wrap(mlp())
-    optimizer = run.sgd(model)
 
     def step_of(step: int, x: Tensor, y: Tensor) -> None:
         output = model(x)
@@ -159,7 +151,7 @@ def backward_raises_before_any_gradient(run: Run) -> None:
             output.register_hook(refuse)
         F.cross_entropy(output, y).backward()
 
-    train(run, model, optimizer, step_of)
+    train(run, model, step_of)
 
 
 def let_pass(hidden: Tensor) -> None:
@@ -188,13 +180,12 @@ class Watched(nn.Module):
 def train_watched(run: Run, bad_steps: tuple[int, ...], **options: Any) -> None:
     """In bad steps backward raises half-way, after the second half's gradients have been exchanged."""
     model = run.wrap(Watched(), **options)
-    optimizer = run.sgd(model)
 
     def step_of(step: int, x: Tensor, y: Tensor) -> None:
         model.module.watch = attack if step in bad_steps else let_pass
         classify(model, x, y).backward()
 
-    train(run, model, optimizer, step_of)
+    train(run, model, step_of)
 
 
 @row(native=refused(UNFINISHED), everywhere=refused(UNFINISHED))
@@ -259,7 +250,6 @@ def backward_raises_in_one_bucket(run: Run) -> None:
 def backward_raises_at_a_parameter(run: Run) -> None:
     """A hook of a parameter's gradient raises."""
     model = run.wrap(mlp())
-    optimizer = run.sgd(model)
 
     def step_of(step: int, x: Tensor, y: Tensor) -> None:
         handle = model.module[2].weight.register_hook(refuse) if step == 2 else None
@@ -269,14 +259,13 @@ def backward_raises_at_a_parameter(run: Run) -> None:
             if handle is not None:
                 handle.remove()
 
-    train(run, model, optimizer, step_of)
+    train(run, model, step_of)
 
 
 @row(native=refused(UNFINISHED), everywhere=refused(UNFINISHED))
 def backward_raises_after_a_gradient(run: Run) -> None:
     """A post-accumulate hook raises: the gradient is there, and has not been counted."""
     model = run.wrap(mlp())
-    optimizer = run.sgd(model)
 
     def step_of(step: int, x: Tensor, y: Tensor) -> None:
         handle = model.module[0].bias.register_post_accumulate_grad_hook(refuse) if step == 2 else None
@@ -286,14 +275,13 @@ def backward_raises_after_a_gradient(run: Run) -> None:
             if handle is not None:
                 handle.remove()
 
-    train(run, model, optimizer, step_of)
+    train(run, model, step_of)
 
 
 @row
 def backward_raises_inside_no_sync(run: Run) -> None:
     """Backward raises half-way inside no_sync; the other micro-batch counts alone, after zero_grad."""
     model = run.wrap(Watched())
-    optimizer = run.sgd(model)
 
     def step_of(step: int, x: Tensor, y: Tensor) -> None:
         model.module.watch = attack if step == 2 else let_pass
@@ -301,11 +289,11 @@ def backward_raises_inside_no_sync(run: Run) -> None:
             with model.no_sync():
                 classify(model, x[:2], y[:2]).backward()
         except BadBatchError:
-            optimizer.zero_grad()
+            model.zero_grad()
             model.module.watch = let_pass
         classify(model, x[2:], y[2:]).backward()
 
-    train(run, model, optimizer, step_of)
+    train(run, model, step_of)
 
 
 @row(native=refused(UNFINISHED), everywhere=refused(UNFINISHED))
@@ -329,20 +317,18 @@ def recomputed_block_raises_in_backward(run: Run) -> None:
             return self.last(checkpoint(self._compute, self.first(x), use_reentrant=False))
 
     model = run.wrap(Recomputed())
-    optimizer = run.sgd(model)
 
     def step_of(step: int, x: Tensor, y: Tensor) -> None:
         model.module.may_raise = step in (1, 2)
         classify(model, x, y).backward()
 
-    train(run, model, optimizer, step_of)
+    train(run, model, step_of)
 
 
 @row
 def backward_of_a_freed_graph(run: Run) -> None:
     """backward twice without retain_graph: the second raises and is caught."""
     model = run.wrap(mlp())
-    optimizer = run.sgd(model)
 
     def step_of(step: int, x: Tensor, y: Tensor) -> None:
         loss = classify(model, x, y)
@@ -353,14 +339,13 @@ def backward_of_a_freed_graph(run: Run) -> None:
             except RuntimeError:
                 raise BadBatchError from None
 
-    train(run, model, optimizer, step_of)
+    train(run, model, step_of)
 
 
 @row
 def clipping_refuses(run: Run) -> None:
     """clip_grad_norm_ with error_if_nonfinite raises on an infinite loss, on both ranks."""
     model = run.wrap(mlp())
-    optimizer = run.sgd(model)
 
     def step_of(step: int, x: Tensor, y: Tensor) -> None:
         (classify(model, x, y) * (math.inf if step == 2 and run.rank == 0 else 1)).backward()
@@ -369,7 +354,7 @@ def clipping_refuses(run: Run) -> None:
         except RuntimeError:
             raise BadBatchError from None
 
-    train(run, model, optimizer, step_of)
+    train(run, model, step_of)
 
 
 @row(one_worker=left_out("servers step; an optimizer of one's own is refused"))
@@ -432,7 +417,6 @@ def everything_raises_by_turns(run: Run) -> None:
 def loss_is_nan(run: Run) -> None:
     """A loss that is NaN is left out before backward, on both ranks."""
     model = run.wrap(mlp())
-    optimizer = run.sgd(model)
 
     def step_of(step: int, x: Tensor, y: Tensor) -> None:
         loss = classify(model, x * (math.nan if step == 1 else 1), y)
@@ -440,21 +424,20 @@ def loss_is_nan(run: Run) -> None:
             raise BadBatchError
         loss.backward()
 
-    train(run, model, optimizer, step_of)
+    train(run, model, step_of)
 
 
 @row
 def gradients_are_nan(run: Run) -> None:
     """Gradients that are NaN are left out before the optimizer's step."""
     model = run.wrap(mlp())
-    optimizer = run.sgd(model)
 
     def step_of(step: int, x: Tensor, y: Tensor) -> None:
         classify(model, x * (math.nan if step == 2 and run.rank == 0 else 1), y).backward()
         if not all(parameter.grad.isfinite().all() for parameter in model.parameters()):
             raise BadBatchError
 
-    train(run, model, optimizer, step_of)
+    train(run, model, step_of)
 
 
 @row
@@ -503,21 +486,19 @@ def closure_raises(run: Run) -> None:
 def step_is_interrupted_after_backward(run: Run) -> None:
     """An exception between backward and the step: the gradients are dropped."""
     model = run.wrap(mlp())
-    optimizer = run.sgd(model)
 
     def step_of(step: int, x: Tensor, y: Tensor) -> None:
         classify(model, x, y).backward()
         if step == 1:
             raise BadBatchError
 
-    train(run, model, optimizer, step_of)
+    train(run, model, step_of)
 
 
 @row
 def raises_inside_no_sync(run: Run) -> None:
     """A micro-batch raises in forward inside no_sync; the other micro-batch counts alone."""
     model = run.wrap(Picky())
-    optimizer = run.sgd(model)
 
     def step_of(step: int, x: Tensor, y: Tensor) -> None:
         model.module.is_bad = step == 2
@@ -528,14 +509,13 @@ def raises_inside_no_sync(run: Run) -> None:
             model.module.is_bad = False
         classify(model, x[2:], y[2:]).backward()
 
-    train(run, model, optimizer, step_of)
+    train(run, model, step_of)
 
 
 @row
 def evaluation_raises(run: Run) -> None:
     """An evaluation between two steps raises, under no_grad."""
     model = run.wrap(Picky())
-    optimizer = run.sgd(model)
 
     def step_of(step: int, x: Tensor, y: Tensor) -> None:
         model.module.is_bad = step == 1
@@ -546,4 +526,4 @@ def evaluation_raises(run: Run) -> None:
             model.module.is_bad = False
         classify(model, x, y).backward()
 
-    train(run, model, optimizer, step_of)
+    train(run, model, step_of)

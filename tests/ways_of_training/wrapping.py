@@ -2,28 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel as NativeDDP
-from ways_of_training.networks import Pieces, classify, mlp
+from ways_of_training.networks import Pieces, classify, mlp, train
 from ways_of_training.run import Run
 from ways_of_training.table import left_out, refused, row
 
 NO_GROUP = left_out("a plain process has no group")
-
-
-def train(run: Run, model: Any, steps: int = 3) -> None:
-    optimizer = run.sgd(model)
-    for x, y in run.batches(steps):
-        optimizer.zero_grad()
-        loss = classify(model, x, y)
-        loss.backward()
-        optimizer.step()
-        run.note(loss)
 
 
 @row
@@ -36,14 +24,11 @@ def static_graph(run: Run) -> None:
 def static_graph_accumulating(run: Run) -> None:
     """static_graph whose later steps accumulate inside no_sync."""
     model = run.wrap(mlp(), static_graph=True)
-    optimizer = run.sgd(model)
-    for step, (x, y) in enumerate(run.batches(4)):
-        optimizer.zero_grad()
+    for step, (x, y) in enumerate(run.training(run.sgd(model), 4)):
         if step > 0:
             with model.no_sync():
                 classify(model, x[:2], y[:2]).backward()
         classify(model, x[2:], y[2:]).backward()
-        optimizer.step()
 
 
 @row
@@ -125,13 +110,10 @@ def delayed_exchange(run: Run) -> None:
         param_to_hook_all_reduce=module.body.weight,
         find_unused_parameters=True,
     )
-    optimizer = run.sgd(model)
-    for x, y in run.batches():
-        optimizer.zero_grad()
+    for x, y in run.training(run.sgd(model)):
         classify(model, x, y).backward()
         # Native DDP never waits for this exchange; gloo's barrier waits for what was begun before.
         dist.barrier()
-        optimizer.step()
 
 
 @row
@@ -140,10 +122,8 @@ def nested_in_a_module(run: Run) -> None:
     inner = run.wrap(mlp())
     outer = nn.Sequential(inner, nn.Softmax(dim=1))
     optimizer = run.sgd(inner)
-    for x, y in run.batches():
-        optimizer.zero_grad()
+    for x, y in run.training(optimizer):
         nn.functional.nll_loss(outer(x).log(), y).backward()
-        optimizer.step()
 
 
 @row
@@ -168,11 +148,8 @@ def attributes_through_module(run: Run) -> None:
 def forward_with_keywords(run: Run) -> None:
     """Inputs by keyword, numbers and None among them."""
     model = run.wrap(Pieces())
-    optimizer = run.sgd(model)
-    for x, y in run.batches():
-        optimizer.zero_grad()
+    for x, y in run.training(run.sgd(model)):
         nn.functional.cross_entropy(model(x=x, with_spare=True), y).backward()
-        optimizer.step()
 
 
 NOTHING = "a module doesn't have any parameter that requires a gradient"
