@@ -28,7 +28,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     ``psengine doctor`` without options works without the packages of the extra ``cli`` too, on plain lines.
     """
-    open_missing_streams()
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     try:
         try:
@@ -53,16 +52,6 @@ def _plain_doctor(missing: MissingExtraError) -> int:
     is_healthy = print_plain_report()
     print(f"psengine: {missing}", file=sys.stderr)
     return 0 if is_healthy else EXIT_PROBLEM
-
-
-def open_missing_streams() -> None:
-    """Open /dev/null where the shell closed stdin, stdout or stderr (``>&-``), for us and for our children."""
-    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
-        # None where it was closed when the interpreter began. Lowest first: each gets its own number.
-        if getattr(sys, name) is None:
-            descriptor = os.open(os.devnull, os.O_RDWR)
-            os.set_inheritable(descriptor, descriptor <= 2)
-            setattr(sys, name, os.fdopen(descriptor, mode))
 
 
 def give_up_unwritable_stderr() -> None:

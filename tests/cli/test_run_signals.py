@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import sys
 import time
 import urllib.request
 from pathlib import Path
@@ -120,30 +119,3 @@ def test_a_signal_after_a_failure_keeps_its_report(tmp_path):
         assert "ValueError: bad data" in report
         assert "ended because of it: rank 0" in report
         assert [pid for pid in pids_of(tmp_path) if is_running(pid)] == []
-
-
-def nobody_reads_stderr():
-    reader, writer = os.pipe()
-    os.close(reader)
-    os.dup2(writer, 2)
-
-
-def test_a_signal_that_cannot_be_announced_ends_the_run_in_order():
-    with running_command(["run", WORKER, "hang"], prepare=nobody_reads_stderr) as command:
-        command.wait_until(lambda: " has " in command.stdout)
-        command.signal(signal.SIGTERM)
-        assert command.wait() == 128 + signal.SIGTERM
-
-
-def close_stdin_and_stderr():
-    for descriptor, name in ((0, "stdin"), (2, "stderr")):
-        os.close(descriptor)
-        setattr(sys, name, None)  # as the interpreter has it after ``<&- 2>&-``
-
-
-def test_a_stream_that_the_shell_closed_is_dev_null(tmp_path):
-    script = tmp_path / "write.py"
-    script.write_text("import sys; sys.stdin.read(); print('out'); print('err', file=sys.stderr); sys.exit(5)")
-    with running_command(["run", str(script)], prepare=close_stdin_and_stderr) as command:
-        assert command.wait() == 5
-        assert (command.stdout, command.stderr) == ("out\n", "")

@@ -19,6 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.interpreters import running_program
+from support.marks import slow
 from support.processes import free_port, run_ranks, run_ranks_to_any_end
 
 from psengine.environment import context as environment
@@ -376,7 +377,7 @@ def has_ipv6_loopback() -> bool:
 
 
 @pytest.mark.skipif(not has_ipv6_loopback(), reason="no IPv6 loopback")
-@pytest.mark.parametrize("address", ["::1", "[::1]"])
+@pytest.mark.parametrize("address", ["::1", slow("[::1]")])
 def test_ipv6_master(address):
     results = run_ranks(init_and_sum, 2, "torchrun", free_port(), address, init_group=False)
     assert [total for _, total in results] == [3, 3]
@@ -527,8 +528,8 @@ def test_torchrun(tmp_path):
 
 ENDS_OF_ONE = [
     ("cpu:gloo", "", False),
-    ("cpu:gloo", "raise RuntimeError('boom')", False),
-    ("cuda:nccl", "", False),
+    slow("cpu:gloo", "raise RuntimeError('boom')", False),
+    slow("cuda:nccl", "", False),
     ("cuda:nccl", "raise RuntimeError('boom')", True),
 ]
 
@@ -552,7 +553,7 @@ def test_end_of_the_interpreter_closes_the_group(backends, ending, group_is_left
 @pytest.mark.parametrize(
     ("ending", "exit_codes"),
     [
-        pytest.param("", (0, 0), id="both end"),
+        pytest.param("", (0, 0), id="both end", marks=pytest.mark.slow),
         pytest.param(
             "if context.rank == 1: os.kill(os.getpid(), signal.SIGKILL)\nwork = dist.all_reduce(total, async_op=True)",
             (0, -9),

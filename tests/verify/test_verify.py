@@ -305,6 +305,7 @@ def test_steps_that_are_not_finite_count_to_the_last():
     assert merged({0, 1}, {0, 1, 2, 3, 4}).verdict == "not finite"
 
 
+@pytest.mark.slow
 def test_three_ranks_are_bitwise_equal_too():
     (found,) = compared(3, ("cnn", {}))
     assert (found.verdict, found.first, found.notes) == ("bitwise equal", None, ())

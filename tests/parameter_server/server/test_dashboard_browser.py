@@ -142,6 +142,7 @@ def test_a_diverged_worker_is_an_alarm_and_a_paused_page_shows_the_other_range()
         assert driver.execute_script("return window.violations") == []
 
 
+@pytest.mark.slow
 def test_a_run_with_a_slow_and_a_killed_worker_and_a_hostile_one(tmp_path):
     token = tmp_path / "token"
     token.touch(mode=0o600)
