@@ -16,6 +16,7 @@ abandoned asks it.
 
 from __future__ import annotations
 
+import functools
 import os
 import socket
 import threading
@@ -70,6 +71,18 @@ def count_up(store: Store, key: str, count: int) -> int:
     return int(store.compare_set(key, str(count) if count else "", str(count + 1)))
 
 
+@functools.cache
+def process_table() -> str:
+    """A word for the processes that this one can see by number: the same in another process if, and only if, process
+    numbers mean the same there. Hosts and containers may have a name in common. Empty where Linux does not say.
+    """
+    try:
+        boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot_id}:{os.stat('/proc/self/ns/pid').st_ino}"
+    except OSError:
+        return ""
+
+
 def process_state(process_id: int) -> str | None:
     """The letter of a process's state as Linux gives it, such as "T" for stopped; None where it is not known."""
     try:
@@ -120,12 +133,13 @@ class RollCall:
         self.world_size = world_size
         self._grace_s = grace_s
         self._host = socket.gethostname()
-        # By rank, its host and process id.
+        # By rank, its host and process id, and in which table of processes that is.
         self._members: dict[int, tuple[str, int]] = {rank: (self._host, os.getpid())}
+        self._tables: dict[int, str] = {rank: process_table()}
         self._settled_call = 0
         self._began_call = 0
         self._is_store_silent = False
-        self.store.set(f"{self._prefix}member/{rank}", f"{os.getpid()} {self._host}")
+        self.store.set(f"{self._prefix}member/{rank}", f"{os.getpid()} {process_table() or '-'} {self._host}")
 
     # These raise StoreSilentError where the store does not answer, RuntimeError or OSError where its host is gone.
 
@@ -174,17 +188,27 @@ class RollCall:
     def note_processes(self, process_ids: Sequence[int]) -> None:
         """All ranks run on this host, as these processes: known even if the store never answers again."""
         self._members = {rank: (self._host, process_id) for rank, process_id in enumerate(process_ids)}
+        self._tables = dict.fromkeys(self._members, process_table())
 
     def place_of(self, rank: int) -> tuple[str, int] | None:
         """The host and process id of ``rank``, where it is known."""
         return self._members.get(rank)
+
+    def name_of(self, rank: int) -> str | None:
+        """A name for the process of ``rank`` that no other process has, where it is known."""
+        place = self.place_of(rank)
+        return None if place is None else f"{place[1]}@{place[0]}/{self._tables[rank]}"
+
+    def _is_seen(self, rank: int) -> bool:
+        """Whether this process sees that of ``rank`` by its number."""
+        return rank in self._members and (self._members[rank][0], self._tables[rank]) == (self._host, process_table())
 
     def describe_place(self, rank: int) -> str:
         """Where ``rank`` runs: "rank 1 (process 4711 on host)"; says so where a signal has stopped it."""
         if rank not in self._members:
             return f"rank {rank}"
         host, process_id = self._members[rank]
-        is_stopped = host == self._host and process_state(process_id) == "T"
+        is_stopped = self._is_seen(rank) and process_state(process_id) == "T"
         return f"rank {rank} (process {process_id} on {host}{', stopped by a signal' if is_stopped else ''})"
 
     def describe(self, ranks: tuple[int, ...]) -> str:
@@ -220,15 +244,13 @@ class RollCall:
         return bool(self.store.check([f"{self._prefix}present/{call}/{rank}"]))
 
     def _has_exited(self, rank: int) -> bool:
-        if rank not in self._members:
-            return False
-        host, process_id = self._members[rank]
-        return host == self._host and not is_process_running(process_id)
+        return self._is_seen(rank) and not is_process_running(self._members[rank][1])
 
     def look_up_members(self, *, waits: bool = False) -> None:
         """Learn where those ranks live that have said so by now; ``waits``: where all do."""
         for rank in range(self.world_size):
             key = f"{self._prefix}member/{rank}"
             if rank not in self._members and (waits or self.store.check([key])):
-                process_id, _, host = self.store.get(key).decode().partition(" ")
+                process_id, table, host = self.store.get(key).decode().split(" ", 2)
                 self._members[rank] = (host, int(process_id))
+                self._tables[rank] = "" if table == "-" else table

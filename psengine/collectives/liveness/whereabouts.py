@@ -3,7 +3,7 @@
 ::
 
     psengine/stall/question                   the number of the latest question
-    psengine/stall/answer/<n>/<process@host>  what that process waited for when it saw question n
+    psengine/stall/answer/<n>/<process>       what that process waited for when it saw question n
 
 Answers are by process, not by rank, because a rank may wait in another group than the one that asks. Short waits read
 and write nothing. Only operations of the store that do not wait are used: a thread that waits in the store keeps the
@@ -85,8 +85,8 @@ class StoreWhereabouts:
         return found
 
     def _key(self, question: int, rank: int) -> str | None:
-        place = self._roll_call.place_of(rank)
-        return None if place is None else f"{ANSWER}{question}/{place[1]}@{place[0]}"
+        name = self._roll_call.name_of(rank)
+        return None if name is None else f"{ANSWER}{question}/{name}"
 
     def describe(self, rank: int) -> str:
         """Such as "rank 1 (process 4711 on host)"."""
