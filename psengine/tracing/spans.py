@@ -89,20 +89,20 @@ class ExchangeSpans:
 
 
 class PushSpans:
-    """Pushes of a strategy that waits for all of a step's answers at once."""
+    """Pushes of a strategy whose answers are weights."""
 
     def __init__(self) -> None:
-        self._left: list[tuple[Bucket, int, int]] = []
+        self._left: dict[int, tuple[int, int]] = {}
 
     def leaves(self, bucket: Bucket) -> None:
         """The gradients of ``bucket`` are sent now."""
-        self._left.append((bucket, recorder.step, now_ns()))
+        self._left[bucket.index] = recorder.step, now_ns()
 
-    def all_answered(self, started_ns: int) -> int:
-        """The wait for all answers, which began at ``started_ns``, is over; return the time."""
+    def answered(self, bucket: Bucket, started_ns: int) -> int:
+        """The wait for the answers to ``bucket``, which began at ``started_ns``, is over; return the time."""
         ended_ns = now_ns()
-        recorder.add("wait", started_ns, ended_ns=ended_ns)
-        for bucket, step, left_ns in self._left:
+        recorder.add("wait", started_ns, ended_ns=ended_ns, args=bucket.facts)
+        step, left_ns = self._left.pop(bucket.index, (0, 0))
+        if left_ns:
             recorder.add("push", left_ns, ended_ns=ended_ns, step=step, args=bucket.facts, track=EXCHANGE)
-        self._left = []
         return ended_ns

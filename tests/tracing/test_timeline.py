@@ -507,17 +507,17 @@ def _train_static(rank, world_size, path, options):
     model.leave()
 
 
-def _check_unpacked_in_flight(part, exchange):
+def _check_unpacked_in_flight(part, exchange, taken="unpack"):
     """Each bucket but the last is unpacked between the hand-over of the next one and the end of that one's exchange."""
     of = {
         (e["args"]["step"], e["name"], e["args"]["bucket"]): e
         for e in _spans(part)
-        if e["name"] in (exchange, "unpack")  # buckets are laid out anew before the third step
+        if e["name"] in (exchange, taken)  # buckets are laid out anew before the third step
     }
     checked = 0
     for (step, name, bucket), unpack in of.items():
         following = of.get((step, exchange, bucket + 1))
-        if name == "unpack" and following is not None:
+        if name == taken and following is not None:
             assert following["ts"] <= unpack["ts"] < _end(unpack) <= _end(following)
             checked += 1
     assert checked >= 2, "two buckets, in two steps or more"
@@ -535,10 +535,13 @@ def test_a_bucket_is_unpacked_while_the_next_is_in_flight(tmp_path, collective):
 
 
 @pytest.mark.slow  # it starts a server
-def test_over_servers_too(tmp_path):
+@pytest.mark.parametrize(
+    ("strategy", "taken"), [("sync-server", "unpack"), ("async", "apply"), ("async:push=backward", "apply")]
+)
+def test_over_servers_too(tmp_path, strategy, taken):
     pytest.importorskip("zmq")
-    run_ranks(_train_static, 1, str(tmp_path / "out.json"), {"strategy": "sync-server"}, init_group=False)
-    _check_unpacked_in_flight(json.loads((tmp_path / "out.json.rank0").read_text()), "push")
+    run_ranks(_train_static, 1, str(tmp_path / "out.json"), {"strategy": strategy}, init_group=False)
+    _check_unpacked_in_flight(json.loads((tmp_path / "out.json.rank0").read_text()), "push", taken)
 
 
 def _compare_clocks(rank, world_size):

@@ -255,12 +255,10 @@ class AsyncServer(ServerStrategy):
 
     def _await_weights(self) -> None:
         self.sending.forget_sent()
-        started_ns = now_ns() if recorder.is_on else 0
-        specs, started_ns = self.pushes.wait(started_ns)
-        self.sending.take(specs, self._pushed_parameters)
-        if started_ns:
-            recorder.add("apply", started_ns)
-        self.sending.weights.note()
+        sending = self.sending
+        sending.pushes.wait(sending.take)
+        sending.end_step(self._pushed_parameters)
+        sending.weights.note()
 
     # ---- the optimizer's state ---------------------------------------------------------------------------------
 

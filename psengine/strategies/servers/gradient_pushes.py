@@ -10,7 +10,7 @@ import torch
 
 from psengine.tensors.bucket import Bucket
 from psengine.tracing.spans import PushSpans
-from psengine.tracing.timeline import recorder
+from psengine.tracing.timeline import now_ns, recorder
 
 if TYPE_CHECKING:
     from psengine.parameter_server.client.operation import Push
@@ -38,7 +38,7 @@ class GradientPushes:
         self.refused = 0
         self._session = session
         self._chunks = chunks
-        self._pushes: list[tuple[ChunkSpec, Push]] = []
+        self._pushes: list[tuple[Bucket, list[tuple[ChunkSpec, Push]]]] = []
         self._buffer_pushes: list[Push] = []
         # True once a wait has failed: the I/O thread may then still read memory that the next step packs.
         self._copies_payloads = False
@@ -66,6 +66,8 @@ class GradientPushes:
         payload = flat if bucket.device.type == "cpu" else flat.cpu()
         if self._copies_payloads:
             payload = payload.clone()
+        pushes: list[tuple[ChunkSpec, Push]] = []
+        self._pushes.append((bucket, pushes))
         for spec, start, end in self._chunks.of_bucket[bucket.index]:
             if spec.key not in self.trained:
                 continue
@@ -75,7 +77,7 @@ class GradientPushes:
             gradient = None if abstains else payload[start:end]
             absent = [] if abstains else absent
             push = self._session.push(spec.key, gradient, landing_of(spec), groups=self.groups, absent=absent)
-            self._pushes.append((spec, push))
+            pushes.append((spec, push))
 
     def push_buffers(self) -> None:
         """Send the buffers' values. Nothing comes back: a worker keeps its own running statistics."""
@@ -83,26 +85,35 @@ class GradientPushes:
         for key in self._chunks.buffers:
             self._buffer_pushes.append(self._session.push(key, self._chunks.values(self._chunks.specs[key]), ()))
 
-    def wait(self, started_ns: int) -> tuple[list[ChunkSpec], int]:
-        """Return the chunks that have new weights, and the time, on a timeline that began to wait at ``started_ns``."""
+    def wait(self, take: Callable[[list[ChunkSpec]], None]) -> None:
+        """Wait for all answers. ``take`` gets each bucket's chunks when their weights are here: it loads them while
+        those of the next bucket travel.
+        """
         from psengine.parameter_server.client.operation import wait_all
 
-        pushes, self._pushes = self._pushes, []
+        buckets, self._pushes = self._pushes, []
         buffer_pushes, self._buffer_pushes = self._buffer_pushes, []
         try:
+            for bucket, pushes in buckets:
+                started_ns = now_ns() if recorder.is_on else 0
+                with self._session.telemetry.blocked():
+                    wait_all([push for _, push in pushes])
+                if started_ns:
+                    started_ns = self._spans.answered(bucket, started_ns)
+                take([spec for spec, _ in pushes])
+                if started_ns:
+                    recorder.add("apply", started_ns, args=bucket.facts)
             with self._session.telemetry.blocked():
-                wait_all([*(push for _, push in pushes), *buffer_pushes])
+                wait_all(buffer_pushes)
         except BaseException:
             self._copies_payloads = True
             self._session.withdraw_memory()
             raise
-        if started_ns:
-            started_ns = self._spans.all_answered(started_ns)
-        for spec, push in pushes:
-            refused = push.wait().refused
-            if refused and refused != "abstained":
-                self._report_refusal(spec, refused)
-        return [spec for spec, _ in pushes], started_ns
+        for _, pushes in buckets:
+            for spec, push in pushes:
+                refused = push.wait().refused
+                if refused and refused != "abstained":
+                    self._report_refusal(spec, refused)
 
     def _report_refusal(self, spec: ChunkSpec, reason: str) -> None:
         self.refused += 1

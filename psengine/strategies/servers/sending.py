@@ -111,9 +111,12 @@ class SendInStep:
         """The memory for a chunk's new weights."""
         return self._chunks.parts(spec)
 
-    def take(self, specs: Iterable[ChunkSpec], parameters: Iterable[torch.Tensor]) -> None:
-        """The weights of these chunks, of ``parameters``, have landed."""
+    def take(self, specs: Iterable[ChunkSpec]) -> None:
+        """The weights of these chunks have landed."""
         self._chunks.write_back(specs)
+
+    def end_step(self, parameters: Iterable[torch.Tensor]) -> None:
+        """The weights of all ``parameters`` have been taken."""
         count_landing(parameters)
 
     def forget_sent(self) -> None:
@@ -193,9 +196,13 @@ class SendInBackward(SendInStep):
         return [self._landings[spec.key]]
 
     @override
-    def take(self, specs: Iterable[ChunkSpec], parameters: Iterable[torch.Tensor]) -> None:
+    def take(self, specs: Iterable[ChunkSpec]) -> None:
         for spec in specs:
             self._chunks.assign(spec, self._landings[spec.key])
+
+    @override
+    def end_step(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Nothing to count: the weights were written by torch."""
 
     @override
     def forget_sent(self) -> None:
