@@ -6,7 +6,6 @@ one tensor). ``docs/protocol.md`` describes every field; ``frames.py`` turns mes
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any
@@ -174,8 +173,6 @@ class Message:
         in_segment: the payload lies in memory that the worker shares with the server (``parameter_server/segments/``):
             dtype and numel travel, and its bytes do not. A decoded message has no payload until a transport finds it.
             A received gradient is the worker's memory then, and changes once the worker has its answer.
-        is_intact: asked after a received payload was read: whether it was the server's memory until then; None where
-            the payload does not change.
     """
 
     type: MessageType
@@ -192,4 +189,3 @@ class Message:
     payload: Any = None
     peer_version: int = PROTOCOL_VERSION
     in_segment: bool = False
-    is_intact: Callable[[], bool] | None = None

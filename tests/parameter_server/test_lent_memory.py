@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
-import socket
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,12 +14,14 @@ import pytest
 import torch
 from support.processes import forkserver
 from support.server_process import running_server
-from support.shard_world import APPLY, SGD, Worker, World, spec
+from support.shard_world import APPLY, AVERAGE, SGD, Worker, World, spec
 from support.waiting import eventually
 from support.worker_sessions import entered
 
+from psengine import DistributedDataParallel, SyncServer
 from psengine.errors import ServerError
 from psengine.parameter_server.client import operation
+from psengine.parameter_server.client.operation import Push
 from psengine.parameter_server.client.worker_session import WorkerSession
 from psengine.parameter_server.segments.memory import IS_AVAILABLE, SegmentMapping, make_segment
 from psengine.parameter_server.segments.offer import Member, Offer, Place
@@ -26,6 +29,7 @@ from psengine.parameter_server.server.rules.exchange import PayloadPins
 from psengine.parameter_server.server.transport.segments import ShardSegments, WorkerSegment
 from psengine.protocol.layout import job_number
 from psengine.protocol.messages import Message, MessageType
+from psengine.strategies.servers.sync import neighbours
 
 pytestmark = pytest.mark.skipif(not IS_AVAILABLE, reason="memfd_create is Linux")
 NUMEL = 16_384
@@ -97,7 +101,7 @@ def is_stopped(pid: int) -> bool:
 
 
 @pytest.mark.parametrize("end", ["member", "evicted", "replaced", "server killed"])
-def test_a_worker_that_stops_half_way_through_an_answer_gets_one_version_or_none(end):
+def test_a_worker_that_stops_half_way_through_an_answer_gets_one_version(end):
     ours, theirs = forkserver.Pipe()
     is_lost = end in ("replaced", "server killed")
     with running_server(lease_s=0.8 if end in ("evicted", "replaced") else 60.0) as server:
@@ -124,14 +128,14 @@ def test_a_worker_that_stops_half_way_through_an_answer_gets_one_version_or_none
                 for other in others:
                     version, least, most = push(other)
                     assert (least, most) == (-version, -version)
-            assert all(lent(other) > 0 for other in others)
+            assert any(lent(other) > 0 for other in others)  # the worker that was replaced may still read one place
             os.kill(worker.pid, signal.SIGCONT)
             assert ours.poll(20)
             landed = ours.recv()
             if is_lost:
-                assert isinstance(landed.pop(2), str)
+                assert isinstance(landed.pop(), str)
             assert [(least, most) for _, least, most in landed] == [(-version, -version) for version, *_ in landed]
-            assert len(landed) == (2 if is_lost else 4)
+            assert len(landed) == (3 if is_lost else 4)
         finally:
             worker.kill()
             worker.join(10)
@@ -158,26 +162,81 @@ def test_a_worker_alone_reads_at_one_place_and_two_never_wait_for_each_other():
                 session.close()
 
 
-def test_what_was_pushed_stays_where_the_answer_lands_on_it_until_that_is_whole():
+def test_an_answer_may_land_on_what_was_pushed():
     with running_server() as server:
         session = entered_worker(server.addresses[0], 0, workers=1)
         try:
-            push(session)
             memory = ONES.clone()
-            kept = session.push(0, memory, [memory])
-            kept.wait()
-            assert memory.eq(-2.0).all()
-            # The answer that turns out to be none leaves what has to be pushed again.
-            memory.fill_(1.0)
-            halves = memory.split(NUMEL // 2)
-            question = Message(MessageType.PUSH, payload=memory, numel=NUMEL, dtype=memory.dtype)
-            torn = Message(MessageType.UPDATED, payload=torch.zeros(NUMEL), numel=NUMEL, dtype=memory.dtype)
-            torn.is_intact = lambda: False
-            again = operation.Push(question, str, operation.Parking(lambda: 0.0), 1.0, halves, memory.dtype)
-            assert not again.takes_whole(torn, 0.0)
-            assert memory.eq(1.0).all()
+            for version in (1, 2):
+                memory.fill_(1.0)
+                session.push(0, memory, [memory]).wait()
+                assert memory.eq(-version).all()
+            assert lent(session) == 1
         finally:
             session.close()
+
+
+def average(sessions: Sequence[WorkerSession], value: float) -> list[Push]:
+    pushes = []
+    for session in sessions:
+        landing = torch.zeros(NUMEL)
+        pushes.append(session.push(0, torch.full((NUMEL,), value), [landing], reads_in_place=True))
+    for one in pushes:
+        one.wait()
+        values = one.destinations[0] if one.lent is None else one.lent
+        assert values.eq(value).all()
+    return pushes
+
+
+def test_averages_are_read_where_the_server_makes_them_and_stay_while_somebody_may_read_them():
+    with running_server() as server:
+        sessions = [
+            entered(server.addresses[0], rank, [spec(0, NUMEL)], rule=AVERAGE, world_size=2) for rank in range(2)
+        ]
+        try:
+            for step in range(4):
+                pushes = average(sessions, float(step))
+                assert all(one.lent is not None for one in pushes)
+            kept = pushes[0].lent
+            del pushes
+            sessions.pop(0).close()
+            # Of two places one is read by a worker that has left, the other has the last average: then it is copied.
+            found = {average(sessions, float(step))[0].lent is None for step in range(4, 10)}
+            assert found == {False, True}
+            assert kept.eq(3.0).all()
+            del kept
+            gc.collect()  # the session that was closed refers to its last answer
+            eventually(lambda: [average(sessions, 1.0)[0].lent is None for _ in range(4)] == [False] * 4)
+        finally:
+            for session in sessions:
+                session.close()
+
+
+def test_a_bucket_of_many_chunks_is_one_piece_of_the_servers_memory():
+    with running_server() as server:
+        strategy = SyncServer(servers=server.addresses, job="one piece")
+        model = DistributedDataParallel(torch.nn.Linear(1024, 700), strategy=strategy)
+        try:
+            bare = torch.nn.Linear(1024, 700)
+            bare.load_state_dict(model.module.state_dict())
+            assert max(map(len, strategy.chunks.of_bucket)) == 3
+            for _ in range(3):
+                batch = torch.randn(4, 1024)
+                for one in (model, bare):
+                    one.zero_grad()
+                    one(batch).square().sum().backward()
+                for mine, theirs in zip(model.parameters(), bare.parameters(), strict=True):
+                    assert torch.equal(mine.grad, theirs.grad)
+                assert not any(result.any() for result in strategy._results)  # nothing has landed there
+        finally:
+            model.leave()
+
+
+def test_neighbours_lie_one_after_the_other_in_one_storage():
+    storage = torch.arange(10.0)
+    assert torch.equal(neighbours([storage[2:5], storage[5:6]]), torch.tensor([2.0, 3.0, 4.0, 5.0]))
+    for others in ([storage[2:5], storage[6:8]], [storage[2:5], None], [None], [], [storage[2:5], torch.ones(2)]):
+        assert neighbours(others) is None
 
 
 def test_only_a_later_push_says_that_an_answer_was_read():
@@ -185,26 +244,24 @@ def test_only_a_later_push_says_that_an_answer_was_read():
     worker = Worker(world, 0, rule=APPLY)
     worker.initialise([spec(0, NUMEL)])
     size_bytes = ONES.nbytes
-    ours, theirs = socket.socketpair()
     descriptor = make_segment(2 * size_bytes)
-    with ours, theirs:
-        try:
-            segments = ShardSegments()
-            member = Member(job_number("demo"), 0, worker.incarnation)
-            places = {0: Place(0, size_bytes, size_bytes)}
-            offer = Offer(member, segments.token(member), 2 * size_bytes, places)
-            segment = WorkerSegment(offer, SegmentMapping(descriptor, 2 * size_bytes), ours)
-            assert segments.attach(world.shard, segment) == ""
-        finally:
-            os.close(descriptor)
-        assert segment.lent is not None
-        pins = PayloadPins(segment.lent.token)
-        fields = {"job": member.job, "worker": 0, "incarnation": member.incarnation, "key": 0}
-        answer = Message(MessageType.UPDATED, sequence=5, payload=ONES, numel=NUMEL, dtype=ONES.dtype, **fields)
-        assert segments.put(answer, pins)
-        assert answer.body == {"place": 0}
-        for sequence in (4, 5):
-            segments.find(Message(MessageType.PUSH, sequence=sequence, **fields))
-            assert pins.are_held()
-        segments.find(Message(MessageType.PUSH, sequence=6, **fields))
-        assert not pins.are_held()
+    try:
+        segments = ShardSegments()
+        member = Member(job_number("demo"), 0, worker.incarnation)
+        places = {0: Place(0, size_bytes, size_bytes)}
+        offer = Offer(member, segments.token(member), 2 * size_bytes, places)
+        segment = WorkerSegment(offer, SegmentMapping(descriptor, 2 * size_bytes))
+        assert segments.attach(world.shard, segment) == ""
+    finally:
+        os.close(descriptor)
+    assert segment.lent is not None
+    pins = PayloadPins(segment.lent.token)
+    fields = {"job": member.job, "worker": 0, "incarnation": member.incarnation, "key": 0}
+    answer = Message(MessageType.UPDATED, sequence=5, payload=ONES, numel=NUMEL, dtype=ONES.dtype, **fields)
+    assert segments.put(answer, pins)
+    assert answer.body == {"place": 0}
+    for sequence in (4, 5):
+        segments.find(Message(MessageType.PUSH, sequence=sequence, **fields))
+        assert pins.are_held()
+    segments.find(Message(MessageType.PUSH, sequence=6, **fields))
+    assert not pins.are_held()

@@ -311,7 +311,7 @@ def test_a_server_that_does_not_answer_an_offer_gets_payloads_through_its_socket
             session.close()
 
 
-def test_adopted_memory_is_packed_and_landed_in_without_a_copy(monkeypatch):
+def test_adopted_memory_is_packed_in_and_the_answer_read_without_a_copy(monkeypatch):
     with running_server() as server:
         session = entered(server.addresses[0], 0, SPECS[:1])
         try:
@@ -322,8 +322,9 @@ def test_adopted_memory_is_packed_and_landed_in_without_a_copy(monkeypatch):
             monkeypatch.setattr(operation.ctypes, "memmove", lambda *arguments: moved.append(arguments[2]))
             for step in range(3):
                 flat.copy_(gradient(0, step)[0])
-                session.push(0, flat, [result]).wait()
-                assert torch.equal(result, gradient(0, step)[0])
+                push = session.push(0, flat, [result], reads_in_place=True)
+                push.wait()
+                assert torch.equal(push.lent, gradient(0, step)[0])
             assert sharing(session) == 1
             assert not moved
         finally:

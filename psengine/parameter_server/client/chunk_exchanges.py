@@ -77,6 +77,8 @@ class ChunkExchanges:
         groups: Sequence[Mapping[str, Any]] | None = None,
         absent: Sequence[int] = (),
         weight: float | None = None,
+        *,
+        reads_in_place: bool = False,
     ) -> Push:
         """Begin the chunk's next exchange.
 
@@ -92,6 +94,7 @@ class ChunkExchanges:
             absent: indices of the chunk's segments without a gradient this time.
             weight: what the gradient counts in an average, up to 1e12: every worker gives one, or none does. 0 needs
                 no payload; such a worker takes part and counts nothing.
+            reads_in_place: an answer in the server's memory stays there, and does not land: see ``Push.lent``.
 
         Raises:
             FencedError: see ``rejoin``.
@@ -132,6 +135,7 @@ class ChunkExchanges:
             spec.dtype,
             encoder,
             keeps_answer=key in membership.kept,
+            reads_in_place=reads_in_place,
         )
         if encoder is not None:
             self._encoded[key] = push

@@ -258,7 +258,7 @@ class Link:
         kind = message.type
         if kind is MessageType.UPDATED:
             push = self.pushes.find(message)
-            if push is not None and push.takes_whole(message, now_s):
+            if push is not None:
                 self._note_movement(push, now_s)
                 self.versions[message.key] = message.version
                 is_used = "refused" not in message.body

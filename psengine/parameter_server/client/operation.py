@@ -132,6 +132,7 @@ class Operation:
         timeout_s: how long nothing may move; ``deadline_s`` is this long after the last movement.
         destinations: 1-D contiguous CPU tensors; the answer's payload is copied into them, one after the other.
         dtype: of the payload; None without destinations.
+        reads_in_place: leave a payload that lies in the server's memory there: see ``Push.lent``.
 
     Attributes:
         unanswered: questions about it since the last answer to one.
@@ -145,6 +146,7 @@ class Operation:
     timeout_s: float
     destinations: Sequence[torch.Tensor] = ()
     dtype: torch.dtype | None = None
+    reads_in_place: bool = field(default=False, kw_only=True)
     unanswered: int = field(default=0, init=False)
     next_at_s: float = field(default=0.0, init=False)
     is_sent: bool = field(default=False, init=False)
@@ -158,7 +160,6 @@ class Operation:
     def __post_init__(self) -> None:
         self._targets = [(d.data_ptr(), d.nbytes) for d in self.destinations]
         self.numel = sum(map(torch.numel, self.destinations))
-        self._is_taken = False
         self.submitted_s = self.parking.now_s()
         self.deadline_s = self.submitted_s + self.timeout_s
 
@@ -167,34 +168,12 @@ class Operation:
         """Whether a worker that has to rejoin may not ask it: it would pass on a state that misses updates."""
         return self.message.type in (MessageType.PUSH, MessageType.ADMIT)
 
-    def takes_whole(self, answer: Message, now_s: float) -> bool:
-        """I/O thread: copy a payload that lies in the server's memory.
-
-        False where that may have changed meanwhile: the answer is to be asked for again.
-        """
-        if answer.is_intact is None:
-            return True
-        own = self.message.payload
-        if isinstance(own, torch.Tensor) and any(
-            target < own.data_ptr() + own.nbytes and own.data_ptr() < target + size for target, size in self._targets
-        ):
-            # What was pushed is still needed if the answer is none after all.
-            answer.payload = payload_tensor(answer).clone()
-        elif self.numel and self._take_payload(answer) is None:
-            self._is_taken = True
-        if answer.is_intact():
-            return True
-        self._is_taken, self.next_at_s = False, now_s
-        return False
-
     def finish(self, answer: Message, now_s: float) -> PSEngineError | None:
         """I/O thread: take the answer and copy its payload; return why that is not possible."""
-        problem = self._take_payload(answer) if self.numel and not self._is_taken else None
+        problem = self._take_payload(answer) if self.numel else None
         if problem is not None:
             self.fail(problem)
             return problem
-        if answer.is_intact is not None:
-            answer.payload = None
         self.message.payload = None  # frames that are still being sent keep the memory alive
         self.answer = answer
         self.seconds = now_s - self.submitted_s
@@ -217,7 +196,7 @@ class Operation:
             return ProtocolError(
                 f"the answer to {self.describe()} does not fit (expected {self.numel} of {self.dtype}, got {got})"
             )
-        if not self._targets:
+        if not self._targets or self._stays(answer):
             return None
         source = payload_tensor(answer)
         address = source.data_ptr()
@@ -228,6 +207,9 @@ class Operation:
             address += size_bytes
         answer.payload = None
         return None
+
+    def _stays(self, answer: Message) -> bool:
+        return self.reads_in_place and answer.in_segment and "place" in answer.body
 
     def conclude(self) -> None:
         """A worker's thread: do what remains once it is done; idempotent."""
@@ -352,6 +334,11 @@ class Push(Operation):
         if body.get("late"):
             return ExchangeOutcome.LATE
         return ExchangeOutcome.APPLIED if "contributors" not in body else ExchangeOutcome.AVERAGED
+
+    @property
+    def lent(self) -> torch.Tensor | None:
+        """The answer's values in the server's memory, to be read until the chunk's next push; None if they landed."""
+        return self.answer.payload if self.answer is not None and self._stays(self.answer) else None
 
     def result(self) -> torch.Tensor:
         """A copy of the answer's values as they travelled."""

@@ -9,6 +9,7 @@ the sockets as they do elsewhere. See ``docs/protocol.md``, "Shared memory".
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import socket
@@ -29,7 +30,7 @@ from psengine.parameter_server.client.operation import Push
 from psengine.parameter_server.segments.memory import IS_AVAILABLE, PAGE_BYTES, SegmentMapping, make_segment
 from psengine.parameter_server.segments.offer import ALIGNMENT_BYTES as ALIGNED_PLACE_BYTES
 from psengine.parameter_server.segments.offer import TOKEN_CHARS, Member, Offer, Place
-from psengine.parameter_server.segments.passing import Lent, is_open, pass_segment, passing_path
+from psengine.parameter_server.segments.passing import END, Lent, pass_segment, passing_path
 from psengine.protocol.layout import ChunkKind, ChunkSpec
 from psengine.protocol.messages import NOBODY, Message
 
@@ -126,11 +127,20 @@ class _Attachment:
             if known is None:
                 return False
             self.lent_answers[at] = known
-        message.payload, message.is_intact = known, self._is_open
+        message.payload = known
         return True
 
-    def _is_open(self) -> bool:
-        return is_open(self.stream)
+    def end(self) -> None:
+        """The shard has the segment no more. It leaves alone what this process was told to read: see ``Lent``."""
+        with contextlib.suppress(OSError):
+            self.stream.send(END)
+        self.stream.close()
+
+    def forked(self) -> None:
+        """In a forked child: the stream is the parent's."""
+        self.stream.close()
+        if self.lent is not None:
+            self.lent.keeper()
 
     def is_of(self, message: Message) -> bool:
         member = self.member
@@ -229,7 +239,7 @@ class WorkerSegments:
             if self._arena is not None and attachments:
                 self._arena.detach()
             for attachment in attachments.values():
-                attachment.stream.close()
+                attachment.end()
 
     def close(self) -> None:
         """Close every connection and the segment's descriptor; tensors stay valid."""
@@ -237,7 +247,7 @@ class WorkerSegments:
             self._is_wanted = False
             self._invitations.clear()
             for attachment in self._attachments.values():
-                attachment.stream.close()
+                attachment.end()
             self._attachments.clear()
             arena, self._arena = self._arena, None
             if arena is not None:
@@ -251,7 +261,7 @@ class WorkerSegments:
         self._invitations.clear()
         attachments, self._attachments = self._attachments, {}
         for attachment in attachments.values():
-            attachment.stream.close()
+            attachment.forked()
         if arena is not None:
             arena.forked()
 
@@ -302,7 +312,7 @@ class WorkerSegments:
         """A shard does not have the segment."""
         attachment = self._attachments.pop(address, None)
         if attachment is not None:
-            attachment.stream.close()
+            attachment.end()
         self._tell(address, reason)
 
     # ---- offering ----------------------------------------------------------------------------------------------
@@ -314,7 +324,7 @@ class WorkerSegments:
                 return
             former = self._attachments.pop(address, None)
             if former is not None:
-                former.stream.close()
+                former.end()
             path = passing_path(local_sockets.way_to(address))
             if path is None:
                 if local_sockets.is_loopback(address):

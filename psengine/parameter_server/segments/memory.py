@@ -127,7 +127,7 @@ class SegmentMapping:
     def __init__(self, descriptor: int, size_bytes: int, *, is_written: bool = True) -> None:
         access = mmap.ACCESS_WRITE if is_written else mmap.ACCESS_READ
         try:
-            self._memory = mmap.mmap(descriptor, size_bytes, access=access)
+            self.memory = mmap.mmap(descriptor, size_bytes, access=access)
         except (OSError, ValueError) as error:
             raise ProtocolError(
                 f"a segment could not be mapped (expected memory to read and write, got: {error})"
@@ -135,11 +135,11 @@ class SegmentMapping:
         self.size_bytes = size_bytes
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch warns, once, of memory that is not to be written to
-            self.address = torch.frombuffer(self._memory, dtype=torch.uint8).data_ptr()
+            self.address = torch.frombuffer(self.memory, dtype=torch.uint8).data_ptr()
 
     def tensor(self, offset: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """1-D, of the memory from ``offset``."""
-        return torch.frombuffer(self._memory, dtype=dtype, count=numel, offset=offset)
+        return torch.frombuffer(self.memory, dtype=dtype, count=numel, offset=offset)
 
     def keep_to_this_process(self, descriptor: int) -> None:
         """In a forked child: nobody else sees what it writes from now on; tensors stay as they are.

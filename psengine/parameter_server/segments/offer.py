@@ -8,16 +8,18 @@ A place is found by its chunk's key. The table comes with the offer, is checked 
 have no offsets. A worker has one exchange of a chunk under way, and begins the next when it has the answer of the last;
 so each side has left a place before the other one writes to it.
 
-With "ok" the server may lend memory of its own, which workers only read: where it keeps the weights of chunks.
+With "ok" the server may lend memory of its own, which workers only read: where it keeps the weights of chunks, or forms
+their averages. It has equal parts, so that neighbouring chunks are neighbours in each of them.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from psengine.errors import ProtocolError
+from psengine.protocol.layout import ChunkSpec
 from psengine.protocol.messages import MAX_PAYLOAD_BYTES, NO_KEY
 
 MAGIC = b"PSEG"
@@ -32,6 +34,7 @@ MAX_TEXT_BYTES = 1000
 MAX_LENT_CHUNKS = 4096
 MAX_LENT_PLACES = 4
 LENT_ALIGNMENT_BYTES = 64
+LENT_PART_BYTES = 4096
 
 # magic, version, zeros, worker, places, job, incarnation, size of the segment, token
 _HEADER = struct.Struct(f"<4sHHIIQQQ{TOKEN_CHARS}s")
@@ -40,10 +43,10 @@ HEADER_BYTES = _HEADER.size
 _PLACE = struct.Struct("<IIQQQ")
 _ANSWER = struct.Struct("<2sH")
 ANSWER_BYTES = _ANSWER.size
-# after "ok": size of the server's segment, chunks in its table
-_LENT = struct.Struct("<QI")
+# after "ok": size of the server's segment, chunks in its table, equal parts of the segment
+_LENT = struct.Struct("<QII")
 LENT_BYTES = _LENT.size
-# key, places, offset of the first place; the next ones follow, each at a multiple of LENT_ALIGNMENT_BYTES
+# key, zeros, offset in each part
 _LENT_ROW = struct.Struct("<IIQ")
 _ACCEPTED, _REFUSED = b"ok", b"no"
 
@@ -98,25 +101,36 @@ class LentTable:
     """The server's own segment, as a worker is told of it.
 
     Attributes:
-        size_bytes: of the segment; 0 where there is none.
-        offsets: chunk's key -> where each of its places begins.
+        part_bytes: of each of its equal parts, of which every one has a place for each chunk.
+        parts: how many; 0 where there are none.
+        offsets: chunk's key -> where its place begins, in each part.
     """
 
-    size_bytes: int
-    offsets: Mapping[int, tuple[int, ...]]
+    part_bytes: int
+    parts: int
+    offsets: Mapping[int, int]
+
+    @property
+    def size_bytes(self) -> int:
+        """Of the segment."""
+        return self.parts * self.part_bytes
 
     def to_bytes(self) -> bytes:
         """As it travels."""
-        rows = [_LENT_ROW.pack(key, len(offsets), offsets[0]) for key, offsets in self.offsets.items()]
-        return _LENT.pack(self.size_bytes, len(rows)) + b"".join(rows)
+        rows = [_LENT_ROW.pack(key, 0, offset) for key, offset in self.offsets.items()]
+        return _LENT.pack(self.size_bytes, len(rows), self.parts) + b"".join(rows)
 
 
-NOTHING_LENT = LentTable(0, {})
+NOTHING_LENT = LentTable(0, 0, {})
 
 
-def place_stride(size_bytes: int) -> int:
-    """From the begin of one of a chunk's places to the next."""
-    return -(-size_bytes // LENT_ALIGNMENT_BYTES) * LENT_ALIGNMENT_BYTES
+def part_of(specs: Iterable[ChunkSpec]) -> tuple[int, dict[int, int]]:
+    """The bytes of one part of a lent segment, whole pages, and where in it each chunk's place begins."""
+    offsets, end = {}, 0
+    for spec in specs:
+        offsets[spec.key] = end
+        end += -(-spec.size_bytes // LENT_ALIGNMENT_BYTES) * LENT_ALIGNMENT_BYTES
+    return -(-end // LENT_PART_BYTES) * LENT_PART_BYTES, offsets
 
 
 def lent_rows_bytes(header: bytes) -> int:
@@ -125,7 +139,7 @@ def lent_rows_bytes(header: bytes) -> int:
     Raises:
         ProtocolError: too many.
     """
-    _, rows = _LENT.unpack(header)
+    _, rows, _ = _LENT.unpack(header)
     if rows > MAX_LENT_CHUNKS:
         raise ProtocolError(f"the server lends too many chunks (expected at most {MAX_LENT_CHUNKS}, got {rows})")
     return int(rows) * _LENT_ROW.size
@@ -137,16 +151,20 @@ def read_lent_table(data: bytes, offer: Offer) -> LentTable:
     Raises:
         ProtocolError: a place is out of bounds, or of a chunk that was not offered.
     """
-    size_bytes, _ = _LENT.unpack(data[:LENT_BYTES])
-    offsets: dict[int, tuple[int, ...]] = {}
-    for key, places, offset in _LENT_ROW.iter_unpack(data[LENT_BYTES:]):
-        if key not in offer.places or key in offsets or not 1 <= places <= MAX_LENT_PLACES:
+    size_bytes, rows, parts = _LENT.unpack(data[:LENT_BYTES])
+    if not rows:
+        return NOTHING_LENT
+    if not 1 <= parts <= MAX_LENT_PLACES or size_bytes % (parts * LENT_PART_BYTES):
+        raise ProtocolError(f"the server lends {size_bytes} bytes in {parts} parts (expected 1 to {MAX_LENT_PLACES})")
+    part_bytes = size_bytes // parts
+    offsets: dict[int, int] = {}
+    for key, _, offset in _LENT_ROW.iter_unpack(data[LENT_BYTES:]):
+        if key not in offer.places or key in offsets:
             raise ProtocolError(f"the server lends chunk {key} wrongly, or twice")
-        stride = place_stride(offer.places[key].size_bytes)
-        if offset % LENT_ALIGNMENT_BYTES or offset + places * stride > size_bytes:
-            raise ProtocolError(f"the server lends chunk {key} outside its segment of {size_bytes} bytes")
-        offsets[key] = tuple(range(offset, offset + places * stride, stride))
-    return LentTable(size_bytes, offsets)
+        if offset % LENT_ALIGNMENT_BYTES or offset + offer.places[key].size_bytes > part_bytes:
+            raise ProtocolError(f"the server lends chunk {key} outside its parts of {part_bytes} bytes")
+        offsets[key] = offset
+    return LentTable(part_bytes, parts, offsets)
 
 
 def offer_bytes(header: bytes) -> int:

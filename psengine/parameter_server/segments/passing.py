@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import socket
 import struct
 import sys
-from collections.abc import Mapping
+import weakref
 from typing import NamedTuple
 
 import torch
@@ -17,6 +18,7 @@ from psengine.parameter_server.segments.memory import SegmentMapping, check_segm
 from psengine.parameter_server.segments.offer import (
     ANSWER_BYTES,
     LENT_BYTES,
+    LentTable,
     Offer,
     answer_text_bytes,
     lent_rows_bytes,
@@ -26,6 +28,8 @@ from psengine.parameter_server.segments.offer import (
 SUFFIX = ".fd"
 # A shard answers at once; one that is busy with a snapshot takes a second.
 ANSWER_S = 2.0
+# A worker's last byte: its payloads travel from now on. It may go on to read what it was told to read.
+END = b"e"
 
 
 def passing_path(address: str) -> str | None:
@@ -43,19 +47,27 @@ def peer_uid(stream: socket.socket) -> int:
 
 
 class Lent(NamedTuple):
-    """Memory of the server that this process may read, for as long as the stream is open."""
+    """Memory of the server that this process may read.
 
-    mapping: SegmentMapping
-    offsets: Mapping[int, tuple[int, ...]]  # chunk's key -> where each of its places begins
+    Places that it was told to read do not change before the stream ends. So the stream's end waits until nothing refers
+    to the memory any more: ``keeper`` closes the last descriptor of it then, or when it is called.
+    """
 
-    def place(self, key: int, index: int, numel: int, dtype: torch.dtype) -> torch.Tensor | None:
-        """The chunk's place of this number, to be read only; None where the table has none."""
-        offsets = self.offsets.get(key, ())
-        return self.mapping.tensor(offsets[index], numel, dtype) if index < len(offsets) else None
+    memory: torch.Tensor  # of bytes
+    table: LentTable
+    keeper: weakref.finalize[..., mmap.mmap]
+
+    def place(self, key: int, part: int, numel: int, dtype: torch.dtype) -> torch.Tensor | None:
+        """The chunk's place in this part, to be read only; None where there is none. All share one storage."""
+        offset = self.table.offsets.get(key)
+        if offset is None or part >= self.table.parts:
+            return None
+        begin = part * self.table.part_bytes + offset
+        return self.memory[begin : begin + numel * dtype.itemsize].view(dtype)
 
 
 def pass_segment(path: str, offer: Offer, descriptor: int) -> tuple[socket.socket, Lent | None]:
-    """Offer a segment to the shard that listens at ``path``; the shard has it for as long as the stream is open.
+    """Offer a segment to the shard that listens at ``path``; the shard has it until ``END`` or the stream's end.
 
     Returns:
         The stream, which does not block, and the memory that the shard lends in turn, if it does.
@@ -82,17 +94,6 @@ def pass_segment(path: str, offer: Offer, descriptor: int) -> tuple[socket.socke
     return stream, lent
 
 
-def is_open(stream: socket.socket) -> bool:
-    """Whether the shard has not ended the stream: what it lends has not changed since it told of it."""
-    try:
-        stream.recv(1, socket.MSG_PEEK)
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False
-    return False  # its end, or what nobody asked for
-
-
 def _read_answer(stream: socket.socket, offer: Offer) -> Lent | None:
     # Descriptors come with the first bytes.
     answer, descriptors, _, _ = socket.recv_fds(stream, 1, 1, socket.MSG_CMSG_CLOEXEC)
@@ -109,7 +110,9 @@ def _read_answer(stream: socket.socket, offer: Offer) -> Lent | None:
         if len(descriptors) != 1:
             raise ProtocolError(f"a server lends memory by one descriptor (got {len(descriptors)})")
         check_segment(descriptors[0], table.size_bytes, sys.maxsize)
-        return Lent(SegmentMapping(descriptors[0], table.size_bytes, is_written=False), table.offsets)
+        mapping = SegmentMapping(descriptors[0], table.size_bytes, is_written=False)
+        keeper = weakref.finalize(mapping.memory, os.close, os.dup(stream.fileno()))
+        return Lent(mapping.tensor(0, table.size_bytes, torch.uint8), table, keeper)
     finally:
         for descriptor in descriptors:
             os.close(descriptor)

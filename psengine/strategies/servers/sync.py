@@ -180,10 +180,26 @@ class SyncServer(ServerStrategy):
 
     def _push(self, exchange: _ChunkExchange) -> Push:
         key, landing = exchange.key, [exchange.landing]
+        is_gradient = key in self._gradient_keys
         if self._sits_out:
-            return self.session.push(key, None, landing)
-        weight = self._weight if key in self._gradient_keys else None
-        return self.session.push(key, None if weight == 0 else exchange.payload, landing, weight=weight)
+            return self.session.push(key, None, landing, reads_in_place=is_gradient)
+        weight = self._weight if is_gradient else None
+        payload = None if weight == 0 else exchange.payload
+        return self.session.push(key, payload, landing, weight=weight, reads_in_place=is_gradient)
+
+    def average(self, indices: range, landing: torch.Tensor) -> torch.Tensor:
+        """What these exchanges, of a bucket, ended with: in the servers' memory if it lies there in one piece, to be
+        read until the next step, else in ``landing``.
+        """
+        pushes = self._pushes[indices.start : indices.stop]
+        lent = [push.lent for push in pushes]
+        whole = neighbours(lent)
+        if whole is not None:
+            return whole
+        for push, values in zip(pushes, lent, strict=True):
+            if values is not None:
+                push.destinations[0].copy_(values)
+        return landing
 
     @override
     def reduce_usage(self, used: torch.Tensor) -> Work:
@@ -281,6 +297,19 @@ class SyncServer(ServerStrategy):
         self.completed_steps = self.optimizers.take(pieces, self._parameter_names())
 
 
+def neighbours(tensors: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
+    """These 1-D tensors as one; None unless they lie one after the other in one storage."""
+    first = tensors[0] if tensors else None
+    if first is None:
+        return None
+    storage, end, numel = first.untyped_storage().data_ptr(), first.data_ptr(), 0
+    for tensor in tensors:
+        if tensor is None or tensor.data_ptr() != end or tensor.untyped_storage().data_ptr() != storage:
+            return None
+        end, numel = end + tensor.nbytes, numel + tensor.numel()
+    return first.as_strided((numel,), (1,))
+
+
 class _ChunkExchange(NamedTuple):
     """One chunk's part in a step: the values to send, and the memory for the answer."""
 
@@ -307,9 +336,10 @@ class _Average(Reduction):
     def wait(self) -> torch.Tensor:
         self._strategy.await_exchanges(self._indices)
         self._rejoins = self._strategy.rejoins
-        if self._result.device == self._bucket.device:
-            return self._result
-        self._bucket.flat.copy_(self._result)
+        average = self._strategy.average(self._indices, self._result)
+        if average.device == self._bucket.device:
+            return average
+        self._bucket.flat.copy_(average)
         return self._bucket.flat
 
 

@@ -96,18 +96,20 @@ def test_answers():
 
 
 def test_the_server_lends_places_of_offered_chunks_inside_its_segment():
-    lent = LentTable(8192, {0: (0, 1024, 2048), 9: (3072, 4096)})
+    lent = LentTable(8192, 2, {0: 0, 9: 1024})
     data = lent.to_bytes()
     assert len(data) == LENT_BYTES + lent_rows_bytes(data[:LENT_BYTES])
     assert read_lent_table(data, GOOD) == lent
     for bad in (
-        LentTable(8192, {1: (0,)}),
-        LentTable(8192, {0: (0, 1, 2, 3, 4)}),
-        LentTable(8192, {0: (8,)}),
-        LentTable(1024, {0: (0, 1024)}),
-        LentTable(8192, {9: (2**63,)}),
+        LentTable(8192, 1, {1: 0}),
+        LentTable(8192, 5, {0: 0}),
+        LentTable(8192, 0, {0: 0}),
+        LentTable(8128, 2, {0: 0}),
+        LentTable(8192, 1, {0: 8}),
+        LentTable(8192, 2, {0: 8192}),
+        LentTable(8192, 1, {9: 2**63}),
     ):
-        with pytest.raises(ProtocolError, match="the server lends chunk"):
+        with pytest.raises(ProtocolError, match="the server lends"):
             read_lent_table(bad.to_bytes(), GOOD)
     with pytest.raises(ProtocolError, match="too many chunks"):
-        lent_rows_bytes(LentTable(8192, dict.fromkeys(range(MAX_LENT_CHUNKS + 1), (0,))).to_bytes()[:LENT_BYTES])
+        lent_rows_bytes(LentTable(8192, 1, dict.fromkeys(range(MAX_LENT_CHUNKS + 1), 0)).to_bytes()[:LENT_BYTES])

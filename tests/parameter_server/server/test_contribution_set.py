@@ -16,6 +16,10 @@ NUMEL = 37
 RANKS = 6
 
 
+def gathering(dtype=torch.float32, numel=NUMEL, kind=ChunkKind.PARAMETER):
+    return ContributionSet(spec(0, numel, dtype, kind), lambda: torch.full((numel,), 7).to(dtype))
+
+
 def contribution(rank, dtype, weight=None, salt=0):
     generator = torch.Generator().manual_seed(1000 * salt + rank)
     values = torch.randn(NUMEL, generator=generator, dtype=torch.float64) * 10.0 ** (rank - 2)
@@ -41,7 +45,7 @@ def added_at_the_end(contributions):
 )
 def test_the_bits_are_those_of_adding_at_the_end_whoever_comes_dies_and_returns(dtype, script):
     """ "leave": nobody awaits the worker any more, and its contribution is taken out a little later, or never."""
-    gathered, live = ContributionSet(spec(0, NUMEL, dtype)), set(range(RANKS))
+    gathered, live = gathering(dtype), set(range(RANKS))
     for salt, (what, rank) in enumerate(script):
         if what == "come" and rank not in gathered.by_rank:
             live.add(rank)
@@ -56,7 +60,7 @@ def test_the_bits_are_those_of_adding_at_the_end_whoever_comes_dies_and_returns(
 
 
 def test_what_is_lowest_is_added_before_the_others_are_here():
-    gathered = ContributionSet(spec(0, NUMEL))
+    gathered = gathering()
     size = 4 * NUMEL
     gathered.add(contribution(3, torch.float32), range(4))
     gathered.add(contribution(1, torch.float32), range(4))
@@ -70,14 +74,14 @@ def test_what_is_lowest_is_added_before_the_others_are_here():
 
 
 def test_usage_maps_are_added_and_not_divided():
-    gathered = ContributionSet(spec(0, 4, torch.int32, ChunkKind.USAGE))
+    gathered = gathering(torch.int32, 4, ChunkKind.USAGE)
     for rank in range(3):
         gathered.add(Contribution(rank, 1, 0, torch.tensor([1, 0, rank, 2], dtype=torch.int32)), range(3))
     assert gathered.combine().tolist() == [3, 0, 3, 6]
 
 
 def test_weights_scale_out_of_what_gradients_are_added_in():
-    gathered = ContributionSet(spec(0, 4))
+    gathered = gathering(numel=4)
     for rank, value, weight in ((0, 1e30, 1e12), (1, -1e30, 5e11)):
         gathered.add(Contribution(rank, 1, 0, torch.full((4,), value), weight=weight), range(2))
     assert gathered.combine().tolist() == pytest.approx([1e30 / 3] * 4, rel=1e-6)

@@ -8,7 +8,7 @@ last deposited for others.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from typing_extensions import override
@@ -21,6 +21,14 @@ from psengine.protocol.layout import ChunkKind
 from psengine.protocol.messages import ErrorCode
 
 
+class _Result(NamedTuple):
+    """An average, which is made once and never changed while somebody may ask for it."""
+
+    payload: torch.Tensor
+    contributors: int  # the number of gradients
+    pins: PayloadPins  # of the payload's memory
+
+
 class AverageOutcome(Outcome):
     """See the module's text."""
 
@@ -30,22 +38,46 @@ class AverageOutcome(Outcome):
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self.values_version = 0
-        # Averages that some live worker may still ask for, as they travel: exchange -> (payload, number of gradients).
-        self._results: dict[int, tuple[torch.Tensor, int]] = {}
+        *_, options = arguments
+        self._waits_for_all = options.get("quorum") is None
+        # Averages that some live worker may still ask for, as they travel.
+        self._results: dict[int, _Result] = {}
 
     @override
     def accepts(self, values: torch.Tensor) -> bool:
-        # Passed on, as native DDP does.
-        self.statistics.non_finite += not is_finite(values)
-        return True
+        return True  # passed on, as native DDP does
+
+    @property
+    @override
+    def lends(self) -> bool:
+        # With a quorum the averages of several exchanges are kept for those who are late.
+        return self.spec.kind in self.pushed_kinds and self._waits_for_all and not self.payloads.encodes_answers
+
+    @override
+    def places(self, workers: int) -> int:
+        return 2  # who contributes to an exchange has read all averages but the last
+
+    @override
+    def result_memory(self) -> torch.Tensor:
+        kept = [id(result.pins) for result in self._results.values()]
+        for memory in self._memories:
+            if not memory.pins.are_held() and id(memory.pins) not in kept:
+                return memory.values
+        return super().result_memory()
 
     @override
     def conclude(self, sequence: int, update: Update) -> None:
         average = update.values
         if average is None:
             average = torch.zeros(self.spec.numel, dtype=self.spec.dtype)
+        # A value that is not finite stays so in every sum.
+        if not is_finite(average):
+            self.statistics.non_finite += sum(
+                one.values is not None and not is_finite(one.values) for one in update.contributions
+            )
+        pins = next((memory.pins for memory in self._memories if memory.values is average), PayloadPins())
         # Encoded once, so that all workers get the same bits.
-        self._results[sequence] = (self.payloads.encode(average), len(update.contributions))
+        self._results[sequence] = _Result(self.payloads.encode(average), len(update.contributions), pins)
 
     @override
     def can_answer(self, first: int, last: int) -> bool:
@@ -55,13 +87,12 @@ class AverageOutcome(Outcome):
 
     @override
     def answer(self, rank: int, sequence: int, *, repeated: bool = False) -> Reply:
-        payload, contributors = self._results[sequence]
-        # An average is made once and never changed.
-        return self._updated(rank, sequence, sequence, payload, PayloadPins(), contributors=contributors)
+        payload, contributors, pins = self._results[sequence]
+        return self._updated(rank, sequence, sequence, payload, pins, contributors=contributors)
 
     @override
     def take_result(self, sequence: int, payload: torch.Tensor, contributors: int) -> bool:
-        self._results[sequence] = (payload.clone(), contributors)
+        self._results[sequence] = _Result(payload.clone(), contributors, PayloadPins())
         return True
 
     @override
@@ -90,7 +121,8 @@ class AverageOutcome(Outcome):
 
     @override
     def extra_bytes(self) -> int:
-        return len(self._results) * self.payloads.answer_bytes
+        lent_bytes = max(0, len(self._memories) - 1) * self.spec.size_bytes
+        return max(lent_bytes, len(self._results) * self.payloads.answer_bytes)
 
     @override
     def to_meta(self) -> dict[str, Any]:

@@ -13,7 +13,7 @@ scaled by a power of two; equal weights give the very bits of no weights.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -25,18 +25,23 @@ from psengine.protocol.messages import ErrorCode
 
 
 class ContributionSet:
-    """See the module's text."""
+    """See the module's text.
 
-    def __init__(self, spec: ChunkSpec) -> None:
+    Args:
+        result_memory: makes the memory for the result: 1-D, uninitialised, like the chunk's values.
+    """
+
+    def __init__(self, spec: ChunkSpec, result_memory: Callable[[], torch.Tensor]) -> None:
         self._spec = spec
+        self._result_memory = result_memory
         self.by_rank: dict[int, Contribution] = {}
         self._sum = _RankOrderSum(spec.dtype)
 
     def add(self, contribution: Contribution, live: Sequence[int]) -> None:
         """One more, which was checked, of a rank that is not here yet; ``live``: the ranks awaited, ascending."""
         self.by_rank[contribution.rank] = contribution
-        if self._spec.kind is ChunkKind.BUFFER:
-            return
+        if self._spec.kind is ChunkKind.BUFFER or len(self.by_rank) == len(live):
+            return  # nothing is added, or the rest at once, into the result
         for rank in live:
             if self._sum.added and rank <= self._sum.added[-1].rank:
                 continue
@@ -90,27 +95,33 @@ class ContributionSet:
     def combine(self) -> torch.Tensor | None:
         """The average of gradients, the lowest rank's buffer, or the sum of usage maps; None where there is none.
 
-        To be called once, at the end. A single contribution comes back as its own memory, unless it is borrowed.
+        To be called once, at the end. It is in the result's memory; a single contribution comes back as its own memory,
+        unless it is borrowed.
         """
         given = self.given
         if not given:
             return None
         if self._spec.kind is ChunkKind.BUFFER or len(given) == 1:
             values = given[0].values
-            return values.clone() if values is not None and given[0].is_borrowed else values
+            return self._result_memory().copy_(values) if values is not None and given[0].is_borrowed else values
         weights = [one.weight for one in given if one.weight is not None]
         if len(set(weights)) > 1:
             return self._combine_weighted([one.values for one in given if one.values is not None], weights)
         added = self._sum.added
         # A worker that nobody awaited, because it was new or on its way out, may stand between those added.
         rank_order = self._sum if given[: len(added)] == added else _RankOrderSum(self._spec.dtype)
+        result, count = self._result_memory(), len(given)
         for one in given[len(rank_order.added) :]:
-            rank_order.add(one)
+            rank_order.add(one, result if one is given[-1] else None)
         total = rank_order.total
         assert total is not None
-        if self._spec.kind is not ChunkKind.USAGE:
-            total /= len(given)
-        return total.to(self._spec.dtype)
+        if self._spec.kind is ChunkKind.USAGE:
+            return total
+        if total.is_floating_point() and not count & (count - 1):
+            total *= 1.0 / count  # exactly the quotient, in less time
+        else:
+            total /= count
+        return total if total is result else result.copy_(total)
 
     def _combine_weighted(self, tensors: list[torch.Tensor], weights: list[float]) -> torch.Tensor:
         # Weights of up to 1e12 would overflow what gradients are added in. By a power of two they are scaled exactly.
@@ -123,7 +134,7 @@ class ContributionSet:
             else:
                 total.add_(values, alpha=share)
         total /= sum(shares)
-        return total.to(self._spec.dtype)
+        return self._result_memory().copy_(total)
 
 
 class _RankOrderSum:
@@ -139,15 +150,15 @@ class _RankOrderSum:
         """Whether this one can be added as it is: contributions that weigh differently are scaled at the end."""
         return contribution.values is None or not self.added or contribution.weight == self.added[0].weight
 
-    def add(self, contribution: Contribution) -> None:
-        """Add the next one."""
+    def add(self, contribution: Contribution, into: torch.Tensor | None = None) -> None:
+        """Add the next one; the sum is ``into`` from then on, where that has the type in which they are added."""
         values, first = contribution.values, self.added[0].values if self.added else None
         assert values is not None
         self.added.append(contribution)
         if first is None:
             return
-        if self.total is None and first.dtype is self._dtype:
-            self.total = first + values
+        if first.dtype is self._dtype and (self.total is None or into is not None):
+            self.total = torch.add(first if self.total is None else self.total, values, out=into)
             return
         if self.total is None:
             self.total = first.to(self._dtype)

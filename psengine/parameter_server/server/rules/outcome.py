@@ -56,6 +56,8 @@ class Outcome(ABC):
         self.payloads = payloads
         self.statistics = statistics
         self.optimizer: ChunkOptimizer | None = None
+        # Memory that workers of this host read, where there is some.
+        self._memories: Sequence[ValueMemory] = ()
 
     @property
     def is_ready(self) -> bool:
@@ -119,13 +121,21 @@ class Outcome(ABC):
         return 0
 
     @property
+    @abstractmethod
     def lends(self) -> bool:
-        """Whether answers may be read where the values are."""
-        return False
+        """Whether workers may read answers where they are made."""
+
+    @abstractmethod
+    def places(self, workers: int) -> int:
+        """In how many memories answers to ``workers`` are made, if one is to be free whenever one is needed."""
 
     def keep_in(self, memories: Sequence[ValueMemory]) -> None:
-        """From now on keep the values in one of these, whichever nobody reads; only where it ``lends``."""
-        raise NotImplementedError(f"{type(self).__name__} lends nothing")
+        """From now on make answers in one of these, whichever nobody reads; only where it ``lends``."""
+        self._memories = memories
+
+    def result_memory(self) -> torch.Tensor:
+        """Where a result is to be formed, for ``conclude``: 1-D, uninitialised, like the values."""
+        return torch.empty(self.spec.numel, dtype=self.spec.dtype)
 
     def reset(self) -> None:
         """Forget exchanges, and values of long ago: the job goes on from the only worker there is."""

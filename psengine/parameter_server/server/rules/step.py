@@ -42,8 +42,6 @@ class StepOutcome(Outcome):
             raise ProtocolError(f"{spec.describe()}: expected initial values as payload, got none")
         super().__init__(spec, values, payloads, statistics, options)
         self._pins = PayloadPins()
-        # Memory that workers of this host read, where there is some: the values move there, and about there.
-        self._memories: Sequence[ValueMemory] = ()
         self._scales_by_staleness = options.get("staleness_scaling") == "inverse"
         # Strength of the correction of DC-ASGD; 0 keeps no backups.
         is_parameter = spec.kind is ChunkKind.PARAMETER
@@ -132,8 +130,8 @@ class StepOutcome(Outcome):
         )
 
     @override
-    def keep_in(self, memories: Sequence[ValueMemory]) -> None:
-        self._memories = memories
+    def places(self, workers: int) -> int:
+        return workers  # each may read another version, and who pushes reads none
 
     @override
     def can_answer(self, first: int, last: int) -> bool:

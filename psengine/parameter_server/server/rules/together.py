@@ -61,7 +61,7 @@ class Together(ChunkRule):
                 f" (expected no more, got exchange {sequence})",
                 ErrorCode.CREDIT,
             )
-        gathered = self._open.get(sequence) or ContributionSet(self.spec)
+        gathered = self._open.get(sequence) or ContributionSet(self.spec, self.outcome.result_memory)
         gathered.check_weight(contribution)
         self.outcome.check(contribution)
         if contribution.values is None:

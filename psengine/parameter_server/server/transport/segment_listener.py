@@ -24,7 +24,7 @@ from types import TracebackType
 from psengine.errors import ProtocolError
 from psengine.parameter_server.segments.memory import IS_AVAILABLE, SegmentMapping, check_segment
 from psengine.parameter_server.segments.offer import HEADER_BYTES, Offer, offer_bytes, read_offer, refused
-from psengine.parameter_server.segments.passing import passing_path, peer_uid
+from psengine.parameter_server.segments.passing import END, passing_path, peer_uid
 from psengine.parameter_server.server.transport.memory_guard import machine_memory_bytes
 from psengine.parameter_server.server.transport.segments import WorkerSegment, end_stream
 from psengine.parameter_server.server.transport.shard_thread import ShardThread
@@ -52,6 +52,7 @@ class _Stream:
     data: bytearray = field(default_factory=bytearray)
     descriptor: int = -1
     segment: WorkerSegment | None = None
+    has_ended: bool = False  # by the worker's word; it may still be reading
 
 
 class SegmentListener(threading.Thread):
@@ -177,7 +178,7 @@ class SegmentListener(threading.Thread):
 
     def _read(self, stream: _Stream) -> None:
         if stream.segment is not None:
-            self._drop(stream)  # its end, or what nobody asked for
+            self._end(stream, stream.segment)
             return
         data, descriptors, flags, _ = socket.recv_fds(stream.socket, READ_BYTES, 1, socket.MSG_CMSG_CLOEXEC)
         if stream.descriptor < 0 and len(descriptors) == 1:
@@ -197,11 +198,19 @@ class SegmentListener(threading.Thread):
             return
         self._take(stream, read_offer(bytes(stream.data)))
 
+    def _end(self, stream: _Stream, segment: WorkerSegment) -> None:
+        if stream.socket.recv(len(END)) != END or stream.has_ended:
+            self._drop(stream)  # its end, or what nobody asked for
+            return
+        stream.has_ended = True
+        thread = self._threads[stream.shard]
+        thread.ask(lambda: thread.segments.forget(segment, reads_on=True))
+
     def _take(self, stream: _Stream, offer: Offer) -> None:
         if stream.descriptor < 0:
             raise ProtocolError("an offer comes with one descriptor (got none)")
         check_segment(stream.descriptor, offer.size_bytes, self._most_bytes)
-        segment = WorkerSegment(offer, SegmentMapping(stream.descriptor, offer.size_bytes), stream.socket)
+        segment = WorkerSegment(offer, SegmentMapping(stream.descriptor, offer.size_bytes))
         os.close(stream.descriptor)
         stream.descriptor, stream.data = -1, bytearray()
         stream.segment = segment

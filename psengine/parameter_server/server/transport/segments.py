@@ -15,7 +15,7 @@ import logging
 import os
 import socket
 import weakref
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -30,7 +30,7 @@ from psengine.parameter_server.segments.offer import (
     Member,
     Offer,
     accepted,
-    place_stride,
+    part_of,
 )
 from psengine.parameter_server.server.core.job import Job
 from psengine.parameter_server.server.core.shard import Shard
@@ -45,8 +45,7 @@ class WorkerSegment:
     """One worker's segment: its memory, and the table that came with it."""
 
     offer: Offer
-    mapping: SegmentMapping
-    stream: socket.socket
+    mapping: SegmentMapping | None  # until the worker takes part no more
     gradients: dict[int, torch.Tensor] = field(default_factory=dict)
     lent: LentMemory | None = None
     # By chunk, the last exchange whose answer it was told to read in the server's memory, and that memory.
@@ -60,15 +59,14 @@ class WorkerSegment:
         return accepted(table), [self.lent.descriptor]
 
     def leave(self, key: int) -> None:
-        """The worker does not read the chunk's values any more, or must not use what it reads."""
+        """The worker does not read the chunk's values any more."""
         _, pins = self.reads.pop(key)
         pins.readers -= 1
 
-    def end(self) -> None:
-        """The worker sees that the stream ends before anything changes that it may be reading."""
-        end_stream(self.stream)
-        for key in tuple(self.reads):
-            self.leave(key)
+    def drop(self) -> None:
+        """The worker takes part no more, or not this way; it may still be reading."""
+        self.mapping = None
+        self.gradients.clear()
 
     def gradient(self, key: int, numel: int, dtype: torch.dtype) -> torch.Tensor | None:
         """The memory of a chunk's gradient; None where the table has none of this size."""
@@ -76,51 +74,48 @@ class WorkerSegment:
         if known is not None and known.numel() == numel and known.dtype is dtype:
             return known
         place = self.offer.places.get(key)
-        if place is None or numel * dtype.itemsize != place.size_bytes:
+        if place is None or numel * dtype.itemsize != place.size_bytes or self.mapping is None:
             return None
         self.gradients[key] = made = self.mapping.tensor(place.gradient, numel, dtype)
         return made
 
 
 class LentMemory:
-    """Memory of this server where the values of a job's chunks are kept, and read by the job's workers of this host.
+    """Memory of this server where a job's answers are made, and read by the job's workers of this host.
 
     Args:
-        job: whose chunks move there, each at its next change.
-        places: of each chunk: as many as workers may read different ones at once, and none waits for another.
+        job: whose answers are made there, of each chunk from its next change on.
+        parts: places of each chunk: so many that one is free whenever an answer is made.
 
     Raises:
         OSError, ProtocolError: there is no memory.
     """
 
-    def __init__(self, job: Job, places: int) -> None:
+    def __init__(self, job: Job, parts: int) -> None:
         rules = {key: rule for key, rule in sorted(job.chunks.rules.items()) if rule.outcome.lends}
         self._rules = dict(itertools.islice(rules.items(), MAX_LENT_CHUNKS))
         self.token = object()
-        self._offsets: dict[int, tuple[int, ...]] = {}
-        self.size_bytes = 0
-        for key, rule in self._rules.items():
-            stride = place_stride(rule.spec.size_bytes)
-            self._offsets[key] = tuple(self.size_bytes + index * stride for index in range(places))
-            self.size_bytes += places * stride
-        if not self._rules:
-            raise ProtocolError("the job has no chunks to lend")
-        job.chunks.take_memory((places - 1) * self.size_bytes // places, "weights that workers of this host read")
-        self.descriptor, mapping = make_lent_segment(self.size_bytes)
-        self.size_bytes = mapping.size_bytes
+        part_bytes, offsets = part_of(rule.spec for rule in self._rules.values())
+        self._table = LentTable(part_bytes, parts, offsets)
+        job.chunks.take_memory((parts - 1) * part_bytes, "answers that workers of this host read")
+        self.descriptor, mapping = make_lent_segment(self._table.size_bytes)
         weakref.finalize(self, os.close, self.descriptor)
         for key, rule in self._rules.items():
             spec = rule.spec
             rule.outcome.keep_in(
                 [
-                    ValueMemory(mapping.tensor(offset, spec.numel, spec.dtype), PayloadPins(self.token, index))
-                    for index, offset in enumerate(self._offsets[key])
+                    ValueMemory(
+                        mapping.tensor(part * part_bytes + offsets[key], spec.numel, spec.dtype),
+                        PayloadPins(self.token, part),
+                    )
+                    for part in range(parts)
                 ]
             )
 
     def table(self, offer: Offer) -> LentTable:
         """What the worker of this offer is told of it."""
-        return LentTable(self.size_bytes, {key: self._offsets[key] for key in offer.places if key in self._offsets})
+        own = {key: offset for key, offset in self._table.offsets.items() if key in offer.places}
+        return replace(self._table, offsets=own) if own else NOTHING_LENT
 
     def is_of(self, job: Job) -> bool:
         """Whether the job's chunks are still those that are here."""
@@ -166,7 +161,7 @@ class ShardSegments:
         """
         segment = self._segments.get((answer.job, answer.worker, answer.incarnation))
         values = answer.payload
-        if segment is None or not isinstance(values, torch.Tensor):
+        if segment is None or segment.mapping is None or not isinstance(values, torch.Tensor):
             return False
         place = segment.offer.places.get(answer.key)
         if place is None or values.nbytes != place.size_bytes:
@@ -197,7 +192,7 @@ class ShardSegments:
                 return f"chunk {key}: the offer has {place.size_bytes} bytes, this shard {held}"
         former = self._segments.get(_key(member))
         if former is not None:
-            former.end()
+            former.drop()
         self._segments[_key(member)] = segment
         segment.lent = self._lend(job)
         return ""
@@ -208,26 +203,34 @@ class ShardSegments:
             if other.offer.member.job == job.number and other.lent is not None and other.lent.is_of(job):
                 return other.lent
         workers = max(job.expected_workers, len(job.membership.members))
-        if workers > MAX_LENT_PLACES or not any(rule.outcome.lends for rule in job.chunks.rules.values()):
+        parts = max(
+            (rule.outcome.places(workers) for rule in job.chunks.rules.values() if rule.outcome.lends), default=0
+        )
+        if not 1 <= parts <= MAX_LENT_PLACES:
             return None
         try:
-            return LentMemory(job, workers)
+            return LentMemory(job, parts)
         except (OSError, ProtocolError) as error:
             logger.info("workers of job %r get a copy of every answer: %s", job.name, error)
             return None
 
-    def forget(self, segment: WorkerSegment) -> None:
-        """Its worker has released it. Gradients in it that an exchange needs keep their memory."""
+    def forget(self, segment: WorkerSegment, *, reads_on: bool = False) -> None:
+        """Its worker has released it. Gradients in it that an exchange needs keep their memory.
+
+        ``reads_on``: the worker may still be reading the places that it was told of.
+        """
         key = _key(segment.offer.member)
-        segment.end()
         if self._segments.get(key) is segment:
             del self._segments[key]
+        segment.drop()
+        for read in () if reads_on else tuple(segment.reads):
+            segment.leave(read)
 
     def keep_members(self, shard: Shard) -> None:
         """Forget the segments of those who are no members any more."""
         for key, segment in list(self._segments.items()):
             if not _is_member(shard, segment.offer.member):
-                segment.end()
+                segment.drop()
                 del self._segments[key]
 
 
