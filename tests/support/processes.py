@@ -175,7 +175,8 @@ def _receive(receivers: list[Connection], deadline: float) -> dict[int, tuple[An
     while open_receivers:
         ready = wait(list(open_receivers), timeout=max(0.0, deadline - time.monotonic()))
         if not ready:
-            break
+            late = sorted(open_receivers.values())
+            raise RanksFailedError(f"ranks {late} had not finished at the deadline; the others said {messages}")
         for receiver in ready:
             rank = open_receivers.pop(receiver)  # type: ignore[index]
             try:
