@@ -5,6 +5,8 @@ A call begins with one block of ``BLOCK_BYTES`` from each rank, gathered by all:
     32 bytes   digest of what the rank calls, and of its value's structure
      8 bytes   size of its payload
    216 bytes   the payload, where it fits on the host; else it travels in a collective operation of its own
+
+No torch operator runs between the value and its block, nor between the blocks and their sum, if the value is numbers.
 """
 
 from __future__ import annotations
@@ -14,13 +16,17 @@ import hashlib
 import json
 import math
 import numbers
+import operator
+import struct
 import sys
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from psengine.collectives.base import Collective
 from psengine.collectives.registry import collective_for, default_group
 from psengine.environment.context import group_place
 from psengine.errors import ArgumentTypeError, ConfigurationError, PSEngineError, ReplicaMismatchError
@@ -28,6 +34,42 @@ from psengine.tensors.leaves import CPU, Description, Leaf, Walk, is_real_scalar
 
 HEADER_BYTES = 40
 BLOCK_BYTES = 256
+NUMBER_BYTES = 8
+
+
+class _Transport:
+    """What calls in one group keep from one to the next.
+
+    Attributes:
+        backends: of the group, by type of device.
+    """
+
+    def __init__(self, process_group: Any, world_size: int) -> None:
+        self.backends = _backends_of(process_group)
+        self._world_size = world_size
+        # More than one where threads call at once.
+        self._blocks: list[_Blocks] = []
+
+    def take_blocks(self) -> _Blocks:
+        """Memory for one call, until ``give_back``."""
+        return self._blocks.pop() if self._blocks else _Blocks(self._world_size)
+
+    def give_back(self, blocks: _Blocks) -> None:
+        """The content is no longer needed."""
+        self._blocks.append(blocks)
+
+
+class _Blocks:
+    """The block of this rank and those of all, as bytes and as tensors of the same memory."""
+
+    def __init__(self, world_size: int) -> None:
+        self.own, self.gathered = bytearray(BLOCK_BYTES), bytearray(world_size * BLOCK_BYTES)
+        self.own_tensor = torch.frombuffer(self.own, dtype=torch.uint8)
+        self.gathered_tensor = torch.frombuffer(self.gathered, dtype=torch.uint8)
+
+
+# By collective, whose group they must not keep alive.
+_transports: weakref.WeakKeyDictionary[Collective, _Transport] = weakref.WeakKeyDictionary()
 
 
 def check_has_met(process_group: dist.ProcessGroup | None, verb: str) -> None:
@@ -61,10 +103,11 @@ class ValueExchange:
     """
 
     def __init__(self, verb: str, value: Any, process_group: Any) -> None:
-        check_has_met(process_group, verb.partition(" ")[0])
+        process_group = process_group or default_group()
+        if process_group is None:
+            check_has_met(None, verb.partition(" ")[0])
         self._verb = verb
         self._value = value
-        process_group = process_group or default_group()
         self.collective = collective_for(process_group)
         self.world_size = self.collective.world_size
         self._walk = Walk()
@@ -73,7 +116,11 @@ class ValueExchange:
         self.paths = self._walk.paths
         self._header_device, self.device = CPU, CPU
         if self.world_size > 1:
-            self._header_device, self.device = _transport_devices(process_group, self.leaves)
+            transport = _transports.get(self.collective)
+            if transport is None:
+                transport = _transports[self.collective] = _Transport(process_group, self.world_size)
+            self._transport = transport
+            self._header_device, self.device = _transport_devices(process_group, self.leaves, transport.backends)
 
     @property
     def rank(self) -> int:
@@ -100,54 +147,79 @@ class ValueExchange:
             self._walk.add_fault("weight", f"{share}", ConfigurationError(message))
         return share
 
+    def fits_block(self, numbers: int) -> bool:
+        """Whether so many numbers travel in the block; alike on all ranks whose values are."""
+        return self.device.type == "cpu" and numbers * NUMBER_BYTES <= BLOCK_BYTES - HEADER_BYTES
+
     def check(
-        self, kind: Callable[[Leaf], str], size_bytes: int = 0, payload: torch.Tensor | None = None
-    ) -> tuple[list[int], torch.Tensor | None]:
+        self, kind: Callable[[Leaf], str], size_bytes: int = 0, payload: bytes = b""
+    ) -> tuple[list[int], list[bytearray]]:
         """Make sure that the ranks' values are alike, as far as ``kind`` tells; say how large each rank's payload is.
 
         Args:
             kind: what must be alike of a leaf.
             size_bytes: of this rank's payload.
-            payload: flat uint8 of ``size_bytes``, to travel along where it fits; None where it travels otherwise.
+            payload: to travel along; empty where it travels otherwise.
 
         Returns:
-            each rank's ``size_bytes``, and for each rank a row that begins with its payload, or None where one did not
-            fit.
+            by rank its ``size_bytes``, and what begins with its payload.
 
         Raises:
             ArgumentTypeError, ConfigurationError: this rank's own value cannot be exchanged.
             ReplicaMismatchError: the ranks called different verbs, or with values of different structure.
         """
-        sizes_bytes, rows = [size_bytes], None
-        if self.world_size > 1:
-            description = {"the call": self._verb, "the transport's device": self.device.type}
-            description |= self._walk.description
-            description |= {path: kind(leaf) for path, leaf in zip(self.paths, self.leaves, strict=True)}
-            content = bytearray(BLOCK_BYTES)
-            content[:HEADER_BYTES] = _digest(tuple(description.items())) + size_bytes.to_bytes(8, sys.byteorder)
-            block = torch.frombuffer(content, dtype=torch.uint8)
-            may_fit = payload is not None and self.device.type == "cpu"  # alike on all ranks, whose digests say so
-            if payload is not None and may_fit and size_bytes <= BLOCK_BYTES - HEADER_BYTES:
-                block[HEADER_BYTES : HEADER_BYTES + size_bytes] = payload
-            blocks = self._gather(block.to(self._header_device), f"header of {self._verb}()")
-            headers = blocks.view(torch.int64)[:, : HEADER_BYTES // 8].tolist()
-            if any(h[:4] != headers[0][:4] for h in headers):
-                text = json.dumps(description).encode()
-                texts = self.collective.gather_bytes(text, self._header_device, what="metrics description")
-                descriptions: list[Description] = [json.loads(other) for other in texts]
-                if not self._walk.faults:
-                    raise ReplicaMismatchError(_first_difference(descriptions, self.collective.rank))
-            sizes_bytes = [h[4] for h in headers]
-            if may_fit and max(sizes_bytes) <= BLOCK_BYTES - HEADER_BYTES:
-                rows = blocks[:, HEADER_BYTES:]
+        if self.world_size == 1:
+            for fault in self._walk.faults:
+                raise fault
+            return [size_bytes], [bytearray(payload)]
+        description = {"the call": self._verb, "the transport's device": self.device.type}
+        description |= self._walk.description
+        for path, leaf in zip(self.paths, self.leaves, strict=True):
+            description[path] = kind(leaf)
+        digest = _digest(tuple(description.items()))
+        blocks = self._transport.take_blocks()
+        blocks.own[: HEADER_BYTES + len(payload)] = digest + size_bytes.to_bytes(8, sys.byteorder) + payload
+        self._gather_blocks(blocks)
+        rows = [blocks.gathered[start : start + BLOCK_BYTES] for start in range(0, len(blocks.gathered), BLOCK_BYTES)]
+        self._transport.give_back(blocks)
+        if not all(row.startswith(digest) for row in rows):
+            text = json.dumps(description).encode()
+            texts = self.collective.gather_bytes(text, self._header_device, what="metrics description")
+            descriptions: list[Description] = [json.loads(other) for other in texts]
+            if not self._walk.faults:
+                raise ReplicaMismatchError(_first_difference(descriptions, self.collective.rank))
         for fault in self._walk.faults:
             raise fault
-        return sizes_bytes, rows
+        sizes_bytes = [int.from_bytes(row[len(digest) : HEADER_BYTES], sys.byteorder) for row in rows]
+        return sizes_bytes, [row[HEADER_BYTES:] for row in rows]
+
+    def _gather_blocks(self, blocks: _Blocks) -> None:
+        what = f"header of {self._verb}()"
+        if self._header_device.type == "cpu":
+            self.collective.all_gather(blocks.gathered_tensor, blocks.own_tensor, what=what).wait()
+        else:
+            gathered = self._gather(blocks.own_tensor.to(self._header_device), what)
+            blocks.gathered_tensor.copy_(gathered.view(-1))
+
+    def add_numbers(
+        self, kind: Callable[[Leaf], str], floats: Sequence[float], integers: Sequence[int]
+    ) -> tuple[list[float], list[int]]:
+        """Return the sums over ranks of numbers that fit the block, added in the order of ranks, once ``check`` passed.
+
+        Args:
+            kind: as of ``check``.
+            floats: added in float64.
+            integers: within int64; added exactly.
+        """
+        form = f"={len(floats)}d{len(integers)}q"
+        payload = struct.pack(form, *floats, *integers)
+        _, rows = self.check(kind, len(payload), payload)
+        columns = zip(*(struct.unpack_from(form, row) for row in rows), strict=True)
+        totals = [functools.reduce(operator.add, column) for column in columns]
+        return totals[: len(floats)], totals[len(floats) :]
 
     def all_reduce(self, kind: Callable[[Leaf], str], *groups: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
         """Return the sum over ranks of each addend, with its shape and on its device, once ``check`` has passed.
-
-        What fits the block is added in the order of ranks; the rest as the collective adds.
 
         Args:
             kind: as of ``check``.
@@ -157,19 +229,10 @@ class ValueExchange:
             self.check(kind)
             return [list(addends) for addends in groups]
         flats = [self._flat(addends) for addends in groups]
-        payload = torch.cat([flat.view(torch.uint8) for flat in flats])
-        _, rows = self.check(kind, payload.numel(), payload)
-        start = 0
+        self.check(kind, sum(flat.nbytes for flat in flats))
         for flat in flats:
-            if rows is None:
-                if flat.numel():
-                    self.collective.sum(flat, what=f"metrics of {self._verb}()")
-                continue
-            first, *others = rows[:, start : start + flat.nbytes].view(flat.dtype)
-            flat.copy_(first)
-            for other in others:
-                flat.add_(other)
-            start += flat.nbytes
+            if flat.numel():
+                self.collective.sum(flat, what=f"metrics of {self._verb}()")
         return [self._parts(flat, addends) for flat, addends in zip(flats, groups, strict=True)]
 
     def _flat(self, addends: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -184,14 +247,22 @@ class ValueExchange:
 
     def gather(self, kind: Callable[[Leaf], str], payload: torch.Tensor) -> list[torch.Tensor]:
         """Return every rank's flat uint8 ``payload``, of any size, once ``check`` has passed."""
-        sizes_bytes, rows = self.check(kind, payload.numel(), payload)
+        size_bytes = payload.numel()
+        carried = bytearray()
+        # Ranks' sizes may differ, so a rank whose payload fits sends it, and looks whether all fitted.
+        if self.world_size > 1 and 0 < size_bytes <= BLOCK_BYTES - HEADER_BYTES and self.device.type == "cpu":
+            carried = bytearray(size_bytes)
+            torch.frombuffer(carried, dtype=torch.uint8).copy_(payload)
+        sizes_bytes, rows = self.check(kind, size_bytes, bytes(carried))
         longest = max(sizes_bytes)
         if self.world_size == 1 or longest == 0:
             return [payload] * self.world_size
-        if rows is None:
-            padded = torch.cat([payload, payload.new_zeros(longest - payload.numel())])
-            rows = self._gather(padded, f"metrics of {self._verb}()")
-        return [flat[:size_bytes] for flat, size_bytes in zip(rows, sizes_bytes, strict=True)]
+        if self.device.type == "cpu" and longest <= BLOCK_BYTES - HEADER_BYTES:
+            flats = [torch.frombuffer(row, dtype=torch.uint8) for row in rows]
+        else:
+            padded = torch.cat([payload, payload.new_zeros(longest - size_bytes)])
+            flats = list(self._gather(padded, f"metrics of {self._verb}()"))
+        return [flat[:size_bytes] for flat, size_bytes in zip(flats, sizes_bytes, strict=True)]
 
     def _gather(self, flat: torch.Tensor, what: str) -> torch.Tensor:
         rows = flat.new_empty((self.world_size, flat.numel()))
@@ -208,13 +279,19 @@ def _digest(description: tuple[tuple[str, str], ...]) -> bytes:
     return hashlib.sha256(json.dumps(description).encode()).digest()
 
 
-def _transport_devices(process_group: Any, leaves: Sequence[Leaf]) -> tuple[torch.device, torch.device]:
-    """The devices of the header and of the leaves in transport: the host, or the accelerator that holds the leaves."""
+def _backends_of(process_group: Any) -> dict[str, str]:
+    """The group's backends by type of device."""
     try:
         entries = dist.get_backend_config(process_group).split(",")
     except ValueError:  # a group torch.distributed did not make
         entries = ["cpu:unknown"]
-    backends = dict(entry.split(":", 1) for entry in entries)
+    return dict(entry.split(":", 1) for entry in entries)
+
+
+def _transport_devices(
+    process_group: Any, leaves: Sequence[Leaf], backends: Mapping[str, str]
+) -> tuple[torch.device, torch.device]:
+    """The devices of the header and of the leaves in transport: the host, or the accelerator that holds the leaves."""
     host_backend = backends.get("cpu")
     for leaf in leaves:
         if isinstance(leaf, torch.Tensor) and backends.get(leaf.device.type, host_backend) != host_backend:

@@ -3,9 +3,12 @@
 Pure: nothing here knows of other ranks::
 
     value ── Walk ──┬── description: what there is at every path
-                    └── leaves ──┬── as_float64 ──┐          ┌── from_float64 ──┐
+                    └── leaves ──┬── to_numbers ──┐          ┌── from_numbers ──┐
+                                 ├── as_float64 ──┤          ├── from_float64 ──┤
                                  ├── as_halves ───┼─ travels ┼── from_halves ───┼── rebuild ── the value's structure
                                  └── to_payload ──┘          └── from_payload ──┘
+
+A few numbers travel as Python's: torch's calls cost more than they do.
 
 Each ``from_*`` takes the values that arrived, and the leaf that gives the result its type, dtype and device.
 """
@@ -48,7 +51,9 @@ class Walk:
 
     def visit(self, value: Any, path: str) -> None:
         """Take ``value`` apart; a leaf that cannot be exchanged becomes a fault, raised once the others know of it."""
-        if isinstance(value, dict):
+        if type(value) is float:  # most are
+            self._add(path, value)
+        elif isinstance(value, dict):
             self.description[path] = "a dict"
             for key in _keys(value):
                 self.visit(value[key], f"{path}[{key!r}]")
@@ -156,6 +161,51 @@ def kind_for_gather(leaf: Leaf) -> str:
     return dimensions or kind_for_sum(leaf)
 
 
+def numbers_in(leaf: Leaf) -> int:
+    """How many real numbers the leaf holds."""
+    return 1 if not isinstance(leaf, torch.Tensor) else leaf.numel() * (1 + leaf.is_complex())
+
+
+def to_numbers(leaf: Leaf) -> list[Any]:
+    """The leaf's elements as Python's numbers; each complex one as two."""
+    if not isinstance(leaf, torch.Tensor):
+        return [leaf]
+    if leaf.is_complex():
+        leaf = torch.view_as_real(leaf.to(torch.complex128).resolve_conj())
+    if leaf.dim() == 0:
+        return [leaf.item()]
+    return leaf.tolist() if leaf.dim() == 1 else leaf.reshape(-1).tolist()
+
+
+def from_floats(leaf: Leaf, results: Sequence[float]) -> Any:
+    """Undo ``to_numbers`` on floats, as ``from_float64``."""
+    if not isinstance(leaf, torch.Tensor):
+        return results[0]
+    if leaf.dtype is torch.float32 or leaf.dtype is torch.float64:  # rounded once here too
+        return _shaped(results, leaf.dtype, leaf)
+    if leaf.is_complex():
+        pairs = torch.tensor(results, dtype=torch.float64, device=leaf.device)
+        return from_float64(leaf, pairs.view(*leaf.shape, 2))
+    return from_float64(leaf, _shaped(results, torch.float64, leaf))
+
+
+def from_ints(leaf: Leaf, totals: Sequence[int], path: str) -> Any:
+    """Undo ``to_numbers`` on sums of integers, as ``from_halves``."""
+    if not isinstance(leaf, torch.Tensor):
+        return totals[0]
+    dtype = _dtype_of_sum(leaf)
+    limits = torch.iinfo(dtype)
+    if not all(limits.min <= total <= limits.max for total in totals):
+        raise _overflow(dtype, path)
+    return _shaped(totals, dtype, leaf)
+
+
+def _shaped(numbers: Sequence[float], dtype: torch.dtype, like: torch.Tensor) -> torch.Tensor:
+    if like.dim() == 0:
+        return torch.tensor(numbers[0], dtype=dtype, device=like.device)
+    return torch.tensor(numbers, dtype=dtype, device=like.device).view(like.shape)
+
+
 def as_float64(leaf: Leaf) -> torch.Tensor:
     """The leaf as real float64 numbers; a complex one has a last dimension of 2 more."""
     if not isinstance(leaf, torch.Tensor):
@@ -187,16 +237,25 @@ def from_halves(leaf: Leaf, halves: torch.Tensor, path: str) -> Any:
     high, low = halves
     if not isinstance(leaf, torch.Tensor):
         return (int(high) << 32) + int(low)
-    dtype = torch.int64 if leaf.dtype is torch.bool else leaf.dtype
+    dtype = _dtype_of_sum(leaf)
     high = high + (low >> 32)
     total = (high << 32) | (low & LOW_HALF)
     limits = torch.iinfo(dtype)
     if bool(((high < -(2**31)) | (high >= 2**31) | (total < limits.min) | (total > limits.max)).any()):
-        raise ConfigurationError(
-            f"the sum of {path} does not fit its dtype (expected {limits.min} <= sum <= {limits.max} for {dtype}, got"
-            " more). Convert it to a larger integer dtype or to torch.float64 before the call."
-        )
+        raise _overflow(dtype, path)
     return total.to(dtype, copy=True)
+
+
+def _dtype_of_sum(leaf: torch.Tensor) -> torch.dtype:
+    return torch.int64 if leaf.dtype is torch.bool else leaf.dtype
+
+
+def _overflow(dtype: torch.dtype, path: str) -> ConfigurationError:
+    limits = torch.iinfo(dtype)
+    return ConfigurationError(
+        f"the sum of {path} does not fit its dtype (expected {limits.min} <= sum <= {limits.max} for {dtype}, got"
+        " more). Convert it to a larger integer dtype or to torch.float64 before the call."
+    )
 
 
 def _as_tensor(leaf: Leaf) -> torch.Tensor:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from support.counting_collective import note_calls
 from support.expectations import raises
 from support.processes import in_ranks, run_ranks
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from psengine.collectives import registry
 from psengine.collectives.registry import collective_for, default_group
@@ -290,12 +291,35 @@ def economy(rank: int, world_size: int) -> None:
     assert calls == [header, ("all_gather", 8 * 5 + 8 + 12 + 4 + 8 + 4 * 27 + 4 * 27 + 8 + 8)]
 
 
+class NotingOperators(TorchDispatchMode):
+    """Notes the operators that run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
+        self.names.append(str(function))
+        return function(*arguments, **(options or {}))
+
+
+def numbers_without_torch(rank: int, world_size: int) -> None:
+    metrics.mean(1.0)  # the ranks connect
+    with NotingOperators() as noting:
+        assert metrics.mean({"loss": 0.5 + rank, "seen": rank}, weight=2) == {"loss": 1.0, "seen": 0.5}
+        assert metrics.sum([rank, 0.5, True]) == [1, 1.0, 2]
+    assert set(noting.names) <= {"aten.detach.default"}, "of the block, by the collective"
+    with NotingOperators() as noting:
+        metrics.mean(torch.tensor(0.5))
+    assert noting.names
+
+
 @pytest.mark.parametrize("function", [numbers_and_structures, tensors, awkward_tensors, weights, uneven_gather])
 def test_across_ranks(function):
     run_ranks(function, 3)
 
 
-@pytest.mark.parametrize("function", [exact_integers, economy])
+@pytest.mark.parametrize("function", [exact_integers, economy, numbers_without_torch])
 def test_across_two_ranks(function):
     run_ranks(function, 2)
 
@@ -457,4 +481,5 @@ def test_where_metrics_travel(config, leaf, header, flat):
         mock.patch.object(dist, "get_backend_config", return_value=config),
         mock.patch("torch.cuda.current_device", return_value=2),
     ):
-        assert value_exchange._transport_devices(None, [1.0, tensor]) == (torch.device(header), torch.device(flat))
+        devices = value_exchange._transport_devices(None, [1.0, tensor], value_exchange._backends_of(None))
+        assert devices == (torch.device(header), torch.device(flat))
