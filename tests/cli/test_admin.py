@@ -6,14 +6,13 @@ import re
 import socket
 import threading
 import time
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 import torch
 from support.certificates import make_certificate
 from support.server_process import Peer, running_server
 from support.waiting import eventually
+from support.web_pages import web_page
 
 import psengine
 from psengine.cli.main import main
@@ -123,34 +122,8 @@ def test_addresses_that_are_no_status_port(admin, address, code, words):
     assert re.search(words, said), said
 
 
-@contextmanager
-def redirecting_to(url):
-    """A web server that sends everybody elsewhere."""
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self):
-            self.send_response(307)
-            self.send_header("Location", f"{url}{self.path}")
-            self.send_header("Content-Length", "0")
-            self.end_headers()
-
-        do_GET = do_POST
-
-        def log_message(self, format, *arguments):
-            pass
-
-    with HTTPServer(("127.0.0.1", 0), Handler) as web:
-        thread = threading.Thread(target=web.serve_forever, kwargs={"poll_interval": 0.05})
-        thread.start()
-        try:
-            yield f"http://127.0.0.1:{web.server_address[1]}"
-        finally:
-            web.shutdown()
-            thread.join(timeout=10)
-
-
 def test_a_token_is_not_taken_along_by_a_redirect(server, admin):
-    with redirecting_to(server.status_url) as elsewhere:
+    with web_page(b"", 307, {"Location": f"{server.status_url}/actions/shutdown"}) as elsewhere:
         code, said = admin("shutdown", server=elsewhere)
         assert (code, "307" in said) == (1, True)
     assert server.is_alive

@@ -18,7 +18,6 @@ import time
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
-from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 import torch
@@ -27,6 +26,7 @@ from support.mute_shards import mute_while
 from support.server_process import running_server
 from support.statuses import TIMES, departed, server, shard, worker
 from support.waiting import eventually
+from support.web_pages import web_page
 
 import psengine
 from psengine.cli import status_http
@@ -62,30 +62,6 @@ def training_client(address, *, job="default", steps=3, optimizer=True, rank=0):
         for _ in range(steps):
             client.push_pull({"weight": torch.ones(1000)}, into=weights)
         yield client
-
-
-@contextmanager
-def web_page(content, code=200):
-    """A web server that is no psengine's."""
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self):
-            self.send_response(code)
-            self.send_header("Content-Length", str(len(content)))
-            self.end_headers()
-            self.wfile.write(content)
-
-        def log_message(self, format, *arguments):
-            pass
-
-    with HTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
-        thread.start()
-        try:
-            yield f"http://127.0.0.1:{server.server_address[1]}"
-        finally:
-            server.shutdown()
-            thread.join(timeout=10)
 
 
 @contextmanager

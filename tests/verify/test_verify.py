@@ -321,11 +321,11 @@ def run_command(*arguments):
 
 
 def test_the_command_reports_a_planted_gradient_and_fails(capfd):
-    code = run_command(f"{TARGETS}:wrong_gradient", "--steps=4", "--strategy=sync-server", "--world-size=1", "--json")
+    code = run_command(f"{TARGETS}:wrong_gradient", "--steps=4", "--world-size=1", "--json")
     written = capfd.readouterr()
     assert code == 1, written.err
     found = json.loads(written.out)
-    assert (found["verdict"], found["strategy"], found["world_size"]) == ("different", "sync-server", 1)
+    assert (found["verdict"], found["strategy"], found["world_size"]) == ("different", "sync", 1)
     first = found["first"]
     assert (first["step"], first["kind"], first["name"], first["index"]) == (3, "gradient", "3.weight", [1, 2])
     assert found["control"] == {"reproducible": True, "first": None}
