@@ -45,6 +45,8 @@ from psengine.wrapper.optimizer import DistributedOptimizer
 
 if TYPE_CHECKING:
     from psengine.parameter_server.client.client import Client, connect
+    from psengine.strategies.local.diloco_server import DilocoServer
+    from psengine.strategies.local.local_server import LocalServer
     from psengine.strategies.local.local_steps import Diloco, LocalSteps
     from psengine.strategies.servers.asynchronous import AsyncServer
     from psengine.strategies.servers.sync import SyncServer
@@ -62,11 +64,13 @@ __all__ = [
     "ConfigurationError",
     "Context",
     "Diloco",
+    "DilocoServer",
     "DistributedDataParallel",
     "DistributedOptimizer",
     "EnvironmentVariableError",
     "EvaluationSampler",
     "FencedError",
+    "LocalServer",
     "LocalSteps",
     "MissingExtraError",
     "ModuleError",
@@ -108,7 +112,14 @@ __all__ = [
     "timeline",
 ]
 
-_STRATEGY_NAMES = {"AsyncServer": "async", "Diloco": "diloco", "LocalSteps": "local", "SyncServer": "sync-server"}
+_STRATEGY_NAMES = {
+    "AsyncServer": "async",
+    "Diloco": "diloco",
+    "DilocoServer": "diloco-server",
+    "LocalServer": "local-server",
+    "LocalSteps": "local",
+    "SyncServer": "sync-server",
+}
 
 # Hidden from type checkers, which would take any name for one of ours.
 if not TYPE_CHECKING:

@@ -144,6 +144,11 @@ class Reducer(NativeNames):
         called = self._autograd_hook, self._reduce_full_buckets
         self._nodes.listen(functools.partial(self._count_down.hook, *called))
 
+    @property
+    def is_in_backward(self) -> bool:
+        """Whether some gradients of a backward have come, and not all."""
+        return self._expects_hooks and self._count_down.has_begun
+
     # ---- layout ------------------------------------------------------------------------------------------------
 
     @property
@@ -239,7 +244,7 @@ class Reducer(NativeNames):
 
     def _check_reducer_finalized(self) -> None:
         """Raise where the last backward did not reach every parameter."""
-        if not (self._expects_hooks and self._count_down.has_begun):
+        if not self.is_in_backward:
             return
         missing = {index: self.names[index] for index in self._count_down.missing()}
         self._check_listening(missing)

@@ -10,6 +10,8 @@ All else travels as it is: buffers and usage maps, and whatever REGISTER, PULL a
 
 from __future__ import annotations
 
+import copy
+
 from psengine.codecs.base import Codec
 from psengine.codecs.identity import IDENTITY
 from psengine.codecs.registry import codec_for
@@ -24,3 +26,10 @@ def gradient_codec(codec: Codec, spec: ChunkSpec) -> Codec:
 def answer_codec(codec: Codec, spec: ChunkSpec) -> Codec:
     """By which codec servers encode what they answer."""
     return gradient_codec(codec, spec) if codec.encodes_answers else IDENTITY
+
+
+def only_gradients(codec: Codec) -> Codec:
+    """The same codec for a job whose answers are never encoded."""
+    changed = copy.copy(codec)
+    changed.encodes_answers = False  # type: ignore[misc]  # of this object
+    return changed

@@ -28,7 +28,7 @@ from psengine.parameter_server.status_model import (
     added,
 )
 
-_STRATEGIES = {"average": "sync-server", "apply": "async"}
+_STRATEGIES = {"average": "sync-server", "apply": "async", "merge": "diloco-server"}
 # From the best to the worst.
 _STATES: tuple[str, ...] = get_args(State)
 
@@ -151,6 +151,8 @@ def rule_text(rule: Mapping[str, Any]) -> str:
 
 
 def _kind(rule: Mapping[str, Any]) -> str:
+    if rule["name"] == "average" and "every" in rule:
+        return "local-server"
     return _STRATEGIES.get(rule["name"], str(rule["name"]))
 
 

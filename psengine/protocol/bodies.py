@@ -280,7 +280,11 @@ _probed = record({}, {"round": _round})
 
 _compress: dict[str, Check] = {"compress": short_text(255)}
 _RULES: dict[str, Check] = {
-    "average": record({"name": one_of("average"), "quorum": nullable(integer(1, NOBODY))}, _compress),
+    # "every": parameters are averaged, after so many steps of each worker, in the place of gradients.
+    "average": record(
+        {"name": one_of("average"), "quorum": nullable(integer(1, NOBODY))}, {**_compress, "every": integer(1)}
+    ),
+    "merge": record({"name": one_of("merge"), "quorum": integer(1, NOBODY), "grace": number(0.0, 100.0)}, _compress),
     "apply": record(
         {
             "name": one_of("apply"),

@@ -29,6 +29,7 @@ class Capabilities:
         steps_together: an optimizer's step is an operation that all ranks call. False: a rank may leave one out.
         defines_gradients: backward leaves zeros where a gradient is undefined, as an average of several gradients does.
             False: gradients are applied elsewhere, which can leave such a parameter alone.
+        steps_alone: each replica's optimizer has a state of its own. False: they are equal, or there is one.
         lends_gradients: averages stay in the buckets, and ``.grad`` is their memory until the next backward, even
             without ``gradient_as_bucket_view``.
         counts_absent: inside ``join``, a rank without data counts in every average like any other.
@@ -42,6 +43,7 @@ class Capabilities:
     workers_step: bool = True
     steps_together: bool = False
     defines_gradients: bool = True
+    steps_alone: bool = False
     lends_gradients: bool = False
     counts_absent: bool = False
     exchange_name: str = "reduce"

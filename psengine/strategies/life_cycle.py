@@ -90,6 +90,22 @@ class LifeCycle(ABC):
         if state:
             raise ConfigurationError(f"strategy {self!r} keeps no state (expected an empty one, got {sorted(state)})")
 
+    def conclude(self) -> None:  # noqa: B027 - most replicas are equal between two steps
+        """Another strategy follows: make all replicas equal, in parameters and in the buffers to keep equal.
+
+        All replicas call it, between two steps.
+        """
+
+    def check_ready(self, replica: Replica, optimizers: Sequence[torch.optim.Optimizer]) -> None:  # noqa: B027
+        """Called before ``prepare`` where this strategy is to follow another one: see that what it needs is there.
+
+        Exchanges nothing with other replicas.
+
+        Raises:
+            ConfigurationError: it cannot serve this replica, or these optimizers.
+            ServerLostError: a server does not answer.
+        """
+
     def restart(self) -> None:  # noqa: B027 - most strategies keep nothing that belongs to weights
         """The model is being loaded on all ranks, without this strategy's state: what it keeps begins anew."""
 

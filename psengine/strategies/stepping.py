@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+
+from psengine.errors import ConfigurationError
 
 
 class Stepping:
@@ -32,3 +34,12 @@ class Stepping:
 
     def store_optimizer_state(self, optimizer: torch.optim.Optimizer) -> None:
         """After ``optimizer.load_state_dict()``: take the new state to wherever it is kept."""
+
+
+def check_one(optimizers: Sequence[torch.optim.Optimizer], strategy: str) -> None:
+    """Raise ConfigurationError unless ``optimizers`` are at most one, as ``strategy`` needs it."""
+    if len(optimizers) > 1:
+        raise ConfigurationError(
+            f"strategy {strategy!r} takes one optimizer for each wrapped model (expected at most one"
+            f" psengine.DistributedOptimizer, got {len(optimizers)}). Fix: one optimizer with several parameter groups."
+        )

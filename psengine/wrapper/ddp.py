@@ -28,19 +28,19 @@ from psengine.strategies.registry import resolve_strategy
 from psengine.tensors.bucket_plan import MIB_BYTES, bucket_limits_bytes
 from psengine.tracing.training_metrics import metrics
 from psengine.wrapper import arguments as checks
-from psengine.wrapper.forward_pass import ForwardPass
 from psengine.wrapper.module_state import BufferBroadcast, named_buffers, reducible_parameters, shared_state
 from psengine.wrapper.native_features.comm_hooks import BUILTIN_HOOKS, bucket_hook, check_comm_hook, sum_over_group
 from psengine.wrapper.native_features.compilation import stay_out_of_graphs, traces_gradient_exchange
 from psengine.wrapper.native_features.delayed_all_reduce import delay_all_reduce
 from psengine.wrapper.native_features.logging_data import LoggingData, describe_replica
 from psengine.wrapper.native_features.mixed_precision import set_up_mixed_precision
+from psengine.wrapper.switching import SwitchableStrategy
 
 # What a strategy keeps, in the wrapped model's ``state_dict``; beside native DDP's keys, "module.weight" and the like.
 STRATEGY_STATE_KEY = "_psengine_strategy"
 
 
-class DistributedDataParallel(ForwardPass):
+class DistributedDataParallel(SwitchableStrategy):
     """Wrap ``module`` so that its replicas agree after each backward, in the way ``strategy`` names.
 
     With ``strategy="sync"`` this is ``torch.nn.parallel.DistributedDataParallel``: the same arguments, numbers (on the
@@ -162,6 +162,7 @@ class DistributedDataParallel(ForwardPass):
         self._lazy_init_ran = False
         self._ddp_sink_clone = True
         self._divide_by_initial_world_size = True
+        self._optimizers = weakref.WeakSet()
         self._static_graph_delay_allreduce_enqueued = False
         self._use_python_reducer = traces_gradient_exchange()
         if check_reduction:
@@ -240,7 +241,8 @@ class DistributedDataParallel(ForwardPass):
         # The hooks keep the reducer alive; it must go when this wrapper goes, or a module that is wrapped again would
         # answer to both.
         attach_timeline(self._collective, self.device, self.strategy.worker_rank)
-        weakref.finalize(self, _release, self.reducer, self.strategy).atexit = False
+        self._finalizer = weakref.finalize(self, _release, self.reducer, self.strategy)
+        self._finalizer.atexit = False
 
     def _describe_to_strategy(self, *, with_buffers: bool, is_known_equal: bool) -> Replica:
         reducible = reducible_parameters(self.module, self.parameters_to_ignore)
@@ -355,7 +357,10 @@ class DistributedDataParallel(ForwardPass):
     def __getstate__(self) -> dict[str, Any]:
         checks.check_default_group(self)
         attributes = copy.copy(self.__dict__)
-        for name in ("process_group", "reducer", "logger", "_collective", "_buffer_broadcast"):
+        for name in (
+            *("process_group", "reducer", "logger", "_collective", "_buffer_broadcast"),
+            *("_optimizers", "_finalizer"),
+        ):
             attributes.pop(name, None)
         if not isinstance(self._collective_choice, str):
             attributes["_collective_choice"] = "auto"  # the object belongs to this process
@@ -367,6 +372,7 @@ class DistributedDataParallel(ForwardPass):
         self.logger = LoggingData()
         self._collective = resolve_collective(self._collective_choice, self.process_group, self.device)
         self._buffer_broadcast = BufferBroadcast()
+        self._optimizers = weakref.WeakSet()
         static_graph = self.static_graph
         with_buffers = self.forward_sync_buffers and self.strategy.capabilities.carries_buffers
         self._start(init_sync=False, init_sync_buffers=with_buffers, static_graph=static_graph)

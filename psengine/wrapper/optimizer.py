@@ -14,6 +14,7 @@ from psengine.errors import ArgumentTypeError, ConfigurationError
 from psengine.strategies.base import Strategy
 from psengine.tracing.timeline import recorder
 from psengine.wrapper.ddp import DistributedDataParallel
+from psengine.wrapper.switching import scales_itself
 
 
 def DistributedOptimizer(  # noqa: N802 - reads as the class it returns an instance of
@@ -55,7 +56,9 @@ def DistributedOptimizer(  # noqa: N802 - reads as the class it returns an insta
     distributed = object.__new__(_distributed_class(type(optimizer)))  # type: ignore[arg-type]
     distributed.__dict__ = optimizer.__dict__
     distributed._psengine_strategy = model.strategy  # type: ignore[attr-defined]
+    distributed._psengine_scales_itself = scales_itself(optimizer)  # type: ignore[attr-defined]
     model.strategy.bind(distributed)
+    model.note_optimizer(distributed)
     if has_scheduler:
         _replace_scheduled_step(distributed)
     return distributed

@@ -22,7 +22,7 @@ from psengine.codecs.registry import codec_for
 from psengine.collectives.base import Collective
 from psengine.strategies.bucket_exchange import BucketExchange, make_exchanges, residuals_of
 from psengine.strategies.exchange import Reduction
-from psengine.tensors.bucket import Bucket
+from psengine.tensors.bucket import Allocator, Bucket
 from psengine.tensors.bucket_plan import plan_buckets
 from psengine.tensors.share import Share
 
@@ -77,16 +77,10 @@ class Fragment:
         codec: Codec,
         outer: OuterStep | None,
     ) -> None:
-        names, tensors = list(parameters), list(parameters.values())
-
         def allocate(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
             return collective.allocate(numel, codec_for(codec, dtype).summed_dtype(dtype) or dtype, device)
 
-        plans = plan_buckets(tensors, [FRAGMENT_BUCKET_BYTES], [False] * len(tensors))
-        self.buckets = [
-            _ParameterBucket(index, plan, tensors, names, sparse=False, allocate=allocate)
-            for index, plan in enumerate(plans)
-        ]
+        self.buckets = parameter_buckets(parameters, allocate)
         self._share = Share(collective.world_size)
         self._exchanges: list[BucketExchange] = make_exchanges(self.buckets, collective, codec)
         self._outer = outer
@@ -105,9 +99,7 @@ class Fragment:
                 exchange.state.residual.zero_()
         if self._outer is None:
             return
-        self._anchors = [torch.empty(b.numel, dtype=b.dtype, device=b.device) for b in self.buckets]
-        for bucket, anchor in zip(self.buckets, self._anchors, strict=True):
-            torch._foreach_copy_(bucket.views_of(anchor), bucket.parameters)
+        self._anchors = copies_of(self.buckets)
         self._optimizer = self._outer.optimizer(self._anchors)
 
     # ---- the exchange ------------------------------------------------------------------------------------------
@@ -121,8 +113,8 @@ class Fragment:
             bucket.pack(sent, self._share)
             self._reductions.append(exchange.reduce(1.0))
 
-    def arrive(self) -> None:
-        """Wait for the average, and write to the parameters what it leads to."""
+    def arrive(self, *, keeps: bool = True) -> None:
+        """Wait for the average, and write to the parameters what it leads to; without ``keeps`` nothing but that."""
         averages = self._wait()
         self._averages = []
         if self._outer is None:
@@ -136,7 +128,7 @@ class Fragment:
         for bucket, anchor in zip(self.buckets, self._anchors, strict=True):
             anchor.grad = None
             values = bucket.views_of(anchor)
-            if self._outer.keep:
+            if self._outer.keep and keeps:
                 torch._foreach_lerp_(bucket.parameters, values, 1.0 - self._outer.keep)
             else:
                 torch._foreach_copy_(bucket.parameters, values)
@@ -193,6 +185,25 @@ class Fragment:
             if "arrived" in state:
                 self._averages.append(torch.empty_like(anchor))
                 _fill(bucket, self._averages[-1], state["arrived"])
+
+
+def parameter_buckets(parameters: Mapping[str, torch.nn.Parameter], allocate: Allocator) -> list[Bucket]:
+    """Buckets in which parameters travel, in model order; their memory is not that of gradients."""
+    names, tensors = list(parameters), list(parameters.values())
+    plans = plan_buckets(tensors, [FRAGMENT_BUCKET_BYTES], [False] * len(tensors))
+    return [
+        _ParameterBucket(index, plan, tensors, names, sparse=False, allocate=allocate)
+        for index, plan in enumerate(plans)
+    ]
+
+
+@torch.no_grad()
+def copies_of(buckets: Sequence[Bucket]) -> list[torch.Tensor]:
+    """Per bucket a flat copy of its parameters."""
+    copies = [torch.empty(bucket.numel, dtype=bucket.dtype, device=bucket.device) for bucket in buckets]
+    for bucket, copy in zip(buckets, copies, strict=True):
+        torch._foreach_copy_(bucket.views_of(copy), bucket.parameters)
+    return copies
 
 
 def cut(parameters: Mapping[str, torch.nn.Parameter], count: int) -> list[dict[str, torch.nn.Parameter]]:

@@ -16,7 +16,7 @@ out counts too.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -31,8 +31,9 @@ from psengine.errors import ConfigurationError
 from psengine.strategies.exchange import CommHook, Reduction, StaysLocal, Step
 from psengine.strategies.life_cycle import Replica
 from psengine.strategies.local.fragments import Fragment, OuterStep, cut
-from psengine.strategies.local.scaled_step import ScaledStep
+from psengine.strategies.local.scaled_step import ScaledStep, bound, check_bound
 from psengine.strategies.local.schedule import Schedule, checked_number
+from psengine.strategies.stepping import check_one
 from psengine.strategies.sync_all_reduce import SyncAllReduce
 from psengine.tensors.bucket import Bucket
 from psengine.tensors.share import WHOLE, Share
@@ -56,7 +57,13 @@ class LocalSteps(SyncAllReduce):
     """
 
     name = "local"
-    _steady = replace(SyncAllReduce.capabilities, carries_buffers=True, defines_gradients=False, counts_absent=True)
+    _steady = replace(
+        SyncAllReduce.capabilities,
+        carries_buffers=True,
+        defines_gradients=False,
+        counts_absent=True,
+        steps_alone=True,
+    )
 
     def __init__(self, every: int = 16, *, warm_up: int = 0, compress: str | Codec | None = None) -> None:
         codec = resolve_codec(compress)
@@ -182,23 +189,11 @@ class LocalSteps(SyncAllReduce):
         Raises:
             ConfigurationError: a second optimizer.
         """
-        if self._stepper is not None and self._stepper.optimizer is not optimizer:
-            raise ConfigurationError(
-                f"strategy {self.name!r} counts the steps of one optimizer for each wrapped model (expected one"
-                " psengine.DistributedOptimizer, got a second). Fix: give one optimizer several parameter groups; or"
-                " wrap the parts of the model one by one, each with its own optimizer; or strategy='sync'."
-            )
-        if self._stepper is None:
-            self._stepper = ScaledStep(optimizer)
+        self._stepper = bound(self._stepper, optimizer, self.name)
 
     def _bound(self) -> ScaledStep:
         _ = self.collective  # a closed strategy raises
-        if self._stepper is None:
-            raise ConfigurationError(
-                f"strategy {self.name!r} exchanges in the optimizer's step (expected optimizer ="
-                " psengine.DistributedOptimizer(optimizer, model) before the first backward, got a plain optimizer)"
-            )
-        return self._stepper
+        return check_bound(self._stepper, self.name)
 
     @override
     def step(self, local_step: Callable[[], Any], closure: Callable[[], Any] | None = None) -> Any:
@@ -288,6 +283,28 @@ class LocalSteps(SyncAllReduce):
                         f"the saved state is not one of {self!r} (expected what it keeps of each parameter, got nothing"
                         f" for {error}). Fix: use the same options, or leave out the strategy's state."
                     ) from error
+
+    @override
+    def check_ready(self, replica: Replica, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        check_one(optimizers, self.name)
+        super().check_ready(replica, optimizers)
+
+    @override
+    def conclude(self) -> None:
+        """End the round under way: all fragments are exchanged now."""
+        if self._warms_up and self._is_settled:
+            return
+        if not self._is_settled:
+            super().join()
+            return
+        with torch.no_grad():
+            while self._travelling:
+                self._fragments[self._travelling.popleft()[1]].arrive()
+            for fragment in self._fragments:
+                fragment.leave()
+            for fragment in self._fragments:
+                fragment.arrive(keeps=False)
+            self._average_buffers()
 
     @override
     def restart(self) -> None:

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from psengine.errors import ConfigurationError
+
 
 class ScaledStep:
     """The steps of ``optimizer``, which the scaler calls always from now on; ``release`` ends that."""
@@ -42,3 +44,34 @@ class ScaledStep:
                     if parameter.grad is not None:
                         parameter.grad.mul_(factor)
         return local_step()
+
+
+def bound(former: ScaledStep | None, optimizer: torch.optim.Optimizer, strategy: str) -> ScaledStep:
+    """The steps of ``optimizer``, the only one of a model under ``strategy``; ``former``: what was bound before.
+
+    Raises:
+        ConfigurationError: another optimizer was bound before.
+    """
+    if former is None:
+        return ScaledStep(optimizer)
+    if former.optimizer is not optimizer:
+        raise ConfigurationError(
+            f"strategy {strategy!r} counts the steps of one optimizer for each wrapped model (expected one"
+            " psengine.DistributedOptimizer, got a second). Fix: give one optimizer several parameter groups; or"
+            " wrap the parts of the model one by one, each with its own optimizer; or strategy='sync'."
+        )
+    return former
+
+
+def check_bound(stepper: ScaledStep | None, strategy: str) -> ScaledStep:
+    """Return ``stepper``.
+
+    Raises:
+        ConfigurationError: there is none, so that nobody would count steps.
+    """
+    if stepper is None:
+        raise ConfigurationError(
+            f"strategy {strategy!r} exchanges in the optimizer's step (expected optimizer ="
+            " psengine.DistributedOptimizer(optimizer, model) before the first backward, got a plain optimizer)"
+        )
+    return stepper

@@ -20,11 +20,13 @@ from typing_extensions import override
 from psengine.codecs.base import Codec
 from psengine.errors import ConfigurationError, PSEngineError
 from psengine.strategies.exchange import Reduction, StaysLocal, Step
+from psengine.strategies.life_cycle import Replica
 from psengine.strategies.servers.base import DEFAULT_TIMEOUT_S, ServerStrategy
 from psengine.strategies.servers.gradient_pushes import GradientPushes
 from psengine.strategies.servers.sending import SendInBackward, SendInStep, WrittenWeights, count_landing
 from psengine.strategies.servers.server_optimizer import ServerOptimizer
 from psengine.strategies.step_hooks import take_step
+from psengine.strategies.stepping import check_one
 from psengine.tensors.bucket import Bucket
 from psengine.tensors.share import WHOLE, Share
 from psengine.tracing.timeline import now_ns, recorder
@@ -259,6 +261,26 @@ class AsyncServer(ServerStrategy):
         sending.pushes.wait(sending.take)
         sending.end_step(self._pushed_parameters)
         sending.weights.note()
+
+    # ---- another strategy follows ------------------------------------------------------------------------------
+
+    @override
+    def check_ready(self, replica: Replica, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        from psengine.protocol.hyperparameters import optimizer_name, wire_groups
+
+        check_one(optimizers, self.name)
+        for optimizer in optimizers:
+            optimizer_name(optimizer)
+            wire_groups(optimizer)
+        super().check_ready(replica, optimizers)
+
+    @override
+    def conclude(self) -> None:
+        """All workers that share a process group have what the servers have after the last push of each."""
+        assert self._replica is not None, "in service"
+        self._replica.collective.barrier().wait()
+        with torch.no_grad():
+            self.pull_values(self.chunks.specs)
 
     # ---- the optimizer's state ---------------------------------------------------------------------------------
 

@@ -20,13 +20,14 @@ from typing_extensions import override
 
 from psengine.codecs.base import Codec
 from psengine.codecs.registry import resolve_codec
+from psengine.environment.extras import require_server_packages
 from psengine.environment.job import assign
 from psengine.errors import ConfigurationError, ReductionError
 from psengine.parameter_server.client.addresses import keys_from_environment, parse_addresses
 from psengine.strategies.base import Capabilities, Strategy
 from psengine.strategies.bucket_exchange import load_residuals
 from psengine.strategies.life_cycle import Replica
-from psengine.strategies.servers.discovery import Rendezvous, leave, meet
+from psengine.strategies.servers.discovery import Rendezvous, leave, meet, name_of_job
 from psengine.strategies.statistics import counts_at_servers
 from psengine.tensors.bucket import Bucket
 
@@ -38,6 +39,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 DEFAULT_TIMEOUT_S = 300.0
+# How long a change of strategies waits for the first answer of a server.
+CHECK_TIMEOUT_S = 10.0
 
 
 class ServerStrategy(Strategy):
@@ -146,7 +149,50 @@ class ServerStrategy(Strategy):
         """Ranks of the live workers, as the servers said last."""
         return tuple(self.session.members)
 
+    def session_codec(self) -> Codec:
+        """The codec of the job."""
+        return resolve_codec(self._options["compress"])
+
     # ---- coming ------------------------------------------------------------------------------------------------
+
+    def _check_dense(self, replica: Replica) -> None:
+        if replica.sparse:
+            raise ConfigurationError(
+                f"parameter servers exchange dense gradients (expected sparse=False, got sparse gradients of"
+                f" {replica.sparse[0]!r}). Fix: torch.nn.Embedding(..., sparse=False), or strategy='sync'."
+            )
+
+    @override
+    def check_ready(self, replica: Replica, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """Servers are named and answer, and have no model of the job yet: this replica's is to count."""
+        self._check_dense(replica)
+        addresses = parse_addresses(self._options["servers"])
+        if not addresses:
+            raise ConfigurationError(
+                f"strategy {self.name!r} needs servers that are up before a training changes to it (expected servers="
+                " or PSENGINE_SERVERS, got neither). Fix: psengine run --servers 1, or"
+                f" {self.name}:servers=tcp://host:port."
+            )
+        require_server_packages("strategies over parameter servers")
+        from psengine.parameter_server.client.options import SessionOptions
+        from psengine.parameter_server.client.worker_session import WorkerSession
+
+        self._is_copy = True  # a job's name that was used before gets a number
+        job = name_of_job(self._options["job"], is_copy=True)
+        options = SessionOptions(
+            addresses=addresses,
+            job=job,
+            role="reader",
+            timeout_s=self._options["timeout_s"],
+            connect_timeout_s=min(CHECK_TIMEOUT_S, self._options["timeout_s"]),
+            keys=keys_from_environment(),
+        )
+        with WorkerSession(options) as session:
+            if session.state == "ready":
+                raise ConfigurationError(
+                    f"the servers have a model of job {job!r} already, and that would replace this one (expected a job"
+                    f" without values, got {job!r} at {addresses[0]}). Fix: another job=, or PSENGINE_JOB."
+                )
 
     @override
     def prepare(self, replica: Replica) -> None:
@@ -155,12 +201,7 @@ class ServerStrategy(Strategy):
                 "a strategy object serves one wrapped model (got a second);"
                 f" make a psengine.{type(self).__name__}() for each"
             )
-        if replica.sparse:
-            # Before the rendezvous, where the other workers would wait for this one.
-            raise ConfigurationError(
-                f"parameter servers exchange dense gradients (expected sparse=False, got sparse gradients of"
-                f" {replica.sparse[0]!r}). Fix: torch.nn.Embedding(..., sparse=False), or strategy='sync'."
-            )
+        self._check_dense(replica)  # before the rendezvous, where the other workers would wait for this one
         options = self._options
         rendezvous = meet(options["servers"], options["job"], replica.collective, replica.device, is_copy=self._is_copy)
         from psengine.parameter_server.client.options import SessionOptions
@@ -173,7 +214,7 @@ class ServerStrategy(Strategy):
                     addresses=rendezvous.addresses,
                     job=rendezvous.job,
                     rule=self.rule,
-                    codec=resolve_codec(options["compress"]),
+                    codec=self.session_codec(),
                     rank=rendezvous.rank,
                     world_size=rendezvous.world_size,
                     timeout_s=options["timeout_s"],

@@ -77,7 +77,7 @@ def meet(
                 " server in PSENGINE_SERVERS."
             )
         embedded, addresses = _embed(collective, device)
-    name = job if job and not is_copy else _free_job(job or read_variable("PSENGINE_JOB") or "default")
+    name = name_of_job(job, is_copy=is_copy)
     holds_name = name not in _taken_jobs
     _taken_jobs.add(name)
     return Rendezvous(
@@ -89,6 +89,11 @@ def meet(
         is_embedded=is_embedded,
         holds_name=holds_name,
     )
+
+
+def name_of_job(job: str | None, *, is_copy: bool) -> str:
+    """The name at the servers of the next model; ``job`` and ``is_copy`` as for ``meet``."""
+    return job if job and not is_copy else _free_job(job or read_variable("PSENGINE_JOB") or "default")
 
 
 def _free_job(name: str) -> str:

@@ -37,6 +37,7 @@ class Job(ABC):
         take_memory: see ``ChunkStore``.
         note: told of what happens to workers, for people: see ``EventLog.note``.
         begun_by: the peer whose HELLO was the first, see ``Sender``; "" where that is not known.
+        now_s: the time that the shard was given last.
 
     Attributes:
         phase: where the job stands in its life.
@@ -53,6 +54,7 @@ class Job(ABC):
         take_memory: Callable[[int, str], None],
         note: Callable[..., None],
         begun_by: str = "",
+        now_s: Callable[[], float] = lambda: 0.0,
     ) -> None:
         self.name = name
         self.number = job_number(name)
@@ -71,6 +73,7 @@ class Job(ABC):
             live_ranks=lambda: self.membership.live_ranks,
             missing_ranks=self.missing_ranks,
             statistics=self.statistics,
+            now_s=now_s,
             exchange_ended=lambda: self.advance(JobEvent.ENDED),
             discarded=self._discarded,
         )
@@ -263,6 +266,10 @@ class Job(ABC):
     def tick(self, now_s: float) -> list[int]:
         """Some time has passed; ranks whose lease ran out."""
         return self.membership.expired(now_s)
+
+    def tick_rules(self) -> list[Reply]:
+        """Some time has passed; answers that rules held until now."""
+        return [reply for rule in self.rules for reply in rule.tick()]
 
     def stood_still(self, pause_s: float) -> None:
         """For ``pause_s`` until now nobody listened here."""

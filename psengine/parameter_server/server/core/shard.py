@@ -168,6 +168,10 @@ class Shard:
             if expired:
                 self.durable.note_change()
                 outgoing.extend(self._answers.outgoing(job, job.evict(expired, now_s), now_s))
+            held = job.tick_rules()
+            if held:
+                self.durable.note_change()
+                outgoing.extend(self._answers.outgoing(job, held, now_s))
         return outgoing
 
     def evict(self, job_name: str, rank: int, now_s: float) -> list[Outgoing] | None:

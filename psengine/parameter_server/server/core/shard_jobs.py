@@ -86,7 +86,8 @@ class ShardJobs:
         """A job without workers and chunks; not added."""
         job_rule = JobRule(rule)
         kind = JobWithWeights if job_rule.holds_weights else AveragingJob
-        return kind(name, job_rule, self.settings.lease_s, self._clocks, self._take_memory, self._note, begun_by)
+        lease_s, now_s = self.settings.lease_s, lambda: self.now_s
+        return kind(name, job_rule, lease_s, self._clocks, self._take_memory, self._note, begun_by, now_s)
 
     def add(self, job: Job) -> None:
         """It counts from here on."""

@@ -2,6 +2,7 @@
 
 together.py   everybody who is live has contributed, or a quorum has: one answer for all of them
 each.py       each contribution is complete by itself; its answer may be held (bounded staleness)
+merge.py      a quorum of contributions is here, and a window for more is over
 
 The outcome (``outcome.py``) says what a complete set leads to.
 """
@@ -78,6 +79,10 @@ class ChunkRule(ABC):
     @abstractmethod
     def _gather(self, contribution: Contribution) -> list[Reply]:
         """See ``push``; the outcome is ready."""
+
+    def tick(self) -> list[Reply]:
+        """Some time has passed; answers that may leave because of it."""
+        return []
 
     @abstractmethod
     def probe(self, rank: int, sequence: int) -> list[Reply]:

@@ -105,6 +105,7 @@ class RuleContext:
     # Expected workers that have yet to come, ascending: see ``Job.missing_ranks``.
     missing_ranks: Callable[[], tuple[int, ...]]
     statistics: JobStatistics  # counters, mutated by the rules
+    now_s: Callable[[], float] = lambda: 0.0  # the time that the shard was given last
     exchange_ended: Callable[[], None] = lambda: None  # called whenever an exchange of trained values has ended
     # Called with a contribution to a chunk that does not count: "late", or why it was refused.
     discarded: Callable[[Contribution, ChunkSpec, str], None] = lambda push, spec, why: None

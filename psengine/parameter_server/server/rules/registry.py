@@ -7,10 +7,12 @@ from typing import Any, NamedTuple
 
 import torch
 
+from psengine.parameter_server.chunk_codecs import only_gradients
 from psengine.parameter_server.server.rules.average import AverageOutcome
 from psengine.parameter_server.server.rules.chunk_rule import ChunkRule
 from psengine.parameter_server.server.rules.each import Each
 from psengine.parameter_server.server.rules.exchange import RuleContext
+from psengine.parameter_server.server.rules.merge import Merge
 from psengine.parameter_server.server.rules.outcome import Outcome
 from psengine.parameter_server.server.rules.payloads import ChunkPayloads, codec_of
 from psengine.parameter_server.server.rules.step import StepOutcome
@@ -23,11 +25,14 @@ class RuleKind(NamedTuple):
 
     gathering: type[ChunkRule]
     outcome: type[Outcome]
+    # Whether the job's codec may encode answers; else they are exact, whatever it is.
+    encodes_answers: bool = True
 
 
 RULES = {
     "average": RuleKind(Together, AverageOutcome),
     "apply": RuleKind(Each, StepOutcome),
+    "merge": RuleKind(Merge, StepOutcome, encodes_answers=False),
 }
 
 
@@ -41,7 +46,8 @@ class JobRule:
     def __init__(self, body: Mapping[str, Any]) -> None:
         self.body = dict(body)
         self.kind = RULES[self.body["name"]]
-        self._codec = codec_of(self.body)
+        codec = codec_of(self.body)
+        self._codec = codec if self.kind.encodes_answers else only_gradients(codec)
 
     @property
     def holds_weights(self) -> bool:
@@ -54,6 +60,6 @@ class JobRule:
         Raises:
             ProtocolError: it needs values, and there are none.
         """
-        gathers, concludes = self.kind
+        gathers, concludes, _ = self.kind
         payloads = ChunkPayloads(spec, self._codec)
         return gathers(concludes(spec, values, payloads, context.statistics, self.body), context, self.body)

@@ -1,0 +1,150 @@
+"""``model.switch_strategy``: another strategy takes over between two steps.
+
+::
+
+    check      every rank: can the new strategy serve this replica, are its servers up?      nothing has changed yet
+    agree      the ranks tell each other; one refusal is everybody's
+    conclude   the old strategy makes replicas equal, and gives the optimizer's state back
+    start      the new strategy joins; the optimizers are bound to it, with their state
+"""
+
+from __future__ import annotations
+
+import io
+import weakref
+from typing import Any
+
+import torch
+
+from psengine.collectives.base import Collective
+from psengine.errors import ConfigurationError, PSEngineError
+from psengine.gradients.reducer import Reducer
+from psengine.strategies.base import Strategy
+from psengine.strategies.registry import resolve_strategy
+from psengine.wrapper import arguments as checks
+from psengine.wrapper.forward_pass import ForwardPass
+
+
+class SwitchableStrategy(ForwardPass):
+    """The part of ``DistributedDataParallel`` that changes its strategy."""
+
+    reducer: Reducer
+    _finalizer: Any
+    # What ``psengine.DistributedOptimizer`` returned, and is alive.
+    _optimizers: weakref.WeakSet[torch.optim.Optimizer]
+
+    def switch_strategy(self, strategy: str | Strategy) -> None:
+        """Go on under another strategy; all ranks call it between two steps, and weights stay as they are.
+
+        Before it changes anything, every rank checks whether the new strategy can serve this model and whether its
+        servers are up; they have to be named, or started by ``psengine run --servers``. The old strategy then ends the
+        round that is under way, which makes replicas equal where they are not. Optimizers that
+        ``psengine.DistributedOptimizer`` returned go on, with their state where both strategies have it.
+
+        Args:
+            strategy: as for the constructor.
+
+        Raises:
+            ConfigurationError, ServerLostError: it cannot take over, on this rank or another; nothing has changed.
+        """
+        former, problem = self.strategy, None
+        try:
+            following = resolve_strategy(strategy)
+            _check(self, following)
+        except PSEngineError as error:
+            problem = error
+        _agree(self._collective, self.device, problem)
+        optimizers: list[Any] = list(self._optimizers)
+        former.conclude()
+        for optimizer in optimizers:
+            former.fetch_optimizer_state(optimizer)
+        if former.capabilities.steps_alone and not following.capabilities.steps_alone:
+            for optimizer in optimizers:
+                _take_state_of_rank_0(optimizer, self._collective, self.device)
+        self._replace(following)
+        for optimizer in optimizers:
+            optimizer._psengine_strategy = following
+            optimizer._step_supports_amp_scaling = optimizer._psengine_scales_itself
+            following.bind(optimizer)
+
+    def _replace(self, strategy: Strategy) -> None:
+        """Take down the strategy and its reducer, and start ``strategy``. Gradients stay what they are."""
+        former = self.reducer
+        self._finalizer.detach()
+        former._remove_autograd_hooks()
+        # Not closed: the name of its job stays taken, because servers keep that job's values.
+        self.strategy.abandon()
+        self.strategy = strategy
+        self._has_rebuilt_buckets = False
+        self._start(init_sync=True, init_sync_buffers=self.forward_sync_buffers, static_graph=self.static_graph)
+        if self.static_graph:
+            self.reducer._set_static_graph()
+            self._static_graph_delay_allreduce_enqueued = False
+        self.reducer.iteration, self.reducer.completed_steps = former.iteration, former.completed_steps
+
+    def note_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """``optimizer`` steps through this model's strategy."""
+        self._optimizers.add(optimizer)
+
+
+def _check(model: Any, strategy: Strategy) -> None:
+    """Raise where ``strategy`` could not take over; changes nothing."""
+    if strategy is model.strategy:
+        raise ConfigurationError(f"the model is under this very strategy object already (got {strategy!r})")
+    obstacles: dict[str, Any] = {
+        "a communication hook, which belongs to the strategy that it was registered with": model._comm_hooks,
+        "join, whose ranks without data would not take part": model._join_config.enable,
+        "delay_all_reduce_named_params": model._delay_all_reduce_params,
+        "mixed_precision": model.mixed_precision,
+        "optimize_ddp='python_reducer' of torch.compile": model._use_python_reducer,
+    }
+    for what, is_there in obstacles.items():
+        if is_there:
+            raise ConfigurationError(f"strategies are not switched under {what} (expected a model without it)")
+    if model.reducer.is_in_backward:
+        raise ConfigurationError(
+            "strategies are switched between two steps (expected a backward that has ended, got one of which some"
+            " gradients are missing)"
+        )
+    if strategy.capabilities.needs_process_group and model.process_group is None:
+        checks.default_group(required=True)
+        raise ConfigurationError(
+            f"strategy {strategy.name!r} needs the process group that the model was wrapped with (expected one, got"
+            " none: it was wrapped before there was one). Fix: call psengine.init() before wrapping."
+        )
+    checks.check_meets_others(strategy)
+    replica = model._describe_to_strategy(with_buffers=model.forward_sync_buffers, is_known_equal=False)
+    strategy.check_ready(replica, list(model._optimizers))
+
+
+def _agree(collective: Collective, device: torch.device, problem: PSEngineError | None) -> None:
+    """Raise on every rank where the check of one found a problem."""
+    text = b"" if problem is None else str(problem).encode()
+    texts = collective.gather_bytes(text, device, what="checks before strategies are switched")
+    if problem is not None:
+        raise problem
+    for rank, found in enumerate(texts):
+        if found:
+            raise ConfigurationError(
+                f"strategies are switched on all ranks or on none (expected that each can, got, on rank {rank}:"
+                f" {found.decode(errors='replace')})"
+            )
+
+
+def _take_state_of_rank_0(optimizer: torch.optim.Optimizer, collective: Collective, device: torch.device) -> None:
+    """Replicas that are to have equal optimizers go on with the state of rank 0's."""
+    if collective.world_size == 1:
+        return
+    file = io.BytesIO()
+    if collective.rank == 0:
+        torch.save(torch.optim.Optimizer.state_dict(optimizer)["state"], file)
+    payload = collective.broadcast_bytes(file.getvalue(), 0, device, what="the optimizer's state")
+    if collective.rank != 0:
+        state = torch.load(io.BytesIO(payload), map_location=device, weights_only=True)
+        groups = torch.optim.Optimizer.state_dict(optimizer)["param_groups"]
+        torch.optim.Optimizer.load_state_dict(optimizer, {"state": state, "param_groups": groups})
+
+
+def scales_itself(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a GradScaler leaves unscaling to this optimizer, before a strategy changes that."""
+    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))

@@ -1,0 +1,128 @@
+"""``model.switch_strategy``: weights stay, optimizers go on, and what cannot be is refused before anything changes."""
+
+from __future__ import annotations
+
+import copy
+import os
+
+import torch
+from support.expectations import raises
+from support.processes import free_port, in_ranks, run_ranks
+from support.server_process import running_server
+from torch import nn
+
+import psengine
+from psengine.errors import ConfigurationError, PSEngineError
+
+
+def make_model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 37), nn.BatchNorm1d(37), nn.Tanh(), nn.Linear(37, 2))
+
+
+def step_once(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, step: int) -> None:
+    optimizer.zero_grad()
+    model(torch.randn(5, 6, generator=torch.Generator().manual_seed(100 * rank + step))).square().mean().backward()
+    optimizer.step()
+
+
+def values(model: nn.Module) -> list[torch.Tensor]:
+    return [tensor.detach().clone() for tensor in model.module.state_dict().values()]
+
+
+def slots(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    state = optimizer.state_dict()["state"]
+    return [state[index]["momentum_buffer"].clone() for index in sorted(state)]
+
+
+ROUTE = (
+    *("local:every=4", "sync:shard_optimizer=true", "async", "diloco:every=4", "sync-server"),
+    *("diloco-server:every=2", "local-server:every=2", "async", "sync"),
+)
+
+
+def travel(rank: int, world_size: int, servers: dict[str, str]) -> None:
+    os.environ.update(servers)
+    model = psengine.DistributedDataParallel(make_model(), strategy="sync")
+    optimizer = psengine.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.5), model)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 4, 0.5)
+    step = 0
+    for name in ROUTE:
+        for _ in range(3):
+            step_once(model, optimizer, rank, step)
+            scheduler.step()
+            step += 1
+        former = model.strategy.name
+        is_equal_before = model.strategy.name in ("sync", "sync-server")
+        before, moved = [p.detach().clone() for p in model.parameters()], slots(optimizer)
+        model.switch_strategy(name)
+        after = values(model)
+        everybodys = [model._collective.gather(tensor) for tensor in after]
+        assert all(torch.equal(*of_ranks) for of_ranks in everybodys), f"{name}: equal on all ranks"
+        if is_equal_before:
+            assert all(map(torch.equal, before, model.parameters())), f"{name}: weights are what they were"
+        everybodys = list(zip(*map(model._collective.gather, slots(optimizer)), strict=True))
+        if "local" not in name and "diloco" not in name:
+            assert all(map(torch.equal, *everybodys)), f"{name}: replicas step alike"
+        if former != "async":  # there others' pushes may have come between
+            assert all(map(torch.equal, moved, everybodys[rank])) or rank, f"{name}: the optimizer's state goes on"
+        assert model.strategy.name == name.partition(":")[0]
+    assert model.statistics().steps == step
+    # What follows is "sync" with this state: a twin says so.
+    twin = psengine.DistributedDataParallel(make_model(), strategy="sync")
+    its = psengine.DistributedOptimizer(torch.optim.SGD(twin.parameters(), lr=0.01, momentum=0.5), twin)
+    twin.load_state_dict(model.state_dict())
+    its.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for one, optimizer_of_one in ((model, optimizer), (twin, its)):
+        step_once(one, optimizer_of_one, rank, step)
+    assert all(map(torch.equal, values(model), values(twin)))
+    model.leave()
+
+
+def test_a_training_goes_through_the_strategies():
+    with running_server() as server:
+        run_ranks(travel, 2, {"PSENGINE_SERVERS": server.addresses[0], "PSENGINE_JOB": "travel"})
+
+
+@in_ranks(2)
+def test_what_cannot_take_over_is_refused_on_all_ranks_and_nothing_changes(rank, world_size):
+    model = psengine.DistributedDataParallel(make_model(), strategy="local:every=4")
+    optimizer = psengine.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.01), model)
+    step_once(model, optimizer, rank, 0)
+    strategy, before = model.strategy, values(model)
+    nobody = f"tcp://127.0.0.1:{free_port()}"
+    for name, texts in {
+        "asink": ("Did you mean async?",),
+        "async": ("needs servers that are up before a training changes to it", "psengine run --servers 1"),
+        f"async:servers={nobody},timeout_s=1": (nobody,),
+    }.items():
+        with raises(PSEngineError, *texts):
+            model.switch_strategy(name)
+    # One rank alone has it wrong.
+    with raises(
+        ConfigurationError, *(("on rank 1", "on all ranks or on none") if rank == 0 else ("unknown strategy",))
+    ):
+        model.switch_strategy("sync" if rank == 0 else "zink")
+    assert model.strategy is strategy
+    assert all(map(torch.equal, before, values(model)))
+    for step in range(1, 4):
+        step_once(model, optimizer, rank, step)
+    assert all(torch.equal(*model._collective.gather(tensor)) for tensor in values(model)), "the round went on"
+    with model.join(), raises(ConfigurationError, "not switched under join"):
+        model.switch_strategy("sync")
+
+
+def test_a_job_that_has_a_model_is_refused():
+    with running_server() as server:
+        run_ranks(meet_a_model, 1, server.addresses[0], "held")
+
+
+def meet_a_model(rank: int, world_size: int, address: str, job: str) -> None:
+    other = psengine.DistributedDataParallel(make_model(), strategy=f"async:servers={address},job={job}")
+    model = psengine.DistributedDataParallel(make_model(), strategy="sync")
+    from psengine.strategies.servers import discovery
+
+    discovery._taken_jobs.clear()  # as in another process
+    with raises(ConfigurationError, "have a model of job 'held' already", "another job="):
+        model.switch_strategy(f"async:servers={address},job={job}")
+    other.leave()
