@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
+import os
 import pickle
 import time
 from collections.abc import Callable
@@ -19,7 +21,7 @@ from torch import nn
 
 import psengine
 from psengine.collectives.registry import collective_for
-from psengine.errors import ConfigurationError, ReductionError, ReplicaMismatchError
+from psengine.errors import CollectiveError, ConfigurationError, ReductionError, ReplicaMismatchError
 from psengine.strategies.registry import resolve_strategy
 
 SHARDED = "sync:shard_optimizer=true"
@@ -467,3 +469,46 @@ def test_a_state_is_loaded_when_the_other_ranks_have_read_theirs(rank, world_siz
 def test_a_strategy_object():
     strategy = psengine.SyncShardedOptimizer()
     assert repr(pickle.loads(pickle.dumps(strategy))) == repr(strategy) == "SyncShardedOptimizer()"
+
+
+def train_and_fork(rank: int, strategy: str, forks: bool) -> torch.Tensor:
+    """The values after steps, between whose parts children train, zero gradients and end as scripts do."""
+    model, optimizer = make_pair("auto", strategy, gradient_as_bucket_view=True)
+
+    def child_trains() -> None:
+        child = os.fork() if forks else None
+        if child == 0:
+            status = 1
+            try:
+                with torch.no_grad():
+                    for parameter in model.parameters():
+                        parameter.add_(1.0)
+                        if parameter.grad is not None:
+                            parameter.grad.fill_(7.0)
+                with raises(CollectiveError, "a forked child cannot use its parent's collective"):
+                    loss_of(model, rank).backward()
+                with raises(CollectiveError, "a forked child cannot use its parent's collective"):
+                    psengine.barrier()
+                collective_for(dist.group.WORLD).close()
+                gc.collect()
+                status = 0
+            finally:
+                os._exit(status)
+        if child is not None:
+            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+    for step in range(4):
+        loss = loss_of(model, rank, step)
+        child_trains()
+        loss.backward()
+        child_trains()
+        optimizer.step()
+        child_trains()
+        optimizer.zero_grad(set_to_none=step % 2 == 0)
+    return values_of(model)
+
+
+@in_ranks(2)
+def test_children_do_not_disturb_the_training(rank, world_size):
+    for strategy in (SHARDED, "sync"):
+        assert_same(train_and_fork(rank, strategy, True), train_and_fork(rank, strategy, False))

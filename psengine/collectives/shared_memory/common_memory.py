@@ -5,10 +5,12 @@ from __future__ import annotations
 import mmap
 import os
 import secrets
+import weakref
 
 import torch
 
 from psengine.collectives.base import Collective
+from psengine.collectives.shared_memory.forked import keep_from_children
 from psengine.collectives.shared_memory.host import bytes_of_words, succeed_together, words_of
 
 TOKEN_BYTES = 16
@@ -66,6 +68,10 @@ def _map(path: str, size_bytes: int, token: bytes) -> mmap.mmap:
         found = os.pread(descriptor, TOKEN_BYTES, size_bytes - TOKEN_BYTES)
         if found != token:
             raise OSError(f"{path} is another file than rank 0 made")
-        return mmap.mmap(descriptor, size_bytes)
-    finally:
+        memory = mmap.mmap(descriptor, size_bytes)
+    except BaseException:
         os.close(descriptor)
+        raise
+    weakref.finalize(memory, os.close, descriptor).atexit = False
+    keep_from_children(memory, torch.frombuffer(memory, dtype=torch.uint8, count=1).data_ptr(), descriptor)
+    return memory

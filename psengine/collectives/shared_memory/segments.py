@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from psengine.collectives.shared_memory.forked import keep_from_children
+
 # The native side keeps a page of its own at the start of each segment.
 HEADER_BYTES = 4096
 ALIGNMENT_BYTES = 64
@@ -71,6 +73,7 @@ class SharedSegments:
             segment.release()
             raise
         weakref.finalize(memory, segment.release).atexit = False
+        keep_from_children(memory, segment.address, segment.file_descriptor)
         self._live[memory] = segment
         self._open_segment = weakref.ref(memory)
         self._next_byte = HEADER_BYTES
