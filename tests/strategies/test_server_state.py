@@ -200,3 +200,34 @@ def test_a_snapshot_may_be_older_than_the_optimizer(tmp_path):
             with running_server(bind=address, **options):
                 restarted.touch()
                 ranks.result(timeout=60)
+
+
+def switch_momentum(rank: int, world_size: int, address: str) -> Any:
+    """A state that is saved while momentum is 0, and what another training makes of it: ours, and torch's."""
+    use(address)
+    data = batches(0)
+    results = []
+    for is_ours in (True, False):
+        saved: Any = None
+        for job, momenta in (("first", (0.9, 0.0)), ("second", (0.9,))):
+            model: Any = wrap(psengine.AsyncServer(job=job)) if is_ours else build(0)
+            optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.05)
+            optimizer = psengine.DistributedOptimizer(optimizer, model) if is_ours else optimizer
+            if saved is not None:
+                getattr(model, "module", model).load_state_dict(saved[1])
+                optimizer.load_state_dict(copy.deepcopy(saved[0]))
+            for step, momentum in enumerate(momenta):
+                optimizer.param_groups[0]["momentum"] = momentum
+                train(model, optimizer, data[step : step + 1])
+            saved = copy.deepcopy(optimizer.state_dict()), state_of(getattr(model, "module", model))
+            results.append(saved)
+            if is_ours:
+                model.leave()
+    return results[:2], results[2:]
+
+
+def test_a_momentum_buffer_is_saved_while_momentum_is_off(server):
+    [(ours, plain)] = run_ranks(switch_momentum, 1, server.addresses[0], init_group=False)
+    for (state, values), (wanted, wanted_values) in zip(ours, plain, strict=True):
+        torch.testing.assert_close(state["state"], wanted["state"], rtol=0, atol=0)
+        assert_equal(values, wanted_values)

@@ -8,13 +8,14 @@ Servers keep flat slots, one element for each of a chunk's; torch keeps tensors 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from operator import is_
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from psengine.errors import ConfigurationError
+from psengine.protocol.hyperparameters import SLOTS, optimizer_name, slot_names, wire_groups
 
 if TYPE_CHECKING:
     from psengine.parameter_server.client.worker_session import WorkerSession
@@ -130,9 +131,22 @@ class ServerOptimizer:
         """Overwrite ``optimizer.state`` by the servers'; parameters that were never stepped get none."""
         from psengine.parameter_server.client.operation import wait_all
 
-        name, slots, landed = self._slots()
+        name, slots, landed = self._slots(())
         requests = {(key, slot): self._session.pull(key, [flat], slot=slot) for (key, slot), flat in landed.items()}
-        wait_all(list(requests.values()))
+        # Slots that are switched off (a momentum of 0), if the servers have them: torch keeps them, and saves them.
+        asked = {
+            (s.key, slot): self._session.pull(s.key, slot=slot)
+            for s in self._specs
+            for slot in SLOTS[name]
+            if slot not in slots
+        }
+        wait_all([*requests.values(), *asked.values()])
+        found = {place: request.wait().values for place, request in asked.items()}
+        kept = {slot for (_, slot), values in found.items() if values is not None}
+        if kept:
+            name, slots, flats = self._slots(kept)
+            landed = flats | {place: values for place, values in found.items() if values is not None} | landed
+            requests |= {place: request for place, request in asked.items() if place[1] in kept}
         # All slots of a chunk have the same step counts.
         steps_of = {key: list(request.wait().body.get("steps", [])) for (key, _), request in requests.items()}
         for spec, segment, index, start in self._segments() if requests else ():
@@ -162,7 +176,9 @@ class ServerOptimizer:
         self._note_state()
         if not counts:
             return
-        name, slots, flats = self._slots()
+        # Also of slots that are switched off.
+        found = {slot for state in self.optimizer.state.values() for slot in state if state[slot] is not None}
+        name, slots, flats = self._slots(found)
         steps_of = {spec.key: [0.0] * len(spec.segments) for spec in self._specs}
         for spec, segment, index, start in self._segments():
             state = self.optimizer.state.get(self._parameters[segment.name], {})
@@ -177,12 +193,11 @@ class ServerOptimizer:
         stores = flats.items()
         wait_all([self._session.store(key, flat, slot=slot, steps=steps_of[key]) for (key, slot), flat in stores])
 
-    def _slots(self) -> tuple[str, tuple[str, ...], dict[tuple[int, str], torch.Tensor]]:
-        """The optimizer's name, its slots, and by (key, slot) zeros for a chunk's slot: flat, on the CPU."""
-        from psengine.protocol.hyperparameters import optimizer_name, slot_names, wire_groups
-
+    def _slots(self, more: Collection[str]) -> tuple[str, tuple[str, ...], dict[tuple[int, str], torch.Tensor]]:
+        """The optimizer's name, its slots with those of ``more``, and by (key, slot) zeros for a chunk's slot."""
         name = optimizer_name(self.optimizer)
-        slots = slot_names(name, wire_groups(self.optimizer))
+        needed = slot_names(name, wire_groups(self.optimizer))
+        slots = tuple(slot for slot in SLOTS[name] if slot in needed or slot in more)
         flats = {(s.key, slot): torch.zeros(s.numel, dtype=s.dtype) for s in self._specs for slot in slots}
         return name, slots, flats
 
