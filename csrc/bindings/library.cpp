@@ -18,6 +18,9 @@ STABLE_TORCH_LIBRARY(psengine, m) {
   m.def("unpack_(Tensor(a!)[] tensors, Tensor flat, float scale, Tensor? layout=None) -> ()");
   m.def("pack_stats_(Tensor(a!) flat, Tensor[] tensors, float scale, Tensor? layout=None) -> (Tensor, Tensor)");
   m.def("accumulate_(Tensor(a!) destination, Tensor source, float scale) -> ()");
+  m.def("encode_blocks_(Tensor(a!) payload, Tensor values, Tensor? residual, Tensor(b!)? next, int format) -> ()");
+  m.def("decode_blocks_(Tensor(a!) into, Tensor payload, int format, bool adds) -> ()");
+  m.def("encode_largest_(Tensor(a!) places, Tensor(b!) found, Tensor values, Tensor? residual, Tensor(c!)? next) -> ()");
 }
 
 namespace {
@@ -84,7 +87,7 @@ PyMethodDef kernel_methods[] = {
     {nullptr, nullptr, 0, nullptr}};
 
 // Raised with every change of the functions for Python; psengine/kernels/native.py expects the same number.
-constexpr long kInterface = 4;
+constexpr long kInterface = 5;
 
 PyModuleDef module_definition = {PyModuleDef_HEAD_INIT, "psengine._native", nullptr, -1, nullptr,
                                  nullptr, nullptr, nullptr, nullptr};

@@ -26,6 +26,14 @@ constexpr size_t element_bytes(ScalarKind kind) {
   }
 }
 
+// How a codec writes a block of values: a scale, and a code for each value. The last block of a payload is whole, however
+// few values it has. The order is known to psengine/kernels/codec_ops.py, which has the arithmetic in plain torch.
+//
+//   int8    256 values: float32 scale, 256 signed bytes                                  value = code * scale
+//   fp4     32 values: a byte, the scale's exponent; 16 bytes, value i and value i + 16  value = E2M1 * 2^(byte - 127)
+//   onebit  512 values: float32 scale; 64 bytes of signs, the first value's lowest       value = scale or -scale
+enum class BlockFormat : int32_t { int8 = 0, fp4 = 1, onebit = 2 };
+
 // What a pass saw of the values it wrote.
 struct Statistics {
   int64_t non_finite_count = 0;
@@ -73,6 +81,21 @@ struct Kernels {
 
   // float32 and float64 only.
   void (*step_sgd)(const SgdStep& step, ScalarKind kind, size_t numel);
+
+  // The payload of float32 values, a block after the other; blocks_of says how many bytes. What is encoded is
+  // values[i] + residual[i]; next[i] is what its payload leaves out, 0 where the block has a value that is not finite.
+  // residual and next may be null, and the same memory.
+  void (*encode_blocks)(BlockFormat format, uint8_t* payload, const float* values, const float* residual, float* next,
+                        size_t numel);
+
+  // into[i] = or += the value of the payload.
+  void (*decode_blocks)(BlockFormat format, float* into, const uint8_t* payload, size_t numel, bool adds);
+
+  // The elements of values + residual whose magnitude, as the bits of a float32, is not below `threshold`: their places
+  // ascending, and their values. next[i], unless null, is values[i] + residual[i], or 0 where that is not finite.
+  // Returns how many, or capacity + 1 as soon as there are more.
+  size_t (*collect_large)(const float* values, const float* residual, float* next, size_t numel, uint32_t threshold,
+                          uint32_t* places, float* found, size_t capacity);
 };
 
 void finish_streaming();

@@ -20,10 +20,12 @@ namespace psengine {
 namespace {
 #include "kernels/kernels.inl"
 #include "kernels/step.inl"
+#include "kernels/codecs.inl"
 }  // namespace
 
 extern const Kernels avx2_kernels;
-const Kernels avx2_kernels = {"avx2", convert, accumulate, sum, stream, all_finite, step_sgd};
+const Kernels avx2_kernels = {"avx2", convert, accumulate, sum, stream, all_finite, step_sgd,
+                                 encode_blocks, decode_blocks, collect_large};
 
 }  // namespace psengine
 

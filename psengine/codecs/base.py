@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -46,22 +46,52 @@ class CodecState:
         numel, dtype, device: of the bucket's values.
 
     Attributes:
-        residual: 1-D, laid out like the values; zeros at first. ``encode`` adds it to the next values.
+        residual: 1-D, laid out like the values, of their dtype or float32; zeros at first. ``encode`` adds it to the
+            next values.
     """
 
     def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
-        self.residual = self._former = torch.zeros(numel, dtype=dtype, device=device)
+        self.residual = torch.zeros(numel, dtype=torch.promote_types(dtype, torch.float32), device=device)
+        # The residual before the last payload, or memory for the next one.
+        self._other: torch.Tensor | None = None
+        self._has_former = False
+
+    @property
+    def size_bytes(self) -> int:
+        """Memory of the residual, and of the one before."""
+        return 2 * self.residual.nbytes
+
+    def next_residual(self) -> torch.Tensor:
+        """Memory for the residual that goes to ``keep``."""
+        if self._other is None:
+            self._other = torch.empty_like(self.residual)
+        return self._other
+
+    def keep(self) -> None:
+        """What was written to ``next_residual``, finite values, counts from now on."""
+        assert self._other is not None, "next_residual comes first"
+        self._other, self.residual = self.residual, self._other
+        self._has_former = True
 
     def replace(self, residual: torch.Tensor) -> None:
         """Keep ``residual`` (owned and mutated here) for the next payload.
 
         A value that is not finite becomes zero, or it would spoil all later payloads.
         """
-        self._former, self.residual = self.residual, residual.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+        self._other = residual.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+        self.keep()
 
     def give_back(self) -> None:
         """The last payload did not count: restore the residual before it."""
-        self.residual = self._former
+        if self._has_former:
+            assert self._other is not None
+            self._other, self.residual = self.residual, self._other
+            self._has_former = False
+
+    def reset(self) -> None:
+        """Nothing was left out: this replica begins anew."""
+        self.residual.zero_()
+        self._has_former = False
 
 
 class Codec(ABC):
@@ -71,8 +101,11 @@ class Codec(ABC):
         name: users write ``compress=name``.
         is_lossless: whether decoding restores the bits that were encoded.
         is_identity: whether the payload is the values, so that callers may skip encoding.
-        encodes_answers: whether servers encode their answers, averages and weights. False for a codec with a residual,
-            because no later answer brings what one left out.
+        encodes_answers: whether servers encode their answers: averages, with a state at the server, and weights, as
+            differences from what the worker holds, unless ``summed_dtype`` says that payloads are values.
+        slice_numel: where the values may be cut: a payload of values that begin and end at multiples of this (the end
+            of all values counts) is that part of the whole payload. None: nowhere.
+        is_summed_in_rounds: whether a collective sums what ``sum_rounds`` yields, instead of payloads.
 
     If a value is not finite, the decoded values must not all be finite: training code looks for them
     (``check_finite``, ``torch.amp.GradScaler``).
@@ -82,6 +115,8 @@ class Codec(ABC):
     is_lossless: ClassVar[bool] = False
     is_identity: ClassVar[bool] = False
     encodes_answers: ClassVar[bool] = True
+    slice_numel: ClassVar[int | None] = None
+    is_summed_in_rounds: ClassVar[bool] = False
     _given: Mapping[str, Any]
 
     def __new__(cls, *arguments: Any, **options: Any) -> Self:
@@ -118,9 +153,24 @@ class Codec(ABC):
         """The dtype of payloads that are the values in another dtype, so that a collective may sum payloads.
 
         Such a codec has no state: packing may write the payload, and unpacking may decode the sum.
-        None: each rank gathers all payloads, decodes them, and sums in the order of ranks.
+        None: payloads are decoded, and their values added in the order of ranks.
         """
         return None
+
+    def for_pieces(self, pieces: Sequence[tuple[int, int]]) -> Codec:
+        """The codec for values that are pieces of tensors, one after the other: (number of elements, row length), where
+        0 stands for a vector. Default: itself, because values are values.
+        """
+        return self
+
+    def sum_rounds(
+        self, values: torch.Tensor, state: CodecState | None = None
+    ) -> Generator[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Where ``is_summed_in_rounds``: the sum in two rounds, each of which sums float32 over ranks.
+
+        Yields what is to be summed, gets it summed (in place), and returns the values of the sum.
+        """
+        raise NotImplementedError(f"codec {self.name!r} sums payloads")
 
     @abstractmethod
     def payload_spec(self, numel: int, dtype: torch.dtype) -> PayloadSpec:
@@ -148,3 +198,9 @@ class Codec(ABC):
         A server decodes bytes of workers: any bytes of the right size must be decoded to some values, or refused by
         ``ProtocolError``.
         """
+
+    def decode_add(self, payload: torch.Tensor, total: torch.Tensor) -> None:
+        """Add the values of ``payload`` to ``total``, which is as ``into`` of ``decode``. Raises like ``decode``."""
+        addend = torch.empty_like(total)
+        self.decode(payload, addend)
+        total.add_(addend)

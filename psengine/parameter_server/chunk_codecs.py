@@ -5,6 +5,9 @@
     worker   gradient ─ gradient_codec ─► PUSH ─► values ─► the chunk's rule
     worker   values ◄─ answer_codec ◄─ UPDATED ◄─ average, or weights ◄─┘
 
+Weights of jobs whose servers step travel as the difference from what the worker holds, unless payloads are values in
+another dtype (``answers_differences``).
+
 All else travels as it is: buffers and usage maps, and whatever REGISTER, PULL and STORE carry.
 """
 
@@ -12,15 +15,23 @@ from __future__ import annotations
 
 import copy
 
+import torch
+
 from psengine.codecs.base import Codec
 from psengine.codecs.identity import IDENTITY
-from psengine.codecs.registry import codec_for
+from psengine.codecs.registry import codec_for, row_numel
 from psengine.protocol.layout import ChunkKind, ChunkSpec
+
+# Rules of HELLO whose answers are weights.
+WEIGHT_RULES = frozenset({"apply"})
 
 
 def gradient_codec(codec: Codec, spec: ChunkSpec) -> Codec:
     """By which codec workers encode what they push for a chunk, in a job with ``codec``."""
-    return codec_for(codec, spec.dtype) if spec.kind is ChunkKind.PARAMETER else IDENTITY
+    if spec.kind is not ChunkKind.PARAMETER:
+        return IDENTITY
+    pieces = [(one.numel, row_numel(one.shape, one.strides)) for one in spec.segments]
+    return codec_for(codec, spec.dtype).for_pieces(pieces)
 
 
 def answer_codec(codec: Codec, spec: ChunkSpec) -> Codec:
@@ -33,3 +44,17 @@ def only_gradients(codec: Codec) -> Codec:
     changed = copy.copy(codec)
     changed.encodes_answers = False  # type: ignore[misc]  # of this object
     return changed
+
+
+def answers_differences(codec: Codec, spec: ChunkSpec) -> bool:
+    """Whether servers that hold the weights answer their difference from what the worker holds."""
+    down = answer_codec(codec, spec)
+    if down.is_identity or down.summed_dtype(spec.dtype) is not None:
+        return False
+    form = down.payload_spec(spec.numel, spec.dtype)
+    return (form.dtype, form.numel) != (spec.dtype, spec.numel)  # or whole weights could be taken for a difference
+
+
+def held_dtype(spec: ChunkSpec) -> torch.dtype:
+    """In which dtype both ends keep what a worker holds."""
+    return torch.promote_types(spec.dtype, torch.float32)

@@ -365,6 +365,7 @@ SCHEMAS: dict[MessageType, Check] = {
             "groups": _groups,
             "absent": listing(integer(0, MAX_SEGMENTS - 1), MAX_SEGMENTS),
             "weight": number(0.0, MAX_WEIGHT),
+            "held": _unsigned,
             "step": row(_unsigned, integer(1), boolean),
         },
     ),

@@ -4,13 +4,19 @@
 
     summed as packed   values ───────────── all-reduce ────────────────────────────► sum
     summed payload     values ─ encode ─► payload ─ all-reduce ────────────────────► sum, in the payload's dtype
+    sliced payloads    values ─ encode ─► payload ─ all-to-all ─► decode each, add ─► sum of this rank's slice ─┐
+                                                                         sum ◄─ decode ◄─ all-gather ◄─ encode ─┘
+    summed in rounds   values ─► P ─ all-reduce ─► Q ─ all-reduce ─► sum
     gathered payloads  values ─ encode ─► payload ─ all-gather ─► decode each, add ─► sum
+
+Each rank decodes the same payloads in the order of ranks, so all have the same bits.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +24,7 @@ from typing_extensions import override
 
 from psengine.codecs.base import Codec
 from psengine.codecs.identity import IDENTITY
-from psengine.codecs.registry import codec_for
+from psengine.codecs.registry import codec_for, row_numel
 from psengine.collectives.base import Collective, Work
 from psengine.errors import ConfigurationError
 from psengine.strategies.base import Strategy
@@ -39,6 +45,16 @@ class BucketExchange(ABC):
     @abstractmethod
     def reduce(self, scale: float) -> Reduction:
         """Begin to sum the packed gradients over ranks, times ``scale``."""
+
+    def left_out(self) -> torch.Tensor | None:
+        """What this rank's payloads left out of past sums, laid out like the bucket; not to be written.
+
+        None: the codec keeps nothing.
+        """
+        return None if self.state is None else self.state.residual
+
+    def take_left_out(self) -> None:  # noqa: B027 - most have one residual
+        """``state.residual`` was overwritten by what ``left_out`` of a former exchange returned."""
 
 
 class SummedAsPacked(BucketExchange):
@@ -63,6 +79,98 @@ class SummedPayload(BucketExchange):
         self._codec.encode(self.bucket.flat, self._payload)
         self.bucket.note_encoded(self._payload)
         return _Sum(self._payload, self._collective.all_reduce(self._payload, scale, what=self._what))
+
+
+class SlicedPayloads(BucketExchange):
+    """Each rank owns a slice: it sums all ranks' payloads of it, and encodes the sum for all.
+
+    What the sum's payload leaves out is the owner's second residual.
+
+    Args:
+        queue: the reductions of this backward whose slices are not summed yet; shared by all buckets. An all-gather
+            begins when its sum is waited for, in the order of buckets, which is the same on every rank.
+    """
+
+    def __init__(self, bucket: Bucket, collective: Collective, codec: Codec, queue: deque[_Pending]) -> None:
+        super().__init__(bucket, collective, codec)
+        assert codec.slice_numel is not None, "this codec's payloads cannot be cut"
+        self._queue = queue
+        ranks, rank, grain = collective.world_size, collective.rank, codec.slice_numel
+        # Slices are alike, so that they can be gathered; the payload is as long as that of all of them.
+        self._slice_numel = -(-bucket.numel // (ranks * grain)) * grain
+        self._first = min(bucket.numel, rank * self._slice_numel)
+        self._own = bucket.flat[self._first : self._first + self._slice_numel]
+        if self._own.dtype.itemsize < torch.float32.itemsize:
+            self._own = self._own.float()  # 16-bit values are added in float32
+        slice_bytes = codec.payload_spec(self._slice_numel, bucket.dtype).numel
+        self._payload = torch.zeros(ranks * slice_bytes, dtype=torch.uint8, device=bucket.device)
+        self._encoded = self._payload[: codec.payload_spec(bucket.numel, bucket.dtype).numel]
+        self._received = torch.empty((ranks, slice_bytes), dtype=torch.uint8, device=bucket.device)
+        self._own_payload = torch.zeros(slice_bytes, dtype=torch.uint8, device=bucket.device)
+        self._own_encoded = self._own_payload[: codec.payload_spec(self._own.numel(), bucket.dtype).numel]
+        self._sizes = [slice_bytes] * ranks
+        self.second_state = codec.make_state(self._own.numel(), bucket.dtype, bucket.device)
+
+    @override
+    def reduce(self, scale: float) -> Reduction:
+        self._codec.encode(self.bucket.flat, self._encoded, self.state)
+        work = self._collective.all_to_all(self._received, self._payload, self._sizes, what=self.bucket.describe())
+        reduction = _SlicedSum(self, scale, work, self._queue)
+        self._queue.append(reduction)
+        return reduction
+
+    def sum_slice(self, scale: float) -> Work:
+        """Sum this rank's slice of what came, and begin to gather the payloads of all slices."""
+        size = self._own_encoded.numel()
+        self._codec.decode(self._received[0, :size], self._own)
+        for payload in self._received[1:]:
+            self._codec.decode_add(payload[:size], self._own)
+        if scale != 1:
+            self._own.mul_(scale)
+        self._codec.encode(self._own, self._own_encoded, self.second_state)
+        # The all-to-all has read the payload; its memory takes what is gathered.
+        gathered = self._payload.view(self._collective.world_size, -1)
+        return self._collective.all_gather(gathered, self._own_payload, what=self.bucket.describe())
+
+    def decode_all(self) -> torch.Tensor:
+        """The sum of all slices, as every rank decodes it."""
+        self._codec.decode(self._encoded, self.bucket.flat)
+        return self.bucket.flat
+
+    def give_back(self) -> None:
+        """The last exchange did not count."""
+        for state in (self.state, self.second_state):
+            if state is not None:
+                state.give_back()
+
+    @override
+    def left_out(self) -> torch.Tensor | None:
+        if self.state is None or self.second_state is None:
+            return None
+        whole = self.state.residual.clone()
+        whole[self._first : self._first + self._own.numel()] += self.second_state.residual
+        return whole
+
+    @override
+    def take_left_out(self) -> None:
+        if self.second_state is not None:
+            self.second_state.reset()
+
+
+class SummedRounds(BucketExchange):
+    """The codec says what is summed, round by round; the second begins when the sum is waited for."""
+
+    def __init__(self, bucket: Bucket, collective: Collective, codec: Codec, queue: deque[_Pending]) -> None:
+        super().__init__(bucket, collective, codec)
+        self._queue = queue
+
+    @override
+    def reduce(self, scale: float) -> Reduction:
+        rounds = self._codec.sum_rounds(self.bucket.flat, self.state)
+        assert rounds is not None, "this codec sums payloads"
+        reduction = _Rounds(self, self._collective, rounds, scale, self._queue)
+        self._queue.append(reduction)
+        return reduction
 
 
 class GatheredPayloads(BucketExchange):
@@ -109,15 +217,14 @@ class _DecodedSum(Reduction):
     @override
     def wait(self) -> torch.Tensor:
         self._work.wait()
-        total = self._exchange.bucket.flat
+        flat = self._exchange.bucket.flat
+        total = flat if flat.dtype.itemsize >= torch.float32.itemsize else flat.float()  # where values are added
         self._codec.decode(self._gathered[0], total)
-        addend = torch.empty_like(total)
         for payload in self._gathered[1:]:
-            self._codec.decode(payload, addend)
-            total.add_(addend)
+            self._codec.decode_add(payload, total)
         if self._scale != 1:
             total.mul_(self._scale)
-        return total
+        return flat if total is flat else flat.copy_(total)
 
     @override
     def drop(self) -> None:
@@ -126,25 +233,162 @@ class _DecodedSum(Reduction):
             self._exchange.state.give_back()
 
 
-def make_exchanges(
-    buckets: Sequence[Bucket], collective: Collective, codec: Codec, former: Sequence[BucketExchange] = ()
-) -> list[BucketExchange]:
-    """Return the exchange of each bucket. Residuals of ``former``, in another layout, move with their parameters."""
-    exchanges = [_make_exchange(bucket, collective, codec) for bucket in buckets]
-    residuals = residuals_of(former)
-    for name, residual in residuals_of(exchanges).items() if residuals else ():
-        residual.copy_(residuals[name])
-    return exchanges
+class _Pending(Reduction):
+    """A reduction whose second operation begins in ``wait``, in the order of the queue: the same on every rank."""
+
+    def __init__(self, queue: deque[_Pending]) -> None:
+        self._queue = queue
+        self._has_begun = False
+
+    @abstractmethod
+    def _begin_second(self) -> None:
+        """Wait for the first operation, and begin the second."""
+
+    @abstractmethod
+    def _end(self) -> torch.Tensor:
+        """Wait for the second operation; the sum."""
+
+    def _begin(self) -> None:
+        self._has_begun = True
+        self._begin_second()
+
+    @override
+    def wait(self) -> torch.Tensor:
+        while not self._has_begun:
+            self._queue.popleft()._begin()
+        if self._queue:
+            self._queue.popleft()._begin()  # so that it travels while this one is decoded
+        return self._end()
 
 
-def residuals_of(exchanges: Sequence[BucketExchange]) -> dict[str, torch.Tensor]:
-    """The residuals by name of the parameter: views of the codecs' states."""
-    return {
-        name: residual
-        for exchange in exchanges
-        if exchange.state is not None
-        for name, residual in zip(exchange.bucket.names, exchange.bucket.views_of(exchange.state.residual), strict=True)
-    }
+class _SlicedSum(_Pending):
+    """An all-to-all; then this rank's slice is summed, and all slices are gathered."""
+
+    def __init__(self, exchange: SlicedPayloads, scale: float, work: Work, queue: deque[_Pending]) -> None:
+        super().__init__(queue)
+        self._exchange = exchange
+        self._scale = scale
+        self._work = work
+
+    @override
+    def _begin_second(self) -> None:
+        self._work.wait()
+        self._work = self._exchange.sum_slice(self._scale)
+
+    @override
+    def _end(self) -> torch.Tensor:
+        self._work.wait()
+        return self._exchange.decode_all()
+
+    @override
+    def drop(self) -> None:
+        self.wait()
+        self._exchange.give_back()
+
+
+class _Rounds(_Pending):
+    """Two all-reduces of what the codec says."""
+
+    def __init__(
+        self,
+        exchange: BucketExchange,
+        collective: Collective,
+        rounds: Generator[torch.Tensor, torch.Tensor, torch.Tensor],
+        scale: float,
+        queue: deque[_Pending],
+    ) -> None:
+        super().__init__(queue)
+        self._exchange = exchange
+        self._collective = collective
+        self._rounds = rounds
+        self._scale = scale
+        self._sum_of(next(rounds))
+
+    def _sum_of(self, addend: torch.Tensor) -> None:
+        self._summed = addend
+        what = self._exchange.bucket.describe()
+        self._work = self._collective.all_reduce(addend, self._scale, what=what)
+
+    @override
+    def _begin_second(self) -> None:
+        self._work.wait()
+        self._sum_of(self._rounds.send(self._summed))
+
+    @override
+    def _end(self) -> torch.Tensor:
+        self._work.wait()
+        flat = self._exchange.bucket.flat
+        try:
+            self._rounds.send(self._summed)
+        except StopIteration as stop:
+            flat.copy_(stop.value)
+            return flat
+        raise AssertionError("a codec sums in two rounds")
+
+    @override
+    def drop(self) -> None:
+        self.wait()
+        if self._exchange.state is not None:
+            self._exchange.state.give_back()
+
+
+class Exchanges(Sequence[BucketExchange]):
+    """The exchange of each bucket, by index. Residuals of ``former``, in another layout, move with their parameters."""
+
+    def __init__(
+        self, buckets: Sequence[Bucket], collective: Collective, codec: Codec, former: Exchanges | None = None
+    ) -> None:
+        self._queue: deque[_Pending] = deque()
+        self._exchanges = [_make_exchange(bucket, collective, codec, self._queue) for bucket in buckets]
+        if former is not None:
+            self.take(former.residuals())
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._exchanges[index]
+
+    def __len__(self) -> int:
+        return len(self._exchanges)
+
+    def begin(self) -> None:
+        """A backward begins; one that failed may have left reductions."""
+        self._queue.clear()
+
+    def residuals(self) -> dict[str, torch.Tensor]:
+        """What this rank left out, by name of the parameter; not to be written."""
+        return {
+            name: residual
+            for exchange in self._exchanges
+            if (whole := exchange.left_out()) is not None
+            for name, residual in zip(exchange.bucket.names, exchange.bucket.views_of(whole), strict=True)
+        }
+
+    def load(self, strategy: Strategy, state: Mapping[str, Any]) -> None:
+        """Take over the residuals of a checkpoint. Raises ConfigurationError: it has those of other parameters."""
+        load_residuals(strategy, dict(self._places()), state)
+        self._settle()
+
+    def reset(self) -> None:
+        """Nothing was left out."""
+        for exchange in self._exchanges:
+            exchange.take_left_out()
+            if exchange.state is not None:
+                exchange.state.reset()
+
+    def take(self, residuals: Mapping[str, torch.Tensor]) -> None:
+        """Go on with what ``residuals`` of others with these parameters returned; KeyError where one is missing."""
+        for name, place in self._places() if residuals else ():
+            place.copy_(residuals[name])
+        self._settle()
+
+    def _places(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for exchange in self._exchanges:
+            if exchange.state is not None:
+                views = exchange.bucket.views_of(exchange.state.residual)
+                yield from zip(exchange.bucket.names, views, strict=True)
+
+    def _settle(self) -> None:
+        for exchange in self._exchanges:
+            exchange.take_left_out()
 
 
 def load_residuals(strategy: Strategy, residuals: Mapping[str, torch.Tensor], state: Mapping[str, Any]) -> None:
@@ -162,11 +406,18 @@ def load_residuals(strategy: Strategy, residuals: Mapping[str, torch.Tensor], st
         residual.copy_(state[name])
 
 
-def _make_exchange(bucket: Bucket, collective: Collective, codec: Codec) -> BucketExchange:
+def _make_exchange(bucket: Bucket, collective: Collective, codec: Codec, queue: deque[_Pending]) -> BucketExchange:
     if bucket.sparse:
         return SummedAsPacked(bucket, collective)
     codec = codec_for(codec, bucket.dtype)
     summed_dtype = codec.summed_dtype(bucket.dtype)
     if summed_dtype is bucket.flat.dtype:
         return SummedAsPacked(bucket, collective)
-    return (GatheredPayloads if summed_dtype is None else SummedPayload)(bucket, collective, codec)
+    if summed_dtype is not None:
+        return SummedPayload(bucket, collective, codec)
+    codec = codec.for_pieces([(one.numel(), row_numel(one.shape, one.stride())) for one in bucket.parameters])
+    if codec.is_summed_in_rounds:
+        return SummedRounds(bucket, collective, codec, queue)
+    if codec.slice_numel is not None:
+        return SlicedPayloads(bucket, collective, codec, queue)
+    return GatheredPayloads(bucket, collective, codec)

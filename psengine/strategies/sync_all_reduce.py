@@ -14,7 +14,7 @@ from psengine.collectives.base import Collective, CompletedWork, Work
 from psengine.errors import CommunicationHookError, ConfigurationError, ReductionError
 from psengine.strategies.base import Capabilities, Strategy
 from psengine.strategies.batch_weights import BatchWeights
-from psengine.strategies.bucket_exchange import BucketExchange, load_residuals, make_exchanges, residuals_of
+from psengine.strategies.bucket_exchange import Exchanges
 from psengine.strategies.exchange import CommHook, Reduction, Step
 from psengine.strategies.life_cycle import Replica
 from psengine.strategies.verification import verify_replicas
@@ -44,7 +44,7 @@ class SyncAllReduce(Strategy):
         self._weights: BatchWeights | None = None
         self._scale = 1.0
         # By index of the bucket.
-        self._exchanges: list[BucketExchange] = []
+        self._exchanges: Exchanges | None = None
 
     def __repr__(self) -> str:
         return "SyncAllReduce()" if self._codec.is_lossless else f"SyncAllReduce(compress={str(self._codec)!r})"
@@ -115,6 +115,8 @@ class SyncAllReduce(Strategy):
         views of their bucket, and multiplies those that it copies.
         """
         self._scale = 1.0
+        if self._exchanges is not None:
+            self._exchanges.begin()
         if self._weights is not None and self._weights.weight is not None:
             return self._weights.share()
         if self._hook is not None:
@@ -144,15 +146,17 @@ class SyncAllReduce(Strategy):
 
     @override
     def lay_out(self, buckets: Sequence[Bucket]) -> None:
-        self._exchanges = make_exchanges(buckets, self.collective, self._codec, former=self._exchanges)
+        self._exchanges = Exchanges(buckets, self.collective, self._codec, former=self._exchanges)
 
     @override
     def reduce(self, bucket: Bucket) -> Reduction:
         if self._hook is not None:
             return _HookReduction(self.collective, bucket, self._hook(bucket))
-        if not self._exchanges:
+        if self._exchanges is None:
             _ = self.collective  # which says that the strategy was closed
-        return self._exchanges[bucket.index].reduce(self._scale)
+        assert self._exchanges is not None, "a bucket before lay_out"
+        reduction: Reduction = self._exchanges[bucket.index].reduce(self._scale)
+        return reduction
 
     @override
     def reduce_usage(self, used: torch.Tensor) -> Work:
@@ -163,11 +167,13 @@ class SyncAllReduce(Strategy):
     @override
     def state_dict(self) -> dict[str, Any]:
         """The residuals of a codec that keeps them, by parameter."""
-        return {name: residual.clone() for name, residual in residuals_of(self._exchanges).items()}
+        residuals = {} if self._exchanges is None else self._exchanges.residuals()
+        return {name: residual.clone() for name, residual in residuals.items()}
 
     @override
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        load_residuals(self, residuals_of(self._exchanges), state)
+        assert self._exchanges is not None, "a checkpoint before lay_out"
+        self._exchanges.load(self, state)
 
     @override
     def register_comm_hook(self, hook: CommHook) -> None:
@@ -186,7 +192,7 @@ class SyncAllReduce(Strategy):
         """The process group belongs to the caller and stays open."""
         self._replica = None
         self._weights = None
-        self._exchanges = []
+        self._exchanges = None
 
 
 class _HookReduction(Reduction):

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import pickle
 from collections.abc import Callable
 
 import pytest
 import torch
-from support.int8_codec import Int8
+from support.codec_rules import RULES, WithFeedback
 from support.top_one_codec import TopOne
 from support.trial_codecs import register
 
@@ -33,6 +34,11 @@ ERROR_BOUNDS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "fp16": rounded_to(11),
     "fp32": rounded_to(24),
     "int8": lambda values: values.abs().double().amax() / 127 / 2 * (1 + 2.0**-7) + values.abs().double() * 2.0**-8,
+    # Steps of 2 for values whose largest is at least 3 times the scale.
+    "fp4": lambda values: (values.abs().double().amax() / 3).expand_as(values),
+    "onebit": lambda values: values.abs().double().amax().expand_as(values),
+    "topk": lambda values: values.abs().double().amax().expand_as(values),
+    "powersgd": lambda values: values.double().norm().expand_as(values),
     "top1": lambda values: values.abs().double().sort().values[-2:-1].expand_as(values),
 }
 register()
@@ -148,6 +154,78 @@ def test_what_a_payload_leaves_out_goes_with_later_ones(codec, generator):
     assert other.residual.tolist() == [0.0] * 50
 
 
+def test_a_payload_that_may_be_cut_is_that_of_the_cut_values(codec, generator):
+    grain = codec.slice_numel
+    if grain is None:
+        return
+    values = values_of(2 * grain + 5, torch.float32, generator)
+    payload = encoded(codec, values)
+    for first in (0, grain, 2 * grain):
+        skipped = codec.payload_spec(first, values.dtype).numel
+        assert bits(encoded(codec, values[first:])) == bits(payload[skipped:])
+
+
+def test_decode_add_is_decode_and_an_addition(codec, generator):
+    values, total = values_of(600, torch.float64, generator), values_of(600, torch.float64, generator)
+    payload = encoded(codec, values)
+    expected = total + decoded(codec, payload, 600, total.dtype)
+    codec.decode_add(payload, total)
+    assert torch.equal(total, expected)
+
+
+def test_a_residual_is_given_back_once(codec, generator):
+    values = values_of(400, torch.float32, generator)
+    state = codec.make_state(400, values.dtype, values.device)
+    if state is None:
+        return
+    encoded(codec, values, state)
+    kept = state.residual.clone()
+    encoded(codec, values, state)
+    for _ in range(2):
+        state.give_back()
+        assert torch.equal(state.residual, kept)
+    encoded(codec, values, state)
+    assert not torch.equal(state.residual, kept)
+    state.reset()
+    assert not state.residual.any()
+
+
+@pytest.mark.parametrize("name", list(RULES))
+@pytest.mark.parametrize("numel", [1, 31, 32, 255, 257, 1500])
+def test_the_rule_in_numpy(name, numel, generator):
+    codec, rule = resolve_codec(name), WithFeedback(RULES[name])
+    state = codec.make_state(numel, torch.float32, torch.device("cpu"))
+    for step in range(3):
+        values = values_of(numel, torch.float32, generator) * 10.0 ** (step * 8 - 8)
+        values[: numel // 3] = 0
+        arrived = decoded(codec, encoded(codec, values, state), numel, values.dtype)
+        assert torch.equal(arrived, torch.from_numpy(rule(values.numpy())))
+        assert torch.equal(state.residual, torch.from_numpy(rule.residual))
+
+
+def descend(codec: Codec, rate: float, steps: int, state: CodecState | None) -> torch.Tensor:
+    """Gradient descent on the mean of three quadratics <a_i, x>^2 + |x|^2 / 4, a gradient encoded for each."""
+    directions = torch.tensor([[-3.0, 2, 2], [2, -3, 2], [2, 2, -3]], dtype=torch.float64)
+    x, states = torch.ones(3, dtype=torch.float64), [copy.deepcopy(state) for _ in directions]
+    for _ in range(steps):
+        gradients = [2 * (a @ x) * a + x / 2 for a in directions]
+        x = x - rate / 3 * sum(
+            decoded(codec, encoded(codec, gradient, own), 3, x.dtype)
+            for gradient, own in zip(gradients, states, strict=True)
+        )
+    return x
+
+
+@pytest.mark.parametrize("rate", [0.01, 0.05])
+def test_without_error_feedback_top_1_diverges_by_the_predicted_factor_and_with_it_converges(rate):
+    """Beznosikov et al. 2020, https://arxiv.org/abs/2002.12410, example 1."""
+    codec = resolve_codec("topk:ratio=0.33")
+    factor = 1 + 11 * rate / 6
+    assert torch.allclose(descend(codec, rate, 10, None), torch.full((3,), factor**10, dtype=torch.float64), rtol=1e-5)
+    state = codec.make_state(3, torch.float64, torch.device("cpu"))
+    assert descend(codec, rate, 2000, state).abs().max() < 0.05
+
+
 def test_any_bytes_of_the_right_size_are_decoded_or_refused(codec, generator):
     """A server decodes what a worker sent."""
     spec = codec.payload_spec(100, torch.float64)
@@ -156,7 +234,7 @@ def test_any_bytes_of_the_right_size_are_decoded_or_refused(codec, generator):
         try:
             decoded(codec, raw.view(spec.dtype), 100, torch.float64)
         except ProtocolError:
-            assert codec.name == "top1"
+            assert codec.name in ("top1", "topk")
 
 
 def test_a_codec_travels_to_other_processes(codec, generator):
@@ -176,7 +254,7 @@ def test_what_users_write():
     with pytest.raises(ConfigurationError, match=r"compress says what travels \(expected None, .* got 8\)"):
         resolve_codec(8)
     with pytest.raises(ConfigurationError, match="codec 'bf16' is registered already"):
-        psengine.register_codec("bf16", Int8)
+        psengine.register_codec("bf16", TopOne)
 
 
 class Rounded(TopOne):

@@ -406,7 +406,10 @@ def bomb(levels, opener=b"\x91"):
         (msgpack.packb({1: 2}), "no valid msgpack"),
         (b"\x81\x90\x01", "no valid msgpack"),
         (b"\x81\xa6groups\xa1\xff", "no valid msgpack: 'utf-8'"),
-        (msgpack.packb({"groups": [], "colour": 1}), "unknown field 'colour' (expected groups, absent, weight, step)"),
+        (
+            msgpack.packb({"groups": [], "colour": 1}),
+            "unknown field 'colour' (expected groups, absent, weight, held",
+        ),
         (msgpack.packb({"groups": 5}), "groups must be a list (got 5)"),
         (msgpack.packb({"groups": [5]}), "groups[0] must be a map"),
         (msgpack.packb({"groups": [{"lr": math.nan}]}), "groups[0].lr must be a finite number"),

@@ -13,6 +13,7 @@ from support import trial_codecs
 from support.averaging_strategy import Averaging
 from support.expectations import raises
 from support.local_rule import LocalRule, RuleOptions
+from support.marks import slow
 from support.processes import in_ranks, run_ranks
 from support.server_process import running_server
 
@@ -119,6 +120,9 @@ TOLERANCES = {
     "sync-server:compress=fp16": 4e-3,
     "sync-server:compress=int8": 5e-2,
 }
+# Of codecs with error feedback one step may be far away: that replicas agree counts.
+CODECS = ["int8", "fp4", "onebit", "topk:ratio=0.1", "powersgd:rank=1"]
+CODED = [f"{name}:compress={codec.replace(':', ',')}" for name in ("sync", "sync-server", "async") for codec in CODECS]
 STRATEGIES_AND_WORKERS = [(name, workers) for name, (_, sizes) in ORACLES.items() for workers in sizes]
 
 
@@ -201,7 +205,7 @@ def service(rank: int, world_size: int, name: str, servers: dict[str, str]) -> d
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
-@pytest.mark.parametrize("name", TOLERANCES)
+@pytest.mark.parametrize("name", [*TOLERANCES, *(pytest.param(name, marks=slow) for name in CODED)])
 def test_a_replica_in_service(name, world_size, servers):
     results = run_ranks(service, world_size, name, servers)
     if name in SCATTERS:
@@ -215,7 +219,7 @@ def test_a_replica_in_service(name, world_size, servers):
                 continue
             mean = torch.stack([r["sent"][key].double() for r in results]).mean(0)
             assert torch.equal(result["left"][key], results[0]["left"][key]), "replicas agree to the bit"
-            assert torch.allclose(result["left"][key].double(), mean, rtol=0, atol=TOLERANCES[name])
+            assert torch.allclose(result["left"][key].double(), mean, rtol=0, atol=TOLERANCES.get(name, 10.0))
         used = [world_size, 0, sum(range(world_size))] if result["is_averaged"] else [1, 0, rank]
         assert result["usage"] == used
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from contextlib import ExitStack, closing
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from support.int8_codec import Int8
 from support.processes import run_ranks
 from support.server_process import running_server
 from support.server_training import batches, build, use
@@ -26,6 +26,9 @@ from psengine.codecs.base import Codec
 from psengine.codecs.cast import Bfloat16
 from psengine.codecs.exchange_outcome import ExchangeOutcome
 from psengine.codecs.identity import IDENTITY
+from psengine.codecs.int8 import Int8
+from psengine.codecs.onebit import OneBit
+from psengine.codecs.topk import TopK
 from psengine.errors import ConfigurationError, FencedError, ServerRefusedError
 from psengine.parameter_server.client.options import SessionOptions
 from psengine.parameter_server.client.worker_session import WorkerSession
@@ -260,3 +263,47 @@ def test_an_abstaining_worker_keeps_its_residual(server):
         worker.push(0, None, [landing]).wait()
         assert residual(worker) == kept
         assert landing.tolist() == [0.0] * NUMEL
+
+
+# ---- weights as differences ------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def behind(server, job: str, codec: Codec) -> Iterator[tuple[WorkerSession, torch.Tensor]]:
+    """A worker and its weights; the other has pushed so much that no single difference brings it."""
+    with ExitStack() as context:
+        worker, other = (
+            context.enter_context(closing(enter(server.addresses[0], job, rank, codec, APPLY))) for rank in range(2)
+        )
+        landing, zeros = torch.empty(NUMEL), torch.zeros(NUMEL)
+        worker.push(0, zeros, [landing]).wait()
+        for gradient in torch.randn(5, NUMEL, generator=torch.Generator().manual_seed(7)):
+            other.push(0, gradient, []).wait()
+        worker.push(0, zeros, [landing]).wait()
+        yield worker, landing
+
+
+def distance(worker: WorkerSession, landing: torch.Tensor) -> float:
+    return float((landing - worker.pull(0).wait().values).norm())
+
+
+@pytest.mark.parametrize("codec", [Int8(), OneBit(), TopK(ratio=0.2)], ids=repr)
+def test_weights_that_a_difference_leaves_out_come_with_later_ones(server, codec):
+    """Steps of zeros change no weights, and each answer brings more of what the worker lacks."""
+    with behind(server, f"held-{codec.name}", codec) as (worker, landing):
+        before = distance(worker, landing)
+        for step in range(30):
+            worker.push(0, torch.zeros(NUMEL), [landing] if step != 3 else []).wait()
+        assert before > 1e-4
+        assert distance(worker, landing) < before / 4
+
+
+def test_a_worker_that_takes_part_anew_has_no_residual_and_gets_whole_weights(server):
+    with behind(server, "anew", OneBit()) as (worker, landing):
+        worker.push(0, torch.arange(1.0, 9.0), [landing]).wait()
+        assert any(residual(worker))
+        assert distance(worker, landing) > 0
+        worker.reset_codecs()
+        assert not any(residual(worker))
+        worker.push(0, torch.zeros(NUMEL), [landing]).wait()
+        assert distance(worker, landing) == 0

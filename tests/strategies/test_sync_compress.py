@@ -5,10 +5,11 @@ from __future__ import annotations
 import pickle
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from support.int8_codec import Int8
+from support.codec_rules import Average
 from support.processes import in_ranks, run_ranks
 from support.top_one_codec import TopOne
 from torch import nn
@@ -113,15 +114,16 @@ def test_only_wider_floats_are_converted(rank, world_size):
         assert p.grad.tolist() == [1.5] * 3, p.grad
 
 
-def gathered(rank: int, world_size: int, options: dict[str, Any], weight: float | None) -> list[torch.Tensor]:
+def averages(
+    rank: int, world_size: int, codec: str, options: dict[str, Any], weight: float | None
+) -> list[torch.Tensor]:
     """One parameter, so that it is alone in its bucket before and after buckets are rebuilt; three steps."""
-    psengine.register_codec("int8", Int8)
     generator = torch.Generator().manual_seed(rank)
-    module = Products([torch.zeros(100)], [torch.zeros(100)])
-    model = psengine.DistributedDataParallel(module, strategy="sync:compress=int8", **options)
+    module = Products([torch.zeros(NUMEL)], [torch.zeros(NUMEL)])
+    model = psengine.DistributedDataParallel(module, strategy=f"sync:compress={codec}", **options)
     results = []
     for _ in range(3):
-        module.factors[0] = torch.randn(100, generator=generator)
+        module.factors[0] = torch.randn(NUMEL, generator=generator)
         model.batch_weight(weight if weight is None else weight * (rank + 1))
         module.zero_grad(set_to_none=not options.get("gradient_as_bucket_view"))
         model().backward()
@@ -129,33 +131,83 @@ def gathered(rank: int, world_size: int, options: dict[str, Any], weight: float 
     return results
 
 
+# Slices of 1,024 values, of 976 and of none.
+NUMEL = 2000
+
+
 @pytest.mark.parametrize(
-    ("options", "weight"), [({}, None), ({}, 2.0), ({"gradient_as_bucket_view": True}, None)], ids=str
+    ("codec", "options", "weight"),
+    [
+        ("int8", {}, None),
+        ("fp4", {"collective": "c10d"}, None),
+        ("onebit", {"collective": "c10d"}, 2.0),
+        ("topk", {}, 2.0),
+        ("int8", {"gradient_as_bucket_view": True}, None),
+    ],
+    ids=str,
 )
-def test_what_no_collective_adds_is_gathered_and_added_in_the_order_of_ranks(options, weight):
+def test_averages_are_those_of_the_rule_on_every_rank(codec, options, weight):
     world_size = 3
-    results = run_ranks(gathered, world_size, options, weight)
-    codec = Int8()
+    results = run_ranks(averages, world_size, codec, options, weight)
+    rule = Average(codec, world_size)
     for step in range(3):
-        total = torch.zeros(100)
-        for rank, result in enumerate(results):
-            divisor = world_size if weight is None else 6 / (rank + 1)
-            given = result[2 * step]
-            scaled = given / divisor if options else given * (1.0 / divisor)
-            payload = torch.empty(codec.payload_spec(100, torch.float32).numel, dtype=torch.uint8)
-            addend = torch.empty(100)
-            codec.encode(scaled, payload)
-            codec.decode(payload, addend)
-            total = addend if rank == 0 else total + addend
+        if step == 1:
+            rule.lay_out_anew()  # buckets are rebuilt
+        divisors = [world_size if weight is None else 6 / (rank + 1) for rank in range(world_size)]
+        given = [result[2 * step] for result in results]
+        is_view = "gradient_as_bucket_view" in options
+        shares = [g / d if is_view and step else g * (1.0 / d) for g, d in zip(given, divisors, strict=True)]
+        expected = torch.from_numpy(rule([share.numpy() for share in shares]))
         for result in results:
             average = result[2 * step + 1]
             assert torch.equal(average, results[0][2 * step + 1]), "replicas agree to the bit"
             # In a view a gradient may be divided in place, or copied and multiplied: one bit in the scale.
-            assert torch.allclose(average, total, rtol=1e-6, atol=1e-6)
+            assert torch.allclose(average, expected, rtol=0, atol=1e-6 if is_view else 0), step
+
+
+def factored(rank: int, world_size: int, collective: str) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    shape, generator = (30, 40), torch.Generator().manual_seed(rank)
+    module = Products([torch.zeros(shape), torch.zeros(7)], [torch.zeros(shape), torch.arange(7.0) * (rank + 1)])
+    model = psengine.DistributedDataParallel(
+        module, strategy="sync:compress=powersgd,rank=2", collective=collective, bucket_cap_mb=25
+    )
+    given, averages = [], []
+    for _ in range(3):
+        module.factors[0] = torch.randn(shape, generator=generator)
+        module.zero_grad()
+        model().backward()
+        given.append(module.factors[0].clone())
+        averages.append(module.values[0].grad.clone())
+        assert torch.allclose(module.values[1].grad, torch.arange(7.0) * 1.5), "a vector travels as it is"
+    return given, averages
+
+
+@pytest.mark.parametrize("collective", ["auto", "c10d"])
+def test_powersgd_sums_factors(collective):
+    results = run_ranks(factored, 2, collective)
+    residuals, start = [np.zeros((30, 40), dtype=np.float32)] * 2, None
+    for step in range(3):
+        corrected = [
+            given[step].numpy() / 2 + residual for (given, _), residual in zip(results, residuals, strict=True)
+        ]
+        # Where the iteration begins: the parameter is its bucket's first or second, and buckets are rebuilt once.
+        starts = [torch.randn(40, 2, generator=torch.Generator().manual_seed(i)).numpy() for i in (0, 1)]
+        starts = starts if step < 2 else [start]
+        averages = []
+        for candidate in starts:
+            basis, _ = np.linalg.qr(sum(matrix @ candidate for matrix in corrected))
+            rights = [matrix.T @ basis for matrix in corrected]
+            averages.append(
+                (basis @ sum(rights).T, sum(rights), [m - basis @ r.T for m, r in zip(corrected, rights, strict=True)])
+            )
+        for _, arrived in results:
+            assert torch.equal(arrived[step], results[0][1][step]), "replicas agree to the bit"
+        matching = [one for one in averages if np.allclose(one[0], results[0][1][step].numpy(), atol=1e-4)]
+        assert matching, step
+        _, start, residuals = matching[0]
 
 
 def uneven(rank: int, world_size: int) -> list[float]:
-    psengine.register_codec("int8", Int8)
     module = Products([torch.zeros(4)], [torch.full((4,), rank + 1.0)])
     model = psengine.DistributedDataParallel(module, strategy="sync:compress=int8")
     with model.join():
@@ -209,21 +261,51 @@ def test_what_was_left_out_stays_in_another_group_of_ranks(rank, world_size):
     }
 
 
-def poisoned(rank: int, world_size: int) -> tuple[list[float], list[float]]:
+def poisoned(rank: int, world_size: int, codec: str) -> tuple[list[float], list[float]]:
     psengine.register_codec("top1", TopOne)
     module = Products([torch.zeros(4)], [torch.tensor([1.0, 2.0, 3.0, 4.0])])
-    model = psengine.DistributedDataParallel(module, strategy="sync:compress=top1", check_finite=True)
+    model = psengine.DistributedDataParallel(module, strategy=f"sync:compress={codec}", check_finite=True)
     model().backward()
-    before = model.strategy._exchanges[0].state.residual.tolist()
+    before = model.strategy.state_dict()["values.0"].tolist()
     if rank == 1:
         module.factors[0] = torch.tensor([1.0, torch.nan, 3.0, 4.0])
     with pytest.raises(NonFiniteGradientError):
         model().backward()
-    return before, model.strategy._exchanges[0].state.residual.tolist()
+    return before, model.strategy.state_dict()["values.0"].tolist()
 
 
 def test_what_a_gradient_that_is_not_used_brought_of_the_residual_goes_with_the_next():
-    assert run_ranks(poisoned, 2) == [([0.5, 1.0, 1.5, 0.0],) * 2] * 2
+    assert run_ranks(poisoned, 2, "top1") == [([0.5, 1.0, 1.5, 0.0],) * 2] * 2
+
+
+def test_both_residuals_of_an_average_that_is_not_used_are_given_back():
+    for before, after in run_ranks(poisoned, 2, "onebit"):
+        assert before == after
+        assert any(before)
+
+
+def resumed(rank: int, world_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Four steps with a checkpoint between them; what arrived, and what is left out at the end."""
+    arrived, left_out = torch.zeros(NUMEL), None
+    gradient = torch.randn(NUMEL, generator=torch.Generator().manual_seed(5))
+    for _ in range(2):
+        module = Products([torch.zeros(NUMEL)], [gradient])
+        model = psengine.DistributedDataParallel(module, strategy="sync:compress=onebit")
+        if left_out is not None:
+            model.strategy.load_state_dict({"values.0": left_out})
+        for _ in range(2):
+            module.zero_grad()
+            model().backward()
+            arrived += module.values[0].grad
+        left_out = model.strategy.state_dict()["values.0"]
+    return arrived, left_out
+
+
+def test_a_checkpoint_has_both_residuals():
+    results = run_ranks(resumed, 2)
+    gradient = torch.randn(NUMEL, generator=torch.Generator().manual_seed(5))
+    left_out = results[0][1] + results[1][1]
+    assert torch.allclose(results[0][0] + left_out, 4 * gradient, atol=1e-5)
 
 
 def test_choices():

@@ -8,7 +8,7 @@ import torch
 
 from psengine.codecs.base import Codec
 from psengine.codecs.exchange_outcome import ExchangeOutcome
-from psengine.parameter_server.chunk_codecs import answer_codec, gradient_codec
+from psengine.parameter_server.chunk_codecs import answer_codec, answers_differences, gradient_codec, held_dtype
 from psengine.protocol.layout import ChunkSpec
 
 
@@ -18,19 +18,25 @@ class ChunkEncoder:
     Args:
         spec: the chunk.
         codec: the job's.
+        are_weights: whether answers are the chunk's weights, or averages.
 
     Attributes:
         answer: the form in which the servers' values arrive.
         decodes: whether that is another form than the chunk's own.
         state: the residual of earlier payloads; None where the codec keeps nothing.
+        answers_differences: whether answers are differences from ``held``, or whole weights.
+        held: number of the exchange whose answer this worker holds; None before the first.
     """
 
-    def __init__(self, spec: ChunkSpec, codec: Codec) -> None:
+    def __init__(self, spec: ChunkSpec, codec: Codec, *, are_weights: bool = False) -> None:
         self._spec = spec
         self._up, self._down = gradient_codec(codec, spec), answer_codec(codec, spec)
         self._form = self._up.payload_spec(spec.numel, spec.dtype)
         self.answer = self._down.payload_spec(spec.numel, spec.dtype)
         self.decodes = not self._down.is_identity
+        self.answers_differences = are_weights and answers_differences(codec, spec)
+        self.held: int | None = None
+        self._held = torch.empty(0)
         self.state = self._up.make_state(spec.numel, spec.dtype, torch.device("cpu"))
 
     def encode(self, values: torch.Tensor) -> torch.Tensor:
@@ -44,13 +50,36 @@ class ChunkEncoder:
         if self.state is not None and not outcome.counts:
             self.state.give_back()
 
-    def decode(self, payload: torch.Tensor, destinations: Sequence[torch.Tensor]) -> None:
-        """Write the values of an answer to ``destinations``, one after the other."""
-        if len(destinations) == 1:
+    def reset(self) -> None:
+        """The worker begins anew: nothing was left out, and it holds nothing."""
+        self.held = None
+        if self.state is not None:
+            self.state.reset()
+
+    def is_whole(self, dtype: torch.dtype | None, numel: int) -> bool:
+        """Whether an answer of this form is whole weights, where others are differences."""
+        return self.answers_differences and (dtype, numel) == (self._spec.dtype, self._spec.numel)
+
+    def decode(self, payload: torch.Tensor, destinations: Sequence[torch.Tensor], sequence: int) -> None:
+        """Write the values of the answer of exchange ``sequence`` to ``destinations``, one after the other."""
+        if self.answers_differences:
+            self._hold(payload, sequence)
+            values = self._held
+        elif len(destinations) == 1:
             self._down.decode(payload, destinations[0].view(-1))
             return
-        values = torch.empty(self._spec.numel, dtype=self._spec.dtype)
-        self._down.decode(payload, values)
+        else:
+            values = torch.empty(self._spec.numel, dtype=self._spec.dtype)
+            self._down.decode(payload, values)
+        if not destinations:
+            return
         parts = values.split([destination.numel() for destination in destinations])
         for destination, part in zip(destinations, parts, strict=True):
             destination.view(-1).copy_(part)
+
+    def _hold(self, payload: torch.Tensor, sequence: int) -> None:
+        if self.is_whole(payload.dtype, payload.numel()):
+            self._held = payload.to(held_dtype(self._spec), copy=True)
+        else:
+            self._down.decode_add(payload, self._held)
+        self.held = sequence

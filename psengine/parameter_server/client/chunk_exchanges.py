@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from psengine.parameter_server.chunk_codecs import gradient_codec
+from psengine.parameter_server.chunk_codecs import WEIGHT_RULES, gradient_codec
 from psengine.parameter_server.client.chunk_encoder import ChunkEncoder
 from psengine.parameter_server.client.chunk_map import check_tensors
 from psengine.parameter_server.client.link import Link
@@ -121,6 +121,8 @@ class ChunkExchanges:
             body["step"] = self._step_marks[key]
         message = Message(MessageType.PUSH, key=key, sequence=sequence, version=link.versions.get(key, 0), body=body)
         encoder, segments = self._encoder(spec), membership.connection.segments
+        if encoder is not None and encoder.held is not None:
+            body["held"] = encoder.held
         if payload is not None:
             payload = payload.detach() if encoder is None else encoder.encode(payload)
             if segments is not None and encoder is None:
@@ -153,7 +155,9 @@ class ChunkExchanges:
         if last is not None:
             last.conclude()  # perhaps nobody has waited for it
         if spec.key not in self._encoders:
-            self._encoders[spec.key] = ChunkEncoder(spec, codec)
+            rule = self._membership.options.rule
+            are_weights = rule is not None and rule["name"] in WEIGHT_RULES
+            self._encoders[spec.key] = ChunkEncoder(spec, codec, are_weights=are_weights)
         return self._encoders[spec.key]
 
     # ---- memory shared with servers of this host -------------------------------------------------------------------
@@ -193,6 +197,14 @@ class ChunkExchanges:
         """What earlier payloads of a chunk left out, for the next one; None where the codec keeps nothing."""
         encoder = self._encoder(self._membership.chunks.spec(key))
         return None if encoder is None or encoder.state is None else encoder.state.residual
+
+    def reset_codecs(self) -> None:
+        """The worker takes part anew, with the values of others: its residuals are zeros."""
+        for key, encoder in self._encoders.items():
+            push = self._encoded.pop(key, None)
+            if push is not None:
+                push.conclude()
+            encoder.reset()
 
     def keep_result(self, key: int) -> None:
         """Promise that the destinations of this chunk's pushes stay as an answer left them until the next answer.

@@ -288,7 +288,8 @@ class Push(Operation):
         if encoder is not None and encoder.decodes:
             # The training's threads decode, when they wait; until then the answer stays encoded.
             self._targets = []
-            self.numel, self.dtype = encoder.answer.numel if self.destinations else 0, encoder.answer.dtype
+            is_wanted = self.destinations or encoder.answers_differences
+            self.numel, self.dtype = encoder.answer.numel if is_wanted else 0, encoder.answer.dtype
         self.size_bytes = message.numel * message.dtype.itemsize if message.dtype is not None else 0
 
     @property
@@ -311,6 +312,16 @@ class Push(Operation):
         return PushResult(self.answer.version, body.get("contributors"), body.get("refused"), outcome, self.seconds)
 
     @override
+    def _take_payload(self, answer: Message) -> ProtocolError | None:
+        if (
+            self.encoder is not None
+            and answer.payload is not None
+            and self.encoder.is_whole(answer.dtype, answer.numel)
+        ):
+            return None
+        return super()._take_payload(answer)
+
+    @override
     def conclude(self) -> None:
         if self._is_concluded or not self.is_done:
             return
@@ -319,8 +330,8 @@ class Push(Operation):
         outcome = self._outcome()
         if self.message.dtype is not None and outcome is not None:  # the push had a payload
             self.encoder.end(outcome)
-        if self.encoder.decodes and self.destinations and self.answer is not None:
-            self.encoder.decode(payload_tensor(self.answer), self.destinations)
+        if self.encoder.decodes and self.numel and self.answer is not None:
+            self.encoder.decode(payload_tensor(self.answer), self.destinations, self.sequence)
             if not self.keeps_answer:
                 self.answer.payload = None
 

@@ -113,7 +113,9 @@ class WorkerSession(ChunkExchanges):
         Raises:
             ServerLostError, ServerRefusedError: see ``start``.
         """
-        return self._run(join.rejoin(self._membership))
+        state = self._run(join.rejoin(self._membership))
+        self.reset_codecs()
+        return state
 
     def layout(self) -> list[ChunkSpec]:
         """The job's chunks by key, from the servers; afterwards this session knows their shards.

@@ -20,7 +20,7 @@ import torch
 from psengine.codecs.base import Codec
 from psengine.codecs.registry import codec_for
 from psengine.collectives.base import Collective
-from psengine.strategies.bucket_exchange import BucketExchange, make_exchanges, residuals_of
+from psengine.strategies.bucket_exchange import Exchanges
 from psengine.strategies.exchange import Reduction
 from psengine.tensors.bucket import Allocator, Bucket
 from psengine.tensors.bucket_plan import plan_buckets
@@ -82,7 +82,7 @@ class Fragment:
 
         self.buckets = parameter_buckets(parameters, allocate)
         self._share = Share(collective.world_size)
-        self._exchanges: list[BucketExchange] = make_exchanges(self.buckets, collective, codec)
+        self._exchanges = Exchanges(self.buckets, collective, codec)
         self._outer = outer
         self._anchors: list[torch.Tensor] = []
         self._optimizer: torch.optim.Optimizer | None = None
@@ -94,9 +94,7 @@ class Fragment:
         """The parameters are equal on all ranks: they become the anchor, and the outer step begins anew."""
         self._wait()  # what is on its way uses memory of the next exchange
         self._reductions, self._averages = [], []
-        for exchange in self._exchanges:
-            if exchange.state is not None:
-                exchange.state.residual.zero_()
+        self._exchanges.reset()
         if self._outer is None:
             return
         self._anchors = copies_of(self.buckets)
@@ -165,14 +163,13 @@ class Fragment:
             for kind, flats in kinds.items()
             if flats
         }
-        residuals = {name: residual.clone() for name, residual in residuals_of(self._exchanges).items()}
+        residuals = {name: residual.clone() for name, residual in self._exchanges.residuals().items()}
         return found | ({"residuals": residuals} if residuals else {})
 
     def load(self, state: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
         """Continue from ``state()`` of a fragment of the same parameters; KeyError where one is missing."""
         self.settle()
-        for name, residual in residuals_of(self._exchanges).items():
-            residual.copy_(state["residuals"][name])
+        self._exchanges.take(state.get("residuals", {}))
         if self._outer is None:
             return
         assert self._optimizer is not None, "settled"

@@ -5,22 +5,26 @@ from __future__ import annotations
 import pytest
 import torch
 from support import trial_codecs
-from support.int8_codec import Int8
 from support.shard_world import APPLY, AVERAGE, ErrorCode, Worker, World, codes, spec, team, world_of
 from support.top_one_codec import TopOne
 
-from psengine.codecs.base import Codec
+from psengine.codecs.base import Codec, CodecState
 from psengine.codecs.cast import Bfloat16, Float16
+from psengine.codecs.fp4 import Fp4
+from psengine.codecs.int8 import Int8
+from psengine.codecs.onebit import OneBit
+from psengine.codecs.topk import TopK
+from psengine.protocol.frames import payload_tensor
 from psengine.protocol.layout import ChunkKind
 from psengine.protocol.messages import MessageType
 
 trial_codecs.register()
 
 
-def encode(codec: Codec, values: torch.Tensor) -> torch.Tensor:
+def encode(codec: Codec, values: torch.Tensor, state: CodecState | None = None) -> torch.Tensor:
     form = codec.payload_spec(values.numel(), values.dtype)
     payload = torch.empty(form.numel, dtype=form.dtype)
-    codec.encode(values, payload)
+    codec.encode(values, payload, state)
     return payload
 
 
@@ -34,17 +38,96 @@ def averaging(codec: str, **more: object) -> dict[str, object]:
     return {**AVERAGE, "compress": codec, **more}
 
 
-@pytest.mark.parametrize("codec", [Bfloat16(), Float16(), Int8()], ids=repr)
+@pytest.mark.parametrize("codec", [Bfloat16(), Float16(), Int8(), OneBit(), TopK(ratio=0.5)], ids=repr)
 def test_an_average_is_that_of_decoded_values_and_everybody_gets_the_same_payload(codec):
-    workers = team(World(), 2, [spec(0, 6)], rule=averaging(codec.name))
+    workers = team(World(), 2, [spec(0, 6)], rule=averaging(repr(codec)))
     gradients = [torch.randn(6, generator=torch.Generator().manual_seed(rank)) for rank in range(2)]
-    for worker, gradient in zip(workers, gradients, strict=True):
-        worker.push(0, 1, encode(codec, gradient))
-    answers = [worker.updates()[1] for worker in workers]
     decoded = [decode(codec, encode(codec, gradient), 6) for gradient in gradients]
-    expected = encode(codec, (decoded[0] + decoded[1]) / 2)
-    assert all(torch.equal(answer, expected) for answer in answers)
-    assert answers[0].dtype is expected.dtype
+    state = codec.make_state(6, torch.float32, torch.device("cpu"))
+    for sequence in (1, 2, 3):  # with one residual of the server
+        for worker, gradient in zip(workers, gradients, strict=True):
+            worker.push(0, sequence, encode(codec, gradient))
+        answers = [worker.updates()[sequence] for worker in workers]
+        expected = encode(codec, (decoded[0] + decoded[1]) / 2, state)
+        assert all(torch.equal(answer, expected) for answer in answers)
+        assert answers[0].dtype is expected.dtype
+
+
+def test_an_exchange_without_gradients_brings_zeros_and_leaves_the_residual():
+    codec = OneBit()
+    (worker,) = team(World(), 1, [spec(0, 6)], rule=averaging("onebit"))
+    gradient = encode(codec, torch.arange(1.0, 7.0))
+    average, state = decode(codec, gradient, 6), codec.make_state(6, torch.float32, torch.device("cpu"))
+    for sequence, pushed in enumerate((gradient, None, gradient), 1):
+        worker.push(0, sequence, pushed)
+        expected = encode(codec, torch.zeros(6)) if pushed is None else encode(codec, average, state)
+        assert torch.equal(worker.updates()[sequence], expected)
+
+
+# ---- weights as differences ------------------------------------------------------------------------------------------
+
+
+def stepping(codec: str, numel: int = 600) -> tuple[World, Worker]:
+    world = World()
+    (worker,) = team(world, 1, [spec(0, numel)], rule={**APPLY, "compress": codec})
+    worker.configure(0, numel)
+    return world, worker
+
+
+def weights_at(worker: Worker, numel: int = 600) -> torch.Tensor:
+    return torch.frombuffer(bytearray(worker.pull(0).payload), dtype=torch.float32)[:numel].clone()
+
+
+@pytest.mark.parametrize("codec", [Int8(), Fp4(), OneBit(), TopK(ratio=0.1)], ids=repr)
+def test_weights_are_whole_at_first_and_then_differences_from_what_the_worker_holds(codec):
+    _, worker = stepping(repr(codec))
+    held, generator = torch.empty(0), torch.Generator().manual_seed(3)
+    for sequence in range(1, 6):
+        gradient = encode(codec, torch.randn(600, generator=generator))
+        body = {} if sequence == 1 else {"held": sequence - 1}
+        worker.push(0, sequence, gradient, body=body)
+        answer, exact = worker.updates()[sequence], weights_at(worker)
+        if sequence == 1:
+            assert torch.equal(answer, exact)
+            held = answer.clone()
+            continue
+        assert torch.equal(answer, encode(codec, exact - held))
+        codec.decode_add(answer, held)
+
+
+def test_a_repeat_of_a_difference_is_the_same_payload_and_counts_once():
+    _, worker = stepping("int8")
+    gradient = encode(Int8(), torch.ones(600))
+    worker.push(0, 1, gradient)
+    held = worker.updates()[1].clone()
+    worker.push(0, 2, gradient, body={"held": 1})
+    first = worker.updates()[2].clone()
+    for _ in range(2):
+        (again,) = worker.repeat(0, 2)
+        assert torch.equal(payload_tensor(again), first)
+    Int8().decode_add(first, held)
+    worker.push(0, 3, gradient, body={"held": 2})
+    assert torch.equal(worker.updates()[3], encode(Int8(), weights_at(worker) - held))
+
+
+@pytest.mark.parametrize("held", [None, 1, 7])
+def test_a_worker_that_holds_something_else_gets_whole_weights(held):
+    _, worker = stepping("int8")
+    gradient = encode(Int8(), torch.ones(600))
+    for sequence in (1, 2):
+        worker.push(0, sequence, gradient, body={"held": 1} if sequence == 2 else {})
+    worker.updates()
+    worker.push(0, 3, gradient, body={} if held is None else {"held": held})
+    assert torch.equal(worker.updates()[3], weights_at(worker))
+
+
+def test_what_workers_hold_is_accounted_for():
+    world, worker = stepping("int8")
+    before = world.shard.status(0.0).jobs
+    (job,) = before.values()
+    worker.push(0, 1, encode(Int8(), torch.ones(600)))
+    (after,) = world.shard.status(0.0).jobs.values()
+    assert after.memory_bytes - job.memory_bytes == 2 * 600 * 4
 
 
 def test_gradients_alone_are_encoded():

@@ -32,6 +32,7 @@ def push(job: Job, member: Member, message: Message, now_s: float) -> list[Reply
         absent_ranges(spec.segments, body["absent"]) if body.get("absent") else (),
         body.get("weight"),
         message.in_segment,
+        body.get("held"),
     )
     member.pushes += 1
     last_sequence = rule.progress.last_sequence

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from typing_extensions import override
 
+from psengine.codecs.base import CodecState
 from psengine.errors import ProtocolError
 from psengine.flat_optimizers.finite import is_finite
 from psengine.parameter_server.server.rules.exchange import PayloadPins, Reply, Update
@@ -38,6 +39,8 @@ class AverageOutcome(Outcome):
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self.values_version = 0
+        # What payloads of averages left out, for the next one; made with the first.
+        self._state: CodecState | None = None
         *_, options = arguments
         self._waits_for_all = options.get("quorum") is None
         # Averages that some live worker may still ask for, as they travel.
@@ -70,14 +73,17 @@ class AverageOutcome(Outcome):
         average = update.values
         if average is None:
             average = torch.zeros(self.spec.numel, dtype=self.spec.dtype)
+        elif self._state is None:
+            self._state = self.payloads.make_state()
         # A value that is not finite stays so in every sum.
         if not is_finite(average):
             self.statistics.non_finite += sum(
                 one.values is not None and not is_finite(one.values) for one in update.contributions
             )
         pins = next((memory.pins for memory in self._memories if memory.values is average), PayloadPins())
-        # Encoded once, so that all workers get the same bits.
-        self._results[sequence] = _Result(self.payloads.encode(average), len(update.contributions), pins)
+        # Encoded once, so that all workers get the same bits. Where nobody contributed, the residual waits.
+        payload = self.payloads.encode(average, None if update.values is None else self._state)
+        self._results[sequence] = _Result(payload, len(update.contributions), pins)
 
     @override
     def can_answer(self, first: int, last: int) -> bool:
@@ -118,11 +124,13 @@ class AverageOutcome(Outcome):
     def reset(self) -> None:
         super().reset()
         self._results.clear()
+        self._state = None
 
     @override
     def extra_bytes(self) -> int:
         lent_bytes = max(0, len(self._memories) - 1) * self.spec.size_bytes
-        return max(lent_bytes, len(self._results) * self.payloads.answer_bytes)
+        state_bytes = 0 if self._state is None else self._state.size_bytes
+        return state_bytes + max(lent_bytes, len(self._results) * self.payloads.answer_bytes)
 
     @override
     def to_meta(self) -> dict[str, Any]:

@@ -53,6 +53,7 @@ class Each(ChunkRule):
         if sequence <= self.progress.last_sequence.get(rank, 0):
             self.context.statistics.duplicates += 1
             return []
+        self.outcome.note_held(contribution)
         reason = self._reason_to_refuse(contribution)
         if reason is None:
             self._conclude(contribution)

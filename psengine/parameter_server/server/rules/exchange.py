@@ -33,6 +33,8 @@ class Contribution(NamedTuple):
     weight: float | None = None
     # Whether ``values`` are the worker's own memory, which may change once the worker has its answer.
     is_borrowed: bool = False
+    # Of this chunk the worker holds what the answer of this exchange brought; None: it needs whole weights.
+    held: int | None = None
 
 
 class Update(NamedTuple):

@@ -137,6 +137,9 @@ class Outcome(ABC):
         """Where a result is to be formed, for ``conclude``: 1-D, uninitialised, like the values."""
         return torch.empty(self.spec.numel, dtype=self.spec.dtype)
 
+    def note_held(self, contribution: Contribution) -> None:  # noqa: B027 - most send all of the values
+        """A contribution arrived, which says what its worker holds."""
+
     def reset(self) -> None:
         """Forget exchanges, and values of long ago: the job goes on from the only worker there is."""
         self.values = None

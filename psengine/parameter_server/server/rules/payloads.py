@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from psengine.codecs.base import Codec, PayloadSpec
+from psengine.codecs.base import Codec, CodecState, PayloadSpec
 from psengine.codecs.identity import IDENTITY
 from psengine.codecs.registry import resolve_codec
 from psengine.errors import ConfigurationError, ProtocolError
-from psengine.parameter_server.chunk_codecs import answer_codec, gradient_codec
+from psengine.parameter_server.chunk_codecs import answer_codec, answers_differences, gradient_codec, held_dtype
 from psengine.protocol.frames import payload_tensor
 from psengine.protocol.layout import ChunkSpec
 from psengine.protocol.messages import ErrorCode, Message
@@ -55,6 +55,7 @@ class ChunkPayloads:
         self._answered = self._down.payload_spec(spec.numel, spec.dtype)
         self.encodes_answers = not self._down.is_identity  # whether ``encode`` makes other memory
         self.answer_bytes = self._answered.size_bytes
+        self.answers_differences = answers_differences(codec, spec)
 
     def decode(self, message: Message) -> torch.Tensor:
         """PUSH: the values of its payload: 1-D, read-only, valid for as long as they are referenced.
@@ -69,12 +70,28 @@ class ChunkPayloads:
         self._up.decode(payload, values)
         return values
 
-    def encode(self, values: torch.Tensor) -> torch.Tensor:
+    def make_state(self) -> CodecState | None:
+        """The state of averages, before the first; None where their payloads leave nothing out for later."""
+        if not self.encodes_answers:
+            return None
+        return self._down.make_state(self._spec.numel, self._spec.dtype, torch.device("cpu"))
+
+    def encode(self, values: torch.Tensor, state: CodecState | None = None) -> torch.Tensor:
         """The payload of an answer; ``values`` themselves where the codec does not encode answers."""
         if not self.encodes_answers:
             return values
         payload = torch.empty(self._answered.numel, dtype=self._answered.dtype)
-        self._down.encode(values, payload)
+        self._down.encode(values, payload, state)
+        return payload
+
+    def wide(self, weights: torch.Tensor) -> torch.Tensor:
+        """A copy of ``weights``, as both ends keep what a worker holds."""
+        return weights.to(held_dtype(self._spec), copy=True)
+
+    def encode_difference(self, weights: torch.Tensor, held: torch.Tensor) -> torch.Tensor:
+        """The payload of ``weights - held``; what arrives of it is added to ``held``, as the worker does."""
+        payload = self.encode(weights.to(held.dtype) - held)
+        self._down.decode_add(payload, held)
         return payload
 
     def answered(self, message: Message) -> torch.Tensor:

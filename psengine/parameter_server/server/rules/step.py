@@ -16,6 +16,7 @@ from psengine.flat_optimizers.finite import is_finite
 from psengine.flat_optimizers.kernel_windows import places_of
 from psengine.flat_optimizers.optimizers import ChunkOptimizer, OptimizerSpec
 from psengine.parameter_server.server.rules.exchange import Contribution, PayloadPins, Reply, Update, ValueMemory
+from psengine.parameter_server.server.rules.held_weights import HeldWeights
 from psengine.parameter_server.server.rules.outcome import Outcome
 from psengine.parameter_server.server.rules.payloads import ChunkPayloads
 from psengine.parameter_server.server.rules.statistics import JobStatistics
@@ -46,6 +47,7 @@ class StepOutcome(Outcome):
         # Strength of the correction of DC-ASGD; 0 keeps no backups.
         is_parameter = spec.kind is ChunkKind.PARAMETER
         self._delay_compensation: float = options.get("delay_compensation", 0.0) if is_parameter else 0.0
+        self._held = HeldWeights(payloads) if is_parameter and payloads.answers_differences else None
         # The weights that each worker was last sent, and their version.
         self._backups: dict[int, tuple[int, torch.Tensor]] = {}
 
@@ -140,6 +142,11 @@ class StepOutcome(Outcome):
     @override
     def answer(self, rank: int, sequence: int, *, repeated: bool = False) -> Reply:
         version, values, pins = self.progress.version, self.values, self._pins
+        if self._held is not None:
+            version, payload = self._held.answer(rank, sequence, version, values, repeated=repeated)
+            if self._delay_compensation:
+                self._backups[rank] = (version, self._held.values(rank))
+            return self._updated(rank, sequence, version, payload, PayloadPins())
         if self._delay_compensation:
             # A repeat must bring what the first answer brought: the worker may have received that one.
             if not repeated or rank not in self._backups:
@@ -158,8 +165,15 @@ class StepOutcome(Outcome):
         """The current weights answer every exchange."""
 
     @override
+    def note_held(self, contribution: Contribution) -> None:
+        if self._held is not None:
+            self._held.note(contribution.rank, contribution.held)
+
+    @override
     def worker_left(self, rank: int) -> None:
         self._backups.pop(rank, None)
+        if self._held is not None:
+            self._held.forget(rank)
 
     @override
     def read(self) -> tuple[int, torch.Tensor]:
@@ -168,6 +182,8 @@ class StepOutcome(Outcome):
     @override
     def store(self, values: torch.Tensor, version: int) -> None:
         self._overwrite(values)
+        if self._held is not None:
+            self._held.forget()
 
     @override
     def note_base(self, rank: int) -> int:
@@ -177,7 +193,10 @@ class StepOutcome(Outcome):
     @override
     def extra_bytes(self) -> int:
         optimizer_bytes = self.optimizer.size_bytes if self.optimizer is not None else 0
-        return optimizer_bytes + (len(self._backups) + max(0, len(self._memories) - 1)) * self.spec.size_bytes
+        held_bytes = 0 if self._held is None else self._held.size_bytes
+        return (
+            optimizer_bytes + held_bytes + (len(self._backups) + max(0, len(self._memories) - 1)) * self.spec.size_bytes
+        )
 
     @override
     def to_meta(self) -> dict[str, Any]:

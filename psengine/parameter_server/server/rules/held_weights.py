@@ -1,0 +1,70 @@
+"""What each live worker holds of a chunk, in jobs whose codec encodes the difference to the current weights.
+
+    server   weights - held ─ encode ─► payload ─┬─────────► worker   held += decode(payload)
+             held += decode(payload) ◄───────────┘
+
+Both ends add the same values, so they hold the same bits, and what a payload leaves out is part of the next difference:
+no residual is needed. A worker says with each push which exchange's answer it holds. If the server does not know that
+one (a first push, a worker that rejoined, a server that restarted), it answers whole weights.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from psengine.parameter_server.server.rules.payloads import ChunkPayloads
+
+
+@dataclass(slots=True)
+class _Held:
+    values: torch.Tensor  # mutated by the next answer
+    sequence: int  # of the exchange whose answer brought them
+    version: int  # of the weights then
+    payload: torch.Tensor  # that answer's; never changed, because it may still be on its way, or have to go again
+
+
+class HeldWeights:
+    """Of one chunk, by rank of the worker."""
+
+    def __init__(self, payloads: ChunkPayloads) -> None:
+        self._payloads = payloads
+        self._held: dict[int, _Held] = {}
+
+    def note(self, rank: int, sequence: int | None) -> None:
+        """Worker ``rank`` says that it holds what the answer of this exchange brought; None: nothing."""
+        held = self._held.get(rank)
+        if held is not None and held.sequence != sequence:
+            del self._held[rank]
+
+    def answer(
+        self, rank: int, sequence: int, version: int, weights: torch.Tensor, *, repeated: bool
+    ) -> tuple[int, torch.Tensor]:
+        """(version, payload) of the answer of an exchange; a repeat is what the first answer was, if that is known."""
+        held = self._held.get(rank)
+        if held is not None and held.sequence == sequence:
+            return held.version, held.payload
+        if held is None or repeated:
+            payload = weights.clone()
+            held = self._held[rank] = _Held(self._payloads.wide(weights), sequence, version, payload)
+            return version, payload
+        held.payload = self._payloads.encode_difference(weights, held.values)
+        held.sequence, held.version = sequence, version
+        return version, held.payload
+
+    def values(self, rank: int) -> torch.Tensor:
+        """What worker ``rank`` holds after its last answer; mutated by the next."""
+        return self._held[rank].values
+
+    def forget(self, rank: int | None = None) -> None:
+        """The worker is gone, or all hold something else: they get whole weights."""
+        if rank is None:
+            self._held.clear()
+        else:
+            self._held.pop(rank, None)
+
+    @property
+    def size_bytes(self) -> int:
+        """Memory of what all workers hold, and of their last answers."""
+        return sum(held.values.nbytes + held.payload.nbytes for held in self._held.values())
