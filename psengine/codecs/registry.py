@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from psengine.codecs.auto import Auto
 from psengine.codecs.base import Codec
 from psengine.codecs.cast import Bfloat16, Float16, Float32
 from psengine.codecs.fp4 import Fp4
@@ -35,7 +36,7 @@ def register_codec(name: str, factory: Callable[..., Codec]) -> None:
     CODECS.register(name, factory)
 
 
-for codec_class in (Identity, Bfloat16, Float16, Float32, Int8, Fp4, OneBit, TopK, PowerSgd):
+for codec_class in (Identity, Bfloat16, Float16, Float32, Int8, Fp4, OneBit, TopK, PowerSgd, Auto):
     register_codec(codec_class.name, codec_class)
 
 

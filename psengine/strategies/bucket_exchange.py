@@ -338,6 +338,7 @@ class Exchanges(Sequence[BucketExchange]):
     def __init__(
         self, buckets: Sequence[Bucket], collective: Collective, codec: Codec, former: Exchanges | None = None
     ) -> None:
+        self.buckets = buckets
         self._queue: deque[_Pending] = deque()
         self._exchanges = [_make_exchange(bucket, collective, codec, self._queue) for bucket in buckets]
         if former is not None:

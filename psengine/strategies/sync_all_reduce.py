@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from typing_extensions import override
 
+from psengine.codecs.auto import Auto
 from psengine.codecs.base import Codec
 from psengine.codecs.registry import codec_for, resolve_codec
 from psengine.collectives.base import Collective, CompletedWork, Work
@@ -15,6 +16,7 @@ from psengine.errors import CommunicationHookError, ConfigurationError, Reductio
 from psengine.strategies.base import Capabilities, Strategy
 from psengine.strategies.batch_weights import BatchWeights
 from psengine.strategies.bucket_exchange import Exchanges
+from psengine.strategies.codec_choice import CodecChoice
 from psengine.strategies.exchange import CommHook, Reduction, Step
 from psengine.strategies.life_cycle import Replica
 from psengine.strategies.verification import verify_replicas
@@ -39,6 +41,7 @@ class SyncAllReduce(Strategy):
 
     def __init__(self, *, compress: str | Codec | None = None) -> None:
         self._codec = resolve_codec(compress)
+        self._choice = CodecChoice(self._codec) if isinstance(self._codec, Auto) else None
         self._replica: Replica | None = None
         self._hook: CommHook | None = None
         self._weights: BatchWeights | None = None
@@ -117,6 +120,7 @@ class SyncAllReduce(Strategy):
         self._scale = 1.0
         if self._exchanges is not None:
             self._exchanges.begin()
+            self._choose(self._exchanges.buckets)
         if self._weights is not None and self._weights.weight is not None:
             return self._weights.share()
         if self._hook is not None:
@@ -156,7 +160,14 @@ class SyncAllReduce(Strategy):
             _ = self.collective  # which says that the strategy was closed
         assert self._exchanges is not None, "a bucket before lay_out"
         reduction: Reduction = self._exchanges[bucket.index].reduce(self._scale)
-        return reduction
+        return reduction if self._choice is None else self._choice.timed(reduction)
+
+    def _choose(self, buckets: Sequence[Bucket]) -> None:
+        """With compress=auto: take the codec of the following steps, once there is one."""
+        chosen = None if self._choice is None else self._choice.begin(self.collective, buckets)
+        if chosen is not None:
+            self._choice, self._codec = None, chosen
+            self.lay_out(buckets)
 
     @override
     def reduce_usage(self, used: torch.Tensor) -> Work:

@@ -30,6 +30,7 @@ def rounded_to(digits: int) -> Callable[[torch.Tensor], torch.Tensor]:
 # The codecs that the contract holds, and how far a decoded value may be from the one that was encoded.
 ERROR_BOUNDS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "none": lambda values: torch.zeros_like(values, dtype=torch.float64),
+    "auto": lambda values: torch.zeros_like(values, dtype=torch.float64),
     "bf16": rounded_to(8),
     "fp16": rounded_to(11),
     "fp32": rounded_to(24),
