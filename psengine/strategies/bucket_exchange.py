@@ -16,8 +16,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Generator, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Generator
+from typing import TypeAlias
 
 import torch
 from typing_extensions import override
@@ -26,10 +26,10 @@ from psengine.codecs.base import Codec
 from psengine.codecs.identity import IDENTITY
 from psengine.codecs.registry import codec_for, row_numel
 from psengine.collectives.base import Collective, Work
-from psengine.errors import ConfigurationError
-from psengine.strategies.base import Strategy
 from psengine.strategies.exchange import Reduction
 from psengine.tensors.bucket import Bucket
+
+PendingQueue: TypeAlias = "deque[_Pending]"
 
 
 class BucketExchange(ABC):
@@ -91,7 +91,7 @@ class SlicedPayloads(BucketExchange):
             begins when its sum is waited for, in the order of buckets, which is the same on every rank.
     """
 
-    def __init__(self, bucket: Bucket, collective: Collective, codec: Codec, queue: deque[_Pending]) -> None:
+    def __init__(self, bucket: Bucket, collective: Collective, codec: Codec, queue: PendingQueue) -> None:
         super().__init__(bucket, collective, codec)
         assert codec.slice_numel is not None, "this codec's payloads cannot be cut"
         self._queue = queue
@@ -160,7 +160,7 @@ class SlicedPayloads(BucketExchange):
 class SummedRounds(BucketExchange):
     """The codec says what is summed, round by round; the second begins when the sum is waited for."""
 
-    def __init__(self, bucket: Bucket, collective: Collective, codec: Codec, queue: deque[_Pending]) -> None:
+    def __init__(self, bucket: Bucket, collective: Collective, codec: Codec, queue: PendingQueue) -> None:
         super().__init__(bucket, collective, codec)
         self._queue = queue
 
@@ -236,7 +236,7 @@ class _DecodedSum(Reduction):
 class _Pending(Reduction):
     """A reduction whose second operation begins in ``wait``, in the order of the queue: the same on every rank."""
 
-    def __init__(self, queue: deque[_Pending]) -> None:
+    def __init__(self, queue: PendingQueue) -> None:
         self._queue = queue
         self._has_begun = False
 
@@ -264,7 +264,7 @@ class _Pending(Reduction):
 class _SlicedSum(_Pending):
     """An all-to-all; then this rank's slice is summed, and all slices are gathered."""
 
-    def __init__(self, exchange: SlicedPayloads, scale: float, work: Work, queue: deque[_Pending]) -> None:
+    def __init__(self, exchange: SlicedPayloads, scale: float, work: Work, queue: PendingQueue) -> None:
         super().__init__(queue)
         self._exchange = exchange
         self._scale = scale
@@ -295,7 +295,7 @@ class _Rounds(_Pending):
         collective: Collective,
         rounds: Generator[torch.Tensor, torch.Tensor, torch.Tensor],
         scale: float,
-        queue: deque[_Pending],
+        queue: PendingQueue,
     ) -> None:
         super().__init__(queue)
         self._exchange = exchange
@@ -332,82 +332,8 @@ class _Rounds(_Pending):
             self._exchange.state.give_back()
 
 
-class Exchanges(Sequence[BucketExchange]):
-    """The exchange of each bucket, by index. Residuals of ``former``, in another layout, move with their parameters."""
-
-    def __init__(
-        self, buckets: Sequence[Bucket], collective: Collective, codec: Codec, former: Exchanges | None = None
-    ) -> None:
-        self.buckets = buckets
-        self._queue: deque[_Pending] = deque()
-        self._exchanges = [_make_exchange(bucket, collective, codec, self._queue) for bucket in buckets]
-        if former is not None:
-            self.take(former.residuals())
-
-    def __getitem__(self, index: Any) -> Any:
-        return self._exchanges[index]
-
-    def __len__(self) -> int:
-        return len(self._exchanges)
-
-    def begin(self) -> None:
-        """A backward begins; one that failed may have left reductions."""
-        self._queue.clear()
-
-    def residuals(self) -> dict[str, torch.Tensor]:
-        """What this rank left out, by name of the parameter; not to be written."""
-        return {
-            name: residual
-            for exchange in self._exchanges
-            if (whole := exchange.left_out()) is not None
-            for name, residual in zip(exchange.bucket.names, exchange.bucket.views_of(whole), strict=True)
-        }
-
-    def load(self, strategy: Strategy, state: Mapping[str, Any]) -> None:
-        """Take over the residuals of a checkpoint. Raises ConfigurationError: it has those of other parameters."""
-        load_residuals(strategy, dict(self._places()), state)
-        self._settle()
-
-    def reset(self) -> None:
-        """Nothing was left out."""
-        for exchange in self._exchanges:
-            exchange.take_left_out()
-            if exchange.state is not None:
-                exchange.state.reset()
-
-    def take(self, residuals: Mapping[str, torch.Tensor]) -> None:
-        """Go on with what ``residuals`` of others with these parameters returned; KeyError where one is missing."""
-        for name, place in self._places() if residuals else ():
-            place.copy_(residuals[name])
-        self._settle()
-
-    def _places(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for exchange in self._exchanges:
-            if exchange.state is not None:
-                views = exchange.bucket.views_of(exchange.state.residual)
-                yield from zip(exchange.bucket.names, views, strict=True)
-
-    def _settle(self) -> None:
-        for exchange in self._exchanges:
-            exchange.take_left_out()
-
-
-def load_residuals(strategy: Strategy, residuals: Mapping[str, torch.Tensor], state: Mapping[str, Any]) -> None:
-    """Overwrite ``residuals``, views of a strategy's codec states, by those of a checkpoint.
-
-    Raises:
-        ConfigurationError: the checkpoint has other ones.
-    """
-    if set(state) != set(residuals):
-        raise ConfigurationError(
-            f"the saved residuals are not those of {strategy!r} (expected {sorted(residuals) or 'none'}, got"
-            f" {sorted(state) or 'none'}). Fix: use the same compress=, or leave out the strategy's state."
-        )
-    for name, residual in residuals.items():
-        residual.copy_(state[name])
-
-
-def _make_exchange(bucket: Bucket, collective: Collective, codec: Codec, queue: deque[_Pending]) -> BucketExchange:
+def make_exchange(bucket: Bucket, collective: Collective, codec: Codec, queue: PendingQueue) -> BucketExchange:
+    """The exchange of ``bucket``; ``queue`` is shared by the buckets of a model, empty when a backward begins."""
     if bucket.sparse:
         return SummedAsPacked(bucket, collective)
     codec = codec_for(codec, bucket.dtype)

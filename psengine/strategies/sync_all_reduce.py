@@ -15,9 +15,9 @@ from psengine.collectives.base import Collective, CompletedWork, Work
 from psengine.errors import CommunicationHookError, ConfigurationError, ReductionError
 from psengine.strategies.base import Capabilities, Strategy
 from psengine.strategies.batch_weights import BatchWeights
-from psengine.strategies.bucket_exchange import Exchanges
 from psengine.strategies.codec_choice import CodecChoice
 from psengine.strategies.exchange import CommHook, Reduction, Step
+from psengine.strategies.exchanges import Exchanges
 from psengine.strategies.life_cycle import Replica
 from psengine.strategies.verification import verify_replicas
 from psengine.tensors.bucket import Bucket

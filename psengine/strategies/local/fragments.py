@@ -20,8 +20,8 @@ import torch
 from psengine.codecs.base import Codec
 from psengine.codecs.registry import codec_for
 from psengine.collectives.base import Collective
-from psengine.strategies.bucket_exchange import Exchanges
 from psengine.strategies.exchange import Reduction
+from psengine.strategies.exchanges import Exchanges
 from psengine.tensors.bucket import Allocator, Bucket
 from psengine.tensors.bucket_plan import plan_buckets
 from psengine.tensors.share import Share

@@ -26,7 +26,7 @@ from psengine.environment.job import assign
 from psengine.errors import ConfigurationError, ReductionError
 from psengine.parameter_server.client.addresses import keys_from_environment, parse_addresses
 from psengine.strategies.base import Capabilities, Strategy
-from psengine.strategies.bucket_exchange import load_residuals
+from psengine.strategies.exchanges import load_residuals
 from psengine.strategies.life_cycle import Replica
 from psengine.strategies.servers.discovery import Rendezvous, leave, meet, name_of_job
 from psengine.strategies.statistics import counts_at_servers
