@@ -7,6 +7,7 @@ import fcntl
 import itertools
 import os
 import random
+import resource
 import socket
 import tempfile
 import threading
@@ -181,6 +182,21 @@ def test_descriptors_are_one_and_none_is_kept(server, peer):
     finally:
         for descriptor in files:
             os.close(descriptor)
+
+
+def test_a_server_without_descriptors_says_so(server, peer):
+    used = {int(name) for name in os.listdir(f"/proc/{server.pid}/fd")}
+    free = next(number for number in itertools.count() if number not in used)
+    limits = resource.prlimit(server.pid, resource.RLIMIT_NOFILE)
+    descriptor = make_segment(SIZE)
+    resource.prlimit(server.pid, resource.RLIMIT_NOFILE, (free + 1, limits[1]))
+    try:
+        assert "the server has no file descriptor left" in refusal(server, offer_of(peer).to_bytes(), descriptor)
+    finally:
+        resource.prlimit(server.pid, resource.RLIMIT_NOFILE, limits)
+        os.close(descriptor)
+    with shared(server, peer):
+        assert push(peer, 1).type.name == "UPDATED"
 
 
 def test_streams_that_say_nothing_are_few_and_end(server, peer):

@@ -22,7 +22,7 @@ from support.waiting import eventually
 from support.worker_sessions import entered
 
 from psengine.errors import EnvironmentVariableError, ServerError, ServerLostError
-from psengine.parameter_server.client import operation
+from psengine.parameter_server.client import operation, segments
 from psengine.parameter_server.client.partition import cut
 from psengine.parameter_server.client.worker_session import PushResult, WorkerSession, wait_all
 from psengine.parameter_server.segments import passing
@@ -298,6 +298,7 @@ def test_servers_that_are_killed_at_any_moment_change_no_bit(seed):
 @pytest.mark.slow
 def test_a_server_that_does_not_answer_an_offer_gets_payloads_through_its_socket(monkeypatch):
     monkeypatch.setattr(passing, "ANSWER_S", 0.2)
+    monkeypatch.setattr(segments, "RETRY_S", 0.1)
     with running_server(lease_s=30.0) as server:
         session = entered(server.addresses[0], 0, SPECS[:1])
         try:
@@ -308,6 +309,13 @@ def test_a_server_that_does_not_answer_an_offer_gets_payloads_through_its_socket
             server.signal(signal.SIGCONT)
             push.wait()
             assert torch.equal(landing, gradient(0, 0)[0])
+
+            def shares() -> bool:
+                session.push(0, gradient(0, 1)[0], [landing]).wait()
+                assert torch.equal(landing, gradient(0, 1)[0])
+                return sharing(session) == 1
+
+            eventually(shares)  # the offer is made again
         finally:
             server.signal(signal.SIGCONT)
             session.close()

@@ -126,7 +126,7 @@ class ChunkExchanges:
         if payload is not None:
             payload = payload.detach() if encoder is None else encoder.encode(payload)
             if segments is not None and encoder is None:
-                payload = segments.stage(link.address, key, payload, membership.chunks)
+                payload = segments.stage(link.address, key, payload, membership.chunks, membership.parking.now_s)
             message.dtype, message.numel, message.payload = payload.dtype, payload.numel(), payload
         push = Push(
             message,

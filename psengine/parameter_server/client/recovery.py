@@ -64,7 +64,8 @@ def _restore(membership: Membership, lost: Sequence[int]) -> Flow[None]:
     if not membership.options.averages:
         where = ", ".join(membership.links[index].address for index in lost)
         raise ServerRefusedError(
-            f"{where} restarted without a snapshot of job {job!r}, so the weights and optimizer state it held are lost."
+            f"{where} does not know job {job!r} any more, so the weights and optimizer state it held are lost: it was"
+            " restarted without a snapshot, or all workers had left, or their leases had run out."
             " Start the servers with --snapshot-dir, and the workers again from a checkpoint.",
             ErrorCode.STATE_LOST,
         )

@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import socket
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -38,6 +39,8 @@ logger = logging.getLogger(__name__)
 
 # Of what is allocated: a line of the cache.
 ALIGNMENT_BYTES = 64
+# A shard that does not answer holds a step up for two seconds.
+RETRY_S = 30.0
 
 
 def aligned(size_bytes: int) -> int:
@@ -98,6 +101,9 @@ class _Invitation:
     member: Member
     epoch: int
     token: str
+    # An offer that failed is made again, after this long, and twice as long each time.
+    not_before_s: float = -math.inf
+    wait_s: float = field(default_factory=lambda: RETRY_S)
 
 
 @dataclass(slots=True)
@@ -179,7 +185,8 @@ class WorkerSegments:
         try:
             self._arena = Arena(size_bytes)
         except (OSError, ProtocolError) as error:
-            self._give_up(f"there is no shared memory ({error})")
+            self._is_wanted = False
+            self._tell("", f"there is no shared memory ({error})")
 
     def allocate(self, numel: int, dtype: torch.dtype) -> torch.Tensor | None:
         """Memory for gradients; None where there is none."""
@@ -200,16 +207,17 @@ class WorkerSegments:
             if 0 <= offset <= self._arena.mapping.size_bytes - values.nbytes and offset % ALIGNED_PLACE_BYTES == 0:
                 adopted[key] = offset
 
-    def stage(self, address: str, key: int, payload: torch.Tensor, chunks: ChunkMap) -> torch.Tensor:
+    def stage(
+        self, address: str, key: int, payload: torch.Tensor, chunks: ChunkMap, now_s: Callable[[], float]
+    ) -> torch.Tensor:
         """The payload of a push: in the chunk's place, if the shard at ``address`` shares it, else as it is."""
         if address in self._invitations:
-            self._offer(address, chunks, chunks.shard_of[key])
+            self._offer(address, chunks, chunks.shard_of[key], now_s)
         attachment = self._attachments.get(address)
         place = None if attachment is None else attachment.places.get(key)
         if attachment is None or place is None or payload.nbytes != place.size_bytes:
             return payload
-        arena = self._arena
-        if arena is None or payload.data_ptr() == attachment.address + place.gradient:
+        if (arena := self._arena) is None or payload.data_ptr() == attachment.address + place.gradient:
             return payload
         last = attachment.placed.get(key)
         if last is not None and (not last.is_done or last.error is not None):
@@ -317,11 +325,12 @@ class WorkerSegments:
 
     # ---- offering ----------------------------------------------------------------------------------------------
 
-    def _offer(self, address: str, chunks: ChunkMap, shard: int) -> None:
+    def _offer(self, address: str, chunks: ChunkMap, shard: int, now_s: Callable[[], float]) -> None:
         with self._lock:
-            invitation = self._invitations.pop(address, None)
-            if invitation is None:
+            invitation = self._invitations.get(address)
+            if invitation is None or now_s() < invitation.not_before_s:
                 return
+            del self._invitations[address]
             former = self._attachments.pop(address, None)
             if former is not None:
                 former.end()
@@ -340,14 +349,15 @@ class WorkerSegments:
                 stream, lent = pass_segment(path, offer, arena.descriptor)
             except (OSError, ProtocolError) as error:
                 self._tell(address, str(error))
+                invitation.not_before_s = now_s() + invitation.wait_s
+                invitation.wait_s *= 2
+                self._invitations.setdefault(address, invitation)
                 return
             self._attachments[address] = _Attachment(
                 stream, invitation.member, invitation.epoch, arena.mapping.address, places, lent=lent
             )
-            size_bytes = sum(place.size_bytes for place in places.values())
-            logger.info(
-                "%s shares memory with this worker: %d chunks of %d bytes in all", address, len(places), size_bytes
-            )
+            total = sum(place.size_bytes for place in places.values())
+            logger.info("%s shares memory with this worker: %d chunks of %d bytes in all", address, len(places), total)
 
     def _find_places(self, specs: Sequence[ChunkSpec]) -> dict[int, Place]:
         """Those of these chunks for which there is memory."""
@@ -368,10 +378,6 @@ class WorkerSegments:
     def _is_shared(self, spec: ChunkSpec) -> bool:
         codecs = gradient_codec(self._codec, spec), answer_codec(self._codec, spec)
         return spec.kind is not ChunkKind.CONSTANT and all(codec.is_identity for codec in codecs)
-
-    def _give_up(self, reason: str) -> None:
-        self._is_wanted = False
-        self._tell("", reason)
 
     def _tell(self, address: str, reason: str) -> None:
         """Log, once, why payloads travel."""

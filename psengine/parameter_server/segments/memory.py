@@ -10,6 +10,7 @@ import stat
 import struct
 import sys
 import warnings
+from pathlib import Path
 
 import torch
 
@@ -23,6 +24,7 @@ _TMPFS_MAGIC = 0x01021994
 _MREMAP_MAYMOVE, _MREMAP_FIXED = 1, 2
 _MAP_FIXED = 16
 _MAP_FAILED = ctypes.c_void_p(-1).value
+OVERCOMMIT = Path("/proc/sys/vm/overcommit_memory")
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 IS_AVAILABLE = sys.platform == "linux" and hasattr(os, "memfd_create")
@@ -61,11 +63,24 @@ def make_lent_segment(size_bytes: int) -> tuple[int, SegmentMapping]:
 def _make(name: str, size_bytes: int) -> int:
     descriptor = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
-        os.ftruncate(descriptor, -(-size_bytes // PAGE_BYTES) * PAGE_BYTES)
+        size_bytes = -(-size_bytes // PAGE_BYTES) * PAGE_BYTES
+        os.ftruncate(descriptor, size_bytes)
+        if _may_run_out():
+            os.posix_fallocate(descriptor, 0, size_bytes)
     except BaseException:
         os.close(descriptor)
         raise
     return descriptor
+
+
+def _may_run_out() -> bool:
+    """Whether a page of memory may be missing when it is touched, which ends the process (SIGBUS): under strict
+    overcommit. Then pages are taken at once, and a lack of them is an OSError.
+    """
+    try:
+        return OVERCOMMIT.read_text().strip() == "2"
+    except OSError:
+        return False
 
 
 def _seal(descriptor: int, seals: int) -> None:

@@ -30,6 +30,7 @@ SUFFIX = ".fd"
 ANSWER_S = 2.0
 # A worker's last byte: its payloads travel from now on. It may go on to read what it was told to read.
 END = b"e"
+NO_DESCRIPTOR = "the {} has no file descriptor left to take one (expected room below its limit, see `ulimit -n`)"
 
 
 def passing_path(address: str) -> str | None:
@@ -96,7 +97,7 @@ def pass_segment(path: str, offer: Offer, descriptor: int) -> tuple[socket.socke
 
 def _read_answer(stream: socket.socket, offer: Offer) -> Lent | None:
     # Descriptors come with the first bytes.
-    answer, descriptors, _, _ = socket.recv_fds(stream, 1, 1, socket.MSG_CMSG_CLOEXEC)
+    answer, descriptors, flags, _ = socket.recv_fds(stream, 1, 1, socket.MSG_CMSG_CLOEXEC)
     try:
         if not answer:
             raise ProtocolError("the server closed the connection")
@@ -107,6 +108,8 @@ def _read_answer(stream: socket.socket, offer: Offer) -> Lent | None:
         table = read_lent_table(header + _read(stream, lent_rows_bytes(header)), offer)
         if not table.offsets:
             return None
+        if flags & socket.MSG_CTRUNC and not descriptors:
+            raise ProtocolError(NO_DESCRIPTOR.format("worker"))
         if len(descriptors) != 1:
             raise ProtocolError(f"a server lends memory by one descriptor (got {len(descriptors)})")
         check_segment(descriptors[0], table.size_bytes, sys.maxsize)

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from psengine.errors import ProtocolError
+from psengine.parameter_server.segments import memory
 from psengine.parameter_server.segments.memory import (
     IS_AVAILABLE,
     SegmentMapping,
@@ -65,6 +66,18 @@ def test_lent_memory_is_written_by_its_owner_alone():
         os.close(opened)
     finally:
         os.close(descriptor)
+
+
+def test_under_strict_overcommit_pages_are_there_before_they_are_touched(monkeypatch, tmp_path):
+    setting = tmp_path / "overcommit_memory"
+    monkeypatch.setattr(memory, "OVERCOMMIT", setting)
+    for mode, pages in (("0\n", 0), ("2\n", 16)):
+        setting.write_text(mode)
+        descriptor = make_segment(16 * 4096)
+        try:
+            assert os.fstat(descriptor).st_blocks * 512 == pages * 4096
+        finally:
+            os.close(descriptor)
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from types import TracebackType
 from psengine.errors import ProtocolError
 from psengine.parameter_server.segments.memory import IS_AVAILABLE, SegmentMapping, check_segment
 from psengine.parameter_server.segments.offer import HEADER_BYTES, Offer, offer_bytes, read_offer, refused
-from psengine.parameter_server.segments.passing import END, passing_path, peer_uid
+from psengine.parameter_server.segments.passing import END, NO_DESCRIPTOR, passing_path, peer_uid
 from psengine.parameter_server.server.transport.memory_guard import machine_memory_bytes
 from psengine.parameter_server.server.transport.segments import WorkerSegment, end_stream
 from psengine.parameter_server.server.transport.shard_thread import ShardThread
@@ -185,6 +185,8 @@ class SegmentListener(threading.Thread):
             stream.descriptor = descriptors.pop()
         for descriptor in descriptors:
             os.close(descriptor)
+        if flags & socket.MSG_CTRUNC and stream.descriptor < 0:
+            raise ProtocolError(NO_DESCRIPTOR.format("server"))
         if descriptors or flags & socket.MSG_CTRUNC:
             raise ProtocolError("an offer comes with one descriptor (got more)")
         if not data:
