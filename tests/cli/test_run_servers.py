@@ -124,7 +124,7 @@ def test_servers_are_launched_ahead_as_many_as_the_plan_starts(options):
 
 
 def test_psengine_knows_its_strategies_over_servers_before_it_imports_torch():
-    kinds = {name: STRATEGIES[name] for name in ("sync", "sync-server", "async")}
+    kinds = {name: STRATEGIES[name] for name in STRATEGIES}
     assert set(SERVER_STRATEGIES) == {
         name for name, kind in kinds.items() if isinstance(kind, type) and issubclass(kind, ServerStrategy)
     }
