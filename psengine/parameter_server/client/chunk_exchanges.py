@@ -94,7 +94,9 @@ class ChunkExchanges:
             absent: indices of the chunk's segments without a gradient this time.
             weight: what the gradient counts in an average, up to 1e12: every worker gives one, or none does. 0 needs
                 no payload; such a worker takes part and counts nothing.
-            reads_in_place: an answer in the server's memory stays there, and does not land: see ``Push.lent``.
+            reads_in_place: an answer in the server's memory stays there, and does not land: see ``Push.lent``. Without
+                destinations every answer stays where it came, which is for chunks that are not ``encoded``: see
+                ``Push.take``.
 
         Raises:
             FencedError: see ``rejoin``.
@@ -141,15 +143,20 @@ class ChunkExchanges:
         )
         if encoder is not None:
             self._encoded[key] = push
+        elif reads_in_place and not destinations:
+            push.numel = spec.numel
         if segments is not None:
             segments.note(link.address, push)
         membership.submit(link, push)
         return push
 
+    def encoded(self, spec: ChunkSpec) -> bool:
+        """Whether the job's codec encodes the chunk's payloads."""
+        return not gradient_codec(self._membership.options.codec, spec).is_identity
+
     def _encoder(self, spec: ChunkSpec) -> ChunkEncoder | None:
         """The chunk's encoder, told how its last push ended; None where values travel as they are."""
-        codec = self._membership.options.codec
-        if gradient_codec(codec, spec).is_identity:
+        if not self.encoded(spec):
             return None
         last = self._encoded.pop(spec.key, None)
         if last is not None:
@@ -157,7 +164,7 @@ class ChunkExchanges:
         if spec.key not in self._encoders:
             rule = self._membership.options.rule
             are_weights = rule is not None and rule["name"] in WEIGHT_RULES
-            self._encoders[spec.key] = ChunkEncoder(spec, codec, are_weights=are_weights)
+            self._encoders[spec.key] = ChunkEncoder(spec, self._membership.options.codec, are_weights=are_weights)
         return self._encoders[spec.key]
 
     # ---- memory shared with servers of this host -------------------------------------------------------------------

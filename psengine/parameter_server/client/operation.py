@@ -132,9 +132,11 @@ class Operation:
         timeout_s: how long nothing may move; ``deadline_s`` is this long after the last movement.
         destinations: 1-D contiguous CPU tensors; the answer's payload is copied into them, one after the other.
         dtype: of the payload; None without destinations.
-        reads_in_place: leave a payload that lies in the server's memory there: see ``Push.lent``.
+        reads_in_place: leave a payload that lies in the server's memory there: see ``Push.lent``. Without destinations,
+            leave any payload where it came: see ``Push.take``.
 
     Attributes:
+        numel: of the answer's payload; 0 where none is wanted.
         unanswered: questions about it since the last answer to one.
         next_at_s: when the link asks about it next.
         last_refusal: why the server did not take it last time.
@@ -350,6 +352,13 @@ class Push(Operation):
     def lent(self) -> torch.Tensor | None:
         """The answer's values in the server's memory, to be read until the chunk's next push; None if they landed."""
         return self.answer.payload if self.answer is not None and self._stays(self.answer) else None
+
+    def take(self) -> torch.Tensor:
+        """The answer's values, 1-D, to be read until the chunk's next push; once. For a push without destinations."""
+        assert self.answer is not None
+        values = payload_tensor(self.answer)
+        self.answer.payload = None  # a frame's memory ends with the values
+        return values
 
     def result(self) -> torch.Tensor:
         """A copy of the answer's values as they travelled."""

@@ -31,7 +31,8 @@ class TensorImage:
         self._flat = torch.empty(0)
 
     @property
-    def _is_alias(self) -> bool:
+    def is_alias(self) -> bool:
+        """Whether the image is the tensor's own memory."""
         tensor = self.tensor
         lies_alike = all(
             size == 1 or now == then
@@ -42,7 +43,7 @@ class TensorImage:
     def flat(self) -> torch.Tensor:
         """1-D, on the CPU, of the tensor's numel."""
         tensor = self.tensor
-        if not self._is_alias:
+        if not self.is_alias:
             if self._address != -2:
                 self._address, self._flat = -2, torch.empty(tensor.numel(), dtype=tensor.dtype)
         elif tensor.data_ptr() != self._address:
@@ -58,12 +59,12 @@ class TensorImage:
     def refresh(self) -> None:
         """Copy the tensor to its image."""
         self.flat()
-        if not self._is_alias:
+        if not self.is_alias:
             self._ordered().copy_(self.tensor.detach())
 
     def write_back(self) -> None:
         """Copy the image to its tensor."""
-        if not self._is_alias:
+        if not self.is_alias:
             self.tensor.detach().copy_(self._ordered())
 
 

@@ -85,8 +85,6 @@ class AsyncServer(ServerStrategy):
     def _forget(self) -> None:
         super()._forget()
         self._optimizer: ServerOptimizer | None = None
-        # Of the chunks that are pushed.
-        self._pushed_parameters: list[torch.nn.Parameter] = []
         self._sending: SendInStep | None = None
         # Whether the job began with this worker's model.
         self._gave_values = False
@@ -113,7 +111,7 @@ class AsyncServer(ServerStrategy):
             count_landing(self._replica.state.values())
         pushes = GradientPushes(self.session, self.chunks)
         weights = WrittenWeights(self.session, self.chunks, self._replica.parameters)
-        self._sending = SENDINGS[self._options["push"]](pushes, weights, self.chunks)
+        self._sending = SENDINGS[self._options["push"]](pushes, weights)
 
     @property
     def pushes(self) -> GradientPushes:
@@ -175,8 +173,6 @@ class AsyncServer(ServerStrategy):
                 requests.append(self.session.configure(spec.key, body))
         wait_all(requests)
         trained = [spec for spec in self.chunks.specs if spec.key in self.pushes.trained]
-        pushed = {segment.name for spec in trained for segment in spec.segments}
-        self._pushed_parameters = [parameters[name] for name in pushed]
         self._optimizer = ServerOptimizer(optimizer, parameters, self.session, trained)
         # A fused optimizer's kernel would divide by GradScaler's scale, which servers do not know: so the scaler itself
         # divides, and leaves out steps with gradients that are not finite.
@@ -253,14 +249,12 @@ class AsyncServer(ServerStrategy):
         bucket.pack([parameter.grad for parameter in bucket.parameters])
         if started_ns:
             recorder.add("pack", started_ns, args=bucket.facts)
-        self.pushes.push(bucket, bucket.flat, self.sending.landing)
+        self.pushes.push(bucket, bucket.flat)
 
     def _await_weights(self) -> None:
         self.sending.forget_sent()
-        sending = self.sending
-        sending.pushes.wait(sending.take)
-        sending.end_step(self._pushed_parameters)
-        sending.weights.note()
+        self.pushes.wait()
+        self.sending.weights.note()
 
     # ---- another strategy follows ------------------------------------------------------------------------------
 

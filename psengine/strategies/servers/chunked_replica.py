@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
 
 from psengine.errors import ReplicaMismatchError
+from psengine.kernels import ops
 from psengine.parameter_server.client.partition import cut
 from psengine.parameter_server.client.tensor_images import TensorImage, cut_images, parts_of
 from psengine.protocol.layout import ChunkKind, ChunkSpec
@@ -14,6 +16,17 @@ from psengine.strategies.life_cycle import Replica
 from psengine.tensors.bucket import Bucket
 
 USAGE_NAME = "psengine/used parameters"
+
+
+@dataclass(frozen=True, slots=True)
+class _Places:
+    """Where a chunk's values go: parts that tile it in order, their layout where kernels write them, and the names of
+    tensors that are not their own images.
+    """
+
+    parts: list[torch.Tensor]
+    layout: torch.Tensor | None
+    copied: list[str]
 
 
 class ChunkedReplica:
@@ -35,6 +48,10 @@ class ChunkedReplica:
         self.specs: list[ChunkSpec] = []
         self.of_bucket: list[list[tuple[ChunkSpec, int, int]]] = []
         self._replica = replica
+        self._parameters = list(replica.parameters.values())
+        # Where these lie, and what ``assign`` found then.
+        self._lie: list[tuple[int, tuple[int, ...]]] = []
+        self._places: dict[int, _Places] = {}
         self._images = {name: TensorImage(parameter) for name, parameter in replica.parameters.items()}
         for bucket in buckets:
             assert not bucket.sparse, "ServerStrategy.prepare refuses sparse gradients"
@@ -85,6 +102,13 @@ class ChunkedReplica:
             if buffer.data_ptr() != known.data_ptr() or buffer.stride() != known.stride():
                 self._images[name] = TensorImage(buffer.detach(), image.strides)
 
+    def follow_parameters(self) -> None:
+        """Before ``assign``: a parameter may have been given other memory."""
+        lie = [(parameter.data_ptr(), parameter.stride()) for parameter in self._parameters]
+        if lie != self._lie:
+            self._lie = lie
+            self._places.clear()
+
     def parts(self, spec: ChunkSpec) -> list[torch.Tensor]:
         """The memory of a chunk's values: flat CPU tensors that tile it in order, to read from or land in."""
         return parts_of(spec, self._images)
@@ -96,20 +120,48 @@ class ChunkedReplica:
 
     def write_back(self, specs: Iterable[ChunkSpec]) -> None:
         """After bytes landed in ``parts``: write images back to their tensors."""
-        for name in _names(specs):
-            self._images[name].write_back()
+        self.write_images(_names(specs))
 
     def values(self, spec: ChunkSpec) -> torch.Tensor:
         """A copy of a chunk's values: 1-D, on the CPU."""
         self.refresh([spec])
         return torch.cat(self.parts(spec))
 
-    def assign(self, spec: ChunkSpec, values: torch.Tensor) -> None:
-        """Overwrite a chunk's tensors by ``values``: 1-D, on the CPU."""
+    def assign(self, specs: Sequence[ChunkSpec], values: Sequence[torch.Tensor]) -> None:
+        """Overwrite the tensors of chunks by their ``values``: 1-D, on the CPU."""
+        self.write_images(self.load(specs, values))
+
+    def load(self, specs: Sequence[ChunkSpec], values: Sequence[torch.Tensor]) -> set[str]:
+        """The first part of ``assign``; returns the names for ``write_images``."""
+        copied: set[str] = set()
+        for spec, flat in zip(specs, values, strict=True):
+            places = self._places.get(spec.key)
+            if places is None:
+                places = self._find_places(spec)
+            if places.layout is not None:
+                ops.unpack_(places.parts, flat, 1.0, places.layout)
+                # Older graphs and other models may depend on the old values.
+                torch.autograd.graph.increment_version(places.parts)
+            else:
+                pieces = flat.split([part.numel() for part in places.parts])
+                for part, piece in zip(places.parts, pieces, strict=True):
+                    part.copy_(piece)
+            copied.update(places.copied)
+        return copied
+
+    def write_images(self, names: Iterable[str]) -> None:
+        """Write images back to their tensors."""
+        for name in names:
+            self._images[name].write_back()
+
+    def _find_places(self, spec: ChunkSpec) -> _Places:
         parts = self.parts(spec)
-        for part, piece in zip(parts, values.split([part.numel() for part in parts]), strict=True):
-            part.copy_(piece)
-        self.write_back([spec])
+        is_native = ops.covers(torch.empty(0, dtype=spec.dtype), spec.dtype)
+        copied = [name for name in _names([spec]) if not self._images[name].is_alias]
+        places = _Places(parts, ops.layout_of(parts) if is_native else None, copied)
+        if spec.kind is ChunkKind.PARAMETER:
+            self._places[spec.key] = places
+        return places
 
     def segment_indices(self, spec: ChunkSpec, names: set[str]) -> list[int]:
         """Which segments of a chunk belong to the tensors called ``names``."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+# Weights are loaded when so much of them is here, while more travel. Less wakes this thread more often.
+LOADED_BYTES = 4 * 1024 * 1024
 REFUSALS = {"non_finite": "it holds NaN or infinity", "stale": "computed before this worker was away"}
 
 
@@ -43,6 +45,8 @@ class GradientPushes:
         # True once a wait has failed: the I/O thread may then still read memory that the next step packs.
         self._copies_payloads = False
         self._spans = PushSpans()
+        # Of chunks that a codec encodes: where the answer is decoded.
+        self._landings: dict[int, torch.Tensor] = {}
 
     def begin_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Mark the following pushes as one step: a server's snapshot has all of it, or nothing."""
@@ -51,13 +55,8 @@ class GradientPushes:
         self.groups = wire_groups(optimizer)
         self._session.begin_step([*self.trained, *self._chunks.buffers], is_whole=True)
 
-    def push(
-        self, bucket: Bucket, flat: torch.Tensor, landing_of: Callable[[ChunkSpec], Sequence[torch.Tensor]]
-    ) -> None:
-        """Send ``bucket``'s gradients, packed in ``flat``, which must not change until the servers have answered.
-
-        Weights come back to ``landing_of(chunk)``.
-        """
+    def push(self, bucket: Bucket, flat: torch.Tensor) -> None:
+        """Send ``bucket``'s gradients, packed in ``flat``, which must not change until the servers have answered."""
         missing = {
             name for name, parameter in zip(bucket.names, bucket.parameters, strict=True) if parameter.grad is None
         }
@@ -76,8 +75,19 @@ class GradientPushes:
             abstains = len(absent) == len(spec.segments)
             gradient = None if abstains else payload[start:end]
             absent = [] if abstains else absent
-            push = self._session.push(spec.key, gradient, landing_of(spec), groups=self.groups, absent=absent)
+            landing = self._landing(spec)
+            push = self._session.push(
+                spec.key, gradient, landing, groups=self.groups, absent=absent, reads_in_place=not landing
+            )
             pushes.append((spec, push))
+
+    def _landing(self, spec: ChunkSpec) -> list[torch.Tensor]:
+        """Memory for the answer; none where weights are read where they come."""
+        if not self._session.encoded(spec):
+            return []
+        if spec.key not in self._landings:
+            self._landings[spec.key] = torch.empty(spec.numel, dtype=spec.dtype)
+        return [self._landings[spec.key]]
 
     def push_buffers(self) -> None:
         """Send the buffers' values. Nothing comes back: a worker keeps its own running statistics."""
@@ -85,22 +95,26 @@ class GradientPushes:
         for key in self._chunks.buffers:
             self._buffer_pushes.append(self._session.push(key, self._chunks.values(self._chunks.specs[key]), ()))
 
-    def wait(self, take: Callable[[list[ChunkSpec]], None]) -> None:
-        """Wait for all answers. ``take`` gets each bucket's chunks when their weights are here: it loads them while
-        those of the next bucket travel.
-        """
+    def wait(self) -> None:
+        """Wait for all answers. Weights are loaded while others travel."""
         from psengine.parameter_server.client.operation import wait_all
 
         buckets, self._pushes = self._pushes, []
         buffer_pushes, self._buffer_pushes = self._buffer_pushes, []
+        self._chunks.follow_parameters()
         try:
             for bucket, pushes in buckets:
                 started_ns = now_ns() if recorder.is_on else 0
-                with self._session.telemetry.blocked():
-                    wait_all([push for _, push in pushes])
+                copied: set[str] = set()
+                last: Sequence[tuple[ChunkSpec, Push]] = ()
+                for group in _groups(pushes):
+                    copied |= self._load(last)
+                    last = group
+                    with self._session.telemetry.blocked():
+                        wait_all([push for _, push in group])
                 if started_ns:
                     started_ns = self._spans.answered(bucket, started_ns)
-                take([spec for spec, _ in pushes])
+                self._chunks.write_images(copied | self._load(last))
                 if started_ns:
                     recorder.add("apply", started_ns, args=bucket.facts)
             with self._session.telemetry.blocked():
@@ -115,6 +129,11 @@ class GradientPushes:
                 if refused and refused != "abstained":
                     self._report_refusal(spec, refused)
 
+    def _load(self, pushes: Sequence[tuple[ChunkSpec, Push]]) -> set[str]:
+        specs = [spec for spec, _ in pushes]
+        values = [self._landings[spec.key] if push.destinations else push.take() for spec, push in pushes]
+        return self._chunks.load(specs, values)
+
     def _report_refusal(self, spec: ChunkSpec, reason: str) -> None:
         self.refused += 1
         # At powers of two: often enough to be seen, rarely enough to be read.
@@ -125,3 +144,13 @@ class GradientPushes:
                 REFUSALS.get(reason, reason),
                 self.refused,
             )
+
+
+def _groups(pushes: Sequence[tuple[ChunkSpec, Push]]) -> Iterator[Sequence[tuple[ChunkSpec, Push]]]:
+    """Neighbouring chunks of about ``LOADED_BYTES`` together."""
+    first, size_bytes = 0, 0
+    for index, (spec, _) in enumerate(pushes, 1):
+        size_bytes += spec.size_bytes
+        if size_bytes >= LOADED_BYTES or index == len(pushes):
+            yield pushes[first:index]
+            first, size_bytes = index, 0

@@ -1,6 +1,6 @@
 """When a worker's gradients leave for servers that apply them: an object for each value of ``push=``.
 
-SendInStep       backward ─ step: everything leaves, weights land in the parameters
+SendInStep       backward ─ step: everything leaves, weights become the parameters'
 SendInBackward   backward: a bucket leaves when it is full ─ step: the rest leaves, weights become the parameters'
 """
 
@@ -20,7 +20,6 @@ from psengine.tensors.bucket import Bucket
 
 if TYPE_CHECKING:
     from psengine.parameter_server.client.worker_session import WorkerSession
-    from psengine.protocol.layout import ChunkSpec
     from psengine.strategies.servers.chunked_replica import ChunkedReplica
 
 logger = logging.getLogger(__name__)
@@ -75,10 +74,9 @@ def count_landing(tensors: Iterable[torch.Tensor]) -> None:
 class SendInStep:
     """Changes of gradients after backward count."""
 
-    def __init__(self, pushes: GradientPushes, weights: WrittenWeights, chunks: ChunkedReplica) -> None:
+    def __init__(self, pushes: GradientPushes, weights: WrittenWeights) -> None:
         self.pushes = pushes
         self.weights = weights
-        self._chunks = chunks
 
     def begin_backward(self, bound: ServerOptimizer) -> None:
         """The first gradient of a backward is ready."""
@@ -107,18 +105,6 @@ class SendInStep:
             ReductionError: gradients, hyperparameters or weights changed after gradients had left.
         """
 
-    def landing(self, spec: ChunkSpec) -> Sequence[torch.Tensor]:
-        """The memory for a chunk's new weights."""
-        return self._chunks.parts(spec)
-
-    def take(self, specs: Iterable[ChunkSpec]) -> None:
-        """The weights of these chunks have landed."""
-        self._chunks.write_back(specs)
-
-    def end_step(self, parameters: Iterable[torch.Tensor]) -> None:
-        """The weights of all ``parameters`` have been taken."""
-        count_landing(parameters)
-
     def forget_sent(self) -> None:
         """Gradients may change from now on."""
 
@@ -126,13 +112,11 @@ class SendInStep:
 class SendInBackward(SendInStep):
     """The exchange overlaps with backward; gradients that left must not change before the step."""
 
-    def __init__(self, pushes: GradientPushes, weights: WrittenWeights, chunks: ChunkedReplica) -> None:
-        super().__init__(pushes, weights, chunks)
+    def __init__(self, pushes: GradientPushes, weights: WrittenWeights) -> None:
+        super().__init__(pushes, weights)
         # Indices of the buckets that left since the last step.
         self._left: set[int] = set()
         self._sent: list[_SentGradient] = []
-        # Weights land apart from the parameters, which a backward may still read.
-        self._landings: dict[int, torch.Tensor] = {}
 
     @override
     def begin_backward(self, bound: ServerOptimizer) -> None:
@@ -150,7 +134,7 @@ class SendInBackward(SendInStep):
             self.begin_step(bound)
         # Where gradients are views of the bucket, only a copy stays what it was if they are changed.
         flat = bucket.flat.clone() if _shares_memory(bucket) else bucket.flat
-        self.pushes.push(bucket, flat, self.landing)
+        self.pushes.push(bucket, flat)
         sent = bucket.views if flat is bucket.flat else bucket.views_of(flat)
         self._sent += map(_SentGradient, bucket.parameters, sent)
         self._left.add(bucket.index)
@@ -188,21 +172,6 @@ class SendInBackward(SendInStep):
         else:
             return
         raise ReductionError(f"{what}. Fix: use AsyncServer(push='step'), which sends all of it in step().")
-
-    @override
-    def landing(self, spec: ChunkSpec) -> Sequence[torch.Tensor]:
-        if spec.key not in self._landings:
-            self._landings[spec.key] = torch.empty(spec.numel, dtype=spec.dtype)
-        return [self._landings[spec.key]]
-
-    @override
-    def take(self, specs: Iterable[ChunkSpec]) -> None:
-        for spec in specs:
-            self._chunks.assign(spec, self._landings[spec.key])
-
-    @override
-    def end_step(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Nothing to count: the weights were written by torch."""
 
     @override
     def forget_sent(self) -> None:

@@ -245,8 +245,7 @@ class SyncServer(ServerStrategy):
 
     def end_step(self, buffers: Mapping[int, torch.Tensor]) -> None:
         """Every exchange of the step was waited for; ``buffers`` are the buffers' new values, by chunk."""
-        for key, values in buffers.items():
-            self.chunks.assign(self.chunks.specs[key], values)
+        self.chunks.assign([self.chunks.specs[key] for key in buffers], list(buffers.values()))
         self._is_open = False
         self.completed_steps += 1
         self.session.telemetry.step_ended()
