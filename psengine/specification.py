@@ -150,6 +150,11 @@ class Registry(Generic[Made]):
                 taken[key] = _value(left.pop(key), is_text=is_text)
         return taken
 
+    def _whose_option(self, key: str) -> str:
+        """The end of an error's text, with the names that have the option ``key``; "" if none has."""
+        names = [name for name in self if key in self.options_of(name)]
+        return f". Fix: {key} is an option of {self.kind} {' and '.join(map(repr, names))}" if names else ""
+
     def read(self, text: str, parts: Mapping[str, Registry[Any]] | None = None) -> Callable[..., Made]:
         """Return the factory that ``text`` names, with the options that it gives; it takes the registry's arguments.
 
@@ -175,7 +180,7 @@ class Registry(Generic[Made]):
             expected = f"some of {lists}" if lists else f"no options of {', '.join(known)}"
             raise ConfigurationError(
                 f"{self.kind} {text!r}: unknown option {key!r} (expected {expected}, got {key}={left[key]})"
-                f"{did_you_mean(key, itertools.chain(*known.values()))}"
+                f"{did_you_mean(key, itertools.chain(*known.values())) or self._whose_option(key)}"
             )
         return functools.partial(self[name], **options)
 

@@ -370,6 +370,7 @@ def test_what_is_refused(rank, world_size):
     for text, *expected in (
         ("sync:shard_optimizer=1", "shard_optimizer of strategy 'sync' (expected true or false, got 1)"),
         ("sync:shard_optimizer=true,compress=bf16", "expected no compress, got bf16", "Fix: leave one of the two out"),
+        ("sync-server:shard_optimizer=true", "unknown option", "Fix: shard_optimizer is an option of strategy 'sync'"),
     ):
         with raises(ConfigurationError, *expected):
             resolve_strategy(text)
