@@ -82,16 +82,17 @@ def _has_bits_of_torch(dtype: torch.dtype) -> bool:
     if native.extension is None:
         native.say_if_missing()
         return False
-    generator = torch.Generator().manual_seed(0)
+    like: dict[str, Any] = {"dtype": dtype, "device": "cpu"}  # whatever the default device is
+    generator = torch.Generator("cpu").manual_seed(0)
     numel = 203  # whole vectors, and a rest
     for momentum, dampening, weight_decay in ((0.0, 0.0, 0.0), (0.9, 0.1, 0.01), (0.9, 0.0, 0.01)):
         options: dict[str, Any] = {"lr": 0.1, "momentum": momentum, "dampening": dampening}
         options |= {"weight_decay": weight_decay, "nesterov": bool(momentum and not dampening), "maximize": False}
-        expected = torch.randn(numel, generator=generator, dtype=dtype)
-        values, buffer = expected.clone(), torch.zeros(numel, dtype=dtype)
+        expected = torch.randn(numel, generator=generator, **like)
+        values, buffer = expected.clone(), torch.zeros(numel, **like)
         buffers: list[Tensor | None] = [None]
         for step in range(2):
-            gradient = torch.randn(numel, generator=generator, dtype=dtype)
+            gradient = torch.randn(numel, generator=generator, **like)
             sgd([expected], [gradient], buffers, foreach=False, fused=False, **options)
             _call(_KINDS[dtype], numel, values, gradient, buffer if momentum else None, options, step == 0, values)
         kept = buffers[0]

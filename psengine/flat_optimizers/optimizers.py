@@ -276,7 +276,7 @@ class ChunkOptimizer:
         for runs in spans:
             start, end, group = self._spec.runs[runs[0]][0], self._spec.runs[runs[-1]][1], self._spec.runs[runs[0]][2]
             slots = {name: slot[start:end] for name, slot in self._slots.items()}
-            steps = torch.tensor(self._steps[runs[0]])
+            steps = torch.tensor(self._steps[runs[0]], device="cpu")
             is_fused = self._is_fused(self._groups[group])
             window = window_of(self._places[runs[0]], end - start, self._values.itemsize) if is_fused else None
             values = self._values[start:end]
