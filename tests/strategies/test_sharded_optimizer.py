@@ -408,6 +408,18 @@ def test_what_is_refused(rank, world_size):
         optimizer.step()
 
 
+@in_ranks(2)
+def test_a_step_without_any_gradient_warns(rank, world_size):
+    model, optimizer = make_pair("auto")
+    loss_of(model, rank).backward()
+    optimizer.step()
+    model.module.load_state_dict({k: v.clone() for k, v in model.module.state_dict().items()}, assign=True)
+    optimizer.zero_grad()
+    loss_of(model, rank).backward()
+    with pytest.warns(UserWarning, match=r"this step changes nothing.*load_state_dict\(..., assign=True\)"):
+        optimizer.step()
+
+
 def comm_hook(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     raise AssertionError("never called")
 
@@ -509,6 +521,7 @@ def train_and_fork(rank: int, strategy: str, forks: bool) -> torch.Tensor:
     return values_of(model)
 
 
+@pytest.mark.slow
 @in_ranks(2)
 def test_children_do_not_disturb_the_training(rank, world_size):
     for strategy in (SHARDED, "sync"):

@@ -5,6 +5,7 @@ torch's ``step`` never runs. Between two steps ``optimizer.state`` is empty, or 
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Sequence
 from operator import is_
 from typing import Any
@@ -157,6 +158,14 @@ class ShareOptimizer:
         for index, parameter in enumerate(self.flat.parameters):
             gradient = parameter.grad if index in self._group_of else None
             flats.append(None if gradient is None else self._in_memory_order(index, gradient))
+        if self.flat.has_whole_gradients and all(flat is None for flat in flats):
+            warnings.warn(
+                f"rank {self.flat.collective.rank}: no parameter of the sharded optimizer has a gradient, so this step"
+                " changes nothing. Either backward was not called since zero_grad(), or the module has other parameters"
+                " since it was wrapped (load_state_dict(..., assign=True)). Fix: load before wrapping, or without"
+                " assign.",
+                stacklevel=2,
+            )
         return flats
 
     def _in_memory_order(self, index: int, gradient: torch.Tensor) -> torch.Tensor:
