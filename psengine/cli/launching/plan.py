@@ -138,7 +138,9 @@ def make_plan(parts: RunArguments, given: RunOptions) -> Plan:
                 f"strategy {strategy!r} uses no servers (got {option}). Fix: leave {option} out, or use"
                 " --strategy async or sync-server"
             )
-        notes.append(f"{option} serves strategies that the script itself names; {strategy!r} uses no servers")
+        notes.append(
+            f"{strategy!r} uses no servers; those of {option} are for a strategy that the script names or switches to"
+        )
     if given.independent:
         _check_independent(parts, strategy, uses_servers, is_multi_node=is_multi_node)
         last = given.first_worker + count
