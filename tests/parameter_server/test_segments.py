@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import itertools
 import logging
 import os
@@ -214,6 +215,31 @@ def test_a_forked_child_neither_changes_the_memory_nor_keeps_it_shared():
         assert result.eq(2.0).all()
         session.withdraw_memory()
         eventually(lambda: shared_maps(server.pid) == 0)
+
+
+def test_a_child_that_is_forked_after_the_session_ended_has_memory_of_its_own_too():
+    with running_server(lease_s=30.0) as server:
+        session = entered(server.addresses[0], 0, SPECS[:1])
+        session.reserve(1 << 20)
+        flat = session.allocate(SPECS[0].numel, torch.float32).fill_(1.0)
+        session.close()
+        child = os.fork()
+        if child == 0:
+            code = 1
+            with contextlib.suppress(BaseException):
+                flat.fill_(7.0)
+                grandchild = os.fork()
+                if grandchild == 0:
+                    os._exit(0 if flat.eq(7.0).all() else 1)
+                code = os.waitstatus_to_exitcode(os.waitpid(grandchild, 0)[1])
+            os._exit(code)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert flat.eq(1.0).all()
+        del session
+        gc.collect()
+        descriptors = len(os.listdir("/proc/self/fd"))
+        del flat
+        assert len(os.listdir("/proc/self/fd")) < descriptors  # it ends with its last tensor
 
 
 def push_all_as(session: WorkerSession, rank: int, step: int) -> list[torch.Tensor]:

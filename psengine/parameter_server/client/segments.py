@@ -59,13 +59,13 @@ class Arena:
     def __init__(self, size_bytes: int) -> None:
         """Raises OSError where there is no memory."""
         size_bytes = -(-size_bytes // PAGE_BYTES) * PAGE_BYTES
-        self.is_detached = False
         self.descriptor = make_segment(size_bytes)
         try:
             self.mapping = SegmentMapping(self.descriptor, size_bytes)
         except BaseException:
             os.close(self.descriptor)
             raise
+        self.mapping.keep_from_children(self.descriptor)
         self._used_bytes = 0
 
     def allocate(self, size_bytes: int) -> int | None:
@@ -75,23 +75,6 @@ class Arena:
             return None
         self._used_bytes = end
         return offset
-
-    def detach(self) -> None:
-        """See ``SegmentMapping.detach``."""
-        self.mapping.detach()
-        self.is_detached = True
-
-    def forked(self) -> None:
-        """In a forked child: its writes are its own, as those to all its other memory."""
-        if self.descriptor >= 0 and not self.is_detached:
-            self.mapping.keep_to_this_process(self.descriptor)
-        self.close()
-
-    def close(self) -> None:
-        """Close the descriptor; memory that is in use stays."""
-        if self.descriptor >= 0:
-            os.close(self.descriptor)
-            self.descriptor = -1
 
 
 @dataclass(slots=True)
@@ -245,33 +228,29 @@ class WorkerSegments:
             self._invitations.clear()
             attachments, self._attachments = self._attachments, {}
             if self._arena is not None and attachments:
-                self._arena.detach()
+                self._arena.mapping.detach()
             for attachment in attachments.values():
                 attachment.end()
 
     def close(self) -> None:
-        """Close every connection and the segment's descriptor; tensors stay valid."""
+        """Close every connection; tensors stay valid, and the segment lives as long as they do."""
         with self._lock:
             self._is_wanted = False
             self._invitations.clear()
             for attachment in self._attachments.values():
                 attachment.end()
             self._attachments.clear()
-            arena, self._arena = self._arena, None
-            if arena is not None:
-                arena.close()
+            self._arena = None
 
     def forked(self) -> None:
         """In a forked child: the memory is shared with nobody, and the streams are the parent's alone."""
         self._lock = threading.Lock()  # a thread that the child has not may have held it
-        arena, self._arena = self._arena, None
+        self._arena = None
         self._is_wanted = False
         self._invitations.clear()
         attachments, self._attachments = self._attachments, {}
         for attachment in attachments.values():
             attachment.forked()
-        if arena is not None:
-            arena.forked()
 
     # ---- the I/O thread ----------------------------------------------------------------------------------------
 

@@ -10,6 +10,7 @@ import stat
 import struct
 import sys
 import warnings
+import weakref
 from pathlib import Path
 
 import torch
@@ -156,18 +157,14 @@ class SegmentMapping:
         """1-D, of the memory from ``offset``."""
         return torch.frombuffer(self.memory, dtype=dtype, count=numel, offset=offset)
 
-    def keep_to_this_process(self, descriptor: int) -> None:
-        """In a forked child: nobody else sees what it writes from now on; tensors stay as they are.
+    def keep_from_children(self, descriptor: int) -> None:
+        """Nobody sees what children that are forked from now on write to it; their tensors stay as they are.
 
         Args:
-            descriptor: of the segment. Nothing is copied: pages that the child writes to become its own.
-
-        Raises:
-            OSError: the system has no memory for it.
+            descriptor: of the segment; it is closed with the mapping.
         """
-        access, flags = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | _MAP_FIXED
-        if _libc.mmap(self.address, self.size_bytes, access, flags, descriptor, 0) != self.address:
-            raise OSError(ctypes.get_errno(), "mmap")
+        weakref.finalize(self.memory, os.close, descriptor).atexit = False
+        _kept_from_children[self.memory] = (self.address, self.size_bytes, descriptor)
 
     def detach(self) -> None:
         """Give this process private memory with the same content at the same addresses: tensors stay as they are.
@@ -183,6 +180,7 @@ class SegmentMapping:
         flags = _MREMAP_MAYMOVE | _MREMAP_FIXED
         if _libc.mremap(private, self.size_bytes, self.size_bytes, flags, self.address) != self.address:
             raise OSError(ctypes.get_errno(), "mremap")
+        _kept_from_children.pop(self.memory, None)
 
 
 def _c_library() -> ctypes.CDLL:
@@ -195,4 +193,19 @@ def _c_library() -> ctypes.CDLL:
     return library
 
 
+# By mapping: its address, its size and the descriptor of its segment.
+_kept_from_children: weakref.WeakKeyDictionary[mmap.mmap, tuple[int, int, int]] = weakref.WeakKeyDictionary()
+
+
+def _map_privately() -> None:
+    # Nothing is copied: pages that the child writes to become its own.
+    access, flags = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | _MAP_FIXED
+    for address, size_bytes, descriptor in list(_kept_from_children.values()):
+        if _libc.mmap(address, size_bytes, access, flags, descriptor, 0) != address:
+            raise OSError(ctypes.get_errno(), "a forked child could not get its own copy of memory shared with servers")
+    _kept_from_children.clear()  # its own children get what is its own now
+
+
 _libc = _c_library() if IS_AVAILABLE else ctypes.CDLL(None)
+if IS_AVAILABLE:
+    os.register_at_fork(after_in_child=_map_privately)
