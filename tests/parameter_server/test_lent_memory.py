@@ -239,7 +239,8 @@ def test_neighbours_lie_one_after_the_other_in_one_storage():
         assert neighbours(others) is None
 
 
-def test_only_a_later_push_says_that_an_answer_was_read():
+def attached() -> tuple[ShardSegments, WorkerSegment]:
+    """A worker's segment at a shard: a place for the gradient of a chunk, and one for its answer."""
     world = World()
     worker = Worker(world, 0, rule=APPLY)
     worker.initialise([spec(0, NUMEL)])
@@ -254,10 +255,33 @@ def test_only_a_later_push_says_that_an_answer_was_read():
         assert segments.attach(world.shard, segment) == ""
     finally:
         os.close(descriptor)
+    return segments, segment
+
+
+def answer_to(segment: WorkerSegment, sequence: int, values: torch.Tensor) -> Message:
+    member = segment.offer.member
+    fields = {"job": member.job, "worker": member.worker, "incarnation": member.incarnation, "key": 0}
+    return Message(MessageType.UPDATED, sequence=sequence, payload=values, numel=NUMEL, dtype=values.dtype, **fields)
+
+
+def test_a_repeated_answer_does_not_land_on_the_first_which_the_worker_may_be_reading():
+    segments, segment = attached()
+    assert segments.put(answer_to(segment, 5, ONES), None)
+    landed = segment.mapping.tensor(ONES.nbytes, NUMEL, ONES.dtype)
+    assert not segments.put(answer_to(segment, 5, ONES * 2), None)  # a newer version, to the same push
+    assert torch.equal(landed, ONES)
+    assert segments.put(answer_to(segment, 6, ONES * 3), None)
+    assert not segments.put(answer_to(segment, 5, ONES), None)
+    assert torch.equal(landed, ONES * 3)
+
+
+def test_only_a_later_push_says_that_an_answer_was_read():
+    segments, segment = attached()
+    member = segment.offer.member
     assert segment.lent is not None
     pins = PayloadPins(segment.lent.token)
     fields = {"job": member.job, "worker": 0, "incarnation": member.incarnation, "key": 0}
-    answer = Message(MessageType.UPDATED, sequence=5, payload=ONES, numel=NUMEL, dtype=ONES.dtype, **fields)
+    answer = answer_to(segment, 5, ONES)
     assert segments.put(answer, pins)
     assert answer.body == {"place": 0}
     for sequence in (4, 5):

@@ -50,6 +50,8 @@ class WorkerSegment:
     lent: LentMemory | None = None
     # By chunk, the last exchange whose answer it was told to read in the server's memory, and that memory.
     reads: dict[int, tuple[int, PayloadPins]] = field(default_factory=dict)
+    # By chunk, the last exchange whose answer was written to its own memory.
+    written: dict[int, int] = field(default_factory=dict)
 
     def accepted(self) -> tuple[bytes, list[int]]:
         """The answer to the offer, and the descriptors that go with it."""
@@ -166,13 +168,14 @@ class ShardSegments:
         place = segment.offer.places.get(answer.key)
         if place is None or values.nbytes != place.size_bytes:
             return False
-        if answer.key in segment.reads:
-            return False  # it may be reading the answer to the same push
+        if answer.key in segment.reads or answer.sequence <= segment.written.get(answer.key, 0):
+            return False  # it may be reading the answer to the same push, or to a later one
         if pins is not None and segment.lent is not None and pins.lender is segment.lent.token:
             pins.readers += 1
             segment.reads[answer.key] = answer.sequence, pins
             answer.in_segment, answer.body["place"] = True, pins.place
             return True
+        segment.written[answer.key] = answer.sequence
         ctypes.memmove(segment.mapping.address + place.answer, values.data_ptr(), place.size_bytes)
         answer.in_segment = True
         return True
