@@ -29,6 +29,7 @@ logger = logging.getLogger(__name__)
 
 # Those that keep the accuracy of most trainings; sparser ones are for the user to choose.
 CANDIDATES = ("bf16", "int8", "fp4")
+MIN_SAVING = 0.03  # of a step: less is within the measurement's noise, and a codec rounds gradients
 FIRST_MEASURED_STEP, CHOOSING_STEP = 3, 6
 SMALL_NUMEL, LARGE_NUMEL = 1024, 256 * 1024
 PROBES = 3
@@ -69,8 +70,10 @@ class Measured:
 
 
 def fastest(measured: Measured) -> str:
-    """The codec with the shortest step; the one with fewer losses where two are equal."""
-    return min(measured.bytes_by_codec, key=measured.expected_s)
+    """The codec with the shortest step; ``none`` where it would save less than MIN_SAVING of the step."""
+    best = min(measured.bytes_by_codec, key=measured.expected_s)
+    saves = measured.expected_s("none") - measured.expected_s(best)
+    return best if saves >= MIN_SAVING * measured.expected_s("none") else "none"
 
 
 class CodecChoice:
