@@ -7,6 +7,7 @@ import subprocess
 import sys
 from contextlib import ExitStack
 
+import pytest
 from support.hosts import needs_hosts
 from support.native_extension import needs_shared_memory
 from support.processes import free_port
@@ -35,6 +36,7 @@ RENAME = 'echo elsewhere > /proc/sys/kernel/hostname; mount -t tmpfs tmpfs /dev/
 
 @needs_hosts
 @needs_shared_memory
+@pytest.mark.slow
 def test_containers_are_hosts_where_they_share_no_process_table():
     program = [sys.executable, "-c", RANK]
     commands = [program, [*CONTAINER, *program], [*OTHER_NAME, RENAME, "sh", *program], program]

@@ -211,6 +211,7 @@ with socket.create_connection((sys.argv[1], 7000), timeout=20) as connection:
 
 
 @needs_hosts
+@pytest.mark.slow
 @pytest.mark.parametrize("round_trip_s", [0.0, 0.02], ids=["bridge", "relay"])
 def test_a_link_that_is_cut_loses_packets_until_it_is_mended(round_trip_s):
     rate = "10mbit" if round_trip_s else None
