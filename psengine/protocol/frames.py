@@ -3,6 +3,7 @@
     frames:  | header, 88 bytes | body (msgpack), if any | payload (raw bytes of one tensor), if any |
 
 A payload may lie in memory that both sides share (``in_segment``): then the header describes it, and no frame has it.
+Such messages travel in groups, see ``groups.py``.
 
 ``docs/protocol.md`` describes the header field by field. For any bytes, ``decode`` returns a message with
 consistent fields or raises ``ProtocolError``; a declared size allocates nothing.

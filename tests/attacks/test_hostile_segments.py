@@ -25,6 +25,7 @@ from psengine.environment.local_sockets import socket_beside
 from psengine.parameter_server.segments.memory import IS_AVAILABLE, SegmentMapping, make_segment
 from psengine.parameter_server.segments.offer import Member, Offer, Place
 from psengine.parameter_server.segments.passing import passing_path
+from psengine.protocol.frames import encode
 from psengine.protocol.layout import job_number
 
 pytestmark = pytest.mark.skipif(not IS_AVAILABLE, reason="memfd_create is Linux")
@@ -258,6 +259,21 @@ def test_a_frame_says_nothing_that_the_table_does_not(server, peer):
         assert torch.frombuffer(bytearray(again.payload), dtype=torch.float32).eq(-1.0).all()
     sequences = itertools.count(2)  # what is taken before the stream's end is seen gets no second answer
     eventually(lambda: push(peer, next(sequences)).body.get("code") == "segment")
+
+
+def test_a_group_with_a_bad_message_is_answered_message_by_message(server, peer):
+    with shared(server, peer) as memory:
+        memory.tensor(0, NUMEL, torch.float32).fill_(1.0)
+        assert push(peer, 1).type.name == "UPDATED"
+        header = bytearray(88)
+        header[:4] = b"PSEN"
+        good = [encode(peer.message("PROBE", key=0, sequence=1, body={"round": number})) for number in (1, 2)]
+        peer.socket.send(b"".join(good[0]) + bytes(header) + b"".join(good[1]))
+        answers = [peer.receive() for _ in range(3)]
+        assert [one.type.name for one in answers] == ["SENT", "ERROR", "SENT"]
+        peer.socket.send(b"".join(good[0])[:-1])  # cut off
+        assert peer.receive().body["code"] == "bad_message"
+        assert push(peer, 2).type.name == "UPDATED"
 
 
 def test_a_worker_that_writes_while_the_server_reads_harms_values_only(server, peer):

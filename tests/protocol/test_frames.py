@@ -21,7 +21,15 @@ from hypothesis import strategies as st
 
 from psengine.errors import ConfigurationError, ProtocolError
 from psengine.protocol import bodies
-from psengine.protocol.frames import HEADER_BYTES, buffer_of, decode, encode, payload_tensor, refusal
+from psengine.protocol.frames import (
+    HEADER_BYTES,
+    buffer_of,
+    decode,
+    encode,
+    payload_tensor,
+    refusal,
+)
+from psengine.protocol.groups import MAX_GROUP, split
 from psengine.protocol.layout import job_number
 from psengine.protocol.messages import DTYPES, NO_KEY, PROTOCOL_VERSION, ErrorCode, Message, MessageType
 
@@ -697,3 +705,40 @@ def test_bodies_with_one_wrong_value(vector, value, rng, newer):
 def test_mutated_frames(seed):
     rng = random.Random(seed)
     check(mutate(rng, rng.choice(list(FRAMES.values()))))
+
+
+def in_segment(sequence, body=None):
+    return Message(MessageType.PUSH, key=3, sequence=sequence, payload=torch.zeros(5), in_segment=True, body=body or {})
+
+
+def test_a_group_is_split_into_the_messages_that_it_was_joined_from():
+    messages = [in_segment(1), in_segment(2, {"weight": 2.0}), in_segment(3, {"step": [4, 3, True]}), in_segment(4)]
+    group = b"".join(frame for message in messages for frame in encode(message))
+    parts = split([memoryview(bytearray(group))])
+    assert [(one.sequence, one.body, one.numel) for one in map(decode, parts)] == [
+        (one.sequence, one.body, 5) for one in messages
+    ]
+    alone = b"".join(encode(messages[1]))
+    assert decode(split([alone])[0]).body == {"weight": 2.0}
+
+
+def test_what_is_no_group_is_refused_as_a_whole():
+    one, with_body = b"".join(encode(in_segment(1))), b"".join(encode(in_segment(2, {"weight": 2.0})))
+    for bad in (one + with_body[:-1], one + b"P", one + one[:-1], one * (MAX_GROUP + 1), with_body + b"\0"):
+        assert split([bad]) == [[bad]]
+        with raises(ProtocolError, "header has a wrong size"):
+            decode(split([bad])[0])
+    # The second header is checked like any other.
+    parts = split([one + b"x" * HEADER_BYTES])
+    with pytest.raises(ProtocolError, match=r"wrong size|no psengine message"):
+        decode(parts[-1])
+
+
+def test_a_group_cannot_carry_payloads():
+    push = encode(Message(MessageType.PUSH, key=3, sequence=1, payload=torch.zeros(0)))
+    parts = split([b"".join(map(bytes, push)) + b"".join(encode(in_segment(2)))])
+    with raises(ProtocolError, "wrong number of frames"):
+        decode(parts[0])
+    assert decode(parts[1]).sequence == 2
+    three = encode(in_segment(1)) * 3
+    assert split(three) == [three], "frames of a message that is no group"

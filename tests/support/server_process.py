@@ -226,6 +226,7 @@ class Peer:
         self.rank = self.incarnation = self.epoch = 0
         self.nonce = int.from_bytes(os.urandom(7), "little")
         self._requests = 0
+        self._parts: list[Any] = []  # of a group that came
 
     def __enter__(self) -> Peer:
         return self
@@ -241,10 +242,13 @@ class Peer:
     def receive(self, timeout_s: float = 5.0) -> Any:
         """The next message; None where none comes in time."""
         from psengine.protocol.frames import decode
+        from psengine.protocol.groups import split
 
-        if not self.socket.poll(int(timeout_s * 1000)):
-            return None
-        return decode(self.socket.recv_multipart())
+        if not self._parts:
+            if not self.socket.poll(int(timeout_s * 1000)):
+                return None
+            self._parts = split(self.socket.recv_multipart())
+        return decode(self._parts.pop(0))
 
     def request(self, kind: str, *, timeout_s: float = 5.0, **fields: Any) -> Any:
         """Send a message as the worker that said hello, and return the answer."""

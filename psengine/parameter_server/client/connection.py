@@ -32,6 +32,7 @@ from psengine.parameter_server.client.reachability import watch_first_contact
 from psengine.parameter_server.client.runtime import Receiver, Runtime, Transport
 from psengine.parameter_server.client.segments import WorkerSegments
 from psengine.protocol.frames import decode, encode
+from psengine.protocol.groups import split
 from psengine.protocol.keys import CurveClientKeys
 from psengine.protocol.messages import MAX_PAYLOAD_BYTES, ErrorCode, Message, MessageType
 
@@ -61,6 +62,9 @@ ZERO_COPY_BYTES = 128 * 1024
 # Then other sockets and the queued tasks get their turn.
 RECEIVES_PER_TURN = 64
 MAX_FRAMES = 3
+# Pushes whose payload lies in shared memory and that are ready together travel as one frame: a shard answers the first
+# before the last is sent where a step has more.
+PUSHES_PER_GROUP = 8
 _OF_SEGMENTS = frozenset({MessageType.WELCOME, MessageType.ERROR})
 
 
@@ -95,6 +99,8 @@ class Connection(Transport):
         self._context: Any = zmq.Context()
         self._sockets: list[Any] = []
         self._uncopied: list[UncopiedSends] = []
+        # By socket, messages without a payload frame that leave before this thread waits.
+        self._groups: list[list[bytes]] = []
         self._monitors: list[HandshakeMonitor] = []
         self._poller: Any = zmq.Poller()
         self._tasks: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
@@ -144,6 +150,7 @@ class Connection(Transport):
         self._indices[socket] = len(self._sockets)
         self._sockets.append(socket)
         self._uncopied.append(UncopiedSends(socket))
+        self._groups.append([])
         self._poller.register(socket, zmq.POLLIN)
         self._addresses.append(address)
         self._take_way(len(self._sockets) - 1)
@@ -197,6 +204,12 @@ class Connection(Transport):
         if message.type is MessageType.PUSH:
             self.segments.place(self._addresses[index], message)
         *frames, last = encode(message, checksum=self._checksum)
+        group = self._groups[index]
+        if message.in_segment:
+            group.extend((*frames, last))
+            return len(group) < 2 * PUSHES_PER_GROUP or self._send_group(index)
+        if group:
+            self._send_group(index)  # a connection keeps its order
         try:
             for frame in frames:
                 socket.send(frame, zmq.NOBLOCK | zmq.SNDMORE)
@@ -204,6 +217,17 @@ class Connection(Transport):
                 socket.send(last, zmq.NOBLOCK)
             else:
                 self._uncopied[index].send(last)
+        except zmq.Again:
+            return False
+        return True
+
+    def _send_group(self, index: int) -> bool:
+        """Send what is gathered; without a connection it is lost, and the link asks once there is one."""
+        group = self._groups[index]
+        frame = b"".join(group)
+        group.clear()
+        try:
+            self._sockets[index].send(frame, zmq.NOBLOCK)
         except zmq.Again:
             return False
         return True
@@ -249,6 +273,9 @@ class Connection(Transport):
                 for uncopied in self._uncopied:
                     uncopied.release()
                 self._receiver.tick(now_s)
+            for index, group in enumerate(self._groups):
+                if group:
+                    self._send_group(index)
             # Set before the deque is looked at: who appends after that look sees it set, and wakes this thread.
             self._may_sleep = True
             timeout_ms = 0 if tasks or self._is_stopping else max(0, int((next_tick_s - now_s) * 1000) + 1)
@@ -278,13 +305,14 @@ class Connection(Transport):
                 frame = socket.recv(copy=False)
                 frames[MAX_FRAMES:] = [frame.buffer]  # one too many is enough for ``decode`` to refuse them
             now_s = time.monotonic()
-            try:
-                message = decode(frames)
-            except ProtocolError as error:
-                self._receiver.garbled(index, error, now_s)
-            else:
-                if not (message.in_segment or message.type in _OF_SEGMENTS) or self._look_into(index, message):
-                    self._receiver.received(index, message, now_s)
+            for part in split(frames):
+                try:
+                    message = decode(part)
+                except ProtocolError as error:
+                    self._receiver.garbled(index, error, now_s)
+                else:
+                    if not (message.in_segment or message.type in _OF_SEGMENTS) or self._look_into(index, message):
+                        self._receiver.received(index, message, now_s)
 
     def _look_into(self, index: int, message: Message) -> bool:
         """Take what a message says of shared memory; whether the receiver gets it."""

@@ -52,7 +52,7 @@ class Received(NamedTuple):
 
     route: bytes  # the connection's routing id
     user_id: str  # the client's key; "" where keys name nobody
-    frames: list[memoryview]
+    frames: list[Any]  # bytes, or memoryviews of bytes
     size_bytes: int  # of the frames
     descriptor: int  # of the connection, see ``connections.py``; -1 where zmq does not say
     part: zmq.Frame  # its last

@@ -26,6 +26,7 @@ from psengine.parameter_server.server.transport.endpoint import Endpoint, Receiv
 from psengine.parameter_server.server.transport.segments import ShardSegments
 from psengine.parameter_server.status_model import ShardStatus, Transport
 from psengine.protocol.frames import decode, encode, refusal
+from psengine.protocol.groups import split
 from psengine.protocol.messages import ErrorCode, Message, MessageType
 from psengine.tracing.logging_format import RateLimit
 
@@ -33,6 +34,9 @@ logger = logging.getLogger(__name__)
 _Result = TypeVar("_Result")
 
 DRAIN_MESSAGES = 64
+# Answers in shared memory travel together while messages are waiting: few, so that the worker copies the first values
+# while the next chunks are stepped.
+ANSWERS_PER_GROUP = 4
 # How often the queue of a peer that does not read is tried.
 FLUSH_S = 0.002
 # How long messages that are queued when the server ends may take to be answered.
@@ -71,6 +75,10 @@ class ShardThread(threading.Thread):
         self.drained = threading.Event()
         shard.want_snapshot = lambda route, message: on_snapshot(self, route, message)
         self._asked: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        # A worker's answers without a payload frame that leave together, and its route.
+        self._group: list[bytes] = []
+        self._group_route = b""
+        self._group_answers = 0
         self._ends = False
         self._has_ended = False
         self._drain_until_s: float | None = None
@@ -171,11 +179,18 @@ class ShardThread(threading.Thread):
             received = self.endpoint.receive()
             if received is None:
                 break
-            self._take(received)
+            self._hear(received)
             if time.monotonic() >= self.last_tick_s + TICK_S:
                 break  # large messages take long, and other work waits for the rest of the turn
+        self._send_group()
         if self._drain_until_s is not None and time.monotonic() > self._drain_until_s:
             self.drained.set()
+
+    def _hear(self, received: Received) -> None:
+        size_bytes = received.size_bytes
+        for part in split(received.frames):
+            self._take(received._replace(frames=part, size_bytes=size_bytes))
+            size_bytes = 0  # the bytes are counted with the first
 
     def _take(self, received: Received) -> None:
         message: Message | None = None
@@ -189,7 +204,7 @@ class ShardThread(threading.Thread):
             outgoing = self.shard.handle(sender, message, time.monotonic())
             self._note_heard(received, self.shard.worker_routes(sender, message))
             # A worker that asks for an answer again may be reading the place where it was written before.
-            self._send(outgoing, may_share=message.type is not MessageType.REPEAT)
+            self._send(outgoing, may_share=message.type is not MessageType.REPEAT, may_wait=True)
         except ProtocolError as error:
             self._note_heard(received)
             self._note_bad(received, error)
@@ -211,7 +226,7 @@ class ShardThread(threading.Thread):
         self.bad_messages += 1
         suppressed = self._complaints.allows(time.monotonic())
         if suppressed is not None:
-            sizes = [frame.nbytes for frame in received.frames[:4]]
+            sizes = [len(frame) for frame in received.frames[:4]]
             logger.warning(
                 "shard %d refused a message from peer %s%s: %s (frames of %s bytes%s; %d like it unmentioned)",
                 self.shard.index,
@@ -229,12 +244,14 @@ class ShardThread(threading.Thread):
             answer.epoch = self.shard.epoch
             self._send([Outgoing(received.route, answer)])
 
-    def _send(self, outgoing: list[Outgoing], *, may_share: bool = True) -> None:
+    def _send(self, outgoing: list[Outgoing], *, may_share: bool = True, may_wait: bool = False) -> None:
+        """Send these; ``may_wait``: answers in shared memory leave with the next ones, at the latest before a wait."""
         for one in outgoing:
             kind = one.message.type
             if kind is MessageType.UPDATED and may_share and self.segments.put(one.message, one.pins):
-                self.endpoint.send(one.route, encode(one.message))
+                self._send_with_others(one)
                 continue
+            self._send_group()  # a connection keeps its order
             if kind is MessageType.WELCOME:
                 self.segments.sign(one.message)
             frames = encode(one.message)
@@ -243,6 +260,24 @@ class ShardThread(threading.Thread):
             else:
                 self.endpoint.send(one.route, frames, copies=False)
                 one.pins.pin(frames[-1])
+
+        if not may_wait:
+            self._send_group()
+
+    def _send_with_others(self, one: Outgoing) -> None:
+        if one.route != self._group_route:
+            self._send_group()
+        self._group_route = one.route
+        self._group.extend(encode(one.message))
+        self._group_answers += 1
+        if self._group_answers == ANSWERS_PER_GROUP:
+            self._send_group()
+
+    def _send_group(self) -> None:
+        if not self._group:
+            return
+        frames, self._group, self._group_answers = [b"".join(self._group)], [], 0
+        self.endpoint.send(self._group_route, frames)
 
     def _answer_asked(self) -> None:
         while True:
