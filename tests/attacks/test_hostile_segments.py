@@ -223,7 +223,8 @@ def offer_as_other_user(path: str, data: bytes) -> bytes:
     stream = socket.socket(socket.AF_UNIX)
     stream.settimeout(10.0)
     stream.connect(path)
-    socket.send_fds(stream, [data], [descriptor])
+    with contextlib.suppress(BrokenPipeError):  # it may have refused already
+        socket.send_fds(stream, [data], [descriptor])
     return stream.recv(4096)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import socket
@@ -85,8 +86,9 @@ def pass_segment(path: str, offer: Offer, descriptor: int) -> tuple[socket.socke
         if uid not in (0, os.geteuid()):
             raise ProtocolError(f"another user's process listens there (expected user {os.geteuid()} or 0, got {uid})")
         data = memoryview(offer.to_bytes())
-        sent = socket.send_fds(stream, [data], [descriptor])
-        stream.sendall(data[sent:])
+        with contextlib.suppress(BrokenPipeError):  # a shard that refuses at once has said why before it closed
+            sent = socket.send_fds(stream, [data], [descriptor])
+            stream.sendall(data[sent:])
         lent = _read_answer(stream, offer)
         stream.setblocking(False)
     except BaseException:
