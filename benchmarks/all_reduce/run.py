@@ -10,6 +10,7 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -148,13 +149,23 @@ def measure(rank: Rank, sizes_kb: list[int], rounds: int) -> list[dict[str, list
 
 def measure_on_ranks(
     world_size: int, sizes_kb: list[int], rounds: int, deadline_s: float, mpiexec: str | None
-) -> tuple[list[dict[str, list[float]]], dict[str, list[float]]]:
-    """The slowest rank's seconds: of each size, and of a mean."""
+) -> list[dict[str, list[float]]]:
+    """The slowest rank's seconds, of each size."""
+    per_rank = run_ranks(measure, world_size, sizes_kb, rounds, **how(world_size, deadline_s, mpiexec))
+    return [slowest(of_size) for of_size in zip(*per_rank, strict=True)]
+
+
+def measure_mean_on_ranks(
+    world_size: int, rounds: int, deadline_s: float, mpiexec: str | None
+) -> dict[str, list[float]]:
+    """The slowest rank's seconds, of a mean."""
+    return slowest(run_ranks(measure_mean, world_size, rounds, **how(world_size, deadline_s, mpiexec)))
+
+
+def how(world_size: int, deadline_s: float, mpiexec: str | None) -> dict[str, Any]:
+    """How ranks are started."""
     environment = MPICH_WHERE_CORES_ARE_SHARED if world_size > len(os.sched_getaffinity(0)) else {}
-    how = {"deadline_s": deadline_s, "mpiexec": mpiexec, "environment": environment}
-    per_rank = run_ranks(measure, world_size, sizes_kb, rounds, **how)
-    means = run_ranks(measure_mean, world_size, rounds, **how)
-    return [slowest(of_size) for of_size in zip(*per_rank, strict=True)], slowest(means)
+    return {"deadline_s": deadline_s, "mpiexec": mpiexec, "environment": environment}
 
 
 def size_text(size_kb: int) -> str:
@@ -183,7 +194,8 @@ def main() -> None:
     if mpiexec is None:
         record.caveat(NO_MPI)
     for world_size in options.ranks:
-        found, means = measure_on_ranks(world_size, sizes_kb, rounds, options.deadline, mpiexec)
+        found = measure_on_ranks(world_size, sizes_kb, rounds, options.deadline, mpiexec)
+        means = measure_mean_on_ranks(world_size, rounds, options.deadline, mpiexec)
         record.add({"ranks": world_size, "size": ONE_NUMBER}, means)
         for size_kb, seconds in zip(sizes_kb, found, strict=True):
             record.add({"ranks": world_size, "size": size_text(size_kb)}, seconds)
