@@ -39,6 +39,7 @@ FLOORS = [
     "parameter_server/server/core",
     "parameter_server/server/rules",
     "parameter_server/server/snapshots",
+    "parameter_server/server/log",
     "parameter_server",
     "tracing",
     "status_port",
@@ -72,7 +73,12 @@ MAY_USE_TORCH_DISTRIBUTED = {
     "wrapper/native_features/mixed_precision",
 }
 # What a simulation runs under a clock of its own, and what gives them to it in a process.
-IS_GIVEN_TIME = ("parameter_server/server/core/", "parameter_server/server/rules/", "parameter_server/client/")
+IS_GIVEN_TIME = (
+    "parameter_server/server/core/",
+    "parameter_server/server/rules/",
+    "parameter_server/server/log/",
+    "parameter_server/client/",
+)
 GIVES_TIME = {
     "parameter_server/client/connection",
     "parameter_server/client/embedded",
