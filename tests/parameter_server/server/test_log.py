@@ -1,4 +1,4 @@
-"""The write-ahead log of a shard, without threads: what was durable comes back, or an error says where the damage is."""
+"""The write-ahead log of a shard, without threads: what was durable comes back, or an error names the place."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """The disk under a server's log, as an interface: a daemon gives a directory, a simulation a disk of its own.
 
 What is certain about a file: a ``sync`` that returned makes every earlier ``append`` durable; ``sync_names`` makes
-durable which names there are. Everything else may be there after a power loss, or not, or in part. A ``sync`` that failed says
-nothing about what is there, and must not be tried again as if it did.
+durable which names there are. Everything else may be there after a power loss, or not, or in part. A ``sync`` that
+failed says nothing about what is there, and must not be tried again as if it did.
 """
 
 from __future__ import annotations
