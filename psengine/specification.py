@@ -40,9 +40,14 @@ class Specification:
         """Read ``text``, a ``kind`` ("strategy"). Colons after the first belong to values, such as addresses.
 
         Raises:
-            ConfigurationError: an option is given twice, or the first item is no option.
+            ConfigurationError: an option is given twice, the first item is no option, or nothing follows a colon.
         """
-        name, _, rest = text.partition(":")
+        name, colon, rest = text.partition(":")
+        if colon and not rest.strip(" ,"):
+            raise ConfigurationError(
+                f"{kind} {text!r}: options follow the colon (expected {name}, or {name}:option=value, got nothing after"
+                " the colon)"
+            )
         written: dict[str, list[str]] = {}
         last: list[str] | None = None
         for item in filter(None, (part.strip() for part in rest.split(","))):
@@ -152,8 +157,11 @@ class Registry(Generic[Made]):
 
     def _whose_option(self, key: str) -> str:
         """The end of an error's text, with the names that have the option ``key``; "" if none has."""
-        names = [name for name in self if key in self.options_of(name)]
-        return f". Fix: {key} is an option of {self.kind} {' and '.join(map(repr, names))}" if names else ""
+        names = [repr(name) for name in self if key in self.options_of(name)]
+        if not names:
+            return ""
+        listed = f"{', '.join(names[:-1])} and {names[-1]}" if len(names) > 1 else names[0]
+        return f". Fix: {key} is an option of {self.kind} {listed}"
 
     def read(self, text: str, parts: Mapping[str, Registry[Any]] | None = None) -> Callable[..., Made]:
         """Return the factory that ``text`` names, with the options that it gives; it takes the registry's arguments.
@@ -172,6 +180,11 @@ class Registry(Generic[Made]):
         for key, registry in (parts or {}).items():
             part = options.get(key)
             if isinstance(part, str):
+                if (first := part.partition(":")[0]) != part and first in registry:
+                    raise ConfigurationError(
+                        f"{self.kind} {text!r}: a comma separates options, a {registry.kind}'s own too (expected"
+                        f" {key}={part.replace(':', ',')}, got {key}={part})"
+                    )
                 known[f"{registry.kind} {part!r}"] = registry.options_of(part)
                 options[key] = registry[part](**registry._take_options(part, left))
         if left:

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from psengine.cli.console import print_if_read
-from psengine.cli.launching.failure import RankEnd, describe_exit
+from psengine.cli.launching.failure import RankEnd
 
 if TYPE_CHECKING:
     from psengine.cli.launching.run import Outcome
@@ -40,7 +40,7 @@ def show_outcome(console: Console, outcome: Outcome, *, independent: bool, comma
 def _show_failure(console: Console, first: RankEnd, ends: Sequence[RankEnd], command: str) -> None:
     when = "" if first.failed_s is None else f", at {time.strftime('%H:%M:%S', time.localtime(first.failed_s))}"
     again = f", after {first.restarts} restarts" if first.restarts else ""
-    headline = f"{first.name} failed first{when}{again}: {describe_exit(first.exit_code)}"
+    headline = f"{first.name} failed first{when}{again}: {first.how}"
     print_if_read(console, Text(f"{command}: {headline}", style="bold red"), soft_wrap=True)
     for line in first.traceback or ("(it wrote nothing to stderr)",):
         print_if_read(console, Text(f"  {line}"), soft_wrap=True)
@@ -49,7 +49,7 @@ def _show_failure(console: Console, first: RankEnd, ends: Sequence[RankEnd], com
     lines = [_ranks("ended because of it", [end for end in others if end.was_ended])]
     for end in sorted(failed, key=lambda one: (one.failed_s or 0.0, one.rank)):
         words = f": {end.last_words}" if end.last_words else ""
-        lines.append(f"failed after it: rank {end.rank}, {describe_exit(end.exit_code)}{words}")
+        lines.append(f"failed after it: rank {end.rank}, {end.how}{words}")
     lines.append(_ranks("had finished", [end for end in others if end.exit_code == 0]))
     for line in filter(None, lines):
         print_if_read(console, Text(line), soft_wrap=True)
@@ -62,7 +62,7 @@ def _show_fates(console: Console, ends: Sequence[RankEnd]) -> None:
         table.add_column(column)
     for end in ends:
         is_well = end.exit_code == 0
-        fate = Text("in order", style="green") if is_well else Text(describe_exit(end.exit_code), style="red")
+        fate = Text("in order", style="green") if is_well else Text(end.how, style="red")
         words = "" if is_well else end.last_words
         table.add_row(str(end.rank), str(end.pid), str(end.restarts), fate, Text(words))
     print_if_read(console, table)

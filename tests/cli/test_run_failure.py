@@ -21,7 +21,7 @@ from psengine.cli.launching.processes import DeathWatch
     ("end", "code", "fate", "traceback"),
     [
         ("raise", 1, "exit code 1", ["KeyError: 'weights'", "direct cause", "ValueError: bad checkpoint"]),
-        ("kill", 137, "killed by SIGKILL", []),
+        ("kill", 137, r"killed by SIGKILL \(by someone or by the kernel, but not for lack of memory\)", []),
         slow("segfault", 139, "killed by SIGSEGV", ["Segmentation fault", "launched_worker.py"]),
     ],
 )

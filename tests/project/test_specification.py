@@ -18,7 +18,6 @@ from psengine.strategies.sync_all_reduce import SyncAllReduce
     ("text", "name", "options"),
     [
         ("sync", "sync", {}),
-        ("sync:", "sync", {}),
         ("a:x=1,y=0.5,z=text", "a", {"x": 1, "y": 0.5, "z": "text"}),
         ("a:x=true,y=False,z=none,w=", "a", {"x": True, "y": False, "z": None, "w": ""}),
         ("a: x = 1 , y=2,", "a", {"x": 1, "y": 2}),
@@ -39,11 +38,30 @@ def test_specifications_are_parsed(text, name, options):
     [
         ("a:checksum", r"'a:checksum': options are written option=value \(got 'checksum'\)"),
         ("a:x=1,y=2,x=1", r"each option is given once \(got 'x' twice\)"),
+        ("a:", r"'a:': options follow the colon \(expected a, or a:option=value, got nothing"),
+        ("a: ,", r"got nothing after the colon"),
     ],
 )
 def test_malformed_options_are_refused(text, message):
     with pytest.raises(ConfigurationError, match=message):
         Specification.parse("strategy", text)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("sync:every=8", r"every is an option of strategy 'local', 'diloco', 'local-server' and 'diloco-server'$"),
+        ("sync:shard_optimizer=yes", r"\(expected true or false, got 'yes'\)"),
+        ("async:timeout_s=0", r"timeout_s of strategy 'async' \(expected a positive number of seconds, got 0\)"),
+        (
+            "async:servers=localhost:70",
+            r"\(expected tcp://host:port or .* got 'localhost:70'\). Did you mean tcp://loc",
+        ),
+    ],
+)
+def test_a_value_that_is_refused_comes_with_what_was_expected(text, message):
+    with pytest.raises(ConfigurationError, match=message):
+        resolve_strategy(text)
 
 
 def test_a_number_is_no_name_of_a_job():
@@ -66,7 +84,6 @@ def test_a_list_reaches_the_option_before_it():
     ("text", "expected"),
     [
         ("async", "async:job=j,servers=tcp://a:1"),
-        ("async:", "async:job=j,servers=tcp://a:1"),
         ("async:servers=ipc:///job=1,ipc:///b", "async:servers=ipc:///job=1,ipc:///b,job=j"),
         ("async:job=a,servers=x,", "async:job=a,servers=x,"),
     ],
@@ -119,6 +136,7 @@ def test_a_part_gets_the_options_that_the_whole_does_not_name(dishes):
         ),
         ("pie:share=2", r"expected some of \['filling', 'size'\] of dish 'pie', got share=2\)"),
         ("pie:filling=pear", r"unknown filling \(expected one of \['apple'\], got 'pear'\)"),
+        ("pie:filling=apple:share=2", r"expected filling=apple,share=2, got filling=apple:share=2\)"),
         ("pei", r"unknown dish \(expected one of \['pie'\], got 'pei'\)\. Did you mean pie\?"),
     ],
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import logging
 import os
 import re
 import time
@@ -75,6 +76,27 @@ def test_a_late_worker_gets_the_others_state(server):
     assert_equal(first, late)
     for a, b in zip(first_momenta, momenta, strict=True):
         assert torch.equal(a, b)
+
+
+def large_quorum(rank: int, world_size: int, address: str) -> list[str]:
+    use(address)
+    found: list[str] = []
+
+    class Listening(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            found.append(record.getMessage())
+
+    logging.getLogger("psengine.strategies.servers.base").addHandler(Listening(logging.WARNING))
+    for quorum in (1, 3):
+        wrap(f"sync-server:quorum={quorum},job=of-{quorum}").leave()
+    return found
+
+
+def test_a_quorum_of_more_workers_than_there_are_is_said_once(server):
+    first, second = run_ranks(large_quorum, 2, server.addresses[0])
+    assert second == []
+    (said,) = first
+    assert "quorum=3 is more than the job's 2 workers, so each exchange waits for all of them" in said
 
 
 def independent(rank: int, world_size: int, address: str) -> list[float]:

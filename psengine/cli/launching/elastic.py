@@ -28,6 +28,7 @@ from typing_extensions import override
 
 from psengine.cli.launching.failure import LAUNCHER, UNHANDLED, RankEnd, failure_time, first_failure, last_traceback
 from psengine.cli.launching.interruption import Interruption
+from psengine.cli.launching.memory_kills import MemoryKills
 from psengine.cli.launching.nodes import NodeFailures
 from psengine.cli.launching.output import KEPT_LINES, WorkerOutput
 from psengine.cli.launching.plan import Plan
@@ -60,6 +61,7 @@ class ElasticWorkers:
         self._local_ranks: dict[int, int] = {}
         self._log_files: dict[int, str] = {}  # stderr, where torchrun writes it to a file
         self._restarts = 0
+        self._memory_kills = MemoryKills()
         fewest, most = node_counts(self._options)
         self._is_elastic = fewest < most
         self._nodes = NodeFailures() if most > 1 else None
@@ -199,6 +201,7 @@ class ElasticWorkers:
                     was_ended=is_agents_doing or (failed_s or 0.0) > signal_s,
                     traceback=traceback,
                     restarts=self._restarts,
+                    was_short_of_memory=self._memory_kills.have_grown(),
                 )
             )
         return ends

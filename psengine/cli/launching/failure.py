@@ -35,11 +35,16 @@ _PEER_LOST = re.compile(
     r"|Broken pipe|recvValue failed"
 )
 _MEANINGS = {
-    signal.SIGKILL: "out of memory? see the kernel's log (dmesg)",
     signal.SIGSEGV: "segmentation fault",
     signal.SIGABRT: "aborted",
     signal.SIGBUS: "bus error: no space left in shared memory?",
     signal.SIGTERM: "somebody ended it",
+}
+# By whether the kernel ended a process for lack of memory.
+_KILLED = {
+    True: "out of memory: the kernel ended a process of this host; see its log (dmesg)",
+    False: "by someone or by the kernel, but not for lack of memory",
+    None: "by someone or by the kernel, perhaps for lack of memory: see its log (dmesg)",
 }
 
 
@@ -54,6 +59,8 @@ class RankEnd:
         traceback: the last one in its stderr, else its last lines.
         restarts: how often it had been started again.
         is_independent: it is an independent worker, whose number is ``rank``.
+        was_short_of_memory: the kernel of its host ended a process for lack of memory during the run; None where the
+            kernel does not tell.
     """
 
     rank: int
@@ -66,6 +73,7 @@ class RankEnd:
     traceback: Sequence[str] = ()
     restarts: int = 0
     is_independent: bool = False
+    was_short_of_memory: bool | None = None
 
     @property
     def speaks_of_peer(self) -> bool:
@@ -80,6 +88,11 @@ class RankEnd:
         if self.is_independent:
             return f"worker {self.rank} on host {self.host}"
         return f"rank {self.rank} (local rank {self.local_rank}) on host {self.host}"
+
+    @property
+    def how(self) -> str:
+        """Its exit code in words."""
+        return describe_exit(self.exit_code, self.was_short_of_memory)
 
     @property
     def last_words(self) -> str:
@@ -125,15 +138,18 @@ def failure_time(exit_code: int, spoke_s: float | None, ended_s: float | None) -
     return spoke_s if ended_s - spoke_s < MAX_TEARDOWN_S else ended_s
 
 
-def describe_exit(exit_code: int) -> str:
-    """An exit code in words; negative for a signal."""
+def describe_exit(exit_code: int, was_short_of_memory: bool | None = None) -> str:
+    """An exit code in words; negative for a signal. Nothing tells who sent SIGKILL, only whether memory was short."""
     if exit_code >= 0:
         return f"exit code {exit_code}"
     try:
         number = signal.Signals(-exit_code)
     except ValueError:
         return f"killed by signal {-exit_code}"
-    meaning = _MEANINGS.get(number)
+    if number == signal.SIGKILL:
+        meaning: str | None = _KILLED[was_short_of_memory]
+    else:
+        meaning = _MEANINGS.get(number)
     return f"killed by {number.name}" + (f" ({meaning})" if meaning else "")
 
 

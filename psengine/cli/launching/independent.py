@@ -12,6 +12,7 @@ import torch
 
 from psengine.cli.launching.failure import RankEnd, describe_exit, failure_time, last_traceback
 from psengine.cli.launching.interruption import Interruption
+from psengine.cli.launching.memory_kills import MemoryKills
 from psengine.cli.launching.output import WorkerOutput
 from psengine.cli.launching.plan import Plan
 from psengine.cli.launching.processes import kill_group
@@ -57,6 +58,7 @@ class IndependentWorkers:
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         self._restarts = dict.fromkeys(plan.ranks, 0)
         self._is_stopping = False
+        self._memory_kills = MemoryKills()
 
     def start(self) -> None:
         """Start the workers.
@@ -114,16 +116,15 @@ class IndependentWorkers:
         code, restarts = process.returncode, self._restarts[rank]
         if self._is_stopping or self._interruption.received is not None:
             return  # it ended as it was told to; Slurm signals workers and launcher at once
+        was_short_of_memory = self._memory_kills.have_grown()
+        how = describe_exit(code, was_short_of_memory)
         if code != 0 and restarts < self._max_restarts:
             self._restarts[rank] += 1
-            self._report(
-                f"worker {rank} ended ({describe_exit(code)}); starting it again"
-                f" ({restarts + 1} of {self._max_restarts})"
-            )
+            self._report(f"worker {rank} ended ({how}); starting it again ({restarts + 1} of {self._max_restarts})")
             self._start(rank)
             return
         if code != 0:
-            self._report(f"worker {rank} ended ({describe_exit(code)}); the others go on")
+            self._report(f"worker {rank} ended ({how}); the others go on")
         spoke_s, traceback = last_traceback(self._output.last_lines(rank))
         self.ends.append(
             RankEnd(
@@ -135,5 +136,6 @@ class IndependentWorkers:
                 traceback=traceback,
                 restarts=restarts,
                 is_independent=True,
+                was_short_of_memory=was_short_of_memory,
             )
         )

@@ -121,7 +121,7 @@ def make_plan(parts: RunArguments, given: RunOptions) -> Plan:
         options.shutdown_timeout = int(read_variable("TORCH_ELASTIC_SHUTDOWN_TIMEOUT") or SHUTDOWN_S)
     strategy = given.strategy or default_strategy()
     named = given.server_address or read_variable("PSENGINE_SERVERS")
-    uses_servers, notes = _read_names(strategy, given.collective)
+    uses_servers, notes = _read_names(strategy, given.collective, _source_of(parts, is_module=options.module))
     if uses_servers is None:  # the script registers it
         uses_servers = bool(given.servers or named)
     needs_servers = uses_servers and not Specification.parse("strategy", strategy).options.get("servers")
@@ -218,11 +218,22 @@ def expected_servers(given: RunOptions) -> int:
     return int(name in SERVER_STRATEGIES and "servers=" not in options)
 
 
-def _read_names(strategy: str, collective: str | None) -> tuple[bool | None, list[str]]:
+def _source_of(parts: RunArguments, *, is_module: bool) -> str:
+    """The text of the script, of a module under this folder too; "" where there is none to read."""
+    name = parts.script[0]
+    path = Path(*name.split(".")).with_suffix(".py") if is_module else Path(name)
+    try:
+        return path.read_text(errors="replace")
+    except OSError:
+        return ""
+
+
+def _read_names(strategy: str, collective: str | None, source: str) -> tuple[bool | None, list[str]]:
     """Return whether the strategy uses servers (None: only the script knows it), and notes on names it must register.
 
     Raises:
-        ConfigurationError: a strategy or a collective of psengine's own has no such option.
+        ConfigurationError: a strategy or a collective of psengine's own has no such option; a name is like one of
+            psengine's, and ``source``, the script's text, does not have it.
     """
     from psengine.codecs.registry import CODECS
     from psengine.collectives.registry import COLLECTIVES
@@ -240,10 +251,15 @@ def _read_names(strategy: str, collective: str | None) -> tuple[bool | None, lis
             COLLECTIVES.read(collective)
         else:
             unknown.append((COLLECTIVES, name))
-    notes = [
-        f"{registry.kind} {name!r} is none of psengine's: the script has to register it{did_you_mean(name, registry)}"
-        for registry, name in unknown
-    ]
+    notes = []
+    for registry, name in unknown:
+        hint = did_you_mean(name, registry)
+        if hint and source and name not in source:
+            raise ConfigurationError(
+                f"unknown {registry.kind} (expected one of {sorted(registry)}, or a name that stands in the script,"
+                f" which registers it; got {name!r}){hint}"
+            )
+        notes.append(f"{registry.kind} {name!r} is none of psengine's: the script has to register it{hint}")
     if named.name not in STRATEGIES:
         return None, notes
     kind = STRATEGIES[named.name]

@@ -27,8 +27,9 @@ def parse_addresses(servers: str | Sequence[str] | None) -> tuple[str, ...]:
     for address in addresses:
         match = _ADDRESS.fullmatch(address)
         if match is None or not (match[2] is None or 0 < int(match[2]) < 65536):
+            fix = f". Did you mean tcp://{address}?" if _ADDRESS.fullmatch(f"tcp://{address}") else ""
             raise ConfigurationError(
-                f"a server's address is malformed (expected tcp://host:port or ipc:///path, got {address!r})"
+                f"a server's address is malformed (expected tcp://host:port or ipc:///path, got {address!r}){fix}"
             )
     return addresses
 

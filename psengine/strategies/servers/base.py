@@ -78,7 +78,9 @@ class ServerStrategy(Strategy):
         compress: str | Codec | None = None,
     ) -> None:
         if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float) or not 0 < timeout_s < float("inf"):
-            raise ConfigurationError(f"timeout_s is a positive number of seconds (got {timeout_s!r})")
+            raise ConfigurationError(
+                f"timeout_s of strategy {self.name!r} (expected a positive number of seconds, got {timeout_s!r})"
+            )
         if checksum not in (True, False):
             raise ConfigurationError(f"strategy {self.name!r}: checksum (expected true or false, got {checksum!r})")
         for option, value in (("servers", servers), ("job", job)):
@@ -209,6 +211,17 @@ class ServerStrategy(Strategy):
         from psengine.parameter_server.client.worker_session import WorkerSession
 
         self._replica, self._rendezvous = replica, rendezvous
+        quorum, workers = options.get("quorum"), rendezvous.world_size
+        # A worker that names neither a group nor PSENGINE_WORKERS does not know how many there will be.
+        if quorum is not None and 1 < workers < quorum and rendezvous.rank == 0:
+            logger.warning(
+                "strategy %r: quorum=%d is more than the job's %d workers, so each exchange waits for all of them"
+                " (expected quorum=%d or less)",
+                self.name,
+                quorum,
+                workers,
+                workers - 1,
+            )
         try:
             self._session = WorkerSession(
                 SessionOptions(
