@@ -56,7 +56,13 @@ def verify(
     steps: Annotated[int | None, typer.Option(help="Training steps (default: 10; of the built-in models 6).")] = None,
     world_size: Annotated[int, typer.Option("--world-size", "-w", help="Ranks, processes here; at most 64.")] = 2,
     strategy: Annotated[str, typer.Option(help="What to test: a strategy, or native.")] = "sync",
-    against: Annotated[str, typer.Option(help="What to compare it with: native, or a strategy.")] = "native",
+    against: Annotated[
+        str,
+        typer.Option(
+            help='What to compare it with: native, a strategy, or "the rule of STRATEGY", computed in one process; auto'
+            " takes the rule of a strategy that has one, else native."
+        ),
+    ] = "auto",
     seed: Annotated[int, typer.Option(help="Seed of the model, dropout, ...")] = 0,
     rtol: Annotated[
         float | None, typer.Option(help="Tolerance relative to a tensor's largest magnitude (default: by dtype).")

@@ -1,7 +1,7 @@
 """On one rank: two trainings of a target take their steps in turn and are compared after each step.
 
-reference   build ─ wrap ─┐ step 0 ─┐           step 1 ─┐
-candidate   build ─ wrap ─┤         └ step 0 ─┐         └ step 1 ─┐
+reference   build ─ wrap ─┐         ┌ step 0 ─┐         ┌ step 1 ─┐
+candidate   build ─ wrap ─┤ step 0 ─┘         │ step 1 ─┘         │
 compare                   └ state             └ state             └ ...
 """
 
@@ -10,15 +10,19 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
 from psengine.errors import PSEngineError
 from psengine.verify.differences import KINDS, Difference, Tolerance, find_difference, is_finite, square_distance
 from psengine.verify.ranks import Place
+from psengine.verify.rule_training import RuleTraining
+from psengine.verify.rules import PREFIX
 from psengine.verify.target import RefusedError, Target, TargetError
 from psengine.verify.training import Exchange, Training, seed_all
+
+SomeTraining: TypeAlias = Training | RuleTraining
 
 START = -1
 
@@ -70,32 +74,41 @@ def train_side_by_side(
         TargetError: the target is not what a target has to be.
         Exception: whatever the user's code or a training raised.
     """
-    trainings: list[Training] = []
+    trainings: list[SomeTraining] = []
     models: list[torch.nn.Module] = []
+
+    def make_seeded() -> Target:
+        seed_all(seed)
+        target = make_target()
+        if any(target.model is model for model in models):
+            raise TargetError(
+                f"target {name!r} makes a new model at each call (expected two models, got the same object twice)."
+                " Fix: build the model inside the function."
+            )
+        models.append(target.model)
+        return target
+
     try:
-        for which, exchange in (("reference", reference), ("candidate", candidate)):
+        for which, exchange in (("candidate", candidate), ("reference", reference)):
             place.note(f"the start of {name} under {exchange.name!r} (the {which})")
-            seed_all(seed)
-            target = make_target()
-            if any(target.model is model for model in models):
-                raise TargetError(
-                    f"target {name!r} makes a new model at each call (expected two models, got the same object twice)."
-                    " Fix: build the model inside the function."
-                )
-            models.append(target.model)
             try:
-                trainings.append(Training(exchange, target, name, seed, place))
-            except TargetError:
+                if exchange.name.startswith(PREFIX):
+                    layout = trainings[0].layout if trainings else None
+                    trainings.append(RuleTraining(exchange, make_seeded, name, seed, place, layout))
+                else:
+                    trainings.append(Training(exchange, make_seeded(), name, seed, place))
+            except (TargetError, RefusedError):
                 raise
             except PSEngineError as error:
                 raise RefusedError(f"strategy {exchange.name!r} refuses {name}: {error}") from error
         findings = Findings()
-        _compare(findings, START, trainings[1], trainings[0], place.rank, tolerance)
+        ours, theirs = trainings
+        _compare(findings, START, ours, theirs, place.rank, tolerance)
         for step in range(steps):
-            for training in trainings:
-                place.note(f"step {step} of {name} under {training.exchange.name!r}")
+            for training, exchange in zip(trainings, (candidate, reference), strict=True):
+                place.note(f"step {step} of {name} under {exchange.name!r}")
                 training.step(step)
-            _compare(findings, step, trainings[1], trainings[0], place.rank, tolerance)
+            _compare(findings, step, ours, theirs, place.rank, tolerance)
         place.note(f"the end of {name}")
         return findings
     finally:
@@ -104,7 +117,7 @@ def train_side_by_side(
 
 
 def _compare(
-    findings: Findings, step: int, candidate: Training, reference: Training, rank: int, tolerance: Tolerance
+    findings: Findings, step: int, candidate: SomeTraining, reference: SomeTraining, rank: int, tolerance: Tolerance
 ) -> None:
     """Compare everything that the trainings hold after ``step``."""
     entry: dict[str, Any] = {"step": step}
@@ -130,7 +143,7 @@ def _compare(
     findings.history.append(entry)
 
 
-def _is_blind(training: Training) -> bool:
+def _is_blind(training: SomeTraining) -> bool:
     """Whether ``training`` is not finite after this step: its loss, or every gradient, has NaN or infinity.
 
     NaN equals NaN, so a comparison with such a training shows nothing. One gradient with NaN does not make the
@@ -140,7 +153,7 @@ def _is_blind(training: Training) -> bool:
     return not is_finite(training.loss) or (bool(gradients) and not any(map(is_finite, gradients)))
 
 
-def _distance(candidate: Training, reference: Training) -> float:
+def _distance(candidate: SomeTraining, reference: SomeTraining) -> float:
     """The norm of the difference of the weights, divided by that of the reference's."""
     theirs = reference.tensors("parameter")
     apart = norm = 0.0

@@ -6,18 +6,20 @@ import inspect
 import random
 import sys
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from psengine.strategies.base import Strategy
 from psengine.strategies.registry import resolve_strategy
 from psengine.verify.ranks import Place
+from psengine.verify.rules import NATIVE
 from psengine.verify.target import NativeDistributedDataParallel, Target, TargetError, type_of
 from psengine.wrapper.ddp import DistributedDataParallel
 from psengine.wrapper.optimizer import DistributedOptimizer
 
-NATIVE = "native"
 MAX_NUMPY_SEED = 2**32 - 1
 
 
@@ -26,7 +28,7 @@ class Exchange:
     """A way of exchanging gradients.
 
     Attributes:
-        name: as the user wrote it: "native" for native DDP, else a strategy.
+        name: as the user wrote it: "native" for native DDP, a strategy, or "the rule of" one.
         specification: the same for ``psengine.DistributedDataParallel``, with the servers and the job to use.
     """
 
@@ -41,33 +43,36 @@ class Training:
     their steps in turn draw the numbers that each would draw alone.
 
     Args:
-        exchange: how gradients are exchanged.
+        exchange: how gradients are exchanged; None: a plain process, without a wrapper's exchange.
         target: made for this training; its model is moved to the place's device and trained in place.
         name: the target's name, for messages.
         seed: the seed ``target`` was built from; the steps' generators are seeded by it and the rank.
         place: of this rank.
     """
 
-    def __init__(self, exchange: Exchange, target: Target, name: str, seed: int, place: Place) -> None:
-        self.exchange = exchange
+    def __init__(self, exchange: Exchange | None, target: Target, name: str, seed: int, place: Place) -> None:
         self.loss = torch.zeros(())
         self._target = target
         self._rule = f"target {name!r}"
         self._place = place
         self._optimizer: Any = None
+        self._batch: Any = None
         target.model.to(place.device)
-        self._strategy = None if exchange.name == NATIVE else resolve_strategy(exchange.specification)
-        self.carries_buffers = self._strategy is not None and self._strategy.capabilities.carries_buffers
-        if self._strategy is None:
+        self._strategy: Strategy | None = None
+        if exchange is None:
+            self._wrapped: Any = _Plain(target.model)
+        elif exchange.name == NATIVE:
             self._wrapped = NativeDistributedDataParallel(target.model, **target.ddp_options)
         else:
+            self._strategy = resolve_strategy(exchange.specification)
             self._wrapped = DistributedDataParallel(target.model, strategy=self._strategy, **target.ddp_options)
+        self.carries_buffers = self._strategy is not None and self._strategy.capabilities.carries_buffers
         try:
             self._optimizer = target.optimizer_fn(list(self._wrapped.parameters()))
             if not isinstance(self._optimizer, torch.optim.Optimizer):
                 raise TargetError(f"{self._rule}: optimizer_fn returns an optimizer (got {type_of(self._optimizer)})")
             closure = inspect.signature(self._optimizer.step).parameters.get("closure")
-            self._needs_closure = closure is not None and closure.default is inspect.Parameter.empty
+            self.needs_closure = closure is not None and closure.default is inspect.Parameter.empty
             if self._strategy is not None:
                 self._optimizer = DistributedOptimizer(self._optimizer, self._wrapped)
         except BaseException:
@@ -85,23 +90,33 @@ class Training:
 
     def step(self, index: int) -> None:
         """Zero the gradients, forward, backward, optimizer step; ``loss`` is the step's."""
+        self.compute(index)
+        self.update()
+
+    def compute(self, index: int) -> None:
+        """The part of a step before the optimizer's."""
         _restore_random_state(self._random, self._place.device)
         batch = self._target.batch_fn(index, self._place.rank, self._place.world_size)
-        batch = _moved(batch, self._place.device)
+        self._batch = _moved(batch, self._place.device)
+        if not self.needs_closure:
+            self.loss = self._forward_backward().detach()
+        self._random = _random_state(self._place.device)
 
-        def forward_backward() -> torch.Tensor:
-            self._optimizer.zero_grad()
-            loss = self._checked_loss(batch)
-            loss.backward()
-            return loss
-
-        if self._needs_closure:
+    def update(self) -> None:
+        """The optimizer's step."""
+        _restore_random_state(self._random, self._place.device)
+        if self.needs_closure:
             # The optimizer evaluates the loss several times (LBFGS); the gradients left are the last ones.
-            self.loss = self._optimizer.step(forward_backward).detach()
+            self.loss = self._optimizer.step(self._forward_backward).detach()
         else:
-            self.loss = forward_backward().detach()
             self._optimizer.step()
         self._random = _random_state(self._place.device)
+
+    def _forward_backward(self) -> torch.Tensor:
+        self._optimizer.zero_grad()
+        loss = self._checked_loss(self._batch)
+        loss.backward()
+        return loss
 
     def _checked_loss(self, batch: Any) -> torch.Tensor:
         self._was_called = False
@@ -132,11 +147,36 @@ class Training:
             return {name: parameter.grad for name, parameter in module.named_parameters()}
         return {name: parameter.detach() for name, parameter in module.named_parameters()}
 
+    @property
+    def module(self) -> torch.nn.Module:
+        """The plain model."""
+        return self._target.model
+
+    def layout(self) -> list[list[str]]:
+        """Names of the parameters of each bucket in the last step; elsewhere one bucket for all."""
+        if isinstance(self._wrapped, DistributedDataParallel):
+            return [list(bucket.names) for bucket in self._wrapped.reducer.buckets]
+        return [[name for name, parameter in self.module.named_parameters() if parameter.requires_grad]]
+
     def close(self) -> None:
         """Leave servers and let go of the wrapper."""
         if self._strategy is not None:
             self._strategy.close()
         del self._wrapped, self._optimizer
+
+
+class _Plain(torch.nn.Module):
+    """A model in a wrapper that exchanges nothing."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *arguments: Any, **options: Any) -> Any:
+        return self.module(*arguments, **options)
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
 
 def seed_all(seed: int) -> None:

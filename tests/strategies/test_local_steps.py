@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from support.expectations import raises
-from support.local_rule import LocalRule, RuleOptions
 from support.processes import in_ranks, run_ranks, run_ranks_to_any_end
 from torch import nn
 
@@ -19,6 +18,7 @@ from psengine.errors import ConfigurationError
 from psengine.strategies.local.fragments import cut
 from psengine.strategies.local.schedule import Schedule
 from psengine.strategies.registry import resolve_strategy
+from psengine.verify.local_rule import LocalRule, RuleOptions
 
 STEPS = 14
 RULES = {
@@ -61,10 +61,7 @@ def in_one_process(options: RuleOptions, world_size: int) -> list[list[torch.Ten
     schedulers = [torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.5) for optimizer in optimizers]
     rule = LocalRule(replicas, options)
     for step in range(STEPS):
-        if step < options.warm_up:  # as "sync": rank 0's buffers before each forward
-            for replica in replicas[1:]:
-                for buffer, source in zip(replica.buffers(), replicas[0].buffers(), strict=True):
-                    buffer.copy_(source)
+        rule.before_forward()
         for rank, (replica, optimizer) in enumerate(zip(replicas, optimizers, strict=True)):
             optimizer.zero_grad()
             loss_of(replica, rank, step).backward()

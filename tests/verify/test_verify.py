@@ -360,6 +360,8 @@ def test_a_crash_shows_the_users_traceback(capfd):
         ([f"{TARGETS}:plain", "--strategy", "bogus"], "unknown strategy"),
         ([f"{TARGETS}:plain", "--strategy", "async:speed=9"], "speed=9"),
         ([f"{TARGETS}:plain", "--against", "ddp"], "'native'"),
+        ([f"{TARGETS}:plain", "--against", "the rule of sync"], "computes what native DDP computes"),
+        ([f"{TARGETS}:plain", "--strategy", "diloco-server:quorum=1"], "quorum=2"),
         ([f"{TARGETS}:plain", "--strategy", "asinc"], "Did you mean async?"),
         ([f"{TARGETS}:plain", "--steps", "0"], "steps is out of range (expected 1 to 1e+06, got 0)"),
         ([f"{TARGETS}:plain", "--world-size", "two"], "--world-size"),
@@ -393,6 +395,42 @@ def test_the_zoo_is_bitwise_equal_with_two_ranks(strategy):
     assert [comparison.target for comparison in found] == list(ZOO)
     refused = ["sparse"] if strategy == "sync-server" else []
     assert [comparison.target for comparison in found if comparison.verdict != "bitwise equal"] == refused
+
+
+def test_what_native_ddp_computes_is_no_rule_and_other_strategies_have_one():
+    assert Settings(strategy="sync").against == Settings(strategy="async").against == "native"
+    assert Settings(strategy="diloco:every=2").against == "the rule of diloco:every=2"
+    assert Settings(strategy="local:every=2", against="native").against == "native"
+
+
+def test_a_rule_is_what_the_ranks_compute():
+    found = compare(f"{TARGETS}:awkward", Settings(strategy="local:every=2", steps=3))
+    assert (found.verdict, found.against) == ("bitwise equal", "the rule of local:every=2")
+
+
+@pytest.mark.slow
+def test_a_rule_with_another_option_is_another_rule():
+    settings = Settings(strategy="local:every=2", against="the rule of local:every=3", steps=3)
+    found = compare(f"{TARGETS}:plain", settings)
+    assert (found.verdict, found.first.step, found.first.kind) == ("different", 1, "buffer")
+    assert found.control.reproducible
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("strategy", "close", "refused"),
+    [
+        ("local:every=2,warm_up=1", set(), set()),
+        ("diloco:every=4,fragments=2,overlap=1,keep=0.25", set(), set()),
+        ("local-server:every=2", set(), {"sparse"}),
+        ("diloco-server:quorum=2,every=2", set(), {"sparse"}),
+    ],
+)
+def test_the_zoo_follows_the_rules_of_local_strategies(strategy, close, refused):
+    found = compare_zoo(settings=Settings(steps=6, strategy=strategy))
+    assert {comparison.target for comparison in found if comparison.verdict == "refused"} == refused
+    assert {comparison.target for comparison in found if comparison.verdict == "within tolerance"} <= close
+    assert all(comparison.agrees for comparison in found if comparison.target not in refused)
 
 
 @pytest.mark.slow
