@@ -164,11 +164,12 @@ class Codec(ABC):
         return self
 
     def sum_rounds(
-        self, values: torch.Tensor, state: CodecState | None = None
-    ) -> Generator[torch.Tensor, torch.Tensor, torch.Tensor]:
+        self, values: torch.Tensor, into: torch.Tensor | None, state: CodecState | None = None
+    ) -> Generator[torch.Tensor, torch.Tensor, None]:
         """Where ``is_summed_in_rounds``: the sum in two rounds, each of which sums float32 over ranks.
 
-        Yields what is to be summed, gets it summed (in place), and returns the values of the sum.
+        Yields what is to be summed, and gets it summed (in place). At the end it writes the values of the sum to
+        ``into``, which may be ``values``; None: nobody wants them.
         """
         raise NotImplementedError(f"codec {self.name!r} sums payloads")
 

@@ -18,6 +18,9 @@ from psengine.codecs.base import Codec, CodecState, PayloadSpec
 from psengine.codecs.blocks import checked_flag
 from psengine.errors import ConfigurationError
 
+# Factors below this have finite products: columns of the left factor have length 1.
+LARGE = 1e37
+
 
 class _Factors(CodecState):
     """The residual, and where the power iteration of each matrix goes on."""
@@ -80,7 +83,7 @@ class PowerSgd(Codec):
 
     @override
     def encode(self, values: torch.Tensor, payload: torch.Tensor, state: CodecState | None = None) -> None:
-        sums = self.sum_rounds(values, state)
+        sums = self.sum_rounds(values, None, state)
         left = next(sums)
         right = sums.send(left)
         with suppress(StopIteration):
@@ -91,63 +94,63 @@ class PowerSgd(Codec):
     def decode(self, payload: torch.Tensor, into: torch.Tensor) -> None:
         floats = payload.clone().view(torch.float32)
         shapes = self._shapes(into.numel())
-        left_numel = sum(self._rank * rows if columns else count for count, rows, columns in shapes)
+        left_numel = sum(_sizes(shapes, self._rank, 0))
         _write(into, shapes, self._rank, floats[:left_numel], floats[left_numel:])
 
     @override
     def sum_rounds(
-        self, values: torch.Tensor, state: CodecState | None = None
-    ) -> Generator[torch.Tensor, torch.Tensor, torch.Tensor]:
-        has_feedback = isinstance(state, _Factors) and state.has_feedback
-        starts = state.starts if isinstance(state, _Factors) else {}
-        corrected = values.to(torch.promote_types(values.dtype, torch.float32), copy=True)
-        if has_feedback and state is not None:
-            corrected += state.residual
+        self, values: torch.Tensor, into: torch.Tensor | None, state: CodecState | None = None
+    ) -> Generator[torch.Tensor, torch.Tensor, None]:
+        state = state if isinstance(state, _Factors) else None
+        feedback = state if state is not None and state.has_feedback else None
+        starts = {} if state is None else state.starts
         shapes = self._shapes(values.numel())
-        matrices = [_matrix(part, rows, columns) for part, (_, rows, columns) in _parts(corrected, shapes)]
-        left = torch.cat(
-            [
-                (matrix @ self._start(starts, index, columns, matrix.device)).view(-1) if columns else part.float()
-                for index, (matrix, (part, (_, _, columns))) in enumerate(
-                    zip(matrices, _parts(corrected, shapes), strict=True)
-                )
-            ]
+        # The memory of the next residual, so that what arrives is subtracted in place.
+        corrected = (
+            values.to(torch.promote_types(values.dtype, torch.float32))
+            if feedback is None
+            else torch.add(values, feedback.residual, out=feedback.next_residual())
         )
-        left = yield left
-        bases = [
-            _orthogonal(part.view(rows, self._rank)) if columns else part
-            for part, (_, rows, columns) in _split(left, shapes, self._rank, 0)
-        ]
-        for basis, (part, (_, _, columns)) in zip(bases, _split(left, shapes, self._rank, 0), strict=True):
+        matrices = [_matrix(part, rows, columns) for part, (_, rows, columns) in _parts(corrected, shapes)]
+        left = corrected.new_empty(sum(_sizes(shapes, self._rank, 0)), dtype=torch.float32)
+        for index, (product, matrix, (part, (_, rows, columns))) in enumerate(
+            zip(_factors(left, shapes, self._rank, 0), matrices, _parts(corrected, shapes), strict=True)
+        ):
             if columns:
-                part.copy_(basis.reshape(-1))
-        owns = [
-            (matrix.T @ basis).view(-1) if columns else matrix.new_empty(0)
-            for matrix, basis, (_, _, columns) in zip(matrices, bases, shapes, strict=True)
-        ]
-        right = torch.cat([own.float() for own in owns])
+                start = self._start(starts, index, columns, matrix.device)
+                torch.mm(matrix, start, out=product.view(rows, self._rank))
+            else:
+                product.copy_(part)
+        left = yield left
+        bases = _factors(left, shapes, self._rank, 0)
+        for basis, (_, rows, columns) in zip(bases, shapes, strict=True):
+            if columns:
+                basis.copy_(_orthogonal(basis.view(rows, self._rank)).reshape(-1))
+        right = corrected.new_empty(sum(_sizes(shapes, self._rank, 1)), dtype=torch.float32)
+        for product, matrix, basis, (_, rows, columns) in zip(
+            _factors(right, shapes, self._rank, 1), matrices, bases, shapes, strict=True
+        ):
+            if columns:
+                torch.mm(matrix.T, basis.view(rows, self._rank), out=product.view(columns, self._rank))
         own_right = right.clone()
         right = yield right
-        for index, (part, (_, _, columns)) in enumerate(_split(right, shapes, self._rank, 1)):
+        for index, (factor, (_, _, columns)) in enumerate(
+            zip(_factors(right, shapes, self._rank, 1), shapes, strict=True)
+        ):
             if columns:
                 # Not finite on one rank is not finite in the sum, on all: they begin anew together.
-                start = part.view(columns, self._rank).clone()
+                start = factor.view(columns, self._rank).clone()
                 starts.pop(index, None)
                 if bool(start.isfinite().all()) and bool(start.any()):
                     starts[index] = start
-        arrived = torch.empty(values.numel(), dtype=values.dtype, device=values.device)
-        _write(arrived, shapes, self._rank, left, right)
-        if has_feedback and state is not None:
+        if feedback is not None:
             # What arrived of this rank's own part of the sum.
-            passed = torch.empty_like(corrected)
-            _write(passed, shapes, self._rank, left, own_right)
-            for (part, (_, _, columns)), (sent, _) in zip(
-                _parts(passed, shapes), _parts(corrected, shapes), strict=True
-            ):
-                if not columns:
-                    part.copy_(sent.float())
-            state.replace(corrected - passed)
-        return arrived
+            _subtract(corrected, shapes, self._rank, left, own_right)
+            if own_right.numel() and not bool(own_right.abs().amax() < LARGE):
+                corrected.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+            feedback.keep()
+        if into is not None:
+            _write(into, shapes, self._rank, left, right)
 
     def _start(self, starts: dict[int, torch.Tensor], index: int, columns: int, device: torch.device) -> torch.Tensor:
         if index not in starts:
@@ -162,14 +165,14 @@ def _parts(
     return list(zip(flat.split([count for count, _, _ in shapes]), shapes, strict=True))
 
 
-def _split(
-    factors: torch.Tensor, shapes: Sequence[tuple[int, int, int]], rank: int, side: int
-) -> list[tuple[torch.Tensor, tuple[int, int, int]]]:
-    """The parts of the flat left (0) or right (1) factors; pieces that travel as they are, are in the left."""
-    sizes = [
-        (rank * (rows, columns)[side]) if columns else (count if side == 0 else 0) for count, rows, columns in shapes
-    ]
-    return list(zip(factors.split(sizes), shapes, strict=True))
+def _sizes(shapes: Sequence[tuple[int, int, int]], rank: int, side: int) -> list[int]:
+    """Elements of the left (0) or right (1) factors; pieces that travel as they are, are in the left."""
+    return [rank * (rows, columns)[side] if columns else count * (1 - side) for count, rows, columns in shapes]
+
+
+def _factors(flat: torch.Tensor, shapes: Sequence[tuple[int, int, int]], rank: int, side: int) -> list[torch.Tensor]:
+    """The parts of the flat left (0) or right (1) factors."""
+    return list(flat.split(_sizes(shapes, rank, side)))
 
 
 def _matrix(part: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
@@ -193,9 +196,26 @@ def _orthogonal(matrix: torch.Tensor) -> torch.Tensor:
 def _write(
     into: torch.Tensor, shapes: Sequence[tuple[int, int, int]], rank: int, left: torch.Tensor, right: torch.Tensor
 ) -> None:
-    lefts, rights = _split(left, shapes, rank, 0), _split(right, shapes, rank, 1)
-    for (part, (count, rows, columns)), (one, _), (other, _) in zip(_parts(into, shapes), lefts, rights, strict=True):
-        if columns:
-            part.copy_((one.view(rows, rank) @ other.view(columns, rank).T).view(-1)[:count])
-        else:
+    """Write the products of ``left`` and ``right``, and what travelled as it is."""
+    lefts, rights = _factors(left, shapes, rank, 0), _factors(right, shapes, rank, 1)
+    for (part, (count, rows, columns)), one, other in zip(_parts(into, shapes), lefts, rights, strict=True):
+        if not columns:
             part.copy_(one)
+        elif part.dtype is torch.float32 and count == rows * columns:
+            torch.mm(one.view(rows, rank), other.view(columns, rank).T, out=part.view(rows, columns))
+        else:
+            part.copy_((one.view(rows, rank) @ other.view(columns, rank).T).view(-1)[:count])
+
+
+def _subtract(
+    residual: torch.Tensor, shapes: Sequence[tuple[int, int, int]], rank: int, left: torch.Tensor, right: torch.Tensor
+) -> None:
+    """Leave in ``residual`` what the products of ``left`` and ``right`` lack, and what float32 lacks of the rest."""
+    lefts, rights = _factors(left, shapes, rank, 0), _factors(right, shapes, rank, 1)
+    for (part, (count, rows, columns)), one, other in zip(_parts(residual, shapes), lefts, rights, strict=True):
+        if not columns:
+            part.sub_(part.float()).nan_to_num_(nan=0.0)
+        elif part.dtype is torch.float32 and count == rows * columns:
+            part.view(rows, columns).addmm_(one.view(rows, rank), other.view(columns, rank).T, alpha=-1)
+        else:
+            part.sub_((one.view(rows, rank) @ other.view(columns, rank).T).view(-1)[:count])

@@ -17,6 +17,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Generator
+from contextlib import suppress
 from typing import TypeAlias
 
 import torch
@@ -166,7 +167,7 @@ class SummedRounds(BucketExchange):
 
     @override
     def reduce(self, scale: float) -> Reduction:
-        rounds = self._codec.sum_rounds(self.bucket.flat, self.state)
+        rounds = self._codec.sum_rounds(self.bucket.flat, self.bucket.flat, self.state)
         assert rounds is not None, "this codec sums payloads"
         reduction = _Rounds(self, self._collective, rounds, scale, self._queue)
         self._queue.append(reduction)
@@ -293,7 +294,7 @@ class _Rounds(_Pending):
         self,
         exchange: BucketExchange,
         collective: Collective,
-        rounds: Generator[torch.Tensor, torch.Tensor, torch.Tensor],
+        rounds: Generator[torch.Tensor, torch.Tensor, None],
         scale: float,
         queue: PendingQueue,
     ) -> None:
@@ -317,13 +318,10 @@ class _Rounds(_Pending):
     @override
     def _end(self) -> torch.Tensor:
         self._work.wait()
-        flat = self._exchange.bucket.flat
-        try:
+        with suppress(StopIteration):
             self._rounds.send(self._summed)
-        except StopIteration as stop:
-            flat.copy_(stop.value)
-            return flat
-        raise AssertionError("a codec sums in two rounds")
+            raise AssertionError("a codec sums in two rounds")
+        return self._exchange.bucket.flat
 
     @override
     def drop(self) -> None:
