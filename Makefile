@@ -3,6 +3,7 @@
 # make test-slow    also the soak and exhaustive tests
 # make mutants      changes the pure core in one place at a time: which changes does no test see? An hour or two;
 #                   make mutants MUTANTS='psengine.parameter_server.server.rules.averaging*' for one module
+# make simulate     SEEDS=1000000 JOBS=2: whole jobs under simulated faults, each seed twice; tests/simulation/README.md
 # make cuda         compile the CUDA kernels, where there is an nvcc; part of make test
 # make docs         the documentation, in build/docs; warnings are errors
 # make wheel        the source distribution and a wheel for Linux, in dist; the wheel is tried beside torch alone
@@ -27,7 +28,7 @@ PARALLEL := -n 3 --dist loadfile
 DEMO := examples/compare_strategies.py
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-matrix mutants docs cuda wheel lint format bench clean
+.PHONY: help demo test test-slow test-matrix mutants simulate docs cuda wheel lint format bench clean
 .DELETE_ON_ERROR:
 
 help:
@@ -68,6 +69,11 @@ mutants: $(DEV)
 	$(PIP) install -q -c constraints.txt mutmut
 	$(BIN)/mutmut run $(if $(MUTANTS),'$(MUTANTS)')
 	$(BIN)/mutmut results
+
+SEEDS ?= 10000
+JOBS ?= 2
+simulate: $(DEV)
+	$(BIN)/python tests/simulation/runner.py --seeds $(SEEDS) --jobs $(JOBS) $(if $(FIRST),--first $(FIRST))
 
 lint: $(DEV)
 	$(BIN)/ruff check

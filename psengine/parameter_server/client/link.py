@@ -261,8 +261,7 @@ class Link:
             if push is not None:
                 self._note_movement(push, now_s)
                 self.versions[message.key] = message.version
-                is_used = "refused" not in message.body
-                self.ledger.answered(message.key, message.sequence, message.version, is_used=is_used)
+                self.ledger.answered(push.key, push.sequence, message.version, is_used="refused" not in message.body)
                 self.pushes.receive_updated(push, message, now_s)
         elif kind in (MessageType.PENDING, MessageType.MISSING, MessageType.SENT):
             self.pushes.receive_probed(message, now_s)
@@ -313,7 +312,12 @@ class Link:
         if code == ErrorCode.VERSION and operation is None:
             self.fail_all(self._refusal(None, code, text), now_s)
         elif _says_hello_again(operation, code):
-            self._receive_lost_membership(operation, code, text, now_s)
+            is_of_this_life = (message.epoch, message.incarnation) == (self.epoch, self._identity.incarnation)
+            if not self.is_paused:
+                self._receive_lost_membership(operation, code, text, now_s)
+            elif operation is None and is_of_this_life:  # lost while recovering: what was asked is not answered
+                for request in [one for one in self._requests.values() if one.is_urgent and one.is_sent]:
+                    self._fail(request, self._refusal(request, code, text), now_s)
         elif operation is None:
             self.last_problem = f"it refused a message ({code}): {text}"
             logger.warning("%s refused a message that nobody waits for (%s): %s", self.address, code, text)
@@ -325,8 +329,6 @@ class Link:
             self._fail(operation, self._refusal(operation, code, text), now_s)
 
     def _receive_lost_membership(self, operation: Operation | None, code: str, text: str, now_s: float) -> None:
-        if self.is_paused:
-            return
         if isinstance(operation, Push) and code == ErrorCode.FENCED:
             operation.fenced_count += 1
             if operation.fenced_count > MAX_FENCED:
@@ -375,8 +377,7 @@ class Link:
         waited = f"{now_s - operation.submitted_s:.1f} s"
         last_s = self.last_heard_s
         heard = "it was never heard from" if last_s is None else f"last heard from {now_s - last_s:.1f} s ago"
-        problem = operation.last_refusal or self.last_problem
-        remark = problem and f" The last problem was: {problem}."
+        remark = (problem := operation.last_refusal or self.last_problem) and f" The last problem was: {problem}."
         if isinstance(operation, Push) and operation.waiting_for is not None:
             whom = f"workers {operation.waiting_for}" if operation.waiting_for else "other workers"
             return ServerLostError(

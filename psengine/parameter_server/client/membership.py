@@ -255,16 +255,14 @@ class Membership:
     def _step_recovery(self, now_s: float) -> None:
         """Take the recovery under way as far as answers allow."""
         recovery = self._recovery
-        if recovery is None:
-            return
-        recovery.step(now_s)
-        if not recovery.is_over:
+        if recovery is not None:
+            recovery.step(now_s)
+        if recovery is None or not recovery.is_over:
             return
         self._recovery = None
         self._recovered_s = now_s
-        if recovery.error is None:
+        if (error := recovery.error) is None:
             return
-        error = recovery.error
         if not isinstance(error, PSEngineError):
             logger.error("the client's recovery failed", exc_info=error)
             error = PSEngineError(f"the client's recovery failed: {type(error).__name__}: {error}")
@@ -393,8 +391,10 @@ class Membership:
             return
         last = link.pushes.last_answered(message.key)
         if message.key not in self.kept or last is None or last.sequence != message.sequence or not last.destinations:
-            what = f"{message.sequence} of chunk {message.key}"
-            logger.warning("%s asks for an average that this worker does not have: %s", link.address, what)
+            text = "%s asks for an average that this worker does not have: %d of chunk %d"
+            logger.warning(text, link.address, message.sequence, message.key)
+            if last is not None and last.sequence > message.sequence:
+                link.tell_progress()  # the server takes it for one exchange behind
             return
         # ``result`` is a copy: the next answer may overwrite the values while they are being sent.
         link.send_result(Message(MessageType.RESULT, key=message.key, sequence=message.sequence, payload=last.result()))

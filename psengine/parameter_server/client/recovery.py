@@ -9,11 +9,14 @@ import torch
 
 from psengine.errors import FencedError, ServerRefusedError
 from psengine.parameter_server.client.flow import Flow
-from psengine.parameter_server.client.handshake import shake_hands
+from psengine.parameter_server.client.handshake import Welcome, shake_hands
 from psengine.parameter_server.client.membership import Membership
 from psengine.protocol.messages import ErrorCode, Message, MessageType
 
 logger = logging.getLogger(__name__)
+
+# Between two attempts of one recovery.
+AGAIN_S = 0.1
 
 
 def recover(membership: Membership, reason: str, after_s: float) -> Flow[None]:
@@ -28,6 +31,30 @@ def recover(membership: Membership, reason: str, after_s: float) -> Flow[None]:
         ServerLostError, ServerRefusedError, ...: see ``handshake.shake_hands``; nothing can go on.
     """
     yield after_s
+    ends_s = membership.runtime.now_s() + membership.options.timeout_s
+    while True:
+        try:
+            welcome = yield from _come_back(membership)
+            break
+        except ServerRefusedError as error:
+            # On a bad link a recovery takes longer than a lease.
+            is_lost_again = error.code in (ErrorCode.FENCED, ErrorCode.NOT_MEMBER)
+            if not is_lost_again or membership.runtime.now_s() >= ends_s or membership.closing.is_set():
+                raise
+            logger.warning("saying HELLO once more to the servers of job %r: %s", membership.options.job, error)
+            yield AGAIN_S
+    fenced = None
+    if "join" in welcome.states:
+        fenced = FencedError(
+            f"{membership} was away for longer than its lease, and the others went on without it ({reason}). It has to"
+            " take over their state first (rejoin). Where that happens often, raise the servers' --lease-s.",
+            ErrorCode.FENCED,
+        )
+    membership.resume(fenced)
+
+
+def _come_back(membership: Membership) -> Flow[Welcome]:
+    """HELLO, and what restarted servers need; raises like ``recover``, and where membership is lost meanwhile."""
     is_worker = membership.options.role == "worker"
     welcome = yield from shake_hands(membership)
     if welcome.lost and is_worker:
@@ -44,14 +71,7 @@ def recover(membership: Membership, reason: str, after_s: float) -> Flow[None]:
     ]
     if is_worker:
         yield from _tell_progress(membership)
-    fenced = None
-    if "join" in welcome.states:
-        fenced = FencedError(
-            f"{membership} was away for longer than its lease, and the others went on without it ({reason}). It has to"
-            " take over their state first (rejoin). Where that happens often, raise the servers' --lease-s.",
-            ErrorCode.FENCED,
-        )
-    membership.resume(fenced)
+    return welcome
 
 
 def _restore(membership: Membership, lost: Sequence[int]) -> Flow[None]:

@@ -111,7 +111,7 @@ class TestClaims:
         greeting = room.greet(0, 12, incarnation=first.incarnation + 5)
         assert greeting.replaced_live
         assert greeting.member.incarnation == first.incarnation + 5
-        assert room.greet(0, 11, incarnation=first.incarnation) == "wait"
+        assert room.greet(0, 11, incarnation=first.incarnation) == "replaced"
 
 
 class TestIncarnations:

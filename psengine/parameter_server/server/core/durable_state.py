@@ -103,9 +103,17 @@ def merge_job_meta(metas: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def merge_members(metas: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """One job's members as several shards saved them: each rank's newest incarnation, present rather than gone."""
+    """One job's members as several shards saved them: each rank's newest incarnation, present rather than gone; and
+    every process that any of them knows as replaced.
+    """
     entries = [(m["incarnation"], kind, m) for meta in metas for kind in ("absent", "members") for m in meta[kind]]
     newest: dict[int, tuple[str, dict[str, Any]]] = {}
     for _, kind, entry in sorted(entries, key=lambda entry: (entry[0], entry[1])):
         newest[entry["rank"]] = (kind, entry)
-    return {kind: [entry for k, entry in newest.values() if k == kind] for kind in ("members", "absent")}
+    replaced: dict[str, list[int]] = {}
+    for meta in metas:
+        for rank, nonces in meta.get("replaced", {}).items():
+            known = replaced.setdefault(rank, [])
+            known.extend(nonce for nonce in nonces if nonce not in known)
+    present = {kind: [entry for k, entry in newest.values() if k == kind] for kind in ("members", "absent")}
+    return {**present, "replaced": replaced}

@@ -177,6 +177,13 @@ class Job(ABC):
     def _rank_taken(self, rank: int | None, verdict: str, holder: Member | None) -> ProtocolError:
         if verdict == "denied":
             return ProtocolError(f"rank {rank} of job {self.name!r} belongs to another key", ErrorCode.DUPLICATE_RANK)
+        if verdict == "replaced":
+            return ProtocolError(
+                f"rank {rank} of job {self.name!r} went to a newer process while this one was silent, so that nobody"
+                " knows which of its updates count (expected one process for each rank). Let this process end; where"
+                " processes are slow and not dead, raise --lease-s.",
+                ErrorCode.DUPLICATE_RANK,
+            )
         where = f"process {holder.pid} on {holder.host}" if holder is not None else "another process"
         return ProtocolError(
             f"rank {rank} of job {self.name!r} is held by {where}, which is alive. Every worker needs a rank of its"

@@ -20,6 +20,8 @@ CLAIM_PATIENCE_S = 2.5
 CLAIM_GRACE_S = 0.5
 # Ranks lie below this: it bounds what is remembered of workers that are gone.
 MAX_WORKERS = 65_536
+# Of one rank, processes that others have replaced; where there are more, the oldest are forgotten.
+MAX_REPLACED = 64
 
 
 @dataclass(slots=True)
@@ -113,6 +115,9 @@ class Membership:
     live_ranks: tuple[int, ...] = ()
     _claims: dict[int, _Claim] = field(default_factory=dict)
     _absent: dict[int, _Absence] = field(default_factory=dict)
+    # By rank, the nonces of processes that newer ones have replaced. What became of their exchanges is not known any
+    # more: the rank's numbers are those of the newer ones, even once these are gone.
+    _replaced: dict[int, list[int]] = field(default_factory=dict)
 
     def greet(self, hello: Message, user_id: str, route: bytes, progress: int, now_s: float) -> Greeting | str:
         """A worker says HELLO; it becomes a member, not live yet.
@@ -121,8 +126,8 @@ class Membership:
         that the lead gave it; 0 asks for one (this shard is the lead). ``progress`` is a number that changes whenever
         the job does something that a worker could miss.
 
-        A string is a refusal: "wait" (ask again), "duplicate" (the rank's process is alive), "denied" (it belongs to
-        another key).
+        A string is a refusal: "wait" (ask again), "duplicate" (the rank's process is alive), "replaced" (the rank went
+        to a newer process), "denied" (it belongs to another key).
         """
         body, nonce, incarnation = hello.body, hello.body["nonce"], hello.incarnation
         # It was live, perhaps in a life of this server that the server knows nothing of.
@@ -133,6 +138,8 @@ class Membership:
         holder, absence = self.members.get(rank), self._absent.get(rank)
         if holder is not None and holder.user_id != user_id and not holder.is_expected:
             return "denied"
+        if nonce in self._replaced.get(rank, ()):
+            return "replaced"
         previous = holder or (absence.member if absence is not None else None)
         is_awaited = holder is not None and holder.is_expected and knows_members
         is_known = previous is not None and previous.incarnation > 0 and previous.nonce == nonce
@@ -145,6 +152,10 @@ class Membership:
         self._claims.pop(rank, None)
         self._absent.pop(rank, None)
         is_present = same_process and holder is not None
+        if previous is not None and not same_process and previous.nonce:
+            replaced = self._replaced.setdefault(rank, [])
+            replaced.append(previous.nonce)
+            del replaced[:-MAX_REPLACED]
         if previous is None:
             event = MemberEvent.KNEW_OTHERS if knows_members else MemberEvent.CAME
         else:
@@ -301,10 +312,13 @@ class Membership:
         return {
             "members": [member.to_meta() for member in self.members.values() if not member.is_expected],
             "absent": [gone.member.to_meta() for gone in self._absent.values()],
+            "replaced": {str(rank): list(nonces) for rank, nonces in self._replaced.items()},
         }
 
     def restore(self, meta: Mapping[str, Any], now_s: float) -> None:
         """Take over a snapshot's members; how much those gone have missed is unknown."""
         self.members = {m["rank"]: Member.from_meta(m, now_s) for m in meta["members"]}
         self._absent = {m["rank"]: _Absence(Member.from_meta(m, now_s), -1, now_s) for m in meta["absent"]}
+        # Snapshots of older versions do not have them.
+        self._replaced = {int(rank): list(nonces) for rank, nonces in meta.get("replaced", {}).items()}
         self._recount()

@@ -240,12 +240,15 @@ class Together(ChunkRule):
         one_ahead = [
             rank
             for rank in self.context.live_ranks()
-            if progress.last_sequence.get(rank, 0) == sequence + 1
+            if (progress.last_sequence.get(rank, 0) == sequence + 1 and progress.said(rank) <= sequence)
             or (progress.said(rank) == sequence and rank not in waiting)
         ]
         if one_ahead:
             return [self._reply(MessageType.RESULT_WANTED, one_ahead[0], sequence)]
-        # Nobody has it: who waits for it has to start from somebody else's state.
+        # Nobody has it: who waits for it has to start from somebody else's state. It pushes this exchange again where
+        # the others have left meanwhile, and the job goes on from its own.
         del self._open[sequence]
+        for rank in waiting:
+            progress.last_sequence[rank] = min(progress.last_sequence[rank], sequence - 1)
         text = f"{self.spec.describe()}: the average of exchange {sequence} is gone, the others are further on"
         return [self._error(rank, sequence, ErrorCode.FENCED, text) for rank in sorted(waiting)]

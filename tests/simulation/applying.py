@@ -1,0 +1,311 @@
+"""A job whose servers step, and its oracle, which shares no code with the shard.
+
+Push n of a chunk adds 4^(n mod 26) to element n // 26 (float64, SGD, rate 1, from zeros). As one number in base 4 the
+chunk's values name each update: digit 0 is lost, 2 is doubled. Of n pushes each has a bit, so a set of updates is one
+integer, and "is contained in" an and-not.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from psengine.parameter_server.client import handshake, join
+from psengine.parameter_server.client.flow import Flow
+from psengine.parameter_server.client.operation import Push
+from psengine.parameter_server.server.core.shard import Shard
+from psengine.parameter_server.server.core.surroundings import Outgoing
+from psengine.protocol.layout import ChunkKind, ChunkSpec, Segment
+from psengine.protocol.messages import Message, MessageType
+from simulation.violation import require
+
+if TYPE_CHECKING:
+    from simulation.scenario import Scenario
+    from simulation.server import ServerProcess
+    from simulation.worker import WorkerProcess
+
+DIGITS = 26
+NUMEL = 6
+_ELEMENT = struct.Struct(f"<{NUMEL}d")
+_TWOS = int("aa" * (DIGITS * 2 // 8 + 1) * NUMEL, 16)
+SGD = {"lr": 1.0, "momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0, "nesterov": False, "maximize": False}
+
+
+def layout(chunks: int) -> list[ChunkSpec]:
+    """The model."""
+    return [
+        ChunkSpec(key, ChunkKind.PARAMETER, torch.float64, NUMEL, (Segment(f"p{key}", (NUMEL,), (1,), 0, NUMEL),))
+        for key in range(chunks)
+    ]
+
+
+def set_of(values: list[float]) -> int:
+    """The updates in a chunk's values: bit 2 n for push n."""
+    found = 0
+    for index, value in enumerate(values):
+        found |= int(value) << (2 * DIGITS * index)
+    return found
+
+
+@dataclass
+class PushRecord:
+    """One push of a chunk, as its worker made it."""
+
+    rank: int
+    process: int
+    step: int
+    sequence: int
+    is_refused: bool = False
+
+
+@dataclass
+class ChunkOracle:
+    """What is known of one chunk.
+
+    Attributes:
+        pushes: push n is number n.
+        applied: the updates in the servers' values, by the oracle's own account.
+        states: version -> the updates that it has.
+        clocks: by rank, how many pushes count since it came, from where it came in.
+    """
+
+    pushes: list[PushRecord] = field(default_factory=list)
+    applied: int = 0
+    states: dict[int, int] = field(default_factory=lambda: {0: 0})
+    clocks: dict[int, int] = field(default_factory=dict)
+
+    @property
+    def version(self) -> int:
+        return len(self.states) - 1
+
+
+class ApplyingJob:
+    """The program of every worker, and the oracle."""
+
+    rule_name = "apply"
+
+    def __init__(self, scenario: Scenario) -> None:
+        self.scenario = scenario
+        self.specs = layout(scenario.chunks)
+        self.rule: dict[str, Any] = {
+            "name": "apply",
+            "max_staleness": scenario.max_staleness,
+            "staleness_scaling": None,
+            "delay_compensation": 0.0,
+        }
+        self.chunks = [ChunkOracle() for _ in self.specs]
+        self.epochs: dict[int, int] = {}  # by key, the life of the server that holds it
+        self.steps_done: dict[int, int] = defaultdict(int)
+        self.answered = 0
+        # By (server, shard): the newest incarnation of each rank, who is live (rank -> nonce), and all that ever were.
+        self._newest: dict[tuple[int, int], dict[int, int]] = defaultdict(dict)
+        self._live: dict[tuple[int, int], dict[int, int]] = defaultdict(dict)
+        self._came: dict[tuple[int, int], set[int]] = defaultdict(set)
+        self._last_sequence = 0  # of the sender of the message under way
+
+    # ---- a worker ----------------------------------------------------------------------------------------------
+
+    def is_done(self, rank: int) -> bool:
+        """Whether this worker has taken all its steps."""
+        return self.steps_done[rank] >= self.scenario.steps
+
+    def program(self, process: WorkerProcess, think_s: Callable[[], float]) -> Flow[None]:
+        """Train."""
+        session, membership = process.session, process.membership
+        welcome = yield from handshake.enter(membership)
+        weights = [torch.zeros(NUMEL, dtype=torch.float64) for _ in self.specs]
+        yield from join.take_part(membership, welcome.state, self.specs, lambda spec: weights[spec.key])
+        process.has_state = True
+        body = {"optimizer": "SGD", "groups": [SGD], "runs": [[0, NUMEL, 0]]}
+        yield [session.configure(spec.key, body) for spec in self.specs]
+        yield [session.pull(spec.key, [weights[spec.key]]) for spec in self.specs]
+        for spec in self.specs:
+            self._check_landed(process, spec.key, weights[spec.key], session.version(spec.key))
+        while not self.is_done(process.rank):
+            yield think_s()
+            session.begin_step([spec.key for spec in self.specs], is_whole=True)
+            step = self.steps_done[process.rank]
+            pushes = [self._push(process, spec.key, step, weights[spec.key]) for spec in self.specs]
+            yield [push for _, push in pushes]
+            for number, push in pushes:
+                self._check_answer(process, number, push, weights[push.key])
+            self.steps_done[process.rank] = step + 1
+
+    def _push(self, process: WorkerProcess, key: int, step: int, landing: torch.Tensor) -> tuple[int, Push]:
+        chunk, session = self.chunks[key], process.session
+        number = len(chunk.pushes)
+        require(number < DIGITS * NUMEL, "the simulation has too few digits")
+        gradient = torch.zeros(NUMEL, dtype=torch.float64)
+        gradient[number // DIGITS] = -(4.0 ** (number % DIGITS))
+        push = session.push(key, gradient, [landing], [SGD])
+        chunk.pushes.append(PushRecord(process.rank, process.number, step, push.sequence))
+        return number, push
+
+    def _check_answer(self, process: WorkerProcess, number: int, push: Push, landing: torch.Tensor) -> None:
+        result = push.wait()
+        chunk = self.chunks[push.key]
+        self.answered += 1
+        if result.refused is not None:
+            chunk.pushes[number].is_refused = True
+            require(
+                not chunk.applied >> (2 * number) & 1, "push {} of chunk {} was refused, and applied", number, push.key
+            )
+        assert push.answer is not None
+        if push.answer.epoch == self.epochs.get(push.key):
+            if result.refused is None:
+                is_there = chunk.applied >> (2 * number) & 1
+                require(is_there, "push {} of chunk {} was acknowledged, and not applied", number, push.key)
+            self._check_landed(process, push.key, landing, result.version)
+
+    def _check_landed(self, process: WorkerProcess, key: int, landing: torch.Tensor, version: int) -> None:
+        link = process.membership.links[process.membership.chunks.shard_of[key]]
+        if link.epoch != self.epochs.get(key):
+            return  # of a life of the server that has ended
+        found = set_of(landing.tolist())
+        expected = self.chunks[key].states.get(version)
+        require(
+            found == expected,
+            "worker {} got version {} of chunk {} with updates {:x}, expected {:x}",
+            process.rank,
+            version,
+            key,
+            found,
+            -1 if expected is None else expected,
+        )
+
+    # ---- the servers -------------------------------------------------------------------------------------------
+
+    def server_started(self, server: ServerProcess) -> None:
+        """A life of a server begins: what it lost is allowed by its tier."""
+        for shard in server.shards:
+            place = server.index, shard.index
+            self._newest[place], self._live[place], self._came[place] = {}, {}, set()
+            for key, epoch in list(self.epochs.items()):
+                if epoch >> 8 == server.index:
+                    self.epochs[key] = -1
+            for job in shard.jobs.by_number.values():
+                for key in job.chunks.rules:
+                    self._check_restored(server, shard, key)
+
+    def _check_restored(self, server: ServerProcess, shard: Shard, key: int) -> None:
+        raise NotImplementedError
+
+    def before(self, server: ServerProcess, shard: Shard, message: Message) -> None:
+        """See ``ServerWitness``."""
+        self._last_sequence = self._sequence_of(shard, message) if message.type is MessageType.PUSH else 0
+
+    def _sequence_of(self, shard: Shard, message: Message) -> int:
+        """The last exchange of this worker that the chunk has counted."""
+        job = shard.jobs.by_number.get(message.job)
+        rule = None if job is None else job.chunks.rules.get(message.key)
+        return 0 if rule is None else rule.progress.last_sequence.get(message.worker, 0)
+
+    def after(self, server: ServerProcess, shard: Shard, message: Message | None, outgoing: list[Outgoing]) -> None:
+        """See ``ServerWitness``."""
+        for job in shard.jobs.by_number.values():
+            place = server.index, shard.index
+            live = job.membership.live_ranks
+            known = self._live[place]
+            members = {rank: job.membership.members[rank].nonce for rank in live}
+            if members != known:
+                self._note_members(place, members, job.chunks.rules)
+            if message is not None and message.type is MessageType.PUSH:
+                self._check_push(place, shard, message)
+            if message is not None and message.type is MessageType.REGISTER and _is_taken(outgoing):
+                self.epochs[message.key] = server.epoch
+                chunk = self.chunks[message.key]
+                chunk.applied, chunk.states, chunk.clocks = 0, {0: 0}, {}
+        for one in outgoing:
+            kind = one.message.type
+            if kind is MessageType.UPDATED:
+                self._check_updated(server, shard, one.message)
+            elif kind is MessageType.WELCOME and one.message.body["state"] != "wait":
+                newest = self._newest[server.index, shard.index]
+                newest[one.message.worker] = one.message.incarnation
+
+    def _note_members(self, place: tuple[int, int], members: dict[int, int], keys: Any) -> None:
+        known = self._live[place]
+        for rank, process in members.items():
+            if known.get(rank) != process:
+                for key in keys:
+                    clocks = self.chunks[key].clocks
+                    others = [clocks.get(other, 0) for other in members if other != rank]
+                    clocks[rank] = min(others, default=clocks.get(rank, 0))
+        self._live[place] = members
+        self._came[place].update(members)
+
+    def _check_push(self, place: tuple[int, int], shard: Shard, message: Message) -> None:
+        job = shard.jobs.by_number[message.job]
+        rule = job.chunks.rules.get(message.key)
+        if rule is None or message.payload is None:
+            return
+        chunk = self.chunks[message.key]
+        if self._sequence_of(shard, message) != self._last_sequence:
+            chunk.clocks[message.worker] = chunk.clocks.get(message.worker, 0) + 1
+        values = _ELEMENT.unpack(message.payload)
+        pushed = set_of([-value for value in values])
+        found = set_of(rule.outcome.values.tolist())
+        added = found - chunk.applied
+        if not added:
+            return
+        number = (pushed.bit_length() - 1) // 2
+        require(added == pushed, "push {} of chunk {} changed it by {:x}", number, message.key, added)
+        require(not chunk.applied & pushed, "push {} of chunk {} was applied twice", number, message.key)
+        newest = self._newest[place].get(message.worker)
+        require(
+            newest is None or message.incarnation >= newest,
+            "push {} of chunk {} is of incarnation {} of worker {}, and was applied after {} was let in",
+            number,
+            message.key,
+            message.incarnation,
+            message.worker,
+            newest,
+        )
+        record = chunk.pushes[number]
+        require(not record.is_refused, "push {} of chunk {} was refused, and applied later", number, message.key)
+        require(
+            record.rank == message.worker, "push {} of chunk {} is not worker {}'s", number, message.key, record.rank
+        )
+        chunk.applied = found
+        chunk.states[len(chunk.states)] = found
+
+    def _check_updated(self, server: ServerProcess, shard: Shard, message: Message) -> None:
+        chunk = self.chunks[message.key]
+        found = set_of(message.payload.tolist())
+        require(not found & _TWOS, "chunk {} has an update twice: {:x}", message.key, found)
+        require(
+            (message.version, found) == (chunk.version, chunk.applied),
+            "chunk {} was answered as version {} with {:x}, expected version {} with {:x}",
+            message.key,
+            message.version,
+            found,
+            chunk.version,
+            chunk.applied,
+        )
+        bound = self.scenario.max_staleness
+        if bound is None or message.body.get("refused"):
+            return
+        place = server.index, shard.index
+        live, clocks = self._live[place], chunk.clocks
+        slowest = min((clocks.get(rank, 0) for rank in live), default=0)
+        if len(self._came[place]) < self.scenario.workers:
+            slowest = 0
+        lead = clocks.get(message.worker, 0) - slowest
+        require(
+            lead <= bound,
+            "worker {} is {} steps ahead in chunk {} (bound {})",
+            message.worker,
+            lead,
+            message.key,
+            bound,
+        )
+
+
+def _is_taken(outgoing: list[Outgoing]) -> bool:
+    """Whether a request was answered by OK."""
+    return bool(outgoing) and outgoing[0].message.type is MessageType.OK

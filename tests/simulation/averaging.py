@@ -1,0 +1,227 @@
+"""A job whose servers average, and its oracle, which shares no code with the shard.
+
+A contribution has 4^rank in element 0, a number of its own in element 1, and numbers of very different sizes in the
+others, whose sum depends on the order of addition. So an average names who took part, with which contribution; the
+oracle adds those in the order of ranks and compares bits. Whoever takes part must hold the same model.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import struct
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from psengine.errors import FencedError
+from psengine.parameter_server.client import handshake, join
+from psengine.parameter_server.client.flow import Flow
+from psengine.parameter_server.client.operation import Push
+from psengine.parameter_server.server.core.shard import Shard
+from psengine.parameter_server.server.core.surroundings import Outgoing
+from psengine.protocol.messages import Message, MessageType
+from simulation.applying import layout
+from simulation.violation import require
+
+if TYPE_CHECKING:
+    from simulation.scenario import Scenario
+    from simulation.server import ServerProcess
+    from simulation.worker import WorkerProcess
+
+NUMEL = 6
+STATE_BLOB = "worker_state"
+MAX_REJOINS = 8  # as in strategies/servers/sync.py
+
+
+@dataclass(frozen=True)
+class Contribution:
+    """One push: who made it, from which model."""
+
+    rank: int
+    values: tuple[float, ...]
+    base: int  # digest of the replica
+
+
+@dataclass
+class Replica:
+    """A worker's model."""
+
+    values: list[torch.Tensor]
+    step: int = 0
+
+    def digest(self) -> int:
+        """Equal for equal models; the same in every process."""
+        return hash((self.step, *(number for value in self.values for number in value.tolist())))
+
+
+class AveragingJob:
+    """The program of every worker, and the oracle."""
+
+    rule_name = "average"
+
+    def __init__(self, scenario: Scenario) -> None:
+        self.scenario = scenario
+        self.specs = layout(scenario.chunks)
+        self.rule: dict[str, Any] = {"name": "average", "quorum": scenario.quorum}
+        self.answered = 0
+        self._rng = random.Random(f"values {scenario.seed}")
+        self._tags = itertools.count(1)
+        self._steps_done: dict[int, int] = defaultdict(int)
+        # (chunk, exchange, rank) -> contributions that were made to it.
+        # (life of a server, chunk, exchange) whose average a worker brought: the server does not know who took part.
+        self._supplied: set[tuple[int, int, int]] = set()
+        self._made: dict[tuple[int, int, int], list[Contribution]] = defaultdict(list)
+
+    def is_done(self, rank: int) -> bool:
+        """Whether this worker has taken all its steps."""
+        return self._steps_done[rank] >= self.scenario.steps
+
+    # ---- a worker; follows strategies/servers/sync.py ---------------------------------------------------------------
+
+    def program(self, process: WorkerProcess, think_s: Callable[[], float]) -> Flow[None]:
+        """Train."""
+        membership = process.membership
+        replica = Replica([torch.zeros(NUMEL, dtype=torch.float64) for _ in self.specs])
+        welcome = yield from handshake.enter(membership)
+        state = yield from join.take_part(
+            membership, welcome.state, self.specs, lambda spec: replica.values[spec.key].clone()
+        )
+        if state != "initialised":
+            yield from self._take_values(process, replica, whole=state == "joined")
+        else:
+            self._resume_sequences(process)
+        process.has_state = True
+        while replica.step < self.scenario.steps:
+            yield think_s()
+            yield from self._step(process, replica)
+            self._steps_done[process.rank] = replica.step
+
+    def _take_values(self, process: WorkerProcess, replica: Replica, *, whole: bool) -> Flow[None]:
+        session = process.session
+        yield [session.pull(spec.key, [replica.values[spec.key]]) for spec in self.specs]
+        self._resume_sequences(process)
+        if whole:
+            blob = session.pull(0, blob=STATE_BLOB)
+            yield [blob]
+            values = blob.wait().values
+            assert values is not None
+            replica.step = struct.unpack("<q", bytes(values.numpy()))[0]
+
+    def _resume_sequences(self, process: WorkerProcess) -> None:
+        for spec in self.specs:
+            process.session.set_sequence(spec.key, process.session.version(spec.key))
+
+    def _step(self, process: WorkerProcess, replica: Replica) -> Flow[None]:
+        sits_out = False
+        rejoins = 0
+        try:
+            yield from self._serve_joiner(process, replica)
+        except FencedError:
+            sits_out = yield from self._rejoin(process, replica)
+        landings = [torch.zeros(NUMEL, dtype=torch.float64) for _ in self.specs]
+        while True:
+            try:
+                pushes = [self._push(process, replica, spec.key, landings[spec.key], sits_out) for spec in self.specs]
+                yield [push for push, _ in pushes]
+                break
+            except FencedError:
+                rejoins += 1
+                if rejoins > MAX_REJOINS:
+                    raise
+                sits_out = (yield from self._rejoin(process, replica)) or sits_out
+        for push, made in pushes:
+            self._check_answer(process, push, landings[push.key], made)
+            replica.values[push.key].sub_(landings[push.key])
+        replica.step += 1
+
+    def _serve_joiner(self, process: WorkerProcess, replica: Replica) -> Flow[None]:
+        session, membership = process.session, process.membership
+        request = membership.take_state_request()
+        if request is None:
+            return
+        try:
+            blob = torch.frombuffer(bytearray(struct.pack("<q", replica.step)), dtype=torch.uint8)
+            stores = [session.store(spec.key, replica.values[spec.key].clone()) for spec in self.specs]
+            yield [*stores, session.store(0, blob, blob=STATE_BLOB, pieces=1)]
+            yield from join.admit(membership, request)
+        finally:
+            membership.forget_state_request(request)
+
+    def _rejoin(self, process: WorkerProcess, replica: Replica) -> Flow[bool]:
+        """Whether the worker has another's state now, and has to sit the step out."""
+        state = yield from join.rejoin(process.membership)
+        if state != "joined":
+            return False
+        yield from self._take_values(process, replica, whole=True)
+        return True
+
+    def _push(
+        self, process: WorkerProcess, replica: Replica, key: int, landing: torch.Tensor, sits_out: bool
+    ) -> tuple[Push, Contribution | None]:
+        session = process.session
+        session.keep_result(key)
+        if sits_out:
+            return session.push(key, None, [landing]), None
+        draw = self._rng.random
+        sizes = (1e-8, 1.0, 1e8, 1e16)
+        values = (4.0**process.rank, float(next(self._tags)), *((draw() - 0.5) * size for size in sizes))
+        made = Contribution(process.rank, values, replica.digest())
+        push = session.push(key, torch.tensor(values, dtype=torch.float64), [landing])
+        self._made[key, push.sequence, process.rank].append(made)
+        return push, made
+
+    # ---- the oracle --------------------------------------------------------------------------------------------
+
+    def server_started(self, server: ServerProcess) -> None:
+        """See ``ServerWitness``."""
+
+    def before(self, server: ServerProcess, shard: Shard, message: Message) -> None:
+        """See ``ServerWitness``."""
+
+    def after(self, server: ServerProcess, shard: Shard, message: Message | None, outgoing: list[Outgoing]) -> None:
+        """See ``ServerWitness``."""
+        if message is not None and message.type is MessageType.RESULT:
+            self._supplied.add((server.epoch, message.key, message.sequence))
+
+    def _check_answer(
+        self, process: WorkerProcess, push: Push, landing: torch.Tensor, made: Contribution | None
+    ) -> None:
+        result = push.wait()
+        self.answered += 1
+        assert push.answer is not None
+        where = f"exchange {push.sequence} of chunk {push.key} at worker {process.rank}"
+        parts = self._parts_of(push, landing.tolist(), where)
+        is_supplied = (push.answer.epoch, push.key, push.sequence) in self._supplied
+        if made is not None and not push.answer.body.get("late") and not is_supplied:
+            require(made in parts, "{} was acknowledged, and its contribution is not in the average", where)
+        bases = {part.base for part in parts}
+        require(len(bases) <= 1, "{}: workers {} took part with different models", where, [p.rank for p in parts])
+        require(result.refused is None, "{} was refused: {}", where, result.refused)
+
+    def _parts_of(self, push: Push, average: list[float], where: str) -> list[Contribution]:
+        """The contributions that this average consists of."""
+        if not any(average):
+            return []
+        for count in range(1, self.scenario.workers + 1):
+            found = average[0] * count
+            ranks = [rank for rank in range(self.scenario.workers) if round(found) >> (2 * rank) & 1]
+            if len(ranks) != count or abs(found - sum(4.0**rank for rank in ranks)) > 1e-6:
+                continue
+            candidates = [self._made[push.key, push.sequence, rank] for rank in ranks]
+            for parts in itertools.product(*candidates):
+                if _average(parts) == average:
+                    return list(parts)
+        require(False, "{} is no average of contributions to it in the order of ranks: {}", where, average)
+        return []
+
+
+def _average(parts: tuple[Contribution, ...]) -> list[float]:
+    """Of these, added one after the other."""
+    totals = list(parts[0].values)
+    for part in parts[1:]:
+        totals = [total + value for total, value in zip(totals, part.values, strict=True)]
+    return [total / len(parts) for total in totals]

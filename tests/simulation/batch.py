@@ -1,0 +1,72 @@
+"""A process that runs seeds: ``FIRST COUNT`` lines come in, one line of JSON goes out for each."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from psengine.parameter_server.server.core import job as job_module
+from psengine.parameter_server.server.core import life
+from psengine.parameter_server.server.core import membership as membership_module
+from simulation.job import run
+from simulation.scenario import draw
+
+
+def watch_life() -> set[str]:
+    """The transitions of jobs and of their workers that have happened since; for the whole process."""
+    taken: set[str] = set()
+
+    def after(table: Mapping[Any, Mapping[Any, Any]], phase: Any, event: Any) -> Any:
+        taken.add(f"{'job' if table is life.JOB else 'worker'}: {phase.value} + {event.value}")
+        return life.after(table, phase, event)
+
+    job_module.after = membership_module.after = after  # type: ignore[attr-defined]
+    return taken
+
+
+def all_transitions() -> set[str]:
+    """Those of the tables."""
+    return {
+        f"{kind}: {phase.value} + {event.value}"
+        for kind, table in (("job", life.JOB), ("worker", life.MEMBER))
+        for phase, events in table.items()
+        for event in events
+    }
+
+
+def run_batch(first: int, count: int) -> dict[str, Any]:
+    """What the runner wants to know of these seeds."""
+    counts: Counter[str] = Counter()
+    found: dict[str, Any] = {"first": first, "digests": [], "failures": {}, "events": 0, "answered": 0}
+    simulated_s = 0.0
+    for seed in range(first, first + count):
+        result = run(draw(seed))
+        found["digests"].append(result.digest)
+        found["events"] += result.events
+        found["answered"] += result.answered
+        simulated_s += result.simulated_s
+        counts.update(result.counts)
+        if result.violation:
+            found["failures"][seed] = result.violation
+    return {**found, "simulated_s": simulated_s, "counts": counts}
+
+
+def main() -> None:
+    """Until the input ends."""
+    logging.disable(logging.CRITICAL)
+    torch.set_num_threads(1)
+    taken = watch_life()
+    for line in sys.stdin:
+        first, count = map(int, line.split())
+        found = run_batch(first, count)
+        print(json.dumps({**found, "transitions": sorted(taken)}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

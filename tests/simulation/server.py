@@ -1,0 +1,140 @@
+"""One life of a server process: its shards and their ticks. ``psengine-server`` without threads and sockets."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from psengine.errors import ProtocolError
+from psengine.parameter_server.server.core.shard import Shard
+from psengine.parameter_server.server.core.surroundings import Clocks, Outgoing, Sender, ShardSettings
+from psengine.protocol.frames import decode, encode, refusal
+from psengine.protocol.messages import Message
+from simulation.clock import Clock
+from simulation.network import DOWN, Network, Wire
+
+# What the wall clock of a server shows at the simulated time 0.
+WALL_S = 1.7e9
+
+
+class ServerWitness(Protocol):
+    """The oracle's view of a server."""
+
+    def server_started(self, server: ServerProcess) -> None:
+        """A life begins; what it restored is in its shards."""
+
+    def before(self, server: ServerProcess, shard: Shard, message: Message) -> None:
+        """A message arrived."""
+
+    def after(self, server: ServerProcess, shard: Shard, message: Message | None, outgoing: list[Outgoing]) -> None:
+        """The shard has answered ``message``; None: time has passed."""
+
+
+class ServerProcess:
+    """See the module's text.
+
+    Args:
+        index: of the server among all; its next life has the same.
+        epoch: the life's random number.
+        wall_s: how wrong its wall clock is.
+
+    Attributes:
+        is_up: it has not been killed.
+        is_paused: it neither reads nor answers; messages wait.
+        wires: by routing id, the connections that it knows.
+        failures: what it would have logged as its own bugs.
+    """
+
+    def __init__(
+        self,
+        clock: Clock,
+        network: Network,
+        witness: ServerWitness,
+        index: int,
+        addresses: list[str],
+        epoch: int,
+        settings: ShardSettings,
+        wall_s: float,
+        tick_s: float,
+    ) -> None:
+        self.clock, self.network, self.witness, self.index = clock, network, witness, index
+        self.is_up, self.is_paused = True, False
+        self.wires: dict[bytes, Wire] = {}
+        self._waiting: list[tuple[Wire, list[bytes]]] = []
+        self._tick_s = tick_s
+        clocks = Clocks(wall_s=lambda: WALL_S + wall_s + clock.now_s, measure_s=lambda: clock.now_s)
+        self.shards = [Shard(number, epoch, settings, clocks) for number in range(len(addresses))]
+        for shard in self.shards:
+            shard.shard_addresses = addresses
+
+    @property
+    def epoch(self) -> int:
+        """The life's number."""
+        return self.shards[0].epoch
+
+    def start(self) -> None:
+        """Begin to tick; snapshots, if any, are restored."""
+        self.clock.note("server starts", self.index, self.epoch)
+        self.witness.server_started(self)
+        self.clock.after(self._tick_s, self._tick)
+
+    def kill(self) -> None:
+        """The process ends at once."""
+        self.clock.note("server dies", self.index)
+        self.is_up = False
+        self._waiting.clear()
+
+    def pause(self) -> None:
+        """Stop, as by SIGSTOP."""
+        self.is_paused = True
+
+    def resume(self) -> None:
+        """Go on: time has leapt."""
+        if not self.is_up or not self.is_paused:
+            return
+        self.is_paused = False
+        waiting, self._waiting = self._waiting, []
+        for wire, frames in waiting:
+            self.receive(wire, frames)
+
+    def receive(self, wire: Wire, frames: list[bytes]) -> None:
+        """A message came from a worker."""
+        if self.is_paused:
+            self._waiting.append((wire, frames))
+            return
+        shard = self.shards[wire.shard]
+        try:
+            message = decode(frames)
+            self.clock.note("to shard", self.index, wire.shard, *summary(message))
+            self.witness.before(self, shard, message)
+            outgoing = shard.handle(Sender(wire.route, "", ""), message, self.clock.now_s)
+        except ProtocolError as error:
+            answer = refusal(frames, error)
+            if answer is not None:
+                answer.epoch = self.epoch
+                self._send([Outgoing(wire.route, answer)], shard)
+            return
+        self.witness.after(self, shard, message, outgoing)
+        self._send(outgoing, shard)
+
+    def _tick(self) -> None:
+        if not self.is_up:
+            return
+        if not self.is_paused:
+            for shard in self.shards:
+                outgoing = shard.tick(self.clock.now_s)
+                self.witness.after(self, shard, None, outgoing)
+                self._send(outgoing, shard)
+        self.clock.after(self._tick_s, self._tick)
+
+    def _send(self, outgoing: list[Outgoing], shard: Shard) -> None:
+        for one in outgoing:
+            frames = [bytes(frame) for frame in encode(one.message)]
+            self.clock.note("from shard", self.index, shard.index, *summary(one.message))
+            wire = self.wires.get(one.route)
+            if wire is not None:
+                self.network.carry(wire, DOWN, frames)
+
+
+def summary(message: Message) -> tuple[object, ...]:
+    """What is the same in every run of a seed: not a HELLO's process id."""
+    return message.type.name, message.worker, message.incarnation, message.key, message.sequence, message.version

@@ -1,0 +1,44 @@
+"""A failing scenario, made small: fewer faults, then a smaller job, as long as it fails."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from simulation.job import run
+from simulation.scenario import Scenario
+
+MAX_RUNS = 300
+
+
+def shrink(scenario: Scenario, max_runs: int = MAX_RUNS) -> Scenario:
+    """The smallest that was found within so many runs; it fails, perhaps otherwise than ``scenario``."""
+    is_smaller = True
+    while is_smaller and max_runs > 0:
+        is_smaller = False
+        for candidate in _smaller(scenario):
+            max_runs -= 1
+            if run(candidate).violation:
+                scenario, is_smaller = candidate, True
+                break
+            if max_runs <= 0:
+                break
+    return scenario
+
+
+def _smaller(scenario: Scenario) -> Iterator[Scenario]:
+    faults = scenario.faults
+    half = len(faults) // 2
+    if half > 1:
+        yield replace(scenario, faults=faults[half:])
+        yield replace(scenario, faults=faults[:half])
+    for index in range(len(faults)):
+        yield replace(scenario, faults=faults[:index] + faults[index + 1 :])
+    for name, least in (("servers", 1), ("shards", 1), ("chunks", 1), ("steps", 1)):
+        value = getattr(scenario, name)
+        if value > least:
+            yield replace(scenario, **{name: least})
+            if value - 1 > least:
+                yield replace(scenario, **{name: value - 1})
+    if scenario.workers > 1 and all((fault.rank or 0) < scenario.workers - 1 for fault in faults):
+        yield replace(scenario, workers=scenario.workers - 1)

@@ -1,0 +1,41 @@
+"""Seeds keep every promise; what they found once stays mended."""
+
+from __future__ import annotations
+
+import pytest
+
+from simulation.job import run
+from simulation.runner import describe, run_seeds
+from simulation.scenario import Fault, Scenario, draw
+from simulation.shrinking import shrink
+
+SEEDS = 1000
+
+
+@pytest.mark.timeout(300)
+def test_seeds_keep_every_promise_and_do_the_same_twice():
+    coverage = run_seeds(0, SEEDS, jobs=2)
+    assert not coverage.failures, describe(coverage, 1.0, set())
+    assert coverage.seeds == SEEDS
+    assert coverage.answered > 10 * SEEDS
+
+
+def test_a_broken_promise_is_found_and_shrinks_to_the_fault_that_matters(monkeypatch):
+    from psengine.parameter_server.server.rules.each import Each
+
+    gather = Each._gather
+
+    def forgets_what_it_has_taken(self, contribution):
+        self.progress.last_sequence.pop(contribution.rank, None)
+        return gather(self, contribution)
+
+    monkeypatch.setattr(Each, "_gather", forgets_what_it_has_taken)
+    noise = Fault("noise", 0.0, 4.0, 0, 0, 0.5)
+    scenario = Scenario(seed=1, workers=2, steps=8, faults=(Fault("stop worker", 0.5, 0.3, 1, 0, 0.1), noise))
+    assert "applied twice" in run(scenario).violation
+    assert shrink(scenario).faults == (noise,)
+
+
+def test_a_seed_is_the_same_scenario_everywhere():
+    assert draw(7) == draw(7)
+    assert eval(repr(draw(7))) == draw(7)
