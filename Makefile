@@ -8,8 +8,9 @@
 # make docs         the documentation, in build/docs; warnings are errors
 # make wheel        the source distribution and a wheel for Linux, in dist; the wheel is tried beside torch alone
 # make test-matrix  the core tests with other versions of Python and torch: docs/versions.md
-# make bench        every benchmark but those on several hosts (BENCH=cluster,cluster_far as root), a quarter of an hour: benchmarks/RESULTS.md and the README's figures; BENCH=all_reduce for
-#                   some of them, QUICK=1 for a noisy try, PS_LITE=PATH to compare with a checkout of ps-lite
+# make bench        a quarter of an hour: benchmarks/RESULTS.md and the README's figures; BENCH=all_reduce for some benchmarks,
+#                   QUICK=1 for a noisy try, PS_LITE=PATH to compare with a checkout of ps-lite. Those on several hosts want
+#                   root, an hour and their names: BENCH=cluster,cluster_fast,cluster_slow,cluster_resnet,cluster_far
 # make lint, format, clean
 #
 # PYTHON names the interpreter for the virtual environment: make PYTHON=python3.12 test

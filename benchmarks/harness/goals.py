@@ -157,7 +157,7 @@ GROUPS = [
             ("sync:compress=bf16", 0.67, "native"),
             ("sync:compress=int8", 0.55, "native"),
             ("sync:compress=topk,ratio=0.01", 1.3, "none"),
-            ("sync:compress=powersgd,rank=2", 1.3, "none"),
+            ("sync:compress=onebit", 1.3, "none"),
             ("local:every=16", 1.2, "none"),
             ("local:every=16,compress=bf16", 1.1, "none"),
         ],

@@ -1,6 +1,7 @@
 """``make bench``: every benchmark in turn, about a quarter of an hour on two cores; then RESULTS.md.
 
-Those on several hosts need root and long: they run by name only, ``make bench BENCH=cluster,cluster_far``.
+Those on several hosts need root and long: they run by name only, ``make bench
+BENCH=cluster,cluster_fast,cluster_slow,cluster_resnet,cluster_far``.
 
 python benchmarks/harness/suite.py [--only all_reduce,growth] [--quick] [--out DIRECTORY] [--ps-lite PATH]
 """
@@ -38,8 +39,11 @@ class Entry:
 
 SERVERS = "--candidates plain,native,sync-server,async --optimizer SGD"
 SHARDED = "--candidates plain,native,psengine,sharded --optimizer AdamW,momentum"
-HOSTS = "none;native;native-fp16;sync;sync:compress=bf16;sync-server;hierarchical;local:every=16"
-FAR = "none;native;diloco:every=100"
+CODECS = ("bf16", "int8", "fp4", "onebit", "topk,ratio=0.01", "powersgd,rank=4")
+CODED = ";".join(f"sync:compress={codec}" for codec in CODECS)
+LOCAL = "local:every=16;local:every=16,compress=bf16;diloco:every=16,compress=fp4"
+HOSTS = f"none;native;native-fp16;sync;hierarchical;sync-server;sync-server:compress=int8;{CODED};{LOCAL}"
+FAR = "none;native;sync:compress=int8;diloco:every=100;diloco:every=100,compress=fp4"
 SUITE = {
     "step_overhead": Entry("step_overhead", "--rounds 25"),
     "step_overhead_servers": Entry("step_overhead", f"--models mlp,gpt --ranks 2 --rounds 15 {SERVERS}"),
@@ -51,6 +55,14 @@ SUITE = {
     "start_up": Entry("start_up"),
     "fusion_cuda": Entry("fusion_cuda"),
     "cluster": Entry("cluster", f"--rates 1gbit --rounds 5 --candidates '{HOSTS}'", limit_s=1800),
+    "cluster_fast": Entry("cluster", f"--rates 10gbit --rounds 3 --candidates '{HOSTS}'", limit_s=1800),
+    "cluster_slow": Entry("cluster", f"--rates 100mbit --rounds 2 --warm-up 1 --candidates '{HOSTS}'", limit_s=2400),
+    "cluster_resnet": Entry(
+        "cluster",
+        "--models cnn --layouts 4x1 --rates 100mbit --rounds 2 --warm-up 1"
+        f" --candidates 'none;native;native-fp16;sync;sync-server;{CODED}'",
+        limit_s=600,
+    ),
     "cluster_far": Entry(
         "cluster",
         "--models gpt --layouts 2x1 --rates 10mbit --round-trip-ms 20 --rounds 1 --warm-up 1"
@@ -58,7 +70,7 @@ SUITE = {
         limit_s=420,
     ),
 }
-BY_NAME_ONLY = ("cluster", "cluster_far")
+BY_NAME_ONLY = tuple(name for name in SUITE if name.startswith("cluster"))
 
 
 def run(name: str, entry: Entry, options: argparse.Namespace) -> str:

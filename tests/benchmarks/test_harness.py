@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -155,6 +156,11 @@ def test_every_goal_is_of_a_benchmark_that_make_bench_runs():
     assert {entry.folder for entry in suite.SUITE.values()} <= {
         path.parent.name for path in ROOT.glob("benchmarks/*/run.py")
     }
+    for goal in goals:
+        if suite.SUITE[goal.record].folder == "cluster":
+            chosen = re.search("--candidates '([^']*)'", suite.SUITE[goal.record].arguments)
+            assert chosen is not None
+            assert {goal.ours, goal.peer or goal.ours} <= set(chosen[1].split(";"))
     assert "0 of" in table_of_goals({}).title
 
 
