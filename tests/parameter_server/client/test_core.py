@@ -8,8 +8,8 @@ import time
 
 import pytest
 import torch
+from support.client_world import Simulation
 from support.shard_world import APPLY, AVERAGE, SGD, spec
-from support.simulation import Simulation
 
 from psengine.errors import FencedError, ServerLostError, ServerRefusedError
 from psengine.parameter_server.client import handshake, join
