@@ -66,8 +66,8 @@ SUITE = {
     "cluster_far": Entry(
         "cluster",
         "--models gpt --layouts 2x1 --rates 10mbit --round-trip-ms 20 --rounds 1 --warm-up 1"
-        f" --candidates '{FAR}' --deadline 400",
-        limit_s=420,
+        f" --candidates '{FAR}' --deadline 900",
+        limit_s=960,
     ),
 }
 BY_NAME_ONLY = tuple(name for name in SUITE if name.startswith("cluster"))

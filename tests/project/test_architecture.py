@@ -307,7 +307,7 @@ def test_every_test_stands_in_the_folder_of_what_it_tests():
 
 
 def test_tests_share_by_way_of_support_alone():
-    helpers = {p.stem for p in (TESTS / "support").glob("*.py")}
+    helpers = {p.stem for p in (TESTS / "support").glob("*.py")} - {p.name for p in TESTS.iterdir()}
     for name, path in TEST_FILES.items():
         parts = [imported.split(".") for imported in imports(path)]
         assert not [p for p in parts if p[0] == "tests" or any(q.startswith("test_") for q in p[:-1])], name
