@@ -1,4 +1,4 @@
-"""``psengine-server``: serve, or with ``keygen`` make keys.
+"""``psengine-server``: serve; make keys; look at, and copy, what a server keeps.
 
 Options are the fields of ``ServerSettings``: an argument beats a ``PSENGINE_*`` variable, which beats a TOML file.
 Annotations of commands are evaluated here and now, because typer is imported only once it is known to be there.
@@ -104,7 +104,26 @@ def build_app(run: "Callable[[ServerSettings, bool, int | None, Sequence[str]], 
         print(f"{secret_path}  keep secret")
         print(f"{public_path}  give to the other side")
 
+    def inspect_directory(directory: Annotated[str, typer.Argument(help="A server's --snapshot-dir.")]) -> None:
+        """List what a directory holds, and what a server would start with. Changes nothing; its server may run."""
+        from psengine.parameter_server.server.durability.inspection import inspect
+
+        for line in inspect(Path(directory)):
+            print(line)
+
+    def backup(
+        directory: Annotated[str, typer.Argument(help="A server's --snapshot-dir.")],
+        target: Annotated[str, typer.Argument(help="Where the copy goes; made, so it must not be there.")],
+    ) -> None:
+        """Copy a directory for a server to start from, while its own server runs, and read the copy."""
+        from psengine.parameter_server.server.durability.inspection import back_up
+
+        for line in back_up(Path(directory), Path(target)):
+            print(line)
+
     app.command()(keygen)
+    app.command("inspect")(inspect_directory)
+    app.command()(backup)
     return app
 
 

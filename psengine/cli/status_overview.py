@@ -85,8 +85,8 @@ class Overview:
         """What may be meant so, in words."""
         found = []
         for report in self.reports:
-            if any(shard.keeps_snapshots is False for shard in report.status.answering):
-                text = "keeps no snapshots: when it ends, the models of its async jobs are lost (--snapshot-dir)"
+            if any(shard.durability == "memory" for shard in report.status.answering):
+                text = "has durability memory: when it ends, the models of its async jobs are lost (--snapshot-dir)"
                 found.append(f"{report.address} {text}")
             if report.status.is_draining:
                 found.append(f"{report.address} drains: it lets no more workers in, and ends when the last has left")

@@ -179,7 +179,7 @@ class Transport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardStatus:
-    """A shard; ``keeps_snapshots`` is its server's.
+    """A shard; ``durability`` is its server's.
 
     ``unix_s`` and ``software`` are in a STATUS_REPORT, ``transport`` on the status page alone.
     """
@@ -188,7 +188,7 @@ class ShardStatus:
     epoch: int = 0
     address: str = ""
     durable_generation: int | None = None
-    keeps_snapshots: bool | None = None
+    durability: str | None = None
     memory_bytes: int = 0
     max_memory_bytes: int = 0
     unix_s: float | None = None
@@ -261,6 +261,20 @@ class SnapshotStatus:
     last_error: str
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogStatus:
+    """One shard's log, since the server started; records are numbered from the first that the directory ever had."""
+
+    shard: int
+    records: int
+    durable_records: int
+    written_bytes: int
+    syncs: int
+    sync_seconds: float
+    is_full: bool
+    error: str
+
+
 @dataclass(frozen=True, slots=True)
 class Event:
     """One thing that happened.
@@ -296,7 +310,9 @@ class ServerStatus:
     descriptor_limit: int = 0
     cut_connections: int = 0
     refused_connections: int = 0
+    durability: str | None = None
     snapshot: SnapshotStatus | None = None
+    logs: tuple[LogStatus, ...] = ()
     shards: tuple[ShardStatus | MuteShard, ...]
     jobs: Mapping[str, JobStatus] = field(default_factory=dict)
     events: tuple[Event, ...] = ()

@@ -20,6 +20,7 @@ from psengine.errors import ProtocolError
 from psengine.protocol.layout import ChunkKind
 from psengine.protocol.messages import (
     DTYPES,
+    DURABILITY_TIERS,
     MAX_BODY_BYTES,
     MAX_BODY_DEPTH,
     MAX_COUNTED,
@@ -278,13 +279,14 @@ _answer = record(
 _round = integer(1)
 _probed = record({}, {"round": _round})
 
-_compress: dict[str, Check] = {"compress": short_text(255)}
+# "durability": the least that the job's servers are to offer.
+_any_rule: dict[str, Check] = {"compress": short_text(255), "durability": one_of(*DURABILITY_TIERS)}
 _RULES: dict[str, Check] = {
     # "every": parameters are averaged, after so many steps of each worker, in the place of gradients.
     "average": record(
-        {"name": one_of("average"), "quorum": nullable(integer(1, NOBODY))}, {**_compress, "every": integer(1)}
+        {"name": one_of("average"), "quorum": nullable(integer(1, NOBODY))}, {**_any_rule, "every": integer(1)}
     ),
-    "merge": record({"name": one_of("merge"), "quorum": integer(1, NOBODY), "grace": number(0.0, 100.0)}, _compress),
+    "merge": record({"name": one_of("merge"), "quorum": integer(1, NOBODY), "grace": number(0.0, 100.0)}, _any_rule),
     "apply": record(
         {
             "name": one_of("apply"),
@@ -292,7 +294,7 @@ _RULES: dict[str, Check] = {
             "staleness_scaling": one_of(None, "inverse"),
             "delay_compensation": number(0.0),
         },
-        _compress,
+        _any_rule,
     ),
 }
 
@@ -316,6 +318,7 @@ SCHEMAS: dict[MessageType, Check] = {
                 "world_size": integer(1, NOBODY),
                 "fingerprint": nullable(_any_64_bits),
                 "members": _ranks,
+                "version": _unsigned,
             },
         ),
         _worker_counts,
@@ -336,7 +339,7 @@ SCHEMAS: dict[MessageType, Check] = {
             "rule": nullable(_rule),
             "software": _label,
         },
-        {"local": text(MAX_NAME_BYTES, printable=True)},
+        {"local": text(MAX_NAME_BYTES, printable=True), "durability": one_of(*DURABILITY_TIERS)},
     ),
     # key, dtype and numel stand in the header; in the body they may be repeated.
     MessageType.REGISTER: also(record({"kind": _kind, "segments": _segments}, _place), _sums_up),
@@ -395,7 +398,10 @@ SCHEMAS: dict[MessageType, Check] = {
         {}, {"generation": _unsigned, "slots": listing(_name), "lost": row(_unsigned, _unsigned, _unsigned)}
     ),
     MessageType.ERROR: record({"code": short_text(64), "text": short_text(MAX_TEXT_CHARS, printable=False)}),
-    MessageType.PROGRESS: record({"chunks": listing(also(listing(_unsigned), _progress)), "more": boolean}),
+    MessageType.PROGRESS: record(
+        {"chunks": listing(also(listing(_unsigned), _progress)), "more": boolean},
+        {"durability": one_of(*DURABILITY_TIERS), "durable_version": _unsigned},
+    ),
 }
 
 

@@ -28,6 +28,9 @@ MAX_COUNTED = 2**53
 # Why a server did not use a push that it answered.
 PUSH_REFUSALS = ("non_finite", "stale", "abstained")
 
+# What a server keeps through its end, from the least: nothing, snapshots, every acknowledged update.
+DURABILITY_TIERS = ("memory", "snapshot", "log")
+
 # In the header's worker and key fields.
 NOBODY = 0xFFFFFFFF
 NO_KEY = 0xFFFFFFFF

@@ -91,10 +91,10 @@ def _measure(address: str, is_near: bool, context: CheckContext) -> Iterator[Fin
         with connect(address, role="reader", timeout_s=timeout_s, connect_timeout_s=timeout_s, keys=keys) as client:
             shards = client.status()
             yield _introduce(address, shards, has_keys=keys is not None)
-            if any(shard.get("keeps_snapshots") is False for shard in shards):
+            if any(shard.get("durability") == "memory" for shard in shards):
                 yield warning(
-                    f"{address}: keeps no snapshots; when it ends, the models of its async jobs are lost",
-                    "start it with --snapshot-dir DIRECTORY",
+                    f"{address}: has durability memory; when it ends, the models of its async jobs are lost",
+                    "start it with --snapshot-dir DIRECTORY (and --durability log: no acknowledged update is lost)",
                 )
             round_trip_s = statistics.median(client.echo(SMALL_BYTES) for _ in range(ROUND_TRIPS))
             yield _judge_round_trip(address, round_trip_s)

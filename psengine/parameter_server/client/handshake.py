@@ -132,7 +132,7 @@ def _hello(membership: Membership, link: Link, deadline_s: float) -> Flow[Messag
             worker=membership.identity.worker,
             # The lead gives incarnations, and the other shards are told.
             incarnation=0 if link.index == 0 else membership.identity.incarnation,
-            body=_hello_body(membership),
+            body=_hello_body(membership, link),
         )
         request = membership.ask(link, message, what=what, timeout_s=last_s - now_s(), is_urgent=True)
         yield [request]
@@ -164,7 +164,7 @@ def _may_come(membership: Membership) -> bool:
     return membership.options.averages or not membership.is_welcome
 
 
-def _hello_body(membership: Membership) -> dict[str, Any]:
+def _hello_body(membership: Membership, link: Link) -> dict[str, Any]:
     options, own = membership.options, membership.identity.worker
     body: dict[str, Any] = {
         "job": options.job,
@@ -189,6 +189,8 @@ def _hello_body(membership: Membership) -> dict[str, Any]:
             members.update(range(options.world_size))  # the first average needs all of them
     if membership.is_welcome and members:
         body["members"] = sorted(members)
+    if options.averages and link.ledger.reached is not None:
+        body["version"] = link.ledger.reached
     return body
 
 

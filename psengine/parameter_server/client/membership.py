@@ -106,9 +106,7 @@ class Membership:
         self.takes_part = False
         self.is_welcome = False
         self.is_held = True
-        self.lease_s = 5.0
-        self.heartbeat_s = 1.0
-        self.next_heartbeat_s = 0.0
+        self.lease_s, self.heartbeat_s, self.next_heartbeat_s = 5.0, 1.0, 0.0
         self.telemetry = Telemetry(runtime.now_s)
         self.fenced: FencedError | None = None
         self.fatal: PSEngineError | None = None
@@ -289,7 +287,7 @@ class Membership:
         kind = message.type
         if kind is MessageType.WELCOME:
             link.epoch, link.server_version = message.epoch, message.peer_version
-            link.ledger.epoch = link.ledger.epoch or link.epoch
+            link.ledger.welcomed(link.epoch, message.body.get("durability", "memory"))
             link.pushes.credit_bytes = message.body["credit_bytes"]
             if link.index == 0:
                 self.lease_s, self.heartbeat_s = message.body["lease_s"], message.body["heartbeat_s"]
@@ -302,6 +300,7 @@ class Membership:
             if self.contributors > len(self.members):
                 self.next_heartbeat_s = 0.0  # a worker came: a restarted server would ask who takes part
         if kind is MessageType.HEARTBEAT_ACK:
+            link.ledger.durable_version = max(link.ledger.durable_version, message.body["durable_version"] or 0)
             if link.index == 0:
                 self.members = tuple(message.body["members"])
                 self.has_roll = self.has_roll or message.sequence > 0

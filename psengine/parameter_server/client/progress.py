@@ -51,10 +51,14 @@ class Ledger:
 
     Attributes:
         epoch: the life of the server that acknowledged it; 0 before the first.
+        durability: what the server kept through its end in that life, as WELCOME says it.
+        durable_version: the newest version of the job that it said was on its disk.
     """
 
     def __init__(self) -> None:
         self.epoch = 0
+        self.durability = self._offered = "memory"
+        self.durable_version = 0
         self._chunks: dict[int, _Known] = {}
 
     def sent(self, key: int) -> None:
@@ -89,9 +93,20 @@ class Ledger:
         """Whether an exchange was answered."""
         return any(known.sequence for known in tuple(self._chunks.values()))
 
+    @property
+    def reached(self) -> int | None:
+        """The last exchange that was answered of every chunk; None before the first one with this state."""
+        return min((known.sequence for known in tuple(self._chunks.values())), default=None)
+
+    def welcomed(self, epoch: int, durability: str) -> None:
+        """A life of the server lets this worker in, and keeps like this what it acknowledges."""
+        self._offered = durability
+        if not self.epoch:
+            self.epoch, self.durability = epoch, durability
+
     def settle(self, epoch: int) -> None:
         """The server has counted its losses: begin anew for its life ``epoch``."""
-        self.epoch = epoch
+        self.epoch, self.durability = epoch, self._offered
         for known in self._chunks.values():
             known.unused, known.version, known.asked_version = [], 0, 0
             known.skip(1, known.sequence)
@@ -109,4 +124,5 @@ class Ledger:
                 pages.append([])
                 size_bytes = 0
             pages[-1].append(entry)
-        return [{"chunks": page, "more": page is not pages[-1]} for page in pages]
+        kept = {"durability": self.durability, "durable_version": self.durable_version}
+        return [{"chunks": page, "more": page is not pages[-1], **kept} for page in pages]

@@ -31,13 +31,12 @@ from psengine.parameter_server.server import systemd
 from psengine.parameter_server.server.core.events import EventLog
 from psengine.parameter_server.server.core.shard import Shard
 from psengine.parameter_server.server.core.surroundings import Clocks, Outgoing, ShardSettings
-from psengine.parameter_server.server.durability.restoring import Restored, restore
-from psengine.parameter_server.server.durability.snapshot_thread import SnapshotOutcome, SnapshotThread
+from psengine.parameter_server.server.durability.snapshot_thread import SnapshotOutcome
+from psengine.parameter_server.server.durability.tier import Durability
 from psengine.parameter_server.server.end_requests import EndRequests
 from psengine.parameter_server.server.listening import Listeners
 from psengine.parameter_server.server.settings import ServerSettings
 from psengine.parameter_server.server.shard_group import ShardGroup
-from psengine.parameter_server.server.snapshots.store import SnapshotStore
 from psengine.parameter_server.server.status.actions import Actions
 from psengine.parameter_server.server.status.history import History
 from psengine.parameter_server.server.status.pages import ServerPages
@@ -68,9 +67,10 @@ _EXIT_CODES: tuple[tuple[type[Exception], int], ...] = (
     (SnapshotError, EXIT_SNAPSHOT),
 )
 
-NO_SNAPSHOTS = (
-    "NO SNAPSHOTS are kept: when this process ends, crashes or restarts, the models of its async jobs are LOST. Fix:"
-    " start it with --snapshot-dir DIRECTORY"
+NOT_DURABLE = (
+    "NOTHING IS DURABLE (durability memory): when this process ends, crashes or restarts, the models of its async jobs"
+    " are LOST. Fix: start it with --snapshot-dir DIRECTORY, and --durability log where no acknowledged update may be"
+    " lost"
 )
 LOOP_S = 0.1
 LAST_SNAPSHOT_S = 600.0
@@ -104,7 +104,7 @@ class Server:
         self._events = EventLog(CLOCKS)
         self._shards = ShardGroup()
         self._listeners = Listeners(settings, self._shards)
-        self._snapshots: SnapshotThread | None = None
+        self._durability: Durability | None = None
         self._is_draining = False
         self._started_s = time.monotonic()
 
@@ -144,29 +144,32 @@ class Server:
         tls = None
         if settings.status_port is not None and settings.status_cert is not None and settings.status_key is not None:
             tls = load_certificate(settings.status_cert, settings.status_key)
-        store = None
+        durability, durable = None, "durability memory: not durable, no --snapshot-dir"
         if settings.snapshot_dir is not None:
-            store = stack.enter_context(SnapshotStore(settings.snapshot_dir))
+            interval_s, keeps_log = settings.snapshot_interval_s, settings.tier == "log"
+            durability = Durability(
+                settings.snapshot_dir, stack, keeps_log=keeps_log, interval_s=interval_s, note=self._events.note
+            )
         stack.enter_context(self._listeners)
         shards = self._make_shards()
-        restored = self._restore(store, shards)
+        if durability is not None:
+            durable = f"durability {settings.tier}: {durability.restore(shards)}"
         self._listeners.open()
         self.addresses = self._listeners.addresses(socket.gethostname())
         segments = stack.enter_context(SegmentListener([e.unix_address for e in self._listeners.endpoints]))
-        stack.callback(self._end_threads)
+        threads = []
         for shard, endpoint in zip(shards, self._listeners.endpoints, strict=True):
             shard.shard_addresses = self._listeners.addresses("*")
             endpoint.connections = self._connections
-            thread = ShardThread(shard, endpoint, self._on_snapshot)
-            thread.segments.is_open = shard.index in segments.shards
+            threads.append(ShardThread(shard, endpoint, self._on_snapshot))
+            threads[-1].segments.is_open = shard.index in segments.shards
+        stack.callback(self._end_threads)
+        if durability is not None:
+            durability.start(threads, self.epoch)
+            self._durability = durability
+        for thread in threads:
             self._shards.start(thread)
-        segments.serve(self._shards.threads)
-        if store is not None:
-            interval_s = settings.snapshot_interval_s
-            self._snapshots = SnapshotThread(
-                store, self._shards.threads, interval_s, restored.generation, self._events.note
-            )
-            self._snapshots.start()
+        segments.serve(threads)
         if settings.status_port is not None:
             history = stack.enter_context(History(self.status))
             port = stack.enter_context(self._open_status_port(settings.status_port, history, access, tls))
@@ -174,7 +177,7 @@ class Server:
         if self._until_stdin_closes:
             self._ends.watch_stdin()
         self._events.note("started", f"psengine-server at {' '.join(self.addresses)} (process {os.getpid()})")
-        self._announce_start(announce, restored.summary)
+        self._announce_start(announce, durable)
 
     def _make_shards(self) -> list[Shard]:
         settings = self.settings
@@ -183,25 +186,13 @@ class Server:
             lease_s=settings.lease_s,
             heartbeat_s=settings.heartbeat_s,
             max_memory_bytes=max(1, total_bytes // settings.shards),
-            keeps_snapshots=settings.snapshot_dir is not None,
+            durability=settings.tier,
             software=__version__,
         )
         shards = [Shard(index, self.epoch, shard_settings, CLOCKS) for index in range(settings.shards)]
         for shard in shards:
             shard.events = self._events
         return shards
-
-    def _restore(self, store: SnapshotStore | None, shards: list[Shard]) -> Restored:
-        if store is None:
-            return Restored(None, "not durable: no --snapshot-dir", [])
-        restored = restore(store, shards)
-        for note in restored.notes:
-            logger.warning("%s", note)
-        if restored.notes:
-            self._events.note("snapshot_failed", "; ".join(restored.notes))
-        if restored.generation is not None:
-            self._events.note("restored", f"taken over: {restored.summary}")
-        return restored
 
     def _status_access(self) -> Access:
         settings = self.settings
@@ -213,7 +204,7 @@ class Server:
         )
 
     def _open_status_port(self, port: int, history: History, access: Access, tls: ssl.SSLContext | None) -> StatusPort:
-        begin_snapshot = None if self._snapshots is None else self._snapshots.begin
+        begin_snapshot = None if self._durability is None else self._durability.snapshots.begin
         actions = Actions(
             bool(access.token),
             snapshot=begin_snapshot,
@@ -243,7 +234,7 @@ class Server:
 
     def _announce_start(self, announce: Callable[[str], None], durability: str) -> None:
         if self.settings.snapshot_dir is None and not self._until_stdin_closes:
-            logger.warning("%s", NO_SNAPSHOTS)
+            logger.warning("%s", NOT_DURABLE)
         lines = [self._whereabouts(), durability]
         if self._listeners.authenticator is not None:
             lines.append(self._listeners.authenticator.describe())
@@ -297,9 +288,10 @@ class Server:
 
     def _summary(self) -> str:
         durable = "not durable"
-        if self._snapshots is not None:
-            generation = self._snapshots.generation
+        if self._durability is not None:
+            generation = self._durability.snapshots.generation
             durable = f"durable to {'no generation yet' if generation is None else f'generation {generation}'}"
+        durable = f"durability {self.settings.tier}, {durable}"
         return f"{self._whereabouts()}; {durable}{'; draining' if self._is_draining else ''}"
 
     def _whereabouts(self) -> str:
@@ -317,10 +309,10 @@ class Server:
             kind = MessageType.ERROR if outcome.error else MessageType.OK
             thread.post(Outgoing(route, Message(kind, epoch=self.epoch, body=body, **to)))
 
-        if self._snapshots is None:
+        if self._durability is None:
             answer(SnapshotOutcome(None, "this server keeps no snapshots; start it with --snapshot-dir"))
         else:
-            self._snapshots.begin(is_ours=False).add_done_callback(lambda written: answer(written.result()))
+            self._durability.snapshots.begin(is_ours=False).add_done_callback(lambda written: answer(written.result()))
 
     def is_healthy(self) -> bool:
         """Whether every thread lives, and every shard ticks."""
@@ -339,7 +331,9 @@ class Server:
             healthy=self.is_healthy(),
             addresses=tuple(self.addresses),
             refused_connections=self._listeners.refused,
-            snapshot=None if self._snapshots is None else self._snapshots.status(),
+            durability=self.settings.tier,
+            snapshot=None if self._durability is None else self._durability.snapshots.status(),
+            logs=() if self._durability is None else self._durability.status(),
             shards=shards,
             jobs=merge_jobs(shard for shard in shards if isinstance(shard, ShardStatus)),
             events=self._events.events(),
@@ -354,9 +348,9 @@ class Server:
         systemd.notify("STOPPING=1", "STATUS=shutting down")
         for index in self._shards.drain():
             logger.warning("shard %d did not answer all that was queued", index)
-        if self._snapshots is None:
+        if self._durability is None:
             return EXIT_OK
-        written = self._snapshots.begin()
+        written = self._durability.snapshots.begin()
         last_s = time.monotonic() + LAST_SNAPSHOT_S
         while True:
             try:
@@ -372,10 +366,11 @@ class Server:
         return EXIT_SNAPSHOT if outcome.error and not outcome.is_empty else EXIT_OK
 
     def _end_threads(self) -> None:
-        if self._snapshots is not None:
-            self._snapshots.end()
-            self._snapshots.join(timeout=5.0)
+        if self._durability is not None:
+            self._durability.end_snapshots()
         self._shards.end()
+        if self._durability is not None:
+            self._durability.end_logs()
 
 
 def log_start(line: str) -> None:

@@ -16,6 +16,7 @@ from typing import Any, get_args, get_type_hints
 from psengine.environment.extras import missing_extra
 from psengine.environment.local_sockets import LONGEST_PATH_BYTES
 from psengine.errors import ConfigurationError
+from psengine.protocol.messages import DURABILITY_TIERS
 
 DEFAULT_BIND = "tcp://127.0.0.1:7077"
 MAX_SHARDS = 256
@@ -87,6 +88,11 @@ class ServerSettings:
     snapshot_interval_s: float = _setting(
         60.0, "Seconds between snapshots, which a crash may lose. 0: only on request and at the end."
     )
+    durability: str | None = _setting(
+        None,
+        "memory, snapshot or log. log: an update is acknowledged once it is on the disk, so none that was acknowledged"
+        " is lost. The last two need a snapshot directory. Default: snapshot with a directory, else memory.",
+    )
     lease_s: float = _setting(5.0, "Seconds of silence (five heartbeats) after which a worker counts as dead.")
     status_port: int | None = _setting(
         None, "Port of the dashboard, /status.json, /metrics and /healthz; 0 takes a free one."
@@ -143,6 +149,14 @@ class ServerSettings:
         self._check("status_port", self.status_port is None or 0 <= self.status_port < 2**16, "0 to 65535")
         self._check("max_memory_bytes", self.max_memory_bytes is None or self.max_memory_bytes > 0, "more than 0 bytes")
         self._check("log_format", self.log_format in ("text", "json"), "text or json")
+        self._check("durability", self.tier in DURABILITY_TIERS, "memory, snapshot or log")
+        if (self.tier == "memory") != (self.snapshot_dir is None):
+            raise SettingError(
+                "durability",
+                "A server keeps what it has in a directory (expected durability snapshot or log with snapshot_dir, or"
+                f" memory without, got {self.tier} and snapshot_dir = {_shown(self.snapshot_dir)}). Fix: give"
+                " --snapshot-dir DIRECTORY, or leave both out.",
+            )
         self.bind_addresses()
         if (self.status_cert is None) != (self.status_key is None):
             raise ConfigurationError(
@@ -169,6 +183,11 @@ class ServerSettings:
                 " for each client; or --secret-file, a secret that all have; or bind to 127.0.0.1 or ipc://; or, where"
                 " only friends reach this network, --insecure."
             )
+
+    @property
+    def tier(self) -> str:
+        """What it keeps through its end: one of ``DURABILITY_TIERS``."""
+        return self.durability or ("memory" if self.snapshot_dir is None else "snapshot")
 
     @property
     def heartbeat_s(self) -> float:

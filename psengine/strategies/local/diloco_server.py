@@ -50,7 +50,7 @@ class DilocoServer(ServerStrategy):
             a worker; 0 does not wait.
         outer_lr: learning rate of the outer step.
         outer_momentum: its Nesterov momentum.
-        servers, job, timeout_s, checksum: see ``ServerStrategy``.
+        servers, job, timeout_s, checksum, durability: see ``ServerStrategy``.
         compress: the codec, or its name, of the differences. The servers' answers are exact.
 
     Attributes:
@@ -73,6 +73,7 @@ class DilocoServer(ServerStrategy):
         timeout_s: float = DEFAULT_TIMEOUT_S,
         checksum: bool = False,
         compress: str | Codec | None = None,
+        durability: str | None = None,
     ) -> None:
         Schedule(every=every)
         if isinstance(quorum, bool) or not isinstance(quorum, int) or quorum < 1:
@@ -81,7 +82,14 @@ class DilocoServer(ServerStrategy):
             )
         outer_lr, outer_momentum = checked_outer(outer_lr, outer_momentum)
         grace = checked_number("grace", grace, lambda value: 0 <= value <= 100, "a share of a round: 0 to 100")
-        super().__init__(servers=servers, job=job, timeout_s=timeout_s, checksum=checksum, compress=compress)
+        super().__init__(
+            servers=servers,
+            job=job,
+            timeout_s=timeout_s,
+            checksum=checksum,
+            compress=compress,
+            durability=durability,
+        )
         self._options.update(quorum=quorum, every=every, grace=grace, outer_lr=outer_lr, outer_momentum=outer_momentum)
 
     def _forget(self) -> None:

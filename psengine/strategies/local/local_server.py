@@ -38,7 +38,7 @@ class LocalServer(SyncServer):
 
     Args:
         every: local steps of a round.
-        servers, job, timeout_s, checksum: see ``ServerStrategy``.
+        servers, job, timeout_s, checksum, durability: see ``ServerStrategy``.
         compress: the codec, or its name, of the differences from the last average, and of the answers; costs a copy of
             the model. None: parameters travel as they are.
 
@@ -59,10 +59,18 @@ class LocalServer(SyncServer):
         timeout_s: float = DEFAULT_TIMEOUT_S,
         checksum: bool = False,
         compress: str | Codec | None = None,
+        durability: str | None = None,
     ) -> None:
         Schedule(every=every)
         self._sends_differences = not resolve_codec(compress).is_lossless
-        super().__init__(servers=servers, job=job, timeout_s=timeout_s, checksum=checksum, compress=compress)
+        super().__init__(
+            servers=servers,
+            job=job,
+            timeout_s=timeout_s,
+            checksum=checksum,
+            compress=compress,
+            durability=durability,
+        )
         self._options["every"] = every
 
     def __getstate__(self) -> dict[str, Any]:

@@ -51,7 +51,7 @@ class AsyncServer(ServerStrategy):
             gradients, hyperparameters or weights between the two is an error, so neither clipping nor
             ``torch.amp.GradScaler`` goes with it. To notice that, ``step()`` reads gradients once more;
             ``gradient_as_bucket_view=True`` costs a copy of them on top. What did not leave is sent in ``step()``.
-        servers, job, timeout_s, checksum, compress: see ``ServerStrategy``.
+        servers, job, timeout_s, checksum, compress, durability: see ``ServerStrategy``.
 
     Attributes:
         completed_steps: how many steps this worker took.
@@ -72,9 +72,17 @@ class AsyncServer(ServerStrategy):
         timeout_s: float = DEFAULT_TIMEOUT_S,
         checksum: bool = False,
         compress: str | Codec | None = None,
+        durability: str | None = None,
     ) -> None:
         _check_options(max_staleness, staleness_scaling, delay_compensation, push)
-        super().__init__(servers=servers, job=job, timeout_s=timeout_s, checksum=checksum, compress=compress)
+        super().__init__(
+            servers=servers,
+            job=job,
+            timeout_s=timeout_s,
+            checksum=checksum,
+            compress=compress,
+            durability=durability,
+        )
         self._options.update(
             max_staleness=max_staleness,
             staleness_scaling=staleness_scaling,

@@ -25,6 +25,7 @@ from psengine.environment.extras import require_server_packages
 from psengine.environment.job import assign
 from psengine.errors import ConfigurationError, ReductionError
 from psengine.parameter_server.client.addresses import keys_from_environment, parse_addresses
+from psengine.protocol.messages import DURABILITY_TIERS
 from psengine.strategies.base import Capabilities, Strategy
 from psengine.strategies.exchanges import load_residuals
 from psengine.strategies.life_cycle import Replica
@@ -56,6 +57,8 @@ class ServerStrategy(Strategy):
         checksum: protect payloads by a hash on the way (TCP's own checks miss one error in some terabytes).
         compress: the codec, or its name, of gradients and of the servers' answers. All workers of a job use the same,
             and the servers know it. None: values travel as they are.
+        durability: the least that the servers are to keep through their end: "memory", "snapshot" or "log" (every
+            acknowledged update); servers that offer less refuse the job. None asks for nothing.
     """
 
     capabilities = Capabilities(
@@ -76,6 +79,7 @@ class ServerStrategy(Strategy):
         timeout_s: float = DEFAULT_TIMEOUT_S,
         checksum: bool = False,
         compress: str | Codec | None = None,
+        durability: str | None = None,
     ) -> None:
         if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float) or not 0 < timeout_s < float("inf"):
             raise ConfigurationError(
@@ -86,6 +90,11 @@ class ServerStrategy(Strategy):
         for option, value in (("servers", servers), ("job", job)):
             if isinstance(value, bool | int | float):
                 raise ConfigurationError(f"strategy {self.name!r}: {option} is text (expected a str, got {value!r})")
+        if durability not in (None, *DURABILITY_TIERS):
+            raise ConfigurationError(
+                f"strategy {self.name!r}: durability (expected one of {', '.join(DURABILITY_TIERS)}, got"
+                f" {durability!r})"
+            )
         if servers is not None:
             parse_addresses(servers)  # a malformed one is refused now, not when a model is wrapped
         self._options: dict[str, Any] = {
@@ -93,6 +102,7 @@ class ServerStrategy(Strategy):
             "job": job,
             "timeout_s": float(timeout_s),
             "checksum": bool(checksum),
+            "durability": durability,
             "compress": None if compress is None else _codec_of_job(resolve_codec(compress)),
         }
         self._is_copy = False
@@ -124,6 +134,10 @@ class ServerStrategy(Strategy):
     @abstractmethod
     def rule(self) -> dict[str, Any]:
         """How the servers treat pushes, as HELLO says it."""
+
+    def _whole_rule(self) -> dict[str, Any]:
+        durability = self._options["durability"]
+        return self.rule if durability is None else {**self.rule, "durability": durability}
 
     @property
     def session(self) -> WorkerSession:
@@ -227,7 +241,7 @@ class ServerStrategy(Strategy):
                 SessionOptions(
                     addresses=rendezvous.addresses,
                     job=rendezvous.job,
-                    rule=self.rule,
+                    rule=self._whole_rule(),
                     codec=self.session_codec(),
                     rank=rendezvous.rank,
                     world_size=rendezvous.world_size,

@@ -43,7 +43,7 @@ class SyncServer(ServerStrategy):
     Args:
         quorum: go on with the first ``quorum`` gradients of a step, N - b with b backup workers (Chen et al. 2016,
             https://arxiv.org/abs/1604.00981); late ones are dropped. None waits for every live worker.
-        servers, job, timeout_s, checksum, compress: see ``ServerStrategy``.
+        servers, job, timeout_s, checksum, compress, durability: see ``ServerStrategy``.
 
     Attributes:
         completed_steps: steps of this worker's model; a worker that joined late starts with the donor's.
@@ -61,12 +61,20 @@ class SyncServer(ServerStrategy):
         timeout_s: float = DEFAULT_TIMEOUT_S,
         checksum: bool = False,
         compress: str | Codec | None = None,
+        durability: str | None = None,
     ) -> None:
         if quorum is not None and (isinstance(quorum, bool) or not isinstance(quorum, int) or quorum < 1):
             raise ConfigurationError(
                 f"quorum is a number of workers (expected an integer of at least 1, got {quorum!r})"
             )
-        super().__init__(servers=servers, job=job, timeout_s=timeout_s, checksum=checksum, compress=compress)
+        super().__init__(
+            servers=servers,
+            job=job,
+            timeout_s=timeout_s,
+            checksum=checksum,
+            compress=compress,
+            durability=durability,
+        )
         self._options["quorum"] = quorum
 
     def _forget(self) -> None:

@@ -566,10 +566,13 @@ def test_a_dead_shard_ends_the_process():
 
 
 def test_a_server_without_snapshots_says_so_loudly(tmp_path):
-    loud = "NO SNAPSHOTS are kept: when this process ends, crashes or restarts, the models of its async jobs are LOST"
+    loud = (
+        "NOTHING IS DURABLE (durability memory): when this process ends, crashes or restarts, the models of its async"
+        " jobs are LOST"
+    )
     with running_server() as server:
         assert loud in server.log()
-        assert server.status()["shards"][0]["keeps_snapshots"] is False
+        assert server.status()["shards"][0]["durability"] == "memory"
     with running_server(snapshot_dir=tmp_path) as server:
-        assert "NO SNAPSHOTS" not in server.log()
-        assert server.status()["shards"][0]["keeps_snapshots"] is True
+        assert "NOTHING IS DURABLE" not in server.log()
+        assert server.status()["shards"][0]["durability"] == "snapshot"

@@ -161,7 +161,7 @@ def test_a_flipped_bit_anywhere_is_refused_with_file_and_place(marked):
     """Only the last group, without the mark behind it, cannot be told from one that was being written."""
     log = Written().group(1).group(2).group(1)
     if marked:
-        log.writer.mark(log.log)
+        log.writer.mark(log.log.durable)
     whole = bytes(log.disk.files[segment_name(0, 1)])
     ends = [len(whole) - HEADER_BYTES] if marked else [len(whole) - record(3).size_bytes]
     for place in range(ends[0]):

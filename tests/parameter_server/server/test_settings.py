@@ -58,6 +58,7 @@ def test_every_setting_can_be_given_in_each_way(tmp_path, monkeypatch):
         "shards": 2,
         "snapshot_dir": str(tmp_path),
         "snapshot_interval_s": 10.0,
+        "durability": "log",
         "lease_s": 2.0,
         "status_port": 9100,
         "status_bind": "127.0.0.2",

@@ -84,9 +84,7 @@ class Answers:
             MessageType.RESULT: exchanges.supply_result,
             MessageType.REGISTER: self._register,
             MessageType.SEAL: lambda job, member, message: [ok(member, message), *job.seal(message, member)],
-            MessageType.CONFIGURE: lambda job, member, message: [
-                ok(member, message, body={"slots": job.chunks.configure(message)})
-            ],
+            MessageType.CONFIGURE: self._configure,
             MessageType.PULL: self._pull,
             MessageType.STORE: self._store,
             MessageType.HEARTBEAT: self._heartbeat,
@@ -141,21 +139,32 @@ class Answers:
     def _register(self, job: Job, member: Member, message: Message) -> list[Reply]:
         job.check_initialiser(member, f"REGISTER of chunk {message.key}")
         job.chunks.register(message)
+        job.note_taken(job.chunks.find(message.key), message, 0)
         return [ok(member, message)]
+
+    def _configure(self, job: Job, member: Member, message: Message) -> list[Reply]:
+        slots = job.chunks.configure(message)
+        job.note_taken(job.chunks.find(message.key), message, 0)
+        return [ok(member, message, body={"slots": slots})]
 
     def _pull(self, job: Job, member: Member, message: Message) -> list[Reply]:
         version, payload, body = job.chunks.read(message)
         if not message.body:
-            job.chunks.find(message.key).outcome.note_base(member.rank)
+            rule = job.chunks.find(message.key)
+            rule.outcome.note_base(member.rank)
+            job.note_taken(rule, message, rule.version)
         fields = {"version": version, "payload": payload, "body": body, "key": message.key}
         return [_reply(MessageType.VALUES, member, message, **fields)]
 
     def _store(self, job: Job, member: Member, message: Message) -> list[Reply]:
         job.chunks.store(message)
-        if message.body:
+        if "blob" in message.body:
             return [ok(member, message)]
+        rule = job.chunks.find(message.key)
         # The worker computes its next gradient from what it stored.
-        return [ok(member, message, version=job.chunks.find(message.key).outcome.note_base(member.rank))]
+        version = 0 if message.body else rule.outcome.note_base(member.rank)
+        job.note_taken(rule, message, rule.version)
+        return [ok(member, message, version=version)]
 
     def _heartbeat(self, job: Job, member: Member, message: Message) -> list[Reply]:
         member.telemetry.hear(message.body, self._jobs.now_s)
@@ -216,6 +225,7 @@ class Answers:
             "durable_version": self._durable.version_of(request.job),
             "rule": job.rule.body if job is not None else None,
             "software": settings.software,
+            "durability": settings.durability,
         }
         return self._message(MessageType.WELCOME, request, body=body)
 

@@ -27,6 +27,8 @@ from psengine.parameter_server.server.snapshots.store import ChunkState, JobStat
 
 # How long shards wait for each other; one that is busy for longer is cut at another moment.
 BARRIER_S = 1.0
+# Of a chunk's meta and tensors: what only a log that goes on from the copy needs.
+UNDER_WAY = "under_way"
 
 # By job and rank, the last step that was begun.
 Goals = dict[int, dict[int, int]]
@@ -146,10 +148,14 @@ class Cuts:
             self._capture = None
 
 
-def chunk_state(rule: ChunkRule, *, copies: bool = False) -> ChunkState:
-    """A chunk's part of a snapshot; its own tensors, unless ``copies``."""
-    tensors = {name: tensor.clone() if copies else tensor for name, tensor in rule.outcome.tensors().items()}
-    return ChunkState(rule.spec.key, {"spec": rule.spec.to_body(), **rule.to_meta()}, tensors)
+def chunk_state(rule: ChunkRule, *, copies: bool = False, is_whole: bool = False) -> ChunkState:
+    """A chunk's part of a snapshot; its own tensors, unless ``copies``; ``is_whole``: with what is under way."""
+    tensors, meta = rule.outcome.tensors(), {"spec": rule.spec.to_body(), **rule.to_meta()}
+    if is_whole:
+        meta[UNDER_WAY], more = rule.under_way()
+        tensors |= {f"{UNDER_WAY}/{name}": tensor for name, tensor in more.items()}
+    copied = {name: tensor.clone() if copies else tensor for name, tensor in tensors.items()}
+    return ChunkState(rule.spec.key, meta, copied)
 
 
 class Capture:

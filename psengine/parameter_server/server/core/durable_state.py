@@ -45,6 +45,11 @@ class DurableState:
         capture.end()
         return capture.states.result()
 
+    def capture_whole(self) -> list[JobState]:
+        """The same with what is under way, and jobs that are not complete: a log goes on from exactly here."""
+        self._note_captured()
+        return [job.copy(is_whole=True) for job in self._jobs.by_number.values()]
+
     def meet_and_capture(self, barrier: CopyBarrier, *, awaits_steps: bool) -> Capture:
         """Copies that are cut between workers' steps; complete once ``states`` is set. Waits for the other shards."""
         goals = barrier.wait({job.number: dict(job.cuts.begun) for job in self._jobs.kept()})
@@ -83,6 +88,8 @@ class DurableState:
     def restore(self, states: Sequence[JobState]) -> None:
         """Take over a snapshot's state, before the first message."""
         for state in states:
+            if not state.meta.get("is_sealed", True):
+                continue  # its first worker registers the chunks again
             job = self._jobs.make(state.name, state.meta["rule"])
             job.restore_meta(state.meta, self._jobs.now_s)
             for chunk in state.chunks:
@@ -97,6 +104,7 @@ def merge_job_meta(metas: Sequence[dict[str, Any]]) -> dict[str, Any]:
         **metas[0],
         **merge_members(metas),
         "has_started": any(meta["has_started"] for meta in metas),
+        "last_stores": [store for meta in metas for store in meta.get("last_stores", ())],
         "came": sorted({rank for meta in metas for rank in meta["came"]}),
         "expected_workers": max(meta["expected_workers"] for meta in metas),
     }

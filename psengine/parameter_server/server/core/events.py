@@ -33,7 +33,7 @@ _NUMBER = re.compile(r"\d+")
 
 KINDS = frozenset(
     {"started", "restored", "joined", "left", "evicted", "fenced", "refused", "late", "lost", "torn", "snapshot",
-     "snapshot_failed", "memory", "stood_still", "draining"}
+     "snapshot_failed", "memory", "stood_still", "draining", "log_low", "log_full", "log_room", "log_failed"}
 )  # fmt: skip
 
 

@@ -36,9 +36,11 @@ def push(job: Job, member: Member, message: Message, now_s: float) -> list[Reply
     )
     member.pushes += 1
     last_sequence = rule.progress.last_sequence
-    taken_before = last_sequence.get(member.rank, 0)
+    taken_before, repeats, version = last_sequence.get(member.rank, 0), job.statistics.duplicates, rule.version
     began_s = job.clocks.measure_s()
     replies = rule.push(contribution)
+    if job.statistics.duplicates == repeats:
+        job.note_taken(rule, message, version)
     _time_push(job, contribution, rule, replies, job.clocks.measure_s() - began_s, now_s)
     if rule.is_single and taken_before < message.sequence == last_sequence.get(member.rank):
         job.cuts.pushed(contribution, spec.key, body.get("step"))
@@ -82,7 +84,10 @@ def probe(job: Job, member: Member, message: Message) -> list[Reply]:
     _check_live(job, member)
     rule = job.chunks.find(message.key)
     ask = rule.repeat if message.type is MessageType.REPEAT else rule.probe
+    version = rule.version
     replies = ask(member.rank, message.sequence)
+    # The answer may be one that was held, or one that its worker's next push is compared with.
+    job.note_taken(rule, message, version)
     for reply in replies:
         if reply.type in (MessageType.PENDING, MessageType.MISSING, MessageType.SENT):
             reply.body.update(message.body)

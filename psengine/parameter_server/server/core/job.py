@@ -15,6 +15,7 @@ from typing import Any
 from psengine.errors import ProtocolError
 from psengine.parameter_server.server.core.capture import Cuts, chunk_state
 from psengine.parameter_server.server.core.events import JobRecord
+from psengine.parameter_server.server.core.journal import Journal
 from psengine.parameter_server.server.core.life import JOB, JobEvent, JobPhase, after
 from psengine.parameter_server.server.core.membership import MAX_WORKERS, Greeting, Member, Membership
 from psengine.parameter_server.server.core.surroundings import Clocks
@@ -38,11 +39,13 @@ class Job(ABC):
         note: told of what happens to workers, for people: see ``EventLog.note``.
         begun_by: the peer whose HELLO was the first, see ``Sender``; "" where that is not known.
         now_s: the time that the shard was given last.
+        journal: told of what a restart must find.
 
     Attributes:
         phase: where the job stands in its life.
         expected_workers: how many there are to be, as they say.
         came: ranks that have been live in this life of the job.
+        outdated: why nobody may go on from the state that is here; "" where they may.
     """
 
     def __init__(
@@ -55,16 +58,19 @@ class Job(ABC):
         note: Callable[..., None],
         begun_by: str = "",
         now_s: Callable[[], float] = lambda: 0.0,
+        journal: Journal | None = None,
     ) -> None:
         self.name = name
         self.number = job_number(name)
         self.rule = rule
         self.clocks = clocks
         self.begun_by = begun_by
+        self.journal = journal or Journal()
         self.phase = JobPhase.NEW
         self.fingerprint = 0
         self.expected_workers = 1
         self.came: set[int] = set()
+        self.outdated = ""
         self.statistics = JobStatistics()
         self.membership = Membership(lease_s, lambda: int(clocks.wall_s() * 1000))
         self.record = JobRecord(name, note, clocks.wall_s)
@@ -100,6 +106,11 @@ class Job(ABC):
     def initialiser(self) -> int:
         """The rank that registers the chunks."""
         return 0
+
+    @property
+    def restored_version(self) -> int:
+        """The version that all chunks had reached by what was on the disk when this server started."""
+        return min((rule.restored(0)[0] for rule in self.rules), default=0)
 
     def advance(self, event: JobEvent) -> None:
         self.phase = after(JOB, self.phase, event)
@@ -212,6 +223,7 @@ class Job(ABC):
             )
         self.fingerprint = fingerprint
         self.advance(JobEvent.SEALED)
+        self.journal.members(self)
         return [] if member.phase.is_live else self.let_in(member)
 
     def let_in(self, member: Member) -> list[Reply]:
@@ -220,7 +232,8 @@ class Job(ABC):
         self.came.add(member.rank)
         self.membership.admit(member.rank)
         self.record.note("joined", member, " joined")
-        replies = (rule.worker_came(member.rank, is_new_process=is_new_process) for rule in self.rules)
+        replies = [rule.worker_came(member.rank, is_new_process=is_new_process) for rule in self.rules]
+        self.journal.members(self, came=(member.rank, is_new_process))
         return [reply for some in replies for reply in some]
 
     # ---- averaging jobs only -----------------------------------------------------------------------------------
@@ -262,6 +275,10 @@ class Job(ABC):
             text = f"of {spec.describe()} was refused ({why})"
         self.record.note("late" if why == "late" else "refused", member, f": its gradient {text}")
 
+    @abstractmethod
+    def note_taken(self, rule: ChunkRule, message: Message, version: int) -> None:
+        """A message was taken in by its chunk, which had this version before: write to the log what a restart needs."""
+
     def pushed(self, rank: int) -> list[Reply]:
         """A worker has pushed; answers that may leave because of it, beside those of the exchange."""
         return []
@@ -276,7 +293,10 @@ class Job(ABC):
 
     def tick_rules(self) -> list[Reply]:
         """Some time has passed; answers that rules held until now."""
-        return [reply for rule in self.rules for reply in rule.tick()]
+        replies = [reply for rule in self.rules for reply in rule.tick()]
+        if replies:
+            self.journal.tick(self)
+        return replies
 
     def stood_still(self, pause_s: float) -> None:
         """For ``pause_s`` until now nobody listened here."""
@@ -287,7 +307,9 @@ class Job(ABC):
     def left(self, rank: int) -> list[Reply]:
         """Exchanges do not wait for this worker any more, or not for the process that had its rank."""
         self.cuts.left(rank)
-        return [reply for rule in self.rules for reply in rule.worker_left(rank)]
+        replies = [reply for rule in self.rules for reply in rule.worker_left(rank)]
+        self.journal.members(self, left=rank)
+        return replies
 
     def goodbye(self, rank: int, now_s: float) -> list[Reply]:
         """BYE: the worker leaves, and another process may have its rank at once; answers that may leave now."""
@@ -330,9 +352,11 @@ class Job(ABC):
 
     # ---- for snapshots -----------------------------------------------------------------------------------------
 
-    def copy(self) -> JobState:
-        """A copy of everything a snapshot keeps."""
-        return JobState(self.name, self.to_meta(), [chunk_state(rule, copies=True) for rule in self.rules])
+    def copy(self, *, is_whole: bool = False) -> JobState:
+        """A copy of everything a snapshot keeps; ``is_whole``: with what is under way, for a log to go on from it."""
+        meta = {**self.to_meta(), "is_sealed": self.is_sealed, "last_stores": self.chunks.last_stores()}
+        chunks = [chunk_state(rule, copies=True, is_whole=is_whole) for rule in self.rules]
+        return JobState(self.name, meta, chunks)
 
     def to_meta(self) -> dict[str, Any]:
         return {
@@ -350,4 +374,5 @@ class Job(ABC):
         self.came = set(meta["came"])
         self.phase = JobPhase.RESTORED_RUNNING if meta["has_started"] else JobPhase.RESTORED_OPEN
         self.fingerprint = meta["fingerprint"]
+        self.chunks.note_stores(meta.get("last_stores", ()))
         self.membership.restore(meta, now_s)

@@ -41,6 +41,7 @@ class Member:
     refused: int = 0
     late: int = 0
     telemetry: WorkerTelemetry = field(default_factory=WorkerTelemetry)  # what its steps are made of
+    version: int | None = None  # where workers hold the weights: the last exchange that it has of every chunk, if any
     data_route: bytes = b""  # as ``route``, of everything else; b"" where nothing else came yet
 
     def route_of(self, type: MessageType) -> bytes:
@@ -165,6 +166,7 @@ class Membership:
         if not incarnation:
             incarnation = known if is_present and known else max(known + 1, self.wall_clock_ms())
         member = Member(rank, incarnation, nonce, user_id, route, phase, now_s, body["host"], body["pid"])
+        member.version = body.get("version")
         if holder is not None and is_present:
             member.pushes, member.refused, member.late = holder.pushes, holder.refused, holder.late
             member.telemetry = holder.telemetry

@@ -10,7 +10,8 @@ took long. Workers' messages of that time are still unread, so a leap does not c
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from psengine.errors import ProtocolError
 from psengine.parameter_server.overview import rule_text
@@ -27,7 +28,7 @@ from psengine.parameter_server.server.core.surroundings import Clocks, Outgoing,
 from psengine.parameter_server.server.snapshots.store import JobState
 from psengine.parameter_server.status_model import ShardStatus
 from psengine.protocol.layout import job_number
-from psengine.protocol.messages import NOBODY, ErrorCode, Message, MessageType
+from psengine.protocol.messages import DURABILITY_TIERS, NOBODY, ErrorCode, Message, MessageType
 
 logger = logging.getLogger(__name__)
 
@@ -202,6 +203,8 @@ class Shard:
             )
         if job is None:
             job = self.jobs.begin(body["job"], body["rule"], sender.peer)
+        _check_current(job)
+        self._check_durability(job.name, body["rule"])
         if job.rule.body != body["rule"]:
             raise ProtocolError(
                 f"job {job.name!r} runs under another rule (expected strategy {rule_text(job.rule.body)!r}, got"
@@ -212,15 +215,29 @@ class Shard:
         self.durable.note_change()
         state, member, replies = job.greet(message, sender.user_id, sender.route, now_s)
         self.jobs.add(job)  # a new one, now that its first worker was let in
+        if member is not None:
+            self.jobs.journal.members(job)
         welcome = self._answers.welcome(job, message, state)
         if member is not None:
             welcome.worker, welcome.incarnation = member.rank, member.incarnation
         return [Outgoing(sender.route, welcome), *self._answers.outgoing(job, replies, now_s)]
 
+    def _check_durability(self, job: str, rule: Mapping[str, Any]) -> None:
+        """Raise ProtocolError where the job wants more than this server keeps."""
+        wanted, offered = rule.get("durability", "memory"), self.settings.durability
+        if DURABILITY_TIERS.index(wanted) > DURABILITY_TIERS.index(offered):
+            raise ProtocolError(
+                f"job {job!r} asks for durability={wanted} (expected a server that offers at least that, got"
+                f" {offered}). Fix: start its servers with --durability {wanted} --snapshot-dir DIRECTORY, or ask for"
+                " less in the strategy.",
+                ErrorCode.RULE_MISMATCH,
+            )
+
     def _authenticate(self, sender: Sender, message: Message, now_s: float) -> tuple[Job, Member]:
         job = self.jobs.by_number.get(message.job)
         if job is None or (message.epoch and message.epoch != self.epoch):
             raise ProtocolError("this server has restarted since; say HELLO again", ErrorCode.NOT_MEMBER)
+        _check_current(job)
         member = job.membership.find(message, sender.user_id, sender.route, now_s)
         if isinstance(member, str):
             if member == "stranger":
@@ -261,7 +278,7 @@ class Shard:
             index=self.index,
             epoch=self.epoch,
             durable_generation=self.durable.generation,
-            keeps_snapshots=self.settings.keeps_snapshots,
+            durability=self.settings.durability,
             memory_bytes=self.jobs.memory_bytes(),
             max_memory_bytes=self.settings.max_memory_bytes,
             software=self.settings.software,
@@ -282,3 +299,9 @@ class Shard:
 
 def _keep_no_snapshots(route: bytes, message: Message) -> None:
     raise ProtocolError("this server keeps no snapshots; start it with --snapshot-dir", ErrorCode.SNAPSHOT_FAILED)
+
+
+def _check_current(job: Job) -> None:
+    """Raise ProtocolError where a worker knows a newer state of the job than this server."""
+    if job.outdated:
+        raise ProtocolError(job.outdated, ErrorCode.STATE_LOST)

@@ -12,6 +12,7 @@ from typing import Any
 
 from psengine.errors import ProtocolError
 from psengine.parameter_server.server.core.job import Job
+from psengine.parameter_server.server.core.journal import Journal
 from psengine.parameter_server.server.core.surroundings import Clocks, ShardSettings
 from psengine.parameter_server.server.core.weights_here import JobWithWeights
 from psengine.parameter_server.server.core.weights_in_workers import AveragingJob
@@ -31,6 +32,7 @@ class ShardJobs:
         self.by_number: dict[int, Job] = {}
         self.now_s = 0.0  # set by the shard with every message and tick
         self.on_drop: Callable[[Job], None] = lambda job: None  # called with a job that is forgotten
+        self.journal = Journal(lambda: self.now_s)
         self._clocks = clocks
         self._note = note
 
@@ -87,7 +89,8 @@ class ShardJobs:
         job_rule = JobRule(rule)
         kind = JobWithWeights if job_rule.holds_weights else AveragingJob
         lease_s, now_s = self.settings.lease_s, lambda: self.now_s
-        return kind(name, job_rule, lease_s, self._clocks, self._take_memory, self._note, begun_by, now_s)
+        surroundings = lease_s, self._clocks, self._take_memory, self._note, begun_by, now_s, self.journal
+        return kind(name, job_rule, *surroundings)
 
     def add(self, job: Job) -> None:
         """It counts from here on."""
@@ -96,6 +99,7 @@ class ShardJobs:
     def drop(self, job: Job) -> None:
         """Forget a job, with its values."""
         del self.by_number[job.number]
+        self.journal.drop(job)
         self.on_drop(job)
 
     def _drop_finished(self) -> None:

@@ -18,7 +18,7 @@ class ShardSettings:
     heartbeat_s: float = 1.0  # how often workers should send HEARTBEAT
     max_memory_bytes: int = 8 << 30  # what this shard may hold
     credit_bytes: int = 256 << 20  # payload bytes a worker may have in flight to this shard
-    keeps_snapshots: bool = False  # whether the server does, for people
+    durability: str = "memory"  # the server's: one of ``DURABILITY_TIERS``
     software: str = ""  # version of psengine, for WELCOME
 
 

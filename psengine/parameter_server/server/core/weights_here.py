@@ -21,10 +21,12 @@ from typing import Any, NamedTuple
 
 from typing_extensions import override
 
+from psengine.errors import ProtocolError
 from psengine.parameter_server.server.core.job import Job
 from psengine.parameter_server.server.core.membership import Greeting, Member
+from psengine.parameter_server.server.rules.chunk_rule import ChunkRule
 from psengine.parameter_server.server.rules.exchange import Reply
-from psengine.protocol.messages import Message, MessageType
+from psengine.protocol.messages import ErrorCode, Message, MessageType
 
 
 class _Report(NamedTuple):
@@ -141,16 +143,38 @@ class JobWithWeights(Job):
         self._losses.expect(self.membership.live_ranks)
 
     @override
+    def note_taken(self, rule: ChunkRule, message: Message, version: int) -> None:
+        self.journal.message(self, message)
+
+    @override
     def hear_progress(self, message: Message, member: Member, now_s: float) -> list[Reply]:
         lost, rank = [0, 0, 0], member.rank
         for key, version, sequence, under_way, *unused in message.body["chunks"]:
             restored = self.chunks.find(key).restored(rank)
             updates, own = self._losses.report(rank, key, restored, (version, sequence), under_way, unused)
             lost = [lost[0] + updates, lost[1] + own, lost[2] + (updates > 0)]
+        self._check_kept(member, message, lost[0])
         if not message.body["more"]:
             self._losses.spoke(rank, now_s)
             self._count_losses(now_s)
         return [Reply(MessageType.OK, rank, message.sequence, body={"lost": lost})]
+
+    def _check_kept(self, member: Member, message: Message, lost: int) -> None:
+        """Raise ProtocolError, now and for everybody, where this server started from less than the last one promised.
+
+        It is another directory's state, or an older copy: workers would go on from weights that were left behind.
+        """
+        told, tier = message.body.get("durable_version", 0), message.body.get("durability", "memory")
+        if not (lost and tier == "log") and told <= self.restored_version:
+            return
+        self.outdated = (
+            f"this server started from an older state of job {self.name!r} than the last one had on its disk, by what"
+            f" worker {member.rank} was told (expected version {told} or later and none of its updates lost, under"
+            f" durability {tier}; got version {self.restored_version}, {lost} updates lost). Fix: start it with the"
+            " --snapshot-dir of before; or, to go on from the older state, start server and workers again."
+        )
+        self.record.note("lost", member, f": {self.outdated}")
+        raise ProtocolError(self.outdated, ErrorCode.STATE_LOST)
 
     @override
     def is_missed(self, now_s: float) -> bool:

@@ -22,6 +22,7 @@ from psengine.parameter_server.server.core.admission import Admissions
 from psengine.parameter_server.server.core.job import Job
 from psengine.parameter_server.server.core.life import JOB, JobEvent, JobPhase, MemberEvent, MemberPhase
 from psengine.parameter_server.server.core.membership import Greeting, Member
+from psengine.parameter_server.server.rules.chunk_rule import ChunkRule
 from psengine.parameter_server.server.rules.exchange import Reply
 from psengine.protocol.messages import ErrorCode, Message, MessageType
 
@@ -93,7 +94,19 @@ class AveragingJob(Job):
         return "initialise" if rank == self.initialiser else "wait", []
 
     def _go_on_from(self, member: Member) -> tuple[str, list[Reply]]:
-        """It alone has state; others, if any, are of a life of the job in which nothing happened yet."""
+        """It alone has state; others, if any, are of a life of the job in which nothing happened yet.
+
+        Raises:
+            ProtocolError: its state is older than one that is known to have been, by what was on the disk.
+        """
+        if member.version is not None and member.version < self.restored_version:
+            raise ProtocolError(
+                f"job {self.name!r} had come further than the only worker that is left, when this server started"
+                f" (expected weights of exchange {self.restored_version} or later, got worker {member.rank} with those"
+                f" of {member.version}). Fix: bring back a worker that is further; or start all anew from a checkpoint,"
+                f" after psengine admin forget --job {self.name}.",
+                ErrorCode.STATE_LOST,
+            )
         logger.warning("job %r goes on from worker %d, the only one left", self.name, member.rank)
         text = f"job {self.name!r} goes on from worker {member.rank}, which returned with its state"
         fenced = {"code": ErrorCode.FENCED, "text": text}
@@ -152,6 +165,7 @@ class AveragingJob(Job):
         if not joiner.phase.was_live:
             self._without_state.add(rank)
         self.membership.admit(rank)
+        self.journal.members(self)
         if not was_live:
             self.record.note("joined", joiner, f" joined, with the state of worker {donor.rank}")
         for rule in self.rules:
@@ -164,6 +178,14 @@ class AveragingJob(Job):
             raise ProtocolError(f"job {self.name!r} has begun anew; say HELLO again", ErrorCode.NOT_MEMBER)
 
     # ---- at work -----------------------------------------------------------------------------------------------
+
+    @override
+    def note_taken(self, rule: ChunkRule, message: Message, version: int) -> None:
+        """Weights are in the workers, which send again what they pushed: only how far a chunk is has to be known."""
+        if message.type in (MessageType.REGISTER, MessageType.CONFIGURE):
+            self.journal.message(self, message)
+        elif rule.version != version:
+            self.journal.ended(self, rule.spec.key, rule.version)
 
     @override
     def hear_progress(self, message: Message, member: Member, now_s: float) -> list[Reply]:

@@ -1,38 +1,99 @@
-"""The snapshot that a server starts from: loaded, spread over its shards, checked against their memory."""
+"""What a server starts from: a snapshot and the logs that go on from it, spread over its shards."""
 
 from __future__ import annotations
 
 import copy
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from psengine.errors import ProtocolError, SnapshotError
+from psengine.parameter_server.server.core.capture import UNDER_WAY
 from psengine.parameter_server.server.core.durable_state import merge_job_meta
 from psengine.parameter_server.server.core.shard import Shard
-from psengine.parameter_server.server.snapshots.store import JobState, SnapshotStore
+from psengine.parameter_server.server.durability.replay import Replay
+from psengine.parameter_server.server.log.disk import Disk
+from psengine.parameter_server.server.log.log import segments
+from psengine.parameter_server.server.log.reading import LogReader
+from psengine.parameter_server.server.snapshots.store import JobState, Loaded, LogPlaces, SnapshotStore
 from psengine.protocol.layout import balance
 
 
 @dataclass(frozen=True, slots=True)
 class Restored:
-    """The snapshot that was restored, if any.
+    """What was restored.
 
     Attributes:
-        generation: the one that was restored; None where there was none.
+        generation: the snapshot's; None where there was none.
         summary: how durable the server is, for people.
-        notes: newer generations that were skipped, and why.
+        notes: newer generations, and ends of logs, that were left out, and why.
+        places: where this life of the server begins each shard's log.
+        is_base: whether a log may go on from the generation as it is; else one is to be written first.
     """
 
     generation: int | None
     summary: str
     notes: list[str]
+    places: LogPlaces = field(default_factory=dict)
+    is_base: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Recovered:
+    """A snapshot with the logs that go on from it.
+
+    Attributes:
+        loaded: the snapshot; None without one.
+        shards: the jobs of each shard that there was.
+        records: how many each shard's log had.
+        places: where each shard's log ends.
+        headless: files that were being created; they hold nothing.
+        notes: ends of logs that were left out, and why.
+    """
+
+    loaded: Loaded | None
+    shards: list[list[JobState]]
+    records: list[int]
+    places: LogPlaces
+    headless: list[str]
+    notes: list[str]
+
+
+def recover(store: SnapshotStore, disk: Disk) -> Recovered:
+    """Read the newest intact generation, and apply the logs that go on from it; nothing is changed on the disk.
+
+    Raises:
+        SnapshotError: there are generations and none can be read, or a log is damaged.
+    """
+    loaded = store.load()
+    found = segments(disk)
+    starts: LogPlaces = {} if loaded is None else loaded.log
+    stored = [] if loaded is None else loaded.shards
+    count = max([len(stored), *(shard + 1 for shard in found)])
+    recovered = Recovered(loaded, [], [], dict(starts), [], [] if loaded is None else list(loaded.notes))
+    for shard in range(count):
+        replay = Replay(stored[shard] if shard < len(stored) else [])
+        segment, first = starts.get(shard, (1, 0))
+        reader = LogReader(disk, shard, segment, first)
+        replay.take(reader)
+        recovered.shards.append(replay.states(is_whole=not replay.records))
+        recovered.records.append(replay.records)
+        if shard in found or shard in starts:
+            recovered.places[shard] = reader.last_segment + 1, reader.end
+        if reader.headless:
+            recovered.headless.append(reader.headless)
+        recovered.notes.extend(reader.notes)
+    return recovered
 
 
 def _without_unfinished(stored: Sequence[list[JobState]]) -> list[list[JobState]]:
     """Leave out jobs that only some shards had when the snapshot was taken: they were being registered."""
-    complete = set.intersection(*({job.name for job in jobs} for jobs in stored)) if stored else set()
+    complete = (
+        set.intersection(*({job.name for job in jobs if job.meta.get("is_sealed", True)} for jobs in stored))
+        if stored
+        else set()
+    )
     return [[job for job in jobs if job.name in complete] for jobs in stored]
 
 
@@ -45,7 +106,7 @@ def _check_memory(shards: Sequence[Shard], parts: Sequence[list[JobState]], gene
             for job in jobs
             for chunk in job.chunks
             for name, tensor in chunk.tensors.items()
-            if not name.startswith("backup/")
+            if not name.startswith(("backup/", UNDER_WAY))
         )
         if needed_bytes > shard.settings.max_memory_bytes:
             raise SnapshotError(
@@ -55,22 +116,27 @@ def _check_memory(shards: Sequence[Shard], parts: Sequence[list[JobState]], gene
             )
 
 
-def restore(store: SnapshotStore, shards: Sequence[Shard]) -> Restored:
-    """Restore the newest intact generation into ``shards``, which are empty and whose threads have not started.
+def restore(store: SnapshotStore, disk: Disk, shards: Sequence[Shard]) -> Restored:
+    """Restore what is durable into ``shards``, which are empty and whose threads have not started.
 
     Raises:
-        SnapshotError: there are generations and none can be read, or it does not fit these shards or their memory.
+        SnapshotError: see ``recover``; or it does not fit these shards or their memory.
     """
-    loaded = store.load()
-    if loaded is None:
-        return Restored(None, f"durable to {store.directory}, no generation yet", [])
-    generation = f"Generation {loaded.generation} in {store.directory}"
+    recovered = recover(store, disk)
+    for name in recovered.headless:
+        disk.delete(name)
+    loaded, records = recovered.loaded, sum(recovered.records)
+    if loaded is None and not records:
+        summary = f"durable to {store.directory}, no generation yet"
+        return Restored(None, summary, recovered.notes, recovered.places)
+    number = None if loaded is None else loaded.generation
+    generation = f"Generation {number or 0} in {store.directory}"
     try:
-        parts = distribute(_without_unfinished(loaded.shards), len(shards), merge_job_meta)
+        parts = distribute(_without_unfinished(recovered.shards), len(shards), merge_job_meta)
         _check_memory(shards, parts, generation)
         for shard, jobs in zip(shards, parts, strict=True):
             shard.restore(jobs, time.monotonic())
-            shard.durable.note(loaded.generation)
+            shard.durable.note(number)
     except (ProtocolError, LookupError, TypeError, ValueError) as error:
         raise SnapshotError(
             f"{generation} cannot be taken over (expected one of this version of psengine, got: {error!r})."
@@ -80,8 +146,11 @@ def restore(store: SnapshotStore, shards: Sequence[Shard]) -> Restored:
         for name, job in shard.status(time.monotonic()).jobs.items():
             versions[name] = max(versions.get(name, 0), job.version_max)
     shown = ", ".join(f"{name} version {version}" for name, version in versions.items()) or "no job"
-    summary = f"durable to {store.directory}, generation {loaded.generation} ({shown})"
-    return Restored(loaded.generation, summary, loaded.notes)
+    summary = f"durable to {store.directory}, {'no generation' if number is None else f'generation {number}'}"
+    summary += f" and {records} records of the log ({shown})" if records else f" ({shown})"
+    chunks = [chunk for jobs in recovered.shards for job in jobs for chunk in job.chunks]
+    is_base = not records and len(recovered.shards) == len(shards) and all(UNDER_WAY in one.meta for one in chunks)
+    return Restored(number, summary, recovered.notes, recovered.places, is_base)
 
 
 def distribute(

@@ -21,7 +21,11 @@ from functools import partial
 
 from psengine.errors import SnapshotError
 from psengine.parameter_server.server.core.capture import CopyBarrier
-from psengine.parameter_server.server.snapshots.store import JobState, SnapshotStore
+from psengine.parameter_server.server.core.shard import Shard
+from psengine.parameter_server.server.durability.log_thread import LogThread
+from psengine.parameter_server.server.log.disk import Disk
+from psengine.parameter_server.server.log.log import delete_before
+from psengine.parameter_server.server.snapshots.store import JobState, LogPlaces, SnapshotStore
 from psengine.parameter_server.server.transport.shard_thread import ShardThread
 from psengine.parameter_server.status_model import SnapshotStatus
 
@@ -81,12 +85,25 @@ class SnapshotThread(threading.Thread):
         self._threads = threads
         self._interval_s = interval_s
         self._note = note
+        self._disk: Disk | None = None
+        self._logs: Sequence[LogThread] = ()
+        self._places: LogPlaces = {}
         # When ``generation`` was last known to be all that the shards hold.
         self._current_s: float | None = None
         self._changed = threading.Condition()
         # Wishes that no snapshot has been begun for.
         self._wishes: list[Future[SnapshotOutcome]] = []
         self._has_ended = False
+
+    def keep_logs(self, disk: Disk, logs: Sequence[LogThread], places: LogPlaces) -> None:
+        """Before the start: cut these logs, one for each shard, with every snapshot, and delete what is not needed.
+
+        Args:
+            disk: where logs are, of this or of an earlier tier.
+            logs: none where the server writes none.
+            places: where logs begin that are not cut.
+        """
+        self._disk, self._logs, self._places = disk, logs, dict(places)
 
     def begin(self, *, is_ours: bool = True) -> Future[SnapshotOutcome]:
         """Make durable what is there now, or later. Callable from any thread.
@@ -183,7 +200,12 @@ class SnapshotThread(threading.Thread):
         return SnapshotOutcome(generation)
 
     def _capture(self) -> list[list[JobState]]:
-        """What all shards hold, cut between workers' steps; see ``capture.py``."""
+        """What all shards hold: where there is a log, as it is; else cut between workers' steps, see ``capture.py``."""
+        if self._logs:
+            cuts = [t.ask(partial(_cut, t.shard, log)) for t, log in zip(self._threads, self._logs, strict=True)]
+            found = [cut.result(CAPTURE_DEADLINE_S) for cut in cuts]
+            self._places |= {thread.shard.index: place for thread, (place, _) in zip(self._threads, found, strict=True)}
+            return [states for _, states in found]
         barrier = CopyBarrier(len(self._threads))
         futures = [thread.ask(partial(thread.shard.meet_and_capture, barrier)) for thread in self._threads]
         captures = [future.result(CAPTURE_DEADLINE_S) for future in futures]
@@ -205,13 +227,24 @@ class SnapshotThread(threading.Thread):
         last_s = time.monotonic() + DESCRIPTORS_DEADLINE_S
         while True:
             try:
-                return self.store.save(shards)
+                generation = self.store.save(shards, self._places)
+                self._delete_segments()
+                return generation
             except SnapshotError as error:
                 cause = error.__cause__
                 is_short = isinstance(cause, OSError) and cause.errno in (errno.EMFILE, errno.ENFILE)
                 if not is_short or time.monotonic() >= last_s:
                     raise
             time.sleep(_LOOK_S)
+
+    def _delete_segments(self) -> None:
+        """Delete segments of logs that no generation needs any more."""
+        if self._disk is None:
+            return
+        try:
+            delete_before(self._disk, self.store.needed_segments())
+        except (OSError, SnapshotError) as error:
+            logger.warning("older segments of the log could not be deleted: %s", error)
 
     def _find_newest(self) -> None:
         """Somebody may have removed the generation that the server was durable to; where that is not seen, it stays."""
@@ -224,3 +257,8 @@ class SnapshotThread(threading.Thread):
         self.generation = newest
         for thread in self._threads:
             thread.ask(partial(thread.shard.durable.note, None))
+
+
+def _cut(shard: Shard, log: LogThread) -> tuple[tuple[int, int], list[JobState]]:
+    """In the shard's thread: where the log goes on, and the state that it goes on from."""
+    return log.cut(), shard.durable.capture_whole()

@@ -164,10 +164,13 @@ class SegmentWriter:
         if self._file is not None:
             self._file.sync()
 
-    def mark(self, log: ShardLog) -> None:
-        """Note behind the last group that it is durable, without a sync: the next write may be long in coming."""
-        if self._file is not None and self._segment == log.segment and log.durable == log.end:
-            self._file.append(encode(Record(RecordKind.MARK), log.end, log.durable))
+    def mark(self, durable: int) -> None:
+        """Note behind the last batch, which was synced and ends here, that it is durable; without a sync.
+
+        The next batch would say so too, but may be long in coming.
+        """
+        if self._file is not None:
+            self._file.append(encode(Record(RecordKind.MARK), durable, durable))
 
     def close(self) -> None:
         """Release the file."""
@@ -197,8 +200,8 @@ def segments(disk: Disk) -> dict[int, list[int]]:
 
 
 def delete_before(disk: Disk, starts: dict[int, int]) -> None:
-    """Delete segments that no kept snapshot needs: by shard, the first that is needed; of other shards none is."""
+    """Delete segments that no kept snapshot needs; ``starts``: by shard, the first that is needed."""
     for shard, numbers in segments(disk).items():
         for number in numbers:
-            if number < starts.get(shard, number + 1):
+            if number < starts.get(shard, 0):
                 disk.delete(segment_name(shard, number))

@@ -52,7 +52,7 @@ class LogReader:
 
     Args:
         start: the first segment that is needed; those before are not looked at.
-        first: number of its first record.
+        first: number of its first record; None believes the segment.
 
     Attributes:
         end: number after the last whole record.
@@ -65,12 +65,13 @@ class LogReader:
         DamagedLogError: in iteration; a record that was durable is not there, or not as it was written.
     """
 
-    def __init__(self, disk: Disk, shard: int, start: int = 1, first: int = 0) -> None:
+    def __init__(self, disk: Disk, shard: int, start: int = 1, first: int | None = 0) -> None:
+        self.shard = shard
         self._disk = disk
-        self._shard = shard
         self._numbers = [number for number in segments(disk).get(shard, []) if number >= start]
         self._start = start
-        self.end = first
+        self.end = first or 0
+        self._is_first_known = first is not None
         self.last_segment = start - 1
         self.headless = ""
         self.notes: list[str] = []
@@ -79,13 +80,13 @@ class LogReader:
         """The records: those that begin a life of the server, and the numbered ones."""
         for expected, number in enumerate(self._numbers, self._start):
             if number != expected:
-                name = segment_name(self._shard, expected)
-                raise DamagedLogError(name, 0, f"the file is missing, and {segment_name(self._shard, number)} is there")
+                name = segment_name(self.shard, expected)
+                raise DamagedLogError(name, 0, f"the file is missing, and {segment_name(self.shard, number)} is there")
         for number in self._numbers:
             yield from self._read(number, is_last=number == self._numbers[-1])
 
     def _read(self, segment: int, *, is_last: bool) -> Iterator[Placed]:
-        name = segment_name(self._shard, segment)
+        name = segment_name(self.shard, segment)
         file, offset = _Window(self._disk, name), 0
         while offset < file.size_bytes:
             found = file.record(offset)
@@ -111,9 +112,11 @@ class LogReader:
             raise DamagedLogError(name, offset, "a segment's first record, and only that, describes it")
         if is_start:
             content = json.loads(bytes(found.record.frames[0]))
-            expected = {"format": FORMAT, "shard": self._shard, "segment": segment, "first": found.number}
+            expected = {"format": FORMAT, "shard": self.shard, "segment": segment, "first": found.number}
             if any(content.get(key) != value for key, value in expected.items()):
                 raise DamagedLogError(name, 0, f"another segment's (expected {expected}, got {content})")
+        if is_start and not self._is_first_known:
+            self.end, self._is_first_known = found.number, True
         if found.number != self.end:
             text = f"records are missing (expected number {self.end} to follow, got {found.number})"
             raise DamagedLogError(name, offset, text)

@@ -150,7 +150,15 @@ class ChunkRule(ABC):
     def restore(self, meta: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
         """Take over a snapshot's state."""
         self.outcome.restore(meta, tensors)
-        self._restored_version = self.version
+        self._restored_version = meta["version"]
+
+    def under_way(self) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+        """What decides later bits and is in no snapshot, for a log that goes on from one: (JSON-able, tensors)."""
+        return self.outcome.under_way()
+
+    def go_on(self, meta: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
+        """Take over ``under_way``'s, after ``restore``."""
+        self.outcome.go_on(meta, tensors)
 
     def _reply(self, type: MessageType, rank: int, sequence: int, body: dict[str, Any] | None = None) -> Reply:
         return Reply(type, rank, sequence, self.version, body=body or {}, key=self.spec.key)

@@ -149,6 +149,15 @@ class ChunkStore:
             rule.store(values, message.version)
         self._last_stores[place] = request
 
+    def last_stores(self) -> list[list[Any]]:
+        """The last STORE of each worker and place, for a server that restarts; JSON-able."""
+        return [[*place, *request] for place, request in self._last_stores.items()]
+
+    def note_stores(self, stores: Sequence[Sequence[Any]]) -> None:
+        """Inverse of ``last_stores``."""
+        for worker, key, slot, incarnation, request in stores:
+            self._last_stores[worker, key, slot] = incarnation, request
+
     def _store_piece(self, message: Message, name: str, pieces: int) -> None:
         if message.payload is None or message.dtype is not torch.uint8 or message.key >= pieces:
             raise ProtocolError(

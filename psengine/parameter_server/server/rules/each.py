@@ -182,6 +182,16 @@ class Each(ChunkRule):
         return super().to_meta() | found
 
     @override
+    def under_way(self) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+        meta, tensors = super().under_way()
+        return {**meta, "held": {str(rank): sequence for rank, sequence in self._held.items()}}, tensors
+
+    @override
+    def go_on(self, meta: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
+        super().go_on(meta, tensors)
+        self._held = {int(rank): sequence for rank, sequence in meta["held"].items()}
+
+    @override
     def restore(self, meta: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
         super().restore(meta, tensors)
         names = ("last_sequence", "clocks", "oldest_base", "refused")

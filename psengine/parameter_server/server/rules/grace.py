@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from typing import Any
 
 
 class GraceWindow:
@@ -46,6 +47,18 @@ class GraceWindow:
     def is_over(self, present: Collection[int], live: Collection[int], now_s: float) -> bool:
         """Whether the merge goes on without those who are not here."""
         return now_s >= self._end_s or all(rank in present or rank not in live for rank in self._awaited)
+
+    def to_meta(self) -> dict[str, Any]:
+        """All of it, JSON-able; its times are of the clock that it was given."""
+        by_rank = {"last_s": self._last_s, "interval_s": self._interval_s}
+        found = {name: {str(rank): value for rank, value in table.items()} for name, table in by_rank.items()}
+        return {**found, "end_s": self._end_s, "awaited": sorted(self._awaited)}
+
+    def restore(self, meta: Mapping[str, Any]) -> None:
+        """Inverse of ``to_meta``."""
+        self._last_s = {int(rank): value for rank, value in meta["last_s"].items()}
+        self._interval_s = {int(rank): value for rank, value in meta["interval_s"].items()}
+        self._end_s, self._awaited = meta["end_s"], frozenset(meta["awaited"])
 
     def forget(self, rank: int) -> None:
         """The worker is gone, or begins anew."""

@@ -10,7 +10,9 @@ one (a first push, a worker that rejoined, a server that restarted), it answers 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -63,6 +65,19 @@ class HeldWeights:
             self._held.clear()
         else:
             self._held.pop(rank, None)
+
+    def under_way(self) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+        """All of it, as ``ChunkRule.under_way`` has it."""
+        meta = {str(rank): (held.sequence, held.version) for rank, held in self._held.items()}
+        values = {f"held/{rank}": held.values for rank, held in self._held.items()}
+        return {"held_weights": meta}, values | {f"answer/{rank}": held.payload for rank, held in self._held.items()}
+
+    def go_on(self, meta: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
+        """Inverse of ``under_way``."""
+        self._held = {
+            int(rank): _Held(tensors[f"held/{rank}"], sequence, version, tensors[f"answer/{rank}"])
+            for rank, (sequence, version) in meta["held_weights"].items()
+        }
 
     @property
     def size_bytes(self) -> int:

@@ -148,6 +148,30 @@ class Merge(Each):
         return super().size_bytes() + self._gathered.size_bytes
 
     @override
+    def under_way(self) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+        meta, tensors = super().under_way()
+        here = self._gathered.by_rank
+        merge = {
+            "contributions": [one._replace(values=None) for one in here.values()],
+            "has_quorum": self._has_quorum,
+            "window": self._window.to_meta(),
+        }
+        given = {f"contribution/{rank}": one.values for rank, one in here.items() if one.values is not None}
+        return {**meta, "merge": merge}, tensors | given
+
+    @override
+    def go_on(self, meta: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
+        super().go_on(meta, tensors)
+        merge = meta["merge"]
+        for fields in merge["contributions"]:
+            one = Contribution(*fields)
+            absent = tuple((start, end) for start, end in one.absent)
+            values = tensors.get(f"contribution/{one.rank}")
+            self._gathered.add(one._replace(values=values, absent=absent, is_borrowed=False), ())
+        self._has_quorum = merge["has_quorum"]
+        self._window.restore(merge["window"])
+
+    @override
     def restore(self, meta: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
         super().restore(meta, tensors)
         self._gathered = ContributionSet(self.spec, self.outcome.result_memory)

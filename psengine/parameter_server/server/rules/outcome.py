@@ -160,6 +160,13 @@ class Outcome(ABC):
     def restore(self, meta: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
         """Take over a snapshot's state."""
 
+    def under_way(self) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+        """See ``ChunkRule.under_way``."""
+        return {}, {}
+
+    def go_on(self, meta: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:  # noqa: B027
+        """Take over ``under_way``'s, after ``restore``."""
+
     def _updated(
         self, rank: int, sequence: int, version: int, payload: torch.Tensor, pins: PayloadPins, **body: Any
     ) -> Reply:

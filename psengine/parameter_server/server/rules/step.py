@@ -218,6 +218,15 @@ class StepOutcome(Outcome):
         return tensors
 
     @override
+    def under_way(self) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+        return ({}, {}) if self._held is None else self._held.under_way()
+
+    @override
+    def go_on(self, meta: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
+        if self._held is not None:
+            self._held.go_on(meta, tensors)
+
+    @override
     def restore(self, meta: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
         self.values.copy_(tensors["values"])
         self.progress.version = meta["version"]

@@ -70,7 +70,11 @@ class JobState:
     chunks: list[ChunkState]
 
 
-def write_generation(directory: Path, generation: int, shards: Sequence[Sequence[JobState]]) -> None:
+# By shard, where its log goes on from a generation: the segment, and the number of that segment's first record.
+LogPlaces = dict[int, tuple[int, int]]
+
+
+def write_generation(directory: Path, generation: int, shards: Sequence[Sequence[JobState]], log: LogPlaces) -> None:
     """Write all shards into ``directory``, which is created; its content is durable afterwards, its name is not.
 
     Raises:
@@ -82,7 +86,8 @@ def write_generation(directory: Path, generation: int, shards: Sequence[Sequence
         tensors = [tensor for job in jobs for chunk in job.chunks for tensor in chunk.tensors.values()]
         digest = _write_tensors(_shard_path(directory, index), tensors)
         described.append({"xxh3_64": digest, "jobs": [_describe(job) for job in jobs]})
-    content = {"format": FORMAT, "generation": generation, "shards": described}
+    places = {str(shard): place for shard, place in log.items()}
+    content = {"format": FORMAT, "generation": generation, "shards": described, "log": places}
     manifest = json.dumps(content, separators=(",", ":")).encode()
     with _new_file(directory / _MANIFEST) as file:
         file.write(_first_line(manifest) + manifest)
@@ -96,6 +101,17 @@ def read_generation(directory: Path, generation: int) -> list[list[JobState]]:
         DamagedFileError: a file is not what was written.
         OSError: a file could not be read.
     """
+    shards = _read_manifest(directory, generation)["shards"]
+    return [_read_shard(_shard_path(directory, index), shard) for index, shard in enumerate(shards)]
+
+
+def read_log_places(directory: Path, generation: int) -> LogPlaces:
+    """Where each shard's log goes on from a generation; errors as ``read_generation``."""
+    found = _read_manifest(directory, generation).get("log", {})
+    return {int(shard): (segment, first) for shard, (segment, first) in found.items()}
+
+
+def _read_manifest(directory: Path, generation: int) -> dict[str, Any]:
     path = directory / _MANIFEST
     start, _, manifest = path.read_bytes().partition(b"\n")
     if start + b"\n" != _first_line(manifest):
@@ -107,7 +123,7 @@ def read_generation(directory: Path, generation: int) -> list[list[JobState]]:
             f"another version's, or another generation's (expected format {FORMAT}, generation {generation}, got"
             f" {content.get('format')}, {content.get('generation')})",
         )
-    return [_read_shard(_shard_path(directory, index), shard) for index, shard in enumerate(content["shards"])]
+    return dict(content)
 
 
 def flush_directory(path: Path) -> None:

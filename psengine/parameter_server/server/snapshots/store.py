@@ -25,12 +25,14 @@ from psengine.parameter_server.server.snapshots.files import (
     ChunkState,
     DamagedFileError,
     JobState,
+    LogPlaces,
     flush_directory,
     read_generation,
+    read_log_places,
     write_generation,
 )
 
-__all__ = ["ChunkState", "JobState", "Loaded", "SnapshotStore"]
+__all__ = ["ChunkState", "JobState", "Loaded", "LogPlaces", "SnapshotStore"]
 
 logger = logging.getLogger(__name__)
 
@@ -46,11 +48,13 @@ class Loaded:
     Attributes:
         generation: its number.
         shards: the jobs of each shard, as they were saved; the tensors own their memory.
+        log: where each shard's log goes on from it.
         notes: newer generations that were skipped, each naming a file and what is wrong with it.
     """
 
     generation: int
     shards: list[list[JobState]]
+    log: LogPlaces
     notes: list[str] = field(default_factory=list)
 
 
@@ -126,8 +130,12 @@ class SnapshotStore:
         except FileNotFoundError:
             return None
 
-    def save(self, shards: Sequence[list[JobState]]) -> int:
+    def save(self, shards: Sequence[list[JobState]], log: LogPlaces | None = None) -> int:
         """Write one generation of all shards' jobs, durable when this returns, and remove the oldest; the new number.
+
+        Args:
+            shards: the jobs of each.
+            log: where each shard's log goes on from them.
 
         Raises:
             SnapshotError: it was not written, and no part of it is left; the message says which older generation is
@@ -138,7 +146,7 @@ class SnapshotStore:
         self._last_generation += 1
         try:
             self._retake_if_replaced()
-            self._write(self._last_generation, shards)
+            self._write(self._last_generation, shards, log or {})
         except OSError as error:
             raise SnapshotError(self._write_failure(error, self._last_generation, shards)) from error
         with suppress(OSError):
@@ -155,12 +163,13 @@ class SnapshotStore:
         notes: list[str] = []
         for generation in sorted(self._numbers(_GENERATION), reverse=True):
             try:
-                shards = read_generation(self._path("generation", generation), generation)
+                shards = read_generation(self.path_of(generation), generation)
+                log = self.log_places(generation)
             except (DamagedFileError, OSError) as error:
                 self._damaged.add(generation)
                 notes.append(f"generation {generation} is skipped: {error}")
             else:
-                return Loaded(generation, shards, notes)
+                return Loaded(generation, shards, log, notes)
         if not notes:
             return None
         raise SnapshotError(
@@ -171,10 +180,37 @@ class SnapshotStore:
 
     # ---- writing ---------------------------------------------------------------------------------------------------
 
-    def _write(self, generation: int, shards: Sequence[list[JobState]]) -> None:
+    def generations(self) -> list[int]:
+        """Numbers of those that are there, ascending; without a look at what is in them."""
+        return sorted(self._numbers(_GENERATION))
+
+    def path_of(self, generation: int) -> Path:
+        """Its directory."""
+        return self._path("generation", generation)
+
+    def log_places(self, generation: int) -> LogPlaces:
+        """Where each shard's log goes on from it.
+
+        Raises:
+            OSError, DamagedFileError: it cannot be read.
+        """
+        return read_log_places(self.path_of(generation), generation)
+
+    def needed_segments(self) -> dict[int, int]:
+        """By shard, the first segment of the log that some generation which is kept goes on from.
+
+        Raises:
+            OSError, DamagedFileError: a generation cannot be read.
+        """
+        kept = set(self._numbers(_GENERATION)) - self._damaged
+        places = [self.log_places(number) for number in kept]
+        shards = {shard for one in places for shard in one}
+        return {shard: min(one.get(shard, (1, 0))[0] for one in places) for shard in shards}
+
+    def _write(self, generation: int, shards: Sequence[list[JobState]], log: LogPlaces) -> None:
         kind = "unfinished"
         try:
-            write_generation(self._path(kind, generation), generation, shards)
+            write_generation(self._path(kind, generation), generation, shards, log)
             os.rename(self._path(kind, generation), self._path("generation", generation))
             kind = "generation"
             flush_directory(self.directory)

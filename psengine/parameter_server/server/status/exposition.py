@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from typing import Any, get_args
 
@@ -14,6 +14,7 @@ from prometheus_client.registry import Collector
 from psengine.parameter_server.status_model import (
     JobCounters,
     JobStatus,
+    LogStatus,
     ServerStatus,
     ShardJob,
     ShardStatus,
@@ -22,7 +23,7 @@ from psengine.parameter_server.status_model import (
     Transport,
     WorkerStatus,
 )
-from psengine.protocol.messages import PUSH_REFUSALS
+from psengine.protocol.messages import DURABILITY_TIERS, PUSH_REFUSALS
 
 # The training's name. "job" is Prometheus's own label, of what it scrapes; it would rename ours.
 LABEL = "training_job"
@@ -41,12 +42,14 @@ def render_metrics(status: ServerStatus) -> tuple[str, bytes]:
             yield _gauge("uptime_seconds", "Since the process started.", [], [([], status.uptime_s or 0.0)])
             yield _counter("refused_connections", "Wrong or no key.", [], [([], status.refused_connections)])
             yield _gauge("draining", "Whether it lets no more workers in.", [], [([], float(status.is_draining))])
-            kept: Samples = [([], float(status.snapshot is not None))]
-            yield _gauge("snapshots_enabled", "Whether it has a directory of snapshots.", [], kept)
+            kept: Samples = [([tier], float(tier == status.durability)) for tier in DURABILITY_TIERS]
+            yield _gauge("durability", "1 for the tier that it offers.", ["tier"], kept)
             yield from _of_shards(status.answering)
             yield from _of_workers(status.jobs)
             if status.snapshot is not None:
                 yield from _of_snapshots(status.snapshot)
+            if status.logs:
+                yield from _of_logs(status.logs)
 
     registry = CollectorRegistry(auto_describe=False)
     registry.register(StatusCollector())
@@ -111,6 +114,19 @@ def _of_snapshots(snapshot: SnapshotStatus) -> Iterator[Any]:
     yield _gauge("snapshot_interval_seconds", "0: on request.", [], [([], snapshot.interval_s)])
     yield _gauge("snapshot_seconds", "How long the last one took.", [], [([], snapshot.last_seconds)])
     yield _counter("snapshot_failures", "Snapshots not written.", [], [([], snapshot.failures)])
+
+
+def _of_logs(logs: Sequence[LogStatus]) -> Iterator[Any]:
+    def by_shard(number: Any) -> Samples:
+        return [([str(log.shard)], number(log)) for log in logs]
+
+    yield _counter("log_bytes", "Written to the log.", ["shard"], by_shard(lambda log: log.written_bytes))
+    yield _counter("log_syncs", "Groups made durable.", ["shard"], by_shard(lambda log: log.syncs))
+    yield _counter("log_sync_seconds", "Time that syncs took.", ["shard"], by_shard(lambda log: log.sync_seconds))
+    waiting = by_shard(lambda log: log.records - log.durable_records)
+    yield _gauge("log_waiting_records", "Not durable, and so not acknowledged.", ["shard"], waiting)
+    full = by_shard(lambda log: float(log.is_full))
+    yield _gauge("log_full", "Whether the disk is full, so that nothing is acknowledged.", ["shard"], full)
 
 
 def _gauge(name: str, text: str, labels: list[str], samples: Samples) -> Any:

@@ -98,6 +98,8 @@ class Endpoint:
         self.local_address = ""
         self._socket: zmq.Socket[bytes] = context.socket(zmq.ROUTER)
         self._uncopied = UncopiedSends(self._socket)
+        self._poller = zmq.Poller()
+        self._poller.register(self._socket, zmq.POLLIN)
         try:
             _configure(self._socket, is_ipv6="[" in address)
             self._bind(address)
@@ -147,9 +149,11 @@ class Endpoint:
         """The ipc:// address that it listens at; "" without one."""
         return self.address if self.address.startswith("ipc://") else self.local_address
 
-    def poll(self, timeout_s: float) -> bool:
-        """Whether a message is there, after at most ``timeout_s``."""
-        return bool(self._socket.poll(max(0, int(timeout_s * 1000 + 0.999)), zmq.POLLIN))
+    def poll(self, timeout_s: float, descriptor: int) -> bool:
+        """Whether a message is there, or this descriptor can be read, after at most ``timeout_s``."""
+        if descriptor not in self._poller:
+            self._poller.register(descriptor, zmq.POLLIN)
+        return bool(self._poller.poll(max(0, int(timeout_s * 1000 + 0.999))))
 
     def receive(self) -> Received | None:
         """The next message; None where there is none yet. Its frames live as long as they are referenced."""

@@ -23,6 +23,7 @@ from psengine.errors import ProtocolError, ServerError
 from psengine.parameter_server.server.core.shard import TICK_S, Shard
 from psengine.parameter_server.server.core.surroundings import Outgoing, Sender
 from psengine.parameter_server.server.transport.endpoint import Endpoint, Received
+from psengine.parameter_server.server.transport.held_answers import HeldAnswers
 from psengine.parameter_server.server.transport.segments import ShardSegments
 from psengine.parameter_server.status_model import ShardStatus, Transport
 from psengine.protocol.frames import decode, encode, refusal
@@ -41,6 +42,8 @@ ANSWERS_PER_GROUP = 4
 FLUSH_S = 0.002
 # How long messages that are queued when the server ends may take to be answered.
 LAST_MESSAGES_S = 2.0
+# These do not wait for the log: a server whose disk is slow lives, and can be looked at.
+_SAYS_NOTHING_NEW = frozenset({MessageType.HEARTBEAT_ACK, MessageType.STATUS_REPORT, MessageType.ECHOED})
 
 
 class ShardEndedError(ServerError):
@@ -57,6 +60,7 @@ class ShardThread(threading.Thread):
 
     Attributes:
         last_tick_s: monotonic time of the last tick.
+        answers: what leaves, once the log is as far; its log is set before the start.
         segments: the memory that workers of this host share; used by this thread only once it started.
         drained: set once every queued message was answered after ``drain``.
     """
@@ -70,6 +74,7 @@ class ShardThread(threading.Thread):
         super().__init__(name=f"psengine-shard-{shard.index}", daemon=True)
         self.shard = shard
         self.endpoint = endpoint
+        self.answers = HeldAnswers(endpoint.send)
         self.segments = ShardSegments()
         self.last_tick_s = time.monotonic()
         self.drained = threading.Event()
@@ -148,6 +153,7 @@ class ShardThread(threading.Thread):
         except BaseException:
             logger.critical("shard %d failed; the server ends", self.shard.index, exc_info=True)
         finally:
+            self.answers.close()
             self.endpoint.close()
             # So that nobody waits for answers that cannot come.
             self._has_ended = True
@@ -155,6 +161,7 @@ class ShardThread(threading.Thread):
             self._answer_asked()
 
     def _turn(self) -> None:
+        self.answers.release()
         wait_s = self.last_tick_s + TICK_S - time.monotonic()
         if self.drained.is_set():
             time.sleep(0.005)
@@ -171,10 +178,12 @@ class ShardThread(threading.Thread):
 
     def _receive(self, wait_s: float) -> None:
         is_draining = self._drain_until_s is not None
-        if not self.endpoint.poll(0.0 if is_draining else wait_s):
-            if is_draining:
+        if not self.endpoint.poll(0.001 if is_draining else wait_s, self.answers.descriptor):
+            if is_draining and not self.answers:
                 self.drained.set()
             return
+        self.answers.acknowledge_wake()
+        self.answers.release()
         for _ in range(DRAIN_MESSAGES):
             received = self.endpoint.receive()
             if received is None:
@@ -254,12 +263,8 @@ class ShardThread(threading.Thread):
             self._send_group()  # a connection keeps its order
             if kind is MessageType.WELCOME:
                 self.segments.sign(one.message)
-            frames = encode(one.message)
-            if one.pins is None or one.message.payload is None:
-                self.endpoint.send(one.route, frames)
-            else:
-                self.endpoint.send(one.route, frames, copies=False)
-                one.pins.pin(frames[-1])
+            pins = one.pins if one.message.payload is not None else None
+            self.answers.send(one.route, encode(one.message), pins=pins, is_urgent=kind in _SAYS_NOTHING_NEW)
 
         if not may_wait:
             self._send_group()
@@ -277,7 +282,7 @@ class ShardThread(threading.Thread):
         if not self._group:
             return
         frames, self._group, self._group_answers = [b"".join(self._group)], [], 0
-        self.endpoint.send(self._group_route, frames)
+        self.answers.send(self._group_route, frames)
 
     def _answer_asked(self) -> None:
         while True:
