@@ -40,7 +40,10 @@ static std::string describe(const Descriptor& called) {
 // What this rank, or the first one that has arrived at the round, and another have called. The descriptions stay,
 // because nobody enters the round that would use their place while this one is not finished by all.
 std::string SharedMemoryGroup::describe_difference(uint64_t round) const {
-  auto has_arrived = [&](size_t rank) { return region(rank).arrived.load(std::memory_order_acquire) >= round; };
+  // Not by `arrived`, which is stored after the description: a rank that was seen to differ might not count as arrived.
+  auto has_arrived = [&](size_t rank) {
+    return descriptor(rank, round).round.load(std::memory_order_acquire) == round;
+  };
   size_t one = rank_;
   for (size_t rank = 0; rank < world_size_ && !has_arrived(one); ++rank) one = rank;
   for (size_t other = 0; other < world_size_; ++other) {

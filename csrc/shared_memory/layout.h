@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "shared_memory/group.h"
+#include "shared_memory/sizes.h"
 
 namespace psengine {
 
@@ -16,16 +17,7 @@ static_assert(std::atomic<uint64_t>::is_always_lock_free && std::atomic<uint32_t
 constexpr uint64_t kMagic = 0x34766d68736e6570;  // the layout's name and version
 constexpr size_t kCacheLineBytes = 64;
 constexpr size_t kPageBytes = 4096;
-// How many rounds a rank may be ahead of the slowest.
-constexpr uint64_t kRingRounds = 32;
-// Rounds that have a staging slot at the same time: one being filled, one summed, one emptied, one to spare.
-constexpr uint64_t kSlots = 4;
-constexpr size_t kMaxSegments = 64;
 constexpr size_t kStatuses = static_cast<size_t>(WaitStatus::interrupted);  // those that ranks tell each other
-// A claim costs a hundred nanoseconds; this much summing takes over ten times as long.
-constexpr size_t kChunkBytes = 128 * 1024;
-// Up to this size every rank sums everything for itself: reading W times this is cheaper than another round trip.
-constexpr size_t kSmallBytes = 16 * 1024;
 
 // What one rank called, as the others compare and use it: a cache line, so that a rank that waits for another's arrival
 // has what it called too.

@@ -26,7 +26,6 @@
 namespace psengine {
 
 constexpr int kLooksPerClock = 8;
-constexpr int kYields = 16;
 constexpr double kWatchIntervalS = 0.1;
 // Past its deadline, a wait in which nobody is missing goes on for this long, because it is about to end.
 constexpr double kGraceS = 0.2;

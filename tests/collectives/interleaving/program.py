@@ -1,0 +1,137 @@
+"""Compiles the explorer with the engine's own sources, and runs it.
+
+The compiler calls a function for each access to memory (-fsanitize=thread), and those functions are the explorer's: the
+sources of csrc/shared_memory are compiled as they are, but for the sizes in sizes.h.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from collectives.interleaving.planted_bugs import Bug
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[2]
+ENGINE = ROOT / "csrc" / "shared_memory"
+# mapping.cpp asks the system for memory, and stand_ins.cpp has memory of its own.
+ENGINE_SOURCES = ["group.cpp", "rounds.cpp", "agreement.cpp", "waiting.cpp", "segments.cpp"]
+EXPLORER_SOURCES = ["memory.cpp", "explorer.cpp", "stand_ins.cpp", "scenarios.cpp", "main.cpp"]
+WRAPPED = ["memcpy", "getpid", "sched_getaffinity", "sched_yield", "syscall", "poll", "stat"]
+WRAPPED += ["pthread_mutex_lock", "pthread_mutex_unlock", "_ZNSt6chrono3_V212steady_clock3nowEv"]
+BUILD = ROOT / "build" / "interleaving"
+FLAGS = [
+    "-std=c++17",
+    "-g1",
+    "-fno-pie",
+    "-Wall",
+    "-Wextra",
+    f"-I{HERE / 'stand_ins'}",
+    f"-I{ROOT / 'csrc'}",
+    f"-I{HERE}",
+]
+# The explorer is why fences are not supported elsewhere: here each is a call that it sees.
+EXPLORER_FLAGS = ["-O2", "-Wno-mismatched-new-delete"]
+ENGINE_FLAGS = ["-O1", "-fsanitize=thread", "-Wno-tsan"]
+
+
+def reason_against() -> str | None:
+    """Why the explorer cannot be compiled here, or None."""
+    if shutil.which("g++") is None or shutil.which("addr2line") is None:
+        return "needs g++ and addr2line"
+    said = subprocess.run(["g++", "-dM", "-E", "-x", "c++", os.devnull], capture_output=True, text=True).stdout
+    return "needs GCC: other compilers call other functions" if "__clang__" in said else None
+
+
+def _digest(paths: Iterable[Path], more: str = "") -> str:
+    return hashlib.sha256(b"".join(path.read_bytes() for path in paths) + more.encode()).hexdigest()[:16]
+
+
+def _compile(name: str, sources: list[Path], flags: list[str]) -> Path:
+    """One object of all these sources, compiled together; what was compiled before is used again."""
+    headers = sorted([*ENGINE.glob("*.h"), *HERE.rglob("*.h")])
+    target = BUILD / f"{name}.{_digest([*sources, *headers], ' '.join([*FLAGS, *flags]))}.o"
+    if not target.exists():
+        unfinished = target.with_suffix(f".{os.getpid()}.o")
+        includes = "".join(f'#include "{source}"\n' for source in sources)
+        command = ["g++", *FLAGS, *flags, "-c", "-x", "c++", "-", "-o", str(unfinished)]
+        subprocess.run(command, input=includes, text=True, check=True)
+        unfinished.rename(target)
+    return target
+
+
+def _planted(bug: Bug) -> Path:
+    """The bug's file, with the bug in it."""
+    text = (ENGINE / bug.file).read_text()
+    assert text.count(bug.old) == 1, f"{bug.name}: {bug.file} has changed (expected once: {bug.old!r})"
+    path = BUILD / f"{bug.name.replace(' ', '_')}.cpp"
+    path.write_text(text.replace(bug.old, bug.new))
+    return path
+
+
+def build(bug: Bug | None = None) -> Path:
+    """The explorer's program, with ``bug`` in the engine."""
+    BUILD.mkdir(parents=True, exist_ok=True)
+    engine = [_planted(bug) if bug and bug.file == name else ENGINE / name for name in ENGINE_SOURCES]
+    with ThreadPoolExecutor(2) as pool:
+        halves = [
+            pool.submit(_compile, "explorer", [HERE / name for name in EXPLORER_SOURCES], EXPLORER_FLAGS),
+            pool.submit(_compile, "engine", engine, ENGINE_FLAGS),
+        ]
+        objects = [half.result() for half in halves]
+    program = BUILD / f"explore.{_digest(objects)}"
+    if not program.exists():
+        unfinished = program.with_suffix(f".{os.getpid()}")
+        wraps = [f"-Wl,--wrap={name}" for name in WRAPPED]
+        subprocess.run(["g++", "-no-pie", *map(str, objects), *wraps, "-o", str(unfinished)], check=True)
+        unfinished.rename(program)
+    return program
+
+
+@cache
+def line_of(program: Path, address: str) -> tuple[str, int, str]:
+    """File, line and text of the engine's source at an address of the program."""
+    before = hex(int(address, 16) - 1)
+    said = subprocess.run(["addr2line", "-i", "-e", str(program), before], capture_output=True, text=True, check=True)
+    for place in said.stdout.split("\n"):
+        path, _, line = place.split(" ")[0].rpartition(":")
+        if "csrc/shared_memory/" in path or "build/interleaving/" in path:
+            text = Path(path).read_text().splitlines()[int(line) - 1].strip()
+            return Path(path).name, int(line), text
+    return "", 0, ""
+
+
+def explore(program: Path, *scenarios: str, states: int = 10**9, seconds: float = 60.0, weaken: str = "") -> list[Any]:
+    """The outcome of each scenario, up to so many states or seconds; ``weaken``: address of an access to relax."""
+    command = [str(program), "run", *scenarios, "--states", str(states), "--seconds", str(seconds)]
+    command += ["--weaken", weaken] if weaken else []
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=60 + 1.5 * seconds * len(scenarios))
+    assert ran.returncode in (0, 1), f"the explorer ended with {ran.returncode}: {ran.stderr}"
+    return [json.loads(line) for line in ran.stdout.splitlines()]
+
+
+def ordering_sites(program: Path, *scenarios: str, seconds: float = 2.0) -> list[tuple[str, str]]:
+    """Address and kind of every place that orders memory in these scenarios."""
+    command = [str(program), "sites", *scenarios, "--seconds", str(seconds)]
+    said = subprocess.run(
+        command, capture_output=True, text=True, check=True, timeout=60 + 2 * seconds * len(scenarios)
+    )
+    return [(address, kind) for address, kind in (line.split(" ", 1) for line in said.stdout.splitlines())]
+
+
+def story(program: Path, outcome: Any, steps: int = 60) -> str:
+    """What led to a failure, with the lines of the sources."""
+    told = []
+    for said in outcome["trace"][-steps:]:
+        what, _, address = said.partition(" @")
+        name, line, _ = line_of(program, hex(int(address, 16) + 1)) if address else ("", 0, "")
+        told.append(f"{what}   {name}:{line}" if name else what)
+    return f"{outcome['scenario']}: {outcome['failure']}\n" + "\n".join(told)

@@ -1,0 +1,44 @@
+"""Every order in which ranks can meet in shared memory, over memory as weak as C++ allows: interleaving/README.md."""
+
+from __future__ import annotations
+
+import pytest
+from collectives.interleaving.planted_bugs import BUGS, TOLD_BY_ARRIVAL, Bug
+from collectives.interleaving.program import build, explore, reason_against, story
+
+_REASON = reason_against()
+pytestmark = pytest.mark.skipif(_REASON is not None, reason=_REASON or "")
+
+# Explored to the end in about a second each.
+SMALL = [
+    *(f"{way}_3_2_ranks" for way in ("small", "gather", "scatter", "broadcast")),
+    *("one_chunk_1_2_ranks", "in_place_1_2_ranks", "one_chunk_1_2_ranks_leaving"),
+    *("small_1_2_ranks_sleeping", "small_1_2_ranks_late"),
+    *("small_1_2_ranks_death_of_0", "small_1_2_ranks_death_of_1", "broadcast_1_2_ranks_death_of_0"),
+]
+
+
+def test_two_ranks_in_every_order():
+    explorer = build()
+    for outcome in explore(explorer, *SMALL):
+        assert not outcome["failure"], story(explorer, outcome)
+        assert outcome["is_exhaustive"]
+
+
+def find_bug(bug: Bug, seconds: float) -> str:
+    """What the exploration says of an engine with ``bug``; empty if nothing."""
+    (outcome,) = explore(build(bug), bug.scenario, seconds=seconds)
+    print(
+        f"| {bug.name} | {bug.scenario} | {outcome['failure'] or 'not found'} | {outcome['executions']} |", flush=True
+    )
+    return str(outcome["failure"])
+
+
+def test_the_bug_that_was_there_is_found():
+    assert find_bug(TOLD_BY_ARRIVAL, 10)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_every_planted_bug_is_found():
+    assert [bug.name for bug in BUGS if not find_bug(bug, 60)] == []
