@@ -12,15 +12,18 @@ from __future__ import annotations
 
 import io
 import weakref
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from typing_extensions import override
 
 from psengine.collectives.base import Collective
-from psengine.errors import ConfigurationError, PSEngineError
+from psengine.errors import ConfigurationError, PSEngineError, ReductionError
 from psengine.gradients.reducer import Reducer
 from psengine.strategies.base import Strategy
 from psengine.strategies.registry import resolve_strategy
+from psengine.strategies.stepping import Stepping
 from psengine.wrapper import arguments as checks
 from psengine.wrapper.forward_pass import ForwardPass
 
@@ -46,6 +49,10 @@ class SwitchableStrategy(ForwardPass):
 
         Raises:
             ConfigurationError, ServerLostError: it cannot take over, on this rank or another; nothing has changed.
+            CollectiveError, ServerError: the old strategy could not end its round; it remains.
+            ReductionError: the new strategy failed after all that, as where its server died. The model has no strategy
+                then, and its forward raises this error again. ``model.module`` and ``optimizer.state_dict()`` are those
+                of the round's end: save them, or wrap the module again.
         """
         former, problem = self.strategy, None
         try:
@@ -61,11 +68,32 @@ class SwitchableStrategy(ForwardPass):
         if former.capabilities.steps_alone and not following.capabilities.steps_alone:
             for optimizer in optimizers:
                 _take_state_of_rank_0(optimizer, self._collective, self.device)
-        self._replace(following)
+        try:
+            self._replace(following)
+            for optimizer in optimizers:
+                optimizer._psengine_strategy = following
+                optimizer._step_supports_amp_scaling = optimizer._psengine_scales_itself
+                following.bind(optimizer)
+        except BaseException as error:
+            self._stop(former, following, optimizers, error)
+            raise
+
+    def _stop(self, former: Strategy, following: Strategy, optimizers: Sequence[Any], error: BaseException) -> None:
+        """The model has no strategy; raise that, where ``error`` is one of ours."""
+        stopped = _Stopped(
+            f"the change of strategy from {former.name!r} to {following.name!r} failed after the round had ended:"
+            f" {error}. The model has no strategy now (expected one for forward and step, got none). Fix: save"
+            " model.module and optimizer.state_dict(), which are those of the round's end, and start again from them;"
+            " or wrap model.module again."
+        )
+        self.reducer._remove_autograd_hooks()
+        following.close()
+        self.saves_strategy_state = False
+        self.reducer = stopped  # type: ignore[assignment]
         for optimizer in optimizers:
-            optimizer._psengine_strategy = following
-            optimizer._step_supports_amp_scaling = optimizer._psengine_scales_itself
-            following.bind(optimizer)
+            optimizer._psengine_strategy = stopped
+        if isinstance(error, PSEngineError):
+            raise ReductionError(stopped.text) from error
 
     def _replace(self, strategy: Strategy) -> None:
         """Take down the strategy and its reducer, and start ``strategy``. Gradients stay what they are."""
@@ -85,6 +113,20 @@ class SwitchableStrategy(ForwardPass):
     def note_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """``optimizer`` steps through this model's strategy."""
         self._optimizers.add(optimizer)
+
+
+class _Stopped(Stepping):
+    """In the place of a reducer and of an optimizer's strategy, after a change of strategy that failed."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+    def __getattr__(self, name: str) -> Any:
+        raise ReductionError(self.text)
+
+    @override
+    def step(self, local_step: Callable[[], Any], closure: Callable[[], Any] | None = None) -> Any:
+        raise ReductionError(self.text)
 
 
 def _check(model: Any, strategy: Strategy) -> None:

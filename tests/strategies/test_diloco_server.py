@@ -31,7 +31,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, steps: 
         loss = (model(x) - x[:, :2]).square().mean()
         loss.backward()
         optimizer.step()
-    return float(loss)
+    return loss.item()
 
 
 def at_its_own_pace(rank: int, world_size: int, address: str, name: str) -> tuple[float, float, int]:
@@ -65,7 +65,11 @@ def test_the_others_go_on_after_a_worker_was_killed(name):
 
 def weighed_and_encoded(rank: int, world_size: int, address: str) -> None:
     os.environ.update(PSENGINE_SERVERS=address)
-    for name in ("local-server:every=2", "diloco-server:every=2,grace=0,outer_lr=1,outer_momentum=0"):
+    outer = "outer_lr=1,outer_momentum=0"
+    for name in (
+        *("local-server:every=2", f"diloco-server:every=2,grace=0,{outer}"),
+        *("local:every=2", f"diloco:every=2,{outer}"),
+    ):
         for compress in ("", ",compress=bf16"):
             os.environ["PSENGINE_JOB"] = f"{name[:5]}{compress[-4:]}"
             model = psengine.DistributedDataParallel(make_model(), strategy=name + compress)
@@ -87,11 +91,58 @@ def weighed_and_encoded(rank: int, world_size: int, address: str) -> None:
             with raises(ConfigurationError, "counts the steps of one optimizer"):
                 psengine.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
             model.leave()
+    for weights in ((0, 0), (0, 5)):  # nobody counts: all count alike; rank 0 counts nothing
+        model = psengine.DistributedDataParallel(make_model(), strategy="local:every=1")
+        optimizer = psengine.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+        alone = make_model()
+        model.batch_weight(weights[rank])
+        train(model, optimizer, rank, range(1))
+        train(alone, torch.optim.SGD(alone.parameters(), lr=0.1), rank, range(1))
+        for parameter, own in zip(model.parameters(), alone.parameters(), strict=True):
+            first, second = model._collective.gather(own)
+            torch.testing.assert_close(parameter.detach(), second if any(weights) else (first + second) / 2)
 
 
 def test_samples_weigh_and_codecs_encode_differences():
     with running_server() as server:
         run_ranks(weighed_and_encoded, 2, server.addresses[0])
+
+
+def nobody_counts(rank: int, world_size: int, address: str) -> None:
+    os.environ.update(PSENGINE_SERVERS=address)
+    for name in ("local-server:every=1", "local-server:every=1,compress=bf16", "diloco-server:every=1"):
+        os.environ["PSENGINE_JOB"] = name.replace(":", " ")
+        model = psengine.DistributedDataParallel(make_model(), strategy=name)
+        optimizer = psengine.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+        model.batch_weight(0)
+        train(model, optimizer, rank, range(1))
+        for parameter, initial in zip(model.parameters(), make_model().parameters(), strict=True):
+            torch.testing.assert_close(parameter, initial, rtol=0, atol=0.5)
+            assert parameter.abs().sum() > 0
+        model.leave()
+
+
+def test_parameters_stay_where_all_workers_have_no_samples():
+    with running_server() as server:
+        run_ranks(nobody_counts, 2, server.addresses[0])
+
+
+def switched_after(rank: int, world_size: int, address: str, steps: list[int]) -> list[torch.Tensor]:
+    os.environ.update(PSENGINE_SERVERS=address, PSENGINE_JOB="switched")
+    model = psengine.DistributedDataParallel(make_model(), strategy="diloco-server:quorum=2,every=2,grace=0")
+    optimizer = psengine.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    train(model, optimizer, rank, range(steps[rank]))
+    model.switch_strategy("sync")
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("steps", [[3, 2], pytest.param([2, 2, 1], marks=pytest.mark.slow)])
+def test_who_is_alone_within_a_round_when_all_conclude_is_merged_alone(steps):
+    """The others have merged already; they abstain, and nobody waits for them."""
+    with running_server() as server:
+        results = run_ranks(switched_after, len(steps), server.addresses[0], steps)
+    for other in results[1:]:
+        assert all(map(torch.equal, results[0], other))
 
 
 @pytest.mark.parametrize(

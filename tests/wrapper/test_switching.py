@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import signal
 
 import torch
 from support.expectations import raises
@@ -12,7 +13,7 @@ from support.server_process import running_server
 from torch import nn
 
 import psengine
-from psengine.errors import ConfigurationError, PSEngineError
+from psengine.errors import ConfigurationError, PSEngineError, ReductionError
 
 
 def make_model() -> nn.Module:
@@ -110,6 +111,42 @@ def test_what_cannot_take_over_is_refused_on_all_ranks_and_nothing_changes(rank,
     assert all(torch.equal(*model._collective.gather(tensor)) for tensor in values(model)), "the round went on"
     with model.join(), raises(ConfigurationError, "not switched under join"):
         model.switch_strategy("sync")
+
+
+def lose_the_server(rank: int, world_size: int, address: str, server: int) -> None:
+    """It dies between the checks and the new strategy's start."""
+    model = psengine.DistributedDataParallel(make_model(), strategy="local:every=4")
+    optimizer = psengine.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.5), model)
+    step_once(model, optimizer, rank, 0)
+    ends_round = model.strategy.conclude
+
+    def die_after_the_round() -> None:
+        ends_round()
+        if rank == 0:
+            os.kill(server, signal.SIGKILL)
+        model._collective.barrier().wait()
+
+    model.strategy.conclude = die_after_the_round
+    with raises(ReductionError, "from 'local' to 'async' failed after the round", address, "has no strategy now"):
+        model.switch_strategy(f"async:servers={address},timeout_s=2,job=dying")
+    kept = [p.detach().clone() for p in model.module.parameters()]
+    assert all(torch.equal(*model._collective.gather(tensor)) for tensor in kept), "the round has ended"
+    with raises(ReductionError, "has no strategy now"):
+        model(torch.zeros(5, 6))
+    with raises(ReductionError, "has no strategy now"):
+        optimizer.step()
+    saved = optimizer.state_dict()
+    assert len(saved["state"]) == len(kept)
+    again = psengine.DistributedDataParallel(model.module, strategy="sync")
+    its = psengine.DistributedOptimizer(torch.optim.SGD(again.parameters(), lr=0.01, momentum=0.5), again)
+    its.load_state_dict(saved)
+    step_once(again, its, rank, 1)
+    assert all(torch.equal(*again._collective.gather(tensor)) for tensor in again.module.parameters())
+
+
+def test_a_server_that_dies_after_the_checks_leaves_an_error_and_what_can_be_saved():
+    with running_server() as server:
+        run_ranks(lose_the_server, 2, server.addresses[0], server.pid)
 
 
 def test_a_job_that_has_a_model_is_refused():

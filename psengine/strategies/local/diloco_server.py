@@ -41,7 +41,8 @@ class DilocoServer(ServerStrategy):
 
     A merge is an outer Nesterov step with the average of the differences, each weighed by the samples since its
     worker's last merge (``model.batch_weight``; without it, by steps). Workers may come, leave, die, and differ in
-    speed and in ``every``. Buffers are those that came to the servers last; each worker keeps its own.
+    speed and in ``every``. Buffers are those that came to the servers last; each worker keeps its own. A worker waits
+    for its merge, where the paper's learners go on.
 
     Args:
         quorum: a merge begins with the differences of so many workers, or of all where fewer are there.
@@ -214,12 +215,14 @@ class DilocoServer(ServerStrategy):
     def conclude(self) -> None:
         """All workers that share a process group have what the servers have: the last merge's parameters.
 
-        What this worker did since its own last merge is merged first.
+        What this worker did since its own last merge is merged first. Then it abstains, so that no other worker's merge
+        waits for it.
         """
         assert self._replica is not None, "in service"
         with torch.no_grad():
             if self._steps:
                 self._merge()
+            self._merge()
             self._replica.collective.barrier().wait()
             self.pull_values(self.chunks.specs)
             self._note_agreed()
@@ -235,9 +238,10 @@ class DilocoServer(ServerStrategy):
             torch._foreach_copy_(bucket.views_of(anchor), bucket.parameters)
 
     def _merge(self) -> None:
+        """Take part in a merge; abstain from it where this worker has taken no step."""
         from psengine.parameter_server.client.operation import wait_all
 
-        weight = float(self._steps) if self._samples is None else self._samples
+        counts, weight = self._steps > 0, float(self._steps) if self._samples is None else self._samples
         self._steps, self._samples = 0, None
         pushes = []
         for bucket, anchor in zip(self._buckets, self._anchors, strict=True):
@@ -266,8 +270,9 @@ class DilocoServer(ServerStrategy):
                     push.wait().refused,
                 )
         self._note_agreed()
-        self.completed_steps += 1
-        self.session.telemetry.step_ended()
+        if counts:
+            self.completed_steps += 1
+            self.session.telemetry.step_ended()
 
     # ---- checkpoints -------------------------------------------------------------------------------------------
 

@@ -24,7 +24,7 @@ from psengine.strategies.exchange import Reduction
 from psengine.strategies.exchanges import Exchanges
 from psengine.tensors.bucket import Allocator, Bucket
 from psengine.tensors.bucket_plan import plan_buckets
-from psengine.tensors.share import Share
+from psengine.tensors.share import WHOLE, Share
 
 FRAGMENT_BUCKET_BYTES = 25 * 1024 * 1024
 
@@ -61,13 +61,16 @@ class _ParameterBucket(Bucket):
 
 
 class Fragment:
-    """See the module's text. ``leave`` and ``arrive`` are called on all ranks, in the same order.
+    """See the module's text. ``leave``, ``resend`` and ``arrive`` are called on all ranks, in the same order.
 
     Args:
         parameters: name to parameter.
         collective: the group of replicas.
         codec: of the differences; lossless ones only without an outer step.
         outer: the outer step; None averages parameters.
+
+    Attributes:
+        is_sent: whether what ``leave`` took travels; else ``resend`` sends it, in a training that was loaded.
     """
 
     def __init__(
@@ -81,19 +84,22 @@ class Fragment:
             return collective.allocate(numel, codec_for(codec, dtype).summed_dtype(dtype) or dtype, device)
 
         self.buckets = parameter_buckets(parameters, allocate)
-        self._share = Share(collective.world_size)
         self._exchanges = Exchanges(self.buckets, collective, codec)
         self._outer = outer
         self._anchors: list[torch.Tensor] = []
         self._optimizer: torch.optim.Optimizer | None = None
         self._reductions: list[Reduction] = []
-        # Per bucket the average that arrived before its time, because somebody saved the state.
-        self._averages: list[torch.Tensor] = []
+        self.is_sent = True
+        # What left and has not arrived: differences by bucket and parameter, what they count, and the residuals before.
+        # A rank that saves has them at hand. To wait for the average would begin a codec's second operation here alone.
+        self._sent: list[list[torch.Tensor]] = []
+        self._share = WHOLE
+        self._former_residuals: dict[str, torch.Tensor] = {}
 
     def settle(self) -> None:
         """The parameters are equal on all ranks: they become the anchor, and the outer step begins anew."""
         self._wait()  # what is on its way uses memory of the next exchange
-        self._reductions, self._averages = [], []
+        self._forget_sent()
         self._exchanges.reset()
         if self._outer is None:
             return
@@ -102,19 +108,43 @@ class Fragment:
 
     # ---- the exchange ------------------------------------------------------------------------------------------
 
-    def leave(self) -> None:
-        """Begin to average what the ranks have now."""
-        for index, (bucket, exchange) in enumerate(zip(self.buckets, self._exchanges, strict=True)):
-            sent = bucket.parameters
-            if self._outer is not None:
-                sent = list(torch._foreach_sub(bucket.views_of(self._anchors[index]), bucket.parameters))
+    def leave(self, share: Share, *, overlaps: bool) -> None:
+        """Begin to average what the ranks have now.
+
+        Args:
+            share: what this rank's counts.
+            overlaps: whether a checkpoint may be made before it arrives.
+        """
+        self._share = share
+        if self._outer is None:
+            self._sent = [bucket.parameters for bucket in self.buckets]
+        else:
+            self._sent = [
+                list(torch._foreach_sub(bucket.views_of(anchor), bucket.parameters))
+                for bucket, anchor in zip(self.buckets, self._anchors, strict=True)
+            ]
+            self._former_residuals = self._residuals() if overlaps else {}
+        self._send()
+
+    def resend(self) -> None:
+        """What left before the training was saved leaves again."""
+        if not self.is_sent:
+            self._exchanges.take(self._former_residuals)
+            self._send()
+
+    def _send(self) -> None:
+        self.is_sent = True
+        for bucket, exchange, sent in zip(self.buckets, self._exchanges, self._sent, strict=True):
             bucket.pack(sent, self._share)
             self._reductions.append(exchange.reduce(1.0))
+
+    def _forget_sent(self) -> None:
+        self.is_sent, self._sent, self._former_residuals = True, [], {}
 
     def arrive(self, *, keeps: bool = True) -> None:
         """Wait for the average, and write to the parameters what it leads to; without ``keeps`` nothing but that."""
         averages = self._wait()
-        self._averages = []
+        self._forget_sent()
         if self._outer is None:
             for bucket, average in zip(self.buckets, averages, strict=True):
                 bucket.unpack(bucket.parameters, average)
@@ -134,6 +164,7 @@ class Fragment:
     def _wait(self) -> list[torch.Tensor]:
         """Per bucket the average, flat and in the bucket's dtype."""
         reductions, self._reductions = self._reductions, []
+        averages = []
         for bucket, reduction in zip(self.buckets, reductions, strict=False):
             result = reduction.wait()
             assert result is not None, "a collective returns what it reduced"
@@ -141,20 +172,21 @@ class Fragment:
             if self._outer is not None:  # kept until the outer step; the memory of the result serves the next exchange
                 average = torch.empty(bucket.numel, dtype=bucket.dtype, device=bucket.device)
                 bucket.unpack(bucket.views_of(average), result)
-            self._averages.append(average)
-        return self._averages
+            averages.append(average)
+        return averages
 
     # ---- checkpoints -------------------------------------------------------------------------------------------
 
-    def state(self) -> dict[str, dict[str, torch.Tensor]]:
-        """Copies of what is kept between steps, by kind and name of the parameter. Waits for what is on its way."""
+    def state(self) -> dict[str, Any]:
+        """Copies of what is kept between steps, by kind and name of the parameter; exchanges nothing.
+
+        Of what is on its way this rank's own part is saved, which is sent again.
+        """
         kinds: dict[str, list[torch.Tensor]] = {"anchors": self._anchors}
         if self._optimizer is not None:
             slots = [self._optimizer.state[anchor].get("momentum_buffer") for anchor in self._anchors]
             kinds["momenta"] = [slot for slot in slots if slot is not None]
-        if self._reductions or self._averages:
-            kinds["arrived"] = self._wait()
-        found = {
+        found: dict[str, Any] = {
             kind: {
                 name: view.clone()
                 for bucket, flat in zip(self.buckets, flats, strict=True)
@@ -163,10 +195,22 @@ class Fragment:
             for kind, flats in kinds.items()
             if flats
         }
-        residuals = {name: residual.clone() for name, residual in self._exchanges.residuals().items()}
+        residuals = self._residuals()
+        if self._sent:
+            residuals = self._former_residuals
+            found["divisor"] = self._share.divisor
+            found["sent"] = {
+                name: torch.zeros_like(one) if self._share.is_nothing else one.clone()
+                for bucket, sent in zip(self.buckets, self._sent, strict=True)
+                for name, one in zip(bucket.names, sent, strict=True)
+            }
         return found | ({"residuals": residuals} if residuals else {})
 
-    def load(self, state: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
+    def _residuals(self) -> dict[str, torch.Tensor]:
+        """Copies of what the codec left out, by name of the parameter."""
+        return {name: residual.clone() for name, residual in self._exchanges.residuals().items()}
+
+    def load(self, state: Mapping[str, Any]) -> None:
         """Continue from ``state()`` of a fragment of the same parameters; KeyError where one is missing."""
         self.settle()
         self._exchanges.take(state.get("residuals", {}))
@@ -179,9 +223,13 @@ class Fragment:
                 momentum = torch.empty_like(anchor)
                 _fill(bucket, momentum, state["momenta"])
                 self._optimizer.state[anchor]["momentum_buffer"] = momentum
-            if "arrived" in state:
-                self._averages.append(torch.empty_like(anchor))
-                _fill(bucket, self._averages[-1], state["arrived"])
+            if "sent" in state:
+                flat = torch.empty_like(anchor)
+                _fill(bucket, flat, state["sent"])
+                self._sent.append(bucket.views_of(flat))
+        if "sent" in state:
+            self.is_sent, self._share = False, Share(state["divisor"])
+            self._former_residuals = {name: one.clone() for name, one in state.get("residuals", {}).items()}
 
 
 def parameter_buckets(parameters: Mapping[str, torch.nn.Parameter], allocate: Allocator) -> list[Bucket]:

@@ -34,7 +34,8 @@ class LocalServer(SyncServer):
     """Average the parameters of all workers at servers after every ``every`` steps; needs ``DistributedOptimizer``.
 
     Buffers become the lowest rank's. The optimizers' state stays each worker's own; a worker that joins gets a donor's.
-    Where ``model.batch_weight`` is called in every step, parameters are weighed by the samples since the last average.
+    Where ``model.batch_weight`` is called in every step, parameters are weighed by the samples since the last average;
+    where all workers have none, each keeps its own.
 
     Args:
         every: local steps of a round.
@@ -198,11 +199,18 @@ class LocalServer(SyncServer):
         remainder.wait()
         if self.rejoins:
             self._note_agreed()  # the others' values, which came with their state
+        pushes = iter(self._pushes)
         for index, (bucket, result) in enumerate(zip(self._buckets, results, strict=True)):
             assert result is not None, "servers that average answer"
+            contributors = [(next(pushes).wait().contributors, chunk) for chunk in self.chunks.of_bucket[bucket.index]]
             if self._anchors:
                 self._anchors[index].sub_(result)
                 result = self._anchors[index]
+            elif not all(count for count, _ in contributors):
+                result = result.clone()
+                for count, (_, start, end) in contributors:
+                    if not count:  # every worker's samples are 0: the average of nothing is zeros
+                        result[start:end] = bucket.flat[start:end].to(result.device)
             bucket.unpack(bucket.parameters, result)
 
     def _note_agreed(self) -> None:

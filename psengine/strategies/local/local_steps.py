@@ -24,10 +24,12 @@ from typing import Any
 import torch
 from typing_extensions import override
 
+from psengine.codecs.auto import Auto
 from psengine.codecs.base import Codec
-from psengine.codecs.registry import resolve_codec
+from psengine.codecs.registry import CODECS, resolve_codec
 from psengine.collectives.base import Work
 from psengine.errors import ConfigurationError
+from psengine.strategies.batch_weights import WHAT
 from psengine.strategies.exchange import CommHook, Reduction, StaysLocal, Step
 from psengine.strategies.life_cycle import Replica
 from psengine.strategies.local.fragments import Fragment, OuterStep, cut
@@ -36,7 +38,7 @@ from psengine.strategies.local.schedule import Schedule, checked_number
 from psengine.strategies.stepping import check_one
 from psengine.strategies.sync_all_reduce import SyncAllReduce
 from psengine.tensors.bucket import Bucket
-from psengine.tensors.share import WHOLE, Share
+from psengine.tensors.share import NOTHING, WHOLE, Share
 from psengine.tracing.timeline import recorder
 
 
@@ -44,7 +46,8 @@ class LocalSteps(SyncAllReduce):
     """Average the parameters of all replicas after every ``every`` steps; needs ``psengine.DistributedOptimizer``.
 
     Buffers that are floating-point (running statistics) are averaged with the parameters; others become rank 0's. The
-    optimizers' state stays each rank's own.
+    optimizers' state stays each rank's own. Where ``model.batch_weight`` is called in every step, parameters are
+    weighed by the samples since their last average; where all ranks have none, they count alike.
 
     Args:
         every: local steps of a round.
@@ -66,8 +69,18 @@ class LocalSteps(SyncAllReduce):
     )
 
     def __init__(self, every: int = 16, *, warm_up: int = 0, compress: str | Codec | None = None) -> None:
-        codec = resolve_codec(compress)
+        codec = self._codec_of(compress)
         self._set_up(Schedule(every=every, warm_up=warm_up), codec, None if codec.is_lossless else OuterStep())
+
+    def _codec_of(self, compress: str | Codec | None) -> Codec:
+        codec = resolve_codec(compress)
+        if isinstance(codec, Auto):
+            raise ConfigurationError(
+                f"compress=auto chooses from the times of steps that exchange gradients, and replicas of strategy"
+                f" {self.name!r} step alone (expected one of {sorted(set(CODECS) - {Auto.name})}, got {codec}). Fix:"
+                " name the codec."
+            )
+        return codec
 
     def _set_up(self, schedule: Schedule, codec: Codec, outer: OuterStep | None) -> None:
         super().__init__()
@@ -80,6 +93,8 @@ class LocalSteps(SyncAllReduce):
         # (after which step it arrives, index) of the fragments on their way.
         self._travelling: deque[tuple[int, int]] = deque()
         self._stepper: ScaledStep | None = None
+        # By fragment, the samples since it left last; None where nobody calls ``batch_weight``.
+        self._samples: list[float | None] = [None] * self._schedule.fragments
         # Whether parameters are rank 0's, or each rank's own, since the model was loaded without this state.
         self._is_settled = False
         self._choose_capabilities()
@@ -137,6 +152,7 @@ class LocalSteps(SyncAllReduce):
         """Parameters are equal: the next round begins with them."""
         self._is_settled = True
         self._travelling.clear()
+        self._samples = [None] * self._schedule.fragments
         with torch.no_grad():
             for fragment in self._fragments if not self._warms_up else ():
                 fragment.settle()
@@ -162,11 +178,11 @@ class LocalSteps(SyncAllReduce):
 
     @override
     def weigh(self, weight: float | None) -> None:
-        if weight is not None:
-            raise ConfigurationError(
-                f"strategy {self.name!r} averages parameters, in which all replicas count alike (expected no"
-                f" batch_weight, got {weight:g}). Fix: do not call model.batch_weight, or use strategy='sync'."
-            )
+        """Parameters are weighed by the samples since their last average."""
+        if self._warms_up:
+            super().weigh(weight)
+        elif weight is not None:
+            self._samples = [weight + (samples or 0.0) for samples in self._samples]
 
     @override
     def reduce(self, bucket: Bucket) -> Reduction:
@@ -199,10 +215,7 @@ class LocalSteps(SyncAllReduce):
     def step(self, local_step: Callable[[], Any], closure: Callable[[], Any] | None = None) -> Any:
         """Step locally; exchange what is due after this step. All ranks call it."""
         stepper = self._bound()
-        if not self._is_settled:
-            self._steps = min(self._steps, self._schedule.warm_up)
-            super().join()
-            self._settle()
+        self._begin_anew()
         result = stepper.take(local_step)
         self._end_step()
         return result
@@ -210,7 +223,15 @@ class LocalSteps(SyncAllReduce):
     @override
     def shadow_step(self) -> None:
         """A rank without data takes part in the exchanges, with the parameters that it has."""
+        self._begin_anew()
         self._end_step()
+
+    def _begin_anew(self) -> None:
+        """After the model was loaded without this strategy's state."""
+        if not self._is_settled:
+            self._steps = min(self._steps, self._schedule.warm_up)
+            super().join()
+            self._settle()
 
     def _end_step(self) -> None:
         was_warming_up = self._warms_up
@@ -218,18 +239,38 @@ class LocalSteps(SyncAllReduce):
         if was_warming_up and not self._warms_up:
             self._choose_capabilities()
             self._settle()
+        self._resend()
         leaving = self._schedule.leaving(self._steps)
         arrives = bool(self._travelling) and self._travelling[0][0] <= self._steps
         if not leaving and not arrives and not self._schedule.ends_round(self._steps):
             return
         with torch.no_grad(), recorder.span("average parameters") if recorder.is_on else nullcontext():
             for index in leaving:
-                self._fragments[index].leave()
+                self._leave(index)
                 self._travelling.append((self._steps + self._schedule.overlap, index))
             while self._travelling and self._travelling[0][0] <= self._steps:
                 self._fragments[self._travelling.popleft()[1]].arrive()
             if self._schedule.ends_round(self._steps):
                 self._average_buffers()
+
+    @torch.no_grad()
+    def _resend(self) -> None:
+        for _, index in self._travelling:
+            self._fragments[index].resend()
+
+    def _leave(self, index: int) -> None:
+        samples, self._samples[index] = self._samples[index], None
+        self._fragments[index].leave(self._share_of(samples), overlaps=self._schedule.overlap > 0)
+
+    def _share_of(self, samples: float | None) -> Share:
+        """What this rank counts; all alike where nobody has samples."""
+        if samples is not None:
+            assert self._replica is not None, "prepared"
+            total = torch.tensor([samples], dtype=torch.float64, device=self._replica.device)
+            self.collective.sum(total, what=WHAT)
+            if total.item():
+                return Share(total.item() / samples) if samples else NOTHING
+        return Share(self.collective.world_size)
 
     def _average_buffers(self) -> None:
         assert self._replica is not None, "prepared"
@@ -258,12 +299,13 @@ class LocalSteps(SyncAllReduce):
         return {
             "steps": self._steps,
             "travelling": [list(entry) for entry in self._travelling],
+            "samples": list(self._samples),
             "fragments": [fragment.state() for fragment in self._fragments],
         }
 
     @override
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        expected = {"steps", "travelling", "fragments"}
+        expected = {"steps", "travelling", "samples", "fragments"}
         if set(state) != expected or len(state["fragments"]) != len(self._fragments):
             raise ConfigurationError(
                 f"the saved state is not one of {self!r} (expected {sorted(expected)} with"
@@ -273,6 +315,7 @@ class LocalSteps(SyncAllReduce):
         self._choose_capabilities()
         self._settle()
         self._travelling.extend((due, index) for due, index in state["travelling"])
+        self._samples = list(state["samples"])
         with torch.no_grad():
             for fragment, saved in zip(self._fragments, state["fragments"], strict=True):
                 try:
@@ -297,11 +340,12 @@ class LocalSteps(SyncAllReduce):
         if not self._is_settled:
             super().join()
             return
+        self._resend()
         with torch.no_grad():
             while self._travelling:
                 self._fragments[self._travelling.popleft()[1]].arrive()
-            for fragment in self._fragments:
-                fragment.leave()
+            for index in range(len(self._fragments)):
+                self._leave(index)
             for fragment in self._fragments:
                 fragment.arrive(keeps=False)
             self._average_buffers()
@@ -315,7 +359,8 @@ class LocalSteps(SyncAllReduce):
 class Diloco(LocalSteps):
     """Step locally; every ``every`` steps an outer Nesterov step with the average of the replicas' differences.
 
-    Costs a copy of the parameters, and the outer momentum. Buffers are averaged as under "local".
+    Costs a copy of the parameters, the outer momentum, and with ``overlap`` a copy of what travels. Buffers are
+    averaged and replicas weighed as under "local".
 
     Args:
         every: local steps of a round.
@@ -351,7 +396,7 @@ class Diloco(LocalSteps):
         outer = OuterStep(learning_rate=outer_lr, momentum=outer_momentum, keep=keep if overlap else 0.0)
         self._given = {"fragments": fragments, "overlap": overlap, "keep": keep}
         self._given |= {"outer_lr": outer_lr, "outer_momentum": outer_momentum}
-        self._set_up(schedule, resolve_codec(compress), outer)
+        self._set_up(schedule, self._codec_of(compress), outer)
 
     @property
     @override

@@ -73,6 +73,26 @@ def test_a_quorum_is_merged_by_samples_and_who_comes_later_is_part_of_the_next_m
         torch.testing.assert_close(values, merged)
 
 
+def test_nobody_waits_for_a_worker_that_abstained_until_it_brings_something():
+    _, workers = start(3, quorum=3)
+    oracle = Oracle()
+    push(workers[0], 1)
+    push(workers[1], 1)
+    assert not answers(*workers)
+    abstain = {"weight": 0.0}
+    workers[2].push(0, 1, None, version=0, body=abstain)
+    assert [rank for rank, _, _ in answers(workers[2])] == [2], "answered at once"
+    merged = oracle.merge((difference(0, 1), 8.0), (difference(1, 1), 8.0)).clone()
+    for rank, version, values in answers(*workers):
+        assert (rank < 2, version) == (True, 1)
+        torch.testing.assert_close(values, merged)
+    push(workers[2], 2, version=1)
+    push(workers[0], 2, version=1)
+    assert not answers(*workers), "it counts again"
+    push(workers[1], 2, version=1)
+    assert [rank for rank, _, _ in answers(*workers)] == [0, 1, 2]
+
+
 def test_a_window_waits_for_a_worker_that_is_expected():
     world, workers = start(3, quorum=3, grace=0.5)
     for sequence in (1, 2):  # rounds of four seconds, in which worker 2 comes a second after the others

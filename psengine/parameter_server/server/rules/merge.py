@@ -6,7 +6,8 @@
     rank 3, slow                                          push: part of the next merge
 
 Decoupled DiLoCo (https://arxiv.org/abs/2604.21428): each worker numbers its own exchanges; a merge takes what is here,
-weighted by the samples since each worker's last merge. Buffers are taken as they come, as under "each".
+weighted by the samples since each worker's last merge. A worker that abstains is answered at once, and no merge waits
+for it until it has brought something again. Buffers are taken as they come, as under "each".
 """
 
 from __future__ import annotations
@@ -40,6 +41,8 @@ class Merge(Each):
         self._window = GraceWindow(options["grace"])
         self._gathered = ContributionSet(self.spec, self.outcome.result_memory)
         self._has_quorum = False
+        # Workers that abstained last.
+        self._idle: set[int] = set()
 
     @override
     def _gather(self, contribution: Contribution) -> list[Reply]:
@@ -63,8 +66,11 @@ class Merge(Each):
             # It does not wait for others, because others do not wait for it.
             self._note_refused(contribution, reason)
             self._take(contribution)
-            return [self._answer(rank, sequence)]
+            if reason == "abstained":
+                self._idle.add(rank)
+            return [self._answer(rank, sequence), *self._merge_if_complete()]
         self._refused.pop(rank, None)
+        self._idle.discard(rank)
         self._gathered.add(contribution, self.context.live_ranks())
         self._window.arrived(rank, self.context.now_s())
         return self._merge_if_complete()
@@ -74,8 +80,9 @@ class Merge(Each):
         self._clocks[contribution.rank] = self._clocks.get(contribution.rank, 0) + 1
 
     def _absent(self) -> list[int]:
-        here = self._gathered.by_rank
-        return [rank for rank in (*self.context.live_ranks(), *self.context.missing_ranks()) if rank not in here]
+        """Workers whose contribution may come."""
+        known = (*self.context.live_ranks(), *self.context.missing_ranks())
+        return [rank for rank in known if rank not in self._gathered.by_rank and rank not in self._idle]
 
     def _merge_if_complete(self) -> list[Reply]:
         here, live, now_s = self._gathered.by_rank, self.context.live_ranks(), self.context.now_s()
@@ -121,6 +128,7 @@ class Merge(Each):
     @override
     def worker_came(self, rank: int, *, is_new_process: bool) -> list[Reply]:
         self._window.forget(rank)
+        self._idle.discard(rank)
         return [*super().worker_came(rank, is_new_process=is_new_process), *self._merge_if_complete()]
 
     @override
@@ -128,6 +136,7 @@ class Merge(Each):
         """Its contribution that is not merged yet is dropped; it has to send it again."""
         replies = super().worker_left(rank)
         self._window.forget(rank)
+        self._idle.discard(rank)
         if rank in self._gathered.by_rank:
             self._gathered.remove(rank)
         return [*replies, *self._merge_if_complete()]
@@ -140,6 +149,7 @@ class Merge(Each):
     @override
     def reset(self) -> None:
         super().reset()
+        self._idle.clear()
         self._gathered = ContributionSet(self.spec, self.outcome.result_memory)
         self._has_quorum = False
 
