@@ -45,9 +45,10 @@ from psengine.wrapper.optimizer import DistributedOptimizer
 
 if TYPE_CHECKING:
     from psengine.parameter_server.client.client import Client, connect
+    from psengine.strategies.local.diloco import Diloco
     from psengine.strategies.local.diloco_server import DilocoServer
     from psengine.strategies.local.local_server import LocalServer
-    from psengine.strategies.local.local_steps import Diloco, LocalSteps
+    from psengine.strategies.local.local_steps import LocalSteps
     from psengine.strategies.servers.asynchronous import AsyncServer
     from psengine.strategies.servers.sync import SyncServer
     from psengine.strategies.sharding.sync import SyncShardedOptimizer

@@ -23,8 +23,8 @@ from psengine.errors import ConfigurationError
 from psengine.parameter_server.chunk_codecs import only_gradients
 from psengine.strategies.exchange import Reduction, StaysLocal, Step
 from psengine.strategies.life_cycle import Replica
+from psengine.strategies.local.diloco import checked_outer
 from psengine.strategies.local.fragments import OuterStep, copies_of, parameter_buckets
-from psengine.strategies.local.local_steps import checked_outer
 from psengine.strategies.local.scaled_step import ScaledStep, bound, check_bound
 from psengine.strategies.local.schedule import Schedule, checked_number
 from psengine.strategies.servers.base import DEFAULT_TIMEOUT_S, ServerStrategy
