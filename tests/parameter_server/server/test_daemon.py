@@ -38,7 +38,7 @@ def test_start_up_says_where_and_how_durable():
         assert len(server.addresses) == len(set(server.addresses)) == 2
         assert all(re.fullmatch(r"tcp://127\.0\.0\.1:[1-9]\d+", address) for address in server.addresses)
         assert server.lines[0] == f"2 shards at {' '.join(server.addresses)}"
-        assert server.lines[1] == "not durable: no --snapshot-dir"
+        assert server.lines[1] == "durability memory: not durable, no --snapshot-dir"
         assert server.lines[-1] == f"psengine-server ready {' '.join(server.addresses)}"
         for line in server.lines:
             assert line in server.log()
@@ -92,7 +92,7 @@ def test_the_command_serves_until_sigterm(tmp_path):
         with Peer(addresses[0]) as peer:
             assert peer.hello().body["lease_s"] == 4.0
         entries = [json.loads(line) for line in command.stderr.splitlines()]
-        assert any(entry["message"] == "not durable: no --snapshot-dir" for entry in entries)
+        assert any(entry["message"] == "durability memory: not durable, no --snapshot-dir" for entry in entries)
         assert set(entries[0]) == {"time", "level", "logger", "thread", "message"}
         assert any(entry["message"].startswith("psengine-server ready") for entry in entries)
         assert command.stdout.splitlines() == [f"psengine-server ready {' '.join(addresses)}"]
@@ -155,7 +155,7 @@ def test_the_ready_line_goes_to_a_descriptor_too():
 
 def test_sigterm_snapshots_what_was_acknowledged(tmp_path):
     with running_server(snapshot_dir=tmp_path / "s", snapshot_interval_s=0.0) as server:
-        assert server.lines[1] == f"durable to {tmp_path / 's'}, no generation yet"
+        assert server.lines[1] == f"durability snapshot: durable to {tmp_path / 's'}, no generation yet"
         with Peer(server.addresses[0]) as peer:
             peer.make_job(torch.tensor([1.0, 2.0, 3.0]))
             for sequence in range(1, 4):
@@ -166,7 +166,7 @@ def test_sigterm_snapshots_what_was_acknowledged(tmp_path):
             assert server.wait() == 0
             assert time.monotonic() - started_s < 10
     with running_server(bind=server.addresses[0], snapshot_dir=tmp_path / "s") as server:
-        assert server.lines[1] == f"durable to {tmp_path / 's'}, generation 1 (job version 3)"
+        assert server.lines[1] == f"durability snapshot: durable to {tmp_path / 's'}, generation 1 (job version 3)"
         assert server.status()["snapshot"]["generation"] == 1
         with Peer(server.addresses[0]) as peer:
             assert peer.hello().body["durable_version"] == 3

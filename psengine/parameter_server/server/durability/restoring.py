@@ -29,7 +29,8 @@ class Restored:
         summary: how durable the server is, for people.
         notes: newer generations, and ends of logs, that were left out, and why.
         places: where this life of the server begins each shard's log.
-        is_base: whether a log may go on from the generation as it is; else one is to be written first.
+        is_base: whether a log may go on from the generation as it is.
+        records: how many of the log were applied to it.
     """
 
     generation: int | None
@@ -37,6 +38,7 @@ class Restored:
     notes: list[str]
     places: LogPlaces = field(default_factory=dict)
     is_base: bool = True
+    records: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +152,7 @@ def restore(store: SnapshotStore, disk: Disk, shards: Sequence[Shard]) -> Restor
     summary += f" and {records} records of the log ({shown})" if records else f" ({shown})"
     chunks = [chunk for jobs in recovered.shards for job in jobs for chunk in job.chunks]
     is_base = not records and len(recovered.shards) == len(shards) and all(UNDER_WAY in one.meta for one in chunks)
-    return Restored(number, summary, recovered.notes, recovered.places, is_base)
+    return Restored(number, summary, recovered.notes, recovered.places, is_base, records)
 
 
 def distribute(

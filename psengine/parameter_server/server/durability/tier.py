@@ -61,9 +61,9 @@ class Durability:
             logger.warning("%s", text)
         if restored.notes:
             self._note("snapshot_failed", "; ".join(restored.notes))
-        if restored.generation is not None or not restored.is_base:
+        if restored.generation is not None or restored.records:
             self._note("restored", f"taken over: {restored.summary}")
-        if not restored.is_base:
+        if restored.records or (self._keeps_log and not restored.is_base):
             # What was replayed is not replayed again, and the next life begins with as many shards as there are.
             generation = self._store.save([shard.durable.capture_whole() for shard in shards], restored.places)
             for shard in shards:

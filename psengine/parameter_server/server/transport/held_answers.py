@@ -12,15 +12,14 @@ from __future__ import annotations
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
 from psengine.errors import ServerError
 from psengine.parameter_server.server.log.log import ShardLog
 from psengine.parameter_server.server.rules.exchange import PayloadPins
-
-Send = Callable[..., None]
+from psengine.parameter_server.server.transport.endpoint import Endpoint
 
 
 class LogFailedError(ServerError):
@@ -38,12 +37,15 @@ class HeldAnswers:
     """Of one shard; used in the shard's thread, but for ``wake`` and ``fail``.
 
     Args:
-        send: see ``Endpoint.send``.
+        endpoint: sends them.
+
+    Attributes:
+        log: the shard's; None where nothing is logged.
     """
 
-    def __init__(self, send: Send) -> None:
+    def __init__(self, endpoint: Endpoint) -> None:
         self.log: ShardLog | None = None
-        self._send = send
+        self._endpoint = endpoint
         self._held: deque[_Held] = deque()
         self._failure = ""
         self._lock = threading.Lock()
@@ -69,7 +71,7 @@ class HeldAnswers:
         if pins is not None:
             pins.pin(frames[-1])
         if log is None or is_urgent or (not self._held and log.durable == log.end):
-            self._send(route, frames, copies=pins is None)
+            self._endpoint.send(route, frames, copies=pins is None)
             return
         if pins is None:
             frames = [bytes(frame) for frame in frames]
@@ -87,7 +89,7 @@ class HeldAnswers:
             return
         while self._held and self._held[0].upto <= self.log.durable:
             one = self._held.popleft()
-            self._send(one.route, one.frames, copies=one.copies)
+            self._endpoint.send(one.route, one.frames, copies=one.copies)
 
     def acknowledge_wake(self) -> None:
         """The thread has woken."""

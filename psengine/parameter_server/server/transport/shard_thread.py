@@ -74,7 +74,7 @@ class ShardThread(threading.Thread):
         super().__init__(name=f"psengine-shard-{shard.index}", daemon=True)
         self.shard = shard
         self.endpoint = endpoint
-        self.answers = HeldAnswers(endpoint.send)
+        self.answers = HeldAnswers(endpoint)
         self.segments = ShardSegments()
         self.last_tick_s = time.monotonic()
         self.drained = threading.Event()
