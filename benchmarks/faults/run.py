@@ -1,49 +1,156 @@
-"""Kills, loses and cuts at random, and prints a table of what came of it; see README.md."""
+"""Kills, loses, cuts, fills and floods at random, and prints tables of what came of it; see README.md."""
 
 from __future__ import annotations
 
+import signal
 import sys
+from argparse import Namespace
+from collections.abc import Callable
 from dataclasses import asdict, fields
 from pathlib import Path
+from typing import Any
 
 _ROOT = Path(__file__).parents[2]
-sys.path[:0] = [str(_ROOT / "tests"), str(_ROOT / "benchmarks")]
+sys.path[:0] = [str(_ROOT / "tests"), str(_ROOT / "benchmarks"), str(Path(__file__).parent)]
 
-from attacks.bad_links import run_lossy, run_slow  # noqa: E402
-from attacks.kill_loop import AVERAGE, Counters, run_async, run_sync  # noqa: E402
-from harness.command_line import at_least, parser_of  # noqa: E402
+from attacks.averaging_kills import AVERAGE, run_sync  # noqa: E402
+from attacks.bad_links import WORKERS, run_lossy, run_slow  # noqa: E402
+from attacks.kill_loop import Counters, run_async, run_forgetful  # noqa: E402
+from harness.command_line import at_least, parser_of, some_of  # noqa: E402
 from harness.record import Record  # noqa: E402
 from harness.tables import Table  # noqa: E402
 from support.server_process import APPLY  # noqa: E402
 
-QUESTION = "What is lost, doubled or let in when servers and workers are killed?"
-ROWS = {
-    "async, server killed": lambda tries, seed: run_async(tries, seed, 0.0),
-    "async, worker killed": lambda tries, seed: run_async(tries, seed, 1.0),
-    "sync-server, server killed": lambda tries, seed: run_sync(tries, seed, worker_share=0.0),
-    "sync-server, worker killed": lambda tries, seed: run_sync(tries, seed, worker_share=1.0),
-    "async, lossy proxy": lambda tries, seed: run_lossy(tries, seed, APPLY),
-    "sync-server, lossy proxy": lambda tries, seed: run_lossy(tries, seed, AVERAGE),
-    "async, slow link cut": lambda tries, seed: run_slow(tries, seed, APPLY),
-    "sync-server, slow link cut": lambda tries, seed: run_slow(tries, seed, AVERAGE),
+QUESTION = "What is lost, doubled or let in when things go wrong?"
+COLUMNS = ["fault", *(field.name.replace("_", " ") for field in fields(Counters))]
+# Where the weights are, and what the servers keep of them; "workers": under sync-server they are in the workers.
+TIERS = ("memory", "snapshot", "log", "workers")
+LOSSY_CHUNKS = 64  # under way together: what was dropped is asked for after a tenth of a second
+DURABLE = ("snapshot", "log")
+
+
+def row(name: str, counters: Counters) -> list[Any]:
+    print(f"{name}: {asdict(counters)}", flush=True)
+    return [name, *asdict(counters).values()]
+
+
+def kills(options: Namespace, of: str, worker_share: float) -> Table:
+    rows = []
+    for tier in options.tiers:
+        if tier == "workers":
+            found = run_sync(options.rounds, options.seed, worker_share=worker_share, most_s=options.most_s)
+        elif tier in DURABLE:
+            found = run_async(options.rounds, options.seed, worker_share, tier, options.most_s)
+        elif worker_share == 0.0:
+            found = run_forgetful(options.rounds, options.seed, options.most_s)
+        else:
+            continue  # what a killed worker leaves does not depend on the disk
+        strategy = "sync-server" if tier == "workers" else f"async, {tier}"
+        rows.append(row(f"{strategy}: {of} killed", found))
+    return Table("", COLUMNS, rows)
+
+
+def server_kills(options: Namespace) -> Table:
+    return kills(options, "server", 0.0)
+
+
+def worker_kills(options: Namespace) -> Table:
+    return kills(options, "worker", 1.0)
+
+
+def links(options: Namespace) -> Table:
+    rows = [
+        row("async, slow link cut", run_slow(options.rounds, options.seed, APPLY, options.most_s)),
+        row("sync-server, slow link cut", run_slow(options.rounds, options.seed, AVERAGE, options.most_s)),
+    ]
+    return Table("", COLUMNS, rows)
+
+
+def lossy(options: Namespace) -> Table:
+    steps = max(1, round(options.pushes / 2 / WORKERS / LOSSY_CHUNKS))
+    rows = [
+        row(f"{strategy}, lossy proxy", run_lossy(1, options.seed, rule, steps, LOSSY_CHUNKS))
+        for strategy, rule in (("async", APPLY), ("sync-server", AVERAGE))
+    ]
+    return Table(f"{steps * WORKERS * LOSSY_CHUNKS} pushes a row", COLUMNS, rows)
+
+
+def power(options: Namespace) -> Table:
+    from power import cut_power
+
+    rows = [
+        row(f"async, {tier}: power cut", cut_power(options.rounds, options.seed, tier, options.most_s))
+        for tier in options.tiers
+        if tier in DURABLE
+    ]
+    return Table("", COLUMNS, rows)
+
+
+def disk_full(options: Namespace) -> Table:
+    from disk_full import fill_disks
+
+    return fill_disks([tier for tier in options.tiers if tier in DURABLE])
+
+
+def mutated(options: Namespace) -> Table:
+    from mutated import mutate_in_process, mutate_over_sockets
+
+    rows = [mutate_in_process(options.frames, options.seed), mutate_over_sockets(options.frames // 10, options.seed)]
+    return Table("", ["frames go", "frames", "messages", "seconds", "memory grew by MB", "wrong"], rows)
+
+
+def crowd(options: Namespace) -> Table:
+    from crowd import stand_in_crowd
+
+    return stand_in_crowd(options.idle, options.active, options.minutes)
+
+
+def soak(options: Namespace) -> Table:
+    rows = []
+    for tier in options.tiers:
+        if tier in DURABLE:
+            found = run_async(sys.maxsize, options.seed, 0.3, tier, 60 * options.minutes / len(options.tiers))
+            rows.append(row(f"async, {tier}: anyone killed", found))
+        elif tier == "workers":
+            found = run_sync(sys.maxsize, options.seed, most_s=60 * options.minutes / len(options.tiers))
+            rows.append(row("sync-server: anyone killed", found))
+    return Table(f"{options.minutes:g} minutes, shared by the rows", COLUMNS, rows)
+
+
+STUDIES: dict[str, Callable[[Namespace], Table]] = {
+    "server-kills": server_kills,
+    "worker-kills": worker_kills,
+    "links": links,
+    "lossy": lossy,
+    "power": power,
+    "disk-full": disk_full,
+    "mutated": mutated,
+    "crowd": crowd,
+    "soak": soak,
 }
 
 
 def main() -> None:
-    parser = parser_of(__doc__, rounds=40, quick="one try of each kind")
-    parser.add_argument("--tries", dest="rounds", type=at_least(1), help="of each kind: the same as --rounds")
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--only", choices=list(ROWS), help="one kind")
+    parser = parser_of(__doc__, rounds=300, quick="one try of each kind, a few messages")
+    add = parser.add_argument
+    add("--study", type=some_of(list(STUDIES)), default=tuple(STUDIES), help="some of %(default)s")
+    add("--tries", dest="rounds", type=at_least(1), help="of each kind: the same as --rounds")
+    add("--tiers", type=some_of(TIERS), default=TIERS, help="of durability: some of %(default)s")
+    add("--seed", type=int, default=1)
+    add("--pushes", type=at_least(1), default=100_000, help="through the lossy proxy")
+    add("--frames", type=at_least(10), default=10_000_000, help="mutated in process; a tenth as many over sockets")
+    add("--idle", type=at_least(1), default=1000, help="clients that say nothing")
+    add("--active", type=at_least(1), default=256, help="clients that push")
+    add("--most-s", type=float, default=float("inf"), help="seconds after which a row of tries ends early")
+    add("--minutes", type=float, default=60.0, help="of the crowd, and of the soak")
     options = parser.parse_args()
-    tries = 1 if options.quick else options.rounds
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # mounts and processes are given back
+    if options.quick:
+        quick = {"rounds": 1, "pushes": 256, "frames": 5000, "idle": 50, "active": 8, "minutes": 0.05}
+        options = Namespace(**{**vars(options), **quick})
     record = Record.begin("faults", QUESTION, options)
-    columns = ["fault", *(field.name.replace("_", " ") for field in fields(Counters))]
-    rows = []
-    for name, run in ROWS.items():
-        if options.only in (None, name):
-            rows.append([name, *asdict(run(tries, options.seed)).values()])
-            print(dict(zip(columns, rows[-1], strict=True)), flush=True)
-    record.tables.append(Table("", columns, rows))
+    for name in options.study:
+        record.tables.append(STUDIES[name](options))
     record.finish()
 
 

@@ -14,7 +14,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-from attacks.kill_loop import Counters
+from attacks.kill_loop import Counters, until
 from attacks.lossy_proxy import lossy_proxy
 from attacks.throttled_relay import throttled_relay
 from support.server_process import SGD, ServerProcess, running_server
@@ -34,19 +34,20 @@ SLOW_NUMEL = 32 * 1024
 SLOW_STEPS = 3
 
 
-def layout(numel: int) -> list[ChunkSpec]:
+def layout(numel: int, chunks: int) -> list[ChunkSpec]:
     return [
         ChunkSpec(key, ChunkKind.PARAMETER, torch.float32, numel, (Segment(f"p{key}", (numel,), (1,), 0, numel),))
-        for key in range(CHUNKS)
+        for key in range(chunks)
     ]
 
 
 class Trainer:
     """Worker ``rank``, in this process."""
 
-    def __init__(self, address: str, rule: dict[str, Any], rank: int, numel: int) -> None:
+    def __init__(self, address: str, rule: dict[str, Any], rank: int, numel: int, chunks: int) -> None:
         self.rank = rank
         self.numel = numel
+        self.chunks = chunks
         self.averages: list[list[tuple[float, ...]]] = []
         self._applies = rule["name"] == "apply"
         options = SessionOptions(
@@ -54,17 +55,17 @@ class Trainer:
         )
         self.session = WorkerSession(options)
         self.session.start()
-        self.session.enter(layout(numel), lambda one: torch.zeros(one.numel))
+        self.session.enter(layout(numel, chunks), lambda one: torch.zeros(one.numel))
         if self._applies:
             body = {"optimizer": "SGD", "groups": [{**SGD, "lr": 1.0}], "runs": [[0, numel, 0]]}
-            wait_all([self.session.configure(key, body) for key in range(CHUNKS)])
+            wait_all([self.session.configure(key, body) for key in range(chunks)])
 
     def train(self, steps: int) -> None:
         """Pushes of a one, so many times."""
         gradient = torch.zeros(self.numel)
         gradient[self.rank] = 1.0
         for _ in range(steps):
-            landings = [torch.zeros(self.numel) for _ in range(CHUNKS)]
+            landings = [torch.zeros(self.numel) for _ in range(self.chunks)]
             wait_all([self.session.push(key, gradient.clone(), [landing]) for key, landing in enumerate(landings)])
             self.averages.append([tuple(landing[:WORKERS].tolist()) for landing in landings])
 
@@ -72,15 +73,16 @@ class Trainer:
 def account(trainers: list[Trainer], rule: dict[str, Any], steps: int) -> Counters:
     """What is there of what was pushed."""
     counters = Counters(survived=1)
+    chunks = trainers[0].chunks
     if rule["name"] == "apply":
-        answers = [trainers[0].session.pull(key).wait().values for key in range(CHUNKS)]
+        answers = [trainers[0].session.pull(key).wait().values for key in range(chunks)]
         shares = [round(-values[rank].item()) - steps for values in answers if values is not None for rank in
                   range(WORKERS)]  # fmt: skip
         counters.lost = sum(max(0, -share) for share in shares)
         counters.doubled = sum(max(0, share) for share in shares)
         return counters
     for step in range(steps):
-        for key in range(CHUNKS):
+        for key in range(chunks):
             found = {trainer.averages[step][key] for trainer in trainers}
             counters.two_results += len(found) > 1
             counters.lost += sum(share < 1 / WORKERS for share in next(iter(found)))
@@ -98,7 +100,7 @@ def impatient() -> Iterator[None]:
         patience.PROBE_S = usual_s
 
 
-def run_lossy(tries: int, seed: int, rule: dict[str, Any]) -> Counters:
+def run_lossy(tries: int, seed: int, rule: dict[str, Any], steps: int = STEPS, chunks: int = CHUNKS) -> Counters:
     """``tries`` trainings through a proxy that drops, doubles and delays a tenth each."""
     counters = Counters()
     for number in range(tries):
@@ -107,19 +109,25 @@ def run_lossy(tries: int, seed: int, rule: dict[str, Any]) -> Counters:
             running_server(lease_s=10.0) as server,
             lossy_proxy(server.addresses[0], seed=seed + number, share=SHARE) as proxy,
         ):
-            found = _train(server, [proxy.address] * WORKERS, rule, 4, STEPS)
+            found = _train(server, [proxy.address] * WORKERS, rule, 4, steps, chunks=chunks)
             assert min(proxy.counts[kind] for kind in ("dropped", "doubled", "delayed")) > 0
         counters += found
     return counters
 
 
 def _train(
-    server: ServerProcess, addresses: list[str], rule: dict[str, Any], numel: int, steps: int, disturb: Any = None
+    server: ServerProcess,
+    addresses: list[str],
+    rule: dict[str, Any],
+    numel: int,
+    steps: int,
+    disturb: Any = None,
+    chunks: int = CHUNKS,
 ) -> Counters:
     with ExitStack() as context:
         trainers = []
         for rank, address in enumerate(addresses):
-            trainers.append(Trainer(address, rule, rank, numel))
+            trainers.append(Trainer(address, rule, rank, numel, chunks))
             context.callback(trainers[-1].session.close)
         with ThreadPoolExecutor(WORKERS) as pool:
             trainings = [pool.submit(trainer.train, steps) for trainer in trainers]
@@ -132,11 +140,11 @@ def _train(
     return Counters(tries=1) + counters
 
 
-def run_slow(tries: int, seed: int, rule: dict[str, Any]) -> Counters:
+def run_slow(tries: int, seed: int, rule: dict[str, Any], most_s: float = float("inf")) -> Counters:
     """``tries`` trainings, each worker behind a link of 2 MB/s, all of whose connections are cut at a random moment."""
     chooser = random.Random(seed)
     counters = Counters()
-    for _ in range(tries):
+    for _ in until(most_s, range(tries)):
         with running_server(lease_s=10.0, insecure=True) as server, ExitStack() as context:
             relays = [
                 context.enter_context(throttled_relay(server.addresses[0], up_bytes_per_s=2e6)) for _ in range(WORKERS)

@@ -302,7 +302,6 @@ class Ordeal:
         descriptors = len(os.listdir(f"/proc/{pid}/fd"))
         health, newcomer_s = look_around(self.server)
         survived = self.push()
-        version = self.server.job("honest")[0]["version_max"]
         return Outcome(
             attack.__name__,
             counters,
@@ -313,8 +312,13 @@ class Ordeal:
             health,
             newcomer_s,
             survived,
-            version - self._pushes,
+            self.foreign_updates(),
         )
+
+    def foreign_updates(self) -> int:
+        """How many updates of its model the honest worker did not make."""
+        version: int = self.server.job("honest")[0]["version_max"]
+        return version - self._pushes
 
     def close(self) -> None:
         """The honest worker goes."""
@@ -386,10 +390,10 @@ def encoded(message: Any) -> list[Any]:
     return encode(message)
 
 
-def answers(peer: PeerOverAnything) -> int:
-    """How many messages came, until none comes for half a second."""
+def answers(peer: PeerOverAnything, patience_ms: int = 500) -> int:
+    """How many messages came, until none comes for ``patience_ms``."""
     count = 0
-    while peer.socket.poll(500):
+    while peer.socket.poll(patience_ms):
         peer.socket.recv_multipart()
         count += 1
     return count

@@ -4,35 +4,34 @@
            ── all workers take a step ── they pause ── what they had acknowledged, what is there, what was reported
 
 Worker r pushes a one in element r of every chunk, and servers subtract it (SGD with rate 1), so that each element of
-the weights counts one worker's updates: those that are there are read, not inferred. Under "sync-server" an average
-says in the same way whose gradients it is made of. ``benchmarks/faults/run.py`` prints a table of it.
+the weights counts one worker's updates: those that are there are read, not inferred. ``averaging_kills`` does the same
+under "sync-server". ``benchmarks/faults/run.py`` prints a table of it.
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import random
 import tempfile
 import time
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from support.fault_workers import Crew, Reports, Worker, WorkerFailedError, crew, results_of
+from support.fault_workers import Crew, Reports, Worker, WorkerFailedError, crew
 from support.server_process import APPLY, SGD, ServerProcess, running_server
 
 from psengine.errors import SnapshotError
-from psengine.parameter_server.client.link import Link
 from psengine.parameter_server.client.options import READER_RULE, SessionOptions
 from psengine.parameter_server.client.worker_session import WorkerSession, wait_all
 from psengine.parameter_server.server.snapshots.files import read_generation
 from psengine.protocol.layout import ChunkKind, ChunkSpec, Segment
-from psengine.protocol.messages import Message, MessageType
 
-AVERAGE = {"name": "average", "quorum": None}
 WORKERS = 3
 CHUNKS = 8
 SHARDS = 2
@@ -87,6 +86,12 @@ def enter(address: str, rule: dict[str, Any]) -> tuple[WorkerSession, int]:
     session.start()
     session.enter(layout(), lambda one: torch.zeros(one.numel))
     return session, rank
+
+
+def until(most_s: float, numbers: Iterable[int]) -> Iterator[int]:
+    """``numbers``, as long as ``most_s`` have not passed."""
+    end_s = time.monotonic() + most_s
+    return itertools.takewhile(lambda _: time.monotonic() < end_s, numbers)
 
 
 # ---- async -----------------------------------------------------------------------------------------------------------
@@ -153,19 +158,32 @@ def next_pause(worker: Worker, before: int) -> Any:
 
 
 class AsyncTrial:
-    """A server with snapshots, and workers that push; ``kill_server`` and ``kill_worker`` are one try each."""
+    """A server that keeps what ``tier`` says in ``directory``, and workers that push.
 
-    def __init__(self, context: ExitStack, directory: Path, chooser: random.Random) -> None:
+    ``kill_server`` and ``kill_worker`` are one try each; ``end``, called with the server, is how it ends.
+    """
+
+    def __init__(
+        self,
+        context: ExitStack,
+        directory: Path,
+        chooser: random.Random,
+        tier: str,
+        end: Callable[[ServerProcess], None] = ServerProcess.kill,
+    ) -> None:
         self.counters = Counters()
         self._chooser = chooser
+        self._end = end
         self._directory = directory / "snapshots"
-        self._address = f"ipc://{directory}/socket"
+        self._cuts_consistently = tier == "snapshot"  # under "log" a shard's snapshot is cut at a record of its log
+        self._address = f"ipc://{context.enter_context(tempfile.TemporaryDirectory(prefix='psengine-kill-'))}/socket"
         self._options = {
             "bind": self._address,
             "shards": SHARDS,
             "lease_s": LEASE_S,
             "snapshot_dir": self._directory,
             "snapshot_interval_s": 0.15,
+            "durability": tier,
         }
         self._servers = context.enter_context(ExitStack())
         self._crew: Crew = context.enter_context(crew())
@@ -209,6 +227,8 @@ class AsyncTrial:
 
     def _look_at_cut(self) -> None:
         """The newest snapshot: has any worker a step in some chunks only?"""
+        if not self._cuts_consistently:
+            return
         newest = max(int(path.name.removeprefix("generation-")) for path in self._directory.glob("generation-*"))
         try:
             shards = read_generation(self._directory / f"generation-{newest:012d}", newest)
@@ -253,7 +273,7 @@ class AsyncTrial:
     def kill_server(self) -> None:
         """One try."""
         self._run_for_a_while()
-        self.server.kill()
+        self._end(self.server)
         self._look_at_cut()
         self.server = self._servers.enter_context(running_server(**self._options))
         for worker in self._workers:
@@ -285,12 +305,14 @@ class AsyncTrial:
         self._account(lost_by_server=False)
 
 
-def run_async(tries: int, seed: int, worker_share: float = 0.3) -> Counters:
-    """``tries`` kills of a server and its workers under "async"."""
+def run_async(
+    tries: int, seed: int, worker_share: float = 0.3, tier: str = "snapshot", most_s: float = float("inf")
+) -> Counters:
+    """``tries`` kills of a server, whose durability is ``tier``, and its workers under "async"; fewer in ``most_s``."""
     chooser = random.Random(seed)
     with tempfile.TemporaryDirectory(prefix="psengine-kill-") as directory, ExitStack() as context:
-        trial = AsyncTrial(context, Path(directory), chooser)
-        for _ in range(tries):
+        trial = AsyncTrial(context, Path(directory), chooser, tier)
+        for _ in until(most_s, range(tries)):
             if chooser.random() < worker_share:
                 trial.kill_worker()
             else:
@@ -298,78 +320,24 @@ def run_async(tries: int, seed: int, worker_share: float = 0.3) -> Counters:
         return trial.counters
 
 
-# ---- sync-server -----------------------------------------------------------------------------------------------------
-
-
-def average_for_a_while(
-    reports: Reports, address: str, steps: int, deaf_step: int | None = None
-) -> list[list[tuple[float, ...]]]:
-    """``steps`` averages of every chunk; from ``deaf_step`` on none arrives before the server has another epoch."""
-    session, rank = enter(address, AVERAGE)
-    epochs, receive, step = {link.index: link.epoch for link in session._membership.links}, Link.receive, 0
-
-    def hear(link: Link, message: Message, now_s: float) -> None:
-        is_deaf = deaf_step is not None and step >= deaf_step and message.epoch == epochs[link.index]
-        if not (is_deaf and message.type in (MessageType.UPDATED, MessageType.SENT)):
-            receive(link, message, now_s)
-
-    Link.receive = hear  # type: ignore[method-assign]
-    landings = [torch.zeros(WORKERS) for _ in range(CHUNKS)]
-    averages = []
-    for step in range(1, steps + 1):
-        gradient = torch.zeros(WORKERS)
-        gradient[rank] = float(step)
-        pushes = []
-        for key, landing in enumerate(landings):
-            session.keep_result(key)
-            pushes.append(session.push(key, gradient.clone(), [landing]))
-        wait_all(pushes)
-        averages.append([tuple(landing.tolist()) for landing in landings])
-        reports.say("step", step)
-    session.close()
-    return averages
-
-
-def run_sync(tries: int, seed: int, *, steps: int = 60, worker_share: float = 0.3) -> Counters:
-    """``tries`` trainings under "sync-server", in each of which a server or a worker is killed."""
+def run_forgetful(tries: int, seed: int, most_s: float = float("inf")) -> Counters:
+    """``tries`` kills of a server that keeps nothing: every worker must end with an error that says what is lost."""
     chooser = random.Random(seed)
     counters = Counters()
-    for _ in range(tries):
-        counters += _one_sync_try(chooser, steps, chooser.random() < worker_share)
-    return counters
-
-
-def _one_sync_try(chooser: random.Random, steps: int, kills_worker: bool) -> Counters:
-    counters = Counters(tries=1)
-    with tempfile.TemporaryDirectory(prefix="psengine-kill-") as directory, ExitStack() as context:
-        options = {"bind": f"ipc://{directory}/socket", "shards": SHARDS, "lease_s": LEASE_S}
-        server = context.enter_context(running_server(**options))
-        members = context.enter_context(crew())
-        # Every other time at the end, where workers leave, and one of them lacks what the others have.
-        at_least = steps if chooser.random() < 0.5 else chooser.randrange(1, steps)
-        deaf = chooser.randrange(WORKERS) if at_least == steps and not kills_worker else -1
-        workers = [
-            members.start(average_for_a_while, options["bind"], steps, steps if rank == deaf else None, rank=rank)
-            for rank in range(WORKERS)
-        ]
-        workers[chooser.choice([rank for rank in range(WORKERS) if rank != deaf])].wait_for("step", at_least=at_least)
-        if deaf >= 0:
-            time.sleep(0.2)  # the others leave if they can
-        time.sleep(chooser.uniform(0.0, 0.005))
-        victim = chooser.randrange(WORKERS) if kills_worker else -1
-        if kills_worker:
-            workers.pop(victim).kill()
-        else:
+    for _ in until(most_s, range(tries)):
+        with tempfile.TemporaryDirectory(prefix="psengine-kill-") as directory, ExitStack() as context:
+            options = {"bind": f"ipc://{directory}/socket", "shards": SHARDS, "lease_s": LEASE_S}
+            server = context.enter_context(running_server(**options))
+            members = context.enter_context(crew())
+            workers = [members.start(push_for_ever, options["bind"], rank=rank) for rank in range(WORKERS)]
+            for worker in workers:
+                worker.wait_for("step")
+            time.sleep(chooser.uniform(0.0, 0.4))
             server.kill()
             context.enter_context(running_server(**options))
-        results = results_of(workers, PATIENCE_S + 10)
-    counters.survived = 1
-    for step in range(steps):
-        for key in range(CHUNKS):
-            found = {result[step][key] for result in results}
-            counters.two_results += len(found) > 1
-            shares = {share for average in found for share in average if share}
-            counters.doubled += len(shares) > 1 and len(found) == 1
-            missing = sum(not share for share in next(iter(found)))
-            counters.lost += missing if not kills_worker else max(0, missing - 1)
+            counters.tries += 1
+            for worker in workers:
+                told = worker.wait_for("failed", PATIENCE_S)[0]
+                counters.lost += CHUNKS * last_step(worker)
+                counters.unreported += 0 if "are lost" in told else CHUNKS * last_step(worker)
     return counters

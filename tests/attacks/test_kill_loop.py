@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from attacks.kill_loop import Counters, run_async, run_sync
+from attacks.averaging_kills import run_sync
+from attacks.kill_loop import Counters, run_async
 
 
 def test_async_accounts_for_every_update():

@@ -240,6 +240,7 @@ QUICK = {
     "growth": "--questions shards",
     "start_up": "--what import",
     "fusion_cuda": "",
+    "faults": "--study server-kills,lossy,mutated,disk-full --tiers log",
     "cluster": "--models small --layouts 2x1 --candidates none;hierarchical --deadline 100",
 }
 

@@ -1,0 +1,98 @@
+"""Servers and workers killed at random moments under "sync-server", and an account of every average.
+
+Worker r pushes gradients in element r of every chunk, as in ``kill_loop``: an average says whose it is made of.
+"""
+
+from __future__ import annotations
+
+import random
+import tempfile
+import time
+from contextlib import ExitStack
+
+import torch
+from attacks.kill_loop import CHUNKS, LEASE_S, PATIENCE_S, SHARDS, WORKERS, Counters, enter, until
+from support.fault_workers import Reports, crew, results_of
+from support.server_process import running_server
+
+from psengine.parameter_server.client.link import Link
+from psengine.parameter_server.client.worker_session import wait_all
+from psengine.protocol.messages import Message, MessageType
+
+AVERAGE = {"name": "average", "quorum": None}
+
+
+def average_for_a_while(
+    reports: Reports, address: str, steps: int, deaf_step: int | None = None
+) -> list[list[tuple[float, ...]]]:
+    """``steps`` averages of every chunk; from ``deaf_step`` on none arrives before the server has another epoch."""
+    session, rank = enter(address, AVERAGE)
+    epochs, receive, step = {link.index: link.epoch for link in session._membership.links}, Link.receive, 0
+
+    def hear(link: Link, message: Message, now_s: float) -> None:
+        is_deaf = deaf_step is not None and step >= deaf_step and message.epoch == epochs[link.index]
+        if not (is_deaf and message.type in (MessageType.UPDATED, MessageType.SENT)):
+            receive(link, message, now_s)
+
+    Link.receive = hear  # type: ignore[method-assign]
+    landings = [torch.zeros(WORKERS) for _ in range(CHUNKS)]
+    averages = []
+    for step in range(1, steps + 1):
+        gradient = torch.zeros(WORKERS)
+        gradient[rank] = float(step)
+        pushes = []
+        for key, landing in enumerate(landings):
+            session.keep_result(key)
+            pushes.append(session.push(key, gradient.clone(), [landing]))
+        wait_all(pushes)
+        averages.append([tuple(landing.tolist()) for landing in landings])
+        reports.say("step", step)
+    session.close()
+    return averages
+
+
+def run_sync(
+    tries: int, seed: int, *, steps: int = 60, worker_share: float = 0.3, most_s: float = float("inf")
+) -> Counters:
+    """``tries`` trainings under "sync-server", in each of which a server or a worker is killed."""
+    chooser = random.Random(seed)
+    counters = Counters()
+    for _ in until(most_s, range(tries)):
+        counters += _one_sync_try(chooser, steps, chooser.random() < worker_share)
+    return counters
+
+
+def _one_sync_try(chooser: random.Random, steps: int, kills_worker: bool) -> Counters:
+    counters = Counters(tries=1)
+    with tempfile.TemporaryDirectory(prefix="psengine-kill-") as directory, ExitStack() as context:
+        options = {"bind": f"ipc://{directory}/socket", "shards": SHARDS, "lease_s": LEASE_S}
+        server = context.enter_context(running_server(**options))
+        members = context.enter_context(crew())
+        # Every other time at the end, where workers leave, and one of them lacks what the others have.
+        at_least = steps if chooser.random() < 0.5 else chooser.randrange(1, steps)
+        deaf = chooser.randrange(WORKERS) if at_least == steps and not kills_worker else -1
+        workers = [
+            members.start(average_for_a_while, options["bind"], steps, steps if rank == deaf else None, rank=rank)
+            for rank in range(WORKERS)
+        ]
+        workers[chooser.choice([rank for rank in range(WORKERS) if rank != deaf])].wait_for("step", at_least=at_least)
+        if deaf >= 0:
+            time.sleep(0.2)  # the others leave if they can
+        time.sleep(chooser.uniform(0.0, 0.005))
+        victim = chooser.randrange(WORKERS) if kills_worker else -1
+        if kills_worker:
+            workers.pop(victim).kill()
+        else:
+            server.kill()
+            context.enter_context(running_server(**options))
+        results = results_of(workers, PATIENCE_S + 10)
+    counters.survived = 1
+    for step in range(steps):
+        for key in range(CHUNKS):
+            found = {result[step][key] for result in results}
+            counters.two_results += len(found) > 1
+            shares = {share for average in found for share in average if share}
+            counters.doubled += len(shares) > 1 and len(found) == 1
+            missing = sum(not share for share in next(iter(found)))
+            counters.lost += missing if not kills_worker else max(0, missing - 1)
+    return counters
