@@ -18,6 +18,7 @@ inline Floats spread(float value) { return Floats{} + value; }
 
 constexpr int32_t kMagnitude = 0x7fffffff;
 constexpr int32_t kInfinity = 0x7f800000;
+constexpr int32_t kOne = 0x3f800000;
 // 3 * 2^126: what is larger counts as infinite, because a code may stand for more than the value.
 constexpr int32_t kLargest = 0x7f400000;
 constexpr uint32_t kQuietNan = 0x7fc00000;
@@ -26,6 +27,52 @@ constexpr float kSmallestLargest = 127 * 1.17549435e-38f;
 // Added to a float of at most 2^22 and subtracted again, it rounds to the nearest integer, ties to even. The sum's lowest
 // bits are that integer.
 constexpr float kRounder = 12582912.0f;
+
+inline int32_t largest_lane(const Ints& lanes) {
+  typedef int32_t Four __attribute__((vector_size(16)));
+  Four parts[kLanes / 4];
+  __builtin_memcpy(parts, &lanes, sizeof(parts));
+  Four largest = parts[0];
+  for (const Four& part : parts) largest = part > largest ? part : largest;
+#if defined(__SSE2__)
+  Four others = reinterpret_cast<Four>(_mm_shuffle_epi32(reinterpret_cast<__m128i>(largest), 0x4e));
+  largest = others > largest ? others : largest;
+  others = reinterpret_cast<Four>(_mm_shuffle_epi32(reinterpret_cast<__m128i>(largest), 0xb1));
+  return (others > largest ? others : largest)[0];
+#else
+  int32_t result = largest[0];
+  for (size_t i = 1; i < 4; ++i) result = largest[i] > result ? largest[i] : result;
+  return result;
+#endif
+}
+
+// The low bytes of sixteen lanes, which hold 0 to 255.
+inline void store_bytes(uint8_t* to, const Ints (&sixteen)[16 / kLanes]) {
+#if defined(PSENGINE_AVX512)
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm512_maskz_cvtepi32_epi8(0xffff, reinterpret_cast<__m512i>(sixteen[0])));
+#elif defined(__SSE2__)
+  __m128i parts[4];
+  __builtin_memcpy(parts, sixteen, sizeof(parts));
+  const __m128i low = _mm_packs_epi32(parts[0], parts[1]), high = _mm_packs_epi32(parts[2], parts[3]);
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm_packus_epi16(low, high));
+#else
+  for (size_t i = 0; i < 16; ++i) to[i] = uint8_t(sixteen[i / kLanes][i % kLanes]);
+#endif
+}
+
+inline Ints load_bytes(const uint8_t* from) {
+#if defined(__SSE2__) && PSENGINE_VECTOR_BYTES == 16
+  int32_t four;
+  __builtin_memcpy(&four, from, sizeof(four));
+  const __m128i zero = _mm_setzero_si128(), words = _mm_unpacklo_epi8(_mm_cvtsi32_si128(four), zero);
+  return reinterpret_cast<Ints>(_mm_unpacklo_epi16(words, zero));
+#else
+  typedef uint8_t Bytes __attribute__((vector_size(kLanes)));
+  Bytes bytes;
+  __builtin_memcpy(&bytes, from, sizeof(bytes));
+  return __builtin_convertvector(bytes, Ints);
+#endif
+}
 
 // corrected[i] = values[i] + residual[i]; returns the largest magnitude's bits, which are above infinity's for a NaN.
 template <size_t numel>
@@ -38,9 +85,7 @@ inline int32_t correct(float* corrected, const float* values, const float* resid
     const Ints magnitude = reinterpret_cast<Ints>(value) & kMagnitude;
     largest = magnitude > largest ? magnitude : largest;
   }
-  int32_t result = 0;
-  for (size_t lane = 0; lane < kLanes; ++lane) result = largest[lane] > result ? largest[lane] : result;
-  return result;
+  return largest_lane(largest);
 }
 
 inline void write_scale(uint8_t* block, float scale) { __builtin_memcpy(block, &scale, sizeof(scale)); }
@@ -101,14 +146,41 @@ struct Fp4Block {
   static constexpr size_t numel = 32;
   static constexpr size_t bytes = 1 + numel / 2;
 
-  static Floats from_halves(const Ints& halves) { return __builtin_convertvector(halves, Floats) * spread(0.5f); }
+  // The magnitudes of the codes 0 to 7, times a scale.
+  struct Magnitudes {
+#if defined(PSENGINE_AVX512) || defined(PSENGINE_AVX2)
+    Floats table;
 
-  // Of the codes 0 to 7, twice the magnitude: 0 1 2 3 4 6 8 12.
-  static Ints halves_of(const Ints& codes) {
-    const Ints above_4 = (codes - 4) & (codes > 4);
-    const Ints above_6 = (codes - 6) & (codes > 6);
-    return codes + above_4 + above_6 + above_6;
-  }
+    explicit Magnitudes(float scale) {
+      constexpr float kE2m1[] = {0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f};
+      for (size_t lane = 0; lane < kLanes; ++lane) table[lane] = kE2m1[lane % 8];
+      table *= spread(scale);
+    }
+
+    // The three lowest bits of each lane.
+    Floats of(const Ints& codes) const {
+#if defined(PSENGINE_AVX512)
+      return reinterpret_cast<Floats>(
+          _mm512_maskz_permutexvar_ps(0xffff, reinterpret_cast<__m512i>(codes), reinterpret_cast<__m512>(table)));
+#else
+      return reinterpret_cast<Floats>(
+          _mm256_permutevar8x32_ps(reinterpret_cast<__m256>(table), reinterpret_cast<__m256i>(codes)));
+#endif
+    }
+#else
+    Floats scale;
+
+    explicit Magnitudes(float value) : scale(spread(value) * spread(0.5f)) {}
+
+    Floats of(const Ints& codes) const {
+      // Twice the magnitude: 0 1 2 3 4 6 8 12.
+      const Ints code = codes & 7;
+      const Ints above_4 = (code - 4) & (code > 4);
+      const Ints above_6 = (code - 6) & (code > 6);
+      return __builtin_convertvector(code + above_4 + above_6 + above_6, Floats) * scale;
+    }
+#endif
+  };
 
   static void encode(uint8_t* block, const float* values, const float* residual, float* next) {
     alignas(64) float corrected[numel];
@@ -126,40 +198,41 @@ struct Fp4Block {
     const Floats scale = spread(bits_float(uint32_t(exponent) << 23));
     const Floats inverse = spread(bits_float(uint32_t(254 - exponent) << 23));
     block[0] = uint8_t(exponent);
-    int32_t codes[numel];
+    Ints packed[16 / kLanes] = {};
     for (size_t i = 0; i < numel; i += kLanes) {
       const Floats value = load_floats(corrected + i);
-      const Floats magnitude = reinterpret_cast<Floats>(reinterpret_cast<Ints>(value * inverse) & kMagnitude);
-      // Ties go to the code that is even.
-      const Ints code = -((magnitude > 0.25f) + (magnitude >= 0.75f) + (magnitude > 1.25f) + (magnitude >= 1.75f) +
-                          (magnitude > 2.5f) + (magnitude >= 3.5f) + (magnitude > 5.0f));
+      const Ints magnitude = reinterpret_cast<Ints>(value * inverse) & kMagnitude;
+      // Of the power of two below the magnitude, and of 1 at least, a float that many times as large has half of that
+      // power in its last place: the sum is rounded to what E2M1 has there, and of a tie to the even code.
+      const Ints power = (magnitude > kOne ? magnitude : Ints{} + kOne) & kInfinity;
+      const Ints rounder = power + (22 << 23);
+      const Floats rounded = reinterpret_cast<Floats>(magnitude) + reinterpret_cast<Floats>(rounder);
+      // Halves of the power, and two codes for each power of two before it.
+      const Ints code = reinterpret_cast<Ints>(rounded) - rounder + ((power - kOne) >> 22);
       const Ints sign = reinterpret_cast<Ints>(value) & int32_t(0x80000000);
       const Ints signed_code = code | ((sign >> 28) & 8);
-      __builtin_memcpy(codes + i, &signed_code, sizeof(signed_code));
+      packed[i % 16 / kLanes] |= i < 16 ? signed_code : signed_code << 4;
       if (next == nullptr) continue;
-      const Floats decoded = from_halves(halves_of(code)) * scale;
+      const Floats decoded = (rounded - reinterpret_cast<Floats>(rounder)) * scale;
       store_floats(next + i, value - reinterpret_cast<Floats>(reinterpret_cast<Ints>(decoded) | sign));
     }
-    PSENGINE_LOOP
-    for (size_t i = 0; i < numel / 2; ++i) block[1 + i] = uint8_t(codes[i] | (codes[numel / 2 + i] << 4));
+    store_bytes(block + 1, packed);
   }
 
   template <bool adds>
   static void decode(float* into, const uint8_t* block) {
     const uint32_t exponent = block[0];
-    const uint32_t scale_bits = exponent == 255 ? kQuietNan : exponent == 0 ? 0x400000u : exponent << 23;
-    const Floats scale = spread(bits_float(scale_bits));
-    int32_t codes[numel];
-    PSENGINE_LOOP
-    for (size_t i = 0; i < numel / 2; ++i) codes[i] = block[1 + i] & 15;
-    PSENGINE_LOOP
-    for (size_t i = 0; i < numel / 2; ++i) codes[numel / 2 + i] = block[1 + i] >> 4;
-    for (size_t i = 0; i < numel; i += kLanes) {
-      Ints code;
-      __builtin_memcpy(&code, codes + i, sizeof(code));
-      const Floats magnitude = from_halves(halves_of(code & 7)) * scale;
-      const Floats value = reinterpret_cast<Floats>(reinterpret_cast<Ints>(magnitude) | ((code & 8) << 28));
-      store_floats(into + i, adds ? load_floats(into + i) + value : value);
+    const Magnitudes magnitudes(
+        bits_float(exponent == 255 ? kQuietNan : exponent == 0 ? 0x400000u : exponent << 23));
+    for (size_t i = 0; i < numel / 2; i += kLanes) {
+      const Ints both = load_bytes(block + 1 + i);
+      for (size_t half = 0; half < 2; ++half) {
+        const Ints code = half == 0 ? both : both >> 4;
+        const Ints sign = (code & 8) << 28;
+        const Floats value = reinterpret_cast<Floats>(reinterpret_cast<Ints>(magnitudes.of(code)) | sign);
+        float* const place = into + i + half * numel / 2;
+        store_floats(place, adds ? load_floats(place) + value : value);
+      }
     }
   }
 };

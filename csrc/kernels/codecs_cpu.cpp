@@ -70,10 +70,13 @@ void decode_blocks_(const Tensor& into, const Tensor& payload, int64_t number, b
 
 // ---- topk
 
+// A magnitude as the bits of a float32, which have its order. All NaNs are alike, above infinity.
+constexpr uint32_t kNan = 0x7f800001;
+
 uint32_t magnitude_bits(float value) {
   uint32_t bits;
   std::memcpy(&bits, &value, sizeof(bits));
-  return bits & 0x7fffffff;
+  return std::min(bits & 0x7fffffff, kNan);
 }
 
 // The bits of the magnitude that is number `rank` of all of them, 0 being the largest; reorders `magnitudes`.
@@ -83,18 +86,106 @@ uint32_t nth_largest(std::vector<uint32_t>* magnitudes, size_t rank) {
   return (*magnitudes)[rank];
 }
 
-// A magnitude that somewhat more than `wanted` values reach, judged by a sample.
-uint32_t sampled_threshold(const float* values, const float* residual, size_t numel, size_t wanted) {
+// What an encode_largest_ reads: values[i] + residual[i].
+struct Corrected {
+  const float* values;
+  const float* residual;  // or null
+  size_t numel;
+
+  float operator[](size_t i) const { return residual == nullptr ? values[i] : values[i] + residual[i]; }
+};
+
+// A magnitude that somewhat more than `wanted` values reach, judged by a sample; never 0, which all would reach.
+uint32_t sampled_threshold(const Corrected& corrected, size_t wanted) {
   constexpr size_t kSample = 4096;
-  const size_t size = std::min(numel, kSample);
+  const size_t numel = corrected.numel, size = std::min(numel, kSample);
   std::vector<uint32_t> sample(size);
   for (size_t i = 0; i < size; ++i) {
     // A stride would meet the same column of a matrix again and again.
     const size_t place = size == numel ? i : (i * 2654435761u + i * (numel / size)) % numel;
-    sample[i] = magnitude_bits(residual == nullptr ? values[place] : values[place] + residual[place]);
+    sample[i] = magnitude_bits(corrected[place]);
   }
   const double expected = double(wanted) / double(numel) * double(size);
-  return nth_largest(&sample, std::min(size - 1, size_t(expected * 1.25 + 12.0)));
+  return std::max(1u, nth_largest(&sample, std::min(size - 1, size_t(expected * 1.25 + 12.0))));
+}
+
+// nth_largest of all, whatever they are: their upper halves are counted, then the lower halves of those that matter.
+uint32_t nth_largest_of_all(const Corrected& corrected, size_t rank) {
+  std::vector<size_t> counts(1 << 16);
+  const auto find = [&] {
+    uint32_t half = 0xffff;
+    for (; rank >= counts[half]; --half) rank -= counts[half];
+    return half;
+  };
+  for (size_t i = 0; i < corrected.numel; ++i) ++counts[magnitude_bits(corrected[i]) >> 16];
+  const uint32_t upper = find();
+  std::fill(counts.begin(), counts.end(), 0);
+  for (size_t i = 0; i < corrected.numel; ++i) {
+    const uint32_t bits = magnitude_bits(corrected[i]);
+    if (bits >> 16 == upper) ++counts[bits & 0xffff];
+  }
+  return upper << 16 | find();
+}
+
+// Where the places and values that were chosen are written, ascending.
+struct Chosen {
+  int32_t* places;
+  float* found;
+  float* kept;  // or null: what is chosen is not left out
+  size_t count = 0;
+
+  void add(size_t place, float value) {
+    places[count] = int32_t(place);
+    found[count++] = value;
+    if (kept != nullptr) kept[place] = 0.0f;
+  }
+};
+
+// Chooses among candidates that have all of the largest, and more.
+void choose_among(const uint32_t* places, const float* values, size_t count, size_t wanted, Chosen* chosen) {
+  std::vector<uint32_t> magnitudes(count);
+  for (size_t i = 0; i < count; ++i) magnitudes[i] = magnitude_bits(values[i]);
+  const uint32_t smallest = nth_largest(&magnitudes, wanted - 1);
+  // nth_element: those before it are not smaller.
+  size_t ties = 0;
+  for (size_t i = 0; i < wanted; ++i) ties += magnitudes[i] == smallest;
+  for (size_t i = 0; i < count && chosen->count < wanted; ++i) {
+    const uint32_t magnitude = magnitude_bits(values[i]);
+    if (magnitude < smallest || (magnitude == smallest && ties == 0)) continue;
+    ties -= magnitude == smallest;
+    chosen->add(places[i], values[i]);
+  }
+}
+
+// Chooses all candidates, which are all values that are not zero, and the first zeros.
+void choose_zeros_too(const Corrected& corrected, const uint32_t* places, const float* values, size_t count,
+                      size_t wanted, Chosen* chosen) {
+  size_t candidate = 0;
+  for (size_t i = 0; chosen->count < wanted; ++i) {
+    if (candidate < count && places[candidate] == i) {
+      chosen->add(i, values[candidate++]);
+    } else if (chosen->count + count - candidate < wanted) {
+      chosen->add(i, corrected[i]);  // a zero with its sign
+    } else if (candidate < count) {
+      i = places[candidate] - 1;
+    }
+  }
+}
+
+// Without candidates, because the sample misled, or residual and `kept` are the same memory.
+void choose_among_all(const Corrected& corrected, size_t wanted, Chosen* chosen) {
+  const uint32_t smallest = nth_largest_of_all(corrected, wanted - 1);
+  size_t larger = 0;
+  for (size_t i = 0; i < corrected.numel; ++i) larger += magnitude_bits(corrected[i]) > smallest;
+  size_t ties = wanted - larger;
+  for (size_t i = 0; i < corrected.numel; ++i) {
+    const float value = corrected[i];
+    const uint32_t magnitude = magnitude_bits(value);
+    if (chosen->kept != nullptr) chosen->kept[i] = magnitude < 0x7f800000 ? value : 0.0f;
+    if (magnitude < smallest || (magnitude == smallest && ties == 0)) continue;
+    ties -= magnitude == smallest;
+    chosen->add(i, value);
+  }
 }
 
 void encode_largest_(const Tensor& places, const Tensor& found, const Tensor& values, const Optional& residual,
@@ -106,48 +197,23 @@ void encode_largest_(const Tensor& places, const Tensor& found, const Tensor& va
   check_residual("next", next, values);
   const size_t numel = size_t(values.numel()), wanted = size_t(found.numel());
   if (wanted == 0) return;
-  const float* const from = static_cast<const float*>(values.const_data_ptr());
-  const float* const left = floats_of(residual);
-  // Where they are the same memory, a second attempt would add the residual twice.
-  const bool is_same = left != nullptr && next.has_value() && left == next->const_data_ptr();
-  float* const kept = floats_of_mutable(next);
-
+  const Corrected corrected{static_cast<const float*>(values.const_data_ptr()), floats_of(residual), numel};
+  Chosen chosen{static_cast<int32_t*>(places.mutable_data_ptr()), static_cast<float*>(found.mutable_data_ptr()),
+                floats_of_mutable(next)};
+  // A second attempt would add the residual twice.
+  if (corrected.residual != nullptr && corrected.residual == chosen.kept)
+    return choose_among_all(corrected, wanted, &chosen);
   const size_t capacity = std::min(numel, 4 * wanted + 4096);
   std::unique_ptr<uint32_t[]> candidate_places(new uint32_t[capacity]);
   std::unique_ptr<float[]> candidates(new float[capacity]);
-  size_t count = 0;
-  if (!is_same) {
-    const uint32_t threshold = sampled_threshold(from, left, numel, wanted);
-    count = kernels().collect_large(from, left, kept, numel, threshold, candidate_places.get(), candidates.get(),
-                                    capacity);
-  }
-  if (count < wanted || count > capacity) {  // the sample misled: the threshold itself, from all values
-    std::vector<uint32_t> magnitudes(numel);
-    for (size_t i = 0; i < numel; ++i)
-      magnitudes[i] = magnitude_bits(left == nullptr ? from[i] : from[i] + left[i]);
-    const uint32_t threshold = nth_largest(&magnitudes, wanted - 1);
-    candidate_places.reset(new uint32_t[numel]);  // all may be equal
-    candidates.reset(new float[numel]);
-    count = kernels().collect_large(from, left, kept, numel, threshold, candidate_places.get(), candidates.get(), numel);
-  }
-
-  std::vector<uint32_t> magnitudes(count);
-  for (size_t i = 0; i < count; ++i) magnitudes[i] = magnitude_bits(candidates[i]);
-  const uint32_t smallest = nth_largest(&magnitudes, wanted - 1);
-  // nth_element: those before it are not smaller.
-  size_t ties = 0;
-  for (size_t i = 0; i < wanted; ++i) ties += magnitudes[i] == smallest;
-  int32_t* const to_places = static_cast<int32_t*>(places.mutable_data_ptr());
-  float* const to_found = static_cast<float*>(found.mutable_data_ptr());
-  size_t taken = 0;
-  for (size_t i = 0; i < count && taken < wanted; ++i) {
-    const uint32_t magnitude = magnitude_bits(candidates[i]);
-    if (magnitude < smallest || (magnitude == smallest && ties == 0)) continue;
-    ties -= magnitude == smallest;
-    to_places[taken] = int32_t(candidate_places[i]);
-    to_found[taken++] = candidates[i];
-    if (kept != nullptr) kept[candidate_places[i]] = 0.0f;
-  }
+  const uint32_t threshold = sampled_threshold(corrected, wanted);
+  const size_t count = kernels().collect_large(corrected.values, corrected.residual, chosen.kept, numel, threshold,
+                                               candidate_places.get(), candidates.get(), capacity);
+  if (wanted <= count && count <= capacity)
+    return choose_among(candidate_places.get(), candidates.get(), count, wanted, &chosen);
+  if (count < wanted && threshold == 1)
+    return choose_zeros_too(corrected, candidate_places.get(), candidates.get(), count, wanted, &chosen);
+  choose_among_all(corrected, wanted, &chosen);
 }
 
 STABLE_TORCH_LIBRARY_IMPL(psengine, CPU, m) {

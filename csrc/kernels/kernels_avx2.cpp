@@ -15,6 +15,7 @@
 #define PSENGINE_VECTOR_BYTES 32
 #define PSENGINE_F16C
 #define PSENGINE_FMA
+#define PSENGINE_AVX2
 
 namespace psengine {
 namespace {

@@ -88,6 +88,12 @@ class CodecState:
             self._other, self.residual = self.residual, self._other
             self._has_former = False
 
+    def give_back_part(self, first: int, end: int) -> None:
+        """Of these values nothing counted: restore the residual before the last payload, if ``give_back`` has not."""
+        if self._has_former:
+            assert self._other is not None
+            self.residual[first:end] = self._other[first:end]
+
     def reset(self) -> None:
         """Nothing was left out: this replica begins anew."""
         self.residual.zero_()

@@ -40,22 +40,31 @@ for codec_class in (Identity, Bfloat16, Float16, Float32, Int8, Fp4, OneBit, Top
     register_codec(codec_class.name, codec_class)
 
 
-def resolve_codec(specification: Any) -> Codec:
+def resolve_codec(specification: Any, *, may_be_auto: bool = False) -> Codec:
     """Return the codec that ``compress=specification`` means: "name", "name:option=value", an object; None is "none".
+
+    Args:
+        specification: what the user wrote.
+        may_be_auto: whether who asks measures and chooses in place of an ``Auto``.
 
     Raises:
         ConfigurationError: unknown name or option; the message lists what there is.
     """
     if specification is None:
         return IDENTITY
-    if isinstance(specification, Codec):
-        return specification
-    if not isinstance(specification, str):
+    if not isinstance(specification, str | Codec):
         raise ConfigurationError(
             f"compress says what travels (expected None, one of {sorted(CODECS)} or a psengine.Codec, got"
             f" {specification!r})"
         )
-    return CODECS.read(specification)()
+    codec = CODECS.read(specification)() if isinstance(specification, str) else specification
+    if isinstance(codec, Auto) and not may_be_auto:
+        raise ConfigurationError(
+            "compress=auto chooses a codec during training, which only strategy 'sync' can: elsewhere servers, or what"
+            f" replicas keep, have one codec from the start (expected one of {sorted(set(CODECS) - {Auto.name})}, got"
+            f" {codec}). Fix: name the codec."
+        )
+    return codec
 
 
 def codec_for(codec: Codec, dtype: torch.dtype) -> Codec:

@@ -165,7 +165,10 @@ class Flight:
         result = self._spans.wait(reduction.wait, bucket, self._step) if recorder.is_on else reduction.wait()
         if result is not None and self.writes_gradients:
             started_ns = now_ns() if recorder.is_on else 0
-            packing.unpack(result, graph.unused_positions(bucket.parameter_indices) if graph.finds_unused else None)
+            unused = graph.unused_positions(bucket.parameter_indices) if graph.finds_unused else None
+            packing.unpack(result, unused)
+            if unused is not None:
+                reduction.spare(unused)
             if started_ns:
                 recorder.add("unpack", started_ns, step=self._step, args=bucket.facts)
 

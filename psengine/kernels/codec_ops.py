@@ -2,7 +2,8 @@
 
 ``encode_blocks_`` adds the residual, writes a payload and the next residual; ``decode_blocks_`` writes or adds a
 payload's values; ``encode_largest_`` takes the values of the largest magnitude. The native operators
-(csrc/kernels/codecs*) are for float32 and have the references' bits; the references run everything else.
+(csrc/kernels/codecs*) are for float32, and for narrower floats by a copy in float32; they have the references' bits.
+The references run everything else, "topk" on CUDA too.
 
 csrc/kernels/kernels.h has the form of a block's payload.
 """
@@ -61,9 +62,8 @@ def encode_blocks_(
         residual: like ``values`` in size; None is zeros.
         next_residual: mutated; may be ``residual``.
     """
-    tensors = [tensor for tensor in (values, residual, next_residual) if tensor is not None]
-    if _is_native(tensors):
-        torch.ops.psengine.encode_blocks_(payload, values, residual, next_residual, form.number)
+    if _is_native(values, residual, next_residual):
+        torch.ops.psengine.encode_blocks_(payload, values.float(), residual, next_residual, form.number)
         return
     encode_blocks_reference_(payload, values, form, residual, next_residual)
 
@@ -71,8 +71,11 @@ def encode_blocks_(
 @torch.no_grad()
 def decode_blocks_(into: torch.Tensor, payload: torch.Tensor, form: BlockForm, *, adds: bool = False) -> None:
     """Write the values of ``payload`` to ``into``, or add them to it."""
-    if _is_native([into]):
-        torch.ops.psengine.decode_blocks_(into, payload, form.number, adds)
+    if _is_native(into):
+        wide = into.float() if adds or into.dtype is torch.float32 else torch.empty_like(into, dtype=torch.float32)
+        torch.ops.psengine.decode_blocks_(wide, payload, form.number, adds)
+        if wide is not into:
+            into.copy_(wide)
         return
     decode_blocks_reference_(into, payload, form, adds=adds)
 
@@ -97,16 +100,19 @@ def encode_largest_(
         residual: likewise.
         next_residual: likewise.
     """
-    tensors = [tensor for tensor in (values, residual, next_residual) if tensor is not None]
-    if _is_native(tensors) and values.device.type == "cpu":
-        torch.ops.psengine.encode_largest_(places, found, values, residual, next_residual)
+    if _is_native(values, residual, next_residual) and values.device.type == "cpu":
+        torch.ops.psengine.encode_largest_(places, found, values.float(), residual, next_residual)
         return
     encode_largest_reference_(places, found, values, residual, next_residual)
 
 
-def _is_native(tensors: list[torch.Tensor]) -> bool:
-    device = tensors[0].device.type
-    return device in _NATIVE_DEVICES and all(tensor.dtype is torch.float32 for tensor in tensors)
+def _is_native(values: torch.Tensor, *residuals: torch.Tensor | None) -> bool:
+    """Narrower values are computed with in float32, by references and operators alike."""
+    return (
+        values.device.type in _NATIVE_DEVICES
+        and values.dtype in (torch.float32, torch.float16, torch.bfloat16)
+        and all(residual is None or residual.dtype is torch.float32 for residual in residuals)
+    )
 
 
 # ---- references ----
@@ -218,8 +224,10 @@ def _int8_codes(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     largest = blocks.abs().amax(dim=1, keepdim=True)
     is_finite = largest <= _LARGEST
     is_large = is_finite & (largest >= _SMALLEST_LARGEST)
-    scale = torch.where(is_finite, torch.where(is_large, largest / 127, 0.0), torch.nan)
-    inverse = torch.where(is_large, 127 / largest, 0.0)
+    # By numbers torch multiplies with their reciprocal: ``127 / largest``, and on CUDA ``largest / 127``.
+    steps_above_zero = torch.full_like(largest, 127)
+    scale = torch.where(is_finite, torch.where(is_large, largest / steps_above_zero, 0.0), torch.nan)
+    inverse = torch.where(is_large, steps_above_zero / largest, 0.0)
     steps = torch.where(is_finite, (blocks * inverse).round(), 0.0)  # ties to even
     return _bytes_of(scale), steps.to(torch.int8).view(torch.uint8)
 

@@ -16,17 +16,18 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import suppress
 from typing import TypeAlias
 
 import torch
 from typing_extensions import override
 
-from psengine.codecs.base import Codec
+from psengine.codecs.base import Codec, CodecState
 from psengine.codecs.identity import IDENTITY
 from psengine.codecs.registry import codec_for, row_numel
 from psengine.collectives.base import Collective, Work
+from psengine.flat_optimizers.finite import is_finite
 from psengine.strategies.exchange import Reduction
 from psengine.tensors.bucket import Bucket
 
@@ -34,11 +35,18 @@ PendingQueue: TypeAlias = "deque[_Pending]"
 
 
 class BucketExchange(ABC):
-    """The exchange of one bucket, made when buckets are laid out, used in every step. ``codec`` covers its dtype."""
+    """The exchange of one bucket, made when buckets are laid out, used in every step. ``codec`` covers its dtype.
+
+    Attributes:
+        state: of this rank's payloads; None where the codec keeps nothing.
+        has_sent: whether this backward sent a payload.
+        is_spoiled: whether the last sum has a value that is not finite, for which training code skips the step.
+    """
 
     def __init__(self, bucket: Bucket, collective: Collective, codec: Codec = IDENTITY) -> None:
         self.bucket = bucket
         self.state = None if bucket.sparse else codec.make_state(bucket.numel, bucket.dtype, bucket.device)
+        self.has_sent = self.is_spoiled = False
         self._collective = collective
         self._codec = codec
         self._what = bucket.describe()
@@ -46,6 +54,28 @@ class BucketExchange(ABC):
     @abstractmethod
     def reduce(self, scale: float) -> Reduction:
         """Begin to sum the packed gradients over ranks, times ``scale``."""
+
+    def states(self) -> list[tuple[int, CodecState]]:
+        """What the codec keeps, and where in the bucket its values begin."""
+        return [] if self.state is None else [(0, self.state)]
+
+    def note_sum(self, flat: torch.Tensor) -> torch.Tensor:
+        """``flat``, which is a sum."""
+        self.is_spoiled = self.state is not None and not is_finite(flat)
+        return flat
+
+    def give_back(self) -> None:
+        """What this backward sent did not count."""
+        if self.has_sent:
+            for _, state in self.states():
+                state.give_back()
+
+    def spare(self, unused: Sequence[bool]) -> None:
+        """What this backward sent of these parameters did not count."""
+        ends = [*self.bucket.offsets[1:], self.bucket.numel]
+        for first, end, is_unused in zip(self.bucket.offsets, ends, unused, strict=True):
+            for begin, state in self.states() if is_unused else ():
+                state.give_back_part(max(0, first - begin), max(0, end - begin))
 
     def left_out(self) -> torch.Tensor | None:
         """What this rank's payloads left out of past sums, laid out like the bucket; not to be written.
@@ -114,6 +144,7 @@ class SlicedPayloads(BucketExchange):
 
     @override
     def reduce(self, scale: float) -> Reduction:
+        self.has_sent = True
         self._codec.encode(self.bucket.flat, self._encoded, self.state)
         work = self._collective.all_to_all(self._received, self._payload, self._sizes, what=self.bucket.describe())
         reduction = _SlicedSum(self, scale, work, self._queue)
@@ -136,13 +167,12 @@ class SlicedPayloads(BucketExchange):
     def decode_all(self) -> torch.Tensor:
         """The sum of all slices, as every rank decodes it."""
         self._codec.decode(self._encoded, self.bucket.flat)
-        return self.bucket.flat
+        return self.note_sum(self.bucket.flat)
 
-    def give_back(self) -> None:
-        """The last exchange did not count."""
-        for state in (self.state, self.second_state):
-            if state is not None:
-                state.give_back()
+    @override
+    def states(self) -> list[tuple[int, CodecState]]:
+        own = [] if self.second_state is None else [(self._first, self.second_state)]
+        return super().states() + own
 
     @override
     def left_out(self) -> torch.Tensor | None:
@@ -167,8 +197,8 @@ class SummedRounds(BucketExchange):
 
     @override
     def reduce(self, scale: float) -> Reduction:
+        self.has_sent = True
         rounds = self._codec.sum_rounds(self.bucket.flat, self.bucket.flat, self.state)
-        assert rounds is not None, "this codec sums payloads"
         reduction = _Rounds(self, self._collective, rounds, scale, self._queue)
         self._queue.append(reduction)
         return reduction
@@ -185,6 +215,7 @@ class GatheredPayloads(BucketExchange):
 
     @override
     def reduce(self, scale: float) -> Reduction:
+        self.has_sent = True
         self._codec.encode(self.bucket.flat, self._payload, self.state)
         work = self._collective.all_gather(self._gathered, self._payload, what=self._what)
         return _DecodedSum(self, self._codec, self._gathered, scale, work)
@@ -203,13 +234,29 @@ class _Sum(Reduction):
         return self._payload
 
 
-class _DecodedSum(Reduction):
+class _Encoded(Reduction):
+    """One whose codec may keep what it leaves out."""
+
+    def __init__(self, exchange: BucketExchange) -> None:
+        self._exchange = exchange
+
+    @override
+    def drop(self) -> None:
+        self.wait()
+        self._exchange.give_back()
+
+    @override
+    def spare(self, unused: Sequence[bool]) -> None:
+        self._exchange.spare(unused)
+
+
+class _DecodedSum(_Encoded):
     """An all-gather; ``wait`` decodes the payloads."""
 
     def __init__(
         self, exchange: BucketExchange, codec: Codec, gathered: torch.Tensor, scale: float, work: Work
     ) -> None:
-        self._exchange = exchange
+        super().__init__(exchange)
         self._codec = codec
         self._gathered = gathered
         self._scale = scale
@@ -225,19 +272,14 @@ class _DecodedSum(Reduction):
             self._codec.decode_add(payload, total)
         if self._scale != 1:
             total.mul_(self._scale)
-        return flat if total is flat else flat.copy_(total)
-
-    @override
-    def drop(self) -> None:
-        self._work.wait()
-        if self._exchange.state is not None:
-            self._exchange.state.give_back()
+        return self._exchange.note_sum(flat if total is flat else flat.copy_(total))
 
 
-class _Pending(Reduction):
+class _Pending(_Encoded):
     """A reduction whose second operation begins in ``wait``, in the order of the queue: the same on every rank."""
 
-    def __init__(self, queue: PendingQueue) -> None:
+    def __init__(self, exchange: BucketExchange, queue: PendingQueue) -> None:
+        super().__init__(exchange)
         self._queue = queue
         self._has_begun = False
 
@@ -266,25 +308,20 @@ class _SlicedSum(_Pending):
     """An all-to-all; then this rank's slice is summed, and all slices are gathered."""
 
     def __init__(self, exchange: SlicedPayloads, scale: float, work: Work, queue: PendingQueue) -> None:
-        super().__init__(queue)
-        self._exchange = exchange
+        super().__init__(exchange, queue)
+        self._slices = exchange
         self._scale = scale
         self._work = work
 
     @override
     def _begin_second(self) -> None:
         self._work.wait()
-        self._work = self._exchange.sum_slice(self._scale)
+        self._work = self._slices.sum_slice(self._scale)
 
     @override
     def _end(self) -> torch.Tensor:
         self._work.wait()
-        return self._exchange.decode_all()
-
-    @override
-    def drop(self) -> None:
-        self.wait()
-        self._exchange.give_back()
+        return self._slices.decode_all()
 
 
 class _Rounds(_Pending):
@@ -298,8 +335,7 @@ class _Rounds(_Pending):
         scale: float,
         queue: PendingQueue,
     ) -> None:
-        super().__init__(queue)
-        self._exchange = exchange
+        super().__init__(exchange, queue)
         self._collective = collective
         self._rounds = rounds
         self._scale = scale
@@ -321,13 +357,7 @@ class _Rounds(_Pending):
         with suppress(StopIteration):
             self._rounds.send(self._summed)
             raise AssertionError("a codec sums in two rounds")
-        return self._exchange.bucket.flat
-
-    @override
-    def drop(self) -> None:
-        self.wait()
-        if self._exchange.state is not None:
-            self._exchange.state.give_back()
+        return self._exchange.note_sum(self._exchange.bucket.flat)
 
 
 def make_exchange(bucket: Bucket, collective: Collective, codec: Codec, queue: PendingQueue) -> BucketExchange:

@@ -194,3 +194,7 @@ class _Timed(Reduction):
     @override
     def drop(self) -> None:
         self._reduction.drop()
+
+    @override
+    def spare(self, unused: Sequence[bool]) -> None:
+        self._reduction.spare(unused)

@@ -61,6 +61,11 @@ class Reduction(ABC):
         """``wait``, and drop the result: a codec's residual is as before."""
         self.wait()
 
+    def spare(self, unused: Sequence[bool]) -> None:  # noqa: B027 - most keep no residual
+        """After ``wait``: no rank used these parameters of the bucket. Their gradients stay what they are, and so does
+        a codec's residual.
+        """
+
 
 class StaysLocal(Reduction):
     """Gradients stay what this process computed."""

@@ -37,9 +37,21 @@ class Exchanges(Sequence[BucketExchange]):
     def begin(self) -> None:
         """A backward begins; one that failed may have left reductions."""
         self._queue.clear()
+        self._end_last()
+        for exchange in self._exchanges:
+            exchange.has_sent = exchange.is_spoiled = False
+
+    def _end_last(self) -> None:
+        """Training code skips a step whose gradients are not finite, so of the last backward nothing counted. All ranks
+        have the same sums.
+        """
+        if any(exchange.is_spoiled for exchange in self._exchanges):
+            for exchange in self._exchanges:
+                exchange.give_back()
 
     def residuals(self) -> dict[str, torch.Tensor]:
         """What this rank left out, by name of the parameter; not to be written."""
+        self._end_last()
         return {
             name: residual
             for exchange in self._exchanges

@@ -40,7 +40,7 @@ class SyncAllReduce(Strategy):
     capabilities = Capabilities(gathers=True)
 
     def __init__(self, *, compress: str | Codec | None = None) -> None:
-        self._codec = resolve_codec(compress)
+        self._codec = resolve_codec(compress, may_be_auto=True)
         self._choice = CodecChoice(self._codec) if isinstance(self._codec, Auto) else None
         self._replica: Replica | None = None
         self._hook: CommHook | None = None
@@ -48,9 +48,11 @@ class SyncAllReduce(Strategy):
         self._scale = 1.0
         # By index of the bucket.
         self._exchanges: Exchanges | None = None
+        # With compress=auto: the residuals of a checkpoint, until there is a codec.
+        self._loaded: Mapping[str, Any] = {}
 
     def __repr__(self) -> str:
-        return "SyncAllReduce()" if self._codec.is_lossless else f"SyncAllReduce(compress={str(self._codec)!r})"
+        return f"SyncAllReduce(compress={str(self._codec)!r})" if self._codec.name != "none" else "SyncAllReduce()"
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy of the model is prepared anew and registers its own hooks, as with native DDP.
@@ -168,6 +170,10 @@ class SyncAllReduce(Strategy):
         if chosen is not None:
             self._choice, self._codec = None, chosen
             self.lay_out(buckets)
+            assert self._exchanges is not None
+            if self._loaded.keys() == self._exchanges.residuals().keys():
+                self._exchanges.load(self, self._loaded)
+            self._loaded = {}
 
     @override
     def reduce_usage(self, used: torch.Tensor) -> Work:
@@ -179,17 +185,20 @@ class SyncAllReduce(Strategy):
     def state_dict(self) -> dict[str, Any]:
         """The residuals of a codec that keeps them, by parameter."""
         residuals = {} if self._exchanges is None else self._exchanges.residuals()
-        return {name: residual.clone() for name, residual in residuals.items()}
+        return {name: residual.clone() for name, residual in (residuals or self._loaded).items()}
 
     @override
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         assert self._exchanges is not None, "a checkpoint before lay_out"
-        self._exchanges.load(self, state)
+        if self._choice is None:
+            self._exchanges.load(self, state)
+        else:
+            self._loaded = state
 
     @override
     def register_comm_hook(self, hook: CommHook) -> None:
         """Let ``hook`` replace the all-reduce; gradients then reach it undivided, as with native DDP."""
-        if not self._codec.is_lossless:
+        if not self._codec.is_lossless or self._choice is not None:
             raise ConfigurationError(
                 f"a communication hook decides itself what travels (expected SyncAllReduce() without compress, got"
                 f" {str(self._codec)!r}). Leave out compress=, or the hook."

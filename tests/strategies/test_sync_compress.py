@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import pickle
 from typing import Any
 
@@ -282,6 +283,118 @@ def test_both_residuals_of_an_average_that_is_not_used_are_given_back():
     for before, after in run_ranks(poisoned, 2, "onebit"):
         assert before == after
         assert any(before)
+
+
+LOSSY = ["int8", "fp4", "onebit", "topk:ratio=0.1", "powersgd:rank=1"]
+
+
+def overflowing(rank: int, world_size: int) -> None:
+    """An infinity in one of two buckets, in the third of five steps that a GradScaler scales."""
+    for codec in LOSSY:
+        torch.manual_seed(rank)
+        module = Products([torch.zeros(30, 40), torch.zeros(30, 40)], [torch.randn(30, 40), torch.randn(30, 40)])
+        specification = f"sync:compress={codec.replace(':', ',')}"
+        model = psengine.DistributedDataParallel(module, strategy=specification, bucket_cap_mb=0.004)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+        for step in range(5):
+            before = copy.deepcopy([model.strategy.state_dict(), *module.parameters()])
+            module.factors[0][3, 5] = torch.inf if step == 3 and rank == 1 else 1.0
+            optimizer.zero_grad()
+            scaler.scale(model()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            after = [model.strategy.state_dict(), *module.parameters()]
+            assert all(residual.isfinite().all() for residual in after[0].values()), codec
+            is_as_before = torch.equal(after[1], before[1])
+            assert is_as_before == (step == 3), (codec, step)
+            for name, residual in after[0].items():
+                assert torch.equal(residual, before[0][name]) == is_as_before, (codec, step, name)
+
+
+def test_a_step_that_a_scaler_skips_leaves_all_residuals_as_they_were():
+    run_ranks(overflowing, 2)
+
+
+class Sometimes(Products):
+    """Its second parameter is used in every other step."""
+
+    step = 0
+
+    def forward(self) -> torch.Tensor:
+        count = 1 + self.step % 2
+        self.step += 1
+        return sum((p * f).sum() for p, f in zip(self.values[:count], self.factors[:count], strict=True))
+
+
+def sometimes_unused(rank: int, world_size: int, codec: str) -> None:
+    generator = torch.Generator().manual_seed(7)
+    factors = [torch.randn(700, generator=generator), torch.randn(900, generator=generator)]
+    module = Sometimes([torch.zeros(700), torch.zeros(900)], factors)
+    model = psengine.DistributedDataParallel(
+        module, strategy=f"sync:compress={codec}", find_unused_parameters=True, bucket_cap_mb=25
+    )
+    arrived = [torch.zeros_like(factor) for factor in factors]
+    for _ in range(8):
+        module.zero_grad()
+        model().backward()
+        for total, p in zip(arrived, module.values, strict=True):
+            total += 0 if p.grad is None else p.grad
+    for index, count in enumerate((8, 4)):
+        left_out = model.strategy.state_dict()[f"values.{index}"]
+        torch.distributed.all_reduce(left_out)
+        assert torch.allclose(arrived[index] + left_out, count * factors[index], atol=1e-4), (codec, index)
+
+
+@pytest.mark.parametrize("codec", ["onebit", "topk,ratio=0.1"])
+def test_what_was_left_out_of_a_parameter_that_nobody_used_waits_for_its_next_use(codec):
+    run_ranks(sometimes_unused, 2, codec)
+
+
+class Shapes(nn.Module):
+    """Whatever may be in a bucket; with a gradient that is not contiguous, and a sparse one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.one, self.none = nn.Parameter(torch.ones(())), nn.Parameter(torch.ones(0))
+        self.double = nn.Parameter(torch.randn(70, 3, dtype=torch.float64))
+        self.half, self.brain = nn.Parameter(torch.randn(900).half()), nn.Parameter(torch.randn(40, 30).bfloat16())
+        self.turned = nn.Parameter(torch.randn(50, 20).t())
+        self.spiral = nn.Parameter(torch.randn(5, dtype=torch.complex64))
+        self.rows = nn.Embedding(30, 4, sparse=True)
+
+    def forward(self, factor: float) -> torch.Tensor:
+        found = sum((p.float() * factor).sum() for p in (self.one, self.none, self.double, self.half, self.brain))
+        turned = (self.turned.expand(2, 20, 50) * factor).sum() + (self.spiral.real * factor).sum()
+        return found + turned + factor * self.rows(torch.tensor([3, 3, 7])).sum()
+
+
+def of_all_shapes(rank: int, world_size: int, options: dict[str, Any]) -> None:
+    for codec in (*LOSSY, "bf16"):
+        model = psengine.DistributedDataParallel(
+            Shapes(), strategy=f"sync:compress={codec.replace(':', ',')}", bucket_cap_mb=0.002, **options
+        )
+        for _ in range(3):
+            model.zero_grad()
+            model(1.0 + rank).backward()
+        for name, p in model.module.named_parameters():
+            gradient = p.grad.to_dense() if p.grad.is_sparse else p.grad
+            assert (gradient.dtype, gradient.shape) == (p.dtype, p.shape), (codec, name)
+            whole = torch.view_as_real(gradient).contiguous() if gradient.is_complex() else gradient.contiguous()
+            others = [torch.empty_like(whole) for _ in range(world_size)]
+            torch.distributed.all_gather(others, whole.detach())
+            assert torch.equal(others[0], others[1]), (codec, name)
+            if codec in ("int8", "bf16") and name not in ("rows.weight", "spiral"):
+                expected = torch.full_like(gradient, 3.0 if name == "turned" else 1.5)
+                assert torch.allclose(gradient, expected, atol=0.05), (codec, name)
+        assert model.module.rows.weight.grad.to_dense()[3].tolist() == [3.0] * 4, "sparse gradients are not encoded"
+        assert model.module.spiral.grad.tolist() == [1.5] * 5, "nor are complex ones"
+
+
+@pytest.mark.parametrize("options", [{}, {"gradient_as_bucket_view": True}, {"static_graph": True}], ids=str)
+def test_buckets_of_every_shape_and_dtype(options):
+    run_ranks(of_all_shapes, 2, options)
 
 
 def resumed(rank: int, world_size: int) -> tuple[torch.Tensor, torch.Tensor]:

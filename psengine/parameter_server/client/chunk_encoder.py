@@ -8,6 +8,7 @@ import torch
 
 from psengine.codecs.base import Codec
 from psengine.codecs.exchange_outcome import ExchangeOutcome
+from psengine.flat_optimizers.finite import is_finite
 from psengine.parameter_server.chunk_codecs import answer_codec, answers_differences, gradient_codec, held_dtype
 from psengine.protocol.layout import ChunkSpec
 
@@ -37,6 +38,8 @@ class ChunkEncoder:
         self.answers_differences = are_weights and answers_differences(codec, spec)
         self.held: int | None = None
         self._held = torch.empty(0)
+        # Whether the last payload is part of the average that comes.
+        self._counted = False
         self.state = self._up.make_state(spec.numel, spec.dtype, torch.device("cpu"))
 
     def encode(self, values: torch.Tensor) -> torch.Tensor:
@@ -47,6 +50,7 @@ class ChunkEncoder:
 
     def end(self, outcome: ExchangeOutcome) -> None:
         """The payload that was encoded last had this outcome: one that did not count is given back to the state."""
+        self._counted = outcome.counts
         if self.state is not None and not outcome.counts:
             self.state.give_back()
 
@@ -61,16 +65,22 @@ class ChunkEncoder:
         return self.answers_differences and (dtype, numel) == (self._spec.dtype, self._spec.numel)
 
     def decode(self, payload: torch.Tensor, destinations: Sequence[torch.Tensor], sequence: int) -> None:
-        """Write the values of the answer of exchange ``sequence`` to ``destinations``, one after the other."""
+        """Write the values of the answer of exchange ``sequence`` to ``destinations``, one after the other.
+
+        For an average that is not finite training code skips the step, so what was sent did not count.
+        """
         if self.answers_differences:
             self._hold(payload, sequence)
             values = self._held
-        elif len(destinations) == 1:
-            self._down.decode(payload, destinations[0].view(-1))
-            return
         else:
-            values = torch.empty(self._spec.numel, dtype=self._spec.dtype)
+            is_alone = len(destinations) == 1
+            values = destinations[0].view(-1) if is_alone else torch.empty(self._spec.numel, dtype=self._spec.dtype)
             self._down.decode(payload, values)
+            if self.state is not None and self._counted and not is_finite(values):
+                self.state.give_back()
+            self._counted = False
+            if is_alone:
+                return
         if not destinations:
             return
         parts = values.split([destination.numel() for destination in destinations])

@@ -18,9 +18,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from typing_extensions import override
 
-from psengine.codecs.auto import Auto
 from psengine.codecs.base import Codec
-from psengine.codecs.registry import CODECS, resolve_codec
+from psengine.codecs.registry import resolve_codec
 from psengine.environment.extras import require_server_packages
 from psengine.environment.job import assign
 from psengine.errors import ConfigurationError, ReductionError
@@ -103,7 +102,7 @@ class ServerStrategy(Strategy):
             "timeout_s": float(timeout_s),
             "checksum": bool(checksum),
             "durability": durability,
-            "compress": None if compress is None else _codec_of_job(resolve_codec(compress)),
+            "compress": None if compress is None else resolve_codec(compress),
         }
         self._is_copy = False
         # The rendezvous of a replica that was abandoned.
@@ -378,12 +377,3 @@ def _shared_bytes(replica: Replica) -> int:
     tensors = [*replica.state.values(), *replica.parameters.values()]
     # The map of used parameters has four bytes each.
     return sum(2 * (tensor.nbytes + room_bytes + 4) for tensor in {id(one): one for one in tensors}.values())
-
-
-def _codec_of_job(codec: Codec) -> Codec:
-    if isinstance(codec, Auto):
-        raise ConfigurationError(
-            "compress=auto changes the codec during training, and all of a job's servers and workers have one codec"
-            f" from the start (expected one of {sorted(set(CODECS) - {Auto.name})}, got {codec}). Fix: name the codec."
-        )
-    return codec

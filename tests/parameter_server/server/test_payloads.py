@@ -15,7 +15,7 @@ from psengine.codecs.int8 import Int8
 from psengine.codecs.onebit import OneBit
 from psengine.codecs.topk import TopK
 from psengine.protocol.frames import payload_tensor
-from psengine.protocol.layout import ChunkKind
+from psengine.protocol.layout import ChunkKind, ChunkSpec, Segment
 from psengine.protocol.messages import MessageType
 
 trial_codecs.register()
@@ -182,6 +182,95 @@ def test_bytes_that_the_codec_does_not_make_are_refused_and_change_nothing():
     before = world.state_hash()
     assert codes(worker.push(0, 1, torch.tensor([17.0, 1.0], dtype=torch.float64))) == [ErrorCode.BAD_MESSAGE]
     assert world.state_hash() == before
+
+
+def topk_payload(places: list[int], found: list[float]) -> torch.Tensor:
+    parts = torch.tensor(places, dtype=torch.int32), torch.tensor(found)
+    return torch.cat([part.view(torch.uint8) for part in parts])
+
+
+@pytest.mark.parametrize(
+    "places", [[-1, 3], [0, 600], [3, 3], [4, 3], [0, 2**31 - 1]], ids=["below", "above", "twice", "back", "far"]
+)
+def test_places_that_topk_does_not_write_are_refused_and_change_nothing(places):
+    payload = topk_payload(places, [1.0, 2.0])
+    world, worker = stepping("topk:ratio=0.003")
+    before = world.state_hash()
+    assert codes(worker.push(0, 1, payload)) == [ErrorCode.BAD_MESSAGE]
+    assert world.state_hash() == before
+    # Nor do they reach others as an average that a worker returns.
+    world = World()
+    workers = team(world, 2, [spec(0, 600)], rule=averaging("topk:ratio=0.003"))
+    world.restart(workers, [spec(0, 600)])
+    workers[0].push(0, 2, topk_payload([0, 1], [1.0, 1.0]))
+    workers[1].push(0, 1, topk_payload([0, 1], [1.0, 1.0]))
+    (wanted,) = workers[0].take(MessageType.RESULT_WANTED)
+    before = world.state_hash()
+    answers = workers[0].send(MessageType.RESULT, key=0, sequence=wanted.sequence, payload=payload)
+    assert codes(answers) == [ErrorCode.BAD_MESSAGE]
+    assert world.state_hash() == before
+
+
+def floats(value: float, numel: int) -> torch.Tensor:
+    return torch.full((numel,), value).view(torch.uint8)
+
+
+def with_scale(numel: int, *scale: int) -> torch.Tensor:
+    payload = torch.zeros(numel, dtype=torch.uint8)
+    payload[: len(scale)] = torch.tensor(scale, dtype=torch.uint8)
+    payload[len(scale)] = 0x77
+    return payload
+
+
+NAN, INFINITY = (0, 0, 0xC0, 0x7F), (0, 0, 0x80, 0x7F)
+
+
+@pytest.mark.parametrize(
+    ("codec", "payload"),
+    [
+        ("bf16", torch.full((600,), torch.nan, dtype=torch.bfloat16)),
+        ("fp16", torch.full((600,), torch.inf, dtype=torch.float16)),
+        ("int8", with_scale(780, *NAN)),
+        ("int8", with_scale(780, *INFINITY)),
+        ("int8", torch.full((780,), 0x7F, dtype=torch.uint8)),  # a scale that is a NaN of another kind
+        ("fp4", with_scale(323, 255)),
+        ("fp4", with_scale(323, 254)),  # 6 * 2^127
+        ("onebit", with_scale(136, *NAN)),
+        ("onebit", with_scale(136, *INFINITY)),
+        ("topk:ratio=0.003", topk_payload([0, 599], [1.0, torch.inf])),
+        ("topk:ratio=0.003", topk_payload([0, 599], [torch.nan, 1.0])),
+        ("powersgd:rank=1", floats(3e38, 49)),  # finite factors, and a product that is not
+        ("powersgd:rank=1", floats(torch.nan, 49)),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_payload_that_is_not_finite_when_decoded_is_not_applied(codec, payload):
+    _, worker = stepping(codec)
+    if codec.startswith("powersgd"):
+        matrix = ChunkSpec(0, ChunkKind.PARAMETER, torch.float32, 600, (Segment("p0", (24, 25), (25, 1), 0, 600),))
+        (worker,) = team(World(), 1, [matrix], rule={**APPLY, "compress": codec})
+        worker.configure(0, 600)
+    before = weights_at(worker)
+    (answer,) = worker.push(0, 1, payload)
+    assert (answer.type, answer.body["refused"]) == (MessageType.UPDATED, "non_finite")
+    assert torch.equal(weights_at(worker), before)
+
+
+@pytest.mark.parametrize("codec", [Int8(), Fp4(), OneBit(), TopK(ratio=0.1)], ids=repr)
+def test_an_average_that_is_not_finite_leaves_the_servers_residual_as_it_was(codec):
+    (worker,) = team(World(), 1, [spec(0, 600)], rule=averaging(repr(codec)))
+    generator, state = torch.Generator().manual_seed(3), codec.make_state(600, torch.float32, torch.device("cpu"))
+    for sequence in range(1, 6):
+        values = torch.randn(600, generator=generator)
+        if sequence == 3:
+            values[17] = torch.inf
+        payload = encode(codec, values)
+        worker.push(0, sequence, payload)
+        answer = worker.updates()[sequence]
+        if sequence == 3:
+            assert not decode(codec, answer, 600).isfinite().all()
+        else:
+            assert torch.equal(answer, encode(codec, decode(codec, payload, 600), state))
 
 
 def test_who_is_late_is_told_so_again():

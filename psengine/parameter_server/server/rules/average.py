@@ -76,13 +76,16 @@ class AverageOutcome(Outcome):
         elif self._state is None:
             self._state = self.payloads.make_state()
         # A value that is not finite stays so in every sum.
-        if not is_finite(average):
+        is_spoiled = not is_finite(average)
+        if is_spoiled:
             self.statistics.non_finite += sum(
                 one.values is not None and not is_finite(one.values) for one in update.contributions
             )
         pins = next((memory.pins for memory in self._memories if memory.values is average), PayloadPins())
         # Encoded once, so that all workers get the same bits. Where nobody contributed, the residual waits.
         payload = self.payloads.encode(average, None if update.values is None else self._state)
+        if is_spoiled and self._state is not None:
+            self._state.give_back()  # workers skip a step with this average, and their residuals are as before too
         self._results[sequence] = _Result(payload, len(update.contributions), pins)
 
     @override

@@ -98,9 +98,12 @@ class ChunkPayloads:
         """RESULT: what travelled as an answer, to travel again.
 
         Raises:
-            ProtocolError: there is no payload, or none of an answer's form.
+            ProtocolError: there is no payload, or none that the codec makes.
         """
-        return _payload(message, self._spec, self._answered, "elements of an answer")
+        payload = _payload(message, self._spec, self._answered, "elements of an answer")
+        if self.encodes_answers:
+            self._down.decode(payload, torch.empty(self._spec.numel, dtype=self._spec.dtype))
+        return payload
 
 
 def _payload(message: Message, spec: ChunkSpec, form: PayloadSpec, what: str) -> torch.Tensor:

@@ -1,0 +1,156 @@
+"""The operators of codecs with each table of kernels: the references' bits."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from psengine.kernels import codec_ops, native, ops
+from psengine.kernels.codec_ops import FP4, INT8, ONEBIT
+
+pytestmark = pytest.mark.skipif(not ops.native_available(), reason="psengine._native was not built")
+
+FORMS = {"int8": INT8, "fp4": FP4, "onebit": ONEBIT}
+# Below, at and above a block of each form, and with a payload that begins at an odd byte.
+NUMELS = [0, 1, 31, 32, 33, 255, 256, 257, 511, 512, 513, 3000]
+
+
+@pytest.fixture(params=["baseline", "avx2", "avx512"])
+def table(request):
+    best = ops.native_kernels()
+    if not native.extension._use_kernels(request.param):
+        pytest.skip("this processor cannot run them")
+    yield request.param
+    assert native.extension._use_kernels(best)
+
+
+@pytest.fixture
+def generator():
+    return torch.Generator().manual_seed(3)
+
+
+def ordinary(numel, generator):
+    return torch.randn(numel, generator=generator)
+
+
+def of_all_magnitudes(numel, generator):
+    """Subnormal and overflowing sums, ties between two codes, zeros with both signs."""
+    exponents = torch.randint(-150, 128, (numel,), generator=generator)
+    values = torch.ldexp(torch.randint(-12, 13, (numel,), generator=generator).float() / 4, exponents)
+    values[: numel // 4] = torch.randint(-24, 25, (numel // 4,), generator=generator) / 4
+    return torch.where(values == 0, torch.copysign(values, ordinary(numel, generator)), values)
+
+
+def poisoned(numel, generator):
+    values = ordinary(numel, generator)
+    values[numel // 2 :: 700] = torch.nan
+    values[::900] = -torch.inf
+    return values
+
+
+def unaligned(numel, dtype):
+    return torch.zeros(numel + 1, dtype=dtype)[1:]
+
+
+def assert_same_bits(actual, expected):
+    is_nan = expected.isnan()
+    assert torch.equal(actual.isnan(), is_nan)
+    integer = {4: torch.int32, 2: torch.int16}[expected.element_size()]
+    assert ((actual.view(integer) == expected.view(integer)) | is_nan).all()
+
+
+@pytest.mark.parametrize("make", [ordinary, of_all_magnitudes, poisoned])
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+def test_blocks(table, form, make, generator):
+    for numel in NUMELS:
+        values, residual = make(numel, generator), make(numel, generator)
+        for left, dtype in ((residual, torch.float32), (None, torch.float32), (residual, torch.bfloat16)):
+            given, payload = values.to(dtype), unaligned(form.payload_bytes(numel), torch.uint8)
+            expected = torch.empty_like(payload)
+            kept, expected_kept = unaligned(numel, torch.float32), torch.empty(numel)
+            codec_ops.encode_blocks_(payload, given, form, left, kept)
+            codec_ops.encode_blocks_reference_(expected, given, form, left, expected_kept)
+            assert torch.equal(payload, expected) or make is poisoned, "of a NaN the sign may differ"
+            assert_same_bits(kept, expected_kept)
+            for adds in (False, True):
+                into, expected_into = unaligned(numel, dtype).copy_(residual), residual.to(dtype)
+                codec_ops.decode_blocks_(into, payload, form, adds=adds)
+                codec_ops.decode_blocks_reference_(expected_into, expected, form, adds=adds)
+                assert_same_bits(into, expected_into)
+
+
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+def test_any_bytes_are_decoded_as_the_reference_decodes_them(table, form, generator):
+    payload = torch.randint(0, 256, (form.payload_bytes(5000),), dtype=torch.uint8, generator=generator)
+    into, expected = ordinary(5000, generator), torch.empty(5000)
+    expected.copy_(into)
+    codec_ops.decode_blocks_(into, payload, form, adds=True)
+    codec_ops.decode_blocks_reference_(expected, payload, form, adds=True)
+    assert_same_bits(into, expected)
+
+
+def mostly_zeros(numel, generator):
+    return ordinary(numel, generator) * (torch.rand(numel, generator=generator) < 0.001)
+
+
+def all_equal(numel, generator):
+    return torch.full((numel,), -0.5)
+
+
+def zeros(numel, generator):
+    return torch.zeros(numel)
+
+
+def of_two_magnitudes(numel, generator):
+    """The sample of 4,096 values meets the large ones too seldom."""
+    values = ordinary(numel, generator).sign()
+    values[: numel // 50] *= 1000
+    return values
+
+
+def nans(numel, generator):
+    return torch.where(ordinary(numel, generator) > 0, torch.nan, torch.inf)
+
+
+@pytest.mark.parametrize(
+    "make", [ordinary, of_all_magnitudes, poisoned, mostly_zeros, all_equal, zeros, of_two_magnitudes, nans]
+)
+def test_largest(table, make, generator):
+    for numel, wanted in ((1, 1), (40, 3), (900, 900), (20_000, 30), (20_000, 500)):
+        values, residual = make(numel, generator), make(numel, generator)
+        for left, is_in_place in ((residual, False), (None, False), (residual, True)):
+            results = []
+            for encode in (codec_ops.encode_largest_, codec_ops.encode_largest_reference_):
+                places, found = torch.empty(wanted, dtype=torch.int32), torch.empty(wanted)
+                kept = residual.clone() if is_in_place else torch.empty(numel)
+                encode(places, found, values, kept if is_in_place else left, kept)
+                results.append((places, found, kept))
+            (places, found, kept), expected = results
+            assert torch.equal(places, expected[0])
+            assert_same_bits(found, expected[1])
+            assert torch.equal(kept, expected[2])
+
+
+def test_operators_have_a_schema_and_a_fake():
+    payload, kept = torch.zeros(260, dtype=torch.uint8), torch.zeros(9)
+    for name, arguments in (
+        ("encode_blocks_", (payload, torch.ones(9), torch.ones(9), kept, 0)),
+        ("decode_blocks_", (kept, payload, 0, True)),
+        ("encode_largest_", (torch.zeros(2, dtype=torch.int32), torch.zeros(2), torch.arange(9.0), None, kept)),
+    ):
+        torch.library.opcheck(getattr(torch.ops.psengine, name).default, arguments)
+
+
+def test_tensors_that_do_not_fit_are_refused_before_anything_is_written():
+    payload, values = torch.zeros(260, dtype=torch.uint8), torch.ones(9)
+    for text, arguments in (
+        (r"payload must fit the values \(expected 260 elements, got 259\)", (payload[1:], values, None, None, 0)),
+        (r"residual must fit the values \(expected 9 elements, got 8\)", (payload, values, values[1:], None, 0)),
+        ("values must be 1-D, contiguous and of float32", (payload, values[::2], None, None, 0)),
+        (r"format must be 0 to 2 \(got 3\)", (payload, values, None, None, 3)),
+    ):
+        with pytest.raises(RuntimeError, match=text):
+            torch.ops.psengine.encode_blocks_(*arguments)
+    with pytest.raises(RuntimeError, match="found must hold no more than the values"):
+        torch.ops.psengine.encode_largest_(torch.zeros(10, dtype=torch.int32), torch.zeros(10), values, None, None)
+    assert not payload.any()
