@@ -53,6 +53,7 @@ SUITE = {
     "growth": Entry("growth", "--rounds 4", limit_s=360),
     "straggler": Entry("straggler", "--candidates native,sync,async --rounds 1 --seconds 20"),
     "start_up": Entry("start_up"),
+    "codecs": Entry("codecs"),
     "fusion_cuda": Entry("fusion_cuda"),
     "cluster": Entry("cluster", f"--rates 1gbit --rounds 5 --candidates '{HOSTS}'", limit_s=1800),
     "cluster_fast": Entry("cluster", f"--rates 10gbit --rounds 3 --candidates '{HOSTS}'", limit_s=1800),

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from psengine.strategies.base import Strategy
 from psengine.strategies.registry import resolve_strategy
-from psengine.verify import local_rule
+from psengine.verify import codec_rule, local_rule
 from psengine.verify.rule import MakeRule
 
 NATIVE, AUTO = "native", "auto"
@@ -16,6 +16,7 @@ PREFIX = "the rule of "
 # From a strategy and the number of ranks to its rule; None: native DDP's. Raises ConfigurationError where the results
 # depend on more than the rule knows, such as the order in which workers arrive.
 RULES: dict[str, Callable[[Strategy, int], MakeRule | None]] = {
+    "sync": codec_rule.of_collective,
     "local": local_rule.of_collective,
     "diloco": local_rule.of_collective,
     "local-server": local_rule.of_servers,

@@ -239,6 +239,7 @@ QUICK = {
     "straggler": "--candidates native --seconds 1",
     "growth": "--questions shards",
     "start_up": "--what import",
+    "codecs": "--kernels baseline --rounds 1",
     "fusion_cuda": "",
     "faults": "--study server-kills,lossy,mutated,disk-full --tiers log",
     "cluster": "--models small --layouts 2x1 --candidates none;hierarchical --deadline 100",

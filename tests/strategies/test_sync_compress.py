@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from support.codec_rules import Average
 from support.processes import in_ranks, run_ranks
 from support.top_one_codec import TopOne
 from torch import nn
@@ -19,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel as Native
 import psengine
 from psengine.errors import ConfigurationError, NonFiniteGradientError
 from psengine.strategies.registry import resolve_strategy
+from psengine.verify.codec_rule import Average
 
 
 def compress(dtype, bucket):
@@ -158,7 +158,7 @@ def test_averages_are_those_of_the_rule_on_every_rank(codec, options, weight):
         given = [result[2 * step] for result in results]
         is_view = "gradient_as_bucket_view" in options
         shares = [g / d if is_view and step else g * (1.0 / d) for g, d in zip(given, divisors, strict=True)]
-        expected = torch.from_numpy(rule([share.numpy() for share in shares]))
+        expected = rule(shares)
         for result in results:
             average = result[2 * step + 1]
             assert torch.equal(average, results[0][2 * step + 1]), "replicas agree to the bit"
@@ -358,14 +358,14 @@ class Shapes(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.one, self.none = nn.Parameter(torch.ones(())), nn.Parameter(torch.ones(0))
-        self.double = nn.Parameter(torch.randn(70, 3, dtype=torch.float64))
-        self.half, self.brain = nn.Parameter(torch.randn(900).half()), nn.Parameter(torch.randn(40, 30).bfloat16())
+        self.wide = nn.Parameter(torch.randn(70, 3, dtype=torch.float64))
+        self.narrow, self.brain = nn.Parameter(torch.randn(900).half()), nn.Parameter(torch.randn(40, 30).bfloat16())
         self.turned = nn.Parameter(torch.randn(50, 20).t())
         self.spiral = nn.Parameter(torch.randn(5, dtype=torch.complex64))
         self.rows = nn.Embedding(30, 4, sparse=True)
 
     def forward(self, factor: float) -> torch.Tensor:
-        found = sum((p.float() * factor).sum() for p in (self.one, self.none, self.double, self.half, self.brain))
+        found = sum((p.float() * factor).sum() for p in (self.one, self.none, self.wide, self.narrow, self.brain))
         turned = (self.turned.expand(2, 20, 50) * factor).sum() + (self.spiral.real * factor).sum()
         return found + turned + factor * self.rows(torch.tensor([3, 3, 7])).sum()
 

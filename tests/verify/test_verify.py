@@ -408,6 +408,27 @@ def test_a_rule_is_what_the_ranks_compute():
     assert (found.verdict, found.against) == ("bitwise equal", "the rule of local:every=2")
 
 
+def test_a_codec_with_error_feedback_is_compared_with_its_rule():
+    found = compare(f"{TARGETS}:plain", Settings(strategy="sync:compress=onebit", steps=4))
+    assert (found.verdict, found.against) == ("bitwise equal", "the rule of sync:compress=onebit")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("codec", ["bf16", "int8", "fp4", "onebit", "topk,ratio=0.1", "int8,error_feedback=false"])
+def test_the_zoo_follows_the_rules_of_codecs(codec):
+    found = compare_zoo(list(ZOO), Settings(steps=6, strategy=f"sync:compress={codec}"))
+    assert {comparison.target: comparison.verdict for comparison in found if not comparison.agrees} == {}
+    different = [comparison.target for comparison in found if comparison.verdict != "bitwise equal"]
+    assert different in ([], ["sparse"])
+
+
+@pytest.mark.slow
+def test_a_codec_without_error_feedback_is_another_rule():
+    against = "the rule of sync:compress=int8,error_feedback=false"
+    found = compare(f"{TARGETS}:plain", Settings(strategy="sync:compress=int8", against=against, steps=3))
+    assert (found.verdict, found.first.step, found.first.kind) == ("different", 1, "gradient")
+
+
 @pytest.mark.slow
 def test_a_rule_with_another_option_is_another_rule():
     settings = Settings(strategy="local:every=2", against="the rule of local:every=3", steps=3)
