@@ -12,7 +12,6 @@ import torch
 from support import trial_codecs
 from support.averaging_strategy import Averaging
 from support.expectations import raises
-from support.local_rule import LocalRule, RuleOptions
 from support.marks import slow
 from support.processes import in_ranks, run_ranks
 from support.server_process import running_server
@@ -26,6 +25,7 @@ from psengine.strategies.life_cycle import Replica
 from psengine.strategies.registry import STRATEGIES, resolve_strategy
 from psengine.strategies.sync_all_reduce import SyncAllReduce
 from psengine.tensors.bucket import Bucket
+from psengine.verify.local_rule import LocalRule, RuleOptions
 
 # A multiple of four, after which replicas that average every four steps are equal.
 STEPS = 12
