@@ -39,7 +39,8 @@ class LocalServer(SyncServer):
 
     Args:
         every: local steps of a round.
-        servers, job, timeout_s, checksum, durability: see ``ServerStrategy``.
+        servers, job, timeout_s, checksum, durability: see ``ServerStrategy``. A worker that joins waits for its donor's
+            next round: ``timeout_s`` has to be longer than a round.
         compress: the codec, or its name, of the differences from the last average, and of the answers; costs a copy of
             the model. None: parameters travel as they are.
 
