@@ -6,6 +6,7 @@ An oracle: it shares the cut of a model into fragments with the strategies, and 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,10 +14,12 @@ from typing import Any
 import torch
 from typing_extensions import override
 
+from psengine.codecs.base import Codec
 from psengine.codecs.registry import resolve_codec
 from psengine.collectives.ring_order import add_in_ring_order
 from psengine.errors import ConfigurationError
 from psengine.strategies.local.fragments import cut
+from psengine.verify.codec_rule import ARRIVES, CASTS, Average
 from psengine.verify.rule import Layout, MakeRule, Replicas, Rule
 
 
@@ -26,6 +29,7 @@ class RuleOptions:
 
     Attributes:
         mean: the average of equally shaped values, one of each replica.
+        codec: of what travels, with a rule in ``codec_rule``; None: values travel as they are.
         buffers: what replicas do with their buffers at the end of a round: "average", "lowest" (all take rank 0's) or
             "own".
     """
@@ -38,14 +42,27 @@ class RuleOptions:
     outer_lr: float | None = None
     outer_momentum: float = 0.0
     mean: Callable[[Sequence[torch.Tensor]], torch.Tensor] = lambda values: mean_over_collective(values)
+    codec: Codec | None = None
     buffers: str = "average"
 
 
 def of_collective(strategy: Any, world_size: int) -> MakeRule:
-    """The rule of "local" and "diloco"."""
+    """The rule of "local" and "diloco".
+
+    Raises:
+        ConfigurationError: the codec has no rule.
+    """
     given = strategy.__getstate__()  # the arguments that make an equal strategy
-    _check_codec(strategy, given.pop("compress"))
-    return _maker(RuleOptions(**given))
+    codec = resolve_codec(given.pop("compress"))
+    if codec.is_lossless:
+        return _maker(RuleOptions(**given))
+    if codec.name not in (*ARRIVES, *CASTS):
+        raise ConfigurationError(
+            f"verify has no rule of codec {codec.name!r} (expected one of {sorted([*ARRIVES, *CASTS])}). Fix: --against"
+            " native, and compare losses."
+        )
+    differences_travel = {"outer_lr": 1.0, "outer_momentum": 0.0}
+    return _maker(RuleOptions(codec=codec, **differences_travel | given))
 
 
 def of_servers(strategy: Any, world_size: int) -> MakeRule:
@@ -55,7 +72,12 @@ def of_servers(strategy: Any, world_size: int) -> MakeRule:
         ConfigurationError: a merge does not wait for all workers, so its result follows from when they arrive.
     """
     given = strategy.__getstate__()
-    _check_codec(strategy, given["compress"])
+    codec = resolve_codec(given["compress"])
+    if not codec.is_lossless:
+        raise ConfigurationError(
+            f"the rule of {strategy.name!r} has no codecs (expected no compress, got {codec}). Fix: leave out compress,"
+            " or --against native, and compare losses."
+        )
     if strategy.name == "local-server":
         return _maker(RuleOptions(every=given["every"], mean=mean_at_server, buffers="lowest"))
     if given["quorum"] < world_size:
@@ -103,6 +125,7 @@ class LocalRule(Rule):
             )
         # By fragment and group.
         self._agreed: list[list[torch.Tensor]] = []
+        self._codecs = [[self._average_of() for _ in groups] for groups in self._groups]
         self._momenta: list[list[torch.Tensor | None]] = [[None] * len(groups) for groups in self._groups]
         # (step at which they are used, fragment, the averages of its groups)
         self._sent: list[tuple[int, int, list[torch.Tensor]]] = []
@@ -150,7 +173,7 @@ class LocalRule(Rule):
                     values = [_flat(parameters) for parameters in replicas]
                     if options.outer_lr is not None:
                         values = [self._agreed[fragment][group] - value for value in values]
-                    averages.append(options.mean(values))
+                    averages.append(self._codecs[fragment][group](values))
                 self._sent.append((step + options.overlap, fragment, averages))
         for entry in [entry for entry in self._sent if entry[0] == step]:
             self._sent = [one for one in self._sent if one is not entry]
@@ -161,6 +184,16 @@ class LocalRule(Rule):
                 self._average_buffers()
             elif options.buffers == "lowest":
                 self._copy_buffers()
+
+    def _average_of(self) -> Callable[[Sequence[torch.Tensor]], torch.Tensor]:
+        """The average of values that travel, with residuals of their own."""
+        codec = self._options.codec
+        if codec is None:
+            return self._options.mean
+        if codec.name in CASTS:
+            return functools.partial(mean_of_casts, dtype=CASTS[codec.name])
+        average = Average(codec.name, len(self._replicas), **codec.options)
+        return lambda values: average([value * (1.0 / len(values)) for value in values]).to(values[0].dtype)
 
     def _use(self, fragment: int, group: int, average: torch.Tensor) -> None:
         options = self._options
@@ -214,6 +247,16 @@ def mean_over_collective(values: Sequence[torch.Tensor]) -> torch.Tensor:
     return total
 
 
+def mean_of_casts(values: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+    """``mean_over_collective`` of shares that are rounded to ``dtype``, where that is narrower."""
+    if dtype.itemsize >= values[0].dtype.itemsize:
+        return mean_over_collective(values)
+    shares = [(value * (1.0 / len(values))).to(dtype) for value in values]
+    total = torch.empty_like(shares[0])
+    add_in_ring_order(shares, total)
+    return total.to(values[0].dtype)
+
+
 def mean_at_server(values: Sequence[torch.Tensor]) -> torch.Tensor:
     """Values are added in the order of ranks, in float32 at least, and their sum is divided."""
     dtype = torch.promote_types(values[0].dtype, torch.float32)
@@ -231,12 +274,3 @@ def _copy_first(group: Sequence[Sequence[torch.Tensor]]) -> None:
     for buffers in group[1:]:
         for buffer, source in zip(buffers, group[0], strict=True):
             buffer.copy_(source)
-
-
-def _check_codec(strategy: Any, compress: Any) -> None:
-    codec = resolve_codec(compress)
-    if not codec.is_lossless:
-        raise ConfigurationError(
-            f"the rule of {strategy.name!r} has no codecs (expected no compress, got {codec}). Fix: leave out compress,"
-            " or --against native, and compare losses."
-        )

@@ -129,7 +129,6 @@ class Fragment:
     def resend(self) -> None:
         """What left before the training was saved leaves again."""
         if not self.is_sent:
-            self._exchanges.take(self._former_residuals)
             self._send()
 
     def _send(self) -> None:
