@@ -107,6 +107,11 @@ double from_python(PyObject* value) {
 }
 
 template <>
+bool from_python(PyObject* value) {
+  return from_python<uint64_t>(value) != 0;
+}
+
+template <>
 std::string from_python(PyObject* value) {
   Py_ssize_t length = 0;
   const char* characters = PyUnicode_AsUTF8AndSize(value, &length);
@@ -199,10 +204,10 @@ PyObject* join(PyObject*, PyObject* const* values, Py_ssize_t count) {
 }
 
 PyObject* wait(PyObject*, PyObject* const* values, Py_ssize_t count) {
-  return with_arguments<SharedMemoryGroup&, uint64_t, double>(
-      values, count, [](SharedMemoryGroup& group, uint64_t operation, double timeout_s) {
+  return with_arguments<SharedMemoryGroup&, uint64_t, double, bool>(
+      values, count, [](SharedMemoryGroup& group, uint64_t operation, double timeout_s, bool is_slice) {
         WaitResult result = without_interpreter_lock([&] {
-          return group.wait(operation, timeout_s, [] {
+          return group.wait(operation, timeout_s, is_slice, [] {
             PyGILState_STATE state = PyGILState_Ensure();
             bool has_signal = PyErr_CheckSignals() != 0;
             PyGILState_Release(state);
@@ -267,7 +272,7 @@ PyMethodDef* shared_memory_methods() {
       method("shared_memory_barrier", bound<&Group::barrier>, "(group) -> operation"),
       method("shared_memory_progress", bound<&Group::progress>, "(group) -> last complete operation"),
       method("shared_memory_spin", bound<&Group::spin>, "(group, operation) -> 1 if it is complete, else 0"),
-      method("shared_memory_wait", wait, "(group, operation, timeout_s) -> None or (status, ranks, detail)"),
+      method("shared_memory_wait", wait, "(group, operation, timeout_s, is_slice) -> None or (status, ranks, detail)"),
       method("shared_memory_states", states, "(group) -> [(process id, arrived, finished, is closed, is running)]"),
       method("shared_memory_has_ended", bound<&Group::has_ended>, "(group) -> 0 or 1"),
       method("shared_memory_close", bound<&Group::close>, "(group)"),

@@ -42,7 +42,7 @@ using Token = std::array<uint8_t, kTokenBytes>;
 
 enum class Operation : uint32_t { all_reduce = 1, broadcast, all_gather, reduce_scatter, barrier };
 
-enum class WaitStatus : int { done = 0, lost, timed_out, mismatched, closed, interrupted };
+enum class WaitStatus : int { done = 0, lost, timed_out, mismatched, closed, interrupted, under_way };
 
 struct WaitResult {
   WaitStatus status = WaitStatus::done;
@@ -105,7 +105,8 @@ class SharedMemoryGroup {
   bool spin(uint64_t operation);
 
   // Sleep until an operation is complete; call `spin` first. `is_interrupted` is asked now and then whether to give up.
-  WaitResult wait(uint64_t operation, double timeout_s, const std::function<bool()>& is_interrupted);
+  // After `timeout_s` the group has failed; with `is_slice` the operation is under way, and nothing has failed.
+  WaitResult wait(uint64_t operation, double timeout_s, bool is_slice, const std::function<bool()>& is_interrupted);
 
   std::vector<RankState> states() const;
 

@@ -184,7 +184,8 @@ bool SharedMemoryGroup::spin(uint64_t operation) {
   }
 }
 
-WaitResult SharedMemoryGroup::wait(uint64_t operation, double timeout_s, const std::function<bool()>& is_interrupted) {
+WaitResult SharedMemoryGroup::wait(uint64_t operation, double timeout_s, bool is_slice,
+                                   const std::function<bool()>& is_interrupted) {
   check_process();
   int64_t started_ns = now_ns();
   while (true) {
@@ -213,6 +214,7 @@ WaitResult SharedMemoryGroup::wait(uint64_t operation, double timeout_s, const s
       late &= ranks_waited_for();
       if ((gone & late) != 0) fail(WaitStatus::lost, gone & late);
       else if ((closed & late) != 0) fail(WaitStatus::closed, closed & late);
+      else if (is_slice && left_s <= 0) return {WaitStatus::under_way, late, ""};
       else if (late != 0 ? left_s <= 0 : left_s <= -kGraceS) fail(WaitStatus::timed_out, late);
     }
     // Without our lock: it takes the interpreter's, whose holder may be waiting for ours.

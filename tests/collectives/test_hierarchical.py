@@ -6,9 +6,11 @@ import logging
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -48,46 +50,71 @@ def expected(layout: tuple[int, ...], addends: list[torch.Tensor], scale: float)
     return add([add([scaled[rank] for rank in host]) for host in hosts_of(layout)])
 
 
+DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int32, torch.int64, torch.complex64)
+
+
+def addends_of(layout: tuple[int, ...], numel: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(numel)
+    if dtype.is_complex:
+        return [torch.complex(*torch.randn(2, numel, generator=generator)) for _ in layout]
+    return [(torch.randn(numel, generator=generator) * 10).to(dtype) for _ in layout]
+
+
 def add_in_order(rank: int, world_size: int, layout: tuple[int, ...]) -> None:
     live_on_host(layout[rank])
     collective = collective_for(default_group(), "hierarchical")
     collective.connect()
     assert [list(host) for host in collective._levels.hosts] == hosts_of(layout)
-    for dtype in (torch.float32, torch.float64, torch.float16, torch.bfloat16):
-        for numel in (1, 7, 5000, 1_300_001):  # the last one goes in pieces
-            generator = torch.Generator().manual_seed(numel)
-            addends = [(torch.randn(numel, generator=generator) * 10).to(dtype) for _ in layout]
-            for scale in (1.0, 1 / world_size):
+    for dtype in DTYPES:
+        for numel in (0, 1, 7, 5000, 1_300_001):  # the last one goes in pieces
+            addends = addends_of(layout, numel, dtype)
+            for scale in (1.0, 1 / world_size) if dtype.is_floating_point else (1.0,):
                 flat = collective.allocate(numel, dtype, torch.device("cpu")).copy_(addends[rank])
                 collective.all_reduce(flat, scale).wait()
                 assert torch.equal(flat, expected(layout, addends, scale)), (dtype, numel, scale)
+        wholes = addends_of(layout, 600 * world_size, dtype)
+        part = torch.empty(600, dtype=dtype)
+        collective.reduce_scatter(part, wholes[rank]).wait()
+        assert torch.equal(part, expected(layout, wholes, 1.0).split(600)[rank]), dtype
 
 
-@pytest.mark.parametrize("layout", [(0, 0, 1), slow((0, 1, 0, 1)), slow((0, 1, 2, 2, 2))])
+@pytest.mark.parametrize(
+    "layout", [(0, 0, 1), *map(slow, [(0, 1, 0, 1), (0, 1, 2, 2, 2), (0, 0, 0, 1), (0, 0, 0), (0, 1, 2)])]
+)
 def test_the_order_of_additions_is_the_documented_one(layout):
     run_ranks(add_in_order, len(layout), layout)
 
 
-def lose_a_rank(rank: int, world_size: int, layout: tuple[int, ...], victim: int) -> Any:
+def lose_a_rank(rank: int, world_size: int, layout: tuple[int, ...], victim: int, after_s: float | None) -> Any:
     live_on_host(layout[rank])
     collective = collective_for(default_group(), "hierarchical")
-    flat = torch.ones(200_000)
-    collective.all_reduce(flat).wait()
+    flats = [torch.ones(2_000_000 if after_s else 200_000) for _ in range(3)]
+    collective.all_reduce(flats[0]).wait()
     if rank == victim:
-        os.kill(os.getpid(), signal.SIGKILL)
+        if after_s is None:
+            os.kill(os.getpid(), signal.SIGKILL)
+        threading.Timer(after_s, os.kill, (os.getpid(), signal.SIGKILL)).start()
     try:
-        for _ in range(50):
-            collective.all_reduce(flat, 0.5, what="gradient bucket 3").wait()
+        while True:
+            for work in [collective.all_reduce(flat, 0.5, what="gradient bucket 3") for flat in flats]:
+                work.wait()
     except PeerLostError as error:
         assert collective.has_ended
         return error.ranks, str(error)
-    return (), "nothing was raised"
 
 
-@pytest.mark.parametrize("victim", [1, slow(0), slow(3)])
-def test_a_dead_rank_is_named_on_every_host(victim):
-    layout = (0, 0, 1, 1)
-    results = run_ranks_to_any_end(lose_a_rank, 4, layout, victim)
+@pytest.mark.parametrize(
+    ("victim", "after_s"),
+    [
+        (1, None),
+        *(slow(victim, None) for victim in (0, 3)),
+        # Inside any of the stages.
+        *(slow(victim, 0.1 + 0.017 * turn) for victim in range(1, 5) for turn in range(4)),
+    ],
+)
+def test_a_dead_rank_is_named_on_every_host(victim, after_s):
+    layout = (0, 0, 1, 1) if victim < 4 else (0, 1, 0, 0, 1)
+    results = run_ranks_to_any_end(lose_a_rank, len(layout), layout, victim, after_s)
     for result in results:
         if result.rank == victim:
             assert result.exit_code == -signal.SIGKILL
@@ -119,6 +146,54 @@ def test_a_training_has_one_set_of_weights_near_native_ddps():
     assert ours[0] == ours[1] == ours[2]
     alone = run_ranks(train, 3, (0, 1, 2))
     assert torch.allclose(torch.tensor(ours[0]), torch.tensor(alone[0]), atol=1e-6)
+
+
+def train_in_other_ways(rank: int, world_size: int, layout: tuple[int, ...]) -> None:
+    """Under each strategy and codec the weights are those of c10d, but for the order of additions."""
+    live_on_host(layout[rank])
+    found = {}
+    for collective, strategy in product(("c10d", "hierarchical"), WAYS):
+        torch.manual_seed(0)
+        model = psengine.DistributedDataParallel(
+            torch.nn.Sequential(torch.nn.Linear(20, 30), torch.nn.Tanh(), torch.nn.Linear(30, 3)),
+            strategy=strategy,
+            collective=collective,
+        )
+        optimizer = psengine.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+        torch.manual_seed(rank)
+        batches = [torch.randn(8, 20) for _ in range(6)]
+        with model.join() if strategy == "sync" else nullcontext():
+            for inputs in batches[: 6 - rank] if strategy == "sync" else batches:
+                optimizer.zero_grad()
+                model(inputs).square().mean().backward()
+                optimizer.step()
+        weights = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+        assert all(torch.equal(weights, other) for other in psengine.gather(weights)), (strategy, collective)
+        found[collective, strategy] = weights
+    for strategy in WAYS:
+        ours, plain = found["hierarchical", strategy], found["c10d", strategy]
+        assert (ours - plain).abs().max() < (5e-3 if "bf16" in strategy or "fp16" in strategy else 1e-5), strategy
+        if strategy in SUM_NOTHING:
+            assert torch.equal(ours, plain), strategy
+
+
+SUM_NOTHING = (
+    "sync:shard_optimizer=true",
+    *(f"sync:compress={codec}" for codec in ("int8", "fp4", "onebit", "topk,ratio=0.1")),
+)
+WAYS = (
+    "sync",
+    *SUM_NOTHING,
+    *(f"sync:compress={codec}" for codec in ("bf16", "fp16", "powersgd,rank=1")),
+    "local:every=2",
+    "diloco:every=2",
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [(0, 0, 1, 1), (0, 0, 1), (0, 1)])
+def test_strategies_codecs_and_uneven_inputs_need_no_other_collective(layout):
+    run_ranks(train_in_other_ways, len(layout), layout)
 
 
 def be_told(rank: int, world_size: int, layout: tuple[int, ...]) -> str:

@@ -33,7 +33,7 @@ from typing_extensions import override
 from psengine.collectives.base import Collective, Work
 from psengine.collectives.c10d import C10dCollective
 from psengine.collectives.hierarchy.levels import Levels
-from psengine.collectives.hierarchy.stages import INSIDE_HOSTS, LAST, SUM, Sum
+from psengine.collectives.hierarchy.stages import LAST, Sum
 from psengine.collectives.operands import check_flat, check_parts, real
 from psengine.collectives.shared_memory.collective import SharedMemoryCollective
 from psengine.collectives.shared_memory.segments import SharedSegments
@@ -102,8 +102,9 @@ class HierarchicalCollective(Collective):
         for piece in values.split(max(1, PIECE_BYTES // values.element_size())):
             try:
                 begun = Sum(self._levels, piece, scale, what, number, self._complete)
-            except CollectiveError as error:
-                raise self._failure(error, what, SUM) from error
+            except CollectiveError:
+                self.close()
+                raise
             self._under_way.append(begun)
         self.progress()
         return begun  # which ends after the others
@@ -145,8 +146,9 @@ class HierarchicalCollective(Collective):
             for begun in self._under_way:
                 begun.advance(before)
                 before = begun.stage
-        except CollectiveError as error:
-            raise self._failure(error, begun.what, begun.stage) from error
+        except CollectiveError:
+            self.close()
+            raise
         while self._under_way and self._under_way[0].stage == LAST:
             self._under_way.popleft()
 
@@ -156,16 +158,10 @@ class HierarchicalCollective(Collective):
             first = self._under_way[0]
             try:
                 first.wait_for_stage()
-            except CollectiveError as error:
-                raise self._failure(error, first.what, first.stage) from error
+            except CollectiveError:
+                self.close()
+                raise
             self.progress()
-
-    def _failure(self, error: CollectiveError, what: str, stage: int) -> Exception:
-        """The error to raise, after which nothing succeeds; it names ranks by their number among all."""
-        self._has_ended = True
-        assert self._levels is not None
-        self._levels.close()  # this host's ranks need not wait for this one
-        return self._levels.diagnose(error, what) if stage in INSIDE_HOSTS else error
 
     @override
     def wait_for(self, future: torch.futures.Future[Any], what: str) -> Any:
@@ -181,6 +177,7 @@ class HierarchicalCollective(Collective):
 
     @override
     def close(self) -> None:
+        """Tells the ranks of this host that wait for this one."""
         self._has_ended = True
         if self._levels is not None:
             self._levels.close()

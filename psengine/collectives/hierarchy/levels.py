@@ -10,25 +10,62 @@ from typing_extensions import override
 
 from psengine.collectives.c10d import C10dCollective
 from psengine.collectives.shared_memory.collective import SharedMemoryCollective
+from psengine.collectives.shared_memory.failures import UNDER_WAY
 from psengine.collectives.shared_memory.host import meet_hosts
 from psengine.collectives.shared_memory.segments import SharedSegments
 from psengine.errors import CollectiveError, PeerLostError, SharedMemoryUnavailableError
-from psengine.tracing.stall_inspector import Whereabouts, stall_after_s
 
 ORDER = "rank"
 
 
 class HostMemory(SharedMemoryCollective):
-    """The ranks of one host, numbered among themselves; whoever waits for them is watched by ``Sum``."""
+    """The ranks of one host, numbered among themselves. Its waits and its errors are those of all ranks.
 
-    def __init__(self, meeting: C10dCollective, segments: SharedSegments | None) -> None:
+    A rank of this host may wait for another host. So whoever waits here looks for alarms, and answers roll calls.
+
+    Args:
+        meeting, segments: see ``SharedMemoryCollective``.
+        own: this host's ranks, as all count.
+        everybody: all ranks, over torch.distributed.
+
+    Attributes:
+        number: of the operation that is waited for, as all ranks count.
+    """
+
+    def __init__(
+        self,
+        meeting: C10dCollective,
+        segments: SharedSegments | None,
+        own: tuple[int, ...],
+        everybody: C10dCollective,
+    ) -> None:
         super().__init__(meeting, ORDER, segments)
-        self._stall_after_s = 0.0
+        self.number = 0
+        self._own = own
+        self._everybody = everybody
 
-    @property
     @override
-    def whereabouts(self) -> Whereabouts | None:
-        return None
+    def _sleep(self, operation: int, what: str, timeout_s: float) -> tuple[int, int, str] | None:
+        failure: tuple[int, int, str] | None = None
+
+        def wait_for_s(seconds: float) -> bool:
+            nonlocal failure
+            failure = self._wait(operation, seconds, is_slice=True)
+            return failure is None or failure[0] != UNDER_WAY
+
+        self._everybody.watch(wait_for_s, lambda: False, what, self.number, timeout_s)
+        return failure
+
+    @override
+    def _error_of(self, what: str, timeout_s: float, failure: tuple[int, int, str]) -> Exception:
+        """All ranks are asked: one that has stopped waiting may be named here for another that is gone."""
+        error = super()._error_of(what, timeout_s, failure)
+        if not isinstance(error, PeerLostError):
+            return CollectiveError(f"{error} (ranks are numbered within this host; among all they are {self._own})")
+        lost = tuple(self._own[rank] for rank in error.ranks)
+        names = ", ".join(f"rank {rank}" for rank in lost)
+        found = self._everybody.diagnose(RuntimeError(f"{names} of this host did not come, or left"), what)
+        return found if isinstance(found, PeerLostError) else PeerLostError(f"Lost {names}. {found}", lost)
 
 
 class Levels:
@@ -51,10 +88,9 @@ class Levels:
         self.own = self.hosts[self.host]
         self.place = self.own.index(everybody.rank)
         self.lanes = min(map(len, self.hosts))
-        self.stall_after_s = stall_after_s() if everybody.world_size > 1 else 0.0
         prefix = f"psengine/hierarchical/{met.token.hex()}"
-        self.sums: SharedMemoryCollective | None = None
-        self.spreads: SharedMemoryCollective | None = None
+        self.sums: HostMemory | None = None
+        self.spreads: HostMemory | None = None
         self.trades: dist.ProcessGroup | None = None
         self.collects: dist.ProcessGroup | None = None
         self._meeting: dist.ProcessGroup | None = None
@@ -63,7 +99,8 @@ class Levels:
             if len(self.own) > 1:
                 self._meeting = self._group(f"{prefix}/host {self.host}", self.place, len(self.own))
                 meeting = C10dCollective(self._meeting, everybody.timeout_s)
-                self.sums, self.spreads = HostMemory(meeting, segments), HostMemory(meeting, None)
+                self.sums = HostMemory(meeting, segments, self.own, everybody)
+                self.spreads = HostMemory(meeting, None, self.own, everybody)
                 self.sums.connect()
                 self.spreads.connect()
             if len(self.hosts) > 1 and self.place < self.lanes:
@@ -94,18 +131,6 @@ class Levels:
     @property
     def has_ended(self) -> bool:
         return any(memory is not None and memory.has_ended for memory in (self.sums, self.spreads))
-
-    def diagnose(self, error: CollectiveError, what: str) -> Exception:
-        """``error``, in which ranks are numbered within the host, by their numbers among all.
-
-        All ranks are asked: one that has stopped waiting may be named here for another that is gone.
-        """
-        if not isinstance(error, PeerLostError):
-            return CollectiveError(f"{error} (ranks are numbered within this host; among all they are {self.own})")
-        lost = tuple(self.own[rank] for rank in error.ranks)
-        names = ", ".join(f"rank {rank}" for rank in lost)
-        found = self.everybody.diagnose(RuntimeError(f"{names} of this host did not come, or left"), what)
-        return found if isinstance(found, PeerLostError) else PeerLostError(f"Lost {names}. {found}", lost)
 
     def close(self) -> None:
         for memory in (self.sums, self.spreads):

@@ -12,11 +12,9 @@ from psengine.collectives.c10d import C10dWork, all_to_all_of
 from psengine.collectives.hierarchy.levels import Levels
 from psengine.collectives.operands import flat_bytes
 from psengine.collectives.shared_memory.collective import SharedMemoryWork
-from psengine.tracing.stall_inspector import inspector
 
 # In their order, and the one after the last.
 SUM, TRADE, COLLECT, SPREAD, LAST = range(5)
-INSIDE_HOSTS = (SUM, SPREAD)
 # 16-bit sums are carried in these.
 _WIDE = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
 
@@ -78,19 +76,11 @@ class Sum(Work):
 
     def wait_for_stage(self) -> None:
         """Wait until the stage is over."""
-        if self._work is None:
-            return
-        levels = self._levels
-        is_watched = self.stage in INSIDE_HOSTS and levels.stall_after_s > 0
-        if not is_watched:
+        for memory in (self._levels.sums, self._levels.spreads):
+            if memory is not None:
+                memory.number = self._number
+        if self._work is not None:
             self._work.wait()
-            return
-        everybody = levels.everybody
-        watched = inspector.enter(everybody, self._number, self.what, everybody.timeout_s, levels.stall_after_s)
-        try:
-            self._work.wait()
-        finally:
-            inspector.leave(watched)
 
     def _slice(self, lane: int) -> torch.Tensor:
         """The elements that ranks at place ``lane`` exchange."""

@@ -265,7 +265,7 @@ class SharedMemoryCollective(Collective):
         """Fail the operations in flight, on every rank."""
         self._has_ended = True
         if self._group is not None:
-            self._extension.shared_memory_wait(self._group, NO_OPERATION, 0.0)
+            self._extension.shared_memory_wait(self._group, NO_OPERATION, 0.0, False)
 
     def _kind(self, what: str, tensor: torch.Tensor) -> int:
         kind = SCALAR_KINDS.get(tensor.dtype)
@@ -331,12 +331,14 @@ class SharedMemoryCollective(Collective):
         try:
             if has_spun or not self._extension.shared_memory_spin(self._group, operation):
                 failure = self._sleep(operation, what, timeout_s)
-        except RuntimeError as error:
+        except CollectiveError:
             self.close()  # the others need not wait for this rank
+            raise
+        except RuntimeError as error:
+            self.close()
             raise self._failure(what, error) from error
         if failure is not None:
-            states = self._extension.shared_memory_states(self._group)
-            raise error_of(what, self.rank, self._host, timeout_s, states, failure)
+            raise self._error_of(what, timeout_s, failure)
         if started_ns:
             record_wait(what, started_ns)
         self._outstanding.pop(operation, None)
@@ -349,11 +351,22 @@ class SharedMemoryCollective(Collective):
         if self._stall_after_s:
             watched = inspector.enter(self, operation, what, timeout_s, self._stall_after_s)
         try:
-            failure: tuple[int, int, str] | None = self._extension.shared_memory_wait(self._group, operation, timeout_s)
+            return self._wait(operation, timeout_s, is_slice=False)
         finally:
             if watched is not None:
                 inspector.leave(watched)
+
+    def _wait(self, operation: int, timeout_s: float, *, is_slice: bool) -> tuple[int, int, str] | None:
+        """``is_slice``: after ``timeout_s`` the status is UNDER_WAY, else the group has failed."""
+        failure: tuple[int, int, str] | None = self._extension.shared_memory_wait(
+            self._group, operation, timeout_s, is_slice
+        )
         return failure
+
+    def _error_of(self, what: str, timeout_s: float, failure: tuple[int, int, str]) -> Exception:
+        """What to raise for a wait that failed."""
+        states = self._extension.shared_memory_states(self._group)
+        return error_of(what, self.rank, self._host, timeout_s, states, failure)
 
 
 class SharedMemoryWork(Work):

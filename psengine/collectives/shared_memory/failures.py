@@ -5,7 +5,7 @@ from __future__ import annotations
 from psengine.errors import CollectiveError, PeerLostError
 
 # csrc/shared_memory/group.h, WaitStatus
-LOST, TIMED_OUT, MISMATCHED, CLOSED = 1, 2, 3, 4
+LOST, TIMED_OUT, MISMATCHED, CLOSED, UNDER_WAY = 1, 2, 3, 4, 6
 
 
 def error_of(
