@@ -310,8 +310,8 @@ def describe_stall(
         text += f"{name(rank)} waits for another: {heard[rank]}. "
     if whereabouts is not None and not were_asked:
         text += (
-            "The rendezvous store does not answer (rank 0 or torchrun's agent, which hosts it, hangs or is gone), so"
-            " nobody could be asked. "
+            "The rendezvous store does not answer (its link is cut or overloaded, or rank 0 or torchrun's agent, which"
+            " hosts it, hangs or is gone), so nobody could be asked. "
         )
     if elsewhere:
         text += (

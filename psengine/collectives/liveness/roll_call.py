@@ -11,7 +11,8 @@ ranks that wait look for the alarm once a second and answer it; every rank's err
     rank 2   killed
 
 Calls are numbered, and each needs its own answers. The store may be as dead as a peer, so a thread that can be
-abandoned asks it.
+abandoned asks it. A store that keeps silent may also be behind a link that is cut for a while, which TCP gets over: a
+rank of which no operation has failed goes on waiting for its data, and gives the store PATIENCE_S.
 """
 
 from __future__ import annotations
@@ -27,6 +28,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 POLL_INTERVAL_S = 0.1
+# A look for alarms is a message and its answer; a second is much even on a link that data fills.
+LOOK_S = 1.0
+# How long the store may keep silent while no operation has failed: shorter cuts of a link heal.
+PATIENCE_S = 60.0
 
 Result = TypeVar("Result")
 Store = Any  # a torch.distributed.Store
@@ -123,9 +128,18 @@ class RollCall:
         world_size: ranks in the group.
         grace_s: how long a silent rank may take to answer. A rank that computes answers only when it waits again, so
             too short a grace names healthy ranks. Ranks of this host whose process has ended need no grace.
+        patience_s: how long the store may leave a look for alarms without an answer.
     """
 
-    def __init__(self, store: Store, group: str, rank: int, world_size: int, grace_s: float = 10.0) -> None:
+    def __init__(
+        self,
+        store: Store,
+        group: str,
+        rank: int,
+        world_size: int,
+        grace_s: float = 10.0,
+        patience_s: float = PATIENCE_S,
+    ) -> None:
         self.store = store
         self._prefix = f"psengine/{group}/"
         self._call_key = f"{self._prefix}call"
@@ -139,18 +153,31 @@ class RollCall:
         self._settled_call = 0
         self._began_call = 0
         self._is_store_silent = False
+        self._patience_s = patience_s
+        # A look for alarms that has no answer yet, and when it began.
+        self._look: tuple[Future[bool], float] | None = None
         self.store.set(f"{self._prefix}member/{rank}", f"{os.getpid()} {process_table() or '-'} {self._host}")
 
     # These raise StoreSilentError where the store does not answer, RuntimeError or OSError where its host is gone.
 
     def alarm_raised(self) -> bool:
-        """Whether a call is on that this rank has not answered; also learns where the others live."""
+        """Whether a call is on that this rank has not answered, as far as the store has said by now; also learns where
+        the others live.
+        """
 
         def look() -> bool:
             self.look_up_members()
             return count_at(self.store, self._call_key) > self._settled_call
 
-        return self._ask(look)
+        asked, since_s = self._look or (ask(look), time.monotonic())
+        self._look = (asked, since_s)
+        if not wait([asked], LOOK_S).done:
+            if time.monotonic() - since_s <= self._patience_s:
+                return False
+            self._is_store_silent = True
+            raise StoreSilentError(f"no answer within {self._patience_s:g} s")
+        self._look = None
+        return asked.result()
 
     def hosts(self) -> tuple[str, ...]:
         """The host of each rank; waits until all have written it to the store."""

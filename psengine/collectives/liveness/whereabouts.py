@@ -12,6 +12,7 @@ others of its process out. Where the store's host has stopped they do not return
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -30,7 +31,7 @@ from psengine.tracing.stall_inspector import Position
 
 QUESTION = "psengine/stall/question"
 ANSWER = "psengine/stall/answer/"
-# A store that lives takes a millisecond.
+# For a question and its answer: a millisecond, over a link that data fills a tenth of a second.
 STORE_TIMEOUT_S = 1.0
 
 
@@ -70,19 +71,22 @@ class StoreWhereabouts:
 
     def answers(self, question: int) -> Mapping[int, Position]:
         """By rank, where those wait that answered ``question`` or a later one."""
-        return self._put(lambda: self._answers(question))
-
-    def _answers(self, question: int) -> dict[int, Position]:
-        self._roll_call.look_up_members()
+        self._put(self._roll_call.look_up_members)
         found = {}
         # Ranks answer only the latest they see, and another may have asked meanwhile.
-        for later in range(question, self._latest_question() + 1):
+        for later in range(question, self.latest_question() + 1):
             for rank in range(self._roll_call.world_size):
-                key = self._key(later, rank)
-                if key is not None and self._store.check([key]):
-                    operation, what = json.loads(self._store.get(key))
-                    found[rank] = Position(int(operation), str(what))
+                position = self._put(functools.partial(self._answer_of, later, rank))
+                if position is not None:
+                    found[rank] = position
         return found
+
+    def _answer_of(self, question: int, rank: int) -> Position | None:
+        key = self._key(question, rank)
+        if key is None or not self._store.check([key]):
+            return None
+        operation, what = json.loads(self._store.get(key))
+        return Position(int(operation), str(what))
 
     def _key(self, question: int, rank: int) -> str | None:
         name = self._roll_call.name_of(rank)
