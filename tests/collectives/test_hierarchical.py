@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import signal
 import sys
 import threading
@@ -219,6 +220,7 @@ def test_the_log_advises_hierarchy_where_it_sends_less():
 def test_advice_counts_the_bytes_that_leave_a_host():
     assert "sends 0.67" in shared_host.advice_for([(0, 1), (2, 3)])
     assert "sends 0.33" in shared_host.advice_for([(0, 2), (1, 3)])  # every link of the ring leaves a host
+    assert "sends 0.75" in shared_host.advice_for([(0, 1), (2,)])
     assert shared_host.advice_for([(0,), (1,)]) == ""
     assert shared_host.advice_for([(0, 1, 2)]) == ""
     many = [tuple(range(8 * host, 8 * host + 8)) for host in range(64)]
@@ -264,17 +266,62 @@ os._exit(0)
 
 
 @contextmanager
-def ranks_on_two_hosts(folder: Path, timeout_s: float) -> Iterator[tuple[list[Any], list[Any]]]:
-    """Two hosts with two ranks each; yields the hosts and the ranks' processes."""
-    script = folder / "between.py"
-    script.write_text(BETWEEN_HOSTS)
-    with emulated_hosts(2, shared=[folder]) as hosts, ExitStack() as stack:
+def ranks_on_hosts(
+    layout: tuple[int, ...], program: str, folder: Path, *arguments: Any
+) -> Iterator[tuple[list[Any], list[Any]]]:
+    """Ranks that run a program, each on its host; yields the hosts and the ranks' processes."""
+    (folder / "program.py").write_text(program)
+    with emulated_hosts(max(layout) + 1, shared=[folder]) as hosts, ExitStack() as stack:
         processes = []
-        for rank in range(4):
-            environment = {"RANK": str(rank), "WORLD_SIZE": "4", "MASTER_ADDR": "node-0", "MASTER_PORT": "29500"}
-            environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-            command = [sys.executable, script, str(timeout_s), folder / "stop"]
-            processes.append(stack.enter_context(hosts[rank // 2].start(command, environment=environment)))
+        for rank, place in enumerate(layout):
+            environment = {"RANK": str(rank), "WORLD_SIZE": str(len(layout)), "MASTER_ADDR": "node-0"}
+            environment |= {"MASTER_PORT": "29500", "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+            command = [sys.executable, folder / "program.py", *map(str, arguments)]
+            processes.append(stack.enter_context(hosts[place].start(command, environment=environment)))
+        yield hosts, processes
+
+
+SENT_BYTES = """
+import torch, torch.distributed as dist
+from pathlib import Path
+from psengine.collectives.registry import collective_for, default_group
+dist.init_process_group("gloo")
+
+def sent():
+    return sum(int(line.split()[9]) for line in Path("/proc/net/dev").read_text().splitlines() if "eth0" in line)
+
+flat = torch.ones(4_000_000)
+for name in ("c10d", "hierarchical"):
+    collective = collective_for(default_group(), name)
+    collective.all_reduce(flat, 0.5).wait()
+    collective.barrier().wait()
+    before = sent()
+    for _ in range(4):
+        collective.all_reduce(flat, 0.5).wait()
+    collective.barrier().wait()
+    print(sent() - before, flush=True)
+collective.barrier().wait()
+"""
+
+
+@pytest.mark.slow
+@needs_hosts
+@pytest.mark.parametrize("layout", [(0, 0, 1, 1), (0, 0, 1), (0, 1, 1, 1), (0, 1)])
+def test_hosts_send_the_share_of_the_bytes_that_the_advice_says(tmp_path, layout):
+    advice = re.search(r"sends ([\d.]+) of", shared_host.advice_for([tuple(host) for host in hosts_of(layout)]))
+    with ranks_on_hosts(layout, SENT_BYTES, tmp_path) as (_, processes):
+        sent = []
+        for process in processes:
+            assert process.wait() == 0, process.stderr
+            sent.append([int(line) for line in process.stdout.split()])
+    ring, hierarchical = (max(sizes) for sizes in zip(*sent, strict=True))
+    assert hierarchical / ring == pytest.approx(float(advice[1]) if advice else 1.0, rel=0.05)
+
+
+@contextmanager
+def ranks_on_two_hosts(folder: Path, timeout_s: float) -> Iterator[tuple[list[Any], list[Any]]]:
+    """Two hosts with two ranks each that have begun; yields the hosts and the ranks' processes."""
+    with ranks_on_hosts((0, 0, 1, 1), BETWEEN_HOSTS, folder, timeout_s, folder / "stop") as (hosts, processes):
         for process in processes:
             process.wait_until(lambda process=process: process.stdout.count("step") > 2)
             assert process.stdout.startswith("((0, 1), (2, 3))"), process.stdout

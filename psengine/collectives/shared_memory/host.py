@@ -153,7 +153,7 @@ def advice_for(hosts: Sequence[Sequence[int]]) -> str:
     leaving = max(sum(host_of[rank] != host_of[(rank + 1) % world_size] for rank in host) for host in hosts)
     ring = leaving * (world_size - 1) / world_size
     ratio = (len(hosts) - 1) / len(hosts) / ring if ring else 1.0
-    if ratio > WORTH_ADVICE or min(map(len, hosts)) == 1:
+    if ratio > WORTH_ADVICE:
         return ""
     return (
         f". These are {world_size} ranks on {len(hosts)} hosts: collective='hierarchical' sends {ratio:.2f} of the"
