@@ -16,7 +16,7 @@ import torch.distributed as dist
 from typing_extensions import override
 
 from psengine.collectives.base import Collective, CompletedWork, Work
-from psengine.collectives.liveness.roll_call import PATIENCE_S, RollCall, StoreSilentError
+from psengine.collectives.liveness.roll_call import PATIENCE_S, RollCall
 from psengine.collectives.liveness.whereabouts import StoreWhereabouts
 from psengine.collectives.operands import check_flat, check_parts, coalesce, copy_out, flat_bytes, real
 from psengine.errors import CollectiveError, PeerLostError
@@ -278,10 +278,8 @@ class C10dCollective(Collective):
             missing = self._roll_call.missing_ranks(begin=not isinstance(error, _AlarmError))
         except Exception as store_error:
             missing = self._roll_call.lost_processes()
-            is_silent = isinstance(store_error, StoreSilentError)
             failure += (
-                f"\nThe rendezvous store does not answer either ({store_error}); the process that hosts it"
-                f" (rank 0, or torchrun's agent) {'hangs, or the link to it is cut' if is_silent else 'is gone'}."
+                f"\nThe rendezvous store does not answer either ({store_error}); rank 0, or torchrun's agent, hosts it."
             )
             missing = missing or ((0,) if self.rank != 0 else ())
         if not missing:

@@ -11,7 +11,7 @@ from psengine.collectives.base import Work
 from psengine.collectives.c10d import C10dWork, all_to_all_of
 from psengine.collectives.hierarchy.levels import Levels
 from psengine.collectives.operands import flat_bytes
-from psengine.collectives.shared_memory.collective import SharedMemoryWork
+from psengine.collectives.shared_memory.work import SharedMemoryWork
 
 # In their order, and the one after the last.
 SUM, TRADE, COLLECT, SPREAD, LAST = range(5)

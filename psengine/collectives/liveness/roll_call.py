@@ -62,7 +62,7 @@ def answer_of(asked: Future[Result], within_s: float) -> Result:
         StoreSilentError: there is none after ``within_s``.
     """
     if not wait([asked], within_s).done:
-        raise StoreSilentError(f"no answer within {within_s:g} s")
+        raise StoreSilentError(f"no answer within {within_s:g} s: it hangs, or the link to it is cut")
     return asked.result()
 
 
@@ -175,7 +175,7 @@ class RollCall:
             if time.monotonic() - since_s <= self._patience_s:
                 return False
             self._is_store_silent = True
-            raise StoreSilentError(f"no answer within {self._patience_s:g} s")
+            raise StoreSilentError(f"no answer within {self._patience_s:g} s: it hangs, or the link to it is cut")
         self._look = None
         return asked.result()
 

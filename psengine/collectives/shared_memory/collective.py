@@ -37,6 +37,7 @@ from psengine.collectives.shared_memory.failures import error_of
 from psengine.collectives.shared_memory.host import ORDERS, join_host_group
 from psengine.collectives.shared_memory.kinds import SCALAR_KINDS, SUMMED_DTYPES, kind_at_once
 from psengine.collectives.shared_memory.segments import SharedSegments
+from psengine.collectives.shared_memory.work import SharedMemoryWork
 from psengine.errors import CollectiveError, ConfigurationError
 from psengine.kernels import native
 from psengine.specification import did_you_mean
@@ -367,47 +368,3 @@ class SharedMemoryCollective(Collective):
         """What to raise for a wait that failed."""
         states = self._extension.shared_memory_states(self._group)
         return error_of(what, self.rank, self._host, timeout_s, states, failure)
-
-
-class SharedMemoryWork(Work):
-    """An operation in shared memory.
-
-    Args:
-        collective: runs the operation.
-        operation: its number.
-        what: its name in errors.
-        timeout_s: deadline of the wait; None takes the collective's.
-        finish: copy results to their places; called once, in order, when the operation is over.
-    """
-
-    def __init__(
-        self,
-        collective: SharedMemoryCollective,
-        operation: int,
-        what: str,
-        *,
-        timeout_s: float | None = None,
-        finish: Sequence[Callable[[], None]] = (),
-    ) -> None:
-        self._collective = collective
-        self._operation = operation
-        self._what = what
-        self._timeout_s = collective.timeout_s if timeout_s is None else timeout_s
-        self._finish = finish
-
-    def is_done(self) -> bool:
-        """Whether ``wait`` would return at once; advances operations."""
-        return self._collective.completed() >= self._operation
-
-    @override
-    def wait(self, timeout_s: float | None = None) -> None:
-        """``timeout_s`` overrides the deadline. Passing it ends the whole group."""
-        timeout_s = self._timeout_s if timeout_s is None else timeout_s
-        if is_profiling():
-            with profiled(f"wait for {self._what}"):
-                self._collective.finish(self._operation, self._what, timeout_s)
-        else:
-            self._collective.finish(self._operation, self._what, timeout_s)
-        finish, self._finish = self._finish, ()
-        for copy in finish:
-            copy()

@@ -22,8 +22,9 @@ from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo
 
 from psengine.collectives.c10d import C10dCollective
 from psengine.collectives.operands import copying, plain
-from psengine.collectives.shared_memory.collective import SharedMemoryCollective, SharedMemoryWork
+from psengine.collectives.shared_memory.collective import SharedMemoryCollective
 from psengine.collectives.shared_memory.kinds import SCALAR_KINDS
+from psengine.collectives.shared_memory.work import SharedMemoryWork
 from psengine.collectives.torch_backend import NAME
 from psengine.collectives.torch_backend.group_work import GroupWork, Waiter
 from psengine.errors import SharedMemoryUnavailableError
