@@ -64,6 +64,21 @@ class PushRecord:
 
 
 @dataclass
+class Cut:
+    """What is known of a snapshot.
+
+    Attributes:
+        versions: of each chunk, when it was captured.
+        departures: how many workers had left until then.
+        excused: workers whose step may be there in part, because the rest did not come in time.
+    """
+
+    versions: dict[int, int]
+    departures: int
+    excused: set[int] = field(default_factory=set)
+
+
+@dataclass
 class ChunkOracle:
     """What is known of one chunk.
 
@@ -106,6 +121,9 @@ class ApplyingJob:
         self._newest: dict[tuple[int, int], dict[int, int]] = defaultdict(dict)
         self._live: dict[tuple[int, int], dict[int, int]] = defaultdict(dict)
         self._came: dict[tuple[int, int], set[int]] = defaultdict(set)
+        self._departures: list[tuple[int, int]] = []  # (server, rank), in their order
+        # By server, the versions that its newest intact snapshot has at least.
+        self._promised: dict[int, dict[int, int]] = defaultdict(dict)
         self._last_sequence = 0  # of the sender of the message under way
 
     # ---- a worker ----------------------------------------------------------------------------------------------
@@ -180,7 +198,30 @@ class ApplyingJob:
 
     # ---- the servers -------------------------------------------------------------------------------------------
 
-    def server_started(self, server: ServerProcess) -> None:
+    def captured(self, server: ServerProcess) -> Cut:
+        """See ``SnapshotWitness``."""
+        versions = {
+            key: self.chunks[key].version
+            for shard in server.shards
+            for job in shard.jobs.kept()
+            for key in job.chunks.rules
+        }
+        return Cut(versions, len(self._departures))
+
+    def complete(self, server: ServerProcess, note: Cut, *, is_torn: bool) -> None:
+        """See ``SnapshotWitness``."""
+        left = {rank for index, rank in self._departures[note.departures :] if index == server.index}
+        note.excused = set(range(self.scenario.workers)) if is_torn else left
+
+    def durable(self, server: ServerProcess, note: Cut) -> None:
+        """See ``SnapshotWitness``."""
+        self._promised[server.index] = note.versions
+
+    def damaged(self, server: int, note: Cut | None) -> None:
+        """The newest snapshot that a server can restore is an older one, or none."""
+        self._promised[server] = {} if note is None else note.versions
+
+    def server_started(self, server: ServerProcess, note: Cut | None) -> None:
         """A life of a server begins: what it lost is allowed by its tier."""
         for shard in server.shards:
             place = server.index, shard.index
@@ -188,12 +229,51 @@ class ApplyingJob:
             for key, epoch in list(self.epochs.items()):
                 if epoch >> 8 == server.index:
                     self.epochs[key] = -1
+        before = {key: chunk.applied for key, chunk in enumerate(self.chunks)}
+        restored: set[int] = set()
+        for shard in server.shards:
             for job in shard.jobs.by_number.values():
-                for key in job.chunks.rules:
-                    self._check_restored(server, shard, key)
+                for key, rule in job.chunks.rules.items():
+                    restored.add(key)
+                    self._take_restored(key, server.epoch, rule)
+                members = {rank: job.membership.members[rank].nonce for rank in job.membership.live_ranks}
+                self._live[server.index, shard.index] = members
+                self._came[server.index, shard.index] = set(job.came)
+        for key, version in self._promised[server.index].items():
+            is_there = key in restored and self.chunks[key].version >= version
+            require(is_there, "version {} of chunk {} was durable, and is gone after a restart", version, key)
+        if note is not None:
+            self._check_cut(restored, before, note)
 
-    def _check_restored(self, server: ServerProcess, shard: Shard, key: int) -> None:
-        raise NotImplementedError
+    def _take_restored(self, key: int, epoch: int, rule: Any) -> None:
+        chunk = self.chunks[key]
+        version, found = rule.version, set_of(rule.outcome.values.tolist())
+        require(
+            chunk.states.get(version) == found,
+            "chunk {} came back as version {} with {:x}, expected {:x}",
+            key,
+            version,
+            found,
+            chunk.states.get(version, -1),
+        )
+        chunk.applied = found
+        chunk.states = {known: updates for known, updates in chunk.states.items() if known <= version}
+        chunk.clocks = dict(rule.clocks())
+        self.epochs[key] = epoch
+
+    def _check_cut(self, restored: set[int], before: dict[int, int], note: Cut) -> None:
+        """A step is in all chunks of a snapshot, or in none."""
+        steps: dict[tuple[int, int], list[tuple[bool, bool]]] = defaultdict(list)
+        for key in restored:
+            chunk = self.chunks[key]
+            for number, push in enumerate(chunk.pushes):
+                was_there, is_there = before[key] >> (2 * number) & 1, chunk.applied >> (2 * number) & 1
+                if push.rank not in note.excused:
+                    steps[push.process, push.step].append((bool(was_there), bool(is_there)))
+        for (process, step), parts in steps.items():
+            is_cut = any(is_there for _, is_there in parts) and not all(is_there for _, is_there in parts)
+            was_whole = all(was_there for was_there, _ in parts)
+            require(not (is_cut and was_whole), "a snapshot has step {} of process {} in part", step, process)
 
     def before(self, server: ServerProcess, shard: Shard, message: Message) -> None:
         """See ``ServerWitness``."""
@@ -230,6 +310,7 @@ class ApplyingJob:
 
     def _note_members(self, place: tuple[int, int], members: dict[int, int], keys: Any) -> None:
         known = self._live[place]
+        self._departures += [(place[0], rank) for rank, process in known.items() if members.get(rank) != process]
         for rank, process in members.items():
             if known.get(rank) != process:
                 for key in keys:

@@ -176,8 +176,20 @@ class AveragingJob:
 
     # ---- the oracle --------------------------------------------------------------------------------------------
 
-    def server_started(self, server: ServerProcess) -> None:
+    def server_started(self, server: ServerProcess, note: Any) -> None:
         """See ``ServerWitness``."""
+
+    def captured(self, server: ServerProcess) -> None:
+        """See ``SnapshotWitness``."""
+
+    def complete(self, server: ServerProcess, note: Any, *, is_torn: bool) -> None:
+        """See ``SnapshotWitness``."""
+
+    def durable(self, server: ServerProcess, note: Any) -> None:
+        """See ``SnapshotWitness``."""
+
+    def damaged(self, server: int, note: Any) -> None:
+        """The newest snapshot that a server can restore is an older one, or none."""
 
     def before(self, server: ServerProcess, shard: Shard, message: Message) -> None:
         """See ``ServerWitness``."""

@@ -86,6 +86,26 @@ def _stop_server(world: Simulation, fault: Fault) -> None:
         world.clock.after(fault.lasts_s, server.resume)
 
 
+def _bad_disk(world: Simulation, fault: Fault) -> None:
+    assert fault.server is not None
+    disk = world.disks[fault.server]
+    disk.problem = fault.kind
+
+    def mend() -> None:
+        disk.problem = ""
+
+    world.clock.after(fault.lasts_s, mend)
+
+
+def _flip_bits(world: Simulation, fault: Fault) -> None:
+    assert fault.server is not None
+    disk = world.disks[fault.server]
+    intact = [one for one in disk.generations if not one.is_damaged]
+    if len(intact) > 1:
+        intact[-1].is_damaged = True
+        world.job.damaged(fault.server, intact[-2].note)
+
+
 _BEGIN = {
     "break": _break,
     "cut": _cut,
@@ -96,4 +116,7 @@ _BEGIN = {
     "zombie": _zombie,
     "kill server": _kill_server,
     "stop server": _stop_server,
+    "fsync fails": _bad_disk,
+    "disk full": _bad_disk,
+    "bits flip": _flip_bits,
 }

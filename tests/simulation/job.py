@@ -18,6 +18,7 @@ from simulation.clock import Clock
 from simulation.network import Network
 from simulation.scenario import Scenario
 from simulation.server import ServerProcess
+from simulation.snapshots import SnapshotDisk, Snapshots
 from simulation.violation import Violation
 from simulation.worker import WorkerProcess
 
@@ -72,6 +73,7 @@ class Simulation:
         self.counts: Counter[str] = Counter()
         self.job = ApplyingJob(scenario) if scenario.rule == "apply" else AveragingJob(scenario)
         self.slots = [Slot(rank) for rank in range(scenario.workers)]
+        self.disks = [SnapshotDisk() for _ in range(scenario.servers)]
         self.zombies: list[WorkerProcess] = []
         self._processes = 0
 
@@ -121,7 +123,7 @@ class Simulation:
     def _make_server(self, index: int) -> ServerProcess:
         scenario = self.scenario
         settings = ShardSettings(lease_s=scenario.lease_s, heartbeat_s=scenario.heartbeat_s, software="simulated")
-        return ServerProcess(
+        server = ServerProcess(
             self.clock,
             self.network,
             self.job,
@@ -132,6 +134,9 @@ class Simulation:
             self._rng.choice((-30.0, 0.0, 0.0, 30.0)),
             scenario.tick_s,
         )
+        if scenario.snapshot_s is not None:
+            server.snapshots = Snapshots(server, self.disks[index], self.job, scenario.snapshot_s, self._rng)
+        return server
 
     def kill_server(self, index: int, rests_s: float) -> None:
         """The server dies, and comes back after ``rests_s``."""
@@ -225,6 +230,8 @@ class Simulation:
             slot.process, slot.rest_s = None, REST_S
         for server in self.network.servers:
             self.kill_server(server.index, 0.1)
+            self.disks[server.index].generations.clear()
+            self.job.damaged(server.index, None)
 
     def _end_training(self) -> None:
         """Once a replica is trained, nobody waits for processes that have yet to get its state."""

@@ -29,6 +29,7 @@ class Scenario:
         max_staleness: of "apply"; None is unbounded.
         steps: of each worker ("apply"), or of the job ("average").
         shards: of each server.
+        snapshot_s: from one snapshot to the next; None keeps none.
         think_s: the longest time between two steps of a worker.
     """
 
@@ -46,6 +47,7 @@ class Scenario:
     lease_s: float = 2.0
     heartbeat_s: float = 0.5
     tick_s: float = 0.1
+    snapshot_s: float | None = None
     faults: tuple[Fault, ...] = field(default=())
 
     @property
@@ -65,6 +67,9 @@ KINDS = {
     "zombie": (2, 0.5, 6.0),  # stopped, and another process gets its rank
     "kill server": (2, 0.1, 3.0),
     "stop server": (2, 0.1, 5.0),
+    "fsync fails": (1, 0.1, 4.0),
+    "disk full": (1, 0.1, 4.0),
+    "bits flip": (1, 0.0, 0.0),  # of the newest snapshot
 }
 FAULTY_S = 4.0
 
@@ -91,6 +96,7 @@ def draw(seed: int) -> Scenario:
         lease_s=lease_s,
         heartbeat_s=lease_s / 4,
         tick_s=rng.choice((0.1, 0.1, 0.2)),
+        snapshot_s=rng.choice((None, 0.3, 1.0)),
     )
     count = rng.choice((0, 1, 1, 2, 2, 3, 4, 6))
     faults = sorted((_draw_fault(rng, scenario) for _ in range(count)), key=lambda fault: fault.at_s)

@@ -1,8 +1,8 @@
-"""One life of a server process: its shards and their ticks. ``psengine-server`` without threads and sockets."""
+"""One life of a server process: shards, ticks, snapshots. ``psengine-server`` without threads and sockets."""
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 from psengine.errors import ProtocolError
 from psengine.parameter_server.server.core.shard import Shard
@@ -11,6 +11,7 @@ from psengine.protocol.frames import decode, encode, refusal
 from psengine.protocol.messages import Message
 from simulation.clock import Clock
 from simulation.network import DOWN, Network, Wire
+from simulation.snapshots import Snapshots, snapshot_answer
 
 # What the wall clock of a server shows at the simulated time 0.
 WALL_S = 1.7e9
@@ -19,8 +20,8 @@ WALL_S = 1.7e9
 class ServerWitness(Protocol):
     """The oracle's view of a server."""
 
-    def server_started(self, server: ServerProcess) -> None:
-        """A life begins; what it restored is in its shards."""
+    def server_started(self, server: ServerProcess, note: Any) -> None:
+        """A life begins; what it restored is in its shards. ``note``: see ``SnapshotWitness.captured``."""
 
     def before(self, server: ServerProcess, shard: Shard, message: Message) -> None:
         """A message arrived."""
@@ -59,6 +60,7 @@ class ServerProcess:
         self.clock, self.network, self.witness, self.index = clock, network, witness, index
         self.is_up, self.is_paused = True, False
         self.wires: dict[bytes, Wire] = {}
+        self.snapshots: Snapshots | None = None
         self._waiting: list[tuple[Wire, list[bytes]]] = []
         self._tick_s = tick_s
         clocks = Clocks(wall_s=lambda: WALL_S + wall_s + clock.now_s, measure_s=lambda: clock.now_s)
@@ -74,7 +76,8 @@ class ServerProcess:
     def start(self) -> None:
         """Begin to tick; snapshots, if any, are restored."""
         self.clock.note("server starts", self.index, self.epoch)
-        self.witness.server_started(self)
+        restored = None if self.snapshots is None else self.snapshots.restore()
+        self.witness.server_started(self, None if restored is None else restored.note)
         self.clock.after(self._tick_s, self._tick)
 
     def kill(self) -> None:
@@ -124,7 +127,14 @@ class ServerProcess:
                 outgoing = shard.tick(self.clock.now_s)
                 self.witness.after(self, shard, None, outgoing)
                 self._send(outgoing, shard)
+            if self.snapshots is not None:
+                self.snapshots.tick()
         self.clock.after(self._tick_s, self._tick)
+
+    def answer_snapshot(self, route: bytes, message: Message, generation: int | None) -> None:
+        """A snapshot that a worker asked for was written, or not."""
+        answer = snapshot_answer(message, self.epoch, generation)
+        self._send([Outgoing(route, answer)], self.shards[0])
 
     def _send(self, outgoing: list[Outgoing], shard: Shard) -> None:
         for one in outgoing:
