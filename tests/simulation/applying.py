@@ -121,6 +121,7 @@ class ApplyingJob:
         self._newest: dict[tuple[int, int], dict[int, int]] = defaultdict(dict)
         self._live: dict[tuple[int, int], dict[int, int]] = defaultdict(dict)
         self._came: dict[tuple[int, int], set[int]] = defaultdict(set)
+        self._processes: dict[tuple[int, int], dict[int, int]] = defaultdict(dict)  # rank -> nonce, of the last one
         self._departures: list[tuple[int, int]] = []  # (server, rank), in their order
         # By server, the versions that its newest intact snapshot has at least.
         self._promised: dict[int, dict[int, int]] = defaultdict(dict)
@@ -239,6 +240,9 @@ class ApplyingJob:
                 members = {rank: job.membership.members[rank].nonce for rank in job.membership.live_ranks}
                 self._live[server.index, shard.index] = members
                 self._came[server.index, shard.index] = set(job.came)
+                gone = {rank: one.member.nonce for rank, one in job.membership._absent.items()}
+                here = {rank: member.nonce for rank, member in job.membership.members.items()}
+                self._processes[server.index, shard.index] = gone | here
         for key, version in self._promised[server.index].items():
             is_there = key in restored and self.chunks[key].version >= version
             require(is_there, "version {} of chunk {} was durable, and is gone after a restart", version, key)
@@ -315,10 +319,17 @@ class ApplyingJob:
             if known.get(rank) != process:
                 for key in keys:
                     clocks = self.chunks[key].clocks
-                    others = [clocks.get(other, 0) for other in members if other != rank]
-                    clocks[rank] = min(others, default=clocks.get(rank, 0))
+                    own = clocks.get(rank, 0)
+                    clock = min((clocks.get(other, 0) for other in members if other != rank), default=own)
+                    if (
+                        self._processes[place].get(rank) == process
+                        and (bound := self.scenario.max_staleness) is not None
+                    ):
+                        clock = max(own, clock - bound - 1)  # it was here before
+                    clocks[rank] = clock
         self._live[place] = members
         self._came[place].update(members)
+        self._processes[place].update(members)
 
     def _check_push(self, place: tuple[int, int], shard: Shard, message: Message) -> None:
         job = shard.jobs.by_number[message.job]

@@ -128,7 +128,11 @@ class Each(ChunkRule):
 
     @override
     def worker_came(self, rank: int, *, is_new_process: bool) -> list[Reply]:
-        """It starts level with the slowest, so that nobody waits for its past."""
+        """A new process starts level with the slowest, so that nobody waits for its past.
+
+        One that returns keeps its clock, or gets one that others wait for during one step at most. Another shard may
+        have had it all the time: if it were level here, where the others are ahead of it, each could wait for the other.
+        """
         if is_new_process:
             self.progress.last_sequence.pop(rank, None)
             self._restored_sequence.pop(rank, None)
@@ -136,7 +140,11 @@ class Each(ChunkRule):
         elif self._max_staleness is not None:
             self._oldest_base[rank] = self.version
         others = [self._clocks.get(other, 0) for other in self.context.live_ranks() if other != rank]
-        self._clocks[rank] = min(others, default=self._clocks.get(rank, 0))
+        own = self._clocks.get(rank, 0)
+        slowest = min(others, default=own)
+        if not is_new_process and self._max_staleness is not None:
+            slowest = max(own, slowest - self._max_staleness - 1)
+        self._clocks[rank] = slowest
         return self._release()
 
     @override
