@@ -22,6 +22,7 @@ from psengine.parameter_server.server.core.shard import Shard
 from psengine.parameter_server.server.core.surroundings import Outgoing
 from psengine.protocol.layout import ChunkKind, ChunkSpec, Segment
 from psengine.protocol.messages import Message, MessageType
+from simulation.answers import SentAnswers
 from simulation.violation import require
 
 if TYPE_CHECKING:
@@ -122,6 +123,7 @@ class ApplyingJob:
         self._live: dict[tuple[int, int], dict[int, int]] = defaultdict(dict)
         self._came: dict[tuple[int, int], set[int]] = defaultdict(set)
         self._processes: dict[tuple[int, int], dict[int, int]] = defaultdict(dict)  # rank -> nonce, of the last one
+        self._sent = SentAnswers()
         self._departures: list[tuple[int, int]] = []  # (server, rank), in their order
         # By server, the versions that its newest intact snapshot has at least.
         self._promised: dict[int, dict[int, int]] = defaultdict(dict)
@@ -304,6 +306,7 @@ class ApplyingJob:
                 self.epochs[message.key] = server.epoch
                 chunk = self.chunks[message.key]
                 chunk.applied, chunk.states, chunk.clocks = 0, {0: 0}, {}
+        self._sent.check(server.epoch, message, outgoing)
         for one in outgoing:
             kind = one.message.type
             if kind is MessageType.UPDATED:

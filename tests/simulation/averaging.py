@@ -24,6 +24,7 @@ from psengine.parameter_server.client.operation import Push
 from psengine.parameter_server.server.core.shard import Shard
 from psengine.parameter_server.server.core.surroundings import Outgoing
 from psengine.protocol.messages import Message, MessageType
+from simulation.answers import SentAnswers
 from simulation.applying import layout
 from simulation.violation import require
 
@@ -74,6 +75,10 @@ class AveragingJob:
         # (chunk, exchange, rank) -> contributions that were made to it.
         # (life of a server, chunk, exchange) whose average a worker brought: the server does not know who took part.
         self._supplied: set[tuple[int, int, int]] = set()
+        self._ended: set[tuple[int, int, int]] = set()
+        # (life of a server, shard) -> (rank, nonce, chunk) of live workers -> the last exchange that they pushed.
+        self._pushed: dict[tuple[int, int], dict[tuple[int, int, int], int]] = defaultdict(dict)
+        self._sent = SentAnswers()
         self._made: dict[tuple[int, int, int], list[Contribution]] = defaultdict(list)
 
     def is_done(self, rank: int) -> bool:
@@ -196,8 +201,33 @@ class AveragingJob:
 
     def after(self, server: ServerProcess, shard: Shard, message: Message | None, outgoing: list[Outgoing]) -> None:
         """See ``ServerWitness``."""
+        self._sent.check(server.epoch, message, outgoing)
         if message is not None and message.type is MessageType.RESULT:
             self._supplied.add((server.epoch, message.key, message.sequence))
+        for job in shard.jobs.by_number.values():
+            members = {rank: job.membership.members[rank].nonce for rank in job.membership.live_ranks}
+            pushed = self._pushed[server.epoch, shard.index]
+            for rank, nonce, key in [known for known in pushed if members.get(known[0]) != known[1]]:
+                del pushed[rank, nonce, key]
+            is_push = message is not None and message.type is MessageType.PUSH
+            sender = job.membership.members.get(message.worker) if message is not None and is_push else None
+            if sender is not None and sender.rank in members and sender.incarnation == message.incarnation:
+                pushed[sender.rank, sender.nonce, message.key] = message.sequence
+            if self.scenario.quorum is None:
+                self._check_complete(server, pushed, outgoing)
+
+    def _check_complete(
+        self, server: ServerProcess, pushed: dict[tuple[int, int, int], int], outgoing: list[Outgoing]
+    ) -> None:
+        """An exchange ends once all live workers have contributed; who has yet to push at all is joining."""
+        for one in outgoing:
+            key, sequence = one.message.key, one.message.sequence
+            exchange = server.epoch, key, sequence
+            if one.message.type is not MessageType.UPDATED or exchange in self._ended | self._supplied:
+                continue
+            self._ended.add(exchange)
+            missing = [rank for (rank, _, known), last in pushed.items() if known == key and last < sequence]
+            require(not missing, "exchange {} of chunk {} ended without workers {}", sequence, key, missing)
 
     def _check_answer(
         self, process: WorkerProcess, push: Push, landing: torch.Tensor, made: Contribution | None

@@ -1,0 +1,432 @@
+"""Bugs by name, to be planted one at a time: the simulator has to find each. They are monkeypatches of the product.
+
+Those whose name begins with "again:" undo a correction of a bug that the simulator has found.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+from psengine.errors import PSEngineError
+from psengine.parameter_server.client import recovery
+from psengine.parameter_server.client.link import Link
+from psengine.parameter_server.client.membership import Membership as ClientMembership
+from psengine.parameter_server.client.pushes import Pushes
+from psengine.parameter_server.server.core.admission import Admissions
+from psengine.parameter_server.server.core.capture import Cuts
+from psengine.parameter_server.server.core.membership import Membership
+from psengine.parameter_server.server.core.weights_in_workers import AveragingJob
+from psengine.parameter_server.server.rules.average import AverageOutcome
+from psengine.parameter_server.server.rules.contribution_set import ContributionSet
+from psengine.parameter_server.server.rules.each import Each
+from psengine.parameter_server.server.rules.exchange import Progress, Reply
+from psengine.parameter_server.server.rules.step import StepOutcome
+from psengine.parameter_server.server.rules.together import Together
+from psengine.protocol.messages import ErrorCode, MessageType
+
+Patch = Callable[[ExitStack], None]
+PLANTED: dict[str, Patch] = {}
+
+
+@contextmanager
+def planted(name: str) -> Iterator[None]:
+    """Inside, the product has this bug."""
+    with ExitStack() as stack:
+        PLANTED[name](stack)
+        yield
+
+
+def _plant(name: str, owner: Any, attribute: str, make: Callable[[Any], Any]) -> None:
+    """Register: ``make`` turns what ``owner.attribute`` is into what it is with the bug."""
+
+    def patch(stack: ExitStack) -> None:
+        stack.enter_context(mock.patch.object(owner, attribute, make(getattr(owner, attribute))))
+
+    PLANTED[name] = patch
+
+
+# ---- servers that apply ------------------------------------------------------------------------------------
+
+
+def _window_off_by_one(gather: Any) -> Any:
+    def one(self: Each, contribution: Any) -> list[Reply]:
+        known = self.progress.last_sequence
+        if known.get(contribution.rank) == contribution.sequence:
+            known[contribution.rank] -= 1
+        return gather(self, contribution)
+
+    return one
+
+
+def _takes_new_numbers_only_in_order(gather: Any) -> Any:
+    def one(self: Each, contribution: Any) -> list[Reply]:
+        self.progress.last_sequence.setdefault(contribution.rank, 1)
+        return gather(self, contribution)
+
+    return one
+
+
+def _answers_before_it_applies(conclude: Any) -> Any:
+    def one(self: StepOutcome, sequence: int, update: Any) -> None:
+        if sequence % 5:
+            conclude(self, sequence, update)
+
+    return one
+
+
+_plant("the window of numbers is off by one", Each, "_gather", _window_off_by_one)
+_plant("the first push of a worker is taken for a repeat", Each, "_gather", _takes_new_numbers_only_in_order)
+_plant("every fifth update is acknowledged and dropped", StepOutcome, "conclude", _answers_before_it_applies)
+
+
+def _probe_repeats(probe: Any) -> Any:
+    def one(self: Each, rank: int, sequence: int) -> list[Reply]:
+        replies = probe(self, rank, sequence)
+        if replies and replies[0].type is MessageType.SENT:
+            return [self._answer(rank, sequence, repeated=True)]
+        return replies
+
+    return one
+
+
+_plant("a probe repeats the answer", Each, "probe", _probe_repeats)
+_plant(
+    "a probe of a push that is here says missing, and forgets it",
+    Each,
+    "probe",
+    lambda probe: (
+        lambda self, rank, sequence: (
+            self.progress.last_sequence.__setitem__(rank, sequence - 1),
+            probe(self, rank, sequence),
+        )[1]
+    ),
+)
+
+
+def _lead_minus_one(lead: Any) -> Any:
+    return lambda self, rank: lead(self, rank) - 1
+
+
+_plant("the staleness bound is off by one", Each, "_lead", _lead_minus_one)
+
+
+def _clock_of_a_newcomer(came: Any) -> Any:
+    def one(self: Each, rank: int, *, is_new_process: bool) -> list[Reply]:
+        replies = came(self, rank, is_new_process=is_new_process)
+        self._clocks[rank] = max(self._clocks.values())
+        return replies
+
+    return one
+
+
+_plant("a newcomer starts level with the fastest", Each, "worker_came", _clock_of_a_newcomer)
+_plant(
+    "a new process goes on with the numbers of its predecessor",
+    Each,
+    "worker_came",
+    lambda came: lambda self, rank, *, is_new_process: came(self, rank, is_new_process=False),
+)
+_plant(
+    "a worker that comes back begins its numbers anew",
+    Each,
+    "worker_came",
+    lambda came: lambda self, rank, *, is_new_process: came(self, rank, is_new_process=True),
+)
+
+
+def _old_version(answer: Any) -> Any:
+    def one(self: StepOutcome, rank: int, sequence: int, *, repeated: bool = False) -> Reply:
+        reply = answer(self, rank, sequence, repeated=repeated)
+        reply.version -= repeated
+        return reply
+
+    return one
+
+
+_plant("a repeated answer has the version before", StepOutcome, "answer", _old_version)
+
+# ---- membership --------------------------------------------------------------------------------------------
+
+
+def _find_anybody(find: Any) -> Any:
+    def one(self: Membership, message: Any, user_id: str, route: bytes, now_s: float) -> Any:
+        member = self.members.get(message.worker)
+        return find(self, message, user_id, route, now_s) if member is None else member
+
+    return one
+
+
+_plant("old incarnations are not fenced", Membership, "find", _find_anybody)
+
+
+def _same_incarnation(greet: Any) -> Any:
+    def one(self: Membership, hello: Any, user_id: str, route: bytes, progress: int, now_s: float) -> Any:
+        greeting = greet(self, hello, user_id, route, progress, now_s)
+        if not isinstance(greeting, str) and not hello.incarnation:
+            greeting.member.incarnation = 7
+        return greeting
+
+    return one
+
+
+_plant("every process of a rank gets the same incarnation", Membership, "greet", _same_incarnation)
+
+
+def _client_ignores_epoch(receive: Any) -> Any:
+    def one(self: ClientMembership, link: Link, message: Any, now_s: float) -> None:
+        if link.epoch and message.epoch and message.type is not MessageType.WELCOME:
+            message.epoch = link.epoch
+        receive(self, link, message, now_s)
+
+    return one
+
+
+_plant("a client ignores the epoch of an answer", ClientMembership, "_receive", _client_ignores_epoch)
+_plant("leases never run out", Membership, "expired", lambda expired: lambda self, now_s: [])
+
+
+# ---- servers that average ----------------------------------------------------------------------------------
+
+_plant(
+    "the order of ranks is lost",
+    ContributionSet,
+    "given",
+    lambda given: property(lambda self: [one for one in self.by_rank.values() if one.values is not None]),
+)
+
+
+def _keeps_contributions(left: Any) -> Any:
+    def one(self: Together, rank: int) -> list[Reply]:
+        return self._complete_all()
+
+    return one
+
+
+_plant("contributions of a worker that left stay", Together, "worker_left", _keeps_contributions)
+
+
+def _ends_without_the_last(complete: Any) -> Any:
+    def one(self: Together, sequence: int) -> list[Reply]:
+        gathered, live = self._open.get(sequence), self.context.live_ranks()
+        if gathered is not None and self._quorum is None and 1 < len(gathered.by_rank) == len(live) - 1:
+            return self._end(gathered, sequence, live)
+        return complete(self, sequence)
+
+    return one
+
+
+_plant("an exchange ends without the last worker", Together, "_complete", _ends_without_the_last)
+_plant(
+    "averages are forgotten one exchange too early",
+    AverageOutcome,
+    "forget_before",
+    lambda forget: lambda self, sequence: forget(self, sequence + 1),
+)
+_plant(
+    "a joiner goes on one exchange too late",
+    Progress,
+    "continue_from",
+    lambda go_on: (
+        lambda self, rank, donor, *, was_live: (
+            go_on(self, rank, donor, was_live=was_live),
+            self.last_sequence.__setitem__(rank, self.last_sequence.get(rank, 0) + 1),
+        )[0]
+    ),
+)
+
+
+def _joins_at_once(join: Any) -> Any:
+    def one(self: AveragingJob, member: Any, request: int) -> list[Reply]:
+        replies = join(self, member, request)
+        return [*replies, Reply(MessageType.OK, member.rank, request), *self.let_in(member)]
+
+    return one
+
+
+_plant("a joiner is let in before its donor has deposited anything", AveragingJob, "join", _joins_at_once)
+
+
+def _missed_nothing(place: Any) -> Any:
+    def one(self: AveragingJob, greeting: Any, member: Any, now_s: float) -> Any:
+        if member.phase.was_live and self.membership.live_ranks:
+            return "ready", self.let_in(member)
+        return place(self, greeting, member, now_s)
+
+    return one
+
+
+_plant("a worker that comes back has missed nothing", AveragingJob, "_place", _missed_nothing)
+_plant(
+    "a donor is asked for each JOIN anew",
+    Admissions,
+    "admit",
+    lambda admit: lambda self, rank, incarnation, given: True,
+)
+
+
+def _any_result(send: Any) -> Any:
+    def one(self: ClientMembership, link: Link, message: Any, now_s: float) -> None:
+        last = link.pushes.last_answered(message.key)
+        if last is not None:
+            link.send_result(
+                type(message)(
+                    MessageType.RESULT, key=message.key, sequence=message.sequence, payload=last.result() * 2.0
+                )
+            )
+
+    return one
+
+
+_plant("a worker returns another average than it had", ClientMembership, "_send_result", _any_result)
+
+# ---- clients -----------------------------------------------------------------------------------------------
+
+
+def _any_answer(find: Any) -> Any:
+    return lambda self, message: self.sent.get(message.key)
+
+
+def _gives_up(receive: Any) -> Any:
+    def one(self: Pushes, message: Any, now_s: float) -> None:
+        if message.type is not MessageType.MISSING:
+            receive(self, message, now_s)
+
+    return one
+
+
+_plant("an answer to any push of the chunk is taken", Pushes, "find", _any_answer)
+_plant("a client does not send again what is missing", Pushes, "receive_probed", _gives_up)
+_plant("a client never asks about a push", Pushes, "tick", lambda tick: lambda self, now_s: None)
+_plant(
+    "a fenced client goes on with its own state",
+    ClientMembership,
+    "resume",
+    lambda resume: lambda self, fenced=None: resume(self, None),
+)
+_plant(
+    "a client does not look after its requests",
+    Link,
+    "_send_marker",
+    lambda send: lambda self, now_s: None,
+)
+
+# ---- snapshots ---------------------------------------------------------------------------------------------
+
+_plant("a snapshot does not await steps under way", Cuts, "awaited", lambda awaited: lambda self, goals, ranks: {})
+
+
+def _without(*names: str) -> Callable[[Any], Any]:
+    def make(to_meta: Any) -> Any:
+        return lambda self: {**to_meta(self), **{name: {} for name in names}}
+
+    return make
+
+
+_plant("a snapshot lacks the table of numbers", Each, "to_meta", _without("last_sequence"))
+
+
+def _version_ahead(to_meta: Any) -> Any:
+    return lambda self: {**to_meta(self), "version": self.progress.version + 1}
+
+
+_plant("a snapshot's version is one ahead", StepOutcome, "to_meta", _version_ahead)
+_plant(
+    "a snapshot keeps the values that the server goes on changing",
+    StepOutcome,
+    "tensors",
+    lambda tensors: (
+        lambda self: {
+            name: _Uncopied.of(tensor) if name == "values" else tensor for name, tensor in tensors(self).items()
+        }
+    ),
+)
+
+
+class _Uncopied:
+    """A tensor whose clone is itself, once."""
+
+    @staticmethod
+    def of(tensor: Any) -> Any:
+        shown = tensor.view(-1)
+        shown.clone = lambda: tensor
+        return shown
+
+
+# ---- what the simulator has found, again -------------------------------------------------------------------
+
+
+def _forgets_the_replaced(greet: Any) -> Any:
+    def one(self: Membership, *arguments: Any) -> Any:
+        self._replaced.clear()
+        return greet(self, *arguments)
+
+    return one
+
+
+_plant("again: a process that was replaced may come back", Membership, "greet", _forgets_the_replaced)
+
+
+def _keeps_the_number(ask: Any) -> Any:
+    def one(self: Together, sequence: int) -> list[Reply]:
+        before = dict(self.progress.last_sequence)
+        replies = ask(self, sequence)
+        self.progress.last_sequence.update(before)
+        return replies
+
+    return one
+
+
+_plant("again: a push that was fenced is taken for a repeat", Together, "_ask_for_result", _keeps_the_number)
+_plant(
+    "again: whoever is further on has the average",
+    Progress,
+    "said",
+    lambda said: lambda self, rank: 0 if self.last_sequence.get(rank, 0) > 1 else said(self, rank),
+)
+
+
+def _hears_nothing_while_held(receive: Any) -> Any:
+    def one(self: Link, message: Any, now_s: float) -> None:
+        lost = message.body.get("code") in (ErrorCode.FENCED, ErrorCode.NOT_MEMBER)
+        if not (self.is_paused and lost):
+            receive(self, message, now_s)
+
+    return one
+
+
+_plant("again: a recovery does not hear that it was in vain", Link, "_receive_error", _hears_nothing_while_held)
+
+
+def _gives_up_recovering(come_back: Any) -> Any:
+    def one(membership: Any) -> Any:
+        try:
+            return (yield from come_back(membership))
+        except PSEngineError as error:
+            error.code = ErrorCode.STATE_LOST  # type: ignore[attr-defined]
+            raise
+
+    return one
+
+
+_plant("again: a recovery that was in vain ends the worker", recovery, "_come_back", _gives_up_recovering)
+
+
+def _level(came: Any) -> Any:
+    def one(self: Each, rank: int, *, is_new_process: bool) -> list[Reply]:
+        own, bound = self._clocks.get(rank, 0), self._max_staleness
+        others = [self._clocks.get(other, 0) for other in self.context.live_ranks() if other != rank]
+        self._max_staleness = None if bound is None else -1
+        try:
+            came(self, rank, is_new_process=is_new_process)
+        finally:
+            self._max_staleness = bound
+        self._clocks[rank] = min(others, default=own)
+        return self._release()
+
+    return one
+
+
+_plant("again: a worker that comes back to one shard is level with the slowest", Each, "worker_came", _level)
