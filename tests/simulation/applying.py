@@ -123,6 +123,7 @@ class ApplyingJob:
         self._live: dict[tuple[int, int], dict[int, int]] = defaultdict(dict)
         self._came: dict[tuple[int, int], set[int]] = defaultdict(set)
         self._processes: dict[tuple[int, int], dict[int, int]] = defaultdict(dict)  # rank -> nonce, of the last one
+        self._excused: set[int] = set()
         self._sent = SentAnswers()
         self._departures: list[tuple[int, int]] = []  # (server, rank), in their order
         # By server, the versions that its newest intact snapshot has at least.
@@ -201,6 +202,16 @@ class ApplyingJob:
 
     # ---- the servers -------------------------------------------------------------------------------------------
 
+    def told(self, server: ServerProcess, message: Message) -> None:
+        """See ``ServerWitness``."""
+        if self.scenario.keeps_log and message.epoch == self.epochs.get(message.key):
+            promised = self._promised[server.index]
+            promised[message.key] = max(promised.get(message.key, 0), message.version)
+
+    def is_excused(self, server: int) -> bool:
+        """Whether bits of this server's disk have flipped."""
+        return server in self._excused
+
     def captured(self, server: ServerProcess) -> Cut:
         """See ``SnapshotWitness``."""
         versions = {
@@ -218,11 +229,13 @@ class ApplyingJob:
 
     def durable(self, server: ServerProcess, note: Cut) -> None:
         """See ``SnapshotWitness``."""
-        self._promised[server.index] = note.versions
+        if not self.scenario.keeps_log:
+            self._promised[server.index] = dict(note.versions)
 
     def damaged(self, server: int, note: Cut | None) -> None:
         """The newest snapshot that a server can restore is an older one, or none."""
-        self._promised[server] = {} if note is None else note.versions
+        self._promised[server] = {} if note is None else dict(note.versions)
+        self._excused.add(server)
 
     def server_started(self, server: ServerProcess, note: Cut | None) -> None:
         """A life of a server begins: what it lost is allowed by its tier."""
@@ -248,7 +261,7 @@ class ApplyingJob:
         for key, version in self._promised[server.index].items():
             is_there = key in restored and self.chunks[key].version >= version
             require(is_there, "version {} of chunk {} was durable, and is gone after a restart", version, key)
-        if note is not None:
+        if note is not None and not self.scenario.keeps_log:
             self._check_cut(restored, before, note)
 
     def _take_restored(self, key: int, epoch: int, rule: Any) -> None:

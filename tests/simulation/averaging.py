@@ -79,6 +79,7 @@ class AveragingJob:
         # (life of a server, shard) -> (rank, nonce, chunk) of live workers -> the last exchange that they pushed.
         self._pushed: dict[tuple[int, int], dict[tuple[int, int, int], int]] = defaultdict(dict)
         self._sent = SentAnswers()
+        self._excused: set[int] = set()
         self._made: dict[tuple[int, int, int], list[Contribution]] = defaultdict(list)
 
     def is_done(self, rank: int) -> bool:
@@ -184,6 +185,13 @@ class AveragingJob:
     def server_started(self, server: ServerProcess, note: Any) -> None:
         """See ``ServerWitness``."""
 
+    def told(self, server: ServerProcess, message: Message) -> None:
+        """See ``ServerWitness``."""
+
+    def is_excused(self, server: int) -> bool:
+        """Whether bits of this server's disk have flipped."""
+        return server in self._excused
+
     def captured(self, server: ServerProcess) -> None:
         """See ``SnapshotWitness``."""
 
@@ -195,6 +203,7 @@ class AveragingJob:
 
     def damaged(self, server: int, note: Any) -> None:
         """The newest snapshot that a server can restore is an older one, or none."""
+        self._excused.add(server)
 
     def before(self, server: ServerProcess, shard: Shard, message: Message) -> None:
         """See ``ServerWitness``."""

@@ -75,7 +75,7 @@ def _zombie(world: Simulation, fault: Fault) -> None:
 
 def _kill_server(world: Simulation, fault: Fault) -> None:
     assert fault.server is not None
-    world.kill_server(fault.server, fault.lasts_s)
+    world.kill_server(fault.server, fault.lasts_s, loses_power=fault.detail < 0.5)
 
 
 def _stop_server(world: Simulation, fault: Fault) -> None:
@@ -88,7 +88,7 @@ def _stop_server(world: Simulation, fault: Fault) -> None:
 
 def _bad_disk(world: Simulation, fault: Fault) -> None:
     assert fault.server is not None
-    disk = world.disks[fault.server]
+    disk = world.disks[fault.server].files
     disk.problem = fault.kind
 
     def mend() -> None:
@@ -100,6 +100,10 @@ def _bad_disk(world: Simulation, fault: Fault) -> None:
 def _flip_bits(world: Simulation, fault: Fault) -> None:
     assert fault.server is not None
     disk = world.disks[fault.server]
+    if world.scenario.keeps_log:
+        if disk.files.flip_bit():
+            world.job.damaged(fault.server, None)
+        return
     intact = [one for one in disk.generations if not one.is_damaged]
     if len(intact) > 1:
         intact[-1].is_damaged = True

@@ -7,7 +7,7 @@ from collections import Counter
 from dataclasses import dataclass
 from functools import partial
 
-from psengine.errors import ServerRefusedError
+from psengine.errors import ServerRefusedError, SnapshotError
 from psengine.parameter_server.client.options import SessionOptions
 from psengine.parameter_server.server.core.surroundings import ShardSettings
 from psengine.protocol.messages import ErrorCode
@@ -15,11 +15,12 @@ from simulation import faults
 from simulation.applying import ApplyingJob
 from simulation.averaging import AveragingJob
 from simulation.clock import Clock
+from simulation.disk import SimulatedDisk
 from simulation.network import Network
 from simulation.scenario import Scenario
 from simulation.server import ServerProcess
 from simulation.snapshots import SnapshotDisk, Snapshots
-from simulation.violation import Violation
+from simulation.violation import Violation, require
 from simulation.worker import WorkerProcess
 
 # Once nothing fails any more, everything has to end within this time, and no operation may run into its deadline.
@@ -73,7 +74,10 @@ class Simulation:
         self.counts: Counter[str] = Counter()
         self.job = ApplyingJob(scenario) if scenario.rule == "apply" else AveragingJob(scenario)
         self.slots = [Slot(rank) for rank in range(scenario.workers)]
-        self.disks = [SnapshotDisk() for _ in range(scenario.servers)]
+        self.disks = [
+            SnapshotDisk(SimulatedDisk(random.Random(f"disk {index} {scenario.seed}")))
+            for index in range(scenario.servers)
+        ]
         self.zombies: list[WorkerProcess] = []
         self._processes = 0
 
@@ -96,8 +100,8 @@ class Simulation:
         scenario = self.scenario
         for index in range(scenario.servers):
             self.network.servers.append(self._make_server(index))
-        for server in self.network.servers:
-            server.start()
+        for index in range(scenario.servers):
+            self._begin(index)
         for slot in self.slots:
             self.clock.after(self._rng.random() * 0.3, self._start_worker, slot)
         for fault in scenario.faults:
@@ -122,7 +126,12 @@ class Simulation:
 
     def _make_server(self, index: int) -> ServerProcess:
         scenario = self.scenario
-        settings = ShardSettings(lease_s=scenario.lease_s, heartbeat_s=scenario.heartbeat_s, software="simulated")
+        settings = ShardSettings(
+            lease_s=scenario.lease_s,
+            heartbeat_s=scenario.heartbeat_s,
+            durability=scenario.durability,
+            software="simulated",
+        )
         server = ServerProcess(
             self.clock,
             self.network,
@@ -138,19 +147,36 @@ class Simulation:
             server.snapshots = Snapshots(server, self.disks[index], self.job, scenario.snapshot_s, self._rng)
         return server
 
-    def kill_server(self, index: int, rests_s: float) -> None:
-        """The server dies, and comes back after ``rests_s``."""
+    def _begin(self, index: int) -> None:
+        """A server starts from its disk; where that is damaged, the operator gives it an empty one."""
+        server = self.network.servers[index]
+        try:
+            server.start()
+        except SnapshotError:
+            require(self.job.is_excused(index), "server {} cannot read its own disk", index)
+            self.counts["disk refused"] += 1
+            server.kill()
+            self.clock.after(0.1, self._restart_server, index)
+            self._start_anew()
+            return
+        if self.scenario.keeps_log and server.snapshots is not None:
+            server.snapshots.keep_logs(lambda: self.kill_server(index, REST_S, loses_power=True))
+
+    def kill_server(self, index: int, rests_s: float, *, loses_power: bool = False) -> None:
+        """The server dies, perhaps with its machine, and comes back after ``rests_s``."""
         server = self.network.servers[index]
         if not server.is_up:
             return
         server.kill()
+        if loses_power:
+            self.disks[index].files.lose_power()
         for wire in self.network.wires_of(None, index):
             self.network.break_wire(wire, delivers_late=False, notices_after_s=self._rng.random() * 0.5)
         self.clock.after(rests_s, self._restart_server, index)
 
     def _restart_server(self, index: int) -> None:
         self.network.servers[index] = self._make_server(index)
-        self.network.servers[index].start()
+        self._begin(index)
 
     # ---- workers -----------------------------------------------------------------------------------------------
 
@@ -189,7 +215,7 @@ class Simulation:
             slot.process = None
             if process is not None and process.error is not None:
                 self.counts[f"worker ended: {type(process.error).__name__}"] += 1
-                if self._is_lost(process) and len(self.network.servers) > 1:
+                if self._is_lost(process) and (len(self.network.servers) > 1 or self.scenario.rule == "average"):
                     self._start_anew()
                     break
                 slot.rest_s = slot.rest_s or REST_S
@@ -229,8 +255,10 @@ class Simulation:
         for slot in self.slots:
             slot.process, slot.rest_s = None, REST_S
         for server in self.network.servers:
-            self.kill_server(server.index, 0.1)
+            if server.is_up:
+                self.kill_server(server.index, 0.1)
             self.disks[server.index].generations.clear()
+            self.disks[server.index].files.clear()
             self.job.damaged(server.index, None)
 
     def _end_training(self) -> None:

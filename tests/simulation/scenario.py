@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 
@@ -30,6 +30,7 @@ class Scenario:
         steps: of each worker ("apply"), or of the job ("average").
         shards: of each server.
         snapshot_s: from one snapshot to the next; None keeps none.
+        keeps_log: an update is acknowledged once it is on the disk.
         think_s: the longest time between two steps of a worker.
     """
 
@@ -48,7 +49,13 @@ class Scenario:
     heartbeat_s: float = 0.5
     tick_s: float = 0.1
     snapshot_s: float | None = None
+    keeps_log: bool = False
     faults: tuple[Fault, ...] = field(default=())
+
+    @property
+    def durability(self) -> str:
+        """The tier of its servers."""
+        return "memory" if self.snapshot_s is None else "log" if self.keeps_log else "snapshot"
 
     @property
     def healed_s(self) -> float:
@@ -99,8 +106,9 @@ def draw(seed: int) -> Scenario:
         snapshot_s=rng.choice((None, 0.3, 1.0)),
     )
     count = rng.choice((0, 1, 1, 2, 2, 3, 4, 6))
+    keeps_log = scenario.snapshot_s is not None and rng.random() < 0.6
     faults = sorted((_draw_fault(rng, scenario) for _ in range(count)), key=lambda fault: fault.at_s)
-    return Scenario(**{**vars(scenario), "faults": tuple(faults)})
+    return replace(scenario, keeps_log=keeps_log, faults=tuple(faults))
 
 
 def _draw_fault(rng: random.Random, scenario: Scenario) -> Fault:

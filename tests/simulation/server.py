@@ -7,14 +7,17 @@ from typing import Any, Protocol
 from psengine.errors import ProtocolError
 from psengine.parameter_server.server.core.shard import Shard
 from psengine.parameter_server.server.core.surroundings import Clocks, Outgoing, Sender, ShardSettings
+from psengine.parameter_server.server.transport.held_answers import HeldAnswers
+from psengine.parameter_server.server.transport.shard_thread import _SAYS_NOTHING_NEW
 from psengine.protocol.frames import decode, encode, refusal
-from psengine.protocol.messages import Message
+from psengine.protocol.messages import Message, MessageType
 from simulation.clock import Clock
 from simulation.network import DOWN, Network, Wire
 from simulation.snapshots import Snapshots, snapshot_answer
 
 # What the wall clock of a server shows at the simulated time 0.
 WALL_S = 1.7e9
+_TYPE_OFFSET = 6  # in a header
 
 
 class ServerWitness(Protocol):
@@ -28,6 +31,9 @@ class ServerWitness(Protocol):
 
     def after(self, server: ServerProcess, shard: Shard, message: Message | None, outgoing: list[Outgoing]) -> None:
         """The shard has answered ``message``; None: time has passed."""
+
+    def told(self, server: ServerProcess, message: Message) -> None:
+        """An answer to a push leaves the server."""
 
 
 class ServerProcess:
@@ -65,6 +71,7 @@ class ServerProcess:
         self._tick_s = tick_s
         clocks = Clocks(wall_s=lambda: WALL_S + wall_s + clock.now_s, measure_s=lambda: clock.now_s)
         self.shards = [Shard(number, epoch, settings, clocks) for number in range(len(addresses))]
+        self.answers = [HeldAnswers(self._transmit) for _ in self.shards]
         for shard in self.shards:
             shard.shard_addresses = addresses
 
@@ -85,6 +92,8 @@ class ServerProcess:
         self.clock.note("server dies", self.index)
         self.is_up = False
         self._waiting.clear()
+        for answers in self.answers:
+            answers.close()
 
     def pause(self) -> None:
         """Stop, as by SIGSTOP."""
@@ -140,9 +149,16 @@ class ServerProcess:
         for one in outgoing:
             frames = [bytes(frame) for frame in encode(one.message)]
             self.clock.note("from shard", self.index, shard.index, *summary(one.message))
-            wire = self.wires.get(one.route)
-            if wire is not None:
-                self.network.carry(wire, DOWN, frames)
+            is_urgent = one.message.type in _SAYS_NOTHING_NEW
+            self.answers[shard.index].send(one.route, frames, is_urgent=is_urgent)
+
+    def _transmit(self, route: bytes, frames: list[bytes], *, copies: bool = True) -> None:
+        """A message leaves: from here on its worker may know what it says."""
+        if frames[0][_TYPE_OFFSET] == MessageType.UPDATED:
+            self.witness.told(self, decode(frames))
+        wire = self.wires.get(route)
+        if wire is not None:
+            self.network.carry(wire, DOWN, frames)
 
 
 def summary(message: Message) -> tuple[object, ...]:

@@ -9,20 +9,23 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from psengine.parameter_server.server.core.capture import Capture, Goals
 from psengine.parameter_server.server.core.durable_state import merge_job_meta
-from psengine.parameter_server.server.durability.restoring import distribute
+from psengine.parameter_server.server.durability.restoring import _without_unfinished, distribute, recover
 from psengine.parameter_server.server.durability.snapshot_thread import STEPS_DEADLINE_S
-from psengine.parameter_server.server.snapshots.store import KEPT, ChunkState, JobState
+from psengine.parameter_server.server.log.log import LogStart, delete_before
+from psengine.parameter_server.server.snapshots.store import KEPT, ChunkState, JobState, Loaded, LogPlaces
 from psengine.protocol.messages import ErrorCode, Message, MessageType
+from simulation.disk import SimulatedDisk
+from simulation.logs import SimulatedLog
 
 if TYPE_CHECKING:
     from simulation.server import ServerProcess
 
-FSYNC_FAILS, FULL = "fsync fails", "full"
 LONGEST_WRITE_S = 0.3
 
 
@@ -38,20 +41,40 @@ class Generation:
     number: int
     shards: list[list[JobState]]
     note: Any
+    places: LogPlaces
     is_damaged: bool = False
 
 
 @dataclass
 class SnapshotDisk:
-    """The snapshots of one server.
+    """The snapshots of one server, and the disk that its log is on. A ``SnapshotStore``, as ``recover`` needs it."""
 
-    Attributes:
-        problem: why nothing can be made durable now; "" where it can.
-    """
-
+    files: SimulatedDisk
     generations: list[Generation] = field(default_factory=list)
-    problem: str = ""
     last: int = 0
+
+    def newest(self) -> Generation | None:
+        """That which can be read."""
+        return next((one for one in reversed(self.generations) if not one.is_damaged), None)
+
+    def load(self) -> Loaded | None:
+        """See ``SnapshotStore``."""
+        newest = self.newest()
+        if newest is None:
+            return None
+        return Loaded(newest.number, [[_copy(job) for job in jobs] for jobs in newest.shards], dict(newest.places))
+
+    def save(self, shards: list[list[JobState]], note: Any, places: LogPlaces) -> int:
+        """Make one more durable."""
+        self.last += 1
+        copies = [[_copy(job) for job in jobs] for jobs in shards]
+        self.generations.append(Generation(self.last, copies, note, dict(places)))
+        del self.generations[:-KEPT]
+        kept = [one.places for one in self.generations if not one.is_damaged]
+        shards_kept = {shard for places in kept for shard in places}
+        needed = {shard: min(places.get(shard, (1, 0))[0] for places in kept) for shard in shards_kept}
+        delete_before(self.files, needed)
+        return self.last
 
 
 class SnapshotWitness(Protocol):
@@ -98,23 +121,39 @@ class Snapshots:
         # Requests that the next snapshot answers, and those that the present one does.
         self._wishes: list[tuple[bytes, Message]] = []
         self._answers: list[tuple[bytes, Message]] = []
+        self._places: LogPlaces = {}
+        self.logs: list[SimulatedLog] = []
         for shard in server.shards:
             shard.want_snapshot = lambda route, message: self._wishes.append((route, message))
 
     def restore(self) -> Generation | None:
-        """Take over the newest snapshot that is intact, before the first message."""
-        intact = [one for one in self.disk.generations if not one.is_damaged]
-        if not intact:
+        """Take over what is durable, before the first message; the snapshot that it is from. See ``Durability``.
+
+        Raises:
+            SnapshotError: something is damaged.
+        """
+        recovered = recover(self.disk, self.disk.files)  # type: ignore[arg-type]
+        for name in recovered.headless:
+            self.disk.files.delete(name)
+        newest, shards = self.disk.newest(), self.server.shards
+        self._places = recovered.places
+        if newest is None and not any(recovered.records):
             return None
-        newest = intact[-1]
-        names = [{job.name for job in jobs} for jobs in newest.shards]
-        complete = set.intersection(*names)
-        stored = [[_copy(job) for job in jobs if job.name in complete] for jobs in newest.shards]
-        shards = self.server.shards
-        for shard, jobs in zip(shards, distribute(stored, len(shards), merge_job_meta), strict=True):
+        parts = distribute(_without_unfinished(recovered.shards), len(shards), merge_job_meta)
+        for shard, jobs in zip(shards, parts, strict=True):
             shard.restore(jobs, self.server.clock.now_s)
-            shard.durable.note(newest.number)
+            shard.durable.note(None if newest is None else newest.number)
         return newest
+
+    def keep_logs(self, fails: Callable[[], None]) -> None:
+        """Begin this life's logs, from a snapshot of all that is there."""
+        server = self.server
+        if any(shard.jobs.by_number for shard in server.shards):
+            note = self.witness.captured(server)
+            self.disk.save([shard.durable.capture_whole() for shard in server.shards], note, self._places)
+        for shard, answers in zip(server.shards, server.answers, strict=True):
+            start = LogStart(shard.index, *self._places.get(shard.index, (1, 0)), shard.epoch)
+            self.logs.append(SimulatedLog(server, shard, answers, self.disk.files, start, self._rng, fails))
 
     def tick(self) -> None:
         """Some time has passed."""
@@ -141,8 +180,12 @@ class Snapshots:
                 for rank, number in job.cuts.begun.items():
                     known[rank] = max(number, known.get(rank, 0))
         self._note = self.witness.captured(self.server)
-        self._captures = [shard.meet_and_capture(_Met(furthest)) for shard in shards]  # type: ignore[arg-type]
         self._captured_s, self._is_torn = now_s, False
+        if self.logs:
+            self._places = self._places | {log.log.start.shard: log.cut() for log in self.logs}
+            self._end_capture(now_s, [shard.durable.capture_whole() for shard in shards])
+            return
+        self._captures = [shard.meet_and_capture(_Met(furthest)) for shard in shards]  # type: ignore[arg-type]
         self._look(now_s)
 
     def _look(self, now_s: float) -> None:
@@ -152,8 +195,11 @@ class Snapshots:
                     self._is_torn = bool(capture.end()) or self._is_torn
         if not all(capture.states.done() for capture in self._captures):
             return
-        states = [[_copy(job) for job in capture.states.result()] for capture in self._captures]
-        self._captures = []
+        captures, self._captures = self._captures, []
+        self._end_capture(now_s, [capture.states.result() for capture in captures])
+
+    def _end_capture(self, now_s: float, shards: list[list[JobState]]) -> None:
+        states = [[_copy(job) for job in jobs] for jobs in shards]
         self.witness.complete(self.server, self._note, is_torn=self._is_torn)
         if not any(states) and not self.disk.generations:
             self._answer(None)
@@ -163,13 +209,12 @@ class Snapshots:
     def _commit(self, states: list[list[JobState]]) -> None:
         self._written = None
         disk = self.disk
-        disk.last += 1
-        if disk.problem:
+        if disk.files.problem:
+            disk.last += 1
             self._answer(None)
             return
-        disk.generations.append(Generation(disk.last, states, self._note))
+        disk.save(states, self._note, self._places)
         self.server.clock.note("snapshot", self.server.index, disk.last)
-        del disk.generations[:-KEPT]
         for shard in self.server.shards:
             shard.durable.note(disk.last)
         self.witness.durable(self.server, self._note)
