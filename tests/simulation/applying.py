@@ -125,6 +125,7 @@ class ApplyingJob:
         self._processes: dict[tuple[int, int], dict[int, int]] = defaultdict(dict)  # rank -> nonce, of the last one
         self._excused: set[int] = set()
         self._sent = SentAnswers()
+        self._seen: dict[tuple[int, int, int], int] = {}  # (process, chunk, life of the server) -> newest version
         self._departures: list[tuple[int, int]] = []  # (server, rank), in their order
         # By server, the versions that its newest intact snapshot has at least.
         self._promised: dict[int, dict[int, int]] = defaultdict(dict)
@@ -188,6 +189,10 @@ class ApplyingJob:
         link = process.membership.links[process.membership.chunks.shard_of[key]]
         if link.epoch != self.epochs.get(key):
             return  # of a life of the server that has ended
+        seen = process.number, key, link.epoch
+        known = self._seen.get(seen, 0)
+        require(version >= known, "chunk {} fell from version {} to {} at worker {}", key, known, version, process.rank)
+        self._seen[seen] = version
         found = set_of(landing.tolist())
         expected = self.chunks[key].states.get(version)
         require(

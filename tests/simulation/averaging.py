@@ -221,7 +221,8 @@ class AveragingJob:
             is_push = message is not None and message.type is MessageType.PUSH
             sender = job.membership.members.get(message.worker) if message is not None and is_push else None
             if sender is not None and sender.rank in members and sender.incarnation == message.incarnation:
-                pushed[sender.rank, sender.nonce, message.key] = message.sequence
+                place = sender.rank, sender.nonce, message.key
+                pushed[place] = max(message.sequence, pushed.get(place, 0))
             if self.scenario.quorum is None:
                 self._check_complete(server, pushed, outgoing)
 

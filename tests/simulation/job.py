@@ -215,7 +215,9 @@ class Simulation:
             slot.process = None
             if process is not None and process.error is not None:
                 self.counts[f"worker ended: {type(process.error).__name__}"] += 1
-                if self._is_lost(process) and (len(self.network.servers) > 1 or self.scenario.rule == "average"):
+                is_whole = len(self.network.servers) == 1 and self.scenario.rule == "apply"
+                is_part = isinstance(process.error, ServerRefusedError) and process.error.code == ErrorCode.BAD_MESSAGE
+                if self._is_lost(process) and (is_part or not is_whole):
                     self._start_anew()
                     break
                 slot.rest_s = slot.rest_s or REST_S
@@ -242,9 +244,12 @@ class Simulation:
             self._start_worker(slot)
 
     def _is_lost(self, process: WorkerProcess) -> bool:
-        """Whether servers have lost their part of the job, which they held."""
+        """Whether only an operator can help: servers have lost their part of the job, or got only a part of it.
+
+        The second is of a worker 0 that died between two SEALs: some shards have the job, and the lead does not.
+        """
         error = process.error
-        return isinstance(error, ServerRefusedError) and error.code == ErrorCode.STATE_LOST
+        return isinstance(error, ServerRefusedError) and error.code in (ErrorCode.STATE_LOST, ErrorCode.BAD_MESSAGE)
 
     def _start_anew(self) -> None:
         """Start all servers and workers anew, as the error says."""

@@ -26,6 +26,8 @@ from psengine.parameter_server.server.rules.exchange import Progress, Reply
 from psengine.parameter_server.server.rules.step import StepOutcome
 from psengine.parameter_server.server.rules.together import Together
 from psengine.protocol.messages import ErrorCode, MessageType
+from simulation.job import run
+from simulation.scenario import draw
 
 Patch = Callable[[ExitStack], None]
 PLANTED: dict[str, Patch] = {}
@@ -430,3 +432,13 @@ def _level(came: Any) -> Any:
 
 
 _plant("again: a worker that comes back to one shard is level with the slowest", Each, "worker_came", _level)
+
+
+def seeds_until_found(name: str, limit: int) -> tuple[int, str]:
+    """After how many seeds a planted bug is found, and by what; (0, "") where it is not within ``limit``."""
+    with planted(name):
+        for seed in range(limit):
+            violation = run(draw(seed)).violation
+            if violation:
+                return seed + 1, violation
+    return 0, ""

@@ -229,6 +229,8 @@ class Together(ChunkRule):
     def _answer_late(self, contribution: Contribution) -> list[Reply]:
         rank, sequence = contribution.rank, contribution.sequence
         self.progress.last_sequence[rank] = sequence
+        if contribution.values is not None and sequence in self._ended:
+            self._ended[sequence] -= {rank}  # a former process of the rank may have taken part; this one has not
         self.context.statistics.late += 1
         self.context.discarded(contribution, self.spec, "late")
         # The slowest has moved on, and others may be waiting for that.
