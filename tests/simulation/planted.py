@@ -17,15 +17,20 @@ from psengine.parameter_server.client.membership import Membership as ClientMemb
 from psengine.parameter_server.client.pushes import Pushes
 from psengine.parameter_server.server.core.admission import Admissions
 from psengine.parameter_server.server.core.capture import Cuts
+from psengine.parameter_server.server.core.journal import Journal
 from psengine.parameter_server.server.core.membership import Membership
 from psengine.parameter_server.server.core.weights_in_workers import AveragingJob
+from psengine.parameter_server.server.durability.replay import Replay
+from psengine.parameter_server.server.log.log import SegmentWriter
 from psengine.parameter_server.server.rules.average import AverageOutcome
 from psengine.parameter_server.server.rules.contribution_set import ContributionSet
 from psengine.parameter_server.server.rules.each import Each
 from psengine.parameter_server.server.rules.exchange import Progress, Reply
 from psengine.parameter_server.server.rules.step import StepOutcome
 from psengine.parameter_server.server.rules.together import Together
+from psengine.parameter_server.server.transport.held_answers import HeldAnswers
 from psengine.protocol.messages import ErrorCode, MessageType
+from simulation import snapshots
 from simulation.job import run
 from simulation.scenario import draw
 
@@ -177,16 +182,6 @@ def _same_incarnation(greet: Any) -> Any:
 _plant("every process of a rank gets the same incarnation", Membership, "greet", _same_incarnation)
 
 
-def _client_ignores_epoch(receive: Any) -> Any:
-    def one(self: ClientMembership, link: Link, message: Any, now_s: float) -> None:
-        if link.epoch and message.epoch and message.type is not MessageType.WELCOME:
-            message.epoch = link.epoch
-        receive(self, link, message, now_s)
-
-    return one
-
-
-_plant("a client ignores the epoch of an answer", ClientMembership, "_receive", _client_ignores_epoch)
 _plant("leases never run out", Membership, "expired", lambda expired: lambda self, now_s: [])
 
 
@@ -356,6 +351,37 @@ class _Uncopied:
         shown.clone = lambda: tensor
         return shown
 
+
+# ---- the log ------------------------------------------------------------------------------------------------
+
+
+def _at_once(send: Any) -> Any:
+    def one(self: HeldAnswers, route: bytes, frames: Any, *, pins: Any = None, is_urgent: bool = False) -> None:
+        send(self, route, frames, pins=pins, is_urgent=True)
+
+    return one
+
+
+_plant("an update is acknowledged before its fsync", HeldAnswers, "send", _at_once)
+_plant("the log is written and never synced", SegmentWriter, "sync", lambda sync: lambda self: None)
+_plant("the log is not replayed", Replay, "take", lambda take: lambda self, reader: [None for _ in reader] and None)
+
+
+def _every_third(message: Any) -> Any:
+    def one(self: Journal, job: Any, taken: Any) -> None:
+        if taken.type is not MessageType.PUSH or taken.sequence % 3:
+            message(self, job, taken)
+
+    return one
+
+
+_plant("every third push is not logged", Journal, "message", _every_third)
+_plant(
+    "segments that the snapshot needs are deleted",
+    snapshots,
+    "delete_before",
+    lambda delete: lambda disk, starts: delete(disk, {shard: first + 1 for shard, first in starts.items()}),
+)
 
 # ---- what the simulator has found, again -------------------------------------------------------------------
 
