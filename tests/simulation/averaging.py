@@ -100,10 +100,10 @@ class AveragingJob:
             yield from self._take_values(process, replica, whole=state == "joined")
         else:
             self._resume_sequences(process)
-        process.has_state = True
         while replica.step < self.scenario.steps:
             yield think_s()
             yield from self._step(process, replica)
+            process.has_state = True  # before its first step it is one of those that need another's
             self._steps_done[process.rank] = replica.step
 
     def _take_values(self, process: WorkerProcess, replica: Replica, *, whole: bool) -> Flow[None]:

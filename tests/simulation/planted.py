@@ -408,12 +408,6 @@ def _keeps_the_number(ask: Any) -> Any:
 
 
 _plant("again: a push that was fenced is taken for a repeat", Together, "_ask_for_result", _keeps_the_number)
-_plant(
-    "again: whoever is further on has the average",
-    Progress,
-    "said",
-    lambda said: lambda self, rank: 0 if self.last_sequence.get(rank, 0) > 1 else said(self, rank),
-)
 
 
 def _hears_nothing_while_held(receive: Any) -> Any:
@@ -458,6 +452,22 @@ def _level(came: Any) -> Any:
 
 
 _plant("again: a worker that comes back to one shard is level with the slowest", Each, "worker_came", _level)
+
+
+def _counts_for_its_predecessor(late: Any) -> Any:
+    def one(self: Together, contribution: Any) -> list[Reply]:
+        ended = dict(self._ended)
+        replies = late(self, contribution)
+        self._ended.update({known: ranks for known, ranks in ended.items() if known in self._ended})
+        for reply in replies:
+            if contribution.rank in ended.get(reply.sequence, ()):
+                reply.body.pop("late", None)
+        return replies
+
+    return one
+
+
+_plant("again: a process counts for its predecessor", Together, "_answer_late", _counts_for_its_predecessor)
 
 
 def seeds_until_found(name: str, limit: int) -> tuple[int, str]:

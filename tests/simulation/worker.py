@@ -38,7 +38,7 @@ class WorkerProcess:
         is_stopped: stopped as by SIGSTOP.
         error: why the program failed; None where it has not.
         has_finished: the program has come to its end.
-        has_state: the program has taken part in the job.
+        has_state: the program has state of the job.
     """
 
     is_own_thread = False

@@ -1,0 +1,104 @@
+"""What the simulator has found, as the few faults that it takes. Each fails where its correction is taken out."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from simulation.job import run
+from simulation.planted import planted
+from simulation.scenario import Fault, Scenario
+
+FOUND = {
+    # Worker 2 is stopped, another process gets its rank and ends its training; then the first one goes on. It heard
+    # that its push had counted, by the numbers of the other, or began its numbers anew.
+    "again: a process that was replaced may come back": Scenario(
+        seed=22,
+        rule="average",
+        workers=3,
+        chunks=3,
+        steps=3,
+        think_s=0.05,
+        latency_s=(0.01, 0.16666666666666666),
+        snapshot_s=1.0,
+        keeps_log=True,
+        faults=(
+            Fault("kill worker", 0.252, 0.18, 0, 0, 0.28),
+            Fault("zombie", 2.266, 4.436, 2, 0, 0.141),
+        ),
+    ),
+    # Nothing arrives between worker 1 and one of two servers, which puts it out. It came back level with worker 0
+    # there, and behind it at the other server: each waited for the other's next step.
+    "again: a worker that comes back to one shard is level with the slowest": Scenario(
+        seed=216,
+        max_staleness=0,
+        servers=2,
+        steps=3,
+        think_s=1.0,
+        latency_s=(0.01, 0.16666666666666666),
+        faults=(Fault("clog", 2.685, 2.917, 1, 0, 0.435),),
+    ),
+    # With a quorum of one, worker 0 is done when the server restarts. The others' exchange is an average that nobody
+    # has any more: they are told so, come back, push it again, and the server took that for a repeat.
+    "again: a push that was fenced is taken for a repeat": Scenario(
+        seed=52,
+        rule="average",
+        quorum=1,
+        workers=3,
+        chunks=1,
+        steps=7,
+        think_s=0.05,
+        latency_s=(0.01, 0.16666666666666666),
+        tick_s=0.2,
+        faults=(Fault("kill server", 2.552, 1.96, 2, 0, 0.452),),
+    ),
+    # After a restart of the server a message of a worker's recovery is lost, and its lease runs out meanwhile. It did
+    # not listen to what the server said to that.
+    "again: a recovery does not hear that it was in vain": Scenario(
+        seed=187,
+        rule="average",
+        workers=3,
+        chunks=1,
+        steps=6,
+        think_s=0.05,
+        latency_s=(0.01, 0.08333333333333333),
+        lease_s=1.0,
+        heartbeat_s=0.25,
+        faults=(Fault("kill server", 1.735, 0.1, 2, 0, 0.482), Fault("noise", 1.829, 1.109, 0, 0, 0.9)),
+    ),
+    # With a quorum of one, worker 0 ends an exchange alone and is killed. Its next process joins with the state before
+    # that exchange and pushes to it: the server took the first process's contribution for its own.
+    "again: a process counts for its predecessor": Scenario(
+        seed=422,
+        rule="average",
+        quorum=1,
+        chunks=1,
+        steps=2,
+        think_s=1.0,
+        latency_s=(0.001, 0.05),
+        faults=(
+            Fault("clog", 0.34, 3.756, 1, 0, 0.313),
+            Fault("stop worker", 2.735, 2.252, 1, 0, 0.038),
+            Fault("kill worker", 2.771, 0.143, 0, 0, 0.03),
+        ),
+    ),
+}
+FOUND["again: a recovery that was in vain ends the worker"] = FOUND[
+    "again: a recovery does not hear that it was in vain"
+]
+
+
+@pytest.fixture(autouse=True)
+def quiet():
+    logging.disable(logging.CRITICAL)
+    yield
+    logging.disable(logging.NOTSET)
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_it_stays_mended(name):
+    scenario = FOUND[name]
+    assert run(scenario).violation == ""
+    with planted(name):
+        assert run(scenario).violation
