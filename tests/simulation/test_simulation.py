@@ -12,7 +12,7 @@ from simulation.shrinking import shrink
 SEEDS = 1000
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 def test_seeds_keep_every_promise_and_do_the_same_twice():
     coverage = run_seeds(0, SEEDS, jobs=2)
     assert not coverage.failures, describe(coverage, 1.0, set())
