@@ -131,7 +131,7 @@ class Each(ChunkRule):
         """A new process starts level with the slowest, so that nobody waits for its past.
 
         One that returns keeps its clock, or gets one that others wait for during one step at most. Another shard may
-        have had it all the time: if it were level here, where the others are ahead of it, each could wait for the other.
+        have had it all the time: were it level here, where the others are ahead of it, each could wait for the other.
         """
         if is_new_process:
             self.progress.last_sequence.pop(rank, None)
