@@ -11,6 +11,7 @@ from typing import Any
 from typing_extensions import override
 
 from psengine.codecs.base import Codec
+from psengine.codecs.registry import resolve_codec
 from psengine.strategies.local.fragments import OuterStep
 from psengine.strategies.local.local_steps import LocalSteps
 from psengine.strategies.local.schedule import Schedule, checked_number
@@ -56,7 +57,7 @@ class Diloco(LocalSteps):
         outer = OuterStep(learning_rate=outer_lr, momentum=outer_momentum, keep=keep if overlap else 0.0)
         self._given = {"fragments": fragments, "overlap": overlap, "keep": keep}
         self._given |= {"outer_lr": outer_lr, "outer_momentum": outer_momentum}
-        self._set_up(schedule, self._codec_of(compress), outer)
+        self._set_up(schedule, resolve_codec(compress), outer)
 
     @property
     @override

@@ -24,9 +24,8 @@ from typing import Any
 import torch
 from typing_extensions import override
 
-from psengine.codecs.auto import Auto
 from psengine.codecs.base import Codec
-from psengine.codecs.registry import CODECS, resolve_codec
+from psengine.codecs.registry import resolve_codec
 from psengine.collectives.base import Work
 from psengine.errors import ConfigurationError
 from psengine.strategies.batch_weights import WHAT
@@ -70,18 +69,8 @@ class LocalSteps(SyncAllReduce):
     )
 
     def __init__(self, every: int = 16, *, warm_up: int = 0, compress: str | Codec | None = None) -> None:
-        codec = self._codec_of(compress)
-        self._set_up(Schedule(every=every, warm_up=warm_up), codec, None if codec.is_lossless else OuterStep())
-
-    def _codec_of(self, compress: str | Codec | None) -> Codec:
         codec = resolve_codec(compress)
-        if isinstance(codec, Auto):
-            raise ConfigurationError(
-                f"compress=auto chooses from the times of steps that exchange gradients, and replicas of strategy"
-                f" {self.name!r} step alone (expected one of {sorted(set(CODECS) - {Auto.name})}, got {codec}). Fix:"
-                " name the codec."
-            )
-        return codec
+        self._set_up(Schedule(every=every, warm_up=warm_up), codec, None if codec.is_lossless else OuterStep())
 
     def _set_up(self, schedule: Schedule, codec: Codec, outer: OuterStep | None) -> None:
         super().__init__()
