@@ -17,7 +17,11 @@ from rich.table import Table
 from rich.text import Text
 
 from psengine.cli.advising.advice import Advice, advise
+from psengine.cli.advising.scale import Training, advise_scale, checked_network, checked_training
+from psengine.cli.advising.scale_report import Source, describe_scale, show_scale
+from psengine.cli.advising.step_model import Network
 from psengine.cli.advising.step_times import StepTimes, step_times
+from psengine.cli.console import duration
 from psengine.cli.failure_report import show_outcome, speaker
 from psengine.cli.launching.plan import Plan, RunOptions, make_plan
 from psengine.cli.run_arguments import PARTS, ScriptCommand
@@ -36,11 +40,18 @@ advice is sync; if one rank is always slow, a smaller share of the samples for i
 rank, bounded staleness or backup workers. The samples/s are predictions from the measured times, and say nothing \
 about accuracy. Any option of torchrun may stand before the script.
 
+With --hosts and --mbit it predicts instead what a step takes on so many hosts, under each strategy and codec, and \
+says what it assumed. The step is measured here, or given by --parameters and --step-ms.
+
 [bold]Examples[/bold]
 
 psengine advise train.py --epochs 1  (two workers)
 
 psengine advise --workers 4 --steps 60 --json -m package.train
+
+psengine advise --hosts 8 --mbit 1000 train.py
+
+psengine advise --hosts 1000 --mbit 1000 --parameters 124M --step-ms 350
 
 Exit codes: 0 advice was given, 1 the script failed, 2 a wrong command line, or too few steps."""
 
@@ -63,13 +74,98 @@ def command(
         typer.Option(min=WARM_UP_STEPS + FEWEST_STEPS, metavar="N", help="Steps to measure; the first 5 are warm-up."),
     ] = 30,
     as_json: Annotated[bool, typer.Option("--json", help="Print the advice as JSON, alone on stdout.")] = False,
+    hosts: Annotated[
+        int | None, typer.Option(metavar="N", help="Predict steps on so many hosts, joined by a network.")
+    ] = None,
+    mbit: Annotated[
+        float | None, typer.Option(metavar="M", help="Rate of a host's link in Mbit/s, in each direction.")
+    ] = None,
+    round_trip_ms: Annotated[
+        float | None, typer.Option(metavar="R", help="Round trip between two hosts. Default: 0.2.")
+    ] = None,
+    ranks_per_host: Annotated[int | None, typer.Option(metavar="K", help="Ranks on each host. Default: 1.")] = None,
+    parameters: Annotated[
+        str | None, typer.Option(metavar="P", help="Trained parameters, such as 124M, instead of a script.")
+    ] = None,
+    step_ms: Annotated[
+        float | None, typer.Option(metavar="T", help="With --parameters: a rank's step without exchange.")
+    ] = None,
 ) -> None:
     """Measure, judge, show."""
+    parts, of_network = context.meta[PARTS], (mbit, round_trip_ms, ranks_per_host, parameters, step_ms)
+    if hosts is None:
+        if any(option is not None for option in of_network):
+            raise ConfigurationError(
+                "--mbit, --round-trip-ms, --ranks-per-host, --parameters and --step-ms describe a network of hosts"
+                " (expected --hosts N with them)"
+            )
+        network = None
+    else:
+        network = checked_network(hosts, mbit, round_trip_ms, 1 if ranks_per_host is None else ranks_per_host)
+        if parameters is not None or step_ms is not None:
+            training = checked_training(parameters, step_ms, parts.script)
+            predict(training, network, Source(), as_json=as_json)
+            return
+    options = RunOptions(workers=workers, strategy="sync", default_workers=max(DEFAULT_WORKERS, ranks_per_host or 0))
+    plan = make_plan(parts, options)
+    check_plan(plan)
+    times = measured_steps(plan, steps)
+    if network is not None:
+        predict(measured_training(times), network, Source(times), as_json=as_json)
+        return
+    through_s = None
+    try:
+        through_s = server_exchange_s(times.exchanged_bytes) if times.exchanged_bytes else None
+    except PSEngineError as error:
+        speaker(Console(stderr=True, highlight=False), "psengine advise")(
+            f"could not measure an exchange through servers: {error}"
+        )
+    advice = advise(times, through_s)
+    if as_json:
+        print(json.dumps(describe(advice, times, through_s)))
+    else:
+        show(Console(highlight=False), advice, times, through_s)
+
+
+def predict(training: Training, network: Network, source: Source, *, as_json: bool) -> None:
+    """Measure the codecs, predict every strategy, show."""
+    from psengine.cli.advising.coding_speed import codings_of
+
+    codings = codings_of(training.value_bytes)
+    advice = advise_scale(training, network, codings)
+    if as_json:
+        print(json.dumps(describe_scale(advice, training, network, codings, source)))
+    else:
+        show_scale(Console(highlight=False), advice, training, network, codings, source)
+
+
+def measured_training(times: StepTimes) -> Training:
+    """A replica as it was measured: the slowest rank's steps, because replicas wait for each other.
+
+    Raises:
+        ConfigurationError: the timeline does not say how much is exchanged.
+    """
+    if not times.exchanged_bytes:
+        raise ConfigurationError(
+            "the timeline does not say how many bytes a step exchanges (expected buckets of gradients, got none)."
+            " Fix: --parameters and --step-ms instead of a script"
+        )
+    return Training(
+        value_bytes=times.exchanged_bytes,
+        compute_s=max(statistics.median(own) for own in times.compute_s),
+        samples=statistics.fmean(times.samples) if times.has_samples else None,
+    )
+
+
+def measured_steps(plan: Plan, steps: int) -> StepTimes:
+    """Run the script for so many steps under sync. Ends the program where the script fails.
+
+    Raises:
+        ConfigurationError: a rank recorded no steps, or too few.
+    """
     from psengine.cli.launching.run import run_training
     from psengine.tracing.files import find_parts, merge, read
 
-    plan = make_plan(context.meta[PARTS], RunOptions(workers=workers, strategy="sync", default_workers=DEFAULT_WORKERS))
-    check_plan(plan)
     console = Console(stderr=True, highlight=False)
     with tempfile.TemporaryDirectory(prefix="psengine-advise-") as directory:
         part = Path(directory) / "timeline.json"
@@ -98,17 +194,7 @@ def command(
                 f"{plan.workers - len(parts)} of {plan.workers} ranks recorded no steps (expected a model wrapped by"
                 " psengine.DistributedDataParallel and trained on every rank)"
             )
-        times = step_times(merge([read(one) for one in parts]), warm_up=WARM_UP_STEPS, fewest=FEWEST_STEPS)
-    through_s = None
-    try:
-        through_s = server_exchange_s(times.exchanged_bytes) if times.exchanged_bytes else None
-    except PSEngineError as error:
-        speaker(console, "psengine advise")(f"could not measure an exchange through servers: {error}")
-    advice = advise(times, through_s)
-    if as_json:
-        print(json.dumps(describe(advice, times, through_s)))
-    else:
-        show(Console(highlight=False), advice, times, through_s)
+        return step_times(merge([read(one) for one in parts]), warm_up=WARM_UP_STEPS, fewest=FEWEST_STEPS)
 
 
 def check_plan(plan: Plan) -> None:
@@ -154,14 +240,6 @@ def describe(advice: Advice, times: StepTimes, through_s: float | None) -> dict[
         "measured_rate": times.measured_rate,
         "rate_unit": "samples/s" if times.has_samples else "steps/s",
     }
-
-
-def duration(seconds: float) -> str:
-    """A duration with about three digits: 85 µs, 1.27 ms, 310 ms."""
-    if seconds < 1e-3:
-        return f"{seconds * 1e6:.0f} µs"
-    digits = 2 if seconds < 1e-2 else 1 if seconds < 1e-1 else 0
-    return f"{seconds * 1e3:.{digits}f} ms"
 
 
 def show(console: Console, advice: Advice, times: StepTimes, through_s: float | None) -> None:

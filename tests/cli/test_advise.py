@@ -11,9 +11,10 @@ import pytest
 import torch
 from support.command_process import run_command
 
-from psengine.cli.advise import WARM_UP_STEPS, duration
+from psengine.cli.advise import WARM_UP_STEPS
 from psengine.cli.advising import advice
 from psengine.cli.advising.step_times import StepTimes, step_times
+from psengine.cli.console import duration
 from psengine.cli.main import main
 from psengine.errors import ConfigurationError
 from psengine.parameter_server.server.rules.together import HISTORY
@@ -79,6 +80,13 @@ class Bounded(Simulation):
         return self.done[rank] - min(self.done) <= self.max_staleness
 
 
+class Rounds(Simulation):
+    every = 1
+
+    def may_begin(self, rank, now):
+        return min(self.done) >= self.done[rank] // self.every * self.every
+
+
 class Quorum(Simulation):
     quorum = 0
 
@@ -114,6 +122,9 @@ def test_closed_forms_are_what_a_simulation_finds(world_size):
         assert advice.bounded_rate(times, samples, 0.1, max_staleness) == pytest.approx(expected)
     free = type("Bound", (Bounded,), {"max_staleness": 10**6})(times, 0.1).run().finished
     assert advice.async_rate(times, samples, 0.1) == pytest.approx(sum(8.0 * 60 / own[-1] for own in free))
+    local = type("Rounds", (Rounds,), {"every": 6})(times, 0.0).run()
+    last = max(own[-1] for own in local.finished) + 10 * 0.1
+    assert advice.local_rate(times, samples, 0.1, 6) == pytest.approx(8.0 * world_size * 60 / last)
     for quorum in range(1, world_size + 1):
         found = type("Q", (Quorum,), {"quorum": quorum})(times, 0.1).run()
         expected = 8.0 * found.counted / found.end
@@ -207,7 +218,9 @@ def test_servers_cost_what_was_measured():
     assert found.predictions["async"] == pytest.approx(2 * 8 / (0.2 + 0.5))
 
 
-@pytest.mark.parametrize(("seconds", "text"), [(85e-6, "85 µs"), (0.00127, "1.27 ms"), (0.0213, "21.3 ms")])
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(85e-6, "85 µs"), (0.00127, "1.27 ms"), (0.0213, "21.3 ms"), (16.46, "16.5 s")]
+)
 def test_short_times_keep_their_digits(seconds, text):
     assert duration(seconds) == text
 

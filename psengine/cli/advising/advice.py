@@ -14,6 +14,9 @@ Each strategy is a rule for when a step may begin::
     async             f(r, k) = f(r, k-1) + c(r, k) + e
     async:            f(r, k) = max(f(r, k-1), max over q of f(q, k-1-S)) + c(r, k) + e
       max_staleness=S
+    local:every=H     f(., n+H) = max over r of [f(., n) + c(r, n+1) + ... + c(r, n+H)] + e, for n = 0, H, 2H, ...
+    diloco-server:    as async, with e / H
+      every=H
 
 The rate is the number of samples that counted, divided by the time of the slowest rank (async: the sum of the ranks'
 rates). The measured steps are repeated until the start no longer matters. What staleness costs in accuracy is not
@@ -33,6 +36,9 @@ KEPT_AVERAGES = 8
 MAX_STALENESS = 4
 # The async that learnt best in benchmarks/straggler; as fast as any without a bound.
 BEST_ASYNC = "async:staleness_scaling=inverse"
+# They exchange less often, which changes what is learnt more than staleness does: shown, and never the verdict.
+LOCAL_STEPS, MERGED_STEPS = 16, 100
+LOCAL, MERGED = f"local:every={LOCAL_STEPS}", f"diloco-server:every={MERGED_STEPS}"
 # The gain from which on shares are advised; they compute the same as sync.
 WORTH_IT = 1.10
 # The gain from which on another strategy is worth its staleness, or its dropped gradients.
@@ -101,6 +107,8 @@ def advise(times: StepTimes, server_exchange_s: float | None = None) -> Advice:
         predictions[f"sync-server:quorum={quorum}"] = quorum_rate(looped, samples, through_s, quorum)
     predictions[bounded] = bounded_rate(looped, samples, through_s, MAX_STALENESS)
     predictions[BEST_ASYNC] = predictions["async"] = async_rate(looped, samples, through_s)
+    predictions[LOCAL] = local_rate(looped, samples, exchange_s, LOCAL_STEPS)
+    predictions[MERGED] = async_rate(looped, samples, through_s / MERGED_STEPS)
     shares: tuple[float, ...] = ()
     if spread > SIMILAR:
         shares = sampler_shares(medians, samples)
@@ -132,15 +140,16 @@ def _judge(
     gains = {name: rate / predictions["sync"] for name, rate in predictions.items()}
     shares = gains.get("sync with shares", 0.0)
     # Judged by what a bound leaves of async's gain: that is what slowness costs which moves, and no lasting one.
-    unbounded = "async", BEST_ASYNC
-    others = {name: gain for name, gain in gains.items() if name not in ("sync", "sync with shares", *unbounded)}
+    shown_only = "async", BEST_ASYNC, LOCAL, MERGED
+    others = {name: gain for name, gain in gains.items() if name not in ("sync", "sync with shares", *shown_only)}
     best = max(others, key=lambda name: others[name])
     slowest = medians.index(max(medians))
     is_clear = others[best] >= WORTH_LEAVING
     if shares >= WORTH_IT and (not is_clear or shares * WORTH_IT >= others[best]):
         reason = (
             f"rank {slowest} is always slow ({spread:.2f} times the fastest's step time). Shares by speed compute the"
-            f" same as sync. Where shares must stay equal, {BEST_ASYNC} does not wait for it"
+            f" same as sync. Where shares must stay equal, {BEST_ASYNC} does not wait for it, nor does {MERGED}, which"
+            f" merges every {MERGED_STEPS} steps"
         )
         if others[best] < WORTH_IT:
             reason += f"; a bound on staleness or a quorum would hold the others at rank {slowest}'s pace"
@@ -176,7 +185,8 @@ def _why_sync(gains: dict[str, float], spread: float, slowest: int, exchange_sha
             f" {'the exchange outweighs the difference' if is_hidden else 'the difference is too small'}: shares gain"
             f" less than {WORTH_IT - 1:.0%}, bounded staleness less than {enough}."
         )
-        reason += " Exchange fewer bytes, or less often." if is_hidden else ""
+        if is_hidden:
+            reason += " Exchange fewer bytes, or less often: psengine advise --hosts predicts codecs and local steps."
     if gains["async"] >= WORTH_LEAVING:
         reason += f" Only async without a bound on staleness gains more ({gains['async'] - 1:.0%})."
     return reason
@@ -209,6 +219,15 @@ def sync_rate(compute_s: Times, samples: Sequence[float], exchange_s: float) -> 
 def async_rate(compute_s: Times, samples: Sequence[float], exchange_s: float) -> float:
     """Samples per second when nobody waits."""
     return sum(b * len(own) / (sum(own) + exchange_s * len(own)) for own, b in zip(compute_s, samples, strict=True))
+
+
+def local_rate(compute_s: Times, samples: Sequence[float], exchange_s: float, every: int) -> float:
+    """Samples per second when ranks wait for each other after every ``every`` steps."""
+    steps = len(compute_s[0])
+    total_s = sum(
+        max(sum(own[begin : begin + every]) for own in compute_s) + exchange_s for begin in range(0, steps, every)
+    )
+    return sum(samples) * steps / total_s
 
 
 def bounded_rate(compute_s: Times, samples: Sequence[float], exchange_s: float, max_staleness: int) -> float:
