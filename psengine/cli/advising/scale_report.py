@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from psengine.cli.advising.scale import FIT, ScaleAdvice, Training
+from psengine.cli.advising.scale import FIT, MOST_HOSTS, ScaleAdvice, Training
 from psengine.cli.advising.step_model import BACKWARD, BUCKET_BYTES, Network
 from psengine.cli.advising.step_times import StepTimes
 from psengine.cli.advising.traffic import HIERARCHICAL, Coding
@@ -41,7 +41,6 @@ def assumptions(training: Training, network: Network, codings: Mapping[str, Codi
     speeds = ", ".join(
         f"{name} {1e-9 / coding.encode_s:.1f}" for name, coding in codings.items() if coding.encode_s > 0
     )
-    count = network.hosts
     return (
         f"Compute: {source.sentence(training)}. All ranks are alike, and none is late.",
         f"Links: {network.bytes_per_s * 8e-6:g} Mbit/s for each host, in each direction, all hosts at once; a round"
@@ -51,9 +50,8 @@ def assumptions(training: Training, network: Network, codings: Mapping[str, Codi
         "Transport: gloo on the CPU; NCCL is not modelled. Strategies over servers have a shard on each host.",
         f"Codecs: encoding with the residual on one core of this machine, measured now, GB/s of values: {speeds}."
         " powersgd: matrices of 1024 columns.",
-        f"The model was fitted on {FIT.date} on {FIT.seen} and is off by at most {FIT.seen_error:.0%} there, and by"
-        f" {FIT.unseen_error:.0%} on {FIT.unseen}, which it had not seen."
-        + (f" {count} hosts are beyond all that was checked: extrapolated." if count > FIT.most_hosts else ""),
+        f"The model was {FIT}."
+        + (f" {network.hosts} hosts are more than were measured: extrapolated." if network.hosts > MOST_HOSTS else ""),
         "Speed only: not what a codec, staleness or local steps cost in accuracy, nor what a host that fails costs.",
     )
 
