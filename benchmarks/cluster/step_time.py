@@ -94,8 +94,8 @@ def read(paths: Sequence[Path]) -> list[Measured]:
                 ranks_per_host=ranks,
                 bytes_per_s=bytes_per_s(case.labels["link"]),
                 round_trip_s=float(case.labels.get("round trip", "0").split()[0]) / 1000,
-                # Emulated hosts share the cores of one machine.
-                sharing=max(1.0, hosts * ranks / record.machine["cores"]),
+                # Emulated hosts share the cores of one machine, or what other programs leave of them.
+                sharing=max(1.0, hosts * ranks / (record.machine["cores"] * (1 - record.load["others"]))),
             )
             found += [
                 Measured(

@@ -38,11 +38,11 @@ def coding_of(codec: Codec, shapes: Sequence[Sequence[int]]) -> Coding:
     state = codec.make_state(values.numel(), values.dtype, values.device)
 
     def all_rounds() -> None:
-        sums = codec.sum_rounds(values, state)
+        sums = codec.sum_rounds(values, arrived, state)
         with suppress(StopIteration):
             sums.send(sums.send(next(sums)))
 
-    size = values.nbytes
+    arrived, size = torch.empty_like(values), values.nbytes
     ratio = spec.size_bytes / size
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
