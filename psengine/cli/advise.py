@@ -9,7 +9,7 @@ import sys
 import tempfile
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -17,15 +17,17 @@ from rich.table import Table
 from rich.text import Text
 
 from psengine.cli.advising.advice import Advice, advise
-from psengine.cli.advising.scale import Training, advise_scale, checked_network, checked_training
-from psengine.cli.advising.scale_report import Source, describe_scale, show_scale
-from psengine.cli.advising.step_model import Network
 from psengine.cli.advising.step_times import StepTimes, step_times
 from psengine.cli.console import duration
 from psengine.cli.failure_report import show_outcome, speaker
 from psengine.cli.launching.plan import Plan, RunOptions, make_plan
 from psengine.cli.run_arguments import PARTS, ScriptCommand
 from psengine.errors import ConfigurationError, PSEngineError
+
+if TYPE_CHECKING:
+    from psengine.cli.advising.scale import Training
+    from psengine.cli.advising.scale_report import Source
+    from psengine.cli.advising.step_model import Network
 
 DEFAULT_WORKERS = 2
 WARM_UP_STEPS = 5
@@ -101,6 +103,10 @@ def command(
             )
         network = None
     else:
+        # Codecs import torch, which takes a second.
+        from psengine.cli.advising.scale import checked_network, checked_training
+        from psengine.cli.advising.scale_report import Source
+
         network = checked_network(hosts, mbit, round_trip_ms, 1 if ranks_per_host is None else ranks_per_host)
         if parameters is not None or step_ms is not None:
             training = checked_training(parameters, step_ms, parts.script)
@@ -130,6 +136,8 @@ def command(
 def predict(training: Training, network: Network, source: Source, *, as_json: bool) -> None:
     """Measure the codecs, predict every strategy, show."""
     from psengine.cli.advising.coding_speed import codings_of
+    from psengine.cli.advising.scale import advise_scale
+    from psengine.cli.advising.scale_report import describe_scale, show_scale
 
     codings = codings_of(training.value_bytes)
     advice = advise_scale(training, network, codings)
@@ -145,6 +153,8 @@ def measured_training(times: StepTimes) -> Training:
     Raises:
         ConfigurationError: the timeline does not say how much is exchanged.
     """
+    from psengine.cli.advising.scale import Training
+
     if not times.exchanged_bytes:
         raise ConfigurationError(
             "the timeline does not say how many bytes a step exchanges (expected buckets of gradients, got none)."

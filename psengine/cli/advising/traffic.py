@@ -16,6 +16,7 @@ H hosts with K ranks each, W = H K ranks; S bytes of float32 values, whose paylo
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass
 
 import torch
@@ -119,10 +120,10 @@ def traffic(strategy: str, hosts: int, ranks_per_host: int = 1, coding: Coding =
         # Its pieces of 4 MiB keep the link busy, as a ring does.
         return Traffic(stages=(trade, collect))
     named = Specification.parse("strategy", strategy)
-    STRATEGIES[named.name]  # raises where there is none
     codec = codec_of(strategy)
-    every = int(named.options.get("every", _default_every(named.name)))
-    is_local = every > 1
+    # Raises where there is no such strategy.
+    is_local = "every" in STRATEGIES.options_of(named.name)
+    every = int(named.options.get("every", _default_every(named.name))) if is_local else 1
     if named.name == "async" or named.name.endswith("-server"):
         # Only under sync-server averages come back during backward; async sends in optimizer.step().
         to_and_fro = _through_servers(hosts, ranks_per_host, coding)
@@ -146,7 +147,7 @@ def traffic(strategy: str, hosts: int, ranks_per_host: int = 1, coding: Coding =
 
 
 def _default_every(name: str) -> int:
-    return {"local": 16, "local-server": 16, "diloco": 100, "diloco-server": 100}.get(name, 1)
+    return int(inspect.signature(STRATEGIES[name]).parameters["every"].default)
 
 
 def _through_servers(hosts: int, ranks_per_host: int, coding: Coding) -> tuple[Stage, ...]:
